@@ -1,0 +1,59 @@
+# Each target does its own set-up on a fresh machine; a second run finds the stamps and starts at once.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+
+# With CI set, slow tests run too.
+SELECT := $(if $(CI),,-m "not slow")
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench format clean
+
+help:
+	@echo "make demo    train on an Atari game and show the memory that the replay buffer needs"
+	@echo "make test    run the tests (CI=true make test: the slow ones too)"
+	@echo "make lint    check format, style and types"
+	@echo "make bench   measure what README.md claims"
+	@echo "make format  rewrite the sources in the project's format"
+	@echo "make clean   remove build products and caches, keep $(VENV)"
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and alone: of builds of the same version, pip prefers a local one such as 2.13.0+cpu when one of the
+# indexes or wheel folders it is configured with has it (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS). The default build for
+# Linux brings gigabytes of CUDA libraries along.
+$(VENV)/.torch: constraints.txt | $(BIN)/python
+	$(INSTALL) torch
+	@touch $@
+
+$(VENV)/.extra-%: pyproject.toml constraints.txt $(VENV)/.torch
+	$(INSTALL) --editable ".[$*]"
+	@touch $@
+
+# Pattern rules would delete these as intermediate files.
+.PRECIOUS: $(VENV)/.extra-%
+
+demo: $(VENV)/.extra-demo
+	$(BIN)/python examples/dqn_atari_memory.py
+
+test: $(VENV)/.extra-test
+	scripts/install_system_packages.sh
+	$(BIN)/python -m pytest $(SELECT)
+
+lint: $(VENV)/.extra-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.extra-test
+	$(BIN)/python -m benchmarks.run
+
+format: $(VENV)/.extra-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name .git -prune -o -path ./$(VENV) -prune -o -type d -name __pycache__ -print0 | xargs -0 -r rm -rf

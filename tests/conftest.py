@@ -1,0 +1,55 @@
+"""Settings of every test session: the CPU, fixed seeds, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+# Before anything imports torch or numba. A run that is about a GPU or threads sets them itself.
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+from tests.leaks import children_left, files_below
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# The same examples on every run, and no database of examples in the repository.
+settings.register_profile("project", derandomize=True, database=None, deadline=None, print_blob=True)
+settings.load_profile("project")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fail the session that leaves a process, a file in the repository or cwd, or a temporary file."""
+    # A private folder: other programs write to the machine's own. pytest's tmp_path lies beside it.
+    scratch = tmp_path_factory.mktemp("tmpdir")
+    places = {ROOT, Path.cwd()}
+    before = {place: files_below(place) for place in places}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(scratch))
+        patch.setattr(tempfile, "tempdir", None)
+        yield
+        left = [f"process {child}" for child in children_left()]
+        for place in places:
+            left += [f"file {path}" for path in files_below(place) - before[place]]
+        # Folders of multiprocessing's own fork server go when the interpreter does.
+        left += [f"temporary {path}" for path in scratch.iterdir() if not path.name.startswith("pymp-")]
+    if left:
+        pytest.fail("the session left behind:\n" + "\n".join(sorted(left)), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds() -> None:
+    """Seed the global generators before each test, so that its outcome does not depend on its neighbours."""
+    random.seed(0)
+    np.random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)

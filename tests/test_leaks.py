@@ -1,0 +1,63 @@
+"""The check of the session can fail."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.leaks import children_left, files_below
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+
+
+def test_no_child_is_reported_when_there_is_none() -> None:
+    assert children_left(grace_s=0) == []
+
+
+def test_a_child_that_lives_on_is_reported() -> None:
+    with subprocess.Popen(SLEEP) as child:
+        try:
+            assert [line.split(":")[0] for line in children_left(grace_s=0)] == [str(child.pid)]
+        finally:
+            child.kill()
+
+
+def test_a_new_file_is_reported(tmp_path: Path) -> None:
+    before = files_below(tmp_path)
+    new = tmp_path / "deep" / "er" / "left.bin"
+    new.parent.mkdir(parents=True)
+    new.touch()
+    assert files_below(tmp_path) - before == {new}
+
+
+def test_caches_and_hidden_files_are_not_reported(tmp_path: Path) -> None:
+    for name in ("__pycache__/a.pyc", ".cache/b", ".hidden", "out/plot.png"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    assert files_below(tmp_path) == set()
+
+
+def test_a_session_that_leaks_fails(tmp_path: Path) -> None:
+    """Run a real session with the project's conftest and a test that leaves a temporary file behind."""
+    conftest = Path(__file__).with_name("conftest.py")
+    offender = tmp_path / "test_offender.py"
+    offender.write_text("import tempfile\ndef test_leak():\n    tempfile.mkstemp(prefix='forgotten')\n")
+    command = [sys.executable, "-m", "pytest", "-q", f"--confcutdir={tmp_path}", f"--rootdir={tmp_path}"]
+    command += ["-p", "no:cacheprovider", f"--basetemp={tmp_path / 'base'}", str(offender)]
+    # The leak of these inner sessions is not one of the session that runs this test.
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    plain = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, check=False)
+    assert plain.returncode == 0, plain.stdout
+    (tmp_path / "conftest.py").write_text(conftest.read_text())
+    env_root = str(conftest.parent.parent)
+    code = (
+        f"import sys; sys.path.insert(0, {env_root!r}); import pytest; sys.exit(pytest.main({command[3:]!r}))"
+    )
+    command = [sys.executable, "-c", code]
+    checked = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, check=False)
+    assert checked.returncode == 1, checked.stdout
+    assert "temporary" in checked.stdout
+    assert "forgotten" in checked.stdout

@@ -1,0 +1,43 @@
+"""What is built installs under the names that are imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("built")
+    command = [sys.executable, "-m", "hatchling", "build", "--directory", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    return out
+
+
+def test_the_wheel_holds_the_three_packages_and_no_folder_called_shared(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    top = {name.split("/")[0] for name in names}
+    assert {name for name in top if not name.endswith(".dist-info")} == {
+        "rl_ext_core",
+        "torchrl_ext",
+        "sb3_ext",
+    }
+    assert {f"{name}/py.typed" for name in ("rl_ext_core", "torchrl_ext", "sb3_ext")} <= set(names)
+    assert "rl_ext_core/devices/__init__.py" in names
+
+
+def test_the_sdist_holds_what_a_build_and_the_tests_need(built: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    assert {"pyproject.toml", "LICENSE", "constraints.txt", "tests/conftest.py"} <= names
+    assert "shared/rl_ext_core/py.typed" in names
+    assert not [name for name in names if name.startswith(".venv") or "__pycache__" in name]

@@ -1,0 +1,77 @@
+"""``__all__`` is exactly the public names, and each of them is documented."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import rl_ext_core
+
+PACKAGES = [
+    "rl_ext_core",
+    "rl_ext_core.devices",
+    "rl_ext_core.errors",
+    "rl_ext_core.frames",
+    "rl_ext_core.testing",
+    "torchrl_ext",
+    "sb3_ext",
+]
+ADAPTERS = ("torchrl_ext", "sb3_ext")
+OURS = ("rl_ext_core", *ADAPTERS)
+
+
+def public_names(module: ModuleType) -> set[str]:
+    """Name what ``module`` offers: neither private, nor a module, nor made elsewhere."""
+    # The adapters offer parts of the core as well; a part of the core offers only what it holds.
+    origins = OURS if module.__name__ in ADAPTERS else (module.__name__,)
+    names = {name for name in dir(module) if not name.startswith("_") and name != "TYPE_CHECKING"}
+    return {name for name in names if _comes_from(getattr(module, name), origins)}
+
+
+def _comes_from(value: object, origins: tuple[str, ...]) -> bool:
+    if inspect.ismodule(value):
+        return False
+    # Plain constants do not say where they come from: a public one counts.
+    origin = str(getattr(value, "__module__", origins[0]))
+    return any(f"{origin}.".startswith(f"{package}.") for package in origins)
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_all_is_exactly_the_public_names(name: str) -> None:
+    module = importlib.import_module(name)
+    assert len(module.__all__) == len(set(module.__all__))
+    assert set(module.__all__) - {"__version__"} == public_names(module)
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_every_public_name_has_a_docstring(name: str) -> None:
+    module = importlib.import_module(name)
+    assert module.__doc__
+    for public in module.__all__:
+        value = getattr(module, public)
+        if inspect.isclass(value) or inspect.isroutine(value):
+            # Its own, not an inherited one, nor the signature that dataclasses write.
+            doc = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
+            assert doc, f"{name}.{public} has no docstring"
+            assert not doc.startswith(f"{public}("), f"{name}.{public} has no docstring of its own"
+
+
+def test_the_check_of_names_can_fail() -> None:
+    module = ModuleType("offender")
+    exec("import os\nfrom pathlib import Path\nLIMIT = 3\n_private = 1\ndef forgotten(): ...", vars(module))
+    module.forgotten.__module__ = "offender._part"
+    assert public_names(module) == {"forgotten", "LIMIT"}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_type_information_is_shipped(name: str) -> None:
+    assert (Path(str(importlib.import_module(name).__file__)).parent / "py.typed").is_file()
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    assert version("rl-ext") == rl_ext_core.__version__
