@@ -1,0 +1,20 @@
+"""Compressed storage for stacks of frames: what the replay buffers of this project are made of.
+
+``FrameStore`` keeps every single frame once and returns transitions bit for bit; ``AdaptiveStore`` also finds out how
+observations are stacked and which codec suits them. Nothing here knows a framework.
+"""
+
+from rl_ext_core.frames.adaptive import AdaptiveStore
+from rl_ext_core.frames.codecs import Codec, codec_names, get_codec, register_codec
+from rl_ext_core.frames.layout import StackLayout
+from rl_ext_core.frames.store import FrameStore
+
+__all__ = [
+    "AdaptiveStore",
+    "Codec",
+    "FrameStore",
+    "StackLayout",
+    "codec_names",
+    "get_codec",
+    "register_codec",
+]

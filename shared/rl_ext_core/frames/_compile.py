@@ -1,0 +1,35 @@
+"""Compilation of the kernels: once, then from a cache on disk."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from numba import njit
+
+_SOURCES = ("_compile.py", "_kernels.py", "_memory.py", "_patch.py", "_state.py")
+
+
+def sources_digest(folder: Path) -> str:
+    """A hash of everything that ends up in the machine code."""
+    digest = hashlib.sha256()
+    for name in _SOURCES:
+        digest.update((folder / name).read_bytes())
+    return digest.hexdigest()
+
+
+_DIGEST = sources_digest(Path(__file__).parent)
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Compiles a function that Python calls: GIL released, machine code cached.
+
+    numba's cache goes stale by the time stamp of the function's own file; but these functions inline others from other
+    files, and wheels carry one fixed time stamp. So the contents of all the files decide.
+    """
+    compiled = njit(nogil=True, cache=True)(function)
+    cache_file = compiled._cache._cache_file
+    cache_file._source_stamp = (cache_file._source_stamp, _DIGEST)
+    return compiled

@@ -1,0 +1,139 @@
+"""How a stack of frames lies in an observation, and finding that out from observations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rl_ext_core.errors import InvalidArgumentError
+
+_NEARLY_ALL = 0.75  # a transition or two may be odd: a wrapper that resets in the middle
+MAX_STACK = 255  # a stack's valid depth is kept in a byte
+
+
+@dataclass(frozen=True)
+class StackLayout:
+    """A stack of ``n_stack`` frames, concatenated along the first or the last axis of an observation.
+
+    :param shape: shape of one observation, without the environment axis.
+    :param dtype: dtype of the observation.
+    :param n_stack: number of frames in a stack; 1 treats the observation as one frame.
+    :param axis: the stacking axis, 0 (channel-first) or ``len(shape) - 1`` (channel-last).
+    :raises InvalidArgumentError: if the stack size does not divide the length of the axis.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[np.generic]
+    n_stack: int
+    axis: int
+
+    def __post_init__(self) -> None:
+        length = self.shape[self.axis]
+        if not 1 <= self.n_stack <= MAX_STACK or length % self.n_stack:
+            divisors = [d for d in range(1, min(length, MAX_STACK) + 1) if length % d == 0]
+            raise InvalidArgumentError(
+                f"n_stack={self.n_stack} does not divide the {length} channels of an observation of shape "
+                f"{self.shape}; possible here: {divisors}. Pass one of them, or n_stack=None to find it from the data."
+            )
+
+    @property
+    def planar(self) -> bool:
+        """Whether each frame of a stack is one contiguous piece of a C-contiguous observation."""
+        return self.axis == 0
+
+    @property
+    def stack_bytes(self) -> int:
+        """Size of an observation."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def frame_bytes(self) -> int:
+        """Size of one frame."""
+        return self.stack_bytes // self.n_stack
+
+    @property
+    def frame_channels(self) -> int:
+        """Length of the stacking axis in one frame: 1 for grey, 3 for RGB."""
+        return self.shape[self.axis] // self.n_stack
+
+    @property
+    def pixels(self) -> int:
+        """Number of positions, each holding ``shape[axis]`` channels."""
+        return math.prod(self.shape) // self.shape[self.axis]
+
+
+def stacking_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The axes along which frames may be stacked, the likelier first.
+
+    Images follow SB3's rule: the channel axis is the shorter one of the first and the last.
+    """
+    last = len(shape) - 1
+    if last <= 0:
+        return (0,)
+    if len(shape) == 3:
+        return (0,) if shape[0] <= shape[last] else (last,)
+    return (0, last)
+
+
+def candidate_layouts(
+    shape: tuple[int, ...], dtype: npt.DTypeLike, *, n_stack: int | None = None
+) -> Iterator[StackLayout]:
+    """All layouts that an observation of this shape can have, the finest frames first, the unstacked one last."""
+    for axis in stacking_axes(shape):
+        sizes = range(min(shape[axis], MAX_STACK), 1, -1) if n_stack is None else (n_stack,)
+        for size in sizes:
+            if n_stack is not None or shape[axis] % size == 0:
+                yield StackLayout(shape, np.dtype(dtype), size, axis)
+        if n_stack is not None:
+            return
+    yield StackLayout(shape, np.dtype(dtype), 1, 0)
+
+
+def continues(
+    layout: StackLayout, before: npt.NDArray[np.generic], after: npt.NDArray[np.generic]
+) -> npt.NDArray[np.bool_]:
+    """Which of ``after`` hold all but the oldest frame of ``before``, moved on by one.
+
+    :param before: observations of shape ``(n, *layout.shape)``.
+    :param after: the observations that followed, of the same shape.
+    :return: shape ``(n,)``.
+    """
+    channels = layout.frame_channels
+    older = np.moveaxis(before, layout.axis + 1, 1)[:, channels:]
+    newer = np.moveaxis(after, layout.axis + 1, 1)[:, : older.shape[1]]
+    shifted: npt.NDArray[np.bool_] = ~_differ(older, newer)
+    return shifted
+
+
+def _differ(left: npt.NDArray[np.generic], right: npt.NDArray[np.generic]) -> npt.NDArray[np.bool_]:
+    # Bytes, not values: NaN must equal itself and -0.0 must not equal 0.0.
+    rows = [np.ascontiguousarray(side).view(np.uint8).reshape(len(side), -1) for side in (left, right)]
+    different: npt.NDArray[np.bool_] = (rows[0] != rows[1]).any(axis=1)
+    return different
+
+
+def find_layout(
+    shape: tuple[int, ...],
+    dtype: npt.DTypeLike,
+    before: npt.NDArray[np.generic],
+    after: npt.NDArray[np.generic],
+) -> StackLayout | None:
+    """The finest layout under which nearly all of ``after`` continue ``before``, or None where they say nothing.
+
+    They say nothing where observations repeat themselves, since every layout fits constant images.
+
+    :param before: observations of shape ``(n, *shape)``.
+    :param after: the observations that followed, of the same shape.
+    """
+    telling = _differ(before, after)
+    if not telling.any():
+        return None
+    before, after = before[telling], after[telling]
+    for layout in candidate_layouts(shape, dtype):
+        if layout.n_stack == 1 or continues(layout, before, after).mean() >= _NEARLY_ALL:
+            return layout
+    return None

@@ -1,0 +1,54 @@
+"""Output arrays that are used again once nobody holds them."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import numpy.typing as npt
+
+_KEPT = 4  # observations and next observations, of the batch at hand and of the one before, which is still in use
+
+
+def _unused(
+    arrays: list[npt.NDArray[np.generic]], shape: tuple[int, ...], dtype: np.dtype[np.generic], references: int
+) -> npt.NDArray[np.generic] | None:
+    """One of the arrays to which there are at most that many references."""
+    for array in arrays:
+        if array.shape == shape and array.dtype == dtype and sys.getrefcount(array) <= references:
+            return array
+    return None
+
+
+def _references_to_unused() -> int:
+    """How many references ``_unused`` counts to an array that only the list holds: it depends on the interpreter."""
+    arrays: list[npt.NDArray[np.generic]] = [np.empty(0)]
+    return next(count for count in range(1, 9) if _unused(arrays, (0,), arrays[0].dtype, count) is not None)
+
+
+_REFERENCES = _references_to_unused()
+
+
+class RecycledArrays:
+    """Hands out uninitialised arrays, and one of those handed out before once it has no other user.
+
+    A fresh array of megabytes is mapped and faulted in page by page, which costs as much as filling it. Tensors made by
+    ``torch.from_numpy`` and views keep their array in use, so nothing that somebody can see is ever overwritten.
+    """
+
+    def __init__(self) -> None:
+        self._arrays: list[npt.NDArray[np.generic]] = []
+
+    def take(self, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> npt.NDArray[np.generic]:
+        """An array of that shape and dtype with any contents."""
+        array = _unused(self._arrays, shape, dtype, _REFERENCES)
+        if array is not None:
+            return array
+        array = np.empty(shape, dtype=dtype)
+        self._arrays = [*self._arrays[-_KEPT + 1 :], array]
+        return array
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(array.nbytes for array in self._arrays)

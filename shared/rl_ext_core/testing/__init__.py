@@ -1,0 +1,23 @@
+"""Checks that third parties run on what they plug into this project. NumPy is all they need.
+
+.. code-block:: python
+
+    from rl_ext_core.testing import check_codec
+
+    def test_my_codec_is_lossless() -> None:
+        check_codec("my-codec")  # registered by rl_ext_core.frames.register_codec
+"""
+
+from rl_ext_core.testing._frames import ConformanceError, check_codec, check_contents, check_frame_store
+from rl_ext_core.testing._streams import CONTENTS, LAYOUTS, PlainStore, transitions
+
+__all__ = [
+    "CONTENTS",
+    "LAYOUTS",
+    "ConformanceError",
+    "PlainStore",
+    "check_codec",
+    "check_contents",
+    "check_frame_store",
+    "transitions",
+]

@@ -1,0 +1,150 @@
+"""Made-up observations of every kind, and the plain arrays that compressed ones are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from rl_ext_core.frames.layout import StackLayout
+
+_SPECIAL = (np.nan, -np.nan, -0.0, 0.0, np.inf, -np.inf)
+_CHANGES = 3  # bytes that change from one frame to the next where little does
+
+#: What frames hold: ``"sparse"`` changes a few bytes a frame, ``"still"`` repeats most frames, ``"special"`` holds NaN,
+#: infinities and zeros of both signs, ``"mixed"`` draws one of the others anew for each frame.
+CONTENTS = ("sparse", "noise", "still", "constant", "zeros", "full", "special", "mixed")
+
+#: Channel-first and channel-last, grey and RGB, images and vectors, frames of 4 to 67,600 bytes.
+LAYOUTS = (
+    StackLayout((4, 12, 11), np.dtype(np.uint8), 4, 0),
+    StackLayout((12, 11, 4), np.dtype(np.uint8), 4, 2),
+    StackLayout((9, 10, 11), np.dtype(np.uint8), 3, 0),
+    StackLayout((10, 7, 6), np.dtype(np.uint8), 2, 2),
+    StackLayout((3, 20, 21), np.dtype(np.uint8), 1, 0),
+    StackLayout((5, 6, 2), np.dtype(np.float32), 2, 2),
+    StackLayout((6, 8, 7), np.dtype(np.uint16), 3, 0),
+    StackLayout((4, 7), np.dtype(np.float64), 4, 0),
+    StackLayout((1,), np.dtype(np.float32), 1, 0),
+    StackLayout((40, 30, 4), np.dtype(np.uint8), 4, 2),
+    StackLayout((2, 260, 260), np.dtype(np.uint8), 2, 0),
+)
+
+
+class PlainStore:
+    """A ring of transitions as plain arrays: what every other store has to equal.
+
+    :param capacity: transitions an environment.
+    :param n_envs: number of environments.
+    :param layout: how an observation is stacked; only its shape and dtype matter here.
+    """
+
+    def __init__(self, capacity: int, n_envs: int, layout: StackLayout) -> None:
+        self.capacity, self.n_envs, self.layout = capacity, n_envs, layout
+        shape = (capacity, n_envs, *layout.shape)
+        self.observations = np.zeros(shape, dtype=layout.dtype)
+        self.next_observations = np.zeros(shape, dtype=layout.dtype)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all transitions."""
+        self.position, self.size = 0, 0
+        self.observations[:], self.next_observations[:] = 0, 0
+
+    def append(self, observations: npt.NDArray[np.generic], next_observations: npt.NDArray[np.generic]) -> None:
+        """Stores one transition of each environment, over the oldest where the ring is full."""
+        self.observations[self.position] = observations
+        self.next_observations[self.position] = next_observations
+        self.position = (self.position + 1) % self.capacity
+        self.size = min(self.size + 1, self.capacity)
+
+
+def transitions(
+    layout: StackLayout,
+    *,
+    n_envs: int = 2,
+    n_steps: int = 100,
+    contents: str = "sparse",
+    episode: int = 9,
+    odd: float = 0.0,
+    transposed: float = 0.0,
+    seed: int = 0,
+) -> Iterator[tuple[npt.NDArray[np.generic], npt.NDArray[np.generic]]]:
+    """Transitions as a vectorised environment with stacked frames gives them.
+
+    After a reset all but the newest frame of a stack are zero, and the last next observation of an episode is not the
+    observation that follows.
+
+    :param layout: how an observation is stacked.
+    :param n_envs: number of environments.
+    :param n_steps: number of transitions, an environment.
+    :param contents: one of ``CONTENTS``.
+    :param episode: mean number of steps between two resets of an environment; 0 for none.
+    :param odd: share of observations that are unrelated to those before, as after a second ``learn()``.
+    :param transposed: share of batches in channel-first order that are views of channel-last memory.
+    :param seed: of the generator that everything is drawn from.
+    :return: pairs of observations and next observations, each of shape ``(n_envs, *layout.shape)``.
+    """
+    rng = np.random.default_rng(seed)
+    envs = [_Stacker(layout, contents, rng) for _ in range(n_envs)]
+    for _ in range(n_steps):
+        for env in envs:
+            if rng.random() < odd:
+                env.scramble()
+        before = np.stack([env.stack for env in envs])
+        for env in envs:
+            env.step()
+        after = np.stack([env.stack for env in envs])
+        for env in envs:
+            if episode and rng.random() < 1 / episode:
+                env.reset()
+        yield _arranged(before, layout, rng.random() < transposed), _arranged(after, layout, rng.random() < transposed)
+
+
+def _arranged(stacks: npt.NDArray[np.generic], layout: StackLayout, transposed: bool) -> npt.NDArray[np.generic]:
+    if transposed and layout.axis == 0:
+        return np.moveaxis(np.ascontiguousarray(np.moveaxis(stacks, 1, -1)), -1, 1)
+    return stacks
+
+
+class _Stacker:
+    """One environment's newest stack."""
+
+    def __init__(self, layout: StackLayout, contents: str, rng: np.random.Generator) -> None:
+        self._layout, self._contents, self._rng = layout, contents, rng
+        shape = list(layout.shape)
+        shape[layout.axis] = layout.frame_channels
+        self._frame: npt.NDArray[np.generic] = np.zeros(shape, dtype=layout.dtype)
+        self.reset()
+
+    def reset(self) -> None:
+        self.stack: npt.NDArray[np.generic] = np.zeros(self._layout.shape, dtype=self._layout.dtype)
+        self.step()
+
+    def scramble(self) -> None:
+        shuffled = self._rng.permutation(np.moveaxis(self.stack, self._layout.axis, 0))
+        self.stack = np.ascontiguousarray(np.moveaxis(shuffled, 0, self._layout.axis))
+
+    def step(self) -> None:
+        self._frame = self._next_frame()
+        axis = self._layout.axis
+        kept = np.moveaxis(np.moveaxis(self.stack, axis, 0)[self._layout.frame_channels :], 0, axis)
+        self.stack = np.concatenate([kept, self._frame], axis=axis)
+
+    def _next_frame(self) -> npt.NDArray[np.generic]:
+        rng, contents = self._rng, self._contents
+        if contents == "mixed":
+            contents = CONTENTS[rng.integers(len(CONTENTS) - 1)]
+        frame = np.ascontiguousarray(self._frame).copy()
+        bytes_there = frame.reshape(-1).view(np.uint8)
+        if contents == "noise":
+            bytes_there[:] = rng.integers(256, size=len(bytes_there), dtype=np.uint8)
+        elif contents == "special" and frame.dtype.kind == "f":
+            frame[:] = rng.choice(_SPECIAL, size=frame.shape)
+        elif contents == "sparse" or (contents in ("still", "special") and rng.random() < 0.3):
+            places = rng.integers(len(bytes_there), size=_CHANGES)
+            bytes_there[places] = rng.integers(256, size=_CHANGES, dtype=np.uint8)
+        elif contents in ("zeros", "full", "constant"):
+            bytes_there[:] = {"zeros": 0, "full": 255, "constant": 7}[contents]
+        return frame
