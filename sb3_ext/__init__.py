@@ -1,0 +1,7 @@
+"""Extensions of Stable Baselines3. They bear the names of what they extend and take the same arguments."""
+
+from __future__ import annotations
+
+from sb3_ext.replay_buffer import CompressedReplayBuffer
+
+__all__ = ["CompressedReplayBuffer"]
