@@ -1,0 +1,1 @@
+"""What README.md claims, measured: one command for each figure."""

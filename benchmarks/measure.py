@@ -1,0 +1,53 @@
+"""What every benchmark here measures with: resident memory, and competitors that take turns in one process."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+
+def resident_bytes() -> int:
+    """The memory of this process that is resident, after a garbage collection."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def machine() -> str:
+    """One line that names the machine, for figures that are quoted."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return f"{os.cpu_count()} cores of {model}, {platform.system()}, Python {platform.python_version()}"
+
+
+def interleaved(
+    competitors: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, np.ndarray]:
+    """Runs all competitors in turn, the order turned around every other round.
+
+    :param rounds: how often.
+    :param clock: ``time.thread_time`` where only the calling thread's CPU time counts.
+    :return: (rounds,) seconds of each; divide two of them element by element and take the median.
+    """
+    seconds = {name: np.empty(rounds) for name in competitors}
+    for turn in range(rounds):
+        names = list(competitors) if turn % 2 else list(reversed(competitors))
+        for name in names:
+            start = clock()
+            competitors[name]()
+            seconds[name][turn] = clock() - start
+    return seconds
+
+
+def times_as_fast(seconds: Mapping[str, np.ndarray], name: str, *, than: str) -> float:
+    """The median of the ratios, round by round: above 1, ``name`` is the faster one."""
+    return float(np.median(seconds[than] / seconds[name]))

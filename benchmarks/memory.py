@@ -1,0 +1,111 @@
+"""Resident memory of replay buffers filled with real Atari transitions, each in a process of its own.
+
+The frames come from ``ale_py``'s vectorised environment (84×84 grey, frame skip 4, 4 frames a stack, sticky random
+actions: the last one again with probability 3/4), as many as asked for; nothing is stored twice. SB3's buffer gets
+fewer, since a million of its transitions are 56 GB, and is counted by the transition.
+
+    python -m benchmarks.memory [game ...] [--size 1000000] [--codec patch+lz4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+from ale_py.vector_env import AtariVectorEnv
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+from stable_baselines3.common.buffers import ReplayBuffer
+from tqdm import tqdm
+
+from benchmarks.measure import machine, resident_bytes
+from sb3_ext import CompressedReplayBuffer
+
+GAMES = ("pong", "breakout", "ms_pacman", "seaquest", "montezuma_revenge")
+N_ENVS = 8
+PLAIN_SIZE = 40_000
+STICKINESS = 0.75
+
+
+def transitions(game: str, *, steps: int, seed: int = 0) -> Iterator[tuple[np.ndarray, ...]]:
+    """Real transitions of ``N_ENVS`` environments: observations, next observations, actions, rewards, dones."""
+    env = AtariVectorEnv(game, num_envs=N_ENVS, autoreset_mode=AutoresetMode.SAME_STEP)
+    rng = np.random.default_rng(seed)
+    obs, _ = env.reset(seed=seed)
+    obs = obs.copy()
+    actions = rng.integers(0, env.single_action_space.n, N_ENVS)
+    for _ in range(steps):
+        fresh = rng.integers(0, env.single_action_space.n, N_ENVS)
+        actions = np.where(rng.random(N_ENVS) < STICKINESS, actions, fresh)
+        new_obs, rewards, terminated, truncated, info = env.step(actions)
+        dones = terminated | truncated
+        next_obs = new_obs.copy()
+        if dones.any():
+            for e in np.flatnonzero(dones):
+                next_obs[e] = info["final_obs"][e]
+        yield obs, next_obs, actions, rewards, dones
+        obs = new_obs.copy()
+    env.close()
+
+
+def fill(game: str, *, buffer: str, size: int) -> None:
+    """Fills one buffer and prints the bytes by which the process grew, and what the buffer says that it holds."""
+    space, actions = spaces.Box(0, 255, (4, 84, 84), np.uint8), spaces.Discrete(18)
+
+    def new(n: int) -> ReplayBuffer:
+        if buffer == "sb3":
+            return ReplayBuffer(n, space, actions, device="cpu", n_envs=N_ENVS)
+        return CompressedReplayBuffer(n, space, actions, device="cpu", n_envs=N_ENVS, codec=buffer)
+
+    infos: list[dict[str, object]] = [{}] * N_ENVS
+    warm = new(1_000 * N_ENVS)
+    for transition in transitions(game, steps=500):
+        warm.add(*transition, infos)
+    del warm
+    before = resident_bytes()
+    filled = new(size)
+    bar = tqdm(transitions(game, steps=size // N_ENVS), total=size // N_ENVS, desc=f"{game} {buffer}", leave=False)
+    for transition in bar:
+        filled.add(*transition, infos)
+    grown = resident_bytes() - before
+    print(grown, getattr(filled, "nbytes", 0), filled.size() * N_ENVS)
+
+
+def measure(game: str, *, buffer: str, size: int) -> tuple[int, int, int]:
+    """:func:`fill` in a fresh process."""
+    command = [sys.executable, "-m", "benchmarks.memory", game, "--fill", buffer, "--size", str(size)]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    grown, said, count = map(int, output.split()[-3:])
+    return grown, said, count
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=main.__doc__)
+    parser.add_argument("games", nargs="*", default=GAMES)
+    parser.add_argument("--size", type=int, default=1_000_000, help="transitions")
+    parser.add_argument("--codec", default="auto")
+    parser.add_argument("--fill", metavar="BUFFER", help="fill one buffer in this process: sb3, or a codec")
+    options = parser.parse_args()
+    if options.fill:
+        fill(options.games[0], buffer=options.fill, size=options.size)
+        return
+    print(machine())
+    grown, _, count = measure(options.games[0], buffer="sb3", size=PLAIN_SIZE)
+    plain = grown / count
+    print(f"SB3's ReplayBuffer: {plain:,.0f} bytes a transition resident ({count:,} stored)")
+    print(f"{'game':18} {'stored':>9} {'resident':>9} {'a transition':>12} {'less':>6} {'nbytes/RSS':>10}")
+    for game in options.games:
+        grown, said, count = measure(game, buffer=options.codec, size=options.size)
+        print(
+            f"{game:18} {count:9,} {grown / 1e6:6.0f} MB {grown / count:10.0f} B {plain * count / grown:5.0f}× "
+            f"{said / grown:10.2f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

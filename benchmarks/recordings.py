@@ -1,0 +1,136 @@
+"""
+The recordings that the benchmarks use, made on first use and kept in ``benchmarks/data/``.
+
+``python -m benchmarks.recordings`` makes what is missing; in a program::
+
+    from benchmarks import recordings
+
+    recording = recordings.load("pong")
+    for obs, next_obs, actions, rewards, dones, infos in recording.transitions():
+        buffer.add(obs, next_obs, actions, rewards, dones, infos)
+
+The ``mujoco-*`` ones need ``imageio``, and without a screen ``MUJOCO_GL=egl`` or ``osmesa``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.replay import Recording
+
+__all__ = ["RECORDINGS", "Recording", "Source", "load"]
+
+DATA = Path(__file__).parent / "data"
+
+
+@dataclass(frozen=True)
+class Source:
+    """
+    How to make a recording.
+
+    :param recorder: Name of a function of ``benchmarks.recorders``.
+    :param env: The game or environment id that it gets.
+    :param steps: Default length; each step is one transition for each of 2 environments.
+    :param options: Further arguments.
+    """
+
+    recorder: str
+    env: str
+    steps: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def record(self, *, name: str, steps: int, progress: bool) -> Recording:
+        """
+        Play, whether or not there is a recording.
+
+        :param name: Name of the recording.
+        :param steps: Its length.
+        :param progress: Show a bar.
+        :return: A new recording.
+        """
+        # these bring the environments' packages along, which a program that only replays does not need
+        from benchmarks import recorders
+
+        recorder: Callable[..., Recording] = getattr(recorders, self.recorder)
+        return recorder(self.env, name=name, steps=steps, progress=progress, **self.options)
+
+
+def _mujoco(env_id: str, camera: str | None = None) -> Source:
+    return Source("record_mujoco", env_id, 2_000, {"camera": camera})
+
+
+def _atari(game: str, policy: str = "sticky") -> Source:
+    return Source("record_atari", game, 10_000, {"policy": policy})
+
+
+RECORDINGS = {
+    "pong": _atari("Pong"),
+    "breakout": _atari("Breakout"),
+    "mspacman": _atari("MsPacman"),
+    "seaquest": _atari("Seaquest"),
+    "montezuma": _atari("MontezumaRevenge"),
+    "pong-random": _atari("Pong", "random"),
+    "pong-scripted": _atari("Pong", "scripted"),
+    "breakout-scripted": _atari("Breakout", "scripted"),
+    "mujoco-cheetah": _mujoco("HalfCheetah-v5"),
+    "mujoco-cheetah-track": _mujoco("HalfCheetah-v5", "track"),
+    "mujoco-walker": _mujoco("Walker2d-v5"),
+    "mujoco-walker-track": _mujoco("Walker2d-v5", "track"),
+    "vizdoom": Source("record_vizdoom", "VizdoomMyWayHome-v1", 6_000),
+    "vizdoom-corridor": Source("record_vizdoom", "VizdoomDeadlyCorridor-v1", 6_000),
+}
+
+
+def load(name: str, *, steps: int | None = None, progress: bool = False, folder: Path = DATA) -> Recording:
+    """
+    Read a recording, or make and keep it where it is missing or too short.
+
+    :param name: One of ``RECORDINGS``.
+    :param steps: How many steps, from the start; by default those of the registry.
+    :param progress: Show a bar while recording.
+    :param folder: Where recordings are kept.
+    :return: The recording, exactly ``steps`` long. The same name and length give the same content.
+    :raises ValueError: There is no such recording.
+    """
+    if name not in RECORDINGS:
+        raise ValueError(_unknown(name))
+    source = RECORDINGS[name]
+    steps = source.steps if steps is None else steps
+    path = folder / f"{name}.npz"
+    if path.exists():
+        recording = Recording.load(path)
+        if len(recording) >= steps:
+            return recording.head(steps)
+    recording = source.record(name=name, steps=steps, progress=progress)
+    recording.save(path)
+    return recording
+
+
+def _unknown(*names: str) -> str:
+    return f"no recording is named {', '.join(names)}: choose from {', '.join(RECORDINGS)}"
+
+
+def main() -> None:
+    """Make what is missing and say what there is."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.recordings", description=main.__doc__)
+    parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(RECORDINGS)}; default: all")
+    parser.add_argument("--steps", type=int, help="steps of 2 transitions each (default: the registry's)")
+    arguments = parser.parse_args()
+    if unknown := sorted(set(arguments.names) - set(RECORDINGS)):
+        parser.error(_unknown(*unknown))
+    for name in arguments.names or RECORDINGS:
+        recording = load(name, steps=arguments.steps, progress=True)
+        shape = "×".join(map(str, recording.observation_space.shape))
+        games = list(recording.scores.values())
+        score = f"mean score of {len(games)} games {np.mean(games):.1f}" if games else "no game ended"
+        print(f"{name:20} {recording.n_transitions:6} × {shape:10} {recording.policy}; {score}")
+
+
+if __name__ == "__main__":
+    main()

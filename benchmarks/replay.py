@@ -1,0 +1,205 @@
+"""Recorded episodes, and their replay exactly as Stable Baselines3 hands them to ``ReplayBuffer.add``."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+FORMAT = 1
+
+Transition = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, list[dict[str, Any]]]
+
+
+@dataclass
+class Recording:
+    """
+    Real episodes of ``E`` environments over ``T`` steps, every single frame kept once.
+
+    :param name: Name in the registry.
+    :param policy: What chose the actions, in words ("random", "sticky random (repeat 0.75)", ...).
+    :param n_stack: How many frames an observation stacks.
+    :param action_space: The action space that a buffer gets.
+    :param frames: Single frames, uint8 ``(T + 1, E, H, W, c)``. ``frames[t + 1]`` is what step ``t``
+        returned: at the end of an episode the first frame of the next one, since vectorized environments
+        reset themselves.
+    :param actions: What the buffer gets: ``(T, E)`` if discrete, ``(T, E, n)`` in -1..1 if continuous.
+    :param rewards: float32 ``(T, E)``.
+    :param dones: bool ``(T, E)``.
+    :param truncated: bool ``(T, E)``, the episode was cut off by a time limit and did not end by itself.
+    :param terminal_frames: The last single frame ``(H, W, c)`` of each finished episode, by ``(t, e)``.
+    :param scores: Unclipped return of each whole game that ended, by ``(t, e)``.
+    """
+
+    name: str
+    policy: str
+    n_stack: int
+    action_space: spaces.Discrete | spaces.Box
+    frames: np.ndarray
+    actions: np.ndarray
+    rewards: np.ndarray
+    dones: np.ndarray
+    truncated: np.ndarray
+    terminal_frames: dict[tuple[int, int], np.ndarray]
+    scores: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        """Count the steps ``T``; each is one transition per environment."""
+        return len(self.dones)
+
+    @property
+    def n_envs(self) -> int:
+        """The number of environments ``E``."""
+        return self.frames.shape[1]
+
+    @property
+    def n_transitions(self) -> int:
+        """How often a buffer's ``add`` takes something in: ``T * E``."""
+        return self.dones.size
+
+    @property
+    def observation_space(self) -> spaces.Box:
+        """The space that the buffer gets: stacked and channel-first, uint8 ``(n_stack * c, H, W)``."""
+        height, width, channels = self.frames.shape[2:]
+        return spaces.Box(0, 255, (self.n_stack * channels, height, width), np.uint8)
+
+    def head(self, steps: int) -> Recording:
+        """
+        Cut the recording short.
+
+        :param steps: How many steps to keep.
+        :return: The first ``steps`` steps, sharing this recording's memory.
+        """
+        return replace(
+            self,
+            frames=self.frames[: steps + 1],
+            actions=self.actions[:steps],
+            rewards=self.rewards[:steps],
+            dones=self.dones[:steps],
+            truncated=self.truncated[:steps],
+            terminal_frames={key: frame for key, frame in self.terminal_frames.items() if key[0] < steps},
+            scores={key: score for key, score in self.scores.items() if key[0] < steps},
+        )
+
+    def transitions(self, *, transposed_views: bool = True) -> Iterator[Transition]:
+        """
+        Replay what ``OffPolicyAlgorithm._store_transition`` gives to ``ReplayBuffer.add``, bit for bit.
+
+        SB3's own ``StackedObservations`` builds the stacks, so that padding after a reset, terminal stacks
+        and memory layout are those of training.
+
+        :param transposed_views: True gives what ``VecTransposeImage`` makes of channel-last frames:
+            channel-first *views* ``(E, k * c, H, W)`` of channel-last memory. False gives what a
+            channel-first environment makes: C-contiguous arrays of the same shape and content.
+        :return: ``(obs, next_obs, actions, rewards, dones, infos)`` for each step.
+        """
+        from stable_baselines3.common.vec_env.stacked_observations import StackedObservations
+
+        _, n_envs, height, width, channels = self.frames.shape
+        shape = (height, width, channels) if transposed_views else (channels, height, width)
+        space = spaces.Box(0, 255, shape, np.uint8)
+        order = "last" if transposed_views else "first"
+        stacker: StackedObservations[np.ndarray] = StackedObservations(n_envs, self.n_stack, space, order)
+
+        def single(frame: np.ndarray) -> np.ndarray:
+            return frame if transposed_views else np.ascontiguousarray(np.moveaxis(frame, -1, -3))
+
+        def stacked(stack: np.ndarray) -> np.ndarray:
+            return np.moveaxis(stack, -1, -3) if transposed_views else stack
+
+        obs = stacked(stacker.reset(single(self.frames[0])))
+        for t in range(len(self)):
+            infos: list[dict[str, Any]] = [{"TimeLimit.truncated": bool(flag)} for flag in self.truncated[t]]
+            ended = np.flatnonzero(self.dones[t])
+            for e in ended:
+                infos[e]["terminal_observation"] = single(self.terminal_frames[t, int(e)])
+            stacks, infos = stacker.update(single(self.frames[t + 1]), self.dones[t], infos)
+            new_obs = stacked(stacks)
+            # a deep copy keeps the memory order of the view, which np.array(..., order="C") would not
+            next_obs = deepcopy(new_obs)
+            for e in ended:
+                infos[e]["terminal_observation"] = stacked(infos[e]["terminal_observation"])
+                next_obs[e] = infos[e]["terminal_observation"]
+            yield obs, next_obs, self.actions[t].copy(), self.rewards[t].copy(), self.dones[t].copy(), infos
+            obs = new_obs
+
+    def save(self, path: Path) -> None:
+        """
+        Write an ``.npz`` that ``numpy.load`` reads without pickle; a file that appears is complete.
+
+        :param path: Where to; folders are made.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shape = self.frames.shape[2:]
+        arrays = {
+            "header": np.array(json.dumps(self._header())),
+            "frames": self.frames,
+            "actions": self.actions,
+            "rewards": self.rewards,
+            "dones": self.dones,
+            "truncated": self.truncated,
+            "terminal_frames": np.array(list(self.terminal_frames.values()), np.uint8).reshape(-1, *shape),
+            "terminal_frames_at": np.array(list(self.terminal_frames), np.int64).reshape(-1, 2),
+            "scores": np.array(list(self.scores.values()), np.float64),
+            "scores_at": np.array(list(self.scores), np.int64).reshape(-1, 2),
+        }
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        try:
+            # level 1 writes frames several times faster than savez_compressed's 6, at little size
+            with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+                for key, array in arrays.items():
+                    with archive.open(f"{key}.npy", "w", force_zip64=True) as member:
+                        np.lib.format.write_array(member, array, allow_pickle=False)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: Path) -> Recording:
+        """
+        Read what :meth:`save` wrote.
+
+        :param path: The file.
+        :return: The recording, all in memory.
+        :raises ValueError: The file has another format version.
+        """
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = dict(archive)
+        header = json.loads(arrays.pop("header").item())
+        if header.pop("format") != FORMAT:
+            raise ValueError(f"{path} is not in format {FORMAT}: delete it, and it is recorded again")
+        action_space = _space_from_json(header.pop("action_space"))
+        for key in ("terminal_frames", "scores"):
+            places = map(tuple, arrays.pop(f"{key}_at").tolist())
+            arrays[key] = dict(zip(places, arrays[key], strict=True))
+        return cls(action_space=action_space, **header, **arrays)
+
+    def _header(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "name": self.name,
+            "policy": self.policy,
+            "n_stack": self.n_stack,
+            "action_space": _space_to_json(self.action_space),
+        }
+
+
+def _space_to_json(space: spaces.Discrete | spaces.Box) -> dict[str, Any]:
+    if isinstance(space, spaces.Discrete):
+        return {"n": int(space.n)}
+    return {"low": space.low.tolist(), "high": space.high.tolist(), "dtype": str(space.dtype)}
+
+
+def _space_from_json(fields: dict[str, Any]) -> spaces.Discrete | spaces.Box:
+    if "n" in fields:
+        return spaces.Discrete(fields["n"])
+    dtype = np.dtype(fields["dtype"])
+    return spaces.Box(np.array(fields["low"], dtype), np.array(fields["high"], dtype), dtype=dtype.type)

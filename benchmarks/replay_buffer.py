@@ -1,0 +1,113 @@
+"""``sample()`` and ``add()`` of ``CompressedReplayBuffer`` against Stable Baselines3's ``ReplayBuffer``.
+
+Both hold the same recorded transitions of real environments, in one process, and take turns. Times are CPU seconds
+of the calling thread, but for the column with two threads: wall clock, which means something on a quiet machine only.
+
+Each competitor draws ten batches in a row, holding one while it draws the next, as a training loop does. ``--draws 1``
+makes them alternate after every batch, so that each finds the caches full of the other's frames.
+
+    python -m benchmarks.replay_buffer [recording ...] [--codec patch+lz4] [--draws 1]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch as th
+from stable_baselines3.common.buffers import ReplayBuffer
+from tqdm import tqdm
+
+from benchmarks import recordings
+from benchmarks.measure import interleaved, machine, times_as_fast
+from benchmarks.replay import Recording
+from sb3_ext import CompressedReplayBuffer
+
+GAMES = ("pong", "breakout", "mspacman", "seaquest", "montezuma")
+POLICIES = ("pong-random", "pong-scripted", "breakout-scripted")
+NATURAL = (
+    "mujoco-cheetah",
+    "mujoco-walker",
+    "mujoco-cheetah-track",
+    "mujoco-walker-track",
+    "vizdoom",
+    "vizdoom-corridor",
+)
+DRAWS = 600  # of each competitor
+HEADER = f"{'recording':18} {'codec':10} {'bytes':>7} {'memory':>7} {'n=32':>6} {'n=256':>6} {'2 thr.':>6} {'add':>6}"
+
+
+def _filled(recording: Recording, buffers: dict[str, ReplayBuffer]) -> dict[str, np.ndarray]:
+    """Adds the recording to all buffers in turn; returns the seconds of each step."""
+    transitions = recording.transitions()
+    seconds: dict[str, list[float]] = {name: [] for name in buffers}
+    for turn, transition in enumerate(transitions):
+        for name in list(buffers) if turn % 2 else list(reversed(buffers)):
+            start = time.thread_time()
+            buffers[name].add(*transition)
+            seconds[name].append(time.thread_time() - start)
+    return {name: np.array(values) for name, values in seconds.items()}
+
+
+def _sampler(buffer: ReplayBuffer, batch_size: int, draws: int) -> Callable[[], object]:
+    held = []
+
+    def sample() -> None:
+        for _ in range(draws):
+            held[:] = [buffer.sample(batch_size)]
+
+    return sample
+
+
+def _speed(
+    plain: ReplayBuffer, ours: ReplayBuffer, batch_size: int, *, draws: int, clock: Callable[[], float]
+) -> float:
+    pair = {"plain": _sampler(plain, batch_size, draws), "ours": _sampler(ours, batch_size, draws)}
+    interleaved(pair, rounds=3)
+    return times_as_fast(interleaved(pair, rounds=DRAWS // draws, clock=clock), "ours", than="plain")
+
+
+def measure(name: str, *, codec: str, block_length: int | None, draws: int) -> str:
+    """One row of the table."""
+    recording = recordings.load(name)
+    arguments = (len(recording) * 2, recording.observation_space, recording.action_space)
+    plain = ReplayBuffer(*arguments, device="cpu", n_envs=2)
+    options = {"codec": codec, "block_length": block_length, "num_threads": 1}
+    ours = CompressedReplayBuffer(*arguments, device="cpu", n_envs=2, **options)
+    add_seconds = _filled(recording, {"plain": plain, "ours": ours})
+    speeds = [_speed(plain, ours, size, draws=draws, clock=time.thread_time) for size in (32, 256)]
+    ours.num_threads = 2
+    speeds.append(_speed(plain, ours, 256, draws=draws, clock=time.perf_counter))
+    speeds.append(times_as_fast(add_seconds, "ours", than="plain"))
+
+    per_transition = ours.stored_nbytes / recording.n_transitions
+    row_bytes = plain.actions.itemsize * plain.action_dim + 12
+    plain_bytes = 2 * plain.observations[0, 0].nbytes + row_bytes
+    columns = " ".join(f"{speed:5.2f}×" for speed in speeds)
+    label = f"{ours.codec}/{ours.block_length}"
+    return f"{name:18} {label:10} {per_transition:7.0f} {plain_bytes / per_transition:6.0f}× {columns}"
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.replay_buffer", description=main.__doc__)
+    parser.add_argument("names", nargs="*", default=[*GAMES, *POLICIES, *NATURAL])
+    parser.add_argument("--codec", default="auto")
+    parser.add_argument("--block-length", type=int)
+    parser.add_argument("--draws", type=int, default=10, help="batches in a row")
+    options = parser.parse_args()
+    th.set_num_threads(1)
+    print(machine())
+    print(
+        "bytes: a transition, by nbytes; memory: SB3's over ours (benchmarks.memory measures it by RSS); then\n"
+        "how many times as fast as SB3's: sample(32), sample(256), sample(256) in 2 threads by wall clock, add()"
+    )
+    print(HEADER)
+    for name in tqdm(options.names, leave=False):
+        tqdm.write(measure(name, codec=options.codec, block_length=options.block_length, draws=options.draws))
+
+
+if __name__ == "__main__":
+    main()
