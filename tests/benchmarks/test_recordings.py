@@ -1,0 +1,211 @@
+"""A replayed recording is, bit for bit and stride for stride, what SB3 gives a replay buffer in training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ale_py
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch._dynamo  # noqa: F401  optimizers do it otherwise, which makes a folder in the tests' temporary one
+from gymnasium import spaces
+from stable_baselines3 import DQN, SAC
+from stable_baselines3.common.base_class import BaseAlgorithm
+from stable_baselines3.common.buffers import ReplayBuffer
+from stable_baselines3.common.env_util import make_atari_env, make_vec_env
+from stable_baselines3.common.logger import Logger
+from stable_baselines3.common.vec_env import VecFrameStack
+
+from benchmarks import recorders, recordings
+from benchmarks.policies import Policy
+from benchmarks.replay import Recording
+
+gym.register_envs(ale_py)
+
+# What buffers read of the infos; environments put more of their own there.
+INFO_KEYS = ("TimeLimit.truncated", "terminal_observation")
+
+
+class Spy(ReplayBuffer):
+    """Notes what ``add`` gets."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.seen: list[Any] = []
+        self.chosen: list[np.ndarray] = []
+
+    def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
+        self.chosen.append(action.copy())
+        self.seen.append(described(obs, next_obs, action, reward, done, infos))
+        super().add(obs, next_obs, action, reward, done, infos)
+
+
+def described(*transition: Any) -> list[Any]:
+    """Everything that a buffer could tell two transitions apart by."""
+    *arrays, infos = transition
+    kept = [{key: info[key] for key in INFO_KEYS if key in info} for info in infos]
+    ends = [info.pop("terminal_observation", np.empty(0)) for info in kept]
+    return [(a.dtype, a.shape, a.strides, a.tobytes()) for a in [*arrays, *ends]] + kept
+
+
+class Film(gym.Env[np.ndarray, np.ndarray]):
+    """RGB frames that are not square and tell the action; ends by itself or after 9 steps by a time limit."""
+
+    def __init__(self, *, channel_first: bool) -> None:
+        shape = (3, 36, 40) if channel_first else (36, 40, 3)
+        self.channel_first = channel_first
+        self.observation_space = spaces.Box(0, 255, shape, np.uint8)
+        self.action_space = spaces.Box(np.float32([-2, 0]), np.float32([2, 3]))
+
+    def _frame(self) -> np.ndarray:
+        frame = self.np_random.integers(1, 256, (36, 40, 3), np.uint8)
+        return frame.transpose(2, 0, 1) if self.channel_first else frame
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.t = 0
+        return self._frame(), {}
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.t += 1
+        frame = self._frame()
+        frame.flat[:8] = np.frombuffer(action.tobytes(), np.uint8)
+        return frame, float(action.sum()), self.np_random.random() < 0.05, self.t == 9, {}
+
+
+def spied(model: BaseAlgorithm, steps: int) -> Spy:
+    model.set_logger(Logger(None, []))  # the default one makes a folder in the machine's temporary one
+    model.learn(steps)
+    assert isinstance(model.replay_buffer, Spy)
+    return model.replay_buffer
+
+
+def recorded_again(venv: Any, spy: Spy, *, n_stack: int) -> Recording:
+    actions: Iterator[np.ndarray] = iter(spy.chosen)
+    policy = Policy("what the model did", lambda venv: next(actions))
+    return recorders.record(venv, name="again", policy=policy, n_stack=n_stack, steps=len(spy.chosen))
+
+
+def assert_same(recording: Recording, spy: Spy, *, transposed_views: bool = True) -> None:
+    assert recording.observation_space == spy.observation_space
+    assert recording.action_space == spy.action_space
+    replay = recording.transitions(transposed_views=transposed_views)
+    for t, (replayed, seen) in enumerate(zip(replay, spy.seen, strict=True)):
+        assert described(*replayed) == seen, f"step {t} differs"
+
+
+@pytest.mark.parametrize("n_envs", [1, 2])
+def test_the_replay_of_an_atari_game_is_what_dqn_stores(n_envs: int) -> None:
+    def make() -> Any:
+        return make_atari_env("BreakoutNoFrameskip-v4", n_envs=n_envs, seed=3)
+
+    model = DQN(
+        "CnnPolicy",
+        VecFrameStack(make(), n_stack=4),
+        buffer_size=500,
+        learning_starts=250,
+        batch_size=4,
+        replay_buffer_class=Spy,
+    )
+    spy = spied(model, 300)
+    recording = recorded_again(make(), spy, n_stack=4)
+    assert recording.dones.sum() > 2
+    assert_same(recording, spy)
+
+
+@pytest.mark.parametrize("transposed_views", [True, False])
+def test_the_replay_of_rgb_frames_is_what_sac_stores(transposed_views: bool) -> None:
+    def make(*, channel_first: bool) -> Any:
+        return make_vec_env(lambda: Film(channel_first=channel_first), n_envs=2, seed=3)
+
+    venv = VecFrameStack(make(channel_first=not transposed_views), n_stack=3)
+    spy = spied(SAC("CnnPolicy", venv, buffer_size=100, replay_buffer_class=Spy), 100)
+    if transposed_views:
+        recording = recorded_again(make(channel_first=False), spy, n_stack=3)
+    else:
+        recording = channel_last(recorded_again(make(channel_first=True), spy, n_stack=3))
+    assert recording.truncated.any()
+    assert (recording.dones & ~recording.truncated).any()
+    assert_same(recording, spy, transposed_views=transposed_views)
+
+
+def channel_last(recording: Recording) -> Recording:
+    """Recordings keep their frames that way, whatever the environment gave."""
+    recording.frames = np.moveaxis(recording.frames, -3, -1)
+    recording.terminal_frames = {k: np.moveaxis(f, -3, -1) for k, f in recording.terminal_frames.items()}
+    return recording
+
+
+def test_the_comparison_can_fail() -> None:
+    recording = recorders.record_atari("Breakout", steps=2, n_envs=1)
+    views, contiguous = recording.transitions(), recording.transitions(transposed_views=False)
+    obs, *others = next(views)
+    assert described(obs, *others) != described(*next(contiguous))
+    obs[0, 0, 0, 0] ^= 1
+    assert described(obs, *others) != described(*next(recording.transitions()))
+
+
+def test_a_recording_survives_its_file(tmp_path: Path) -> None:
+    venv = make_vec_env(lambda: Film(channel_first=False), n_envs=2, seed=3)
+    policy = Policy("still", lambda venv: np.zeros((2, 2), np.float32))
+    recording = recorders.record(venv, name="film", policy=policy, n_stack=3, steps=40)
+    recording.save(tmp_path / "new" / "film.npz")
+    loaded = Recording.load(tmp_path / "new" / "film.npz")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["film.npz"]
+    assert (loaded.name, loaded.policy, loaded.scores) == ("film", "still", recording.scores)
+    assert loaded.action_space == recording.action_space
+    assert len(loaded.terminal_frames) == recording.dones.sum() > 0
+    pairs = zip(loaded.transitions(), recording.transitions(), strict=True)
+    assert all(described(*one) == described(*other) for one, other in pairs)
+
+
+def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "old.npz", header=json.dumps({"format": 0}))
+    with pytest.raises(ValueError, match=r"old\.npz is not in format .*: delete it"):
+        Recording.load(tmp_path / "old.npz")
+
+
+def test_load_records_what_is_missing_or_too_short_and_cuts_what_is_longer(tmp_path: Path) -> None:
+    short = recordings.load("pong-scripted", steps=10, folder=tmp_path)
+    first = (tmp_path / "pong-scripted.npz").stat().st_mtime_ns
+    longer = recordings.load("pong-scripted", steps=30, folder=tmp_path)
+    second = (tmp_path / "pong-scripted.npz").stat().st_mtime_ns
+    cut = recordings.load("pong-scripted", steps=20, folder=tmp_path)
+    assert (len(short), len(longer), len(cut)) == (10, 30, 20)
+    assert first < second == (tmp_path / "pong-scripted.npz").stat().st_mtime_ns
+    np.testing.assert_array_equal(cut.frames, longer.frames[:21])
+    np.testing.assert_array_equal(short.frames, longer.frames[:11])
+    assert cut.n_transitions == 40 == cut.rewards.size
+
+
+def test_an_unknown_name_is_refused_with_those_that_exist(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="named pung: choose from pong, breakout"):
+        recordings.load("pung", folder=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_script_plays_breakout_and_noise_does_not() -> None:
+    scripted = recorders.record_atari("Breakout", policy="scripted", steps=400)
+    noise = recorders.record_atari("Breakout", policy="sticky", steps=400)
+    assert scripted.rewards.sum() > 2 * noise.rewards.sum() > 0
+    assert scripted.policy == "scripted (RAM)"
+    assert noise.policy == "sticky random (repeat 0.75)"
+    assert (noise.actions[1:] == noise.actions[:-1]).mean() == pytest.approx(0.75 + 0.25 / 4, abs=0.05)
+
+
+def test_a_game_without_a_script_is_refused() -> None:
+    with pytest.raises(ValueError, match="no script plays 'MsPacman': choose from Pong, Breakout"):
+        recorders.record_atari("MsPacman", policy="scripted", steps=1)
+
+
+def test_doom_is_recorded_and_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    recording = recorders.record_vizdoom(steps=5)
+    assert recording.observation_space.shape == (9, 100, 100)
+    assert recording.frames.std() > 10
+    assert Path.cwd() == tmp_path
+    assert list(tmp_path.iterdir()) == []

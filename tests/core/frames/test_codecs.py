@@ -1,0 +1,224 @@
+"""Codecs by name: refused where unknown or not available, never replaced."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, MissingDependencyError
+from rl_ext_core.frames import AdaptiveStore, Codec, FrameStore, codec_names, codecs, get_codec, register_codec
+from rl_ext_core.frames.adaptive import _say_once_that_numba_is_missing
+from rl_ext_core.testing import (
+    LAYOUTS,
+    ConformanceError,
+    PlainStore,
+    check_codec,
+    check_contents,
+    check_frame_store,
+    transitions,
+)
+
+
+class ZlibCodec(Codec):
+    """A third party's: frames as they are, full blocks compressed by the standard library."""
+
+    name = "test-zlib"
+    patches = False
+    seals = True
+
+    def check_available(self) -> None:
+        pass
+
+    def seal(self, block: memoryview) -> bytes:
+        return zlib.compress(block, 1)
+
+    def unseal(self, sealed: memoryview, n_bytes: int) -> bytes:
+        return zlib.decompress(sealed, bufsize=n_bytes)
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codecs, "_REGISTRY", dict(codecs._REGISTRY))
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name in packages else find(name, *rest)
+    )
+
+
+@pytest.mark.parametrize("name", ["raw", "lz4", "patch", "patch+lz4"])
+def test_every_codec_conforms(name: str) -> None:
+    assert name in codec_names()
+    check_codec(name)
+
+
+def test_a_codec_of_a_third_party_conforms() -> None:
+    register_codec(ZlibCodec)
+    check_codec(ZlibCodec())
+
+
+def test_an_adaptive_store_conforms() -> None:
+    check_frame_store(lambda capacity, n_envs, layout: AdaptiveStore(capacity, n_envs, layout.shape, layout.dtype))
+
+
+class Flips(ZlibCodec):
+    """Damages the last byte of long blocks."""
+
+    name = "test-flips"
+
+    def unseal(self, sealed: memoryview, n_bytes: int) -> bytes:
+        block = super().unseal(sealed, n_bytes)
+        return block[:-1] + bytes([block[-1] ^ 1]) if n_bytes > 4000 else block
+
+
+class Shortens(ZlibCodec):
+    name = "test-shortens"
+
+    def unseal(self, sealed: memoryview, n_bytes: int) -> bytes:
+        return super().unseal(sealed, n_bytes)[:-1]
+
+
+class Scribbles(ZlibCodec):
+    name = "test-scribbles"
+
+    def seal(self, block: memoryview) -> bytes:
+        sealed = super().seal(block)
+        block[0] ^= 1
+        return sealed
+
+
+@pytest.mark.parametrize(
+    ("codec", "text"),
+    [(Flips, "unseal() gave"), (Shortens, "(0 bytes) for a block of"), (Scribbles, "seal() changed the block")],
+)
+def test_the_check_of_codecs_can_fail(codec: type[Codec], text: str) -> None:
+    register_codec(codec)
+    with pytest.raises(ConformanceError) as caught:
+        check_codec(codec.name)
+    assert text in str(caught.value)
+    assert codec.name in str(caught.value)
+
+
+def test_a_codec_that_files_would_not_be_read_with_does_not_conform() -> None:
+    register_codec(ZlibCodec)
+    impostor = type("Impostor", (ZlibCodec,), {})()
+    with pytest.raises(ConformanceError, match="another codec is registered under 'test-zlib'"):
+        check_codec(impostor)
+
+
+class Faulty(FrameStore):
+    """A store with a fault that its name in ``faults`` switches on."""
+
+    def __init__(self, *args: Any, fault: str = "", **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.fault = fault
+
+    def get(self, rows: Any, envs: Any, observations: Any, next_observations: Any = None, **options: Any) -> None:
+        super().get(rows, envs, observations, next_observations, **options)
+        if self.fault == "next" and next_observations is not None:
+            next_observations[-1, ..., -1] = 3
+        if self.fault == "unwritten":
+            observations[0, ..., 0] = 0xA5
+        if self.fault == "threads" and options.get("num_threads", 1) > 1:
+            observations[:] = observations[::-1].copy()
+
+    @property
+    def size(self) -> int:
+        return super().size + (self.fault == "size")
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + (int(self._writer.streams.total.sum()) * 5000 if self.fault == "leak" else 0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("next", "next observation of row"),
+        ("unwritten", "observation of row"),
+        ("threads", "num_threads=2"),
+        ("size", "size is"),
+        ("leak", "nbytes grew to"),
+    ],
+)
+def test_the_check_of_stores_can_fail(fault: str, text: str) -> None:
+    factory = functools.partial(Faulty, codec="raw", fault=fault)
+    with pytest.raises(ConformanceError, match=text):
+        check_frame_store(factory, contents=("sparse",), label="faulty")
+
+
+def test_an_unknown_codec_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(InvalidArgumentError, match="unknown codec 'zstd'; known: 'auto', 'lz4', 'patch'"):
+        get_codec("zstd")
+
+
+@pytest.mark.parametrize("name", [None, 3, RuntimeError])
+def test_a_codec_that_is_no_name_is_refused(name: Any) -> None:
+    with pytest.raises(InvalidTypeError, match="codec must be a name"):
+        get_codec(name)
+    with pytest.raises(InvalidTypeError, match="codec='auto'"):
+        AdaptiveStore(4, 1, (3,), np.uint8, codec=name)
+
+
+def test_a_name_is_given_once() -> None:
+    register_codec(ZlibCodec)
+    assert register_codec(ZlibCodec) is ZlibCodec
+    with pytest.raises(InvalidArgumentError, match="'test-zlib' is registered already"):
+        register_codec(type("Other", (ZlibCodec,), {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("patch", "numba"), ("patch+lz4", "numba"), ("lz4", "lz4"), ("patch+lz4", "lz4")]
+)
+def test_a_codec_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, package: str) -> None:
+    without(monkeypatch, package)
+    with pytest.raises(MissingDependencyError) as caught:
+        AdaptiveStore(4, 1, (4, 9, 9), np.uint8, codec=name)
+    assert f"codec {name!r} needs the package {package!r}" in str(caught.value)
+    assert '    pip install "rl-ext[frames]"' in str(caught.value).splitlines()
+
+
+@pytest.fixture
+def not_said_yet() -> Iterator[None]:
+    _say_once_that_numba_is_missing.cache_clear()
+    yield
+    _say_once_that_numba_is_missing.cache_clear()
+
+
+@pytest.mark.usefixtures("not_said_yet")
+def test_auto_without_numba_is_raw_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    without(monkeypatch, "numba")
+    layout = LAYOUTS[9]
+    with caplog.at_level(logging.WARNING):
+        stores = [AdaptiveStore(20, 2, layout.shape, layout.dtype) for _ in range(3)]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert 'pip install "rl-ext[frames]"' in caplog.text
+    plain = PlainStore(20, 2, layout)
+    for transition in transitions(layout, n_steps=50, contents="sparse"):
+        stores[0].append(*transition)
+        plain.append(*transition)
+    assert stores[0].codec == "raw"
+    check_contents(stores[0], plain)
+
+
+def test_auto_suits_what_is_seen() -> None:
+    def chosen(contents: str) -> str:
+        store = AdaptiveStore(200, 2, LAYOUTS[9].shape, np.uint8)
+        for transition in transitions(LAYOUTS[9], n_steps=140, contents=contents):
+            store.append(*transition)
+        assert store.layout == LAYOUTS[9]
+        return store.codec
+
+    assert chosen("sparse") == "patch"
+    assert chosen("noise") == "raw"

@@ -1,0 +1,188 @@
+"""Files of released versions stay readable; damaged ones are refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_ext_core.errors import CorruptFileError, MissingDependencyError
+from rl_ext_core.frames import AdaptiveStore, FrameStore
+from rl_ext_core.frames.store import FORMAT_VERSION
+from rl_ext_core.testing import ConformanceError, PlainStore, check_contents, transitions
+from tests.core.frames.make_fixtures import CAPACITY, CODECS, LAYOUT, N_ENVS, path_of, steps
+
+
+def expected() -> PlainStore:
+    plain = PlainStore(CAPACITY, N_ENVS, LAYOUT)
+    for transition in steps():
+        plain.append(*transition)
+    return plain
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("kind", ["store", "adaptive"])
+def test_a_file_of_this_format_is_read(codec: str, kind: str) -> None:
+    data = path_of(codec, kind).read_bytes()
+    assert len(data) < 8_000
+    store = pickle.loads(data)
+    plain = expected()
+    check_contents(store, plain)
+    for transition in transitions(LAYOUT, n_steps=30, contents="mixed"):
+        store.append(*transition)
+        plain.append(*transition)
+    check_contents(store, plain)
+
+
+def test_there_are_files_of_the_format_that_is_written() -> None:
+    assert FORMAT_VERSION == 1
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_same_transitions_give_the_same_file(codec: str) -> None:
+    def written() -> bytes:
+        store = FrameStore(20, N_ENVS, LAYOUT, codec=codec, block_length=4)
+        for transition in transitions(LAYOUT, n_steps=70, contents="mixed", odd=0.1):
+            store.append(*transition)
+        return pickle.dumps(store)
+
+    first = written()
+    dirt = [np.full(size, 0xA5, dtype=np.uint8) for size in range(30, 2000, 7)]
+    del dirt
+    assert written() == first
+
+
+def state_of(codec: str) -> dict[str, Any]:
+    store: FrameStore = pickle.loads(path_of(codec).read_bytes())
+    return store.__getstate__()
+
+
+def plain_leaves(value: Any, where: str = "state") -> list[str]:
+    """Where values are that pickle finds by the name of a class, or that another version of NumPy prints otherwise."""
+    if isinstance(value, dict):
+        return [found for key, part in value.items() for found in plain_leaves(part, f"{where}[{key!r}]")]
+    if isinstance(value, (list, tuple)):
+        return [found for i, part in enumerate(value) for found in plain_leaves(part, f"{where}[{i}]")]
+    plain = type(value) in (int, bool, str, np.ndarray)
+    return [] if plain else [f"{where} is a {type(value)}"]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_state_is_arrays_and_plain_values(codec: str) -> None:
+    assert plain_leaves(state_of(codec)) == []
+    store = FrameStore(np.int64(5), np.int64(2), LAYOUT, codec=codec, block_length=np.int64(4))  # type: ignore[arg-type]
+    for transition in transitions(LAYOUT, n_steps=20, contents="mixed"):
+        store.append(*transition)
+    assert plain_leaves(store.__getstate__()) == []
+
+
+def damaged_arrays(state: Any) -> list[np.ndarray]:
+    parts = state.values() if isinstance(state, dict) else state
+    found = []
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            found += [part] if part.size else []
+        elif isinstance(part, (dict, list, tuple)):
+            found += damaged_arrays(part)
+    return found
+
+
+@settings(max_examples=100)
+@given(codec=st.sampled_from(CODECS), which=st.integers(0), place=st.integers(0), bit=st.integers(0, 7))
+def test_a_flipped_bit_of_any_array_is_noticed(codec: str, which: int, place: int, bit: int) -> None:
+    state = pickle.loads(pickle.dumps(state_of(codec)))
+    arrays = damaged_arrays(state)
+    contents = arrays[which % len(arrays)].reshape(-1).view(np.uint8)
+    contents[place % len(contents)] ^= 1 << bit
+    with pytest.raises(CorruptFileError, match="checksum"):
+        FrameStore.__new__(FrameStore).__setstate__(state)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"position": 3},
+        {"codec": "raw"},
+        {"checksum": 0},
+        {"layout": ((3, 5, 6), "|u1", 3, 0)},
+        {"capacity": 10**15},
+        {"index": np.zeros((9, 2), dtype=">u8")},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_changed_value_is_noticed(change: dict[str, Any]) -> None:
+    state = {**state_of("patch"), **change}
+    with pytest.raises(CorruptFileError, match="checksum"):
+        FrameStore.__new__(FrameStore).__setstate__(state)
+
+
+def test_arrays_of_another_dtype_or_shape_are_noticed() -> None:
+    state = state_of("patch")
+    for other in (state["index"].view(">u8"), state["index"].reshape(2, 9)):
+        with pytest.raises(CorruptFileError, match="checksum"):
+            FrameStore.__new__(FrameStore).__setstate__({**state, "index": other})
+
+
+@pytest.mark.parametrize("name", ["format", "checksum", "writer", "layout"])
+def test_a_missing_value_is_noticed(name: str) -> None:
+    state = state_of("patch")
+    del state[name]
+    with pytest.raises(CorruptFileError):
+        FrameStore.__new__(FrameStore).__setstate__(state)
+
+
+@pytest.mark.parametrize("state", [None, 3, [], "text", {"a": 1}])
+def test_a_foreign_state_is_refused(state: Any) -> None:
+    with pytest.raises(CorruptFileError):
+        FrameStore.__new__(FrameStore).__setstate__(state)
+
+
+@pytest.mark.parametrize("change", [{"codec": "raw"}, {"n_stack": 3}, {"store": None}, {"format": 2}, {"checksum": 1}])
+def test_a_damaged_adaptive_store_is_refused(change: dict[str, Any]) -> None:
+    state = pickle.loads(path_of("patch", "adaptive").read_bytes()).__getstate__()
+    with pytest.raises(CorruptFileError):
+        AdaptiveStore.__new__(AdaptiveStore).__setstate__({**state, **change})
+
+
+@pytest.mark.parametrize("version", [FORMAT_VERSION + 1, 0, None, "1"])
+def test_another_format_is_refused(version: Any) -> None:
+    with pytest.raises(
+        CorruptFileError, match=rf"has format {version!r}, this version reads {FORMAT_VERSION}; load it"
+    ):
+        FrameStore.__new__(FrameStore).__setstate__({**state_of("patch"), "format": version})
+
+
+def test_a_file_of_a_codec_that_is_not_available_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = path_of("lz4").read_bytes()
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "lz4" else find(name, *rest))
+    with pytest.raises(MissingDependencyError, match="codec 'lz4'"):
+        pickle.loads(data)
+
+
+@settings(max_examples=300)
+@given(
+    codec=st.sampled_from(CODECS),
+    kind=st.sampled_from(["store", "adaptive"]),
+    place=st.floats(0, 1, exclude_max=True),
+    flip=st.integers(1, 255),
+)
+def test_a_damaged_file_is_never_read_as_something_else(codec: str, kind: str, place: float, flip: int) -> None:
+    """Which error there is depends on where pickle stumbles; what is read without one is what was written."""
+    data = bytearray(path_of(codec, kind).read_bytes())
+    data[int(place * len(data))] ^= flip
+    try:
+        store = pickle.loads(data)
+        if not isinstance(store, (FrameStore, AdaptiveStore)):
+            return
+    except Exception:
+        return
+    try:
+        check_contents(store, expected())
+    except ConformanceError:
+        pytest.fail(f"byte {int(place * len(data))} of {path_of(codec, kind).name} flipped by {flip} was not noticed")

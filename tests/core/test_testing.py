@@ -1,0 +1,43 @@
+"""The checks for third parties need nothing but NumPy, and what they make is what they say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rl_ext_core.testing import CONTENTS, LAYOUTS, transitions
+from tests.boundaries import loaded_by
+
+
+def test_it_loads_no_test_framework() -> None:
+    packages = {"pytest", "hypothesis", "torch", "gymnasium", "stable_baselines3", "torchrl"}
+    assert loaded_by("import rl_ext_core.testing", packages) == set()
+
+
+@pytest.mark.parametrize("contents", CONTENTS)
+@pytest.mark.parametrize("layout", LAYOUTS[:-1], ids=str)
+def test_observations_follow_each_other_as_in_an_environment(layout: object, contents: str) -> None:
+    steps = list(transitions(layout, n_envs=2, n_steps=60, contents=contents, episode=8))
+    again = list(transitions(layout, n_envs=2, n_steps=60, contents=contents, episode=8))
+    continued = 0
+    for (_, after), (before, _), (same, _) in zip(steps, steps[1:], again[1:], strict=False):
+        assert before.shape == (2, *layout.shape)
+        assert before.dtype == layout.dtype
+        assert before.tobytes() == same.tobytes()
+        continued += after.tobytes() == before.tobytes()
+    # With two environments and a reset each 8 steps, most pairs follow each other and some do not.
+    assert continued >= 30
+    if contents == "noise":
+        assert continued < 59
+
+
+def test_there_are_all_kinds_of_contents() -> None:
+    seen = {
+        contents: np.stack([after for _, after in transitions(LAYOUTS[5], contents=contents)])
+        for contents in ("special", "zeros", "full", "noise")
+    }
+    assert np.isnan(seen["special"]).any()
+    assert np.signbit(seen["special"][seen["special"] == 0]).any()
+    assert not seen["zeros"].any()
+    assert (seen["full"].view(np.uint8) == 255).any()
+    assert len(np.unique(seen["noise"])) > 1000

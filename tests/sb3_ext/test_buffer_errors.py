@@ -1,0 +1,152 @@
+"""What cannot be stored is refused by name, and the buffer goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
+from rl_ext_core.frames import arena, store, writer
+from rl_ext_core.testing import LAYOUTS, transitions
+from sb3_ext import CompressedReplayBuffer
+from tests.sb3_ext.toys import Transition, assert_same, both
+
+SHAPE = LAYOUTS[0].shape
+IMAGES = spaces.Box(0, 255, SHAPE, np.uint8)
+ACTIONS = spaces.Discrete(5)
+
+
+def steps(n_steps: int, n_envs: int = 2, seed: int = 0) -> list[Transition]:
+    rng = np.random.default_rng(seed)
+    found: list[Transition] = []
+    for before, after in transitions(LAYOUTS[0], n_envs=n_envs, n_steps=n_steps, seed=seed):
+        done = rng.random(n_envs) < 0.2
+        infos: list[dict[str, Any]] = [{"TimeLimit.truncated": bool(end)} for end in done]
+        found.append((before, after, rng.integers(5, size=n_envs), rng.standard_normal(n_envs), done, infos))
+    return found
+
+
+def check_refused(bad: dict[str, Any], error: type[Exception], text: str, n_envs: int = 2) -> None:
+    """One transition is refused in a buffer that is not full, and in one that is."""
+    ours, theirs = both(30, IMAGES, ACTIONS, n_envs)
+    for seed in range(2):
+        for transition in steps(12, n_envs, seed):
+            ours.add(*transition)
+            theirs.add(*transition)
+        names = ("obs", "next_obs", "action", "reward", "done", "infos")
+        offending = {**dict(zip(names, steps(1, n_envs, 7)[0], strict=True)), **bad}
+        with pytest.raises(error, match=text):
+            ours.add(**offending)
+        assert_same(ours, theirs)
+    for transition in steps(20, n_envs, 3):
+        ours.add(*transition)
+        theirs.add(*transition)
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["obs", "next_obs"])
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [
+        (
+            np.zeros((2, 4, 12, 10), np.uint8),
+            InvalidArgumentError,
+            r"shape \(2, 4, 12, 10\), expected \(2, 4, 12, 11\)",
+        ),
+        (np.zeros((3, *SHAPE), np.uint8), InvalidArgumentError, r"shape \(3, 4, 12, 11\), expected \(2, 4, 12, 11\)"),
+        (np.zeros(SHAPE, np.uint8), InvalidArgumentError, r"shape \(4, 12, 11\)"),
+        (np.zeros((2, *SHAPE)), InvalidTypeError, "has dtype float64, which does not fit into uint8 without loss"),
+        (np.zeros((2, *SHAPE), np.int8), InvalidTypeError, "has dtype int8"),
+    ],
+    ids=["shape", "environments", "no environments", "float64", "int8"],
+)
+def test_observations(name: str, value: Any, error: type[Exception], text: str) -> None:
+    check_refused({name: value}, error, f"^{name} has {text}" if text[0] != "h" else f"^{name} {text}")
+
+
+@pytest.mark.parametrize("shape", [(1, 12, 11, 4), (12, 11, 4), (1, 4, 11, 12), (528,)])
+def test_an_observation_of_as_many_values_in_another_order_is_refused(shape: tuple[int, ...]) -> None:
+    text = rf"obs has shape \({', '.join(map(str, shape))},?\), expected \(1, 4, 12, 11\)"
+    check_refused({"obs": np.ones(shape, np.uint8)}, InvalidArgumentError, text, n_envs=1)
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "text"),
+    [
+        ({"action": np.zeros(3, int)}, InvalidArgumentError, r"action has shape \(3,\), expected \(2, 1\)"),
+        ({"reward": np.zeros(1)}, InvalidArgumentError, r"reward has shape \(1,\), expected \(2,\)"),
+        ({"done": np.zeros((2, 2))}, InvalidArgumentError, r"done has shape \(2, 2\), expected \(2,\)"),
+        ({"infos": [{}]}, InvalidArgumentError, "infos has 1 entries, expected 2"),
+        ({"action": np.array(["up", "down"])}, InvalidTypeError, "action is .*'up'.*expected numbers"),
+        ({"reward": [1.0, {}]}, InvalidTypeError, r"reward is \[1.0, \{\}\], expected numbers"),
+        ({"done": [[1], [1, 2]]}, InvalidTypeError, "done is"),
+        ({"infos": [{}, {"TimeLimit.truncated": "no"}]}, InvalidTypeError, "TimeLimit.truncated is"),
+    ],
+    ids=["actions", "rewards", "dones", "infos", "action names", "no reward", "ragged", "no flag"],
+)
+def test_what_goes_with_observations(bad: dict[str, Any], error: type[Exception], text: str) -> None:
+    check_refused(bad, error, text)
+
+
+def test_numbers_of_too_much_precision_do_not_go_into_a_float32_space() -> None:
+    buffer = CompressedReplayBuffer(10, spaces.Box(-1, 1, (3,), np.float32), ACTIONS)
+    obs = np.zeros((1, 3))
+    with pytest.raises(InvalidTypeError, match=r"float64.*float32.*obs.astype\(np.float32\)"):
+        buffer.add(obs, obs, np.zeros(1), np.zeros(1), np.zeros(1), [{}])
+    assert buffer.size() == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"buffer_size": 0}, InvalidArgumentError, "buffer_size=0 .*must.* be at least 1"),
+        ({"buffer_size": -5}, InvalidArgumentError, "buffer_size=-5"),
+        ({"n_envs": 0}, InvalidArgumentError, "n_envs=0"),
+        ({"codec": "zstd"}, InvalidArgumentError, "unknown codec 'zstd'; known: 'auto', 'lz4'"),
+        ({"codec": None}, InvalidTypeError, "codec must be a name, got None"),
+        ({"n_stack": 3}, InvalidArgumentError, r"n_stack=3 does not divide the 4 channels.*\[1, 2, 4\]"),
+        ({"block_length": 10}, InvalidArgumentError, "block_length=10 is not a power of two; for example 16"),
+        ({"num_threads": 0}, InvalidArgumentError, "num_threads=0 must be at least 1"),
+        ({"observation_space": spaces.Dict({"camera": IMAGES})}, InvalidTypeError, r"a Dict of \['camera'\]"),
+    ],
+    ids=str,
+)
+def test_arguments(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        CompressedReplayBuffer(
+            **{"buffer_size": 10, "observation_space": IMAGES, "action_space": ACTIONS, **options}  # type: ignore[arg-type]
+        )
+
+
+@pytest.mark.parametrize("codec", ["auto", "raw", "patch+lz4"])
+def test_memory_that_runs_out_in_the_middle_of_add(monkeypatch: pytest.MonkeyPatch, codec: str) -> None:
+    left, failures = 0, 0
+    allocate = arena.allocate
+
+    def scarce(n_bytes: int, purpose: str) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise OutOfMemoryError(f"no memory for {purpose}")
+        return allocate(n_bytes, purpose)
+
+    monkeypatch.setattr(arena, "_SLAB_BYTES", 900)
+    for module in (arena, store, writer):
+        monkeypatch.setattr(module, "allocate", scarce)
+    ours, theirs = both(40, IMAGES, ACTIONS, 2, codec=codec, block_length=4)
+    for transition in steps(60):
+        theirs.add(*transition)
+        for call in range(1, 50):
+            size, left = ours.size(), call
+            try:
+                ours.add(*transition)
+                break
+            except MemoryError:
+                left, failures = 0, failures + 1
+                assert ours.size() == size
+        left = 0
+        assert_same(ours, theirs, 20)
+    assert failures > 10

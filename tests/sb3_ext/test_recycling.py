@@ -1,0 +1,98 @@
+"""Batches share arrays only with batches that nobody holds any more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rl_ext_core.frames.recycle import RecycledArrays
+from sb3_ext import CompressedReplayBuffer
+from tests.sb3_ext.toys import collected, image_env
+
+Pick = Callable[[Any], Any]
+
+
+@pytest.fixture(scope="module")
+def buffer() -> CompressedReplayBuffer:
+    venv = image_env(still=False)
+    made = CompressedReplayBuffer(200, venv.observation_space, venv.action_space, "cpu", n_envs=2)
+    for transition in collected(venv, 60):
+        made.add(*transition)
+    return made
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda batch: batch,
+        lambda batch: batch.observations,
+        lambda batch: batch.next_observations,
+        lambda batch: batch.observations[3:5, 1],
+        lambda batch: batch.observations.numpy(),
+        lambda batch: batch.next_observations.numpy()[::2, 0],
+        lambda batch: memoryview(batch.observations.numpy()),
+        lambda batch: batch.observations.permute(0, 2, 3, 1),
+        lambda batch: batch.observations.detach().untyped_storage(),
+        lambda batch: torch.utils.dlpack.to_dlpack(batch.observations),
+    ],
+    ids=["batch", "tensor", "next", "slice", "array", "array slice", "memory", "permuted", "storage", "dlpack"],
+)
+def test_what_is_held_is_never_overwritten(buffer: CompressedReplayBuffer, pick: Pick) -> None:
+    held = []
+    for _ in range(7):
+        batch = buffer.sample(16)
+        expected = tuple(part.clone() for part in batch if part is not None)
+        held.append((pick(batch), pick(type(batch)(*expected))))
+        del batch, expected
+    for _ in range(10):
+        buffer.sample(16)
+    for kept, expected in held:
+        if type(kept).__name__ == "PyCapsule":
+            kept, expected = torch.utils.dlpack.from_dlpack(kept), torch.utils.dlpack.from_dlpack(expected)
+        for left, right in zip(kept, expected, strict=True) if isinstance(kept, tuple) else [(kept, expected)]:
+            assert left is right is None or np.array_equal(np.asarray(left), np.asarray(right))
+
+
+def test_what_nobody_holds_is_used_again(buffer: CompressedReplayBuffer) -> None:
+    places = set()
+    for _ in range(20):
+        batch = buffer.sample(16)
+        places |= {batch.observations.data_ptr(), batch.next_observations.data_ptr()}
+    assert len(places) <= 4
+
+
+def test_batches_of_many_sizes_do_not_pile_up(buffer: CompressedReplayBuffer) -> None:
+    for size in range(1, 40):
+        buffer.sample(size)
+    assert buffer._recycled.nbytes <= 4 * 40 * 4 * 36 * 36
+
+
+def test_threads_never_get_the_same_array() -> None:
+    arrays, clashes = RecycledArrays(), []
+
+    def work(mark: int) -> None:
+        for _ in range(2000):
+            mine = arrays.take((3,), np.dtype(np.int64))
+            mine[:] = mark
+            for _ in range(3):
+                if (mine != mark).any():
+                    clashes.append(mark)
+
+    threads = [Thread(target=work, args=(mark,)) for mark in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert clashes == []
+
+
+def test_dtype_and_shape_are_those_asked_for() -> None:
+    arrays = RecycledArrays()
+    for shape, dtype in (((2, 3), np.uint8), ((3, 2), np.uint8), ((2, 3), np.int8), ((2, 3), np.float64)) * 2:
+        array = arrays.take(shape, np.dtype(dtype))
+        assert (array.shape, array.dtype) == (shape, np.dtype(dtype))

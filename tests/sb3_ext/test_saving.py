@@ -1,0 +1,180 @@
+"""Buffers are saved small and without a copy, and damaged files are refused."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch._dynamo  # optimizers do it otherwise, which makes a folder in the tests' temporary one
+from gymnasium import spaces
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from stable_baselines3 import DQN
+from stable_baselines3.common.buffers import ReplayBuffer
+
+from rl_ext_core.errors import CorruptFileError
+from sb3_ext import CompressedReplayBuffer
+from tests.sb3_ext.toys import assert_same, both, collected, image_env, silenced
+
+ACTIONS = spaces.Discrete(3)
+SMALL = spaces.Box(0, 255, (2, 6, 5), np.uint8)
+
+
+def dqn(replay_buffer_class: Any, size: int = 400) -> DQN:
+    options = {"buffer_size": size, "learning_starts": 1000, "seed": 0, "device": "cpu"}
+    return silenced(DQN("CnnPolicy", image_env(), replay_buffer_class=replay_buffer_class, **options))
+
+
+@pytest.mark.parametrize("n_steps", [120, 500])
+def test_a_model_saves_and_loads_it(tmp_path: Path, n_steps: int) -> None:
+    models, sizes = {}, {}
+    for cls in (CompressedReplayBuffer, ReplayBuffer):
+        models[cls] = model = dqn(cls)
+        model.learn(n_steps)
+        path = tmp_path / f"{cls.__name__}.pkl"
+        model.save_replay_buffer(path)
+        sizes[cls] = path.stat().st_size
+        model.replay_buffer = None
+        model.load_replay_buffer(path)
+    ours, theirs = (model.replay_buffer for model in models.values())
+    assert isinstance(ours, CompressedReplayBuffer)
+    assert_same(ours, theirs)
+    assert sizes[CompressedReplayBuffer] < sizes[ReplayBuffer] / 20
+    for transition in collected(image_env(), 50):
+        ours.add(*transition)
+        theirs.add(*transition)
+    assert_same(ours, theirs)
+    loaded = CompressedReplayBuffer.load(tmp_path / "CompressedReplayBuffer", device="cpu")
+    assert loaded.size() == min(n_steps // 2, 200)
+    assert loaded.device == torch.device("cpu")
+
+
+class Counting(io.RawIOBase):
+    """Throws away what is written, and counts it."""
+
+    written = 0
+
+    def write(self, data: Any) -> int:
+        n_bytes = memoryview(data).nbytes
+        self.written += n_bytes
+        return n_bytes
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_saving_takes_no_copy(wraps: bool) -> None:
+    space = spaces.Box(0, 255, (4, 64, 64), np.uint8)
+    buffer = CompressedReplayBuffer(6000, space, ACTIONS, "cpu", codec="raw", n_stack=4)
+    noise = np.random.default_rng(0).integers(256, size=(3000, 64, 64), dtype=np.uint8)
+    for step in range(7000 if wraps else 4500):
+        frames = [(step + age) * 17 % 3000 for age in range(5)]
+        buffer.add(noise[None, frames[:4]], noise[None, frames[1:]], np.zeros(1), np.zeros(1), np.zeros(1), [{}])
+    file = Counting()
+    tracemalloc.start()
+    try:
+        pickle.dump(buffer, file, protocol=pickle.HIGHEST_PROTOCOL)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert file.written > 16e6
+    assert peak < 0.05 * file.written
+
+
+def small_buffer(n_steps: int = 12) -> tuple[CompressedReplayBuffer, ReplayBuffer]:
+    ours, theirs = both(20, SMALL, ACTIONS, 2, codec="patch+lz4", block_length=2)
+    rng = np.random.default_rng(0)
+    frames = rng.integers(256, size=(n_steps + 2, 2, 6, 5), dtype=np.uint8)
+    for step in range(n_steps):
+        before, after = (frames[at : at + 2].swapaxes(0, 1) for at in (step, step + 1))
+        rest = (np.full(2, step % 3), np.full(2, 0.3 * step), np.arange(2) == step % 4, [{}, {}])
+        for buffer in (ours, theirs):
+            buffer.add(before, after, *rest)
+    return ours, theirs
+
+
+@pytest.fixture(scope="module")
+def saved() -> bytes:
+    return pickle.dumps(small_buffer()[0], protocol=pickle.HIGHEST_PROTOCOL)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 50, 500, 0.5, 0.9, -1])
+def test_a_file_that_is_cut_short_is_refused(saved: bytes, tmp_path: Path, kept: float) -> None:
+    path = tmp_path / "buffer.pkl"
+    path.write_bytes(saved[: int(kept * len(saved)) if isinstance(kept, float) else kept])
+    with pytest.raises(
+        CorruptFileError, match=rf"{path} is cut short, damaged, or no replay buffer.*save_replay_buffer"
+    ):
+        CompressedReplayBuffer.load(path)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"PK\x03\x04 a zip", pickle.dumps([1, 2]), pickle.dumps({"format": 1}), b"\x80"]
+)
+def test_a_foreign_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "buffer.pkl"
+    path.write_bytes(content)
+    with pytest.raises(CorruptFileError, match=r"buffer\.pkl"):
+        CompressedReplayBuffer.load(path)
+
+
+def test_a_file_of_the_original_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "buffer.pkl").write_bytes(pickle.dumps(small_buffer()[1]))
+    with pytest.raises(CorruptFileError, match="holds a ReplayBuffer, expected a CompressedReplayBuffer"):
+        CompressedReplayBuffer.load(tmp_path / "buffer.pkl")
+
+
+def test_a_later_format_is_refused(tmp_path: Path) -> None:
+    state = small_buffer()[0].__getstate__()
+    for version in (2, None):
+        with pytest.raises(CorruptFileError, match=f"has format {version}, this version reads 1; load it with"):
+            CompressedReplayBuffer.__new__(CompressedReplayBuffer).__setstate__({**state, "format": version})
+
+
+def test_a_file_that_is_not_there_is_no_damaged_one(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        CompressedReplayBuffer.load(tmp_path / "missing.pkl")
+
+
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
+def test_a_damaged_file_is_refused_or_harmless(saved: bytes, tmp_path: Path, place: float, flip: int) -> None:
+    """Bytes may be flipped that mean nothing; but no other transition is ever read."""
+    data = bytearray(saved)
+    data[int(place * len(data))] ^= flip
+    path = tmp_path / "buffer.pkl"
+    path.write_bytes(data)
+    try:
+        loaded = CompressedReplayBuffer.load(path, device="cpu")
+    except CorruptFileError:
+        return
+    # The spaces are gymnasium's: damage there may be noticed late, but not in what is sampled.
+    rows = np.arange(10)
+    original = small_buffer()[0]
+    for name in ("actions", "rewards", "dones", "timeouts", "observations", "next_observations"):
+        left, right = getattr(loaded, name)[rows], getattr(original, name)[rows]
+        np.testing.assert_array_equal(left, right, err_msg=f"byte {int(place * len(data))} flipped by {flip}")
+
+
+def test_a_failed_load_leaves_no_file_open(saved: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "buffer.pkl"
+    path.write_bytes(saved[:-9])
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        with pytest.raises(CorruptFileError):
+            CompressedReplayBuffer.load(path)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_loaded_buffer_goes_on(saved: bytes) -> None:
+    ours, theirs = pickle.loads(saved), small_buffer()[1]
+    assert_same(ours, theirs)
+    frames = np.random.default_rng(1).integers(256, size=(2, 2, 6, 5), dtype=np.uint8)
+    for _ in range(17):
+        for buffer in (ours, theirs):
+            buffer.add(frames, frames[::-1], np.ones(2), np.ones(2), np.ones(2), [{}, {"TimeLimit.truncated": True}])
+    assert_same(ours, theirs)
