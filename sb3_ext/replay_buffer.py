@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import pathlib
 import pickle
 from typing import Any
@@ -70,12 +71,11 @@ class CompressedReplayBuffer(ReplayBuffer):
         block_length: int | None = None,
         num_threads: int | None = None,
     ) -> None:
-        if buffer_size <= 0 or n_envs <= 0:
-            raise InvalidArgumentError(
-                f"buffer_size={buffer_size} and n_envs={n_envs} must be at least 1; for example buffer_size=100_000"
-            )
-        if num_threads is not None and num_threads < 1:
-            raise InvalidArgumentError(f"num_threads={num_threads} must be at least 1, or None for torch's number")
+        buffer_size, n_envs = _at_least_one("buffer_size", buffer_size), _at_least_one("n_envs", n_envs)
+        n_stack, block_length, num_threads = (
+            value if value is None else _at_least_one(name, value)
+            for name, value in (("n_stack", n_stack), ("block_length", block_length), ("num_threads", num_threads))
+        )
         if isinstance(observation_space, spaces.Dict):
             raise InvalidTypeError(
                 f"observation_space is a Dict of {list(observation_space.spaces)}, expected one image or vector; use "
@@ -182,7 +182,7 @@ class CompressedReplayBuffer(ReplayBuffer):
                 )
             truncated = [info.get("TimeLimit.truncated", False) for info in infos]
             timeouts = _per_env("TimeLimit.truncated", truncated, (self.n_envs,), self.timeouts.dtype)
-        self._store.append(obs, next_obs)
+        self._store.append(obs, next_obs, row=self.pos)
 
         row = self.pos
         self.actions[row] = action
@@ -283,6 +283,16 @@ def _checksum(state: dict[str, Any]) -> int:
     """Of the names of all that a file holds, and of what is in no checksum of its own."""
     sizes = [int(state.get(name, -1)) for name in _SIZES]
     return checksum([sorted(state), sizes, [state.get(name) for name in _ROWS]])
+
+
+def _at_least_one(name: str, value: Any) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidTypeError(f"{name}={value!r} must be a whole number, for example {name}=int({value!r})") from None
+    if number < 1:
+        raise InvalidArgumentError(f"{name}={number} must be at least 1")
+    return number
 
 
 def _with_shape(stack: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

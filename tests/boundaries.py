@@ -35,9 +35,7 @@ def _imported(node: ast.AST) -> Iterator[str]:
     elif isinstance(node, ast.ImportFrom) and node.level == 0:
         yield node.module or ""
     elif isinstance(node, ast.Call) and _last_name(node.func) in {"import_module", "__import__"}:
-        yield from (
-            arg.value for arg in node.args if isinstance(arg, ast.Constant) and type(arg.value) is str
-        )
+        yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant) and type(arg.value) is str)
 
 
 def device_decisions(source: str) -> list[str]:
@@ -46,11 +44,7 @@ def device_decisions(source: str) -> list[str]:
     docstrings = {id(node) for node in _docstrings(tree)}
     found = []
     for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Attribute)
-            and node.attr == "is_available"
-            and _last_name(node.value) == "cuda"
-        ):
+        if isinstance(node, ast.Attribute) and node.attr == "is_available" and _last_name(node.value) == "cuda":
             found.append(f"line {node.lineno}: cuda.is_available")
         if isinstance(node, ast.ImportFrom) and node.module == "torch.cuda":
             found += [f"line {node.lineno}: {a.name}" for a in node.names if a.name == "is_available"]

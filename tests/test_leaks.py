@@ -53,9 +53,7 @@ def test_a_session_that_leaks_fails(tmp_path: Path) -> None:
     assert plain.returncode == 0, plain.stdout
     (tmp_path / "conftest.py").write_text(conftest.read_text())
     env_root = str(conftest.parent.parent)
-    code = (
-        f"import sys; sys.path.insert(0, {env_root!r}); import pytest; sys.exit(pytest.main({command[3:]!r}))"
-    )
+    code = f"import sys; sys.path.insert(0, {env_root!r}); import pytest; sys.exit(pytest.main({command[3:]!r}))"
     command = [sys.executable, "-c", code]
     checked = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, check=False)
     assert checked.returncode == 1, checked.stdout

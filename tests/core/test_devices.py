@@ -55,9 +55,7 @@ def test_auto_without_cuda_is_the_cpu_and_logs_why_once(gpus: Gpus, caplog: pyte
     assert "no CUDA device" in decisions[2].reason
 
 
-def test_auto_with_cuda_carries_an_index_and_logs_nothing(
-    gpus: Gpus, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_with_cuda_carries_an_index_and_logs_nothing(gpus: Gpus, caplog: pytest.LogCaptureFixture) -> None:
     gpus(2)
     with caplog.at_level(logging.INFO, logger="rl_ext_core.devices"):
         decision = devices.resolve("auto")
@@ -92,9 +90,7 @@ def test_an_index_beyond_the_visible_devices_is_refused(gpus: Gpus) -> None:
         devices.resolve("cuda:2")
 
 
-def test_the_reason_names_the_mask_that_hides_the_devices(
-    gpus: Gpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_reason_names_the_mask_that_hides_the_devices(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     assert "CUDA_VISIBLE_DEVICES='7'" in devices.resolve("auto").reason

@@ -9,7 +9,7 @@ from typing import Any
 
 from numba import njit
 
-_SOURCES = ("_compile.py", "_kernels.py", "_memory.py", "_patch.py", "_state.py")
+_SOURCES = ("_compile.py", "_kernels.py", "_kernels_in.py", "_kernels_out.py", "_memory.py", "_patch.py", "_state.py")
 
 
 def sources_digest(folder: Path) -> str:

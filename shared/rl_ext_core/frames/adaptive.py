@@ -107,10 +107,16 @@ class AdaptiveStore:
         """Forgets all transitions; what was found out is kept."""
         self._inner.clear()
 
-    def append(self, observations: npt.NDArray[np.generic], next_observations: npt.NDArray[np.generic]) -> None:
+    def append(
+        self,
+        observations: npt.NDArray[np.generic],
+        next_observations: npt.NDArray[np.generic],
+        *,
+        row: int | None = None,
+    ) -> None:
         """Stores one transition of each environment; see :meth:`FrameStore.append`."""
         inner = self._inner
-        inner.append(observations, next_observations)
+        inner.append(observations, next_observations, row=row)
         size = inner.size
         if size <= _LAST_CHECK and size & (size - 1) == 0 and not inner.full:
             self._adapt()

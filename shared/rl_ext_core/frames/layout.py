@@ -83,13 +83,17 @@ def candidate_layouts(
     shape: tuple[int, ...], dtype: npt.DTypeLike, *, n_stack: int | None = None
 ) -> Iterator[StackLayout]:
     """All layouts that an observation of this shape can have, the finest frames first, the unstacked one last."""
+    if not shape:
+        raise InvalidArgumentError("observations of shape () cannot be stored; give them shape (1,)")
+    if n_stack is not None:
+        axes = dict.fromkeys((*stacking_axes(shape), 0, len(shape) - 1))
+        fitting = [axis for axis in axes if n_stack > 0 and shape[axis] % n_stack == 0]
+        yield StackLayout(shape, np.dtype(dtype), n_stack, (fitting or list(axes))[0])
+        return
     for axis in stacking_axes(shape):
-        sizes = range(min(shape[axis], MAX_STACK), 1, -1) if n_stack is None else (n_stack,)
-        for size in sizes:
-            if n_stack is not None or shape[axis] % size == 0:
+        for size in range(min(shape[axis], MAX_STACK), 1, -1):
+            if shape[axis] % size == 0:
                 yield StackLayout(shape, np.dtype(dtype), size, axis)
-        if n_stack is not None:
-            return
     yield StackLayout(shape, np.dtype(dtype), 1, 0)
 
 

@@ -115,17 +115,25 @@ class FrameStore:
         """What a frame takes on average, as a fraction of its raw size."""
         return self._writer.bytes_a_frame / self.layout.frame_bytes
 
-    def append(self, observations: npt.NDArray[np.generic], next_observations: npt.NDArray[np.generic]) -> None:
+    def append(
+        self,
+        observations: npt.NDArray[np.generic],
+        next_observations: npt.NDArray[np.generic],
+        *,
+        row: int | None = None,
+    ) -> None:
         """Stores one transition of each environment, over the oldest where the store is full.
 
         :param observations: shape ``(n_envs, *layout.shape)``, of the layout's dtype.
         :param next_observations: likewise.
+        :param row: where the caller's own rows have come to. One that was interrupted behind this call says the same
+            row again, and what it had stored there is replaced.
         :raises InvalidArgumentError: if a shape is another one.
         :raises InvalidTypeError: if a dtype cannot be converted without loss.
         :raises OutOfMemoryError: where the system has no more.
             Whatever is raised, the store holds what it held before.
         """
-        row = self.position
+        row = self.position if row is None else row
         self._index[row] = self._writer.push_pair(observations, next_observations)
         self.position = row + 1
         if self.position == self.capacity:

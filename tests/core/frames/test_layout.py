@@ -38,7 +38,7 @@ def test_sizes_follow_from_the_layout() -> None:
     assert not layout.planar
 
 
-@pytest.mark.parametrize("n_stack", [0, -1, 5, 256])
+@pytest.mark.parametrize("n_stack", [0, -1, 7, 256])
 def test_a_stack_size_that_does_not_divide_the_channels_is_refused(n_stack: int) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         AdaptiveStore(10, 1, (12, 8, 20), np.uint8, n_stack=n_stack)
@@ -46,6 +46,11 @@ def test_a_stack_size_that_does_not_divide_the_channels_is_refused(n_stack: int)
     assert "12 channels" in str(caught.value)
     assert "[1, 2, 3, 4, 6, 12]" in str(caught.value)
     assert "n_stack=None" in str(caught.value)
+
+
+def test_a_stack_size_that_divides_one_axis_only_says_which_axis_it_is() -> None:
+    assert AdaptiveStore(10, 1, (12, 8, 20), np.uint8, n_stack=4).layout.axis == 0
+    assert AdaptiveStore(10, 1, (12, 8, 20), np.uint8, n_stack=5).layout.axis == 2
 
 
 def seen(layout: StackLayout, contents: str, n_steps: int = 16, **options: float) -> tuple[np.ndarray, np.ndarray]:
