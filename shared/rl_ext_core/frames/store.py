@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 import zlib
 from operator import index
 from types import ModuleType
@@ -85,6 +86,8 @@ class FrameStore:
         self.capacity, self.n_envs, self.layout = index(capacity), index(n_envs), layout
         self.codec = get_codec(codec) if isinstance(codec, str) else codec
         self.block_length = index(block_length)
+        # The kernels release the GIL: a thread that samples must not read a block while another one fills it.
+        self._lock = threading.Lock()
         self.clear()
 
     def clear(self) -> None:
@@ -133,13 +136,14 @@ class FrameStore:
         :raises OutOfMemoryError: where the system has no more.
             Whatever is raised, the store holds what it held before.
         """
-        row = self.position if row is None else row
-        self._index[row] = self._writer.push_pair(observations, next_observations)
-        self.position = row + 1
-        if self.position == self.capacity:
-            self.position, self.full = 0, True
-        if self.full and self.position % self.block_length == 0:
-            self._free_overwritten()
+        with self._lock:
+            row = self.position if row is None else row
+            self._index[row] = self._writer.push_pair(observations, next_observations)
+            self.position = row + 1
+            if self.position == self.capacity:
+                self.position, self.full = 0, True
+            if self.full and self.position % self.block_length == 0:
+                self._free_overwritten()
 
     def _free_overwritten(self) -> None:
         """Frees the blocks that no transition needs any more."""
@@ -168,6 +172,17 @@ class FrameStore:
         :param num_threads: threads to decode in.
         :raises InvalidArgumentError: if a place does not exist, or an array does not fit.
         """
+        with self._lock:
+            self._get(rows, envs, observations, next_observations, num_threads)
+
+    def _get(
+        self,
+        rows: npt.NDArray[np.int64],
+        envs: npt.NDArray[np.int64],
+        observations: npt.NDArray[np.generic],
+        next_observations: npt.NDArray[np.generic] | None,
+        num_threads: int,
+    ) -> None:
         self._check_request(rows, envs, observations, next_observations)
         blocks = self._writer.blocks.view()
         geometry, entries, kernels = self._writer.geometry, self._index, self._kernels

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from typing import Any
 
 import numpy as np
@@ -216,3 +217,28 @@ def test_outputs_that_do_not_fit_are_refused() -> None:
 
 def test_out_of_memory_is_also_the_builtin() -> None:
     assert issubclass(OutOfMemoryError, MemoryError)
+
+
+def test_threads_may_read_while_another_one_stores() -> None:
+    layout = LAYOUTS[0]
+    store = FrameStore(40, 2, layout, codec="patch", block_length=4)
+    pairs = list(transitions(layout, n_envs=2, n_steps=400, seed=0))
+    known = {pair[env].tobytes() for before, after in pairs for pair in (before, after) for env in range(2)}
+    store.append(*pairs[0])
+    wrong: list[int] = []
+
+    def read() -> None:
+        rows, envs = np.zeros(16, np.int64), np.arange(16, dtype=np.int64) % 2
+        stacks, nexts = (np.empty((16, *layout.shape), layout.dtype) for _ in range(2))
+        for _ in range(200):
+            store.get(rows, envs, stacks, nexts)
+            wrong.extend(stack.tobytes() not in known for stack in (*stacks, *nexts))
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for pair in pairs[1:]:
+        store.append(*pair)
+    for reader in readers:
+        reader.join()
+    assert not any(wrong)
