@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import platform
@@ -13,10 +14,15 @@ import numpy as np
 
 
 def resident_bytes() -> int:
-    """The memory of this process that is resident, after a garbage collection."""
+    """The resident memory of this process, but for mapped files, whose pages the system drops and brings back.
+
+    What is freed but not given back to the system yet does not count either.
+    """
     gc.collect()
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    ctypes.CDLL(None).malloc_trim(0)
+    status = Path("/proc/self/status").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in status)
+    return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
 
 
 def machine() -> str:

@@ -2,9 +2,10 @@
 
 The frames come from ``ale_py``'s vectorised environment (84×84 grey, frame skip 4, 4 frames a stack, sticky random
 actions: the last one again with probability 3/4), as many as asked for; nothing is stored twice. SB3's buffer gets
-fewer, since a million of its transitions are 56 GB, and is counted by the transition.
+fewer, since a million of its transitions are 56 GB, and is counted by the transition. ``--wraps 10`` adds ten times as
+many transitions as the buffer holds, to see that memory stays flat.
 
-    python -m benchmarks.memory [game ...] [--size 1000000] [--codec patch+lz4]
+    python -m benchmarks.memory [game ...] [--size 1000000] [--codec patch+lz4] [--wraps 10]
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import islice
 
 import numpy as np
 from ale_py.vector_env import AtariVectorEnv
@@ -28,6 +30,7 @@ GAMES = ("pong", "breakout", "ms_pacman", "seaquest", "montezuma_revenge")
 N_ENVS = 8
 PLAIN_SIZE = 40_000
 STICKINESS = 0.75
+WARM_UP = 500  # steps: kernels are loaded, emulators and allocators have what they need
 
 
 def transitions(game: str, *, steps: int, seed: int = 0) -> Iterator[tuple[np.ndarray, ...]]:
@@ -51,7 +54,7 @@ def transitions(game: str, *, steps: int, seed: int = 0) -> Iterator[tuple[np.nd
     env.close()
 
 
-def fill(game: str, *, buffer: str, size: int) -> None:
+def fill(game: str, *, buffer: str, size: int, wraps: int) -> None:
     """Fills one buffer and prints the bytes by which the process grew, and what the buffer says that it holds."""
     space, actions = spaces.Box(0, 255, (4, 84, 84), np.uint8), spaces.Discrete(18)
 
@@ -61,22 +64,33 @@ def fill(game: str, *, buffer: str, size: int) -> None:
         return CompressedReplayBuffer(n, space, actions, device="cpu", n_envs=N_ENVS, codec=buffer)
 
     infos: list[dict[str, object]] = [{}] * N_ENVS
-    warm = new(1_000 * N_ENVS)
-    for transition in transitions(game, steps=500):
+    steps = wraps * size // N_ENVS
+    stream = transitions(game, steps=steps + WARM_UP + 1)  # one more: at its end, the emulators' memory is freed
+    warm = new(WARM_UP * N_ENVS)  # kept, so that what is measured finds no freed memory to live in
+    for transition in islice(stream, WARM_UP):
         warm.add(*transition, infos)
-    del warm
     before = resident_bytes()
     filled = new(size)
-    bar = tqdm(transitions(game, steps=size // N_ENVS), total=size // N_ENVS, desc=f"{game} {buffer}", leave=False)
-    for transition in bar:
+    for transition in tqdm(islice(stream, steps), total=steps, desc=f"{game} {buffer}", leave=False):
         filled.add(*transition, infos)
     grown = resident_bytes() - before
     print(grown, getattr(filled, "nbytes", 0), filled.size() * N_ENVS)
 
 
-def measure(game: str, *, buffer: str, size: int) -> tuple[int, int, int]:
+def measure(game: str, *, buffer: str, size: int, wraps: int = 1) -> tuple[int, int, int]:
     """:func:`fill` in a fresh process."""
-    command = [sys.executable, "-m", "benchmarks.memory", game, "--fill", buffer, "--size", str(size)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.memory",
+        game,
+        "--fill",
+        buffer,
+        "--size",
+        str(size),
+        "--wraps",
+        str(wraps),
+    ]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     grown, said, count = map(int, output.split()[-3:])
     return grown, said, count
@@ -88,10 +102,11 @@ def main() -> None:
     parser.add_argument("games", nargs="*", default=GAMES)
     parser.add_argument("--size", type=int, default=1_000_000, help="transitions")
     parser.add_argument("--codec", default="auto")
+    parser.add_argument("--wraps", type=int, default=1, help="how often the buffer is filled")
     parser.add_argument("--fill", metavar="BUFFER", help="fill one buffer in this process: sb3, or a codec")
     options = parser.parse_args()
     if options.fill:
-        fill(options.games[0], buffer=options.fill, size=options.size)
+        fill(options.games[0], buffer=options.fill, size=options.size, wraps=options.wraps)
         return
     print(machine())
     grown, _, count = measure(options.games[0], buffer="sb3", size=PLAIN_SIZE)
@@ -99,7 +114,7 @@ def main() -> None:
     print(f"SB3's ReplayBuffer: {plain:,.0f} bytes a transition resident ({count:,} stored)")
     print(f"{'game':18} {'stored':>9} {'resident':>9} {'a transition':>12} {'less':>6} {'nbytes/RSS':>10}")
     for game in options.games:
-        grown, said, count = measure(game, buffer=options.codec, size=options.size)
+        grown, said, count = measure(game, buffer=options.codec, size=options.size, wraps=options.wraps)
         print(
             f"{game:18} {count:9,} {grown / 1e6:6.0f} MB {grown / count:10.0f} B {plain * count / grown:5.0f}× "
             f"{said / grown:10.2f}",
