@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import operator
 import pathlib
 import pickle
 from typing import Any
@@ -21,6 +19,7 @@ from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTy
 from rl_ext_core.frames import AdaptiveStore
 from rl_ext_core.frames.recycle import RecycledArrays
 from rl_ext_core.frames.store import checksum
+from sb3_ext._arguments import at_least_one, per_env, with_shape
 from sb3_ext.observation_view import ObservationView
 
 FORMAT_VERSION = 1
@@ -71,9 +70,9 @@ class CompressedReplayBuffer(ReplayBuffer):
         block_length: int | None = None,
         num_threads: int | None = None,
     ) -> None:
-        buffer_size, n_envs = _at_least_one("buffer_size", buffer_size), _at_least_one("n_envs", n_envs)
+        buffer_size, n_envs = at_least_one("buffer_size", buffer_size), at_least_one("n_envs", n_envs)
         n_stack, block_length, num_threads = (
-            value if value is None else _at_least_one(name, value)
+            value if value is None else at_least_one(name, value)
             for name, value in (("n_stack", n_stack), ("block_length", block_length), ("num_threads", num_threads))
         )
         if isinstance(observation_space, spaces.Dict):
@@ -170,18 +169,18 @@ class CompressedReplayBuffer(ReplayBuffer):
         """
         shape = (self.n_envs, *self.obs_shape)
         if self.n_envs == 1 or isinstance(self.observation_space, spaces.Discrete):
-            obs, next_obs = (_with_shape(stack, shape) for stack in (obs, next_obs))
+            obs, next_obs = (with_shape(stack, shape) for stack in (obs, next_obs))
         # All that can fail comes before the first change.
-        action = _per_env("action", action, (self.n_envs, self.action_dim), self.actions.dtype)
-        reward = _per_env("reward", reward, (self.n_envs,), self.rewards.dtype)
-        done = _per_env("done", done, (self.n_envs,), self.dones.dtype)
+        action = per_env("action", action, (self.n_envs, self.action_dim), self.actions.dtype)
+        reward = per_env("reward", reward, (self.n_envs,), self.rewards.dtype)
+        done = per_env("done", done, (self.n_envs,), self.dones.dtype)
         if self.handle_timeout_termination:
             if len(infos) != self.n_envs:
                 raise InvalidArgumentError(
                     f"infos has {len(infos)} entries, expected {self.n_envs}, one an environment; nothing was stored"
                 )
             truncated = [info.get("TimeLimit.truncated", False) for info in infos]
-            timeouts = _per_env("TimeLimit.truncated", truncated, (self.n_envs,), self.timeouts.dtype)
+            timeouts = per_env("TimeLimit.truncated", truncated, (self.n_envs,), self.timeouts.dtype)
         self._store.append(obs, next_obs, row=self.pos)
 
         row = self.pos
@@ -283,35 +282,3 @@ def _checksum(state: dict[str, Any]) -> int:
     """Of the names of all that a file holds, and of what is in no checksum of its own."""
     sizes = [int(state.get(name, -1)) for name in _SIZES]
     return checksum([sorted(state), sizes, [state.get(name) for name in _ROWS]])
-
-
-def _at_least_one(name: str, value: Any) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise InvalidTypeError(f"{name}={value!r} must be a whole number, for example {name}=int({value!r})") from None
-    if number < 1:
-        raise InvalidArgumentError(f"{name}={number} must be at least 1")
-    return number
-
-
-def _with_shape(stack: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Adds the axis that may be left out: of one environment, or of a discrete observation's only value."""
-    stack = np.asarray(stack)
-    return stack.reshape(shape) if stack.shape in (shape[1:], shape[:-1]) and stack.size == math.prod(shape) else stack
-
-
-def _per_env(name: str, value: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    try:
-        array = np.asarray(value)
-        if array.dtype != dtype:
-            array = array.astype(dtype)
-    except (TypeError, ValueError) as error:
-        raise InvalidTypeError(f"{name} is {value!r}, expected numbers ({error}); nothing was stored") from error
-    if array.shape == shape:
-        return array
-    if array.size != math.prod(shape):
-        raise InvalidArgumentError(
-            f"{name} has shape {array.shape}, expected {shape}: one row an environment; nothing was stored"
-        )
-    return array.reshape(shape)

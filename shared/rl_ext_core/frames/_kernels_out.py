@@ -79,7 +79,7 @@ def _block_address(blocks, e, slot):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _prefetch_blocks(start, stop, rows, envs, index, geometry, blocks):  # type: ignore[no-untyped-def]
-    """Asks for the blocks of transitions to come. They lie anywhere: without this, waiting takes half of the time."""
+    """Asks for the blocks of transitions to come. They lie anywhere, and waiting for one after the other adds up."""
     ring_mask = blocks.table.shape[1] - 1
     for b in range(start, stop):
         e = envs[b]
