@@ -189,18 +189,18 @@ class FrameStore:
         nexts = 0 if next_observations is None else address_of(next_observations)
         outs = address_of(observations), nexts
         opened, contents = self._open_sealed(rows, envs, blocks)
-        damaged = 0
+        unreadable: list[int] = []  # appended to, since threads adding to one number would lose counts
 
         def decode(start: int, stop: int) -> None:
-            nonlocal damaged
             work = allocate(self._work_bytes, "buffers")
-            damaged += kernels.gather(
+            count = kernels.gather(
                 start, stop, rows, envs, entries, geometry, blocks, opened, *outs, self._decompressor, address_of(work)
             )
+            unreadable.append(count)
 
         run_parts(decode, len(rows), num_threads=num_threads)
         del contents  # the addresses in ``opened`` point into it
-        if damaged:
+        if damaged := sum(unreadable):
             raise CorruptFileError(
                 f"{damaged} of {len(rows)} transitions cannot be read: their blocks are damaged, as by a program that "
                 "wrote over this process's memory; start again from a checkpoint"
