@@ -28,7 +28,9 @@ $(VENV)/.torch: constraints.txt | $(BIN)/python
 	$(INSTALL) torch
 	@touch $@
 
+# Of what the tests need, pip compiles some: the compiler comes first.
 $(VENV)/.extra-%: pyproject.toml constraints.txt $(VENV)/.torch
+	$(if $(filter test dev,$*),scripts/install_system_packages.sh)
 	$(INSTALL) --editable ".[$*]"
 	@touch $@
 
@@ -40,6 +42,7 @@ demo: $(VENV)/.extra-demo
 
 test: $(VENV)/.extra-test
 	scripts/install_system_packages.sh
+	$(if $(CI),scripts/make_mujoco4_venv.sh)
 	$(BIN)/python -m pytest $(SELECT)
 
 lint: $(VENV)/.extra-dev

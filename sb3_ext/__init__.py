@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rl_ext_core.devices import resolve_device
 from sb3_ext.replay_buffer import CompressedReplayBuffer
 
-__all__ = ["CompressedReplayBuffer"]
+__all__ = ["CompressedReplayBuffer", "resolve_device"]

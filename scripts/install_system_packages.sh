@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Installs what MuJoCo needs to render without a display: EGL, GLX and Mesa's software renderers.
+# Installs what MuJoCo needs to render without a display, EGL, GLX and Mesa's software renderers, and a C compiler.
 # Does nothing where everything is there. On systems without apt it names what is needed and leaves it to you.
+# PYTHON names the interpreter if that is not python3.
 set -euo pipefail
 
 packages=(
@@ -10,7 +11,16 @@ packages=(
     libglx-mesa0     # OpenGL for glfw
     libgl1-mesa-dri  # Mesa's drivers, llvmpipe among them: rendering on the CPU
     libosmesa6       # rendering into memory, MUJOCO_GL=osmesa
+    gcc              # robosuite needs evdev, which pip compiles; the tests compile drivers of machines with GPUs
+    libc6-dev        # its headers, and with linux-libc-dev those of the kernel that evdev reads
+    linux-libc-dev
 )
+
+# Debian's own Python keeps its headers in a package; others bring them along.
+python=$(command -v "${PYTHON:-python3}" || true)
+if [[ $python == /usr/bin/* && ! -e $("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h ]]; then
+    packages+=(python3-dev)
+fi
 
 say() { printf 'system packages: %s\n' "$*"; }
 

@@ -9,7 +9,8 @@ import pytest
 from tests.boundaries import FOLDERS, FORBIDDEN, SB3, TORCHRL, device_decisions, forbidden_imports, loaded_by
 
 HEAVY = {"torch", "torchrl", "tensordict", "stable_baselines3", "gymnasium", "numba"}
-LIGHT_MODULES = ["rl_ext_core", "rl_ext_core.devices", "rl_ext_core.errors", "rl_ext_core.frames"]
+LIGHT_MODULES = ["rl_ext_core", "rl_ext_core.cli", "rl_ext_core.devices", "rl_ext_core.errors", "rl_ext_core.frames"]
+RENDERERS = {"mujoco", "robosuite", "dm_control", "OpenGL", "pynvml", "cloudpickle", "rich"}
 SOURCES = [
     pytest.param(package, path, id=f"{package}/{path.relative_to(folder)}")
     for package, folder in FOLDERS.items()
@@ -19,7 +20,12 @@ SOURCES = [
 
 @pytest.mark.parametrize("module", LIGHT_MODULES)
 def test_importing_the_core_loads_nothing_heavy(module: str) -> None:
-    assert loaded_by(f"import {module}", HEAVY) == set()
+    assert loaded_by(f"import {module}", HEAVY | RENDERERS) == set()
+
+
+def test_a_decision_loads_neither_torch_nor_a_renderer() -> None:
+    statement = "import rl_ext_core.devices as d; d.resolve('auto', render='same', renderer='robosuite').apply()"
+    assert loaded_by(statement, HEAVY | RENDERERS) == {"pynvml"}
 
 
 def test_sb3_ext_loads_no_torchrl() -> None:
@@ -35,7 +41,7 @@ def test_torchrl_ext_loads_no_sb3() -> None:
     [
         ("import numba", HEAVY, {"numba"}),
         ("import torch", HEAVY, {"torch"}),
-        ("import rl_ext_core.devices as d; d.resolve('cpu')", HEAVY, {"torch"}),
+        ("import rl_ext_core.devices as d; d.resolve('cpu').compute", HEAVY, {"torch"}),
         ("import sb3_ext, torchrl_ext", TORCHRL, {"torchrl_ext"}),
         ("import torchrl_ext, stable_baselines3", SB3, {"stable_baselines3"}),
     ],
@@ -87,8 +93,8 @@ def test_only_the_devices_package_decides_on_devices(package: str, path: Path) -
 
 
 def test_the_devices_package_itself_would_be_found() -> None:
-    source = (FOLDERS["rl_ext_core"] / "devices" / "__init__.py").read_text(encoding="utf-8")
-    assert any("is_available" in line for line in device_decisions(source))
+    source = (FOLDERS["rl_ext_core"] / "devices" / "_mask.py").read_text(encoding="utf-8")
+    assert any("CUDA_VISIBLE_DEVICES" in line for line in device_decisions(source))
 
 
 @pytest.mark.parametrize(

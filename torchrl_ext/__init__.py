@@ -2,4 +2,6 @@
 
 from __future__ import annotations
 
-__all__: list[str] = []
+from rl_ext_core.devices import resolve_device
+
+__all__ = ["resolve_device"]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 __all__ = [
     "CorruptFileError",
+    "DeviceConflictError",
     "DeviceUnavailableError",
+    "EnvironmentOutputError",
     "InvalidArgumentError",
     "InvalidTypeError",
     "MissingDependencyError",
@@ -38,8 +40,16 @@ class DeviceUnavailableError(RlExtError, RuntimeError):
     """A device was asked for by name and cannot be used on this machine."""
 
 
+class DeviceConflictError(RlExtError, RuntimeError):
+    """A device was decided on too late: a library in this process has read other settings already."""
+
+
 class CorruptFileError(RlExtError, ValueError):
     """Stored bytes are damaged, cut short, or of a format that this version does not read."""
+
+
+class EnvironmentOutputError(RlExtError, ValueError):
+    """An environment returned what its spaces do not promise."""
 
 
 class OutOfMemoryError(RlExtError, MemoryError):

@@ -1,0 +1,160 @@
+"""What CUDA_VISIBLE_DEVICES leaves visible, and in which order: CUDA's rules, as torch replicates them.
+
+Source: ``torch.cuda._parse_visible_devices`` and ``_transform_uuid_to_ordinals``, which the tests hold this against,
+and the CUDA C++ Programming Guide, "CUDA Environment Variables".
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rl_ext_core.errors import DeviceUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rl_ext_core.devices.inventory import Gpu, Inventory
+
+MASK = "CUDA_VISIBLE_DEVICES"
+ORDER = "CUDA_DEVICE_ORDER"
+
+
+@dataclass(frozen=True)
+class Visible:
+    """What CUDA shows to a process.
+
+    :param uuids: of the visible GPUs by torch ordinal: ``cuda:0`` is the first
+    :param ended: why entries of the mask had no effect; None if all of them did
+    :param mig: the MIG slice that is the only device, where the mask names one; its GPU is in ``uuids``
+    """
+
+    uuids: tuple[str, ...]
+    ended: str | None = None
+    mig: str | None = None
+
+
+def mask_of(environ: Mapping[str, str]) -> str | None:
+    """Give the mask's text, None if there is none."""
+    return environ.get(MASK)
+
+
+def visible(inventory: Inventory, environ: Mapping[str, str]) -> Visible:
+    """Apply the mask and the order that are in force to the machine's GPUs.
+
+    :raises DeviceUnavailableError: the mask counts in an order that nobody knows
+    """
+    return _one_slice(_masked(inventory, environ), inventory)
+
+
+def _masked(inventory: Inventory, environ: Mapping[str, str]) -> Visible:
+    mask = mask_of(environ)
+    if mask is not None and mask.startswith("GPU-"):
+        return _by_uuid(mask, [gpu.uuid for gpu in inventory.gpus])
+    if mask is not None and mask.startswith("MIG-"):
+        return _by_slice(mask, inventory.gpus)
+    order = cuda_order(inventory, environ)
+    if mask is None:
+        return Visible(order)
+    return _by_number(mask, order)
+
+
+def cuda_order(inventory: Inventory, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Give the UUIDs in the order in which CUDA counts without a mask.
+
+    :raises DeviceUnavailableError: CUDA puts the fastest first, and which one that is could not be found out
+    """
+    if environ.get(ORDER) == "PCI_BUS_ID":
+        return tuple(gpu.uuid for gpu in inventory.gpus)
+    if inventory.fastest_first is None:
+        raise DeviceUnavailableError(
+            f"the GPUs differ and {ORDER}={environ.get(ORDER)!r} lets CUDA count the fastest first, which could not be "
+            f"found out here. Write: export {ORDER}=PCI_BUS_ID"
+        )
+    return inventory.fastest_first
+
+
+def _one_slice(shown: Visible, inventory: Inventory) -> Visible:
+    """Show one MIG slice alone where a GPU that is cut into slices is visible.
+
+    Source: NVIDIA's MIG User Guide, "CUDA Device Enumeration": CUDA takes the first slice, and no other GPU beside it.
+    """
+    slices = {gpu.uuid: gpu.mig[0] for gpu in inventory.gpus if gpu.mig}
+    cut = next((uuid for uuid in shown.uuids if uuid in slices), None)
+    if shown.mig or cut is None:
+        return shown
+    ended = f"CUDA shows the first MIG slice of {cut}, {slices[cut]}, and nothing beside it"
+    return Visible((cut,), ended, slices[cut])
+
+
+def _by_number(mask: str, order: tuple[str, ...]) -> Visible:
+    numbers: list[int] = []
+    ended = None
+    for entry in mask.split(","):
+        number = _leading_number(entry.strip())
+        if number < 0:
+            ended = f"CUDA stops reading at {entry!r}, {_no_number(entry.strip())}"
+            break
+        if number in numbers:
+            return Visible((), f"{number} stands there twice, so CUDA shows no device at all")
+        numbers.append(number)
+    for place, number in enumerate(numbers):
+        if number >= len(order):
+            return _shown(numbers[:place], order, f"CUDA stops reading at '{number}', {_beyond(len(order))}")
+    return _shown(numbers, order, ended)
+
+
+def _no_number(entry: str) -> str:
+    if not entry:
+        return "where nothing stands"
+    return "as at any negative number" if entry.startswith("-") else "which is not a number"
+
+
+def _shown(numbers: list[int], order: tuple[str, ...], ended: str | None) -> Visible:
+    return Visible(tuple(order[number] for number in numbers), ended)
+
+
+def _beyond(count: int) -> str:
+    return f"because the GPUs are 0 to {count - 1}" if count else "because there is no GPU"
+
+
+def _leading_number(text: str) -> int:
+    """Read digits up to the first other character, as ``strtoul`` does; -1 if there is none."""
+    # No machine counts further, and Python refuses to read thousands of digits.
+    match = re.match(r"[+-]?0*\d{0,18}", text)
+    digits = match[0] if match else ""
+    return int(digits) if digits.strip("+-") else -1
+
+
+def _by_uuid(mask: str, uuids: list[str]) -> Visible:
+    entries: list[str] = []
+    ended = None
+    for entry in mask.split(","):
+        if entry in entries:
+            return Visible((), f"{entry!r} stands there twice, so CUDA shows no device at all")
+        if not entry.startswith("GPU-"):
+            ended = f"CUDA stops reading at {entry!r}, which is no UUID like those before it"
+            break
+        entries.append(entry)
+    found: list[str] = []
+    for entry in entries:
+        matches = [uuid for uuid in uuids if uuid.startswith(entry)]
+        if len(matches) != 1:
+            why = f"fits {len(matches)} GPUs" if matches else "fits no GPU"
+            return Visible(tuple(found), f"CUDA stops reading at {entry!r}, which {why}")
+        if matches[0] in found:
+            return Visible((), f"{entry!r} names a GPU that stands there already, so CUDA shows no device at all")
+        found += matches
+    return Visible(tuple(found), ended)
+
+
+def _by_slice(mask: str, gpus: tuple[Gpu, ...]) -> Visible:
+    """One slice at most: CUDA shows no more, whatever else the mask lists."""
+    entry, _, more = mask.partition(",")
+    ended = "CUDA shows one MIG slice to a process, the first" if more else None
+    for gpu in gpus:
+        # MIG-<uuid> since driver 470; before that MIG-GPU-<uuid of the GPU>/<instance>/<compute instance>.
+        if entry in gpu.mig or (gpu.mig and entry.startswith(f"MIG-{gpu.uuid}/")):
+            return Visible((gpu.uuid,), ended, entry)
+    return Visible((), f"CUDA stops reading at {entry!r}, which is no MIG slice of this machine")

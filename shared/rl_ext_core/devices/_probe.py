@@ -1,0 +1,192 @@
+"""Asks EGL and CUDA for their device orders, in a subprocess: both keep state, and CUDA forbids forking later.
+
+This file is also the program that runs there, by path and without the packages of the caller, so that it starts
+within milliseconds: it imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+_TIMEOUT_S = 20.0
+_ANSWER = "rl-ext: "
+
+# From the EGL registry: EXT_device_query, EXT_device_drm(_render_node), NV_device_cuda, EXT_device_persistent_id.
+_EGL_EXTENSIONS = 0x3055
+_EGL_DRM_DEVICE_FILE = 0x3233
+_EGL_DRM_RENDER_NODE_FILE = 0x3377
+_EGL_CUDA_DEVICE_NV = 0x323A
+_EGL_DEVICE_UUID = 0x335C
+
+
+def egl() -> dict[str, Any]:
+    """List EGL's devices as they are without a mask, and whether OSMesa is there.
+
+    :return: ``error`` (text or None), ``osmesa``, and ``devices`` with the keys index, software, uuid, drm, pci and
+        cuda (its ordinal in PCI order)
+    """
+    result = _run("egl")
+    return {"osmesa": False, "devices": [], "error": None, **result}
+
+
+def cuda_order() -> tuple[str, ...] | None:
+    """Ask CUDA for the UUIDs of all GPUs in its default order.
+
+    :return: the UUIDs; None if it does not tell
+    """
+    found = _run("cuda").get("uuids")
+    return tuple(found) if found else None
+
+
+def _run(question: str) -> dict[str, Any]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
+    if question == "egl":
+        environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    command = [sys.executable, "-I", "-S", __file__, question]
+    try:
+        done = subprocess.run(
+            command, env=environ, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"the driver did not answer within {_TIMEOUT_S:.0f} s"}
+    except OSError as error:
+        return {"error": f"{sys.executable} could not be started: {error}"}
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [""])[-1]
+        return {"error": f"the driver ended the process that asked it (exit {done.returncode}): {last}"}
+    # Drivers print there too, before and after.
+    answers = [line.removeprefix(_ANSWER) for line in done.stdout.splitlines() if line.startswith(_ANSWER)]
+    if not answers:
+        return {"error": "the driver ended the process that asked it before there was an answer"}
+    answer: dict[str, Any] = json.loads(answers[0])
+    return answer
+
+
+def _answer_egl() -> dict[str, Any]:
+    answer: dict[str, Any] = {"osmesa": ctypes.util.find_library("OSMesa") is not None}
+    try:
+        library = ctypes.CDLL("libEGL.so.1")
+    except OSError:
+        return {**answer, "error": "libEGL.so.1 is not installed (on Debian: apt-get install libegl1)"}
+    try:
+        return {**answer, "devices": _egl_devices(library)}
+    except _MissingError as error:
+        return {**answer, "error": f"libEGL.so.1 has no {error}"}
+
+
+class _MissingError(Exception):
+    """A function that this EGL does not have."""
+
+
+def _function(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Any:
+    get = library.eglGetProcAddress
+    get.restype, get.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
+    address = get(name.encode())
+    return ctypes.CFUNCTYPE(result, *arguments)(address) if address else None
+
+
+def _egl_devices(library: ctypes.CDLL) -> list[dict[str, Any]]:
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
+    query = _function(
+        library, "eglQueryDevicesEXT", ctypes.c_uint, integer, ctypes.POINTER(pointer), ctypes.POINTER(integer)
+    )
+    text = _function(library, "eglQueryDeviceStringEXT", ctypes.c_char_p, pointer, integer)
+    if query is None or text is None:
+        raise _MissingError("eglQueryDevicesEXT" if query is None else "eglQueryDeviceStringEXT")
+    count = integer()
+    if not query(0, None, ctypes.byref(count)) or count.value < 1:
+        return []
+    devices = (pointer * count.value)()
+    query(count.value, devices, ctypes.byref(count))
+    return [_describe(library, text, index, devices[index]) for index in range(count.value)]
+
+
+def _describe(library: ctypes.CDLL, text: Any, index: int, device: int | None) -> dict[str, Any]:
+    extensions = (text(device, _EGL_EXTENSIONS) or b"").decode().split()
+    drm = None
+    for extension, name in (
+        ("EGL_EXT_device_drm_render_node", _EGL_DRM_RENDER_NODE_FILE),
+        ("EGL_EXT_device_drm", _EGL_DRM_DEVICE_FILE),
+    ):
+        if drm is None and extension in extensions:
+            drm = (text(device, name) or b"").decode() or None
+    return {
+        "index": index,
+        "software": "EGL_MESA_device_software" in extensions,
+        "drm": drm,
+        "pci": _pci_of(drm),
+        "uuid": _uuid(library, device) if "EGL_EXT_device_persistent_id" in extensions else None,
+        "cuda": _cuda_ordinal(library, device) if "EGL_NV_device_cuda" in extensions else None,
+    }
+
+
+def _pci_of(node: str | None) -> str | None:
+    """Follow a node below /dev/dri to the PCI address of its GPU."""
+    if node is None:
+        return None
+    target = os.path.realpath(f"/sys/class/drm/{os.path.basename(node)}/device")
+    name = os.path.basename(target)
+    return name if name.count(":") == 2 else None
+
+
+def _uuid(library: ctypes.CDLL, device: int | None) -> str | None:
+    integer = ctypes.c_int
+    query = _function(
+        library,
+        "eglQueryDeviceBinaryEXT",
+        ctypes.c_uint,
+        ctypes.c_void_p,
+        integer,
+        integer,
+        ctypes.c_void_p,
+        ctypes.POINTER(integer),
+    )
+    raw, size = (ctypes.c_ubyte * 16)(), integer()
+    if query is None or not query(device, _EGL_DEVICE_UUID, 16, raw, ctypes.byref(size)):
+        return None
+    return format_uuid(bytes(raw))
+
+
+def _cuda_ordinal(library: ctypes.CDLL, device: int | None) -> int | None:
+    query = _function(
+        library,
+        "eglQueryDeviceAttribEXT",
+        ctypes.c_uint,
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.POINTER(ctypes.c_ssize_t),
+    )
+    value = ctypes.c_ssize_t(-1)
+    if query is None or not query(device, _EGL_CUDA_DEVICE_NV, ctypes.byref(value)):
+        return None
+    return value.value
+
+
+def format_uuid(raw: bytes) -> str:
+    """Write 16 bytes as NVML writes a GPU's UUID."""
+    digits = raw.hex()
+    return f"GPU-{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
+
+
+def _answer_cuda() -> dict[str, Any]:
+    library = ctypes.CDLL("libcuda.so.1")
+    count = ctypes.c_int()
+    if library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(count)):
+        return {"error": "CUDA does not start"}
+    uuids = []
+    for ordinal in range(count.value):
+        device, raw = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+        if library.cuDeviceGet(ctypes.byref(device), ordinal) or library.cuDeviceGetUuid(raw, device):
+            return {"error": f"CUDA does not tell the UUID of device {ordinal}"}
+        uuids.append(format_uuid(bytes(raw)))
+    return {"uuids": uuids}
+
+
+if __name__ == "__main__":
+    print("\n" + _ANSWER + json.dumps(_answer_egl() if sys.argv[1] == "egl" else _answer_cuda()), flush=True)  # noqa: T201

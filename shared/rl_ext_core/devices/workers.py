@@ -1,0 +1,102 @@
+"""Environment factories that carry a device decision into worker processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import uuid
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from rl_ext_core.devices import _applied
+from rl_ext_core.errors import DeviceConflictError, InvalidTypeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rl_ext_core.devices.decision import Decision
+
+__all__ = ["BoundFactory"]
+
+_Env = TypeVar("_Env")
+_log = logging.getLogger("rl_ext_core.devices")
+
+_process = uuid.uuid4()
+_said = False
+
+
+def _renew() -> None:
+    global _process, _said
+    _process, _said = uuid.uuid4(), False
+
+
+os.register_at_fork(after_in_child=_renew)
+
+
+class BoundFactory(Generic[_Env]):
+    """Builds an environment under a decision: applies it, and only then unpickles what builds the environment.
+
+    Made by :meth:`Decision.bind`. Unpickling the factory imports the environment's modules, and those read variables at
+    import; hence the order. In the process that made it, where vectorised environments build one for its spaces,
+    a decision that was applied before is kept, and that is logged once if the worker's is a different one.
+
+    :param decision: for the process that builds the environment
+    :param env_fn: builds it
+    :raises InvalidTypeError: not callable, or cloudpickle cannot pack it
+    """
+
+    def __init__(self, decision: Decision, env_fn: Callable[[], _Env]) -> None:
+        if not callable(env_fn):
+            raise InvalidTypeError(
+                f"env_fn={env_fn!r} is not callable; expected a function that builds the environment. "
+                "Write bind(lambda: make_env())"
+            )
+        self.decision = decision
+        self._made_in = _process
+        import cloudpickle  # takes as long to import as the rest of this package
+
+        try:
+            self._packed: bytes = cloudpickle.dumps(env_fn)
+        except Exception as error:
+            raise InvalidTypeError(
+                f"env_fn={env_fn!r} cannot be packed for a worker process: {error}. Build what it holds inside of it: "
+                "bind(lambda: make_env())"
+            ) from error
+
+    def __call__(self) -> _Env:
+        """Apply the decision and build the environment.
+
+        :return: the environment
+        :raises DeviceConflictError: a library in this process has read other settings already, or this worker has built
+            an environment under another decision
+        """
+        applied = _applied.current
+        if applied is None or _same(applied, self.decision):
+            self.decision.apply()
+        elif self._made_in == _process:
+            self._say_kept(applied)
+        elif self.decision.variables:
+            raise DeviceConflictError(
+                f"this worker builds its environments under one decision ({applied.reason}), and one of them came with "
+                f"another ({self.decision.reason}): a process has one renderer. Use one worker for each device"
+            )
+        build: Callable[[], _Env] = pickle.loads(self._packed)
+        return build()
+
+    def _say_kept(self, applied: Decision) -> None:
+        global _said
+        if not _said and self.decision.variables:
+            _said = True
+            _log.warning(
+                "a worker's environment is built in the parent process, under the decision that was applied here (%s) "
+                "and not under the worker's (%s): fine where it is built for its spaces only",
+                applied.reason,
+                self.decision.reason,
+            )
+
+    def __repr__(self) -> str:
+        return f"BoundFactory({self.decision.device}, render={self.decision.render})"
+
+
+def _same(one: Decision, other: Decision) -> bool:
+    return dict(one.variables) == dict(other.variables)

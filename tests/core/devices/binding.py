@@ -1,0 +1,39 @@
+"""Decisions for three workers on a machine with four GPUs, for the programs that test vectorised environments."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from rl_ext_core.devices import BoundFactory, resolve
+from tests.core.devices.machines import machine
+from tests.core.devices.reporting import Reporter
+
+MACHINE = machine(4, order=(2, 0, 3, 1))
+# EGL's numbers of the GPUs 0, 1 and 2, which nothing but the decision can have given to the workers.
+EXPECTED = [["egl", "1", "egl"], ["egl", "3", "egl"], ["egl", "0", "egl"]]
+UNSET = [None, None, None]
+
+
+def bound(folder: str, *, renderer: str = "robosuite", wrap: Any = None) -> list[BoundFactory[Any]]:
+    """One factory for each worker, with a GPU of its own."""
+    return [
+        resolve("auto", render="same", renderer=renderer, worker=number, inventory=MACHINE, environ={}).bind(
+            Reporter(folder, number) if wrap is None else partial(wrap, Reporter(folder, number))
+        )
+        for number in range(3)
+    ]
+
+
+def on_mesa(folder: str, *, wrap: Any = None) -> list[BoundFactory[Any]]:
+    """Two factories for environments with a camera, on this machine's software device."""
+    decision = resolve("cpu", render="same", renderer="gymnasium")
+    reporters = [Reporter(folder, number, camera=True) for number in range(2)]
+    return [decision.bind(reporter if wrap is None else partial(wrap, reporter)) for reporter in reporters]
+
+
+def in_torchrl(reporter: Reporter, *, from_pixels: bool = False) -> Any:
+    """Wrap what a factory builds for TorchRL."""
+    from torchrl.envs import GymWrapper
+
+    return GymWrapper(reporter(), device="cpu", from_pixels=from_pixels, pixels_only=from_pixels)

@@ -1,0 +1,19 @@
+"""What the tests of devices share: the fake driver libraries, compiled once."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.core.devices.fakes import build
+
+
+@pytest.fixture(scope="session")
+def drivers(tmp_path_factory: pytest.TempPathFactory) -> build.Drivers:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        build.give_up("no C compiler (cc) for the fake driver libraries: apt-get install gcc libc6-dev")
+    folder = tmp_path_factory.mktemp("drivers")
+    build.compile_into(folder, compiler)
+    return build.Drivers(folder)

@@ -1,0 +1,125 @@
+"""Driver libraries that pretend a machine with GPUs: compiled from the sources here, configured by variables.
+
+They are put on LD_LIBRARY_PATH, which the loader reads once; hence what uses them runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from rl_ext_core.devices import Inventory
+
+SOURCES = Path(__file__).parent
+LIBRARIES = {"nvml.c": "libnvidia-ml.so.1", "egl.c": "libEGL.so.1", "cuda.c": "libcuda.so.1"}
+INVENTORY = "from rl_ext_core.devices import Inventory; print(Inventory.current().to_json())"
+_KEPT = ("PATH", "HOME", "TMPDIR", "LANG")
+
+
+def give_up(reason: str) -> NoReturn:
+    """Skip a test that cannot run here; where CI is set, it must."""
+    if os.environ.get("CI"):
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+def compile_into(folder: Path, compiler: str) -> None:
+    for source, library in LIBRARIES.items():
+        command = [compiler, "-std=c11", "-D_DEFAULT_SOURCE", "-O1", "-Wall", "-Wextra", "-shared", "-fPIC"]
+        command += [f"-Wl,-soname,{library}", "-o", str(folder / library), str(SOURCES / source)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{source} does not compile:\n{done.stderr}"
+    # PyOpenGL tries this name first, and would find the machine's own library under it.
+    (folder / "libEGL.so").symlink_to("libEGL.so.1")
+
+
+def numbers(values: Sequence[int] | None) -> str | None:
+    return None if values is None else ",".join(map(str, values))
+
+
+def configuration(
+    gpus: int = 4,
+    *,
+    names: Sequence[str] | None = None,
+    free_gib: Sequence[int] | None = None,
+    fastest_first: Sequence[int] | None = None,
+    mig: Mapping[int, Sequence[str]] | None = None,
+    processes: Sequence[tuple[int, int, int, str]] | None = None,
+    nvml_fail: Mapping[str, int] | None = None,
+    cuda_fail: int | None = None,
+    egl_order: Sequence[int] | None = None,
+    egl_lacks: Sequence[str] | None = None,
+    egl_fault: str | None = None,
+    log: Path | None = None,
+) -> dict[str, str]:
+    """Name the variables of a machine; the C sources say what they mean."""
+    slices = None if mig is None else ";".join(f"{gpu}={','.join(uuids)}" for gpu, uuids in mig.items())
+    failing = [f"{function}={code}" for function, code in (nvml_fail or {}).items()]
+    running = None if processes is None else ",".join(":".join(map(str, process)) for process in processes)
+    settings = {
+        "FAKE_GPUS": str(gpus),
+        "FAKE_NAMES": ",".join(names) if names else None,
+        "FAKE_FREE_GIB": numbers(free_gib),
+        "FAKE_FASTEST_FIRST": numbers(fastest_first),
+        "FAKE_MIG": slices,
+        "FAKE_PROCESSES": running,
+        "FAKE_NVML_FAIL": ",".join(failing) or None,
+        "FAKE_CUDA_FAIL": None if cuda_fail is None else str(cuda_fail),
+        "FAKE_EGL_ORDER": numbers(egl_order),
+        "FAKE_EGL_LACKS": ",".join(egl_lacks) if egl_lacks else None,
+        "FAKE_EGL_FAULT": egl_fault,
+        "FAKE_LOG": str(log) if log else None,
+    }
+    return {name: text for name, text in settings.items() if text is not None}
+
+
+@dataclass(frozen=True)
+class Drivers:
+    """The compiled libraries."""
+
+    folder: Path
+
+    def run(self, command: Sequence[str | Path], settings: Mapping[str, str], *, without: Sequence[str] = ()) -> str:
+        """Run a program on the machine that ``settings`` describe, without this process's own variables.
+
+        :param without: libraries, by source, that do not load on the machine
+        :return: what it printed
+        """
+        environ = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        environ["LD_LIBRARY_PATH"] = str(self._folder_without(without))
+        done = subprocess.run(
+            [str(word) for word in command],
+            env={**environ, **settings},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"exit {done.returncode}:\n{done.stderr}"
+        return done.stdout
+
+    def python(self, code: str, settings: Mapping[str, str], *, without: Sequence[str] = ()) -> str:
+        return self.run([sys.executable, "-W", "error", "-c", code], settings, without=without).strip()
+
+    def inventory(self, settings: Mapping[str, str], *, without: Sequence[str] = ()) -> Inventory:
+        return Inventory.from_json(self.python(INVENTORY, settings, without=without))
+
+    def _folder_without(self, sources: Sequence[str]) -> Path:
+        """Make a folder in which some libraries are there and do not load, lest the machine's own be found instead."""
+        if not sources:
+            return self.folder
+        folder = self.folder / ("without " + " ".join(sources))
+        if not folder.exists():
+            folder.mkdir()
+            for source, library in LIBRARIES.items():
+                if source in sources:
+                    (folder / library).touch()
+                else:
+                    (folder / library).symlink_to(self.folder / library)
+        return folder

@@ -1,0 +1,68 @@
+"""Asks a renderer's own function which device it picks under the fake EGL; one process goes through many cases.
+
+    python upstream.py <renderer> <cases> <choices>
+
+``cases`` is a file with a JSON list of variables by name; each entry is set for one call, and what else ``VARIABLES``
+names is unset. ``choices`` becomes the list of the numbers of the GPUs that were picked: -1 the software device, null
+where the function failed. It runs by path in any environment that has the renderer, this project's or not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+VARIABLES = (
+    "FAKE_GPUS",
+    "FAKE_FASTEST_FIRST",
+    "FAKE_EGL_ORDER",
+    "FAKE_EGL_LACKS",
+    "CUDA_DEVICE_ORDER",
+    "CUDA_VISIBLE_DEVICES",
+    "MUJOCO_EGL_DEVICE_ID",
+)
+
+
+def selection_of(renderer: str) -> tuple[Callable[[], Any], Any]:
+    """Import a renderer; give the function that makes its display, and what that returns on failure."""
+    if renderer == "mujoco":
+        from mujoco import egl
+
+        return egl.create_initialized_egl_device_display, egl.EGL.EGL_NO_DISPLAY
+    if renderer == "dm_control":
+        from dm_control._render.pyopengl import egl_renderer
+
+        return egl_renderer.create_initialized_headless_egl_display, egl_renderer.EGL.EGL_NO_DISPLAY
+    assert renderer == "robosuite"
+    from robosuite.renderers.context import egl_context
+
+    # -1 is what robosuite's environments pass on where nobody names a device.
+    return lambda: egl_context.create_initialized_egl_device_display(device_id=-1), egl_context.EGL.EGL_NO_DISPLAY
+
+
+def main(renderer: str, cases: Path, choices: Path) -> None:
+    os.environ.update(MUJOCO_GL="egl", PYOPENGL_PLATFORM="egl")
+    select, no_display = selection_of(renderer)
+    gpu_of = ctypes.CDLL("libEGL.so.1").fake_gpu_of
+    gpu_of.argtypes = [ctypes.c_void_p]
+
+    def choice(variables: dict[str, str]) -> int | None:
+        for name in VARIABLES:
+            os.environ.pop(name, None)
+        os.environ.update(variables)
+        try:
+            display = select()
+        except (RuntimeError, ValueError):
+            return None
+        return None if display == no_display else int(gpu_of(ctypes.cast(display, ctypes.c_void_p)))
+
+    choices.write_text(json.dumps([choice(variables) for variables in json.loads(cases.read_text())]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

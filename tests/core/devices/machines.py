@@ -1,0 +1,66 @@
+"""Machines that tests decide for: GPUs, EGL's order and versions as one likes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rl_ext_core.devices import EglDevice, Gpu, Inventory
+
+VERSIONS = {
+    "torch": "2.13.0",
+    "torch.cuda": "12.6",
+    "mujoco": "3.9.0",
+    "robosuite": "1.5.1",
+    "dm_control": "1.0.41",
+    "gymnasium": "1.4.0",
+}
+GIB = 2**30
+
+
+def uuid(number: int) -> str:
+    """Name GPU ``number``: numbers 0 and 1 begin alike, as UUIDs may."""
+    head = ("aaaa0000", "aaaa1111", "bbbb2222", "cccc3333", "dddd4444", "eeee5555", "ffff6666", "0a0a7777")[number]
+    return f"GPU-{head}-0000-4000-8000-{number:012d}"
+
+
+def gpus(count: int = 4, *, mig: Mapping[int, Sequence[str]] | None = None) -> tuple[Gpu, ...]:
+    return tuple(
+        Gpu(
+            uuid=uuid(number),
+            name="NVIDIA H100",
+            pci=f"0000:{0x1A + 0x10 * number:02x}:00.0",
+            index=number,
+            memory_total=80 * GIB,
+            memory_free=(80 - number) * GIB,
+            mig=tuple((mig or {}).get(number, ())),
+        )
+        for number in range(count)
+    )
+
+
+def egl(order: Sequence[int], *, software: bool = True) -> tuple[EglDevice, ...]:
+    """EGL's devices: the GPUs in this order, then Mesa's."""
+    devices = [EglDevice(place, False, uuid(n), f"/dev/dri/renderD{128 + n}", True) for place, n in enumerate(order)]
+    return (*devices, EglDevice(len(order), True)) if software else tuple(devices)
+
+
+def machine(
+    count: int = 4,
+    *,
+    order: Sequence[int] | None = None,
+    fastest_first: Sequence[int] | None = None,
+    software: bool = True,
+    osmesa: bool = True,
+    versions: Mapping[str, str] | None = None,
+    without: Sequence[str] = (),
+    mig: Mapping[int, Sequence[str]] | None = None,
+) -> Inventory:
+    """A machine with ``count`` GPUs; EGL and CUDA list them in these orders, by default in nvidia-smi's."""
+    return Inventory(
+        gpus=gpus(count, mig=mig),
+        egl=egl(range(count) if order is None else order, software=software),
+        fastest_first=tuple(uuid(n) for n in (range(count) if fastest_first is None else fastest_first)),
+        versions={name: text for name, text in {**VERSIONS, **(versions or {})}.items() if name not in without},
+        osmesa=osmesa,
+        nvml_error=None if count else "no NVIDIA driver is installed (libnvidia-ml.so.1 is not there)",
+    )

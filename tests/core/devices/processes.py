@@ -1,0 +1,110 @@
+"""Runs a few lines in a process of their own, where no test has imported a renderer or set a variable before."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# Mesa's EGL alone, so that EGL device 0 renders on the CPU on machines with GPUs too.
+_MESA = Path("/usr/share/glvnd/egl_vendor.d/50_mesa.json")
+_TRACEBACK = "Traceback (most recent call last):"
+# What decides on devices on this machine must not decide in there.
+_STEERING = (
+    "CUDA_",
+    "MUJOCO_",
+    "PYOPENGL_",
+    "EGL_",
+    "DISPLAY",
+    "WAYLAND_DISPLAY",
+    "XDG_SESSION_TYPE",
+    "LOCAL_RANK",
+    "SLURM_",
+)
+_PREAMBLE = """
+import logging, os
+from rl_ext_core.devices import import_robosuite, resolve
+from tests.core.devices.machines import machine
+answer = None
+NAMES = ("MUJOCO_GL", "MUJOCO_EGL_DEVICE_ID", "PYOPENGL_PLATFORM")
+def variables(): return [os.environ.get(name) for name in NAMES]
+"""
+
+# In a child of fork(): the error or "done", read through a pipe, so that a hang is seen from outside.
+IN_CHILD = """
+def in_child(function, seconds=20):
+    import select, signal
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            answer = function() or "done"
+        except Exception as error:
+            answer = repr(error)
+        os.write(writing, str(answer).encode())
+        os._exit(0)
+    ready, _, _ = select.select([reading], [], [], seconds)
+    answer = os.read(reading, 10000).decode() if ready else "it hangs"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return answer
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How it went.
+
+    :param answer: what the lines assigned to ``answer``; None if they did not come so far
+    :param error: the last line of the traceback that they ended with, empty if they did not
+    :param stderr: all that was written there
+    """
+
+    answer: Any
+    error: str
+    stderr: str
+
+
+def run(*parts: str, timeout_s: float = 120, python: Path = Path(sys.executable), **variables: str) -> Ended:
+    """Run lines of Python, given in one or several parts, under these variables that steer devices, and no others.
+
+    :param python: of another environment, where this project need not be installed
+    """
+    code = "\n".join((_PREAMBLE, *map(dedent, parts), "import json; print(); print(json.dumps(answer))"))
+    done = subprocess.run(
+        [str(python), "-c", code],
+        cwd=ROOT,
+        env={**environment(**variables), "PYTHONPATH": str(ROOT / "shared")},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    if done.returncode:
+        return Ended(None, _raised(done.stderr.splitlines()) or f"exit {done.returncode}: {done.stderr}", done.stderr)
+    return Ended(json.loads(done.stdout.splitlines()[-1]), "", done.stderr)
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Give this process's variables, of those that steer devices only ``variables``."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(_STEERING)}
+    if _MESA.exists():
+        environ["__EGL_VENDOR_LIBRARY_FILENAMES"] = str(_MESA)
+    return {**environ, **variables}
+
+
+def _raised(lines: list[str]) -> str:
+    """Find the line that names what ended the program; causes come before it, noise of destructors after it."""
+    starts = [number for number, line in enumerate(lines) if line == _TRACEBACK and not _ignored(lines, number)]
+    return next((line for line in lines[starts[-1] + 1 :] if line and line[0] != " "), "") if starts else ""
+
+
+def _ignored(lines: list[str], traceback: int) -> bool:
+    return traceback > 0 and lines[traceback - 1].startswith("Exception ignored")

@@ -1,0 +1,309 @@
+"""A decision in force: what is set, when it is too late, and what a forked process may do."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.core.devices.fakes.build import give_up
+from tests.core.devices.processes import IN_CHILD, ROOT, run
+
+RENDERERS = ("mujoco", "gymnasium", "dm_control", "robosuite")
+
+# A model that is drawn in a millisecond, and what draws it; EGL device 0 is Mesa's on a machine without a GPU.
+DRAW = """
+def draw():
+    import mujoco
+    model = mujoco.MjModel.from_xml_string(
+        "<mujoco><worldbody><light pos='0 0 3'/><geom type='sphere' size='.3' rgba='1 0 0 1'/></worldbody></mujoco>"
+    )
+    data = mujoco.MjData(model)
+    mujoco.mj_forward(model, data)
+    with mujoco.Renderer(model, 32, 32) as renderer:
+        renderer.update_scene(data)
+        return float(renderer.render().std())
+"""
+ON_MESA = "resolve('cpu', render='same', renderer={renderer!r})"
+# Four GPUs of which EGL lists the fourth first: cuda:2 is EGL device 1.
+ON_GPU_2 = (
+    "resolve('cuda:2', render='same', renderer={renderer!r}, inventory=machine(order=[3, 2, 1, 0]), environ={{}})"
+)
+WITH_OSMESA = "resolve('cpu', render='cpu', renderer={renderer!r}, inventory=machine(0, software=False), environ={{}})"
+
+
+@pytest.mark.parametrize("renderer", RENDERERS)
+def test_exactly_the_variables_of_the_decision_are_set(renderer: str) -> None:
+    ended = run(f"""
+        before = dict(os.environ)
+        decision = {ON_GPU_2.format(renderer=renderer)}
+        after_resolving = dict(os.environ)
+        decision.apply()
+        changed = {{n: v for n, v in os.environ.items() if before.get(n) != v}}
+        gone = sorted(set(before) - set(os.environ))
+        answer = [before == after_resolving, changed, changed == decision.variables, gone]
+        """)
+    expected = {"MUJOCO_GL": "egl", "PYOPENGL_PLATFORM": "egl", "MUJOCO_EGL_DEVICE_ID": "1"}
+    assert ended.answer == [True, expected, True, []]
+
+
+def test_a_variable_that_misleads_is_unset() -> None:
+    ended = run(
+        f"{WITH_OSMESA.format(renderer='mujoco')}.apply()\nanswer = variables()",
+        MUJOCO_EGL_DEVICE_ID="3",
+        MUJOCO_GL="egl",
+    )
+    assert ended.answer == ["osmesa", None, "osmesa"]
+
+
+def test_a_decision_without_rendering_sets_nothing() -> None:
+    ended = run("resolve('cpu').apply()\nanswer = variables()", MUJOCO_GL="glfw")
+    assert ended.answer == ["glfw", None, None]
+
+
+def test_applying_twice_changes_nothing() -> None:
+    ended = run(f"""
+        import sys
+        decision = {ON_GPU_2.format(renderer="robosuite")}
+        decision.apply()
+        environ, finders = dict(os.environ), list(sys.meta_path)
+        decision.apply()
+        answer = [environ == dict(os.environ), finders == sys.meta_path]
+        """)
+    assert ended.answer == [True, True]
+
+
+def test_before_a_library_has_read_anything_the_last_decision_counts() -> None:
+    ended = run(
+        DRAW,
+        f"""
+        {ON_GPU_2.format(renderer="mujoco")}.apply()
+        {WITH_OSMESA.format(renderer="robosuite")}.apply()
+        first = variables()
+        {ON_MESA.format(renderer="mujoco")}.apply()
+        answer = [first, variables(), draw() > 10]
+        """,
+    )
+    assert ended.answer == [["osmesa", None, "osmesa"], ["egl", "0", "egl"], True]
+
+
+def test_processes_that_are_started_later_inherit_it() -> None:
+    ended = run(f"""
+        import subprocess, sys
+        {ON_GPU_2.format(renderer="mujoco")}.apply()
+        code = "import os; print(os.environ['MUJOCO_EGL_DEVICE_ID'])"
+        answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
+        """)
+    assert ended.answer == "1"
+
+
+LATE = [
+    # what was imported, under which MUJOCO_GL; for which renderer the decision is; what the error names
+    (
+        "import mujoco",
+        None,
+        "mujoco",
+        r"mujoco\.\S*gl_context took MUJOCO_GL='' .* needs 'egl': .* above `import mujoco`",
+    ),
+    ("import mujoco", "osmesa", "mujoco", r"mujoco\.\S*gl_context took MUJOCO_GL='osmesa' .* needs 'egl'"),
+    ("import mujoco", "osmesa", "gymnasium", r"PyOpenGL was imported for osmesa, .* above the first import of mujoco"),
+    ("import robosuite", "osmesa", "robosuite", r"binding_utils took MUJOCO_GL='osmesa' .* above `import robosuite`"),
+    ("import robosuite", "glx", "robosuite", r"binding_utils took MUJOCO_GL='glx' .* above `import robosuite`"),
+    ("import dm_control._render", "osmesa", "dm_control", r"_render took MUJOCO_GL='osmesa' .* `import dm_control`"),
+    ("import dm_control._render", "off", "dm_control", r"_render took MUJOCO_GL='off' .* above `import dm_control`"),
+    ("import OpenGL.GL", None, "gymnasium", r"PyOpenGL was imported for glx, and this decision needs egl"),
+    ("import mujoco.osmesa", None, "robosuite", r"PyOpenGL was imported for osmesa, and this decision needs egl"),
+]
+
+
+@pytest.mark.parametrize(("imported", "backend", "renderer", "says"), LATE)
+def test_too_late_names_the_module_and_the_line_and_changes_nothing(
+    imported: str, backend: str | None, renderer: str, says: str
+) -> None:
+    ended = run(
+        f"""
+        import sys
+        {imported}
+        environ, finders = dict(os.environ), list(sys.meta_path)
+        try:
+            {ON_MESA.format(renderer=renderer)}.apply()
+        except RuntimeError as error:
+            from rl_ext_core.devices import _applied
+            answer = [repr(error), environ == dict(os.environ), finders == sys.meta_path, _applied.current is None]
+        """,
+        **({} if backend is None else {"MUJOCO_GL": backend}),
+    )
+    assert ended.answer is not None, "nothing was refused"
+    text, *unchanged = ended.answer
+    assert unchanged == [True, True, True]
+    assert text.startswith("DeviceConflictError")
+    assert re.search(says, text), text
+
+
+def test_osmesa_is_refused_where_pyopengl_was_imported_for_egl() -> None:
+    ended = run(f"import mujoco.egl\n{WITH_OSMESA.format(renderer='gymnasium')}.apply()")
+    assert "DeviceConflictError: PyOpenGL was imported for egl, and this decision needs osmesa" in ended.error
+
+
+@pytest.mark.parametrize(
+    ("imported", "backend", "renderer"),
+    [
+        ("import mujoco", "egl", "mujoco"),
+        ("import mujoco", " EGL ", "mujoco"),
+        ("import mujoco", None, "gymnasium"),  # reads the variable when it renders first
+        ("import robosuite", None, "robosuite"),  # takes EGL unless told otherwise
+        ("import robosuite", "glfw", "robosuite"),
+        ("import dm_control._render", "egl", "dm_control"),
+    ],
+)
+def test_a_library_that_has_read_the_same_is_no_reason_to_refuse(
+    imported: str, backend: str | None, renderer: str
+) -> None:
+    lines = f"{imported}\n{ON_MESA.format(renderer=renderer)}.apply()\nanswer = variables()"
+    assert run(lines, **({} if backend is None else {"MUJOCO_GL": backend})).answer == ["egl", "0", "egl"]
+
+
+# How each renderer makes its display.
+DISPLAY = {
+    "mujoco": "import mujoco; context = mujoco.GLContext(8, 8)",
+    "gymnasium": "import mujoco.egl; context = mujoco.egl.GLContext(8, 8)",
+    "dm_control": "import dm_control._render",
+    "robosuite": "from robosuite.renderers.context.egl_context import EGLGLContext; context = EGLGLContext(8, 8)",
+}
+
+
+@pytest.mark.parametrize("renderer", RENDERERS)
+def test_a_display_on_the_wanted_device_is_fine_and_on_another_is_refused(renderer: str) -> None:
+    # EGL itself tells that Mesa's device, made by hand here, is number 0.
+    ended = run(
+        f"""
+        {DISPLAY[renderer]}
+        {ON_MESA.format(renderer=renderer)}.apply()
+        environ = dict(os.environ)
+        answer = []
+        for decision in ({ON_GPU_2.format(renderer=renderer)}, {WITH_OSMESA.format(renderer=renderer)}):
+            try:
+                decision.apply()
+            except RuntimeError as error:
+                answer.append([repr(error), environ == dict(os.environ)])
+        """,
+        MUJOCO_GL="egl",
+    )
+    (other, kept), (osmesa, kept_too) = ended.answer
+    assert kept
+    assert kept_too
+    assert "renders on EGL device 0 already" in other
+    assert "this decision needs EGL device 1: write resolve(...).apply() above the first environment" in other
+    assert "this decision needs OSMesa" in osmesa
+
+
+def test_a_display_of_unknown_device_is_refused() -> None:
+    ended = run(
+        f"""
+        {DISPLAY["mujoco"]}
+        from rl_ext_core.devices import _display
+        _display.index_of = lambda display: None
+        {ON_MESA.format(renderer="mujoco")}.apply()
+        """,
+        MUJOCO_GL="egl",
+    )
+    assert "DeviceConflictError: mujoco.egl renders on another device already" in ended.error
+
+
+def test_egl_does_not_tell_the_device_of_a_display_that_is_none() -> None:
+    assert run("from rl_ext_core.devices import _display\nanswer = [_display.index_of(0)]").answer == [None]
+
+
+def test_a_display_that_could_not_be_made_is_tried_again() -> None:
+    ended = run(
+        DRAW,
+        f"""
+        import mujoco, mujoco.egl as egl
+        make, egl.create_initialized_egl_device_display = (
+            egl.create_initialized_egl_device_display, lambda: egl.EGL.EGL_NO_DISPLAY
+        )
+        failures = []
+        for again in range(2):
+            try:
+                egl.GLContext(8, 8)
+            except Exception as error:
+                failures.append(type(error).__name__)
+        egl.create_initialized_egl_device_display = make
+        {ON_MESA.format(renderer="mujoco")}.apply()
+        answer = [failures, draw() > 10]
+        """,
+        MUJOCO_GL="egl",
+    )
+    # Without a decision the second attempt takes the null for a display.
+    (first, second), drawn = ended.answer
+    assert (first, drawn) == ("ImportError", True)
+    assert second != "ImportError"
+
+
+@pytest.mark.parametrize("renderer", RENDERERS)
+def test_a_process_forked_after_the_parents_display_gets_an_error_instead_of_a_hang(renderer: str) -> None:
+    ended = run(
+        IN_CHILD,
+        f"""
+        {DISPLAY["mujoco"]}
+        decision = {ON_MESA.format(renderer=renderer)}
+        decision.apply()
+        answer = in_child(decision.apply)
+        """,
+        MUJOCO_GL="egl",
+    )
+    assert "DeviceConflictError('mujoco.egl had made its display before this process was forked" in ended.answer
+    assert 'start_method="forkserver"' in ended.answer
+
+
+@pytest.mark.slow
+def test_without_the_error_it_hangs() -> None:
+    ended = run(
+        DRAW,
+        IN_CHILD,
+        f"""
+        {ON_MESA.format(renderer="mujoco")}.apply()
+        answer = [draw() > 10, in_child(lambda: draw() > 10, seconds=3)]
+        """,
+    )
+    assert ended.answer == [True, "it hangs"]
+
+
+def test_a_process_forked_before_any_display_may_decide_otherwise() -> None:
+    ended = run(
+        DRAW,
+        IN_CHILD,
+        f"""
+        import mujoco
+        {ON_GPU_2.format(renderer="mujoco")}.apply()
+        def other():
+            from rl_ext_core.devices import _applied
+            assert _applied.current is None
+            {ON_MESA.format(renderer="mujoco")}.apply()
+            return variables(), draw() > 10
+        answer = [in_child(other), variables()]
+        """,
+        MUJOCO_GL="egl",
+    )
+    assert ended.answer == [str((["egl", "0", "egl"], True)), ["egl", "1", "egl"]]
+
+
+@pytest.mark.slow
+def test_mujoco_4_keeps_what_it_has_read_where_it_is_looked_for() -> None:
+    python = ROOT / ".venv-mujoco4" / "bin" / "python"
+    if not python.exists():
+        give_up("no mujoco 4: scripts/make_mujoco4_venv.sh")
+    late = run(f"import mujoco\n{ON_MESA.format(renderer='mujoco')}.apply()", python=python)
+    assert "gl_context took MUJOCO_GL='' when it was imported" in late.error
+    rendering = run(
+        DRAW,
+        f"""
+        import mujoco
+        {ON_MESA.format(renderer="mujoco")}.apply()
+        from rl_ext_core.devices import _display
+        answer = [draw() > 10, _display.index_of(_display.of("mujoco"))]
+        """,
+        python=python,
+        MUJOCO_GL="egl",
+    )
+    assert rendering.answer == [True, 0]

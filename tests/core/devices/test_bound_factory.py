@@ -1,0 +1,123 @@
+"""A factory with its decision: what can be packed, what it is worth in a worker, and in the process that made it."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from rl_ext_core.devices import BoundFactory, Decision, resolve
+from rl_ext_core.errors import InvalidTypeError
+from tests.core.devices.machines import machine
+from tests.core.devices.processes import run
+
+DECISION = resolve("cuda:2", render="same", renderer="gymnasium", inventory=machine(order=(3, 2, 1, 0)), environ={})
+NOTHING = Decision("cpu", "the CPU was asked for")
+
+
+def refuse() -> None:
+    raise KeyError("the environment's own")
+
+
+def test_lambdas_and_closures_can_be_bound_and_pickled() -> None:
+    value = 5
+    for factory in (NOTHING.bind(lambda: value + 1), NOTHING.bind(partial(int, "6"))):
+        assert isinstance(factory, BoundFactory)
+        assert pickle.loads(pickle.dumps(factory))() == factory() == 6
+
+
+def test_the_decision_travels_along() -> None:
+    factory = pickle.loads(pickle.dumps(DECISION.bind(refuse)))
+    assert factory.decision == DECISION
+    assert repr(factory) == "BoundFactory(cuda:2, render=gpu)"
+
+
+@pytest.mark.parametrize("env_fn", [None, "CartPole-v1", 3])
+def test_what_cannot_be_called_is_refused(env_fn: object) -> None:
+    with pytest.raises(InvalidTypeError, match=r"is not callable.*Write bind\(lambda: make_env\(\)\)") as caught:
+        NOTHING.bind(env_fn)  # type: ignore[arg-type]
+    assert repr(env_fn) in str(caught.value)
+
+
+def test_what_cannot_be_packed_is_refused_where_it_is_bound() -> None:
+    lock = threading.Lock()
+    with pytest.raises(InvalidTypeError, match="cannot be packed for a worker process: cannot pickle") as caught:
+        NOTHING.bind(lambda: lock)
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
+def test_an_error_of_the_environment_is_passed_on_as_it_is() -> None:
+    with pytest.raises(KeyError, match="the environment's own"):
+        NOTHING.bind(refuse)()
+
+
+# GPU 2 is EGL device 1 there; another one is device 0.
+TWO = """
+inventory = machine(order=[3, 2, 1, 0])
+one, other = (
+    resolve(f"cuda:{n}", render="same", renderer="gymnasium", inventory=inventory, environ={}) for n in (2, 3)
+)
+"""
+
+
+def test_where_it_was_made_it_applies_its_decision_if_none_was_applied() -> None:
+    assert run(TWO, "answer = one.bind(variables)()").answer == ["egl", "1", "egl"]
+
+
+def test_where_it_was_made_a_decision_that_was_applied_is_kept_and_that_is_said_once() -> None:
+    ended = run(TWO, "one.apply()\nanswer = [other.bind(variables)() for _ in range(2)]")
+    assert ended.answer == [["egl", "1", "egl"]] * 2
+    assert ended.stderr.count("under the decision that was applied here") == 1
+    assert "cuda:3 was asked for" in ended.stderr
+
+
+def test_the_same_settings_for_another_reason_are_no_difference() -> None:
+    ended = run(TWO, "import dataclasses\none.apply()\nanswer = dataclasses.replace(one, reason='').bind(variables)()")
+    assert (ended.answer, ended.stderr) == (["egl", "1", "egl"], "")
+
+
+def test_a_variable_that_was_changed_in_between_is_set_again() -> None:
+    ended = run(TWO, "one.apply()\nos.environ['MUJOCO_EGL_DEVICE_ID'] = '7'\nanswer = one.bind(variables)()")
+    assert ended.answer == ["egl", "1", "egl"]
+
+
+def test_a_factory_without_rendering_touches_nothing_and_says_nothing() -> None:
+    ended = run(TWO, "one.apply()\nanswer = resolve('cpu').bind(variables)()")
+    assert (ended.answer, ended.stderr) == (["egl", "1", "egl"], "")
+
+
+def test_in_another_process_its_own_decision_counts_though_the_parent_had_one(tmp_path: Path) -> None:
+    packed = tmp_path / "factory"
+    ended = run(
+        TWO,
+        f"""
+        import pickle, subprocess, sys
+        one.apply()
+        open({str(packed)!r}, "wb").write(pickle.dumps(other.bind(lambda: dict(os.environ))))
+        code = "import pickle; print(pickle.load(open({str(packed)!r}, 'rb'))()['MUJOCO_EGL_DEVICE_ID'])"
+        answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
+        """,
+    )
+    assert ended.answer == "0"
+
+
+def test_a_worker_refuses_a_second_decision() -> None:
+    other = resolve("cuda:0", render="same", renderer="gymnasium", inventory=machine(order=(3, 2, 1, 0)), environ={})
+    packed = [pickle.dumps(decision.bind(dict)) for decision in (DECISION, other)]
+    ended = run(
+        "import pickle",
+        f"""
+        first, second = (pickle.loads(packed) for packed in {packed!r})
+        first()
+        try:
+            second()
+        except Exception as error:
+            first()
+            answer = [type(error).__name__, str(error)]
+        """,
+    )
+    assert ended.answer[0] == "DeviceConflictError"
+    assert "Use one worker for each device" in ended.answer[1]

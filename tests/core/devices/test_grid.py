@@ -1,0 +1,221 @@
+"""What renders is the GPU that computes, over all EGL orders and masks of four GPUs, as the renderers say."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_ext_core.devices import Inventory, _renderers, resolve
+from rl_ext_core.devices._machine import Machine
+from tests.core.devices import machines
+from tests.core.devices.fakes import build
+
+ROOT = Path(__file__).resolve().parents[3]
+MUJOCO_4 = ROOT / ".venv-mujoco4" / "bin" / "python"
+
+# Those of the environment of the tests as they are installed, and mujoco 4 from one of its own.
+INSTALLED = {name: metadata.version(name) for name in ("mujoco", "dm_control", "robosuite")}
+VERSIONS = dict.fromkeys(INSTALLED, INSTALLED) | {"mujoco 4": {"mujoco": "4.0.0"}}
+every_renderer = pytest.mark.parametrize("renderer", sorted(VERSIONS))
+
+# 24 orders, in all of which Mesa's software device is the last, and 64 masks.
+ORDERS = list(itertools.permutations(range(4)))
+MASKS = [mask for size in (1, 2, 3, 4) for mask in itertools.permutations(range(4), size)]
+VALUES = (None, "0", "1", "2", "3", "4", "5", "", "x", "-1")
+
+Case = dict[str, str]
+Ask = Callable[[str, Sequence[Case]], list[int | None]]
+
+
+@pytest.fixture
+def ask(drivers: build.Drivers, tmp_path: Path) -> Ask:
+    """Ask a renderer for the numbers of the GPUs that it picks; -1 is the software device, None a failure."""
+
+    def ask(renderer: str, cases: Sequence[Case]) -> list[int | None]:
+        python = MUJOCO_4 if renderer == "mujoco 4" else Path(sys.executable)
+        if not python.exists():
+            build.give_up(f"{python} is not there; make it with: scripts/make_mujoco4_venv.sh")
+        asked, answered = tmp_path / "cases.json", tmp_path / "choices.json"
+        asked.write_text(json.dumps(cases))
+        drivers.run([python, build.SOURCES / "upstream.py", name_of(renderer), asked, answered], build.configuration())
+        choices: list[int | None] = json.loads(answered.read_text())
+        return choices
+
+    return ask
+
+
+def name_of(renderer: str) -> str:
+    return renderer.split()[0]
+
+
+def machine_of(order: Sequence[int], renderer: str, count: int = 4) -> Inventory:
+    """Describe a machine whose EGL lists the GPUs in this order, -1 for the software device."""
+    egl = [
+        dataclasses.replace(machines.egl((max(number, 0),))[number < 0], index=index)
+        for index, number in enumerate(order)
+    ]
+    return dataclasses.replace(machines.machine(count, versions=VERSIONS[renderer]), egl=tuple(egl))
+
+
+def grid() -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    for order in ORDERS:
+        for mask in MASKS:
+            yield (*order, -1), mask
+
+
+def case(order: Sequence[int], environ: Mapping[str, str | None], **more: str) -> Case:
+    """Give the variables of a call: the fake machine's, and those that steer the renderer."""
+    steering = {name: text for name, text in environ.items() if text is not None}
+    return {"FAKE_GPUS": "4", "FAKE_EGL_ORDER": str(build.numbers(order)), **steering, **more}
+
+
+@every_renderer
+def test_the_gpu_that_computes_is_the_one_that_renders(renderer: str, ask: Ask) -> None:
+    cases, wanted, count = [], [], 0
+    for order, mask in grid():
+        machine = machine_of(order, renderer)
+        environ = {"CUDA_VISIBLE_DEVICES": str(build.numbers(mask))}
+        for device in ("auto", *(f"cuda:{ordinal}" for ordinal in range(len(mask)))):
+            decision = resolve(device, render="same", renderer=name_of(renderer), inventory=machine, environ=environ)
+            cases.append(case(order, {**environ, **decision.variables}))
+            wanted.append(mask[0 if device == "auto" else int(device[-1])])
+        count += 1
+    assert count == 1536
+    assert ask(renderer, cases) == wanted
+
+
+@every_renderer
+def test_each_rule_picks_what_the_renderer_picks_or_fails_with_it(renderer: str, ask: Ask) -> None:
+    rule = _renderers.find(name_of(renderer), VERSIONS[renderer])
+    cases, expected = [], []
+    for order, mask in grid():
+        environ = {"CUDA_VISIBLE_DEVICES": str(build.numbers(mask))}
+        world = Machine(machine_of(order, renderer), environ).world
+        for value in VALUES:
+            steering = environ if value is None else {**environ, _renderers.INDEX: value}
+            cases.append(case(order, steering))
+            expected.append(picked(rule, steering, world, order))
+    assert len(cases) == 15360
+    assert ask(renderer, cases) == expected
+
+
+def picked(
+    rule: _renderers.Renderer, environ: Mapping[str, str], world: _renderers.EglWorld, order: Sequence[int]
+) -> int | None:
+    try:
+        return order[rule.selects(environ, world)]
+    except _renderers.RefusedError:
+        return None
+
+
+@every_renderer
+@pytest.mark.parametrize("lacks", ["", "cuda"])
+def test_each_rule_reads_odd_masks_as_the_renderer_does(renderer: str, lacks: str, ask: Ask) -> None:
+    rule = _renderers.find(name_of(renderer), VERSIONS[renderer])
+    # The last one has eleven devices, of which renderers ask for ten.
+    orders = ((2, 3, 0, 1, -1), (1, -1, 0, 2, 3), (-1,), (), (-1, -1, -1, 7, 6, 5, 4, 3, 2, 1, 0))
+    whole = machines.uuid(3)
+    masks = (None, "", " ", "x", "-1", "9", "0,0", "1,2,9", "3,,1", "0, 1", " 2", "2,x", "1x", "+1", "1,-1", ",1", "01")
+    odd = (*masks, whole, f"{whole},{machines.uuid(0)}", "GPU-aaaa", "GPU-bbbb,GPU-aaaa1")
+    cases, expected = [], []
+    for order, mask, value in itertools.product(orders, odd, (*VALUES, " 1", "10", "1.0", "1,0", "+1", "1_0", "²")):
+        machine = machine_of(order, renderer, 8)
+        egl = tuple(dataclasses.replace(device, cuda=device.cuda and not lacks) for device in machine.egl or ())
+        environ = {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}
+        world = Machine(dataclasses.replace(machine, egl=egl), environ).world
+        steering = environ if value is None else {**environ, _renderers.INDEX: value}
+        cases.append(case(order, steering, FAKE_GPUS="8", FAKE_EGL_LACKS=lacks))
+        expected.append(picked(rule, steering, world, order))
+    assert {None, -1, 0, 1} <= set(expected)
+    assert ask(renderer, cases) == expected
+
+
+# Why this package exists. A renderer that gets better lowers what is left to do: then these figures change.
+@pytest.mark.parametrize(
+    ("renderer", "right"), [("robosuite", 384), ("mujoco", 384), ("dm_control", 384), ("mujoco 4", 984)]
+)
+def test_with_the_mask_alone_renderers_are_on_another_gpu(renderer: str, right: int, ask: Ask) -> None:
+    cases = [case(order, {"CUDA_VISIBLE_DEVICES": str(build.numbers(mask))}) for order, mask in grid()]
+    choices = ask(renderer, cases)
+    assert sum(choice == mask[0] for choice, (_, mask) in zip(choices, grid(), strict=True)) == right
+
+
+@every_renderer
+def test_eight_gpus_in_any_order_under_any_mask(renderer: str, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(8)
+    cases: list[Case] = []
+    wanted: list[int] = []
+    while len(cases) < 2000:
+        order = draw.sample([*range(8), -1], 9)
+        fastest_first = draw.sample(range(8), 8)
+        environ = {"CUDA_VISIBLE_DEVICES": random_mask(draw)}
+        if draw.random() < 0.7:
+            environ["CUDA_DEVICE_ORDER"] = draw.choice(["PCI_BUS_ID", "FASTEST_FIRST"])
+        counted = range(8) if environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" else fastest_first
+        visible = visible_to_torch(environ["CUDA_VISIBLE_DEVICES"], counted, monkeypatch)
+        ordinal = draw.randrange(len(visible))
+        machine = dataclasses.replace(
+            machine_of(order, renderer, 8), fastest_first=tuple(machines.uuid(number) for number in fastest_first)
+        )
+        decision = resolve(
+            f"cuda:{ordinal}", render="same", renderer=name_of(renderer), inventory=machine, environ=environ
+        )
+        fake = {"FAKE_GPUS": "8", "FAKE_FASTEST_FIRST": str(build.numbers(fastest_first))}
+        cases.append(case(order, {**environ, **decision.variables}, **fake))
+        wanted.append(visible[ordinal])
+    assert ask(renderer, cases) == wanted
+
+
+def random_mask(draw: random.Random) -> str:
+    """Write some of eight GPUs as indices, or as UUIDs that are cut short but fit one GPU each."""
+    chosen = draw.sample(range(8), draw.randint(1, 8))
+    if draw.random() < 0.5:
+        return str(build.numbers(chosen))
+    return ",".join(machines.uuid(number)[: draw.randint(9, 40)] for number in chosen)
+
+
+def visible_to_torch(mask: str, counted: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Ask torch's own parser which GPUs a mask shows; indices count in CUDA's order."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+    entries = torch.cuda._parse_visible_devices()
+    if mask.startswith("GPU-"):
+        uuids = [machines.uuid(number) for number in range(8)]
+        return torch.cuda._transform_uuid_to_ordinals([str(entry) for entry in entries], uuids)
+    return [counted[int(entry)] for entry in entries]
+
+
+CONTEXT = """
+import importlib, sys
+from rl_ext_core.devices import _display, resolve
+renderer, module, name = sys.argv[1:]
+decision = resolve("cpu", render="nvidia-smi:3", renderer=renderer)
+decision.apply()
+context = getattr(importlib.import_module(module), name)(64, 64)
+print(decision.egl.index, _display.index_of(_display.of(renderer)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("renderer", "module", "context"),
+    [
+        ("mujoco", "mujoco.egl", "GLContext"),
+        ("gymnasium", "mujoco.egl", "GLContext"),
+        ("dm_control", "dm_control._render.pyopengl.egl_renderer", "EGLContext"),
+        ("robosuite", "robosuite.renderers.context.egl_context", "EGLGLContext"),
+    ],
+)
+def test_the_display_of_a_context_is_on_the_device_that_was_decided(
+    renderer: str, module: str, context: str, drivers: build.Drivers
+) -> None:
+    settings = {**build.configuration(egl_order=(0, 2, 3, 1, -1)), "CUDA_VISIBLE_DEVICES": "1"}
+    printed = drivers.run([sys.executable, "-c", CONTEXT, renderer, module, context], settings)
+    assert printed.split() == ["2", "2"]

@@ -1,0 +1,84 @@
+"""A device decision in the workers of gymnasium's AsyncVectorEnv, which builds one environment in the parent too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.core.devices.binding import EXPECTED, UNSET
+from tests.core.devices.processes import run
+
+GYMNASIUM = """
+import gymnasium as gym
+from tests.core.devices.binding import bound, on_mesa
+from tests.core.devices.reporting import reports
+"""
+
+
+@pytest.mark.parametrize("context", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_each_worker_gets_its_gpu_before_its_factory_is_unpickled(context: str, tmp_path: Path) -> None:
+    ended = run(
+        GYMNASIUM,
+        f"""
+        folder, context = {str(tmp_path)!r}, {context!r}
+        venv = gym.vector.AsyncVectorEnv(bound(folder), context=context)
+        venv.reset()
+        venv.close()
+        answer = [reports(folder), variables()]
+        """,
+    )
+    (in_parent, *workers), parent = ended.answer
+    assert [report["called"] for report in workers] == EXPECTED
+    assert [report["unpickled"] for report in workers] == EXPECTED
+    # A forked worker has this module from its parent.
+    assert [report["imported"] for report in workers] == ([UNSET] * 3 if context == "fork" else EXPECTED)
+    assert in_parent["in_parent"]
+    assert in_parent["called"] == parent == EXPECTED[0], "the parent has built with the first worker's decision"
+
+
+def test_workers_load_nothing_heavy_because_of_us(tmp_path: Path) -> None:
+    ended = run(
+        GYMNASIUM,
+        f"""
+        folder = {str(tmp_path)!r}
+        gym.vector.AsyncVectorEnv(bound(folder), context="forkserver").close()
+        answer = [report["loaded"] for report in reports(folder)]
+        """,
+    )
+    assert ended.answer == [[]] * 4
+
+
+def test_the_decision_that_the_parent_applied_is_kept_there(tmp_path: Path) -> None:
+    ended = run(
+        GYMNASIUM,
+        f"""
+        folder = {str(tmp_path)!r}
+        factories = bound(folder)
+        factories[2].decision.apply()
+        gym.vector.AsyncVectorEnv(factories, context="forkserver").close()
+        answer = [[report["called"] for report in reports(folder)], variables()]
+        """,
+    )
+    (in_parent, *workers), parent = ended.answer
+    assert workers == EXPECTED
+    assert in_parent == parent == EXPECTED[2]
+    assert ended.stderr.count("a worker's environment is built in the parent process") == 1
+
+
+@pytest.mark.parametrize("context", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_workers_render_with_mesa(context: str, tmp_path: Path) -> None:
+    ended = run(
+        GYMNASIUM,
+        f"""
+        venv = gym.vector.AsyncVectorEnv(on_mesa({str(tmp_path)!r}), context={context!r})
+        venv.reset()
+        answer = [[list(image.shape), float(image.std())] for image in venv.render()]
+        venv.close()
+        """,
+        CUDA_VISIBLE_DEVICES="",
+    )
+    assert ended.error == ""
+    for shape, spread in ended.answer:
+        assert shape == [64, 64, 3]
+        assert spread > 10

@@ -1,0 +1,225 @@
+"""CUDA_VISIBLE_DEVICES is read as torch reads it, and whatever stands there is no error."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from rl_ext_core.devices import _mask
+from rl_ext_core.errors import DeviceUnavailableError
+from tests.core.devices import machines
+from tests.core.devices.fakes import build
+
+FASTEST_FIRST = (5, 2, 7, 0, 1, 6, 3, 4)
+
+
+def shown_by_torch(mask: str | None, by_pci: tuple[str, ...], in_order: tuple[str, ...]) -> tuple[str, ...]:
+    """Ask torch's parser and trim what it gives to the GPUs there are, as torch does.
+
+    :param by_pci: UUIDs in NVML's order
+    :param in_order: UUIDs in the order that indices count in
+    """
+    with mock.patch.dict("os.environ", {} if mask is None else {_mask.MASK: mask}, clear=mask is None):
+        entries = torch.cuda._parse_visible_devices()
+    if entries and isinstance(entries[0], str):
+        ordinals = torch.cuda._transform_uuid_to_ordinals([str(entry) for entry in entries], list(by_pci))
+        return tuple(by_pci[ordinal] for ordinal in ordinals)
+    shown = []
+    for entry in entries:
+        if int(entry) >= len(in_order):
+            break
+        shown.append(in_order[int(entry)])
+    return tuple(shown)
+
+
+indices = st.integers(-2, 9).map(str)
+padded = st.tuples(
+    st.sampled_from(["", " ", "\t", "+", "-", "0", "x"]), indices, st.sampled_from(["", " ", "gpu", "."])
+)
+uuids = st.tuples(st.integers(0, 7), st.integers(0, 40)).map(lambda drawn: machines.uuid(drawn[0])[: drawn[1]])
+junk = st.text("0123456789,+- \tGPUMIabcf.x²٣_", max_size=12)
+masks = st.one_of(
+    st.none(),
+    junk,
+    st.lists(indices, max_size=9).map(",".join),
+    st.lists(uuids, max_size=5).map(",".join),
+    st.lists(st.one_of(indices, padded.map("".join), uuids, junk), max_size=6).map(",".join),
+)
+
+
+@settings(max_examples=1000)
+@given(mask=masks, count=st.integers(0, 8), order=st.sampled_from([None, "PCI_BUS_ID", "FASTEST_FIRST"]))
+@example(mask="0 1", count=4, order=None)
+@example(mask="0,0", count=4, order=None)
+@example(mask="1gpu2,2ampere", count=4, order=None)
+@example(mask="GPU-aaaa", count=4, order="PCI_BUS_ID")
+@example(mask="-0", count=4, order=None)
+@example(mask="٣", count=8, order=None)
+@example(mask="²", count=4, order=None)
+def test_any_mask_shows_what_torch_shows(mask: str | None, count: int, order: str | None) -> None:
+    fastest_first = [number for number in FASTEST_FIRST if number < count]
+    machine = machines.machine(count, fastest_first=fastest_first)
+    environ = {name: text for name, text in ((_mask.MASK, mask), (_mask.ORDER, order)) if text is not None}
+    visible = _mask.visible(machine, environ)
+    by_pci = tuple(gpu.uuid for gpu in machine.gpus)
+    counted = by_pci if order == "PCI_BUS_ID" else tuple(by_pci[number] for number in fastest_first)
+    try:
+        expected = shown_by_torch(mask, by_pci, counted)
+    except ValueError:
+        return  # torch fails on such a mask, we do not
+    assert visible.uuids == expected
+
+
+@pytest.mark.parametrize(
+    ("mask", "shown", "ends"),
+    [
+        ("+", 0, True),
+        ("1,+,2", 1, True),
+        ("²", 0, True),
+        ("2,1²", 2, False),
+        ("--1", 0, True),
+        ("9" * 5000, 0, True),
+        ("1," + "9" * 5000, 1, True),
+    ],
+)
+def test_a_mask_that_torch_fails_on_is_read_as_far_as_it_makes_sense(mask: str, shown: int, ends: bool) -> None:
+    machine = machines.machine()
+    by_pci = tuple(gpu.uuid for gpu in machine.gpus)
+    with pytest.raises(ValueError, match="int"):
+        shown_by_torch(mask, by_pci, by_pci)
+    visible = _mask.visible(machine, {_mask.MASK: mask})
+    assert len(visible.uuids) == shown
+    assert (visible.ended is not None) == ends
+
+
+@pytest.mark.parametrize(
+    ("mask", "shown", "why"),
+    [
+        ("", (), "nothing"),
+        ("NoDevFiles", (), "'NoDevFiles', which is not a number"),
+        ("all", (), "'all'"),
+        ("cuda:1", (), "'cuda:1'"),
+        ("[0]", (), "'[0]'"),
+        ('"0"', (), "'\"0\"'"),
+        ("-1", (), "negative"),
+        ("1,-1,0", (1,), "negative"),
+        ("0,7,1", (0,), "the GPUs are 0 to 3"),
+        ("2,0,2", (), "2 stands there twice"),
+        ("GPU-aaaa", (), "fits 2 GPUs"),
+        ("GPU-cccc,GPU-aaaa,GPU-bbbb", (3,), "fits 2 GPUs"),
+        ("GPU-1234", (), "fits no GPU"),
+        ("GPU-bbbb,1", (2,), "no UUID"),
+        ("GPU-bbbb,GPU-bbbb", (), "twice"),
+        ("GPU-bbbb,GPU-bb", (), "stands there already"),
+        ("gpu-bbbb2222", (), "not a number"),
+        ("0,2", (0, 2), None),
+        ("GPU-cccc,GPU-aaaa1", (3, 1), None),
+        (None, (0, 1, 2, 3), None),
+    ],
+)
+def test_what_had_no_effect_is_said(mask: str | None, shown: tuple[int, ...], why: str | None) -> None:
+    visible = _mask.visible(machines.machine(), {} if mask is None else {_mask.MASK: mask})
+    assert visible.uuids == tuple(machines.uuid(number) for number in shown)
+    assert (visible.ended is None) if why is None else (why in str(visible.ended))
+
+
+FIRST, SECOND = "MIG-11111111-aaaa-5000-8000-000000000001", "MIG-22222222-aaaa-5000-8000-000000000002"
+
+
+@pytest.mark.parametrize(
+    ("mask", "gpu", "mig", "complete"),
+    [
+        (FIRST, 1, FIRST, True),
+        (SECOND, 1, SECOND, True),
+        (f"{SECOND},{FIRST}", 1, SECOND, False),
+        (f"{FIRST},0", 1, FIRST, False),
+        (f"MIG-{machines.uuid(1)}/7/0", 1, f"MIG-{machines.uuid(1)}/7/0", True),
+        (f"MIG-{machines.uuid(0)}/7/0", None, None, False),
+        ("MIG-11111111", None, None, False),
+        ("MIG-", None, None, False),
+        (f"0,{FIRST}", 0, None, False),
+        # A GPU that is cut stands for its first slice, and that for all that is visible.
+        (machines.uuid(1), 1, FIRST, False),
+        ("0,1,2", 1, FIRST, False),
+        (None, 1, FIRST, False),
+        ("0", 0, None, True),
+    ],
+)
+@pytest.mark.parametrize("order", ["PCI_BUS_ID", "FASTEST_FIRST"])
+def test_a_mask_shows_one_mig_slice_at_most(
+    mask: str | None, gpu: int | None, mig: str | None, complete: bool, order: str
+) -> None:
+    machine = machines.machine(mig={1: [FIRST, SECOND]})
+    environ = {_mask.ORDER: order} if mask is None else {_mask.MASK: mask, _mask.ORDER: order}
+    visible = _mask.visible(machine, environ)
+    assert visible.uuids == (() if gpu is None else (machines.uuid(gpu),))
+    assert visible.mig == mig
+    assert (visible.ended is None) == complete
+
+
+@pytest.mark.parametrize("mask", [None, "", "0", "1,0", "x"])
+def test_an_unknown_order_matters_only_to_indices(mask: str | None) -> None:
+    machine = dataclasses.replace(machines.machine(), fastest_first=None)
+    environ = {} if mask is None else {_mask.MASK: mask}
+    with pytest.raises(DeviceUnavailableError, match="export CUDA_DEVICE_ORDER=PCI_BUS_ID"):
+        _mask.visible(machine, environ)
+    assert _mask.visible(machine, {**environ, _mask.ORDER: "PCI_BUS_ID"}) == _mask.visible(machines.machine(), environ)
+    by_uuid = {_mask.MASK: f"{machines.uuid(2)},GPU-aaaa1"}
+    assert _mask.visible(machine, by_uuid).uuids == (machines.uuid(2), machines.uuid(1))
+
+
+ASK_TORCH = """
+import json, os, sys, torch
+answers = []
+for count, mask in json.loads(sys.argv[1]):
+    os.environ["FAKE_GPUS"] = str(count)
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    if mask is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = mask
+    shown = torch.cuda._device_count_nvml()
+    answers.append([torch.cuda._get_nvml_device_index(ordinal) for ordinal in range(shown)])
+print(json.dumps(answers))
+"""
+
+
+def test_torch_itself_finds_the_same_gpus_through_nvml(drivers: build.Drivers) -> None:
+    texts = [
+        None,
+        "",
+        "0",
+        "3,1",
+        "0,9,1",
+        "1,1",
+        "2x,1y",
+        " 0 , 1 ",
+        "all",
+        "-1",
+        "GPU-",
+        "GPU-aaaa",
+        "7,6,5,4,3,2,1,0",
+    ]
+    texts += [
+        "GPU-bbbb,GPU-aaaa1",
+        "GPU-cccc,GPU-x,GPU-bbbb",
+        "GPU-0a,GPU-dddd4444-0000",
+        machines.uuid(0),
+        "gpu-aaaa0",
+    ]
+    asked = [(count, text) for count in (0, 1, 4, 8) for text in texts]
+    printed = drivers.run([sys.executable, "-c", ASK_TORCH, json.dumps(asked)], build.configuration())
+    answers = dict(zip(asked, json.loads(printed), strict=True))
+    assert answers == {(count, text): by_nvml(count, text) for count, text in asked}
+
+
+def by_nvml(count: int, mask: str | None) -> list[int]:
+    """Give NVML's numbers of the visible GPUs, by CUDA ordinal."""
+    machine = machines.machine(count)
+    visible = _mask.visible(machine, {} if mask is None else {_mask.MASK: mask})
+    return [machine.gpu(uuid).index for uuid in visible.uuids]

@@ -1,0 +1,318 @@
+"""robosuite itself under a decision: what it does with variables without one, and that none of it reaches users."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.core.devices.processes import IN_CHILD, run
+
+# robosuite's own context on a model that is drawn in a millisecond.
+DRAW = """
+def draw(device_id=-1):
+    from robosuite.utils.binding_utils import MjRenderContextOffscreen, MjSim
+    sim = MjSim.from_xml_string(
+        "<mujoco><worldbody><light pos='0 0 3'/><camera name='above' pos='0 0 2'/>"
+        "<geom type='sphere' size='.3' rgba='1 0 0 1'/></worldbody></mujoco>"
+    )
+    context = MjRenderContextOffscreen(sim, device_id=device_id)
+    assert sim.render(width=32, height=32, camera_name="above").std() > 10, "nothing was drawn"
+    return type(context.gl_ctx).__name__
+"""
+LOGGED = """
+logged = []
+class Collect(logging.Handler):
+    def emit(self, record): logged.append(record.getMessage())
+logging.getLogger("rl_ext_core.devices").addHandler(Collect())
+"""
+LIFT = """
+def lift(steps=3, **options):
+    import numpy, robosuite
+    env = robosuite.make(
+        "Lift", robots="Panda", has_renderer=False, use_camera_obs=True, camera_heights=84, camera_widths=84, **options
+    )
+    env.reset()
+    for _ in range(steps):
+        image = env.step(numpy.zeros(env.action_spec[0].shape))[0]["agentview_image"]
+    return float(image.std())
+"""
+ON_MESA = "resolve('cpu', render='same', renderer='robosuite')"
+WITH_OSMESA = "resolve('cpu', render='cpu', renderer='robosuite', inventory=machine(0, software=False), environ={})"
+# GPU 2 is EGL device 1, which is not there when it comes to rendering.
+ON_A_GPU = "resolve('cuda:2', render='same', renderer='robosuite', inventory=machine(order=[3, 2, 1, 0]), environ={})"
+APPLIED = (f"{ON_MESA}.apply()\nimport robosuite", f"import_robosuite({ON_MESA})", "import_robosuite()")
+NOISE = re.compile(r"Exception ignored|no attribute|Traceback")
+
+# CUDA_VISIBLE_DEVICES, MUJOCO_EGL_DEVICE_ID and the like; render_gpu_device_id; what robosuite 1.5 makes of them.
+BAFFLING = [
+    ({"CUDA_VISIBLE_DEVICES": "1"}, -1, r"RuntimeError: The MUJOCO_EGL_DEVICE_ID .* between 0 and 0 .* got 1"),
+    ({"CUDA_VISIBLE_DEVICES": "1,0"}, -1, r"RuntimeError: The MUJOCO_EGL_DEVICE_ID .* between 0 and 0 .* got 1"),
+    ({"CUDA_VISIBLE_DEVICES": ""}, -1, r"ValueError: invalid literal for int\(\) with base 10: ''"),
+    ({"CUDA_VISIBLE_DEVICES": "GPU-3f2a"}, -1, r"ValueError: invalid literal for int\(\) .* 'GPU-3f2a'"),
+    ({"CUDA_VISIBLE_DEVICES": "3", "MUJOCO_EGL_DEVICE_ID": "0"}, -1, r"AssertionError: MUJOCO_EGL_DEVICE_ID needs"),
+    ({"CUDA_VISIBLE_DEVICES": "0,1"}, 2, r"AssertionError: specified device id is not made visible"),
+    ({}, 1, r"ImportError: Cannot initialize a EGL device display\. .* PLATFORM_DEVICE"),
+    ({"MUJOCO_GL": "glx"}, -1, r"FatalError: gladLoadGL error"),
+    ({"PYOPENGL_PLATFORM": "osmesa"}, -1, r"ImportError: Cannot use EGL rendering platform"),
+]
+variables_and_ids = pytest.mark.parametrize(("variables", "device_id", "error"), BAFFLING)
+
+
+@pytest.mark.slow
+@variables_and_ids
+def test_without_a_decision_robosuite_fails_like_this(variables: dict[str, str], device_id: int, error: str) -> None:
+    ended = run(DRAW, f"import robosuite\nanswer = draw({device_id})", **variables)
+    assert ended.answer is None, "robosuite copes with this now: the guard may be dropped for it"
+    assert re.search(error, ended.error), ended.stderr
+    refused_at_import = "needs to be set to one of" in ended.error
+    assert ("object has no attribute 'con'" in ended.stderr) is not refused_at_import
+
+
+@variables_and_ids
+@pytest.mark.parametrize(
+    "lines", [pytest.param(APPLIED[0], id="apply"), pytest.param(APPLIED[1], id="imported", marks=pytest.mark.slow)]
+)
+def test_under_a_decision_it_renders_as_decided(
+    variables: dict[str, str], device_id: int, error: str, lines: str
+) -> None:
+    ended = run(LOGGED, DRAW, lines, f"answer = [draw({device_id}), variables(), logged]", **variables)
+    assert ended.error == ""
+    context, settings, logged = ended.answer
+    assert context == "EGLGLContext"
+    assert settings == ["egl", "0", "egl"]
+    assert [line.split(" is ")[0] for line in logged] == [f"render_gpu_device_id={device_id}"] * (device_id > 0)
+    assert not NOISE.search(ended.stderr)
+
+
+@pytest.mark.parametrize(("backend", "lines"), [*zip(("osmesa", "glfw", "off"), APPLIED, strict=True)])
+def test_a_backend_that_is_set_does_not_outvote_the_decision(backend: str, lines: str) -> None:
+    ended = run(DRAW, lines, "answer = [draw(), variables()]", MUJOCO_GL=backend, CUDA_VISIBLE_DEVICES="")
+    assert ended.answer == ["EGLGLContext", ["egl", "0", "egl"]]
+
+
+def test_osmesa_renders_where_it_was_decided_on() -> None:
+    ended = run(DRAW, f"{WITH_OSMESA}.apply()\nanswer = [draw(7), variables()]", CUDA_VISIBLE_DEVICES="GPU-3f2a")
+    assert ended.answer == ["OSMesaGLContext", ["osmesa", None, "osmesa"]]
+    assert not NOISE.search(ended.stderr)
+
+
+def test_robosuite_ignores_another_device_for_a_second_environment_and_so_do_we_but_say_so_once() -> None:
+    drawing = "answer = [draw(0), draw(5), draw(5), draw(), logged]"
+    *contexts, logged = run(LOGGED, DRAW, drawing).answer
+    assert (set(contexts), logged) == ({"EGLGLContext"}, [])
+    *contexts, logged = run(LOGGED, DRAW, f"{ON_MESA}.apply()", drawing).answer
+    assert set(contexts) == {"EGLGLContext"}
+    assert logged == [
+        "render_gpu_device_id=5 is not used: this process renders on EGL device 0, as decided; ask for a GPU with "
+        "resolve(..., render=...)"
+    ]
+
+
+def test_a_device_that_does_not_render_is_named_with_its_cause_and_no_noise() -> None:
+    ended = run(DRAW, f"{ON_A_GPU}.apply()\nimport robosuite\ndraw()")
+    assert re.search(
+        r"DeviceUnavailableError: robosuite cannot render on EGL device 1 \(GPU-bbbb2222\S+\): "
+        r"The MUJOCO_EGL_DEVICE_ID .* got 1\. See what EGL offers: rl-ext doctor --verify",
+        ended.error,
+    )
+    assert "RuntimeError: The MUJOCO_EGL_DEVICE_ID" in ended.stderr.split("The above exception was the direct cause")[0]
+    assert "no attribute" not in ended.stderr
+    assert "Exception ignored" not in ended.stderr
+
+
+def test_after_a_failure_another_decision_may_follow() -> None:
+    ended = run(
+        DRAW,
+        f"""
+        {ON_A_GPU}.apply()
+        try:
+            draw()
+        except RuntimeError as error:
+            {ON_MESA}.apply()
+            answer = [type(error).__name__, type(error.__cause__).__name__, draw()]
+        """,
+    )
+    assert ended.answer == ["DeviceUnavailableError", "RuntimeError", "EGLGLContext"]
+
+
+# Each puts a failure where OpenGL has them; the last part is what the error quotes.
+BROKEN = [
+    ("context.create_initialized_egl_device_display = lambda device_id: context.EGL.EGL_NO_DISPLAY", "PLATFORM_DEVICE"),
+    ("context.EGL.eglCreateContext = lambda *_: None", "Cannot create an EGL context"),
+    ("context.EGL.eglMakeCurrent = lambda *_: 0", "Failed to make the EGL context current"),
+    ("mujoco.MjrContext = fail", "gladLoadGL error. See"),
+    ("context.EGL.eglCreateContext = fail_long", "GLError( err = 12289, description = "),
+]
+
+
+@pytest.mark.parametrize(("breaking", "quoted"), BROKEN)
+def test_whatever_fails_in_opengl_says_where_and_fails_alike_twice(breaking: str, quoted: str) -> None:
+    ended = run(
+        DRAW,
+        f"""
+        {ON_MESA}.apply()
+        import mujoco, robosuite, robosuite.renderers.context.egl_context as context
+        from OpenGL.error import GLError
+        def fail(*_): raise mujoco.FatalError("gladLoadGL error")
+        def fail_long(*_): raise GLError(12289, description="not initialized")
+        {breaking}
+        answer = []
+        for attempt in range(2):
+            try:
+                draw()
+            except RuntimeError as error:
+                answer.append(repr(error))
+        """,
+    )
+    first, second = ended.answer
+    assert first == second
+    assert first.startswith("DeviceUnavailableError(")
+    assert "robosuite cannot render on EGL device 0: " in first
+    assert quoted in first
+    assert not NOISE.search(ended.stderr)
+
+
+def test_a_broken_opengl_under_osmesa_is_named_too() -> None:
+    ended = run(
+        DRAW,
+        f"""
+        {WITH_OSMESA}.apply()
+        import mujoco
+        def fail(*_): raise mujoco.FatalError("gladLoadGL error")
+        mujoco.MjrContext = fail
+        draw()
+        """,
+    )
+    assert "DeviceUnavailableError: robosuite cannot render on the CPU (OSMesa): gladLoadGL error. See" in ended.error
+
+
+@pytest.mark.parametrize(
+    "change", ["os.environ['MUJOCO_EGL_DEVICE_ID'] = '1'", "del os.environ['MUJOCO_EGL_DEVICE_ID']"]
+)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_device_that_is_changed_after_apply_is_refused(change: str, when: str) -> None:
+    imports = [change, "import robosuite"] if when == "before" else ["import robosuite", change]
+    ended = run(DRAW, f"{ON_MESA}.apply()", *imports, "draw()")
+    assert "DeviceConflictError: MUJOCO_EGL_DEVICE_ID was '0' as decided and is " in ended.error
+    assert "something changed it after apply()" in ended.error
+    assert "Exception ignored" not in ended.stderr
+
+
+def test_a_backend_that_is_changed_after_apply_is_refused_at_the_import() -> None:
+    ended = run(DRAW, f"{ON_MESA}.apply()\nos.environ['MUJOCO_GL'] = 'osmesa'\nimport robosuite")
+    assert "DeviceConflictError: MUJOCO_GL was 'egl' as decided and is 'osmesa' now" in ended.error
+
+
+def test_the_variable_is_there_again_after_the_import_even_if_that_fails() -> None:
+    ended = run(f"""
+        import sys
+        {ON_MESA}.apply()
+        sys.modules["mujoco"] = None
+        try:
+            import robosuite
+        except ImportError:
+            answer = variables()
+        """)
+    assert ended.answer == ["egl", "0", "egl"]
+
+
+def test_an_import_that_failed_before_succeeds_under_a_decision() -> None:
+    ended = run(
+        DRAW,
+        f"""
+        try:
+            import robosuite
+        except AssertionError:
+            {ON_MESA}.apply()
+            import robosuite
+            answer = draw()
+        """,
+        CUDA_VISIBLE_DEVICES="3",
+        MUJOCO_EGL_DEVICE_ID="0",
+    )
+    assert ended.answer == "EGLGLContext"
+
+
+def test_a_robosuite_that_renders_already_is_guarded_from_then_on() -> None:
+    ended = run(LOGGED, DRAW, f"draw()\n{ON_MESA}.apply()\nanswer = [draw(9), len(logged)]")
+    assert ended.answer == ["EGLGLContext", 1]
+
+
+def test_mended_modules_can_be_inspected_copied_and_loaded_again() -> None:
+    ended = run(
+        DRAW,
+        f"""
+        import copy, importlib, inspect
+        {ON_MESA}.apply()
+        import robosuite, robosuite.utils.binding_utils as binding
+        source = inspect.getsource(binding.MjRenderContext.render)
+        copy.copy(binding.__loader__)
+        importlib.reload(binding)
+        answer = [source.strip().splitlines()[0], binding.MjRenderContext.__del__.__name__, draw()]
+        """,
+    )
+    assert ended.answer == [
+        "def render(self, width, height, camera_id=None, segmentation=False):",
+        "__del__",
+        "EGLGLContext",
+    ]
+    assert not NOISE.search(ended.stderr)
+
+
+def test_other_imports_do_not_meet_the_hook() -> None:
+    ended = run(f"{ON_MESA}.apply()\nimport robosuite.macros as other\nanswer = type(other.__loader__).__name__")
+    assert ended.answer == "SourceFileLoader"
+
+
+def test_a_forked_process_gets_an_error_instead_of_a_hang_even_without_a_decision_of_its_own() -> None:
+    ended = run(IN_CHILD, DRAW, f"{ON_MESA}.apply()\ndraw()\nanswer = in_child(draw)")
+    assert "DeviceConflictError('robosuite.renderers.context.egl_context had made its display before" in ended.answer
+
+
+def test_a_forked_process_keeps_the_decision_of_its_parent() -> None:
+    ended = run(
+        IN_CHILD, DRAW, f"{ON_MESA}.apply()\nimport robosuite\nanswer = in_child(draw)", CUDA_VISIBLE_DEVICES=""
+    )
+    assert ended.answer == "EGLGLContext"
+
+
+def test_what_robosuite_needs_and_does_not_have_is_named_with_the_line_that_installs_it() -> None:
+    ended = run("import sys\nsys.modules['termcolor'] = None\nimport_robosuite()", CUDA_VISIBLE_DEVICES="")
+    assert ended.error.endswith(
+        "import_robosuite() needs the package 'termcolor', which is not installed. Install it with:"
+    )
+    assert 'pip install "rl-ext[robosuite]"' in ended.stderr
+
+
+def test_a_decision_for_another_renderer_is_refused() -> None:
+    ended = run("import_robosuite(resolve('cpu', render='same', renderer='mujoco'))")
+    assert re.search(r"InvalidArgumentError: this decision is for mujoco \S+,.*renderer=\"robosuite\"", ended.error)
+
+
+def test_a_decision_without_rendering_imports_robosuite_as_it_is() -> None:
+    ended = run("answer = import_robosuite(resolve('cpu')).__name__")
+    assert ended.answer == "robosuite"
+
+
+@pytest.mark.slow
+def test_an_environment_with_cameras_fails_without_a_decision() -> None:
+    ended = run(LIFT, "lift()", CUDA_VISIBLE_DEVICES="1")
+    assert "between 0 and 0 (inclusive), got 1" in ended.error
+    assert "object has no attribute 'con'" in ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mask", "lines"), [*zip(("1", "1,0", ""), APPLIED, strict=True)])
+def test_environments_with_cameras_render_under_one(mask: str, lines: str) -> None:
+    ended = run(
+        LOGGED,
+        LIFT,
+        lines,
+        "answer = [lift(render_gpu_device_id=1), lift(render_gpu_device_id=2), len(logged)]",
+        CUDA_VISIBLE_DEVICES=mask,
+    )
+    first, second, logged = ended.answer
+    assert min(first, second) > 10, "the images are blank"
+    assert logged == 2
+    assert not NOISE.search(ended.stderr)
