@@ -1,0 +1,77 @@
+"""``rl-ext``: the command line.
+
+Every command is a module of its own, which ``COMMANDS`` names: ``add_arguments(parser)`` declares its options and
+``run(arguments)`` returns the exit status. It reports failures by raising this project's exceptions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import io
+import os
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
+import rl_ext_core
+from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, RlExtError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["main"]
+
+COMMANDS = {
+    "doctor": (
+        "rl_ext_core.devices.doctor._command",
+        "which GPU computes, which one renders, why, and what to type to fix it",
+    ),
+}
+
+_FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
+_WRONG_USAGE = (InvalidArgumentError, InvalidTypeError, CorruptFileError)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Answers wrong usage in one sentence; the whole usage is what ``--help`` prints."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(_USAGE, f"{self.prog}: {message}. See {self.prog} --help\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    :param argv: the arguments; default: those of the program
+    :return: the exit status: 0, 1 if something is wrong with the machine, 2 if something is wrong with the arguments
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # characters that the terminal lacks are no reason to fail
+            stream.reconfigure(errors="backslashreplace")
+    arguments = _parser().parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except RlExtError as error:
+        print(f"rl-ext {arguments.command}: {error}", file=sys.stderr)
+        return _USAGE if isinstance(error, _WRONG_USAGE) else _FAILED
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read has seen enough. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _FAILED
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="rl-ext", description="Tools around training with Stable Baselines3 and TorchRL.")
+    parser.add_argument("--version", action="version", version=f"rl-ext {rl_ext_core.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (module, summary) in COMMANDS.items():
+        command = importlib.import_module(module)
+        child = commands.add_parser(name, help=summary, description=command.__doc__)
+        child.formatter_class = argparse.RawDescriptionHelpFormatter
+        command.add_arguments(child)
+        child.set_defaults(run=command.run)
+    return parser

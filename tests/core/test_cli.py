@@ -1,0 +1,260 @@
+"""The command line answers with an exit status, says one sentence when it was used wrongly, and never a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rl_ext_core
+from rl_ext_core.cli import main
+from rl_ext_core.devices import Inventory
+from rl_ext_core.devices.doctor import _command, replay
+from tests.boundaries import loaded_by
+from tests.core.devices.machines import machine
+from tests.core.devices.patients import CASES, EGL, fake_nvml
+from tests.core.devices.processes import environment
+
+Out = pytest.CaptureFixture[str]
+Put = Callable[[Inventory, dict[str, str]], None]
+
+
+@pytest.fixture
+def put(monkeypatch: pytest.MonkeyPatch) -> Put:
+    """Run on a machine of one's own, under these variables."""
+
+    def put(inventory: Inventory, environ: dict[str, str]) -> None:
+        for name in set(os.environ) - set(environment()):
+            monkeypatch.delenv(name)
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(Inventory, "current", classmethod(lambda cls, **options: inventory))
+
+    return put
+
+
+def run(*arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own, on this machine."""
+    command = [sys.executable, "-m", "rl_ext_core", *arguments]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == status, done.stderr
+    return done
+
+
+def said(out: Out) -> str:
+    """Give what was printed, after seeing that nothing went to the errors."""
+    printed = out.readouterr()
+    assert printed.err == ""
+    return printed.out
+
+
+def test_the_version_is_printed() -> None:
+    assert run("--version").stdout == f"rl-ext {rl_ext_core.__version__}\n"
+
+
+def test_help_names_the_commands_and_their_options() -> None:
+    assert "doctor" in run("--help").stdout
+    text = run("doctor", "--help").stdout
+    assert all(option in text for option in ("--device", "--render", "--renderer", "--json", "--replay", "--verify"))
+
+
+def test_importing_the_command_line_loads_no_command() -> None:
+    watched = {"rl_ext_core.devices", "rich", "numpy", "torch"}
+    assert loaded_by("import rl_ext_core.cli", watched) == set()
+    statement = (
+        "import contextlib, io\nfrom rl_ext_core.cli import main\n"
+        "with contextlib.redirect_stdout(io.StringIO()): main(['doctor'])"
+    )
+    assert loaded_by(statement, {"torch", "mujoco", "numpy"}) == set()
+
+
+def test_this_machine_is_examined_without_a_word_among_the_errors() -> None:
+    done = run("doctor")
+    assert done.stderr == ""
+    assert f"rl-ext {rl_ext_core.__version__}" in done.stdout
+    assert "renderers with the present variables" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("case", "status"),
+    [("no GPU", 0), ("all is well", 0), ("wrong mask", 1), ("MIG", 1), ("no EGL", 1), ("CPU torch", 1)],
+)
+def test_the_status_is_one_where_a_finding_is_an_error(case: str, status: int, put: Put, capsys: Out) -> None:
+    put(*CASES[case])
+    assert main(["doctor"]) == status
+    assert ("error" in said(capsys).split("findings")[1]) == bool(status)
+
+
+@pytest.mark.parametrize("case", ["no GPU", "wrong mask"])
+def test_json_is_the_report_and_is_replayed(case: str, put: Put, capsys: Out, tmp_path: Path) -> None:
+    put(*CASES[case])
+    main(["doctor"])
+    printed = said(capsys)
+    status = main(["doctor", "--json"])
+    text = said(capsys)
+    data = json.loads(text)
+    assert data["format"] == 1
+    assert {"inventory", "environ", "renderers", "findings", "decision"} <= set(data)
+    assert replay(text).to_dict() == data
+    put(machine(1), {})
+    path = tmp_path / "report.json"
+    path.write_text(text)
+    assert main(["doctor", "--replay", str(path)]) == status
+    assert said(capsys) == printed
+
+
+def test_a_decision_is_explained(put: Put, capsys: Out) -> None:
+    put(*CASES["other order"])
+    assert main(["doctor", "--renderer", "robosuite"]) == 1
+    text = said(capsys)
+    assert 'resolve("auto", render="same", renderer="robosuite")' in text
+    assert "compute  cuda:0 = NVIDIA H100" in text
+    assert "set      MUJOCO_EGL_DEVICE_ID=1" in text
+    # Its own import would refuse that under this mask; hence Python alone.
+    assert "export" not in text.split("to copy")[-1]
+
+
+def test_a_device_that_is_not_there_is_shown_as_the_refusal(put: Put, capsys: Out) -> None:
+    put(*CASES["all is well"])
+    assert main(["doctor", "--device", "cuda:7"]) == 1
+    assert "refused  device='cuda:7' was asked for, but this process sees 1 CUDA device" in said(capsys)
+
+
+def test_a_renderer_that_is_not_installed_is_shown_as_the_refusal(put: Put, capsys: Out) -> None:
+    put(machine(2, without=["robosuite"]), {**EGL, "CUDA_VISIBLE_DEVICES": "0", "MUJOCO_EGL_DEVICE_ID": "0"})
+    assert main(["doctor", "--renderer", "robosuite"]) == 1
+    assert "robosuite" in said(capsys).split("refused")[1]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("doctors",),
+        ("doctor", "--nonsense"),
+        ("doctor", "more"),
+        ("doctor", "--renderer", "unreal"),
+        ("doctor", "--renderer", ""),
+        ("doctor", "--device", "gpu"),
+        ("doctor", "--device", ""),
+        ("doctor", "--render", "egl:x"),
+        ("doctor", "--replay", "/nowhere/report.json"),
+        ("doctor", "--replay", "/"),
+        ("doctor", "--replay", sys.executable),
+        ("doctor", "--replay", "a\0b"),
+        ("doctor", "--replay", "x", "--verify"),
+        ("doctor", "--watch", "0"),
+        ("doctor", "--watch", "nan"),
+        ("doctor", "--watch", "soon"),
+        ("doctor", "--watch", "--json"),
+        ("doctor", "--watch", "--count", "0"),
+        ("doctor", "--count", "1"),
+        ("doctor", "--verify", "--render", "none"),
+    ],
+)
+def test_wrong_usage_is_answered_in_one_sentence(arguments: Sequence[str], capsys: Out) -> None:
+    assert status_of(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("rl-ext")
+    assert printed.err.count("\n") == 1
+
+
+def status_of(arguments: Sequence[str]) -> Any:
+    try:
+        return main(arguments)
+    except SystemExit as ended:  # argparse ends the program itself
+        return ended.code
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"format": 1}', "\ufeff", "[1]"])
+def test_a_garbled_report_is_wrong_usage(text: str, tmp_path: Path, capsys: Out) -> None:
+    path = tmp_path / "report.json"
+    path.write_text(text)
+    assert main(["doctor", "--replay", str(path)]) == 2
+    assert "rl-ext doctor --json wrote" in capsys.readouterr().err
+
+
+def test_verify_tries_the_renderer_that_is_named() -> None:
+    done = run("doctor", "--verify", "--renderer", "mujoco")
+    row = next(line for line in done.stdout.splitlines() if "as predicted" in line)
+    assert row.startswith("mujoco")
+    assert "llvmpipe" in row
+    assert done.stderr == ""
+
+
+def test_what_fails_when_it_is_tried_is_an_error() -> None:
+    done = run("doctor", "--verify", "--device", "cuda:0", "--renderer", "mujoco", "--json", status=1)
+    data = json.loads(done.stdout)
+    assert [entry["name"] for entry in data["verified"]] == ["mujoco"]
+    (finding,) = (finding for finding in data["findings"] if finding["variable"] == "mujoco")
+    assert finding["effect"].startswith("when it was tried, device='cuda:0' was asked for")
+    assert finding["fix"] == "rl-ext doctor --renderer mujoco"
+
+
+def test_watching_needs_a_gpu(put: Put, capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rl_ext_core.devices import _nvml
+    from rl_ext_core.devices.doctor import _processes
+
+    def nothing() -> None:
+        raise _nvml.UnavailableError("no NVIDIA driver is installed")
+
+    monkeypatch.setattr(_processes, "read", nothing)
+    assert main(["doctor", "--watch"]) == 1
+    printed = capsys.readouterr()
+    assert printed.err == "rl-ext doctor: no GPU to watch: no NVIDIA driver is installed\n"
+    assert printed.out == ""
+
+
+def test_watching_shows_memory_and_processes_as_often_as_asked(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
+    assert main(["doctor", "--watch", "0.01", "--count", "2"]) == 0
+    text = said(capsys)
+    assert text.count("NVIDIA H100") == 2
+    assert text.split().count("C+G") == 2
+    assert " 1024 " in text  # MiB used
+    assert " 80896" in text  # MiB free
+
+
+def test_watching_ends_with_ctrl_c(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
+    monkeypatch.setattr("time.sleep", interrupted)
+    assert main(["doctor", "--watch"]) == 0
+    assert "NVIDIA H100" in said(capsys)
+
+
+def test_ctrl_c_elsewhere_is_no_traceback(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_command, "_report", interrupted)
+    assert main(["doctor"]) == 130
+    assert said(capsys) == ""
+
+
+@pytest.mark.parametrize("option", ["", "--json"])
+def test_a_reader_that_has_seen_enough_is_no_error(option: str) -> None:
+    command = f"{sys.executable} -m rl_ext_core doctor {option} | true"
+    done = subprocess.run(["bash", "-c", command], env=environment(), capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+
+
+def test_a_terminal_without_these_characters_is_no_error(tmp_path: Path) -> None:
+    data = json.loads(run("doctor", "--json").stdout)
+    data["environ"]["MUJOCO_GL"] = "é¹"
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(data))
+    command = [sys.executable, "-m", "rl_ext_core", "doctor", "--replay", str(path)]
+    ascii_only = {**environment(), "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = subprocess.run(command, env=ascii_only, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert r"\xe9\xb9" in done.stdout
