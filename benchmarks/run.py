@@ -23,6 +23,7 @@ def main() -> None:
         f"benchmarks.memory --size {size} --codec patch+lz4",
         "benchmarks.memory seaquest --size 50000 --wraps 1",
         "benchmarks.memory seaquest --size 50000 --wraps 10",
+        "benchmarks.devices",
     ):
         print("\n$ python -m", line, flush=True)
         subprocess.run([sys.executable, "-m", *line.split()], check=True)

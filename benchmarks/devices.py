@@ -1,0 +1,138 @@
+"""What a device decision costs: ``python -m benchmarks.devices``.
+
+Medians. What happens once per process is measured in fresh ones, inside of them; without ``--repeats``, twenty of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.measure import machine
+from rl_ext_core.devices import EglDevice, Gpu, Inventory, resolve
+
+# What renders and what computes on this machine must not be decided by this shell.
+STEERING = ("CUDA_", "MUJOCO_", "PYOPENGL_")
+
+IMPORT = """
+import time
+start = time.perf_counter()
+import rl_ext_core.devices
+answer = time.perf_counter() - start
+"""
+INVENTORY = """
+import time
+from rl_ext_core.devices import Inventory
+start = time.perf_counter()
+found = Inventory.current()
+answer = time.perf_counter() - start
+"""
+# Workers of multiprocessing's fork server, in which nothing is imported yet; dict stands for an environment.
+WORKERS = """
+import multiprocessing, statistics
+import cloudpickle
+from rl_ext_core.devices import resolve
+work = "import pickle, time; t = time.perf_counter(); pickle.loads(packed)(); answers.put(time.perf_counter() - t)"
+context = multiprocessing.get_context("forkserver")
+answers = context.SimpleQueue()
+bound = resolve("cpu", render="same", renderer="robosuite").bind(dict)
+packed = [cloudpickle.dumps(factory) for factory in (dict, bound)]
+taken = [[], []]
+for turn in range({repeats}):
+    for which in (0, 1) if turn % 2 else (1, 0):
+        worker = context.Process(target=exec, args=(work, {{"packed": packed[which], "answers": answers}}))
+        worker.start()
+        taken[which].append(answers.get())
+        worker.join()
+answer = [statistics.median(seconds) for seconds in taken]
+"""
+# Whatever starts CUDA from Python goes through _lazy_init, and nothing starts it without the driver's library.
+CUDA = """
+import torch
+from benchmarks.devices import many_gpus
+def mapped(): return "libcuda.so" in open("/proc/self/maps").read()
+before, started = mapped(), []
+from rl_ext_core.devices import Inventory, resolve
+torch.cuda._lazy_init = lambda: started.append(1)
+Inventory.current()
+for inventory in (None, many_gpus()):
+    for worker in range(4):
+        options = dict(worker=worker, inventory=inventory, on_missing="cpu")
+        resolve("auto", render="same", renderer="robosuite", **options).bind(dict)
+answer = len(started) + int(torch.cuda.is_initialized()) + int(mapped() and not before)
+"""
+
+
+def many_gpus(count: int = 8) -> Inventory:
+    """A machine on which there is something to decide: EGL lists its GPUs from the last to the first."""
+    gpus = tuple(
+        Gpu(f"GPU-{n:08x}-0000-4000-8000-{n:012x}", "NVIDIA H100", f"0000:{n + 1:02x}:00.0", n, 2**36, 2**36)
+        for n in range(count)
+    )
+    egl = [EglDevice(n, False, gpus[count - 1 - n].uuid, f"/dev/dri/renderD{128 + n}", True) for n in range(count)]
+    here = Inventory.current()
+    return Inventory(
+        gpus=gpus,
+        egl=(*egl, EglDevice(count, True)),
+        fastest_first=tuple(gpu.uuid for gpu in gpus),
+        versions={**here.versions, "torch.cuda": "12.6"},
+        osmesa=True,
+    )
+
+
+def in_fresh_process(code: str) -> Any:
+    """Run ``code`` in a new interpreter and give what it assigns to ``answer``."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(STEERING)}
+    command = [sys.executable, "-c", f"{code}\nimport json\nprint(json.dumps(answer))"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def seconds_of(function: Callable[[], object], repeats: int) -> float:
+    """The median of single calls."""
+    taken = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        function()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.devices", description=__doc__)
+    parser.add_argument("--repeats", type=int, default=20, help="fresh processes for each figure")
+    repeats = parser.parse_args().repeats
+    for name in [name for name in os.environ if name.startswith(STEERING)]:
+        del os.environ[name]
+    print(machine())
+    here, eight = Inventory.current(), many_gpus()
+
+    def decide(inventory: Inventory | None) -> Callable[[], object]:
+        return lambda: resolve("auto", render="same", renderer="robosuite", on_missing="cpu", inventory=inventory)
+
+    plain, bound = in_fresh_process(WORKERS.format(repeats=repeats))
+    imported = statistics.median(in_fresh_process(IMPORT) for _ in range(repeats))
+    first = statistics.median(in_fresh_process(INVENTORY) for _ in range(repeats))
+    rows = [
+        (f"resolve(), this machine ({len(here.gpus)} GPUs), inventory read before", seconds_of(decide(None), 1000)),
+        (f"resolve(), {len(eight.gpus)} GPUs", seconds_of(decide(eight), 1000)),
+        ("Inventory.current(), the first in a process, EGL asked in another one", first),
+        ("import rl_ext_core.devices", imported),
+        ("a factory in a forkserver worker, unpickled and called, as it is", plain),
+        ("the same, bound to a decision: the import above, and apply()", bound),
+    ]
+    for name, seconds in rows:
+        print(f"{name:<75} {seconds * 1e3:9.3f} ms")
+    print(f"{'times that CUDA was started by inventory, resolve() and bind()':<75} {in_fresh_process(CUDA):9}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""A device decision in the workers of SB3's SubprocVecEnv."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.core.devices.binding import EXPECTED, UNSET
+from tests.core.devices.processes import environment, run
+
+SB3 = """
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
+from tests.core.devices.binding import bound, on_mesa
+from tests.core.devices.reporting import Reporter, reports
+import sys, torch
+def visit(factories, start_method):
+    venv = SubprocVecEnv(factories, start_method=start_method)
+    venv.reset()
+    venv.close()
+"""
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_each_worker_gets_its_gpu_before_its_factory_is_unpickled(start_method: str, tmp_path: Path) -> None:
+    ended = run(
+        SB3,
+        f"""
+        folder, start_method = {str(tmp_path)!r}, {start_method!r}
+        visit(bound(folder), start_method)
+        answer = [reports(folder), variables(), torch.cuda.is_initialized()]
+        """,
+    )
+    workers, parent, cuda = ended.answer
+    assert [report["called"] for report in workers] == EXPECTED
+    assert [report["unpickled"] for report in workers] == EXPECTED
+    # A forked worker has this module from its parent.
+    assert [report["imported"] for report in workers] == ([UNSET] * 3 if start_method == "fork" else EXPECTED)
+    assert not any(report["in_parent"] for report in workers)
+    assert parent == UNSET
+    assert not cuda
+
+
+def test_variables_that_the_parent_changes_do_not_arrive_but_decisions_do(tmp_path: Path) -> None:
+    ended = run(
+        SB3,
+        f"""
+        folder, plain = {str(tmp_path)!r}, [Reporter({str(tmp_path)!r}, 0)]
+        answer = []
+        for value in ("5", "6"):
+            os.environ["MUJOCO_EGL_DEVICE_ID"] = value
+            visit(plain, None)  # SB3's default, forkserver, starts with the first value and keeps it
+            answer.append([report["called"][1] for report in reports(folder)])
+        visit(bound(folder)[:2], None)
+        answer.append([report["called"][1] for report in reports(folder)])
+        """,
+    )
+    assert ended.answer == [["5"], ["5"], ["1", "3"]]
+
+
+def test_in_one_process_the_first_decision_is_kept_and_that_is_said_once(tmp_path: Path) -> None:
+    ended = run(
+        SB3,
+        f"""
+        folder = {str(tmp_path)!r}
+        DummyVecEnv(bound(folder)).close()
+        answer = [[report["called"] for report in reports(folder)], variables()]
+        """,
+    )
+    built, parent = ended.answer
+    assert built == [EXPECTED[0]] * 3
+    assert parent == EXPECTED[0]
+    assert ended.stderr.count("a worker's environment is built in the parent process") == 1
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", pytest.param("fork", marks=pytest.mark.slow)])
+def test_workers_render_with_mesa(start_method: str, tmp_path: Path) -> None:
+    ended = run(
+        SB3,
+        f"""
+        venv = SubprocVecEnv(on_mesa({str(tmp_path)!r}), start_method={start_method!r})
+        venv.reset()
+        answer = [[list(image.shape), float(image.std())] for image in venv.get_images()]
+        venv.close()
+        """,
+        CUDA_VISIBLE_DEVICES="1",
+    )
+    for shape, spread in ended.answer:
+        assert shape == [64, 64, 3]
+        assert spread > 10
+
+
+@pytest.mark.slow
+def test_a_script_that_imports_the_renderer_at_its_top_is_told_what_to_write(tmp_path: Path) -> None:
+    # multiprocessing imports the script in its workers, before anything that it hands to them.
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys\n"
+        "from rl_ext_core.devices import resolve\n"
+        "if sys.argv[1:]: resolve('cpu', render='same').apply()\n"
+        "import mujoco\n"
+        "def build():\n"
+        "    import gymnasium\n"
+        "    return gymnasium.make('CartPole-v1')\n"
+        "if __name__ == '__main__':\n"
+        "    from stable_baselines3.common.vec_env import SubprocVecEnv\n"
+        "    SubprocVecEnv([resolve('cpu', render='same').bind(build)]).close()\n"
+    )
+    for arguments, mended in ([], False), (["applied"], True):
+        command = [sys.executable, str(script), *arguments]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+        assert (done.returncode == 0) is mended, done.stderr
+        assert ("write resolve(...).apply() above `import mujoco`" in done.stderr) is not mended

@@ -1,0 +1,52 @@
+"""The notebooks run from top to bottom, and lie in the repository without output."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import nbclient
+import nbformat
+import pytest
+
+from tests.core.devices.processes import environment
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
+
+
+def read(notebook: Path) -> Any:
+    return nbformat.read(notebook, as_version=4)
+
+
+def printed(notebook: Any) -> str:
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    return "".join(output.get("text", "") for output in outputs)
+
+
+def test_there_are_notebooks() -> None:
+    assert NOTEBOOKS
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.name)
+def test_a_notebook_is_kept_without_outputs(notebook: Path) -> None:
+    for cell in read(notebook).cells:
+        assert not cell.get("outputs")
+        assert cell.get("execution_count") is None
+
+
+@pytest.mark.slow
+def test_ppo_and_torchrl_on_robosuite_under_one_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.setenv(folder, str(tmp_path / folder))
+    # Without a GPU wherever it runs: the mask on which robosuite fails by itself.
+    variables = environment(RL_EXT_SHORT="1", CUDA_VISIBLE_DEVICES="")
+    notebook = read(EXAMPLES / "robosuite_devices.ipynb")
+    client = nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute(env=variables)
+    text = printed(notebook)
+    assert "compute  cpu" in text
+    assert "render   the CPU (Mesa, EGL device 0) through robosuite" in text
+    assert "total_timesteps | 16" in text
+    assert "torch.Size([4, 84, 84, 3]) mean brightness" in text
+    assert float(text.split("brightness")[1].split()[0]) > 10
