@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from rl_ext_core.devices import resolve_device
+from torchrl_ext.gym import GymEnv, GymWrapper
 
-__all__ = ["resolve_device"]
+__all__ = ["GymEnv", "GymWrapper", "resolve_device"]

@@ -1,0 +1,76 @@
+"""Bit for bit: rollouts of two environments, and the memory they lie in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import gymnasium
+import torch
+from tensordict import TensorDictBase
+from torchrl.envs import EnvBase
+
+Make = Callable[[], Any]
+
+
+def entries(data: TensorDictBase) -> dict[Any, Any]:
+    return dict(data.items(include_nested=True, leaves_only=True))
+
+
+def assert_same(found: TensorDictBase, expected: TensorDictBase) -> None:
+    """The same keys, types, dtypes, shapes, devices and bits, in containers of the same kind."""
+    assert found.keys(True) == expected.keys(True) or set(found.keys(True)) == set(expected.keys(True))
+    assert (found.batch_size, found.device) == (expected.batch_size, expected.device)
+    for key, right in expected.items(include_nested=True):
+        left = found.get(key)
+        assert type(left) is type(right), key
+        if isinstance(right, torch.Tensor):
+            assert (left.dtype, left.shape, left.device) == (right.dtype, right.shape, right.device), key
+            assert torch.equal(left.nan_to_num(-7.25), right.nan_to_num(-7.25)), key
+            assert torch.equal(left.isnan(), right.isnan()), key
+        elif isinstance(right, TensorDictBase):
+            assert (left.batch_size, left.device) == (right.batch_size, right.device), key
+
+
+def seeded_rollout(env: EnvBase, steps: int = 300, *, seed: int = 3, **kwargs: Any) -> TensorDictBase:
+    """A rollout that depends on the environment's class alone."""
+    env.set_seed(seed)
+    torch.manual_seed(seed)
+    kwargs.setdefault("break_when_any_done", False)
+    return env.rollout(steps, **kwargs)
+
+
+def assert_same_rollouts(ours: EnvBase, theirs: EnvBase, steps: int = 300, **kwargs: Any) -> TensorDictBase:
+    """Two rollouts in a row are the same; gives the second one of ours."""
+    for seed in (3, 4):
+        found = seeded_rollout(ours, steps, seed=seed, **kwargs)
+        assert_same(found, seeded_rollout(theirs, steps, seed=seed, **kwargs))
+    return found
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in a TensorDict, dict, or list."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (TensorDictBase, dict)):
+        for part in value.values():
+            yield from tensors(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from tensors(part)
+
+
+def storages(value: Any) -> set[int]:
+    """Where the memory of all tensors begins."""
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors(value)}
+
+
+def vector(make: Make | list[Make], count: int, mode: str, *, asynchronous: bool = False, **kwargs: Any) -> Any:
+    """A vectorised environment of gymnasium's, of one kind or of several in turn."""
+    makers = make if isinstance(make, list) else [make]
+    kind: Any = gymnasium.vector.SyncVectorEnv
+    if asynchronous:
+        # TorchRL sets the start method to spawn, with which each worker imports everything for seconds.
+        kind = partial(gymnasium.vector.AsyncVectorEnv, context="fork")
+    return kind([makers[row % len(makers)] for row in range(count)], autoreset_mode=mode, **kwargs)

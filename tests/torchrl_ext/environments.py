@@ -1,0 +1,392 @@
+"""Small environments that behave as real ones do, for the better and the worse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+
+F32 = np.float32
+
+
+def box(*shape: int, dtype: Any = F32) -> spaces.Box:
+    return spaces.Box(-1, 1, shape, dtype)
+
+
+class Walk(gymnasium.Env[Any, Any]):
+    """Episodes of random length, which end in turn by termination and by truncation.
+
+    Observations tell the episode's number, the step in it, the sum of the actions and a random number, so that no two
+    are equal.
+    """
+
+    observation_space = spaces.Box(-np.inf, np.inf, (4,), F32)
+    action_space = spaces.Discrete(3)
+
+    def __init__(self, shortest: int = 2, longest: int = 9) -> None:
+        self.lengths, self.episode = (shortest, longest), -1
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        first = seed is None and self._np_random is None
+        super().reset(seed=int(np.random.randint(1 << 30)) if first else seed)  # the same in every run of a test
+        self.episode = 0 if seed is not None else self.episode + 1
+        self.step_count, self.total = 0, 0
+        self.length = int(self.np_random.integers(*self.lengths, endpoint=True))
+        return self.observation(), {"age": np.array(0), "length": np.array(self.length)}
+
+    def observation(self) -> np.ndarray[Any, Any]:
+        return np.array([self.episode, self.step_count, self.total, self.np_random.normal()], F32)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.step_count += 1
+        self.total += int(action)
+        ended = self.step_count >= self.length
+        terminated = ended and self.episode % 2 == 0
+        info = {"age": np.array(self.step_count), "length": np.array(self.length)}
+        return self.observation(), float(self.total) + 0.5, terminated, ended and not terminated, info
+
+
+class DictWalk(Walk):
+    """The same with observations in a nested Dict."""
+
+    observation_space = spaces.Dict(
+        inner=spaces.Dict(place=spaces.Box(-np.inf, np.inf, (4,), F32), kind=spaces.Discrete(5)),
+        image=spaces.Box(0, 255, (2, 2, 3), np.uint8),
+    )
+
+    def observation(self) -> Any:
+        place = super().observation()
+        inner = {"place": place, "kind": int(self.np_random.integers(5))}
+        return {"inner": inner, "image": np.full((2, 2, 3), int(place[:2].sum()) % 255, np.uint8)}
+
+
+class Sampled(gymnasium.Env[Any, Any]):
+    """Any two spaces; keeps the actions that it gets."""
+
+    def __init__(self, observation_space: Any, action_space: Any, length: int = 5) -> None:
+        self.observation_space, self.action_space, self.length = observation_space, action_space, length
+        self.received: list[Any] = []
+        observation_space.seed(0)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        if seed is not None:
+            self.observation_space.seed(seed)
+        self.step_count = 0
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.received.append(action)
+        self.step_count += 1
+        return self.observation_space.sample(), 1.5, self.step_count % self.length == 0, False, {}
+
+
+class Buffered(gymnasium.Env[Any, Any]):
+    """Counts its steps into memory of its own: ``reuse`` says which it hands out."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (3,), F32)
+    action_space = spaces.Box(-1, 1, (2,), F32)
+    STYLES = ("fresh", "one buffer", "two buffers", "part of a larger one", "the state itself")
+
+    def __init__(self, reuse: str, length: int = 50, *, torch_tensors: bool = False) -> None:
+        self.reuse, self.length, self.count = reuse, length, 0
+        make: Any = torch.zeros if torch_tensors else lambda *shape: np.zeros(shape, F32)
+        self.make, self.buffers, self.larger = make, (make(3), make(3)), make(4, 3)
+
+    @property
+    def own_memory(self) -> list[Any]:
+        return [*self.buffers, self.larger]
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.count = 0
+        return self.observation(), {}
+
+    def observation(self) -> Any:
+        place = {"two buffers": self.buffers[self.count % 2], "part of a larger one": self.larger[self.count % 4]}
+        buffer = self.make(3) if self.reuse == "fresh" else place.get(self.reuse, self.buffers[0])
+        buffer[...] = float(self.count)
+        return buffer
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.count += 1
+        action[...] = 99.0  # and spoils what it is given
+        return self.observation(), 1.0, False, self.count >= self.length, {}
+
+
+class VectorRewards(Walk):
+    """Two rewards a step, as environments of mo-gymnasium."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reward_space = spaces.Box(-np.inf, np.inf, (2,), F32)
+
+    def step(self, action: Any) -> Any:
+        observation, reward, *rest = super().step(action)
+        return (observation, np.array([reward, -reward], F32), *rest)
+
+
+class Faulty(Walk):
+    """Replaces what one call returns."""
+
+    def __init__(self, **faults: Any) -> None:
+        super().__init__(30, 40)
+        self.faults = faults
+
+    def observation(self) -> Any:
+        fault = self.faults.get("observation", super().observation)
+        return fault() if callable(fault) else fault
+
+    def reset(self, **kwargs: Any) -> Any:
+        result = super().reset(**kwargs)
+        return self.faults.get("reset", lambda pair: pair)(result)
+
+    def step(self, action: Any) -> Any:
+        result = list(super().step(action))
+        for place, name in enumerate(("observation", "reward", "terminated", "truncated")):
+            if name in self.faults and name != "observation":
+                result[place] = self.faults[name]
+        return self.faults.get("step", tuple)(result)
+
+
+class ForeignBox:
+    """A space of nobody's known."""
+
+    def __init__(self, low: Any, high: Any, shape: tuple[int, ...] | None = None, dtype: Any = None) -> None:
+        self.low, self.high, self.shape, self.dtype = low, high, shape, dtype
+
+
+class ForeignDict:
+    def __init__(self, **parts: Any) -> None:
+        self.spaces = parts
+
+
+class IsaacBase:
+    """Stands for ``isaaclab.envs.ManagerBasedEnv``."""
+
+
+class Isaac(IsaacBase):
+    """An environment after Isaac Lab's fashion: a batch of torch tensors, written in place, reset within the step.
+
+    :param final_obs: whether extras holds the last observations of those that were reset
+    :param in_place: whether it hands out its own buffers
+    :param lengths: after how many steps each ends; by default they differ
+    :param bound: of actions
+    :param foreign: whether its spaces are not gymnasium's
+    :param spoils_actions: whether it writes into its actions
+    """
+
+    metadata: ClassVar[dict[str, Any]] = {}
+    render_mode = None
+    spec = None
+
+    def __init__(
+        self,
+        num_envs: int,
+        *,
+        final_obs: bool = False,
+        in_place: bool = True,
+        lengths: list[int] | None = None,
+        bound: float = np.inf,
+        foreign: bool = False,
+        spoils_actions: bool = False,
+    ) -> None:
+        self.num_envs, self.device, self.final_obs, self.in_place = num_envs, "cpu", final_obs, in_place
+        self.spoils_actions = spoils_actions
+        self.lengths = torch.tensor(lengths or [3 + row % 5 for row in range(num_envs)])
+        self.max_episode_length = int(self.lengths.max())
+        self.cfg = SimpleNamespace(is_finite_horizon=False, auto_reset=True)  # the latter is mjlab's
+        make, many = (ForeignBox, ForeignDict) if foreign else (spaces.Box, spaces.Dict)
+        self.single_observation_space = many(policy=make(-np.inf, np.inf, (6,), F32))
+        self.single_action_space = make(-bound, bound, (2,), F32)
+        self.observation_space = many(policy=make(-np.inf, np.inf, (num_envs, 6), F32))
+        self.action_space = make(-bound, bound, (num_envs, 2), F32)
+        self.state = torch.zeros(num_envs, 6)
+        self.reward_buf = torch.zeros(num_envs)
+        self.terminated = torch.zeros(num_envs, dtype=torch.bool)
+        self.truncated = torch.zeros(num_envs, dtype=torch.bool)
+        self.steps = torch.zeros(num_envs, dtype=torch.long)
+        self.episodes = torch.zeros(num_envs, dtype=torch.long)
+        self.extras: dict[str, Any] = {}
+        self.resets = 0
+
+    @property
+    def unwrapped(self) -> Isaac:
+        return self
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def render(self) -> None:
+        """Nothing to see."""
+
+    def _reset_rows(self, rows: torch.Tensor) -> None:
+        self.episodes[rows] += 1
+        self.steps[rows] = 0
+        # The row, the episode, and nothing else: what follows a reset is known beforehand.
+        self.state[rows] = 0.0
+        self.state[rows, 0] = rows.float()
+        self.state[rows, 1] = self.episodes[rows].float()
+
+    def _given(self, *buffers: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return buffers if self.in_place else tuple(buffer.clone() for buffer in buffers)
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self.resets += 1
+        if seed is not None:
+            self.episodes.zero_()
+        self._reset_rows(torch.arange(self.num_envs))
+        return {"policy": self._given(self.state)[0]}, self.extras
+
+    def step(self, action: torch.Tensor) -> tuple[Any, ...]:
+        self.steps += 1
+        self.state[:, 2] += 1.0
+        self.state[:, 3:5] += action
+        self.reward_buf.copy_(self.state[:, 2] * 10 + self.state[:, 0])
+        ended = self.steps >= self.lengths
+        torch.logical_and(ended, self.episodes % 2 == 0, out=self.terminated)
+        torch.logical_and(ended, self.episodes % 2 == 1, out=self.truncated)
+        rows = ended.nonzero().squeeze(-1)
+        if len(rows) and self.cfg.auto_reset:
+            if self.final_obs:
+                self.extras["final_obs"] = {"policy": self.state.clone()}
+            self._reset_rows(rows)
+        policy, *rest = self._given(self.state, self.reward_buf, self.terminated, self.truncated)
+        if self.spoils_actions:
+            action[...] = 99.0
+        return {"policy": policy}, *rest, self.extras
+
+
+class IsaacByIds(Isaac):
+    """The same, resetting those that it is told to."""
+
+    def reset(
+        self,
+        seed: int | None = None,
+        env_ids: torch.Tensor | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> tuple[Any, dict[str, Any]]:
+        if env_ids is None:
+            return super().reset(seed, options)
+        self.resets += 1
+        self._reset_rows(env_ids)
+        return {"policy": self._given(self.state)[0]}, self.extras
+
+
+class SameStep:
+    """A batch that resets within the step and tells the last observations in one of many forms.
+
+    An observation's place holds the row, the episode and the step; its kind is the sum of the first and the last.
+
+    :param form: ``"batch"``, ``"rows"`` (of those that are done), ``"objects"``, ``"list"``, ``"infos"`` (a list of
+        infos), or None
+    :param nested: whether observations are nested Dicts
+    :param name: under which infos hold them
+    """
+
+    metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": "SameStep"}
+    render_mode = None
+    FORMS = ("batch", "rows", "objects", "list", "infos")
+
+    def __init__(
+        self,
+        lengths: list[int],
+        form: str | None,
+        *,
+        nested: bool = False,
+        torch_tensors: bool = False,
+        name: str = "final_obs",
+    ) -> None:
+        self.num_envs, self.form, self.nested, self.name = len(lengths), form, nested, name
+        self.array = torch.as_tensor if torch_tensors else np.asarray
+        self.lengths = np.array(lengths)
+        place = spaces.Box(-np.inf, np.inf, (3,), F32)
+        self.single_observation_space: Any = place
+        if nested:
+            inner = spaces.Dict(place=place, _private=spaces.Box(-np.inf, np.inf, (1,), F32))
+            self.single_observation_space = spaces.Dict(inner=inner, kind=spaces.Discrete(40))
+        self.single_action_space = self.action_space = spaces.Discrete(2)
+        self.observation_space = self.single_observation_space
+        self.episodes, self.steps = np.full(self.num_envs, -1), np.zeros(self.num_envs, int)
+
+    @property
+    def unwrapped(self) -> SameStep:
+        return self
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def observation(self, rows: Any) -> Any:
+        number = np.arange(self.num_envs)[rows]
+        place = np.stack([number, self.episodes[rows], self.steps[rows]], -1).astype(F32)
+        if not self.nested:
+            return self.array(place)
+        inner = {"place": self.array(place), "_private": self.array(place[:, :1] * 2)}
+        return {"inner": inner, "kind": self.array(number + self.steps[rows])}
+
+    def single(self, row: int) -> Any:
+        def taken(value: Any) -> Any:
+            return {key: taken(part) for key, part in value.items()} if isinstance(value, dict) else value[0]
+
+        return taken(self.observation([row]))
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        mask = (options or {}).get("reset_mask", np.ones(self.num_envs, bool))
+        self.episodes[mask] += 1
+        self.steps[mask] = 0
+        return self.observation(slice(None)), {}
+
+    def final(self, rows: list[int]) -> Any:
+        if self.form == "batch":
+            return self.observation(slice(None))
+        if self.form == "rows":
+            return self.observation(rows)
+        each = [self.single(row) if row in rows else None for row in range(self.num_envs)]
+        if self.form == "list":
+            return each
+        objects = np.full(self.num_envs, None, object)
+        for row in rows:
+            objects[row] = each[row]
+        return objects
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        done = self.steps >= self.lengths
+        rows = done.nonzero()[0].tolist()
+        info: Any = {}
+        if rows and self.form == "infos":
+            info = [{self.name: self.single(row)} if row in rows else {} for row in range(self.num_envs)]
+        elif rows and self.form is not None:
+            info = {self.name: self.final(rows)}
+        self.episodes[rows] += 1
+        self.steps[rows] = 0
+        reward, none = np.ones(self.num_envs), np.zeros(self.num_envs, bool)
+        return self.observation(slice(None)), *(self.array(part) for part in (reward, done, none)), info
+
+
+@contextmanager
+def fake_isaaclab(monkeypatch: Any) -> Iterator[Any]:
+    """Make TorchRL take :class:`Isaac` for one of Isaac Lab's; yields ``IsaacLabWrapper``."""
+    import sys
+    from types import ModuleType
+
+    from torchrl.envs.libs import gym, isaac_lab
+
+    envs: Any = ModuleType("isaaclab.envs")
+    envs.ManagerBasedEnv = envs.ManagerBasedRLEnv = IsaacBase
+    envs.DirectRLEnv = type("DirectRLEnv", (), {})
+    envs.DirectMARLEnv = type("DirectMARLEnv", (), {})
+    package: Any = ModuleType("isaaclab")
+    package.envs = envs
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "isaaclab", package)
+        patch.setitem(sys.modules, "isaaclab.envs", envs)
+        patch.setattr(gym, "_has_isaaclab", True)
+        patch.setattr(isaac_lab, "_has_isaaclab", True)
+        yield isaac_lab.IsaacLabWrapper

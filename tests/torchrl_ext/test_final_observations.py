@@ -1,0 +1,265 @@
+"""Last observations of episodes in batches that reset themselves: read in every form, or their loss is told."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from torchrl.envs import RenameTransform, TransformedEnv, check_env_specs
+
+from rl_ext_core.errors import EnvironmentOutputError
+from tests.torchrl_ext.comparing import assert_same, vector
+from tests.torchrl_ext.environments import Isaac, IsaacByIds, SameStep, Walk
+from torchrl_ext import GymWrapper
+
+LENGTHS = {"apart": [2, 3, 5], "all at once": [3, 3, 3], "every step": [1, 1, 4], "one": [2]}
+forms = pytest.mark.parametrize("form", SameStep.FORMS)
+lengths = pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+libraries = pytest.mark.parametrize("torch_tensors", [False, True], ids=["NumPy", "torch"])
+# On a GPU, no step asks which are done. The same code runs on the CPU.
+ways = pytest.mark.parametrize("looks", [True, False], ids=["as on a CPU", "as on a GPU"])
+
+
+def wrapped(env: Any, *, looks: bool = True, **kwargs: Any) -> Any:
+    wrapper = GymWrapper(env, categorical_action_encoding=True, **kwargs)
+    wrapper.reset()
+    wrapper.__dict__["_engine"]._looks = looks
+    return wrapper
+
+
+def check_chain(rollout: Any, place: Any) -> None:
+    """Steps follow each other, in next and in the root that comes after."""
+    root, following = rollout[place], rollout["next"][place]
+    done = rollout["next", "done"].squeeze(-1)
+    assert done.any()
+    assert torch.equal(following, root + torch.tensor([0.0, 0.0, 1.0]))
+    after, before = root[:, 1:], following[:, :-1]
+    assert torch.equal(after[~done[:, :-1]], before[~done[:, :-1]])
+    begun = before[done[:, :-1]]
+    assert torch.equal(after[done[:, :-1]], torch.stack([begun[:, 0], begun[:, 1] + 1, torch.zeros(len(begun))], -1))
+
+
+@forms
+@lengths
+@libraries
+@ways
+def test_every_form(form: str, lengths: list[int], torch_tensors: bool, looks: bool) -> None:
+    env = wrapped(SameStep(lengths, form, torch_tensors=torch_tensors), looks=looks)
+    check_chain(env.rollout(13, break_when_any_done=False), "observation")
+
+
+@pytest.mark.parametrize("form", SameStep.FORMS)
+@lengths
+@libraries
+@ways
+def test_every_form_of_nested_observations(form: str, lengths: list[int], torch_tensors: bool, looks: bool) -> None:
+    env = wrapped(SameStep(lengths, form, nested=True, torch_tensors=torch_tensors), looks=looks)
+    rollout = env.rollout(13, break_when_any_done=False)
+    check_chain(rollout, ("inner", "place"))
+    for data in (rollout, rollout["next"]):
+        place = data["inner", "place"]
+        assert torch.equal(data["inner", "_private"], place[..., :1] * 2)
+        assert torch.equal(data["kind"], (place[..., 0] + place[..., 2]).long())
+    check_env_specs(env)
+
+
+@ways
+def test_one_hot_entries(looks: bool) -> None:
+    env = GymWrapper(SameStep([2, 3, 5], "objects", nested=True))
+    env.reset()
+    env.__dict__["_engine"]._looks = looks
+    rollout = env.rollout(9, break_when_any_done=False)
+    for data in (rollout, rollout["next"]):
+        kind = (data["inner", "place"][..., 0] + data["inner", "place"][..., 2]).long()
+        assert torch.equal(data["kind"].argmax(-1), kind)
+        assert (data["kind"].sum(-1) == 1).all()
+
+
+def test_an_entry_that_torchrl_renames() -> None:
+    space = spaces.Dict(state=spaces.Box(-np.inf, np.inf, (4,), np.float32))
+
+    class Renamed(Walk):
+        observation_space = space  # type: ignore[assignment]
+
+        def observation(self) -> Any:
+            return {"state": super().observation()}
+
+    env = GymWrapper(vector([partial(Renamed, 2, 2), partial(Renamed, 5, 5)], 2, "SameStep"))
+    rollout = env.rollout(12, break_when_any_done=False)
+    assert torch.equal(rollout["next", "observation"][..., 1], rollout["observation"][..., 1] + 1)
+
+
+@pytest.mark.parametrize("info", [None, ["nothing"] * 2, "nothing"])
+def test_infos_that_hold_nothing(info: Any) -> None:
+    inner = SameStep([2, 3], None)
+    step = inner.step
+    inner.step = lambda action: (*step(action)[:-1], info)  # type: ignore[method-assign]
+    rollout = wrapped(inner).rollout(7, break_when_any_done=False)
+    done = rollout["next", "done"].squeeze(-1)
+    assert torch.equal(rollout["next", "observation"].isnan().all(-1), done)
+
+
+def test_the_name_of_older_environments() -> None:
+    env = wrapped(SameStep([2, 3], "objects", name="final_observation"))
+    check_chain(env.rollout(9, break_when_any_done=False), "observation")
+
+
+def test_as_gymnasium_made_them_from_dicts() -> None:
+    # Infos that are dicts become dicts of arrays, with a mask "_key" beside each "key".
+    env = SameStep([2, 3], "batch", nested=True)
+    final = env.final
+
+    def with_masks(rows: list[int]) -> Any:
+        mask = np.isin(np.arange(2), rows)
+        batch = final(rows)
+        inner = {**batch["inner"], "_place": mask}
+        return {"inner": inner, "_inner": mask, "kind": batch["kind"], "_kind": mask}
+
+    env.final = with_masks  # type: ignore[method-assign]
+    check_chain(wrapped(env).rollout(9, break_when_any_done=False), ("inner", "place"))
+
+
+@ways
+@libraries
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_is_not_given_is_nan(nested: bool, torch_tensors: bool, looks: bool) -> None:
+    env = wrapped(SameStep([2, 3, 5], None, nested=nested, torch_tensors=torch_tensors), looks=looks)
+    rollout = env.rollout(9, break_when_any_done=False)
+    place: Any = ("inner", "place") if nested else "observation"
+    done = rollout["next", "done"].squeeze(-1)
+    assert rollout["next"][place][done].isnan().all()
+    assert rollout["next"][place][~done].isfinite().all()
+    assert rollout[place].isfinite().all()
+    if nested:
+        assert (rollout["next", "kind"][done] == 0).all()  # integers know no NaN
+
+
+@ways
+@libraries
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_observation_before_can_stand_for_it(nested: bool, torch_tensors: bool, looks: bool) -> None:
+    inner = SameStep([1, 2, 5], None, nested=nested, torch_tensors=torch_tensors)
+    env = wrapped(inner, missing_final_obs="previous", looks=looks)
+    rollout = env.rollout(9, break_when_any_done=False)
+    done = rollout["next", "done"].squeeze(-1)
+    for place in [("inner", "place"), ("inner", "_private"), "kind"] if nested else ["observation"]:
+        assert torch.equal(rollout["next"][place][done], rollout[place][done])
+    place = ("inner", "place") if nested else "observation"
+    expected = rollout[place][~done] + torch.tensor([0.0, 0.0, 1.0])
+    assert torch.equal(rollout["next"][place][~done], expected)
+
+
+def test_the_observation_before_is_the_environments_under_transforms() -> None:
+    def rollout(*transforms: Any) -> Any:
+        env = TransformedEnv(wrapped(IsaacByIds(3), missing_final_obs="previous"), *transforms)
+        env.set_seed(0)
+        torch.manual_seed(0)
+        return env.rollout(8, break_when_any_done=False)
+
+    plain, renamed = rollout(), rollout(RenameTransform(["policy"], ["else"]))
+    assert torch.equal(renamed["next", "else"], plain["next", "policy"])
+
+
+@ways
+def test_the_loss_can_be_an_error(looks: bool) -> None:
+    env = wrapped(SameStep([3, 3], None), missing_final_obs="error", looks=looks)
+    assert env.rollout(2).shape == (2, 2)
+    with pytest.raises(EnvironmentOutputError, match=r"final_obs.*missing_final_obs="):
+        env.rollout(4)
+    check_chain(
+        wrapped(SameStep([3, 3], "list"), missing_final_obs="error").rollout(5, break_when_any_done=False),
+        "observation",
+    )
+
+
+FAULTS = {
+    "none for one that is done": ("objects", lambda final: np.full(2, None, object), "holds nothing for .*0"),
+    "of another shape": ("list", lambda final: [np.zeros(4), np.zeros(4)], r"shape \(1, 4\).*\(1, 3\)"),
+    "of another shape, as arrays": ("objects", lambda final: np.zeros((2, 4)), r"shape \(1, 4\).*\(1, 3\)"),
+    "of several shapes": ("list", lambda final: [np.zeros(3), np.zeros((2, 2))], "final_obs"),
+    "too few": ("list", lambda final: [np.zeros(3)] * 3, "3 rows; expected 2"),
+    "no rows": ("batch", lambda final: 5.0, "float"),
+    "text": ("batch", lambda final: np.array(["a", "b"]), "makes no tensor"),
+    "a dict": ("batch", lambda final: {"observation": np.zeros((2, 3))}, "dict"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_does_not_fit_is_named(name: str) -> None:
+    form, fault, message = FAULTS[name]
+    inner = SameStep([2, 4], form)
+    final = inner.final
+    inner.final = lambda rows: fault(final(rows))  # type: ignore[method-assign]
+    env = wrapped(inner)
+    with pytest.raises(EnvironmentOutputError, match=message):
+        env.rollout(5, break_when_any_done=False)
+    inner.final = final  # type: ignore[method-assign]
+    check_chain(env.rollout(9, break_when_any_done=False), "observation")
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (lambda final: {"kind": final["kind"]}, "no 'inner'.*holds.*kind"),
+        (lambda final: {**final, "inner": {"place": final["inner"]["place"]}}, "no 'inner._private'"),
+        (lambda final: {**final, "inner": final["inner"]["place"]}, "final_obs inner is of type"),
+        (lambda final: {**final, "kind": final["kind"] + 0.5}, "final_obs kind.*float.*int64"),
+        (lambda final: final["kind"], "dict"),
+    ],
+)
+def test_what_does_not_fit_in_a_dict_is_named(fault: Any, message: str) -> None:
+    inner = SameStep([2, 4], "batch", nested=True)
+    final = inner.final
+    inner.final = lambda rows: fault(final(rows))  # type: ignore[method-assign]
+    with pytest.raises(EnvironmentOutputError, match=message):
+        wrapped(inner).rollout(5, break_when_any_done=False)
+
+
+def test_graphs_and_dtypes_of_last_observations() -> None:
+    for looks in (True, False):
+        inner = SameStep([2, 3], "batch", torch_tensors=True)
+        final = inner.final
+        inner.final = lambda rows, final=final: final(rows).double().requires_grad_()  # type: ignore[method-assign]
+        rollout = wrapped(inner, looks=looks).rollout(7, break_when_any_done=False)
+        assert not rollout["next", "observation"].requires_grad
+        assert rollout["next", "observation"].dtype is torch.float32
+        check_chain(rollout, "observation")
+
+
+@ways
+@pytest.mark.parametrize("final_obs", [True, False])
+@pytest.mark.parametrize("count", [1, 6])
+def test_isaacs_fashion(count: int, final_obs: bool, looks: bool) -> None:
+    inner = Isaac(count, final_obs=final_obs)
+    env = wrapped(inner, looks=looks)
+    check_env_specs(env)
+    rollout = env.rollout(20, break_when_any_done=False)
+    done = rollout["next", "done"].squeeze(-1)
+    expected = rollout["policy"].clone()
+    expected[..., 2] += 1
+    expected[..., 3:5] += rollout["action"]
+    following = rollout["next", "policy"]
+    assert torch.equal(following[~done], expected[~done])
+    assert torch.equal(following[done], expected[done]) if final_obs else following[done].isnan().all()
+    assert torch.equal(rollout["policy"][:, 1:][done[:, :-1]][:, 2:], torch.zeros(int(done[:, :-1].sum()), 4))
+    assert inner.state.isfinite().all()
+
+
+def test_the_way_of_a_gpu_gives_what_that_of_a_cpu_gives() -> None:
+    def rollout(looks: bool, **kwargs: Any) -> Any:
+        env = wrapped(IsaacByIds(5, final_obs=True), looks=looks, **kwargs)
+        env.set_seed(0)
+        torch.manual_seed(0)
+        data = env.reset().set("hidden", torch.ones(5, 2))
+        steps = []
+        for _ in range(15):
+            before, data = env.step_and_maybe_reset(env.rand_action(data))
+            steps += [before, data.copy()]
+        return torch.stack([step.exclude("next") for step in steps]), torch.stack([step["next"] for step in steps[::2]])
+
+    for one, other in zip(rollout(True), rollout(False), strict=True):
+        assert_same(one, other)

@@ -1,0 +1,174 @@
+"""Infos in the data: those of the step they stand beside, of single environments and of batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from torchrl import envs as upstream
+from torchrl.data import Composite, Unbounded
+from torchrl.envs import StepCounter, check_env_specs, default_info_dict_reader
+
+from tests.torchrl_ext.comparing import assert_same_rollouts, seeded_rollout, vector
+from tests.torchrl_ext.environments import Isaac, IsaacByIds, Walk
+from torchrl_ext import GymWrapper
+
+LONG = {"age": Unbounded((), dtype=torch.int64), "length": Unbounded((), dtype=torch.int64)}
+modes = pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
+
+
+def reader() -> Any:
+    return default_info_dict_reader(list(LONG), spec=LONG)
+
+
+def check_infos(rollout: Any) -> None:
+    for data in (rollout, rollout["next"]):
+        assert torch.equal(data["age"], data["observation"][..., 1].long())
+    assert torch.equal(rollout["length"], rollout["next", "length"])
+    # "length" is told by the reset, and is when an episode ends that nothing else has ended.
+    terminated = rollout["next", "terminated"].squeeze(-1)
+    assert torch.equal(rollout["next", "age"][terminated], rollout["length"][terminated])
+    assert rollout["length"].unique().numel() > 3
+
+
+@modes
+@pytest.mark.parametrize("count", [1, 4])
+def test_of_batches(mode: str, count: int) -> None:
+    env = GymWrapper(vector(Walk, count, mode)).set_info_dict_reader(reader())
+    check_infos(seeded_rollout(env, 60))
+    assert env.observation_spec["age"].shape == (count,)
+    check_env_specs(env)
+
+
+@modes
+def test_of_batches_that_are_cut_from_outside(mode: str) -> None:
+    env = GymWrapper(vector(Walk, 4, mode)).set_info_dict_reader(reader()).append_transform(StepCounter(4))
+    check_infos(seeded_rollout(env, 60))
+    check_env_specs(env)
+
+
+@modes
+def test_that_register_themselves(mode: str) -> None:
+    env = GymWrapper(vector(Walk, 3, mode)).auto_register_info_dict()
+    check_infos(seeded_rollout(env, 40))
+    check_env_specs(env)
+
+
+def test_of_a_single_environment() -> None:
+    check_infos(seeded_rollout(GymWrapper(Walk()).set_info_dict_reader(reader()), 60))
+
+
+@pytest.mark.parametrize("mode", ["SameStep", "Disabled"])
+def test_that_resets_do_not_tell(mode: str) -> None:
+    def cheetah() -> Any:
+        return gymnasium.make("HalfCheetah-v5", max_episode_steps=5)
+
+    env = GymWrapper(vector(cheetah, 2, mode)).auto_register_info_dict()
+    rollout = seeded_rollout(env, 12)
+    last = rollout["next", "done"].squeeze(-1)
+    assert last.sum() == 4
+    assert (rollout["next", "x_velocity"] != 0).all()  # at the end of an episode too
+    assert (rollout["x_velocity"][:, 5] == 0).all()  # and filled in where the reset tells none
+
+
+def test_a_reader_serves_several_environments() -> None:
+    one = reader()
+    single, batch, other = (
+        GymWrapper(env) for env in (Walk(), vector(Walk, 3, "SameStep"), vector(Walk, 5, "SameStep"))
+    )
+    for env in (batch, single, other):
+        env.set_info_dict_reader(one)
+        check_env_specs(env)
+    assert one.info_spec == Composite(LONG)
+
+
+def test_a_reader_for_a_batch() -> None:
+    spec = Composite({key: part.expand(3) for key, part in LONG.items()}, shape=(3,))
+    env = GymWrapper(vector(Walk, 3, "Disabled")).set_info_dict_reader(default_info_dict_reader(list(LONG), spec=spec))
+    check_infos(seeded_rollout(env, 40))
+    check_env_specs(env)
+
+
+def test_a_reader_of_ones_own() -> None:
+    seen: list[Any] = []
+
+    def read(info: Any, data: Any) -> Any:
+        seen.append(info)
+        return data.set("half", torch.as_tensor(info["age"]) / 2)
+
+    ours, theirs = (cls(Walk()).set_info_dict_reader(read) for cls in (GymWrapper, upstream.GymWrapper))
+    rollout = assert_same_rollouts(ours, theirs, 20)
+    assert torch.equal(rollout["next", "half"] * 2, rollout["next", "observation"][:, 1])
+    env = GymWrapper(vector(Walk, 2, "SameStep")).set_info_dict_reader(read)
+    seen.clear()
+    env.rollout(20, break_when_any_done=False)
+    assert not any("final_obs" in info or "final_info" in info for info in seen)
+
+
+@pytest.mark.parametrize("told", [None, {}])
+def test_that_a_reset_does_not_give(told: Any) -> None:
+    class Silent(Walk):
+        def reset(self, **kwargs: Any) -> Any:
+            return super().reset(**kwargs)[0], told
+
+    ours, theirs = (cls(Silent()).set_info_dict_reader(reader()) for cls in (GymWrapper, upstream.GymWrapper))
+    rollout = assert_same_rollouts(ours, theirs, 30)
+    assert (rollout["age"][rollout["observation"][:, 1] == 0] == 0).all()
+
+
+def test_that_come_as_a_list() -> None:
+    def read(info: Any, data: Any) -> Any:
+        return data.set("age", torch.tensor([int(part["age"]) for part in info]))
+
+    inner = gymnasium.wrappers.vector.DictInfoToList(vector(Walk, 3, "Disabled"))
+    env = GymWrapper(inner).set_info_dict_reader(read)
+    rollout = env.rollout(4, break_when_any_done=True)
+    assert torch.equal(rollout["next", "age"].float(), rollout["next", "observation"][..., 1])
+
+
+def test_are_copied() -> None:
+    class Reports(Walk):
+        """Tells its age in an array that it keeps."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.age = np.zeros(2)
+
+        def reset(self, **kwargs: Any) -> Any:
+            self.age[:] = 0
+            return super().reset(**kwargs)[0], {"age": self.age}
+
+        def step(self, action: Any) -> Any:
+            self.age += 1
+            return (*super().step(action)[:4], {"age": self.age})
+
+    def ages(cls: Any) -> Any:
+        reads = default_info_dict_reader(["age"], spec=[Unbounded((2,), dtype=torch.float64)])
+        rollout = seeded_rollout(cls(Reports()).set_info_dict_reader(reads), 6, break_when_any_done=True)
+        return rollout["next", "age"][:, 0].tolist(), rollout["next", "observation"][:, 1].tolist()
+
+    found, expected = ages(GymWrapper)
+    assert found == expected
+    found, expected = ages(upstream.GymWrapper)
+    assert found != expected
+
+
+@pytest.mark.parametrize("kind", [Isaac, IsaacByIds])
+def test_of_torch_environments(kind: Any) -> None:
+    inner = kind(3, final_obs=True)
+    step = inner.step
+
+    def reporting(action: Any) -> Any:
+        result = step(action)
+        result[-1]["rate"] = inner.state[:, 2]  # a part of its own state
+        return result
+
+    inner.step = reporting
+    env = GymWrapper(inner).set_info_dict_reader(default_info_dict_reader(["rate"]))
+    rollout = env.rollout(12, break_when_any_done=False)
+    done = rollout["next", "done"].squeeze(-1)
+    assert torch.equal(rollout["next", "rate"][~done], rollout["next", "policy"][..., 2][~done])
+    check_env_specs(env)

@@ -1,0 +1,73 @@
+"""What a step does to a torch environment on a GPU: nothing in it makes the program wait for the GPU's answer.
+
+Watched on the CPU, by the operations that are dispatched: those whose result a program can only have once the GPU has
+come so far (a number, the places of what is true, a copy to the CPU).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.torchrl_ext.environments import Isaac
+from torchrl_ext import GymWrapper
+
+WAITS = (
+    "_local_scalar_dense",
+    "nonzero",
+    "is_nonzero",
+    "equal",
+    "masked_select",
+    "unique",
+    "where.self_condition_only",
+)
+
+
+class Operations(TorchDispatchMode):
+    """Notes the operations of the wrapper, and leaves out those of the environment."""
+
+    def __init__(self, env: Any) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self._inside = False
+        self._step, env.step = env.step, self._silently
+
+    def _silently(self, action: Any) -> Any:
+        self._inside = True
+        try:
+            return self._step(action)
+        finally:
+            self._inside = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._inside:
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def operations_of_steps(*, looks: bool, final_obs: bool, missing: str = "nan") -> list[str]:
+    env = Isaac(6, final_obs=final_obs)
+    watch = Operations(env)
+    wrapper = GymWrapper(env, missing_final_obs=missing)
+    tensordict = wrapper.reset()
+    wrapper.__dict__["_engine"]._looks = looks
+    done = 0
+    with watch:
+        for _ in range(12):
+            tensordict.set("action", wrapper.action_spec.zero())
+            step, tensordict = wrapper.step_and_maybe_reset(tensordict)
+            done += step["next", "done"].sum()
+    assert done > 0, "nothing was done in these steps"
+    return [name for name in watch.names if name in WAITS]
+
+
+@pytest.mark.parametrize("missing", ["nan", "previous"])
+@pytest.mark.parametrize("final_obs", [True, False])
+def test_a_step_on_a_gpu_does_not_wait_for_it(final_obs: bool, missing: str) -> None:
+    assert operations_of_steps(looks=False, final_obs=final_obs, missing=missing) == []
+
+
+def test_the_check_can_fail() -> None:
+    assert operations_of_steps(looks=True, final_obs=True)

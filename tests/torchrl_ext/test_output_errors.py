@@ -1,0 +1,265 @@
+"""What environments return and their spaces do not promise: one sentence says what, and the wrapper goes on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from rl_ext_core.errors import EnvironmentOutputError
+from tests.torchrl_ext.environments import DictWalk, Faulty, Isaac, SameStep, Sampled, Walk, box
+from torchrl_ext import GymWrapper
+
+SINGLE: dict[str, tuple[dict[str, Any], str]] = {
+    "shape": ({"observation": np.zeros(5, np.float32)}, r"'observation' has the shape \(5,\); its space has \(4,\)"),
+    "more axes": ({"observation": np.zeros((4, 4), np.float32)}, r"\(4, 4\); its space has \(4,\)"),
+    "None": ({"observation": None}, r"observation.* is None; its space"),
+    "text": ({"observation": "left"}, r"'observation' is of type str, which makes no tensor.*\(4,\) of torch.float32"),
+    "ragged": ({"observation": [[1.0], [1.0, 2.0]]}, r"'observation' is of type list, which makes no tensor"),
+    "objects": ({"observation": [None] * 4}, r"'observation' is of type list, which makes no tensor"),
+    "a dict": ({"observation": {"a": 1.0}}, r"'observation' is of type dict"),
+    "complex": ({"observation": np.full(4, 1j)}, r"'observation' has the dtype torch.complex128.*torch.float32"),
+    "reward None": ({"reward": None}, r"'reward' is None; its space has the shape \(1,\)"),
+    "reward of text": ({"reward": "much"}, r"'reward' is of type str"),
+    "two rewards": ({"reward": np.ones(2)}, r"'reward' has the shape \(2,\); its space has \(1,\)"),
+    "flag None": ({"terminated": None}, r"'terminated' and 'truncated' are None and .*; expected one boolean each"),
+    "flags of a batch": ({"truncated": np.zeros(3, bool)}, r"of the shape \(3,\); expected one boolean each"),
+    "flags of a torch batch": ({"terminated": torch.zeros(3)}, r"of the shape \(3,\).*one boolean each"),
+    "old step": (
+        {"step": lambda result: tuple(result[:4])},
+        r"step\(\) returned 4 values; expected the 5 of gymnasium",
+    ),
+    "no step": ({"step": lambda result: None}, r"step\(\) returned a value of type NoneType; expected the 5"),
+    "one array": ({"step": lambda result: result[0]}, r"step\(\) returned a value of type ndarray; expected the 5"),
+}
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.parametrize("name", SINGLE)
+def test_single_environments(name: str, device: Any) -> None:
+    faults, message = SINGLE[name]
+    inner = Faulty()
+    env = GymWrapper(inner, device=device)
+    data = env.reset()
+    for take in (env.step, env.step_and_maybe_reset, lambda data: env._step(data)):
+        inner.faults = faults
+        before = data.clone()
+        with pytest.raises(EnvironmentOutputError, match=message):
+            take(env.rand_action(data))
+        assert set(data.keys()) == set(before.keys()) | {"action"}
+        inner.faults = {}
+        data = env.step_mdp(env.step(env.rand_action(data)))
+        assert data["observation"][1] > 0
+    assert env.rollout(5).shape == (5,)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (lambda pair: pair[0], r"reset\(\) returned a value of type ndarray; expected the 2 of gymnasium"),
+        (lambda pair: (*pair, 1), r"reset\(\) returned 3 values; expected the 2"),
+        (lambda pair: None, r"reset\(\) returned a value of type NoneType"),
+        (lambda pair: (None, {}), r"observation.* is None"),
+        (lambda pair: (pair[0][:2], {}), r"\(2,\); its space has \(4,\)"),
+    ],
+    ids=["only the observation", "three", "None", "observation None", "shape"],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_resets(fault: Any, message: str, first: bool) -> None:
+    inner = Faulty()
+    env = GymWrapper(inner)
+    if not first:
+        env.rollout(3)
+    inner.faults = {"reset": fault}
+    with pytest.raises(EnvironmentOutputError, match=message):
+        env.reset()
+    inner.faults = {}
+    assert env.rollout(5).shape == (5,)
+
+
+def test_a_list_of_five_will_do() -> None:
+    result = GymWrapper(Faulty(step=list)).rollout(4)
+    assert result["observation"][:, 1].tolist() == [0, 1, 2, 3]
+
+
+def test_trailing_axes_of_one_come_and_go() -> None:
+    faults = {"reward": np.ones((1, 1)), "terminated": np.zeros(1, bool), "truncated": torch.zeros(1, dtype=torch.bool)}
+    inner = Faulty(**faults)
+    observation = inner.observation
+    inner.observation = lambda: observation()[:, None]  # type: ignore[method-assign]
+    rollout = GymWrapper(inner).rollout(4)
+    assert rollout["observation"].shape == (4, 4)
+    assert rollout["next", "reward"].tolist() == [[1.0]] * 4
+
+
+INTEGERS: dict[str, tuple[Any, Any, str | None]] = {
+    "whole numbers": (spaces.Box(0, 255, (2,), np.uint8), np.array([1.0, 2.0]), None),
+    "fractions": (spaces.Box(0, 255, (2,), np.uint8), np.array([1.5, 2.0]), r"float64, which loses.*uint8"),
+    "NaN": (spaces.Box(-9, 9, (2,), np.int64), np.array([np.nan, 2.0]), r"float64, which loses.*int64"),
+    "negative": (spaces.Box(0, 255, (2,), np.uint8), np.array([-1, 2]), r"int64, which loses.*uint8"),
+    "too large": (spaces.Box(0, 255, (2,), np.uint8), np.array([256, 2]), r"int64, which loses.*uint8"),
+    "no booleans": (spaces.Box(0, 1, (2,), bool), np.array([2, 0]), r"int64, which loses.*bool"),
+    "booleans": (spaces.Box(0, 1, (2,), bool), np.array([1, 0]), None),
+    "half an index": (spaces.Discrete(4), 1.5, r"float64, which loses"),
+    "a whole index": (spaces.Discrete(4), np.float32(2), None),
+    "an index beyond": (spaces.Discrete(4), 4, r"'observation' is 4, which is not below.*4, or negative"),
+    "a negative index": (spaces.Discrete(4), -1, r"'observation' is -1, which is not below"),
+    "no index": (spaces.Discrete(4), None, r"'?observation'? is None"),
+    "two indices": (spaces.Discrete(4), [1, 2], r"shape \(2,\)"),
+    "indices beyond": (
+        spaces.MultiDiscrete([3, 4]),
+        np.array([2, 4]),
+        r"'observation' is \[2, 4\], which is not below",
+    ),
+    "one index of two": (spaces.MultiDiscrete([3, 4]), np.array([2]), r"shape \(1,\); its space has \(2,\)"),
+    "bfloat16": (box(2), torch.ones(2, dtype=torch.bfloat16), None),
+    "wide unsigned": (spaces.Box(-9, 9, (2,), np.int64), np.array([3, 4], np.uint16), None),
+    "a list of tensors": (box(2), [torch.ones(()), torch.ones(())], None),
+    "a tuple of tensors": (spaces.Tuple([box(2), box(2)]), (torch.ones(2), torch.ones(2)), None),
+    "ragged tensors": (box(2), [torch.ones(2), torch.ones(3)], r"makes no tensor"),
+}
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_values_that_fit_are_taken_and_others_named(name: str) -> None:
+    space, value, message = INTEGERS[name]
+    inner = Sampled(space, spaces.Discrete(2))
+    env = GymWrapper(inner)
+    inner.observation_space = SimpleNamespace(sample=lambda: value)
+    if message is None:
+        observation = env.reset()["observation"]
+        assert env.observation_spec["observation"].is_in(observation)
+    else:
+        with pytest.raises(EnvironmentOutputError, match=message):
+            env.reset()
+    inner.observation_space = space
+    assert env.rollout(3).shape == (3,)
+
+
+DICTS = {
+    "a key": (lambda whole: {"inner": whole["inner"]}, r"observation 'image' is missing.*returned \['inner'\]"),
+    "a nested key": (
+        lambda whole: {**whole, "inner": {"kind": 1}},
+        r"observation 'inner.place' is missing.*\['kind'\]",
+    ),
+    "no dict": (lambda whole: whole["image"], r"observation is of type ndarray; its space is a Dict of"),
+    "None": (lambda whole: None, r"observation.* is None|of type NoneType; its space is a Dict"),
+    "no nested dict": (lambda whole: {**whole, "inner": 5}, r"observation 'inner' is of type int; its space is a Dict"),
+    "a shape": (lambda whole: {**whole, "inner": {**whole["inner"], "place": np.ones(3)}}, r"'inner.place'.*\(3,\)"),
+    "an index": (lambda whole: {**whole, "inner": {**whole["inner"], "kind": 7}}, r"'inner.kind' is 7"),
+}
+
+
+@pytest.mark.parametrize("at_reset", [True, False])
+@pytest.mark.parametrize("name", DICTS)
+def test_dict_observations(name: str, at_reset: bool) -> None:
+    fault, message = DICTS[name]
+    inner = DictWalk(20, 20)
+    observation = inner.observation
+    env = GymWrapper(inner)
+    if not at_reset:
+        env.reset()
+    inner.observation = lambda: fault(observation())  # type: ignore[method-assign]
+    with pytest.raises(EnvironmentOutputError, match=message):
+        env.reset() if at_reset else env.step(env.rand_action())
+    inner.observation = observation  # type: ignore[method-assign]
+    assert env.rollout(3).shape == (3,)
+
+
+BATCHES: dict[str, tuple[int, Any, str]] = {
+    "batch axis": (
+        0,
+        lambda value: value[0],
+        r"'observation' has the shape \(3,\) \(the batch axis is lost\); .*\(4, 3\)",
+    ),
+    "rows": (0, lambda value: value[:2], r"'observation' has the shape \(2, 3\); its space has \(4, 3\)"),
+    "observation None": (0, lambda value: None, r"'observation' is None; its space has the shape \(4, 3\)"),
+    "one reward": (1, lambda value: 1.0, r"'reward' has the shape \(\); its space has \(4, 1\)"),
+    "rewards of too few": (1, lambda value: value[:3], r"'reward' has the shape \(3,\)"),
+    "reward None": (1, lambda value: None, r"'reward' is None"),
+    "rewards of objects": (
+        1,
+        lambda value: np.array([None] * 4),
+        r"'reward' is of type ndarray, which makes no tensor",
+    ),
+    "one flag": (2, lambda value: False, r"'terminated' has the shape \(\); its space has \(4, 1\)"),
+    "flags None": (3, lambda value: None, r"'truncated' is None"),
+    "flags of too few": (3, lambda value: value[1:], r"'truncated' has the shape \(3,\)"),
+    "fractions for flags": (2, lambda value: value + 0.5, r"'terminated' has the dtype .*float.*bool"),
+}
+
+
+@pytest.mark.parametrize("torch_tensors", [False, True], ids=["NumPy", "torch"])
+@pytest.mark.parametrize("name", BATCHES)
+def test_batches(name: str, torch_tensors: bool) -> None:
+    place, fault, message = BATCHES[name]
+    inner = SameStep([3, 4, 5, 6], "batch", torch_tensors=torch_tensors)
+    env = GymWrapper(inner)
+    data = env.reset()
+    step = inner.step
+
+    def faulty(action: Any) -> Any:
+        result = list(step(action))
+        result[place] = fault(result[place])
+        return tuple(result)
+
+    inner.step = faulty  # type: ignore[method-assign]
+    for take in (env.step, env.step_and_maybe_reset):
+        with pytest.raises(EnvironmentOutputError, match=message):
+            take(env.rand_action(data))
+    inner.step = step  # type: ignore[method-assign]
+    data = env.reset()
+    rollout = env.rollout(8, break_when_any_done=False, auto_reset=False, tensordict=data)
+    assert torch.equal(rollout["next", "observation"][..., 2], rollout["observation"][..., 2] + 1)
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [[1.0] * 4, (1, 2, 3, 4), np.ones((4, 1)), np.ones(4, np.int8), torch.ones(4, 1, dtype=torch.float64)],
+    ids=["list", "tuple", "column", "bytes", "torch column"],
+)
+def test_rewards_of_a_batch_in_other_forms(reward: Any) -> None:
+    inner = SameStep([3, 4, 5, 6], "batch")
+    step = inner.step
+    inner.step = lambda action: (lambda result: (result[0], reward, *result[2:]))(step(action))  # type: ignore[method-assign]
+    found = GymWrapper(inner).rollout(2)["next", "reward"]
+    assert found.dtype is torch.float32
+    assert torch.equal(found[:, 0, 0], torch.as_tensor(np.asarray(reward), dtype=torch.float32).reshape(4))
+
+
+@pytest.mark.parametrize("count", [None, 4])
+@pytest.mark.parametrize(("place", "value"), [(1, None), (1, "much"), (2, None), (3, "yes")])
+def test_skipped_frames(place: int, value: Any, count: int | None) -> None:
+    inner: Any = Walk(20, 20) if count is None else SameStep([9] * count, "batch")
+    env = GymWrapper(inner, frame_skip=3)
+    env.reset()
+    step = inner.step
+
+    def faulty(action: Any) -> Any:
+        result = list(step(action))
+        result[place] = value
+        return tuple(result)
+
+    inner.step = faulty
+    with pytest.raises(EnvironmentOutputError, match=r"step\(\) returned the reward .* and the flags"):
+        env.step(env.rand_action(env.reset()))
+
+
+def test_what_the_environment_raises_itself_comes_through() -> None:
+    class Broken(Walk):
+        def step(self, action: Any) -> Any:
+            raise KeyError("a key of its own")
+
+    env = GymWrapper(Broken())
+    with pytest.raises(KeyError, match="a key of its own"):
+        env.step(env.rand_action(env.reset()))
+
+
+def test_a_missing_action_is_named() -> None:
+    for env in (GymWrapper(Walk()), GymWrapper(Isaac(2))):
+        with pytest.raises(KeyError, match="action"):
+            env.step(env.reset())

@@ -1,0 +1,78 @@
+"""Turns the action of a TensorDict into what the environment takes, compiled once from the action spec."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchrl.data import Categorical, Composite, MultiOneHot, OneHot, TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Decode = Callable[[Any], Any]
+
+__all__ = ["compile_action"]
+
+
+def compile_action(
+    spec: TensorSpec, *, env_type: str, batched: bool, clip: float | None, device: torch.device | None
+) -> Decode:
+    """Compile the way from an action tensor (or TensorDict) to the environment's action.
+
+    What comes out never shares memory with the TensorDict: environments edit their actions in place.
+
+    :param spec: of the action, with the batch
+    :param env_type: ``"numpy"`` or ``"torch"``
+    :param batched: whether the environment takes a batch
+    :param clip: bound on the magnitude of continuous actions
+    :param device: where a torch environment takes its actions
+    """
+    if isinstance(spec, Composite):
+        parts = {
+            key: compile_action(part, env_type=env_type, batched=batched, clip=clip, device=device)
+            for key, part in spec.items()
+        }
+        return lambda action: {key: decode(action[key]) for key, decode in parts.items()}
+    if not isinstance(spec.zero(), torch.Tensor):
+        return lambda action: getattr(action, "data", action)  # text, which nobody edits in place
+    clip = clip if spec.dtype.is_floating_point else None
+    decode = _decoder(spec, clip)
+    if env_type == "torch":
+        return decode if device is None else lambda action: decode(action).to(device)
+    if not batched and isinstance(spec, (OneHot, Categorical)) and not isinstance(spec, MultiOneHot):
+        if isinstance(spec, OneHot) and spec.ndim == 1 and not spec.dtype.is_floating_point:
+            return _place_of_one
+        if spec.zero().numel() in (1, spec.shape[-1:].numel()):
+            return _single_integer(decode)
+    return lambda action: decode(action).cpu().numpy()
+
+
+def _decoder(spec: TensorSpec, clip: float | None) -> Decode:
+    """Compile the way to a tensor that is new: an index for one-hot actions, the same values for others."""
+    if isinstance(spec, MultiOneHot):
+        return lambda action: spec.to_categorical(action.detach(), safe=False)
+    if isinstance(spec, OneHot):
+        # argmax knows no booleans
+        return lambda action: action.long().argmax(-1)
+    if clip is not None:
+        return lambda action: action.detach().clamp(-clip, clip)
+    return lambda action: action.detach().clone()
+
+
+def _place_of_one(action: torch.Tensor) -> int:
+    values = action.tolist()
+    try:
+        return values.index(1)
+    except ValueError:  # no one-hot vector: what argmax makes of it, as upstream
+        return int(action.long().argmax(-1))
+
+
+def _single_integer(decode: Decode) -> Decode:
+    """Give a plain integer where there is one: environments index with it."""
+
+    def read(action: torch.Tensor) -> Any:
+        decoded = decode(action)
+        return int(decoded) if decoded.numel() == 1 else decoded.cpu().numpy()
+
+    return read

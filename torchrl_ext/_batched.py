@@ -1,0 +1,201 @@
+"""One step and one reset of a vectorised environment, with true last observations whatever its autoreset mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torchrl.data import Composite, OneHot
+
+from rl_ext_core.errors import EnvironmentOutputError
+from torchrl_ext._autoreset import (
+    Autoreset,
+    final_observation,
+    is_one_each,
+    last_info,
+    merged_info,
+    rows_of,
+    without_final,
+)
+from torchrl_ext._engine import Layout, compiled_reader, compiled_step
+from torchrl_ext._memory import keep_when_freed
+from torchrl_ext._partial import pair, partial_reset
+from torchrl_ext._rows import assigned, equal, invalid, is_batch, shallow, take, where, written
+from torchrl_ext._signals import compile_flags, compile_reward, no_end
+
+__all__ = ["BatchedEngine"]
+
+Entries = dict[str, Any]
+
+_SMALL = 64 << 10  # bytes
+
+
+class BatchedEngine:
+    """Steps and resets a vectorised environment.
+
+    :param layout: what to compile from
+    :param sample: one of its observations; None: not seen yet
+    :param mode: when it resets itself
+    :param missing: what stands for a last observation that it does not give: ``"nan"``, ``"previous"`` or ``"error"``
+    """
+
+    def __init__(self, layout: Layout, sample: Any, *, mode: Autoreset, missing: str) -> None:
+        self._layout, self._missing = layout, missing
+        self._same_step = mode is Autoreset.SAME_STEP
+        self._count, self._device = layout.batch_size[0], layout.device
+        # Asking a GPU whether anything is done makes the step wait for it.
+        self._looks = layout.device is None or layout.device.type == "cpu"
+        nbytes = sum(leaf.nbytes for leaf in layout.observation.zero().values(True, True))
+        # Then one operation over all rows is faster than to take some out.
+        self._small = nbytes <= _SMALL
+        if self._looks:
+            keep_when_freed(nbytes)
+        self._step = compiled_step(layout)
+        self._reward = compile_reward(layout.reward, batched=True, device=layout.device)
+        self._flags = compile_flags(torch.Size((*layout.batch_size, 1)), device=layout.device)
+        self._reset_rows, self._trusted = partial_reset(layout.env, mode)
+        self._keys = tuple(layout.observation.keys())
+        self.containers = tuple(key for key, part in layout.observation.items() if isinstance(part, Composite))
+        self._read = compiled_reader(layout, sample)
+        # What the environment returned last, where that is asked for later.
+        self._remembers = not self._trusted or missing == "previous"
+        self._now: Entries | None = None
+        # Which were done in the last step, where that was looked at.
+        self.rows: torch.Tensor | None = None
+        # After a step in which some were done and reset: which, every observation that now holds, and the info.
+        self._pending: tuple[torch.Tensor, Entries, Any] | None = None
+
+    def step(self, action: Any) -> tuple[Entries, bool, Any]:
+        """Take a step.
+
+        :param action: as it stands in the TensorDict
+        :return: the entries of ``next``, whether something may be done, and the info
+        """
+        observation, reward, terminated, truncated, info = self._step(action)
+        data = self._read(observation)
+        data["reward"] = self._reward(reward)
+        data["done"], data["terminated"], data["truncated"] = self._flags(terminated, truncated)
+        self._pending, before = None, self._now
+        if self._remembers:
+            self._now = self._kept(data)
+        mask = data["done"].view(-1)
+        if self._looks:
+            self.rows = mask.nonzero().view(-1)
+            if not len(self.rows):
+                return data, False, info
+        if self._same_step:
+            observations = {key: data[key] for key in self._keys}
+            data.update(self._last(observations, mask, final_observation(info), before))
+            self._pending = (mask, observations, info)
+        return data, True, info
+
+    def _kept(self, data: Entries) -> Entries:
+        """Keep observations apart from what is handed out."""
+        kept = {key: data[key] for key in self._keys}
+        return shallow(kept) if self.containers else kept
+
+    def closing(self, info: Any) -> Any:
+        """Give the info that belongs to the observations of the last step, from what that step returned."""
+        if self._pending is None:
+            return info
+        return last_info(info, self._pending[0].nonzero().view(-1).tolist(), self._count)
+
+    def _last(self, observations: Entries, mask: torch.Tensor, final: Any, before: Entries | None) -> Entries:
+        """Put the last observations where sub-environments were done, into new tensors."""
+        spec, key, rows = self._layout.observation, self._layout.key, self.rows
+        if final is None and self._missing == "error" and (rows is not None or mask.any()):
+            raise EnvironmentOutputError(
+                "sub-environments are done and the info holds no final_obs: their last observations are lost. Make the "
+                'environment return them, or write missing_final_obs="nan" or "previous"'
+            )
+        if final is None:
+            values = before if self._missing == "previous" else None
+            if rows is None:
+                return where(spec, observations, mask, values)
+            if values is None:
+                return invalid(spec, observations, rows)
+            return written(spec, observations, rows, take(spec, values, rows))
+        if (rows is None or self._small) and is_batch(final, self._count):
+            return where(spec, observations, mask, final if key is None else {key: final})
+        if rows is None:
+            rows = mask.nonzero().view(-1)
+        elif key is not None and is_one_each(final) and len(final) == self._count:
+            quick = None if isinstance(spec[key], OneHot) else assigned(observations[key], rows.tolist(), final)
+            if quick is not None:
+                return {key: quick}
+        taken = rows_of(final, rows.tolist(), self._count)
+        return written(spec, observations, rows, taken if key is None else {key: taken})
+
+    def begin(self, result: Any) -> tuple[Entries, Any]:
+        """Take in what a reset of all returned.
+
+        :return: the observations, and the info
+        """
+        observation, info = pair(result)
+        data = self._read(observation)
+        self._pending, self._now = None, self._kept(data) if self._remembers else None
+        return data, info
+
+    def reset(self, mask: torch.Tensor | None, **kwargs: Any) -> tuple[Entries, Any]:
+        """Reset all, or those of a mask.
+
+        :param mask: (n,) booleans; those that have reset themselves in the last step are not reset again, unless there
+            are arguments for the reset
+        :return: the observations of all, and the info
+        """
+        pending = None if kwargs else self._pending
+        if mask is None or (pending is None and bool(mask.all())):
+            return self.begin(self._layout.env.reset(**kwargs))
+        if pending is None:
+            return self._partially(mask, **kwargs)
+        self._pending = None
+        done, observations, info = pending
+        left = mask & ~done
+        info = without_final(info)
+        if not left.any():
+            return observations, info
+        fresh, new_info = self._partially(left, **kwargs)
+        rows = left.nonzero().view(-1)
+        spec = self._layout.observation
+        return (
+            written(spec, observations, rows, take(spec, fresh, rows)),
+            merged_info(info, new_info, rows.tolist(), self._count),
+        )
+
+    def reset_done(self, data: Entries) -> Entries:
+        """Give the observations that follow a step in which something may be done.
+
+        :param data: the entries of ``next``
+        :return: the observations of all
+        """
+        if self._pending is not None:
+            observations, self._pending = self._pending[1], None
+            return observations
+        mask, spec = data["done"].view(-1), self._layout.observation
+        rows = mask.nonzero().view(-1) if self.rows is None else self.rows
+        before = {key: data[key] for key in self._keys}
+        if not len(rows):
+            return before
+        fresh = self.begin(self._layout.env.reset())[0] if len(rows) == self._count else self._partially(mask)[0]
+        return written(spec, before, rows, take(spec, fresh, rows))
+
+    def _partially(self, mask: torch.Tensor, **kwargs: Any) -> tuple[Entries, Any]:
+        """Reset some, and see to it that the others were left alone, where nobody vouches for that."""
+        observation, info = self._reset_rows(mask, **kwargs)
+        fresh, before = self._read(observation), self._now
+        if not self._trusted and before is not None:
+            spec, kept = self._layout.observation, (~mask).nonzero().view(-1)
+            if not equal(spec, take(spec, fresh, kept), take(spec, before, kept)):
+                raise EnvironmentOutputError(
+                    f"{type(self._layout.env).__name__}.reset(options={{'reset_mask': ...}}) also changed "
+                    "sub-environments that it was not to reset: it cannot reset some of them alone. Write "
+                    'gymnasium.make_vec(..., vectorization_mode="sync"), or give its reset an argument env_ids'
+                )
+        if self._remembers:
+            self._now = self._kept(fresh)
+        self._pending = None
+        return fresh, info
+
+    def not_done(self) -> tuple[torch.Tensor, ...]:
+        """Make flags for what follows a reset: done, terminated, truncated."""
+        return no_end((*self._layout.batch_size, 1), self._device)

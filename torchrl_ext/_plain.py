@@ -1,0 +1,192 @@
+"""The short way of a step, for TensorDicts that are as plain as those of rollouts and collectors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.envs import EnvBase
+
+from rl_ext_core.errors import InvalidTypeError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["PlainSteps", "built"]
+
+_new = TensorDict._new_unsafe
+
+# What the short way takes for granted, and what no way of this package calls.
+_LONG = {"_step", "_reset", "_step_mdp", "_step_proc_data", "_reset_proc_data", "_step_and_maybe_reset"}
+_LONG |= {"step", "reset", "maybe_reset", "any_done", "step_mdp"}
+_FLAGS = ("done", "terminated", "truncated")
+_NEVER_CALLED = {"read_action", "read_done", "read_obs", "read_reward", "_output_transform", "_reset_output_transform"}
+
+
+class PlainSteps(EnvBase):
+    """Overrides ``step`` and ``step_and_maybe_reset`` where nothing asks for more than the engine gives.
+
+    Whatever is not plain (a lock, a ``next`` that is there already, partial steps, infos, hooks, a compiled step, a
+    subclass that overrides a part) goes the way of :class:`torchrl.envs.EnvBase`.
+    """
+
+    _has_short_way = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.__module__.startswith("torchrl_ext."):
+            return
+        for name in sorted(_NEVER_CALLED & vars(cls).keys()):
+            raise InvalidTypeError(
+                f"{cls.__name__} overrides {name}, which is not called here. Override _step and _reset, or subclass "
+                "torchrl.envs.GymWrapper"
+            )
+        if _LONG & vars(cls).keys():
+            cls._has_short_way = False
+
+    def _entries(self, tensordict: TensorDictBase) -> dict[str, Any] | None:
+        """Give the entries of a TensorDict that the short way can take; None for any other."""
+        if type(tensordict) is not TensorDict or tensordict.is_locked or tensordict.batch_size != self.batch_size:
+            return None
+        entries: dict[str, Any] = tensordict._tensordict
+        if "next" in entries or "_step" in entries or "_reset" in entries or self.__dict__["_engine"] is None:
+            return None
+        if tensordict.device != self.device or self.info_dict_reader or self.run_type_checks:
+            return None
+        if not self._has_short_way or tensordict._td_dim_names is not None:
+            return None
+        return entries
+
+    def _action_in(self, entries: dict[str, Any], tensordict: TensorDictBase) -> Any:
+        action = entries.get(self.__dict__["_action_key"])
+        return self._action_of(tensordict) if action is None else action
+
+    def step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Take a step, as :meth:`torchrl.envs.EnvBase.step` does.
+
+        :param tensordict: with the action; gets the entry ``next``
+        :return: the same TensorDict
+        """
+        entries = self._entries(tensordict)
+        if entries is None:
+            return super().step(tensordict)
+        data, _, _ = self.__dict__["_engine"].step(self._action_in(entries, tensordict))
+        entries["next"] = built(data, self.batch_size, self.device)
+        return tensordict
+
+    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        """Take a step and reset what is done, as :meth:`torchrl.envs.EnvBase.step_and_maybe_reset` does.
+
+        :param tensordict: with the action; gets the entry ``next``
+        :return: the same TensorDict, and the one that the next step starts from
+        """
+        entries = self._entries(tensordict)
+        if entries is None or self._post_step_mdp_hooks is not None or self._is_compiled:
+            return super().step_and_maybe_reset(tensordict)
+        root = _carried(entries)
+        if root is None:
+            return super().step_and_maybe_reset(tensordict)
+        engine = self.__dict__["_engine"]
+        data, done, _ = engine.step(self._action_in(entries, tensordict))
+        batch_size, device = self.batch_size, self.device
+        entries["next"] = built(data, batch_size, device)
+        _place(root, data, engine.containers)
+        del root["reward"]
+        if done:
+            fresh = engine.reset_done(data)
+            if batch_size:
+                _forget(root, fresh, data["done"].view(-1), engine.rows)
+            _place(root, fresh, engine.containers)
+            root["done"], root["terminated"], root["truncated"] = engine.not_done()
+        return tensordict, built(root, batch_size, device)
+
+    def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+        """Draw an action, as :meth:`torchrl.envs.EnvBase.rand_action` does, from the same random numbers.
+
+        :param tensordict: gets the action; default: a new one
+        :return: the TensorDict
+        """
+        key = self.__dict__.get("_action_key")
+        if tensordict is None or type(tensordict) is not TensorDict or tensordict.is_locked or type(key) is not str:
+            return super().rand_action(tensordict)
+        # Past Composite.rand, which looks for a package on the disk every time.
+        tensordict._tensordict[key] = self.input_spec["full_action_spec"][key].rand()
+        return tensordict
+
+    @classmethod
+    def _complete_done(cls, done_spec: Any, data: TensorDictBase) -> TensorDictBase:
+        # Transforms ask for this at every step, and the engine's flags are complete.
+        entries = data._tensordict if type(data) is TensorDict else {}
+        wide = data.batch_dims + 1
+        if all(name in entries and entries[name].ndim == wide for name in ("done", "terminated", "truncated")):
+            return data
+        return super()._complete_done(done_spec, data)
+
+    @property
+    def _is_compiled(self) -> bool:
+        return self.__dict__.get("_compiled_step_and_maybe_reset") is not None
+
+
+def built(entries: dict[str, Any], batch_size: torch.Size, device: torch.device | None) -> TensorDict:
+    """Make a TensorDict of entries that are on its device and have its batch size."""
+    tensordict = _new(entries, batch_size=batch_size)
+    # As an argument it would be turned into a device once more, which takes longer than all the rest.
+    tensordict._device = device
+    return tensordict
+
+
+def _carried(entries: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Copy the entries for the next step, containers too; None where one is of a class that may need more than that."""
+    root = {}
+    for key, value in entries.items():
+        if type(value) is torch.Tensor:
+            root[key] = value
+        elif _is_plain(value):
+            root[key] = value.copy()
+        else:
+            return None
+    return root
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is torch.Tensor:
+        return True
+    return type(value) is TensorDict and all(map(_is_plain, value._tensordict.values()))
+
+
+def _place(root: dict[str, Any], data: dict[str, Any], containers: tuple[str, ...]) -> None:
+    """Put new entries over the old ones; in containers, which stay apart, those that are not new stay."""
+    if not containers:
+        root.update(data)
+        return
+    old = {key: root[key] for key in containers if type(root.get(key)) is TensorDict}
+    root.update(data)
+    for key in containers:
+        new = data[key].copy()
+        root[key] = old[key].update(new) if key in old else new
+
+
+def _forget(root: dict[str, Any], fresh: Mapping[str, Any], done: torch.Tensor, rows: torch.Tensor | None) -> None:
+    """Set to zero what sub-environments that are reset leave behind: actions, hidden states.
+
+    As :meth:`torchrl.envs.EnvBase.reset` does, which keeps all of it where all are reset.
+    """
+    if rows is None:  # a GPU need not answer which, and whether all
+        _set_to_zero(root, fresh, done & ~done.all(), None)
+    elif len(rows) < len(done):
+        _set_to_zero(root, fresh, done, rows)
+
+
+def _set_to_zero(
+    entries: dict[str, Any], fresh: Mapping[str, Any], done: torch.Tensor, rows: torch.Tensor | None
+) -> None:
+    for key, value in entries.items():
+        if type(value) is TensorDict:
+            _set_to_zero(value._tensordict, fresh[key]._tensordict if key in fresh else {}, done, rows)
+        elif key in fresh or key in _FLAGS:
+            continue
+        elif rows is not None:
+            entries[key] = value.index_fill(0, rows, 0)
+        else:
+            entries[key] = value.masked_fill(done.view(-1, *([1] * (value.ndim - 1))), 0)
