@@ -24,6 +24,7 @@ def main() -> None:
         "benchmarks.memory seaquest --size 50000 --wraps 1",
         "benchmarks.memory seaquest --size 50000 --wraps 10",
         "benchmarks.devices",
+        "benchmarks.gym_wrapper",
     ):
         print("\n$ python -m", line, flush=True)
         subprocess.run([sys.executable, "-m", *line.split()], check=True)

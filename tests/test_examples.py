@@ -35,12 +35,16 @@ def test_a_notebook_is_kept_without_outputs(notebook: Path) -> None:
         assert cell.get("execution_count") is None
 
 
-@pytest.mark.slow
-def test_ppo_and_torchrl_on_robosuite_under_one_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     for folder in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         monkeypatch.setenv(folder, str(tmp_path / folder))
     # Without a GPU wherever it runs: the mask on which robosuite fails by itself.
-    variables = environment(RL_EXT_SHORT="1", CUDA_VISIBLE_DEVICES="")
+    return environment(RL_EXT_SHORT="1", CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.mark.slow
+def test_ppo_and_torchrl_on_robosuite_under_one_decision(tmp_path: Path, variables: dict[str, str]) -> None:
     notebook = read(EXAMPLES / "robosuite_devices.ipynb")
     client = nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}})
     client.execute(env=variables)
@@ -50,3 +54,14 @@ def test_ppo_and_torchrl_on_robosuite_under_one_decision(tmp_path: Path, monkeyp
     assert "total_timesteps | 16" in text
     assert "torch.Size([4, 84, 84, 3]) mean brightness" in text
     assert float(text.split("brightness")[1].split()[0]) > 10
+
+
+@pytest.mark.slow
+def test_ppo_on_a_torch_environment(variables: dict[str, str]) -> None:
+    notebook = read(EXAMPLES / "ppo_torch_env.ipynb")
+    # It imports the environment from the file beside it.
+    client = nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(EXAMPLES)}})
+    client.execute(env=variables)
+    text = printed(notebook)
+    assert "mean reward" in text
+    assert "Partial resets are not handled" in text

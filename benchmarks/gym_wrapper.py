@@ -1,0 +1,299 @@
+"""``torchrl_ext.GymWrapper`` against TorchRL's, on environments that speak NumPy or torch.
+
+All competitors take the same prepared actions in environments with the same seed, take turns in one process, with
+torch's threads set to one, and are measured by the CPU time of the calling thread. *Overhead* is what a wrapper adds to
+the bare environment, which takes its turn too; ratios of overheads and of total times are medians over the rounds.
+Beside each stands the bar that it has to reach.
+
+    python -m benchmarks.gym_wrapper [CartPole HalfCheetah image vector torch] [--rounds 15]
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torchrl.collectors import Collector
+from torchrl.envs import Compose, EnvBase, RewardSum, StepCounter, TransformedEnv
+from torchrl.envs import GymWrapper as Upstream
+from torchrl.envs.libs.isaac_lab import IsaacLabWrapper
+
+from benchmarks import isaac_like
+from benchmarks.measure import interleaved, machine, times_as_fast
+from torchrl_ext import GymWrapper
+
+Run = Callable[[], object]
+ACTIONS = 64  # prepared ones, taken in turn
+DEVICES = {'device="cpu"': {"device": "cpu"}, "device=None": {}}
+HEADER = f"{'':49}{'bare':>8} {'TorchRL':>8} {'ours':>8}"
+
+
+class Image(gymnasium.Env[np.ndarray, int]):
+    """Costs nothing and returns 28 KB, always the same array."""
+
+    observation_space = gymnasium.spaces.Box(0, 255, (84, 84, 4), np.uint8)
+    action_space = gymnasium.spaces.Discrete(6)
+
+    def __init__(self) -> None:
+        self._observation = np.zeros((84, 84, 4), np.uint8)
+        self._steps = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Start counting again."""
+        self._steps = 0
+        return self._observation, {}
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Count."""
+        self._steps += 1
+        return self._observation, 1.0, False, self._steps >= 500, {}
+
+
+SMALL: dict[str, Callable[[], gymnasium.Env[Any, Any]]] = {
+    "CartPole": lambda: gymnasium.make("CartPole-v1"),
+    "HalfCheetah": lambda: gymnasium.make("HalfCheetah-v5"),
+    "image": Image,
+}
+
+
+class Prepared(TensorDictModuleBase):
+    """A policy that takes prepared actions: it costs as little as a policy can.
+
+    :param actions: as they stand in the TensorDict
+    """
+
+    def __init__(self, actions: list[torch.Tensor]) -> None:
+        self.in_keys: list[str] = []
+        self.out_keys = ["action"]
+        super().__init__()
+        self.__dict__.update(actions=actions, turn=0)
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write the next action."""
+        state = self.__dict__
+        state["turn"] += 1
+        return tensordict.set("action", state["actions"][state["turn"] % ACTIONS])
+
+
+# -- what a round runs
+
+
+def stepping(env: EnvBase, actions: list[torch.Tensor], steps: int) -> Run:
+    """``step_and_maybe_reset``, as collectors call it."""
+    env.set_seed(0)
+    tensordict = env.reset()
+
+    def run() -> None:
+        nonlocal tensordict
+        for turn in range(steps):
+            tensordict.set("action", actions[turn % ACTIONS])
+            _, tensordict = env.step_and_maybe_reset(tensordict)
+
+    return run
+
+
+def bare(env: Any, actions: list[Any], steps: int) -> Run:
+    """The environment alone, reset where it does not reset itself."""
+    env.reset(seed=0)
+    resets = not hasattr(env, "num_envs")
+
+    def run() -> None:
+        for turn in range(steps):
+            _, _, terminated, truncated, _ = env.step(actions[turn % ACTIONS])
+            if resets and (terminated or truncated):
+                env.reset()
+
+    return run
+
+
+def collecting(env: EnvBase, actions: list[torch.Tensor], steps: int) -> Run:
+    """One batch of a collector."""
+    env.set_seed(0)
+    batches = iter(Collector(env, Prepared(actions), device=env.device, frames_per_batch=steps, total_frames=-1))
+    return lambda: next(batches)
+
+
+def rolling_out(env: EnvBase, actions: list[torch.Tensor], steps: int) -> Run:
+    """One rollout through all episodes that it takes."""
+    env.set_seed(0)
+    policy = Prepared(actions)
+    return lambda: env.rollout(steps, policy, break_when_any_done=False)
+
+
+def rolling_out_at_random(env: EnvBase, actions: list[torch.Tensor], steps: int) -> Run:
+    """One rollout without a policy: the environment draws the actions."""
+    env.set_seed(0)
+    return lambda: env.rollout(steps, break_when_any_done=False)
+
+
+def transformed(env: EnvBase, actions: list[torch.Tensor], steps: int) -> Run:
+    """Steps under the transforms that most scripts have."""
+    return stepping(TransformedEnv(env, Compose(RewardSum(), StepCounter())), actions, steps)
+
+
+# The bars: how many times as fast, against TorchRL's wrapper.
+LOOPS: dict[str, tuple[Callable[[EnvBase, list[torch.Tensor], int], Run], float]] = {
+    "Collector": (collecting, 2),
+    "rollout": (rolling_out, 3.5),
+    "rollout, random": (rolling_out_at_random, 3.5),
+    "RewardSum, StepCounter": (transformed, 1.7),
+}
+
+
+# -- the rows
+
+
+def overheads(competitors: Mapping[str, Run], pairs: Mapping[str, tuple[str, str, float]], **counts: int) -> None:
+    """Print what TorchRL's wrappers add to the bare environment over what ours adds.
+
+    :param competitors: one of them called "bare"
+    :param pairs: of each row: TorchRL's competitor, ours, and the bar
+    :param counts: rounds, and the steps of one
+    """
+    seconds = timed(competitors, counts["rounds"])
+    print("overhead of step_and_maybe_reset")
+    for label, (theirs, ours, bar) in pairs.items():
+        ratio = float(np.median((seconds[theirs] - seconds["bare"]) / (seconds[ours] - seconds["bare"])))
+        line(label, [seconds[name] for name in ("bare", theirs, ours)], ratio, bar, counts["steps"])
+
+
+def timed(competitors: Mapping[str, Run], rounds: int) -> dict[str, np.ndarray]:
+    """Seconds of each competitor, by rounds, after two that do not count."""
+    interleaved(competitors, rounds=2)
+    return interleaved(competitors, rounds=rounds, clock=time.thread_time)
+
+
+def line(label: str, seconds: list[np.ndarray], ratio: float, bar: float, steps: int) -> None:
+    """Print microseconds a step, a ratio and its bar."""
+    columns = " ".join(f"{np.median(column) / steps * 1e6:8.1f}" for column in seconds)
+    verdict = "" if ratio >= bar else "  missed"
+    print(f"  {label:46} {columns:>26} {ratio:6.2f}×  (≥ {bar:g}×){verdict}", flush=True)
+
+
+def encoded(env: EnvBase, actions: list[Any]) -> list[torch.Tensor]:
+    """The actions of the bare environment as the wrapper takes them."""
+    return [env.action_spec.encode(action) for action in actions]
+
+
+def small(name: str, rounds: int) -> None:
+    """One environment that speaks NumPy: overhead, then total times of whole loops."""
+    make, steps = SMALL[name], 300
+    space = make().action_space
+    space.seed(0)
+    actions = [space.sample() for _ in range(ACTIONS)]
+
+    def wrapped(run: Callable[..., Run]) -> Iterator[tuple[str, Run]]:
+        for device, kwargs in DEVICES.items():
+            for whose, wrapper in (("TorchRL", Upstream), ("ours", GymWrapper)):
+                env = wrapper(make(), **kwargs)
+                yield f"{whose} {device}", run(env, encoded(env, actions), steps)
+
+    pairs = {
+        f"{name}, {device}": (f"TorchRL {device}", f"ours {device}", bar)
+        for device, bar in zip(DEVICES, (4, 2.8), strict=True)
+    }
+    competitors = {"bare": bare(make(), actions, steps), **dict(wrapped(stepping))}
+    overheads(competitors, pairs, steps=steps, rounds=rounds)
+    print("total time")
+    for loop, (run, bar) in LOOPS.items():
+        seconds = timed(dict(wrapped(run)), rounds)
+        for label, (theirs, ours, _) in pairs.items():
+            ratio = times_as_fast(seconds, ours, than=theirs)
+            line(f"{label}, {loop}", [seconds[theirs], seconds[ours]], ratio, bar, steps)
+
+
+def vector(rounds: int) -> None:
+    """Sixteen CartPoles in a synchronous vector environment."""
+
+    def make() -> SyncVectorEnv:
+        return SyncVectorEnv([SMALL["CartPole"]] * 16, autoreset_mode=AutoresetMode.SAME_STEP)
+
+    env, steps = make(), 100
+    env.action_space.seed(0)
+    actions = [env.action_space.sample() for _ in range(ACTIONS)]
+    competitors = {"bare": bare(env, actions, steps)}
+    for whose, wrapper in (("TorchRL", Upstream), ("ours", GymWrapper)):
+        wrapped = wrapper(make())
+        competitors[whose] = stepping(wrapped, encoded(wrapped, actions), steps)
+    overheads(competitors, {"16 CartPoles, SAME_STEP": ("TorchRL", "ours", 9)}, steps=steps, rounds=rounds)
+
+
+# Bars for as many sub-environments: against IsaacLabWrapper, and against its native_autoreset.
+TORCH_BARS = {64: (7, 5), 4096: (5, 3), 16384: (3, None)}
+
+
+def torch_environment(rounds: int) -> None:
+    """An environment in Isaac Lab's style, without and with final observations, which TorchRL's wrapper ignores."""
+    isaac_like.install()
+    settle_malloc()
+    for final_obs in (False, True):
+        for count, (bar, native_bar) in TORCH_BARS.items():
+            one_torch_environment(count, final_obs, bar=bar, native_bar=native_bar, rounds=rounds)
+
+
+def one_torch_environment(count: int, final_obs: bool, *, bar: float, native_bar: float | None, rounds: int) -> None:
+    """So many sub-environments."""
+    steps = max(15, min(200, 160_000 // count))
+    actions = list(torch.randn(ACTIONS, count, isaac_like.ACTED))
+
+    def make() -> isaac_like.IsaacLike:
+        return isaac_like.IsaacLike(count, final_obs=final_obs)
+
+    competitors = {
+        "bare": bare(make(), actions, steps),
+        "TorchRL": stepping(IsaacLabWrapper(make(), device="cpu"), actions, steps),
+        "ours": stepping(GymWrapper(make()), actions, steps),
+    }
+    name = f"torch, N={count}{', final_obs' if final_obs else ''}"
+    pairs = {name: ("TorchRL", "ours", bar)}
+    if native_bar is not None:
+        env = IsaacLabWrapper(make(), device="cpu", native_autoreset=True)
+        competitors["native"] = stepping(env, actions, steps)
+        pairs[f"{name}, native_autoreset"] = ("native", "ours", native_bar)
+    overheads(competitors, pairs, steps=steps, rounds=rounds)
+
+
+def settle_malloc() -> None:
+    """Free one block of 31 MB, as any network does on such batches.
+
+    glibc's malloc gives freed memory back to the system above a threshold that grows with what is freed. Below it,
+    some competitors pay 700 page faults a step and others none, by where their tensors happen to lie.
+    """
+    torch.ones(31 * 2**20, dtype=torch.uint8)
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gym_wrapper", description=main.__doc__)
+    names = [*SMALL, "vector", "torch"]
+    parser.add_argument("names", nargs="*", metavar="environment", help=", ".join(names))
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    if not set(options.names) <= set(names):
+        parser.error(f"choose from {', '.join(names)}")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    logging.getLogger("torchrl").setLevel(logging.WARNING)
+    warnings.simplefilter("ignore")
+    print(machine())
+    print(f"microseconds of CPU a step, and how many times less than TorchRL's ({options.rounds} rounds)")
+    print(HEADER)
+    for name in options.names or names:
+        if name in SMALL:
+            small(name, options.rounds)
+        else:
+            {"vector": vector, "torch": torch_environment}[name](options.rounds)
+
+
+if __name__ == "__main__":
+    main()
