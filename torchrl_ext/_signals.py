@@ -91,8 +91,8 @@ def compile_flags(shape: torch.Size, *, device: torch.device | None) -> Callable
     flat, array, boolean = tuple(shape[:-1]), np.ndarray, np.dtype(bool)
     moves = device is not None and device.type != "cpu"
 
-    three, size = (3, *shape), shape[:-1]
-    empty, union, from_numpy = np.empty, np.logical_or, torch.from_numpy
+    three, column, size = (3, *shape), tuple(shape), shape[:-1]
+    from_numpy = torch.from_numpy
 
     def read(terminated: Any, truncated: Any) -> tuple[torch.Tensor, ...]:
         if (
@@ -100,11 +100,11 @@ def compile_flags(shape: torch.Size, *, device: torch.device | None) -> Callable
             and terminated.dtype is truncated.dtype is boolean
             and terminated.shape == truncated.shape == flat
         ):
-            flags = empty(three, boolean)
-            flags[1, :, 0], flags[2, :, 0] = terminated, truncated
-            union(flags[1], flags[2], flags[0])
-            tensors = from_numpy(flags)
-            return (tensors.to(device) if moves else tensors).unbind(0)
+            if moves:
+                flags = np.stack((terminated | truncated, terminated, truncated)).reshape(three)
+                return from_numpy(flags).to(device).unbind(0)
+            done = from_numpy((terminated | truncated).reshape(column))
+            return done, from_numpy(terminated.copy().reshape(column)), from_numpy(truncated.copy().reshape(column))
         if (
             type(terminated) is type(truncated) is torch.Tensor
             and terminated.dtype is truncated.dtype is torch.bool

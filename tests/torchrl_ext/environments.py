@@ -95,9 +95,9 @@ class Buffered(gymnasium.Env[Any, Any]):
     STYLES = ("fresh", "one buffer", "two buffers", "part of a larger one", "the state itself")
 
     def __init__(self, reuse: str, length: int = 50, *, torch_tensors: bool = False) -> None:
-        self.reuse, self.length, self.count = reuse, length, 0
+        self.reuse, self.length, self.count, self.total = reuse, length, 0, 0
         make: Any = torch.zeros if torch_tensors else lambda *shape: np.zeros(shape, F32)
-        self.make, self.buffers, self.larger = make, (make(3), make(3)), make(4, 3)
+        self.make, self.buffers, self.larger = make, (make(3), make(3)), make(64, 3)
 
     @property
     def own_memory(self) -> list[Any]:
@@ -109,7 +109,8 @@ class Buffered(gymnasium.Env[Any, Any]):
         return self.observation(), {}
 
     def observation(self) -> Any:
-        place = {"two buffers": self.buffers[self.count % 2], "part of a larger one": self.larger[self.count % 4]}
+        self.total += 1
+        place = {"two buffers": self.buffers[self.count % 2], "part of a larger one": self.larger[self.total % 64]}
         buffer = self.make(3) if self.reuse == "fresh" else place.get(self.reuse, self.buffers[0])
         buffer[...] = float(self.count)
         return buffer

@@ -43,7 +43,7 @@ def test_nothing_is_shared_and_nothing_changes_later(style: str, torch_tensors: 
     env = GymWrapper(inner, copy=copy)
     seen, kept = [], []
     data = env.reset()
-    for _ in range(60):
+    for _ in range(100):
         before, data = env.step_and_maybe_reset(env.rand_action(data))
         assert not storages(before.to_dict()) & memory_of(inner)
         seen.append(before)
@@ -51,7 +51,7 @@ def test_nothing_is_shared_and_nothing_changes_later(style: str, torch_tensors: 
     for one, other in zip(seen, kept, strict=True):
         assert_same(one, other)
     counts = [int(data["next", "observation"][0]) for data in seen]
-    assert counts == [step % 7 + 1 for step in range(60)]
+    assert counts == [step % 7 + 1 for step in range(100)]
     assert all((data["action"].abs() <= 1).all() for data in seen)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -328,6 +328,27 @@ def test_the_mode_that_was_asked_for() -> None:
         assert torch.equal(rollout["next", "policy"][..., 2], rollout["policy"][..., 2] + 1)
     with pytest.raises(InvalidArgumentError, match="autoreset_mode='never' is none of"):
         GymWrapper(IsaacByIds(3), autoreset_mode="never").reset()
+
+
+def test_the_mode_that_an_environment_says_as_an_attribute() -> None:
+    class Wrapper:
+        """Hands on what it is asked for, but no attributes."""
+
+        metadata: ClassVar[dict[str, Any]] = {}
+
+        def __init__(self, env: Any) -> None:
+            self.unwrapped, self.num_envs, self.reset, self.step = env, env.num_envs, env.reset, env.step
+            self.observation_space, self.action_space = env.observation_space, env.action_space
+
+    for wrap in (lambda env: env, Wrapper):
+        inner: Any = SameStep([2, 3], "batch")
+        inner.metadata, inner.autoreset_mode = {}, "SameStep"
+        rollout = GymWrapper(wrap(inner)).rollout(9, break_when_any_done=False)
+        assert torch.equal(rollout["next", "observation"][..., 2], rollout["observation"][..., 2] + 1)
+        inner = SameStep([2, 3], "batch")
+        inner.metadata = {}
+        rollout = GymWrapper(wrap(inner)).rollout(9, break_when_any_done=False)  # taken not to reset itself
+        assert not torch.equal(rollout["next", "observation"][..., 2], rollout["observation"][..., 2] + 1)
 
 
 def test_an_environment_that_was_told_not_to_reset_itself() -> None:

@@ -153,6 +153,40 @@ def test_the_observation_before_can_stand_for_it(nested: bool, torch_tensors: bo
     assert torch.equal(rollout["next"][place][~done], expected)
 
 
+def test_the_observation_before_stays_whatever_is_done_to_the_data() -> None:
+    env = wrapped(SameStep([2, 3, 5], None, nested=True), missing_final_obs="previous")
+    data = env.reset()
+    for _ in range(9):
+        root = data.clone()
+        before, data = env.step_and_maybe_reset(env.rand_action(data))
+        done = before["next", "done"].squeeze(-1)
+        assert torch.equal(before["next", "inner", "place"][done], root["inner", "place"][done])
+        before["next"]["inner"]["place"] = torch.full((3, 3), -5.0)
+
+
+def test_whole_numbers_of_last_observations() -> None:
+    class Whole(Walk):
+        observation_space = spaces.Box(-9999, 9999, (4,), np.int64)  # type: ignore[assignment]
+
+        def observation(self) -> Any:
+            return (super().observation() * 10).astype(np.int64)
+
+    inner: Any = vector(partial(Whole, 3, 3), 2, "SameStep")
+    step = inner.step
+    assert GymWrapper(inner).rollout(9, break_when_any_done=False)["next", "observation"].dtype is torch.int64
+
+    def fractions(action: Any) -> Any:
+        *result, info = step(action)
+        if "final_obs" in info:
+            info["final_obs"] = np.array([None, None], object)
+            info["final_obs"][:] = [np.full(4, 0.5)] * 2
+        return (*result, info)
+
+    inner.step = fractions
+    with pytest.raises(EnvironmentOutputError, match=r"final_obs observation.*float64, which loses"):
+        GymWrapper(inner).rollout(9, break_when_any_done=False)
+
+
 def test_the_observation_before_is_the_environments_under_transforms() -> None:
     def rollout(*transforms: Any) -> Any:
         env = TransformedEnv(wrapped(IsaacByIds(3), missing_final_obs="previous"), *transforms)
@@ -180,6 +214,11 @@ FAULTS = {
     "none for one that is done": ("objects", lambda final: np.full(2, None, object), "holds nothing for .*0"),
     "of another shape": ("list", lambda final: [np.zeros(4), np.zeros(4)], r"shape \(1, 4\).*\(1, 3\)"),
     "of another shape, as arrays": ("objects", lambda final: np.zeros((2, 4)), r"shape \(1, 4\).*\(1, 3\)"),
+    "of one number, which would be spread": (
+        "list",
+        lambda final: [np.zeros(1, np.float32)] * 2,
+        r"shape \(1, 1\).*\(1, 3\)",
+    ),
     "of several shapes": ("list", lambda final: [np.zeros(3), np.zeros((2, 2))], "final_obs"),
     "too few": ("list", lambda final: [np.zeros(3)] * 3, "3 rows; expected 2"),
     "no rows": ("batch", lambda final: 5.0, "float"),
@@ -219,15 +258,25 @@ def test_what_does_not_fit_in_a_dict_is_named(fault: Any, message: str) -> None:
         wrapped(inner).rollout(5, break_when_any_done=False)
 
 
-def test_graphs_and_dtypes_of_last_observations() -> None:
-    for looks in (True, False):
-        inner = SameStep([2, 3], "batch", torch_tensors=True)
-        final = inner.final
-        inner.final = lambda rows, final=final: final(rows).double().requires_grad_()  # type: ignore[method-assign]
-        rollout = wrapped(inner, looks=looks).rollout(7, break_when_any_done=False)
-        assert not rollout["next", "observation"].requires_grad
-        assert rollout["next", "observation"].dtype is torch.float32
-        check_chain(rollout, "observation")
+@ways
+@pytest.mark.parametrize("form", ["batch", "list"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_graphs_and_dtypes_of_last_observations(dtype: torch.dtype, form: str, looks: bool) -> None:
+    inner = SameStep([2, 3], form, torch_tensors=True)
+    final = inner.final
+
+    def with_graph(rows: list[int]) -> Any:
+        def changed(value: Any) -> Any:
+            return value if value is None else value.to(dtype).requires_grad_() * 1
+
+        given = final(rows)
+        return [changed(part) for part in given] if form == "list" else changed(given)
+
+    inner.final = with_graph  # type: ignore[method-assign]
+    rollout = wrapped(inner, looks=looks).rollout(7, break_when_any_done=False)
+    assert not rollout["next", "observation"].requires_grad
+    assert rollout["next", "observation"].dtype is torch.float32
+    check_chain(rollout, "observation")
 
 
 @ways

@@ -150,6 +150,16 @@ def test_specs_and_values_of_every_space(name: str, categorical: bool, count: in
     check_env_specs(ours)
 
 
+@pytest.mark.parametrize("action", [[[0, 0], [2, 0]], [[1, 1], [0, 3]], [[0.4, 0.6], [1.0, 0.0]], [[False, True]] * 2])
+def test_vectors_that_are_not_one_hot(action: Any) -> None:
+    def received(cls: Any) -> list[int]:
+        env = cls(vector(lambda: Sampled(box(2), spaces.Discrete(2)), 2, "Disabled"))
+        env.step(env.reset().set("action", torch.tensor(action)))
+        return [int(single.received[-1]) for single in env._env.envs]
+
+    assert received(GymWrapper) == received(upstream.GymWrapper)
+
+
 @pytest.mark.parametrize("space", [spaces.Dict(a=box(2), b=spaces.Discrete(3)), spaces.Dict(a=box(2))], ids=str)
 def test_dict_actions_of_a_batch(space: Any) -> None:
     env = GymWrapper(vector(lambda: Sampled(box(2), space), 3, "Disabled"), categorical_action_encoding=True)

@@ -209,6 +209,14 @@ def test_containers_stay_apart(name: str, steps: int) -> None:
             container.pop("a new entry")
 
 
+@pytest.mark.parametrize("name", ["nested", "nested, Disabled"])
+def test_containers_stay_apart_where_the_root_had_none(name: str) -> None:
+    env = BUILDERS[name](GymWrapper)
+    before, data = env.step_and_maybe_reset(env.rand_action(env.reset()).exclude("inner"))
+    before["next", "inner"].set("a new entry", torch.zeros(env.batch_size))
+    assert sorted(data["inner"].keys()) == ["kind", "place"]
+
+
 def test_the_second_rollout_of_a_seed_is_the_first_again() -> None:
     env = GymWrapper(vector(Walk, 3, "NextStep"))
     assert_same(seeded_rollout(env, 50), seeded_rollout(env, 50))

@@ -193,6 +193,8 @@ def test_random_actions_are_finite_and_in_dicts_and_batches_too() -> None:
     check_samples(torch.stack([nested.rand_action()["a", "b"] for _ in range(300)]))
     batch = GymWrapper(vector(lambda: Sampled(MIXED, MIXED), 5, "SameStep"))
     check_samples(torch.stack([batch.rand_action()["action"] for _ in range(100)]))
+    assert GymWrapper(Sampled(MIXED, MIXED)).observation_spec.rand()["observation"].isfinite().all()
+    assert batch.observation_spec.rand()["observation"].isfinite().all()
     for env in (single, nested, batch):
         check_env_specs(env)
 
