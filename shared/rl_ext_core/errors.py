@@ -6,6 +6,9 @@ Each one is also the builtin that callers of the extended libraries already catc
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 __all__ = [
     "CorruptFileError",
     "DeviceConflictError",
@@ -13,9 +16,12 @@ __all__ = [
     "EnvironmentOutputError",
     "InvalidArgumentError",
     "InvalidTypeError",
+    "IsolationError",
     "MissingDependencyError",
+    "NotCopyableError",
     "OutOfMemoryError",
     "RlExtError",
+    "WorkerError",
     "missing_dependency",
 ]
 
@@ -30,6 +36,10 @@ class InvalidArgumentError(RlExtError, ValueError):
 
 class InvalidTypeError(RlExtError, TypeError):
     """An argument has a type that cannot be used."""
+
+
+class IsolationError(RlExtError, RuntimeError):
+    """Environments cannot be kept apart, or fail by themselves."""
 
 
 class MissingDependencyError(RlExtError, ImportError):
@@ -52,8 +62,49 @@ class EnvironmentOutputError(RlExtError, ValueError):
     """An environment returned what its spaces do not promise."""
 
 
+class NotCopyableError(RlExtError, TypeError):
+    """An environment cannot be copied into another process as it is."""
+
+
 class OutOfMemoryError(RlExtError, MemoryError):
     """What was asked for does not fit into the memory or the byte budget it was given."""
+
+
+class WorkerError(RlExtError, RuntimeError):
+    """A worker process has failed, and the others were ended.
+
+    Where the worker raised an exception that can be rebuilt in this process, that is the ``__cause__``.
+
+    :param text: what happened in the first line, then where
+    :ivar worker: number of the worker; None if none had started
+    :ivar kind: "exception", "signal", "exit", "timeout" or "start"
+    :ivar phase: what it was at
+    :ivar seed: of its environments
+    :ivar exitcode: of its process, negative for signals
+    :ivar traceback: where it was, as the worker saw it
+    :ivar notes: what it has said of itself
+    """
+
+    def __init__(
+        self,
+        text: str,
+        *,
+        worker: int | None = None,
+        kind: str = "start",
+        phase: str | None = None,
+        seed: int | None = None,
+        exitcode: int | None = None,
+        traceback: str = "",
+        notes: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(text)
+        self.worker = worker
+        self.kind = kind
+        self.phase = phase
+        self.seed = seed
+        self.exitcode = exitcode
+        self.traceback = traceback
+        self.notes = dict(notes or {})
 
 
 def missing_dependency(name: str, extra: str, why: str) -> MissingDependencyError:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 BACKEND = "MUJOCO_GL"
 INDEX = "MUJOCO_EGL_DEVICE_ID"
 PLATFORM = "PYOPENGL_PLATFORM"
+# What libraries read once, when they are imported: a process that has imported them is bound to it.
+READ_AT_IMPORT = (BACKEND, PLATFORM)
 NAMES = ("mujoco", "gymnasium", "dm_control", "robosuite")
 
 # mujoco's, robosuite's and dm_control's eglQueryDevicesEXT() ask for no more.

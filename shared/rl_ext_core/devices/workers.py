@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-import uuid
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from rl_ext_core import _identity
 from rl_ext_core.devices import _applied
 from rl_ext_core.errors import DeviceConflictError, InvalidTypeError
 
@@ -21,16 +21,15 @@ __all__ = ["BoundFactory"]
 _Env = TypeVar("_Env")
 _log = logging.getLogger("rl_ext_core.devices")
 
-_process = uuid.uuid4()
 _said = False
 
 
-def _renew() -> None:
-    global _process, _said
-    _process, _said = uuid.uuid4(), False
+def _say_again() -> None:
+    global _said
+    _said = False
 
 
-os.register_at_fork(after_in_child=_renew)
+os.register_at_fork(after_in_child=_say_again)
 
 
 class BoundFactory(Generic[_Env]):
@@ -52,7 +51,7 @@ class BoundFactory(Generic[_Env]):
                 "Write bind(lambda: make_env())"
             )
         self.decision = decision
-        self._made_in = _process
+        self._made_in = _identity.process()
         import cloudpickle  # takes as long to import as the rest of this package
 
         try:
@@ -73,7 +72,7 @@ class BoundFactory(Generic[_Env]):
         applied = _applied.current
         if applied is None or _same(applied, self.decision):
             self.decision.apply()
-        elif self._made_in == _process:
+        elif self._made_in == _identity.process():
             self._say_kept(applied)
         elif self.decision.variables:
             raise DeviceConflictError(

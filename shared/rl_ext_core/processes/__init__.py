@@ -1,0 +1,16 @@
+"""Worker processes that start fast, say why they died, and never outlive their parent.
+
+:func:`get_context` gives a multiprocessing context whose processes carry their environment variables from before the
+first import, come from a fork server of their own, and report to the parent. A :class:`Watch` waits for them beside
+the main thread: when one ends that should not, it finds out why, ends the others, and raises one
+:class:`~rl_ext_core.errors.WorkerError` in place of the ``EOFError`` that a pipe has to offer.
+"""
+
+from __future__ import annotations
+
+from rl_ext_core.processes._child import import_main, note
+from rl_ext_core.processes.contexts import get_context, registered
+from rl_ext_core.processes.failures import Failure
+from rl_ext_core.processes.watch import Watch
+
+__all__ = ["Failure", "Watch", "get_context", "import_main", "note", "registered"]

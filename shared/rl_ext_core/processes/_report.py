@@ -1,0 +1,278 @@
+"""The file in which a worker says why it dies, shared with its parent and without a name.
+
+A file in memory rather than a pipe: writing it never blocks, whoever reads it or not, it takes what is large, it can be
+read after the death and more than once. It starts with a page that is overwritten in place (how far the worker got,
+its notes); what follows is appended: faulthandler's text, and records between marks that such text cannot contain.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import mmap
+import os
+import pickle
+import struct
+import sys
+import tempfile
+import threading
+import traceback
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from types import TracebackType
+from typing import Any
+
+_PAGE = 4096
+_STAGE = struct.Struct("=I")
+_LENGTH = struct.Struct("=Q")
+_NOTES_AT = _STAGE.size
+_NOTES_FROM = _NOTES_AT + _LENGTH.size
+_NOTES_LIMIT = _PAGE - _NOTES_FROM
+_MARK = b"\0report\0"
+_TEXT_LIMIT = 100_000
+_PICKLE_LIMIT = 1_000_000
+_SUMMARY_LIMIT = 300
+# Where every worker's traceback starts; the user's code comes after it.
+_OUR_FILES = ("/multiprocessing/process.py", "/multiprocessing/spawn.py", "/rl_ext_core/processes/_child.py")
+_encode = json.JSONEncoder(default=repr).encode
+
+
+class Stage(IntEnum):
+    """How far a worker got."""
+
+    LAUNCHED = 0
+    IMPORTING = 1
+    UNPICKLING = 2
+    RUNNING = 3
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An exception that ended a worker, as it was in the worker."""
+
+    summary: str
+    traceback: str
+    pickled: bytes | None
+    time: float
+    exits: bool
+    unguarded: bool
+
+    def exception(self) -> BaseException | None:
+        """Unpickle the exception, unless that fails or would import what this process has not imported."""
+        try:
+            found = _LoadedOnly(io.BytesIO(self.pickled or b"")).load()
+        except Exception:  # whatever the exception's own code raises
+            return None
+        return found if isinstance(found, BaseException) else None
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a worker has left in its report."""
+
+    stage: Stage
+    notes: dict[str, Any]
+    raised: Raised | None
+    text: str
+
+
+class Report:
+    """The parent's end.
+
+    :ivar fd: the file; the worker gets it as well
+    :ivar taken: someone shows what it says
+    """
+
+    def __init__(self) -> None:
+        self.fd = _unnamed_file()
+        self.taken = False
+        self._closed: Contents | None = None
+        # It may be closed by the main thread while another one reads it.
+        self._lock = threading.Lock()
+        try:
+            os.ftruncate(self.fd, _PAGE)
+            # The offset is shared with the worker: here, nothing is read or written with it afterwards.
+            os.lseek(self.fd, _PAGE, os.SEEK_SET)
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def stage(self) -> Stage:
+        """Tell how far the worker got."""
+        return self.read().stage
+
+    def size(self) -> int:
+        """Give the number of bytes, for :meth:`text`."""
+        with self._lock:
+            return 0 if self._closed else os.fstat(self.fd).st_size
+
+    def text(self, since: int) -> str:
+        """Read faulthandler's text that was written after the report had ``since`` bytes."""
+        with self._lock:
+            return "" if self._closed else _split(_everything(self.fd)[since:])[0]
+
+    def read(self) -> Contents:
+        """Read everything, also after :meth:`close`."""
+        with self._lock:
+            return self._closed or _parse(_everything(self.fd))
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._closed = _parse(_everything(self.fd))
+            os.close(self.fd)
+
+    def print_if_untaken(self) -> None:
+        """Write the worker's traceback where multiprocessing would have: nobody asked for the report."""
+        raised = None if self.taken else self.read().raised
+        if raised is not None and not raised.exits and sys.stderr is not None:
+            sys.stderr.write(raised.traceback)
+
+
+class Writer:
+    """The worker's end.
+
+    :param fd: the file
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._page = mmap.mmap(fd, _PAGE)
+
+    def enter(self, stage: Stage) -> None:
+        """Say how far the worker is."""
+        _STAGE.pack_into(self._page, 0, stage)
+
+    def write_notes(self, notes: dict[str, Any]) -> None:
+        """Replace the notes; what JSON does not know arrives as its ``repr``."""
+        try:
+            data = _encode(notes).encode()
+        except (TypeError, ValueError):  # keys that are no strings, a list in itself
+            data = _shortened(notes)
+        if len(data) > _NOTES_LIMIT:
+            data = _shortened(notes)
+        # Empty while they are replaced: a worker that is killed half-way leaves none rather than half of them.
+        _LENGTH.pack_into(self._page, _NOTES_AT, 0)
+        self._page[_NOTES_FROM : _NOTES_FROM + len(data)] = data
+        _LENGTH.pack_into(self._page, _NOTES_AT, len(data))
+
+    def raised(self, error: BaseException, time: float, *, unguarded: bool) -> bool:
+        """Report an exception that ends this worker.
+
+        :param error: the exception
+        :param time: when, by a clock that all processes share
+        :param unguarded: the main script starts processes when it is imported
+        :return: whether the report has arrived
+        """
+        try:
+            raised = Raised(
+                _summary(error), _formatted(error), _pickled(error), time, isinstance(error, SystemExit), unguarded
+            )
+            payload = pickle.dumps(asdict(raised))
+            rest = memoryview(_MARK + _LENGTH.pack(len(payload)) + payload)
+            while rest:
+                rest = rest[os.write(self.fd, rest) :]
+        except Exception:  # no memory, no space: the caller has other ways to tell
+            return False
+        return True
+
+
+def _everything(fd: int) -> bytes:
+    return os.pread(fd, os.fstat(fd).st_size, 0)
+
+
+def _parse(data: bytes) -> Contents:
+    (stage,) = _STAGE.unpack_from(data)
+    (length,) = _LENGTH.unpack_from(data, _NOTES_AT)
+    notes = json.loads(data[_NOTES_FROM : _NOTES_FROM + length]) if length else {}
+    text, raised = _split(data[_PAGE:])
+    return Contents(Stage(stage), notes, raised, text)
+
+
+def _shortened(notes: dict[str, Any]) -> bytes:
+    data, kept = b"{}", {}
+    for name, value in notes.items():
+        kept[name] = _cut(str(value), 100)
+        longer = _encode(kept).encode()
+        if len(longer) > _NOTES_LIMIT:
+            break
+        data = longer
+    return data
+
+
+def _unnamed_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("rl_ext_core-report")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _split(data: bytes) -> tuple[str, Raised | None]:
+    """Part faulthandler's text from the first record; one that was cut short by the worker's death is none."""
+    text, mark, rest = data.partition(_MARK)
+    raised = None
+    if mark and len(rest) >= _LENGTH.size:
+        (length,) = _LENGTH.unpack_from(rest)
+        payload = rest[_LENGTH.size : _LENGTH.size + length]
+        if len(payload) == length:
+            raised = Raised(**pickle.loads(payload))
+            text += rest[_LENGTH.size + length :].split(_MARK)[0]
+    return _cut(text.decode(errors="replace"), _TEXT_LIMIT), raised
+
+
+def _summary(error: BaseException) -> str:
+    try:
+        text = repr(error)
+    except Exception as second:
+        text = f"{type(error).__name__}(<its repr raises {type(second).__name__}>)"
+    return _cut(" ".join(text.split()), _SUMMARY_LIMIT)
+
+
+def _formatted(error: BaseException) -> str:
+    where: TracebackType | None = error.__traceback__
+    while where is not None and where.tb_next is not None and where.tb_frame.f_code.co_filename.endswith(_OUR_FILES):
+        where = where.tb_next
+    try:
+        text = "".join(traceback.format_exception(type(error), error, where))
+    except Exception as second:  # an exception's own __str__ may raise
+        text = "".join(traceback.format_tb(where))
+        text += f"{type(error).__name__}: <formatting it raises {type(second).__name__}>\n"
+    return _cut(text, _TEXT_LIMIT)
+
+
+def _cut(text: str, limit: int) -> str:
+    """Keep both ends of a long text: where it starts, and what it comes to."""
+    if len(text) <= limit:
+        return text
+    head = limit // 4
+    return f"{text[:head]} [... {len(text) - limit} characters cut ...] {text[-(limit - head) :]}"
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    sink = _BoundedSink()
+    try:
+        pickle.Pickler(sink).dump(error)
+    except Exception:  # whatever the exception's own code raises; its text still goes
+        return None
+    return sink.getvalue()
+
+
+class _BoundedSink(io.BytesIO):
+    """Refuses more than a limit, so that an exception that holds an environment does not fill the memory."""
+
+    def write(self, data: Any, /) -> int:
+        if self.tell() + len(data) > _PICKLE_LIMIT:
+            raise OverflowError("too large to report")
+        return super().write(data)
+
+
+class _LoadedOnly(pickle.Unpickler):
+    """Finds classes in loaded modules only: a dead worker's error must not import a simulator into the parent.
+
+    Code that can name the class of an exception, to catch it, has imported its module.
+    """
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        if module not in sys.modules:
+            raise pickle.UnpicklingError(f"{module} is not loaded")
+        return super().find_class(module, name)

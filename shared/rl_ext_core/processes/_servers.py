@@ -1,0 +1,197 @@
+"""Fork servers of our own, one for each set of preloaded modules and of variables that these read at import.
+
+multiprocessing has one fork server per process: what it preloads is fixed by whoever starts it first, and it keeps the
+environment of that moment. These are instances of the same class, so that what changes between Python versions (3.14
+has client and server prove to each other that they know a key) is on both sides the standard library's.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from multiprocessing import resource_tracker, util
+from multiprocessing.forkserver import ForkServer, read_signed
+from typing import Any
+
+from rl_ext_core.errors import WorkerError
+
+__all__ = ["connect", "interrupts_held", "stop_servers"]
+
+_Key = tuple[tuple[str, ...], tuple[tuple[str, str | None], ...]]
+
+# After the children were joined, before multiprocessing removes the folder of the servers' sockets (-100).
+_EXIT_PRIORITY = -50
+_DIED = (ChildProcessError, ConnectionError, EOFError, FileNotFoundError)
+
+_servers: dict[_Key, ForkServer] = {}
+_served: set[_Key] = set()
+_lock = threading.Lock()
+_at_exit: util.Finalize | None = None
+
+
+class _Program(list[str]):
+    """A list of modules to preload that is empty, and whose ``repr`` is an expression that first runs a program.
+
+    multiprocessing writes the ``repr`` into the command line of the server. Names of modules alone would not do: the
+    server needs its environment and, where this package is not installed, ``sys.path`` before it imports anything.
+    """
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self._source = source
+
+    def __repr__(self) -> str:
+        return f"(exec({self._source!r}), [])[1]"
+
+
+def connect(
+    preload: Sequence[str],
+    variables: Mapping[str, str | None],
+    sys_path: Sequence[str],
+    fds: Sequence[int],
+    accept: Callable[[int, int, int], None],
+) -> None:
+    """Have a fork server start a process; start the server if there is none.
+
+    :param preload: modules that the server has imported
+    :param variables: what they read at import; None is unset
+    :param sys_path: where the server looks for them
+    :param fds: descriptors for the new process
+    :param accept: called with descriptors to read its exit code from and to write its pickle to, and its id
+    :raises WorkerError: the server dies whenever it is started
+    """
+    key = (tuple(preload), tuple(variables.items()))
+    for last_try in (False, True):
+        server = _running(key, sys_path)
+        try:
+            # It answers at once when it has answered before; a worker that nobody talks to would complain.
+            with interrupts_held() if key in _served else nullcontext():
+                accept(*_ask(server, fds))
+        except _DIED as error:
+            code = _stop(_take(key))
+            if last_try:
+                raise WorkerError(
+                    f"the fork server of the workers ended with exit code {code} while it imported {list(preload)}: "
+                    "leave out of preload what cannot be imported, or write preload=()",
+                    kind="start",
+                    exitcode=code,
+                ) from error
+        except BaseException:
+            if key not in _served:
+                # Interrupted while it imports, after which it would start that worker.
+                _stop(_take(key))
+            raise
+        else:
+            _served.add(key)
+            return
+
+
+def _take(key: _Key) -> ForkServer | None:
+    with _lock:
+        _served.discard(key)
+        return _servers.pop(key, None)
+
+
+def _ask(server: ForkServer, fds: Sequence[int]) -> tuple[int, int, int]:
+    status, data = server.connect_to_new_process(fds)
+    try:
+        return status, data, read_signed(status)
+    except BaseException:
+        os.close(status)
+        os.close(data)
+        raise
+
+
+def _running(key: _Key, sys_path: Sequence[str]) -> Any:
+    global _at_exit
+    with _lock:
+        if _at_exit is None:
+            _at_exit = util.Finalize(None, stop_servers, exitpriority=_EXIT_PRIORITY)
+        server = _servers.get(key)
+        if server is None or _has_died(server):
+            _stop(server)
+            _served.discard(key)
+            server = _servers[key] = ForkServer()
+            preload, variables = key
+            server.set_forkserver_preload(
+                _Program(
+                    f"import sys\nsys.path[:] = {[str(path) for path in sys_path]!r}\n"
+                    "from rl_ext_core.processes import _preload\n"
+                    f"_preload.run({list(preload)!r}, {dict(variables)!r})"
+                )
+            )
+        resource_tracker.ensure_running()
+        with interrupts_held():
+            server.ensure_running()
+        return server
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Hold Ctrl-C back from what is started meanwhile, until it has said what to do with it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def stop_servers() -> None:
+    """End all servers; the next process that needs one starts a new one.
+
+    Workers that come from them go on, but what their exit codes are is not known any more.
+    """
+    global _at_exit
+    with _lock:
+        while _servers:
+            _stop(_servers.popitem()[1])
+        _served.clear()
+        if _at_exit is not None:
+            _at_exit.cancel()
+            _at_exit = None
+
+
+def _has_died(server: Any) -> bool:
+    try:
+        return server._forkserver_pid is not None and os.waitpid(server._forkserver_pid, os.WNOHANG)[0] != 0
+    except ChildProcessError:  # somebody else has waited for it
+        return True
+
+
+def _stop(server: Any) -> int | None:
+    if server is None or server._forkserver_pid is None:
+        return None
+    code = None
+    with suppress(ChildProcessError):
+        # Somebody else has waited for it where this is raised: the number may be another process's by now.
+        pid, status = os.waitpid(server._forkserver_pid, os.WNOHANG)
+        if not pid:
+            # Closing the pipe that it listens to would not do: its workers hold it too, and what they have forked.
+            os.kill(server._forkserver_pid, signal.SIGKILL)
+            _, status = os.waitpid(server._forkserver_pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+    os.close(server._forkserver_alive_fd)
+    if not util.is_abstract_socket_namespace(server._forkserver_address):
+        with suppress(FileNotFoundError):
+            os.unlink(server._forkserver_address)
+    server._forkserver_pid = None
+    return code
+
+
+def _forget() -> None:
+    """In a forked child: the servers are the parent's, and must end with it even if this child lives on."""
+    global _lock, _at_exit
+    _lock = threading.Lock()
+    _at_exit = None
+    servers: list[Any] = list(_servers.values())
+    for server in servers:
+        if server._forkserver_alive_fd is not None:
+            os.close(server._forkserver_alive_fd)
+    _servers.clear()
+    _served.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

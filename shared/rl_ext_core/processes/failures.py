@@ -1,0 +1,177 @@
+"""Why a worker failed, as data and as the text that users read."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from textwrap import indent
+from typing import Any
+
+from rl_ext_core.errors import WorkerError
+from rl_ext_core.processes._report import Contents, Raised, Stage
+from rl_ext_core.processes._stacks import without_our_frames
+
+__all__ = ["Failure", "Seat", "ended", "timed_out"]
+
+_GUARD = """\
+Each worker imports the main script, to find the functions that it defines, and this script starts workers when it is
+imported. Write what starts them under a guard:
+
+    def main():
+        ...  # the script as it is, but for imports, classes and functions
+
+    if __name__ == "__main__":
+        main()
+"""
+_HINTS = {
+    "SIGKILL": "The kernel's out-of-memory killer sends it: see dmesg, and free -h; fewer workers need less memory.",
+    "SIGTERM": "Another process has sent it: a job scheduler, a supervisor, or a call of terminate().",
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first failure of a group of workers.
+
+    :ivar worker: its number in the group
+    :ivar kind: "exception", "signal", "exit" or "timeout", and "start" if its function had not begun
+    :ivar phase: what it was at: by its own note, else what the parent waited for
+    :ivar summary: all of it in one line
+    :ivar traceback: where it was, as the worker saw it; may be empty
+    :ivar exception: what it raised, if that can be rebuilt here
+    :ivar exitcode: of the process, negative for signals; None if it was still running
+    :ivar seed: of the worker's environments
+    :ivar notes: the worker's last ones, see :func:`note`
+    """
+
+    worker: int
+    kind: str
+    phase: str | None
+    summary: str
+    traceback: str = ""
+    exception: BaseException | None = None
+    exitcode: int | None = None
+    seed: int | None = None
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+    def error(self) -> WorkerError:
+        """Make the exception to raise, ``from`` :attr:`exception`."""
+        text = self.summary + ("\n" + indent(self.traceback.rstrip("\n"), "    ") if self.traceback else "")
+        return WorkerError(
+            text,
+            worker=self.worker,
+            kind=self.kind,
+            phase=self.phase,
+            seed=self.seed,
+            exitcode=self.exitcode,
+            traceback=self.traceback,
+            notes=self.notes,
+        )
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Whose failure it is.
+
+    :ivar worker: its number
+    :ivar count: how many there are
+    :ivar label: what a worker is called
+    :ivar seed: of its environments
+    :ivar phase: what the parent waits for
+    """
+
+    worker: int
+    count: int
+    label: str
+    seed: int | None
+    phase: str | None
+
+    def failure(self, kind: str, contents: Contents, what: str, rest: str = "", **more: Any) -> Failure:
+        """Describe a failure.
+
+        :param kind: see :class:`Failure`
+        :param contents: of the worker's report
+        :param what: the worker did, as a sentence without its subject
+        :param rest: of the sentence, after what the worker was at
+        :param more: other attributes of the failure
+        :return: the failure
+        """
+        notes = dict(contents.notes)
+        seed, phase = notes.get("seed", self.seed), notes.get("phase") or self.phase
+        known = {"seed": seed, **{name: value for name, value in notes.items() if name not in ("seed", "phase")}}
+        details = ", ".join(f"{name} {value}" for name, value in known.items() if value is not None)
+        who = f"{self.label} {self.worker} of {self.count}" + (f" ({details})" if details else "")
+        when = f" in {phase}" if phase and kind != "start" else ""
+        return Failure(self.worker, kind, phase, f"{who} {what}{when}{rest}", seed=seed, notes=notes, **more)
+
+
+def ended(seat: Seat, contents: Contents, exitcode: int | None, *, lost: bool) -> Failure:
+    """Describe the failure of a worker that has ended.
+
+    :param seat: whose failure it is
+    :param contents: of its report
+    :param exitcode: of the process
+    :param lost: its fork server died, and the exit code with it
+    :return: the failure
+    """
+    started = contents.stage is Stage.RUNNING
+    while_it = {
+        Stage.LAUNCHED: " before it ran anything of yours",
+        Stage.IMPORTING: " while it imported the main script",
+        Stage.UNPICKLING: " while it unpickled its function and arguments",
+        Stage.RUNNING: "",
+    }[contents.stage]
+    if contents.raised is not None:
+        kind = "exception" if started else "start"
+        return _raised(seat, contents, contents.raised, kind, while_it, exitcode)
+    if lost:
+        what, kind = f"is lost{while_it}", "signal"
+        rest = ": the fork server that started it has died, and so it was ended too"
+    elif exitcode is not None and exitcode < 0:
+        name = _signal_name(-exitcode)
+        what, kind = f"was killed by {name}{while_it}", "signal"
+        rest = "; its last Python frames:" if contents.text else f". {_HINTS[name]}" if name in _HINTS else ""
+    else:
+        what, kind = f"ended with exit code {exitcode}{while_it}", "exit"
+        rest = ": its function returned, or something called os._exit" if started else "; see what it has printed"
+    kind = kind if started else "start"
+    return seat.failure(kind, contents, what, rest, traceback=without_our_frames(contents.text), exitcode=exitcode)
+
+
+def _raised(seat: Seat, contents: Contents, raised: Raised, kind: str, while_it: str, exitcode: int | None) -> Failure:
+    more: dict[str, Any] = {"exitcode": exitcode, "traceback": raised.traceback}
+    if raised.unguarded:
+        return seat.failure("start", contents, "cannot start", f". {_GUARD}", **more)
+    what = f"raised {raised.summary}{while_it}"
+    if raised.exits:
+        what, kind = f"exited by {raised.summary}{while_it}", "exit" if kind == "exception" else kind
+    return seat.failure(kind, contents, what, ":", exception=raised.exception(), **more)
+
+
+def timed_out(seat: Seat, contents: Contents, seconds: float, stack: str, others: Sequence[int] | None) -> Failure:
+    """Describe the failure of a worker that does not answer.
+
+    :param seat: whose failure it is
+    :param contents: of its report
+    :param seconds: how long the parent has waited
+    :param stack: what the worker was at when it was asked; empty if it does not even react to signals
+    :param others: numbers of more workers that do not answer; None if all of them, and this one, wait for a command
+    :return: the failure
+    """
+    nor = f" (nor did {', '.join(map(str, others))})" if others else ""
+    rest = f"{nor}; it is in:"
+    if others is None:
+        rest = f", but no {seat.label} hangs: all wait for a command, so the time went by in the parent; it is in:"
+    if not stack:
+        rest = f"{nor}; it does not even react to signals" if contents.stage else f"{nor}; it is still being started"
+    return seat.failure(
+        "timeout", contents, f"did not answer within {seconds:g} s", rest, traceback=without_our_frames(stack)
+    )
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

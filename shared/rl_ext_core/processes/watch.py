@@ -1,0 +1,299 @@
+"""The parent's side: waiting for workers beside the main thread, and saying what they died of."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing import connection, util
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, WorkerError
+from rl_ext_core.processes._popen import WorkerPopen
+from rl_ext_core.processes._report import Contents, Stage
+from rl_ext_core.processes._stacks import is_idle, main_stack
+from rl_ext_core.processes.contexts import Worker
+from rl_ext_core.processes.failures import Failure, Seat, ended, timed_out
+
+__all__ = ["Watch"]
+
+_log = logging.getLogger("rl_ext_core.processes")
+
+# How long the death of a worker may take to reach the watching thread, once the main thread has seen its pipe closed.
+_PATIENCE_S = 0.5
+_REAP_S = 2.0
+_STACKS_S = 0.5
+_JOIN_S = 5.0
+_LONGEST_TICK_S = 0.25
+# Errors by which a dead worker shows in the parent. Others are the parent's own, and are not held up.
+_OF_DEATHS = (EOFError, OSError, RuntimeError)
+# Before multiprocessing joins its children, which would wait for them forever.
+_EXIT_PRIORITY = 100
+
+
+class Watch:
+    """Waits for workers beside the main thread, and raises what they died of where the main thread uses them.
+
+    When one of them ends before :meth:`closing` was called, or with an exit code other than 0 after it, that is the
+    failure: the others are killed, so that no call that waits for them waits any longer. It has one thread, which
+    starts with it: make it when all workers have started, because forking with threads is unsafe.
+
+    A Watch that is open when the interpreter exits kills its workers, which would be waited for otherwise.
+
+    :param processes: started ones, of a context of :func:`get_context`
+    :param seeds: of the workers' environments, for the message
+    :param on_failure: called in the watching thread when the workers were killed, to wake who waits for them by other
+        means than a pipe
+    :param label: what a worker is called in messages
+    :param idle_in: which workers wait for a command and do not hang: parts of the line that faulthandler writes for
+        the frame that waits, such as a function's name
+    :raises InvalidTypeError: a process comes from elsewhere
+    :raises InvalidArgumentError: one has not started, or there are too few seeds
+
+    :ivar failure: the first one; None while there is none
+    """
+
+    def __init__(
+        self,
+        processes: Sequence[BaseProcess],
+        *,
+        seeds: Sequence[int] | None = None,
+        on_failure: Callable[[], None] | None = None,
+        label: str = "worker",
+        idle_in: Sequence[str] = ("/multiprocessing/connection.py",),
+    ) -> None:
+        self.failure: Failure | None = None
+        self._popens = [_popen_of(process) for process in processes]
+        self._processes = tuple(processes)
+        if seeds is not None and len(seeds) != len(processes):
+            raise InvalidArgumentError(
+                f"there are {len(seeds)} seeds for {len(processes)} processes; write one for each, or seeds=None"
+            )
+        self._seeds, self._on_failure, self._label, self._idle_in = seeds, on_failure, label, tuple(idle_in)
+        self._running: _Operation | None = None
+        self._tick: float | None = None
+        self._closing = self._stopping = False
+        self._owner = os.getpid()
+        for popen in self._popens:
+            popen.report.taken = True
+        self._reaped = threading.Event()
+        self._wake_r, self._wake_w = os.pipe()
+        self._at_exit = util.Finalize(None, self._end_at_exit, exitpriority=_EXIT_PRIORITY)
+        self._thread = threading.Thread(target=self._watch, name="rl_ext_core-watch", daemon=True)
+        self._thread.start()
+
+    def operation(self, name: str, timeout: float | None = None) -> _Operation:
+        """Say what the main thread waits for, in a ``with`` statement around the call that waits.
+
+        When the body raises and a worker has failed, that is raised instead; when one had failed before, the body is
+        not begun. ``KeyboardInterrupt`` and its like pass. Within another operation it does nothing.
+
+        :param name: of the operation, for the message: "step"
+        :param timeout: seconds after which the workers are asked where they are, and killed
+        :return: the context manager
+        :raises WorkerError: a worker has failed
+        """
+        return _Operation(self, name, timeout)
+
+    def closing(self) -> None:
+        """Expect the workers to end from now on, with exit code 0."""
+        self._closing = True
+
+    def kill(self) -> None:
+        """Kill the workers that live and wait for them, for two seconds at most; nothing is a failure any more."""
+        if os.getpid() != self._owner:
+            return
+        self._closing = self._stopping = True
+        self._kill_and_reap()
+
+    def stop(self) -> None:
+        """End the thread and close the descriptors; the workers that live go on, unwatched."""
+        if os.getpid() != self._owner or self._wake_w < 0:
+            return
+        self._stopping = True
+        self._wake()
+        # on_failure may be at work there, or may have called this.
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_JOIN_S)
+        self._at_exit.cancel()
+        wake_r, wake_w, self._wake_r, self._wake_w = self._wake_r, self._wake_w, -1, -1
+        os.close(wake_r)
+        os.close(wake_w)
+        for popen in self._popens:
+            # Nobody is left to say it: it is printed, as multiprocessing would.
+            popen.report.taken = popen.returncode is not None
+
+    def _end_at_exit(self) -> None:
+        self.kill()
+        # Later, when objects are deleted, the thread does not run any more and cannot be joined.
+        self.stop()
+
+    def _wake(self) -> None:
+        os.write(self._wake_w, b"\0")
+
+    def _watch(self) -> None:
+        handles = {popen.death_handle(): worker for worker, popen in enumerate(self._popens)}
+        waiting = dict(handles)
+        try:
+            while waiting and not self._stopping and self.failure is None:
+                ready = connection.wait([*waiting, self._wake_r], self._tick)
+                if self._wake_r in ready:
+                    os.read(self._wake_r, 1000)
+                dead = [waiting.pop(handle) for handle in ready if isinstance(handle, int) and handle in waiting]
+                if not self._stopping:
+                    self._find_ended(dead)
+                    self._find_hanging()
+        finally:
+            for handle, worker in handles.items():
+                if handle != self._popens[worker].sentinel:
+                    os.close(handle)
+
+    def _find_ended(self, dead: Sequence[int]) -> None:
+        unexpected = [worker for worker in dead if not (self._closing and self._popens[worker].final_exitcode() == 0)]
+        if not unexpected:
+            return
+        contents = {worker: self._popens[worker].report.read() for worker in unexpected}
+        worker = min(unexpected, key=lambda worker: (*_rank(contents[worker], self._popens[worker]), worker))
+        popen = self._popens[worker]
+        self._fail(ended(self._seat(worker), contents[worker], popen.final_exitcode(), lost=popen.lost))
+
+    def _find_hanging(self) -> None:
+        operation = self._running
+        if operation is None or operation.deadline is None or time.monotonic() < operation.deadline:
+            return
+        stacks = self._ask_for_stacks()
+        if self._running is not operation or not stacks:
+            return  # it was late, and has ended meanwhile
+        busy = [worker for worker, stack in stacks.items() if not is_idle(main_stack(stack), self._idle_in)]
+        worker, *others = busy or stacks
+        seat, contents = self._seat(worker), self._popens[worker].report.read()
+        seconds = operation.timeout or 0.0
+        self._fail(timed_out(seat, contents, seconds, stacks[worker], others if busy else None))
+
+    def _ask_for_stacks(self) -> dict[int, str]:
+        """Have the workers write where they are, and read it when all have done so or some will not."""
+        sizes = {}
+        asked = []
+        for worker, popen in enumerate(self._popens):
+            if popen.poll() is None:
+                sizes[worker] = popen.report.size()
+                # One that has only just been launched would die of the signal.
+                if popen.report.stage() > Stage.LAUNCHED:
+                    popen._send_signal(signal.SIGUSR1)  # type: ignore[attr-defined]
+                    asked.append(worker)
+        before: dict[int, int] = {}
+        end = time.monotonic() + _STACKS_S
+        while time.monotonic() < end:
+            time.sleep(0.02)
+            now = {worker: self._popens[worker].report.size() for worker in asked}
+            if now == before and all(size > sizes[worker] for worker, size in now.items()):
+                break
+            before = now
+        return {worker: self._popens[worker].report.text(since) for worker, since in sizes.items()}
+
+    def _fail(self, failure: Failure) -> None:
+        self.failure = failure
+        self._kill_and_reap()
+        self._reaped.set()
+        if self._on_failure is not None:
+            try:
+                self._on_failure()
+            except Exception:
+                _log.exception("on_failure of the watch over %ss raised", self._label)
+
+    def _kill_and_reap(self) -> None:
+        for popen in self._popens:
+            popen.kill()
+        end = time.monotonic() + _REAP_S
+        pause = 0.001
+        # Asking drops a process from multiprocessing's list as well; its sentinel may be held open by grandchildren.
+        while [process for process in self._processes if _is_alive(process)] and time.monotonic() < end:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+
+    def _seat(self, worker: int) -> Seat:
+        operation = self._running
+        seed = None if self._seeds is None else int(self._seeds[worker])
+        return Seat(worker, len(self._popens), self._label, seed, operation.name if operation else None)
+
+    def _expect_within(self, timeout: float) -> None:
+        """Look at the clock often enough for a time limit; costs something the first time only."""
+        tick = min(timeout / 10, _LONGEST_TICK_S)
+        if self._tick is None or tick < self._tick:
+            self._tick = tick
+            if self._wake_w >= 0:
+                self._wake()
+
+    def _explain(self, error: Exception) -> None:
+        if isinstance(error, WorkerError):
+            return
+        if self.failure is None and self._thread.is_alive() and isinstance(error, _OF_DEATHS):
+            self._reaped.wait(_PATIENCE_S)
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self.failure is not None:
+            # Whoever catches the error finds no worker alive.
+            self._reaped.wait(_REAP_S)
+            raise self.failure.error() from self.failure.exception
+
+
+class _Operation:
+    __slots__ = ("_watch", "deadline", "name", "timeout")
+
+    def __init__(self, watch: Watch, name: str, timeout: float | None) -> None:
+        self._watch = watch
+        self.name = name
+        self.timeout = timeout
+        self.deadline: float | None = None
+
+    def __enter__(self) -> None:
+        watch = self._watch
+        if watch.failure is not None:
+            watch._raise_failure()
+        if watch._running is None:
+            if self.timeout is not None:
+                self.deadline = time.monotonic() + self.timeout
+                watch._expect_within(self.timeout)
+            watch._running = self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        watch = self._watch
+        if watch._running is not self:
+            return
+        try:
+            if isinstance(error, Exception):
+                watch._explain(error)
+        finally:
+            watch._running = None
+
+
+def _popen_of(process: BaseProcess) -> WorkerPopen:
+    if not isinstance(process, Worker):
+        raise InvalidTypeError(
+            f"{process!r} is no worker of this package: it does not report. Make it by "
+            "rl_ext_core.processes.get_context().Process(target=...)"
+        )
+    if process.popen is None:
+        raise InvalidArgumentError(f"{process!r} has not started; call its start() before Watch(...)")
+    return process.popen
+
+
+def _rank(contents: Contents, popen: WorkerPopen) -> tuple[int, float]:
+    """Order deaths that are found together: crashes are nobody's consequence, being terminated usually is."""
+    if contents.raised is not None:
+        return 1, contents.raised.time
+    return (2 if popen.final_exitcode() in (0, -signal.SIGTERM) else 0), 0.0
+
+
+def _is_alive(process: BaseProcess) -> bool:
+    try:
+        return process.is_alive()
+    except ValueError:  # closed, and so dead
+        return False

@@ -1,0 +1,85 @@
+"""What this process may use: processor cores and memory, with the limits of its control groups."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["available_memory", "private_memory", "usable_cores"]
+
+_ROOT = Path("/")
+
+
+def usable_cores() -> int:
+    """Count the cores that this process may run on: its affinity, and the quotas of its control groups.
+
+    :return: at least 1
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    for group in _groups("cpu"):
+        quota, period = _either(group, "cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")
+        if quota.isdigit() and period.isdigit():
+            cores = min(cores, math.ceil(int(quota) / int(period)))
+    return max(cores, 1)
+
+
+def available_memory() -> int | None:
+    """Give the bytes that can still be used: the machine's, and those up to the limits of the control groups.
+
+    :return: bytes; None where the system does not say
+    """
+    sizes = [_field(_ROOT / "proc/meminfo", "MemAvailable:", 1024)]
+    for group in _groups("memory"):
+        limit = _either(group, "memory.max", "memory.limit_in_bytes")[0]
+        used = _either(group, "memory.current", "memory.usage_in_bytes")[0]
+        if limit.isdigit() and used.isdigit():
+            # What the page cache holds counts as used there, and is given up on demand.
+            names = "total_inactive_file", "inactive_file"
+            cached = next(filter(None, (_field(group / "memory.stat", name) for name in names)), 0)
+            sizes.append(max(int(limit) - int(used) + cached, 0))
+    return min((size for size in sizes if size is not None), default=None)
+
+
+def private_memory(pid: int | str = "self") -> int | None:
+    """Give the bytes that a process shares with no other: what ends with it.
+
+    :param pid: of the process
+    :return: bytes; None where the system does not say
+    """
+    rollup = _ROOT / f"proc/{pid}/smaps_rollup"
+    parts = [_field(rollup, name, 1024) for name in ("Private_Clean:", "Private_Dirty:")]
+    return None if None in parts else sum(part or 0 for part in parts)
+
+
+def _groups(controller: str) -> Iterator[Path]:
+    """Give the folders of this process's control groups, from its own to the outermost that is to be seen."""
+    for line in _read(_ROOT / "proc/self/cgroup").splitlines():
+        # Version 2 has one hierarchy and names no controller, version 1 has one for each.
+        _, names, path = line.split(":", 2)
+        if not names or controller in names.split(","):
+            mount = _ROOT / "sys/fs/cgroup" / (controller if names else "")
+            own = mount / path.lstrip("/")
+            yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(mount))
+
+
+def _either(group: Path, name: str, *older: str) -> list[str]:
+    """Read a file of version 2, or those that hold the same in version 1; what is not there is empty."""
+    words = _read(group / name).split() or [_read(group / file).strip() for file in older]
+    return words if len(words) >= len(older) else [""] * len(older)
+
+
+def _field(path: Path, name: str, unit: int = 1) -> int | None:
+    for line in _read(path).splitlines():
+        words = line.split()
+        if len(words) > 1 and words[0] == name:
+            return int(words[1]) * unit
+    return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except OSError:
+        return ""

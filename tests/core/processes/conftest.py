@@ -1,0 +1,20 @@
+"""Ends the fork servers that these tests start; otherwise they are kept until the interpreter exits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from rl_ext_core.processes._servers import stop_servers
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_servers_left() -> Iterator[None]:
+    yield
+    stop_servers()
+
+
+@pytest.fixture(params=["fork", "spawn", "forkserver"])
+def method(request: pytest.FixtureRequest) -> str:
+    return str(request.param)

@@ -1,0 +1,63 @@
+"""A group of workers with a pipe each, as the vectorised environments start them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+from rl_ext_core.processes import Watch, get_context
+from rl_ext_core.processes.contexts import Worker
+from tests.core.processes import targets
+
+# Generous: the machine may be busy.
+LIMIT_S = 20
+
+
+class Group:
+    def __init__(self, workers: list[Worker], pipes: list[Connection], watch: Watch) -> None:
+        self.workers, self.pipes, self.watch = workers, pipes, watch
+
+    def ask(self, worker: int, command: str) -> Any:
+        self.pipes[worker].send(command)
+        if not self.pipes[worker].poll(LIMIT_S):
+            raise TimeoutError(command)
+        return self.pipes[worker].recv()
+
+    def close(self) -> None:
+        self.watch.closing()
+        for pipe in self.pipes:
+            pipe.send("close")
+        for worker in self.workers:
+            worker.join(LIMIT_S)
+
+
+@contextmanager
+def group(
+    method: str, count: int = 3, *, arguments: tuple[Any, ...] = (), watch: dict[str, Any] | None = None, **options: Any
+) -> Iterator[Group]:
+    context = get_context(method, **options)
+    workers, pipes = [], []
+    try:
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            worker = context.Process(target=targets.serve, args=(theirs, *arguments))
+            workers.append(worker)
+            pipes.append(ours)
+            worker.start()
+            theirs.close()
+        watching = Watch(workers, **(watch or {}))
+    except BaseException:
+        for worker in workers:
+            if worker.popen is not None:
+                worker.kill()
+                worker.join()
+        raise
+    try:
+        yield Group(workers, pipes, watching)
+    finally:
+        watching.kill()
+        watching.stop()
+        for pipe in pipes:
+            pipe.close()

@@ -1,0 +1,231 @@
+"""What workers run in these tests. Each waits for a command first, so that the parent says when it fails."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+from rl_ext_core.processes import note
+
+
+class NeedsArgumentsError(Exception):
+    """Pickles, and does not unpickle: its constructor wants what ``args`` does not hold."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+class UnpicklableError(Exception):
+    def __reduce__(self) -> Any:
+        raise TypeError("never")
+
+
+class RaisesWhenUnpickledError(Exception):
+    def __reduce__(self) -> Any:
+        return raise_runtime_error, ()
+
+
+class HostileError(Exception):
+    def __repr__(self) -> str:
+        raise ValueError("no repr")
+
+    __str__ = __repr__
+
+
+class Unloadable:
+    """An argument that cannot be unpickled in the worker."""
+
+    def __reduce__(self) -> Any:
+        return raise_runtime_error, ()
+
+
+def raise_runtime_error() -> None:
+    raise RuntimeError("this does not unpickle")
+
+
+def serve(pipe: Connection, what: str = "", *rest: Any) -> None:
+    """Answer each command, doing what the command names."""
+    note(**({"environment": 3} if what == "notes" else {}))
+    while True:
+        command = pipe.recv()
+        if command == "close":
+            return
+        pipe.send(ACTIONS[command]())
+
+
+def recurse() -> None:
+    recurse()
+
+
+def raise_bad_level() -> None:
+    raise ValueError("bad level")
+
+
+def raise_from_cause() -> None:
+    try:
+        raise KeyError("inner")
+    except KeyError as error:
+        raise ValueError("outer") from error
+
+
+def raise_needs_arguments() -> None:
+    raise NeedsArgumentsError("one", "two")
+
+
+def raise_unpicklable() -> None:
+    raise UnpicklableError("lock inside")
+
+
+def raise_when_unpickled() -> None:
+    raise RaisesWhenUnpickledError("a trap")
+
+
+def raise_hostile() -> None:
+    raise HostileError
+
+
+def raise_memory_error() -> None:
+    raise MemoryError("too small")
+
+
+def raise_huge() -> None:
+    raise ValueError("start " + "x" * 1_000_000 + " end")
+
+
+def raise_holding_much() -> None:
+    raise ValueError(b"x" * 5_000_000)
+
+
+def raise_while_a_thread_runs() -> None:
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    raise ValueError("with a thread")
+
+
+def raise_interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def exit_3() -> None:
+    sys.exit(3)
+
+
+def exit_text() -> None:
+    sys.exit("giving up")
+
+
+def os_exit() -> None:
+    os._exit(0)
+
+
+def segfault() -> None:
+    ctypes.string_at(0)
+
+
+def abort() -> None:
+    os.abort()
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def kill_beside_a_grandchild() -> None:
+    """Die while a forked child, which holds all descriptors, lives on."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    note(grandchild=child)
+    kill()
+
+
+def kill_after_a_grandchild_raised() -> None:
+    child = os.fork()
+    if child == 0:
+        os.close(2)
+        raise ValueError("the grandchild's")
+    os.waitpid(child, 0)
+    kill()
+
+
+def kill_after_a_grandchild_crashed() -> None:
+    child = os.fork()
+    if child == 0:
+        os.close(2)
+        segfault()
+    os.waitpid(child, 0)
+    kill()
+
+
+def noted_kill() -> None:
+    note(seed=17, phase="reset", many=[1, 2])
+    kill()
+
+
+def hang() -> None:
+    time.sleep(60)
+
+
+def wait_for_a_simulator() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    ours.recv()
+    theirs.close()
+
+
+def hang_in_c() -> None:
+    """Wait for oneself, without giving the interpreter back and whatever signals come."""
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def is_frozen() -> bool:
+    return gc.get_freeze_count() > 1000
+
+
+def environment() -> dict[str, str]:
+    return dict(os.environ)
+
+
+def modules() -> list[str]:
+    return list(sys.modules)
+
+
+def ignores_interrupts() -> bool:
+    return signal.getsignal(signal.SIGINT) is signal.SIG_IGN and signal.SIGINT not in signal.pthread_sigmask(
+        signal.SIG_BLOCK, ()
+    )
+
+
+ACTIONS = {name: value for name, value in vars().items() if callable(value)}
+
+
+class Packed:
+    """A function of a notebook, by value."""
+
+    def __init__(self, packed: bytes) -> None:
+        self.packed = packed
+
+    def __call__(self) -> None:
+        pickle.loads(self.packed)()

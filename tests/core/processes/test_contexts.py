@@ -1,0 +1,159 @@
+"""Contexts are multiprocessing's, with workers that carry their environment variables."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
+from rl_ext_core.processes import get_context, registered
+from tests.core.processes import targets
+from tests.core.processes.groups import group
+
+
+def test_it_is_a_context_of_multiprocessing(method: str) -> None:
+    context = get_context(method, label="Env")
+    upstream = multiprocessing.get_context(method)
+    assert isinstance(context, type(upstream))
+    assert context.get_context() is context
+    assert context.get_start_method() == method
+    processes = [context.Process(target=targets.pid) for _ in range(3)]
+    assert all(isinstance(process, upstream.Process) for process in processes)  # type: ignore[attr-defined]
+    assert [process.worker for process in processes] == [0, 1, 2]
+    assert [process.name for process in processes] == ["Env-0", "Env-1", "Env-2"]
+    assert not processes[0].daemon
+    assert context.Process(target=targets.pid, name="mine", daemon=True).daemon
+
+
+def test_multiprocessings_own_tools_run_on_it(method: str) -> None:
+    context = get_context(method)
+    with context.Pool(2) as pool:
+        assert pool.map(abs, [-1, 2]) == [1, 2]
+    with ProcessPoolExecutor(1, mp_context=context) as executor:
+        assert executor.submit(abs, -3).result() == 3
+    flags, event, queue = context.RawArray("b", 2), context.Event(), context.Queue()
+    process = context.Process(target=_use_all, args=(flags,), kwargs={"event": event, "queue": queue})
+    process.start()
+    assert queue.get(timeout=20) == "queued"
+    assert event.wait(20)
+    process.join()
+    assert flags[1] == 7
+    assert process.exitcode == 0
+
+
+def _use_all(flags: list[int], *, event: object, queue: object) -> None:
+    flags[1] = 7
+    event.set()  # type: ignore[attr-defined]
+    queue.put("queued")  # type: ignore[attr-defined]
+
+
+def test_the_default_is_a_fork_server() -> None:
+    assert get_context().get_start_method() == "forkserver"
+
+
+def test_what_cannot_be_used_is_refused_with_the_line_to_write() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"'fork-server' is no way .*Write method=\"forkserver\""):
+        get_context("fork-server")
+    with pytest.raises(InvalidTypeError, match=r"preload='gymnasium' is no list of names; write preload="):
+        get_context(preload="gymnasium")
+    with pytest.raises(InvalidTypeError, match=r"sets 'RANK' to 3; .*Write \{'RANK': '3'\}"):
+        get_context(environs=[{"RANK": 3}])  # type: ignore[dict-item]
+    context = get_context(environs=[{}])
+    context.Process()
+    with pytest.raises(InvalidArgumentError, match=r"variables for 1 workers, and this context makes process number 2"):
+        context.Process()
+
+
+def test_workers_get_the_environment_of_their_start(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STALE", "old")
+    monkeypatch.setenv("GONE", "old")
+    with group(method, 1):  # a fork server of these settings has started now
+        monkeypatch.setenv("STALE", "new")
+        monkeypatch.delenv("GONE")
+        environs: list[dict[str, str | None]] = [{"MINE": "0"}, {"STALE": None, "MINE": "ü"}, {}]
+        with group(method, environs=environs) as workers:
+            seen = [workers.ask(worker, "environment") for worker in range(3)]
+    assert [{name: one.get(name) for name in ("STALE", "GONE", "MINE")} for one in seen] == [
+        {"STALE": "new", "GONE": None, "MINE": "0"},
+        {"STALE": None, "GONE": None, "MINE": "ü"},
+        {"STALE": "new", "GONE": None, "MINE": None},
+    ]
+    assert seen[2] == dict(os.environ)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_variables_are_set_before_the_first_import(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "import os\nSEEN = os.environ.get('DEVICE')\nclass Argument:\n    def check(self): assert SEEN == 'gpu7'\n"
+    (tmp_path / "reads_at_import.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = __import__("reads_at_import")
+    process = get_context(method, environs=[{"DEVICE": "gpu7"}]).Process(target=module.Argument().check)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def test_workers_ignore_interrupts(method: str) -> None:
+    with group(method, 1) as workers:
+        assert workers.ask(0, "ignores_interrupts")
+    assert not targets.ignores_interrupts()
+
+
+def test_a_registered_context_is_found_by_its_name_while_it_is_open(method: str) -> None:
+    context = get_context(method)
+    known = set(multiprocessing.context._concrete_contexts)  # type: ignore[attr-defined]
+    with registered(context) as name, registered(context) as other:
+        assert name not in known
+        assert name != other
+        assert multiprocessing.get_context(name) is context
+    with pytest.raises(ValueError, match="cannot find context"):
+        multiprocessing.get_context(name)
+    assert set(multiprocessing.context._concrete_contexts) == known  # type: ignore[attr-defined]
+
+
+def test_on_start_sees_every_process() -> None:
+    seen: list[BaseProcess] = []
+    with group("fork", on_start=seen.append) as workers:
+        assert seen == workers.workers
+
+
+def test_a_process_whose_start_is_refused_is_killed(method: str) -> None:
+    def refuse(process: BaseProcess) -> None:
+        raise KeyboardInterrupt
+
+    process = get_context(method, on_start=refuse).Process(target=targets.hang)
+    with pytest.raises(KeyboardInterrupt):
+        process.start()
+    assert process.exitcode == -signal.SIGKILL
+
+
+def test_what_cannot_be_pickled_fails_in_the_parent_and_leaves_nothing() -> None:
+    gc.collect()  # what earlier tests have left
+    before = len(os.listdir("/proc/self/fd"))
+    for method in ("spawn", "forkserver"):
+        process = get_context(method).Process(target=lambda: None)
+        with pytest.raises(Exception, match="pickle"):
+            process.start()
+        assert process.exitcode is None
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_subclass_brings_its_own_run(method: str) -> None:
+    process = Mine()
+    process.start()
+    process.join()
+    assert process.exitcode == 5
+
+
+class Mine(get_context("spawn").Process):  # type: ignore[misc]
+    def run(self) -> None:
+        raise SystemExit(5)

@@ -1,0 +1,128 @@
+"""Whatever ends a worker, the parent says what it was."""
+
+from __future__ import annotations
+
+import pickle
+import re
+
+import pytest
+
+from rl_ext_core.errors import WorkerError
+from tests.core.processes import targets
+from tests.core.processes.groups import group
+
+
+def failure_of(method: str, command: str, **options: object) -> WorkerError:
+    with group(method, **options) as workers:  # type: ignore[arg-type]
+        with pytest.raises(WorkerError) as caught, workers.watch.operation("step"):
+            workers.ask(1, command)
+        assert [worker.exitcode is None for worker in workers.workers] == [False] * 3
+        assert workers.watch.failure is not None
+        assert caught.value.exitcode == workers.workers[1].exitcode
+    return caught.value
+
+
+CAUSES = {
+    "raise_bad_level": ("exception", r"raised ValueError\('bad level'\) in step:\n    Traceback"),
+    "raise_from_cause": ("exception", r"raised ValueError\('outer'\) in step:\n(.*\n)*    KeyError: 'inner'\n"),
+    "raise_needs_arguments": ("exception", r"raised NeedsArgumentsError\('one and two'\) in step:\n    Trace"),
+    "raise_unpicklable": ("exception", r"raised UnpicklableError\('lock inside'\) in step:\n    Trace"),
+    "raise_when_unpickled": ("exception", r"raised RaisesWhenUnpickledError\('a trap'\) in step:\n    Trace"),
+    "raise_hostile": ("exception", r"raised HostileError\(<its repr raises ValueError>\) in step:\n    Trace"),
+    "raise_memory_error": ("exception", r"raised MemoryError\('too small'\) in step:"),
+    "raise_interrupt": ("exception", r"raised KeyboardInterrupt\(\) in step:"),
+    "recurse": ("exception", r"raised RecursionError\('maximum recursion depth exceeded.*'\) in step:"),
+    "exit_3": ("exit", r"exited by SystemExit\(3\) in step:\n(.*\n)*.* in exit_3"),
+    "exit_text": ("exit", r"exited by SystemExit\('giving up'\) in step:"),
+    "os_exit": ("exit", r"ended with exit code 0 in step: its function returned, or something called os._exit$"),
+    "segfault": ("signal", r"was killed by SIGSEGV in step; its last Python frames:\n(.*\n)*.* in segfault"),
+    "abort": ("signal", r"was killed by SIGABRT in step; its last Python frames:\n(.*\n)*.* in abort"),
+    "kill": ("signal", r"was killed by SIGKILL in step. The kernel's out-of-memory killer sends it"),
+    "terminate": ("signal", r"was killed by SIGTERM in step. Another process has sent it"),
+}
+
+
+@pytest.mark.parametrize("command", CAUSES)
+def test_the_error_says_why_the_worker_died(method: str, command: str) -> None:
+    error = failure_of(method, command)
+    kind, pattern = CAUSES[command]
+    assert re.match(r"worker 1 of 3 " + pattern, str(error)), str(error)
+    assert (error.worker, error.kind, error.phase) == (1, kind, "step")
+    assert "rl_ext_core/processes/_child.py" not in str(error)
+
+
+def test_the_workers_exception_is_the_cause(method: str) -> None:
+    error = failure_of(method, "raise_bad_level")
+    assert type(error.__cause__) is ValueError
+    assert error.__cause__.args == ("bad level",)
+
+
+@pytest.mark.parametrize("command", ["raise_needs_arguments", "raise_unpicklable", "raise_when_unpickled", "segfault"])
+def test_there_is_no_cause_where_it_cannot_be_rebuilt(command: str) -> None:
+    error = failure_of("forkserver", command)
+    assert error.__cause__ is None
+    assert error.__suppress_context__
+
+
+def test_large_reports_are_cut_and_keep_both_ends(method: str) -> None:
+    error = failure_of(method, "raise_huge")
+    assert len(str(error)) < 250_000
+    assert len(str(error).splitlines()[0]) < 500
+    assert "ValueError: start xxx" in error.traceback
+    assert "characters cut" in error.traceback
+    assert error.traceback.rstrip().endswith("xxx end")
+
+
+def test_an_exception_that_holds_much_is_described_only(method: str) -> None:
+    error = failure_of(method, "raise_holding_much")
+    assert error.__cause__ is None
+    assert "raised ValueError(b'xxx" in str(error)
+
+
+def test_a_running_thread_does_not_keep_a_failed_worker_alive(method: str) -> None:
+    assert "ValueError('with a thread')" in str(failure_of(method, "raise_while_a_thread_runs"))
+
+
+@pytest.mark.parametrize("end", ["crashed", "raised"])
+def test_the_end_of_a_grandchild_is_not_taken_for_the_workers(method: str, end: str) -> None:
+    error = failure_of(method, f"kill_after_a_grandchild_{end}")
+    assert "was killed by SIGKILL in step. The kernel's" in str(error)
+    assert error.traceback == ""
+
+
+def test_notes_and_seeds_are_in_the_message_however_it_died(method: str) -> None:
+    error = failure_of(method, "noted_kill", arguments=("notes",), watch={"seeds": [5, 6, 7], "label": "Env"})
+    assert str(error).startswith("Env 1 of 3 (seed 17, environment 3, many [1, 2]) was killed by SIGKILL in reset. ")
+    assert error.notes == {"environment": 3, "seed": 17, "phase": "reset", "many": [1, 2]}
+    assert (error.seed, error.phase) == (17, "reset")
+    error = failure_of(method, "raise_bad_level", arguments=("notes",), watch={"seeds": [5, 6, 7]})
+    assert str(error).startswith("worker 1 of 3 (seed 6, environment 3) raised ")
+
+
+def test_the_error_pickles() -> None:
+    error = failure_of("fork", "raise_bad_level", watch={"seeds": [5, 6, 7]})
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is WorkerError
+    assert isinstance(copy, RuntimeError)
+    assert str(copy) == str(error)
+    assert vars(copy) == vars(error)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_an_error_while_arguments_are_unpickled_reaches_the_parent(
+    method: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with group(method, arguments=("", targets.Unloadable())) as workers:
+        with pytest.raises(WorkerError) as caught, workers.watch.operation("start"):
+            workers.pipes[1].recv()
+        text = str(caught.value)
+        assert re.match(r"worker \d of 3 raised RuntimeError\('this does not unpickle'\) while it unpickled its", text)
+        assert caught.value.kind == "start"
+        assert isinstance(caught.value.__cause__, RuntimeError)
+    assert capfd.readouterr().err == ""
+
+
+def test_nothing_is_printed_when_the_report_was_taken(method: str, capfd: pytest.CaptureFixture[str]) -> None:
+    for command in ("raise_bad_level", "exit_text", "segfault"):
+        failure_of(method, command)
+    assert capfd.readouterr().err == ""

@@ -1,0 +1,308 @@
+"""Whole programs: their main modules, their deaths, and what is left of their workers."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import dedent, indent
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+LIMIT_S = 30
+
+# {body} runs with `group`, a context manager of three workers by {method}; the guard is left out on request.
+SCRIPT = """
+import os, sys, time
+from tests.core.processes.groups import group
+METHOD = {method!r}
+{top}
+def main():
+{body}
+{guard}main()
+"""
+GUARD = "if __name__ == '__main__': "
+
+
+class Program:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.running: list[subprocess.Popen[str]] = []
+
+    def start(self, method: str, body: str, *, top: str = "", guard: str = GUARD) -> subprocess.Popen[str]:
+        script = self.folder / "train.py"
+        body = indent(dedent(body), "    ")
+        script.write_text(SCRIPT.format(method=method, top=dedent(top), body=body, guard=guard))
+        return self.run([str(script)])
+
+    def run(self, arguments: list[str], **options: object) -> subprocess.Popen[str]:
+        temporary = self.folder / "tmp"
+        temporary.mkdir(exist_ok=True)
+        path = os.pathsep.join([str(ROOT), str(ROOT / "shared")])
+        environ = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"}
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environ,
+            start_new_session=True,
+            **options,  # type: ignore[call-overload]
+        )
+        self.running.append(process)
+        return process
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Iterator[Program]:
+    made = Program(tmp_path)
+    yield made
+    for process in made.running:
+        left = session_of(process.pid)
+        for one in left:
+            one.kill()
+        process.communicate()
+        assert not left
+    assert not list((tmp_path / "tmp").glob("*"))
+
+
+def session_of(pid: int) -> list[psutil.Process]:
+    """All processes of a program, also when their parents are gone, after a second for their end."""
+    end = time.monotonic() + 1
+    while True:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if os.getsid(process.pid) == pid and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.Error, OSError):
+                continue
+        if not found or time.monotonic() > end:
+            return found
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_what_refers_to_no_main_module_needs_no_guard(method: str, program: Program) -> None:
+    body = """
+        with group(METHOD) as workers:
+            print(workers.ask(1, "pid") != os.getpid())
+            workers.close()
+    """
+    process = program.start(method, body, top="print('imported')", guard="")
+    output, errors = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, output.split(), errors) == (0, ["imported", "True"], "")
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_missing_guard_is_explained_once(method: str, program: Program) -> None:
+    body = """
+        with group(METHOD, arguments=(main,)) as workers, workers.watch.operation("start"):
+            workers.pipes[0].recv()
+    """
+    process = program.start(method, body, guard="")
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 1
+    assert (
+        len(re.findall(r"WorkerError: worker \d of 3 cannot start. Each worker imports the main script", errors)) == 1
+    )
+    assert '\n    if __name__ == "__main__":\n        main()\n' in errors
+    assert errors.count("bootstrapping phase") == 1  # the worker's traceback, once
+
+
+@pytest.mark.parametrize(("line", "what"), [("1 / 0", "raised ZeroDivisionError"), ("sys.exit(4)", "exited by System")])
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_an_error_of_the_main_module_reaches_the_parent(method: str, line: str, what: str, program: Program) -> None:
+    body = """
+        with group(METHOD, arguments=(main,)) as workers, workers.watch.operation("start"):
+            workers.pipes[0].recv()
+    """
+    process = program.start(method, body, top=f"if __name__ != '__main__':\n    {line}")
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert len(re.findall(rf"WorkerError: worker \d of 3 {what}.* while it imported the main script:", errors)) == 1
+    assert errors.count(line) == 1
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_no_worker_outlives_its_parent(method: str, end: signal.Signals, program: Program) -> None:
+    body = """
+        with group(METHOD) as workers:
+            for worker in range(3):
+                workers.ask(worker, "pid")
+            workers.pipes[1].send("hang_in_c")
+            time.sleep(0.1)
+            print("ready")
+            time.sleep(60)
+    """
+    process = program.start(method, body)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    assert len(psutil.Process(process.pid).children(recursive=True)) >= 3
+    process.send_signal(end)
+    process.wait(LIMIT_S)
+    assert not session_of(process.pid)
+    clear_sockets(program)
+
+
+def clear_sockets(program: Program) -> None:
+    # multiprocessing's folder, which nobody is left to remove
+    for folder in (program.folder / "tmp").glob("pymp-*"):
+        for socket in folder.iterdir():
+            socket.unlink()
+        folder.rmdir()
+
+
+def test_workers_that_only_just_start_do_not_outlive_their_parent(method: str, program: Program) -> None:
+    body = """
+        import signal
+        with group(METHOD):
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    process = program.start(method, body, top="time.sleep(0.3)")
+    process.wait(LIMIT_S)
+    assert not session_of(process.pid)
+    clear_sockets(program)
+
+
+def test_the_exit_of_the_interpreter_does_not_wait_for_watched_workers(method: str, program: Program) -> None:
+    body = """
+        global kept
+        kept = group(METHOD)
+        workers = kept.__enter__()
+        workers.ask(0, "pid")
+        workers.pipes[1].send("hang")
+        sys.exit(7)
+    """
+    process = program.start(method, body)
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, errors) == (7, "")
+
+
+def test_an_error_that_ends_the_parent_is_printed_once(method: str, program: Program) -> None:
+    body = """
+        global kept
+        kept = group(METHOD)
+        workers = kept.__enter__()
+        with workers.watch.operation("step"):
+            workers.ask(1, "raise_bad_level")
+    """
+    process = program.start(method, body)
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 1
+    assert errors.count('raise ValueError("bad level")') == 1
+
+
+def test_an_interrupt_of_the_group_is_the_parents_alone(method: str, program: Program) -> None:
+    body = """
+        try:
+            with group(METHOD) as workers, workers.watch.operation("step"):
+                for worker in range(3):
+                    workers.ask(worker, "pid")
+                print("ready")
+                workers.ask(1, "hang")
+        except KeyboardInterrupt as error:
+            assert workers.watch.failure is None
+            sys.exit(9)
+    """
+    process = program.start(method, body)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, errors) == (9, "")
+
+
+def test_an_interrupt_while_workers_start_is_the_parents_alone(method: str, program: Program) -> None:
+    body = """
+        print("ready")
+        try:
+            while True:
+                with group(METHOD):
+                    pass
+        except KeyboardInterrupt as error:
+            sys.exit(9)
+    """
+    process = program.start(method, body)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, errors) == (9, "")
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_functions_of_the_main_module_run_in_workers(method: str, program: Program) -> None:
+    top = """
+        from rl_ext_core.processes import get_context
+        class MineError(Exception): ...
+        def mine(): raise MineError("of main")
+    """
+    body = """
+        from rl_ext_core.processes import Watch
+        process = get_context(METHOD).Process(target=mine)
+        process.start()
+        watch = Watch([process])
+        process.join()
+        time.sleep(0.2)
+        assert type(watch.failure.exception) is MineError, watch.failure
+        watch.stop()
+    """
+    process = program.start(method, body, top=top)
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, errors) == (0, "")
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_functions_of_a_notebook_run_in_workers(method: str, program: Program) -> None:
+    source = f"""
+        import cloudpickle, sys
+        from rl_ext_core.processes import get_context
+        from tests.core.processes.targets import Packed
+        level = 3
+        def cell(): sys.exit(level)
+        process = get_context({method!r}).Process(target=Packed(cloudpickle.dumps(cell)))
+        process.start()
+        process.join()
+        sys.exit(process.exitcode)
+    """
+    process = program.run(["-c", dedent(source)])
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, errors) == (3, "")
+
+
+def test_the_users_choice_of_a_start_method_stays_free(program: Program) -> None:
+    body = """
+        with group(METHOD) as workers:
+            workers.ask(0, "pid")
+        import multiprocessing
+        assert multiprocessing.get_start_method(allow_none=True) is None
+        multiprocessing.set_start_method("spawn")
+    """
+    process = program.start("forkserver", body)
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, errors) == (0, "")
+
+
+def test_the_package_need_not_be_installed(program: Program) -> None:
+    source = f"""
+        import sys
+        sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "shared")!r}]
+        from tests.core.processes.targets import pid
+        from rl_ext_core.processes import get_context
+        for method in ("spawn", "forkserver"):
+            process = get_context(method, preload=["wave"]).Process(target=pid)
+            process.start()
+            process.join()
+            assert process.exitcode == 0
+    """
+    process = program.run(["-I", "-S", "-c", dedent(source)])
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, errors) == (0, "")

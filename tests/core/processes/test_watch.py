@@ -1,0 +1,255 @@
+"""The parent is told at once, once, and nothing is left."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import re
+import signal
+import threading
+import time
+from typing import Any
+
+import psutil
+import pytest
+
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, WorkerError
+from rl_ext_core.processes import Watch, get_context
+from tests.core.processes import targets
+from tests.core.processes.groups import LIMIT_S, group
+
+
+def wait_for_failure(watch: Watch) -> None:
+    end = time.monotonic() + LIMIT_S
+    while watch.failure is None and time.monotonic() < end:
+        time.sleep(0.01)
+    assert watch.failure is not None
+
+
+def test_workers_that_end_when_they_should_are_no_failure(method: str) -> None:
+    with group(method) as workers:
+        with workers.watch.operation("step"):
+            assert workers.ask(1, "pid") == workers.workers[1].pid
+        workers.close()
+        workers.watch.stop()
+        assert workers.watch.failure is None
+        assert [worker.exitcode for worker in workers.workers] == [0, 0, 0]
+
+
+def test_the_others_die_with_the_first_and_nothing_is_left(method: str) -> None:
+    with group(method) as workers:
+        pids = [worker.pid for worker in workers.workers]
+        workers.pipes[2].send("hang_in_c")
+        with pytest.raises(WorkerError), workers.watch.operation("step"):
+            workers.ask(1, "raise_bad_level")
+        workers.watch.stop()
+        assert [worker.exitcode for worker in workers.workers] == [-signal.SIGKILL, 1, -signal.SIGKILL]
+        assert not any(map(psutil.pid_exists, [pid for pid in pids if pid]))
+        assert not set(workers.workers) & set(multiprocessing.active_children())
+
+
+def test_a_call_that_waits_for_another_worker_ends(method: str) -> None:
+    with group(method) as workers:
+        workers.pipes[2].send("hang")
+        workers.pipes[0].send("raise_bad_level")
+        with pytest.raises(WorkerError, match="worker 0 of 3 raised"), workers.watch.operation("step"):
+            workers.pipes[2].recv()
+
+
+def test_a_failure_while_the_parent_is_idle_is_raised_at_the_next_operation(method: str) -> None:
+    with group(method) as workers:
+        workers.pipes[1].send("raise_bad_level")
+        wait_for_failure(workers.watch)
+        begun = False
+        for _ in range(2):
+            failed = pytest.raises(WorkerError, match=r"raised ValueError\('bad level'\):\n")
+            with failed, workers.watch.operation("reset"):
+                begun = True
+        assert not begun
+
+
+def test_a_death_is_seen_although_a_grandchild_holds_the_descriptors(method: str) -> None:
+    with group(method) as workers:
+        workers.pipes[1].send("kill_beside_a_grandchild")
+        wait_for_failure(workers.watch)
+        assert workers.watch.failure is not None
+        os.kill(workers.watch.failure.notes["grandchild"], signal.SIGKILL)
+
+
+def test_of_two_failures_one_is_told(method: str) -> None:
+    with group(method) as workers:
+        workers.pipes[0].send("raise_bad_level")
+        workers.pipes[1].send("segfault")
+        with pytest.raises(WorkerError) as caught, workers.watch.operation("step"):
+            workers.pipes[2].recv()
+        assert re.match(r"worker 0 of 3 raised ValueError|worker 1 of 3 was killed by SIGSEGV", str(caught.value))
+
+
+def test_the_first_of_several_exceptions_is_told_even_if_found_late() -> None:
+    context = get_context("fork")
+    barriers = [context.Event() for _ in range(3)]
+    processes = [context.Process(target=_raise_after, args=(barriers, worker)) for worker in range(3)]
+    for process in processes:
+        process.start()
+    barriers[2].set()
+    for process in processes:
+        process.join()
+    watch = Watch(processes)
+    wait_for_failure(watch)
+    watch.stop()
+    assert watch.failure is not None
+    assert "ValueError('2')" in watch.failure.summary
+
+
+def _raise_after(barriers: Any, worker: int) -> None:
+    barriers[worker].wait()
+    try:
+        raise ValueError(str(worker))
+    finally:
+        time.sleep(0.05)
+        if worker:
+            barriers[worker - 1].set()
+
+
+def test_a_failure_after_closing_counts_if_the_exit_code_is_not_zero(method: str) -> None:
+    with group(method) as workers:
+        workers.watch.closing()
+        workers.pipes[0].send("os_exit")
+        workers.workers[0].join(LIMIT_S)
+        assert workers.watch.failure is None
+        with pytest.raises(WorkerError, match="worker 1 of 3 raised ValueError"), workers.watch.operation("close"):
+            workers.ask(1, "raise_bad_level")
+
+
+@pytest.mark.parametrize("command", ["hang", "hang_in_c", "stop"])
+def test_a_worker_that_hangs_is_found_by_the_time_limit(method: str, command: str) -> None:
+    with group(method) as workers:
+        assert workers.ask(0, "pid")  # it waits again, idle
+        with pytest.raises(WorkerError) as caught, workers.watch.operation("step", timeout=0.3):
+            workers.ask(1, command)
+        text = str(caught.value)
+        assert text.startswith("worker 1 of 3 did not answer within 0.3 s in step; it ")
+        if command == "stop":
+            assert text.endswith("does not even react to signals")
+        else:
+            assert re.search(rf"it is in:\n.*\n.* in {command}\n", text)
+        assert (caught.value.kind, caught.value.worker) == ("timeout", 1)
+
+
+def test_several_that_hang_are_all_named() -> None:
+    with group("fork") as workers:
+        workers.pipes[2].send("hang")
+        failed = pytest.raises(WorkerError, match=r"^worker 1 of 3 did .*in step \(nor did 2\); it is in:")
+        with failed, workers.watch.operation("step", timeout=0.3):
+            workers.ask(1, "hang")
+
+
+def test_a_wait_inside_of_an_environment_is_no_idleness() -> None:
+    with group("fork", watch={"idle_in": ["in serve"]}) as workers:
+        failed = pytest.raises(WorkerError, match=r"^worker 1 of 3 did not answer")
+        with failed, workers.watch.operation("step", timeout=0.3):
+            workers.ask(1, "wait_for_a_simulator")
+
+
+def test_where_no_worker_hangs_the_parent_is_named() -> None:
+    with group("fork") as workers:
+        assert [workers.ask(worker, "ignores_interrupts") for worker in range(3)] == [True] * 3
+        failed = pytest.raises(WorkerError, match=r"but no worker hangs: all wait .*\n(.*\n)*.* in serve")
+        with failed, workers.watch.operation("step", timeout=0.3):
+            time.sleep(1)
+            workers.ask(0, "pid")
+
+
+def test_operations_within_the_limit_are_left_alone(method: str) -> None:
+    with group(method) as workers:
+        for _ in range(5):
+            with workers.watch.operation("step", timeout=0.5):
+                time.sleep(0.2)
+                workers.ask(1, "pid")
+        time.sleep(0.5)
+        assert workers.watch.failure is None
+
+
+def test_the_outermost_operation_names_the_phase_and_the_limit() -> None:
+    with group("fork") as workers:
+        failed = pytest.raises(WorkerError, match="in reset:")
+        with failed as caught, workers.watch.operation("reset"), workers.watch.operation("step", timeout=0.01):
+            time.sleep(0.2)
+            workers.ask(1, "raise_bad_level")
+        assert caught.value.kind == "exception"
+
+
+def test_errors_of_the_parent_pass_unchanged(method: str) -> None:
+    with group(method) as workers:
+        for error in (KeyboardInterrupt(), ValueError("mine"), RuntimeError("mine")):
+            with pytest.raises(type(error)) as caught, workers.watch.operation("step"):
+                raise error
+            assert caught.value is error
+        assert workers.ask(0, "pid")
+
+
+def test_an_interrupt_of_the_parent_is_not_hidden_by_a_failure() -> None:
+    with group("fork") as workers, pytest.raises(KeyboardInterrupt), workers.watch.operation("step"):  # noqa: PT012
+        workers.pipes[1].send("raise_bad_level")
+        wait_for_failure(workers.watch)
+        raise KeyboardInterrupt
+
+
+def test_on_failure_wakes_who_waits_for_an_event(method: str) -> None:
+    event = threading.Event()
+    with group(method, watch={"on_failure": event.set}) as workers:
+        workers.pipes[1].send("kill")
+        assert event.wait(LIMIT_S)
+        assert workers.workers[0].exitcode == -signal.SIGKILL
+
+
+def test_an_error_in_on_failure_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with group("fork", watch={"on_failure": lambda: 1 / 0}) as workers:
+        workers.pipes[1].send("kill")
+        wait_for_failure(workers.watch)
+        workers.watch.stop()
+        assert "on_failure" in caplog.text
+        assert "ZeroDivisionError" in caplog.text
+
+
+def test_kill_and_stop_can_be_called_again_and_leave_no_descriptor(method: str) -> None:
+    counts = []
+    for _ in range(3):
+        with group(method) as workers:
+            for _ in range(2):
+                workers.watch.kill()
+                workers.watch.stop()
+            assert workers.watch.failure is None
+            assert {worker.exitcode for worker in workers.workers} == {-signal.SIGKILL}
+        for worker in workers.workers:
+            worker.close()
+        gc.collect()  # what earlier tests have left
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts[1] == counts[2]
+
+
+def test_workers_live_on_when_the_watch_stops(method: str) -> None:
+    with group(method) as workers:
+        workers.watch.stop()
+        assert workers.ask(1, "pid")
+        with workers.watch.operation("step", timeout=0.01):
+            time.sleep(0.05)
+
+
+def test_what_nobody_took_is_printed_as_multiprocessing_does(method: str, capfd: pytest.CaptureFixture[str]) -> None:
+    process = get_context(method).Process(target=targets.raise_bad_level)
+    process.start()
+    process.join()
+    process.close()
+    assert process._closed
+    assert "ValueError: bad level" in capfd.readouterr().err
+
+
+def test_only_started_workers_of_ours_can_be_watched() -> None:
+    with pytest.raises(InvalidTypeError, match="no worker of this package"):
+        Watch([multiprocessing.Process(target=targets.hang)])
+    with pytest.raises(InvalidArgumentError, match="has not started"):
+        Watch([get_context("fork").Process(target=targets.hang)])
+    with group("fork") as workers, pytest.raises(InvalidArgumentError, match="1 seeds for 3 processes"):
+        Watch(workers.workers, seeds=[1])
