@@ -25,6 +25,8 @@ def main() -> None:
         "benchmarks.memory seaquest --size 50000 --wraps 10",
         "benchmarks.devices",
         "benchmarks.gym_wrapper",
+        "benchmarks.parallel_env",
+        "benchmarks.factories",
     ):
         print("\n$ python -m", line, flush=True)
         subprocess.run([sys.executable, "-m", *line.split()], check=True)

@@ -1,4 +1,4 @@
-"""Checks GymWrapper on scenarios of VMAS, on the CPU, against the same scenarios stepped by hand.
+"""Checks GymWrapper on scenarios of VMAS, on the CPU, against the same scenarios stepped by hand, and grafts of all.
 
 VMAS's interface is one of its own: lists with an entry for each agent, rewards of each agent, resets one by one.
 :class:`Team` shows what GymWrapper needs instead, in thirty lines; what it says to VMAS's other interfaces is printed.
@@ -20,6 +20,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from check_vmas_grafts import check_grafts
 from gymnasium.vector import AutoresetMode
 from tensordict import TensorDict, TensorDictBase
 from torchrl.envs.utils import check_env_specs
@@ -180,6 +181,7 @@ def main() -> None:
         check_scenario(scenario, continuous_actions=False)
         check_gradients(scenario)
         show_others(scenario)
+    check_grafts(check)
     print(f"{len(_failures)} checks failed" if _failures else "all checks passed")
     sys.exit(bool(_failures))
 

@@ -9,7 +9,15 @@ import pytest
 from tests.boundaries import FOLDERS, FORBIDDEN, SB3, TORCHRL, device_decisions, forbidden_imports, loaded_by
 
 HEAVY = {"torch", "torchrl", "tensordict", "stable_baselines3", "gymnasium", "numba"}
-LIGHT_MODULES = ["rl_ext_core", "rl_ext_core.cli", "rl_ext_core.devices", "rl_ext_core.errors", "rl_ext_core.frames"]
+LIGHT_MODULES = [
+    "rl_ext_core",
+    "rl_ext_core.cli",
+    "rl_ext_core.devices",
+    "rl_ext_core.errors",
+    "rl_ext_core.frames",
+    "rl_ext_core.processes",
+    "rl_ext_core.resources",
+]
 RENDERERS = {"mujoco", "robosuite", "dm_control", "OpenGL", "pynvml", "cloudpickle", "rich"}
 SOURCES = [
     pytest.param(package, path, id=f"{package}/{path.relative_to(folder)}")
@@ -21,6 +29,10 @@ SOURCES = [
 @pytest.mark.parametrize("module", LIGHT_MODULES)
 def test_importing_the_core_loads_nothing_heavy(module: str) -> None:
     assert loaded_by(f"import {module}", HEAVY | RENDERERS) == set()
+
+
+def test_importing_the_factories_loads_cloudpickle_which_they_are_made_by() -> None:
+    assert loaded_by("import rl_ext_core.factory", HEAVY | RENDERERS) == {"cloudpickle"}
 
 
 def test_a_decision_loads_neither_torch_nor_a_renderer() -> None:

@@ -1,0 +1,203 @@
+"""Steps environments whose interface is known by the names of their base classes; imports none of their packages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from rl_ext_core.factory import _drivers_batched
+from rl_ext_core.factory._drawing import Spaces, plain, within
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Driver", "driver_for"]
+
+
+class Driver(Protocol):
+    """Resets and steps one environment, with actions of its own generator.
+
+    :ivar seeded: whether the seed of the last reset reached the environment; False where it has no way to take one
+    """
+
+    seeded: bool
+
+    def reset(self, seed: int | None) -> Any:
+        """Start an episode.
+
+        :param seed: for the environment's own generators; None leaves them as they are
+        :return: what the environment returned, as plain nested data, without the infos
+        """
+
+    def step(self) -> Any:
+        """Take a step with a drawn action; at the end of an episode, start the next one.
+
+        :return: what the environment returned, as plain nested data, without the infos
+        """
+
+
+def driver_for(env: Any, *, seed: int) -> Driver | None:
+    """Find out how an environment is stepped.
+
+    :param env: an environment, or a wrapper of one
+    :param seed: of the actions
+    :return: what steps it; None: its interface is not known
+    """
+    names = {f"{base.__module__}:{base.__qualname__}" for base in type(env).__mro__}
+    for known, driver in _DRIVERS.items():
+        if known in names:
+            return driver(env, np.random.default_rng(seed))
+    return None
+
+
+class _Gymnasium:
+    """gymnasium.Env."""
+
+    seeded = True
+
+    def __init__(self, env: Any, rng: np.random.Generator) -> None:
+        self._env, self._spaces = env, Spaces(rng)
+
+    def reset(self, seed: int | None) -> Any:
+        return plain(self._env.reset(seed=seed)[0])
+
+    def step(self) -> Any:
+        *result, _ = self._env.step(self._spaces.draw("", self._env.action_space))
+        if result[2] or result[3]:
+            return [plain(result), self.reset(None)]
+        return plain(result)
+
+
+class _Turns:
+    """PettingZoo's AECEnv: one agent after the other."""
+
+    seeded = True
+
+    def __init__(self, env: Any, rng: np.random.Generator) -> None:
+        self._env, self._spaces = env, Spaces(rng)
+
+    def reset(self, seed: int | None) -> Any:
+        self._env.reset(seed=seed)
+        return self._last()
+
+    def step(self) -> Any:
+        if not self._env.agents:
+            return self.reset(None)
+        agent = self._env.agent_selection
+        observation, _, terminated, truncated, info = self._env.last()
+        action = None
+        if not (terminated or truncated):
+            action = self._spaces.draw(agent, self._env.action_space(agent), _mask(observation, info))
+        self._env.step(action)
+        return self._last() if self._env.agents else []
+
+    def _last(self) -> Any:
+        return [self._env.agent_selection, *plain(self._env.last()[:4])]
+
+
+class _Together:
+    """PettingZoo's ParallelEnv: all agents at once."""
+
+    seeded = True
+
+    def __init__(self, env: Any, rng: np.random.Generator) -> None:
+        self._env, self._spaces = env, Spaces(rng)
+        self._seen: tuple[Any, Any] = {}, {}
+
+    def reset(self, seed: int | None) -> Any:
+        self._seen = self._env.reset(seed=seed)
+        return plain(self._seen[0])
+
+    def step(self) -> Any:
+        if not self._env.agents:
+            return self.reset(None)
+        observations, infos = self._seen
+        actions = {
+            agent: self._spaces.draw(
+                agent, self._env.action_space(agent), _mask(observations.get(agent), infos.get(agent))
+            )
+            for agent in self._env.agents
+        }
+        *result, infos = self._env.step(actions)
+        self._seen = result[0], infos
+        return plain(result)
+
+
+def _mask(observation: Any, info: Any) -> Any:
+    """Find out which actions an agent may take, where the environment says so; None: all of them."""
+    for holder in (info, observation):
+        if isinstance(holder, Mapping) and holder.get("action_mask") is not None:
+            return holder["action_mask"]
+    return None
+
+
+class _DmEnv:
+    """dm_env.Environment: dm_control's, dmlab2d's, and wrappers of them."""
+
+    def __init__(self, env: Any, rng: np.random.Generator) -> None:
+        self._env, self._rng = env, rng
+        self._random = self._find_random()
+        self.seeded = self._random is not None
+
+    def _find_random(self) -> Any:
+        # dm_control's composer has it in the environment, its suite in the task. dm_env itself knows no seeds.
+        for holder, name in ((self._env, "random_state"), (getattr(self._env, "task", None), "random")):
+            found = getattr(holder, name, None)
+            if isinstance(found, np.random.RandomState):
+                return found
+        return None
+
+    def reset(self, seed: int | None) -> Any:
+        if seed is not None and self._random is not None:
+            self._random.seed(seed)
+        return plain(tuple(self._env.reset()))
+
+    def step(self) -> Any:
+        time_step = self._env.step(self._draw(self._env.action_spec()))
+        if time_step.last():
+            return [plain(tuple(time_step)), self.reset(None)]
+        return plain(tuple(time_step))
+
+    def _draw(self, spec: Any) -> Any:
+        if isinstance(spec, Mapping):
+            return {name: self._draw(part) for name, part in spec.items()}
+        if isinstance(spec, (list, tuple)):
+            drawn = [self._draw(part) for part in spec]
+            return tuple(drawn) if isinstance(spec, tuple) else drawn
+        low, high = getattr(spec, "minimum", -np.inf), getattr(spec, "maximum", np.inf)
+        return within(self._rng, low, high, spec.shape, spec.dtype)
+
+
+class _Robosuite:
+    """robosuite's environments, and wrappers of them."""
+
+    def __init__(self, env: Any, rng: np.random.Generator) -> None:
+        self._env, self._rng = env, rng
+        self.seeded = isinstance(getattr(env, "rng", None), np.random.Generator)
+
+    def reset(self, seed: int | None) -> Any:
+        if seed is not None and self.seeded:
+            # In place: the samplers of placements hold the same generator. Older versions draw from NumPy's own.
+            self._env.rng.bit_generator.state = type(self._env.rng.bit_generator)(seed).state
+        return plain(self._env.reset())
+
+    def step(self) -> Any:
+        low, high = self._env.action_spec
+        *result, _ = self._env.step(within(self._rng, low, high, np.shape(low), np.float64))
+        return [plain(result), self.reset(None)] if result[2] else plain(result)
+
+
+_DRIVERS: dict[str, Callable[[Any, np.random.Generator], Driver]] = {
+    "torchrl.envs.common:EnvBase": _drivers_batched.TorchRL,
+    "gymnasium.vector.vector_env:VectorEnv": _drivers_batched.GymnasiumVector,
+    "stable_baselines3.common.vec_env.base_vec_env:VecEnv": _drivers_batched.SB3Vector,
+    "vmas.simulator.environment.environment:Environment": _drivers_batched.Vmas,
+    "gymnasium.core:Env": _Gymnasium,
+    "pettingzoo.utils.env:AECEnv": _Turns,
+    "pettingzoo.utils.env:ParallelEnv": _Together,
+    "dm_env._environment:Environment": _DmEnv,
+    "robosuite.environments.base:MujocoEnv": _Robosuite,
+    "robosuite.wrappers.wrapper:Wrapper": _Robosuite,
+}

@@ -1,0 +1,191 @@
+"""Which recipe gives a faithful copy: found out by building it, in a process that is thrown away."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from rl_ext_core import resources
+from rl_ext_core.factory import _lives, _streams
+from rl_ext_core.factory._drivers import driver_for
+from rl_ext_core.factory._fingerprint import Fingerprint
+from rl_ext_core.factory._recipes import Recipe
+
+__all__ = ["Examination", "examine", "measure"]
+
+_TIMING_SECONDS, _TIMING_STEPS = 0.1, 200
+_LONGEST = 40
+
+Reader = Callable[[Any], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Examination:
+    """What building copies has shown.
+
+    :ivar chosen: index of the first faithful recipe; None: there is none
+    :ivar lost: per recipe, at which paths its copy differs and how, or what went wrong
+    :ivar opaque: what of an instance could not be looked into: state behind it, changed by calls, is not seen
+    :ivar class_attributes: paths of attributes of classes that differ: another process imports the classes anew
+    :ivar build_seconds: to build a copy
+    :ivar step_seconds: to step it, actions drawn included; None: how to step it is not known, or it raises
+    :ivar private_bytes: what the process held alone then; None where the system does not say
+    :ivar read: what the reader returned for the copy
+    """
+
+    chosen: int | None
+    lost: tuple[tuple[str, ...], ...]
+    opaque: tuple[str, ...] = ()
+    class_attributes: tuple[str, ...] = ()
+    build_seconds: float = 0.0
+    step_seconds: float | None = None
+    private_bytes: int | None = None
+    read: Any = None
+
+
+def examine(
+    recipes: Sequence[Recipe], original: Fingerprint, adapt: Reader | None, read: Reader | None = None
+) -> Examination:
+    """Find the first recipe whose copy is the original's equal, and measure it.
+
+    A copy made by a graft is compared with the original as it stands. One made in another way has not lived through
+    what the original has; it is faithful if from a reset on, with the same seed and actions, it does the same as the
+    graft and holds the same. Where there is no faithful graft, or it cannot be stepped, it has to be as the original
+    stands too.
+
+    :param recipes: in order of preference
+    :param original: of the instance that is copied, as :func:`_lives.look` gives it
+    :param adapt: turns an environment into what will be stepped, e.g. one of TorchRL
+    :param read: called with that; what it returns is in the result
+    :raises Exception: no recipe builds anything; what the last one raised
+    """
+    lost: dict[str, list[str]] = {}
+    raised: list[Exception] = []
+    classes: list[str] = []
+    life = None
+    for recipe in sorted(recipes, key=lambda recipe: recipe.origin != "graft"):
+        try:
+            with _copy_of(recipe) as copy:
+                if life is not None:
+                    lost[recipe.origin] = _unlike(life, copy)
+                else:
+                    lost[recipe.origin], classes = _against(original, copy)
+                    if recipe.origin == "graft" and not lost["graft"] and len(recipes) > 1:
+                        life = _lives.live(copy)
+        except Exception as error:
+            raised.append(error)
+            lost[recipe.origin] = [f"building one raises {error!r}"]
+    if len(raised) == len(recipes):
+        raise raised[-1]
+    chosen = next((index for index, recipe in enumerate(recipes) if not lost[recipe.origin]), None)
+    found = Examination(None, ())
+    opaque = tuple(f"{path} ({name})" for path, name in original.opaque.items())
+    if chosen is not None:
+        build = recipes[chosen].build
+        found = measure(build if adapt is None else lambda: adapt(build()), read)
+    differing = tuple(tuple(lost[recipe.origin]) for recipe in recipes)
+    return dataclasses.replace(found, chosen=chosen, lost=differing, opaque=opaque, class_attributes=tuple(classes))
+
+
+def measure(build: Callable[[], Any], read: Reader | None = None) -> Examination:
+    """Build an environment, step it and say what that took.
+
+    :param build: builds it
+    :param read: called with it before it is stepped; what it returns is in the result
+    """
+    begin = time.perf_counter()
+    environment = build()
+    built = time.perf_counter() - begin
+    try:
+        result = None if read is None else read(environment)
+        step = _timed(environment)
+        private = resources.private_memory()
+    finally:
+        _close(environment)
+    return Examination(0, ((),), (), (), built, step, private, result)
+
+
+@contextlib.contextmanager
+def _copy_of(recipe: Recipe) -> Iterator[Any]:
+    _streams.seed_process(_streams.sequence(_lives.SEED, 0))
+    with _streams.keeping():
+        copy = recipe.build()
+    try:
+        yield copy
+    finally:
+        _close(copy)
+
+
+def _against(original: Fingerprint, copy: Any) -> tuple[list[str], list[str]]:
+    """Say in what a copy differs from the original, and name the attributes of classes that do."""
+    mine = _lives.look(copy)
+    different = original.differences(mine)
+    classes = [path for path in different if original.is_of_class(path)]
+    return [_said(path, original, mine) for path in different if not original.is_of_class(path)], classes
+
+
+def _unlike(life: _lives.Life, copy: Any) -> list[str]:
+    """Say in what a copy's life differs from that of the graft."""
+    drawing = [path for path, token in _lives.look(copy).tokens.items() if token[0] == "generator"]
+    if drawing:
+        return [f"{drawing[0]} may draw the same in all copies: the constructor makes it"]
+    other = _lives.live(copy, len(life.returned) - 1)
+    if other is None:
+        return ["how to step it is not known"]
+    for moment, (mine, its) in enumerate(zip(life.returned, other.returned, strict=False)):
+        if mine != its:
+            return [f"{f'step {moment}' if moment else 'reset'} gives something else than in the instance"]
+    said: dict[str, str] = {}
+    for mine, its in ((life.begin, other.begin), (life.end, other.end)):
+        said |= {path: _said(path, mine, its) for path in mine.differences(its) if not mine.is_of_class(path)}
+    return list(said.values())
+
+
+def _said(path: str, original: Fingerprint, copy: Fingerprint) -> str:
+    return f"{path or 'the environment'} is {_value(original, path)} in the instance and {_value(copy, path)} in a copy"
+
+
+def _value(of: Fingerprint, path: str) -> str:
+    token = of.tokens.get(path)
+    if token is None:
+        return "missing"
+    if token[0] == "same as":
+        return token[1] or "the environment"
+    if len(token) == 2 and "." not in token[0]:  # of a scalar: its class and its text
+        text = str(token[1])
+        return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return "other data"
+
+
+def _timed(environment: Any) -> float | None:
+    driver = driver_for(environment, seed=_lives.SEED)
+    if driver is None:
+        return None
+    try:
+        driver.reset(None)
+        driver.step()  # the first one fills caches
+        count, begin = 0, time.perf_counter()
+        while True:
+            driver.step()
+            count += 1
+            taken = time.perf_counter() - begin
+            if taken > _TIMING_SECONDS or count >= _TIMING_STEPS:
+                return taken / count
+    except Exception:
+        # It is for the user's actions, not for any that its space has; whoever steps a copy gets what it raises.
+        return None
+
+
+def _close(environment: Any) -> None:
+    close = getattr(environment, "close", None)
+    if close is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                close()
+            except Exception:
+                return  # the process ends with it

@@ -1,0 +1,241 @@
+"""What an environment consists of, path by path: two of them are compared without asking either what matters."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import types
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from rl_ext_core.factory import _kinds, _memory, _parts, _rebuilders, _tokens
+
+__all__ = ["Fingerprint", "fingerprint"]
+
+# Lists of numbers and texts that are longer get one token: a recording of them would take minutes.
+_LONG = 256
+# A path that is longer is shortened: in a chain of objects, all together would fill the memory.
+_LONGEST = 1_000
+_SKETCHED = 1_000
+_BEYOND = 1 << 32
+_FLAT = {int, float, bool, str, type(None)}
+# They are as they are in every process, or as what was called there has left them (TorchRL's, tensordict's).
+_FIXED = sys.stdlib_module_names | {"builtins", "numpy", "torch", "torchrl", "tensordict"}
+# gymnasium makes these when they are first asked for.
+_MADE_LATE = ("._np_random", "._np_random_seed")
+
+
+@dataclasses.dataclass(frozen=True)
+class Fingerprint:
+    """Everything that can be reached from an environment.
+
+    :ivar tokens: per path, such as ``".env._max_episode_steps"``, something that is equal for equal values
+    :ivar opaque: paths of what could not be looked into, with the class's name
+    """
+
+    tokens: dict[str, Any]
+    opaque: dict[str, str]
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """List the paths at which two differ, those of generators' states left out; the shortest first."""
+        paths = [
+            path for path in {**self.tokens, **other.tokens} if not _alike(path, *map(_token_at(path), (self, other)))
+        ]
+        return sorted(paths, key=lambda path: (self.is_of_class(path), path.count(".") + path.count("["), path))
+
+    @staticmethod
+    def is_of_class(path: str) -> bool:
+        """Whether a path leads to an attribute of a class: other processes import the class anew, as it was written."""
+        return path.startswith("<class ")
+
+
+def _token_at(path: str) -> Any:
+    return lambda fingerprint: fingerprint.tokens.get(path)
+
+
+def _alike(path: str, one: Any, other: Any) -> bool:
+    if one == other:
+        return True
+    late = path.removesuffix(".bit_generator").endswith(_MADE_LATE)
+    return late and any(token in (None, ("NoneType", "None")) for token in (one, other))
+
+
+def fingerprint(value: Any) -> Fingerprint:
+    """Walk through everything that a value reaches.
+
+    :param value: an environment, or anything else; only read
+    """
+    walk = _Walk()
+    walk.through(value)
+    walk.name_shared_memory()
+    walk.name_addresses()
+    walk.add_classes()
+    return Fingerprint(walk.tokens, walk.opaque)
+
+
+class _Walk:
+    """One walk, breadth first: paths are as short as can be, and what is reached twice is named by the first path."""
+
+    def __init__(self, *, nested: int = 0) -> None:
+        self.tokens: dict[str, Any] = {}
+        self.opaque: dict[str, str] = {}
+        self._nested = nested
+        self._seen: dict[int, str] = {}
+        # No id may be used again while the walk lasts.
+        self._alive: list[Any] = []
+        self._waiting: deque[tuple[str, Any]] = deque()
+        self._sets: deque[tuple[str, Any]] = deque()
+        self._arrays: list[tuple[str, _memory.Extent]] = []
+        self._numbers: list[tuple[str, int]] = []
+        self._classes: set[type] = set()
+
+    def through(self, value: Any) -> None:
+        self._waiting.append(("", value))
+        while self._waiting or self._sets:
+            if self._waiting:
+                self._visit(*self._waiting.popleft())
+            else:
+                self._enter_set(*self._sets.popleft())
+            if self._nested and len(self.tokens) > _SKETCHED:
+                return
+
+    def _visit(self, path: str, item: Any) -> None:
+        token = _tokens.scalar(item) or _tokens.by_version(item)
+        if token is not None:
+            self.tokens[path] = token
+            if issubclass(type(item), (int, np.integer)) and item > _BEYOND:
+                self._numbers.append((path, int(item)))
+            return
+        if len(path) > _LONGEST:
+            path = f"{path[:60]}...{_tokens.digest(path.encode('utf-8', 'surrogatepass'))}"
+        if self._is_named(path, item):
+            return
+        self._classes.add(type(item))
+        place = _memory.extent(item)
+        if place is not None:
+            self._arrays.append((path, place))
+        flat = _flat(item)
+        if flat is not None:
+            self.tokens[path] = flat
+        else:
+            self._open(path, item)
+
+    def _is_named(self, path: str, item: Any) -> bool:
+        """Name what was met before by where that was; what is the same in all processes by its name."""
+        kind = type(item)
+        if issubclass(kind, (type, types.ModuleType)) or (kind is types.FunctionType and _tokens.is_global(item)):
+            self.tokens[path] = _tokens.whole(item)
+            if issubclass(kind, type):
+                self._classes.add(item)
+            return True
+        if kind is frozenset and not item:
+            self.tokens[path] = ("frozenset", None)
+            return True
+        if kind is tuple and None not in (token := tuple(map(_tokens.scalar, item))):
+            self.tokens[path] = ("tuple", token)  # which one it is does not matter
+            self._numbers += [
+                (f"{path}[{i}]", part) for i, part in enumerate(item) if type(part) is int and part > _BEYOND
+            ]
+            return True
+        # Of arrays, only where their values lie matters: a library in C may show its memory by a new one every time.
+        if id(item) in self._seen and not (kind is np.ndarray and not item.dtype.hasobject):
+            self.tokens[path] = ("same as", self._seen[id(item)])
+            return True
+        self._seen[id(item)] = path
+        self._alive.append(item)
+        held = _kinds.dictionary(item)
+        if held is not None:
+            where = self._seen.setdefault(id(held), f"{path}.__dict__")
+            if where != f"{path}.__dict__":
+                self.tokens[f"{path}.__dict__"] = ("same as", where)
+        return False
+
+    def _open(self, path: str, item: Any) -> None:
+        kind = type(item)
+        rebuilder = _rebuilders.find(item)
+        token = _tokens.whole(item) if rebuilder is None else None
+        try:
+            found = list(_parts.parts(item))
+        except Exception:
+            found, self.opaque[path] = list(_parts.named(_kinds.attributes(item))), _kinds.full_name(kind)
+        if rebuilder is not None and rebuilder.settings is None and _rebuilders.is_registered(kind):
+            self.opaque[path] = _kinds.full_name(kind)
+        if issubclass(kind, (set, frozenset)):
+            self._sets.append((path, item))
+        order = (
+            [step for step, _ in found] if issubclass(kind, dict) else len(found) if issubclass(kind, list) else None
+        )
+        self.tokens[path] = token or (_kinds.full_name(kind), order and _tokens.digest(repr(order).encode()))
+        self._waiting.extend((path + step, part) for step, part in found)
+
+    def _enter_set(self, path: str, item: Any) -> None:
+        """Visit a set's parts, which have an order that varies: by what they are, and where else they were met."""
+        kind = set if issubclass(type(item), set) else frozenset
+        objects = []
+        for part in kind.__iter__(item):
+            text = _tokens.label(part)
+            if text is not None:
+                self.tokens[f"{path}{{{text}}}"] = _tokens.scalar(part)
+            else:
+                objects.append((self._seen.get(id(part), ""), self._sketch(part), part))
+        objects.sort(key=lambda entry: entry[:2])
+        self._waiting.extend((f"{path}{{#{index}}}", part) for index, (_, _, part) in enumerate(objects))
+
+    def _sketch(self, item: Any) -> str:
+        if self._nested > 1:  # by way of a cycle, it would go on for ever
+            return _kinds.full_name(type(item))
+        walk = _Walk(nested=self._nested + 1)
+        walk.through(item)
+        return repr(walk.tokens)
+
+    def name_shared_memory(self) -> None:
+        """Note which arrays lie in one piece of memory, and how."""
+        for group in _memory.overlapping([place for _, place in self._arrays]):
+            first, where = self._arrays[group[0]]
+            for path, place in (self._arrays[index] for index in group[1:]):
+                self.tokens[f"{path}.<memory>"] = ("shared with", first, place[1] - where[1])
+
+    def name_addresses(self) -> None:
+        """Note numbers that are the id of something, or point to memory: in a copy they lead elsewhere."""
+        mapped = _memory.mapped() if self._numbers else []
+        for path, number in self._numbers:
+            if number in self._seen:
+                self.tokens[path] = ("id of", self._seen[number])
+            elif any(low <= number < high for low, high in mapped):
+                # Equal to no other: another process may have something else there.
+                self.tokens[path] = ("address", os.urandom(8).hex())
+
+    def add_classes(self) -> None:
+        """Add what classes have as attributes, as far as it is plain data."""
+        waiting = {base for kind in self._classes for base in kind.__mro__}
+        done: set[type] = set()
+        while waiting:
+            kind = waiting.pop()
+            done.add(kind)
+            if _kinds.name_of(kind)[0].partition(".")[0] in _FIXED or not _kinds.made_in_python(kind):
+                continue
+            for name, part in vars(kind).items():
+                if (name.startswith("__") and name.endswith("__")) or _is_inherited(kind, name, part):
+                    continue
+                if isinstance(part, type):
+                    waiting |= {part} - done if part.__qualname__.startswith(f"{kind.__qualname__}.") else set()
+                elif (token := _tokens.plain(part)) is not None:
+                    self.tokens[f"<class {_kinds.full_name(kind)}>.{name}"] = token
+
+
+def _is_inherited(kind: type, name: str, part: Any) -> bool:
+    """Whether a class says of an attribute what its base says: cloudpickle leaves that out of the classes it packs."""
+    return any(vars(base).get(name, kind) is part for base in kind.__mro__[1:])
+
+
+def _flat(item: Any) -> Any:
+    """Give the token of a long list of numbers and texts."""
+    kind = type(item)
+    if kind is list and len(item) > _LONG and {type(part) for part in item} <= _FLAT:
+        return _kinds.full_name(kind), len(item), _tokens.digest(repr(item).encode("utf-8", "surrogatepass"))
+    if kind is dict and len(item) > _LONG and {type(part) for pair in item.items() for part in pair} <= _FLAT:
+        return _kinds.full_name(kind), len(item), _tokens.digest(repr(item).encode("utf-8", "surrogatepass"))
+    return None

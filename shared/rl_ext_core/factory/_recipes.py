@@ -1,0 +1,121 @@
+"""How an environment is built in another process: by calling something, or by unpickling a graft."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rl_ext_core import processes
+from rl_ext_core.errors import InvalidArgumentError
+from rl_ext_core.factory import _graft, _overrides, _registered
+
+__all__ = ["Recipe", "by_calling", "by_grafting", "make"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Builds an environment, here or in another process.
+
+    :ivar origin: by which route: ``"callable"``, ``"class"``, ``"id"``, ``"spec"``, ``"constructor"`` or ``"graft"``
+    :ivar packed: what is unpickled, no sooner than when it is needed: that imports the environment's modules
+    :ivar line: the source line that a person would write
+    :ivar takes_arguments: whether overrides are the callable's arguments; else they are set on the copy
+    :ivar parameters: of the callable, as far as they can be named
+    """
+
+    origin: str
+    packed: bytes = dataclasses.field(repr=False)
+    line: str
+    takes_arguments: bool = False
+    parameters: tuple[str, ...] = ()
+
+    def build(self, overrides: Mapping[str, Any] | None = None) -> Any:
+        """Build it.
+
+        :param overrides: what is different about this one
+        :raises InvalidArgumentError: an override names neither an argument nor an attribute
+        """
+        overrides = overrides or {}
+        self.check(overrides, None)
+        environment = _graft.loads(self.packed)
+        if self.origin != "graft":
+            build, specs = environment
+            environment = _called(build, specs, overrides if self.takes_arguments else {})
+        if not self.takes_arguments:
+            _overrides.apply(environment, overrides)
+        return environment
+
+    def check(self, overrides: Mapping[str, Any], live: Any) -> None:
+        """Find out whether overrides name something, as far as that can be told without building it.
+
+        :param live: the instance that it is made from; None: there is none
+        :raises InvalidArgumentError: one does not
+        """
+        for name, value in overrides.items():
+            if not self.takes_arguments and live is not None:
+                _overrides.owner(live, name, value)
+            if self.takes_arguments and name not in self.parameters and not self._takes_any:
+                raise InvalidArgumentError(
+                    f"{self.line} takes no argument {name}={value!r}; it takes {', '.join(self.parameters) or 'none'}. "
+                    f"Hand over a function that does, e.g. lambda {name}: MyEnv({name}={name})"
+                )
+
+    @property
+    def takes_device(self) -> bool:
+        """Whether the callable has a parameter of the name ``device``."""
+        return "device" in self.parameters
+
+    @property
+    def _takes_any(self) -> bool:
+        return any(name.startswith("**") for name in self.parameters)
+
+
+def _called(build: Any, specs: Iterable[Any], arguments: Mapping[str, Any]) -> Any:
+    _registered.register(specs)
+    try:
+        return build(**arguments)
+    except Exception as error:
+        gymnasium = sys.modules.get("gymnasium")
+        unknown = gymnasium is not None and isinstance(error, gymnasium.error.UnregisteredEnv)
+        # The user's script may register the id where it says nothing of that to this process.
+        if not unknown or not processes.import_main():
+            raise
+    return build(**arguments)
+
+
+def by_calling(build: Any, origin: str, line: str, *, takes_arguments: bool) -> Recipe:
+    """Pack a callable.
+
+    :raises Refused: it holds what cannot be copied
+    """
+    packed = _graft.dumps((build, _registered.named_by(build)))
+    return Recipe(origin, packed, line, takes_arguments, _parameters(build) if takes_arguments else ())
+
+
+def _parameters(build: Any) -> tuple[str, ...]:
+    try:
+        found = inspect.signature(build).parameters.values()
+    except (TypeError, ValueError):  # built in
+        return ("**unknown",)
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
+    return tuple(
+        f"**{one.name}" if one.kind is one.VAR_KEYWORD else one.name for one in found if one.kind not in positional
+    )
+
+
+def by_grafting(environment: Any, line: str) -> Recipe:
+    """Pack an instance with all its Python state.
+
+    :raises Refused: it holds what cannot be copied
+    """
+    return Recipe("graft", _graft.dumps(environment), line)
+
+
+def make(spec: Any, **kwargs: Any) -> Any:
+    """Let gymnasium build by a specification: in a process that has not registered the id too."""
+    import gymnasium
+
+    return gymnasium.make(spec, **kwargs)

@@ -1,0 +1,218 @@
+"""Random streams of workers: distinct, reproducible, in every generator that an environment may draw from."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import random
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rl_ext_core.factory import _kinds
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = [
+    "copies_from",
+    "is_generator",
+    "is_keeping",
+    "keeping",
+    "own_seed",
+    "reduce_generator",
+    "seed_process",
+    "sequence",
+]
+
+_keep = False
+_stream: np.random.SeedSequence | None = None
+
+
+def sequence(seed: int | None, worker: int, attempt: int = 0) -> np.random.SeedSequence:
+    """Give a worker's source of seeds.
+
+    :param seed: of the whole group; None takes entropy from the operating system
+    :param worker: its index in the group
+    :param attempt: how often this worker was started before
+    """
+    return np.random.SeedSequence(seed, spawn_key=(worker, attempt))
+
+
+def seed_process(stream: np.random.SeedSequence) -> None:
+    """Seed the generators of this process: Python's, NumPy's, torch's if it is loaded, and the C library's.
+
+    Copies of generators that are unpickled from here on draw from the same stream.
+
+    :param stream: of this worker
+    """
+    global _stream
+    _stream = stream
+    words = [int(word) for word in stream.generate_state(4)]
+    random.seed(words[0])
+    np.random.seed(words[1])
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(words[2])
+    _seed_c(words[3])
+
+
+def _seed_c(word: int) -> None:
+    # Libraries in C draw from these; the C library starts them with the same number in every process.
+    with contextlib.suppress(OSError, AttributeError):
+        library = ctypes.CDLL(None)
+        library.srand(ctypes.c_uint(word))
+        library.srandom(ctypes.c_uint(word))
+        library.srand48(ctypes.c_long(word))
+
+
+@contextlib.contextmanager
+def copies_from(stream: np.random.SeedSequence) -> Iterator[None]:
+    """Let copies of generators that are unpickled in here draw from this stream; the process's own stay as they are."""
+    global _stream
+    before, _stream = _stream, stream
+    try:
+        yield
+    finally:
+        _stream = before
+
+
+@contextlib.contextmanager
+def keeping() -> Iterator[None]:
+    """Unpickle generators in the very state that the original had, to compare a copy with it."""
+    global _keep
+    before, _keep = _keep, True
+    try:
+        yield
+    finally:
+        _keep = before
+
+
+def _entropy(state: Any) -> np.random.SeedSequence:
+    """Give the seed of a copied generator: of its worker's stream, distinct for generators that were distinct."""
+    if _stream is None:
+        return np.random.SeedSequence()
+    words = np.frombuffer(hashlib.blake2b(_packed(state), digest_size=16).digest(), np.uint32)
+    return np.random.SeedSequence([*map(int, _stream.generate_state(4)), *map(int, words)])
+
+
+def _packed(state: Any) -> bytes:
+    if isinstance(state, dict):
+        return b"".join(_packed(key) + _packed(state[key]) for key in sorted(state))
+    return state.tobytes() if isinstance(state, np.ndarray) else repr(state).encode()
+
+
+def _bit_generator(cls: Any, state: dict[str, Any]) -> Any:
+    bits = cls(_entropy(state))
+    if _keep:
+        bits.state = state
+    return bits
+
+
+def _random_state(cls: Any, bits: Any, gauss: dict[str, Any]) -> Any:
+    copy = cls(bits)
+    if _keep:
+        copy.set_state({**copy.get_state(legacy=False), **gauss})
+    return copy
+
+
+def _python_random(cls: Any, state: Any) -> random.Random:
+    copy: random.Random = random.Random.__new__(cls)
+    random.Random.seed(copy, int.from_bytes(_entropy(state).generate_state(8).tobytes(), "little"))
+    if _keep:
+        random.Random.setstate(copy, state)
+    return copy
+
+
+def _torch_generator(device: str, state: np.ndarray[Any, Any]) -> Any:
+    import torch
+
+    copy = torch.Generator(device=device)
+    if _keep:
+        copy.set_state(torch.from_numpy(state.copy()))
+    else:
+        copy.manual_seed(int(_entropy(state).generate_state(1, np.uint64)[0] >> 1))
+    return copy
+
+
+def _global(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    return getattr(sys.modules.get(module) or __import__(module, fromlist=[attribute]), attribute)
+
+
+def _set_attributes(copy: Any, attributes: dict[str, Any]) -> None:
+    held = _kinds.dictionary(copy)
+    if held is not None:
+        held.update(attributes)
+
+
+def _with_attributes(reduced: tuple[Any, ...], generator: Any, without: str = "") -> tuple[Any, ...]:
+    """Add the attributes of an instance of somebody's own subclass."""
+    held = {name: value for name, value in (_kinds.dictionary(generator) or {}).items() if name != without}
+    return (*reduced, held, None, None, _set_attributes) if held else reduced
+
+
+def is_generator(value: Any) -> bool:
+    """Whether random numbers are drawn from this."""
+    torch = sys.modules.get("torch")
+    known = (np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
+    return issubclass(type(value), known) or (torch is not None and issubclass(type(value), torch.Generator))
+
+
+def reduce_generator(generator: Any) -> tuple[Any, ...] | None:
+    """Reduce a random generator to one that continues in its state, or in a stream of its worker's own.
+
+    :param generator: anything
+    :return: what ``__reduce__`` returns; None if it is no generator that is known here
+    """
+    kind = type(generator)
+    if not is_generator(generator):
+        return None
+    if generator is np.random.mtrand._rand:
+        return _global, ("numpy.random.mtrand._rand",)
+    if generator is random._inst:
+        return _global, ("random._inst",)
+    if issubclass(kind, np.random.BitGenerator):
+        return _bit_generator, (kind, generator.state)
+    if issubclass(kind, np.random.Generator):
+        return _with_attributes((kind, (generator.bit_generator,)), generator)
+    if issubclass(kind, np.random.RandomState):
+        gauss = {name: generator.get_state(legacy=False)[name] for name in ("has_gauss", "gauss")}
+        return _with_attributes((_random_state, (kind, generator._bit_generator, gauss)), generator)
+    if issubclass(kind, random.SystemRandom):
+        return kind, ()
+    if issubclass(kind, random.Random):
+        return _with_attributes((_python_random, (kind, generator.getstate())), generator, without="gauss_next")
+    return _reduce_torch_generator(generator)
+
+
+def _reduce_torch_generator(generator: Any) -> tuple[Any, ...]:
+    torch = sys.modules["torch"]
+    if generator is torch.default_generator:
+        return _global, ("torch.default_generator",)
+    for index, default in enumerate(torch.cuda.default_generators):
+        if generator is default:
+            return _torch_default, (index,)
+    return _torch_generator, (str(generator.device), generator.get_state().numpy())
+
+
+def _torch_default(index: int) -> Any:
+    import torch
+
+    torch.cuda.current_device()  # makes them
+    return torch.cuda.default_generators[index]
+
+
+def own_seed(seed: int) -> int:
+    """Give the seed of a generator inside a simulator: the worker's own, or that of the original under :func:`keeping`.
+
+    :param seed: of the original
+    """
+    return seed if _keep else int(_entropy(seed).generate_state(1)[0] >> 1)
+
+
+def is_keeping() -> bool:
+    """Whether copies of generators are to be in the original's state."""
+    return _keep

@@ -1,0 +1,260 @@
+"""A picklable function that builds an environment like the one it was made from."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+
+from rl_ext_core import _identity
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
+from rl_ext_core.factory import _devices, _preload, _streams
+from rl_ext_core.factory._overrides import layers
+
+if TYPE_CHECKING:
+    import uuid
+
+    from rl_ext_core.devices import Decision
+    from rl_ext_core.factory._examine import Examination
+    from rl_ext_core.factory._recipes import Recipe
+
+__all__ = ["EnvFactory"]
+
+_Env = TypeVar("_Env")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Worker:
+    """What is a worker's own.
+
+    :ivar entropy: None is the operating system's, of each process: one pickle may be used in several
+    :ivar made_in: the process that hands out the factories; its own generators are left alone
+    """
+
+    index: int
+    entropy: int | None
+    overrides: Mapping[str, Any]
+    decision: Decision | None
+    enter: Callable[[], None]
+    made_in: uuid.UUID
+    attempt: int = 0
+
+    def stream(self) -> np.random.SeedSequence:
+        return _streams.sequence(self.entropy, self.index, self.attempt)
+
+
+class EnvFactory(Generic[_Env]):
+    """Builds an environment; picklable, callable without arguments. Made by :func:`as_factory`.
+
+    It fits wherever a list of functions is expected: Stable Baselines3's ``SubprocVecEnv``, gymnasium's
+    ``AsyncVectorEnv``, TorchRL's collectors and its distributed ones. Random generators that a copy holds never
+    continue the original's stream: each copy draws differently.
+
+    :ivar origin: how: ``"callable"``, ``"class"``, ``"id"``, ``"spec"`` (gymnasium's specification), ``"constructor"``
+        (with the arguments that :func:`capture_constructors` remembered) or ``"graft"`` (all Python state copied, what
+        belongs to a simulator rebuilt by its rule)
+    :ivar examination: what was measured of a copy; None if nothing was
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        live: Any = None,
+        preload: Sequence[str] = (),
+        examination: Examination | None = None,
+    ) -> None:
+        self._recipe = recipe
+        self._adapters: tuple[Callable[[Any], Any], ...] = ()
+        self._worker: _Worker | None = None
+        self._live = live
+        self.preload = _preload.merged(preload)
+        self.examination = examination
+
+    @property
+    def origin(self) -> str:
+        """The route by which environments are built."""
+        return self._recipe.origin
+
+    @property
+    def live(self) -> Any:
+        """The instance that it was made from, in the process that did so; else None."""
+        return self._live
+
+    @property
+    def worker(self) -> int | None:
+        """The worker that it is for; None: for any."""
+        return None if self._worker is None else self._worker.index
+
+    @property
+    def decision(self) -> Decision | None:
+        """The worker's device decision."""
+        return None if self._worker is None else self._worker.decision
+
+    @property
+    def overrides(self) -> Mapping[str, Any]:
+        """What is different about the worker's environment."""
+        return {} if self._worker is None else self._worker.overrides
+
+    @property
+    def adapted(self) -> bool:
+        """Whether environments go through a function that :meth:`then` added."""
+        return bool(self._adapters)
+
+    def line(self) -> str:
+        """Give the source line that a person would write in place of it, as well as it can be told."""
+        return self._recipe.line
+
+    def then(self, adapt: Callable[[Any], Any], *, preload: Sequence[str] = ()) -> EnvFactory[Any]:
+        """Give a factory whose environments go through a function, e.g. a wrapper's class.
+
+        :param adapt: takes the environment; picklable
+        :param preload: modules that it needs and that a fork server may import
+        """
+        other: EnvFactory[Any] = self._copy()
+        other._adapters = (*self._adapters, adapt)
+        other.preload = _preload.merged(self.preload, preload)
+        return other
+
+    def for_workers(
+        self,
+        num_workers: int,
+        *,
+        seed: int | None = None,
+        overrides: Sequence[Mapping[str, Any]] | None = None,
+        devices: str | Decision | Sequence[Decision] | None = None,
+    ) -> list[EnvFactory[_Env]]:
+        """Give a factory for each of several workers.
+
+        In a process other than this one they seed the generators that environments may draw from, before they build:
+        Python's, NumPy's, torch's and the C library's, differently in each worker. So are those that the environment
+        holds: copied ones, and gymnasium's that has not drawn yet.
+
+        :param num_workers: how many
+        :param seed: makes all of that reproducible; by default it never is
+        :param overrides: per worker: for an instance attributes to set on the copy, on its outermost layer that has
+            them; for a callable, a class or an id arguments for it
+        :param devices: ``"round-robin"`` gives the visible GPUs out in turn; or a decision for all, or one for each.
+            A callable with a parameter ``device`` gets the one that computes
+        :return: the factories
+        :raises InvalidArgumentError: a number below 1, a seed below 0, a list of another length, or an override that
+            names nothing
+        :raises InvalidTypeError: overrides are no list of mappings
+        """
+        _check_workers(num_workers, seed, overrides, devices)
+        entropy = None if seed is None else int(seed)
+        factories = []
+        for index, decision in enumerate(_devices.decisions(devices, num_workers, self._live)):
+            factory = self._copy()
+            own = dict(overrides[index]) if overrides is not None else {}
+            self._recipe.check(own, self._live)
+            if decision is not None and self._recipe.takes_device:
+                own.setdefault("device", decision.device)
+            enter = _nothing if decision is None else decision.bind(_nothing)
+            factory._worker = _Worker(index, entropy, own, decision, enter, _identity.process())
+            factories.append(factory)
+        return factories
+
+    def again(self, attempt: int) -> EnvFactory[_Env]:
+        """Give the worker's factory for when it is started anew: the environment draws differently.
+
+        :param attempt: how often it was started before
+        """
+        other = self._copy()
+        if self._worker is not None:
+            other._worker = dataclasses.replace(self._worker, attempt=attempt)
+        return other
+
+    def __call__(self, **overrides: Any) -> _Env:
+        """Build the environment.
+
+        :param overrides: in addition to the worker's
+        :raises InvalidArgumentError: an override names no attribute of the copy
+        :raises DeviceConflictError: a library in this process has read other settings than the worker's decision
+        """
+        worker = self._worker
+        if worker is None:
+            return self._built(overrides)
+        worker.enter()
+        overrides = {**worker.overrides, **overrides}
+        stream = worker.stream()
+        if worker.made_in == _identity.process():
+            with _streams.copies_from(stream):
+                return self._built(overrides, stream)
+        had_torch = "torch" in sys.modules
+        _streams.seed_process(stream)
+        environment = self._built(overrides, stream)
+        if not had_torch and "torch" in sys.modules:
+            # The environment has imported it: its generator starts alike in every process.
+            sys.modules["torch"].manual_seed(random.getrandbits(32))
+        return environment
+
+    def _built(self, overrides: Mapping[str, Any], stream: np.random.SeedSequence | None = None) -> _Env:
+        environment: _Env = self._recipe.build(overrides)
+        if stream is not None:
+            _seed_gymnasium(environment, stream)
+        for adapt in self._adapters:
+            environment = adapt(environment)
+        return environment
+
+    def _copy(self) -> EnvFactory[_Env]:
+        other: EnvFactory[_Env] = EnvFactory.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_live": None}
+
+    def __repr__(self) -> str:
+        worker = "" if self._worker is None else f", worker={self._worker.index}"
+        return f"EnvFactory({self._recipe.line!r}, origin={self.origin!r}{worker})"
+
+
+def _nothing() -> None:
+    """Build nothing: a decision is applied by what it binds."""
+
+
+def _seed_gymnasium(environment: Any, stream: np.random.SeedSequence) -> None:
+    """Seed what would be seeded by the operating system when it is first drawn from."""
+    gymnasium = sys.modules.get("gymnasium")
+    if gymnasium is None:
+        return
+    for index, layer in enumerate(layers(environment)):
+        own = isinstance(layer, gymnasium.Env) and not isinstance(layer, gymnasium.Wrapper)
+        if own and getattr(layer, "_np_random", stream) is None:
+            # The base class's own: it does nothing but seed. Other words of the stream are the process's seeds.
+            gymnasium.Env.reset(layer, seed=int(stream.generate_state(5 + index)[-1]))
+
+
+def _check_workers(num_workers: Any, seed: Any, overrides: Any, devices: Any) -> None:
+    if not _is_whole(num_workers) or num_workers < 1:
+        raise InvalidArgumentError(
+            f"num_workers={num_workers!r} is not a number of workers; expected 1 or more. Write for_workers(2)"
+        )
+    if seed is not None and (not _is_whole(seed) or seed < 0):
+        raise InvalidArgumentError(
+            f"seed={seed!r} is no seed; expected a whole number from 0 on, or None. Write for_workers(2, seed=0)"
+        )
+    if overrides is not None and not (
+        isinstance(overrides, Sequence) and all(isinstance(entry, Mapping) for entry in overrides)
+    ):
+        raise InvalidTypeError(
+            f"overrides={overrides!r} is no list of mappings; write overrides=[dict(name=value) for worker in "
+            f"range({num_workers})]"
+        )
+    for name, value in (("overrides", overrides), ("devices", devices)):
+        if isinstance(value, Sequence) and not isinstance(value, str) and len(value) != num_workers:
+            entry = "dict(name=value)" if name == "overrides" else "decision"
+            raise InvalidArgumentError(
+                f"{name} has {len(value)} entries for {num_workers} workers; expected one for each. Write "
+                f"{name}=[{entry} for worker in range({num_workers})]"
+            )
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

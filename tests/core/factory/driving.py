@@ -1,0 +1,66 @@
+"""Steps an environment and its copy in the same way, whatever their interface is, for the tests of grafts."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import warnings
+from typing import Any
+
+import numpy as np
+
+from rl_ext_core.factory import _graft, _rules, _streams
+from rl_ext_core.factory._drivers import driver_for
+from rl_ext_core.factory._fingerprint import fingerprint
+
+__all__ = ["assert_copied", "begin", "life"]
+
+assert _rules  # the rules are registered
+
+
+def begin(environment: Any, steps: int = 3) -> None:
+    """Get into the middle of an episode."""
+    driver = driver_for(environment, seed=0)
+    assert driver is not None, f"how to step {environment!r} is not known"
+    driver.reset(0)
+    for _ in range(steps):
+        driver.step()
+
+
+def life(environment: Any, steps: int, seed: int | None) -> dict[str, Any]:
+    """Step an environment, after a reset if there is a seed, and give the tokens of all that it returned."""
+    random.seed(1)
+    np.random.seed(1)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(1)
+    driver = driver_for(environment, seed=1)
+    assert driver is not None
+    returned = [] if seed is None else [driver.reset(seed)]
+    returned += [driver.step() for _ in range(steps)]
+    return fingerprint(returned).tokens
+
+
+def assert_copied(environment: Any, *, steps: int = 30, at_once: bool = True) -> Any:
+    """Copy an environment in the middle of an episode, compare it, and step both: then, and from a reset on.
+
+    The original goes first: some share generators or a renderer with whatever else is in the process.
+
+    :param at_once: False where the copy does the same from the next reset on only
+    :return: the copy
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        begin(environment)
+        original, packed = fingerprint(environment), _graft.dumps(environment)
+        lives = [life(environment, steps, seed) for seed in (None, 3)]
+        gc.collect()
+        with _streams.keeping():
+            copy = _graft.loads(packed)
+        assert original.opaque == {}
+        mine = fingerprint(copy)
+        assert [(path, original.tokens.get(path), mine.tokens.get(path)) for path in original.differences(mine)] == []
+        again = life(copy, steps, None)
+        assert not at_once or again == lives[0], "it goes on in another way"
+        assert life(copy, steps, 3) == lives[1], "it does something else after a reset"
+    return copy

@@ -1,0 +1,173 @@
+"""Environments that hold what cannot be copied, and whose constructor's arguments were remembered."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+from typing import Any
+
+import cloudpickle
+import gymnasium as gym
+import pytest
+
+from rl_ext_core.errors import InvalidTypeError, NotCopyableError
+from rl_ext_core.factory import _captured, as_factory, capture_constructors
+from rl_ext_core.factory._captured import recorded
+from tests.core.factory.worlds import Line, Sealed, rollout
+
+
+class Plain(Sealed):
+    """Not captured."""
+
+
+class Kept(Sealed):
+    """Captured."""
+
+
+class Heir(Kept):
+    """A subclass that is not."""
+
+
+class Adopted(Kept):
+    """A subclass that is too."""
+
+
+class Equal(Kept):
+    """All its instances are equal, and none can be hashed."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Equal)
+
+
+class Slotted:
+    """To which nothing can refer weakly."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+class Meta(type):
+    """As that of TorchRL's environments: takes an option out of the arguments."""
+
+    def __call__(cls, *args: Any, doubled: bool = False, **kwargs: Any) -> Any:
+        env = super().__call__(*args, **kwargs)
+        env.gain *= 2 if doubled else 1
+        return env
+
+
+class Outer(gym.Wrapper[Any, Any, Any, Any]):
+    """A wrapper that holds something in C."""
+
+    def __init__(self, env: gym.Env[Any, Any], level: int) -> None:
+        import zlib
+
+        super().__init__(env)
+        self.engine, self.level = zlib.compressobj(level), level
+
+
+class Doubled(Sealed, metaclass=Meta):
+    """Made by that."""
+
+
+for _cls in (Kept, Adopted, Equal, Slotted, Doubled, Outer):
+    capture_constructors(_cls)
+
+
+def test_without_it_there_is_no_way() -> None:
+    with pytest.raises(NotCopyableError, match=r"holds \.engine \(zlib\.Compress\)"):
+        as_factory(Plain(2.0))
+
+
+def test_with_it_there_is() -> None:
+    env = Kept(2.0, length=9)
+    copy = as_factory(env)()
+    assert type(copy.engine) is type(env.engine)
+    assert rollout(copy) == rollout(env)
+
+
+@pytest.mark.parametrize("lived", [0, 15])
+def test_what_was_changed_since_is_kept(lived: int) -> None:
+    env = Kept(2.0, length=9)
+    if lived:
+        rollout(env, steps=lived)
+    env.gain, env.rewards.bonus, env.weights[0] = 3.0, 9.0, -5.0
+    factory = as_factory(env)
+    assert factory.origin == "graft"
+    assert rollout(factory()) == rollout(env)
+
+
+def test_a_wrapper_can_be_captured_too() -> None:
+    env = Outer(Line(), 3)
+    env.unwrapped.gain = 7.0
+    copy = as_factory(env)()
+    assert (copy.level, copy.unwrapped.gain) == (3, 7.0)
+    assert rollout(copy) == rollout(env)
+
+
+def test_arguments_of_a_class_are_those_of_its_own_instances() -> None:
+    assert recorded(Kept(2.0, length=9)) == (Kept, (2.0,), {"length": 9})
+    assert recorded(Heir(2.0)) is None
+    assert recorded(Adopted(2.0)) == (Adopted, (2.0,), {})
+    assert recorded(Line(2.0)) is None
+    assert recorded(object()) is None
+
+
+def test_a_metaclass_is_captured_before_it_takes_its_options() -> None:
+    env = Doubled(3.0, doubled=True)
+    assert recorded(env) == (Doubled, (3.0,), {"doubled": True})
+    assert rollout(as_factory(env)()) == rollout(env)
+
+
+def test_instances_that_are_equal_are_not_taken_for_one_another() -> None:
+    one, other = Equal(1.0), Equal(2.0)
+    assert recorded(one) == (Equal, (1.0,), {})
+    assert recorded(other) == (Equal, (2.0,), {})
+
+
+def test_instances_that_cannot_be_referred_to_weakly_are_made_as_ever() -> None:
+    assert Slotted(3).value == 3
+    assert recorded(Slotted(3)) is None
+
+
+def test_nothing_is_kept_alive() -> None:
+    gc.collect()
+    before = len(_captured._calls)
+    env = Kept()
+    assert len(_captured._calls) == before + 1
+    del env
+    gc.collect()
+    assert len(_captured._calls) == before
+
+
+def test_capturing_twice_is_capturing_once() -> None:
+    made_by = Kept.__init__
+    capture_constructors(Kept)
+    assert Kept.__init__ is made_by
+    called_by = Meta.__call__
+    capture_constructors(Doubled)
+    assert Meta.__call__ is called_by
+
+
+def test_the_constructor_looks_as_it_did() -> None:
+    assert Kept.__init__.__doc__ == Sealed.__init__.__doc__
+    assert Kept.__init__.__name__ == "__init__"
+
+
+def test_a_class_that_travels_with_its_instances_can_be_captured() -> None:
+    # As one of a script or a notebook does.
+    own: Any = type("Own", (Kept,), {"__module__": "__main__"})
+    capture_constructors(own)
+    env = own(3.0)
+    assert pickle.loads(cloudpickle.dumps(own))(4.0).gain == 4.0
+    env.gain = 5.0
+    assert as_factory(env)().gain == 5.0
+
+
+@pytest.mark.parametrize("thing", ["Kept", 5, None, Line()])
+def test_what_is_no_class_is_refused(thing: Any) -> None:
+    with pytest.raises(InvalidTypeError, match=r"is not a class; write capture_constructors\(MyEnv\)"):
+        capture_constructors(thing)

@@ -1,0 +1,310 @@
+"""Drivers step environments of every interface, reproducibly, and leave the environments' own generators alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from rl_ext_core.factory._drawing import Spaces, plain, within
+from rl_ext_core.factory._drivers import driver_for
+from tests.core.factory.driving import life
+from tests.core.factory.grafting import equal
+
+
+class Recorder(gym.Env[Any, Any]):
+    """Ends episodes after three steps and keeps the actions that it gets."""
+
+    observation_space = spaces.Box(-1, 1, (2,), np.float32)
+
+    def __init__(self, space: Any) -> None:
+        self.action_space, self.actions, self.seeds = space, list[Any](), list[Any]()
+        self._buffer = np.zeros(2, np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.seeds.append(seed)
+        self._buffer[:] = 0
+        return self._buffer, {"when": object()}
+
+    def step(self, action: Any) -> Any:
+        assert self.action_space.contains(action), action
+        self.actions.append(action)
+        self._buffer += 1
+        return self._buffer, 1.0, False, bool(self._buffer[0] == 3), {"when": object()}
+
+
+SPACES = [
+    spaces.Discrete(5, start=-2),
+    spaces.MultiDiscrete([3, 4]),
+    spaces.MultiDiscrete([[2, 3], [4, 5]]),
+    spaces.MultiBinary(6),
+    spaces.Box(-1, 1, (2, 3), np.float32),
+    spaces.Box(-np.inf, np.inf, (4,), np.float64),
+    spaces.Box(np.array([-np.inf, 0], np.float32), np.array([1, np.inf], np.float32)),
+    spaces.Box(0, 255, (3,), np.uint8),
+    spaces.Text(7),
+    spaces.Sequence(spaces.Discrete(4)),
+    spaces.Dict({"move": spaces.Discrete(3), "aim": spaces.Tuple((spaces.Box(0, 1, (2,)), spaces.MultiBinary(2)))}),
+    spaces.OneOf((spaces.Discrete(2), spaces.Box(0, 1, (1,)))),
+    spaces.Graph(spaces.Box(0, 1, (2,)), spaces.Discrete(3)),
+]
+
+
+@pytest.mark.parametrize("space", SPACES, ids=repr)
+def test_any_space_of_gymnasium_is_drawn_from_the_same_for_the_same_seed(space: Any) -> None:
+    drawn = []
+    for seed in (1, 1, 2):
+        environment = Recorder(space)
+        driver = driver_for(environment, seed=seed)
+        assert driver is not None
+        driver.reset(0)
+        for _ in range(8):
+            driver.step()
+        drawn.append(repr(environment.actions))
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+@pytest.mark.parametrize("space", SPACES, ids=repr)
+def test_the_generator_of_a_space_is_left_alone(space: Any) -> None:
+    environment, twin = Recorder(space), Recorder(space)
+    driver = driver_for(environment, seed=1)
+    assert driver is not None
+    environment.action_space.seed(7)
+    first = repr(environment.action_space.sample())
+    environment.action_space.seed(7)
+    driver.step()
+    driver.step()
+    assert repr(environment.action_space.sample()) == first
+    assert twin.actions == []
+
+
+def test_an_episode_that_ends_is_followed_by_the_next_which_is_returned_too() -> None:
+    environment = Recorder(spaces.Discrete(2))
+    driver = driver_for(environment, seed=0)
+    assert driver is not None
+    assert driver.reset(5).tolist() == [0, 0]
+    returned = [driver.step() for _ in range(4)]
+    assert environment.seeds == [5, None]
+    last, first = returned[2]
+    assert (last[0].tolist(), last[1:], first.tolist()) == ([3, 3], [1.0, False, True], [0, 0])
+    # It is a copy: the environment writes all its observations into one array.
+    assert [returned[0][0].tolist(), returned[1][0].tolist(), returned[3][0].tolist()] == [[1, 1], [2, 2], [1, 1]]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int32, np.uint8])
+def test_numbers_are_drawn_within_their_limits(dtype: Any) -> None:
+    low, high = np.array([0, 1, 2]), np.array([4, 1, 250])
+    drawn = np.stack([within(np.random.default_rng(seed), low, high, (3,), dtype) for seed in range(2000)])
+    assert drawn.dtype == dtype
+    assert (drawn >= low).all()
+    assert (drawn <= high).all()
+    if np.issubdtype(dtype, np.integer):
+        assert (drawn.min(0).tolist(), drawn[:, 0].max(), drawn[:, 1].max()) == ([0, 1, 2], 4, 1)
+
+
+def test_where_there_is_no_limit_they_are_normal() -> None:
+    drawn = within(np.random.default_rng(0), [-np.inf, 0.0], [np.inf, np.inf], (1000, 2), np.float64)
+    assert np.isfinite(drawn).all()
+    assert abs(drawn[:, 0].std() - 1) < 0.1
+    assert drawn[:, 1].min() == 0
+
+
+def test_masks_are_followed() -> None:
+    draw = Spaces(np.random.default_rng(0))
+    assert {draw.draw("", spaces.Discrete(6), [0, 0, 1, 0, 1, 0]) for _ in range(40)} == {2, 4}
+
+
+def test_what_is_returned_becomes_plain_data() -> None:
+    data = {"a": (np.arange(3), [1.5, None]), "b": OrderedDict(c=np.float32(2))}
+    copy = plain(data)
+    data["a"][0][0] = 9  # type: ignore[index]
+    assert copy == {"a": [copy["a"][0], [1.5, None]], "b": {"c": np.float32(2)}}
+    assert copy["a"][0].tolist() == [0, 1, 2]
+
+
+def test_an_unknown_interface_has_no_driver() -> None:
+    class Other:
+        def reset(self) -> None: ...
+        def step(self) -> None: ...
+
+    assert driver_for(Other(), seed=0) is None
+    assert driver_for(None, seed=0) is None
+
+
+def test_nothing_is_imported_that_was_not() -> None:
+    code = "import sys; import rl_ext_core.factory._drivers; "
+    code += "print([name for name in ('gymnasium', 'torch', 'dm_env', 'pettingzoo') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def _vector(mode: str) -> Any:
+    return gym.make_vec(
+        "CartPole-v1", 3, vectorization_mode="sync", vector_kwargs={"autoreset_mode": gym.vector.AutoresetMode(mode)}
+    )
+
+
+def _torchrl() -> Any:
+    pytest.importorskip("torchrl")
+    from torchrl.envs import GymEnv, RewardSum, TransformedEnv
+
+    return TransformedEnv(GymEnv("CartPole-v1"), RewardSum())
+
+
+def _torchrl_batched() -> Any:
+    pytest.importorskip("torchrl")
+    from torchrl.envs import GymEnv, SerialEnv
+
+    return SerialEnv(2, lambda: GymEnv("Pendulum-v1"))
+
+
+def _sb3() -> Any:
+    vec_env = pytest.importorskip("stable_baselines3.common.vec_env")
+    return vec_env.VecMonitor(vec_env.DummyVecEnv([lambda: gym.make("CartPole-v1")] * 2))
+
+
+def _aec() -> Any:
+    return pytest.importorskip("pettingzoo.classic.connect_four_v3").env()
+
+
+def _parallel() -> Any:
+    return pytest.importorskip("pettingzoo.sisl.pursuit_v5").parallel_env(max_cycles=20)
+
+
+def _dm_control() -> Any:
+    suite = pytest.importorskip("dm_control.suite")
+    return suite.load("cartpole", "swingup", environment_kwargs={"flat_observation": True})
+
+
+def _composer() -> Any:
+    manipulation = pytest.importorskip("dm_control.manipulation")
+    return manipulation.load("reach_site_features")
+
+
+WORLDS: dict[str, Callable[[], Any]] = {
+    "gymnasium": lambda: gym.make("FrozenLake-v1"),
+    "vector, next step": lambda: _vector("NextStep"),
+    "vector, same step": lambda: _vector("SameStep"),
+    "vector, by itself": lambda: _vector("Disabled"),
+    "torchrl": _torchrl,
+    "torchrl, batched": _torchrl_batched,
+    "sb3": _sb3,
+    "pettingzoo, turns": _aec,
+    "pettingzoo, together": _parallel,
+    "dm_control": _dm_control,
+    "composer": _composer,
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_two_environments_with_the_same_seeds_do_the_same(name: str) -> None:
+    lives = []
+    for seed in (4, 4, 5):
+        environment = WORLDS[name]()
+        lives.append(life(environment, 40, seed))
+        environment.close()
+    assert lives[0] == lives[1]
+    assert (lives[0] == lives[2]) is (name == "pettingzoo, turns")  # connect_four has nothing to seed
+    assert len({repr(token) for token in lives[0].values()}) > 10, "all that was returned is alike"
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_without_a_seed_the_generators_of_an_environment_go_on(name: str) -> None:
+    environment = WORLDS[name]()
+    driver = driver_for(environment, seed=0)
+    assert driver is not None
+    driver.reset(4)
+    first, second = (driver.reset(None) for _ in range(2))
+    driver.reset(4)
+    assert equal(_numbers(driver.reset(None)), _numbers(first))
+    constant = name in ("gymnasium", "pettingzoo, turns")  # these begin all episodes alike
+    assert equal(_numbers(first), _numbers(second)) is constant
+    environment.close()
+
+
+def _numbers(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _numbers(part) for key, part in data.items()}
+    return [_numbers(part) for part in data] if isinstance(data, list) else data
+
+
+def test_a_driver_says_where_a_seed_does_not_reach_the_environment() -> None:
+    dm_env = pytest.importorskip("dm_env")
+
+    class Catch(dm_env.Environment):  # type: ignore[misc, name-defined]
+        def reset(self) -> Any:
+            return dm_env.restart(np.zeros(1))
+
+        def step(self, action: Any) -> Any:
+            assert action.dtype == np.int32
+            assert 1 <= action <= 3
+            return dm_env.transition(1.0, np.ones(1))
+
+        def action_spec(self) -> Any:
+            return dm_env.specs.BoundedArray((), np.int32, 1, 3)
+
+        def observation_spec(self) -> Any:
+            return dm_env.specs.Array((1,), np.float64)
+
+    driver = driver_for(Catch(), seed=0)
+    assert driver is not None
+    assert driver.seeded is False
+    assert driver.reset(3)[3].tolist() == [0]
+    assert [driver.step()[1] for _ in range(30)] == [1.0] * 30
+    known = driver_for(_dm_control(), seed=0)
+    assert known is not None
+    assert known.seeded is True
+
+
+def test_actions_of_dm_env_may_be_nested() -> None:
+    dm_env = pytest.importorskip("dm_env")
+    seen = []
+
+    class Nested(dm_env.Environment):  # type: ignore[misc, name-defined]
+        def reset(self) -> Any:
+            return dm_env.restart(0)
+
+        def step(self, action: Any) -> Any:
+            seen.append(action)
+            return dm_env.termination(1.0, 1)
+
+        def action_spec(self) -> Any:
+            arm = dm_env.specs.BoundedArray((2,), np.float32, [-1, -2], [1, 2])
+            return [{"arm": arm, "grip": dm_env.specs.DiscreteArray(4)}, (dm_env.specs.Array((3,), np.float64),)]
+
+        def observation_spec(self) -> Any: ...
+
+    driver = driver_for(Nested(), seed=0)
+    assert driver is not None
+    last, first = driver.step()
+    assert (last[0], first[0]) == (dm_env.StepType.LAST, dm_env.StepType.FIRST)
+    (action,) = seen
+    assert (action[0]["arm"].dtype, action[0]["arm"].shape, action[1][0].shape) == (np.float32, (2,), (3,))
+    assert action[0]["grip"] in range(4)
+
+
+def test_global_generators_are_left_alone_by_actions_of_torchrl() -> None:
+    torch = pytest.importorskip("torch")
+    driver = driver_for(_torchrl(), seed=0)
+    assert driver is not None
+    driver.reset(1)
+    state = torch.random.get_rng_state()
+    driver.step()
+    assert torch.equal(torch.random.get_rng_state(), state)

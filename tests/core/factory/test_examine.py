@@ -1,0 +1,195 @@
+"""What is measured of a copy, and which way of building one is chosen."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from typing import Any
+
+import gymnasium as gym
+import pytest
+
+from rl_ext_core import resources
+from rl_ext_core.errors import InvalidArgumentError, WorkerError
+from rl_ext_core.factory import EnvFactory, _lives, _streams, as_factory
+from rl_ext_core.factory._examine import examine, measure
+from rl_ext_core.factory._lives import live, look
+from rl_ext_core.factory._recipes import by_calling, by_grafting
+from rl_ext_core.factory.convert import examined
+from tests.core.factory import worlds
+from tests.core.factory.worlds import Line, Raising, Turned, rollout
+
+_MEBIBYTES = 40
+
+
+class Slow(Line):
+    """Takes its time, and its memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        time.sleep(0.05)
+        self.ballast = bytearray(b"x") * (_MEBIBYTES << 20)
+
+    def step(self, action: Any) -> Any:
+        time.sleep(0.01)
+        return super().step(action)
+
+
+class Closing(Line):
+    """Cannot be closed."""
+
+    def close(self) -> None:
+        raise OSError("closed already")
+
+
+@pytest.fixture(autouse=True)
+def this_process_draws_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is called here directly seeds the process: elsewhere, that one ends with it."""
+    monkeypatch.setattr(_streams, "_stream", None)
+
+
+def _read(env: Any) -> Any:
+    return type(env).__name__, env.gain, os.getpid()
+
+
+def test_a_copy_is_timed_and_weighed_in_another_process() -> None:
+    found = examined(as_factory(Slow), read=_read, overrides={}, start_method=None)
+    assert found.build_seconds >= 0.05
+    assert found.step_seconds is not None
+    assert 0.01 <= found.step_seconds < 0.1
+    if resources.private_memory() is not None:
+        assert found.private_bytes is not None
+        assert _MEBIBYTES << 20 <= found.private_bytes < 20 * _MEBIBYTES << 20
+    name, gain, pid = found.read
+    assert (name, gain) == ("Slow", 1.0)
+    assert pid != os.getpid()
+
+
+def test_it_is_read_before_it_is_stepped() -> None:
+    found = examined(as_factory(Line), read=lambda env: env.ticks, overrides={"gain": 2.0}, start_method=None)
+    assert found.read == 0
+
+
+def test_its_overrides_are_added_to_the_workers() -> None:
+    [factory] = as_factory(Line()).for_workers(1, overrides=[{"gain": 4.0, "length": 3}])
+    found = examined(factory, read=lambda env: (env.gain, env.length), overrides={"length": 5}, start_method=None)
+    assert found.read == (4.0, 5)
+
+
+def test_an_adapted_environment_is_what_is_measured() -> None:
+    factory = as_factory(Line).then(functools.partial(worlds.Scaled, scale=3.0))
+    assert examined(factory, read=lambda env: env.scale, overrides={}, start_method=None).read == 3.0
+
+
+def test_what_building_raises_is_the_cause() -> None:
+    def make() -> Line:
+        raise FileNotFoundError("no such level")
+
+    with pytest.raises(WorkerError, match=r"^trial copy 0 of 1 raised FileNotFoundError") as caught:
+        examined(as_factory(make), read=_read, overrides={}, start_method=None)
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
+    assert "in make" in caught.value.traceback
+
+
+def test_what_an_override_raises_is_the_cause() -> None:
+    with pytest.raises(WorkerError) as caught:
+        examined(as_factory("worlds/Line-v0"), read=_read, overrides={"bonus": 1}, start_method=None)
+    assert isinstance(caught.value.__cause__, TypeError)
+    with pytest.raises(WorkerError) as caught:
+        examined(as_factory(Line()), read=_read, overrides={"bonus": 1}, start_method=None)
+    assert isinstance(caught.value.__cause__, InvalidArgumentError)
+
+
+def test_what_reading_raises_is_the_cause() -> None:
+    with pytest.raises(WorkerError, match="ZeroDivisionError"):
+        examined(as_factory(Line), read=lambda env: 1 / env.ticks, overrides={}, start_method=None)
+
+
+def test_what_raises_when_it_is_stepped_has_no_speed() -> None:
+    assert measure(Raising).step_seconds is None
+    assert measure(Turned).step_seconds is None
+
+
+def test_what_cannot_be_closed_is_measured() -> None:
+    assert measure(Closing).step_seconds is not None
+
+
+def test_the_first_that_is_faithful_is_chosen() -> None:
+    env = gym.make("worlds/Line-v0")
+    good = functools.partial(gym.make, "worlds/Line-v0")
+    bad = functools.partial(gym.make, "worlds/Line-v0", gain=2.0)
+    recipes = [
+        by_calling(bad, "constructor", "", takes_arguments=False),
+        by_calling(good, "spec", "", takes_arguments=False),
+        by_grafting(env, ""),
+    ]
+    found = examine(recipes, look(env), None)
+    assert found.chosen == 1
+    # The step shows it first.
+    assert [len(lost) for lost in found.lost] == [1, 0, 0]
+    assert found.lost[0][0].startswith("reset gives something else")
+    found = examine([recipes[0], recipes[2]], look(env), None)
+    assert found.chosen == 1
+
+
+def test_without_a_graft_the_other_has_to_be_as_the_original_stands() -> None:
+    env = gym.make("worlds/Line-v0")
+    recipe = by_calling(functools.partial(gym.make, "worlds/Line-v0"), "spec", "", takes_arguments=False)
+    assert examine([recipe], look(env), None).chosen == 0
+    env.unwrapped.weights[2] = 3.0
+    env.unwrapped.rewards.bonus = 2.0
+    found = examine([recipe], look(env), None)
+    assert found.chosen is None
+    assert found.lost == (
+        (
+            ".env.env.weights is other data in the instance and other data in a copy",
+            ".env.env.rewards.bonus is 2.0 in the instance and 1.0 in a copy",
+        ),
+    )
+
+
+def test_what_is_adapted_is_stepped() -> None:
+    env = Line()
+    found = examine([by_grafting(env, "")], look(env), lambda copy: Slow())
+    assert found.step_seconds is not None
+    assert found.step_seconds >= 0.01
+
+
+def test_a_life_ends_with_what_it_raises() -> None:
+    life = live(Raising())
+    assert life is not None
+    assert life.returned[1:] == ["ArithmeticError"]
+    assert live(Turned()) is None
+
+
+def test_lives_of_one_length_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Sluggish(Line):
+        def step(self, action: Any) -> Any:
+            time.sleep(0.06)
+            return super().step(action)
+
+    monkeypatch.setattr(_lives, "_LIFE_SECONDS", 0.3)
+    life = live(Sluggish())
+    assert life is not None
+    assert 3 <= len(life.returned) < 10
+    other = live(Line(), len(life.returned) - 1)
+    assert other is not None
+    assert other.returned == life.returned
+
+
+def test_texts_of_large_values_are_short() -> None:
+    env = worlds.Forgetful()
+    env.gain = "long " * 1_000  # type: ignore[assignment]
+    found = examine([by_grafting(env, "")], look(env), None)
+    [[text]] = found.lost
+    assert len(text) < 150
+
+
+def test_the_examination_is_part_of_the_factory_and_travels() -> None:
+    factory = as_factory(Line())
+    assert isinstance(factory, EnvFactory)
+    assert factory.examination is not None
+    assert factory.examination.lost == ((),)
+    assert rollout(factory(), 1) == rollout(Line(), 1)
+    assert as_factory(Line).examination is None

@@ -1,0 +1,309 @@
+"""A copy does what its original does, whatever was changed since that was made; and the original is left alone."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+from rl_ext_core.factory import as_factory
+from rl_ext_core.factory._fingerprint import fingerprint
+from tests.core.factory import worlds
+from tests.core.factory.worlds import rollout
+
+Env = Any
+
+
+def _fresh(env: Env) -> None:
+    """Leave it as it was made."""
+
+
+def _reset(env: Env) -> None:
+    env.reset(seed=5)
+
+
+def _midway(env: Env) -> None:
+    env.reset(seed=5)
+    env.action_space.seed(1)
+    for _ in range(5):
+        env.step(env.action_space.sample())
+
+
+def _ended(env: Env) -> None:
+    _midway(env)
+    while True:
+        *_, terminated, truncated, _ = env.step(env.action_space.sample())
+        if terminated or truncated:
+            return
+
+
+def _again(env: Env) -> None:
+    _ended(env)
+    env.reset()
+
+
+STAGES = [_fresh, _reset, _midway, _ended, _again]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1", "FrozenLake-v1", "InvertedPendulum-v5"])
+def test_an_unmodified_instance_is_built_by_its_specification(env_id: str, stage: Callable[[Env], None]) -> None:
+    env = gym.make(env_id, max_episode_steps=30)
+    stage(env)
+    factory = as_factory(env)
+    assert factory.origin == "spec"
+    copy = factory()
+    assert rollout(copy) == rollout(env)
+    copy.close()
+    env.close()
+
+
+def _wrapper(env: Env) -> None:
+    while not isinstance(env, gym.wrappers.TimeLimit):
+        env = env.env
+    env._max_episode_steps = 13
+
+
+def _innermost(env: Env) -> None:
+    env.unwrapped.gain = 3.5
+
+
+def _nested(env: Env) -> None:
+    env.unwrapped.rewards.bonus = 11.0
+
+
+def _array_in_place(env: Env) -> None:
+    env.unwrapped.weights[1] = -2.0
+
+
+def _function_on_the_instance(env: Env) -> None:
+    env.unwrapped.push = lambda action: 0.5 * action
+
+
+def _bound_method(env: Env) -> None:
+    env.unwrapped.push = types.MethodType(_push_harder, env.unwrapped)
+
+
+def _push_harder(self: Env, action: Any) -> float:
+    return float(self.gain) * 7 * (int(action) - 1)
+
+
+def _space(env: Env) -> None:
+    env.unwrapped.action_space = gym.spaces.Discrete(2)
+
+
+def _counter(env: Env) -> None:
+    env.unwrapped.ticks = 1_000
+
+
+CHANGES = [
+    _wrapper,
+    _innermost,
+    _nested,
+    _array_in_place,
+    _function_on_the_instance,
+    _bound_method,
+    _space,
+    _counter,
+]
+
+
+def _make_line() -> Env:
+    return gym.make("worlds/Line-v0", max_episode_steps=20)
+
+
+def _make_ez_line() -> Env:
+    return gym.make("worlds/EzLine-v0", max_episode_steps=20)
+
+
+def _make_sealed() -> Env:
+    return gym.make("worlds/Sealed-v0", max_episode_steps=20)
+
+
+def _make_told() -> Env:
+    return gym.make(worlds.Told(_make_line(), 3.0).spec, max_episode_steps=20)
+
+
+def _make_wrapped() -> Env:
+    return gym.wrappers.TimeLimit(worlds.Scaled(_make_line(), 3.0), 20)
+
+
+def _make_direct() -> Env:
+    return gym.wrappers.TimeLimit(worlds.EzLine(), 20)
+
+
+MAKERS = [_make_line, _make_ez_line, _make_sealed, _make_told, _make_wrapped, _make_direct]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("stage", [_midway, pytest.param(_fresh, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("make", MAKERS)
+def test_what_was_changed_since_is_in_the_copy(
+    make: Callable[[], Env], stage: Callable[[Env], None], change: Callable[[Env], None]
+) -> None:
+    env = make()
+    stage(env)
+    change(env)
+    unmodified = make()
+    factory = as_factory(env)
+    assert factory.origin == "graft"
+    copy = factory()
+    its = rollout(copy)
+    assert its == rollout(env)
+    assert its != rollout(unmodified)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_change_that_a_reset_undoes_is_no_hindrance(make: Callable[[], Env]) -> None:
+    env = make()
+    env.unwrapped.position, env.unwrapped.left = 55.0, 3
+    copy = as_factory(env)()
+    assert rollout(copy) == rollout(env)
+
+
+def test_what_varies_within_an_episode_and_was_set_by_hand_is_kept_where_resets_keep_it() -> None:
+    env = _make_line()
+    _midway(env)
+    env.unwrapped.ticks, env.unwrapped.left = 500, 2
+    copy = as_factory(env)()
+    observation, _ = copy.reset(seed=0)
+    assert (observation[2], observation[3]) == (500, 30)
+
+
+def test_what_has_come_to_its_limit_is_not_taken_for_what_will() -> None:
+    # After enough episodes one that starts anew comes to the same level: it is not the same.
+    env = worlds.Curriculum(gym.make("CartPole-v1", max_episode_steps=2))
+    rollout(env)
+    copy = as_factory(env)()
+    assert copy.level == 5
+    assert rollout(copy) == rollout(env)
+
+
+def test_what_shows_in_infos_alone_is_kept() -> None:
+    env = worlds.Warming(gym.make("CartPole-v1"))
+    rollout(env)
+    copy = as_factory(env)()
+    assert rollout(copy) == rollout(env)
+    assert as_factory(worlds.Warming(gym.make("CartPole-v1"))).origin == "spec"
+
+
+def test_a_generator_that_no_reset_seeds_draws_differently_in_each_copy() -> None:
+    env = worlds.Noisy(_make_line())
+    state = env.noise.bit_generator.state
+    factory = as_factory(env)
+    assert factory.origin == "graft"
+    one, other = factory(), factory()
+    assert rollout(one) != rollout(other)
+    assert env.noise.bit_generator.state == state
+    again = [make() for make in factory.for_workers(2, seed=1)]
+    assert rollout(again[0]) != rollout(again[1])
+    assert rollout(factory.for_workers(2, seed=1)[1]()) == rollout(factory.for_workers(3, seed=1)[1]())
+
+
+def test_running_statistics_are_carried() -> None:
+    env = gym.wrappers.NormalizeObservation(_make_line())
+    rollout(env, steps=60)
+    factory = as_factory(env)
+    assert factory.origin == "graft"
+    copy = factory()
+    np.testing.assert_array_equal(copy.obs_rms.mean, env.obs_rms.mean)
+    assert rollout(copy) == rollout(env)
+
+
+def test_masses_of_mujoco_are_kept() -> None:
+    env = gym.make("HalfCheetah-v5", max_episode_steps=20)
+    env.unwrapped.model.body_mass[1] *= 3
+    env.unwrapped.model.opt.gravity[2] = -3.0
+    factory = as_factory(env)
+    assert factory.origin == "graft"
+    copy = factory()
+    its = rollout(copy)
+    assert its == rollout(env)
+    assert its != rollout(gym.make("HalfCheetah-v5", max_episode_steps=20))
+
+
+def test_mujoco_unmodified_after_a_life_is_built_by_its_specification() -> None:
+    env = gym.make("HalfCheetah-v5", max_episode_steps=20)
+    rollout(env)
+    factory = as_factory(env)
+    assert factory.origin == "spec"
+    assert rollout(factory()) == rollout(env)
+
+
+@pytest.mark.parametrize("make", [_make_line, _make_wrapped, _make_direct, _make_sealed])
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_instance_is_only_read(make: Callable[[], Env], stage: Callable[[Env], None]) -> None:
+    env = make()
+    stage(env)
+    twin = make()
+    stage(twin)
+    assert env.spec is None or env.spec  # the specification is kept from here on
+    before = fingerprint(env)
+    held = {name: id(value) for name, value in vars(env.unwrapped).items()}
+    worlds.EVENTS.clear()
+    as_factory(env)
+    assert worlds.EVENTS == []
+    assert fingerprint(env).differences(before) == []
+    assert {name: id(value) for name, value in vars(env.unwrapped).items()} == held
+    if stage is not _fresh:
+        assert env.unwrapped.np_random.bit_generator.state == twin.unwrapped.np_random.bit_generator.state
+    if stage in (_reset, _midway, _again):
+        assert env.step(1)[0].tolist() == twin.step(1)[0].tolist()
+
+
+def test_asking_for_a_factory_leaves_no_trace_of_having_asked() -> None:
+    env = _make_line()
+    as_factory(env)
+    layer = env
+    while layer is not env.unwrapped:
+        assert layer._cached_spec is None
+        layer = layer.env
+    assert env.unwrapped._np_random is None
+
+
+def test_an_environment_that_no_seed_makes_reproducible_is_grafted() -> None:
+    assert as_factory(gym.make("worlds/Clocked-v0")).origin == "graft"
+
+
+def test_one_that_raises_when_it_is_stepped_is_copied_and_raises_likewise() -> None:
+    env = gym.make("worlds/Raising-v0")
+    factory = as_factory(env)
+    assert factory.origin == "spec"
+    assert factory.examination is not None
+    assert factory.examination.step_seconds is None
+    copy = factory()
+    copy.reset()
+    with pytest.raises(ArithmeticError, match="no move 1 here"):
+        copy.step(1)
+    env.unwrapped.gain = 4.0
+    assert as_factory(env)().unwrapped.gain == 4.0
+
+
+def test_one_that_nobody_knows_how_to_step_is_compared_as_it_stands() -> None:
+    env = worlds.Turned()
+    env.angle = 0.5
+    factory = as_factory(env)
+    assert factory.origin == "graft"
+    assert factory.examination is not None
+    assert factory.examination.step_seconds is None
+    assert factory().angle == 0.5
+
+
+def test_without_verification_the_instance_is_grafted() -> None:
+    env = _make_line()
+    env.unwrapped.gain = 3.0
+    factory = as_factory(env, verify=False)
+    assert (factory.origin, factory.examination) == ("graft", None)
+    assert rollout(factory()) == rollout(env)
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn", "forkserver"])
+def test_every_way_to_start_the_process_finds_the_same(start_method: str) -> None:
+    env = _make_line()
+    assert as_factory(env, start_method=start_method).origin == "spec"
+    env.unwrapped.gain = 3.0
+    assert as_factory(env, start_method=start_method).origin == "graft"

@@ -1,0 +1,189 @@
+"""Factories for several workers: settings of their own, random streams of their own."""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import random
+import subprocess
+import sys
+from typing import Any
+
+import cloudpickle
+import gymnasium as gym
+import numpy as np
+import pytest
+
+from rl_ext_core.devices import Decision, resolve
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
+from rl_ext_core.factory import as_factory
+from tests.core.factory.worlds import Line, rollout
+
+
+class Drawing(gym.Env[Any, Any]):
+    """Draws from every generator that there is, when it is made and later."""
+
+    action_space = gym.spaces.Discrete(2)
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (6,), np.float64)
+
+    def __init__(self) -> None:
+        self.first = self._draw()
+
+    def _draw(self) -> list[float]:
+        word = ctypes.CDLL(None).rand() / 2**31
+        return [random.random(), np.random.uniform(), word]
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return np.array([*self.first, *self._draw()]), {}
+
+    def step(self, action: Any) -> Any:
+        return self.reset()[0], float(self.np_random.uniform()), False, False, {}
+
+
+def in_another_process(*factories: Any) -> list[Any]:
+    """Build environments in a process each, and give what they return."""
+    program = (
+        "import pickle, sys; make = pickle.load(sys.stdin.buffer); env = make(); "
+        "seen = [env.reset()[0].tolist(), env.step(0)[1]]; sys.stdout.buffer.write(pickle.dumps(seen))"
+    )
+    running = []
+    for factory in factories:
+        process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert process.stdin is not None
+        process.stdin.write(cloudpickle.dumps(factory))
+        process.stdin.close()
+        running.append(process)
+    seen = []
+    for process in running:
+        assert process.stdout is not None
+        seen.append(pickle.loads(process.stdout.read()))
+        process.stdout.close()
+        assert process.wait() == 0
+    return seen
+
+
+@pytest.mark.parametrize("source", [Drawing, Drawing()], ids=["class", "instance"])
+def test_workers_draw_differently_from_every_generator_and_the_same_again_with_a_seed(source: Any) -> None:
+    factory = as_factory(source)
+    first, second, again = in_another_process(
+        *factory.for_workers(2, seed=3), factory.for_workers(2, seed=3)[1].again(0)
+    )
+    assert again == second
+    pairs = list(zip(np.ravel(first[0]), np.ravel(second[0]), strict=True))
+    drawn_when_made = 3 if isinstance(source, Drawing) else 0
+    assert all(one != other for one, other in pairs[drawn_when_made:])
+    assert first[1] != second[1]
+
+
+def test_a_worker_that_is_started_anew_draws_differently() -> None:
+    factory = as_factory(Drawing).for_workers(2, seed=3)[1]
+    first, anew, likewise = in_another_process(factory, factory.again(1), factory.again(1))
+    assert anew == likewise
+    assert anew[0] != first[0]
+
+
+def test_without_a_seed_nothing_is_the_same_twice() -> None:
+    factory = as_factory(Drawing)
+    one, other = in_another_process(factory.for_workers(1)[0], factory.for_workers(1)[0])
+    assert one[0] != other[0]
+    assert one[1] != other[1]
+
+
+def test_more_workers_do_not_change_what_the_first_ones_draw() -> None:
+    factory = as_factory(Line())
+    few, many = factory.for_workers(2, seed=5), factory.for_workers(4, seed=5)
+    assert [rollout(make(), None) for make in few] == [rollout(make(), None) for make in many[:2]]
+
+
+def test_generators_of_this_process_are_left_alone() -> None:
+    factory = as_factory(Line())
+    random.seed(1)
+    np.random.seed(1)
+    expected = random.random(), np.random.uniform()
+    random.seed(1)
+    np.random.seed(1)
+    for make in factory.for_workers(3, seed=0):
+        rollout(make(), None)
+    assert (random.random(), np.random.uniform()) == expected
+
+
+@pytest.mark.parametrize("lived", [False, True])
+def test_copies_in_this_process_draw_differently_and_reproducibly(lived: bool) -> None:
+    env = gym.make("worlds/Line-v0")
+    if lived:
+        rollout(env)
+        env.unwrapped.gain = 2.0
+    factory = as_factory(env)
+    one, other = (rollout(make(), None) for make in factory.for_workers(2, seed=1))
+    assert one != other
+    assert [rollout(make(), None) for make in factory.for_workers(2, seed=1)] == [one, other]
+    assert rollout(factory(), None) != rollout(factory(), None)
+
+
+def test_a_seed_of_a_reset_rules() -> None:
+    env = Line()
+    assert [rollout(make(), 9) for make in as_factory(env).for_workers(2, seed=1)] == [rollout(env, 9)] * 2
+
+
+def test_each_worker_has_its_overrides_and_its_number() -> None:
+    factories = as_factory(Line()).for_workers(3, overrides=[{"gain": 1.0}, {"gain": 2.0}, {}])
+    assert [factory.worker for factory in factories] == [0, 1, 2]
+    assert [dict(factory.overrides) for factory in factories] == [{"gain": 1.0}, {"gain": 2.0}, {}]
+    assert [pickle.loads(pickle.dumps(factory))().gain for factory in factories] == [1.0, 2.0, 1.0]
+    assert factories[1](gain=6.0).gain == 6.0
+    assert as_factory(Line).worker is None
+
+
+def test_decisions_are_handed_out_and_applied_where_the_environment_is_built() -> None:
+    decision = resolve("cpu")
+    factories = as_factory(lambda device="?": (device, Line())).for_workers(2, devices=decision)
+    assert [factory.decision for factory in factories] == [decision, decision]
+    assert [factory()[0] for factory in factories] == ["cpu", "cpu"]
+    assert [factory.decision for factory in as_factory(Line).for_workers(2, devices=[decision] * 2)] == [decision] * 2
+    assert as_factory(Line).for_workers(1)[0].decision is None
+
+
+def test_an_argument_of_the_users_own_comes_before_the_decisions() -> None:
+    factory = as_factory(lambda device="?": (device, Line()))
+    [own] = factory.for_workers(1, devices=resolve("cpu"), overrides=[{"device": "mine"}])
+    assert own()[0] == "mine"
+
+
+def test_round_robin_decides_for_each_worker() -> None:
+    factories = as_factory(Line()).for_workers(2, devices="round-robin")
+    assert all(isinstance(factory.decision, Decision) for factory in factories)
+
+
+@pytest.mark.parametrize("number", [0, -1, 2.0, True, "2", None])
+def test_a_number_of_workers_that_is_none_is_refused(number: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"num_workers=.*expected 1 or more. Write for_workers\(2\)"):
+        as_factory(Line).for_workers(number)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert len(as_factory(Line).for_workers(np.int64(2), seed=np.int64(3))) == 2
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, "a", True])
+def test_a_seed_that_is_none_is_refused(seed: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"seed=.* is no seed; .* Write for_workers\(2, seed=0\)"):
+        as_factory(Line).for_workers(2, seed=seed)
+
+
+@pytest.mark.parametrize("overrides", [{"gain": 1.0}, [1, 2], "ab", 5, [{}, None]])
+def test_overrides_that_are_no_list_of_mappings_are_refused(overrides: Any) -> None:
+    with pytest.raises(InvalidTypeError, match=r"overrides=.*write overrides=\[dict\(name=value\) for worker in"):
+        as_factory(Line).for_workers(2, overrides=overrides)
+
+
+@pytest.mark.parametrize("given", [{"overrides": [{}]}, {"devices": [resolve("cpu")] * 3}])
+def test_lists_of_another_length_are_refused(given: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"entries for 2 workers; expected one for each\. Write "):
+        as_factory(Line).for_workers(2, **given)
+
+
+@pytest.mark.parametrize("devices", ["cuda", 5, ["cpu", "cpu"]])
+def test_devices_that_are_no_decisions_are_refused(devices: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"is no decision; .* Write devices=\[resolve\("):
+        as_factory(Line).for_workers(2, devices=devices)

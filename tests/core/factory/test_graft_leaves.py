@@ -1,0 +1,222 @@
+"""What is done about things that neither pickle nor a rule can copy: their layer is built anew, or they are refused."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.utils import EzPickle
+
+from rl_ext_core.factory import _graft, _rebuilders, _streams, register_rebuilder
+from rl_ext_core.factory._fingerprint import fingerprint
+from tests.core.factory.grafting import copied, different, made
+from tests.core.factory.test_fingerprint import Holder
+
+
+class Handle:
+    """A simulator behind a pointer."""
+
+    def __init__(self, gain: float) -> None:
+        self.pointer = ctypes.pointer(ctypes.c_double(gain))
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a simulator cannot be pickled")
+
+
+class Simulated(gym.Env[Any, Any]):
+    """Holds a simulator, and settings that its constructor does not know."""
+
+    def __init__(self, gain: float = 1.0, render_mode: str | None = None) -> None:
+        self.action_space, self.observation_space = gym.spaces.Discrete(2), gym.spaces.Box(-99, 99, (1,))
+        self.simulator, self.gain, self.render_mode = Handle(gain), gain, render_mode
+        self.bonus, self.table = 0.5, {"simulator": self.simulator, "scale": gain}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        state = self.simulator.pointer.contents.value * self.gain + self.bonus
+        return np.array([state], np.float32), 0.0, False, False, {}
+
+
+class Easy(Simulated, EzPickle):
+    """Remembers its arguments."""
+
+    def __init__(self, gain: float = 1.0) -> None:
+        EzPickle.__init__(self, gain)
+        super().__init__(gain)
+
+
+@pytest.fixture(autouse=True)
+def no_rules_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_rebuilders, "_rebuilders", dict(_rebuilders._rebuilders))
+    monkeypatch.setattr(_rebuilders, "_registered", set())
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(gym.registry, "Simulated-v0", gym.envs.registration.EnvSpec("Simulated-v0", Simulated))
+    return "Simulated-v0"
+
+
+def test_a_layer_with_a_simulator_is_made_anew_by_its_specification(registered: str) -> None:
+    environment = gym.wrappers.OrderEnforcing(gym.make(registered, gain=3.0))
+    environment.unwrapped.bonus = 2.0  # type: ignore[attr-defined]
+    environment.reset(seed=0)
+    copy = copied(environment)
+    assert copy.unwrapped.bonus == 2.0
+    assert copy.unwrapped.simulator is not environment.unwrapped.simulator  # type: ignore[attr-defined]
+    assert copy.step(0)[0].tolist() == environment.step(0)[0].tolist()
+    found = fingerprint(environment)
+    assert found.differences(fingerprint(copy)) == []
+    assert list(found.opaque) == [".env.env.env.simulator.pointer"]
+
+
+def test_so_is_one_that_remembers_its_arguments() -> None:
+    environment = Easy(3.0)
+    environment.bonus = 2.0
+    copy = copied(environment)
+    assert (copy.bonus, copy.step(0)[0].tolist()) == (2.0, environment.step(0)[0].tolist())
+
+
+class Connected(Easy):
+    """Has a state somewhere else, too."""
+
+    def __init__(self, gain: float = 1.0) -> None:
+        super().__init__(gain)
+        self.wire = multiprocessing.Pipe()[0]
+
+
+def test_a_layer_with_a_state_in_another_process_is_not_made_anew() -> None:
+    environment = Connected(2.0)
+    with environment.wire, pytest.raises(_graft.Refused, match=r"^\.wire .*belongs to another process"):
+        _graft.dumps(environment)
+
+
+def test_what_is_changed_next_to_the_simulator_is_missed() -> None:
+    environment = Easy(3.0)
+    environment.table["scale"] = 7.0
+    assert fingerprint(environment).differences(fingerprint(copied(environment))) == [".table['scale']"]
+
+
+def test_where_nothing_tells_how_it_is_made_it_is_refused() -> None:
+    with pytest.raises(_graft.Refused, match="a simulator cannot be pickled") as caught:
+        _graft.dumps(gym.wrappers.OrderEnforcing(Simulated(2.0)))
+    assert caught.value.path == ".env.simulator"
+    assert isinstance(caught.value.value, Handle)
+
+
+def test_a_rule_of_the_user_s_tells_how_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(handle: Handle) -> float:
+        return float(handle.pointer.contents.value)
+
+    register_rebuilder(Handle, lambda handle: (Handle, (read(handle),)), settings=lambda handle: {"gain": read(handle)})
+    environment = Simulated(2.0)
+    environment.simulator.pointer.contents.value = 5.0
+    packed = _graft.dumps(environment)
+    copy = _graft.loads(packed)
+    assert copy.simulator.pointer.contents.value == 5.0
+    assert different(environment, copy) == []
+    copy.simulator.pointer.contents.value = 6.0
+    assert fingerprint(environment).differences(fingerprint(copy)) == [".simulator.gain"]
+    # A process that has not registered it learns it from the pickle.
+    monkeypatch.setattr(_rebuilders, "_rebuilders", {})
+    monkeypatch.setattr(_rebuilders, "_registered", set())
+    assert ".simulator.gain" in fingerprint(_graft.loads(packed)).tokens
+
+
+def test_a_rule_that_fails_is_named_with_its_reason() -> None:
+    def rule(_: Any) -> Any:
+        raise pickle.PicklingError("the simulation is running")
+
+    register_rebuilder(Handle, rule)
+    with pytest.raises(_graft.Refused, match=r"\.simulator .*the simulation is running"):
+        _graft.dumps(Simulated())
+
+
+def _chain(length: int) -> Any:
+    chain: Any = None
+    for number in range(length):
+        chain = Holder(number=number, next=chain)
+    return chain
+
+
+def _taken_apart(*chains: Any) -> None:
+    # Python would do it by recursion.
+    for chain in chains:
+        while chain is not None:
+            following = chain.next
+            chain.next = None
+            chain = following
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python bounds how deep C code may recur")
+def test_a_long_chain_of_objects_is_copied() -> None:
+    chain, limit = _chain(5_000), sys.getrecursionlimit()
+    copy = copied(chain)
+    assert different(chain, copy) == []
+    assert sys.getrecursionlimit() == limit
+    _taken_apart(chain, copy)
+
+
+def test_an_endless_one_is_refused_with_a_reason() -> None:
+    chain, limit = _chain(200_000), sys.getrecursionlimit()
+    with pytest.raises(_graft.Refused, match="refer to one another in a chain"):
+        _graft.dumps(chain)
+    assert sys.getrecursionlimit() == limit
+    _taken_apart(chain)
+
+
+_IN_WORKER = """
+import pickle, sys
+from rl_ext_core.factory import _graft, _streams
+from rl_ext_core.factory._fingerprint import fingerprint
+with _streams.keeping():
+    copy = _graft.loads(sys.stdin.buffer.read())
+pickle.dump(fingerprint(copy), sys.stdout.buffer)
+"""
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "HalfCheetah-v5", "LunarLander-v3"])
+def test_a_copy_in_another_process_is_the_original_s_equal(name: str) -> None:
+    environment = made(name)
+    environment.reset(seed=1)
+    environment.words = {"a", "b", "c", ("d", 1)}  # type: ignore[attr-defined]
+    environment.parts = {Holder(gain=gain) for gain in range(9)}  # type: ignore[attr-defined]
+    environment.rule = lambda value: value * environment.gain  # type: ignore[attr-defined]
+    environment.gain = 3.0  # type: ignore[attr-defined]
+    packed = _graft.dumps(environment)
+    command = [sys.executable, "-W", "ignore", "-c", _IN_WORKER]
+    done = subprocess.run(command, input=packed, check=True, capture_output=True)
+    found = fingerprint(environment)
+    assert found.differences(pickle.loads(done.stdout)) == []
+    assert len(found.tokens) > 90
+
+
+def test_importing_the_rules_imports_no_library() -> None:
+    code = "import rl_ext_core.factory, sys; print([name for name in sys.argv[1:] if name in sys.modules])"
+    names = ["gymnasium", "torch", "mujoco", "ale_py", "pygame", "Box2D", "stable_baselines3", "torchrl", "dm_control"]
+    done = subprocess.run([sys.executable, "-c", code, *names], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_dumping_leaves_no_trace_in_the_original(tmp_path: Path) -> None:
+    environment = gym.make("Pendulum-v1")
+    environment.reset(seed=0)
+    before = fingerprint(environment)
+    state = environment.unwrapped.np_random.bit_generator.state
+    for _ in range(3):
+        with _streams.keeping():
+            _graft.loads(_graft.dumps(environment))
+    assert before.tokens == fingerprint(environment).tokens
+    assert environment.unwrapped.np_random.bit_generator.state == state
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,51 @@
+"""Which modules a fork server may import: the environment's packages, never the user's own."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import gymnasium as gym
+import pytest
+from gymnasium.envs.classic_control import CartPoleEnv
+
+from rl_ext_core.factory import as_factory
+from rl_ext_core.factory._preload import of_callable, of_modules
+from tests.core.factory.worlds import Line, Scaled
+
+
+def make_by_gymnasium() -> Any:
+    return gym.make("CartPole-v1")
+
+
+def make_by_class() -> Any:
+    return CartPoleEnv()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        gym.make("CartPole-v1"),
+        gym.spec("CartPole-v1"),
+        "CartPole-v1",
+        CartPoleEnv,
+        CartPoleEnv(),
+        make_by_gymnasium,
+        make_by_class,
+        functools.partial(gym.make, "CartPole-v1"),
+        functools.partial(Scaled, CartPoleEnv()),
+        lambda: CartPoleEnv(),
+        Scaled(Line()),
+    ],
+)
+def test_the_packages_of_an_environment_are_found(source: Any) -> None:
+    assert as_factory(source).preload == ("gymnasium",)
+
+
+def test_the_users_own_modules_are_never_among_them() -> None:
+    assert of_callable(lambda: pytest.approx(1)) == ()
+    assert of_modules(["tests.core.factory.worlds", "__main__", "matplotlib.pyplot", "gymnasium_robotics"]) == ()
+
+
+def test_each_is_named_once() -> None:
+    assert of_modules(["gymnasium.core", "gymnasium", "gymnasium.envs.toy_text"]) == ("gymnasium",)

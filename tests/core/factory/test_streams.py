@@ -1,0 +1,185 @@
+"""Copies draw from streams of their worker's own: different ones in different workers, the same ones each time."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+from rl_ext_core.factory import _graft, _streams
+from tests.core.factory.grafting import copied, different, made
+from tests.core.factory.test_fingerprint import Holder
+
+
+class Dice(random.Random):
+    """A generator of somebody's own, with attributes."""
+
+    def __init__(self, sides: int) -> None:
+        super().__init__()
+        self.sides = sides
+
+    def __new__(cls, sides: int) -> Dice:
+        return super().__new__(cls)
+
+
+class Urn(np.random.Generator):
+    """Likewise."""
+
+
+def _world() -> Any:
+    environment = gym.make("CartPole-v1")
+    environment.reset(seed=1)
+    environment.action_space.seed(2)
+    numpy = np.random.default_rng(3)
+    urn = Urn(np.random.PCG64(1))
+    urn.label = "red"  # type: ignore[attr-defined]
+    return Holder(
+        environment=environment,
+        numpy=numpy,
+        again=[numpy, numpy.bit_generator],
+        philox=np.random.Generator(np.random.Philox(5)),
+        legacy=np.random.RandomState(4),
+        python=random.Random(5),
+        dice=Dice(6),
+        urn=urn,
+        torch=torch.Generator().manual_seed(6),
+        system=random.SystemRandom(),
+    )
+
+
+def _drawn(world: Any) -> dict[str, Any]:
+    """Draw from everything that a world holds, and from what belongs to the process."""
+    library = ctypes.CDLL(None)
+    return {
+        "env.np_random": world.environment.unwrapped.np_random.random(),
+        "space.sample": [int(world.environment.action_space.sample()) for _ in range(64)],
+        "numpy": world.numpy.random(),
+        "philox": world.philox.random(),
+        "legacy": world.legacy.rand(),
+        "normal": world.legacy.randn(),
+        "python": world.python.random(),
+        "dice": world.dice.random(),
+        "urn": world.urn.random(),
+        "torch": torch.rand(1, generator=world.torch).item(),
+        "global python": random.random(),
+        "global numpy": np.random.rand(),
+        "global torch": torch.rand(1).item(),
+        "rand": library.rand(),
+        "random": library.random(),
+        "lrand48": library.lrand48(),
+    }
+
+
+def _in_worker(packed: bytes, *, seed: int | None = 0, worker: int = 0, attempt: int = 0) -> Any:
+    _streams.seed_process(_streams.sequence(seed, worker, attempt))
+    return _graft.loads(packed)
+
+
+def test_workers_draw_differently_from_every_generator() -> None:
+    packed = _graft.dumps(_world())
+    draws = [_drawn(_in_worker(packed, worker=worker)) for worker in range(3)]
+    draws += [_drawn(_in_worker(packed, attempt=1)), _drawn(_in_worker(packed, seed=1))]
+    for name in draws[0]:
+        values = [str(draw[name]) for draw in draws]
+        assert len(set(values)) == len(values), name
+
+
+def test_a_worker_draws_the_same_each_time() -> None:
+    packed = _graft.dumps(_world())
+    assert _drawn(_in_worker(packed, worker=2)) == _drawn(_in_worker(packed, worker=2))
+
+
+def test_without_a_seed_nothing_is_the_same() -> None:
+    packed = _graft.dumps(_world())
+    one, other = _drawn(_in_worker(packed, seed=None)), _drawn(_in_worker(packed, seed=None))
+    assert all(one[name] != other[name] for name in one)
+
+
+def test_copies_do_not_go_on_with_the_original_s_stream() -> None:
+    world = _world()
+    copy = _drawn(_in_worker(_graft.dumps(world)))
+    original = _drawn(world)
+    assert all(copy[name] != original[name] for name in original if not name.startswith("global"))
+
+
+def test_generators_that_were_one_object_stay_one() -> None:
+    copy = _in_worker(_graft.dumps(_world()))
+    assert copy.again[0] is copy.numpy
+    assert copy.again[1] is copy.numpy.bit_generator
+    assert copy.numpy.bit_generator is not copy.philox.bit_generator
+
+
+def test_generators_that_were_two_draw_differently_unless_they_were_alike() -> None:
+    states = [np.random.RandomState(seed) for seed in (1, 2, 2)]
+    one, two, three = _in_worker(_graft.dumps(states))
+    first = [generator.rand() for generator in (one, two, three)]
+    assert first[0] != first[1] == first[2]
+
+
+def test_generators_of_the_process_are_those_of_the_worker_s() -> None:
+    held = [random._inst, np.random.mtrand._rand, torch.default_generator]  # type: ignore[attr-defined]
+    copies = _in_worker(_graft.dumps(held))
+    assert all(copy is original for copy, original in zip(copies, held, strict=True))
+
+
+def test_under_keeping_copies_go_on_exactly_where_the_original_is() -> None:
+    world = _world()
+    world.legacy.randn()  # keeps a second number in reserve
+    world.python.gauss(0, 1)
+    copy = copied(world)
+    assert different(world, copy) == []
+    assert copy.legacy.randn() == world.legacy.randn()
+    assert copy.python.gauss(0, 1) == world.python.gauss(0, 1)
+    names = set(_drawn(world)) - {"global python", "global numpy", "global torch", "rand", "random", "lrand48"}
+    mine, theirs = _drawn(world), _drawn(copied(world))
+    assert mine != theirs  # the world has gone on by one
+    one, other = _world(), None
+    one.dice.seed(3)
+    other = copied(one)
+    first, second = _drawn(one), _drawn(other)
+    assert {name: first[name] for name in names} == {name: second[name] for name in names}
+
+
+def test_attributes_of_generators_are_kept() -> None:
+    copy = _in_worker(_graft.dumps(_world()))
+    assert (type(copy.dice), copy.dice.sides, type(copy.urn), copy.urn.label) == (Dice, 6, Urn, "red")
+    assert type(copy.philox.bit_generator) is np.random.Philox
+
+
+def test_copies_in_this_process_leave_its_generators_alone() -> None:
+    packed = _graft.dumps(_world())
+    before = random.getstate()
+    with _streams.copies_from(_streams.sequence(7, 1)):
+        one = _graft.loads(packed)
+    with _streams.copies_from(_streams.sequence(7, 1)):
+        other = _graft.loads(packed)
+    assert random.getstate() == before
+    assert one.numpy.random() == other.numpy.random()
+
+
+def test_emulators_draw_from_streams_of_their_own_too() -> None:
+    import ale_py
+
+    gym.register_envs(ale_py)
+    environment = made("ALE/Breakout-v5", repeat_action_probability=0.5)
+    environment.reset(seed=1)
+    packed = _graft.dumps(environment)
+    actions = [environment.action_space.sample() for _ in range(60)]
+
+    def played(worker: int) -> bytes:
+        copy = _in_worker(packed, worker=worker)
+        copy.reset()
+        return b"".join(copy.step(action)[0].tobytes() for action in actions)
+
+    assert played(0) == played(0)
+    assert played(0) != played(1)
+
+
+@pytest.fixture(autouse=True)
+def leave_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_streams, "_stream", None)

@@ -1,0 +1,137 @@
+"""Stable Baselines3's vectorised environments take the factories: each worker has a copy that draws on its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from stable_baselines3 import PPO
+from stable_baselines3.common.logger import Logger
+from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
+
+from sb3_ext import EnvFactory, as_factory
+from tests.core.factory.worlds import Line, Sealed
+
+# Workers that are not forks import torch first.
+METHODS = [*(pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "forkserver")), "fork"]
+
+
+def changed_cart_pole() -> gym.Env[Any, Any]:
+    env = gym.make("CartPole-v1", max_episode_steps=20)
+    env.unwrapped.gravity = 5.0  # type: ignore[attr-defined]
+    return env
+
+
+def changed_sealed() -> gym.Env[Any, Any]:
+    env = gym.make("worlds/Sealed-v0", max_episode_steps=20)
+    env.unwrapped.weights[0] = -3.0  # type: ignore[attr-defined]
+    return env
+
+
+def changed_monitored() -> gym.Env[Any, Any]:
+    env = Monitor(Line())
+    env.unwrapped.gain = 4.0  # type: ignore[attr-defined]
+    return env
+
+
+CASES = [changed_cart_pole, changed_sealed, changed_monitored]
+
+
+def rollouts(venv: VecEnv, *, seed: int | None = 3, steps: int = 30) -> list[Any]:
+    """Step all environments; the time that SB3's Monitor measures is left out, and how exact rewards are."""
+    actions = np.random.default_rng(0)
+    if seed is not None:
+        venv.seed(seed)
+    seen: list[Any] = [venv.reset()]
+    for _ in range(steps):
+        observations, rewards, dones, infos = venv.step(actions.integers(2, size=venv.num_envs))
+        for info in infos:
+            info.get("episode", {}).pop("t", None)
+        seen += [observations, rewards.astype(np.float32), dones, infos]
+    venv.close()
+    return seen
+
+
+def test_it_is_the_cores() -> None:
+    from rl_ext_core import factory
+
+    assert as_factory is factory.as_factory
+    assert EnvFactory is factory.EnvFactory
+
+
+@pytest.mark.parametrize("make", CASES)
+def test_environments_in_this_process_do_what_the_written_line_does(make: Any) -> None:
+    theirs = rollouts(DummyVecEnv([make] * 3))
+    np.testing.assert_equal(rollouts(DummyVecEnv(as_factory(make()).for_workers(3))), theirs)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("make", CASES)
+def test_environments_in_workers_do_what_the_written_line_does(make: Any, method: str) -> None:
+    theirs = rollouts(DummyVecEnv([make] * 2))
+    ours = rollouts(SubprocVecEnv(as_factory(make()).for_workers(2), start_method=method))
+    np.testing.assert_equal(ours, theirs)
+
+
+def test_a_worker_has_what_the_instance_has() -> None:
+    env = changed_cart_pole()
+    env.reset(seed=0)
+    venv = SubprocVecEnv(as_factory(env).for_workers(2), start_method="fork")
+    assert venv.get_attr("gravity") == [5.0, 5.0]
+    venv.close()
+    env.step(0)
+
+
+@pytest.mark.parametrize(
+    ("method", "lived"), [("fork", False), ("fork", True), pytest.param("spawn", True, marks=pytest.mark.slow)]
+)
+def test_copies_draw_differently_and_the_same_again_with_a_seed(method: str, lived: bool) -> None:
+    env = gym.make("CartPole-v1")
+    if lived:
+        env.reset(seed=0)
+        env.unwrapped.gravity = 5.0  # type: ignore[attr-defined]
+    factory = as_factory(env)
+    seen = [
+        rollouts(SubprocVecEnv(factory.for_workers(2, seed=seed), start_method=method), seed=None, steps=1)[0]
+        for seed in (1, 1, None)
+    ]
+    assert not np.array_equal(seen[0][0], seen[0][1])
+    np.testing.assert_array_equal(seen[0], seen[1])
+    assert not np.array_equal(seen[0], seen[2])
+
+
+def test_what_sb3_would_do_with_the_instance_itself_is_not_what_is_wanted() -> None:
+    # The reason for all this: in silence, every worker gets the same stream.
+    env = gym.make("CartPole-v1")
+    env.reset(seed=0)
+    first = rollouts(SubprocVecEnv([lambda: env] * 2, start_method="fork"), seed=None, steps=1)[0]
+    assert np.array_equal(first[0], first[1])
+
+
+def test_overrides_reach_the_workers() -> None:
+    factories = as_factory(gym.make("CartPole-v1")).for_workers(2, overrides=[{"gravity": 1.0}, {"length": 2.0}])
+    venv = SubprocVecEnv(factories, start_method="fork")
+    assert (venv.get_attr("gravity"), venv.get_attr("length")) == ([1.0, 9.8], [0.5, 2.0])
+    venv.close()
+
+
+@pytest.mark.slow
+def test_a_model_learns_the_same_as_with_the_written_line() -> None:
+    def learned(venv: VecEnv) -> Any:
+        model = PPO("MlpPolicy", venv, n_steps=32, batch_size=32, n_epochs=1, seed=0, device="cpu")
+        model.set_logger(Logger(folder=None, output_formats=[]))
+        model.learn(128)
+        venv.close()
+        return {name: value.numpy() for name, value in model.policy.state_dict().items()}
+
+    ours = learned(SubprocVecEnv(as_factory(changed_cart_pole()).for_workers(2)))
+    np.testing.assert_equal(ours, learned(DummyVecEnv([changed_cart_pole] * 2)))
+
+
+def test_the_sealed_one_is_what_sb3_cannot_send() -> None:
+    env = Sealed()
+    with pytest.raises(TypeError, match=r"cannot pickle 'zlib\.Compress' object"):
+        SubprocVecEnv([lambda: env])
