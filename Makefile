@@ -43,6 +43,7 @@ demo: $(VENV)/.extra-demo
 test: $(VENV)/.extra-test
 	scripts/install_system_packages.sh
 	$(if $(CI),scripts/make_mujoco4_venv.sh)
+	$(if $(CI),scripts/make_meltingpot_venv.sh --if-possible)
 	$(BIN)/python -m pytest $(SELECT)
 
 lint: $(VENV)/.extra-dev

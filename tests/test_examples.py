@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import nbformat
 import pytest
 
 from tests.core.devices.processes import environment
+from tests.torchrl_ext.in_meltingpot.venv import python
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
@@ -65,3 +67,20 @@ def test_ppo_on_a_torch_environment(variables: dict[str, str]) -> None:
     text = printed(notebook)
     assert "mean reward" in text
     assert "Partial resets are not handled" in text
+
+
+@pytest.mark.slow
+def test_ppo_of_seven_agents_of_melting_pot(tmp_path: Path, variables: dict[str, str]) -> None:
+    kernel = tmp_path / "JUPYTER_DATA_DIR" / "kernels" / "meltingpot" / "kernel.json"
+    kernel.parent.mkdir(parents=True)
+    argv = [str(python()), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    kernel.write_text(json.dumps({"argv": argv, "display_name": "Melting Pot", "language": "python"}))
+    notebook = read(EXAMPLES / "meltingpot_parallel.ipynb")
+    client = nbclient.NotebookClient(
+        notebook, timeout=240, kernel_name="meltingpot", resources={"metadata": {"path": str(tmp_path)}}
+    )
+    client.execute(env=variables)
+    text = printed(notebook)
+    assert "cannot pickle 'dmlab2d.dmlab2d_pybind.Lab2d' object" in text
+    assert "the environment goes on: torch.Size([3])" in text
+    assert "apples per episode" in text

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from rl_ext_core.devices import resolve_device
+from torchrl_ext.factories import as_factory
 from torchrl_ext.gym import GymEnv, GymWrapper
+from torchrl_ext.parallel import ParallelEnv
 
-__all__ = ["GymEnv", "GymWrapper", "resolve_device"]
+__all__ = ["GymEnv", "GymWrapper", "ParallelEnv", "as_factory", "resolve_device"]

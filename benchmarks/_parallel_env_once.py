@@ -1,0 +1,189 @@
+"""One measurement of ``benchmarks.parallel_env``, in a fresh process: ``python -m benchmarks._parallel_env_once``.
+
+Imports at the top what a user's script does that does nothing but this; worker processes import it too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+from gymnasium.envs.classic_control import CartPoleEnv
+from torchrl.envs import GymEnv, GymWrapper, ParallelEnv
+
+import torchrl_ext
+from benchmarks.measure import interleaved
+from benchmarks.processes import children_of, cpu_s, private_mib, proportional_mib
+
+ROLLOUT = 20
+SPIN_S = 0.002
+
+
+class Counted(CartPoleEnv):
+    """Writes down in which process it was built."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        with Path(path).open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+class Busy(CartPoleEnv):
+    """Takes two milliseconds of a core for a step."""
+
+    def step(self, action: Any) -> Any:
+        """Spin."""
+        until = time.perf_counter() + SPIN_S
+        while time.perf_counter() < until:
+            pass
+        return super().step(action)
+
+
+class Failing(CartPoleEnv):
+    """Fails as soon as it is told to, in the way that is named, and writes down when; of several only one.
+
+    :param failure: "raise", or the name of a signal
+    :param path: of a file whose being there tells it
+    """
+
+    def __init__(self, failure: str, path: str) -> None:
+        super().__init__()
+        self.failure, self.path = failure, path
+
+    def step(self, action: Any) -> Any:
+        """Fail, if it is time and no other has failed."""
+        try:
+            Path(self.path).rename(f"{self.path}-taken")
+        except FileNotFoundError:
+            return super().step(action)
+        Path(f"{self.path}-when").write_text(str(time.monotonic()))
+        if self.failure == "raise":
+            raise ValueError("broken on purpose")
+        os.kill(os.getpid(), signal.Signals[self.failure])
+        return super().step(action)
+
+
+def start(whose: str, count: int) -> list[dict[str, float]]:
+    """Start CartPole's workers twice: ours finds its fork server running the second time."""
+    starts = []
+    for _ in range(2):
+        begin, before = time.perf_counter(), _cpu_without_workers(())
+        if whose == "ours":
+            env = torchrl_ext.ParallelEnv(count, gymnasium.make("CartPole-v1"))
+        else:
+            env = ParallelEnv(count, lambda: GymEnv("CartPole-v1"), mp_start_method="spawn")
+        env.reset()
+        wall = time.perf_counter() - begin
+        workers = [process.pid for process in env._workers]
+        cpu = sum(map(cpu_s, workers)) / count
+        others = _cpu_without_workers(workers) - before
+        env.rollout(ROLLOUT, break_when_any_done=False)
+        everyone = ["self", *children_of()]
+        starts.append(
+            {
+                "wall": wall,
+                "cpu": cpu,
+                "cpu of others": others,
+                "private": sum(map(private_mib, workers)) / count,
+                "total": sum(map(proportional_mib, everyone)),
+            }
+        )
+        env.close()
+    return starts
+
+
+def _cpu_without_workers(workers: Any) -> float:
+    """Of this process, whose ended children are workers, and of what else runs for all workers."""
+    own = time.process_time()
+    return own + sum(map(cpu_s, set(children_of()) - set(workers)))
+
+
+def built(whose: str, form: str, path: str) -> int:
+    """How many environments this process builds for two workers, the user's own instance left out."""
+    parallel = torchrl_ext.ParallelEnv if whose == "ours" else ParallelEnv
+
+    def make() -> Any:
+        return GymWrapper(Counted(path))
+
+    forms: dict[str, Callable[[], Any]] = {
+        "an instance": make,
+        "a function": lambda: make,
+        "a lambda": lambda: lambda: GymWrapper(Counted(path)),
+        "two lambdas": lambda: [lambda: GymWrapper(Counted(path)), lambda: GymWrapper(Counted(path))],
+    }
+    source = forms[form]()
+    before = _pids(path)
+    env = parallel(2, source)
+    env.reset()
+    env.close()
+    after = _pids(path)
+    if len(set(after) - {os.getpid()}) < 2:
+        raise RuntimeError(f"expected environments in two workers, and found these processes: {after}")
+    return after.count(os.getpid()) - before.count(os.getpid())
+
+
+def _pids(path: str) -> list[int]:
+    return [int(line) for line in Path(path).read_text().split()] if Path(path).exists() else []
+
+
+def steps(kind: str, rounds: int) -> dict[str, list[float]]:
+    """Seconds that rollouts of two workers take, by rounds."""
+    cls, length = (CartPoleEnv, 200) if kind == "CartPole" else (Busy, 50)
+
+    def make() -> Any:
+        return GymWrapper(cls())
+
+    envs = {
+        "TorchRL": ParallelEnv(2, make, mp_start_method="spawn"),
+        "ours": torchrl_ext.ParallelEnv(2, make),
+        "ours, an instance": torchrl_ext.ParallelEnv(2, cls()),
+    }
+
+    def rollout(env: Any) -> Callable[[], object]:
+        return lambda: env.rollout(length, break_when_any_done=False)
+
+    competitors = {name: rollout(env) for name, env in envs.items()}
+    interleaved(competitors, rounds=2)
+    seconds = interleaved(competitors, rounds=rounds)
+    for env in envs.values():
+        env.close()
+    return {name: (column / length).tolist() for name, column in seconds.items()}
+
+
+def failing(whose: str, failure: str, path: str) -> list[Any]:
+    """Seconds from a worker's failure to the exception, what that says, and seconds that closing takes."""
+    parallel = torchrl_ext.ParallelEnv if whose == "ours" else ParallelEnv
+    env = parallel(2, lambda: GymWrapper(Failing(failure, path)))
+    env.rollout(ROLLOUT, break_when_any_done=False)
+    Path(path).touch()
+    try:
+        env.rollout(ROLLOUT, break_when_any_done=False)
+    except Exception as error:
+        said = [time.monotonic() - float(Path(f"{path}-when").read_text()), f"{type(error).__name__}: {error}"]
+    else:
+        raise RuntimeError("nothing has failed")
+    begin = time.monotonic()
+    try:
+        env.close()
+    except Exception as error:
+        return [*said, f"{type(error).__name__}: {error}"]
+    return [*said, time.monotonic() - begin]
+
+
+def main() -> None:
+    """Run the function that is named, with the other arguments, and print what it returns as JSON."""
+    name, *arguments = sys.argv[1:]
+    converted = [int(argument) if argument.isdigit() else argument for argument in arguments]
+    functions: dict[str, Callable[..., Any]] = {"start": start, "built": built, "steps": steps, "failing": failing}
+    print(json.dumps(functions[name](*converted)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""``torchrl_ext.ParallelEnv`` against TorchRL's own, with the start method that TorchRL's takes by default (spawn).
+
+TorchRL's gets a lambda, as its documentation says; ours gets the environment itself. Every start is measured in a
+fresh process. The first of ours starts a fork server for all workers of the process, and looks at a copy of the
+environment in a process that is thrown away: that is *shared*, along with the CPU time of the process that starts the
+workers. Competitors take turns; figures are medians. Beside each stands the bar that it has to reach.
+
+    python -m benchmarks.parallel_env [start many built steps failures meltingpot] [--rounds 3] [--workers 4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from benchmarks.measure import machine, times_as_fast
+
+WHO = ("TorchRL", "ours")
+MELTINGPOT = Path(".venv-meltingpot/bin/python")
+CPU_BAR, MEMORY_BAR, SPEED_BAR = 15, 8, 0.95
+MANY, MANY_BAR_MIB = 32, 2500 * 1e6 / 2**20
+LIMIT_S = 60
+WIDTH = 52
+
+
+class HangError(Exception):
+    """A measurement did not end in time."""
+
+
+def once(*arguments: object, limit_s: float | None = None) -> Any:
+    """Run a measurement in a fresh process, and give what it returns; whatever it leaves running is killed."""
+    command = [sys.executable, "-m", "benchmarks._parallel_env_once", *map(str, arguments)]
+    # Files: the end of a pipe does not come while a process that was left behind holds it.
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=output, stderr=errors, start_new_session=True)
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            raise HangError from None
+        finally:
+            _kill_group(process)
+        output.seek(0)
+        errors.seek(0)
+        if code:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{errors.read()}")
+        return json.loads(output.read().splitlines()[-1])
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    # The group exists for as long as a process is in it, even if the first one is gone.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def row(label: str, *columns: str, verdict: str = "") -> None:
+    """Print one."""
+    print(f"{label:{WIDTH}}" + "".join(f"{column:>15}" for column in columns) + f"  {verdict}", flush=True)
+
+
+def judged(ratio: float, bar: float) -> str:
+    """A ratio and its bar."""
+    return f"{ratio:6.2f}×  (≥ {bar:g}×){'' if ratio >= bar else '  missed'}"
+
+
+# -- the parts
+
+
+def start(rounds: int, workers: int) -> None:
+    """CPU time, memory and wall time of a start."""
+    found: dict[str, list[Any]] = {whose: [] for whose in WHO}
+    for turn in range(rounds):
+        for whose in WHO if turn % 2 else reversed(WHO):
+            found[whose].append(once("start", whose, workers))
+
+    def figure(whose: str, which: int, name: str) -> float:
+        return float(median(starts[which][name] for starts in found[whose]))
+
+    def shared(whose: str, which: int) -> float:
+        return figure(whose, which, "cpu") + figure(whose, which, "cpu of others") / workers
+
+    print(f"\nCartPole-v1, {workers} workers, {rounds} rounds, until the first reset")
+    row("", "TorchRL", "ours, first", "ours, later")
+    columns = [("TorchRL", 0), ("ours", 0), ("ours", 1)]
+    cpu = [figure(*column, "cpu") for column in columns]
+    private = [figure(*column, "private") for column in columns]
+    row("CPU, a worker", *(f"{value:.3f} s" for value in cpu), verdict=judged(cpu[0] / max(cpu[1:]), CPU_BAR))
+    row("CPU, a worker and its part of what is shared", *(f"{shared(*column):.2f} s" for column in columns))
+    row("wall time", *(f"{figure(*column, 'wall'):.2f} s" for column in columns))
+    row(
+        "private memory, a worker, after a rollout",
+        *(f"{value:.1f} MiB" for value in private),
+        verdict=judged(private[0] / max(private[1:]), MEMORY_BAR),
+    )
+    row("memory of all processes", *(f"{figure(*column, 'total'):.0f} MiB" for column in columns))
+
+
+def many(rounds: int, workers: int) -> None:
+    """More workers than there are cores; what TorchRL's would need is known from fewer."""
+    total = median(once("start", "ours", MANY)[0]["total"] for _ in range(rounds))
+    print(f"\nCartPole-v1, {MANY} workers")
+    verdict = f"(≤ {MANY_BAR_MIB:.0f} MiB){'' if total <= MANY_BAR_MIB else '  missed'}"
+    row("memory of all processes, after a rollout", "", f"{total:.0f} MiB", verdict=verdict)
+
+
+def built(rounds: int, workers: int) -> None:
+    """Environments that the process of the training builds for two workers; it needs none of them."""
+    print("\nenvironments built in the parent, for 2 workers")
+    row("", *WHO)
+    for form in ("a function", "a lambda", "two lambdas", "an instance"):
+        counts = {whose: _built(whose, form) for whose in WHO if (whose, form) != ("TorchRL", "an instance")}
+        verdict = "(0)" if counts["ours"] == 0 else "(0)  missed"
+        row(form, str(counts.get("TorchRL", "refused")), str(counts["ours"]), verdict=verdict)
+
+
+def _built(whose: str, form: str) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        return once("built", whose, form, Path(folder, "processes"))
+
+
+def steps(rounds: int, workers: int) -> None:
+    """Milliseconds a step of two workers."""
+    print(f"\nmilliseconds a step of 2 workers, {5 * rounds} rounds")
+    row("", *WHO)
+    for kind, label in (("CartPole", "CartPole"), ("busy", "CartPole that takes 2 ms")):
+        seconds = {name: np.array(column) for name, column in once("steps", kind, 5 * rounds).items()}
+        for ours, form in (("ours", "the same lambda"), ("ours, an instance", "an instance")):
+            ratio = times_as_fast(seconds, ours, than="TorchRL")
+            columns = (f"{np.median(seconds[name]) * 1e3:.2f}" for name in ("TorchRL", ours))
+            row(f"{label}, {form}", *columns, verdict=judged(ratio, SPEED_BAR))
+
+
+def failures(rounds: int, workers: int) -> None:
+    """Seconds from a worker's failure to the exception, and what a user reads then."""
+    print("\nseconds from a worker's failure to the exception, and its first line")
+    for failure in ("raise", "SIGSEGV", "SIGKILL"):
+        for whose in WHO:
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    took, said, closed = once("failing", whose, failure, Path(folder, "fails"), limit_s=LIMIT_S)
+                except HangError:
+                    row(f"{failure}, {whose}", f"> {LIMIT_S} s")
+                    continue
+            row(f"{failure}, {whose}", f"{took:.2f} s", verdict=said.splitlines()[0][:100])
+            if isinstance(closed, str):
+                row("    then close()", "", verdict=closed[:100])
+
+
+def meltingpot(rounds: int, workers: int) -> None:
+    """The start of Melting Pot's workers, in the environment that has it; scripts/make_meltingpot_venv.sh makes it."""
+    if not MELTINGPOT.exists():
+        print(f"\nMelting Pot: left out, there is no {MELTINGPOT}: scripts/make_meltingpot_venv.sh")
+        return
+    command = [str(MELTINGPOT), "benchmarks/_meltingpot_startup.py", "--workers", str(workers)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    print(f"\nMelting Pot, {workers} workers, until the first reset")
+    meltingpot_table(json.loads(done.stdout.splitlines()[-1]))
+
+
+def meltingpot_table(found: Mapping[str, Sequence[Any]]) -> None:
+    """Print what ``benchmarks/_meltingpot_startup.py`` gives."""
+    starts = [found["upstream"][0], found["ours"][0], found["ours"][1]]
+
+    def means(name: str) -> list[float]:
+        return [float(np.mean(start["workers"][name])) for start in starts]
+
+    cpu, private = means("cpu_s"), means("private_mib")
+    row("", "TorchRL", "ours, first", "ours, later")
+    row("CPU, a worker", *(f"{value:.2f} s" for value in cpu), verdict=f"{cpu[0] / max(cpu[1:]):6.2f}×")
+    row("wall time", *(f"{start['wall_s']:.2f} s" for start in starts))
+    row(
+        "private memory, a worker",
+        *(f"{value:.0f} MiB" for value in private),
+        verdict=f"{private[0] / max(private[1:]):6.2f}×",
+    )
+
+
+PARTS: dict[str, Callable[[int, int], None]] = {
+    part.__name__: part for part in (start, many, built, steps, failures, meltingpot)
+}
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.parallel_env", description=main.__doc__)
+    parser.add_argument("names", nargs="*", metavar="part", help=", ".join(PARTS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=4)
+    options = parser.parse_args()
+    if not set(options.names) <= set(PARTS):
+        parser.error(f"choose from {', '.join(PARTS)}")
+    print(machine())
+    for name in options.names or PARTS:
+        PARTS[name](options.rounds, options.workers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""What processes cost: CPU seconds, and memory that they share with others or not."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+MIB = 1024
+
+
+def cpu_s(process: int | str = "self") -> float:
+    """The CPU seconds, user and system, of a process and of those of its children that have ended."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
+def private_mib(process: int | str = "self") -> float:
+    """What a process shares with no other: what would be free without it."""
+    return _rollup(process, "Private_")
+
+
+def proportional_mib(process: int | str = "self") -> float:
+    """What a process holds, divided by how many hold it: of several processes, these add up."""
+    return _rollup(process, "Pss:")
+
+
+def _rollup(process: int | str, prefix: str) -> float:
+    lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(prefix)) / MIB
+
+
+def children_of(process: int | str = "self") -> list[int]:
+    """A process's children, their children and so on."""
+    direct = [int(child) for task in Path(f"/proc/{process}/task").iterdir() for child in _children(task)]
+    return direct + [below for child in direct for below in children_of(child)]
+
+
+def _children(task: Path) -> list[str]:
+    return (task / "children").read_text().split()

@@ -1,0 +1,137 @@
+"""What the benchmark of ParallelEnv measures with: processes' costs, and environments that fail and are counted."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from benchmarks import parallel_env, processes
+from benchmarks._parallel_env_once import Counted, Failing
+
+POPEN = subprocess.Popen
+MIB = 64
+FORKED = f"""
+import os, sys
+from benchmarks.processes import private_mib, proportional_mib
+before = private_mib()
+filled = b"x" * ({MIB} << 20)
+alone = private_mib() - before
+reading, writing = os.pipe()
+if not os.fork():
+    os.close(writing)
+    os.read(reading, 1)
+    os._exit(0)
+print(alone, private_mib() - before, proportional_mib())
+"""
+
+
+def test_memory_that_a_fork_shares_is_not_private_and_counts_by_half() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKED], check=True, stdout=subprocess.PIPE, text=True)
+    alone, shared, proportional = map(float, done.stdout.split())
+    assert alone == pytest.approx(MIB, abs=2)
+    assert shared < 2
+    assert MIB / 2 < proportional < MIB
+
+
+def test_cpu_time_counts_that_of_children_that_have_ended() -> None:
+    before = processes.cpu_s()
+    subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.5: pass"], check=True)
+    assert 0.4 < processes.cpu_s() - before < 2
+
+
+def test_children_of_children_are_found() -> None:
+    script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE) as child:
+        deadline = time.monotonic() + 20
+        while len(processes.children_of(child.pid)) < 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        found = processes.children_of()
+        assert {child.pid, *(process.pid for process in psutil.Process(child.pid).children())} <= set(found)
+        assert len(found) >= 2
+        child.communicate(b"\n")
+
+
+def test_a_figure_below_its_bar_is_marked() -> None:
+    assert parallel_env.judged(14.9, 15).endswith("missed")
+    assert parallel_env.judged(15, 15) == " 15.00×  (≥ 15×)"
+
+
+def test_environments_write_down_where_they_were_built(tmp_path: Path) -> None:
+    for _ in range(2):
+        Counted(str(tmp_path / "processes"))
+    assert (tmp_path / "processes").read_text().split() == [str(os.getpid())] * 2
+
+
+def test_one_of_two_environments_fails_when_it_is_told_to(tmp_path: Path) -> None:
+    path = tmp_path / "fails"
+    envs = [Failing("raise", str(path)) for _ in range(2)]
+    for env in envs:
+        env.reset()
+        env.step(0)
+    path.touch()
+    before = time.monotonic()
+    with pytest.raises(ValueError, match="on purpose"):
+        envs[0].step(0)
+    for env in envs:
+        env.step(0)
+    assert before <= float((tmp_path / "fails-when").read_text()) <= time.monotonic()
+
+
+def test_what_a_measurement_leaves_running_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeps = "import time; time.sleep(600)"
+    program = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {sleeps!r}]).pid)"
+    run_instead(monkeypatch, program)
+    pid = parallel_env.once("start")
+    deadline = time.monotonic() + 20
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not alive(pid)
+
+
+def test_a_measurement_that_hangs_or_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_instead(monkeypatch, "import time; time.sleep(600)")
+    with pytest.raises(parallel_env.HangError):
+        parallel_env.once("start", limit_s=0.5)
+    run_instead(monkeypatch, "raise SystemExit('no such thing')")
+    with pytest.raises(RuntimeError, match="no such thing"):
+        parallel_env.once("start")
+
+
+def alive(pid: int) -> bool:
+    # Who collects orphans may be slow: a zombie has ended.
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def run_instead(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    def popen(command: list[str], **options: Any) -> Any:
+        return POPEN([sys.executable, "-c", program], **options)
+
+    monkeypatch.setattr("benchmarks.parallel_env.subprocess.Popen", popen)
+
+
+def test_the_table_of_melting_pot_compares_first_and_later_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    def start(cpu: float, private: float) -> dict[str, Any]:
+        return {"wall_s": 1.0, "workers": {"cpu_s": [cpu, cpu], "private_mib": [private, private]}}
+
+    parallel_env.meltingpot_table({"upstream": [start(10, 500)], "ours": [start(1, 50), start(0.5, 25)]})
+    _, cpu, _, private = capsys.readouterr().out.splitlines()
+    assert cpu.split()[-3:] == ["0.50", "s", "10.00×"]
+    assert private.split()[-3:] == ["25", "MiB", "10.00×"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whose", parallel_env.WHO)
+def test_a_start_is_measured(whose: str) -> None:
+    first, later = parallel_env.once("start", whose, 1)
+    assert all(value > 0 for start in (first, later) for value in start.values())
+    assert first["total"] > first["private"]

@@ -1,0 +1,188 @@
+"""A user's script: collects from copies of an environment, and prints what came out.
+
+    python tests/torchrl_ext/collecting.py FOLDER KIND SOURCE:SEED ...
+
+KIND is a collector's, SOURCE one of SOURCES; Ray puts its files into FOLDER. Every warning is an error, but those
+that EXPECTED names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import random
+import socket
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torchrl._utils import logger
+from torchrl.envs import Compose, RewardSum, StepCounter, TransformedEnv
+
+EXPECTED: tuple[tuple[str, type[Warning]], ...] = (
+    # TorchRL's own classes inherit from one that TorchRL deprecates.
+    ("Creating .* which inherits from WeightUpdaterBase", DeprecationWarning),
+    # torch's RPC calls what torch.distributed deprecates.
+    ("You are using a Backend <class .*ProcessGroupGloo'> as a ProcessGroup", UserWarning),
+)
+GRAVITY = 5.0
+MAX_STEPS = 3
+WORKERS = 2
+STEPS = 8  # of each worker
+
+
+class Draws(gymnasium.Env[np.ndarray, Any]):
+    """Shows a number of each generator that environments draw from, its own one first."""
+
+    observation_space = gymnasium.spaces.Box(0, 1, (4,), np.float64)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        return self._drawn(), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        return self._drawn(), 0.0, False, False, {}
+
+    def _drawn(self) -> np.ndarray:
+        return np.array([self.np_random.random(), random.random(), np.random.random(), torch.rand(()).item()])
+
+
+class Alternates(torch.nn.Module):
+    """Pushes to the left and to the right, by the sign of what it reads; it has a parameter, as policies do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        right = (observation[..., -1] + self.bias > 0).long()
+        return torch.nn.functional.one_hot(right, 2)
+
+
+def changed() -> Any:
+    """An instance, changed after its construction."""
+    env = gymnasium.make("CartPole-v1")
+    env.unwrapped.gravity = GRAVITY  # type: ignore[attr-defined]
+    return env
+
+
+def transformed() -> Any:
+    from torchrl_ext import GymEnv
+
+    return TransformedEnv(GymEnv("CartPole-v1"), Compose(StepCounter(max_steps=MAX_STEPS), RewardSum()))
+
+
+# The id is one that only this script knows: workers that import the script do not come to where it is registered.
+SOURCES: dict[str, Callable[[], Any]] = {"changed": changed, "transformed": transformed, "id": lambda: "OfAScript-v0"}
+
+
+@contextlib.contextmanager
+def ray_here(folder: str) -> Iterator[None]:
+    """Ray on this machine alone.
+
+    :param folder: for its files; a short name, since the paths of sockets may have 107 characters
+    """
+    import ray
+
+    options: dict[str, Any] = {"include_dashboard": False, "object_store_memory": 2**27, "log_to_driver": False}
+    ray.init("local", num_cpus=WORKERS, _temp_dir=folder, **options)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+class OneByOne:
+    """TorchRL's collectors for a single environment, one for each copy."""
+
+    def __init__(self, factories: list[Any], policy: Any, *, frames_per_batch: int, **options: Any) -> None:
+        from torchrl.collectors import Collector
+
+        options.update(frames_per_batch=frames_per_batch // WORKERS, total_frames=frames_per_batch // WORKERS)
+        self.collectors = [Collector(factory, policy, **options) for factory in factories]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (batch for collector in self.collectors for batch in collector)
+
+    def shutdown(self) -> None:
+        for collector in self.collectors:
+            collector.shutdown()
+
+
+def free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("localhost", 0))
+        return int(bound.getsockname()[1])
+
+
+def collector(kind: str, factories: list[Any], policy: Any) -> Any:
+    """A collector of TorchRL's that gives one batch of each worker, or one of all."""
+    frames: dict[str, Any] = {"frames_per_batch": WORKERS * STEPS, "total_frames": WORKERS * STEPS}
+    # TorchRL is going to add transforms by itself, and wants to be told to or not to.
+    transforms = {"auto_register_policy_transforms": False}
+    if kind == "single":
+        return OneByOne(factories, policy, **frames, **transforms)
+    if kind == "sync":
+        from torchrl.collectors import MultiSyncCollector
+
+        return MultiSyncCollector(factories, policy, cat_results="stack", **frames)
+    if kind == "async":
+        from torchrl.collectors import MultiAsyncCollector
+
+        return MultiAsyncCollector(factories, policy, frames_per_batch=STEPS, total_frames=WORKERS * STEPS)
+    from torchrl.collectors import distributed
+
+    options = {**frames, "sync": True, "collector_kwargs": transforms}
+    if kind == "ray":
+        remote = {"num_cpus": 1, "memory": 2**28}
+        collector = distributed.RayCollector(factories, policy, remote_configs=remote, **options)
+        collector.update_policy_weights_(policy)
+        return collector
+    cls = {"distributed": distributed.DistributedCollector, "rpc": distributed.RPCCollector}[kind]
+    return cls(factories, policy, launcher="mp", tcp_port=free_port(), **options)
+
+
+def collected(kind: str, source: Any, seed: int) -> TensorDict:
+    """What both workers give first: TensorDicts of shape (2, steps)."""
+    from torchrl_ext import as_factory
+
+    factories = as_factory(source).for_workers(WORKERS, seed=seed)
+    policy = TensorDictModule(Alternates(), in_keys=["observation"], out_keys=["action"])
+    collecting = collector(kind, factories, policy)
+    batches = [batch.clone() for batch in collecting]
+    collecting.shutdown()
+    return torch.cat([batch.reshape(-1) for batch in batches]).reshape(WORKERS, STEPS)
+
+
+def shown(batch: TensorDict) -> dict[str, Any]:
+    """What tests look at."""
+    names = ("observation", "action", "step_count", ("next", "episode_reward"), ("next", "observation"))
+    keys = batch.keys(include_nested=True)
+    return {name if isinstance(name, str) else ".".join(name): batch[name].tolist() for name in names if name in keys}
+
+
+def main() -> None:
+    folder, kind, *runs = sys.argv[1:]
+    logger.setLevel(logging.ERROR)
+    gymnasium.register("OfAScript-v0", entry_point=Draws)
+    results = []
+    with ray_here(folder) if kind == "ray" else contextlib.nullcontext():
+        for run in runs:
+            source, seed = run.split(":")
+            results.append(shown(collected(kind, SOURCES[source](), int(seed))))
+    sys.stdout.write(json.dumps(results) + "\n")
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    for message, category in EXPECTED:
+        warnings.filterwarnings("ignore", message, category)
+    main()

@@ -1,0 +1,19 @@
+"""Python imports this first, in workers too: whoever builds a simulator is written down, with its seed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+if "LAB2D_LOG" in os.environ:
+    import dmlab2d
+
+    build = dmlab2d.Lab2d
+
+    def build_and_say_so(runfiles_root: str, settings: Mapping[str, str]) -> Any:
+        with open(os.environ["LAB2D_LOG"], "a") as log:
+            log.write(f"{os.getpid()} {settings['env_seed']}\n")
+        return build(runfiles_root, settings)
+
+    dmlab2d.Lab2d = build_and_say_so

@@ -1,0 +1,72 @@
+"""What the tests of ``ParallelEnv`` ask about processes, and the program that they run in one of their own."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.torchrl_ext.parallel_environments import DIARY
+
+ROOT = Path(__file__).resolve().parents[2]
+# Of one call that fails. Failures are found within milliseconds; this is for machines that do something else as well.
+AT_MOST_S = 20.0
+
+
+def workers() -> list[psutil.Process]:
+    """List the worker processes: all below this one, but for fork servers and multiprocessing's resource tracker."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            kept = ("forkserver", "resource_tracker")
+            ours = process.ppid() == os.getpid() and any(name in " ".join(process.cmdline()) for name in kept)
+            if not ours and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def workers_left(*, besides: Collection[psutil.Process] = (), grace_s: float = 5.0) -> list[psutil.Process]:
+    """Give those that are there after a while, in which nobody asks them to end."""
+    gc.collect()
+    end = time.monotonic() + grace_s
+    while (left := [worker for worker in workers() if worker not in besides]) and time.monotonic() < end:
+        time.sleep(0.01)
+    return left
+
+
+@pytest.fixture
+def diary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "diary"
+    path.touch()
+    monkeypatch.setenv(DIARY, str(path))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def no_workers_left() -> Iterator[None]:
+    before = set(workers())
+    yield
+    left = workers_left(besides=before)
+    for process in left:
+        process.kill()
+    assert not left
+
+
+def run(script: str, folder: Path, *, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
+    """Run a script from a file, as a user does, in a process of its own."""
+    path = folder / "script.py"
+    path.write_text(textwrap.dedent(script))
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'shared'}", "TORCHINDUCTOR_CACHE_DIR": str(folder)}
+    return subprocess.run(
+        [sys.executable, str(path)], cwd=folder, env=environ, capture_output=True, text=True, timeout=timeout
+    )

@@ -1,0 +1,197 @@
+"""Environments for the tests of ``ParallelEnv``: they say in which process they do what, and fail in any way."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+from tensordict import NonTensorData, TensorDict, TensorDictBase
+from torchrl.data import Bounded, Composite, NonTensor, Unbounded
+from torchrl.envs import EnvBase
+
+from tests.core.devices.reporting import variables
+from torchrl_ext import GymWrapper
+
+DIARY = "DIARY_OF_TESTED_ENVIRONMENTS"
+
+
+def tell(what: str) -> None:
+    """Write what happens to an environment of this process into the diary."""
+    if DIARY in os.environ:
+        with Path(os.environ[DIARY]).open("a") as file:
+            file.write(f"{os.getpid()} {what}\n")
+
+
+def told(what: str, *, here: bool) -> int:
+    """Count an entry of the diary: of this process, or of the others."""
+    entries = [line.split() for line in Path(os.environ[DIARY]).read_text().splitlines()]
+    return sum(1 for pid, said in entries if said == what and (int(pid) == os.getpid()) == here)
+
+
+class Well(gymnasium.Env[Any, Any]):
+    """Observes its depth, the number of the step and a random number."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, depth: float = 10.0) -> None:
+        tell("built")
+        self.depth = depth
+
+    def _observation(self) -> np.ndarray[Any, Any]:
+        return np.array([self.depth, self.count, self.np_random.normal()], np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        tell("reset")
+        self.count = 0
+        return self._observation(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        tell("stepped")
+        self.count += 1
+        return self._observation(), float(action), self.count == 7, False, {}
+
+    def close(self) -> None:
+        tell("closed")
+
+
+class Wide(Well):
+    """Takes its width from the constructor."""
+
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.width = width
+        self.observation_space = spaces.Box(-np.inf, np.inf, (width,), np.float32)
+
+    def _observation(self) -> np.ndarray[Any, Any]:
+        return np.full(self.width, self.count, np.float32)
+
+
+class Looking(Well):
+    """Looks at what decides on its devices."""
+
+    def __init__(self, device: str = "none") -> None:
+        super().__init__()
+        self.device_given = device
+        self.at_construction = variables()
+
+    def seen(self) -> list[Any]:
+        """Give the variables when it was built and now, and what mujoco has read when it was imported."""
+        context = sys.modules.get("mujoco.rendering.classic.gl_context")
+        return [self.at_construction, variables(), getattr(context, "_MUJOCO_GL", "not imported"), self.device_given]
+
+
+class DryError(Exception):
+    """Cannot be unpickled: its constructor takes other arguments than it passes on."""
+
+    def __init__(self, depth: float, bucket: str) -> None:
+        super().__init__(f"{bucket} hit the ground at {depth} m")
+
+
+def fail(how: str) -> None:
+    if how == "raise":
+        raise ValueError("the well is dry")
+    if how == "raise what cannot be pickled":
+        raise DryError(10.0, "the bucket")
+    if how == "segfault":
+        ctypes.string_at(0)
+    if how == "SIGKILL":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "os._exit":
+        os._exit(0)
+    if how == "sys.exit":
+        sys.exit("enough")
+    if how == "hang":
+        time.sleep(1000)
+
+
+class Failing(Well):
+    """Fails at a given occasion in a given way."""
+
+    def __init__(self, when: str = "", how: str = "raise") -> None:
+        self.when, self.how = when, how
+        super().__init__()
+        self._perhaps("constructor")
+
+    def _perhaps(self, occasion: str) -> None:
+        if occasion == self.when:
+            fail(self.how)
+
+    def reset(self, **kwargs: Any) -> Any:
+        result = super().reset(**kwargs)
+        self._perhaps("reset")
+        return result
+
+    def step(self, action: Any) -> Any:
+        result = super().step(action)
+        if self.count == 3:
+            self._perhaps("step")
+        return result
+
+    def fetch(self, litres: int = 1, **_: Any) -> int:
+        self._perhaps("method")
+        return 2 * litres
+
+    def lock(self) -> Any:
+        return threading.Lock()
+
+    def unreadable(self) -> Any:
+        return DryError(1.0, "a bucket") if self.when == "method" else None
+
+    def close(self) -> None:
+        super().close()
+        self._perhaps("close")
+
+
+def make_failing(**options: Any) -> GymWrapper:
+    return GymWrapper(Failing(**options))
+
+
+class Native(EnvBase):
+    """An environment of TorchRL's own that draws from torch's global generator, as many do, and has a seed to tell."""
+
+    def __init__(self, size: int = 2, note: Any = None, pause: float = 0.0, **kwargs: Any) -> None:
+        tell("built")
+        super().__init__(**kwargs)
+        self.pause = pause
+        self.size, self.note, self.seen = size, note, torch.zeros(())
+        self.observation_spec = Composite(observation=Unbounded((size,)), seed=Unbounded((1,), dtype=torch.int64))
+        if note is not None:
+            self.observation_spec["note"] = NonTensor(())
+        self.action_spec = Bounded(-1, 1, (1,))
+        self.reward_spec = Unbounded((1,))
+        self.register_buffer("total", torch.zeros(()))
+        self.seed = -1
+
+    def _out(self) -> dict[str, Any]:
+        out: dict[str, Any] = {"observation": torch.rand(self.size), "seed": torch.tensor([self.seed])}
+        if self.note is not None:
+            out["note"] = NonTensorData(threading.Lock() if self.note == "lock" else self.note)
+        return out
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **_: Any) -> TensorDictBase:
+        time.sleep(self.pause)
+        return TensorDict(self._out())
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        self.total += 1
+        done = torch.zeros(1, dtype=torch.bool)
+        return TensorDict({**self._out(), "reward": tensordict["action"], "done": done, "terminated": done.clone()})
+
+    def add(self, a: int, *, b: int) -> int:
+        return a + b
+
+    def _set_seed(self, seed: int | None) -> None:
+        self.seed = -1 if seed is None else seed
+        torch.manual_seed(self.seed)

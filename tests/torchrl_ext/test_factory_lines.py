@@ -1,0 +1,68 @@
+"""The line that a person would write for an environment of TorchRL's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import gymnasium as gym
+import pytest
+import torch
+import torchrl.envs
+from torchrl.envs import Compose, RewardSum, SerialEnv, StepCounter, TransformedEnv
+
+import torchrl_ext
+from rl_ext_core.factory import capture_constructors
+from rl_ext_core.factory._lines import of_instance
+
+CASES = [
+    (lambda: torchrl.envs.GymEnv("CartPole-v1"), "lambda: GymEnv('CartPole-v1')"),
+    (lambda: torchrl_ext.GymEnv("CartPole-v1"), "lambda: GymEnv('CartPole-v1')"),
+    (
+        lambda: torchrl.envs.GymEnv("CartPole-v1", frame_skip=2, device="cpu", max_episode_steps=9),
+        "lambda: GymEnv('CartPole-v1', max_episode_steps=9, frame_skip=2, device='cpu')",
+    ),
+    (
+        lambda: torchrl.envs.GymWrapper(gym.make("CartPole-v1", max_episode_steps=9)),
+        "lambda: GymWrapper(gymnasium.make('CartPole-v1', max_episode_steps=9))",
+    ),
+    (
+        lambda: torchrl_ext.GymWrapper(gym.make("CartPole-v1"), frame_skip=3),
+        "lambda: GymWrapper(gymnasium.make('CartPole-v1'), frame_skip=3)",
+    ),
+    (
+        lambda: TransformedEnv(torchrl.envs.GymEnv("CartPole-v1"), Compose(StepCounter(5), RewardSum())),
+        "lambda: TransformedEnv(GymEnv('CartPole-v1'), Compose(...))",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "line"), CASES, ids=[line for _, line in CASES])
+def test_lines(make: Any, line: str) -> None:
+    env = make()
+    assert of_instance(env) == line
+    env.close()
+
+
+@pytest.mark.parametrize(("make", "line"), [case for case in CASES if "..." not in case[1]])
+def test_a_line_without_dots_builds_an_equal(make: Any, line: str) -> None:
+    env = make()
+    package = torchrl_ext if type(env).__module__.startswith("torchrl_ext") else torchrl.envs
+    names = {"gymnasium": gymnasium, "GymEnv": package.GymEnv, "GymWrapper": package.GymWrapper}
+    built = eval(line, names)()
+    rollouts = []
+    for each in (env, built):
+        torch.manual_seed(0)
+        each.set_seed(3)
+        rollouts.append(each.rollout(5))
+        each.close()
+    assert (rollouts[0] == rollouts[1]).all()
+
+
+def test_the_arguments_of_the_constructor_are_known_where_they_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    meta: Any = type(torchrl.envs.EnvBase)
+    monkeypatch.setattr(meta, "__call__", meta.__call__)  # puts it back
+    capture_constructors(torchrl.envs.EnvBase)
+    env = SerialEnv(2, torchrl.envs.GymEnv, create_env_kwargs={"env_name": "CartPole-v1"})
+    assert of_instance(env) == "lambda: SerialEnv(2, GymEnv, create_env_kwargs={'env_name': 'CartPole-v1'})"
+    env.close(raise_if_closed=False)

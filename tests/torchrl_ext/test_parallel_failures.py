@@ -1,0 +1,306 @@
+"""Whatever goes wrong in a worker is raised in the parent, with what the worker knows, and leaves no process."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from rl_ext_core.errors import NotCopyableError, WorkerError
+from rl_ext_core.factory import EnvFactory
+from tests.torchrl_ext.parallel_checks import AT_MOST_S, diary, no_workers_left, workers, workers_left
+from tests.torchrl_ext.parallel_environments import Failing, Native, Well
+from torchrl_ext import ParallelEnv, as_factory
+
+__all__ = ["diary", "no_workers_left"]
+
+# Without buffers, all that is sent back is pickled; with them, upstream waits for flags in shared memory.
+buffers = pytest.mark.parametrize("use_buffers", [True, False], ids=["buffers", "pipes"])
+
+
+@functools.cache
+def factory() -> EnvFactory[Any]:
+    return as_factory(Failing())
+
+
+def failing(when: str, how: str = "raise", **options: Any) -> ParallelEnv:
+    """Two workers, of which the second fails."""
+    source = Failing if when == "constructor" else factory()
+    return ParallelEnv(2, source, overrides=[{}, {"when": when, "how": how}], **options)
+
+
+def live(env: ParallelEnv) -> None:
+    """Do one after the other all that an environment may fail at."""
+    env.reset()
+    env.rollout(5, break_when_any_done=False)
+    env.fetch(litres=3)
+    env.close()
+
+
+@contextmanager
+def within_reach(env: ParallelEnv) -> Iterator[Any]:
+    """Expect a failure; afterwards there is no process, closing is fine, and the environment can be used anew."""
+    begin = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        yield caught
+    assert time.monotonic() - begin < AT_MOST_S
+    assert not workers()
+    assert env.is_closed
+    env.close()
+
+
+HOWS = {
+    "raise": ("exception", "raised ValueError('the well is dry')"),
+    "raise what cannot be pickled": ("exception", "raised DryError('the bucket hit the ground at 10.0 m')"),
+    "segfault": ("signal", "was killed by SIGSEGV"),
+    "SIGKILL": ("signal", "was killed by SIGKILL"),
+    "os._exit": ("exit", "ended with exit code 0"),
+    "sys.exit": ("exit", "exited by SystemExit('enough')"),
+}
+
+
+@buffers
+@pytest.mark.parametrize("how", list(HOWS))
+@pytest.mark.parametrize("when", ["constructor", "reset", "step", "method", "close"])
+def test_failures_reach_the_parent(when: str, how: str, use_buffers: bool) -> None:
+    env = failing(when, how, use_buffers=use_buffers)
+    if (when, how) == ("close", "os._exit"):
+        live(env)  # that is what closing is for
+        return
+    with within_reach(env) as caught:
+        live(env)
+    error, (kind, said) = caught.value, HOWS[how]
+    assert (error.worker, error.kind) == (1, kind)
+    assert str(error).startswith("worker 1 of 2")
+    if (when, how) == ("method", "raise"):  # upstream wraps it
+        assert "ValueError: the well is dry" in str(error)
+    elif when != "method" or how != "raise what cannot be pickled":
+        assert said in str(error)
+    if kind == "exception":
+        assert "parallel_environments.py" in error.traceback
+    if how == "raise" and when != "method":
+        assert repr(error.__cause__) == "ValueError('the well is dry')"
+
+
+def test_the_cause_of_a_failed_call_is_what_the_method_has_raised() -> None:
+    env = failing("method")
+    with within_reach(env) as caught:
+        live(env)
+    cause: BaseException | None = caught.value
+    causes = []
+    while cause is not None:
+        causes.append(type(cause))
+        cause = cause.__cause__
+    assert ValueError in causes
+    assert caught.value.phase == "fetch"
+
+
+@buffers
+@pytest.mark.parametrize("when", ["reset", "step", "method", "close"])
+def test_workers_that_hang_are_found_by_the_time_limit(when: str, use_buffers: bool) -> None:
+    limits = {"shutdown_timeout": 0.5} if when == "close" else {"step_timeout": 0.5}
+    env = failing(when, "hang", use_buffers=use_buffers, **limits)
+    with within_reach(env) as caught:
+        live(env)
+    assert (caught.value.worker, caught.value.kind) == (1, "timeout")
+    assert "did not answer within 0.5 s" in str(caught.value)
+    assert "in fail" in str(caught.value)  # the function that hangs
+
+
+def test_constructors_that_hang_are_found_by_the_time_limit() -> None:
+    env = failing("constructor", "hang", start_timeout=2.0)
+    with within_reach(env) as caught:
+        env.reset()
+    assert (caught.value.worker, caught.value.kind) == (1, "timeout")
+    assert "in fail" in str(caught.value)
+
+
+def test_texts_name_the_seed_of_the_worker() -> None:
+    env = failing("step", seed=5)
+    with within_reach(env) as caught:
+        live(env)
+    assert caught.value.seed not in (None, 5)
+    assert f"(seed {caught.value.seed})" in str(caught.value)
+    assert caught.value.phase == "step"
+
+
+def test_what_fails_while_building_is_said_to() -> None:
+    with within_reach(env := failing("constructor")) as caught:
+        env.reset()
+    assert "in building the environment" in str(caught.value)
+
+
+def test_a_constructor_that_fails_everywhere_fails_at_once() -> None:
+    with pytest.raises(WorkerError, match="the well is dry") as caught:
+        ParallelEnv(2, functools.partial(Failing, when="constructor"))
+    assert repr(caught.value.__cause__) == "ValueError('the well is dry')"
+
+
+@buffers
+def test_reset_starts_new_workers(use_buffers: bool) -> None:
+    env = failing("step", use_buffers=use_buffers)
+    for _ in range(2):
+        with pytest.raises(WorkerError, match="the well is dry"):
+            env.rollout(5)
+    assert env.reset()["observation"].shape == (2, 3)
+    assert len(workers()) == 2
+    env.close()
+
+
+def test_stepping_without_workers_is_refused() -> None:
+    env = failing("step")
+    with pytest.raises(WorkerError, match="the well is dry"):
+        env.rollout(5)
+    with pytest.raises(WorkerError, match=r"no workers, because worker 1 of 2 .* reset\(\) starts new ones"):
+        env.step(env.full_action_spec.zero())
+    assert not workers()
+
+
+def test_data_of_a_failed_step_is_not_handed_out() -> None:
+    """Upstream is woken from its waiting by the flags that say that data are there."""
+    env = failing("step", "SIGKILL")
+    td = env.reset()
+    with pytest.raises(WorkerError):  # noqa: PT012 which of them does it is the point
+        for _ in range(2):
+            td = env.step(td.set("action", torch.zeros(2, dtype=torch.int64)))["next"]
+        td = env.step(td.set("action", torch.zeros(2, dtype=torch.int64)))["next"]
+        pytest.fail("the third step has returned something")
+
+
+@buffers
+def test_workers_killed_while_idle(use_buffers: bool) -> None:
+    env = ParallelEnv(2, Well, use_buffers=use_buffers)
+    env.reset()
+    os.kill(env._workers[1].pid, signal.SIGKILL)
+    with within_reach(env) as caught:
+        env.rollout(3)
+    assert "worker 1 of 2 was killed by SIGKILL" in str(caught.value)
+
+
+def test_workers_killed_before_close() -> None:
+    env = ParallelEnv(2, Well)
+    env.reset()
+    os.kill(env._workers[0].pid, signal.SIGKILL)
+    with within_reach(env):
+        env.close()
+
+
+def test_of_two_failures_the_first_is_told() -> None:
+    env = ParallelEnv(3, factory(), overrides=[{}, {"when": "step", "how": "hang"}, {"when": "step"}])
+    with within_reach(env) as caught:
+        live(env)
+    assert (caught.value.worker, caught.value.kind) == (2, "exception")
+
+
+def test_environments_that_hang_when_they_are_tried_out_are_found_by_the_time_limit() -> None:
+    with pytest.raises(WorkerError, match="did not answer within 2 s") as caught:
+        ParallelEnv(2, functools.partial(Failing, when="step", how="hang"), start_timeout=2.0)
+    assert "in fail" in str(caught.value)
+
+
+def test_environments_whose_steps_fail_do_so_when_they_are_stepped() -> None:
+    env = ParallelEnv(2, functools.partial(Failing, when="step"))
+    with within_reach(env) as caught:
+        live(env)
+    assert (caught.value.worker, caught.value.phase) in [(0, "step"), (1, "step")]
+
+
+@pytest.mark.parametrize("use_buffers", [True, False], ids=["buffers", "pipes"])
+def test_data_that_cannot_be_pickled(use_buffers: bool) -> None:
+    env = ParallelEnv(2, functools.partial(Native, note="lock"), use_buffers=use_buffers)
+    with within_reach(env) as caught:
+        env.reset()
+    assert "cannot pickle '_thread.lock' object" in str(caught.value)
+
+
+def test_results_that_cannot_be_pickled() -> None:
+    env = ParallelEnv(2, factory())
+    env.reset()
+    with within_reach(env) as caught:
+        env.lock()
+    assert "cannot pickle '_thread.lock' object" in str(caught.value)
+    assert caught.value.phase == "lock"
+
+
+def test_after_a_result_that_this_process_cannot_read_the_next_one_is_not_mixed_up() -> None:
+    env = ParallelEnv(2, factory(), overrides=[{"when": "method", "how": ""}, {}])
+    env.reset()
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        env.unreadable()
+    assert env.fetch(litres=4) == [8, 8]
+    env.close()
+
+
+def test_errors_of_this_process_leave_the_workers_alone() -> None:
+    env = ParallelEnv(2, Well)
+    td = env.reset()
+    before = [worker.pid for worker in env._workers]
+    with pytest.raises(RuntimeError, match="must match"):
+        env.step(td.set("action", torch.zeros(2, 5, dtype=torch.int64)))
+    with pytest.raises((pickle.PicklingError, TypeError, AttributeError)):
+        env.fetch(threading.Lock())
+    assert env.rollout(3)["observation"][0, :, 1].tolist() == [0.0, 1.0, 2.0]
+    assert [worker.pid for worker in env._workers] == before
+    env.close()
+
+
+def interrupt_soon() -> None:
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+@buffers
+@pytest.mark.parametrize("when", ["step", "method"])
+def test_ctrl_c_ends_the_workers(when: str, use_buffers: bool) -> None:
+    env = failing(when, "hang", use_buffers=use_buffers)
+    env.reset()
+    interrupt_soon()
+    with pytest.raises(KeyboardInterrupt):
+        env.rollout(5) if when == "step" else env.fetch()
+    assert not workers_left()
+    env.close()
+    env.reset()
+    env.close()
+
+
+def test_ctrl_c_during_the_start_ends_the_workers() -> None:
+    env = failing("constructor", "hang")
+    interrupt_soon()
+    with pytest.raises(KeyboardInterrupt):
+        env.reset()
+    assert not workers_left()
+    env.close()
+
+
+def test_what_prevents_a_worker_from_starting_ends_those_that_have_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = ParallelEnv(2, Well)
+    env.create_env_fn[1] = threading.Lock()
+    with pytest.raises(TypeError, match="cannot pickle"):
+        env.reset()
+    assert not workers_left()
+
+
+def test_instances_that_cannot_be_copied_are_refused_with_the_attribute() -> None:
+    well = Well()
+    well.rope = (number for number in range(3))  # type: ignore[attr-defined]
+    with pytest.raises(NotCopyableError, match=r"rope.*generator"):
+        ParallelEnv(2, well)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize(("when", "how"), [("constructor", "raise"), ("step", "segfault"), ("reset", "os._exit")])
+def test_failures_reach_the_parent_by_other_methods(when: str, how: str, method: str) -> None:
+    env = failing(when, how, mp_start_method=method)
+    with within_reach(env) as caught:
+        live(env)
+    assert caught.value.worker == 1
+    assert HOWS[how][1] in str(caught.value)

@@ -1,0 +1,209 @@
+"""What can be done with a ``ParallelEnv`` while it lives, as upstream has it, and how it ends."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import pickle
+import time
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import psutil
+import pytest
+import torch
+
+from rl_ext_core.errors import WorkerError
+from tests.torchrl_ext.parallel_checks import diary, no_workers_left, workers, workers_left
+from tests.torchrl_ext.parallel_environments import Failing, Native, Well, make_failing, told
+from torchrl_ext import GymWrapper, ParallelEnv, as_factory
+
+__all__ = ["diary", "no_workers_left"]
+
+buffers = pytest.mark.parametrize("use_buffers", [True, False], ids=["buffers", "pipes"])
+
+
+@functools.cache
+def factory() -> Any:
+    return as_factory(Failing())
+
+
+def make_native() -> Native:
+    return Native()
+
+
+def test_attributes_of_attributes() -> None:
+    env = ParallelEnv(2, make_native)
+    env.reset()
+    assert env.seen.shape() == [(), ()]
+    assert env.seen.dim() == [0, 0]
+    env.close()
+
+
+def test_moves_to_a_device() -> None:
+    env = ParallelEnv(2, make_native)
+    assert env.rollout(2).device is None
+    assert env.to("cpu").rollout(2).device == torch.device("cpu")
+    env.close()
+
+
+def test_options_may_be_set_later() -> None:
+    env = ParallelEnv(2, make_native).configure_parallel(use_buffers=False, mp_start_method="fork", shutdown_timeout=3)
+    env.reset()
+    assert env._workers[0].popen.method == "fork"
+    assert env._mp_start_method == "fork"
+    assert not env._use_buffers
+    env.close()
+
+
+def test_made_by_upstreams_other_constructor() -> None:
+    env = ParallelEnv.make_parallel(Well, num_envs=2)
+    assert env.rollout(2).shape == (2, 2)
+    env.close()
+
+
+# -- the end, and what comes after it
+
+
+@buffers
+def test_closing_ends_the_workers_and_their_environments(use_buffers: bool, diary: Any) -> None:
+    env = ParallelEnv(2, factory(), use_buffers=use_buffers)
+    env.reset()
+    env.close()
+    assert not workers()
+    assert told("closed", here=False) >= 2
+    assert env.is_closed
+    with pytest.raises(RuntimeError, match="closed"):
+        env.close()
+    env.close(raise_if_closed=False)
+    assert env.rollout(3).shape == (2, 3)
+    env.close()
+
+
+def test_the_number_of_threads_of_this_process_is_as_before() -> None:
+    before = torch.get_num_threads()
+    env = ParallelEnv(2, factory(), overrides=[{}, {"when": "reset"}])
+    for _ in range(3):
+        with pytest.raises(WorkerError):
+            env.reset()
+    assert torch.get_num_threads() == before
+
+
+def test_what_nobody_refers_to_ends() -> None:
+    env = ParallelEnv(2, factory())
+    env.reset()
+    assert len(workers()) == 2
+    del env
+    gc.collect()
+    assert not workers_left()
+
+
+def test_no_descriptors_and_threads_are_left() -> None:
+    def held() -> tuple[int, int]:
+        gc.collect()
+        return psutil.Process().num_fds(), psutil.Process().num_threads()
+
+    env = ParallelEnv(2, factory(), overrides=[{}, {"when": "step"}])
+    counts = []
+    for _ in range(4):
+        env.reset()
+        with pytest.raises(WorkerError):
+            env.rollout(5)
+        env.reset()
+        env.close()
+        counts.append(held())
+    assert counts[-1] <= counts[1]
+
+
+# -- views
+
+
+def test_views_fail_with_the_whole() -> None:
+    env = ParallelEnv(3, factory(), overrides=[{}, {}, {"when": "step", "how": "SIGKILL"}])
+    env.reset()
+    view = env[1:]
+    with pytest.raises(WorkerError, match="worker 2 of 3 was killed by SIGKILL"):
+        view.rollout(5)
+    assert not workers()
+    assert env.is_closed
+    env.reset()
+    with pytest.raises(RuntimeError, match="closed indexed batched environment view"):
+        view.rollout(5)
+    assert env[0].fetch() == [2]
+    env.close()
+
+
+def test_views_of_workers_that_have_ended() -> None:
+    env = ParallelEnv(2, factory())
+    env.reset()
+    view = env[:1]
+    env.close()
+    with pytest.raises(RuntimeError, match="closed indexed batched environment view"):
+        view.reset()
+    env.reset()
+    with pytest.raises(RuntimeError, match="closed indexed batched environment view"):
+        view.reset()
+    view.close(raise_if_closed=False)
+    assert env.rollout(2).shape == (2, 2)
+    env.close()
+
+
+# -- pickles
+
+
+@pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps], ids=["pickle", "cloudpickle"])
+@pytest.mark.parametrize(
+    "source",
+    [Well, lambda: GymWrapper(Well()), Well(4.0), [Well(), make_failing], "CartPole-v1"],
+    ids=["class", "lambda", "instance", "list", "id"],
+)
+def test_pickles_of_closed_ones(source: Any, dumps: Callable[[Any], bytes]) -> None:
+    env = ParallelEnv(2, source, seed=3)
+    before = env.rollout(3)["observation"]
+    copy = pickle.loads(dumps(env))
+    assert env.is_closed  # as upstream has it
+    assert not workers()
+    torch.manual_seed(0)
+    found = copy.rollout(3)["observation"]
+    copy.close()
+    assert torch.equal(found[:, 0], before[:, 0])
+
+
+def test_a_pickle_holds_no_instance() -> None:
+    env = ParallelEnv(2, Well(4.0))
+    assert env._plan.factories[0].live is not None
+    assert pickle.loads(pickle.dumps(env))._plan.factories[0].live is None
+
+
+# -- time
+
+
+def test_dead_workers_are_found_soon() -> None:
+    env = ParallelEnv(2, factory(), overrides=[{}, {"when": "step", "how": "SIGKILL"}])
+    env.reset()
+    begin = time.monotonic()
+    with pytest.raises(WorkerError):
+        env.rollout(5)
+    assert time.monotonic() - begin < 10  # milliseconds, in fact; upstream's may wait for BATCHED_PIPE_TIMEOUT
+
+
+def test_workers_do_not_outlive_this_process(tmp_path: Any) -> None:
+    """A process that is killed has no time to end its workers."""
+    child = os.fork()
+    if not child:
+        env = ParallelEnv(2, Well, mp_start_method="fork", verify=False)
+        env.reset()
+        (tmp_path / "pids.part").write_text(" ".join(str(worker.pid) for worker in env._workers))
+        (tmp_path / "pids.part").rename(tmp_path / "pids")
+        time.sleep(1000)
+    end = time.monotonic() + 60
+    while not (tmp_path / "pids").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    while any(map(psutil.pid_exists, pids)) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not any(map(psutil.pid_exists, pids))

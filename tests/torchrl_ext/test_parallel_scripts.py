@@ -1,0 +1,176 @@
+"""Scripts as users write them: without a guard, with classes and ids of their own, piped in, interrupted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.torchrl_ext.parallel_checks import ROOT
+
+pytestmark = pytest.mark.slow
+
+OWN = """
+import gymnasium as gym, torch
+from torchrl_ext import GymEnv, GymWrapper, ParallelEnv
+
+class Own(gym.Env):
+    observation_space = gym.spaces.Box(-100, 100, (2,))
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, size=1.0):
+        self.size = size
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observation_space.low * 0 + self.size, {}
+
+    def step(self, action):
+        return self.observation_space.low * 0 + helper(self.size), 1.0, False, False, {}
+
+def helper(size):
+    return 2 * size
+
+def make():
+    return GymWrapper(Own(7.0))
+
+gym.register("Own-v0", Own, kwargs={"size": 9.0})
+"""
+
+USES = """
+own = Own()
+own.size = 8.0
+for source in (own, GymWrapper(own), make, lambda: Own(7.0), Own, "Own-v0", gym.spec("Own-v0"),
+               lambda: GymEnv("Own-v0"), gym.make("Own-v0")):
+    env = ParallelEnv(2, source, mp_start_method=METHOD)
+    rollout = env.rollout(2)
+    print(rollout["observation"][0, 0, 0].item(), rollout["next", "observation"][1, 0, 0].item())
+    env.close()
+"""
+PRINTED = [8, 8, 7, 7, 1, 9, 9, 9, 9]
+
+
+def started(folder: Path, *arguments: str, text: str | None = None) -> subprocess.Popen[str]:
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'shared'}", "TORCHINDUCTOR_CACHE_DIR": str(folder)}
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=folder,
+        env=environ,
+        text=True,
+        start_new_session=True,
+    )
+    if text is not None:
+        assert process.stdin is not None
+        process.stdin.write(text)
+        process.stdin.close()
+        process.stdin = None
+    return process
+
+
+def ended(process: subprocess.Popen[str], timeout: float = 150.0) -> tuple[int, str, str]:
+    """Wait for a script; nothing that it has started may be left."""
+    out, err = process.communicate(timeout=timeout)
+    left = [other.pid for other in psutil.process_iter() if _session(other.pid) == process.pid]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+    return process.returncode, out, err
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def script(folder: Path, text: str) -> str:
+    path = folder / "script.py"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
+@pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "unguarded"])
+def test_what_a_script_defines(method: str, guarded: bool, tmp_path: Path) -> None:
+    uses = USES.replace("METHOD", repr(method))
+    text = OWN + ('if __name__ == "__main__":\n' + textwrap.indent(uses, "    ") if guarded else uses)
+    code, out, err = ended(started(tmp_path, script(tmp_path, text)))
+    assert (code, err) == (0, "")
+    assert [float(line.split()[0]) for line in out.splitlines()] == PRINTED
+    assert [float(line.split()[1]) for line in out.splitlines()] == [2 * size for size in PRINTED]
+
+
+def test_what_was_typed_in(tmp_path: Path) -> None:
+    """As in a notebook, the main module has no file."""
+    code, out, err = ended(started(tmp_path, "-", text=OWN + USES.replace("METHOD", "None")))
+    assert (code, err) == (0, "")
+    assert [float(line.split()[0]) for line in out.splitlines()] == PRINTED
+
+
+def test_a_script_without_a_guard_that_workers_have_to_import(tmp_path: Path) -> None:
+    text = (
+        OWN
+        + """
+class Late(gym.Wrapper):
+    pass
+
+def make_late():
+    import __main__
+    return GymEnv("Registered-later-v0")
+
+env = ParallelEnv(2, make_late)
+"""
+    )
+    code, _, err = ended(started(tmp_path, script(tmp_path, text)))
+    assert code == 1
+    assert "Registered-later" in err.splitlines()[-1] or "Registered-later" in err
+
+
+ENDS = (
+    OWN
+    + """
+env = ParallelEnv(2, Own)
+env.reset()
+print("running", flush=True)
+"""
+)
+
+
+@pytest.mark.parametrize("last", ["", "import sys; sys.exit()", "del env"])
+def test_scripts_that_do_not_close(last: str, tmp_path: Path) -> None:
+    begin = time.monotonic()
+    code, _, err = ended(started(tmp_path, script(tmp_path, ENDS + last)))
+    assert (code, err) == (0, "")
+    assert time.monotonic() - begin < 60
+
+
+@pytest.mark.parametrize("signal_", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_scripts_that_are_ended(signal_: signal.Signals, tmp_path: Path) -> None:
+    """Ctrl-C goes to the whole group of processes, as a terminal sends it; the others to the script alone."""
+    process = started(tmp_path, script(tmp_path, ENDS + "while True: env.rollout(10)"))
+    assert process.stdout is not None
+    assert process.stdout.readline() == "running\n"
+    if signal_ == signal.SIGINT:
+        os.killpg(process.pid, signal_)
+    else:
+        process.send_signal(signal_)
+    process.wait(30)
+    end = time.monotonic() + 10
+    while any(_session(other.pid) == process.pid for other in psutil.process_iter()) and time.monotonic() < end:
+        time.sleep(0.05)
+    code, _, err = ended(process)
+    assert code == (-signal_ if signal_ != signal.SIGINT else -signal.SIGINT)
+    if signal_ == signal.SIGINT:
+        assert err.count("Traceback") == 1
+        assert err.splitlines()[-1] == "KeyboardInterrupt"

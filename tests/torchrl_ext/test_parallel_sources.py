@@ -1,0 +1,309 @@
+"""What a ``ParallelEnv`` is made of: each form gives the same environments, and none is built in this process."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from torchrl.envs import GymEnv as UpstreamGymEnv
+from torchrl.envs import ParallelEnv as Upstream
+from torchrl.envs import RewardSum, SerialEnv, StepCounter, TransformedEnv
+
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, WorkerError
+from rl_ext_core.factory._fingerprint import fingerprint
+from tests.torchrl_ext.parallel_checks import diary, no_workers_left, workers
+from tests.torchrl_ext.parallel_environments import Native, Well, Wide, told
+from torchrl_ext import GymWrapper, ParallelEnv, as_factory
+
+__all__ = ["diary", "no_workers_left"]
+
+WHAT_IS_BUILT = ("built", "reset", "stepped", "closed")
+
+
+def depths(env: ParallelEnv) -> list[float]:
+    return env.rollout(3)["observation"][:, 0, 0].tolist()
+
+
+def changed(depth: float = 3.0) -> Well:
+    well = Well()
+    well.depth = depth
+    return well
+
+
+def transformed(depth: float = 3.0) -> TransformedEnv:
+    env = TransformedEnv(GymWrapper(Well()), RewardSum())
+    env.base_env._env.depth = depth
+    env.append_transform(StepCounter(5))
+    return env
+
+
+def make_well(depth: float = 3.0) -> GymWrapper:
+    return GymWrapper(Well(depth))
+
+
+SOURCES: dict[str, Any] = {
+    "an instance": changed,
+    "an instance of TorchRL's": lambda: GymWrapper(changed()),
+    "a transformed instance": transformed,
+    "a function": lambda: make_well,
+    "a lambda": lambda: lambda: GymWrapper(Well(3.0)),
+    "a lambda that is wrapped": lambda: lambda: Well(3.0),
+    "a partial": lambda: functools.partial(Well, 3.0),
+    "a factory": lambda: as_factory(changed()),
+    "a list of functions": lambda: [make_well, lambda: Well(3.0)],
+    "a list of instances": lambda: [changed(), changed()],
+    "a list of one instance": lambda: [changed()] * 2,
+}
+
+
+@pytest.mark.parametrize("form", list(SOURCES))
+def test_no_form_is_built_in_this_process(form: str, diary: Path) -> None:
+    source = SOURCES[form]()
+    before = [told(what, here=True) for what in WHAT_IS_BUILT]
+    env = ParallelEnv(2, source)
+    assert env.observation_spec["observation"].shape == (2, 3)
+    assert depths(env) == [3.0, 3.0]
+    env.close()
+    assert [told(what, here=True) for what in WHAT_IS_BUILT] == before
+    assert told("closed", here=False) >= 2
+    assert env._use_buffers
+
+
+def test_upstream_builds_them_here(diary: Path) -> None:
+    """The diary is able to tell."""
+    Upstream(2, make_well, mp_start_method="fork")
+    assert told("built", here=True) == 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [changed, lambda: GymWrapper(changed()), transformed, Native],
+    ids=["gym", "TorchRL", "transformed", "native"],
+)
+def test_instances_stay_as_they_are_and_usable(make: Any, diary: Path) -> None:
+    instance = make()
+    instance.reset()
+    before = fingerprint(instance)
+    env = ParallelEnv(2, instance, seed=0)
+    env.rollout(3)
+    env.close()
+    del env
+    assert before.differences(fingerprint(instance)) == []
+    assert told("closed", here=True) == 0
+    if isinstance(instance, Well):
+        assert instance.step(0)[0][1] == 1
+    else:
+        assert instance.rollout(2).shape == (2,)
+
+
+def test_what_was_changed_in_an_instance_comes_along() -> None:
+    env = gymnasium.make("CartPole-v1")
+    env.unwrapped.gravity = 0.5  # type: ignore[attr-defined]
+    # Faster by what gravity is: a pole that is let go.
+    parallel = ParallelEnv(2, env, seed=0)
+    mine = parallel.rollout(5, break_when_any_done=False)["observation"]
+    assert [wrapped.gravity for wrapped in parallel._env.unwrapped()] == [0.5, 0.5]
+    parallel.close()
+    usual = ParallelEnv(2, "CartPole-v1", seed=0)
+    assert not torch.equal(usual.rollout(5, break_when_any_done=False)["observation"], mine)
+    usual.close()
+
+
+@pytest.mark.parametrize("source", ["CartPole-v1", gymnasium.spec("CartPole-v1")], ids=["id", "spec"])
+def test_ids_and_specs(source: Any) -> None:
+    env = ParallelEnv(2, source)
+    assert env.reset()["observation"].shape == (2, 4)
+    assert [inner.spec.id for inner in env._env.unwrapped()] == ["CartPole-v1"] * 2
+    env.close()
+
+
+def test_ids_of_this_process_alone() -> None:
+    gymnasium.register("tests/Well-v0", Well, kwargs={"depth": 4.0})
+    try:
+        env = ParallelEnv(2, "tests/Well-v0")
+        assert depths(env) == [4.0, 4.0]
+        env.close()
+    finally:
+        del gymnasium.registry["tests/Well-v0"]
+
+
+def test_ids_that_nobody_knows() -> None:
+    with pytest.raises(InvalidArgumentError, match="Kartoffel-v1"):
+        ParallelEnv(2, "Kartoffel-v1")
+
+
+@pytest.mark.parametrize("use_buffers", [True, False])
+def test_environments_that_differ(use_buffers: bool) -> None:
+    env = ParallelEnv(2, [functools.partial(Native, size=2), Native(size=4)], use_buffers=use_buffers)
+    rollout = env.rollout(3)
+    assert [part["observation"].shape for part in rollout.unbind(0)] == [(3, 2), (3, 4)]
+    assert env.share_individual_td
+    env.close()
+
+
+def test_as_many_workers_as_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_ext_core.resources.usable_cores", lambda: 3)
+    assert ParallelEnv(create_env_fn=Well).num_workers == 3
+    assert ParallelEnv(create_env_fn=[Well, Well]).num_workers == 2
+
+
+def test_one_environment_that_needs_no_worker(diary: Path) -> None:
+    env = ParallelEnv(1, Well, serial_for_single=True, seed=3, overrides=[{"depth": 2.0}])
+    assert isinstance(env, SerialEnv)
+    assert depths(env) == [2.0]
+    assert (told("built", here=True), workers()) == (1, [])
+    env.close()
+    parallel = ParallelEnv(2, Well, serial_for_single=True)
+    assert isinstance(parallel, ParallelEnv)
+
+
+# -- overrides
+
+
+def test_overrides_are_arguments_of_callables_and_attributes_of_copies() -> None:
+    for source in (Well, changed(), GymWrapper(changed()), lambda **kwargs: Well(**kwargs)):
+        env = ParallelEnv(2, source, overrides=[{"depth": 1.0}, {"depth": 2.0}])
+        assert depths(env) == [1.0, 2.0]
+        env.close()
+
+
+def test_overrides_of_ids() -> None:
+    env = ParallelEnv(2, "Pendulum-v1", overrides=[{"g": 1.0}, {"g": 2.0}])
+    env.reset()
+    assert [inner.g for inner in env._env.unwrapped()] == [1.0, 2.0]
+    env.close()
+
+
+def test_kwargs_of_upstream() -> None:
+    env = ParallelEnv(2, make_well, create_env_kwargs=[{"depth": 1.0}, {"depth": 2.0}])
+    env.update_kwargs([{"depth": 4.0}, {}])
+    assert depths(env) == [4.0, 2.0]
+    env.close()
+    with pytest.raises(InvalidArgumentError, match="create_env_kwargs has 3 entries for 2 workers"):
+        ParallelEnv(2, make_well, create_env_kwargs=[{}] * 3)
+
+
+def test_overrides_that_change_what_the_buffers_are_made_for() -> None:
+    env = ParallelEnv(2, Wide, overrides=[{"width": 3}, {"width": 5}])
+    with pytest.raises(
+        WorkerError,
+        match=r"the environment of worker 1 differs from what the buffers are for: .*\(5,\).*Overrides that",
+    ):
+        env.reset()
+
+
+def test_overrides_of_what_is_not_there() -> None:
+    with pytest.raises((InvalidArgumentError, WorkerError), match=r"no layer of Well has the attribute depht.*depth"):
+        ParallelEnv(2, changed(), overrides=[{"depht": 1.0}, {}]).reset()
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ((2, 7), InvalidTypeError, "7 builds no environment"),
+        ((0, Well), InvalidArgumentError, "num_workers=0"),
+        ((True, Well), InvalidArgumentError, "num_workers=True"),
+        ((2.0, Well), InvalidArgumentError, "num_workers=2.0"),
+        ((3, [Well, Well]), InvalidArgumentError, r"2 entries for num_workers=3.*ParallelEnv\(2"),
+        ((Well,), InvalidTypeError, r"no environment; type is no number\. Write ParallelEnv\(4, env\)"),
+        ((2,), InvalidTypeError, "no environment"),
+    ],
+)
+def test_arguments_that_make_no_sense(arguments: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        ParallelEnv(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"overrides": [{}]}, "overrides has 1 entries for 2 workers"),
+        ({"seed": -1}, "seed=-1"),
+        ({"devices": "fastest"}, "devices='fastest'"),
+        ({"mp_start_method": "telepathy"}, "telepathy"),
+    ],
+)
+def test_options_that_make_no_sense(options: Any, text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=text):
+        ParallelEnv(2, Well, **options)
+
+
+def test_functions_that_build_something_else() -> None:
+    with pytest.raises(WorkerError, match=r"builtins\.dict is none that TorchRL has a wrapper for") as caught:
+        ParallelEnv(2, dict)
+    assert isinstance(caught.value.__cause__, InvalidTypeError)
+
+
+def test_instances_that_cannot_be_copied() -> None:
+    well = changed()
+    well.rope = (number for number in range(3))  # type: ignore[attr-defined]
+    with pytest.raises(NotCopyableError, match=r"(?s)Well .*rope.*generator.*lambda: Well\("):
+        ParallelEnv(2, well)
+    assert not workers()
+
+
+def test_copies_that_are_not_compared(caplog: pytest.LogCaptureFixture) -> None:
+    well = changed()
+    well.__class__ = type("Well", (Well,), {})  # whose module does not have it
+    env = ParallelEnv(2, well, verify=False)
+    assert depths(env) == [3.0, 3.0]
+    env.close()
+
+
+# -- environments of other libraries
+
+
+def test_vectorised_environments() -> None:
+    env = ParallelEnv(2, gymnasium.vector.SyncVectorEnv([Well, Well, Well]))
+    assert env.rollout(3).shape == (2, 3, 3)
+    env.close()
+
+
+@pytest.mark.parametrize("copied", [True, False], ids=["instance", "function"])
+def test_pettingzoo(copied: bool) -> None:
+    knights = pytest.importorskip("pettingzoo.butterfly.knights_archers_zombies_v11")
+    source = knights.parallel_env() if copied else knights.parallel_env
+    env = ParallelEnv(2, source)
+    rollout = env.rollout(3)
+    assert rollout.shape == (2, 3)
+    env.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("copied", [True, False], ids=["instance", "function"])
+def test_dm_control(copied: bool) -> None:
+    suite = pytest.importorskip("dm_control.suite")
+    make = functools.partial(suite.load, "cartpole", "balance")
+    env = ParallelEnv(2, make() if copied else make)
+    rollout = env.rollout(3)
+    assert rollout["position"].shape == (2, 3, 3)
+    assert not np.array_equal(rollout["position"][0], rollout["position"][1])
+    env.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("form", ["an instance", "a transformed instance", "a lambda", "a list of functions"])
+def test_forms_by_other_methods(form: str, method: str, diary: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = SOURCES[form]()
+    before = [told(what, here=True) for what in WHAT_IS_BUILT]
+    env = ParallelEnv(2, source, mp_start_method=method, seed=1)
+    with caplog.at_level(logging.WARNING):
+        assert depths(env) == [3.0, 3.0]
+    env.close()
+    assert [told(what, here=True) for what in WHAT_IS_BUILT] == before
+
+
+def test_upstreams_classes_too() -> None:
+    env = ParallelEnv(2, UpstreamGymEnv("CartPole-v1"))
+    assert env.rollout(3).shape == (2, 3)
+    env.close()
