@@ -27,12 +27,21 @@ SPIN_S = 0.002
 
 
 class Counted(CartPoleEnv):
-    """Writes down in which process it was built."""
+    """Writes down in which process it was built, and in which it is reset: copies of an instance are not constructed."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
-        with Path(path).open("a") as file:
-            file.write(f"{os.getpid()}\n")
+        self.path = path
+        self._note("built")
+
+    def reset(self, **kwargs: Any) -> Any:
+        """Start over."""
+        self._note("reset")
+        return super().reset(**kwargs)
+
+    def _note(self, event: str) -> None:
+        with Path(self.path).open("a") as file:
+            file.write(f"{event} {os.getpid()}\n")
 
 
 class Busy(CartPoleEnv):
@@ -119,18 +128,19 @@ def built(whose: str, form: str, path: str) -> int:
         "two lambdas": lambda: [lambda: GymWrapper(Counted(path)), lambda: GymWrapper(Counted(path))],
     }
     source = forms[form]()
-    before = _pids(path)
+    before = _events(path).count(f"built {os.getpid()}")
     env = parallel(2, source)
     env.reset()
     env.close()
-    after = _pids(path)
-    if len(set(after) - {os.getpid()}) < 2:
-        raise RuntimeError(f"expected environments in two workers, and found these processes: {after}")
-    return after.count(os.getpid()) - before.count(os.getpid())
+    after = _events(path)
+    elsewhere = {event for event in after if event.startswith("reset")} - {f"reset {os.getpid()}"}
+    if len(elsewhere) < 2:
+        raise RuntimeError(f"expected environments in two workers, and found these: {after}")
+    return after.count(f"built {os.getpid()}") - before
 
 
-def _pids(path: str) -> list[int]:
-    return [int(line) for line in Path(path).read_text().split()] if Path(path).exists() else []
+def _events(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []
 
 
 def steps(kind: str, rounds: int) -> dict[str, list[float]]:

@@ -65,8 +65,10 @@ def test_a_figure_below_its_bar_is_marked() -> None:
 
 def test_environments_write_down_where_they_were_built(tmp_path: Path) -> None:
     for _ in range(2):
-        Counted(str(tmp_path / "processes"))
-    assert (tmp_path / "processes").read_text().split() == [str(os.getpid())] * 2
+        env = Counted(str(tmp_path / "processes"))
+    env.reset()
+    here = os.getpid()
+    assert (tmp_path / "processes").read_text() == f"built {here}\nbuilt {here}\nreset {here}\n"
 
 
 def test_one_of_two_environments_fails_when_it_is_told_to(tmp_path: Path) -> None:

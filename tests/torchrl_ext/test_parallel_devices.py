@@ -26,8 +26,11 @@ def on_gpus(inventory: Any = MACHINE, **options: Any) -> list[Decision]:
     return [resolve("auto", worker=number, inventory=inventory, **options) for number in range(3)]
 
 
-@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=slow)])
-@pytest.mark.parametrize("source", [Looking, Looking()], ids=["class", "instance"])
+@pytest.mark.parametrize(
+    ("source", "method"),
+    [(Looking, "forkserver"), (Looking(), "forkserver"), pytest.param(Looking(), "spawn", marks=slow)],
+    ids=["class", "instance", "instance, spawned"],
+)
 def test_each_worker_has_its_gpu_before_mujoco_is_imported(source: Any, method: str) -> None:
     """Fork servers have imported mujoco, with TorchRL: it reads the backend at import, the number of the GPU later."""
     env = ParallelEnv(3, source, devices=on_gpus(), mp_start_method=method)
@@ -50,9 +53,8 @@ def test_one_decision_for_all() -> None:
 
 def test_forked_workers_refuse_what_comes_too_late() -> None:
     """This process has imported mujoco, and so have its forks."""
-    env = ParallelEnv(3, Looking(), devices=on_gpus(renderer="mujoco"), mp_start_method="fork")
     with pytest.raises(WorkerError, match="DeviceConflictError") as caught:
-        env.reset()
+        ParallelEnv(3, Looking(), devices=on_gpus(renderer="mujoco"), mp_start_method="fork")
     assert isinstance(caught.value.__cause__, DeviceConflictError)
 
 
@@ -85,11 +87,10 @@ def test_round_robin_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @slow
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_workers_render_with_mesa(method: str) -> None:
+def test_workers_render_with_mesa() -> None:
     env = gymnasium.make("HalfCheetah-v5", render_mode="rgb_array", width=32, height=32)
     decision = resolve("cpu", render="same", renderer="gymnasium")
-    parallel = ParallelEnv(2, env, devices=decision, mp_start_method=method)
+    parallel = ParallelEnv(2, env, devices=decision)
     parallel.reset()
     assert [image.shape for image in parallel.render()] == [(32, 32, 3)] * 2
     parallel.close()

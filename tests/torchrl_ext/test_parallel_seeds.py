@@ -20,6 +20,8 @@ from torchrl_ext import GymWrapper, ParallelEnv, as_factory
 
 __all__ = ["diary", "no_workers_left"]
 
+slow = pytest.mark.slow
+
 
 def lived(env: Any, seed: int | None = None) -> Any:
     """Give a rollout over the ends of episodes, with the same actions for whoever is asked."""
@@ -54,7 +56,7 @@ def upstreams(reference: Callable[[], Any]) -> Any:
     return lived(Upstream(3, reference, mp_start_method="fork"), 7)
 
 
-@pytest.mark.parametrize("use_buffers", [True, False], ids=["buffers", "pipes"])
+@pytest.mark.parametrize("use_buffers", [True, pytest.param(False, marks=slow)], ids=["buffers", "pipes"])
 @pytest.mark.parametrize("form", list(FORMS))
 def test_a_seed_does_what_upstreams_set_seed_does(form: str, use_buffers: bool) -> None:
     reference, source = FORMS[form]
@@ -85,12 +87,13 @@ def test_other_seeds_give_something_else() -> None:
 SOURCES: dict[str, Callable[[], Any]] = {
     "a class": lambda: Well,
     "an instance": Well,
-    "an instance that was used": lambda: used(Well()),
-    "an instance that was wrapped": lambda: GymWrapper(used(Well())),
+    "an instance that was used": lambda: GymWrapper(used(Well())),
     "an instance of TorchRL's": Native,
     "a list": lambda: [used(Well()), Well],
     "a list of one": lambda: [used(Well())] * 2,
 }
+QUICK = ("a class", "an instance that was used")
+forms = pytest.mark.parametrize("form", [pytest.param(form, marks=() if form in QUICK else slow) for form in SOURCES])
 
 
 def used(well: Well) -> Well:
@@ -105,7 +108,7 @@ def draws(env: ParallelEnv) -> list[list[float]]:
     return found
 
 
-@pytest.mark.parametrize("form", list(SOURCES))
+@forms
 def test_workers_draw_differently_without_a_seed(form: str) -> None:
     source = SOURCES[form]()
     first = draws(ParallelEnv(2, source))
@@ -113,7 +116,7 @@ def test_workers_draw_differently_without_a_seed(form: str) -> None:
     assert draws(ParallelEnv(2, source)) != first
 
 
-@pytest.mark.parametrize("form", list(SOURCES))
+@forms
 def test_workers_draw_the_same_in_every_run_with_a_seed(form: str) -> None:
     source = SOURCES[form]()
     first = draws(ParallelEnv(2, source, seed=3))
@@ -165,7 +168,7 @@ class Unseeded(Native):
         raise NotImplementedError
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 @pytest.mark.parametrize("form", ["an id", "an instance", "torch's generator"])
 def test_all_methods_do_as_upstream_does(form: str, method: str) -> None:

@@ -23,6 +23,8 @@ from torchrl_ext import GymWrapper, ParallelEnv, as_factory
 
 __all__ = ["diary", "no_workers_left"]
 
+slow = pytest.mark.slow
+
 WHAT_IS_BUILT = ("built", "reset", "stepped", "closed")
 
 
@@ -60,9 +62,10 @@ SOURCES: dict[str, Any] = {
     "a list of instances": lambda: [changed(), changed()],
     "a list of one instance": lambda: [changed()] * 2,
 }
+QUICK = ("an instance", "a transformed instance", "a lambda", "a partial", "a factory", "a list of functions")
 
 
-@pytest.mark.parametrize("form", list(SOURCES))
+@pytest.mark.parametrize("form", [pytest.param(form, marks=() if form in QUICK else slow) for form in SOURCES])
 def test_no_form_is_built_in_this_process(form: str, diary: Path) -> None:
     source = SOURCES[form]()
     before = [told(what, here=True) for what in WHAT_IS_BUILT]
@@ -268,6 +271,7 @@ def test_vectorised_environments() -> None:
     env.close()
 
 
+@slow
 @pytest.mark.parametrize("copied", [True, False], ids=["instance", "function"])
 def test_pettingzoo(copied: bool) -> None:
     knights = pytest.importorskip("pettingzoo.butterfly.knights_archers_zombies_v11")
@@ -278,7 +282,7 @@ def test_pettingzoo(copied: bool) -> None:
     env.close()
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("copied", [True, False], ids=["instance", "function"])
 def test_dm_control(copied: bool) -> None:
     suite = pytest.importorskip("dm_control.suite")
@@ -290,7 +294,7 @@ def test_dm_control(copied: bool) -> None:
     env.close()
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 @pytest.mark.parametrize("form", ["an instance", "a transformed instance", "a lambda", "a list of functions"])
 def test_forms_by_other_methods(form: str, method: str, diary: Path, caplog: pytest.LogCaptureFixture) -> None:

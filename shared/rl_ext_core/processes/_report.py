@@ -32,6 +32,7 @@ _MARK = b"\0report\0"
 _TEXT_LIMIT = 100_000
 _PICKLE_LIMIT = 1_000_000
 _SUMMARY_LIMIT = 300
+_CAUSES_LIMIT = 10
 # Where every worker's traceback starts; the user's code comes after it.
 _OUR_FILES = ("/multiprocessing/process.py", "/multiprocessing/spawn.py", "/rl_ext_core/processes/_child.py")
 _encode = json.JSONEncoder(default=repr).encode
@@ -48,22 +49,26 @@ class Stage(IntEnum):
 
 @dataclass(frozen=True)
 class Raised:
-    """An exception that ended a worker, as it was in the worker."""
+    """An exception that ended a worker, as it was in the worker.
+
+    :ivar pickled: it, its cause, the cause's, and so on; pickle leaves causes out
+    """
 
     summary: str
     traceback: str
-    pickled: bytes | None
+    pickled: list[bytes | None]
     time: float
     exits: bool
     unguarded: bool
 
     def exception(self) -> BaseException | None:
         """Unpickle the exception, unless that fails or would import what this process has not imported."""
-        try:
-            found = _LoadedOnly(io.BytesIO(self.pickled or b"")).load()
-        except Exception:  # whatever the exception's own code raises
-            return None
-        return found if isinstance(found, BaseException) else None
+        found = None
+        for packed in reversed(self.pickled):
+            cause, found = found, _unpickled(packed)
+            if found is not None:
+                found.__cause__ = cause
+        return found
 
 
 @dataclass(frozen=True)
@@ -166,7 +171,12 @@ class Writer:
         """
         try:
             raised = Raised(
-                _summary(error), _formatted(error), _pickled(error), time, isinstance(error, SystemExit), unguarded
+                _summary(error),
+                _formatted(error),
+                _pickled_causes(error),
+                time,
+                isinstance(error, SystemExit),
+                unguarded,
             )
             payload = pickle.dumps(asdict(raised))
             rest = memoryview(_MARK + _LENGTH.pack(len(payload)) + payload)
@@ -246,6 +256,22 @@ def _cut(text: str, limit: int) -> str:
         return text
     head = limit // 4
     return f"{text[:head]} [... {len(text) - limit} characters cut ...] {text[-(limit - head) :]}"
+
+
+def _pickled_causes(error: BaseException | None) -> list[bytes | None]:
+    found: list[bytes | None] = []
+    while error is not None and len(found) < _CAUSES_LIMIT:
+        found.append(_pickled(error))
+        error = error.__cause__
+    return found
+
+
+def _unpickled(packed: bytes | None) -> BaseException | None:
+    try:
+        found = _LoadedOnly(io.BytesIO(packed or b"")).load()
+    except Exception:  # whatever the exception's own code raises
+        return None
+    return found if isinstance(found, BaseException) else None
 
 
 def _pickled(error: BaseException) -> bytes | None:

@@ -35,11 +35,11 @@ WORLDS: dict[str, tuple[Callable[[], Any], int, int]] = {
     "wrapped": (_wrapped, 60, 1),
     "toy_text": (lambda: gym.make("Blackjack-v1"), 25, 1),
     "mujoco": (lambda: made("HalfCheetah-v5"), 40, 5),
-    "box2d": (lambda: made("LunarLander-v3"), 40, 1),
+    "box2d": (lambda: made("LunarLander-v3"), 20, 2),
     "vector": (lambda: gym.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync"), 60, 1),
 }
 SLOW: dict[str, tuple[Callable[[], Any], int, int]] = {
-    "atari": (_pong, 100, 1),
+    "atari": (_pong, 90, 1),
     "contacts": (lambda: made("Ant-v5"), 250, 1),
     "walker": (lambda: made("BipedalWalker-v3"), 60, 1),
     "arm": (lambda: made("Pusher-v5"), 250, 1),

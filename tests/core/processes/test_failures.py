@@ -57,6 +57,13 @@ def test_the_workers_exception_is_the_cause(method: str) -> None:
     assert error.__cause__.args == ("bad level",)
 
 
+def test_causes_of_the_cause_come_along(method: str) -> None:
+    cause = failure_of(method, "raise_from_cause").__cause__
+    assert isinstance(cause, ValueError)
+    assert isinstance(cause.__cause__, KeyError)
+    assert cause.__cause__.__cause__ is None
+
+
 @pytest.mark.parametrize("command", ["raise_needs_arguments", "raise_unpicklable", "raise_when_unpickled", "segfault"])
 def test_there_is_no_cause_where_it_cannot_be_rebuilt(command: str) -> None:
     error = failure_of("forkserver", command)
