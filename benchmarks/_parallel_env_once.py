@@ -27,7 +27,7 @@ SPIN_S = 0.002
 
 
 class Counted(CartPoleEnv):
-    """Writes down in which process it was built, and in which it is reset: copies of an instance are not constructed."""
+    """Writes down in which process it was built and in which it is reset: copies of an instance are not constructed."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
