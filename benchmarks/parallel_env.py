@@ -132,10 +132,10 @@ def _built(whose: str, form: str) -> Any:
 
 def steps(rounds: int, workers: int) -> None:
     """Milliseconds a step of two workers."""
-    print(f"\nmilliseconds a step of 2 workers, {5 * rounds} rounds")
+    print(f"\nmilliseconds a step of 2 workers, {10 * rounds} rounds")
     row("", *WHO)
     for kind, label in (("CartPole", "CartPole"), ("busy", "CartPole that takes 2 ms")):
-        seconds = {name: np.array(column) for name, column in once("steps", kind, 5 * rounds).items()}
+        seconds = {name: np.array(column) for name, column in once("steps", kind, 10 * rounds).items()}
         for ours, form in (("ours", "the same lambda"), ("ours, an instance", "an instance")):
             ratio = times_as_fast(seconds, ours, than="TorchRL")
             columns = (f"{np.median(seconds[name]) * 1e3:.2f}" for name in ("TorchRL", ours))

@@ -172,10 +172,20 @@ def test_stepping_without_workers_is_refused() -> None:
     assert not workers()
 
 
-def test_data_of_a_failed_step_is_not_handed_out() -> None:
+class Undead:
+    """A worker whose death is seen by those who watch it, and by nobody else."""
+
+    _closed = False
+
+    def is_alive(self) -> bool:
+        return True
+
+
+def test_data_of_a_failed_step_are_not_handed_out() -> None:
     """Upstream is woken from its waiting by the flags that say that data are there."""
     env = failing("step", "SIGKILL")
     td = env.reset()
+    env._workers = [Undead(), Undead()]
     with pytest.raises(WorkerError):  # noqa: PT012 which of them does it is the point
         for _ in range(2):
             td = env.step(td.set("action", torch.zeros(2, dtype=torch.int64)))["next"]

@@ -17,6 +17,7 @@ from torchrl.envs import RewardSum, SerialEnv, StepCounter, TransformedEnv
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, WorkerError
 from rl_ext_core.factory._fingerprint import fingerprint
+from rl_ext_core.factory._scout import run
 from tests.torchrl_ext.parallel_checks import diary, no_workers_left, workers
 from tests.torchrl_ext.parallel_environments import Native, Well, Wide, told
 from torchrl_ext import GymWrapper, ParallelEnv, as_factory
@@ -103,6 +104,20 @@ def test_instances_stay_as_they_are_and_usable(make: Any, diary: Path) -> None:
         assert instance.step(0)[0][1] == 1
     else:
         assert instance.rollout(2).shape == (2,)
+
+
+def test_an_instance_is_examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that compares a copy with it reads of that copy what buffers are made by."""
+    asked = []
+    monkeypatch.setattr(
+        "rl_ext_core.factory._scout.run", lambda *args, **kwargs: asked.append(1) or run(*args, **kwargs)
+    )
+    ParallelEnv(2, changed())
+    assert len(asked) == 1
+    factory = as_factory(changed())
+    asked.clear()
+    ParallelEnv(2, factory)
+    assert asked == []
 
 
 def test_what_was_changed_in_an_instance_comes_along() -> None:
