@@ -311,7 +311,7 @@ def test_dm_control(copied: bool) -> None:
 
 @slow
 @pytest.mark.parametrize("method", ["spawn", "fork"])
-@pytest.mark.parametrize("form", ["an instance", "a transformed instance", "a lambda", "a list of functions"])
+@pytest.mark.parametrize("form", ["a transformed instance", "a lambda"])
 def test_forms_by_other_methods(form: str, method: str, diary: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = SOURCES[form]()
     before = [told(what, here=True) for what in WHAT_IS_BUILT]
