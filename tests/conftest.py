@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -12,6 +13,10 @@ from pathlib import Path
 # Before anything imports torch or numba. A run that is about a GPU or threads sets them itself.
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Shells start what runs in the background with Ctrl-C ignored, and all that is started from here inherits it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import numpy as np
 import pytest

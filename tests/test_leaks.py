@@ -7,9 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from rl_ext_core.processes._servers import stop_servers
 from tests.leaks import children_left, files_below
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+
+
+@pytest.fixture(autouse=True)
+def no_servers() -> None:
+    """Those of earlier tests are kept until the session ends."""
+    stop_servers()
 
 
 def test_no_child_is_reported_when_there_is_none() -> None:

@@ -11,7 +11,7 @@ from rl_ext_core.devices import Decision, resolve
 from rl_ext_core.errors import DeviceConflictError, InvalidArgumentError, WorkerError
 from tests.core.devices.binding import EXPECTED, MACHINE, UNSET
 from tests.core.devices.machines import machine
-from tests.core.devices.reporting import variables
+from tests.core.devices.reporting import NAMES, variables
 from tests.torchrl_ext.parallel_checks import no_workers_left
 from tests.torchrl_ext.parallel_environments import Looking, Well
 from torchrl_ext import ParallelEnv
@@ -21,18 +21,25 @@ __all__ = ["no_workers_left"]
 slow = pytest.mark.slow
 
 
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of this process's own: robosuite makes some when it is imported, as by tests before these."""
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+
 def on_gpus(inventory: Any = MACHINE, **options: Any) -> list[Decision]:
     options = {"render": "same", "renderer": "robosuite", "environ": {}, **options}
     return [resolve("auto", worker=number, inventory=inventory, **options) for number in range(3)]
 
 
 @pytest.mark.parametrize(
-    ("source", "method"),
-    [(Looking, "forkserver"), (Looking(), "forkserver"), pytest.param(Looking(), "spawn", marks=slow)],
-    ids=["class", "instance", "instance, spawned"],
+    ("form", "method"),
+    [("class", "forkserver"), ("instance", "forkserver"), pytest.param("instance", "spawn", marks=slow)],
 )
-def test_each_worker_has_its_gpu_before_mujoco_is_imported(source: Any, method: str) -> None:
+def test_each_worker_has_its_gpu_before_mujoco_is_imported(form: str, method: str) -> None:
     """Fork servers have imported mujoco, with TorchRL: it reads the backend at import, the number of the GPU later."""
+    source: Any = Looking if form == "class" else Looking()
     env = ParallelEnv(3, source, devices=on_gpus(), mp_start_method=method)
     env.reset()
     at_construction, now, read_by_mujoco, device = zip(*env.seen(), strict=True)

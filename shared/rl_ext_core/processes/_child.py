@@ -159,16 +159,19 @@ def _end_with(error: BaseException, *, unguarded: bool = False) -> NoReturn:
     raise SystemExit(code if code is None or isinstance(code, int) else 1) from None
 
 
-def leave(code: int) -> int:
+def leave(code: int, *, forked: bool) -> int:
     """End a worker that has reported a failure, without taking the interpreter down.
 
     That may take a large library half a second. Forked workers never do it.
 
     :param code: the exit code
+    :param forked: by the parent or by a fork server, whose exit handlers are not the worker's: they would close what
+        is not open here. From Python 3.13 on, multiprocessing has removed them
     :return: the exit code of a worker without a failure, which ends as multiprocessing has it
     """
     if _ending:
-        atexit._run_exitfuncs()
+        if not forked or sys.version_info >= (3, 13):
+            atexit._run_exitfuncs()
         os._exit(code)
     return code
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.processes import _child
+from rl_ext_core.processes._events import KernelEvent
 from rl_ext_core.processes._popen import ForkPopen, ForkServerPopen, Settings, SpawnPopen
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class Worker(BaseProcess):
             start.begin()
         vars(self)["run"] = _child.reporting(self.run)
         code: int = super()._bootstrap(parent_sentinel)  # type: ignore[misc]
-        return _child.leave(code)
+        return _child.leave(code, forked=not isinstance(self, _SpawnWorker))
 
 
 class _ForkWorker(Worker, mp_context.ForkProcess):
@@ -124,6 +125,10 @@ class WorkerContext(mp_context.BaseContext):
         # multiprocessing's objects take the class from the context and call it without naming the context.
         attributes = {"_context": self, "_plain": self._worker_class}
         self.Process = type("Worker", (self._worker_class,), attributes)
+
+    def Event(self) -> Any:  # noqa: N802 multiprocessing's name
+        """Make an event that stays usable when a process is killed while it sets it."""
+        return KernelEvent() if hasattr(os, "eventfd") else super().Event()
 
     def next_worker(self) -> tuple[int, Settings]:
         """Number a process that is made, and give its settings."""

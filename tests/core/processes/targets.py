@@ -139,6 +139,7 @@ def kill() -> None:
 
 
 def terminate() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # SDL handles it where another test has used a display
     os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from textwrap import dedent, indent
 
@@ -233,9 +234,15 @@ def test_an_interrupt_while_workers_start_is_the_parents_alone(method: str, prog
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.3)
-    os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=LIMIT_S)
-    assert (process.returncode, errors) == (9, "")
+    while process.poll() is None:
+        os.killpg(process.pid, signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(5)
+    assert process.stderr is not None
+    errors = process.stderr.read()
+    assert process.returncode == 9
+    # What interrupts a finalizer is ignored by Python itself, and the program goes on until the next one.
+    assert errors == "" or re.match(r"Exception ignored in: <Finalize(.*\n)*KeyboardInterrupt", errors), errors
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import multiprocessing
 import os
@@ -9,6 +10,7 @@ import re
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -47,6 +49,19 @@ def test_the_others_die_with_the_first_and_nothing_is_left(method: str) -> None:
         assert [worker.exitcode for worker in workers.workers] == [-signal.SIGKILL, 1, -signal.SIGKILL]
         assert not any(map(psutil.pid_exists, [pid for pid in pids if pid]))
         assert not set(workers.workers) & set(multiprocessing.active_children())
+
+
+def test_exit_handlers_of_this_process_do_not_run_in_a_worker_that_fails(method: str, tmp_path: Path) -> None:
+    handler = (tmp_path / "ran").touch
+    atexit.register(handler)
+    try:
+        with group(method) as workers:
+            with pytest.raises(WorkerError), workers.watch.operation("step"):
+                workers.ask(1, "raise_bad_level")
+            workers.watch.stop()
+    finally:
+        atexit.unregister(handler)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_call_that_waits_for_another_worker_ends(method: str) -> None:
