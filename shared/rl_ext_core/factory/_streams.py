@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
+import importlib.util
 import random
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from rl_ext_core.factory import _kinds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 __all__ = [
     "copies_from",
@@ -42,7 +44,7 @@ def sequence(seed: int | None, worker: int, attempt: int = 0) -> np.random.SeedS
 
 
 def seed_process(stream: np.random.SeedSequence) -> None:
-    """Seed the generators of this process: Python's, NumPy's, torch's if it is loaded, and the C library's.
+    """Seed the generators of this process: Python's, NumPy's, torch's now or when it is imported, and the C library's.
 
     Copies of generators that are unpickled from here on draw from the same stream.
 
@@ -56,7 +58,33 @@ def seed_process(stream: np.random.SeedSequence) -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.manual_seed(words[2])
+    else:
+        _SeedsTorch.word = words[2]
+        if _SeedsTorch not in sys.meta_path:
+            sys.meta_path.insert(0, _SeedsTorch)
     _seed_c(words[3])
+
+
+class _SeedsTorch:
+    """Finds torch as others do, and has it seeded when it is loaded: by itself, it takes entropy then."""
+
+    word: ClassVar[int]
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
+        """Do what a finder does."""
+        if name != "torch":
+            return None
+        sys.meta_path.remove(cls)
+        found = importlib.util.find_spec(name)
+        if found is not None and found.loader is not None:
+            found.loader.exec_module = functools.partial(cls._exec, found.loader.exec_module)  # type: ignore[method-assign]
+        return found
+
+    @classmethod
+    def _exec(cls, exec_module: Callable[[Any], None], module: Any) -> None:
+        exec_module(module)
+        module.manual_seed(cls.word)
 
 
 def _seed_c(word: int) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, missing_dependency
-from rl_ext_core.factory import _captured, _examine, _lines, _lives, _preload, _recipes, _scout, _specs
+from rl_ext_core.factory import _captured, _examine, _lines, _lives, _preload, _recipes, _retro, _scout, _specs
 from rl_ext_core.factory._examine import Examination
 from rl_ext_core.factory._graft import Refused
 from rl_ext_core.factory._recipes import Recipe
@@ -34,7 +34,8 @@ def as_factory(source: Any, *, verify: bool = True, start_method: str | None = N
         env.unwrapped.gravity = 5.0
         venv = SubprocVecEnv(as_factory(env).for_workers(4, seed=0))
 
-    :param source: an environment, a function or class that builds one, gymnasium's id or specification of one
+    :param source: an environment, a function or class that builds one, gymnasium's id or specification of one, or the
+        name of a game of stable-retro
     :param verify: compare a copy of an instance with it. False trusts the copy and saves a process
     :param start_method: of that process, ``"forkserver"``, ``"spawn"`` or ``"fork"``; the first where there is one
     :return: the factory
@@ -68,7 +69,7 @@ def convert(
     if isinstance(source, EnvFactory):
         factory = source
     elif isinstance(source, str):
-        factory = _of_spec(_spec_of_id(source), "id")
+        factory = _of_id(source)
     elif _specs.is_spec(source):
         factory = _of_spec(source, "spec")
     elif _is_environment(source):
@@ -128,11 +129,20 @@ def _of_spec(spec: Any, origin: str) -> EnvFactory[Any]:
     return EnvFactory(recipe, preload=("gymnasium", *_preload.of_callable(spec)))
 
 
-def _spec_of_id(name: str) -> Any:
+def _of_id(name: str) -> EnvFactory[Any]:
     try:
         import gymnasium
     except ImportError as error:
         raise missing_dependency("gymnasium", "sb3", f"the id {name!r}") from error
+    game = None if name in gymnasium.registry else _retro.builder_of(name)
+    if game is None:
+        return _of_spec(_spec_of_id(name), "id")
+    return EnvFactory(_recipes.by_calling(game, "id", f"stable_retro.make({name!r})", takes_arguments=True))
+
+
+def _spec_of_id(name: str) -> Any:
+    import gymnasium
+
     module, _, env_id = name.rpartition(":")
     try:
         if module:

@@ -239,3 +239,15 @@ def test_what_a_script_defines_and_registers_is_known_to_workers(tmp_path: Path)
         f"spec {default}",
         f"id {default}",
     ]
+
+
+def test_names_of_stable_retros_games() -> None:
+    pytest.importorskip("stable_retro")
+    factory = as_factory("Airstriker-Genesis-v0")
+    assert (factory.origin, factory.line()) == ("id", "stable_retro.make('Airstriker-Genesis-v0')")
+    env = factory()
+    assert env.unwrapped.gamename == "Airstriker-Genesis-v0"
+    assert env.render_mode == "rgb_array"
+    env.close()
+    with pytest.raises(InvalidArgumentError, match="'Airstriker-Genesis-v9'"):
+        as_factory("Airstriker-Genesis-v9")
