@@ -25,18 +25,9 @@ def warn_of_memory(measured: Sequence[int | None], num_workers: int) -> None:
 
     :param measured: what some of the workers take for themselves, in bytes, as far as it is known
     """
-    available = resources.available_memory()
     private_bytes = max((size for size in measured if size is not None), default=0)
-    if available is None or private_bytes * num_workers <= available:
-        return
-    _log.warning(
-        "%d workers need about %.1f GB (%.0f MB each, measured), and %.1f GB are available: use %d or fewer",
-        num_workers,
-        private_bytes * num_workers / 1e9,
-        private_bytes / 1e6,
-        available / 1e9,
-        max(1, available // private_bytes),
-    )
+    if sentence := resources.shortage(private_bytes, num_workers):
+        _log.warning("%s", sentence)
 
 
 class SpeedCheck:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["available_memory", "private_memory", "usable_cores"]
+__all__ = ["available_memory", "private_memory", "shortage", "usable_cores"]
 
 _ROOT = Path("/")
 
@@ -51,6 +51,22 @@ def private_memory(pid: int | str = "self") -> int | None:
     rollup = _ROOT / f"proc/{pid}/smaps_rollup"
     parts = [_field(rollup, name, 1024) for name in ("Private_Clean:", "Private_Dirty:")]
     return None if None in parts else sum(part or 0 for part in parts)
+
+
+def shortage(private_bytes: int, num_workers: int) -> str | None:
+    """Say that workers will not fit into memory, if they will not.
+
+    :param private_bytes: what one of them takes for itself, measured
+    :return: a sentence with the figures
+    """
+    available = available_memory()
+    if available is None or private_bytes * num_workers <= available:
+        return None
+    needed, fitting = private_bytes * num_workers / 1e9, max(1, available // private_bytes)
+    return (
+        f"{num_workers} workers need about {needed:.1f} GB ({private_bytes / 1e6:.0f} MB each, measured), and "
+        f"{available / 1e9:.1f} GB are available: use {fitting} or fewer"
+    )
 
 
 def _groups(controller: str) -> Iterator[Path]:
