@@ -18,6 +18,7 @@ PACKAGES = [
     "rl_ext_core.errors",
     "rl_ext_core.factory",
     "rl_ext_core.frames",
+    "rl_ext_core.isolation",
     "rl_ext_core.processes",
     "rl_ext_core.resources",
     "rl_ext_core.testing",

@@ -1,0 +1,101 @@
+"""Find out whether instances of an environment may share a process, without building any in this one.
+
+SOURCE is what builds the environment, as module:function, or an id of gymnasium. Some are built, stepped and compared
+in processes that are thrown away. The exit status is 0 if there is a verdict, 1 if the environment does not work even
+alone, and 2 if the command itself was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import operator
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from rl_ext_core.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rl_ext_core.isolation.verdict import Verdict
+
+_WIDTH_ELSEWHERE = 120
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("source", metavar="SOURCE", help="my_module:make_env, or CartPole-v1, or ale_py:ALE/Pong-v5")
+    parser.add_argument("--json", action="store_true", help="write the verdict as JSON")
+    parser.add_argument("--no-cache", action="store_true", help="neither use a verdict that was kept nor keep this one")
+    parser.add_argument("--steps", metavar="N", type=_steps, default=100, help="how many steps are compared (100)")
+
+
+def _steps(text: str) -> int:
+    from rl_ext_core.isolation._script import LEAST_STEPS
+
+    if not (text.isascii() and text.isdigit() and int(text[:10]) >= LEAST_STEPS):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from {LEAST_STEPS} on")
+    return int(text[:10])
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Probe and report.
+
+    :return: the exit status
+    :raises RlExtError: there is no such source, or what it names builds nothing
+    """
+    from rich.console import Console
+
+    from rl_ext_core.isolation import Isolation, probe
+
+    console = Console(markup=False, emoji=False, highlight=False)
+    if not console.is_terminal and "COLUMNS" not in console._environ:
+        console.width = _WIDTH_ELSEWHERE
+    source = _source(arguments.source)
+    if console.is_terminal and not arguments.json:
+        with console.status(f"building and stepping {arguments.source} in processes of its own"):
+            verdict = probe(source, cache=not arguments.no_cache, steps=arguments.steps)
+    else:
+        verdict = probe(source, cache=not arguments.no_cache, steps=arguments.steps)
+    if arguments.json:
+        sys.stdout.write(f"{verdict.to_json()}\n")
+    else:
+        _show(verdict, console)
+    return 1 if verdict.isolation is Isolation.BROKEN else 0
+
+
+def _source(text: str) -> Any:
+    """Find what a text names: something that a module has, or an id.
+
+    :raises InvalidArgumentError: the module cannot be imported, or has no such thing
+    """
+    module, colon, name = text.partition(":")
+    if not colon:
+        return text
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        imported = importlib.import_module(module)
+        # gymnasium's ids may begin with the module that registers them, and end in a version.
+        named = all(part.isidentifier() for part in name.split("."))
+        return operator.attrgetter(name)(imported) if named else name
+    except Exception as error:
+        raise InvalidArgumentError(
+            f"{text!r} names nothing: {type(error).__name__}: {error}. Expected module:function, of a module that can "
+            "be imported from here, or an id of gymnasium"
+        ) from error
+
+
+def _show(verdict: Verdict, console: Console) -> None:
+    console.print(f"{verdict.isolation.value}   (says the {verdict.declared_by}, in {verdict.seconds:.2f} s)\n")
+    console.print(verdict.explanation)
+    facts = {
+        "build": ("{:.3f} s, imports included", verdict.build_seconds, 1),
+        "step": ("{:.3f} ms", verdict.step_seconds, 1e3),
+        "memory": ("{:.0f} MiB for each process", verdict.private_bytes, 2**-20),
+    }
+    lines = [f"{name:<8}{text.format(value * by)}" for name, (text, value, by) in facts.items() if value is not None]
+    if lines:
+        console.print("\n" + "\n".join(lines))

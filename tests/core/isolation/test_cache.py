@@ -1,0 +1,294 @@
+"""Verdicts are kept for as long as what they were found on is the same, and a bad cache is no cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+
+from rl_ext_core.factory import as_factory
+from rl_ext_core.isolation import Isolation, Verdict, _cache, _loaded, probe
+from rl_ext_core.isolation._key import key_of
+from tests.core.isolation import simulator
+from tests.core.isolation.conftest import Variant
+
+
+def entry(own_cache: Path) -> Path:
+    (path,) = own_cache.iterdir()
+    return path
+
+
+def test_a_second_probe_is_answered_from_the_cache(own_cache: Path, variant: Variant) -> None:
+    for name in ("GOOD", "NULL_FOR_SECOND"):
+        first, second = probe(variant(name)), probe(variant(name))
+        assert (first.declared_by, second.declared_by) == ("probe", "cache")
+        assert dataclasses.replace(second, declared_by="probe", seconds=first.seconds) == first
+    assert len(list(own_cache.iterdir())) == 2
+
+
+def test_the_cache_can_be_elsewhere_or_nowhere(own_cache: Path, tmp_path: Path) -> None:
+    assert probe(simulator.Plain, cache=False).declared_by == "probe"
+    assert not own_cache.exists()
+    assert probe(simulator.Plain, cache=tmp_path / "elsewhere").declared_by == "probe"
+    assert not own_cache.exists()
+    assert probe(simulator.Plain, cache=str(tmp_path / "elsewhere")).declared_by == "cache"
+
+
+@pytest.mark.parametrize("name", ["SEEDED_BY_CLOCK", "NOTHING_SEEN", "CRASH_IN_STEP"])
+def test_what_is_no_knowledge_is_not_kept(name: str, own_cache: Path, variant: Variant) -> None:
+    probe(variant(name))
+    assert not own_cache.exists() or not list(own_cache.iterdir())
+
+
+def test_another_library_is_probed_again(variant: Variant, tmp_path: Path) -> None:
+    library = tmp_path / "libsim.so"
+    library.write_bytes(Path(variant("GOOD").args[0]).read_bytes())
+    source = functools.partial(simulator.Simulator, str(library))
+    assert probe(source).isolation is Isolation.INDEPENDENT
+    library.write_bytes(Path(variant("SHARED_RANDOM").args[0]).read_bytes())
+    assert probe(source).isolation is Isolation.SHARED_STATE
+
+
+def test_a_library_that_is_not_named_by_the_recipe_is_noticed_too(
+    variant: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "libsim.so"
+    library.write_bytes(Path(variant("GOOD").args[0]).read_bytes())
+    monkeypatch.setenv("TOY_LIBRARY", str(library))
+    assert probe(simulator.from_the_environment).declared_by == "probe"
+    assert probe(simulator.from_the_environment).declared_by == "cache"
+    library.write_bytes(Path(variant("SHARED_RANDOM").args[0]).read_bytes())
+    assert probe(simulator.from_the_environment).isolation is Isolation.SHARED_STATE
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
+    """Write a package of two modules, and import it anew."""
+    monkeypatch.syspath_prepend(tmp_path / "code")
+    (tmp_path / "code" / "fresh_package").mkdir(parents=True)
+
+    def forget() -> None:
+        for name in [name for name in sys.modules if name.startswith("fresh_package")]:
+            del sys.modules[name]
+
+    def written(base: str) -> Any:
+        forget()
+        folder = tmp_path / "code" / "fresh_package"
+        if not (folder / "__init__.py").exists():
+            (folder / "__init__.py").write_text("from .envs import Env\ndef make(): return Env()\n")
+        source = f"from tests.core.isolation.simulator import {base} as Env\n"
+        if not (folder / "envs.py").exists() or (folder / "envs.py").read_text() != source:
+            (folder / "envs.py").write_text(source)
+        import fresh_package  # type: ignore[import-not-found]
+
+        return fresh_package.make
+
+    yield written
+    forget()
+
+
+def test_changed_code_is_probed_again(module: Callable[[str], Any]) -> None:
+    assert probe(module("Plain")).isolation is Isolation.INDEPENDENT
+    assert probe(module("Plain")).declared_by == "cache"
+    assert probe(module("DrawsFromNumPy")).isolation is Isolation.SHARED_STATE
+
+
+def test_another_version_of_the_distribution_is_probed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert probe("CartPole-v1").declared_by == "probe"
+    assert probe("CartPole-v1").declared_by == "cache"
+    versions = _loaded.version_of
+    monkeypatch.setattr(_loaded, "version_of", lambda name: "9" if name == "gymnasium" else versions(name))
+    assert probe("CartPole-v1").declared_by == "probe"
+
+
+def test_more_steps_are_probed_again_where_that_may_show_more(variant: Variant) -> None:
+    assert probe(variant("SHARED_LATER"), steps=20).isolation is Isolation.INDEPENDENT
+    assert probe(variant("SHARED_LATER"), steps=10).declared_by == "cache"
+    assert probe(variant("SHARED_LATER"), steps=100).isolation is Isolation.SHARED_STATE
+    assert probe(variant("SHARED_LATER"), steps=1000).declared_by == "cache"
+
+
+def test_a_library_that_is_gone_makes_no_entry(own_cache: Path, variant: Variant) -> None:
+    assert probe(functools.partial(simulator.unpacks_its_library, variant("GOOD").args[0])).isolation is (
+        Isolation.INDEPENDENT
+    )
+    assert not own_cache.exists() or not list(own_cache.iterdir())
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: "",
+        lambda text: text[: len(text) // 2],
+        lambda text: "[]",
+        lambda text: "{}",
+        lambda text: text.replace('"format": 1', '"format": 2', 1),
+        lambda text: text.replace('"steps": 100', '"steps": "many"'),
+        lambda text: text.replace('"independent"', '"splendid"'),
+        lambda text: text.replace('"independent"', '"broken"'),
+        lambda text: text.replace('"in_process": true', '"in_process": 1'),
+        lambda text: text.replace('"explanation"', '"explication"'),
+        lambda text: text.replace('"files": {', '"files": [').replace("\n },", "\n ],", 1),
+        lambda text: text.replace('"cure": null', '"cure": 3'),
+        lambda text: text.replace('"cure": null', '"cure": null, "more": 1'),
+        lambda text: "\0" * len(text),
+    ],
+)
+def test_a_damaged_entry_is_no_entry_and_is_mended(damage: Callable[[str], str], own_cache: Path) -> None:
+    kept = _cache.Cache.of(as_factory(simulator.Plain), True, 100)
+    assert kept is not None
+    verdict = Verdict(Isolation.INDEPENDENT, "text", "probe", in_process=True, step_seconds=0.5)
+    kept.write(verdict, {"libraries": [], "sources": [__file__], "distributions": {"numpy": np.__version__}})
+    assert kept.read() == dataclasses.replace(verdict, declared_by="cache")
+    path = entry(own_cache)
+    text = path.read_text()
+    path.write_text(damage(text))
+    assert path.read_text() != text
+    assert kept.read() is None
+    kept.write(verdict, {"libraries": [], "sources": [__file__], "distributions": {}})
+    assert kept.read() is not None
+
+
+def test_an_entry_that_is_no_text_or_no_file_is_mended_or_left(own_cache: Path) -> None:
+    probe(simulator.Plain)
+    entry(own_cache).write_bytes(b"\xff\xfe\x00")
+    assert probe(simulator.Plain).declared_by == "probe"
+    assert probe(simulator.Plain).declared_by == "cache"
+    path = entry(own_cache)
+    path.unlink()
+    path.mkdir()
+    assert probe(simulator.Plain).isolation is Isolation.INDEPENDENT
+    assert list(own_cache.iterdir()) == [path]
+
+
+def test_a_cache_that_cannot_be_written_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    assert probe(simulator.Plain, cache=tmp_path / "file").declared_by == "probe"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", classmethod(lambda cls: tmp_path / "file"))
+    assert probe(simulator.Plain).declared_by == "probe"
+    assert (tmp_path / "file").read_text() == ""
+
+
+def test_the_users_folder_is_the_systems_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _cache._users_folder() == Path(os.environ["XDG_CACHE_HOME"], "rl-ext", "isolation")
+    monkeypatch.setattr(Path, "home", classmethod(lambda cls: tmp_path))
+    for value in ("", "relative/folder"):
+        monkeypatch.setenv("XDG_CACHE_HOME", value)
+        assert _cache._users_folder() == tmp_path / ".cache" / "rl-ext" / "isolation"
+
+
+# -- keys
+
+SCRIPT = """
+import functools, sys
+import gymnasium, numpy as np
+from rl_ext_core.factory import as_factory
+from rl_ext_core.isolation._key import key_of
+from tests.core.isolation import simulator
+SIZE = {size}
+class Mine(simulator.Plain):
+    size = {{"a", "b", "c", "d"}}
+    @property
+    def double(self): return 2 * {factor}
+    @staticmethod
+    def helper(): return SIZE
+def make(width=3, *, names=("x", "y")):
+    return [Mine(), {{"p", "q"}}, helper]
+def helper():
+    return make()
+sources = [make, Mine, lambda: Mine(), functools.partial(Mine, np.arange(3), k={{"b": 1}}), "CartPole-v1",
+           functools.partial(simulator.Simulator, "/nowhere.so"), gymnasium.make("CartPole-v1")]
+print([key_of(as_factory(source, verify=False), 1) for source in sources])
+"""
+
+
+def keys(tmp_path: Path, *, seed: int, size: int = 3, factor: int = 1) -> list[str]:
+    script = tmp_path / f"script{seed}.py"
+    script.write_text("\n" * seed + SCRIPT.format(size=size, factor=factor))
+    environ = {**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, str(script)], env=environ, capture_output=True, text=True, check=True)
+    found: list[str] = json.loads(done.stdout.replace("'", '"').replace("None", "null"))
+    return found
+
+
+def test_keys_of_a_script_are_the_same_in_every_run_and_differ_with_its_code(tmp_path: Path) -> None:
+    one = keys(tmp_path, seed=1)
+    assert None not in one
+    assert len(set(one)) == len(one)
+    assert keys(tmp_path, seed=2) == one
+    by_size, by_factor = keys(tmp_path, seed=1, size=4), keys(tmp_path, seed=1, factor=2)
+    changed = [index for index, key in enumerate(one) if by_size[index] != key]
+    assert changed == [0, 1, 2, 3]
+    assert [index for index, key in enumerate(one) if by_factor[index] != key] == [0, 1, 2, 3]
+
+
+def key(source: Any) -> str | None:
+    return key_of(as_factory(source, verify=False), 1)
+
+
+def test_keys_differ_where_the_recipe_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = tmp_path / "model.bin"
+    data.write_text("1")
+
+    def captured(value: Any) -> Any:
+        return lambda: value and simulator.Plain()
+
+    pairs = [
+        (lambda: gymnasium.make("a"), lambda: gymnasium.make("b")),
+        (captured(1), captured(2)),
+        (captured(1), captured(True)),
+        (captured(np.zeros(2)), captured(np.zeros(3))),
+        (functools.partial(simulator.Simulator, "a"), functools.partial(simulator.Simulator, "b")),
+        ("CartPole-v1", "CartPole-v0"),
+        ("CartPole-v1", gymnasium.make("CartPole-v1")),
+    ]
+    for one, other in pairs:
+        assert key(one) is not None
+        assert key(one) == key(one)
+        assert key(one) != key(other)
+    before = key(functools.partial(simulator.Simulator, str(data)))
+    data.write_text("12")
+    assert key(functools.partial(simulator.Simulator, str(data))) != before
+    assert key_of(as_factory("CartPole-v1"), 1) != key_of(as_factory("CartPole-v1"), 2)
+    here = key("CartPole-v1")
+    monkeypatch.chdir(tmp_path)
+    assert key("CartPole-v1") != here
+
+
+def test_an_instance_that_was_changed_has_another_key() -> None:
+    env, other = gymnasium.make("CartPole-v1"), gymnasium.make("CartPole-v1")
+    assert key(env) == key(other)
+    other.unwrapped.gravity = 5.0  # type: ignore[attr-defined]
+    assert key(env) != key(other)
+
+
+def test_what_cannot_be_described_has_no_key_and_is_probed_every_time(own_cache: Path) -> None:
+    generator = np.random.default_rng(1)
+
+    def make() -> Any:
+        return generator and simulator.Plain()
+
+    assert key(make) is None
+    for _ in range(2):
+        assert probe(make).declared_by == "probe"
+    assert not own_cache.exists()
+
+
+# -- the verdict as text
+
+
+def test_a_verdict_goes_through_json() -> None:
+    verdict = Verdict(Isolation.SHARED_STATE, "text", "user", libraries=("a", "b"), cure="TMPDIR", step_seconds=0.5)
+    assert Verdict.from_json(verdict.to_json()) == verdict
+    assert json.loads(verdict.to_json())["isolation"] == "shared-state"

@@ -1,0 +1,202 @@
+"""A probe touches nothing of the caller's and leaves nothing: no process, no file, no state, however it ends."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rl_ext_core.errors import InvalidTypeError, WorkerError
+from rl_ext_core.factory import as_factory
+from rl_ext_core.isolation import Isolation, _runs, probe
+from rl_ext_core.isolation._script import ALONE, APART, FIRST
+from tests.boundaries import ROOT
+from tests.core.isolation import simulator
+
+PROBES = """
+import functools, sys
+from rl_ext_core.isolation import probe
+from tests.core.isolation import simulator
+probe(functools.partial(simulator.{name}, *sys.argv[1:]), cache=False)
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a folder of data, a small file and a big one."""
+    folder = tmp_path / "project"
+    (folder / "data").mkdir(parents=True)
+    (folder / "data" / "offset.txt").write_text("1")
+    (folder / "offset.txt").write_text("2")
+    (folder / "big.bin").write_bytes(bytes(3 << 20))
+    (tmp_path / "offset.txt").write_text("3")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return tmp_path / "temporary"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def wait_until_gone(*pids: int) -> None:
+    until = time.monotonic() + 10
+    while (left := [pid for pid in pids if psutil.pid_exists(pid)]) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not left
+
+
+def mentioned(notes: Path) -> list[list[str]]:
+    return [line.split() for line in notes.read_text().splitlines()]
+
+
+def test_a_messy_environment_leaves_neither_files_nor_processes(
+    tmp_path: Path, folder: Path, temporary: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(folder)
+    notes = tmp_path / "notes.txt"
+    verdict = probe(functools.partial(simulator.Messy, str(notes)), cache=False)
+    assert verdict.isolation is Isolation.INDEPENDENT
+    assert contents(folder) == before
+    assert list(temporary.iterdir()) == []
+    lines = mentioned(notes)
+    assert len(lines) >= 8
+    assert not any(psutil.pid_exists(int(pid)) for child, parent, _ in lines for pid in (child, parent))
+    assert not any(Path(cwd).exists() for *_, cwd in lines)
+    assert capfd.readouterr() == ("", "")
+    assert psutil.Process().children(recursive=True) == []
+
+
+def test_nothing_is_built_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object) -> None:
+        raise AssertionError("built in the caller's process")
+
+    instance = simulator.Plain()
+    monkeypatch.setattr(simulator.Plain, "__init__", refuse)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    environ, path = dict(os.environ), list(sys.path)
+    assert probe(instance, cache=False).isolation is Isolation.INDEPENDENT
+    assert probe(simulator.Plain, cache=False).isolation is Isolation.INDEPENDENT
+    assert (dict(os.environ), list(sys.path)) == (environ, path)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_file_that_the_environment_reads_and_overwrites_is_not_touched(folder: Path) -> None:
+    before = contents(folder)
+    verdict = probe(simulator.ReadsInTheFolder, cache=False)
+    # The second one reads what the first one has spoilt.
+    assert verdict.isolation is Isolation.PROCESSES_COLLIDE
+    assert verdict.cure == "working directory"
+    assert contents(folder) == before
+
+
+def test_an_environment_that_needs_the_real_folder_gets_it() -> None:
+    assert probe(simulator.ReadsBesideTheFolder, cache=False).isolation is Isolation.INDEPENDENT
+
+
+def test_a_module_beside_the_script_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "my_own_module.py").write_text(
+        "from tests.core.isolation.simulator import Plain\ndef make(): return Plain()"
+    )
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    import my_own_module  # type: ignore[import-not-found]
+
+    assert probe(my_own_module.make, cache=False).isolation is Isolation.INDEPENDENT
+
+
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
+def test_a_caller_that_ends_takes_everything_along(ending: signal.Signals, tmp_path: Path, temporary: Path) -> None:
+    notes = tmp_path / "notes.txt"
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    code = PROBES.format(name="Messy")
+    caller = subprocess.Popen(
+        [sys.executable, "-c", code, str(notes), "hangs"], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    while not notes.exists() or not notes.read_text():
+        time.sleep(0.005)
+    caller.send_signal(ending)
+    caller.communicate(timeout=20)
+    assert caller.returncode in (-ending, 130, 1)
+    wait_until_gone(*(int(pid) for line in mentioned(notes) for pid in line[:2]))
+    until = time.monotonic() + 10
+    while list(temporary.iterdir()) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_supervisor_that_is_killed_is_an_error_and_takes_its_processes_along(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _runs.Laboratory(as_factory(simulator.hangs)) as laboratory:
+        (supervisor,) = psutil.Process().children()
+        ask = laboratory._ask
+        found: list[int] = []
+
+        def kill_meanwhile(message: object) -> object:
+            process = subprocess.Popen(
+                ["bash", "-c", f"sleep 0.5; pgrep -P {supervisor.pid}; kill -9 {supervisor.pid}"],
+                stdout=subprocess.PIPE,
+            )
+            try:
+                return ask(message)
+            finally:
+                found.extend(map(int, process.communicate()[0].split()))
+
+        monkeypatch.setattr(laboratory, "_ask", kill_meanwhile)
+        with pytest.raises(WorkerError, match="ended"):
+            laboratory.run([ALONE], 10)
+    assert found
+    wait_until_gone(*found)
+    assert list(temporary.iterdir()) == []
+
+
+def test_python_that_does_not_start_is_an_error(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_runs, "_PROGRAM", "raise SystemExit('no {path!r}'[:5])")
+    with pytest.raises(WorkerError, match="no"):
+        probe(simulator.Plain, cache=False)
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(FileNotFoundError):
+        probe(simulator.Plain, cache=False)
+    assert list(temporary.iterdir()) == []
+    assert psutil.Process().children(recursive=True) == []
+
+
+def test_what_cannot_be_packed_is_refused_by_name() -> None:
+    lock = threading.Lock()
+    factory = as_factory(simulator.Plain).then(lambda env: (lock, env)[1])
+    with pytest.raises(InvalidTypeError, match="cannot be packed"):
+        probe(factory, cache=False)
+
+
+def test_a_process_that_waits_for_a_dead_one_whose_child_lives_is_ended(impatient: None) -> None:
+    with _runs.Laboratory(as_factory(simulator.DiesWithALivingChild)) as laboratory:
+        first, second, third = laboratory.run(APART, 10)
+    assert second.end == "ends the process with exit code 5"
+    assert first.waited
+    assert not second.waited
+    assert not third.done
+
+
+def test_scratch_folders_are_the_callers_of_each_round(temporary: Path) -> None:
+    with _runs.Laboratory(as_factory(simulator.Plain)) as laboratory:
+        (scratch,) = temporary.iterdir()
+        for _ in range(2):
+            assert all(run.done for run in laboratory.run([ALONE, FIRST], 10))
+            assert list(scratch.iterdir()) == []
+    assert list(temporary.iterdir()) == []

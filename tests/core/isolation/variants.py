@@ -1,0 +1,62 @@
+"""The toy simulator's variants: how they are compiled, and what has to be found out about each."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+from pathlib import Path
+
+from rl_ext_core.isolation import Isolation
+from tests.core.isolation.simulator import Simulator
+
+SOURCE = Path(__file__).parent / "sim.c"
+SHARED_MEMORY = Path("/dev/shm/rl_ext_toy_simulator")
+
+INDEPENDENT, SINGLE, SHARED = Isolation.INDEPENDENT, Isolation.SINGLE_INSTANCE, Isolation.SHARED_STATE
+COLLIDE, UNTOLD, BROKEN = Isolation.PROCESSES_COLLIDE, Isolation.NON_DETERMINISTIC, Isolation.BROKEN
+
+# The verdict, and what the explanation has to say.
+VARIANTS = {
+    "GOOD": (INDEPENDENT, "bit for bit"),
+    "BACKGROUND_THREAD": (INDEPENDENT, "bit for bit"),
+    "NULL_FOR_SECOND": (SINGLE, "building the second raises RuntimeError: the toy simulator gives no handle"),
+    "NULL_FOR_LATER": (SINGLE, "building a third, when both are closed, raises RuntimeError"),
+    "CRASH_OF_SECOND": (SINGLE, "building the second kills the process by SIGSEGV"),
+    "EXIT_OF_SECOND": (SINGLE, "exit code 3 (it printed: 'toy simulator: the license is for one instance')"),
+    "ABORT_IN_STEP": (SINGLE, "step 3 of the first kills the process by SIGABRT"),
+    "CLOSE_KILLS_OTHERS": (SINGLE, "of the first, after the second was closed, kills the process by SIGSEGV"),
+    "CRASH_OF_LAST_CLOSE": (SINGLE, "closing the second, after the first was closed, kills the process by SIGABRT"),
+    "SHARED_GLOBALS": (SHARED, "the first returns something else from its"),
+    "SHARED_RANDOM": (SHARED, "returns something else from its step"),
+    "SHARED_AT_RESET": (SHARED, "returns something else from its"),
+    "SHARED_LATER": (SHARED, "the first returns something else from its step 5"),
+    "LAZY_TABLE": (SHARED, "returns something else from its step"),
+    "CLOSE_CHANGES_OTHERS": (SHARED, "returns something else from its step"),
+    "LAST_CLOSE_CHANGES_LATER": (SHARED, "a third, when both are closed, returns something else from its step 1"),
+    "SEEDED_BY_CLOCK": (UNTOLD, "does not return the same twice"),
+    "NOTHING_SEEN": (UNTOLD, "nothing that it returned depended on seeds or actions"),
+    "NULL_ALWAYS": (BROKEN, "building it raises RuntimeError: the toy simulator gives no handle"),
+    "CRASH_IN_STEP": (BROKEN, "step 5 of it kills the process by SIGSEGV"),
+}
+# Those whose processes collide: the cure, and whether several may live in one process.
+COLLIDING = {
+    "LOCK_IN_CWD": ("working directory", False),
+    "LOCK_IN_TMPDIR": ("TMPDIR", False),
+    "LOCK_BESIDE_LIBRARY": ("library copy", False),
+    "LOCK_PER_PROCESS": ("working directory", True),
+    "STATE_IN_FILES": ("working directory", True),
+    "SHARED_MEMORY": (None, False),
+}
+# It takes as long as is waited for it.
+HANGING = "HANG_OF_SECOND"
+
+
+def compiled(name: str, folder: Path, compiler: str) -> functools.partial[Simulator]:
+    """Give what builds an environment around a variant."""
+    library = folder / name.lower() / "libsim.so"
+    library.parent.mkdir()
+    command = [compiler, "-std=c11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-D{name}"]
+    command += ["-o", str(library), str(SOURCE), "-pthread", "-lrt", "-ldl"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{name} does not compile:\n{done.stderr}"
+    return functools.partial(Simulator, str(library))
