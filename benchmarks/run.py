@@ -27,6 +27,8 @@ def main() -> None:
         "benchmarks.gym_wrapper",
         "benchmarks.parallel_env",
         "benchmarks.factories",
+        "benchmarks.isolation",
+        "benchmarks.vec_env",
     ):
         print("\n$ python -m", line, flush=True)
         subprocess.run([sys.executable, "-m", *line.split()], check=True)

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 from gymnasium.envs.classic_control import CartPoleEnv
 
+from tests.ray_scripts import output_of
 from tests.torchrl_ext import collecting
 
 SCRIPT = Path(__file__).with_name("collecting.py")
-MARK = "RL_EXT_TEST"
 LIMIT_S = 240
 
 # What one script collects, by the kind of collector: sources and seeds. Starting workers takes seconds, so each kind
@@ -52,46 +48,7 @@ def ran(request: pytest.FixtureRequest) -> dict[str, list[Collected]]:
 
 
 def output_of_script(kind: str, root: Path) -> list[str]:
-    folders = {name: root / name.lower() for name in ("HOME", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "RAY")}
-    for folder in folders.values():
-        folder.mkdir()
-    command = [sys.executable, str(SCRIPT), str(folders.pop("RAY")), kind, *RUNS[kind]]
-    own = {**{name: str(folder) for name, folder in folders.items()}, "RAY_USAGE_STATS_ENABLED": "0", MARK: str(root)}
-    with Path(root, "errors").open("w+") as errors:
-        script = subprocess.Popen(command, env={**os.environ, **own}, stdout=subprocess.PIPE, stderr=errors, text=True)
-        with script:
-            try:
-                output, _ = script.communicate(timeout=LIMIT_S)
-            finally:
-                script.kill()
-                processes = left(str(root))
-                for process in processes:
-                    process.kill()
-                psutil.wait_procs(processes)
-        errors.seek(0)
-        said = errors.read()
-    assert script.returncode == 0, said
-    assert processes == []
-    assert "leaked" not in said
-    assert list(folders["TMPDIR"].iterdir()) == []
-    return output.splitlines()
-
-
-def left(mark: str) -> list[psutil.Process]:
-    """List what still runs of those that were given this variable; servers end just after what they served."""
-    deadline = time.monotonic() + 10
-    while True:
-        running = [process for process in psutil.process_iter() if marked(process, mark)]
-        if not running or time.monotonic() > deadline:
-            return running
-        time.sleep(0.1)
-
-
-def marked(process: psutil.Process, mark: str) -> bool:
-    try:
-        return bool(process.environ().get(MARK) == mark)
-    except psutil.Error:
-        return False
+    return output_of([str(SCRIPT), str(root / "ray"), kind, *RUNS[kind]], root, limit_s=LIMIT_S).splitlines()
 
 
 def arrays(result: dict[str, Any]) -> Collected:

@@ -1,0 +1,73 @@
+"""One start of ``benchmarks.vec_env``, in a fresh process: ``python -m benchmarks._vec_env_once WHOSE WORKERS``.
+
+Imports at the top what a user's script does that does nothing but this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+import time
+from statistics import median
+
+import numpy as np
+from stable_baselines3 import PPO
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnv
+
+import sb3_ext
+from benchmarks._vec_env_worlds import cart_pole
+from benchmarks.processes import private_mib
+from rl_ext_core.errors import WorkerError
+from sb3_ext import SharedMemoryVecEnv
+
+__all__ = ["PPO"]
+RESTARTS = 15
+
+
+def start(whose: str, workers: int) -> dict[str, float]:
+    """Start CartPole's workers, and measure until the first observation, and what they hold after a rollout."""
+    begin = time.perf_counter()
+    venv: VecEnv
+    if whose == "SB3":
+        venv = make_vec_env(cart_pole, workers, vec_env_cls=SubprocVecEnv)
+    else:
+        venv = sb3_ext.make_vec_env(cart_pole, workers, isolation="process")
+    venv.reset()
+    seconds = time.perf_counter() - begin
+    for _ in range(50):
+        venv.step(np.zeros(workers, np.int64))
+    private = median(private_mib(pid) for pid in venv.env_method("pid"))
+    begin = time.perf_counter()
+    venv.close()
+    return {"seconds": seconds, "private": private, "close": time.perf_counter() - begin}
+
+
+def restart() -> list[float]:
+    """Kill a worker of four, again and again: seconds that the step takes in which it is replaced."""
+    logging.getLogger("sb3_ext").setLevel(logging.ERROR)
+    venv = SharedMemoryVecEnv([cart_pole] * 4, restart="truncate")
+    venv.reset()
+    found = []
+    for _ in range(RESTARTS):
+        venv.step(np.zeros(4, np.int64))
+        with contextlib.suppress(WorkerError):
+            venv.env_method("die", indices=[0])
+        begin = time.perf_counter()
+        venv.step(np.zeros(4, np.int64))
+        found.append(time.perf_counter() - begin)
+    venv.close()
+    return found
+
+
+def main() -> None:
+    """Start twice: ours finds its fork server running the second time."""
+    whose, workers = sys.argv[1], int(sys.argv[2])
+    answer = restart() if whose == "restart" else [start(whose, workers) for _ in range(2)]
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""``sb3_ext.SharedMemoryVecEnv`` against Stable Baselines3's ``SubprocVecEnv``, each with its default start method.
+
+The vectorised environments take turns in one process, with the same actions; ratios are medians of the ratios of turns.
+*Bare* is what the same workers step when they talk to nobody. Every start is measured in a fresh process: the first of
+ours starts a fork server, later ones find it running. Beside each figure stands the bar that it has to reach.
+
+    python -m benchmarks.vec_env [steps frames busy learn start restart] [--rounds 15] [--envs 8]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from stable_baselines3 import PPO
+from stable_baselines3.common.logger import Logger
+from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
+
+from benchmarks import _vec_env_worlds as worlds
+from benchmarks.measure import interleaved, machine, times_as_fast
+from sb3_ext import SharedMemoryVecEnv
+
+THEIRS, OURS, SHARING, HERE = "SubprocVecEnv", "one each", "2 workers", "DummyVecEnv"
+BARE = {OURS: "one each, bare", SHARING: "2 workers, bare"}
+BARS = {
+    ("steps", OURS): 3.0,
+    ("steps", SHARING): 6.0,
+    ("frames", OURS): 3.5,
+    ("busy", OURS): 0.75,
+    ("busy", SHARING): 0.75,
+    ("learn", OURS): 1.6,
+    ("start", "first"): 4.0,
+    ("start", "later"): 50.0,
+}
+PRIVATE_MIB, RESTART_S = 10, 0.1
+STARTED = 4
+WIDTH = 34
+
+
+def row(label: str, *columns: str, verdict: str = "") -> None:
+    """Print one."""
+    print(f"{label:{WIDTH}}" + "".join(f"{column:>16}" for column in columns) + f"  {verdict}", flush=True)
+
+
+def judged(ratio: float, bar: float | None, unit: str = "×") -> str:
+    """A ratio and its bar."""
+    said = "" if bar is None else f"  (≥ {bar:g}{unit}){'' if ratio >= bar else '  missed'}"
+    return f"{ratio:6.2f}{unit}{said}"
+
+
+@contextlib.contextmanager
+def competitors(build: Callable[[], Any], n_envs: int) -> Iterator[dict[str, VecEnv]]:
+    """Make all of them."""
+    env_fns = [build] * n_envs
+    made: dict[str, VecEnv] = {THEIRS: SubprocVecEnv(env_fns)}
+    made[OURS] = SharedMemoryVecEnv(env_fns)
+    made[SHARING] = SharedMemoryVecEnv(env_fns, n_workers=2)
+    made[HERE] = DummyVecEnv(env_fns)
+    try:
+        yield made
+    finally:
+        for venv in made.values():
+            venv.close()
+
+
+def stepping(venv: VecEnv, steps: int) -> Callable[[], None]:
+    """Give what steps it, with an action of its own each time."""
+    rng = np.random.default_rng(0)
+    actions = rng.integers(2, size=(steps, venv.num_envs))
+    venv.seed(0)
+    venv.reset()
+
+    def run() -> None:
+        for action in actions:
+            venv.step(action)
+
+    run()
+    return run
+
+
+def rates(name: str, build: Callable[[], Any], n_envs: int, count: int, rounds: int) -> None:
+    """Print steps a second, of all environments together."""
+    print(f"\n{name}: steps a second of {n_envs} environments")
+    with competitors(build, n_envs) as made:
+        runs: dict[str, Callable[[], object]] = {whose: stepping(venv, count) for whose, venv in made.items()}
+        for whose, bare in BARE.items():
+            runs[bare] = lambda workers=made[whose]: workers.env_method("many", count)  # type: ignore[misc]
+        seconds = interleaved(runs, rounds=rounds)
+    for whose, found in seconds.items():
+        bar = BARS.get((name, whose))
+        verdict = judged(times_as_fast(seconds, whose, than=THEIRS), None if name == "busy" else bar)
+        if whose in BARE:
+            share = times_as_fast(seconds, whose, than=BARE[whose])
+            verdict += "   " + judged(share, bar if name == "busy" else None, " of bare")
+        row(whose, f"{count * n_envs / np.median(found):,.0f}", verdict=verdict)
+
+
+def steps(rounds: int, n_envs: int) -> None:
+    """CartPole."""
+    rates("steps", worlds.cart_pole, n_envs, 400, rounds)
+
+
+def frames(rounds: int, n_envs: int) -> None:
+    """Observations of 100 KB."""
+    rates("frames", worlds.frames, n_envs, 100, rounds)
+
+
+def busy(rounds: int, n_envs: int) -> None:
+    """Steps that take a millisecond."""
+    rates("busy", worlds.busy, n_envs, 30, rounds)
+
+
+def _with_their_monitor() -> Any:
+    return Monitor(worlds.cart_pole())
+
+
+def learn(rounds: int, n_envs: int) -> None:
+    """PPO on CartPole, as a whole."""
+    print(f"\nlearn: PPO's timesteps a second with {n_envs} environments, CartPole")
+    made: dict[str, VecEnv] = {
+        THEIRS: SubprocVecEnv([_with_their_monitor] * n_envs),
+        OURS: SharedMemoryVecEnv([worlds.monitored] * n_envs),
+        SHARING: SharedMemoryVecEnv([worlds.monitored] * n_envs, n_workers=2),
+    }
+    torch.set_num_threads(1)
+    timesteps = 256 * n_envs
+    runs: dict[str, Callable[[], object]] = {}
+    for whose, venv in made.items():
+        model = PPO("MlpPolicy", venv, n_steps=256, batch_size=256, n_epochs=4, device="cpu", seed=0)
+        model.set_logger(Logger(None, []))
+        runs[whose] = lambda model=model: model.learn(timesteps)  # type: ignore[misc]
+        runs[whose]()
+    seconds = interleaved(runs, rounds=rounds)
+    for venv in made.values():
+        venv.close()
+    for whose, found in seconds.items():
+        verdict = judged(times_as_fast(seconds, whose, than=THEIRS), BARS.get(("learn", whose)))
+        row(whose, f"{timesteps / np.median(found):,.0f}", verdict=verdict)
+
+
+def once(*arguments: object) -> Any:
+    """Run a measurement in a fresh process."""
+    command = [sys.executable, "-m", "benchmarks._vec_env_once", *map(str, arguments)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def start(rounds: int, n_envs: int) -> None:
+    """Until the first observation, and the memory of a worker after a rollout."""
+    print(f"\nstart: seconds until the first observation, {STARTED} workers, CartPole")
+    found: dict[str, list[Any]] = {"SB3": [], "ours": []}
+    for turn in range(max(1, rounds // 3)):
+        for whose in list(found) if turn % 2 else list(reversed(found)):
+            found[whose].append(once(whose, STARTED))
+
+    def figures(which: int, name: str) -> Mapping[str, list[float]]:
+        return {whose: [starts[which][name] for starts in all_starts] for whose, all_starts in found.items()}
+
+    row("", "SubprocVecEnv", "ours")
+    for which, label in enumerate(("first", "later")):
+        seconds = figures(which, "seconds")
+        ratio = median(theirs / ours for theirs, ours in zip(seconds["SB3"], seconds["ours"], strict=True))
+        columns = (f"{median(seconds[whose]):.2f} s" for whose in found)
+        row(label, *columns, verdict=judged(ratio, BARS["start", label]))
+    private = figures(1, "private")
+    mine = median(private["ours"])
+    verdict = f"(≤ {PRIVATE_MIB} MiB){'' if mine <= PRIVATE_MIB else '  missed'}"
+    row("private memory of a worker", *(f"{median(private[whose]):.1f} MiB" for whose in found), verdict=verdict)
+    row("close()", *(f"{median(figures(1, 'close')[whose]):.2f} s" for whose in found))
+
+
+def restart(rounds: int, n_envs: int) -> None:
+    """The step in which a worker is replaced."""
+    seconds = median(once("restart", 0))
+    verdict = f"(≤ {RESTART_S:g} s){'' if seconds <= RESTART_S else '  missed'}"
+    print(f"\nrestart: a step of {STARTED} workers in which one is replaced, CartPole")
+    row("", f"{seconds:.3f} s", verdict=verdict)
+
+
+PARTS: dict[str, Callable[[int, int], None]] = {
+    part.__name__: part for part in (steps, frames, busy, learn, start, restart)
+}
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.vec_env", description=main.__doc__)
+    parser.add_argument("names", nargs="*", metavar="part", help=", ".join(PARTS))
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--envs", type=int, default=8)
+    options = parser.parse_args()
+    if not set(options.names) <= set(PARTS):
+        parser.error(f"choose from {', '.join(PARTS)}")
+    print(machine())
+    for name in options.names or PARTS:
+        PARTS[name](options.rounds, options.envs)
+
+
+if __name__ == "__main__":
+    main()

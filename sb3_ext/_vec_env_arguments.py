@@ -1,0 +1,75 @@
+"""What vectorised environments are given, checked and turned into factories."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
+from rl_ext_core.factory import EnvFactory, as_factory
+from rl_ext_core.isolation.cures import CURES
+
+__all__ = ["check_env_fns", "check_options", "factories_of"]
+
+
+def check_env_fns(env_fns: Any) -> None:
+    """Check that it is a list with something in it.
+
+    :raises InvalidTypeError: it is no list
+    :raises InvalidArgumentError: it is empty
+    """
+    if not isinstance(env_fns, Sequence) or isinstance(env_fns, str):
+        raise InvalidTypeError(f"env_fns={env_fns!r} is no list; expected a list of functions. Write [make_env] * 4")
+    if not env_fns:
+        raise InvalidArgumentError("env_fns is empty; expected a function for each environment. Write [make_env] * 4")
+
+
+def check_options(
+    *,
+    n_workers: Any = None,
+    start_timeout: Any = None,
+    step_timeout: Any = None,
+    restart: Any = None,
+    max_restarts: Any = 0,
+    cure: Any = None,
+) -> None:
+    """Check what can be checked before a process is started.
+
+    :raises InvalidArgumentError: an option with another value
+    """
+    if n_workers is not None and not _is_count(n_workers, 1):
+        raise InvalidArgumentError(f"n_workers={n_workers!r} is not a number of processes; expected 1 or more, or None")
+    for name, seconds in (("start_timeout", start_timeout), ("step_timeout", step_timeout)):
+        if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
+            raise InvalidArgumentError(
+                f"{name}={seconds!r} is no time; expected seconds above 0, or None for no limit. Write {name}=60"
+            )
+    if restart not in (None, "truncate"):
+        raise InvalidArgumentError(f'restart={restart!r} is neither "truncate" nor None. Write restart="truncate"')
+    if not _is_count(max_restarts, 0):
+        raise InvalidArgumentError(f"max_restarts={max_restarts!r} is no number; expected 0 or more")
+    if cure is not None and cure not in CURES:
+        raise InvalidArgumentError(f"cure={cure!r} is not known; expected one of {', '.join(CURES)}, or None")
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= least)
+
+
+def factories_of(env_fns: Sequence[Callable[[], Any]]) -> list[EnvFactory[Any]]:
+    """Turn functions, or what else stands for an environment, into factories, each for its place in the list.
+
+    Those that are for a worker already stay as they are. The same object several times is turned only once.
+    """
+    made: dict[int, list[EnvFactory[Any]]] = {}
+    factories = []
+    for index, env_fn in enumerate(env_fns):
+        if isinstance(env_fn, EnvFactory) and env_fn.worker is not None:
+            factories.append(env_fn)
+            continue
+        if id(env_fn) not in made:
+            made[id(env_fn)] = as_factory(env_fn).for_workers(len(env_fns))
+        factories.append(made[id(env_fn)][index])
+    return factories

@@ -1,0 +1,143 @@
+"""``AutoVecEnv``: environments in one process or in several, as they need it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from stable_baselines3.common.vec_env import DummyVecEnv
+from stable_baselines3.common.vec_env.base_vec_env import VecEnv
+
+from rl_ext_core import resources
+from rl_ext_core.errors import InvalidArgumentError, IsolationError
+from rl_ext_core.factory import EnvFactory
+from rl_ext_core.isolation import Isolation, Verdict, probe
+from sb3_ext._vec_env_arguments import check_env_fns, check_options, factories_of
+from sb3_ext.shared_memory_vec_env import SharedMemoryVecEnv
+
+__all__ = ["AutoVecEnv", "IsolationChoice", "choose"]
+
+IsolationChoice = Literal["auto", "process", "in-process"]
+
+_log = logging.getLogger("sb3_ext")
+
+# What a step of workers costs beside their environments, and what it has to save before it is worth the processes.
+_OVERHEAD_SECONDS = 150e-6
+
+
+class AutoVecEnv:
+    """Builds a ``DummyVecEnv`` or a :class:`SharedMemoryVecEnv`, after finding out which of them the environment bears.
+
+    For Stable Baselines3's ``make_vec_env(..., vec_env_cls=AutoVecEnv)`` and wherever a class of vectorised
+    environments is expected. What the environment declares (``metadata["isolation"]``, FMI's
+    ``canBeInstantiatedOnlyOncePerProcess``) is believed, else it is tried in processes that are thrown away, see
+    :func:`rl_ext_core.isolation.probe`; the outcome is kept for the next time.
+
+    - Independent environments share this process while their steps are fast, and several processes otherwise.
+    - Where a second instance fails, or the instances change each other, each has its own process; none is built here.
+    - What cannot be kept apart even by processes is refused.
+
+    :param env_fns: build the environments: functions, or whatever :func:`as_factory` takes
+    :param isolation: ``"process"`` or ``"in-process"`` decides it without a try
+    :param options: of :class:`SharedMemoryVecEnv`
+    :return: the vectorised environment; its ``isolation_report`` is a paragraph on why it is what it is
+    :raises IsolationError: the environment fails by itself, or processes disturb each other
+    :raises WorkerError: an environment cannot be built
+    """
+
+    def __new__(  # type: ignore[misc]
+        cls, env_fns: Sequence[Any], isolation: IsolationChoice = "auto", **options: Any
+    ) -> VecEnv:
+        """Build it."""
+        check_env_fns(env_fns)
+
+        def factories() -> list[EnvFactory[Any]]:
+            return factories_of(env_fns)
+
+        def here() -> VecEnv:
+            # The caller's own functions, which may share objects with each other: a factory would unpickle copies.
+            own = all(callable(env_fn) for env_fn in env_fns)
+            return DummyVecEnv(list(env_fns) if own else list[Any](factories()))
+
+        return choose(factories, here, lambda: factories()[0], isolation, options)
+
+
+def choose(
+    factories: Callable[[], Sequence[EnvFactory[Any]]],
+    here: Callable[[], VecEnv],
+    example: Callable[[], Any],
+    isolation: IsolationChoice,
+    options: dict[str, Any],
+) -> VecEnv:
+    """Build the vectorised environment that is right for these.
+
+    :param factories: gives those of the environments
+    :param here: puts the environments into this process
+    :param example: gives what is tried: one of them, or what they have in common
+    :param isolation: as of :class:`AutoVecEnv`
+    :param options: of :class:`SharedMemoryVecEnv`
+    """
+    if isolation not in ("auto", "process", "in-process"):
+        raise InvalidArgumentError(
+            f'isolation={isolation!r} is none of "auto", "process", "in-process". Write isolation="auto"'
+        )
+    check_options(**{name: value for name, value in options.items() if name != "start_method"})
+    if isolation == "in-process":
+        if options:
+            raise InvalidArgumentError(
+                f'isolation="in-process" has no use for {sorted(options)}, which are for processes; leave them out'
+            )
+        return _told(here(), "They are in this process, as asked.")
+    if isolation == "process":
+        return _told(SharedMemoryVecEnv(factories(), **options), "Each has its own process, as asked.")
+    verdict = probe(example())
+    made = factories()
+    workers, why = _choose(verdict, len(made), options.get("n_workers"))
+    report = f"{verdict.explanation} {why}"
+    _log.info("%s", report)
+    if workers == 0:
+        return _told(here(), report)
+    if sentence := resources.shortage(verdict.private_bytes or 0, workers):
+        _log.warning("%s", sentence)
+    return _told(SharedMemoryVecEnv(made, **{**options, "n_workers": workers, "cure": verdict.cure}), report)
+
+
+def _told(vec_env: VecEnv, report: str) -> VecEnv:
+    vec_env.isolation_report = report  # type: ignore[attr-defined]
+    return vec_env
+
+
+def _choose(verdict: Verdict, n_envs: int, n_workers: int | None) -> tuple[int, str]:
+    """Give the number of processes, 0 for none, and why.
+
+    :raises IsolationError: there is no way
+    """
+    isolation = verdict.isolation
+    if isolation is Isolation.BROKEN:
+        raise IsolationError(f"{verdict.explanation} Mend it, and try one alone: env_fn().reset()")
+    if isolation is Isolation.PROCESSES_COLLIDE and verdict.cure is None:
+        if verdict.in_process:
+            return 0, "So they share this process."
+        raise IsolationError(
+            f"{verdict.explanation} Use one environment, n_envs=1, or give each its own files: "
+            "make_vec_env([lambda i=i: MyEnv(folder=f'run{i}') for i in range(n)])"
+        )
+    if isolation is not Isolation.INDEPENDENT:
+        return n_envs, f"So each of the {n_envs} has its own process."
+    if n_workers is not None:
+        return min(n_workers, n_envs), f"{n_workers} processes share them, as asked."
+    return _fastest(verdict.step_seconds, n_envs)
+
+
+def _fastest(step_seconds: float | None, n_envs: int) -> tuple[int, str]:
+    workers = min(n_envs, resources.usable_cores())
+    if step_seconds is None or workers < 2:
+        return 0, "So they share this process."
+    here, there = n_envs * step_seconds, -(-n_envs // workers) * step_seconds + _OVERHEAD_SECONDS
+    figures = (
+        f"a step of {n_envs} takes {here * 1e3:.2f} ms here, and about {there * 1e3:.2f} ms in {workers} processes"
+    )
+    if there < here:
+        return workers, f"So {workers} processes share them: {figures}."
+    return 0, f"So they share this process: {figures}."

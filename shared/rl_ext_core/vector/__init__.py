@@ -1,0 +1,1 @@
+"""Environments in worker processes, stepped through shared memory: what vectorised environments are made of."""

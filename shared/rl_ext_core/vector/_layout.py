@@ -1,0 +1,183 @@
+"""Where observations, actions, rewards and flags of all environments lie in shared memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+import os
+import tempfile
+from multiprocessing import reduction
+from typing import Any
+
+import numpy as np
+
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
+
+__all__ = ["Layout", "Memory", "Progress", "check_spaces", "leaves_of"]
+
+_LINE = 64  # bytes of a cache line: arrays do not share one
+
+Leaf = tuple[Any, tuple[int, ...], np.dtype[Any]]
+
+
+def leaves_of(space: Any) -> tuple[str, list[Leaf]] | None:
+    """Take a space apart into arrays.
+
+    :param space: of gymnasium
+    :return: ``"array"``, ``"dict"`` or ``"tuple"``, and each array's key, shape and dtype; None if it does not consist
+        of arrays of fixed shape
+    """
+    spaces = getattr(space, "spaces", None)
+    if isinstance(spaces, dict):
+        kind, parts = "dict", list(spaces.items())
+    elif spaces is not None:
+        kind, parts = "tuple", list(enumerate(spaces))
+    else:
+        kind, parts = "array", [(None, space)]
+    leaves = []
+    for key, part in parts:
+        if getattr(part, "spaces", None) is not None or part.shape is None or part.dtype is None:
+            return None
+        dtype = np.dtype(part.dtype)
+        if dtype.kind not in "biuf":
+            return None
+        leaves.append((key, tuple(part.shape), dtype))
+    return kind, leaves
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The arrays of one block of shared memory; each has the environments first.
+
+    :ivar kind: what observations are: ``"array"``, ``"dict"`` or ``"tuple"``
+    :ivar keys: of the observation's arrays
+    :ivar fields: per array its name, offset in bytes, shape and dtype
+    :ivar size: of the block, in bytes
+    """
+
+    kind: str
+    keys: tuple[Any, ...]
+    fields: tuple[tuple[str, int, tuple[int, ...], np.dtype[Any]], ...]
+    size: int
+
+    @classmethod
+    def of(cls, num_envs: int, observation_space: Any, action_space: Any, *, after: int) -> Layout:
+        """Lay out what environments of these spaces exchange.
+
+        :param after: bytes at the beginning that are taken
+        :raises InvalidArgumentError: observations that do not consist of arrays of fixed shape
+        """
+        observations = leaves_of(observation_space)
+        if observations is None:
+            raise InvalidArgumentError(
+                f"observation_space={observation_space} has no fixed arrays to share; expected Box, Discrete, "
+                "MultiDiscrete, MultiBinary, or one Dict or Tuple of these. Flatten it: "
+                "gymnasium.wrappers.FlattenObservation(env)"
+            )
+        kind, leaves = observations
+        wanted: list[tuple[str, tuple[int, ...], np.dtype[Any]]] = [
+            (f"observation {index}", shape, dtype) for index, (_, shape, dtype) in enumerate(leaves)
+        ]
+        actions = leaves_of(action_space)
+        if actions is not None and actions[0] == "array":
+            wanted.append(("action", actions[1][0][1], actions[1][0][2]))
+        wanted += [("reward", (), np.dtype(np.float64)), ("reward kind", (), np.dtype(np.uint8))]
+        wanted += [("flags", (), np.dtype(np.uint8))]
+        fields, offset = [], after
+        for name, shape, dtype in wanted:
+            offset = -(-offset // _LINE) * _LINE
+            fields.append((name, offset, (num_envs, *shape), dtype))
+            offset += num_envs * int(np.prod(shape)) * dtype.itemsize
+        return cls(kind, tuple(leaf[0] for leaf in leaves), tuple(fields), max(offset, 1))
+
+    def arrays(self, block: Any) -> dict[str, np.ndarray[Any, Any]]:
+        """Give the arrays that lie in a block of memory."""
+        return {name: np.ndarray(shape, dtype, block, offset) for name, offset, shape, dtype in self.fields}
+
+    def joined(self, parts: list[Any]) -> Any:
+        """Make an observation of its arrays."""
+        if self.kind == "array":
+            return parts[0]
+        return dict(zip(self.keys, parts, strict=True)) if self.kind == "dict" else tuple(parts)
+
+
+def check_spaces(expected: Any, found: Any, number: int) -> None:
+    """Check that an environment has the spaces of the first.
+
+    :param number: of the environment
+    :raises EnvironmentOutputError: it has others
+    """
+    for name, one, other in zip(("observation_space", "action_space"), expected, found, strict=True):
+        if one != other:
+            raise EnvironmentOutputError(
+                f"environment {number} has {name}={other}, and environment 0 has {one}; the environments of one VecEnv "
+                "have the same spaces. Build them alike"
+            )
+
+
+class Progress:
+    """What each worker is at: readable however it ends.
+
+    :param block: of shared memory; this is at its beginning
+    :param num_workers: how many there are
+    """
+
+    def __init__(self, block: Any, num_workers: int) -> None:
+        self.cells = memoryview(block).cast("B")[: self.size(num_workers)].cast("I")
+
+    @staticmethod
+    def size(num_workers: int) -> int:
+        """Give the bytes that it takes."""
+        return 8 * num_workers
+
+    def read(self, worker: int) -> tuple[int, int]:
+        """Give the number of the environment, among its worker's, and the phase."""
+        return self.cells[2 * worker], self.cells[2 * worker + 1]
+
+    def write(self, worker: int, number: int, phase: int) -> None:
+        """Say it, in the worker."""
+        self.cells[2 * worker] = number
+        self.cells[2 * worker + 1] = phase
+
+
+class Memory:
+    """Shared memory without a name: nothing is left of it when the last process is gone.
+
+    :param size: in bytes
+    """
+
+    def __init__(self, size: int, descriptor: int | None = None) -> None:
+        self._descriptor = _nameless_file() if descriptor is None else descriptor
+        if descriptor is None:
+            self.grow(size)
+
+    def grow(self, size: int) -> None:
+        """Make it that large."""
+        os.ftruncate(self._descriptor, size)
+
+    def map(self, size: int) -> mmap.mmap:
+        """Map its first bytes into this process."""
+        return mmap.mmap(self._descriptor, size)
+
+    def close(self) -> None:
+        """Close it here; what is mapped stays."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _inherited, (reduction.DupFd(self._descriptor),)
+
+
+def _inherited(descriptor: Any) -> Memory:
+    return Memory(0, descriptor.detach())
+
+
+def _nameless_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("rl_ext_core-vector")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

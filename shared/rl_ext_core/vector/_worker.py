@@ -1,0 +1,255 @@
+"""The loop of a worker: environments on one side, shared memory and two pipes on the other."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rl_ext_core.errors import EnvironmentOutputError
+from rl_ext_core.vector import _messages, environments
+from rl_ext_core.vector._calls import call
+from rl_ext_core.vector._layout import Layout, Memory, Progress
+from rl_ext_core.vector._rows import Row, kept, rows_of
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from pathlib import Path
+
+__all__ = ["DONE", "IDLE_IN", "KINDS", "OTHER", "PHASES", "TRUNCATED", "Worker", "main"]
+
+PHASES = (
+    "start",
+    "idle",
+    "constructor",
+    "reset",
+    "step",
+    "close",
+    "render",
+    "env_method",
+    "get_attr",
+    "has_attr",
+    "set_attr",
+    "env_is_wrapped",
+)
+_IDLE, _CONSTRUCTOR, _RESET, _STEP, _CLOSE = (
+    PHASES.index(phase) for phase in ("idle", "constructor", "reset", "step", "close")
+)
+# The function that waits for commands, by which a worker that hangs is told from one that does not.
+IDLE_IN = "in _serve_commands"
+# What rewards are that 64-bit floats hold exactly; Stable Baselines3's SubprocVecEnv hands over what it got.
+KINDS: dict[type, int] = {float: 0, np.float64: 0, np.float32: 1, int: 2, np.int64: 2, bool: 3, np.bool_: 3}
+OTHER = 4
+_EXACT = 2**53
+DONE, TRUNCATED = 1, 2
+
+
+def main(
+    commands: Connection,
+    replies: Connection,
+    memory: Memory,
+    worker: int,
+    num_workers: int,
+    first: int,
+    env_fns: Sequence[Callable[[], Any]],
+    foreign: Sequence[Connection],
+    cure: tuple[str, Path] | None,
+) -> None:
+    """Build environments and do what is asked of them until the parent closes its end.
+
+    :param commands: from the parent
+    :param replies: to the parent
+    :param memory: that all workers share
+    :param worker: number of this worker
+    :param num_workers: how many there are
+    :param first: number of the first environment among all
+    :param env_fns: build this worker's
+    :param foreign: ends that belong to the parent, which a forked worker inherits
+    :param cure: what keeps this process from disturbing others, and a folder of its own for it
+    """
+    if cure is not None:
+        from rl_ext_core.isolation.cures import apply_cure
+
+        apply_cure(*cure)
+    for connection in foreign:
+        connection.close()
+    progress = Progress(memory.map(Progress.size(num_workers)), num_workers)
+    reply = functools.partial(_messages.write, replies.fileno())
+    _serve_commands(Worker(reply, memory, progress, worker, first, env_fns), commands.fileno())
+
+
+def _serve_commands(worker: Worker, commands: int) -> None:
+    step = _messages.STEP
+    while True:
+        kind = os.read(commands, 1)
+        if kind == step:
+            worker.step_as_shared()
+            continue
+        if not kind:
+            return
+        name, data = pickle.loads(_messages.read_packed(commands))
+        worker.do(name, data)
+        if name == "close":
+            return
+
+
+class Worker:
+    """Environments, and what is done with them.
+
+    :param reply: given each answer
+    :param memory: for what is not in the answers
+    :param progress: for what it is at
+    :param worker: its number there
+    :param first: number of its first environment in the memory
+    :param env_fns: build its environments
+    """
+
+    def __init__(
+        self,
+        reply: Callable[[bytes], None],
+        memory: Memory,
+        progress: Progress,
+        worker: int,
+        first: int,
+        env_fns: Sequence[Callable[[], Any]],
+    ) -> None:
+        self._reply, self._memory, self._first = reply, memory, first
+        self._progress, self._worker = progress, worker
+        self._phases, self._environment_at, self._phase_at = progress.cells, 2 * worker, 2 * worker + 1
+        self._envs: list[Any] = []
+        for number, env_fn in enumerate(env_fns):
+            progress.write(worker, number, _CONSTRUCTOR)
+            self._envs.append(environments.checked(env_fn()))
+        self._say([(env.observation_space, env.action_space) for env in self._envs])
+
+    def _say(self, value: Any) -> None:
+        self._answer(_messages.packed(_messages.VALUE, value))
+
+    def _answer(self, message: bytes) -> None:
+        # Before the parent knows, so that it finds this if the worker ends while it waits.
+        self._phases[self._phase_at] = _IDLE
+        self._reply(message)
+
+    def do(self, name: str, data: Any) -> None:
+        """Do what a command says."""
+        if name == "step":
+            self._step(data)
+        elif name == "close":
+            self._close()
+        elif name == "map":
+            self._map(data)
+        elif name == "reset":
+            infos = [self._reset(number, *how) for number, how in enumerate(data)]
+            self._say_infos(infos, [(None, info) for info in infos])
+        else:
+            number, argument = data
+            self._progress.write(self._worker, number, PHASES.index(name))
+            try:
+                message = _messages.packed(_messages.VALUE, call(self._envs[number], name, argument))
+            except Exception as error:
+                # The environment is as it was; the caller may try something else.
+                message = _messages.packed_error(error)
+            self._answer(message)
+
+    def _close(self) -> None:
+        failed: Exception | None = None
+        for number, env in enumerate(self._envs):
+            if failed is None:
+                self._progress.write(self._worker, number, _CLOSE)
+            try:
+                env.close()
+            except Exception as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+        self._say(None)
+
+    def _map(self, layout: Layout) -> None:
+        arrays: dict[str, Any] = layout.arrays(self._memory.map(layout.size))
+        self._memory.close()
+        mine = range(self._first, self._first + len(self._envs))
+        fields = [arrays[f"observation {index}"] for index in range(len(layout.keys))]
+        self._rows: list[list[Row]] = [rows_of(index, layout.kind, layout.keys, fields) for index in mine]
+        part = slice(mine.start, mine.stop)
+        # Items of memoryviews are written in a third of the time that items of arrays take.
+        self._rewards = memoryview(arrays["reward"][part])
+        self._kinds = memoryview(arrays["reward kind"][part])
+        self._flags = memoryview(arrays["flags"][part])
+        self._own_actions: Any = arrays["action"][part] if "action" in arrays else None
+        self._say(None)
+
+    def _reset(self, number: int, seed: int | None, options: dict[str, Any]) -> dict[str, Any]:
+        self._progress.write(self._worker, number, _RESET)
+        maybe = {"options": options} if options else {}
+        observation, info = self._envs[number].reset(seed=seed, **maybe)
+        self._write(number, observation)
+        found: dict[str, Any] = info
+        return found
+
+    def _write(self, number: int, observation: Any) -> None:
+        for row in self._rows[number]:
+            row.write(observation if row.key is None else observation[row.key])
+
+    def step_as_shared(self) -> None:
+        """Step with the actions in the memory."""
+        # The environment may keep what it gets, and the next actions are written to the same place.
+        self._step(self._own_actions.copy())
+
+    def _step(self, actions: Iterable[Any]) -> None:
+        phases, phase_at, environment_at = self._phases, self._phase_at, self._environment_at
+        rewards, kinds, flags, all_rows = self._rewards, self._kinds, self._flags, self._rows
+        said: list[Any] | None = None
+        for number, (env, action) in enumerate(zip(self._envs, actions, strict=True)):
+            phases[environment_at] = number
+            phases[phase_at] = _STEP
+            observation, reward, terminated, truncated, info = env.step(action)
+            reset_info = None
+            if terminated or truncated:
+                flags[number] = DONE if terminated else DONE | TRUNCATED
+                info["terminal_observation"] = kept(observation)
+                phases[phase_at] = _RESET
+                observation, reset_info = env.reset()
+            else:
+                flags[number] = 0
+            kind = KINDS.get(type(reward), OTHER)
+            if kind == 2 and not -_EXACT <= reward <= _EXACT:
+                kind = OTHER
+            kinds[number] = kind
+            if kind != OTHER:
+                rewards[number] = reward
+            for row in all_rows[number]:
+                row.write(observation if row.key is None else observation[row.key])
+            if info or reset_info is not None or kind == OTHER:
+                said = said or [None] * len(self._envs)
+                said[number] = (info, reset_info, reward if kind == OTHER else None)
+        if said is None:
+            phases[phase_at] = _IDLE
+            self._reply(_messages.NOTHING)
+        else:
+            self._say_infos(said, said)
+
+    def _say_infos(self, said: Sequence[Any], infos: Sequence[Any]) -> None:
+        try:
+            message = _messages.packed(_messages.VALUE, said)
+        except Exception as error:
+            self._blame(infos, error)
+            raise
+        self._answer(message)
+
+    def _blame(self, infos: Sequence[Any], error: Exception) -> None:
+        """Raise what says which entry of an information cannot be sent."""
+        for number, entry in enumerate(infos):
+            for where, info in zip(("info", "the info of reset"), entry or (), strict=False):
+                for key, value in dict(info or {}).items():
+                    try:
+                        pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+                    except Exception:
+                        self._progress.write(self._worker, number, _STEP if where == "info" else _RESET)
+                        raise EnvironmentOutputError(
+                            f"{where}[{key!r}] cannot be pickled, and so cannot leave its process: {error}. Leave it "
+                            f"out: info.pop({key!r})"
+                        ) from error

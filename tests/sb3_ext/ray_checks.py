@@ -1,0 +1,196 @@
+"""What ``test_ray_vec_env`` runs in a process of its own: ``python ray_checks.py FOLDER``, with Ray's files there.
+
+It prints JSON: for each check, what has gone wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import psutil
+import pytest
+import ray
+from stable_baselines3 import PPO
+from stable_baselines3.common.logger import Logger
+from stable_baselines3.common.vec_env import SubprocVecEnv
+
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, WorkerError
+from sb3_ext import RayVecEnv, as_factory, make_vec_env
+from tests.sb3_ext.vec_checks import FAST, action_of, assert_equal, rollout
+from tests.sb3_ext.vec_worlds import Counting, Drawn, Failing
+
+Check = Callable[[], None]
+CHECKS: dict[str, Check] = {}
+
+
+def check(function: Check) -> Check:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def actors() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children(recursive=True) if "ray::Actor" in child.name()]
+
+
+def is_as_sb3s(build: Any, n_workers: int | None = 2) -> None:
+    space = build().action_space
+    space.seed(0)
+    actions = [action_of(space, 3) for _ in range(25)]
+    theirs = SubprocVecEnv([build] * 3, start_method=FAST)
+    ours = RayVecEnv([build] * 3, n_workers=n_workers)
+    assert_equal(rollout(ours, actions), rollout(theirs, actions))
+    assert_equal(ours.env_method("all_given"), theirs.env_method("all_given"))
+    assert_equal(ours.get_images(), list(theirs.get_images()))
+    ours.close()
+    theirs.close()
+
+
+@check
+def dicts_are_as_sb3s() -> None:
+    is_as_sb3s(functools.partial(Drawn, "Dict", "Box", "float32"))
+
+
+@check
+def tuples_are_as_sb3s() -> None:
+    is_as_sb3s(functools.partial(Drawn, "Tuple", "Tuple", "large int"), n_workers=None)
+
+
+@check
+def images_are_as_sb3s() -> None:
+    is_as_sb3s(functools.partial(Drawn, "image", "MultiDiscrete", "int or float"))
+
+
+@check
+def methods() -> None:
+    venv = RayVecEnv([Drawn] * 3, n_workers=2)
+    assert venv.env_method("double", 4, plus=1, indices=[2, 0]) == [9, 9]
+    venv.set_attr("label", "other", 1)
+    assert venv.get_attr("label") == ["drawn", "other", "drawn"]
+    assert venv.has_attr("double")
+    assert not venv.has_attr("triple")
+    assert venv.env_is_wrapped(gym.wrappers.TimeLimit) == [False] * 3
+    with pytest.raises(KeyError, match="raised in a call"):
+        venv.env_method("raise_in_call", indices=1)
+    assert venv.env_method("loaded", ["stable_baselines3", "torch"]) == [[]] * 3
+    pids = venv.env_method("pid")
+    assert set(pids) <= {actor.pid for actor in actors()}
+    assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [2, 1]
+    draws = [json.dumps(draw) for draw in venv.env_method("draws")]
+    assert len(set(draws)) == 3
+    venv.close()
+    with pytest.raises(InvalidArgumentError, match="closed"):
+        venv.reset()
+
+
+@check
+def instances_and_make_vec_env() -> None:
+    changed = gym.make("CartPole-v1")
+    changed.unwrapped.gravity = 3.5  # type: ignore[attr-defined]
+    venv = RayVecEnv([as_factory(changed)] * 2)
+    assert [inner.gravity for inner in venv.get_attr("unwrapped")] == [3.5] * 2
+    venv.close()
+    venv = make_vec_env("CartPole-v1", 2, seed=3, vec_env_cls=RayVecEnv, vec_env_kwargs={"n_workers": 1})
+    assert isinstance(venv, RayVecEnv)
+    model = PPO("MlpPolicy", venv, n_steps=32, batch_size=32, device="cpu")
+    model.set_logger(Logger(None, []))
+    model.learn(128)
+    venv.close()
+
+
+def live(venv: RayVecEnv, said: str) -> None:
+    try:
+        venv.seed(40)
+        venv.reset()
+        for _ in range(12):
+            venv.step(np.array([0, 1, 0]))
+    except WorkerError:
+        with pytest.raises(WorkerError, match=said):
+            venv.reset()
+        raise
+    finally:
+        venv.close()
+
+
+def fails(when: str, how: str, said: str, phase: str, *, limit_s: float = 20.0, **options: Any) -> WorkerError:
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match=said) as caught:
+        live(RayVecEnv([Counting, functools.partial(Failing, when, how), Counting], n_workers=2, **options), said)
+    assert caught.value.phase == phase
+    assert time.monotonic() - began < limit_s
+    return caught.value
+
+
+@check
+def exceptions() -> None:
+    for when, phase in (("constructor", "constructor"), ("reset", "reset"), ("step", "step"), ("close", "close")):
+        error = fails(when, "raise", "environment 1 of 3.*ValueError.'the rope has snapped'", phase)
+        assert isinstance(error.__cause__, ValueError)
+        assert "vec_worlds.py" in error.traceback
+        assert (error.seed, error.worker) == (None if phase == "constructor" else 41, 0)
+    assert fails("step", "raise what does not pickle", "UnpicklableError: a lock|UnpicklableError", "step").kind
+    assert fails("step", "sys.exit", "SystemExit", "step").kind == "exception"
+
+
+@check
+def deaths() -> None:
+    for how in ("SIGSEGV", "SIGKILL", "os._exit"):
+        error = fails("step", how, r"environment [01] of 3 .*its actor, with environments 0 to 1, has died", "step")
+        assert error.kind == "exit"
+
+
+@check
+def hangs() -> None:
+    fails("step", "hang", "did not answer within 1 s", "step", step_timeout=1)
+    fails("constructor", "hang", "did not answer within 3 s", "constructor", start_timeout=3)
+
+
+@check
+def informations_that_do_not_pickle() -> None:
+    class Locked(Counting):
+        def step(self, action: int) -> Any:
+            return (*super().step(action)[:4], {"lock": lambda: 0})
+
+    venv = RayVecEnv([Locked])
+    venv.reset()
+    with pytest.raises(WorkerError, match=r"info\['lock'\] cannot be pickled") as caught:
+        venv.step(np.array([0]))
+    assert isinstance(caught.value.__cause__, EnvironmentOutputError)
+    venv.close()
+
+
+@check
+def nothing_is_left() -> None:
+    end = time.monotonic() + 10
+    while left := actors():
+        assert time.monotonic() < end, left
+        time.sleep(0.1)
+
+
+def main() -> None:
+    found = {}
+    ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=2**27, log_to_driver=False,
+             _temp_dir=sys.argv[1])  # fmt: skip
+    for name, function in CHECKS.items():
+        try:
+            function()
+        except BaseException:
+            found[name] = traceback.format_exc()
+        else:
+            found[name] = ""
+    ray.shutdown()
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module="ray")
+    main()

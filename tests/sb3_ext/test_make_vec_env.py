@@ -1,0 +1,310 @@
+"""make_vec_env does what SB3's does, and finds out how far environments have to be kept apart."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import os
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+from stable_baselines3.common import env_util
+from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
+
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, IsolationError, WorkerError
+from sb3_ext import AutoVecEnv, EnvFactory, SharedMemoryVecEnv, as_factory, make_vec_env
+from tests.core.isolation.conftest import Variant, compiled, compiler, own_cache, variant
+from tests.sb3_ext.vec_checks import FAST, assert_equal, no_workers
+from tests.sb3_ext.vec_worlds import Bounded, Counting, Drawn, Slow, cart_pole, noted
+
+__all__ = ["compiled", "compiler", "own_cache", "variant"]
+
+
+def seen(venv: VecEnv) -> list[Any]:
+    """What is returned, but for the time, and how exact rewards are; no new seed is set."""
+    actions = np.random.default_rng(0).integers(2, size=(60, venv.num_envs))
+    found: list[Any] = [venv.reset(), copy.deepcopy(venv.reset_infos)]
+    for action in actions:
+        observations, rewards, dones, infos = venv.step(action)
+        for info in infos:
+            info.get("episode", {}).pop("t", None)
+        found.append([observations, rewards.astype(np.float32), dones, infos, copy.deepcopy(venv.reset_infos)])
+    found.append([space.sample() for space in venv.get_attr("action_space")])
+    found.append([venv.env_is_wrapped(kind) for kind in (env_util.Monitor, Bounded)])
+    venv.close()
+    return found
+
+
+OURS = {
+    "in process": {"isolation": "in-process"},
+    "processes": {"isolation": "process", "vec_env_kwargs": {"start_method": FAST}},
+    "forkserver": {"isolation": "process"},
+    "auto": {},
+    "two workers": {"vec_env_cls": SharedMemoryVecEnv, "vec_env_kwargs": {"start_method": FAST, "n_workers": 2}},
+    "SB3's": {"vec_env_cls": SubprocVecEnv, "vec_env_kwargs": {"start_method": FAST}},
+}
+CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "id": ("CartPole-v1", {}),
+    "id with arguments": ("CartPole-v1", {"env_kwargs": {"max_episode_steps": 12}}),
+    "class": (Counting, {}),
+    "function": (cart_pole, {"env_kwargs": {"gravity": 30.0}}),
+    "lambda": (lambda: cart_pole(3.0), {}),
+    "wrapper": ("CartPole-v1", {"wrapper_class": Bounded, "wrapper_kwargs": {"bound": 0.5}, "start_index": 3}),
+    "monitor's options": (lambda: Bounded(cart_pole()), {"monitor_kwargs": {"info_keywords": ("bound",)}}),
+}
+
+
+@pytest.mark.parametrize("how", list(OURS))
+@pytest.mark.parametrize("call", list(CALLS))
+def test_it_returns_what_sb3s_does(call: str, how: str) -> None:
+    env_id, options = CALLS[call]
+    theirs = seen(env_util.make_vec_env(env_id, 3, seed=7, **options))
+    assert_equal(seen(make_vec_env(env_id, 3, seed=7, **options, **OURS[how])), theirs)
+    assert any("episode" in info for step in theirs[2:-2] for info in step[3])
+    assert no_workers()
+
+
+def test_the_arguments_are_sb3s() -> None:
+    theirs = inspect.signature(env_util.make_vec_env).parameters
+    ours = inspect.signature(make_vec_env).parameters
+    assert list(ours)[: len(theirs)] == list(theirs)
+    assert [ours[name].default for name in theirs] == [parameter.default for parameter in theirs.values()]
+    assert all(ours[name].kind is inspect.Parameter.KEYWORD_ONLY for name in list(ours)[len(theirs) :])
+
+
+@pytest.mark.parametrize("how", ["in process", "processes", "forkserver"])
+def test_files_of_monitors(how: str, tmp_path: Path) -> None:
+    found = {}
+    for name, make, options in (("theirs", env_util.make_vec_env, {}), ("ours", make_vec_env, OURS[how])):
+        folder = tmp_path / name
+        seen(make("CartPole-v1", 2, seed=3, start_index=5, monitor_dir=str(folder), **options))
+        assert sorted(path.name for path in folder.iterdir()) == ["5.monitor.csv", "6.monitor.csv"]
+        texts = [path.read_text().splitlines() for path in sorted(folder.iterdir())]
+        assert all(
+            text[0].startswith('#{"t_start": ') and text[0].endswith(', "env_id": "CartPole-v1"}') for text in texts
+        )
+        found[name] = [[line.split(",")[:2] for line in text[1:]] for text in texts]
+    assert found["ours"] == found["theirs"]
+    assert all(len(lines) > 2 for lines in found["ours"])
+
+
+def test_instances_and_factories() -> None:
+    env = cart_pole()
+    env.unwrapped.gravity = 25.0  # type: ignore[attr-defined]
+    theirs = seen(env_util.make_vec_env(lambda: cart_pole(25.0), 2, seed=1))
+    for source in (env, as_factory(env)):
+        assert isinstance(source, gym.Env | EnvFactory)
+        assert_equal(seen(make_vec_env(source, 2, seed=1, isolation="in-process")), theirs)
+        assert_equal(seen(make_vec_env(source, 2, seed=1, isolation="process")), theirs)
+
+
+@pytest.mark.parametrize("isolation", ["in-process", "process"])
+def test_evaluating_does_not_miss_a_monitor(isolation: Any) -> None:
+    venv = make_vec_env("CartPole-v1", 2, seed=0, isolation=isolation)
+
+    class Policy:
+        def predict(self, observations: Any, **_: Any) -> Any:
+            return np.zeros(2, np.int64), None
+
+    assert evaluate_policy(Policy(), venv, n_eval_episodes=2)[0] > 5  # type: ignore[arg-type]
+    venv.close()
+
+
+def test_the_number_of_environments_may_be_that_of_cores() -> None:
+    venv = make_vec_env("CartPole-v1", None, isolation="in-process")
+    assert venv.num_envs == len(os.sched_getaffinity(0))
+    venv.close()
+
+
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
+def test_seeds_make_all_streams_reproducible(start_method: str) -> None:
+    def draws(seed: int | None) -> list[Any]:
+        options = {"isolation": "process", "vec_env_kwargs": {"start_method": start_method}}
+        venv = make_vec_env(Drawn, 2, seed=seed, **options)  # type: ignore[arg-type]
+        venv.reset()
+        found = venv.env_method("draws")
+        venv.close()
+        return found
+
+    once, again, other, none = draws(4), draws(4), draws(5), draws(None)
+    assert once == again
+    for name in ("random", "numpy", "torch", "libc", "own"):
+        values = [tuple(found[name]) for found in (*once, *other, *none)]
+        # SB3 gives environment 1 of seed 4 the seed of environment 0 of seed 5.
+        assert len(set(values)) == (5 if name == "own" else 6), name
+
+
+def test_sb3s_own_function_takes_ours_as_a_class() -> None:
+    theirs = seen(env_util.make_vec_env("CartPole-v1", 3, seed=2))
+    for options in (
+        {"vec_env_cls": AutoVecEnv},
+        {"vec_env_cls": AutoVecEnv, "vec_env_kwargs": {"isolation": "process", "start_method": FAST}},
+        {"vec_env_cls": SharedMemoryVecEnv, "vec_env_kwargs": {"start_method": FAST}},
+    ):
+        assert_equal(seen(env_util.make_vec_env("CartPole-v1", 3, seed=2, **options)), theirs)  # type: ignore[arg-type]
+
+
+# -- how far environments are kept apart
+
+
+def built_here(folder: Path) -> int:
+    return sum(path.name.startswith(f"{os.getpid()}-") for path in folder.iterdir())
+
+
+def pids(venv: VecEnv) -> list[int]:
+    """The processes of the environments."""
+    if isinstance(venv, DummyVecEnv):
+        return [os.getpid()] * venv.num_envs
+    assert isinstance(venv, SharedMemoryVecEnv)
+    return [seat.process.pid for seat in venv._pool.of_env]
+
+
+@pytest.mark.parametrize("name", ["NULL_FOR_SECOND", "CRASH_OF_SECOND", "SHARED_GLOBALS", "SEEDED_BY_CLOCK"])
+@pytest.mark.parametrize("entry", ["make_vec_env", "AutoVecEnv", "SB3's make_vec_env"])
+def test_what_cannot_share_a_process_does_not(name: str, entry: str, variant: Variant, tmp_path: Path) -> None:
+    if entry != "make_vec_env" and name != "CRASH_OF_SECOND":
+        pytest.skip("one is enough")
+    folder = tmp_path / "built"
+    folder.mkdir()
+    build = functools.partial(noted, variant(name), str(folder))
+    if entry == "make_vec_env":
+        venv = make_vec_env(build, 3, seed=0)
+    elif entry == "AutoVecEnv":
+        venv = AutoVecEnv([build] * 3)
+    else:
+        venv = env_util.make_vec_env(build, 3, seed=0, vec_env_cls=AutoVecEnv)  # type: ignore[arg-type]
+    assert isinstance(venv, SharedMemoryVecEnv)
+    assert len(set(pids(venv))) == 3
+    assert built_here(folder) == 0
+    assert "So each of the 3 has its own process." in venv.isolation_report  # type: ignore[attr-defined]
+    venv.reset()
+    for _ in range(5):
+        venv.step(np.zeros((3, 1)))
+    venv.close()
+    assert no_workers()
+
+
+def test_what_is_independent_and_fast_shares_this_process(variant: Variant) -> None:
+    venv = make_vec_env(variant("GOOD"), 3)
+    assert isinstance(venv, DummyVecEnv)
+    assert "So they share this process: a step of 3 takes" in venv.isolation_report  # type: ignore[attr-defined]
+    venv.close()
+
+
+def test_what_is_independent_and_slow_is_shared_by_as_many_processes_as_there_are_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rl_ext_core.resources.usable_cores", lambda: 2)
+    venv = make_vec_env(Slow, 4)
+    assert [pids(venv).count(pid) for pid in dict.fromkeys(pids(venv))] == [2, 2]
+    assert "So 2 processes share them: a step of 4 takes" in venv.isolation_report  # type: ignore[attr-defined]
+    venv.close()
+    venv = AutoVecEnv([Slow] * 4, n_workers=3)
+    assert len(set(pids(venv))) == 3
+    venv.close()
+
+
+def test_processes_that_collide_are_cured(variant: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    venv = make_vec_env(variant("LOCK_IN_CWD"), 2)
+    assert len(set(pids(venv))) == 2
+    assert "working directory" in venv.isolation_report  # type: ignore[attr-defined]
+    venv.reset()
+    venv.step(np.zeros((2, 1)))
+    venv.close()
+    assert not list(Path(os.environ.get("TMPDIR", "/tmp")).glob("rl-ext-*"))
+
+
+@pytest.mark.parametrize("name", ["SHARED_MEMORY", "NULL_ALWAYS"])
+def test_what_cannot_be_kept_apart_is_refused(name: str, variant: Variant) -> None:
+    with pytest.raises(IsolationError):
+        make_vec_env(variant(name), 2)
+    assert no_workers()
+
+
+def test_asking_for_it_decides_without_a_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sb3_ext.auto_vec_env.probe", None)
+    for isolation, kind in (("process", SharedMemoryVecEnv), ("in-process", DummyVecEnv)):
+        venv = make_vec_env(Counting, 2, isolation=isolation)  # type: ignore[arg-type]
+        assert isinstance(venv, kind)
+        assert "as asked" in venv.isolation_report  # type: ignore[attr-defined]
+        venv.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "said"),
+    [
+        ({"env_id": "NoSuchEnv-v0"}, InvalidArgumentError, "NoSuchEnv"),
+        ({"env_id": 3}, InvalidTypeError, "builds no environment"),
+        ({"env_id": lambda: 3}, InvalidTypeError, r"builtins\.int"),
+        ({"isolation": "thread"}, InvalidArgumentError, "isolation='thread'"),
+        ({"isolation": "process", "vec_env_cls": DummyVecEnv}, InvalidArgumentError, "vec_env_cls=DummyVecEnv"),
+        ({"env_id": Counting(), "env_kwargs": {"a": 1}}, InvalidArgumentError, "env_kwargs"),
+        ({"env_kwargs": {"nonsense": 1}}, (WorkerError, TypeError, IsolationError), "nonsense"),
+        ({"n_envs": 0}, InvalidArgumentError, "num_workers=0|n_envs=0"),
+        ({"vec_env_kwargs": {"workers": 2}, "isolation": "process"}, TypeError, "workers"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(arguments: dict[str, Any], kind: Any, said: str) -> None:
+    with pytest.raises(kind, match=said):
+        make_vec_env(
+            **{"env_id": Counting, "n_envs": 2, **({} if "isolation" in arguments else OURS["in process"]), **arguments}
+        )
+    assert no_workers()
+
+
+def test_spaces_of_the_vectorised_environment() -> None:
+    venv = make_vec_env(Drawn, 2, isolation="process")
+    assert venv.observation_space == spaces.Box(-1, 1, (3,), np.float32)
+    venv.close()
+
+
+@pytest.mark.parametrize("isolation", ["in-process", "auto"])
+def test_functions_that_stay_in_this_process_keep_what_they_share(isolation: Any) -> None:
+    made: list[int] = []
+
+    def make() -> Counting:
+        made.append(len(made))
+        return Counting()
+
+    for build in (lambda: make_vec_env(make, 3, isolation=isolation), lambda: AutoVecEnv([make] * 3, isolation)):
+        build().close()
+        assert made == [0, 1, 2]
+        made.clear()
+
+
+def test_what_cannot_be_pickled_may_stay_in_this_process() -> None:
+    lock = threading.Lock()
+    venv = make_vec_env(lambda: Counting() if lock else None, 2, isolation="in-process")
+    venv.close()
+
+
+def test_options_of_processes_are_no_use_without_any() -> None:
+    with pytest.raises(InvalidArgumentError, match="step_timeout"):
+        make_vec_env(Counting, 2, isolation="in-process", vec_env_kwargs={"step_timeout": 3})
+
+
+def test_workers_that_do_not_fit_into_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("rl_ext_core.resources.available_memory", lambda: 10**6)
+    AutoVecEnv([Slow] * 2, n_workers=2).close()
+    assert re.search(r"2 workers need about .* 0\.0 GB are available: use 1 or fewer", caplog.text)
+    caplog.clear()
+    SharedMemoryVecEnv([Counting] * 2).close()
+    assert re.search(r"2 workers take \d+ MB each, and 1 MB are left: .* n_workers=1", caplog.text)
+
+
+def test_a_console_game_by_its_name() -> None:
+    pytest.importorskip("stable_retro")
+    venv = make_vec_env("Airstriker-Genesis-v0", 2, seed=0)
+    assert len(set(pids(venv))) == 2
+    assert "Cannot create multiple emulator instances" in venv.isolation_report  # type: ignore[attr-defined]
+    assert venv.reset().shape == (2, 224, 320, 3)
+    venv.close()

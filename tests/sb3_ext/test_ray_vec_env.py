@@ -1,0 +1,60 @@
+"""Environments in Ray actors: the same as in processes of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from rl_ext_core.errors import InvalidArgumentError, MissingDependencyError
+from sb3_ext import RayVecEnv
+from tests.ray_scripts import output_of
+from tests.sb3_ext.vec_worlds import Counting
+
+SCRIPT = Path(__file__).with_name("ray_checks.py")
+NAMES = (
+    "dicts_are_as_sb3s",
+    "tuples_are_as_sb3s",
+    "images_are_as_sb3s",
+    "methods",
+    "instances_and_make_vec_env",
+    "exceptions",
+    "deaths",
+    "hangs",
+    "informations_that_do_not_pickle",
+    "nothing_is_left",
+)
+
+
+@pytest.fixture(scope="module")
+def ran() -> dict[str, str]:
+    if find_spec("ray") is None and "CI" not in os.environ:
+        pytest.skip("ray is not installed: pip install 'rl-ext[ray]'")
+    with tempfile.TemporaryDirectory(prefix="rl-", dir="/tmp") as root:
+        lines = output_of([str(SCRIPT), str(Path(root, "ray"))], Path(root), limit_s=300).splitlines()
+    found: dict[str, str] = json.loads(lines[-1])
+    assert set(found) == set(NAMES)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_in_ray(name: str, ran: dict[str, str]) -> None:
+    assert ran[name] == ""
+
+
+def test_options_are_checked_before_ray_is_started() -> None:
+    with pytest.raises(InvalidArgumentError, match="n_workers=0"):
+        RayVecEnv([Counting], n_workers=0)
+    with pytest.raises(InvalidArgumentError, match="env_fns is empty"):
+        RayVecEnv([])
+
+
+def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    with pytest.raises(MissingDependencyError, match=r'pip install "rl-ext\[ray\]"'):
+        RayVecEnv([Counting])

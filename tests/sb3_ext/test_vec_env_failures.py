@@ -1,0 +1,371 @@
+"""Whatever goes wrong in a worker is raised as one error that says what and where, and nothing is left of it."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, WorkerError
+from sb3_ext.shared_memory_vec_env import SharedMemoryVecEnv
+from tests.sb3_ext.vec_checks import FAST, no_workers
+from tests.sb3_ext.vec_worlds import Counting, Drawn, Failing, Returning, Unpicklable
+
+methods = pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.slow), "forkserver", "fork"])
+AT_MOST_S = 20  # that it does not hang; loaded machines take seconds
+ACTIONS = np.zeros(3, np.int64)
+
+HOWS = {
+    "raise": ("exception", "raised ValueError('the rope has snapped')"),
+    "raise what does not pickle": ("exception", "raised UnpicklableError('a lock')"),
+    "SIGSEGV": ("signal", "was killed by SIGSEGV"),
+    "SIGKILL": ("signal", "was killed by SIGKILL"),
+    "SIGABRT": ("signal", "was killed by SIGABRT"),
+    "os._exit": ("exit", "ended with exit code 0"),
+    "sys.exit": ("exit", "exited by SystemExit('enough')"),
+}
+PHASES = {"constructor": "constructor", "reset": "reset", "step": "step", "reset in step": "reset", "close": "close"}
+
+
+def live(venv: SharedMemoryVecEnv) -> None:
+    """Do one after the other all that an environment may fail at."""
+    venv.seed(40)
+    venv.reset()
+    for _ in range(12):
+        venv.step(ACTIONS)
+    venv.close()
+
+
+def failing(when: str, how: str, *, at: int = 1, **options: Any) -> SharedMemoryVecEnv:
+    """Three environments, of which one fails."""
+    env_fns: list[Any] = [Counting] * 3
+    env_fns[at] = functools.partial(Failing, when, how)
+    return SharedMemoryVecEnv(env_fns, **options)
+
+
+@contextmanager
+def caught(kind: type[Exception] = WorkerError) -> Iterator[Any]:
+    """Expect a failure, and that nothing is left."""
+    begin = time.monotonic()
+    with pytest.raises(kind) as found:
+        yield found
+    assert time.monotonic() - begin < AT_MOST_S
+    assert no_workers()
+    assert not [name for name in os.listdir("/dev/shm") if "rl_ext" in name]
+    assert not [thread for thread in threading.enumerate() if thread.name == "rl_ext_core-watch" and not _ends(thread)]
+
+
+def _ends(thread: threading.Thread) -> bool:
+    thread.join(2)
+    return not thread.is_alive()
+
+
+@methods
+@pytest.mark.parametrize("how", list(HOWS))
+@pytest.mark.parametrize("when", list(PHASES))
+def test_failures_reach_the_caller(when: str, how: str, method: str) -> None:
+    if (when, how) == ("close", "os._exit"):
+        pytest.skip("that is what closing is for")
+    kind, said = HOWS[how]
+    with caught() as found:
+        venv = failing(when, how, start_method=method)
+        try:
+            live(venv)
+        finally:
+            begin = time.monotonic()
+            venv.close()
+            assert time.monotonic() - begin < 1
+            venv.close()
+    error = found.value
+    seed = None if when == "constructor" else 41
+    assert (error.worker, error.kind, error.phase, error.seed) == (1, kind, PHASES[when], seed)
+    assert error.notes["environment"] == 1
+    where = "its constructor" if when == "constructor" else PHASES[when]
+    named = "" if seed is None else " (seed 41)"
+    assert str(error).startswith(f"environment 1 of 3{named}, in {where}: {said}")
+    if (kind != "signal" and how != "os._exit") or how in ("SIGSEGV", "SIGABRT"):
+        assert "vec_worlds.py" in error.traceback
+        assert "in fail" in error.traceback
+        assert error.traceback.splitlines()[-1] in str(error)
+    if how == "raise":
+        assert repr(error.__cause__) == "ValueError('the rope has snapped')"
+    assert (error.exitcode == -signal.SIGSEGV) == (how == "SIGSEGV")
+
+
+@pytest.mark.parametrize(
+    "method", ["forkserver", *(pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "fork"))]
+)
+@pytest.mark.parametrize("how", ["hang", "hang in C"])
+@pytest.mark.parametrize("when", list(PHASES))
+def test_hangs_are_found_by_the_time_limits(when: str, how: str, method: str) -> None:
+    limits = {"start_timeout": 3.0} if when == "constructor" else {"step_timeout": 0.5}
+    with caught() as found:
+        live(failing(when, how, start_method=method, **limits))
+    error = found.value
+    assert (error.worker, error.kind, error.phase) == (1, "timeout", PHASES[when])
+    assert f"did not answer within {next(iter(limits.values())):g} s" in str(error)
+    assert ("does not even react to signals" in str(error)) or "in fail" in str(error) or "in hang_in_c" in str(error)
+
+
+@pytest.mark.parametrize(("n_workers", "worker"), [(1, 0), (2, 1), (3, 2)])
+@pytest.mark.parametrize("how", ["SIGSEGV", "raise", "hang"])
+def test_the_environment_is_named_where_workers_have_several(how: str, n_workers: int, worker: int) -> None:
+    with caught() as found:
+        live(failing("step", how, at=2, n_workers=n_workers, start_method=FAST, step_timeout=1.0))
+    assert (found.value.worker, found.value.notes["environment"], found.value.seed) == (worker, 2, 42)
+    assert str(found.value).startswith("environment 2 of 3 (seed 42), in step: ")
+
+
+def test_a_worker_that_is_killed_while_it_waits_is_found_at_the_next_call() -> None:
+    venv = SharedMemoryVecEnv([Drawn] * 3, FAST)
+    venv.reset()
+    os.kill(venv.env_method("pid")[2], signal.SIGKILL)
+    with caught() as found:
+        venv.step(ACTIONS)
+    assert str(found.value).startswith("environment 2 of 3, between two calls: was killed by SIGKILL")
+    with pytest.raises(WorkerError, match="environment 2 of 3"):
+        venv.reset()
+    venv.close()
+
+
+@pytest.mark.parametrize("n_workers", [1, 3])
+def test_an_information_that_does_not_pickle_is_named(n_workers: int) -> None:
+    with caught() as found:
+        live(SharedMemoryVecEnv([Counting, Unpicklable, Counting], FAST, n_workers=n_workers))
+    assert found.value.notes["environment"] == 1
+    assert "info['lock'] cannot be pickled" in str(found.value)
+    assert isinstance(found.value.__cause__, EnvironmentOutputError)
+
+
+@pytest.mark.parametrize("n_workers", [1, 2])
+def test_spaces_that_differ_are_refused(n_workers: int) -> None:
+    with caught(EnvironmentOutputError) as found:
+        SharedMemoryVecEnv([Drawn, functools.partial(Drawn, "Dict")], FAST, n_workers=n_workers)
+    assert "environment 1 has observation_space=Dict(" in str(found.value)
+    with caught(EnvironmentOutputError) as found:
+        SharedMemoryVecEnv([Drawn, functools.partial(Drawn, actions="Box")], FAST, n_workers=n_workers)
+    assert "environment 1 has action_space=Box(" in str(found.value)
+
+
+BOX, BYTES = spaces.Box(-1, 1, (3,), np.float32), spaces.Box(0, 255, (2,), np.uint8)
+WRONG = [
+    (BOX, np.zeros(4, np.float32), "the observation has the shape (4,) where the observation space says (3,)"),
+    (BOX, np.zeros((1, 3), np.float32), "has the shape (1, 3)"),
+    (BOX, np.float32(0), "has the shape ()"),
+    (BOX, [0.0, 1.0], "has the shape (2,)"),
+    (spaces.Discrete(3), np.zeros(1, np.int64), "has the shape (1,)"),
+    (spaces.Discrete(3), 1.5, "values that int64, the observation space's dtype, cannot hold"),
+    (BYTES, np.array([0.5, 1.0], np.float32), "is of float32 with values that uint8"),
+    (BYTES, np.array([3, 300]), "is of int64 with values that uint8"),
+    (BYTES, np.array([np.nan, 3]), "is of float64 with values that uint8"),
+    (spaces.Dict(a=BOX, b=BYTES), {"a": np.zeros(3, np.float32), "b": np.zeros(3, np.uint8)}, "observation['b'] has"),
+    (spaces.Tuple((BOX, BYTES)), (np.zeros(3, np.float32), np.full(2, -1)), "observation[1] is of int64 with values"),
+]
+
+
+@pytest.mark.parametrize(("space", "observation", "said"), WRONG)
+def test_observations_that_do_not_fit_their_space_are_refused(space: Any, observation: Any, said: str) -> None:
+    with caught() as found:
+        SharedMemoryVecEnv([functools.partial(Returning, space, observation)], FAST).reset()
+    assert said in str(found.value)
+    assert isinstance(found.value.__cause__, EnvironmentOutputError)
+    assert found.value.phase == "reset"
+
+
+FINE = [
+    (BYTES, np.array([3, 200]), np.uint8),
+    (BYTES, [3, 200], np.uint8),
+    (spaces.Discrete(3), np.int32(2), np.int64),
+    (spaces.Discrete(3), np.array(2), np.int64),
+    (BOX, [0, 1, 0.5], np.float32),
+    (spaces.MultiBinary(2), np.array([True, False]), np.int8),
+]
+
+
+@pytest.mark.parametrize(("space", "observation", "dtype"), FINE)
+def test_observations_of_another_dtype_whose_values_fit_are_taken(space: Any, observation: Any, dtype: Any) -> None:
+    venv = SharedMemoryVecEnv([functools.partial(Returning, space, observation)], FAST)
+    seen = venv.reset()
+    venv.close()
+    assert seen.dtype == dtype
+    np.testing.assert_array_equal(seen[0], np.asarray(observation))
+
+
+def test_what_a_method_raises_leaves_the_environments_alive() -> None:
+    venv = SharedMemoryVecEnv([Drawn] * 3, FAST, n_workers=2)
+    with pytest.raises(KeyError, match="raised in a call") as found:
+        venv.env_method("raise_in_call")
+    assert "in raise_in_call" in str(found.value.__cause__)
+    with pytest.raises(AttributeError, match="no_such_attribute"):
+        venv.get_attr("no_such_attribute")
+    with pytest.raises((TypeError, pickle.PicklingError), match="lock"):
+        venv.env_method("not_picklable", indices=1)
+    assert venv.env_method("double", 3) == [6, 6, 6]
+    venv.reset()
+    venv.step(ACTIONS)
+    venv.close()
+
+
+def test_a_method_that_kills_its_worker_is_a_failure() -> None:
+    venv = failing("method", "SIGSEGV", start_method=FAST)
+    with caught() as found:
+        venv.env_method("method", indices=[1])
+    assert str(found.value).startswith("environment 1 of 3, in env_method: was killed by SIGSEGV")
+    venv.close()
+
+
+def test_closing_twice_and_during_a_step_and_calls_afterwards() -> None:
+    venv = SharedMemoryVecEnv([Drawn] * 3, FAST, n_workers=2)
+    venv.reset()
+    venv.step_async(ACTIONS)
+    venv.close()
+    assert no_workers()
+    venv.close()
+    for call in (venv.reset, lambda: venv.step(ACTIONS), lambda: venv.get_attr("label"), venv.step_wait):
+        with pytest.raises(InvalidArgumentError, match="is closed; make a new one"):
+            call()
+
+
+class PrintsAtTheEnd(Counting):
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = path
+
+    def close(self) -> None:
+        Path(self._path).write_text(f"{self._count}")
+
+
+def test_a_step_that_was_begun_is_done_before_environments_are_closed(tmp_path: Path) -> None:
+    venv = SharedMemoryVecEnv([functools.partial(PrintsAtTheEnd, str(tmp_path / "count"))], FAST)
+    venv.reset()
+    venv.step_async(ACTIONS[:1])
+    venv.close()
+    assert (tmp_path / "count").read_text() == "1"
+
+
+def test_a_step_that_nobody_waited_for_is_dropped_by_a_reset() -> None:
+    venv = SharedMemoryVecEnv([Counting] * 3, FAST, n_workers=2)
+    venv.reset()
+    venv.step_async(ACTIONS)
+    assert venv.reset()[:, 0].tolist() == [0, 0, 0]
+    assert venv.step(ACTIONS)[0][:, 0].tolist() == [1, 1, 1]
+    venv.close()
+
+
+def test_calls_in_the_wrong_order_are_refused() -> None:
+    venv = SharedMemoryVecEnv([Drawn] * 3, FAST)
+    venv.reset()
+    with pytest.raises(InvalidArgumentError, match="no step was begun"):
+        venv.step_wait()
+    venv.step_async(ACTIONS)
+    with pytest.raises(InvalidArgumentError, match="a step was begun"):
+        venv.step_async(ACTIONS)
+    with pytest.raises(InvalidArgumentError, match="a step was begun"):
+        venv.env_method("double", 2)
+    venv.step_wait()
+    with pytest.raises(InvalidArgumentError, match="2 actions for 3 environments"):
+        venv.step(ACTIONS[:2])
+    venv.close()
+
+
+@contextmanager
+def interrupted(monkeypatch: pytest.MonkeyPatch, reads: int) -> Iterator[None]:
+    """Let Ctrl-C come when something is read for the so-manieth time."""
+    read, calls = os.read, []
+
+    def reading(descriptor: int, size: int) -> bytes:
+        calls.append(descriptor)
+        if len(calls) == reads:
+            raise KeyboardInterrupt
+        return read(descriptor, size)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "read", reading)
+        with pytest.raises(KeyboardInterrupt):
+            yield
+
+
+def test_after_an_interrupted_step_answers_are_not_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    venv = SharedMemoryVecEnv([Counting] * 3, FAST)
+    venv.reset()
+    with interrupted(monkeypatch, 2):
+        venv.step(ACTIONS)
+    with pytest.raises(InvalidArgumentError, match="a step was begun"):
+        venv.step(ACTIONS)
+    assert venv.step_wait()[0][:, 0].tolist() == [1, 1, 1]
+    with interrupted(monkeypatch, 1):
+        venv.get_attr("spec")
+    assert venv.get_attr("_count") == [1, 1, 1]
+    with interrupted(monkeypatch, 2):
+        venv.step(ACTIONS)
+    assert venv.reset()[:, 0].tolist() == [0, 0, 0]
+    assert venv.step(ACTIONS)[0][:, 0].tolist() == [1, 1, 1]
+    venv.close()
+
+
+def test_after_an_interruption_amid_an_answer_there_is_no_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    venv = SharedMemoryVecEnv([Counting] * 3, FAST)
+    venv.reset()
+    with interrupted(monkeypatch, 2):
+        venv.get_attr("spec")
+    for call in (venv.reset, lambda: venv.step(ACTIONS), lambda: venv.get_attr("_count")):
+        with pytest.raises(InvalidArgumentError, match="interrupted amid an answer"):
+            call()
+    venv.close()
+    assert no_workers()
+
+
+def test_nothing_stays_open_after_an_environment_is_gone() -> None:
+    def once() -> int:
+        venv = failing("step", "SIGSEGV", start_method=FAST)
+        with pytest.raises(WorkerError):
+            live(venv)
+        venv.close()
+        venv = SharedMemoryVecEnv([Counting] * 2, FAST)
+        venv.reset()
+        venv.close()
+        with pytest.raises(WorkerError):
+            failing("constructor", "raise", start_method=FAST)
+        del venv
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    once()  # what earlier tests have left goes
+    assert once() == once()
+
+
+@pytest.mark.parametrize(
+    ("env_fns", "options", "kind", "said"),
+    [
+        ([], {}, InvalidArgumentError, "env_fns is empty"),
+        (Counting, {}, InvalidTypeError, "is no list"),
+        ("CartPole-v1", {}, InvalidTypeError, "is no list"),
+        ([3], {}, InvalidTypeError, "builds no environment"),
+        ([Counting], {"n_workers": 0}, InvalidArgumentError, "n_workers=0"),
+        ([Counting], {"n_workers": 1.5}, InvalidArgumentError, r"n_workers=1\.5"),
+        ([Counting], {"restart": True}, InvalidArgumentError, "restart=True"),
+        ([Counting], {"restart": "truncate", "max_restarts": -1}, InvalidArgumentError, "max_restarts=-1"),
+        ([Counting], {"start_method": "thread"}, InvalidArgumentError, "method='thread'"),
+        ([Counting], {"step_timeout": 0}, InvalidArgumentError, "step_timeout=0"),
+        ([Counting], {"start_timeout": "1"}, InvalidArgumentError, "start_timeout='1'"),
+        ([Counting], {"cure": "prayer"}, InvalidArgumentError, "cure='prayer'"),
+        ([lambda: 3], {}, WorkerError, "InvalidTypeError.*the environment is a builtins.int"),
+        ([functools.partial(Drawn, spaces.Text(3))], {}, InvalidArgumentError, "has no fixed arrays to share"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(env_fns: Any, options: Any, kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        SharedMemoryVecEnv(env_fns, **{"start_method": FAST, **options})
+    assert no_workers()

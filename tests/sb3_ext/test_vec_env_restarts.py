@@ -1,0 +1,202 @@
+"""Workers that are put in the place of others: the episodes are truncated, and training goes on."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from stable_baselines3 import PPO
+
+from rl_ext_core.errors import InvalidArgumentError, WorkerError
+from sb3_ext import as_factory
+from sb3_ext.shared_memory_vec_env import SharedMemoryVecEnv
+from tests.sb3_ext.toys import silenced
+from tests.sb3_ext.vec_checks import FAST, no_workers
+from tests.sb3_ext.vec_worlds import Counting, Drawn, Failing, FailingOften, FailingOnce
+
+RESTARTING: dict[str, Any] = {"restart": "truncate", "step_timeout": 2.0}
+
+
+def killed(venv: SharedMemoryVecEnv, index: int) -> None:
+    os.kill(venv.env_method("pid", indices=index)[0], signal.SIGKILL)
+
+
+class Countable(Counting):
+    def pid(self) -> int:
+        return os.getpid()
+
+    def stream(self) -> float:
+        return float(self.np_random.random())
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+@pytest.mark.parametrize("how", ["SIGSEGV", "raise", "hang", "sys.exit"])
+def test_the_episode_is_truncated_with_the_last_observation_returned(how: str, start_method: str) -> None:
+    env_fns = [Counting, functools.partial(Failing, "step", how, after=4), Counting]
+    options = {**RESTARTING, "step_timeout": 0.4 if how == "hang" else 5.0}
+    venv = SharedMemoryVecEnv(env_fns, start_method, **options)
+    before = venv.reset()
+    for _ in range(4):
+        before = venv.step(np.zeros(3, np.int64))[0]
+    after, rewards, dones, infos = venv.step(np.zeros(3, np.int64))
+    assert (dones.tolist(), rewards.tolist()) == ([False, True, False], [1.0, 0.0, 1.0])
+    assert infos[1]["TimeLimit.truncated"] is True
+    np.testing.assert_array_equal(infos[1]["terminal_observation"], before[1])
+    assert infos[1]["worker_error"].startswith("environment 1 of 3, in step: ")
+    assert set(infos[0]) == {"TimeLimit.truncated"}
+    assert after[:, 0].tolist() == [5, 0, 5]
+    assert venv.reset_infos[1]["world"] == pytest.approx(after[1, 1])
+    assert venv.step(np.zeros(3, np.int64))[0][:, 0].tolist() == [6, 1, 6]
+    assert venv.timings.restarts == 1
+    venv.close()
+    assert no_workers()
+
+
+def test_all_environments_of_the_worker_are_truncated() -> None:
+    venv = SharedMemoryVecEnv([Countable] * 5, FAST, n_workers=2, **RESTARTING)
+    venv.reset()
+    before = venv.step(np.zeros(5, np.int64))[0]
+    pids = venv.env_method("pid")
+    killed(venv, 4)
+    after, _, dones, infos = venv.step(np.zeros(5, np.int64))
+    alike = [pid == pids[4] for pid in pids]
+    assert 2 <= sum(alike) <= 3
+    assert dones.tolist() == alike
+    for index in np.flatnonzero(alike):
+        np.testing.assert_array_equal(infos[index]["terminal_observation"], before[index])
+    assert [pid == old for pid, old in zip(venv.env_method("pid"), pids, strict=True)] == [not one for one in alike]
+    assert (after[:, 0] == 0).tolist() == alike
+    venv.close()
+
+
+def test_several_workers_that_fail_in_the_same_step() -> None:
+    hows = ["SIGSEGV", "hang", "raise", "hang"]
+    env_fns = [functools.partial(Failing, "step", how, after=2) for how in hows]
+    venv = SharedMemoryVecEnv(env_fns, FAST, restart="truncate", step_timeout=0.5)
+    venv.reset()
+    for _ in range(2):
+        venv.step(np.zeros(4, np.int64))
+    assert venv.step(np.zeros(4, np.int64))[2].all()
+    assert venv.timings.restarts == 4
+    assert venv.step(np.zeros(4, np.int64))[0][:, 0].tolist() == [1] * 4
+    venv.close()
+
+
+def test_workers_that_answer_are_not_taken_for_hanging_while_another_is_replaced(tmp_path: Path) -> None:
+    class SlowToBuild(FailingOnce):
+        def __init__(self, mark: str, when: str) -> None:
+            super().__init__(mark, when)
+            if self._mark.exists():
+                time.sleep(1.2)
+
+    venv = SharedMemoryVecEnv(
+        [functools.partial(SlowToBuild, str(tmp_path / "mark"), "step"), Counting, Counting],
+        FAST,
+        restart="truncate",
+        step_timeout=0.5,
+    )
+    venv.reset()
+    assert venv.step(np.zeros(3, np.int64))[2].tolist() == [True, False, False]
+    time.sleep(0.6)  # their time goes by while nobody waits for them
+    assert venv.step(np.zeros(3, np.int64))[0][:, 0].tolist() == [1, 2, 2]
+    assert venv.timings.restarts == 1
+    venv.close()
+
+
+@pytest.mark.parametrize("when", ["reset", "step"])
+def test_crashes_of_resets(when: str, tmp_path: Path) -> None:
+    env_fns = [Counting, functools.partial(FailingOnce, str(tmp_path / "mark"), "reset")]
+    venv = SharedMemoryVecEnv(env_fns, FAST, **RESTARTING)
+    venv.seed(3)
+    first = venv.reset()
+    assert first[:, 0].tolist() == [0, 0]
+    assert [info["world"] for info in venv.reset_infos] == pytest.approx(first[:, 1].tolist())
+    assert venv.timings.restarts == 1
+    venv.close()
+
+
+def test_a_crash_in_a_method_is_raised_and_the_worker_replaced_at_the_next_step() -> None:
+    venv = SharedMemoryVecEnv([Counting, functools.partial(Failing, "method", "SIGSEGV")], FAST, **RESTARTING)
+    venv.reset()
+    with pytest.raises(WorkerError, match="environment 1 of 2, in env_method: was killed by SIGSEGV"):
+        venv.env_method("method", indices=[1])
+    assert venv.step(np.zeros(2, np.int64))[2].tolist() == [False, True]
+    assert venv.step(np.zeros(2, np.int64))[0][:, 0].tolist() == [2, 1]
+    venv.close()
+
+
+def test_the_limit_of_restarts(caplog: pytest.LogCaptureFixture) -> None:
+    env_fns = [Counting, functools.partial(Failing, "step", "SIGSEGV", after=0)]
+    venv = SharedMemoryVecEnv(env_fns, FAST, max_restarts=3, **RESTARTING)
+    venv.reset()
+    with caplog.at_level(logging.WARNING, "sb3_ext"):
+        for _ in range(3):
+            venv.step(np.zeros(2, np.int64))
+        with pytest.raises(WorkerError, match="SIGSEGV"):
+            venv.step(np.zeros(2, np.int64))
+    assert no_workers()
+    assert [f"(restart {count} of 3)" in caplog.messages[count - 1] for count in (1, 2, 3)] == [True] * 3
+    with pytest.raises((WorkerError, InvalidArgumentError)):
+        venv.step(np.zeros(2, np.int64))
+    venv.close()
+
+
+def test_a_reset_that_always_crashes_uses_the_limit_up() -> None:
+    venv = SharedMemoryVecEnv(
+        [functools.partial(Failing, "reset", "raise"), Counting], FAST, max_restarts=2, **RESTARTING
+    )
+    with pytest.raises(WorkerError, match="in reset: raised ValueError"):
+        venv.reset()
+    assert venv.timings.restarts == 2
+    assert no_workers()
+    venv.close()
+
+
+def test_a_constructor_that_crashes_is_not_tried_again() -> None:
+    with pytest.raises(WorkerError, match="in its constructor: raised ValueError"):
+        SharedMemoryVecEnv([Counting, functools.partial(Failing, "constructor", "raise")], FAST, **RESTARTING)
+    assert no_workers()
+
+
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_restarted_environments_draw_differently(seed: int | None, start_method: str) -> None:
+    venv = SharedMemoryVecEnv(as_factory(Drawn).for_workers(2, seed=seed), start_method, **RESTARTING)
+    seen = []
+    for _ in range(3):
+        venv.reset()
+        seen.append(venv.env_method("draws", indices=0)[0])
+        killed(venv, 0)
+        venv.step(np.zeros(2, np.int64))
+    venv.close()
+    for name in ("random", "numpy", "torch", "libc", "own"):
+        assert len({tuple(draws[name]) for draws in seen}) == 3, name
+
+
+def test_closing_ends_the_living_where_one_has_died() -> None:
+    venv = SharedMemoryVecEnv([Countable] * 3, FAST, **RESTARTING)
+    venv.reset()
+    killed(venv, 1)
+    venv.close()
+    assert no_workers()
+
+
+@pytest.mark.parametrize("n_workers", [None, 2])
+def test_ppo_goes_on_through_crashes(n_workers: int | None, tmp_path: Path) -> None:
+    hows = ["SIGSEGV", "raise", "os._exit", "hang", "SIGKILL", "raise what does not pickle"]
+    build = functools.partial(FailingOften, str(tmp_path), hows)
+    venv = SharedMemoryVecEnv([build] * 4, FAST, n_workers=n_workers, restart="truncate", step_timeout=0.4)
+    model = silenced(PPO("MlpPolicy", venv, n_steps=64, batch_size=64, n_epochs=1, device="cpu", seed=0))
+    model.learn(64 * 4 * 4)
+    assert model.num_timesteps == 64 * 4 * 4
+    assert venv.timings.restarts >= 10
+    assert venv.timings.restarts == len(list(tmp_path.iterdir()))
+    venv.close()
+    assert no_workers()

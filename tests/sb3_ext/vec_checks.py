@@ -1,0 +1,93 @@
+"""Stable Baselines3's vectorised environments beside ours: the same calls, and whether they return the same."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import psutil
+from gymnasium import spaces
+from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnv
+
+from sb3_ext.shared_memory_vec_env import SharedMemoryVecEnv
+
+FAST = "fork"  # SB3's workers import torch with the other methods
+
+
+def workers() -> list[psutil.Process]:
+    """This process's children that are not kept on purpose: fork servers and the tracker of resources."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if "from multiprocessing" not in " ".join(child.cmdline()) or child.ppid() != psutil.Process().pid:
+                found.append(child)
+    return [child for child in found if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+
+
+def no_workers(grace_s: float = 0.5) -> bool:
+    """Whether there is none, after a moment."""
+    end = time.monotonic() + grace_s
+    while workers() and time.monotonic() < end:
+        time.sleep(0.01)
+    return not workers()
+
+
+@contextlib.contextmanager
+def both(env_fns: Sequence[Callable[[], Any]], **options: Any) -> Iterator[tuple[VecEnv, VecEnv]]:
+    """Ours and SB3's."""
+    theirs = SubprocVecEnv(list(env_fns), start_method=FAST)
+    try:
+        ours = SharedMemoryVecEnv(env_fns, **{"start_method": FAST, **options})
+        try:
+            yield ours, theirs
+        finally:
+            ours.close()
+    finally:
+        theirs.close()
+    assert no_workers()
+
+
+def action_of(space: spaces.Space[Any], num_envs: int) -> Any:
+    """Draw actions the way algorithms hand them over: an array, or where that cannot be, a list."""
+    drawn = [space.sample() for _ in range(num_envs)]
+    return drawn if isinstance(space, spaces.Dict | spaces.Tuple) else np.stack(drawn)
+
+
+def rollout(venv: VecEnv, actions: Sequence[Any], seed: int = 5) -> list[Any]:
+    """Do the same with either of them, and list what was returned: first as it came, then as it was after the end."""
+    venv.seed(seed)
+    kept: list[Any] = [venv.reset(), venv.reset_infos]
+    copies = copy.deepcopy(kept)
+    for action in actions:
+        given = copy.deepcopy(action)
+        returned = [*venv.step(action), venv.reset_infos]
+        assert_equal(action, given, "the actions")  # they are the caller's
+        kept.append(returned)
+        copies.append(copy.deepcopy(returned))
+    assert_equal(kept, copies, "what the caller keeps")
+    return copies
+
+
+def assert_equal(ours: Any, theirs: Any, where: str = "") -> None:
+    """Equal to the bit, types and all; lists and tuples count as the same."""
+    if isinstance(theirs, list | tuple):
+        assert isinstance(ours, list | tuple), where
+        assert len(ours) == len(theirs), where
+        for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+            assert_equal(mine, other, f"{where}[{index}]")
+    elif isinstance(theirs, dict):
+        assert isinstance(ours, dict), where
+        assert set(ours) == set(theirs), where
+        for key in theirs:
+            assert_equal(ours[key], theirs[key], f"{where}[{key!r}]")
+    elif isinstance(theirs, np.ndarray):
+        assert isinstance(ours, np.ndarray), where
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), where
+        assert ours.tobytes() == theirs.tobytes(), where
+    else:
+        assert type(ours) is type(theirs), where
+        assert ours == theirs or (ours != ours and theirs != theirs), where

@@ -1,0 +1,334 @@
+"""Environments that return all that environments may return, drawn from their seeds, and some that fail."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+REWARDS: dict[str, Any] = {
+    "float": float,
+    "float64": np.float64,
+    "float32": np.float32,
+    "float16": np.float16,
+    "int": lambda value: int(value * 100),
+    "large int": lambda value: 2**60 + int(value * 100),
+    "int64": lambda value: np.int64(value * 100),
+    "int8": lambda value: np.int8(value * 100),
+    "bool": lambda value: bool(value > 0.5),
+    "numpy's bool": lambda value: np.bool_(value > 0.5),
+    "array": lambda value: np.array([value, -value], np.float32),
+    "array without dimensions": lambda value: np.array(value, np.float32),
+    "int or float": lambda value: int(value * 100) if value > 0.5 else float(value),
+    "float32 or bool": lambda value: np.float32(value) if value > 0.5 else bool(value > 0.2),
+}
+
+OBSERVATIONS: dict[str, spaces.Space[Any]] = {
+    "Box": spaces.Box(-1, 1, (3,), np.float32),
+    "Box of 64-bit floats": spaces.Box(-np.inf, np.inf, (2, 2), np.float64),
+    "Box without dimensions": spaces.Box(-1, 1, (), np.float32),
+    "image": spaces.Box(0, 255, (36, 40, 3), np.uint8),
+    "Discrete": spaces.Discrete(7, start=-2),
+    "MultiDiscrete": spaces.MultiDiscrete([3, 9, 2]),
+    "MultiBinary": spaces.MultiBinary(5),
+    "Dict": spaces.Dict(
+        {
+            "z": spaces.Box(-1, 1, (2,), np.float32),
+            "image": spaces.Box(0, 255, (3, 36, 36), np.uint8),
+            "goal": spaces.Discrete(4),
+        }
+    ),
+    "Tuple": spaces.Tuple((spaces.MultiBinary((2, 2)), spaces.Discrete(3), spaces.Box(-1, 1, (1,), np.float64))),
+}
+
+ACTIONS: dict[str, spaces.Space[Any]] = {
+    "Discrete": spaces.Discrete(4),
+    "Discrete from -3": spaces.Discrete(5, start=-3),
+    "Box": spaces.Box(-1, 1, (2,), np.float32),
+    "Box of 64-bit floats": spaces.Box(-1, 1, (2, 3), np.float64),
+    "MultiDiscrete": spaces.MultiDiscrete([3, 2]),
+    "MultiBinary": spaces.MultiBinary(4),
+    "Dict": spaces.Dict({"a": spaces.Discrete(3), "b": spaces.Box(-1, 1, (2,), np.float32)}),
+    "Tuple": spaces.Tuple((spaces.Discrete(3), spaces.MultiBinary(2))),
+}
+
+
+class Drawn(gym.Env[Any, Any]):
+    """Returns samples of its space, and in its informations what it was given.
+
+    :param observations: name in ``OBSERVATIONS``, or a space
+    :param actions: name in ``ACTIONS``, or a space
+    :param rewards: name in ``REWARDS``
+    :param infos: whether informations have anything in them
+    """
+
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012 gymnasium's own way
+
+    def __init__(
+        self,
+        observations: Any = "Box",
+        actions: Any = "Discrete",
+        rewards: str = "float",
+        *,
+        infos: bool = True,
+        render_mode: str | None = "rgb_array",
+    ) -> None:
+        self.observation_space = OBSERVATIONS.get(observations) if isinstance(observations, str) else observations
+        self.action_space = ACTIONS.get(actions) if isinstance(actions, str) else actions
+        self._reward, self._infos, self.render_mode = REWARDS[rewards], infos, render_mode
+        self.given: list[Any] = []
+        self.label = "drawn"
+
+    def _drawn(self) -> Any:
+        self.observation_space.seed(int(self.np_random.integers(2**31)))
+        return self.observation_space.sample()
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._steps = 0
+        return self._drawn(), {"seed": seed, "options": options} if self._infos else {}
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        self._steps += 1
+        self.given.append(action)
+        end = self.np_random.random()
+        terminated, truncated = bool(end < 0.1), bool(end > 0.85 or 0.05 < end < 0.1)
+        info = {"given": repr(action), "kind": type(action).__name__, "n": self._steps} if self._infos else {}
+        return self._drawn(), self._reward(self.np_random.random()), terminated, truncated, info
+
+    def render(self) -> np.ndarray:
+        return np.full((4, 6, 3), getattr(self, "_steps", 0), np.uint8)
+
+    def double(self, number: int, *, plus: int = 0) -> int:
+        return 2 * number + plus
+
+    def raise_in_call(self) -> None:
+        raise KeyError("raised in a call")
+
+    def not_picklable(self) -> Any:
+        return threading.Lock()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def loaded(self, names: Sequence[str]) -> list[str]:
+        return [name for name in names if name in sys.modules]
+
+    def all_given(self) -> list[Any]:
+        return self.given
+
+    def draws(self) -> dict[str, list[float]]:
+        """Numbers of all generators that a process has."""
+        import torch
+
+        library = ctypes.CDLL(None)
+        return {
+            "random": [random.random() for _ in range(3)],
+            "numpy": [float(np.random.random()) for _ in range(3)],
+            "torch": [float(torch.rand(())) for _ in range(3)],
+            "libc": [library.rand() for _ in range(3)],
+            "own": [float(self.np_random.random()) for _ in range(3)],
+        }
+
+
+class Reusing(Drawn):
+    """Writes every observation to the same place."""
+
+    def _drawn(self) -> Any:
+        drawn = super()._drawn()
+        self._place = getattr(self, "_place", np.empty_like(drawn))
+        self._place[...] = drawn
+        return self._place
+
+
+class Counting(gym.Env[np.ndarray, int]):
+    """Counts its steps; ends after ten."""
+
+    def __init__(self) -> None:
+        self.observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+        self.action_space = spaces.Discrete(2)
+        self._count = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._count = 0
+        self._world = float(self.np_random.random())
+        return self._seen(), {"world": self._world}
+
+    def _seen(self) -> np.ndarray:
+        return np.array([self._count, self._world], np.float32)
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self._count += 1
+        return self._seen(), 1.0, self._count == 10, False, {}
+
+
+def hang_in_c() -> None:
+    # Holds the interpreter's lock and never looks at signals, as an extension does in an endless loop.
+    sum(itertools.repeat(0))
+
+
+class UnpicklableError(Exception):
+    def __reduce__(self) -> Any:
+        raise TypeError("never")
+
+
+def fail(how: str) -> None:
+    """Do it."""
+    if how == "raise":
+        raise ValueError("the rope has snapped")
+    if how == "raise what does not pickle":
+        raise UnpicklableError("a lock")
+    if how == "SIGSEGV":
+        ctypes.string_at(0)
+    elif how == "os._exit":
+        os._exit(0)
+    elif how == "sys.exit":
+        sys.exit("enough")
+    elif how == "hang":
+        time.sleep(1000)
+    elif how == "hang in C":
+        hang_in_c()
+    else:
+        os.kill(os.getpid(), getattr(signal, how))
+
+
+class Failing(Counting):
+    """Fails.
+
+    :param when: "constructor", "reset", "step", "reset in step", "close" or "method"
+    :param how: see :func:`fail`
+    :param after: steps before it does
+    """
+
+    def __init__(self, when: str, how: str, *, after: int = 3) -> None:
+        super().__init__()
+        self._when, self._how, self._after, self._steps = when, how, after, 0
+        self._fail_at("constructor")
+
+    def _fail_at(self, when: str) -> None:
+        if self._when == when:
+            fail(self._how)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        if self._steps:
+            self._fail_at("reset in step")
+        self._fail_at("reset")
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self._steps += 1
+        if self._steps > self._after:
+            self._fail_at("step")
+        return super().step(action)
+
+    def method(self) -> None:
+        self._fail_at("method")
+
+    def close(self) -> None:
+        self._fail_at("close")
+
+
+class FailingOften(Counting):
+    """Fails at random, one way after the other: each worker that fails leaves a file in a folder.
+
+    :param folder: of the files
+    :param hows: ways to fail
+    :param chance: in each step
+    """
+
+    def __init__(self, folder: str, hows: Sequence[str], chance: float = 0.02) -> None:
+        super().__init__()
+        self._folder, self._hows, self._chance = Path(folder), hows, chance
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if self.np_random.random() < self._chance:
+            count = len(list(self._folder.iterdir()))
+            (self._folder / f"{os.getpid()}").touch()
+            fail(self._hows[count % len(self._hows)])
+        return super().step(action)
+
+
+class FailingOnce(Counting):
+    """Fails in its first reset, and where that was done before, works."""
+
+    def __init__(self, mark: str, when: str) -> None:
+        super().__init__()
+        self._mark, self._when = Path(mark), when
+
+    def _fail_at(self, when: str) -> None:
+        if self._when == when and not self._mark.exists():
+            self._mark.touch()
+            fail("SIGSEGV")
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self._fail_at("reset")
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self._fail_at("step")
+        return super().step(action)
+
+
+class Returning(Counting):
+    """Returns what it is given, as an observation or in an information."""
+
+    def __init__(self, space: spaces.Space[Any], observation: Any, info: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        self.observation_space = space
+        self._observation, self._info = observation, info or {}
+
+    def _seen(self) -> Any:
+        return self._observation
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, _ = super().step(action)
+        return observation, reward, terminated, truncated, dict(self._info)
+
+
+class Unpicklable(Counting):
+    """Has an information that does not pickle, from some step on."""
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, _ = super().step(action)
+        return observation, reward, terminated, truncated, {"fine": 1, "lock": threading.Lock()}
+
+
+class Bounded(gym.Wrapper[Any, Any, Any, Any]):
+    def __init__(self, env: gym.Env[Any, Any], bound: int = 3) -> None:
+        super().__init__(env)
+        self.bound = bound
+
+    def step(self, action: Any) -> Any:
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        return observation, min(float(reward), self.bound), terminated, truncated, {**info, "bound": self.bound}
+
+
+def cart_pole(gravity: float = 9.8) -> gym.Env[Any, Any]:
+    env = gym.make("CartPole-v1", max_episode_steps=20)
+    env.unwrapped.gravity = gravity  # type: ignore[attr-defined]
+    return env
+
+
+def noted(build: Any, folder: str) -> gym.Env[Any, Any]:
+    Path(folder, f"{os.getpid()}-{len(list(Path(folder).iterdir()))}").touch()
+    env: gym.Env[Any, Any] = build()
+    return env
+
+
+class Slow(Counting):
+    def step(self, action: int) -> Any:
+        time.sleep(0.005)
+        return super().step(action)
