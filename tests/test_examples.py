@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import nbclient
 import nbformat
 import pytest
 
+from tests.core.devices.fakes.build import give_up
 from tests.core.devices.processes import environment
 from tests.torchrl_ext.in_meltingpot.venv import python
 
@@ -84,3 +87,18 @@ def test_ppo_of_seven_agents_of_melting_pot(tmp_path: Path, variables: dict[str,
     assert "cannot pickle 'dmlab2d.dmlab2d_pybind.Lab2d' object" in text
     assert "the environment goes on: torch.Size([3])" in text
     assert "apples per episode" in text
+
+
+@pytest.mark.slow
+def test_ppo_on_a_console_game(tmp_path: Path, variables: dict[str, str]) -> None:
+    if find_spec("stable_retro") is None:
+        give_up("stable-retro is not installed: pip install stable-retro")
+    notebook = read(EXAMPLES / "ppo_retro.ipynb")
+    client = nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute(env={**variables, "XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path)})
+    text = printed(notebook)
+    assert "Cannot create multiple emulator instances per process" in text
+    assert "So each of the 4 has its own process." in text
+    assert re.search(r"env_step +\| 0\.\d+", text)
+    assert re.search(r"total_timesteps +\| 256", text)
+    assert "0 restarts" in text
