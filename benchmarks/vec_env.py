@@ -4,7 +4,7 @@ The vectorised environments take turns in one process, with the same actions; ra
 *Bare* is what the same workers step when they talk to nobody. Every start is measured in a fresh process: the first of
 ours starts a fork server, later ones find it running. Beside each figure stands the bar that it has to reach.
 
-    python -m benchmarks.vec_env [steps frames busy learn start restart] [--rounds 15] [--envs 8]
+    python -m benchmarks.vec_env [steps frames busy learn start restart ray] [--rounds 15] [--envs 8]
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 
 from benchmarks import _vec_env_worlds as worlds
 from benchmarks.measure import interleaved, machine, times_as_fast
-from sb3_ext import SharedMemoryVecEnv
+from sb3_ext import RayVecEnv, SharedMemoryVecEnv
 
 THEIRS, OURS, SHARING, HERE = "SubprocVecEnv", "one each", "2 workers", "DummyVecEnv"
 BARE = {OURS: "one each, bare", SHARING: "2 workers, bare"}
+WITH_RAY: dict[str, Callable[..., VecEnv]] = {kind.__name__: kind for kind in (SharedMemoryVecEnv, RayVecEnv)}
 BARS = {
     ("steps", OURS): 3.0,
     ("steps", SHARING): 6.0,
@@ -119,6 +120,22 @@ def busy(rounds: int, n_envs: int) -> None:
     rates("busy", worlds.busy, n_envs, 30, rounds)
 
 
+def ray(rounds: int, n_envs: int) -> None:
+    """Actors of Ray on this machine, beside workers that share memory."""
+    import ray as cluster
+
+    cluster.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    for name, build, count in (("CartPole", worlds.cart_pole, 100), ("a millisecond", worlds.busy, 20)):
+        print(f"\nray, {name}: steps a second of {n_envs} environments in 2 workers")
+        made = {whose: kind([build] * n_envs, n_workers=2) for whose, kind in WITH_RAY.items()}
+        seconds = interleaved({whose: stepping(venv, count) for whose, venv in made.items()}, rounds=rounds)
+        for whose, found in seconds.items():
+            ratio = judged(times_as_fast(seconds, whose, than=SharedMemoryVecEnv.__name__), None)
+            row(whose, f"{count * n_envs / np.median(found):,.0f}", verdict=ratio)
+            made[whose].close()
+    cluster.shutdown()
+
+
 def _with_their_monitor() -> Any:
     return Monitor(worlds.cart_pole())
 
@@ -187,7 +204,7 @@ def restart(rounds: int, n_envs: int) -> None:
 
 
 PARTS: dict[str, Callable[[int, int], None]] = {
-    part.__name__: part for part in (steps, frames, busy, learn, start, restart)
+    part.__name__: part for part in (steps, frames, busy, learn, start, restart, ray)
 }
 
 

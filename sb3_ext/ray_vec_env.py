@@ -17,8 +17,8 @@ __all__ = ["RayVecEnv"]
 class RayVecEnv(PoolVecEnv):
     """Environments in the actors of a Ray cluster.
 
-    For simulators whose steps take milliseconds, and for more of them than one machine can hold: a step costs some
-    hundred microseconds an actor beside the environments'. On one machine, :class:`SharedMemoryVecEnv` is faster. What
+    For simulators whose steps take milliseconds, and for more of them than one machine can hold: with two actors, a
+    step costs about a millisecond beside the environments'. On one machine, :class:`SharedMemoryVecEnv` is faster. What
     it returns is the same. Actors load what the environment needs, not Stable Baselines3 or torch.
 
     It takes the cluster that ``ray.init(address=...)`` has connected to; without it, Ray starts one on this machine,
