@@ -86,7 +86,7 @@ def test_failures_reach_the_caller(when: str, how: str, method: str) -> None:
         finally:
             begin = time.monotonic()
             venv.close()
-            assert time.monotonic() - begin < 1
+            assert time.monotonic() - begin < 5
             venv.close()
     error = found.value
     seed = None if when == "constructor" else 41
@@ -110,7 +110,9 @@ def test_failures_reach_the_caller(when: str, how: str, method: str) -> None:
 @pytest.mark.parametrize("how", ["hang", "hang in C"])
 @pytest.mark.parametrize("when", list(PHASES))
 def test_hangs_are_found_by_the_time_limits(when: str, how: str, method: str) -> None:
-    limits = {"start_timeout": 3.0} if when == "constructor" else {"step_timeout": 0.5}
+    # What is spawned has to import everything before it comes to the constructor.
+    start = 10.0 if method == "spawn" else 3.0
+    limits = {"start_timeout": start} if when == "constructor" else {"step_timeout": 0.5}
     with caught() as found:
         live(failing(when, how, start_method=method, **limits))
     error = found.value

@@ -16,7 +16,7 @@ def builder_of(name: str) -> Callable[..., Any] | None:
     found = find_spec("stable_retro")
     places = (found.submodule_search_locations if found else None) or ()
     folders = [Path(place, "data", kind, name) for place in places for kind in ("stable", "contrib", "experimental")]
-    if name != Path(name).name or not any(folder.is_dir() for folder in folders):
+    if not name or name != Path(name).name or not any(folder.is_dir() for folder in folders):
         return None
     return functools.partial(_make, name)
 
