@@ -58,7 +58,10 @@ def behind(message: bytes) -> bytes:
 
 def write(descriptor: int, message: bytes) -> None:
     """Write all of it."""
-    left = memoryview(message)
+    written = os.write(descriptor, message)
+    if written == len(message):
+        return
+    left = memoryview(message)[written:]
     while left:
         left = left[os.write(descriptor, left) :]
 

@@ -50,6 +50,14 @@ class Seat:
             end.close()
         self.ends, self.owes = (), False
 
+    def step(self) -> None:
+        """Have it step with the actions in shared memory."""
+        self.owes = True
+        try:  # noqa: SIM105 a context manager takes as long as the rest of this
+            os.write(self.commands, _messages.STEP)
+        except BrokenPipeError:
+            pass  # as in send
+
     def send(self, message: bytes) -> None:
         """Give a command."""
         self.owes = True

@@ -202,6 +202,7 @@ class Worker:
     def _step(self, actions: Iterable[Any]) -> None:
         phases, phase_at, environment_at = self._phases, self._phase_at, self._environment_at
         rewards, kinds, flags, all_rows = self._rewards, self._kinds, self._flags, self._rows
+        array = np.ndarray
         said: list[Any] | None = None
         for number, (env, action) in enumerate(zip(self._envs, actions, strict=True)):
             phases[environment_at] = number
@@ -222,7 +223,12 @@ class Worker:
             if kind != OTHER:
                 rewards[number] = reward
             for row in all_rows[number]:
-                row.write(observation if row.key is None else observation[row.key])
+                part = observation if row.key is None else observation[row.key]
+                # What row.write does first, without the call.
+                if type(part) is array and part.dtype is row.dtype and part.shape == row.shape:
+                    row.place[...] = part
+                else:
+                    row.write(part)
             if info or reset_info is not None or kind == OTHER:
                 said = said or [None] * len(self._envs)
                 said[number] = (info, reset_info, reward if kind == OTHER else None)

@@ -114,7 +114,7 @@ class Pool:
     def step(self) -> None:
         """Have all step with the actions in shared memory."""
         for seat in self.seats:
-            seat.send(_messages.STEP)
+            seat.step()
 
     def wait_for_step(self) -> None:
         """Wait for all answers that workers owe, as long as a step may take: see :meth:`wait`."""
@@ -198,8 +198,9 @@ class Pool:
         """
         if self._failure is not None:
             raise self._failure
-        if any(seat.owes for seat in self.seats):
-            self.wait_for_step()
+        for seat in self.seats:
+            if seat.owes:
+                return self.wait_for_step()
 
     def restart(self, seat: Seat) -> None:
         """Put a new worker in the place of one that has failed.
