@@ -24,6 +24,7 @@ PACKAGES = [
     "rl_ext_core.testing",
     "torchrl_ext",
     "sb3_ext",
+    "sb3_ext.contrib",
 ]
 ADAPTERS = ("torchrl_ext", "sb3_ext")
 OURS = ("rl_ext_core", *ADAPTERS)

@@ -26,6 +26,10 @@ COMMANDS = {
         "rl_ext_core.devices.doctor._command",
         "which GPU computes, which one renders, why, and what to type to fix it",
     ),
+    "plan": (
+        "rl_ext_core._plan_command",
+        "what a replay buffer of images will cost, before it is allocated",
+    ),
     "probe": (
         "rl_ext_core._probe_command",
         "may instances of an environment share a process",

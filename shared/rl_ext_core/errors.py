@@ -21,6 +21,7 @@ __all__ = [
     "NotCopyableError",
     "OutOfMemoryError",
     "RlExtError",
+    "StorageError",
     "WorkerError",
     "missing_dependency",
 ]
@@ -68,6 +69,10 @@ class NotCopyableError(RlExtError, TypeError):
 
 class OutOfMemoryError(RlExtError, MemoryError):
     """What was asked for does not fit into the memory or the byte budget it was given."""
+
+
+class StorageError(RlExtError, OSError):
+    """Files cannot be written to: the disk is full, or they belong to another process."""
 
 
 class WorkerError(RlExtError, RuntimeError):

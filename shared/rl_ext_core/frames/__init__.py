@@ -6,15 +6,25 @@ observations are stacked and which codec suits them. Nothing here knows a framew
 
 from rl_ext_core.frames.adaptive import AdaptiveStore
 from rl_ext_core.frames.codecs import Codec, codec_names, get_codec, register_codec
+from rl_ext_core.frames.disk._recovery import Recovered
+from rl_ext_core.frames.disk._salvage import Salvaged, salvage
+from rl_ext_core.frames.jpeg import JpegCodec
 from rl_ext_core.frames.layout import StackLayout
+from rl_ext_core.frames.planning import Plan, plan
 from rl_ext_core.frames.store import FrameStore
 
 __all__ = [
     "AdaptiveStore",
     "Codec",
     "FrameStore",
+    "JpegCodec",
+    "Plan",
+    "Recovered",
+    "Salvaged",
     "StackLayout",
     "codec_names",
     "get_codec",
+    "plan",
     "register_codec",
+    "salvage",
 ]

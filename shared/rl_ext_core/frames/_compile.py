@@ -9,7 +9,23 @@ from typing import Any
 
 from numba import njit
 
-_SOURCES = ("_compile.py", "_kernels.py", "_kernels_in.py", "_kernels_out.py", "_memory.py", "_patch.py", "_state.py")
+_SOURCES = (
+    "_compile.py",
+    "_groups.py",
+    "_kernels.py",
+    "_kernels_files.py",
+    "_kernels_in.py",
+    "_kernels_out.py",
+    "_memory.py",
+    "_packed.py",
+    "_patch.py",
+    "_pool_in.py",
+    "_pool_memory.py",
+    "_pool_out.py",
+    "_pool_scan.py",
+    "_pool_state.py",
+    "_state.py",
+)
 
 
 def sources_digest(folder: Path) -> str:

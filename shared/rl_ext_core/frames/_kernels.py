@@ -1,5 +1,6 @@
 """The compiled loops. ``_kernels_numpy`` has the same names."""
 
+from rl_ext_core.frames._kernels_files import read_regions
 from rl_ext_core.frames._kernels_in import (
     append_frame,
     begin_entries,
@@ -26,5 +27,6 @@ __all__ = [
     "list_sealed",
     "push",
     "push_pair",
+    "read_regions",
     "take_frames",
 ]

@@ -9,6 +9,7 @@ from numba import int64, njit, uint8, uint32, uint64
 
 from rl_ext_core.frames._compile import kernel
 from rl_ext_core.frames._memory import WORD, copy_bytes, load_u8, narrow_8, store_u8, words_differ_where
+from rl_ext_core.frames._packed import append_within
 from rl_ext_core.frames._patch import append_entry, encode_runs, equal_bytes
 from rl_ext_core.frames._state import (
     ALL_STORED,
@@ -100,16 +101,21 @@ def take_frames(stack, memory, geometry, out):  # type: ignore[no-untyped-def]
 @kernel
 def append_frame(e, frame, geometry, streams):  # type: ignore[no-untyped-def]
     """Appends a frame to the open block of a stream, which has room for it."""
-    n_bytes = geometry.frame_bytes
+    n_bytes, frame = geometry.frame_bytes, uint64(frame)
     target = uint64(streams.open[e].ctypes.data) + uint64(streams.open_bytes[e])
     newest = uint64(streams.frame[e].ctypes.data)
-    if geometry.coder == PATCH:
-        scratch = uint64(streams.scratch[0].ctypes.data)
-        streams.open_bytes[e] += append_entry(newest, frame, n_bytes, target, scratch)
+    scratch = uint64(streams.scratch[0].ctypes.data)
+    if geometry.max_error > 0:
+        # Whatever comes next starts from what the decoder will have then, not from the frame: errors never add up.
+        stride = streams.scratch.shape[1]
+        streams.open_bytes[e] += append_within(newest, frame, target, scratch, stride, geometry)
     else:
-        copy_bytes(target, frame, n_bytes)
-        streams.open_bytes[e] += n_bytes
-    copy_bytes(newest, frame, n_bytes)
+        if geometry.coder == PATCH:
+            streams.open_bytes[e] += append_entry(newest, frame, n_bytes, target, scratch)
+        else:
+            copy_bytes(target, frame, n_bytes)
+            streams.open_bytes[e] += n_bytes
+        copy_bytes(newest, frame, n_bytes)
     streams.open_frames[e] += 1
     streams.total[e] += 1
 
@@ -138,7 +144,7 @@ def push(stacks, memory, geometry, streams, status):  # type: ignore[no-untyped-
                 else:
                     shifted = _interleaved_shift(last, stack, stack_bytes, unit, kept)
                 if shifted:
-                    fresh = uint64(streams.fresh[e].ctypes.data)
+                    fresh = uint64(streams.fresh[0].ctypes.data)
                     _take_frame(stack, memory, n_stack - 1, geometry, fresh)
                     copy_bytes(last, stack, stack_bytes)
                     if streams.open_frames[e] % (1 << geometry.block_shift) == 0:
@@ -193,7 +199,9 @@ def best_reference(frame, geometry, candidates, addresses, limit, scratch):  # t
     data = uint64(scratch) + uint64(limit)
     for candidate in candidates:
         before = addresses[candidate]
-        runs, used = encode_runs(before, uint64(frame), geometry.frame_bytes, uint64(scratch), data, best_size)
+        runs, used = encode_runs(
+            before, uint64(frame), geometry.frame_bytes, uint64(scratch), data, best_size, geometry.max_error
+        )
         if runs >= 0 and 2 * runs + used < best_size:
             best, best_size = candidate, 2 * runs + used
     return best

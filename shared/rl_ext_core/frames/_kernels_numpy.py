@@ -6,6 +6,7 @@ Slower by the Python around each frame, and only for codecs that do not patch.
 from __future__ import annotations
 
 import ctypes
+import os
 
 import numpy as np
 import numpy.typing as npt
@@ -98,12 +99,12 @@ def push(stacks: int, memory: int, geometry: Geometry, streams: Streams, status:
         frames = _frames(stack, memory, geometry)
         if not np.array_equal(_frames(last, memory, geometry)[1:], frames[:-1]):
             continue
-        streams.fresh[e, : geometry.frame_bytes] = frames[-1]
+        streams.fresh[0, : geometry.frame_bytes] = frames[-1]
         last[:] = stack
         if streams.open_frames[e] % (1 << geometry.block_shift) == 0:
             status[e] = BOUNDARY
             continue
-        append_frame(e, streams.fresh[e].ctypes.data, geometry, streams)
+        append_frame(e, streams.fresh[0].ctypes.data, geometry, streams)
         streams.depth[e] = min(int(streams.depth[e]) + 1, geometry.n_stack)
         status[e] = PUSHED
     return int(status.max())
@@ -198,6 +199,18 @@ def gather(
     return 0
 
 
+def read_regions(pread: int, descriptor: int, places: Counts, sizes: Counts, target: int) -> int:
+    """Reads regions of a file, one behind the other into memory; returns how many could not be read in one go."""
+    failed = 0
+    for place, size in zip(places.tolist(), sizes.tolist(), strict=True):
+        try:
+            failed += os.preadv(descriptor, [_bytes_at(target, size).data], place) != size
+        except OSError:
+            failed += 1
+        target += size
+    return failed
+
+
 def list_sealed(
     rows: npt.NDArray[np.int64],
     envs: npt.NDArray[np.int64],
@@ -219,6 +232,6 @@ def list_sealed(
             if slab < len(blocks.table):
                 opened[b, block - first] = blocks.slab_address[slab] + np.uint64(offset)
                 continue
-            places[found] = b, block - first, slab, offset
+            places[found] = b, block - first, e, block & mask
             found += 1
     return found

@@ -9,10 +9,12 @@ from numba import int64, njit, uint64
 
 from rl_ext_core.frames._compile import kernel
 from rl_ext_core.frames._memory import call_decompressor, copy_bytes, load_u8, load_u32, prefetch, store_u8, zero_bytes
+from rl_ext_core.frames._packed import is_packed, packed_size, unpack
 from rl_ext_core.frames._patch import apply_entry, entry_size
 from rl_ext_core.frames._state import (
     DEPTH_SHIFT,
     ENTRY_HEADER,
+    GROUP,
     NEXT_DEPTH_SHIFT,
     OFFSET,
     PLANAR,
@@ -20,8 +22,8 @@ from rl_ext_core.frames._state import (
     REFERENCE,
     SEALED_HEADER,
     SLAB,
-    SLACK,
     STEP_SHIFT,
+    WORK_FRAMES,
 )
 
 CALLS_C = True  # sealed blocks are opened by a codec's C function, where it has one
@@ -94,21 +96,57 @@ def _prefetch_blocks(start, stop, rows, envs, index, geometry, blocks):  # type:
 
 
 @njit(nogil=True, inline="always")
+def _entry_size(entry, geometry):  # type: ignore[no-untyped-def]
+    """Size of an entry's contents, and whether the frame before does not matter to it."""
+    if geometry.max_error > 0 and is_packed(entry):
+        return packed_size(entry)
+    return entry_size(entry, geometry.frame_bytes)
+
+
+@njit(nogil=True, inline="always")
+def work_bytes(geometry):  # type: ignore[no-untyped-def]
+    """How much of ``work`` is for frames; behind that is room for a block."""
+    return (WORK_FRAMES if geometry.max_error > 0 else 1) * (geometry.frame_bytes + GROUP)
+
+
+@njit(nogil=True, inline="always")
+def _next_frame(frame, entry, geometry, work):  # type: ignore[no-untyped-def]
+    """The frame that an entry makes of ``frame``, as :func:`apply_entry` does.
+
+    :param work: address of scratch frames, as many as :func:`work_bytes` says.
+    """
+    n_bytes = geometry.frame_bytes
+    if geometry.max_error > 0:
+        other, above = work + uint64(n_bytes + GROUP), work + uint64(2 * (n_bytes + GROUP))
+        if is_packed(entry):
+            contents = entry + uint64(ENTRY_HEADER)
+            size, independent = packed_size(entry)
+            if not independent and frame != work and frame != other:
+                copy_bytes(work, frame, n_bytes)
+                frame = work
+            after = other if frame == work else work
+            unpack(frame, contents, after, above, geometry)
+            return after, contents + uint64(size)
+        if frame == other:
+            return apply_entry(frame, entry, n_bytes, other)
+    return apply_entry(frame, entry, n_bytes, work)
+
+
+@njit(nogil=True, inline="always")
 def _seek(address, frames, e, slot, geometry, blocks, work):  # type: ignore[no-untyped-def]
     """Goes past the first ``frames`` frames of a block; returns the frame before, and the address of the next one."""
-    n_bytes = geometry.frame_bytes
     if geometry.coder == RAW:
-        return address, address + uint64(frames * n_bytes)
+        return address, address + uint64(frames * geometry.frame_bytes)
     frame = blocks.reference_address[blocks.table[e, slot, REFERENCE]]
     # Patches before a frame that is stored whole need not be applied.
     first, entry = 0, address
     for i in range(frames + 1):
-        size, whole = entry_size(entry, n_bytes)
+        size, whole = _entry_size(entry, geometry)
         if whole:
             first, address = i, entry
         entry += uint64(size + ENTRY_HEADER)
     for _ in range(first, frames):
-        frame, address = apply_entry(frame, address, n_bytes, work)
+        frame, address = _next_frame(frame, address, geometry, work)
     return frame, address
 
 
@@ -131,14 +169,11 @@ def _gather_one(b, e, transition, geometry, blocks, opened, out, next_out, decom
     while frame <= next_newest:
         block = frame >> shift
         slot = block & (blocks.table.shape[1] - 1)
-        if opened.shape[0] > 0:
-            address = opened[b, block - first_block]
-        else:
-            address = _block_address(blocks, e, slot)
-            if decompressor != uint64(0) and blocks.table[e, slot, SLAB] >= blocks.table.shape[0]:
-                address = _unsealed(address, decompressor, work + uint64(n_bytes + SLACK))
-                if address == uint64(0):
-                    return 1
+        address = opened[b, block - first_block] if opened.shape[0] > 0 else _block_address(blocks, e, slot)
+        if decompressor != uint64(0) and blocks.table[e, slot, SLAB] >= blocks.table.shape[0]:
+            address = _unsealed(address, decompressor, work + uint64(work_bytes(geometry)))
+            if address == uint64(0):
+                return 1
         source, address = _seek(address, frame & in_block, e, slot, geometry, blocks, work)
         end = min(next_newest, (block << shift) + in_block)
         while frame <= end:
@@ -146,7 +181,7 @@ def _gather_one(b, e, transition, geometry, blocks, opened, out, next_out, decom
                 source = address
                 address += uint64(n_bytes)
             else:
-                source, address = apply_entry(source, address, n_bytes, work)
+                source, address = _next_frame(source, address, geometry, work)
             if frame <= newest:
                 _put_frame(source, out, n_stack - 1 - (newest - frame), geometry)
             if frame >= next_oldest:
@@ -173,7 +208,7 @@ def gather(start, stop, rows, envs, index, geometry, blocks, opened, observation
     :param observations: address of the batch of observations.
     :param nexts: address of the batch of next observations, or 0.
     :param decompressor: address of a C function, see :func:`call_decompressor`, that opens sealed blocks, or 0.
-    :param work: address of a scratch frame, and a block behind it if there is a decompressor.
+    :param work: address of :func:`work_bytes` bytes, and a block behind them if there is a decompressor.
     :return: how many transitions could not be read because a sealed block is damaged.
     """
     stack_bytes = geometry.n_stack * geometry.frame_bytes
@@ -209,7 +244,7 @@ def list_sealed(rows, envs, index, geometry, blocks, opened, places):  # type: i
     """Fills ``opened`` with the addresses of blocks that are still open, and lists the sealed ones.
 
     :param opened: (batch, n) written; column ``i`` is for the ``i``-th block that a transition touches.
-    :param places: (batch * n, 4) written: row and column in ``opened``, slab, offset.
+    :param places: (batch * n, 4) written: row and column in ``opened``, environment, slot in its ring.
     :return: how many are listed.
     """
     shift, ring_mask = geometry.block_shift, blocks.table.shape[1] - 1
@@ -228,7 +263,7 @@ def list_sealed(rows, envs, index, geometry, blocks, opened, places):  # type: i
                 continue
             places[found, 0] = b
             places[found, 1] = block - first
-            places[found, 2] = slab
-            places[found, 3] = blocks.table[e, slot, OFFSET]
+            places[found, 2] = e
+            places[found, 3] = slot
             found += 1
     return found

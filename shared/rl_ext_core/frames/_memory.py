@@ -47,6 +47,7 @@ load_u32 = _loader(32, types.uint32)
 load_u64 = _loader(64, types.uint64)
 store_u8 = _storer(8, types.uint8)
 store_u16 = _storer(16, types.uint16)
+store_u32 = _storer(32, types.uint32)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -171,6 +172,20 @@ def call_decompressor(typingctx: Any, function: Any, source: Any, target: Any, s
     return types.int32(types.uint64, types.uint64, types.uint64, types.uint64), codegen
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def call_pread(typingctx: Any, function: Any, descriptor: Any, target: Any, n_bytes: Any, offset: Any) -> Any:
+    """Calls ``ssize_t function(int, void *, size_t, off_t)`` at an address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word, text = ir.IntType(64), cgutils.voidptr_t
+        kind = ir.FunctionType(word, [ir.IntType(32), text, word, word])
+        function_pointer = builder.inttoptr(args[0], kind.as_pointer())
+        number = builder.trunc(args[1], ir.IntType(32))
+        return builder.call(function_pointer, [number, builder.inttoptr(args[2], text), args[3], args[4]])
+
+    return types.int64(types.uint64, types.int64, types.uint64, types.int64, types.int64), codegen
+
+
 WORD = _WORD  # bytes that the next three look at
 
 
@@ -218,6 +233,50 @@ def count_different(typingctx: Any, left: Any, right: Any) -> Any:
     return types.int64(types.uint64, types.uint64), codegen
 
 
+def splat(builder: Any, value: Any, lanes: int) -> Any:
+    word = ir.VectorType(value.type, lanes)
+    first = builder.insert_element(ir.Constant(word, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
+    every = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)
+    return builder.shuffle_vector(first, ir.Constant(word, ir.Undefined), every)
+
+
+def distance_of(builder: Any, left: Any, right: Any) -> Any:
+    above = builder.icmp_unsigned(">", left, right)
+    return builder.sub(builder.select(above, left, right), builder.select(above, right, left))
+
+
+def _far_apart(builder: Any, left: Any, right: Any, bound: Any) -> Any:
+    """In which lanes two words of bytes differ by more than ``bound``."""
+    return builder.icmp_unsigned(">", distance_of(builder, left, right), splat(builder, bound, left.type.count))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def count_far_apart(typingctx: Any, left: Any, right: Any, bound: Any) -> Any:
+    """How many of the ``WORD`` bytes at two addresses differ by more than ``bound``."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        far = _far_apart(builder, _word(builder, args[0]), _word(builder, args[1]), args[2])
+        count = builder.ctpop(builder.bitcast(far, ir.IntType(_WORD)))
+        return builder.zext(count, ir.IntType(64))
+
+    return types.int64(types.uint64, types.uint64, types.uint8), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def far_apart_8(typingctx: Any, left: Any, right: Any, bound: Any) -> Any:
+    """The eight bytes at two addresses: 255 where they differ by more than ``bound``, else 0."""
+    word = ir.VectorType(ir.IntType(8), 8)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        sides = [builder.load(builder.inttoptr(arg, word.as_pointer())) for arg in args[:2]]
+        for side in sides:
+            side.align = 1
+        far = _far_apart(builder, sides[0], sides[1], args[2])
+        return builder.bitcast(builder.sext(far, word), ir.IntType(64))
+
+    return types.uint64(types.uint64, types.uint64, types.uint8), codegen
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def narrow_8(typingctx: Any, target: Any, source: Any, shift: Any) -> Any:
     """Eight ``uint32`` shifted right by ``shift`` bits, the low bytes of which are stored."""
@@ -226,10 +285,7 @@ def narrow_8(typingctx: Any, target: Any, source: Any, shift: Any) -> Any:
         wide, narrow = ir.VectorType(ir.IntType(32), 8), ir.VectorType(ir.IntType(8), 8)
         values = builder.load(builder.inttoptr(args[1], wide.as_pointer()))
         values.align = 1
-        first = builder.insert_element(ir.Constant(wide, ir.Undefined), args[2], ir.Constant(ir.IntType(32), 0))
-        lanes = ir.Constant(ir.VectorType(ir.IntType(32), 8), [0] * 8)
-        shifts = builder.shuffle_vector(first, ir.Constant(wide, ir.Undefined), lanes)
-        low = builder.trunc(builder.lshr(values, shifts), narrow)
+        low = builder.trunc(builder.lshr(values, splat(builder, args[2], 8)), narrow)
         builder.store(low, builder.inttoptr(args[0], narrow.as_pointer())).align = 1
         return context.get_dummy_value()
 

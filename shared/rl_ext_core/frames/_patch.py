@@ -7,6 +7,10 @@ Differences a few equal bytes apart share a run, since a header costs two bytes.
 In a block each frame is an entry: ``[size: u16][n: u8]`` and ``size`` bytes of patch, where ``n = 255`` says that the
 number of runs is in the first two of these. ``size = 0xFFFF`` marks a frame stored as it is, where a patch would not
 have been smaller. Numbers are little-endian.
+
+With a bound, a patch leaves out the bytes that are at most that far off in the frame that the decoder has. What it does
+write is exact, so errors do not add up as long as each patch is taken against what the patches before it make. Loops
+that are called without a bound are compiled for exactly that, and cost nothing more.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from rl_ext_core.frames._memory import (
     blend_16,
     copy_bytes,
     count_different,
+    count_far_apart,
+    far_apart_8,
     load_u8,
     load_u16,
     load_u64,
@@ -30,6 +36,7 @@ from rl_ext_core.frames._state import ENTRY_HEADER
 _GAP = 3
 _DENSE_GAP = 6  # where much has changed: half of the runs, which take time, for a few per cent more bytes
 WHOLE = 0xFFFF
+PACKED = 0xFFFE  # where there is a bound: see ``_packed``
 _MANY_RUNS = 255
 
 
@@ -53,14 +60,15 @@ def _write_run(heads, runs, data, used, skip, source, length):  # type: ignore[n
 
 
 @njit(nogil=True)
-def encode_runs(before, after, n_bytes, heads, data, limit):  # type: ignore[no-untyped-def]
+def encode_runs(before, after, n_bytes, heads, data, limit, bound=0):  # type: ignore[no-untyped-def]
     """Writes the headers and the bytes of the runs from ``before`` to ``after`` to separate places.
 
     :param heads: address of ``limit`` bytes.
     :param data: address of ``limit`` bytes.
+    :param bound: how far off a byte may be that is left out.
     :return: the numbers of runs and of bytes; -1 runs once both together would exceed ``limit`` bytes.
     """
-    different = _different_bytes(before, after, n_bytes)
+    different = _different_bytes(before, after, n_bytes) if bound == 0 else _far_bytes(before, after, n_bytes, bound)
     if different > limit:
         return -1, 0
     gap = _DENSE_GAP if different > n_bytes // 8 else _GAP
@@ -75,7 +83,10 @@ def encode_runs(before, after, n_bytes, heads, data, limit):  # type: ignore[no-
         if i == n_bytes:
             i += 1  # past the end: nothing differs any more, and the run being collected is written
         elif i + 8 <= n_bytes:
-            difference = load_u64(before + uint64(i)) ^ load_u64(after + uint64(i))
+            if bound == 0:
+                difference = load_u64(before + uint64(i)) ^ load_u64(after + uint64(i))
+            else:
+                difference = far_apart_8(before + uint64(i), after + uint64(i), uint8(bound))
             if difference == uint64(0):
                 i += 8
                 continue
@@ -85,7 +96,7 @@ def encode_runs(before, after, n_bytes, heads, data, limit):  # type: ignore[no-
             found = i
             i += 1
         else:
-            if load_u8(before + uint64(i)) != load_u8(after + uint64(i)):
+            if abs(int64(load_u8(before + uint64(i))) - int64(load_u8(after + uint64(i)))) > int64(bound):
                 found = i
             i += 1
             if found < 0:
@@ -104,16 +115,20 @@ def encode_runs(before, after, n_bytes, heads, data, limit):  # type: ignore[no-
 
 
 @njit(nogil=True, inline="always")
-def append_entry(before, frame, n_bytes, out, scratch):  # type: ignore[no-untyped-def]
+def append_entry(before, frame, n_bytes, out, scratch, bound=0):  # type: ignore[no-untyped-def]
     """Writes one entry at ``out``; returns its size.
 
     :param out: address of ``n_bytes + ENTRY_HEADER`` bytes.
     :param scratch: address of ``n_bytes`` bytes.
+    :param bound: how far off a byte may be that a patch leaves out.
     """
     contents = out + uint64(ENTRY_HEADER)
-    limit = min(n_bytes - n_bytes // 16, WHOLE - 3)
+    limit = min(n_bytes - n_bytes // 16, WHOLE - 3 if bound == 0 else PACKED - 3)
     # Where there are many runs their number takes two bytes more, which are moved in later.
-    runs, used = encode_runs(before, frame, n_bytes, contents, scratch, limit)
+    if bound == 0:
+        runs, used = encode_runs(before, frame, n_bytes, contents, scratch, limit)
+    else:
+        runs, used = encode_runs(before, frame, n_bytes, contents, scratch, limit, bound)
     if runs < 0:
         store_u16(out, uint16(WHOLE))
         store_u8(out + uint64(2), uint8(0))
@@ -199,4 +214,13 @@ def _different_bytes(left, right, n_bytes):  # type: ignore[no-untyped-def]
     total = 0
     for i in range(0, n_bytes - WORD + 1, WORD):
         total += count_different(left + uint64(i), right + uint64(i))
+    return total
+
+
+@njit(nogil=True)
+def _far_bytes(left, right, n_bytes, bound):  # type: ignore[no-untyped-def]
+    """Likewise, by more than ``bound``."""
+    total = 0
+    for i in range(0, n_bytes - WORD + 1, WORD):
+        total += count_far_apart(left + uint64(i), right + uint64(i), uint8(bound))
     return total

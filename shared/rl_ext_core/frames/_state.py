@@ -19,6 +19,10 @@ INTERLEAVED = 2
 RAW = 0
 PATCH = 1
 
+GROUP = 64  # bytes that are predicted and packed together, at most; see ``_packed``
+# Where frames may be off, each with ``GROUP`` bytes behind it:
+SCRATCH_FRAMES = 7  # on the way in
+WORK_FRAMES = 3  # on the way out: two frames, and a row in groups
 SLACK = 16  # readable and writable bytes behind every region: the kernels move short runs in whole words
 SEALED_HEADER = 8  # bytes before a sealed block: its size and that of its contents, u32 little-endian
 ENTRY_HEADER = 3  # bytes before each frame of a block of patches
@@ -26,7 +30,7 @@ ENTRY_HEADER = 3  # bytes before each frame of a block of patches
 # What became of one stack on its way in.
 SAME = 0  # it is the stack before
 PUSHED = 1  # it is the stack before moved on by one frame, and that frame is stored
-BOUNDARY = 2  # likewise, but the frame, in ``fresh``, has to begin a new block
+BOUNDARY = 2  # likewise, but the frame, the newest in ``last``, has to begin a new block
 UNSHARED = 3  # it has to be stored whole; nothing was changed
 
 # How far a transition was stored by the kernel alone.
@@ -46,6 +50,9 @@ class Geometry(NamedTuple):
     stored: int  # PLANAR or INTERLEAVED: how observations are returned, and single frames stored
     coder: int  # RAW or PATCH
     block_shift: int  # a block holds 2**block_shift frames
+    max_error: int = 0  # how far off a byte may be; 0 is exact
+    row: int = 1  # from a byte of a frame to the one above
+    plane: int = 0  # likewise to the same pixel in the channel before, 0 where frames do not lie in planes
 
 
 class Streams(NamedTuple):
@@ -56,7 +63,7 @@ class Streams(NamedTuple):
 
     last: Bytes  # (E, stack bytes): the newest stack, as it lay in memory
     last_memory: Bytes  # (E,): PLANAR or INTERLEAVED, 0 where there is none
-    fresh: Bytes  # (E, frame bytes): the newest frame of the stack being pushed
+    fresh: Bytes  # (1, frame bytes): the newest frame of the stack being pushed
     frame: Bytes  # (E, frame bytes): the newest frame stored
     depth: Bytes  # (E,): frames of the newest stack that are not padding
     total: Counts  # (E,): frames stored so far

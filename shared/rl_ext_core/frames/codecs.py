@@ -9,9 +9,10 @@ codec           frames of a block                                            ful
 ``lz4``         as they are                                                  compressed by LZ4
 ``patch``       what changed since the frame before (see ``_patch``)         as they are
 ``patch+lz4``   what changed since the frame before                          compressed by LZ4
+``jpeg``        one frame a block, as it is                                  a JPEG image (``jpeg``)
 ==============  ===========================================================  =======================
 
-All of them are lossless.
+All but ``jpeg`` are lossless, unless a store is told to keep to a bound (``max_error``).
 """
 
 from __future__ import annotations
@@ -21,23 +22,48 @@ import functools
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, missing_dependency
 from rl_ext_core.frames._state import PATCH, RAW
 
+if TYPE_CHECKING:
+    from rl_ext_core.frames.layout import StackLayout
+
+DEFAULT_QUALITY = 95  # of JPEG
+
 
 class Codec(ABC):
-    """How blocks of frames are stored. Instances hold no state.
+    """How blocks of frames are stored. Instances hold no frames.
 
     :cvar name: what users and files call it.
     :cvar patches: whether frames are stored as patches, which needs numba, or as they are.
     :cvar seals: whether full blocks go through :meth:`seal`.
+    :cvar lossy: whether :meth:`unseal` gives something else than :meth:`seal` was given. Blocks hold one frame then,
+        and are sealed at once, so that what is read does not change later.
     """
 
     name: ClassVar[str]
     patches: ClassVar[bool]
     seals: ClassVar[bool]
+    lossy: ClassVar[bool] = False
+
+    def with_quality(self, quality: int) -> Codec:
+        """The codec with another quality.
+
+        :raises InvalidArgumentError: if it has none.
+        """
+        raise InvalidArgumentError(
+            f"quality={quality} is for codec='jpeg' only; leave it out, or pass codec='jpeg' as well"
+        )
+
+    def for_frames(self, layout: StackLayout) -> Codec:
+        """The codec for the frames of a layout; most do not depend on it.
+
+        :raises InvalidArgumentError: if the codec cannot store such frames.
+        :raises InvalidTypeError: likewise, because of their dtype.
+        """
+        return self
 
     @property
     def coder(self) -> int:
@@ -167,9 +193,10 @@ def codec_names() -> list[str]:
     return sorted(_REGISTRY)
 
 
-def get_codec(name: str) -> Codec:
+def get_codec(name: str, *, quality: int = DEFAULT_QUALITY) -> Codec:
     """The codec of that name.
 
+    :param quality: of the images that ``jpeg`` makes, 1 to 100.
     :raises InvalidTypeError: if the name is not a string.
     :raises InvalidArgumentError: if no codec has that name.
     :raises MissingDependencyError: if it needs a package that is not installed; no other codec takes its place.
@@ -180,7 +207,7 @@ def get_codec(name: str) -> Codec:
         raise InvalidArgumentError(f"unknown codec {name!r}; known: 'auto', {', '.join(map(repr, codec_names()))}")
     codec = _REGISTRY[name]()
     codec.check_available()
-    return codec
+    return codec if quality == DEFAULT_QUALITY else codec.with_quality(quality)
 
 
 for _codec in (RawCodec, Lz4Codec, PatchCodec, PatchLz4Codec):

@@ -133,8 +133,7 @@ def find_layout(
     :param before: observations of shape ``(n, *shape)``.
     :param after: the observations that followed, of the same shape.
     """
-    telling = _differ(before, after)
-    if not telling.any():
+    if len(before) == 0 or not (telling := _differ(before, after)).any():
         return None
     before, after = before[telling], after[telling]
     for layout in candidate_layouts(shape, dtype):

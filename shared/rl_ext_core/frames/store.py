@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import importlib.util
+import os
 import threading
 import zlib
 from operator import index
 from types import ModuleType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
-from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
-from rl_ext_core.frames._parallel import run_parts
-from rl_ext_core.frames._state import DEPTH_SHIFT, ENTRY_HEADER, FRAME_NUMBERS, SLACK, Blocks
-from rl_ext_core.frames.arena import address_of, allocate
-from rl_ext_core.frames.codecs import Codec, get_codec
+from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, StorageError
+from rl_ext_core.frames._loss import checked_block_length, checked_bound, loss_in_words
+from rl_ext_core.frames._saving import load, save
+from rl_ext_core.frames.codecs import DEFAULT_QUALITY, Codec, get_codec
+from rl_ext_core.frames.disk._opening import Opening, open_folder
+from rl_ext_core.frames.disk._rows import RowArrays
+from rl_ext_core.frames.jpeg import JpegCodec
 from rl_ext_core.frames.layout import StackLayout
+from rl_ext_core.frames.reading import Reader
+from rl_ext_core.frames.ring import Ring
 from rl_ext_core.frames.writer import StreamWriter
 
 FORMAT_VERSION = 1
+# Of stores that are not exact, or do not hold all that their rows were written with: version 1 knows neither.
+EXTENDED_FORMAT_VERSION = 2
 
 
 def checksum(state: Any) -> int:
@@ -43,10 +52,10 @@ def check_format(state: Any) -> None:
     :raises CorruptFileError: if it is of another format, or of none.
     """
     version = state.get("format") if isinstance(state, dict) else None
-    if version != FORMAT_VERSION:
+    if version not in (FORMAT_VERSION, EXTENDED_FORMAT_VERSION):
         raise CorruptFileError(
-            f"the frame store has format {version!r}, this version reads {FORMAT_VERSION}; "
-            "load it with the version of rl-ext that wrote it"
+            f"the frame store has format {version!r}, this version reads {FORMAT_VERSION} and "
+            f"{EXTENDED_FORMAT_VERSION}; load it with the version of rl-ext that wrote it"
         )
 
 
@@ -61,57 +70,150 @@ def load_kernels() -> ModuleType:
     return _kernels
 
 
-class FrameStore:
+class FrameStore(Ring):
     """A ring of transitions ``(observation, next observation)`` for several environments in step.
 
     A frame is stored once although up to ``2 * n_stack`` stacks contain it. What is shared is decided by comparing
     contents: a stack that does not continue the one before is stored whole. What comes out equals what went in, bit
-    for bit.
+    for bit, unless a ``max_error`` or the codec ``"jpeg"`` was asked for; then ``repr`` says so.
 
     :param capacity: transitions an environment; then the oldest is overwritten.
     :param n_envs: number of environments.
     :param layout: how an observation is stacked.
     :param codec: name of the codec, or a codec.
-    :param block_length: frames in a block, a power of two. Longer blocks are smaller and slower to sample from.
+    :param block_length: frames in a block, a power of two, or None for 16. Longer blocks are smaller and slower to
+        sample from.
+    :param max_error: how far off each byte may be, for frames of dtype uint8 and codecs that patch; 0 is bit-exact.
+    :param quality: of JPEG, 1 to 100; for the codec ``"jpeg"`` only.
+    :param max_bytes: what the store may hold in all, index and row arrays included, or None. Where that is exceeded the
+        oldest transitions are given up, a block at a time: ``size`` shrinks, their rows read as zeros, and those held
+        are the ``size`` rows from ``first`` on, around the ring.
+    :param storage_dir: a folder for the frames, or None for memory. They may exceed the memory there, and outlive the
+        process: opened again with the same arguments, the store goes on where it was, and ``recovered`` says what was
+        found. A process that ends without :meth:`close` loses what was added since the last sealed block; a machine
+        that goes down may lose what the system had not written yet, which checksums find. Nothing else than the index
+        and a few buffers stay in memory. One process at a time may open it.
+    :raises CorruptFileError: if a file in ``storage_dir`` is damaged, where that shows without reading all of it. What
+        does not show then is found when it is read.
+    :raises StorageError: if another process uses ``storage_dir``, or it cannot be made.
     """
 
     def __init__(
-        self, capacity: int, n_envs: int, layout: StackLayout, *, codec: str | Codec = "patch", block_length: int = 16
+        self,
+        capacity: int,
+        n_envs: int,
+        layout: StackLayout,
+        *,
+        codec: str | Codec = "patch",
+        block_length: int | None = None,
+        max_error: int = 0,
+        quality: int = DEFAULT_QUALITY,
+        max_bytes: int | None = None,
+        storage_dir: str | os.PathLike[str] | Opening | None = None,
     ) -> None:
         if capacity < 1 or n_envs < 1:
             raise InvalidArgumentError(f"capacity={capacity} and n_envs={n_envs} must both be at least 1")
+        self.codec = (get_codec(codec, quality=quality) if isinstance(codec, str) else codec).for_frames(layout)
+        block_length = checked_block_length(block_length, self.codec)
         if block_length < 1 or block_length & (block_length - 1):
             raise InvalidArgumentError(f"block_length={block_length} is not a power of two; for example 16")
         # Plain integers: those of NumPy are written in a way that depends on its version.
         self.capacity, self.n_envs, self.layout = index(capacity), index(n_envs), layout
-        self.codec = get_codec(codec) if isinstance(codec, str) else codec
         self.block_length = index(block_length)
+        self.max_error = checked_bound(max_error, codec=self.codec, dtype=layout.dtype)
+        self.max_bytes = max_bytes if max_bytes is None else index(max_bytes)
         # The kernels release the GIL: a thread that samples must not read a block while another one fills it.
         self._lock = threading.Lock()
-        self.clear()
+        self.recovered, self._files, self._rows = None, None, RowArrays(self.capacity)
+        if storage_dir is None or isinstance(storage_dir, Opening):
+            opening = storage_dir
+        else:
+            opening = open_folder(storage_dir, self._settings(), capacity=self.capacity)
+        try:
+            if opening is not None:
+                self._rows = opening.rows
+                self._files = opening.files(self._settings(), self.layout.frame_bytes)
+            self._begin()
+            self._check_budget()
+            if opening is not None and opening.contents is not None:
+                self._resume(opening)
+        except BaseException:
+            if self._files is not None:
+                self._files.discard()
+            if opening is not None and not opening.replaces:
+                opening.folder.abandon()
+            raise
+
+    def _settings(self) -> dict[str, Any]:
+        """What decides how frames are stored, as plain values."""
+        layout = self.layout
+        return {
+            "capacity": self.capacity,
+            "n_envs": self.n_envs,
+            "layout": [list(map(int, layout.shape)), layout.dtype.str, int(layout.n_stack), int(layout.axis)],
+            "codec": self.codec.name,
+            "block_length": self.block_length,
+            **self._loss(),
+        }
+
+    def _loss(self) -> dict[str, int]:
+        """The options of a store that is not exact. One that is has none, and is described as it always was."""
+        loss = {"max_error": self.max_error} if self.max_error else {}
+        return {**loss, "quality": self.codec.quality} if isinstance(self.codec, JpegCodec) else loss
+
+    @property
+    def lossy(self) -> bool:
+        """Whether what comes out may differ from what went in."""
+        return self.max_error > 0 or self.codec.lossy
+
+    def __repr__(self) -> str:
+        layout, kept = self.layout, loss_in_words(self.max_error, self.codec)
+        return (
+            f"{type(self).__name__}({self.capacity} x {self.n_envs} transitions of {layout.shape} {layout.dtype}, "
+            f"codec={self.codec.name!r}, {kept})"
+        )
+
+    def emptied(self, layout: StackLayout, *, codec: str, block_length: int, **loss: int) -> FrameStore:
+        """A store for the same transitions, without them, that stores them in another way."""
+        return FrameStore(
+            self.capacity,
+            self.n_envs,
+            layout,
+            codec=codec,
+            block_length=block_length,
+            max_bytes=self.max_bytes,
+            storage_dir=self._replacement(),
+            **loss,
+        )
 
     def clear(self) -> None:
         """Forgets all transitions and gives their memory back."""
-        self.position = 0  # where the next transition goes
-        self.full = False
-        self._index = np.zeros((self.capacity, self.n_envs), dtype=np.uint64)
-        self._kernels = load_kernels()
-        self._decompressor = self._kernels.CALLS_C and self.codec.c_decompressor()
-        block_bytes = self.block_length * (self.layout.frame_bytes + ENTRY_HEADER)
-        self._work_bytes = self.layout.frame_bytes + SLACK + (block_bytes + SLACK if self._decompressor else 0)
+        if self._files is not None:
+            self._files = self._files.anew()
+        self._begin()
+
+    def rest(self) -> None:
+        """Gives back the memory that only transitions to come need, which is most of what a small store takes.
+
+        Should there be any, the next ones share nothing with those before.
+        """
+        with self._lock:
+            self._writer.rest()
+
+    def _begin(self) -> None:
+        self._begin_ring()
+        kernels = load_kernels()
         self._writer = StreamWriter(
-            self.layout, self.n_envs, codec=self.codec, block_length=self.block_length, kernels=self._kernels
+            self.layout,
+            self.n_envs,
+            codec=self.codec,
+            block_length=self.block_length,
+            kernels=kernels,
+            max_error=self.max_error,
+            max_bytes=self.max_bytes,
+            files=self._files,
         )
-
-    @property
-    def size(self) -> int:
-        """Transitions held, an environment."""
-        return self.capacity if self.full else self.position
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held, the index included; what the process has grown by."""
-        return self._writer.nbytes + self._index[: self.size].nbytes
+        self._reader = Reader(self._writer, codec=self.codec, kernels=kernels, in_files=self._files is not None)
 
     @property
     def changed_fraction(self) -> float:
@@ -136,29 +238,38 @@ class FrameStore:
         :raises OutOfMemoryError: where the system has no more.
             Whatever is raised, the store holds what it held before.
         """
-        with self._lock:
-            row = self.position if row is None else row
-            self._index[row] = self._writer.push_pair(observations, next_observations)
-            self.position = row + 1
-            if self.position == self.capacity:
-                self.position, self.full = 0, True
-            if self.full and self.position % self.block_length == 0:
-                self._free_overwritten()
+        self.commit(self.stage(observations, next_observations), row=row)
 
-    def _free_overwritten(self) -> None:
-        """Frees the blocks that no transition needs any more."""
-        count = self._writer.streams.total
-        oldest = self._index[self.position].astype(np.int64)
-        behind = (count - oldest) % FRAME_NUMBERS
-        first = count - behind - ((oldest >> DEPTH_SHIFT) & 0xFF) + 1
-        for env, block in enumerate((first // self.block_length).tolist()):
-            self._writer.blocks.free_before(env, block)
+    def stage(
+        self, observations: npt.NDArray[np.generic], next_observations: npt.NDArray[np.generic]
+    ) -> npt.NDArray[np.uint64]:
+        """The part of :meth:`append` that may fail: stores frames, and changes no transition.
+
+        Several stores that belong together all stage a transition before the first of them commits it.
+
+        :return: what :meth:`commit` needs, valid until the next call.
+        """
+        with self._lock:
+            if self._files is None:
+                return self._writer.push_pair(observations, next_observations)
+            self._prepare_files(self._files)
+            try:
+                return self._writer.push_pair(observations, next_observations)
+            except BaseException:
+                with contextlib.suppress(StorageError):
+                    self._files.nothing_came()
+                raise
+
+    def commit(self, staged: npt.NDArray[np.uint64], *, row: int | None = None) -> None:
+        """Makes what was staged a transition, over the oldest where the store is full."""
+        with self._lock:
+            self._advance(self.position if row is None else row, staged)
 
     def get(
         self,
         rows: npt.NDArray[np.int64],
         envs: npt.NDArray[np.int64],
-        observations: npt.NDArray[np.generic],
+        observations: npt.NDArray[np.generic] | None,
         next_observations: npt.NDArray[np.generic] | None = None,
         *,
         num_threads: int = 1,
@@ -167,92 +278,46 @@ class FrameStore:
 
         :param rows: (batch,) ``int64`` positions in the ring; one that was never written gives zeros.
         :param envs: (batch,) ``int64`` environments.
-        :param observations: C-contiguous, shape ``(batch, *layout.shape)``, of the layout's dtype; written.
-        :param next_observations: likewise, or None where they are not wanted.
+        :param observations: C-contiguous, shape ``(batch, *layout.shape)``, of the layout's dtype; written. None where
+            they are not wanted.
+        :param next_observations: likewise.
         :param num_threads: threads to decode in.
         :raises InvalidArgumentError: if a place does not exist, or an array does not fit.
         """
         with self._lock:
-            self._get(rows, envs, observations, next_observations, num_threads)
+            self._reader.get(self._index, rows, envs, observations, next_observations, num_threads)
 
-    def _get(
-        self,
-        rows: npt.NDArray[np.int64],
-        envs: npt.NDArray[np.int64],
-        observations: npt.NDArray[np.generic],
-        next_observations: npt.NDArray[np.generic] | None,
-        num_threads: int,
-    ) -> None:
-        self._check_request(rows, envs, observations, next_observations)
-        blocks = self._writer.blocks.view()
-        geometry, entries, kernels = self._writer.geometry, self._index, self._kernels
-        nexts = 0 if next_observations is None else address_of(next_observations)
-        outs = address_of(observations), nexts
-        opened, contents = self._open_sealed(rows, envs, blocks)
-        unreadable: list[int] = []  # appended to, since threads adding to one number would lose counts
+    def _kept(self) -> dict[str, int]:
+        """What a store with a budget, or without its oldest transitions, has to say."""
+        budget = {} if self.max_bytes is None else {"max_bytes": self.max_bytes}
+        return {**budget, "dropped": self.dropped} if self.dropped else budget
 
-        def decode(start: int, stop: int) -> None:
-            work = allocate(self._work_bytes, "buffers")
-            count = kernels.gather(
-                start, stop, rows, envs, entries, geometry, blocks, opened, *outs, self._decompressor, address_of(work)
-            )
-            unreadable.append(count)
+    def save(self, file: str | os.PathLike[str] | BinaryIO) -> None:
+        """Writes the store to a file, without another copy in memory. Row arrays are not part of it.
 
-        run_parts(decode, len(rows), num_threads=num_threads)
-        del contents  # the addresses in ``opened`` point into it
-        if damaged := sum(unreadable):
-            raise CorruptFileError(
-                f"{damaged} of {len(rows)} transitions cannot be read: their blocks are damaged, as by a program that "
-                "wrote over this process's memory; start again from a checkpoint"
-            )
+        :param file: a path, which is replaced once all is written, or a file opened for writing bytes.
+        :raises StorageError: if it cannot be written; nothing is left of it then.
+        """
+        save(self, file)
 
-    def _check_request(
-        self,
-        rows: npt.NDArray[np.int64],
-        envs: npt.NDArray[np.int64],
-        *outs: npt.NDArray[np.generic] | None,
-    ) -> None:
-        """Refuses what would make the kernels read or write out of bounds."""
-        whole = rows.dtype == envs.dtype == np.int64 and len(rows) == len(envs)
-        if not whole or not self._kernels.all_exist(rows, envs, self._index):
-            raise InvalidArgumentError(
-                f"rows {rows!r} and envs {envs!r} must be as many numbers of dtype int64, from 0 to "
-                f"{self.capacity - 1} and from 0 to {self.n_envs - 1}"
-            )
-        expected = (len(rows), *self.layout.shape)
-        for out in outs:
-            if out is not None and not (
-                out.shape == expected and out.dtype == self.layout.dtype and out.flags.c_contiguous
-            ):
-                raise InvalidArgumentError(
-                    f"an output has shape {out.shape} and dtype {out.dtype}, expected a C-contiguous array of shape "
-                    f"{expected} and dtype {self.layout.dtype}"
-                )
+    @classmethod
+    def load(cls, file: str | os.PathLike[str] | BinaryIO) -> FrameStore:
+        """Reads what :meth:`save` wrote, into memory.
 
-    def _open_sealed(
-        self, rows: npt.NDArray[np.int64], envs: npt.NDArray[np.int64], blocks: Blocks
-    ) -> tuple[npt.NDArray[np.uint64], bytes]:
-        """Unseals the blocks that a batch touches; returns their addresses and what these point into."""
-        if not self.codec.seals or self._decompressor:
-            return np.zeros((0, 0), dtype=np.uint64), b""
-        most = 2 * self.layout.n_stack // self.block_length + 2
-        opened = np.zeros((len(rows), most), dtype=np.uint64)
-        places = np.zeros((len(rows) * most, 4), dtype=np.int64)
-        n_places = self._kernels.list_sealed(rows, envs, self._index, self._writer.geometry, blocks, opened, places)
-        unseal = self._writer.blocks.unseal
-        pieces = [unseal(slab, offset) for _, _, slab, offset in places[:n_places].tolist()]
-        contents = b"".join([*pieces, bytes(SLACK)])
-        ends = np.cumsum([len(piece) for piece in pieces], dtype=np.uint64)
-        starts = np.concatenate([np.zeros(1, dtype=np.uint64), ends[:-1]]) if pieces else ends
-        base = np.uint64(address_of(np.frombuffer(contents, dtype=np.uint8)))
-        opened[places[:n_places, 0], places[:n_places, 1]] = starts + base
-        return opened, contents
+        :raises CorruptFileError: if it is damaged, cut short, of a later format, or holds something else.
+        """
+        return load(cls, file)
+
+    def __copy__(self) -> FrameStore:
+        return copy.deepcopy(self)  # no two stores may write to the same memory
 
     def __getstate__(self) -> dict[str, Any]:
         """Arrays and numbers only: views that pickle protocol 5 writes without a copy, and a checksum."""
         layout = self.layout
         state = {
-            "format": FORMAT_VERSION,
+            "format": EXTENDED_FORMAT_VERSION if self.lossy or self._kept() else FORMAT_VERSION,
+            **self._loss(),
+            **self._kept(),
             "codec": self.codec.name,
             "capacity": self.capacity,
             "n_envs": self.n_envs,
@@ -260,7 +325,7 @@ class FrameStore:
             "layout": (tuple(map(int, layout.shape)), layout.dtype.str, int(layout.n_stack), int(layout.axis)),
             "position": self.position,
             "full": self.full,
-            "index": self._index[: self.size],
+            "index": self._index[: self.touched],
             "writer": self._writer.state(),
         }
         return {**state, "checksum": checksum(state)}
@@ -276,8 +341,15 @@ class FrameStore:
         shape, dtype, n_stack, axis = state["layout"]
         layout = StackLayout(tuple(shape), np.dtype(dtype), n_stack, axis)
         self.__init__(  # type: ignore[misc]
-            state["capacity"], state["n_envs"], layout, codec=state["codec"], block_length=state["block_length"]
+            state["capacity"],
+            state["n_envs"],
+            layout,
+            codec=state["codec"],
+            block_length=state["block_length"],
+            max_error=state.get("max_error", 0),
+            quality=state.get("quality", DEFAULT_QUALITY),
+            max_bytes=state.get("max_bytes"),
         )
-        self.position, self.full = state["position"], state["full"]
-        self._index[: self.size] = state["index"]
+        self.position, self.full, self.dropped = state["position"], state["full"], state.get("dropped", 0)
+        self._index[: self.touched] = state["index"]
         self._writer.restore(state["writer"])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,32 +14,60 @@ from rl_ext_core.frames._state import (
     ALL_STORED,
     BOUNDARY,
     ENTRY_HEADER,
+    GROUP,
     INTERLEAVED,
     PLANAR,
     PUSHED,
+    SCRATCH_FRAMES,
     SLACK,
     STUCK_AT_OBSERVATION,
     Addresses,
     Bytes,
+    Counts,
     Geometry,
     Streams,
 )
-from rl_ext_core.frames.arena import ReferencePool, address_of, allocate
+from rl_ext_core.frames.arena import address_of, allocate, reserve
 from rl_ext_core.frames.blocks import BlockTable
 from rl_ext_core.frames.codecs import Codec
 from rl_ext_core.frames.layout import StackLayout
+from rl_ext_core.frames.references import ReferencePool
+
+if TYPE_CHECKING:
+    from rl_ext_core.frames.disk._recovery import LiveBlocks
+    from rl_ext_core.frames.disk._store import StoreFiles
 
 _GOOD_REFERENCE = 2  # a reference frame is one whose patch takes at most half of a frame
+_RESEMBLING = 8  # likewise an eighth, for frames that follow each other
 
 
 def _rows(n_rows: int, n_bytes: int) -> Bytes:
-    return allocate(n_rows * (n_bytes + SLACK), "buffers").reshape(n_rows, n_bytes + SLACK)
+    return reserve(n_rows * (n_bytes + SLACK), "buffers").reshape(n_rows, n_bytes + SLACK)
+
+
+def _scratch(frame_bytes: int, max_error: int) -> Bytes:
+    if not max_error:
+        return _rows(1, frame_bytes)
+    # Zeros, because what is behind a frame is looked at, though it decides nothing.
+    return np.zeros((SCRATCH_FRAMES, frame_bytes + GROUP), dtype=np.uint8)
 
 
 def _kept_bytes(layout: StackLayout) -> Bytes:
     unit = layout.frame_channels * layout.dtype.itemsize
     period = unit * layout.n_stack
     return np.tile(np.where(np.arange(period) < period - unit, 255, 0).astype(np.uint8), layout.pixels)[None]
+
+
+def _neighbours(layout: StackLayout) -> dict[str, int]:
+    """How far the byte above and that of the channel before are from a byte of a frame; see :class:`Geometry`."""
+    shape = list(layout.shape)
+    shape[layout.axis] //= layout.n_stack
+    if not 2 <= len(shape) <= 3:
+        return {"row": layout.frame_bytes, "plane": 0}
+    in_planes = len(shape) == 3 and shape[0] <= shape[2]
+    if in_planes:
+        return {"row": shape[2], "plane": shape[1] * shape[2]}
+    return {"row": math.prod(shape[1:]), "plane": 0}
 
 
 class StreamWriter:
@@ -49,10 +78,22 @@ class StreamWriter:
     :param codec: how frames are stored.
     :param block_length: frames in a block, a power of two.
     :param kernels: the module with the loops.
+    :param max_error: how far off the bytes of a frame may be.
+    :param max_bytes: what the store may hold in all.
+    :param files: where sealed blocks go, or None for memory.
     """
 
     def __init__(
-        self, layout: StackLayout, n_envs: int, *, codec: Codec, block_length: int, kernels: ModuleType
+        self,
+        layout: StackLayout,
+        n_envs: int,
+        *,
+        codec: Codec,
+        block_length: int,
+        kernels: ModuleType,
+        max_error: int = 0,
+        max_bytes: int | None = None,
+        files: StoreFiles | None = None,
     ) -> None:
         self.layout, self._codec, self._kernels = layout, codec, kernels
         self.geometry = Geometry(
@@ -64,24 +105,29 @@ class StreamWriter:
             stored=PLANAR if layout.planar else INTERLEAVED,
             coder=codec.coder,
             block_shift=block_length.bit_length() - 1,
+            max_error=max_error,
+            **_neighbours(layout),
         )
         self.streams = Streams(
             last=_rows(n_envs, layout.stack_bytes),
             last_memory=np.zeros(n_envs, dtype=np.uint8),
-            fresh=_rows(n_envs, layout.frame_bytes),
+            fresh=_rows(1, layout.frame_bytes),
             frame=_rows(n_envs, layout.frame_bytes),
             depth=np.zeros(n_envs, dtype=np.uint8),
             total=np.zeros(n_envs, dtype=np.int64),
             open=_rows(n_envs, block_length * (layout.frame_bytes + ENTRY_HEADER)),
             open_bytes=np.zeros(n_envs, dtype=np.int64),
             open_frames=np.zeros(n_envs, dtype=np.int64),
-            scratch=_rows(1, layout.frame_bytes),
+            scratch=_scratch(layout.frame_bytes, max_error),
             kept=_kept_bytes(layout),
         )
-        for rows in (self.streams.last, self.streams.fresh, self.streams.frame):
+        for rows in (self.streams.last, self.streams.frame):
             rows[:] = 0  # they go into files, which hold nothing by chance
-        self.blocks = BlockTable(self.streams.open, frame_bytes=layout.frame_bytes, codec=codec)
+        self.blocks = BlockTable(
+            self.streams.open, frame_bytes=layout.frame_bytes, codec=codec, max_bytes=max_bytes, files=files
+        )
         self.stored_whole = 0  # stacks that shared nothing
+        self._resting = False
         self._status = np.zeros(n_envs, dtype=np.int64)
         self._entries = np.zeros(n_envs, dtype=np.uint64)
         self._shape = (n_envs, *layout.shape)
@@ -153,10 +199,17 @@ class StreamWriter:
         streams = self.streams
         for env, status in enumerate(self._status.tolist()):
             if status == BOUNDARY:
-                self._store_frame(env, address_of(streams.fresh[env]))
+                newest = self._newest_frame(env)  # held while its address is in use
+                self._store_frame(env, address_of(newest))
                 streams.depth[env] = min(int(streams.depth[env]) + 1, self.layout.n_stack)
             elif status > PUSHED:
                 self._store_whole(env, address + env * self.layout.stack_bytes, memory)
+
+    def _newest_frame(self, env: int) -> Bytes:
+        frames = allocate(self.layout.stack_bytes + SLACK, "buffers")
+        last, memory = self.streams.last[env], int(self.streams.last_memory[env])
+        self._kernels.take_frames(address_of(last), memory, self.geometry, address_of(frames))
+        return frames[(self.layout.n_stack - 1) * self.layout.frame_bytes :]
 
     def _store_whole(self, env: int, address: int, memory: int) -> None:
         layout, streams = self.layout, self.streams
@@ -165,6 +218,7 @@ class StreamWriter:
         self._kernels.take_frames(address, memory, self.geometry, start)
         padding = self._kernels.leading_padding(start, self.geometry)
         self.stored_whole += 1
+        self._resting = False
         for position in range(padding, layout.n_stack):
             self._store_frame(env, start + position * layout.frame_bytes)
         streams.depth[env] = layout.n_stack - padding
@@ -175,32 +229,64 @@ class StreamWriter:
         if self.streams.open_frames[env] % (1 << self.geometry.block_shift) == 0:
             self._begin_block(env, address)
         self._kernels.append_frame(env, address, self.geometry, self.streams)
+        if self._codec.lossy:
+            self._seal(env)
+
+    def _seal(self, env: int) -> None:
+        streams = self.streams
+        used = int(streams.open_bytes[env])
+        self._open_high[env] = max(self._open_high[env], used)
+        self.blocks.seal(env, streams.open[env, :used])
+        streams.open_frames[env] = 0
 
     def _begin_block(self, env: int, address: int) -> None:
         streams = self.streams
         if streams.open_frames[env]:
-            used = int(streams.open_bytes[env])
-            self._open_high[env] = max(self._open_high[env], used)
-            self.blocks.seal(env, streams.open[env, :used])
-            streams.open_frames[env] = 0
+            self._seal(env)
         reference = None
         if self._codec.patches:
-            reference = self._reference_for(address)
+            reference = self._reference_for(env, address)
             # The first patch is taken against it, as the others are against the frame before.
             streams.frame[env, : self.layout.frame_bytes] = self.blocks.references.view(reference)
         self.blocks.begin(env, reference)
         streams.open_bytes[env] = 0
 
-    def _reference_for(self, address: int) -> int:
+    def _best_of(self, candidates: Counts, addresses: Addresses, address: int, part: int) -> int:
+        """The candidate with the smallest patch to the frame at ``address``; -1 if none takes that part of a frame."""
+        if not len(candidates):
+            return -1
+        limit = self.layout.frame_bytes // part
+        scratch = allocate(2 * limit + SLACK, "buffers")
+        return int(
+            self._kernels.best_reference(address, self.geometry, candidates, addresses, limit, address_of(scratch))
+        )
+
+    def _resembles_newest(self, env: int, address: int) -> bool:
+        """Whether a frame is much like the one before it. One that is not will be like none of those to come."""
+        newest = np.array([address_of(self.streams.frame[env])], dtype=np.uint64)
+        return self._best_of(np.zeros(1, dtype=np.int64), newest, address, _RESEMBLING) == 0
+
+    def seal_open(self) -> None:
+        """Seals the open blocks, full or not. What is stored next shares no frame with what was stored before."""
+        streams = self.streams
+        streams.last_memory[:] = 0
+        for env in range(len(streams.total)):
+            if streams.open_frames[env]:
+                self._seal(env)
+                streams.open_bytes[env] = 0
+                # The frames to come are numbered as those of a block that begins.
+                streams.total[env] = self.blocks.next_numbers[env] << self.geometry.block_shift
+
+    def take_over(self, live: LiveBlocks, *where: Any) -> None:
+        """Goes on behind blocks that are in files already; see :meth:`BlockTable.take_over`."""
+        self.blocks.take_over(live, *where)
+        self.streams.total[:] = live.after << self.geometry.block_shift
+
+    def _reference_for(self, env: int, address: int) -> int:
         pool: ReferencePool = self.blocks.references
-        best = -1
-        if pool.recent:
-            limit = self.layout.frame_bytes // _GOOD_REFERENCE
-            scratch = allocate(2 * limit + SLACK, "buffers")
-            candidates = np.array(pool.recent[::-1], dtype=np.int64)
-            best = self._kernels.best_reference(
-                address, self.geometry, candidates, pool.addresses, limit, address_of(scratch)
-            )
+        best = self._best_of(np.array(pool.recent[::-1], dtype=np.int64), pool.addresses, address, _GOOD_REFERENCE)
+        if best < 0 and self.geometry.max_error and pool.recent and not self._resembles_newest(env, address):
+            best = pool.recent[-1]
         if best < 0:
             frame = allocate(self.layout.frame_bytes, "buffers")
             self._kernels.copy(address_of(frame), address, self.layout.frame_bytes)
@@ -217,13 +303,29 @@ class StreamWriter:
     def nbytes(self) -> int:
         """Bytes held: blocks, their table, and the buffers of the streams as far as they were written."""
         buffers = sum(array.nbytes for array in self.streams) - self.streams.open.nbytes
+        if self._resting:
+            buffers -= self.streams.last.nbytes + self.streams.frame.nbytes
         opened = int(np.maximum(self._open_high, self.streams.open_bytes).sum())
         return self.blocks.nbytes + buffers + opened
+
+    def rest(self) -> None:
+        """Gives back the memory that only stacks to come need. Should there be any, the next ones are stored whole."""
+        self.seal_open()
+        layout, n_envs = self.layout, self._shape[0]
+        self.streams.last_memory[:] = 0
+        self.streams = self.streams._replace(
+            last=_rows(n_envs, layout.stack_bytes),
+            frame=_rows(n_envs, layout.frame_bytes),
+            open=_rows(n_envs, self.streams.open.shape[1] - SLACK),
+        )
+        self.blocks.fill_in(self.streams.open)
+        self._open_high[:] = 0
+        self._resting = True
 
     def state(self) -> dict[str, Any]:
         """What a file needs."""
         streams = self.streams
-        kept = {name: array for name, array in streams._asdict().items() if name not in ("scratch", "kept")}
+        kept = {name: array for name, array in streams._asdict().items() if name not in ("scratch", "kept", "fresh")}
         kept["open"] = [row[:used] for row, used in zip(streams.open, streams.open_bytes.tolist(), strict=True)]
         return {"streams": kept, "blocks": self.blocks.state()}
 
@@ -231,6 +333,8 @@ class StreamWriter:
         """Becomes the writer that :meth:`state` described."""
         for name, stored in state["streams"].items():
             target = getattr(self.streams, name)
+            if name == "fresh":
+                continue  # earlier versions wrote it; nothing in it is needed any more
             if name == "open":
                 for row, block in zip(target, stored, strict=True):
                     row[: len(block)] = block

@@ -65,6 +65,8 @@ def check_codec(codec: str | Codec) -> None:
         raise ConformanceError(f"another codec is registered under {name!r}; files would be read with that one")
     if found.name != name:
         raise ConformanceError(f"the codec registered as {name!r} calls itself {found.name!r}")
+    if found.lossy:
+        raise ConformanceError(f"codec {name!r} is lossy, and these checks are those of lossless ones")
     _check_sealing(found)
     for block_length, contents in _BLOCK_LENGTHS.items():
 

@@ -157,7 +157,7 @@ def test_the_check_of_stores_can_fail(fault: str, text: str) -> None:
 
 
 def test_an_unknown_codec_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(InvalidArgumentError, match="unknown codec 'zstd'; known: 'auto', 'lz4', 'patch'"):
+    with pytest.raises(InvalidArgumentError, match="unknown codec 'zstd'; known: 'auto', 'jpeg', 'lz4', 'patch'"):
         get_codec("zstd")
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rl_ext_core.errors import CorruptFileError, MissingDependencyError
 from rl_ext_core.frames import AdaptiveStore, FrameStore
-from rl_ext_core.frames.store import FORMAT_VERSION
+from rl_ext_core.frames.store import EXTENDED_FORMAT_VERSION, FORMAT_VERSION
 from rl_ext_core.testing import ConformanceError, PlainStore, check_contents, transitions
 from tests.core.frames.make_fixtures import CAPACITY, CODECS, LAYOUT, N_ENVS, path_of, steps
 
@@ -142,17 +142,17 @@ def test_a_foreign_state_is_refused(state: Any) -> None:
         FrameStore.__new__(FrameStore).__setstate__(state)
 
 
-@pytest.mark.parametrize("change", [{"codec": "raw"}, {"n_stack": 3}, {"store": None}, {"format": 2}, {"checksum": 1}])
+@pytest.mark.parametrize("change", [{"codec": "raw"}, {"n_stack": 3}, {"store": None}, {"format": 3}, {"checksum": 1}])
 def test_a_damaged_adaptive_store_is_refused(change: dict[str, Any]) -> None:
     state = pickle.loads(path_of("patch", "adaptive").read_bytes()).__getstate__()
     with pytest.raises(CorruptFileError):
         AdaptiveStore.__new__(AdaptiveStore).__setstate__({**state, **change})
 
 
-@pytest.mark.parametrize("version", [FORMAT_VERSION + 1, 0, None, "1"])
+@pytest.mark.parametrize("version", [EXTENDED_FORMAT_VERSION + 1, 0, None, "1"])
 def test_another_format_is_refused(version: Any) -> None:
     with pytest.raises(
-        CorruptFileError, match=rf"has format {version!r}, this version reads {FORMAT_VERSION}; load it"
+        CorruptFileError, match=rf"has format {version!r}, this version reads {FORMAT_VERSION} and 2; load it"
     ):
         FrameStore.__new__(FrameStore).__setstate__({**state_of("patch"), "format": version})
 

@@ -55,7 +55,7 @@ def test_numpy_and_numba_store_the_same_bytes(monkeypatch: pytest.MonkeyPatch, l
 def test_numpy_has_every_loop_that_codecs_without_patches_call() -> None:
     called = {
         node.attr
-        for name in ("store.py", "writer.py")
+        for name in ("reading.py", "writer.py", "blocks.py")
         for node in ast.walk(ast.parse((FOLDER / name).read_text()))
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("kernels", "self._kernels")
     }
@@ -78,7 +78,8 @@ def test_a_changed_source_is_compiled_anew(tmp_path: Path) -> None:
 
 
 def test_the_digest_covers_what_the_loops_import() -> None:
-    found, to_read = {"_kernels.py"}, ["_kernels.py"]
+    to_read = ["_kernels.py", "_pool_in.py", "_pool_out.py", "_pool_scan.py"]
+    found = set(to_read)
     while to_read:
         for node in ast.walk(ast.parse((FOLDER / to_read.pop()).read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rl_ext_core.frames."):
@@ -143,8 +144,10 @@ for shape, dtype, n_stack, axis in (
     ((9, 33, 3), "u1", 3, 2), ((12, 12, 8), "u1", 4, 2), ((4, 40, 41), "u1", 4, 0), ((40, 41, 4), "u1", 4, 2),
 ):
     layout = StackLayout(shape, np.dtype(dtype), n_stack, axis)
-    for codec in ("raw", "patch", "patch+lz4"):
-        store, plain = FrameStore(9, 2, layout, codec=codec, block_length=4), PlainStore(9, 2, layout)
+    for codec, bound in (("raw", 0), ("patch", 0), ("patch+lz4", 0), ("patch", 4), ("patch+lz4", 4)):
+        bound *= dtype == "u1"
+        store = FrameStore(9, 2, layout, codec=codec, block_length=4, max_error=bound)
+        plain = PlainStore(9, 2, layout)
         for step in transitions(layout, n_steps=25, contents="mixed", odd=0.1, transposed=0.3):
             plain.append(*step)
             store.append(*map(arranged, step))
@@ -152,7 +155,8 @@ for shape, dtype, n_stack, axis in (
         outs = [guarded(np.zeros((18, *shape), dtype)) for _ in range(2)]
         store.get(rows, envs, *outs)
         for out, right in zip(outs, (plain.observations, plain.next_observations)):
-            assert out.tobytes() == right[rows, envs].tobytes(), (layout, codec)
+            within = bound and np.abs(out.astype(int) - right[rows, envs].astype(int)).max() <= bound
+            assert within or out.tobytes() == right[rows, envs].tobytes(), (layout, codec, bound)
 """
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rl_ext_core.errors import OutOfMemoryError
-from rl_ext_core.frames import AdaptiveStore, FrameStore, arena, codecs, store, writer
+from rl_ext_core.frames import AdaptiveStore, FrameStore, arena, codecs, reading, writer
 from rl_ext_core.testing import LAYOUTS, PlainStore, check_contents, transitions
 
 LAYOUT = LAYOUTS[0]
@@ -50,7 +50,7 @@ def append_in_the_end(
 
 def without_memory(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> Failure:
     failure = Failure(arena.allocate, error)
-    for module in (arena, store, writer):
+    for module in (arena, reading, writer):
         monkeypatch.setattr(module, "allocate", failure)
     # Small pieces, so that new ones are needed often.
     monkeypatch.setattr(arena, "_SLAB_BYTES", 700)

@@ -26,7 +26,7 @@ def fill(stores: list[Any], layout: StackLayout, n_steps: int, **options: Any) -
 
 
 def test_all_codecs_are_tested() -> None:
-    assert sorted(CODECS) == codec_names()
+    assert sorted([*CODECS, "jpeg"]) == codec_names()  # which is lossy: see test_jpeg
 
 
 @pytest.mark.parametrize("codec", CODECS)

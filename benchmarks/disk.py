@@ -1,0 +1,194 @@
+"""A replay buffer on disk, and in one file: resident memory, sampling, saving and loading, for a million transitions.
+
+The transitions are those of a recording, again and again, four of its steps at a time for eight environments. Each line
+is measured in a process of its own. Resident memory is what the process has grown by, mapped files included; the page
+cache is the system's and is not counted. Sampling is CPU time against Stable Baselines3's ``ReplayBuffer`` in memory,
+which holds fewer transitions since a million are 56 GB, with all files in the page cache.
+
+    python -m benchmarks.disk [recording] [--transitions 1000000] [--folder /tmp]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch as th
+from stable_baselines3.common.buffers import ReplayBuffer
+from stable_baselines3.common.save_util import save_to_pkl
+from tqdm import tqdm
+
+from benchmarks import recordings
+from benchmarks.measure import interleaved, machine, times_as_fast
+from benchmarks.replay import Recording, Transition
+from sb3_ext import CompressedReplayBuffer
+
+B = TypeVar("B", bound=ReplayBuffer)
+
+N_ENVS = 8
+PLAIN_SIZE = 20_000
+STEPS = 5000  # of the recording
+WARM_UP = 500
+DRAWS = 60
+MB = 1e6
+
+
+def transitions(recording: Recording) -> Iterator[Transition]:
+    """The recording's transitions without end, for ``N_ENVS`` environments."""
+    steps = list(recording.transitions(transposed_views=False))
+    at = [part * 997 for part in range(N_ENVS // recording.n_envs)]
+    while True:
+        parts = [steps[place % len(steps)] for place in at]
+        obs, next_obs, actions, rewards, dones = (np.concatenate([part[i] for part in parts]) for i in range(5))
+        yield obs, next_obs, actions, rewards, dones, [info for part in parts for info in part[5]]
+        at = [place + 1 for place in at]
+
+
+def filled(recording: Recording, cls: type[B], n: int, **options: Any) -> B:
+    """A buffer of ``n`` transitions."""
+    spaces = recording.observation_space, recording.action_space
+    buffer = cls(n, *spaces, device="cpu", n_envs=N_ENVS, **options)
+    steps = n // N_ENVS
+    for transition, _ in zip(transitions(recording), tqdm(range(steps), leave=False), strict=False):
+        buffer.add(*transition)
+    return buffer
+
+
+def memory(*, peak: bool = False) -> int:
+    """Bytes resident in this process, mapped files included: now, or at most since the last call of this kind."""
+    gc.collect()
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    found = int(status["VmHWM" if peak else "VmRSS"].split()[0]) * 1024
+    if peak:
+        Path("/proc/self/clear_refs").write_text("5")
+    return found
+
+
+def sampled(buffer: ReplayBuffer, batch_size: int) -> Any:
+    """Draws ten batches, as in ``benchmarks.replay_buffer``."""
+
+    def sample() -> None:
+        held = None
+        for _ in range(10):
+            held = buffer.sample(batch_size)
+        del held
+
+    return sample
+
+
+def on_disk(recording: Recording, n: int, folder: Path) -> dict[str, float]:
+    """Fills a buffer on disk, samples from it, closes it and opens it again."""
+    filled(recording, CompressedReplayBuffer, WARM_UP * N_ENVS).sample(256)  # all that is loaded late
+    before = memory()
+    buffer = filled(recording, CompressedReplayBuffer, n, storage_dir=folder)
+    found: dict[str, float] = {"filled": memory() - before}
+    for _ in range(100):
+        buffer.sample(256)
+    found["sampled"] = memory() - before
+    plain = filled(recording, ReplayBuffer, min(PLAIN_SIZE, n))
+    for batch_size in (32, 256):
+        pair = {"plain": sampled(plain, batch_size), "ours": sampled(buffer, batch_size)}
+        interleaved(pair, rounds=3)
+        seconds = interleaved(pair, rounds=DRAWS, clock=time.thread_time)
+        found[f"speed {batch_size}"] = times_as_fast(seconds, "ours", than="plain")
+    buffer.close()
+    found["on disk"] = sum(path.stat().st_blocks * 512 for path in folder.iterdir())
+    start = time.perf_counter()
+    again = CompressedReplayBuffer(
+        n, recording.observation_space, recording.action_space, device="cpu", n_envs=N_ENVS, storage_dir=folder
+    )
+    found["open"] = time.perf_counter() - start
+    assert again.recovered is not None
+    assert again.recovered.lost == 0
+    assert again.size() == buffer.buffer_size
+    again.close()
+    return found
+
+
+def saving(recording: Recording, n: int, folder: Path) -> dict[str, float]:
+    """Saves a buffer as ``model.save_replay_buffer`` does."""
+    buffer = filled(recording, CompressedReplayBuffer, n)
+    memory(peak=True)
+    before, start = memory(), time.perf_counter()
+    save_to_pkl(folder / "buffer.pkl", buffer)
+    found: dict[str, float] = {"seconds": time.perf_counter() - start, "extra": memory(peak=True) - before}
+    found["size"] = (folder / "buffer.pkl").stat().st_size / buffer.stored_nbytes
+    return found
+
+
+def loading(recording: Recording, n: int, folder: Path) -> dict[str, float]:
+    """Loads it as ``model.load_replay_buffer`` does, and as the buffer's own ``load``."""
+    filled(recording, CompressedReplayBuffer, WARM_UP * N_ENVS).sample(256)
+    memory(peak=True)
+    start = time.perf_counter()
+    buffer = CompressedReplayBuffer.load(folder / "buffer.pkl", device="cpu")
+    found: dict[str, float] = {"seconds": time.perf_counter() - start, "extra": memory(peak=True) - memory()}
+    buffer.sample(256)
+    return found
+
+
+PARTS = {"on_disk": on_disk, "saving": saving, "loading": loading}
+
+
+def measure(part: str, name: str, n: int, folder: Path) -> dict[str, float]:
+    """One of the parts in a fresh process."""
+    command = [sys.executable, "-m", "benchmarks.disk", name, "--transitions", str(n), "--folder", str(folder)]
+    output = subprocess.run([*command, "--part", part], check=True, stdout=subprocess.PIPE, text=True).stdout
+    found: dict[str, float] = json.loads(output.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.disk", description=main.__doc__)
+    parser.add_argument("name", nargs="?", default="mspacman")
+    parser.add_argument("--transitions", type=int, default=1_000_000)
+    parser.add_argument("--folder", type=Path, help="where the files go; a folder on the disk that is meant")
+    parser.add_argument("--part", choices=PARTS, help="measure one part in this process")
+    options = parser.parse_args()
+    th.set_num_threads(1)
+    n = options.transitions
+    if options.part:
+        recording = recordings.load(options.name, steps=STEPS)
+        print(json.dumps(PARTS[options.part](recording, n, options.folder)))
+        return
+    recordings.load(options.name, steps=STEPS, progress=True)
+    folder = Path(tempfile.mkdtemp(dir=options.folder, prefix="rl-ext-disk-"))
+    try:
+        disk = measure("on_disk", options.name, n, folder / "buffer")
+        save, load = (measure(part, options.name, n, folder) for part in ("saving", "loading"))
+    finally:
+        shutil.rmtree(folder)
+    index = 8 * n
+    share = n / 1_000_000
+    rows = [
+        ("resident when filled, beyond the index", f"{(disk['filled'] - index) / MB:.0f} MB", f"< {60 * share:.0f} MB"),
+        ("the same after sampling", f"{(disk['sampled'] - index) / MB:.0f} MB", f"< {60 * share:.0f} MB"),
+        ("sample(32) against SB3's in memory", f"{disk['speed 32']:.2f}×", "≥ 1×"),
+        ("sample(256)", f"{disk['speed 256']:.2f}×", "≥ 1×"),
+        ("opened again in", f"{disk['open']:.2f} s", ""),
+        ("on disk", f"{disk['on disk'] / MB:.0f} MB", ""),
+        ("saving: extra memory", f"{save['extra'] / MB:.0f} MB", "≤ 64 MB"),
+        ("saving: time", f"{save['seconds']:.1f} s", "≤ 10 s"),
+        ("saving: file against what is held", f"{save['size']:.3f}", "≤ 1.05"),
+        ("loading: extra memory", f"{load['extra'] / MB:.0f} MB", "≤ 64 MB"),
+        ("loading: time", f"{load['seconds']:.1f} s", "≤ 10 s"),
+    ]
+    print(machine())
+    print(f"{options.name}, {n:,} transitions of {N_ENVS} environments; index: {index / MB:.0f} MB")
+    for what, found, bar in rows:
+        print(f"{what:40} {found:>10} {bar:>10}")
+
+
+if __name__ == "__main__":
+    main()

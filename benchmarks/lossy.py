@@ -1,0 +1,190 @@
+"""What a bounded error and JPEG save, and what they cost: memory, time and PSNR against SB3's ``ReplayBuffer``.
+
+Natural images, three RGB frames of 100×100 a stack: HalfCheetah and Walker2d filmed from where they start (the robot
+runs out of the picture now and then) and by a camera that follows them, so that the whole floor moves, and two levels
+of ViZDoom. Memory is what a fresh process grows by, a transition, with the recording added until that is enough to
+measure; times are CPU seconds of one thread, both buffers taking turns in one process.
+
+    python -m benchmarks.lossy [recording ...] [--data FOLDER] [--estimates]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch as th
+from stable_baselines3.common.buffers import ReplayBuffer
+from tqdm import tqdm
+
+from benchmarks import recordings
+from benchmarks.measure import interleaved, machine, resident_bytes, times_as_fast
+from rl_ext_core.frames.planning._measured import layout_of, measure
+from rl_ext_core.frames.planning._rows import Sample
+from sb3_ext import CompressedReplayBuffer
+
+NAMES = (
+    "mujoco-cheetah",
+    "mujoco-walker",
+    "mujoco-cheetah-track",
+    "mujoco-walker-track",
+    "vizdoom",
+    "vizdoom-corridor",
+)
+GREY = ("pong", "breakout", "mspacman", "seaquest", "montezuma")
+WAYS: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "patch+lz4": {"codec": "patch+lz4"},
+    "auto, error 4": {"max_error": 4},
+    "patch+lz4, error 4": {"codec": "patch+lz4", "max_error": 4},
+    "jpeg, quality 95": {"codec": "jpeg"},
+}
+ESTIMATED: tuple[dict[str, Any], ...] = (
+    *({"codec": name} for name in ("raw", "lz4", "patch", "patch+lz4")),
+    *({"codec": name, "max_error": 4} for name in ("patch", "patch+lz4")),
+    {"codec": "jpeg"},
+)
+PLAIN_ROUNDS, OUR_BYTES = 1, 150_000_000  # SB3's gets the recording once, ours until it has grown by so much
+MOST_ROUNDS = 12
+DRAWS, COMPARED = 200, 512
+
+
+def fill(name: str, way: str, data: Path) -> None:
+    """Fills one buffer and prints the bytes by which the process grew, and the transitions that it holds."""
+    recording = recordings.load(name, folder=data)
+    plain = way == "sb3"
+    steps = min(len(recording), 1_000) if plain else len(recording)
+    recording = recording.head(steps)
+    size = steps * recording.n_envs * (PLAIN_ROUNDS if plain else MOST_ROUNDS)
+    arguments = (size, recording.observation_space, recording.action_space)
+    options = {} if plain else WAYS[way]
+    kind: Any = ReplayBuffer if plain else CompressedReplayBuffer
+    warm = kind(200, *arguments[1:], device="cpu", n_envs=2, **options)
+    for transition in recording.head(150).transitions():
+        warm.add(*transition)
+    before = resident_bytes()
+    buffer = kind(*arguments, device="cpu", n_envs=2, **options)
+    for _ in range(PLAIN_ROUNDS if plain else MOST_ROUNDS):
+        for transition in recording.transitions():
+            buffer.add(*transition)
+        if resident_bytes() - before > OUR_BYTES:
+            break
+    count = (buffer.buffer_size if buffer.full else buffer.pos) * recording.n_envs
+    print(json.dumps([resident_bytes() - before, count]))
+
+
+def resident(name: str, way: str, data: Path) -> float:
+    """Bytes a transition, of :func:`fill` in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.lossy", name, "--fill", way, "--data", str(data)]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    grown, count = json.loads(output.splitlines()[-1])
+    return float(grown / count)
+
+
+def _sampler(buffer: ReplayBuffer, batch_size: int) -> Callable[[], None]:
+    held = []
+
+    def sample() -> None:
+        for _ in range(10):
+            held[:] = [buffer.sample(batch_size)]
+
+    return sample
+
+
+def _speed(plain: ReplayBuffer, ours: ReplayBuffer, batch_size: int) -> float:
+    pair = {"plain": _sampler(plain, batch_size), "ours": _sampler(ours, batch_size)}
+    interleaved(pair, rounds=2)
+    rounds = max(DRAWS // 10 * 32 // batch_size, 8)
+    return times_as_fast(interleaved(pair, rounds=rounds, clock=time.thread_time), "ours", than="plain")
+
+
+def measured(name: str, data: Path) -> list[str]:
+    """The rows of one recording."""
+    recording = recordings.load(name, folder=data)
+    recording = recording.head(min(len(recording), 2_000))
+    arguments = (len(recording) * 2, recording.observation_space, recording.action_space)
+    plain = ReplayBuffer(*arguments, device="cpu", n_envs=2)
+    buffers = {
+        way: CompressedReplayBuffer(*arguments, device="cpu", n_envs=2, num_threads=1, **options)
+        for way, options in WAYS.items()
+    }
+    seconds: dict[str, list[float]] = {key: [] for key in ("plain", *buffers)}
+    for transition in recording.transitions():
+        for key, buffer in {"plain": plain, **buffers}.items():
+            start = time.thread_time()
+            buffer.add(*transition)
+            seconds[key].append(time.thread_time() - start)
+    adding = {key: np.array(values) for key, values in seconds.items()}
+    rng = np.random.default_rng(0)
+    rows, envs = rng.integers(len(recording), size=COMPARED), rng.integers(2, size=COMPARED)
+    true = np.stack([plain.observations[rows, envs], plain.next_observations[rows, envs]]).astype(np.int16)
+    plain_bytes, lines = resident(name, "sb3", data), []
+    for way, ours in tqdm(buffers.items(), leave=False, desc=name):
+        made = np.stack([ours.observations[rows, envs], ours.next_observations[rows, envs]])
+        error = np.abs(made.astype(np.int16) - true)
+        mean_square = float((error.astype(np.float64) ** 2).mean())
+        psnr = "exact" if mean_square == 0 else f"{10 * np.log10(255**2 / mean_square):.1f} dB"
+        per_transition = resident(name, way, data)
+        speeds = [_speed(plain, ours, batch_size) for batch_size in (32, 256)]
+        speeds.append(times_as_fast(adding, way, than="plain"))
+        columns = " ".join(f"{speed:5.2f}×" for speed in speeds)
+        lines.append(
+            f"{name:21} {way:19} {per_transition:7.0f} {plain_bytes / per_transition:6.1f}× {columns} "
+            f"{psnr:>8} {error.max():4}"
+        )
+    return lines
+
+
+def estimates(data: Path) -> None:
+    """Print what a frame takes as a fraction of its raw size: the figures that plans are estimated from."""
+    for kind, names in {"grey": GREY, "colour": NAMES}.items():
+        found: dict[str, list[float]] = {}
+        for name in tqdm(names, leave=False):
+            recording = recordings.load(name, folder=data)
+            steps = [(before[0], after[0]) for before, after, *_ in recording.head(1_500).transitions()]
+            before, after = (np.stack(part) for part in zip(*steps, strict=True))
+            sample = Sample(before, after, name)
+            layout = layout_of(sample, n_stack=recording.n_stack)
+            for options in ESTIMATED:
+                taken = measure(sample, layout, options).frame_bytes / layout.frame_bytes
+                found.setdefault(str(options), []).append(taken)
+        for options_text, taken_by in found.items():
+            middle = float(np.exp(np.log(taken_by).mean()))
+            print(f"{kind:6} {options_text:40} {min(taken_by):.3f} {middle:.3f} {max(taken_by):.3f}")
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.lossy", description=main.__doc__)
+    parser.add_argument("names", nargs="*", default=NAMES)
+    parser.add_argument("--data", type=Path, default=recordings.DATA, help="where recordings are kept")
+    parser.add_argument("--estimates", action="store_true", help="what plans are estimated from, instead")
+    parser.add_argument("--fill", metavar="WAY", help="fill one buffer in this process")
+    options = parser.parse_args()
+    th.set_num_threads(1)
+    if options.fill:
+        fill(options.names[0], options.fill, options.data)
+        return
+    print(machine())
+    if options.estimates:
+        estimates(options.data)
+        return
+    print(
+        "bytes: a transition, resident; less: than SB3's, resident; how many times as fast as SB3's: sample(32),\n"
+        "sample(256), add(); PSNR and the largest error of a byte"
+    )
+    print(f"{'recording':21} {'way':19} {'bytes':>7} {'less':>7} {'n=32':>6} {'n=256':>6} {'add':>6} {'PSNR':>8}  max")
+    for name in options.names:
+        for line in measured(name, options.data):
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Say what a replay buffer of images will cost with each way of storing it, against the machine's free memory.
+
+With --env the figures are measured on some hundred steps of a random policy; without it they are estimates, marked as
+such. The exit status is 0 if there is a way that fits, 1 if there is none, and 2 if the command itself was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from rl_ext_core.errors import InvalidArgumentError, RlExtError, missing_dependency
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--shape", type=_shape, help="of an observation as the buffer gets it: 100,100,9")
+    parser.add_argument("--size", type=_count, required=True, help="transitions, over all environments: 1000000")
+    parser.add_argument("--stack", type=_count, help="frames in an observation (default: found out)")
+    parser.add_argument("--envs", type=_count, default=1, help="environments that the buffer is for (default: 1)")
+    parser.add_argument("--dtype", default="uint8", help="of an observation (default: uint8)")
+    parser.add_argument("--env", metavar="ID|MODULE:FACTORY", help="measure on this environment")
+    parser.add_argument("--steps", type=_count, default=300, help="of a random policy in it (default: 300)")
+    parser.add_argument("--seed", type=int, default=0, help="of the policy and the environment (default: 0)")
+    parser.add_argument("--max-bytes", metavar="SIZE", help="the budget: 4GB, 512MiB (default: what is free)")
+    parser.add_argument("--json", action="store_true", help="write the plan as JSON")
+    parser.add_argument("--plot", metavar="FILE", help="draw it too: memory.png")
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        shape = tuple(int(part) for part in text.replace("x", ",").split(","))
+    except ValueError:
+        shape = ()
+    if not shape or min(shape) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape; for example 100,100,9")
+    return shape
+
+
+def _count(text: str) -> int:
+    digits = text.replace("_", "").replace(",", "")
+    if not (digits.isascii() and digits.isdigit() and 0 < int(digits) < 10**15):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(digits)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan, and show it.
+
+    :return: the exit status
+    :raises RlExtError: the arguments fit each other or the environment badly
+    """
+    import numpy as np
+
+    from rl_ext_core.frames.planning import plan
+    from rl_ext_core.frames.planning._text import parse_bytes
+
+    try:
+        dtype = np.dtype(arguments.dtype)
+    except TypeError:
+        raise InvalidArgumentError(f"--dtype {arguments.dtype!r} is no dtype of NumPy; for example uint8") from None
+    if arguments.shape is None and arguments.env is None:
+        raise InvalidArgumentError("give --shape, for example --shape 100,100,9, or an environment with --env")
+    found = plan(
+        arguments.shape,
+        arguments.size,
+        dtype=dtype,
+        n_stack=arguments.stack,
+        n_envs=arguments.envs,
+        env=None if arguments.env is None else _factory(arguments.env),
+        steps=arguments.steps,
+        seed=arguments.seed,
+        max_bytes=None if arguments.max_bytes is None else parse_bytes(arguments.max_bytes),
+    )
+    if arguments.plot is not None:
+        _plot(found, arguments.plot)
+    sys.stdout.write(f"{json.dumps(found.as_dict(), indent=2) if arguments.json else found}\n")
+    return 0 if found.fits else 1
+
+
+def _plot(found: Any, path: str) -> None:
+    try:
+        found.plot(path)
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"--plot {path!r} cannot be written: {error}; for example --plot memory.png"
+        ) from error
+
+
+def _factory(name: str) -> Callable[[], Any]:
+    """What makes the environment of a name: ``module:factory``, or an id of gymnasium, which may be ``module:id``."""
+    module, _, attribute = name.partition(":")
+    if attribute and attribute.isidentifier():
+        sys.path.insert(0, "")  # as python -m does; a console script looks beside itself instead
+        try:
+            found = getattr(importlib.import_module(module), attribute, None)
+        except ImportError as error:
+            raise InvalidArgumentError(f"--env {name!r}: {module!r} cannot be imported: {error}") from error
+        finally:
+            sys.path.remove("")
+        if not callable(found):
+            raise InvalidArgumentError(f"--env {name!r}: {module!r} has no factory {attribute!r}")
+        return lambda: _made(found, name)
+    try:
+        import gymnasium
+    except ImportError:
+        raise missing_dependency("gymnasium", "sb3", "--env") from None
+    return lambda: _made(lambda: gymnasium.make(name), name)
+
+
+def _made(factory: Callable[[], Any], name: str) -> Any:
+    try:
+        return factory()
+    except RlExtError:
+        raise
+    except Exception as error:  # environments raise anything
+        raise InvalidArgumentError(
+            f"--env {name!r} cannot be made ({type(error).__name__}: {error}); give an id of gymnasium, module:id, or "
+            "module:factory"
+        ) from error

@@ -1,0 +1,174 @@
+"""Transitions that follow from their number, and a process that adds them until it is killed."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl_ext_core.frames import AdaptiveStore, FrameStore, StackLayout, arena, ring
+from rl_ext_core.frames.disk import _store
+
+LAYOUT = StackLayout((3, 9, 8), np.dtype(np.uint8), 3, 0)
+N_ENVS = 2
+_BACKGROUND = (np.arange(72) * 37 % 200).reshape(9, 8).astype(np.uint8)
+
+Pair = tuple[np.ndarray, np.ndarray]
+
+
+def _frame(time: int, env: int) -> np.ndarray:
+    if time % 13 == 12:
+        return np.random.default_rng([time, env]).integers(256, size=(9, 8), dtype=np.uint8)
+    frame = _BACKGROUND.copy()
+    frame[time % 9, (time // 9) % 8] = 200 + env
+    frame[0, 0] = time % 251
+    return frame
+
+
+def _stacks(time: int) -> np.ndarray:
+    # Environments start episodes at other times, so that their blocks fill at other rates.
+    every = [
+        [_frame(abs(time - age), env) * (age <= (time + env) % (11 + 6 * env)) for age in (2, 1, 0)]
+        for env in range(N_ENVS)
+    ]
+    return np.array(every, dtype=np.uint8)
+
+
+def transition(number: int) -> Pair:
+    """Observations and next observations of a transition."""
+    return _stacks(number), _stacks(number + 1)
+
+
+def open_store(folder: Path | str, kind: str, capacity: int, **options: Any) -> tuple[Any, np.ndarray, np.ndarray]:
+    """A store in a folder, and its row arrays: number of the transition, and something to go with it."""
+    if kind == "adaptive":
+        store: Any = AdaptiveStore(capacity, N_ENVS, LAYOUT.shape, np.uint8, storage_dir=folder, **options)
+    else:
+        store = FrameStore(capacity, N_ENVS, LAYOUT, codec=kind, block_length=4, storage_dir=folder, **options)
+    return store, store.rows("number", (), np.int64), store.rows("reward", (N_ENVS,), np.float32)
+
+
+def add(store: Any, numbers: np.ndarray, rewards: np.ndarray, number: int) -> None:
+    """Adds one transition and writes to its row."""
+    row = store.position
+    store.append(*transition(number))
+    numbers[row], rewards[row] = number, number * 0.5
+
+
+def check(store: Any, numbers: np.ndarray, rewards: np.ndarray, *, end: int | None = None) -> int:
+    """Compares all that a store holds with what was added; returns the number after the newest transition.
+
+    :param end: what that has to be; None where anything will do.
+    """
+    count = store.size
+    rows = (store.first + np.arange(count)) % len(numbers)
+    if count == 0:
+        return 0 if end is None else end
+    last = int(numbers[rows[-1]]) + 1
+    assert end is None or last == end
+    assert numbers[rows].tolist() == list(range(last - count, last))
+    assert (rewards[rows] == np.arange(last - count, last)[:, None] * 0.5).all()
+    places = np.repeat(rows, N_ENVS), np.tile(np.arange(N_ENVS), count)
+    before, after = (np.empty((count * N_ENVS, *LAYOUT.shape), np.uint8) for _ in range(2))
+    store.get(*places, before, after)
+    expected = [transition(number) for number in range(last - count, last)]
+    np.testing.assert_array_equal(before.reshape(count, N_ENVS, *LAYOUT.shape), np.stack([e[0] for e in expected]))
+    np.testing.assert_array_equal(after.reshape(count, N_ENVS, *LAYOUT.shape), np.stack([e[1] for e in expected]))
+    return last
+
+
+# Small pieces, so that all that happens once in a while happens often.
+def make_small(slab_bytes: int = 2048, journal_bytes: int = 4096, unsealed: int = 24) -> None:
+    """Makes slabs and journals small, in this process."""
+    arena._SLAB_BYTES, _store._COMPACT_FROM, ring._MOST_UNSEALED = slab_bytes, journal_bytes, unsealed
+
+
+class Adder:
+    """A process that forks others, which add transitions to a folder until they are killed.
+
+    Forks, because importing everything takes longer than what is measured here.
+    """
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.core.frames.disk_toys"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[3],
+        )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n"
+
+    def kill_while_adding(self, folder: Path, kind: str, capacity: int, seconds: float) -> tuple[int, int]:
+        """Lets transitions be added for about that long; returns how many were, and how many of these were sealed."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{kind} {capacity} {seconds} {folder}\n")
+        self._process.stdin.flush()
+        added, sealed = map(int, self._process.stdout.readline().split())
+        return added, sealed
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+        self._process.stdout.close()
+
+
+def _add_forever(folder: str, kind: str, capacity: int, progress: mmap.mmap) -> None:
+    store, numbers, rewards = open_store(folder, kind, capacity)
+    number = check(store, numbers, rewards)
+    while True:
+        struct.pack_into("<q", progress, 0, number + 1)
+        add(store, numbers, rewards, number)
+        number += 1
+        inner = store._inner if kind == "adaptive" else store
+        # The store counts from the first transition in the folder, the numbers may not.
+        struct.pack_into("<q", progress, 8, number - (inner._files.added - inner._files.committed))
+
+
+def _main() -> None:
+    make_small()
+    store = FrameStore(8, N_ENVS, LAYOUT, codec="patch+lz4")  # loads all that is loaded late
+    for number in range(30):
+        store.append(*transition(number))
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    for line in sys.stdin:
+        kind, capacity, seconds, folder = line.rstrip("\n").split(" ", 3)
+        progress = mmap.mmap(-1, 16)
+        child = os.fork()
+        if child == 0:
+            try:
+                _add_forever(folder, kind, int(capacity), progress)
+            finally:
+                os._exit(1)
+        deadline = time.monotonic() + 60
+        while struct.unpack_from("<q", progress)[0] == 0 and time.monotonic() < deadline:
+            time.sleep(0.0005)
+        time.sleep(float(seconds))
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status), "it ended by itself"
+        sys.stdout.write("{} {}\n".format(*struct.unpack_from("<qq", progress)))
+        sys.stdout.flush()
+
+
+def seconds_of(seed: int) -> float:
+    """How long to add, mostly short."""
+    return 0.15 * random.Random(seed).random() ** 2
+
+
+if __name__ == "__main__":
+    _main()

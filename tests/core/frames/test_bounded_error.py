@@ -1,0 +1,321 @@
+"""Every pixel of every sample is within the bound, and without one the bits are what they always were."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
+from rl_ext_core.frames import AdaptiveStore, FrameStore, StackLayout, _packed, _patch
+from rl_ext_core.testing import LAYOUTS, PlainStore, transitions
+
+Array = npt.NDArray[Any]
+IMAGES = [layout for layout in LAYOUTS if layout.dtype == np.uint8]
+CODECS = ["patch", "patch+lz4"]
+RGB = StackLayout((9, 20, 100), np.dtype(np.uint8), 3, 0)
+RGB_LAST = StackLayout((20, 100, 9), np.dtype(np.uint8), 3, 2)
+
+
+def everything(store: Any, plain: PlainStore) -> tuple[Array, Array]:
+    """All that a store holds, and what it was given, as signed numbers."""
+    rows = np.repeat(np.arange(plain.capacity), plain.n_envs)
+    envs = np.tile(np.arange(plain.n_envs), plain.capacity)
+    made = np.empty((2, len(rows), *plain.layout.shape), np.uint8)
+    store.get(rows, envs, made[0], made[1])
+    given_to_it = np.stack([plain.observations[rows, envs], plain.next_observations[rows, envs]])
+    return made.astype(int), given_to_it.astype(int)
+
+
+def worst(store: Any, plain: PlainStore) -> int:
+    made, true = everything(store, plain)
+    return int(np.abs(made - true).max())
+
+
+def drifting(layout: StackLayout, n_steps: int, *, n_envs: int = 2, seed: int = 0, speed: int = 2) -> Any:
+    """Transitions of natural-looking images that move and change by a little everywhere, with episodes that end."""
+    rng = np.random.default_rng(seed)
+    shape = list(layout.shape)
+    shape[layout.axis] //= layout.n_stack
+    picture = rng.normal(size=(n_envs, *shape))
+    for axis in (-1, -2):
+        for _ in range(40):
+            picture = picture + np.roll(picture, 1, axis)
+    picture = 128 + 60 * picture / picture.std()
+    frames = []
+    for time in range(n_steps + layout.n_stack):
+        picture = np.roll(picture, speed, -1)
+        drift = 15 * np.sin(time / 9 + picture / 30) + rng.normal(size=picture.shape)
+        frames.append((picture + drift).clip(0, 255).astype(np.uint8))
+    stacks = [np.concatenate(frames[at : at + layout.n_stack], axis=layout.axis + 1) for at in range(n_steps + 1)]
+    yield from itertools.pairwise(stacks)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[StackLayout, dict[str, Any], list[dict[str, Any]]]:
+    layout = draw(st.sampled_from([*IMAGES, RGB, RGB_LAST]))
+    store = {
+        "codec": draw(st.sampled_from(CODECS)),
+        "block_length": draw(st.sampled_from([1, 2, 4, 16])),
+        "max_error": draw(st.sampled_from([1, 2, 3, 4, 7, 16, 40, 100, 127])),
+    }
+    episodes = draw(
+        st.lists(
+            st.fixed_dictionaries(
+                {
+                    "n_steps": st.integers(1, 25),
+                    "contents": st.sampled_from(["noise", "sparse", "mixed", "constant", "drift"]),
+                    "odd": st.sampled_from([0.0, 0.2]),
+                    "transposed": st.sampled_from([0.0, 0.5]),
+                    "seed": st.integers(0, 3),
+                }
+            ),
+            min_size=1,
+            max_size=3,
+        )
+    )
+    return layout, store, episodes
+
+
+@settings(max_examples=80)
+@given(case=cases())
+def test_every_pixel_is_within_the_bound(case: tuple[StackLayout, dict[str, Any], list[dict[str, Any]]]) -> None:
+    layout, options, episodes = case
+    plain = PlainStore(20, 2, layout)
+    store = FrameStore(20, 2, layout, **options)
+    for episode in episodes:
+        if episode["contents"] == "drift":
+            steps = drifting(layout, episode["n_steps"], seed=episode["seed"])
+        else:
+            steps = transitions(layout, **episode)
+        for transition in steps:
+            plain.append(*transition)
+            store.append(*transition)
+        assert worst(store, plain) <= options["max_error"]
+    assert worst(pickle.loads(pickle.dumps(store)), plain) <= options["max_error"]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("layout", [RGB, RGB_LAST], ids=["planar", "interleaved"])
+@pytest.mark.parametrize("bound", [1, 4, 20])
+def test_errors_do_not_add_up_while_a_picture_drifts(codec: str, layout: StackLayout, bound: int) -> None:
+    plain, store = PlainStore(300, 2, layout), FrameStore(300, 2, layout, codec=codec, max_error=bound)
+    for transition in drifting(layout, 300, speed=0):
+        plain.append(*transition)
+        store.append(*transition)
+    made, true = everything(store, plain)
+    assert np.abs(made - true).max() == bound  # it is made use of
+    exact = FrameStore(300, 2, layout, codec=codec)
+    for transition in drifting(layout, 300, speed=0):
+        exact.append(*transition)
+    assert store.nbytes < 0.7 * exact.nbytes
+
+
+def test_a_picture_that_moves_is_packed() -> None:
+    stores = [FrameStore(100, 2, RGB, codec="patch", max_error=bound) for bound in (0, 4)]
+    for transition in drifting(RGB, 100, speed=5):
+        for store in stores:
+            store.append(*transition)
+    assert stores[1].nbytes < 0.6 * stores[0].nbytes
+
+
+@pytest.mark.parametrize("value", [0, 3, 128, 252, 255])
+def test_the_ends_of_the_range_do_not_wrap(value: int) -> None:
+    """A step beyond 255 must not come out as black."""
+    rng = np.random.default_rng(0)
+    plain, store = PlainStore(60, 1, RGB), FrameStore(60, 1, RGB, codec="patch", max_error=6)
+    frames = [
+        np.where(rng.random((1, 3, 20, 100)) < 0.5, value, rng.integers(0, 256, size=(1, 3, 20, 100))).astype(np.uint8)
+        for _ in range(64)
+    ]
+    stacks = [np.concatenate(frames[at : at + 3], axis=1) for at in range(61)]
+    for transition in itertools.pairwise(stacks):
+        plain.append(*transition)
+        store.append(*transition)
+    assert worst(store, plain) <= 6
+
+
+def test_frames_are_shared_by_their_true_pixels_not_by_the_decoded_ones() -> None:
+    """Two stacks that differ by less than the bound are two stacks."""
+    rng = np.random.default_rng(0)
+    plain, store = PlainStore(30, 1, RGB), FrameStore(30, 1, RGB, codec="patch", max_error=10)
+    stack = rng.integers(20, 200, size=(1, *RGB.shape)).astype(np.uint8)
+    for step in range(30):
+        after = np.concatenate([stack[:, 3:], rng.integers(20, 200, size=(1, 3, 20, 100)).astype(np.uint8)], axis=1)
+        plain.append(stack, after)
+        store.append(stack, after)
+        stack = after.copy()
+        if step % 3 == 0:
+            stack[:, :, 0, 0] += 3  # within the bound of what is stored, but not what was given
+    assert store._writer.stored_whole == 1 + 10
+    assert worst(store, plain) <= 10
+
+
+@pytest.mark.parametrize("codec", ["raw", "lz4", "patch", "patch+lz4"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_without_a_bound_nothing_has_changed(codec: str, layout: StackLayout) -> None:
+    stores = [FrameStore(40, 2, layout, codec=codec, **options) for options in ({}, {"max_error": 0})]
+    for transition in transitions(layout, n_steps=90, contents="mixed", odd=0.1, transposed=0.3):
+        for store in stores:
+            store.append(*transition)
+    states = [pickle.dumps(store) for store in stores]
+    assert states[0] == states[1]
+    assert "max_error" not in stores[1].__getstate__()
+    assert "lossless" in repr(stores[1])
+
+
+def adaptive(plain: PlainStore, **options: Any) -> AdaptiveStore:
+    return AdaptiveStore(plain.capacity, plain.n_envs, plain.layout.shape, plain.layout.dtype, **options)
+
+
+@pytest.mark.parametrize("codec", ["auto", "patch", "patch+lz4"])
+@pytest.mark.parametrize("n_stack", [None, 3])
+def test_an_adaptive_store_finds_the_stack_before_it_loses_anything(codec: str, n_stack: int | None) -> None:
+    plain = PlainStore(200, 2, RGB)
+    store, exact = (adaptive(plain, codec=codec, n_stack=n_stack, max_error=bound) for bound in (4, 0))
+    for step, transition in enumerate(drifting(RGB, 200)):
+        plain.append(*transition)
+        for each in (store, exact):
+            each.append(*transition)
+        if step in (0, 5, 62, 63, 64, 127, 199):
+            assert worst(store, plain) <= (0 if step < 63 else 4)
+    assert store.layout.n_stack == 3
+    assert store._inner.max_error == 4
+    assert store.nbytes < 0.7 * exact.nbytes
+    again = pickle.loads(pickle.dumps(store))
+    for transition in drifting(RGB, 100, seed=1):
+        plain.append(*transition)
+        again.append(*transition)
+    assert worst(again, plain) <= 4
+    assert "lossy: max_error=4" in repr(again)
+
+
+def test_noise_within_a_bound_is_still_within_it() -> None:
+    plain = PlainStore(150, 2, RGB)
+    store = adaptive(plain, max_error=4)
+    for transition in transitions(RGB, n_steps=400, contents="noise"):
+        plain.append(*transition)
+        store.append(*transition)
+    assert worst(store, plain) <= 4
+
+
+def test_it_is_no_longer_stored_anew_once_it_is_lossy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture that stands still at first and moves later would have another block length."""
+    plain = PlainStore(1500, 1, RGB)
+    store = adaptive(plain, max_error=4)
+    still = list(drifting(RGB, 100, n_envs=1, speed=0))
+    for transition in [*still, *drifting(RGB, 1400, n_envs=1, speed=7, seed=1)]:
+        plain.append(*transition)
+        store.append(*transition)
+    assert worst(store, plain) <= 4
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"max_error": -1}, InvalidArgumentError, "max_error=-1 must be from 0"),
+        ({"max_error": 128}, InvalidArgumentError, "max_error=128 must be from 0"),
+        ({"max_error": 1.5}, InvalidTypeError, "max_error=1.5 must be a whole number"),
+        ({"max_error": True}, InvalidTypeError, "max_error=True must be a whole number"),
+        ({"max_error": "4"}, InvalidTypeError, "max_error='4' must be a whole number"),
+        ({"max_error": 4, "codec": "raw"}, InvalidArgumentError, "max_error=4 has no effect on codec='raw'"),
+        ({"max_error": 4, "codec": "lz4"}, InvalidArgumentError, "use codec='patch', 'patch\\+lz4' or 'auto'"),
+        ({"max_error": 4, "dtype": np.float32}, InvalidTypeError, "is for frames of dtype uint8, got float32"),
+        ({"max_error": 4, "dtype": np.int8}, InvalidTypeError, "is for frames of dtype uint8, got int8"),
+        ({"quality": 80}, InvalidArgumentError, "quality=80 is for codec='jpeg' only"),
+    ],
+)
+@pytest.mark.parametrize("make", ["frame", "adaptive"])
+def test_what_cannot_be_bounded_is_refused(make: str, options: dict[str, Any], error: Any, text: str) -> None:
+    options = dict(options)
+    layout = StackLayout((4, 30, 30), np.dtype(options.pop("dtype", np.uint8)), 4, 0)
+    described = (layout,) if make == "frame" else (layout.shape, layout.dtype)
+    store: Any = FrameStore if make == "frame" else AdaptiveStore
+    with pytest.raises(error, match=text):
+        store(10, 1, *described, **options)
+
+
+def test_a_lossy_store_is_written_in_a_format_that_older_versions_refuse() -> None:
+    store = FrameStore(10, 2, RGB, max_error=4)
+    assert store.__getstate__()["format"] == 2
+    assert pickle.loads(pickle.dumps(store)).max_error == 4
+    state = store.__getstate__()
+    with pytest.raises(CorruptFileError, match="checksum"):
+        FrameStore.__new__(FrameStore).__setstate__({**state, "max_error": 9})
+
+
+def test_a_frame_that_needs_nothing_before_it_says_so() -> None:
+    """Which lets readers begin there."""
+    store = FrameStore(100, 1, RGB, codec="patch", block_length=16, max_error=4)
+    for transition in drifting(RGB, 100, n_envs=1, speed=11):
+        store.append(*transition)
+    block, kinds = store._writer.streams.open[0], []
+    at, used = 0, int(store._writer.streams.open_bytes[0])
+    while at < used:
+        size = int(block[at : at + 2].view("<u2")[0])
+        assert size == _packed.PACKED
+        kinds.append(int(block[at + 2]))
+        at += 3 + 4 + int(block[at + 3 : at + 7].view("<u4")[0])
+    assert at == used
+    assert 1 in kinds
+
+
+@pytest.mark.parametrize("size", range(65_520, 65_540))
+def test_the_longest_patches_are_not_taken_for_packed_frames(size: int) -> None:
+    n_runs, n_bytes = 400, 200_000
+    lengths = np.full(n_runs, (size - 2 * n_runs - 2) // n_runs)
+    lengths[: (size - 2 * n_runs - 2) % n_runs] += 1
+    before, after = (np.zeros(n_bytes + 64, np.uint8) for _ in range(2))
+    for run, length in enumerate(lengths.tolist()):
+        after[run * 400 + 200 : run * 400 + 200 + length] = 9
+    entry, scratch = (np.zeros(n_bytes + 64, np.uint8) for _ in range(2))
+    places = [np.uint64(array.ctypes.data) for array in (before, after, entry, scratch)]
+    _patch.append_entry(places[0], places[1], n_bytes, places[2], places[3], 4)
+    assert int(entry[:2].view("<u2")[0]) in (size, _patch.WHOLE)
+    assert not _packed.is_packed(places[2])
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_error": 4}, {"codec": "patch+lz4", "max_error": 4}, {"codec": "jpeg"}], ids=str
+)
+def test_on_disk_it_is_found_again_as_it_was(tmp_path: Path, options: dict[str, Any]) -> None:
+    plain = PlainStore(200, 2, RGB)
+    store = adaptive(plain, storage_dir=tmp_path / "there", **options)
+    for transition in drifting(RGB, 250):
+        plain.append(*transition)
+        store.append(*transition)
+    made, true = everything(store, plain)
+    if "max_error" in options:
+        assert 0 < np.abs(made - true).max() <= 4
+    store.close()
+    again = adaptive(plain, storage_dir=tmp_path / "there", **options)
+    assert again.lossy
+    assert again._inner.lossy
+    np.testing.assert_array_equal(everything(again, plain)[0], made)
+    again.close()
+    with pytest.raises(InvalidArgumentError):
+        adaptive(plain, storage_dir=tmp_path / "there")
+
+
+@pytest.mark.parametrize("codec", ["auto", "patch+lz4"])
+def test_within_a_budget_it_is_within_the_bound(codec: str) -> None:
+    plain = PlainStore(1000, 2, RGB)
+    store = adaptive(plain, codec=codec, max_error=4, max_bytes=1_500_000)
+    for transition in drifting(RGB, 1000):
+        plain.append(*transition)
+        store.append(*transition)
+    assert store.dropped > 0
+    assert store.nbytes <= 1_500_000
+    rows = (store.first + np.arange(store.size)) % 1000
+    rows, envs = np.repeat(rows, 2), np.tile(np.arange(2), len(rows))
+    made = np.empty((2, len(rows), *RGB.shape), np.uint8)
+    store.get(rows, envs, made[0], made[1])
+    true = np.stack([plain.observations[rows, envs], plain.next_observations[rows, envs]]).astype(int)
+    assert np.abs(made - true).max() <= 4

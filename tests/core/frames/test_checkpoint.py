@@ -1,0 +1,209 @@
+"""Checkpoints: a store in one file, written and read without another copy in memory, and checked when it is read."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rl_ext_core.errors import CorruptFileError, StorageError
+from rl_ext_core.frames import AdaptiveStore, FrameStore, StackLayout, arena
+from rl_ext_core.testing import LAYOUTS, PlainStore, check_contents, transitions
+from tests.core.frames.test_budget import check_held
+from tests.core.frames.test_disk_full import files_of_at_most
+
+GREY = LAYOUTS[0]
+CODECS = ["raw", "lz4", "patch", "patch+lz4"]
+
+
+def filled(kind: str, codec: str, n_steps: int, **options: Any) -> tuple[Any, PlainStore]:
+    plain = PlainStore(60, 2, GREY)
+    if kind == "adaptive":
+        store: Any = AdaptiveStore(60, 2, GREY.shape, np.uint8, codec=codec, **options)
+    else:
+        store = FrameStore(60, 2, GREY, codec=codec, block_length=4, **options)
+    for transition in transitions(GREY, n_steps=n_steps, contents="mixed", odd=0.05):
+        store.append(*transition)
+        plain.append(*transition)
+    return store, plain
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("kind", ["store", "adaptive"])
+@pytest.mark.parametrize("n_steps", [0, 1, 50, 200])
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_what_was_saved_is_loaded(tmp_path: Path, codec: str, kind: str, n_steps: int, where: str) -> None:
+    options = {"storage_dir": tmp_path / "folder"} if where == "disk" else {}
+    store, plain = filled(kind, codec, n_steps, **options)
+    store.save(tmp_path / "checkpoint")
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["checkpoint"]
+    stream = io.BytesIO()
+    store.save(stream)
+    loaded = [type(store).load(tmp_path / "checkpoint"), type(store).load(io.BytesIO(stream.getvalue()))]
+    for transition in transitions(GREY, n_steps=40, contents="mixed", seed=1):
+        plain.append(*transition)
+        for each in (store, *loaded):
+            each.append(*transition)
+    for each in (store, *loaded):
+        check_contents(each, plain)
+    store.close()
+    again = type(store).load(tmp_path / "checkpoint")
+    again.save(tmp_path / "second")
+    other = type(store).load(tmp_path / "second")
+    for transition in transitions(GREY, n_steps=40, contents="mixed", seed=1):
+        other.append(*transition)
+    if n_steps == 200:
+        check_contents(other, plain)
+
+
+def test_a_budget_and_what_was_given_up_are_saved(tmp_path: Path) -> None:
+    store = FrameStore(400, 2, GREY, block_length=4, max_bytes=90_000)
+    plain = PlainStore(400, 2, GREY)
+    for transition in transitions(GREY, n_steps=600, contents="noise"):
+        store.append(*transition)
+        plain.append(*transition)
+    store.save(tmp_path / "checkpoint")
+    store = FrameStore.load(tmp_path / "checkpoint")
+    check_held(store, plain)
+    for transition in transitions(GREY, n_steps=600, contents="mixed"):
+        store.append(*transition)
+        plain.append(*transition)
+        assert store.nbytes <= 90_000
+    check_held(store, plain)
+
+
+@pytest.mark.parametrize("protocol", [2, 5])
+def test_stores_of_one_state_share_no_memory(protocol: int) -> None:
+    store, plain = filled("store", "patch", 50)
+    store = pickle.loads(pickle.dumps(store, protocol))
+    other = FrameStore.__new__(FrameStore)
+    other.__setstate__(store.__getstate__())
+    for transition in transitions(GREY, n_steps=100, contents="noise", seed=1):
+        other.append(*transition)
+    check_contents(store, plain)
+
+
+class Counted(io.RawIOBase):
+    """Counts what is written to it."""
+
+    written = 0
+
+    def write(self, data: Any) -> int:
+        self.written += memoryview(data).nbytes
+        return memoryview(data).nbytes
+
+    def writable(self) -> bool:
+        return True
+
+
+@pytest.fixture(scope="module")
+def large() -> FrameStore:
+    layout = StackLayout((2, 64, 64), np.dtype(np.uint8), 2, 0)
+    store = FrameStore(6000, 1, layout, codec="patch+lz4", block_length=8)
+    noise = np.random.default_rng(0).integers(256, size=(3000, 64, 64), dtype=np.uint8)
+    for step in range(7000):
+        frames = noise[[(step + age) * 7 % 3000 for age in range(3)]]
+        store.append(frames[None, :2], frames[None, 1:])
+    return store
+
+
+def test_a_file_is_as_large_as_what_is_held(large: FrameStore) -> None:
+    file = Counted()
+    tracemalloc.start()
+    try:
+        large.save(file)  # type: ignore[arg-type]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 16e6 < file.written < 1.05 * large.nbytes
+    assert peak < 0.05 * file.written
+
+
+def test_loading_takes_no_second_copy(large: FrameStore, tmp_path: Path) -> None:
+    large.save(tmp_path / "checkpoint")
+    tracemalloc.start()
+    try:
+        loaded = FrameStore.load(tmp_path / "checkpoint")
+        now, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert loaded.nbytes > 16e6
+    assert peak < now + 3e6  # two pieces and a bit
+    assert now < 1.1 * loaded.nbytes
+
+
+def test_loading_again_and_again_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "_SLAB_BYTES", 2000)
+    store, plain = filled("store", "patch", 200)
+    sizes = []
+    for seed in range(12):
+        store = pickle.loads(pickle.dumps(store, 5))
+        for transition in transitions(GREY, n_steps=25, contents="mixed", seed=seed):
+            store.append(*transition)
+            plain.append(*transition)
+        check_contents(store, plain)
+        sizes.append(store.nbytes)
+    assert max(sizes) < 1.2 * sizes[0]
+
+
+@pytest.fixture(scope="module")
+def saved() -> bytes:
+    stream = io.BytesIO()
+    filled("adaptive", "patch", 50)[0].save(stream)
+    return stream.getvalue()
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.floats(0, 1, exclude_max=True), flip=st.integers(0, 255))
+def test_a_damaged_file_is_refused_or_harmless(saved: bytes, place: float, flip: int) -> None:
+    at = int(place * len(saved))
+    data = saved[:at] if flip == 0 else saved[:at] + bytes([saved[at] ^ flip]) + saved[at + 1 :]
+    try:
+        loaded = AdaptiveStore.load(io.BytesIO(data))
+    except CorruptFileError:
+        return
+    check_contents(loaded, filled("adaptive", "patch", 50)[1])
+
+
+class Evil:
+    """Unpickled, it would run a program."""
+
+    def __reduce__(self) -> Any:
+        return print, ("executed",)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", pickle.dumps([1]), pickle.dumps(Evil())], ids=str)
+def test_a_foreign_file_is_refused(tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(CorruptFileError, match=rf"{tmp_path}/file .*"):
+        AdaptiveStore.load(tmp_path / "file")
+    assert capsys.readouterr().out == ""
+
+
+def test_a_file_of_the_other_class_is_refused(tmp_path: Path) -> None:
+    filled("store", "raw", 5)[0].save(tmp_path / "file")
+    with pytest.raises(CorruptFileError, match="holds a FrameStore, expected a AdaptiveStore"):
+        AdaptiveStore.load(tmp_path / "file")
+
+
+def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
+    store, plain = filled("store", "raw", 50)
+    store.save(tmp_path / "file")
+    before = (tmp_path / "file").read_bytes()
+    with files_of_at_most(5000), pytest.raises(StorageError, match=r"cannot write .*file"):
+        store.save(tmp_path / "file")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_bytes() == before
+    check_contents(store, plain)
+
+
+def test_a_file_that_is_not_there_is_no_damaged_one(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        FrameStore.load(tmp_path / "missing")

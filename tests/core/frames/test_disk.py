@@ -1,0 +1,470 @@
+"""A store in a folder is the store in memory, also after it was opened again, by whoever may open it."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from rl_ext_core.errors import InvalidArgumentError, StorageError
+from rl_ext_core.frames import AdaptiveStore, FrameStore, arena, ring
+from rl_ext_core.frames.disk import _blocks, _store
+from tests.core.frames.disk_toys import LAYOUT, N_ENVS, add, check, open_store, transition
+
+KINDS = ("patch", "raw", "lz4", "patch+lz4")
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "_SLAB_BYTES", 1500)
+    monkeypatch.setattr(_store, "_COMPACT_FROM", 2000)
+    monkeypatch.setattr(ring, "_MOST_UNSEALED", 20)
+    monkeypatch.setattr(_blocks, "_CACHED_BYTES", 400)
+
+
+def all_of(store: Any) -> list[np.ndarray]:
+    rows, envs = np.repeat(np.arange(store.capacity), N_ENVS), np.tile(np.arange(N_ENVS), store.capacity)
+    outs = [np.empty((len(rows), *LAYOUT.shape), np.uint8) for _ in range(2)]
+    store.get(rows, envs, *outs)
+    return outs
+
+
+class SameAsInMemory(RuleBasedStateMachine):
+    """Whatever is done, and whenever the process ends."""
+
+    @initialize(kind=st.sampled_from(KINDS), capacity=st.sampled_from([1, 3, 17, 40, 200]), noise=st.booleans())
+    def start(self, kind: str, capacity: int, noise: bool) -> None:
+        self.temporary = tempfile.TemporaryDirectory()
+        self.folder, self.number, self.kind, self.capacity = Path(self.temporary.name) / "a", 0, kind, capacity
+        self.noise = noise
+        self.disk, *self.rows = open_store(self.folder, kind, capacity)
+        self.ram = FrameStore(capacity, N_ENVS, LAYOUT, codec=kind, block_length=4)
+        self.numbers, self.rewards = self.ram.rows("number", (), np.int64), self.ram.rows("reward", (N_ENVS,), "f4")
+
+    def _next(self) -> tuple[np.ndarray, np.ndarray]:
+        if self.noise:
+            noise = np.random.default_rng(self.number).integers(256, size=(2, N_ENVS, *LAYOUT.shape), dtype=np.uint8)
+            return noise[0], noise[1]
+        return transition(self.number)
+
+    @rule(count=st.integers(1, 60))
+    def append(self, count: int) -> None:
+        for _ in range(count):
+            row, pair = self.disk.position, self._next()
+            for store, (numbers, rewards) in ((self.disk, self.rows), (self.ram, (self.numbers, self.rewards))):
+                store.append(*pair)
+                numbers[row], rewards[row] = self.number, self.number * 0.5
+            self.number += 1
+
+    @rule(count=st.integers(1, 40))
+    def see_the_same_again_and_again(self, count: int) -> None:
+        pair = transition(5)
+        for _ in range(count):
+            row = self.disk.position
+            for store, (numbers, rewards) in ((self.disk, self.rows), (self.ram, (self.numbers, self.rewards))):
+                store.append(pair[0], pair[0])
+                numbers[row], rewards[row] = self.number, 1
+
+    @rule()
+    def store_the_last_again(self) -> None:
+        if self.ram.size and self.ram.dropped < self.ram.touched:
+            row = (self.ram.position - 1) % self.capacity
+            if row == self.ram.position:
+                return
+            for store, (numbers, rewards) in ((self.disk, self.rows), (self.ram, (self.numbers, self.rewards))):
+                store.append(*self._next(), row=row)
+                numbers[row], rewards[row] = -1, -2
+
+    @rule()
+    def flush(self) -> None:
+        self.disk.flush()
+
+    @rule()
+    def clear(self) -> None:
+        for store in (self.disk, self.ram):
+            store.clear()
+
+    @rule(share=st.floats(0, 1))
+    def forget_newest(self, share: float) -> None:
+        for store in (self.disk, self.ram):
+            store.forget_newest(int(share * store.size))
+
+    @rule(share=st.floats(0, 1))
+    def drop_oldest(self, share: float) -> None:
+        for store in (self.disk, self.ram):
+            store.drop_oldest(int(share * store.size))
+
+    @rule()
+    def open_again(self) -> None:
+        self.disk.close()
+        size = self.disk.size
+        self.disk, *self.rows = open_store(self.folder, self.kind, self.capacity)
+        assert self.disk.recovered in (None, (size, 0, 0))
+
+    @rule()
+    def find_it_as_a_killed_process_leaves_it(self) -> None:
+        left = self.folder.with_name("left")
+        shutil.copytree(self.folder, left)
+        files = self.disk._files
+        assert files is not None
+        store, numbers, rewards = open_store(left, self.kind, self.capacity)
+        try:
+            expected = max(self.ram.size - (files.added - files.committed), 0)
+            assert store.size == expected
+            assert store.recovered is None or store.recovered.lost == files.added - files.committed
+            held = (store.first + np.arange(store.size)) % self.capacity
+            for ours, theirs in zip(all_of(store), all_of(self.ram), strict=True):
+                shape = (self.capacity, -1)
+                np.testing.assert_array_equal(ours.reshape(shape)[held], theirs.reshape(shape)[held])
+            assert (numbers[held] == self.numbers[held]).all()
+            assert (rewards[held] == self.rewards[held]).all()
+        finally:
+            store.close()
+            shutil.rmtree(left)
+
+    @rule()
+    def copy_it(self) -> None:
+        for other in (copy.copy(self.disk), copy.deepcopy(self.disk), pickle.loads(pickle.dumps(self.disk, 5))):
+            self._compare(other)
+            other.append(*transition(3))
+        self._compare(self.disk)
+
+    def _compare(self, store: Any) -> None:
+        for name in ("position", "full", "size", "first", "dropped"):
+            assert getattr(store, name) == getattr(self.ram, name), name
+        for ours, theirs in zip(all_of(store), all_of(self.ram), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+    @invariant()
+    def they_are_the_same(self) -> None:
+        if hasattr(self, "disk"):
+            self._compare(self.disk)
+            held = (self.disk.first + np.arange(self.disk.size)) % self.capacity
+            assert (self.rows[0][held] == self.numbers[held]).all()
+
+    def teardown(self) -> None:
+        if hasattr(self, "disk"):
+            self.disk.close()
+            self.temporary.cleanup()
+
+
+TestSameAsInMemory = SameAsInMemory.TestCase
+TestSameAsInMemory.settings = settings(max_examples=40, stateful_step_count=20)
+
+
+@pytest.mark.parametrize("n_stack", [None, 3])
+def test_an_adaptive_store_finds_again_what_it_found_out(tmp_path: Path, n_stack: int | None) -> None:
+    store, *rows = open_store(tmp_path / "a", "adaptive", 300, n_stack=n_stack)
+    for number in range(450):
+        add(store, *rows, number)
+        if number % 50 == 0:
+            check(store, *rows, end=number + 1)
+            left = shutil.copytree(tmp_path / "a", tmp_path / "left")
+            found, *there = open_store(left, "adaptive", 300, n_stack=n_stack)
+            assert found.recovered.lost <= 20
+            assert check(found, *there) >= number - 20
+            found.close()
+            shutil.rmtree(left)
+    chosen = store.layout, store.codec, store.block_length
+    assert chosen[0] == LAYOUT
+    store.close()
+    store, *rows = open_store(tmp_path / "a", "adaptive", 300, n_stack=n_stack)
+    assert (store.layout, store.codec, store.block_length) == chosen
+    assert len(list((tmp_path / "a").iterdir())) == 7
+    check(store, *rows, end=450)
+    store.close()
+
+
+def test_every_transition_in_sealed_blocks_counts(tmp_path: Path) -> None:
+    store, *rows = open_store(tmp_path / "a", "patch", 500)
+    for number in range(200):
+        after = [max(int(n) - 1, 0) * 4 for n in store._writer.blocks._next]
+        newest = (store._index[:number] & np.uint64(0xFFFFFFFF)) + (
+            store._index[:number] >> np.uint64(40) & np.uint64(255)
+        )
+        complete = int((newest < np.array(after, dtype=np.uint64)).all(axis=1).sum())
+        assert store._files.committed == complete or number == 0
+        add(store, *rows, number)
+    store.close()
+
+
+def test_a_store_that_nobody_closed_is_closed_with_the_last_reference(tmp_path: Path) -> None:
+    store, *rows = open_store(tmp_path / "a", "patch", 50)
+    for number in range(30):
+        add(store, *rows, number)
+    del store, rows
+    store = open_store(tmp_path / "a", "patch", 50)[0]
+    assert store.recovered == (30, 0, 0)
+    store.close()
+    store.close()
+
+
+def test_a_program_that_just_ends_loses_nothing(tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "from tests.core.frames.disk_toys import *\n"
+        "store, *rows = open_store(sys.argv[1], 'patch', 50)\n"
+        "for number in range(30):\n"
+        "    add(store, *rows, number)\n"
+    )
+    subprocess.run([sys.executable, "-c", program, tmp_path / "a"], check=True, cwd=Path(__file__).parents[3])
+    store, *rows = open_store(tmp_path / "a", "patch", 50)
+    assert store.recovered == (30, 0, 0)
+    check(store, *rows, end=30)
+    store.close()
+
+
+def test_nothing_can_be_read_or_added_after_it_was_closed(tmp_path: Path) -> None:
+    store, *rows = open_store(tmp_path / "a", "patch", 50)
+    for number in range(30):
+        add(store, *rows, number)
+    store.close()
+    with pytest.raises(StorageError):
+        add(store, *rows, 30)
+    with pytest.raises(StorageError):
+        all_of(store)
+
+
+@pytest.fixture
+def someone_else(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    program = (
+        "import sys\n"
+        "from tests.core.frames.disk_toys import *\n"
+        "store, *rows = open_store(sys.argv[1], 'patch', 50)\n"
+        "print('open', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, tmp_path / "a"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[3],
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "open\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_two_processes_cannot_write_to_one_folder(tmp_path: Path, someone_else: subprocess.Popen[str]) -> None:
+    with pytest.raises(StorageError, match=f"in use by another process, {someone_else.pid}; close"):
+        open_store(tmp_path / "a", "patch", 50)
+    someone_else.kill()
+    someone_else.wait()
+    open_store(tmp_path / "a", "patch", 50)[0].close()
+
+
+def test_two_stores_cannot_write_to_one_folder(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "a", "patch", 50)[0]
+    with pytest.raises(StorageError, match=f"in use by this process, {os.getpid()}"):
+        open_store(tmp_path / "a", "patch", 50)
+    assert (tmp_path / "a").is_dir()
+    store.close()
+
+
+def in_a_child(work: Any) -> str:
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(write, work().encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    os.waitpid(child, 0)
+    with os.fdopen(read) as answer:
+        return answer.read()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_may_read_and_not_add(tmp_path: Path) -> None:
+    store, *rows = open_store(tmp_path / "a", "patch", 50)
+    for number in range(30):
+        add(store, *rows, number)
+
+    def work() -> str:
+        check(store, *rows, end=30)
+        try:
+            add(store, *rows, 30)
+        except StorageError as error:
+            store.close()
+            return str(error)
+        return "added"
+
+    assert f"written to by process {os.getpid()}, not by this one" in in_a_child(work)
+    add(store, *rows, 30)
+    check(store, *rows, end=31)
+    with pytest.raises(StorageError, match="in use by this process"):
+        open_store(tmp_path / "a", "patch", 50)
+    store.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_that_lives_on_holds_no_lock(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "a", "patch", 50)[0]
+    (read, write), (said, say) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(write)
+        os.write(say, b".")
+        os.read(read, 1)  # until the parent closes its end
+        os._exit(0)
+    os.close(read)
+    try:
+        os.read(said, 1)
+        store.close()
+        open_store(tmp_path / "a", "patch", 50)[0].close()
+    finally:
+        for end in (write, said, say):
+            os.close(end)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [({"capacity": 51}, "capacity"), ({"kind": "raw"}, "codec"), ({"kind": "adaptive"}, "layout")],
+    ids=["capacity", "codec", "class"],
+)
+def test_a_folder_of_another_store_is_refused(tmp_path: Path, change: dict[str, Any], name: str) -> None:
+    made: dict[str, Any] = {"kind": "patch", "capacity": 50}
+    open_store(tmp_path / "a", **made)[0].close()
+    before = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
+    with pytest.raises(InvalidArgumentError, match=f"was made with {name}=.*not with"):
+        open_store(tmp_path / "a", **{**made, **change})
+    after = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
+    assert {**before, "lock": b""} == {**after, "lock": b""}
+    open_store(tmp_path / "a", **made)[0].close()
+
+
+@pytest.mark.parametrize("options", [{"codec": "raw"}, {"n_stack": 1}, {"block_length": 8}, {"n_envs": 3}])
+def test_a_folder_of_another_adaptive_store_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    def opened(**options: Any) -> AdaptiveStore:
+        n_envs = options.pop("n_envs", 2)
+        return AdaptiveStore(50, n_envs, LAYOUT.shape, np.uint8, storage_dir=tmp_path / "a", **options)
+
+    opened().close()
+    with pytest.raises(InvalidArgumentError, match=f"was made with {next(iter(options))}="):
+        opened(**options)
+    opened().close()
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(InvalidArgumentError, match=r"holds 'thesis.tex', which is no part of a store; pass an empty"):
+        open_store(tmp_path, "patch", 50)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("fault", ["options", "budget", "file in the way"])
+def test_a_store_that_cannot_be_made_leaves_no_folder(tmp_path: Path, fault: str) -> None:
+    options = {"options": {"codec": "none"}, "budget": {"max_bytes": 10}, "file in the way": {}}[fault]
+    folder = tmp_path / "a" / "b"
+    if fault == "file in the way":
+        (tmp_path / "a").write_text("")
+    with pytest.raises((InvalidArgumentError, StorageError)):
+        FrameStore(50, N_ENVS, LAYOUT, storage_dir=folder, **options)
+    assert not folder.exists()
+
+
+def test_row_arrays_are_asked_for_before_the_first_transition(tmp_path: Path) -> None:
+    store, *rows = open_store(tmp_path / "a", "patch", 50)
+    add(store, *rows, 0)
+    with pytest.raises(InvalidArgumentError, match="no row array 'late'"):
+        store.rows("late", (), np.int64)
+    with pytest.raises(InvalidArgumentError, match=r"'reward' holds rows of shape \(2,\) and dtype float32, not"):
+        store.rows("reward", (3,), np.float32)
+    with pytest.raises(InvalidArgumentError, match="cannot be named"):
+        store.rows("../x", (), np.int64)
+    assert store.rows("number", (), np.int64) is rows[0]
+    store.close()
+
+
+@pytest.mark.parametrize("row", [5, 1])
+def test_rows_are_written_one_after_the_other(tmp_path: Path, row: int) -> None:
+    store, *rows = open_store(tmp_path / "a", "patch", 50)
+    for number in range(3):
+        add(store, *rows, number)
+    with pytest.raises(InvalidArgumentError, match=f"row={row}: with storage_dir, .* next in row 3"):
+        store.append(*transition(3), row=row)
+    check(store, *rows, end=3)
+    store.close()
+
+
+def test_a_transition_that_is_stored_again_does_not_count_as_it_was(tmp_path: Path) -> None:
+    store, numbers, rewards = open_store(tmp_path / "a", "patch", 50)
+    for number in range(30):
+        add(store, numbers, rewards, number)
+    store.flush()
+    store.append(*transition(77), row=29)
+    numbers[29] = 77
+    left = shutil.copytree(tmp_path / "a", tmp_path / "left")
+    store.close()
+    for folder, size in ((left, 29), (tmp_path / "a", 30)):
+        store, numbers, rewards = open_store(folder, "patch", 50)
+        assert store.size == size
+        assert store.recovered == (size, 30 - size, 0)
+        store.drop_oldest(0)
+        if size == 29:
+            check(store, numbers, rewards, end=29)
+        store.close()
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+def test_the_newest_row_may_change_where_that_is_said(tmp_path: Path, flushed: bool) -> None:
+    store, numbers, rewards = open_store(tmp_path / "a", "patch", 20)
+    for number in range(30):
+        add(store, numbers, rewards, number)
+    if flushed:
+        store.flush()
+    rewards[9] = 77
+    store.newest_row_changed()
+    store.close()
+    store, numbers, rewards = open_store(tmp_path / "a", "patch", 20)
+    assert rewards[9].tolist() == [77, 77]
+    assert store.recovered == (20, 0, 0)
+    store.close()
+
+
+def test_reference_frames_of_many_open_blocks_are_there(tmp_path: Path) -> None:
+    n_envs, n_steps = 9, 35
+    store = FrameStore(100, n_envs, LAYOUT, codec="patch", block_length=16, storage_dir=tmp_path / "a")
+    noise = np.random.default_rng(0).integers(256, size=(n_steps + 1, n_envs, *LAYOUT.shape), dtype=np.uint8)
+    for step in range(n_steps):
+        store.append(noise[step], noise[step + 1])
+    out = np.empty((n_envs, *LAYOUT.shape), np.uint8)
+    for row in (32, 3, n_steps - 1, 20):  # in row 32 are the first frames of open blocks
+        store.get(np.full(n_envs, row), np.arange(n_envs), out)
+        np.testing.assert_array_equal(out, noise[row])
+    store.close()
+
+
+def test_reference_frames_do_not_pile_up_in_memory(tmp_path: Path) -> None:
+    store = FrameStore(300, N_ENVS, LAYOUT, codec="patch", block_length=4, storage_dir=tmp_path / "a")
+    rng = np.random.default_rng(0)
+    noise = rng.integers(256, size=(301, N_ENVS, *LAYOUT.shape), dtype=np.uint8)
+    for before, after in itertools.pairwise(noise):
+        store.append(before, after)
+    frames = store._files.frames
+    assert len(frames.sums) > 200
+    out = np.empty((1, *LAYOUT.shape), np.uint8)
+    for row in rng.integers(300, size=200):
+        store.get(np.array([row]), np.array([1]), out)
+        np.testing.assert_array_equal(out[0], noise[row, 1])
+        assert frames.cached_bytes < 3000
+    store.close()

@@ -1,0 +1,209 @@
+"""Files that were cut short or altered are refused, or salvaged by choice; wrong pixels never come out in silence."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, StorageError
+from rl_ext_core.frames import arena, salvage
+from rl_ext_core.frames.disk import _store
+from tests.core.frames.disk_toys import LAYOUT, N_ENVS, add, check, open_store, transition
+
+KINDS = ("patch", "patch+lz4", "raw", "adaptive")
+CAPACITY = 60
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "_SLAB_BYTES", 1500)
+    monkeypatch.setattr(_store, "_COMPACT_FROM", 3000)
+
+
+@pytest.fixture(params=[(kind, count) for kind in KINDS for count in (50, 170)], ids=str)
+def made(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str, int]:
+    kind, count = request.param
+    store, *rows = open_store(tmp_path / "made", kind, CAPACITY)
+    for number in range(count):
+        add(store, *rows, number)
+    store.close()
+    return tmp_path / "made", kind, count
+
+
+def alter(path: Path, rng: random.Random) -> str:
+    """Does something to a file at random; says what."""
+    data = bytearray(path.read_bytes())
+    place = rng.randrange(len(data))
+    what = rng.choice(["flip", "flip", "cut", "zero"])
+    if what == "flip":
+        data[place] ^= 1 << rng.randrange(8)
+    elif what == "cut":
+        data = data[:place]
+    else:
+        data[place : place + 64] = bytes(len(data[place : place + 64]))
+    path.write_bytes(data)
+    return f"{what} of {path.name} at {place}"
+
+
+def check_one_by_one(store: Any, numbers: np.ndarray, rewards: np.ndarray) -> int:
+    """Each transition is what was added, or refused; returns how many were refused."""
+    refused = 0
+    rows = (store.first + np.arange(store.size)) % CAPACITY
+    outs = [np.empty((N_ENVS, *LAYOUT.shape), np.uint8) for _ in range(2)]
+    for row in rows.tolist():
+        assert rewards[row].tolist() == [numbers[row] * 0.5] * N_ENVS
+        try:
+            store.get(np.full(N_ENVS, row), np.arange(N_ENVS), *outs)
+        except CorruptFileError:
+            refused += 1
+        else:
+            for out, expected in zip(outs, transition(int(numbers[row])), strict=True):
+                np.testing.assert_array_equal(out, expected)
+    if store.size:
+        held = numbers[rows].tolist()
+        assert held == list(range(held[0], held[0] + len(held)))
+    return refused
+
+
+def altered(made: tuple[Path, str, int], tmp_path: Path, seed: int) -> tuple[Path, str]:
+    rng = random.Random(seed)
+    folder = tmp_path / f"altered{seed}"
+    shutil.copytree(made[0], folder)
+    target = rng.choice(sorted(path for path in folder.iterdir() if path.name != "lock" and path.stat().st_size))
+    return folder, alter(target, rng)
+
+
+def check_damage(made: tuple[Path, str, int], tmp_path: Path, seed: int) -> None:
+    folder, what = altered(made, tmp_path, seed)
+    _, kind, count = made
+    refused: int | None = None
+    refusal = ""
+    try:
+        store, *rows = open_store(folder, kind, CAPACITY)
+    except CorruptFileError as error:
+        refusal = str(error)
+    else:
+        refused = check_one_by_one(store, *rows)
+        assert refused or store.size == min(count, CAPACITY), what
+        store.close()
+    assert str(folder) in refusal or refused is not None, what
+    try:
+        kept = salvage(folder)
+    except CorruptFileError as error:
+        refusal = str(error)
+        kept = None
+    if kept is None:
+        assert " of journal" in what
+        assert "cannot be salvaged without the beginning of its journal" in refusal
+        return
+    store, *rows = open_store(folder, kind, CAPACITY)
+    end = check(store, *rows)
+    assert store.size == kept.kept, what
+    assert kept.given_up > 0 or refused in (None, 0), what
+    if refused is not None:
+        assert kept.kept + kept.given_up == min(count, CAPACITY)
+        assert kept.kept >= (min(count, CAPACITY) - refused) / (refused + 1), what
+    for number in range(end, end + 70):
+        add(store, *rows, number)
+    check(store, *rows, end=end + 70)
+    store.close()
+    store, *rows = open_store(folder, kind, CAPACITY)
+    check(store, *rows, end=end + 70)
+    store.close()
+
+
+@pytest.mark.parametrize("seeds", [range(6)], ids=str)
+def test_random_damage_is_found(made: tuple[Path, str, int], tmp_path: Path, seeds: range) -> None:
+    for seed in seeds:
+        check_damage(made, tmp_path, seed)
+
+
+@pytest.mark.slow
+def test_much_random_damage_is_found(made: tuple[Path, str, int], tmp_path: Path) -> None:
+    for seed in range(100, 200):
+        check_damage(made, tmp_path, seed)
+        shutil.rmtree(tmp_path / f"altered{seed}")
+
+
+def in_one_folder(tmp_path: Path, count: int = 50) -> Path:
+    store, *rows = open_store(tmp_path / "a", "patch", CAPACITY)
+    for number in range(count):
+        add(store, *rows, number)
+    store.close()
+    return tmp_path / "a"
+
+
+@pytest.mark.parametrize("name", ["head", "journal", "blocks", "references", "row-reward"])
+def test_a_file_that_is_gone_is_noticed(tmp_path: Path, name: str) -> None:
+    folder = in_one_folder(tmp_path)
+    next(folder.glob(f"{name}*")).unlink()
+    with pytest.raises(CorruptFileError, match=rf"{name}.* is damaged: .*salvage\('{folder}'\)"):
+        open_store(folder, "patch", CAPACITY)
+    assert folder.is_dir()
+
+
+@pytest.mark.parametrize("name", ["head", "journal", "blocks", "references", "row-reward"])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.9])
+def test_a_file_that_was_cut_short_is_refused(tmp_path: Path, name: str, share: float) -> None:
+    folder = in_one_folder(tmp_path)
+    path = next(folder.glob(f"{name}*"))
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    if name == "blocks" and share > 0.5:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])  # the last slab is not full
+    with pytest.raises(CorruptFileError, match=rf"{name}.* is damaged: "):
+        open_store(folder, "patch", CAPACITY)
+
+
+def test_half_of_the_blocks_are_half_of_the_transitions(tmp_path: Path) -> None:
+    folder = in_one_folder(tmp_path)
+    blocks = next(folder.glob("blocks-*"))
+    blocks.write_bytes(blocks.read_bytes()[: blocks.stat().st_size // 2])
+    with pytest.raises(CorruptFileError, match=r"blocks-\d+ is damaged: it ends at byte"):
+        open_store(folder, "patch", CAPACITY)
+    kept = salvage(folder)
+    assert 15 < kept.kept < 45
+    assert kept.kept + kept.given_up == 50
+    store, *rows = open_store(folder, "patch", CAPACITY)
+    check(store, *rows, end=kept.kept)
+    store.close()
+
+
+def test_damage_of_a_block_shows_when_it_is_read(tmp_path: Path) -> None:
+    folder = in_one_folder(tmp_path)
+    blocks = next(folder.glob("blocks-*"))
+    data = bytearray(blocks.read_bytes())
+    data[20] ^= 4
+    blocks.write_bytes(data)
+    store, *rows = open_store(folder, "patch", CAPACITY)
+    for _ in range(2):  # and again
+        with pytest.raises(CorruptFileError, match=r"blocks-\d+ is damaged: the checksum of a block"):
+            store.get(np.array([0, 0]), np.array([0, 1]), np.empty((2, *LAYOUT.shape), np.uint8))
+    add(store, *rows, 50)
+    store.close()
+
+
+def test_a_folder_without_a_store_is_not_salvaged(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="holds no store"):
+        salvage(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_in_use_is_not_salvaged(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "a", "patch", CAPACITY)[0]
+    with pytest.raises(StorageError, match="in use by this process"):
+        salvage(tmp_path / "a")
+    store.close()
+
+
+def test_salvaging_what_is_intact_changes_nothing(tmp_path: Path) -> None:
+    folder = in_one_folder(tmp_path, 130)
+    assert salvage(folder) == (CAPACITY, 0)
+    store, *rows = open_store(folder, "patch", CAPACITY)
+    check(store, *rows, end=130)
+    assert store.size == CAPACITY
+    store.close()

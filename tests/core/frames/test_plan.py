@@ -1,0 +1,349 @@
+"""Plans: measured figures are those of the stores, estimates say that they are, and budgets are kept."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from rl_ext_core.errors import (
+    EnvironmentOutputError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    MissingDependencyError,
+)
+from rl_ext_core.frames import AdaptiveStore, Plan, StackLayout, plan, planning
+from rl_ext_core.frames.planning import MemoryWatch, _forecast
+from rl_ext_core.frames.planning._text import in_bytes, parse_bytes
+from rl_ext_core.resources import available_memory
+from tests.core.frames.test_bounded_error import drifting
+
+LAYOUT = StackLayout((9, 24, 28), np.dtype(np.uint8), 3, 0)
+SB3 = "SB3 ReplayBuffer"
+
+
+def observations(n: int = 200, layout: StackLayout = LAYOUT) -> npt.NDArray[Any]:
+    """Consecutive stacks of one environment."""
+    return np.stack([before[0] for before, _ in drifting(layout, n, n_envs=1)])
+
+
+class Film(gym.Env[Any, Any]):
+    """A bright square that moves over a grey picture. Episodes end after 40 steps."""
+
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, shape: tuple[int, ...] = (80, 100, 3)) -> None:
+        self.observation_space = gym.spaces.Box(0, 255, shape, np.uint8)
+        self.closed, self.time, self.frame = 0, 0, np.full(shape, 60, np.uint8)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.time = 0
+        return self._seen(), {}
+
+    def step(self, action: Any) -> Any:
+        self.time += 1
+        return self._seen(), 0.0, False, self.time % 40 == 0, {}
+
+    def _seen(self) -> npt.NDArray[Any]:
+        """In place, as some environments do."""
+        self.frame[:] = 60
+        self.frame[10:20, self.time : self.time + 10] = self.np_random.integers(200, 250)
+        return self.frame
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_what_is_measured_is_what_a_store_takes() -> None:
+    frames = observations(600)
+    found = plan(LAYOUT.shape, 1000, frames=frames, codecs=["patch", {"codec": "patch", "max_error": 4}, "raw"])
+    assert found.measured
+    assert (found.shape, found.dtype, found.n_stack) == (LAYOUT.shape, "uint8", 3)
+    for options in ({"codec": "patch"}, {"codec": "patch", "max_error": 4}, {"codec": "raw"}):
+        store = AdaptiveStore(600, 1, LAYOUT.shape, np.uint8, **options)
+        for before, after in itertools.pairwise(frames):
+            store.append(before[None], after[None])
+        name = ", ".join([options["codec"], *(f"{key}={value}" for key, value in options.items() if key != "codec")])
+        row = found.row(name)
+        held = store.nbytes / store.size + 20
+        assert row.bytes_a_transition == pytest.approx(held, rel=0.1)
+        assert row.times_less == pytest.approx((2 * 6048 + 20) / held, rel=0.1)
+
+
+def test_rows_are_compared_with_what_stable_baselines3_takes() -> None:
+    from gymnasium import spaces
+    from stable_baselines3.common.buffers import ReplayBuffer
+
+    buffer = ReplayBuffer(100, spaces.Box(0, 255, LAYOUT.shape, np.uint8), spaces.Discrete(4), device="cpu")
+    arrays = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
+    held = sum(getattr(buffer, name).nbytes for name in arrays)
+    found = plan(LAYOUT.shape, 100)
+    assert found.row(SB3).total_bytes == held
+    assert found.row(SB3).times_less == 1
+    buffer = ReplayBuffer(
+        100,
+        spaces.Box(0, 255, LAYOUT.shape, np.uint8),
+        spaces.Discrete(4),
+        device="cpu",
+        optimize_memory_usage=True,
+        handle_timeout_termination=False,
+    )
+    held = sum(getattr(buffer, name).nbytes for name in arrays if hasattr(buffer, name))
+    assert found.row("SB3 optimize_memory_usage").total_bytes == held
+
+
+def test_estimates_are_marked_as_such_with_their_range() -> None:
+    found = plan((100, 100, 9), 1_000_000)
+    assert not found.measured
+    assert found.n_stack == 3
+    text = str(found)
+    assert "ESTIMATES, not measured" in text
+    assert "--env ID" in text
+    for row in found.rows[2:]:
+        assert row.range is not None
+        assert row.range[0] <= row.bytes_a_transition <= row.range[1]
+        assert row.sample_us is None
+    assert found.suggestions == ()
+    assert max(map(len, text.splitlines())) <= 125
+
+
+@pytest.mark.parametrize(
+    ("shape", "n_stack"),
+    [((100, 100, 9), 3), ((9, 100, 100), 3), ((84, 84, 4), 4), ((4, 84, 84), 4), ((84, 84, 12), 4), ((84, 84, 3), 1)],
+)
+def test_the_likely_stack_is_guessed(shape: tuple[int, ...], n_stack: int) -> None:
+    assert plan(shape, 1000).n_stack == n_stack
+
+
+def test_a_budget_gives_the_capacity_that_fits() -> None:
+    frames = observations()
+    found = plan(None, 1_000_000, frames=frames, max_bytes=50_000_000)
+    assert found.budget == found.max_bytes == 50_000_000
+    for row in found.rows:
+        assert row.capacity is not None
+        assert row.fits is (row.total_bytes <= 50_000_000)
+    assert found.row(SB3).capacity == 50_000_000 // found.row(SB3).bytes_a_transition
+
+
+def test_what_is_said_to_fit_fits() -> None:
+    found = plan(None, 1, frames=observations(), max_bytes=2_000_000, codecs=["patch", "raw"])
+    for codec in ("patch", "raw"):
+        capacity = found.row(codec).capacity or 0
+        store = AdaptiveStore(capacity, 1, LAYOUT.shape, np.uint8, codec=codec)
+        for transition in drifting(LAYOUT, capacity, n_envs=1, seed=1):
+            store.append(*transition)
+        assert 0.6 * 2_000_000 < store.nbytes + 20 * capacity <= 2_000_000
+
+
+def test_without_a_budget_the_free_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = plan((84, 84, 4), 1000)
+    free = available_memory()
+    assert free is None or found.budget == pytest.approx(free, rel=0.2)
+    monkeypatch.setattr(planning, "available_memory", lambda: 10_000)
+    found = plan((84, 84, 4), 1000)
+    assert not found.fits
+    assert "NO" in str(found)
+    monkeypatch.setattr(planning, "available_memory", lambda: None)
+    found = plan((84, 84, 4), 1000)
+    assert (found.budget, found.row(SB3).fits, found.fits) == (None, None, True)
+    assert "free memory: unknown" in str(found)
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_an_environment_is_played_and_closed_if_it_was_made_here(made: bool) -> None:
+    env = Film()
+    found = plan((80, 100, 9), 1000, env=(lambda: env) if made else env, steps=150)
+    assert env.closed == (1 if made else 0)
+    assert found.measured
+    assert "150 steps of a random policy" in found.source
+    assert (found.n_stack, found.shape) == (3, (80, 100, 9))
+    patch = found.row("patch")
+    assert patch.times_less > 50
+    assert patch.psnr is None
+    bounded = found.row("patch, max_error=4")
+    assert bounded.lossy
+    assert bounded.psnr is not None
+    assert bounded.sample_us is not None
+    assert bounded.sample_us > 0
+
+
+def test_the_same_seed_plans_the_same() -> None:
+    plans = [plan(None, 1000, env=Film, steps=130, seed=3, codecs=["patch"]) for _ in range(2)]
+    assert plans[0].row("patch").bytes_a_transition == plans[1].row("patch").bytes_a_transition
+
+
+def test_suggestions_name_gymnasiums_wrappers_and_what_they_save() -> None:
+    found = plan((80, 100, 9), 1_000_000, env=Film, steps=150)
+    lines = [advice.line for advice in found.suggestions]
+    assert lines == [
+        "env = FrameStackObservation(GrayscaleObservation(env), 3)",
+        "env = ResizeObservation(env, (40, 50))",
+        "env = FrameStackObservation(GrayscaleObservation(ResizeObservation(env, (40, 50))), 3)",
+    ]
+    for advice in found.suggestions:
+        env: Any = Film()
+        exec(advice.line, vars(gym.wrappers), scope := {"env": env})
+        given = scope["env"].observation_space.shape
+        assert given == advice.shape or (*given[:-1], 3 * given[-1]) == advice.shape
+        assert advice.bytes_a_transition < found.row("patch").bytes_a_transition
+        assert advice.line in str(found)
+
+
+def test_an_environment_that_fails_is_closed_all_the_same() -> None:
+    class Fails(Film):
+        def step(self, action: Any) -> Any:
+            raise ZeroDivisionError
+
+    env = Fails()
+    with pytest.raises(ZeroDivisionError):
+        plan(None, 1000, env=lambda: env, steps=150)
+    assert env.closed == 1
+
+
+def test_an_environment_that_lies_about_its_shape_is_named() -> None:
+    class Lies(Film):
+        def step(self, action: Any) -> Any:
+            return np.zeros((3, 3), np.uint8), 0.0, False, False, {}
+
+    with pytest.raises(EnvironmentOutputError, match=r"shape \(3, 3\), its observation_space says \(80, 100, 3\)"):
+        plan(None, 1000, env=Lies, steps=150)
+
+
+class Words(Film):
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_space = gym.spaces.Dict(image=self.observation_space)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"shape": (9, 9), "size": 0}, InvalidArgumentError, "size=0 must be at least 1"),
+        ({"shape": (9, 9), "size": 1.5}, InvalidTypeError, "size=1.5 must be a whole number"),
+        ({"shape": (9, 9), "size": 1, "n_envs": 0}, InvalidArgumentError, "n_envs=0"),
+        ({"shape": (9, 9), "size": 1, "max_bytes": 0}, InvalidArgumentError, "max_bytes=0"),
+        ({"shape": None, "size": 1}, InvalidArgumentError, "shape=None needs frames or env"),
+        ({"shape": (84, 84, 4), "size": 1, "n_stack": 5}, InvalidArgumentError, "n_stack=5 does not divide"),
+        ({"shape": None, "size": 1, "frames": np.zeros((50, 9, 9))}, InvalidArgumentError, "at least 128"),
+        ({"shape": None, "size": 1, "frames": np.zeros(500)}, InvalidArgumentError, r"frames has shape \(500,\)"),
+        ({"shape": (7, 7), "size": 1, "frames": np.zeros((500, 9, 9))}, InvalidArgumentError, "neither observations"),
+        (
+            {"shape": (80, 100, 7), "size": 1, "env": Film},
+            InvalidArgumentError,
+            r"Film gives arrays of shape \(80, 100",
+        ),
+        ({"shape": None, "size": 1, "env": 3}, InvalidTypeError, "env=3 is neither a gymnasium environment"),
+        ({"shape": None, "size": 1, "env": Words}, InvalidTypeError, "observation_space is Dict"),
+        ({"shape": None, "size": 1, "env": Film, "frames": [1]}, InvalidArgumentError, "exclude each other"),
+        ({"shape": (84, 84, 4), "size": 1, "codecs": ["zstd"]}, InvalidArgumentError, "there is no estimate for"),
+        ({"shape": (84, 84, 4), "size": 1, "codecs": [{"level": 3}]}, InvalidArgumentError, "known are codec"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(arguments: dict[str, Any], error: Any, text: str) -> None:
+    with pytest.raises(error, match=text):
+        plan(**arguments)
+
+
+def test_a_row_that_is_not_there_is_named() -> None:
+    with pytest.raises(InvalidArgumentError, match="no row is named 'zstd'; there are"):
+        plan((84, 84, 4), 1000).row("zstd")
+
+
+def test_it_is_frozen_and_fit_for_json() -> None:
+    found = plan(None, 1000, frames=np.zeros((200, 30, 30, 3), np.uint8))
+    with pytest.raises(AttributeError):
+        found.size = 3  # type: ignore[misc]
+    assert json.loads(json.dumps(found.as_dict()))["size"] == 1000
+    assert "no error" in str(found)
+    assert isinstance(found, Plan)
+
+
+def test_a_plot_is_written_and_shown_to_nobody(tmp_path: Path) -> None:
+    plan((100, 100, 9), 1_000_000).plot(tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    plan(None, 10, frames=observations()).plot(tmp_path / "memory.svg")
+    assert "pyplot" not in {name.rsplit(".", 1)[-1] for name in sys.modules if name == "matplotlib.pyplot"}
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingDependencyError, match="needs the package 'matplotlib'"):
+        plan((100, 100, 9), 1000).plot(tmp_path / "memory.png")
+
+
+def test_planning_loads_neither_matplotlib_nor_a_framework() -> None:
+    code = (
+        "import sys; from rl_ext_core.frames import plan; str(plan((84, 84, 4), 100));"
+        "print({'matplotlib', 'torch', 'gymnasium', 'stable_baselines3', 'torchrl'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (12_345, "12.3 kB"), (999_600, "1 MB"), (180e9, "180 GB")],
+)
+def test_sizes_are_written_with_three_digits(n_bytes: float, text: str) -> None:
+    assert in_bytes(n_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "n_bytes"),
+    [("4GB", 4 * 10**9), ("512 MiB", 512 * 2**20), ("1e9", 10**9), ("1.5k", 1500), ("17", 17), ("2tib", 2 * 2**40)],
+)
+def test_sizes_are_read_as_people_write_them(text: str, n_bytes: int) -> None:
+    assert parse_bytes(text) == n_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-4GB", "4XB", "1.2.3", "0", "1e999", "nan"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="is no size; for example 4GB"):
+        parse_bytes(text)
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, free: int, store: AdaptiveStore) -> list[str]:
+    monkeypatch.setattr(_forecast, "available_memory", lambda: free)
+    monkeypatch.setattr(MemoryWatch, "KNOWN_AT", 256)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        watch = MemoryWatch([store])
+        watch.look()
+        steps = drifting(LAYOUT, MemoryWatch.KNOWN_AT, n_envs=1)
+        for transition in steps:
+            store.append(*transition)
+        watch.look()
+        watch.look()
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_buffer_that_will_not_fit_is_said_once_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = AdaptiveStore(1_000_000, 1, LAYOUT.shape, np.uint8)
+    said = watched(monkeypatch, 10_000_000, store)
+    assert len(said) == 1
+    assert "1,000,000 transitions of (9, 24, 28) uint8 will take" in said[0]
+    assert "by estimate), and 10 MB are free; uncompressed they would take 12.1 GB" in said[0]
+    assert "rl-ext plan --shape 9,24,28 --size 1000000 --env ID" in said[0]
+
+
+def test_an_estimate_is_judged_again_by_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    # By the estimate half a gigabyte, which would fit; these frames take more.
+    store = AdaptiveStore(1_000_000, 1, LAYOUT.shape, np.uint8)
+    said = watched(monkeypatch, 700_000_000, store)
+    assert len(said) == 1
+    assert "by what it holds so far" in said[0]
+    assert "--stack 3" in said[0]
+
+
+def test_a_buffer_that_fits_is_not_spoken_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert watched(monkeypatch, 10**13, AdaptiveStore(1_000_000, 1, LAYOUT.shape, np.uint8)) == []

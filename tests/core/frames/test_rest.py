@@ -1,0 +1,82 @@
+"""A store that rests holds what it held in less memory, and goes on."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+
+from rl_ext_core.frames import AdaptiveStore, FrameStore
+from rl_ext_core.frames.arena import _LEAST_MAPPED, address_of, reserve
+from rl_ext_core.testing import LAYOUTS, PlainStore, check_contents, transitions
+
+N_ENVS = 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:4], ids=str)
+@pytest.mark.parametrize("codec", ["raw", "patch", "lz4", "patch+lz4"])
+@pytest.mark.parametrize("capacity", [100, 37])
+def test_what_comes_after_a_rest(layout: object, codec: str, capacity: int) -> None:
+    store = FrameStore(capacity, N_ENVS, layout, codec=codec, block_length=8)  # type: ignore[arg-type]
+    plain = PlainStore(capacity, N_ENVS, layout)  # type: ignore[arg-type]
+    steps = list(transitions(layout, n_envs=N_ENVS, n_steps=90, contents="sparse"))  # type: ignore[arg-type]
+    for number, step in enumerate(steps):
+        if number in (0, 13, 14, 60):
+            before = store.nbytes
+            store.rest()
+            assert store.nbytes < before
+            check_contents(store, plain)
+            store = pickle.loads(pickle.dumps(store))
+            check_contents(store, plain)
+        store.append(*step)
+        plain.append(*step)
+    check_contents(store, plain)
+    store.clear()
+    assert store.size == 0
+
+
+def test_an_adaptive_store_that_is_cleared_after_a_rest_keeps_what_it_found_out() -> None:
+    layout = LAYOUTS[0]
+    store = AdaptiveStore(40, N_ENVS, layout.shape, layout.dtype)
+    for _ in range(3):
+        plain = PlainStore(40, N_ENVS, layout)
+        for step in transitions(layout, n_envs=N_ENVS, n_steps=40, contents="sparse"):
+            store.append(*step)
+            plain.append(*step)
+        store.rest()
+        check_contents(store, plain)
+        assert store.layout == layout
+        store.clear()
+
+
+def test_single_stacks_in_place_of_transitions_show_their_layout_too() -> None:
+    layout = LAYOUTS[0]
+    store = AdaptiveStore(40, N_ENVS, layout.shape, layout.dtype)
+    for stacks, _ in transitions(layout, n_envs=N_ENVS, n_steps=40, contents="sparse"):
+        store.append(stacks, stacks)
+    assert store.layout == layout
+
+
+@pytest.mark.parametrize("codec", ["raw", "patch", "patch+lz4"])
+def test_next_observations_alone(codec: str) -> None:
+    layout = LAYOUTS[0]
+    store = FrameStore(50, 3, layout, codec=codec, block_length=4)
+    for step in transitions(layout, n_envs=3, n_steps=80, contents="mixed", odd=0.1):
+        store.append(*step)
+    rng = np.random.default_rng(0)
+    rows, envs = rng.integers(50, size=60), rng.integers(3, size=60)
+    before, after, alone = (np.empty((60, *layout.shape), layout.dtype) for _ in range(3))
+    store.get(rows, envs, before, after)
+    store.get(rows, envs, None, alone)
+    np.testing.assert_array_equal(alone, after)
+    store.get(rows, envs, None)
+
+
+@pytest.mark.parametrize("n_bytes", [100, _LEAST_MAPPED, 3 * _LEAST_MAPPED + 5])
+def test_reserved_memory_can_be_written_and_is_private(n_bytes: int) -> None:
+    array = reserve(n_bytes, "frames")
+    assert array.shape == (n_bytes,)
+    array[:] = 7
+    assert int(array.sum()) == 7 * n_bytes
+    assert address_of(array) > 0

@@ -1,0 +1,111 @@
+"""``rl-ext plan``: a table, JSON or a drawing, and what was typed wrong in one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rl_ext_core.cli import main
+from rl_ext_core.frames import planning
+
+SHAPE = ("plan", "--shape", "100,100,9", "--size", "1000000")
+
+FACTORY = """
+import gymnasium
+from gymnasium.wrappers import AddRenderObservation, ResizeObservation
+
+
+def make():
+    env = gymnasium.make("CartPole-v1", render_mode="rgb_array")
+    return ResizeObservation(AddRenderObservation(env), (64, 64))
+
+
+def fails():
+    raise RuntimeError("no licence")
+
+
+number = 3
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_planned_env.py").write_text(FACTORY)
+    return "my_planned_env"
+
+
+def test_estimates_are_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "available_memory", lambda: 24_000_000_000)
+    assert main(SHAPE) == 0
+    text = capsys.readouterr().out
+    assert "1,000,000 transitions of 100x100x9 uint8; n_stack 3, n_envs 1" in text
+    assert "ESTIMATES" in text
+    assert "free memory: 24 GB" in text
+    assert "180 GB" in text
+
+
+def test_json_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SHAPE, "--json", "--stack", "3", "--envs", "8"]) in (0, 1)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["n_stack"], found["n_envs"], found["measured"]) == (3, 8, False)
+    assert found["rows"][0]["name"] == "SB3 ReplayBuffer"
+
+
+def test_it_fails_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SHAPE, "--max-bytes", "1MB"]) == 1
+    assert "max_bytes: 1 MB" in capsys.readouterr().out
+
+
+def test_figures_are_measured_on_a_factory(capsys: pytest.CaptureFixture[str], module: str, tmp_path: Path) -> None:
+    line = ["plan", "--shape", "64,64,9", "--size", "1_000_000", "--env", f"{module}:make", "--steps", "150"]
+    assert main([*line, "--plot", "memory.png", "--seed", "3"]) == 0
+    text = capsys.readouterr().out
+    assert "measured: CartPole-v1, 150 steps of a random policy" in text
+    assert "GrayscaleObservation" in text
+    assert (tmp_path / "memory.png").exists()
+
+
+def test_figures_are_measured_on_an_id(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--size", "1000", "--env", "CartPole-v1", "--steps", "150"]) == 0
+    assert "1,000 transitions of 4 float32" in capsys.readouterr().out
+    assert main(["plan", "--size", "1000", "--env", "ale_py:ALE/Pong-v5", "--steps", "150"]) == 0
+    assert "1,000 transitions of 210x160x3 uint8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("plan --size 10", "give --shape, for example --shape 100,100,9, or an environment with --env"),
+        ("plan --size 10 --env Nope-v0", "--env 'Nope-v0' cannot be made"),
+        ("plan --size 10 --env no_such_module:make", "'no_such_module' cannot be imported"),
+        ("plan --size 10 --env {module}:nothing", "has no factory 'nothing'"),
+        ("plan --size 10 --env {module}:number", "has no factory 'number'"),
+        ("plan --size 10 --env {module}:fails", "cannot be made (RuntimeError: no licence)"),
+        ("plan --size 10 --shape 7,7 --env CartPole-v1", "neither observations of shape (7, 7) nor frames"),
+        ("plan --size 10 --shape 9,9 --max-bytes many", "'many' is no size"),
+        ("plan --size 10 --shape 9,9 --dtype pixels", "--dtype 'pixels' is no dtype of NumPy"),
+        ("plan --size 10 --shape 9,9 --plot nowhere/memory.png", "cannot be written"),
+        ("plan --size 10 --shape 9,9 --plot memory.pixels", "cannot be written"),
+        ("plan --size 10 --shape 9,9 --env CartPole-v1 --steps 3", "neither"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(
+    capsys: pytest.CaptureFixture[str], module: str, line: str, text: str
+) -> None:
+    assert main(line.format(module=module).split()) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert text in said.err
+    assert said.err.startswith("rl-ext plan: ")
+
+
+@pytest.mark.parametrize("line", ["plan", "plan --size many", "plan --size 0", "plan --size 10 --shape 9,x"])
+def test_wrong_usage_ends_with_status_2(capsys: pytest.CaptureFixture[str], line: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    assert ended.value.code == 2
+    assert "rl-ext plan --help" in capsys.readouterr().err
