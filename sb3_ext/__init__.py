@@ -1,19 +1,31 @@
-"""Extensions of Stable Baselines3. They bear the names of what they extend and take the same arguments."""
+"""Extensions of Stable Baselines3. They bear the names of what they extend and take the same arguments.
+
+Buffers for sb3-contrib's algorithms are in :mod:`sb3_ext.contrib`.
+"""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from rl_ext_core.devices import resolve_device
 from rl_ext_core.factory import EnvFactory, as_factory
 from sb3_ext.auto_vec_env import AutoVecEnv
+from sb3_ext.her_replay_buffer import CompressedHerReplayBuffer
 from sb3_ext.make_vec_env import make_vec_env
 from sb3_ext.ray_vec_env import RayVecEnv
-from sb3_ext.replay_buffer import CompressedReplayBuffer
+from sb3_ext.replay_buffer import CompressedDictReplayBuffer, CompressedReplayBuffer
+from sb3_ext.rollout_buffer import CompressedDictRolloutBuffer, CompressedRolloutBuffer
 from sb3_ext.shared_memory_vec_env import SharedMemoryVecEnv
 from sb3_ext.timings import VecEnvTimings
 
 __all__ = [
     "AutoVecEnv",
+    "CompressedDictReplayBuffer",
+    "CompressedDictRolloutBuffer",
+    "CompressedHerReplayBuffer",
+    "CompressedNStepReplayBuffer",
     "CompressedReplayBuffer",
+    "CompressedRolloutBuffer",
     "EnvFactory",
     "RayVecEnv",
     "SharedMemoryVecEnv",
@@ -22,3 +34,19 @@ __all__ = [
     "make_vec_env",
     "resolve_device",
 ]
+
+if TYPE_CHECKING:
+    from sb3_ext.nstep_replay_buffer import CompressedNStepReplayBuffer
+
+
+def __getattr__(name: str) -> Any:
+    # Stable Baselines3 has n-step returns from version 2.7 on; all else here works with earlier ones.
+    if name != "CompressedNStepReplayBuffer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from sb3_ext.nstep_replay_buffer import CompressedNStepReplayBuffer
+
+    return CompressedNStepReplayBuffer
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import pathlib
-import pickle
+import os
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch as th
 from gymnasium import spaces
-from stable_baselines3.common.buffers import BaseBuffer, ReplayBuffer
-from stable_baselines3.common.save_util import open_path
-from stable_baselines3.common.type_aliases import ReplayBufferSamples
+from stable_baselines3.common.buffers import BaseBuffer, DictReplayBuffer, ReplayBuffer
+from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
 from rl_ext_core.devices import resolve
-from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, RlExtError
-from rl_ext_core.frames import AdaptiveStore
-from rl_ext_core.frames.recycle import RecycledArrays
-from rl_ext_core.frames.store import checksum
-from sb3_ext._arguments import at_least_one, per_env, with_shape
-from sb3_ext.observation_view import ObservationView
-
-FORMAT_VERSION = 1
-_SIZES = ("buffer_size", "n_envs", "pos", "full", "handle_timeout_termination", "action_dim")
-_ROWS = ("actions", "rewards", "dones", "timeouts")
+from rl_ext_core.errors import InvalidArgumentError
+from rl_ext_core.frames.planning import MemoryWatch
+from sb3_ext._arguments import at_least_one, per_env
+from sb3_ext._saving import SavedBuffer
 
 
-class CompressedReplayBuffer(ReplayBuffer):
+class CompressedReplayBuffer(SavedBuffer, ReplayBuffer):
     """
     Replay buffer that stores every single frame once and compressed. For the same seed it returns the same bits in the
     same order as :class:`stable_baselines3.common.buffers.ReplayBuffer` does.
@@ -44,15 +37,23 @@ class CompressedReplayBuffer(ReplayBuffer):
         sampled
     :param handle_timeout_termination: Handle timeout termination (due to timelimit) separately and treat the task as
         infinite horizon task
-    :param codec: ``"auto"``, or ``"raw"``, ``"patch"``, ``"patch+lz4"`` (the smallest), or ``"lz4"``; all are lossless
+    :param codec: ``"auto"``, or ``"raw"``, ``"patch"``, ``"patch+lz4"`` (the smallest), ``"lz4"``, all lossless,
+        or ``"jpeg"``, which is not
     :param n_stack: Frames in an observation, or None to find it from the data
     :param block_length: Frames in a block, a power of two, or None to choose it by what is seen. Longer blocks take
         less memory and more time to sample from
+    :param max_error: How far off each value of an image may be; 0 is bit-exact
+    :param quality: Of JPEG, 1 to 100
+    :param max_bytes: Bytes that the buffer may hold; the oldest transitions go first. None for as many as it takes
+    :param storage_dir: Folder that transitions are kept in instead of memory. What it holds is there again for the next
+        buffer that is made with it, see ``recovered``
     :param num_threads: Threads that decode large batches, or None for as many as ``torch.get_num_threads()``
     :raises InvalidArgumentError: if an argument has a value that cannot be used
     :raises InvalidTypeError: if the observation space is a ``Dict``
     :raises MissingDependencyError: if the codec needs a package that is not installed
     :raises DeviceUnavailableError: if the device is not there
+    :raises StorageError: if ``storage_dir`` is in use, or cannot be written
+    :raises CorruptFileError: if a file in it is damaged
     """
 
     def __init__(
@@ -65,85 +66,85 @@ class CompressedReplayBuffer(ReplayBuffer):
         optimize_memory_usage: bool = False,
         handle_timeout_termination: bool = True,
         *,
-        codec: str = "auto",
-        n_stack: int | None = None,
-        block_length: int | None = None,
+        codec: str | Mapping[str, str] = "auto",
+        n_stack: int | Mapping[str, int] | None = None,
+        block_length: int | Mapping[str, int] | None = None,
+        max_error: int | Mapping[str, int] = 0,
+        quality: int | Mapping[str, int] = 95,
+        max_bytes: int | None = None,
+        storage_dir: str | os.PathLike[str] | None = None,
         num_threads: int | None = None,
     ) -> None:
         buffer_size, n_envs = at_least_one("buffer_size", buffer_size), at_least_one("n_envs", n_envs)
-        n_stack, block_length, num_threads = (
-            value if value is None else at_least_one(name, value)
-            for name, value in (("n_stack", n_stack), ("block_length", block_length), ("num_threads", num_threads))
-        )
-        if isinstance(observation_space, spaces.Dict):
-            raise InvalidTypeError(
-                f"observation_space is a Dict of {list(observation_space.spaces)}, expected one image or vector; use "
-                "replay_buffer_class=DictReplayBuffer of stable_baselines3 for it"
-            )
         # Not ReplayBuffer's: it would allocate what this class exists to avoid.
         BaseBuffer.__init__(self, buffer_size, observation_space, action_space, resolve(device).compute, n_envs=n_envs)
         self.buffer_size = max(buffer_size // n_envs, 1)
         self.optimize_memory_usage = False  # read by ``sample``: no row is invalid here
         self.handle_timeout_termination = handle_timeout_termination
-        self.num_threads = num_threads
-        self._recycled = RecycledArrays()
-        self._store = AdaptiveStore(
-            self.buffer_size,
-            n_envs,
-            self.obs_shape,
-            np.dtype(observation_space.dtype),
+        self._open(
+            observation_space,
+            (self.buffer_size, n_envs),
             codec=codec,
             n_stack=n_stack,
             block_length=block_length,
+            max_error=max_error,
+            quality=quality,
+            max_bytes=max_bytes,
+            storage_dir=storage_dir,
+            num_threads=num_threads,
         )
-        self._allocate_rows()
+        try:
+            self._allocate_rows()
+            self._observations.group.check_budget()
+        except BaseException:
+            self.close()
+            raise
+        # Not at the start where ``storage_dir`` holds what was added before.
+        self.pos, self.full = self._observations.group.position, self._observations.group.full
+        if max_bytes is None and storage_dir is None:
+            rows = sum(getattr(self, name).nbytes for name in self._ROWS)
+            self._observations.watch = MemoryWatch(list(self._observations.stores.values()), other_bytes=rows)
+            self._observations.watch.look()
+
+    _FOR_OTHERS = "use replay_buffer_class=CompressedDictReplayBuffer for it"
 
     @property
     def _on_cpu(self) -> bool:
         return th.device(self.device).type == "cpu"
 
     def _allocate_rows(self) -> None:
-        shape = (self.buffer_size, self.n_envs)
-        self.actions = np.zeros((*shape, self.action_dim), dtype=self._maybe_cast_dtype(self.action_space.dtype))
-        self.rewards = np.zeros(shape, dtype=np.float32)
-        self.dones = np.zeros(shape, dtype=np.float32)
-        self.timeouts = np.zeros(shape, dtype=np.float32)
+        rows, shape = self._observations.group.rows, (self.n_envs,)
+        action_dtype = np.dtype(self._maybe_cast_dtype(self.action_space.dtype))
+        self.actions = rows("actions", (*shape, self.action_dim), action_dtype)
+        self.rewards, self.dones, self.timeouts = (
+            rows(name, shape, np.float32) for name in ("rewards", "dones", "timeouts")
+        )
+
+    def size(self) -> int:
+        """
+        :return: Number of transitions held, an environment
+        """
+        return min(self._rows_written, self._observations.group.size)
 
     @property
-    def observations(self) -> ObservationView:  # type: ignore[override]
+    def observations(self) -> Any:  # type: ignore[override]
         """The observations, shape ``(buffer_size, n_envs, *obs_shape)``, decoded when indexed; read-only."""
-        return ObservationView(self._store, (self.buffer_size, self.n_envs), following=False)
+        return self._observations.views(following=False)
 
     @property
-    def next_observations(self) -> ObservationView:  # type: ignore[override]
+    def next_observations(self) -> Any:  # type: ignore[override]
         """The next observations, likewise."""
-        return ObservationView(self._store, (self.buffer_size, self.n_envs), following=True)
-
-    @property
-    def codec(self) -> str:
-        """Name of the codec in use; with ``codec="auto"``, what was chosen so far."""
-        return self._store.codec
-
-    @property
-    def block_length(self) -> int:
-        """Number of frames in a block; with ``block_length=None``, what was chosen so far."""
-        return self._store.block_length
-
-    @property
-    def n_stack(self) -> int:
-        """Number of frames in an observation, as far as is known."""
-        return self._store.layout.n_stack
+        return self._observations.views(following=True)
 
     @property
     def stored_nbytes(self) -> int:
         """Bytes that the transitions take: frames, index, actions, rewards and flags."""
-        rows = sum(int(getattr(self, name)[: self.size()].nbytes) for name in _ROWS)
-        return self._store.nbytes + rows
+        return self._observations.group.nbytes
 
     @property
     def nbytes(self) -> int:
         """Bytes held in memory: the transitions, and the arrays that batches are decoded into."""
-        return self.stored_nbytes + self._recycled.nbytes
+        return self.stored_nbytes + self._observations.recycled_nbytes
 
     def add(
         self,
@@ -167,9 +168,6 @@ class CompressedReplayBuffer(ReplayBuffer):
         :raises InvalidTypeError: if a dtype does not fit without loss
         :raises OutOfMemoryError: if memory ran out. Whatever is raised, the buffer is as it was before
         """
-        shape = (self.n_envs, *self.obs_shape)
-        if self.n_envs == 1 or isinstance(self.observation_space, spaces.Discrete):
-            obs, next_obs = (with_shape(stack, shape) for stack in (obs, next_obs))
         # All that can fail comes before the first change.
         action = per_env("action", action, (self.n_envs, self.action_dim), self.actions.dtype)
         reward = per_env("reward", reward, (self.n_envs,), self.rewards.dtype)
@@ -181,7 +179,7 @@ class CompressedReplayBuffer(ReplayBuffer):
                 )
             truncated = [info.get("TimeLimit.truncated", False) for info in infos]
             timeouts = per_env("TimeLimit.truncated", truncated, (self.n_envs,), self.timeouts.dtype)
-        self._store.append(obs, next_obs, row=self.pos)
+        self._observations.append(obs, next_obs, row=self.pos)
 
         row = self.pos
         self.actions[row] = action
@@ -190,95 +188,82 @@ class CompressedReplayBuffer(ReplayBuffer):
         if self.handle_timeout_termination:
             self.timeouts[row] = timeouts
         self.pos = row + 1
+        if self.pos == MemoryWatch.KNOWN_AT and self._observations.watch is not None:
+            self._observations.watch.look()
         if self.pos == self.buffer_size:
             self.full = True
             self.pos = 0
 
+    @property
+    def recovered(self) -> Any:
+        """What was found in ``storage_dir``: transitions ``kept``, ``lost`` and ``overwritten``, an environment; or
+        None.
+        """
+        return self._observations.group.recovered
+
+    def flush(self) -> None:
+        """Make sure that what was added survives the process. Does nothing without ``storage_dir``."""
+        self._observations.group.flush()
+
+    def close(self) -> None:
+        """Let another process open ``storage_dir``, with all that was added. Nothing can be sampled after."""
+        self._observations.group.close()
+
     def reset(self) -> None:
         """Forget all transitions and give their memory back."""
         super().reset()
-        self._store.clear()
+        self._observations.group.clear()
 
-    def _get_samples(self, batch_inds: np.ndarray, env: VecNormalize | None = None) -> ReplayBufferSamples:
+    def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
+        """
+        Sample transitions.
+
+        :param batch_size: Number of transitions
+        :param env: Environment to normalize observations and rewards with
+        :return: Samples
+        """
+        if not self._observations.group.has_dropped:
+            return super().sample(batch_size, env)
+        held = self.size()
+        rows = (self.pos - held + np.random.randint(0, held, size=batch_size)) % self.buffer_size
+        return self._get_samples(rows, env)
+
+    def _get_samples(self, batch_inds: np.ndarray, env: VecNormalize | None = None) -> Any:
         # The same call to the generator as in the class this one stands in for.
         env_indices = np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
-        observations: tuple[Any, Any] = self._decode(batch_inds, env_indices)
-        not_timeouts = 1 - self.timeouts[batch_inds, env_indices]
-        dones = self.dones[batch_inds, env_indices] * not_timeouts
-        rewards = self.rewards[batch_inds, env_indices].reshape(-1, 1)
+        obs, next_obs = self._observations.decode(batch_inds, env_indices)
+        rewards = self.rewards[batch_inds, env_indices]
+        return self._as_samples(batch_inds, env_indices, obs, next_obs, rewards, env)
+
+    def _as_samples(
+        self, rows: np.ndarray, envs: np.ndarray, obs: Any, next_obs: Any, rewards: np.ndarray, env: VecNormalize | None
+    ) -> Any:
+        dones = self.dones[rows, envs] * (1 - self.timeouts[rows, envs])
+        rewards = rewards.reshape(-1, 1)
         if env is not None:
-            observations = self._normalize_obs(observations[0], env), self._normalize_obs(observations[1], env)
+            obs, next_obs = self._normalize_obs(obs, env), self._normalize_obs(next_obs, env)
             rewards = self._normalize_reward(rewards, env)
-        actions = self.actions[batch_inds, env_indices, :]
-        parts = (observations[0], actions, observations[1], dones.reshape(-1, 1), rewards)
-        if self._on_cpu:
-            # All of these are fresh arrays, or recycled ones that nobody else sees: no copy is needed.
-            return ReplayBufferSamples(*map(th.from_numpy, parts))
-        return ReplayBufferSamples(*map(self.to_torch, parts))
+        actions = self.actions[rows, envs, :]
+        parts = map(self._to_tensors, (obs, actions, next_obs, dones.reshape(-1, 1), rewards))
+        return (DictReplayBufferSamples if isinstance(obs, dict) else ReplayBufferSamples)(*parts)
 
-    def _decode(self, rows: np.ndarray, envs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        shape = (len(rows), *self.obs_shape)
-        dtype = np.dtype(self.observation_space.dtype)
-        stacks = self._recycled.take(shape, dtype)
-        next_stacks = self._recycled.take(shape, dtype)
-        num_threads = th.get_num_threads() if self.num_threads is None else self.num_threads
-        self._store.get(rows, envs, stacks, next_stacks, num_threads=num_threads)
-        return stacks, next_stacks
-
-    @classmethod
-    def load(cls, path: str | pathlib.Path, device: th.device | str = "auto") -> CompressedReplayBuffer:
-        """
-        Load a buffer that ``model.save_replay_buffer(path)`` wrote. ``model.load_replay_buffer(path)`` does it too,
-        with pickle's own errors for damaged files.
-
-        :param path: The file; ``.pkl`` may be left out
-        :param device: PyTorch device for the samples
-        :return: The buffer
-        :raises CorruptFileError: if the file is damaged, cut short, or holds something else
-        """
-        try:
-            # Not load_from_pkl: it leaves the file open where it fails.
-            with open_path(path, "r", suffix="pkl") as file:
-                buffer = pickle.load(file)
-        except (RlExtError, OSError):
-            raise
-        except Exception as error:  # damaged bytes can make pickle do anything
-            raise CorruptFileError(
-                f"{path} is cut short, damaged, or no replay buffer ({type(error).__name__}: {error}); "
-                "write it with model.save_replay_buffer(path)"
-            ) from error
-        if not isinstance(buffer, cls):
-            raise CorruptFileError(f"{path} holds a {type(buffer).__name__}, expected a {cls.__name__}")
-        buffer.device = resolve(device).compute
-        return buffer
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Views of the rows in use: pickle protocol 5 writes them without a copy.
-        state = {name: value for name, value in self.__dict__.items() if name != "_recycled"}
-        rows = {name: getattr(self, name)[: self.size()] for name in _ROWS}
-        state = {**state, **rows, "format": FORMAT_VERSION}
-        return {**state, "checksum": _checksum(state)}
-
-    def __setstate__(self, state: Any) -> None:
-        state = dict(state) if isinstance(state, dict) else {}
-        version = state.get("format")
-        if version != FORMAT_VERSION:
-            raise CorruptFileError(
-                f"the replay buffer has format {version!r}, this version reads {FORMAT_VERSION}; "
-                "load it with the version of rl-ext that wrote it"
-            )
-        if state.pop("checksum", None) != _checksum(state):
-            raise CorruptFileError("the replay buffer is damaged: its checksum does not match its contents")
-        del state["format"]
-        rows = {name: state.pop(name) for name in _ROWS}
-        self.__dict__.update(state)
-        self._recycled = RecycledArrays()
-        self._allocate_rows()
-        for name, stored in rows.items():
-            getattr(self, name)[: len(stored)] = stored
+    def _to_tensors(self, part: Any) -> Any:
+        if isinstance(part, dict):
+            return {key: self._to_tensors(array) for key, array in part.items()}
+        # All of these are fresh arrays, or recycled ones that nobody else sees: no copy is needed.
+        return th.from_numpy(part) if self._on_cpu else self.to_torch(part)
 
 
-def _checksum(state: dict[str, Any]) -> int:
-    """Of the names of all that a file holds, and of what is in no checksum of its own."""
-    sizes = [int(state.get(name, -1)) for name in _SIZES]
-    return checksum([sorted(state), sizes, [state.get(name) for name in _ROWS]])
+class CompressedDictReplayBuffer(CompressedReplayBuffer, DictReplayBuffer):  # type: ignore[misc,override]
+    """
+    :class:`CompressedReplayBuffer` for ``Dict`` observations, in place of
+    :class:`stable_baselines3.common.buffers.DictReplayBuffer`. Each key is stored by itself: images compressed, and
+    short vectors as they are, but one that is both a next observation and the observation after it only once.
+
+    :param options: As in :class:`CompressedReplayBuffer`. A dictionary gives an option by key, such as
+        ``codec={"camera": "patch+lz4"}``; any other value holds for the images, which are the keys of two or more
+        dimensions
+    :raises InvalidTypeError: if the observation space is no ``Dict``
+    """
+
+    _FOR_OTHERS = "use replay_buffer_class=CompressedReplayBuffer for it"

@@ -10,7 +10,7 @@ from gymnasium import spaces
 from stable_baselines3.common.buffers import ReplayBuffer
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
-from rl_ext_core.frames import arena, store, writer
+from rl_ext_core.frames import arena, reading, writer
 from rl_ext_core.testing import LAYOUTS, transitions
 from sb3_ext import CompressedReplayBuffer
 from tests.sb3_ext.toys import Transition, assert_same, both
@@ -106,7 +106,7 @@ def test_numbers_of_too_much_precision_do_not_go_into_a_float32_space() -> None:
         ({"buffer_size": 0}, InvalidArgumentError, "buffer_size=0 must be at least 1"),
         ({"buffer_size": -5}, InvalidArgumentError, "buffer_size=-5"),
         ({"n_envs": 0}, InvalidArgumentError, "n_envs=0"),
-        ({"codec": "zstd"}, InvalidArgumentError, "unknown codec 'zstd'; known: 'auto', 'lz4'"),
+        ({"codec": "zstd"}, InvalidArgumentError, "unknown codec 'zstd'; known: 'auto', 'jpeg', 'lz4'"),
         ({"codec": None}, InvalidTypeError, "codec must be a name, got None"),
         ({"n_stack": 3}, InvalidArgumentError, r"n_stack=3 does not divide the 4 channels.*\[1, 2, 4\]"),
         ({"block_length": 10}, InvalidArgumentError, "block_length=10 is not a power of two; for example 16"),
@@ -137,7 +137,7 @@ def test_memory_that_runs_out_in_the_middle_of_add(monkeypatch: pytest.MonkeyPat
         return allocate(n_bytes, purpose)
 
     monkeypatch.setattr(arena, "_SLAB_BYTES", 900)
-    for module in (arena, store, writer):
+    for module in (arena, reading, writer):
         monkeypatch.setattr(module, "allocate", scarce)
     ours, theirs = both(40, IMAGES, ACTIONS, 2, codec=codec, block_length=4)
     for transition in steps(60):
@@ -164,7 +164,7 @@ def test_an_add_that_was_interrupted_is_replaced_by_the_next() -> None:
         rest = np.array([step % 3]), np.array([float(step)]), np.array([False]), [{}]
         if step % 4 == 1:
             # The frames are stored, the rows are not: as by Ctrl+C between the two.
-            ours._store.append(next_obs, obs, row=ours.pos)
+            ours._observations.append(next_obs, obs, row=ours.pos)
         ours.add(obs, next_obs, *rest)
         plain.add(obs, next_obs, *rest)
         assert np.array_equal(ours.observations, plain.observations)

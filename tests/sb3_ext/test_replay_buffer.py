@@ -38,7 +38,7 @@ def test_stacked_images(channels: int, n_envs: int, first: bool, codec: str) -> 
     assert (theirs.dones > theirs.timeouts).any()
     assert ours.n_stack == 4
     assert ours.codec == ("patch" if codec == "auto" else codec)
-    assert ours._store.nbytes < theirs.observations.nbytes / 3
+    assert ours._observations.group.nbytes < theirs.observations.nbytes / 3
 
 
 def test_images_that_are_not_stacked() -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-import torch._dynamo  # optimizers do it otherwise, which makes a folder in the tests' temporary one
+import torch._dynamo  # noqa: F401 - optimizers do it otherwise, which makes a folder in the tests' temporary one
 from sb3_contrib import QRDQN
 from stable_baselines3 import DQN, SAC, TD3
 from stable_baselines3.common.buffers import ReplayBuffer
@@ -15,30 +14,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_ext import CompressedReplayBuffer
-from tests.sb3_ext.toys import assert_same, image_env, silenced
-
-
-def trained(make: Callable[[Any], Any], n_steps: int, replay_buffer_class: Any, *, again: int) -> Any:
-    model = silenced(make(replay_buffer_class))
-    model.learn(n_steps)
-    for _ in range(again):
-        # The environments are reset: what comes next does not continue what was stored last.
-        model.learn(n_steps // 4, reset_num_timesteps=False)
-    return model
-
-
-def check_equal_weights(make: Callable[[Any], Any], n_steps: int, *, again: int = 1) -> Any:
-    ours = trained(make, n_steps, CompressedReplayBuffer, again=again)
-    theirs = trained(make, n_steps, ReplayBuffer, again=again)
-    assert type(ours.replay_buffer) is CompressedReplayBuffer
-    initial = make(ReplayBuffer).policy.state_dict()
-    changed = 0
-    for name, right in theirs.policy.state_dict().items():
-        assert ours.policy.state_dict()[name].numpy().tobytes() == right.numpy().tobytes(), name
-        changed += not torch.equal(right, initial[name])
-    assert changed  # it was trained at all
-    assert_same(ours.replay_buffer, theirs.replay_buffer, env=theirs.get_vec_normalize_env())
-    return ours
+from tests.sb3_ext.toys import check_equal_weights, image_env, silenced
 
 
 @pytest.mark.parametrize(("channels", "first"), [(1, True), (3, False)])
@@ -58,7 +34,7 @@ def test_images(algorithm: Any, channels: int, first: bool) -> None:
             device="cpu",
         )
 
-    model = check_equal_weights(make, 400)
+    model = check_equal_weights(make, CompressedReplayBuffer, ReplayBuffer, 400)
     assert model.replay_buffer.n_stack == 4
     assert model.replay_buffer.full
 
@@ -81,7 +57,7 @@ def test_vectors(algorithm: Any, normalize: bool) -> None:
             device="cpu",
         )
 
-    check_equal_weights(make, 400)
+    check_equal_weights(make, CompressedReplayBuffer, ReplayBuffer, 400)
 
 
 def test_options_reach_the_buffer() -> None:

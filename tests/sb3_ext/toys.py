@@ -61,7 +61,51 @@ def image_env(
     return VecTransposeImage(venv) if first else venv
 
 
+class Camera(gym.Wrapper[dict[str, np.ndarray], int, np.ndarray, int]):
+    """:class:`Sprite` in a dictionary: the image, and a vector of where and when."""
+
+    def __init__(self, env: Sprite, *, continuous: bool = False) -> None:
+        super().__init__(env)
+        if continuous:
+            self.action_space = spaces.Box(-1, 1, (2,), np.float32)
+        self.observation_space = spaces.Dict(
+            image=env.observation_space, place=spaces.Box(-np.inf, np.inf, (2,), np.float32)
+        )
+
+    def _described(self, image: np.ndarray) -> dict[str, np.ndarray]:
+        env: Any = self.unwrapped
+        return {"image": image, "place": np.array([env._place, env._steps], dtype=np.float32)}
+
+    def reset(self, **options: Any) -> tuple[dict[str, np.ndarray], dict]:
+        return self._described(super().reset(**options)[0]), {}
+
+    def step(self, action: int) -> tuple[dict[str, np.ndarray], float, bool, bool, dict]:
+        image, *rest = super().step(round(float(np.sum(action))) if np.ndim(action) else action)
+        return self._described(image), *rest
+
+
+def dict_env(
+    n_envs: int = 2, n_stack: int = 4, *, first: bool = True, continuous: bool = False, still: bool = True
+) -> VecEnv:
+    """Likewise, with a dictionary of an image and a vector."""
+    venv: VecEnv = DummyVecEnv([lambda: Camera(Sprite(still=still), continuous=continuous) for _ in range(n_envs)])
+    venv.seed(0)
+    if n_stack > 1:
+        venv = VecFrameStack(venv, n_stack)
+    return VecTransposeImage(venv) if first else venv
+
+
 Transition = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, list[dict[str, Any]]]
+
+
+def _copied(obs: Any) -> Any:
+    return {key: part.copy(order="K") for key, part in obs.items()} if isinstance(obs, dict) else obs.copy(order="K")
+
+
+def _replace(obs: Any, env: int, other: Any) -> None:
+    for key in obs if isinstance(obs, dict) else [None]:
+        target, value = (obs, other) if key is None else (obs[key], other[key])
+        target[env] = value
 
 
 def collected(venv: VecEnv, n_steps: int, *, seed: int = 0) -> list[Transition]:
@@ -74,13 +118,22 @@ def collected(venv: VecEnv, n_steps: int, *, seed: int = 0) -> list[Transition]:
         else:
             action = rng.uniform(-1, 1, size=(venv.num_envs, *venv.action_space.shape)).astype(np.float32)
         after, reward, done, infos = venv.step(action)
-        seen = after.copy(order="K")
+        seen = _copied(after)
         for env, info in enumerate(infos):
             if done[env]:
-                seen[env] = info["terminal_observation"]
+                _replace(seen, env, info["terminal_observation"])
         found.append((before, seen, action, reward, done, infos))
         before = after
     return found
+
+
+def random_observations(space: spaces.Space[Any], n_envs: int, n_steps: int) -> list[Any]:
+    """Samples of the space, as a vectorised environment gives them."""
+    space.seed(0)
+    if isinstance(space, spaces.Dict):
+        parts = {key: random_observations(part, n_envs, n_steps) for key, part in space.spaces.items()}
+        return [{key: part[step] for key, part in parts.items()} for step in range(n_steps)]
+    return [np.stack([np.asarray(space.sample()) for _ in range(n_envs)]) for _ in range(n_steps)]
 
 
 def random_transitions(
@@ -136,11 +189,65 @@ def assert_same(ours: CompressedReplayBuffer, theirs: ReplayBuffer, batch_size: 
     for seed in range(3):
         left, left_state = with_state(lambda: ours.sample(batch_size, env=env), seed)
         right, right_state = with_state(lambda: theirs.sample(batch_size, env=env), seed)
-        assert type(left) is type(right)
-        for name, mine, other in zip(left._fields, left, right, strict=True):
-            if mine is None and other is None:
-                continue
-            assert (mine.dtype, mine.shape, mine.device) == (other.dtype, other.shape, other.device), name
-            assert mine.numpy().tobytes() == other.numpy().tobytes(), name
+        assert_equal_bits(left, right)
         assert str(left_state) == str(right_state)
         assert (left_state[1] == right_state[1]).all()
+
+
+def assert_equal_bits(left: Any, right: Any, name: str = "") -> None:
+    """Of tensors, and of what holds tensors."""
+    assert type(left) is type(right), name
+    if isinstance(left, dict):
+        assert list(left) == list(right)
+        for key in left:
+            assert_equal_bits(left[key], right[key], f"{name}[{key!r}]")
+    elif isinstance(left, tuple):
+        names = getattr(left, "_fields", range(len(left)))
+        for part, mine, other in zip(names, left, right, strict=True):
+            assert_equal_bits(mine, other, f"{name}.{part}")
+    elif left is not None:
+        assert (left.dtype, left.shape, left.device) == (right.dtype, right.shape, right.device), name
+        assert left.numpy().tobytes() == right.numpy().tobytes(), name
+
+
+def assert_same_batches(ours: Any, theirs: Any, batch_size: int | None) -> None:
+    """Equal bits of all minibatches of a rollout, and of the generator."""
+    for seed in range(2):
+        left, left_state = with_state(lambda: list(ours.get(batch_size)), seed)
+        right, right_state = with_state(lambda: list(theirs.get(batch_size)), seed)
+        assert len(left) == len(right)
+        for mine, other in zip(left, right, strict=True):
+            assert_equal_bits(mine, other)
+        assert str(left_state) == str(right_state)
+        assert (left_state[1] == right_state[1]).all()
+
+
+def trained(make: Callable[[Any], Any], buffer_class: Any, n_steps: int, *, again: int) -> Any:
+    """A model that has learned, and then learned on."""
+    model = silenced(make(buffer_class))
+    model.learn(n_steps)
+    for _ in range(again):
+        # The environments are reset: what comes next does not continue what was stored last.
+        model.learn(n_steps // 4, reset_num_timesteps=False)
+    return model
+
+
+def check_equal_weights(
+    make: Callable[[Any], Any], ours_class: Any, theirs_class: Any, n_steps: int, *, again: int = 1
+) -> Any:
+    """Train with both classes; returns the model that had ours."""
+    ours = trained(make, ours_class, n_steps, again=again)
+    theirs = trained(make, theirs_class, n_steps, again=again)
+    initial = make(theirs_class).policy.state_dict()
+    changed = 0
+    for name, right in theirs.policy.state_dict().items():
+        assert ours.policy.state_dict()[name].numpy().tobytes() == right.numpy().tobytes(), name
+        changed += not right.equal(initial[name])
+    assert changed  # it was trained at all
+    if hasattr(ours, "rollout_buffer"):
+        assert type(ours.rollout_buffer) is ours_class
+        assert_same_batches(ours.rollout_buffer, theirs.rollout_buffer, 16)
+    else:
+        assert type(ours.replay_buffer) is ours_class
+        assert_same(ours.replay_buffer, theirs.replay_buffer, env=theirs.get_vec_normalize_env())
+    return ours

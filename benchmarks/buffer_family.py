@@ -1,0 +1,282 @@
+"""The relatives of ``CompressedReplayBuffer`` against Stable Baselines3's, on frames of real Atari games.
+
+Off policy: each buffer is filled with a recording in a process of its own, by which resident memory is measured; then
+both are filled in one process and take turns in ``sample()``. The dictionary holds the stack and a vector of eight
+numbers; hindsight adds goals of two numbers, and a reward that costs next to nothing.
+
+On policy: a rollout of 8 environments × 128 steps, likewise, once it is complete, as while the policy is trained on it,
+and before that, in brackets; then the time to fill it once and to read it four times in minibatches of 256; then two
+PPO models, one with each buffer, take turns in ``learn(1024)``. Times are CPU seconds of the calling thread.
+
+    python -m benchmarks.buffer_family [dict nstep her ppo learn] [--recordings mspacman pong] [--codec patch]
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any
+
+import ale_py
+import gymnasium as gym
+import numpy as np
+import torch as th
+from gymnasium import spaces
+from stable_baselines3 import PPO, HerReplayBuffer
+from stable_baselines3.common.buffers import DictReplayBuffer, NStepReplayBuffer, RolloutBuffer
+from stable_baselines3.common.env_util import make_atari_env
+from stable_baselines3.common.logger import Logger
+from stable_baselines3.common.vec_env import VecFrameStack
+from tqdm import tqdm
+
+from benchmarks import memory, recordings
+from benchmarks.measure import interleaved, machine, resident_bytes, times_as_fast
+from benchmarks.replay import Recording
+from sb3_ext import (
+    CompressedDictReplayBuffer,
+    CompressedHerReplayBuffer,
+    CompressedNStepReplayBuffer,
+    CompressedRolloutBuffer,
+)
+
+CLASSES: dict[str, tuple[Any, Any]] = {
+    "dict": (DictReplayBuffer, CompressedDictReplayBuffer),
+    "nstep": (NStepReplayBuffer, CompressedNStepReplayBuffer),
+    "her": (HerReplayBuffer, CompressedHerReplayBuffer),
+    "ppo": (RolloutBuffer, CompressedRolloutBuffer),
+}
+GAMES = {"pong": "Pong", "breakout": "Breakout", "mspacman": "MsPacman", "seaquest": "Seaquest"}
+WARM_UP = 600  # steps: kernels are loaded, and allocators have what they need
+ROLLOUT, N_ENVS = 128, 8
+DRAWS = 300  # batches of each competitor
+_IMAGES = spaces.Box(0, 255, (4, 84, 84), np.uint8)
+_VECTOR = spaces.Box(-1, 1, (8,), np.float32)
+_GOAL = spaces.Box(-1, 1, (2,), np.float32)
+
+
+def _space(kind: str) -> spaces.Space[Any]:
+    if kind == "dict":
+        return spaces.Dict(image=_IMAGES, vector=_VECTOR)
+    if kind == "her":
+        return spaces.Dict(observation=_IMAGES, achieved_goal=_GOAL, desired_goal=_GOAL)
+    return _IMAGES
+
+
+def _rewarding() -> Any:
+    """All that hindsight asks of an environment."""
+    return SimpleNamespace(
+        env_method=lambda name, achieved, desired, infos, indices: [-np.abs(achieved - desired).sum(1)]
+    )
+
+
+def new(kind: str, size: int, *, ours: bool, n_envs: int, action_space: Any, codec: str = "auto") -> Any:
+    """An empty buffer for ``size`` transitions."""
+    options: dict[str, Any] = {"codec": codec, "num_threads": 1} if ours else {}
+    if kind == "her":
+        options["env"] = _rewarding()
+    return CLASSES[kind][ours](size, _space(kind), action_space, device="cpu", n_envs=n_envs, **options)
+
+
+def transitions(kind: str, recording: Recording) -> Iterator[tuple[Any, ...]]:
+    """Those of a recording, with what this kind of buffer wants beside the images."""
+    rng = np.random.default_rng(0)
+
+    def beside(n_envs: int) -> dict[str, np.ndarray]:
+        parts = {"vector": 8} if kind == "dict" else {"achieved_goal": 2, "desired_goal": 2}
+        return {key: rng.uniform(-1, 1, (n_envs, size)).astype(np.float32) for key, size in parts.items()}
+
+    image = {"dict": "image", "her": "observation"}.get(kind)
+    before = beside(2)
+    for obs, next_obs, *rest in recording.transitions():
+        if image is None:
+            yield obs, next_obs, *rest
+            continue
+        after = beside(len(obs))
+        yield {image: obs, **before}, {image: next_obs, **after}, *rest
+        before = after
+
+
+def fill(kind: str, name: str, *, ours: bool, codec: str) -> None:
+    """Fills one buffer and prints by how many bytes the process grew, and how many transitions that was."""
+    recording = recordings.load(name)
+    arguments: dict[str, Any] = {"ours": ours, "n_envs": 2, "action_space": recording.action_space, "codec": codec}
+    stream = list(islice(transitions(kind, recording), WARM_UP))
+    warm = new(kind, 2 * WARM_UP, **arguments)
+    for transition in stream:
+        warm.add(*transition)
+    del stream
+    rest = transitions(kind, recording)
+    first = next(rest)
+    before = resident_bytes()
+    filled = new(kind, recording.n_transitions, **arguments)
+    filled.add(*first)
+    for transition in rest:
+        filled.add(*transition)
+    print(resident_bytes() - before, recording.n_transitions)
+
+
+def fill_rollout(name: str, *, ours: bool, codec: str, collecting: bool = False) -> None:
+    """The same of a rollout, the second one in the process."""
+    stream = memory.transitions(_ale_name(name), steps=3 * ROLLOUT)
+    observations = [transition[0].copy() for transition in stream]
+    arguments: dict[str, Any] = {"ours": ours, "n_envs": N_ENVS, "action_space": spaces.Discrete(18), "codec": codec}
+    warm = new("ppo", ROLLOUT, **arguments)
+    _roll(warm, observations[:ROLLOUT])
+    before = resident_bytes()
+    filled = new("ppo", ROLLOUT, **arguments)
+    _roll(filled, observations[-ROLLOUT:], collecting=collecting)
+    print(resident_bytes() - before, ROLLOUT * N_ENVS)
+
+
+def _ale_name(name: str) -> str:
+    return {"mspacman": "ms_pacman", "montezuma": "montezuma_revenge"}.get(name, name)
+
+
+def _roll(buffer: Any, observations: list[np.ndarray], *, collecting: bool = False) -> None:
+    rest = np.zeros(N_ENVS), np.zeros(N_ENVS), np.zeros(N_ENVS), th.zeros(N_ENVS, 1), th.zeros(N_ENVS)
+    buffer.reset()
+    for obs in observations:
+        buffer.add(obs, *rest)
+    if not collecting:
+        buffer.compute_returns_and_advantage(th.zeros(N_ENVS, 1), np.zeros(N_ENVS, dtype=bool))
+
+
+def grown(kind: str, name: str, *, ours: bool, codec: str, collecting: bool = False) -> float:
+    """Resident bytes a transition."""
+    command = [sys.executable, "-m", "benchmarks.buffer_family", kind, "--recordings", name, "--codec", codec]
+    command += ["--fill", "ours" if ours else "sb3", *["--collecting"] * collecting]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    n_bytes, count = map(int, output.split()[-2:])
+    return n_bytes / count
+
+
+def _turns(pair: dict[str, Callable[[], object]], *, rounds: int) -> float:
+    interleaved(pair, rounds=2)
+    return times_as_fast(interleaved(pair, rounds=rounds, clock=time.thread_time), "ours", than="plain")
+
+
+def _sampler(buffer: Any, batch_size: int) -> Callable[[], object]:
+    held = []
+
+    def sample() -> None:
+        for _ in range(10):
+            held[:] = [buffer.sample(batch_size)]
+
+    return sample
+
+
+def off_policy(kind: str, name: str, *, codec: str) -> str:
+    """One row of the table."""
+    recording = recordings.load(name)
+    buffers = {
+        label: new(kind, recording.n_transitions, ours=ours, n_envs=2, action_space=recording.action_space, codec=codec)
+        for label, ours in (("plain", False), ("ours", True))
+    }
+    for transition in transitions(kind, recording):
+        for buffer in buffers.values():
+            buffer.add(*transition)
+    speeds = [
+        _turns({label: _sampler(buffer, size) for label, buffer in buffers.items()}, rounds=DRAWS // 10)
+        for size in (32, 256)
+    ]
+    del buffers
+    plain, ours = (grown(kind, name, ours=ours, codec=codec) for ours in (False, True))
+    return f"{kind:6} {name:10} {plain:9,.0f} {ours:7,.0f} {plain / ours:6.0f}× {speeds[0]:6.2f}× {speeds[1]:6.2f}×"
+
+
+def on_policy(name: str, *, codec: str) -> str:
+    """One row of the table: a rollout, filled once and read four times."""
+    observations = [step[0].copy() for step in memory.transitions(_ale_name(name), steps=3 * ROLLOUT)][-ROLLOUT:]
+
+    def iteration(buffer: Any) -> Callable[[], object]:
+        def run() -> None:
+            _roll(buffer, observations)
+            for _ in range(4):
+                for batch in buffer.get(256):
+                    batch.observations.shape  # noqa: B018 - held while the next one is drawn
+
+        return run
+
+    buffers = {
+        label: new("ppo", ROLLOUT, ours=ours, n_envs=N_ENVS, action_space=spaces.Discrete(18), codec=codec)
+        for label, ours in (("plain", False), ("ours", True))
+    }
+    speed = _turns({label: iteration(buffer) for label, buffer in buffers.items()}, rounds=20)
+    plain, ours = (grown("ppo", name, ours=ours, codec=codec) for ours in (False, True))
+    before = grown("ppo", name, ours=True, codec=codec, collecting=True)
+    return f"{'ppo':6} {name:10} {plain:9,.0f} {ours:7,.0f} {plain / ours:6.0f}× {speed:6.2f}× ({plain / before:.0f}×)"
+
+
+def learning(name: str, *, codec: str, rounds: int) -> str:
+    """PPO as it is trained on Atari, with both buffers in turn."""
+
+    def model(rollout_buffer_class: Any, options: dict[str, Any]) -> PPO:
+        gym.register_envs(ale_py)
+        venv = VecFrameStack(make_atari_env(f"{GAMES[name]}NoFrameskip-v4", n_envs=N_ENVS, seed=0), 4)
+        made = PPO(
+            "CnnPolicy",
+            venv,
+            n_steps=ROLLOUT,
+            batch_size=256,
+            n_epochs=4,
+            rollout_buffer_class=rollout_buffer_class,
+            rollout_buffer_kwargs=options,
+            seed=0,
+            device="cpu",
+        )
+        made.set_logger(Logger(None, []))
+        return made
+
+    pair = {"plain": model(RolloutBuffer, {}), "ours": model(CompressedRolloutBuffer, {"codec": codec})}
+
+    def learn(of: PPO) -> Callable[[], object]:
+        return lambda: of.learn(ROLLOUT * N_ENVS, reset_num_timesteps=False)
+
+    turns = {label: learn(of) for label, of in pair.items()}
+    interleaved(turns, rounds=1)
+    seconds = interleaved(turns, rounds=rounds, clock=time.thread_time)
+    ratios = seconds["ours"] / seconds["plain"]
+    return (
+        f"learn({ROLLOUT * N_ENVS}) on {name}: {np.median(seconds['plain']):.2f} s with SB3's buffer, with ours "
+        f"{np.median(ratios):.3f}× that ({ratios.min():.3f} to {ratios.max():.3f} in {rounds} turns)"
+    )
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.buffer_family", description=main.__doc__)
+    parser.add_argument("kinds", nargs="*", default=["dict", "nstep", "her", "ppo", "learn"])
+    parser.add_argument("--recordings", nargs="*", default=list(GAMES), metavar="NAME")
+    parser.add_argument("--codec", default="auto")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of learn()")
+    parser.add_argument("--fill", choices=["ours", "sb3"], help="fill one buffer in this process")
+    parser.add_argument("--collecting", action="store_true", help="leave the rollout as it is before it is complete")
+    options = parser.parse_args()
+    th.set_num_threads(1)
+    if options.fill:
+        given = {"ours": options.fill == "ours", "codec": options.codec}
+        if options.kinds == ["ppo"]:
+            fill_rollout(options.recordings[0], **given, collecting=options.collecting)
+        else:
+            fill(options.kinds[0], options.recordings[0], **given)
+        return
+    print(machine())
+    print(f"{'buffer':6} {'recording':10} {'SB3, B':>9} {'ours, B':>7} {'memory':>7} {'n=32':>7} {'n=256':>7}")
+    print(
+        "bytes: resident, a transition; then how many times as fast as SB3's: sample(n), or a rollout's add() and get()"
+    )
+    for kind in tqdm([kind for kind in options.kinds if kind != "learn"], leave=False):
+        for name in options.recordings:
+            row = on_policy(name, codec=options.codec) if kind == "ppo" else off_policy(kind, name, codec=options.codec)
+            tqdm.write(row, file=sys.stdout)
+    if "learn" in options.kinds:
+        print(learning(options.recordings[0], codec=options.codec, rounds=options.rounds))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""
+Compressed rollout buffers for sb3-contrib's algorithms, which this module alone needs.
+
+``MaskablePPO`` takes its class as the others do::
+
+    MaskablePPO("CnnPolicy", env, rollout_buffer_class=CompressedMaskableRolloutBuffer)
+
+``RecurrentPPO`` has no such argument, so its buffer is replaced::
+
+    model = RecurrentPPO("CnnLstmPolicy", env)
+    model.rollout_buffer = CompressedRecurrentRolloutBuffer.like(model.rollout_buffer)
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, TypeVar
+
+from rl_ext_core.errors import InvalidTypeError, missing_dependency
+from sb3_ext._buffers import TakesOptions
+from sb3_ext.rollout_buffer import CompressedDictRolloutBuffer, CompressedRolloutBuffer
+
+if importlib.util.find_spec("sb3_contrib") is None:
+    raise missing_dependency("sb3_contrib", "contrib", "sb3_ext.contrib")
+
+from sb3_contrib.common.maskable.buffers import MaskableDictRolloutBuffer, MaskableRolloutBuffer
+from sb3_contrib.common.recurrent.buffers import RecurrentDictRolloutBuffer, RecurrentRolloutBuffer
+
+__all__ = [
+    "CompressedMaskableDictRolloutBuffer",
+    "CompressedMaskableRolloutBuffer",
+    "CompressedRecurrentDictRolloutBuffer",
+    "CompressedRecurrentRolloutBuffer",
+]
+
+
+_Buffer = TypeVar("_Buffer", bound="_Recurrent")
+
+
+class CompressedMaskableRolloutBuffer(TakesOptions, MaskableRolloutBuffer, CompressedRolloutBuffer):
+    """
+    :class:`CompressedRolloutBuffer` in place of sb3-contrib's ``MaskableRolloutBuffer``, whose arguments it takes.
+
+    :param options: As in :class:`CompressedRolloutBuffer`
+    """
+
+    _FOR_OTHERS = "use rollout_buffer_class=CompressedMaskableDictRolloutBuffer for it"
+
+
+class CompressedMaskableDictRolloutBuffer(TakesOptions, MaskableDictRolloutBuffer, CompressedDictRolloutBuffer):
+    """
+    :class:`CompressedDictRolloutBuffer` in place of sb3-contrib's ``MaskableDictRolloutBuffer``, whose arguments it
+    takes.
+
+    :param options: As in :class:`CompressedDictRolloutBuffer`
+    """
+
+    _FOR_OTHERS = "use rollout_buffer_class=CompressedMaskableRolloutBuffer for it"
+
+
+class _Recurrent(TakesOptions):
+    @classmethod
+    def like(
+        cls: type[_Buffer], buffer: RecurrentRolloutBuffer | RecurrentDictRolloutBuffer, **options: Any
+    ) -> _Buffer:
+        """
+        An empty buffer for the same rollouts.
+
+        :param buffer: What ``RecurrentPPO`` has made
+        :param options: As in :class:`CompressedRolloutBuffer`
+        :return: The buffer to put in its place
+        :raises InvalidTypeError: if it is no buffer of ``RecurrentPPO``
+        """
+        if not isinstance(buffer, (RecurrentRolloutBuffer, RecurrentDictRolloutBuffer)):
+            raise InvalidTypeError(
+                f"buffer is a {type(buffer).__name__}, expected that of a RecurrentPPO; write "
+                f"model.rollout_buffer = {cls.__name__}.like(model.rollout_buffer)"
+            )
+        return cls(
+            buffer.buffer_size,
+            buffer.observation_space,
+            buffer.action_space,
+            buffer.hidden_state_shape,
+            buffer.device,
+            gae_lambda=buffer.gae_lambda,
+            gamma=buffer.gamma,
+            n_envs=buffer.n_envs,
+            **options,
+        )
+
+
+class CompressedRecurrentRolloutBuffer(_Recurrent, RecurrentRolloutBuffer, CompressedRolloutBuffer):
+    """
+    :class:`CompressedRolloutBuffer` in place of sb3-contrib's ``RecurrentRolloutBuffer``, whose arguments it takes. The
+    states of the LSTM are stored as they are.
+
+    :param options: As in :class:`CompressedRolloutBuffer`
+    """
+
+    _FOR_OTHERS = "use CompressedRecurrentDictRolloutBuffer for it"
+
+
+class CompressedRecurrentDictRolloutBuffer(_Recurrent, RecurrentDictRolloutBuffer, CompressedDictRolloutBuffer):
+    """
+    :class:`CompressedDictRolloutBuffer` in place of sb3-contrib's ``RecurrentDictRolloutBuffer``, whose arguments it
+    takes. The states of the LSTM are stored as they are.
+
+    :param options: As in :class:`CompressedDictRolloutBuffer`
+    """
+
+    _FOR_OTHERS = "use CompressedRecurrentRolloutBuffer for it"

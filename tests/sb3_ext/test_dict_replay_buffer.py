@@ -1,0 +1,236 @@
+"""The compressed buffer for dictionaries gives the bits that Stable Baselines3's gives."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from stable_baselines3 import SAC, TD3
+from stable_baselines3.common.buffers import DictReplayBuffer
+from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+
+from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, OutOfMemoryError
+from rl_ext_core.frames import AdaptiveStore
+from sb3_ext import CompressedDictReplayBuffer, CompressedReplayBuffer
+from tests.sb3_ext.test_replay_buffer import SPACES
+from tests.sb3_ext.toys import (
+    Camera,
+    Sprite,
+    assert_same,
+    check_equal_weights,
+    collected,
+    dict_env,
+    random_transitions,
+    with_state,
+)
+
+ACTIONS = spaces.Discrete(3)
+
+
+def both(size: int, space: Any, action_space: Any, n_envs: int, **options: Any) -> tuple[Any, Any]:
+    theirs = {name: options[name] for name in ("handle_timeout_termination",) if name in options}
+    arguments = (size, space, action_space, "cpu", n_envs)
+    return CompressedDictReplayBuffer(*arguments, **options), DictReplayBuffer(*arguments, **theirs)
+
+
+def add(buffers: tuple[Any, Any], transitions: list[Any]) -> None:
+    for obs, next_obs, *rest in transitions:
+        for buffer in buffers:
+            buffer.add(dict(obs), dict(next_obs), *rest)  # SB3 reshapes what is in the dictionary
+
+
+@pytest.mark.parametrize("n_envs", [1, 2, 5])
+@pytest.mark.parametrize("first", [True, False])
+def test_an_image_and_a_vector(n_envs: int, first: bool) -> None:
+    venv = dict_env(n_envs, first=first)
+    buffers = ours, theirs = both(131, venv.observation_space, ACTIONS, n_envs)
+    for part in np.array_split(np.arange(160), 5):
+        add(buffers, collected(venv, len(part), seed=int(part[0])))
+        assert_same(*buffers)
+    assert theirs.full
+    assert theirs.timeouts.any()
+    assert ours.n_stack == {"image": 4, "place": 4}
+    assert ours.codec == {"image": "patch", "place": "raw"}
+    assert ours.stored_nbytes < theirs.observations["image"].nbytes / 3
+
+
+def test_a_vector_is_stored_once_as_next_and_as_the_observation_after() -> None:
+    space = spaces.Dict(v=spaces.Box(-1, 1, (100,), np.float32))
+    ours, theirs = both(3000, space, ACTIONS, 1)
+    rng = np.random.default_rng(0)
+    vectors = rng.uniform(-1, 1, (3001, 1, 100)).astype(np.float32)
+    for before, after in itertools.pairwise(vectors):
+        add((ours, theirs), [({"v": before}, {"v": after}, np.zeros(1), np.zeros(1), np.zeros(1), [{}])])
+    assert_same(ours, theirs)
+    assert ours._observations.group.nbytes < 1.1 * theirs.observations["v"].nbytes
+
+
+def test_all_spaces_at_once() -> None:
+    space = spaces.Dict({str(number): part for number, part in enumerate(SPACES)})
+    for n_envs in (1, 3):
+        buffers = both(50, space, ACTIONS, n_envs)
+        parts = {key: random_transitions(part, ACTIONS, n_envs, 70) for key, part in space.spaces.items()}
+        for step, (_, _, *rest) in enumerate(parts["0"]):
+            obs, next_obs = ({key: part[step][place] for key, part in parts.items()} for place in range(2))
+            add(buffers, [(obs, next_obs, *rest)])
+        assert_same(*buffers)
+        for view in ("observations", "next_observations"):
+            for key in space.spaces:
+                left, right = getattr(buffers[0], view)[key], getattr(buffers[1], view)[key]
+                np.testing.assert_array_equal(np.asarray(left), right, strict=True)
+                np.testing.assert_array_equal(left[[1, -1], 0], right[[1, -1], 0], strict=True)
+
+
+@pytest.mark.parametrize("handle", [True, False])
+def test_timeouts(handle: bool) -> None:
+    venv = dict_env()
+    buffers = both(80, venv.observation_space, ACTIONS, 2, handle_timeout_termination=handle)
+    add(buffers, collected(venv, 90))
+    assert_same(*buffers)
+    assert buffers[1].timeouts.any() == handle
+
+
+def test_samples_are_normalized() -> None:
+    venv = VecNormalize(DummyVecEnv([lambda: Camera(Sprite())] * 2), norm_obs_keys=["place"])
+    buffers = both(60, venv.observation_space, ACTIONS, 2)
+    raw = venv.venv
+    add(buffers, collected(raw, 70))
+    venv.training = True
+    venv.reset()
+    for _ in range(50):
+        venv.step(np.array([0, 2]))
+    assert_same(*buffers, env=venv)
+    assert_same(*buffers)
+
+
+@pytest.mark.parametrize("n_steps", [30, 90])
+def test_files_and_copies(tmp_path: Path, n_steps: int) -> None:
+    venv = dict_env()
+    ours, theirs = both(80, venv.observation_space, ACTIONS, 2, codec="patch+lz4", num_threads=1)
+    add((ours, theirs), collected(venv, n_steps))
+    (tmp_path / "buffer.pkl").write_bytes(pickle.dumps(ours))
+    loaded = CompressedDictReplayBuffer.load(tmp_path / "buffer.pkl", device="cpu")
+    for other in (loaded, copy.deepcopy(ours)):
+        assert other.num_threads == 1
+        assert other.codec == {"image": "patch+lz4", "place": "raw"}
+        assert_same(other, theirs)
+    add((loaded, theirs), collected(venv, 50, seed=1))
+    assert_same(loaded, theirs)
+    with pytest.raises(CorruptFileError, match="holds a CompressedDictReplayBuffer, expected"):
+        type("Other", (CompressedReplayBuffer,), {}).load(tmp_path / "buffer.pkl")
+
+
+def test_options_by_key() -> None:
+    space = spaces.Dict(
+        left=spaces.Box(0, 255, (4, 30, 30), np.uint8),
+        right=spaces.Box(0, 255, (4, 30, 30), np.uint8),
+        speed=spaces.Box(-1, 1, (6,), np.float32),
+    )
+    buffer, _ = both(
+        80, space, ACTIONS, 2, codec={"left": "lz4", "speed": "patch"}, n_stack=4, block_length={"right": 2}
+    )
+    assert buffer.codec == {"left": "lz4", "right": "patch", "speed": "patch"}
+    assert buffer.n_stack == {"left": 4, "right": 4, "speed": 1}
+    assert buffer.block_length["right"] == 2
+    with pytest.raises(InvalidArgumentError, match=r"codec is given for \['front'\].*\['left', 'right', 'speed'\]"):
+        both(80, space, ACTIONS, 2, codec={"front": "raw"})
+    with pytest.raises(InvalidArgumentError, match=r"key 'left': n_stack=7 does not divide the 4 channels"):
+        both(80, space, ACTIONS, 2, n_stack={"left": 7})
+    with pytest.raises(InvalidTypeError, match=r"key 'left': n_stack='4' must be a whole number"):
+        both(80, space, ACTIONS, 2, n_stack={"left": "4"})
+
+
+def test_another_space_is_refused() -> None:
+    with pytest.raises(InvalidTypeError, match=r"observation_space is Box.*expected a Dict.*CompressedReplayBuffer"):
+        CompressedDictReplayBuffer(10, spaces.Box(0, 255, (4, 30, 30), np.uint8), ACTIONS)
+
+
+def check_refused(bad: Any, error: type[Exception], text: str, *, place: int) -> None:
+    """In a buffer that is not full, and in one that is."""
+    venv = dict_env()
+    buffers = both(80, venv.observation_space, ACTIONS, 2)
+    for seed in range(2):
+        add(buffers, collected(venv, 30, seed=seed))
+        offending: list[Any] = list(collected(venv, 1)[0])
+        offending[place] = bad(offending[place])
+        with pytest.raises(error, match=text):
+            buffers[0].add(*offending)
+        assert_same(*buffers)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize(
+    ("bad", "error", "text"),
+    [
+        (lambda obs: {"image": obs["image"]}, InvalidArgumentError, r"has keys \['image'\], expected.*'place'"),
+        (lambda obs: obs["image"], InvalidArgumentError, r"is of type ndarray, expected"),
+        (lambda obs: {**obs, "place": obs["place"][:, 1:]}, InvalidArgumentError, "key 'place': .*obs has shape"),
+        (lambda obs: {**obs, "place": obs["place"].astype(float)}, InvalidTypeError, "key 'place': .*obs has dtype"),
+        (lambda obs: {**obs, "image": obs["image"] * 1.0}, InvalidTypeError, "key 'image': .*obs has dtype float64"),
+    ],
+    ids=["a key", "no dictionary", "shape", "dtype", "image"],
+)
+def test_what_does_not_fit_is_refused(place: int, bad: Any, error: type[Exception], text: str) -> None:
+    check_refused(bad, error, text, place=place)
+
+
+def test_one_store_that_fails_leaves_the_others_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row that would be overwritten is whole, whichever key runs out of memory."""
+    venv = dict_env()
+    buffers = both(80, venv.observation_space, ACTIONS, 2)
+    stage = AdaptiveStore.stage
+    add(buffers, collected(venv, 60))
+    for failing in range(2):
+        calls = iter(range(10))
+
+        def scarce(self: AdaptiveStore, *pair: Any, calls: Any = calls, failing: int = failing) -> Any:
+            if next(calls) == failing:
+                raise OutOfMemoryError("no memory")
+            return stage(self, *pair)
+
+        monkeypatch.setattr(AdaptiveStore, "stage", scarce)
+        with pytest.raises(OutOfMemoryError, match=r"key '.*': no memory"):
+            buffers[0].add(*collected(venv, 1, seed=5)[0])
+        monkeypatch.setattr(AdaptiveStore, "stage", stage)
+        assert_same(*buffers)
+    add(buffers, collected(venv, 30, seed=2))
+    assert_same(*buffers)
+
+
+def test_a_sample_goes_on_where_nothing_else_holds_it() -> None:
+    venv = dict_env()
+    buffers = both(80, venv.observation_space, ACTIONS, 2)
+    add(buffers, collected(venv, 30))
+    held = [with_state(lambda: buffers[0].sample(8), seed)[0] for seed in range(6)]
+    for seed, batch in enumerate(held):
+        again = with_state(lambda: buffers[1].sample(8), seed)[0]
+        for key in batch.observations:
+            assert batch.observations[key].equal(again.observations[key])
+            assert batch.next_observations[key].equal(again.next_observations[key])
+
+
+@pytest.mark.parametrize("algorithm", [SAC, TD3])
+def test_models_learn_the_same(algorithm: Any) -> None:
+    def make(replay_buffer_class: Any) -> Any:
+        return algorithm(
+            "MultiInputPolicy",
+            dict_env(continuous=True),
+            replay_buffer_class=replay_buffer_class,
+            buffer_size=260,
+            learning_starts=60,
+            batch_size=16,
+            train_freq=8,
+            policy_kwargs={"net_arch": [16]},
+            seed=1,
+            device="cpu",
+        )
+
+    model = check_equal_weights(make, CompressedDictReplayBuffer, DictReplayBuffer, 300)
+    assert model.replay_buffer.full
+    assert model.replay_buffer.n_stack["image"] == 4
