@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from rl_ext_core.devices import resolve_device
 from torchrl_ext.factories import as_factory
+from torchrl_ext.frame_storage import FrameStorage
 from torchrl_ext.gym import GymEnv, GymWrapper
 from torchrl_ext.parallel import ParallelEnv
 
-__all__ = ["GymEnv", "GymWrapper", "ParallelEnv", "as_factory", "resolve_device"]
+__all__ = ["FrameStorage", "GymEnv", "GymWrapper", "ParallelEnv", "as_factory", "resolve_device"]

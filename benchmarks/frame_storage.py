@@ -1,0 +1,141 @@
+"""``torchrl_ext.FrameStorage`` against TorchRL's ``LazyTensorStorage`` and ``CompressedListStorage``, on Atari.
+
+All get the same real transitions (see ``benchmarks.memory``), environment after environment in batches of 64 steps, as
+collectors hand them over. Memory is what a process of its own grows by, a transition; times are CPU seconds of
+``buffer.sample(batch_size)``, images included, in one process and in turns.
+
+    python -m benchmarks.frame_storage [game ...] [--size 200000] [--codec patch+lz4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torchrl.data import CompressedListStorage, LazyTensorStorage, TensorDictReplayBuffer
+from tqdm import tqdm
+
+from benchmarks.measure import interleaved, machine, resident_bytes, times_as_fast
+from benchmarks.memory import GAMES, N_ENVS, transitions
+from torchrl_ext import FrameStorage
+
+STEPS = 64  # of each environment a batch
+COMPARED = 20_000  # transitions that the others get: they take 56 KB and up to 10 KB each
+BATCH = N_ENVS * STEPS
+LISTED = 2_000  # that CompressedListStorage gets for timing: it stores 60 a second
+
+
+def batches(game: str, size: int) -> Iterator[TensorDict]:
+    """Batches of transitions as collectors make them, one environment after the other."""
+    stream = transitions(game, steps=-(-size // BATCH) * STEPS)
+    while steps := list(islice(stream, STEPS)):
+        pixels, next_pixels, actions, rewards, done = (
+            torch.from_numpy(np.stack(part, axis=1)).flatten(0, 1) for part in zip(*steps, strict=True)
+        )
+        following = {"pixels": next_pixels, "reward": rewards.float()[:, None], "done": done[:, None]}
+        yield TensorDict(
+            {"pixels": pixels, "action": actions, "done": torch.zeros_like(done)[:, None], "next": following},
+            batch_size=[len(pixels)],
+        )
+
+
+def storage(name: str, size: int) -> Any:
+    """A storage by name: ``lazy``, ``list``, or a codec of ``FrameStorage``."""
+    if name == "lazy":
+        return LazyTensorStorage(size)
+    return CompressedListStorage(size) if name == "list" else FrameStorage(size, codec=name, num_threads=1)
+
+
+def filled(game: str, name: str, size: int) -> TensorDictReplayBuffer:
+    """A buffer full of transitions."""
+    buffer = TensorDictReplayBuffer(storage=storage(name, size))
+    for batch in tqdm(batches(game, size), total=-(-size // BATCH), desc=f"{game} {name}", leave=False):
+        buffer.extend(nested_for(name, batch))
+    return buffer
+
+
+def nested_for(name: str, batch: TensorDict) -> TensorDict:
+    """What that storage can take: ``CompressedListStorage`` leaves what is nested uncompressed, so it gets it flat."""
+    return batch.flatten_keys(".") if name == "list" else batch
+
+
+def fill(game: str, name: str, size: int) -> None:
+    """Fills a buffer and prints by how many bytes the process grew, and the number of transitions."""
+    warm = filled(game, name, BATCH)
+    before = resident_bytes()
+    buffer = filled(game, name, size)
+    print(resident_bytes() - before, len(buffer), len(warm))
+
+
+def bytes_a_transition(game: str, name: str, size: int) -> float:
+    """:func:`fill` in a fresh process."""
+    command = [sys.executable, "-m", "benchmarks.frame_storage", game, "--fill", name, "--size", str(size)]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    grown, count, _ = map(int, output.split()[-3:])
+    return grown / count
+
+
+def _sampler(buffer: TensorDictReplayBuffer, batch_size: int, draws: int) -> Callable[[], None]:
+    held = []
+
+    def sample() -> None:
+        for _ in range(draws):
+            held[:] = [buffer.sample(batch_size)]
+
+    return sample
+
+
+def speed(game: str, than: str, codec: str, size: int, *, batch_size: int, draws: int, rounds: int) -> float:
+    """How many times as fast ``FrameStorage`` samples as the other one."""
+    pair = {name: TensorDictReplayBuffer(storage=storage(name, size)) for name in (than, codec)}
+    for batch in batches(game, size):
+        for name, buffer in pair.items():
+            buffer.extend(nested_for(name, batch.clone()))
+    samplers = {name: _sampler(buffer, batch_size, draws) for name, buffer in pair.items()}
+    interleaved(samplers, rounds=2)
+    return times_as_fast(interleaved(samplers, rounds=rounds, clock=time.thread_time), codec, than=than)
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.frame_storage", description=main.__doc__)
+    parser.add_argument("games", nargs="*", default=GAMES)
+    parser.add_argument("--size", type=int, default=200_000, help="transitions in FrameStorage")
+    parser.add_argument("--codec", default="auto")
+    parser.add_argument("--fill", metavar="STORAGE", help="fill one storage in this process: lazy, list, or a codec")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.getLogger("torchrl").setLevel(logging.WARNING)
+    if options.fill:
+        fill(options.games[0], options.fill, options.size)
+        return
+    print(machine())
+    lazy = bytes_a_transition(options.games[0], "lazy", COMPARED)
+    print(f"LazyTensorStorage: {lazy:,.0f} bytes a transition")
+    print(f"{'':18} {'':>8} {'LazyTensorStorage':^26} {'CompressedListStorage':^17}")
+    print(f"{'game':18} {'bytes':>8} {'memory':>8} {'n=32':>8} {'n=256':>8} {'memory':>8} {'n=256':>8}")
+    for game in options.games:
+        ours = bytes_a_transition(game, options.codec, options.size)
+        listed = bytes_a_transition(game, "list", LISTED)
+        speeds = [speed(game, "lazy", options.codec, COMPARED, batch_size=n, draws=10, rounds=30) for n in (32, 256)]
+        speeds.append(speed(game, "list", options.codec, LISTED, batch_size=256, draws=1, rounds=5))
+        ratios = [
+            f"{lazy / ours:.0f}×",
+            *(f"{s:.2f}×" for s in speeds[:2]),
+            f"{listed / ours:.0f}×",
+            f"{speeds[2]:.0f}×",
+        ]
+        print(f"{game:18} {ours:8.0f} {' '.join(f'{ratio:>8}' for ratio in ratios)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

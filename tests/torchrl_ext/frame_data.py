@@ -1,0 +1,130 @@
+"""Transitions of videos, as collectors of TorchRL hand them over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+
+from torchrl_ext import FrameStorage
+
+STACK, HEIGHT, WIDTH = 4, 28, 24
+
+
+class Videos:
+    """Environments whose observations are stacks of frames with a block that moves.
+
+    :param n_envs: how many.
+    :param seed: of all that is random.
+    :param end: how likely a step ends an episode.
+    """
+
+    def __init__(self, n_envs: int = 2, *, seed: int = 0, end: float = 0.08) -> None:
+        self.random = torch.Generator().manual_seed(seed)
+        self.end = end
+        self.scenes = self._integers(256, n_envs, HEIGHT, WIDTH).to(torch.uint8)
+        self.stacks = torch.stack([self._reset(env) for env in range(n_envs)])
+        self.steps = torch.zeros(n_envs, dtype=torch.int64)
+        self.trajectories = torch.arange(n_envs)
+
+    def _integers(self, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(high, shape, generator=self.random)
+
+    def _frame(self, env: int) -> torch.Tensor:
+        frame = self.scenes[env].clone()
+        y, x = self._integers(HEIGHT - 3, 2).tolist()
+        frame[y : y + 3, x : x + 3] = int(self._integers(256, 1))
+        return frame
+
+    def _reset(self, env: int) -> torch.Tensor:
+        return torch.cat([torch.zeros(STACK - 1, HEIGHT, WIDTH, dtype=torch.uint8), self._frame(env)[None]])
+
+    def collect(self, steps: int) -> TensorDict:
+        """Transitions of all environments: batch size (n_envs, steps)."""
+        return torch.stack([self._step() for _ in range(steps)], 1)
+
+    def _step(self) -> TensorDict:
+        n = len(self.stacks)
+        before = self.stacks.clone()
+        after = torch.cat([before[:, 1:], torch.stack([self._frame(env)[None] for env in range(n)])], 1)
+        terminated = torch.rand(n, 1, generator=self.random) < self.end
+        truncated = torch.rand(n, 1, generator=self.random) < self.end / 2
+        done = terminated | truncated
+        false = torch.zeros_like(done)
+        step = TensorDict(
+            {
+                "pixels": before,
+                "inner": {"vector": torch.rand(n, 3, generator=self.random)},
+                "action": self._integers(5, n),
+                "collector": {"traj_ids": self.trajectories.clone()},
+                "step_count": self.steps[:, None].clone(),
+                "done": false,
+                "terminated": false.clone(),
+                "truncated": false.clone(),
+                "next": {
+                    "pixels": after,
+                    "inner": {"vector": torch.rand(n, 3, generator=self.random)},
+                    "reward": torch.rand(n, 1, generator=self.random),
+                    "done": done,
+                    "terminated": terminated,
+                    "truncated": truncated,
+                },
+            },
+            batch_size=[n],
+        )
+        self.stacks, self.steps = after, self.steps + 1
+        for env in done[:, 0].nonzero()[:, 0].tolist():
+            self.stacks[env], self.steps[env] = self._reset(env), 0
+            self.trajectories[env] = int(self.trajectories.max()) + 1
+        return step
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    """The same keys, shapes, dtypes, devices and bits."""
+    keys = {str(key) for key in theirs.keys(include_nested=True, leaves_only=True)}
+    assert {str(key) for key in ours.keys(include_nested=True, leaves_only=True)} == keys
+    assert ours.batch_size == theirs.batch_size
+    assert ours.device == theirs.device
+    for key, expected in theirs.items(include_nested=True, leaves_only=True):
+        value = ours.get(key)
+        assert (value.shape, value.dtype, value.device) == (expected.shape, expected.dtype, expected.device), key
+        assert torch.equal(value, expected), key
+
+
+class Twins:
+    """A buffer of each kind, which get the same and draw with the same seeds.
+
+    :param arguments: for both, each called to make it: samplers keep what they know of one buffer.
+    """
+
+    def __init__(
+        self, size: int, *, ndim: int = 1, cls: Any = TensorDictReplayBuffer, options: Any = None, **arguments: Any
+    ) -> None:
+        self.ours, self.theirs = (
+            cls(storage=storage, **{name: value() for name, value in arguments.items()})
+            for storage in (FrameStorage(size, ndim=ndim, **(options or {})), LazyTensorStorage(size, ndim=ndim))
+        )
+        self.draws = 0
+
+    def both(self, use: Any) -> tuple[Any, Any]:
+        results = []
+        self.draws += 1
+        for buffer in (self.ours, self.theirs):
+            torch.manual_seed(self.draws)
+            np.random.seed(self.draws)
+            results.append(use(buffer))
+        return results[0], results[1]
+
+    def extend(self, data: TensorDict) -> None:
+        ours, theirs = self.both(lambda buffer: buffer.extend(data.clone()))
+        if theirs is not None:
+            assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
+
+    def check(self, batch_size: int = 32) -> None:
+        assert len(self.ours) == len(self.theirs)
+        assert_same(self.ours[:], self.theirs[:])
+        for _ in range(3):
+            assert_same(*self.both(lambda buffer: buffer.sample(batch_size)))

@@ -1,0 +1,437 @@
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
+from torchrl.data import (
+    ImmutableDatasetWriter,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
+    ReplayBuffer,
+    RoundRobinWriter,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+    TensorDictMaxValueWriter,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+    TensorDictRoundRobinWriter,
+    TensorStorage,
+)
+from torchrl.data.replay_buffers.samplers import prioritized
+from torchrl.envs import CatFrames, Compose, ToTensorImage
+
+from tests.torchrl_ext.frame_data import HEIGHT, STACK, WIDTH, Twins, Videos, assert_same
+from torchrl_ext import FrameStorage
+
+SAMPLERS = {
+    "random": RandomSampler,
+    "without replacement": SamplerWithoutReplacement,
+    "prioritized": partial(PrioritizedSampler, 200, alpha=0.7, beta=0.9),
+    "slices by trajectory": partial(SliceSampler, slice_len=4, traj_key=("collector", "traj_ids"), strict_length=False),
+    "slices by end": partial(SliceSampler, num_slices=8, end_key=("next", "done"), strict_length=False),
+    "slices, cached": partial(SliceSampler, slice_len=4, strict_length=False, cache_values=True),
+    "slices without replacement": partial(
+        SliceSamplerWithoutReplacement, slice_len=4, traj_key=("collector", "traj_ids"), strict_length=False
+    ),
+    "prioritized slices": partial(
+        PrioritizedSliceSampler,
+        200,
+        alpha=0.7,
+        beta=0.9,
+        slice_len=4,
+        traj_key=("collector", "traj_ids"),
+        strict_length=False,
+    ),
+}
+WRITERS = {
+    "round robin": RoundRobinWriter,
+    "round robin of TensorDicts": TensorDictRoundRobinWriter,
+    "best": partial(TensorDictMaxValueWriter, rank_key=("next", "reward")),
+}
+
+
+class Tree:
+    """TorchRL's segment trees in NumPy: its own ones are compiled, and its wheels do not fit every version of torch."""
+
+    def __init__(self, capacity: int, *, reduce: Any) -> None:
+        self.values, self.reduce = np.zeros(capacity), reduce
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.values[np.asarray(index)]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.values[np.asarray(index)] = np.asarray(value)
+
+    def query(self, start: int, stop: int) -> float:
+        return float(self.reduce(self.values[start:stop]))
+
+    def scan_lower_bound(self, mass: Any) -> Any:
+        return np.minimum(np.searchsorted(np.cumsum(self.values), mass), len(self.values) - 1)
+
+
+@pytest.fixture
+def segment_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, reduce in (("Sum", np.sum), ("Min", np.min)):
+        monkeypatch.setattr(prioritized, f"{name}SegmentTreeFp32", partial(Tree, reduce=reduce))
+        monkeypatch.setattr(prioritized, f"{name}SegmentTreeFp64", partial(Tree, reduce=reduce))
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.usefixtures("segment_trees")
+def test_every_sampler_gives_the_bits_of_lazy_tensor_storage(sampler: str) -> None:
+    twins = Twins(200, sampler=SAMPLERS[sampler], batch_size=lambda: 32)
+    videos = Videos(2)
+    for _ in range(9):
+        twins.extend(videos.collect(30).reshape(-1))
+        twins.check()
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("batch", [1, 7, 60, 150])
+def test_every_writer_stores_what_lazy_tensor_storage_does(writer: str, batch: int) -> None:
+    twins = Twins(100, writer=WRITERS[writer])
+    data = Videos(1, seed=batch).collect(400).reshape(-1)
+    for number, part in enumerate(data.split(batch)):
+        twins.extend(part)
+        if number % 10 == 0 or batch > 10:
+            twins.check()
+    twins.check()
+
+
+@settings(max_examples=25)
+@given(
+    size=st.integers(1, 60),
+    n_envs=st.integers(1, 4),
+    steps=st.lists(
+        st.tuples(st.integers(0, 25), st.sampled_from(["flat", "time first", "shuffled", "add"])), max_size=8
+    ),
+    writer=st.sampled_from(list(WRITERS)),
+    codec=st.sampled_from(["auto", "raw", "patch+lz4"]),
+)
+def test_any_order_of_extends_and_adds_stores_what_lazy_tensor_storage_does(
+    size: int, n_envs: int, steps: list[tuple[int, str]], writer: str, codec: str
+) -> None:
+    twins = Twins(size, writer=WRITERS[writer], options={"codec": codec})
+    videos = Videos(n_envs, seed=size)
+    for n, order in steps:
+        data = videos.collect(n + 1)
+        data = (data.transpose(0, 1) if order == "time first" else data).reshape(-1)
+        if order == "shuffled":
+            data = data[torch.randperm(len(data), generator=videos.random)]
+        if order == "add":
+            for row in data[:5]:
+                twins.both(lambda buffer, row=row: buffer.add(row.clone()))
+        else:
+            # Which of two elements for one place LazyTensorStorage keeps is left open.
+            for part in data.split(size):
+                twins.extend(part)
+        twins.check(batch_size=8)
+
+
+def test_of_more_elements_than_there_is_room_for_the_last_are_kept() -> None:
+    buffer = TensorDictReplayBuffer(storage=FrameStorage(50))
+    data = Videos(1).collect(120).reshape(-1)
+    buffer.extend(data)
+    stored = buffer[:].clone()
+    order = torch.arange(50).roll(20)  # 120 elements later, the next place is 20
+    assert_same(stored.exclude("index"), data[70:][order].to("cpu").exclude("index"))
+
+
+@pytest.mark.parametrize("ndim", [2])
+@pytest.mark.parametrize("sampler", ["random", "slices by trajectory", "without replacement"])
+def test_a_storage_of_two_dimensions_gives_the_same_bits(ndim: int, sampler: str) -> None:
+    twins = Twins(160, ndim=ndim, sampler=SAMPLERS[sampler], batch_size=lambda: 32)
+    videos = Videos(4)
+    for _ in range(6):
+        twins.extend(videos.collect(13))
+        assert_same(twins.ours[:], twins.theirs[:])
+        assert_same(*twins.both(lambda buffer: buffer.sample()))
+    assert_same(twins.ours.storage.flatten()[:], twins.theirs.storage.flatten()[:])
+
+
+def test_elements_that_are_whole_trajectories_give_the_same_bits() -> None:
+    twins = Twins(20)
+    videos = Videos(6)
+    for _ in range(5):
+        twins.extend(videos.collect(5))
+        twins.check()
+
+
+def test_the_frames_of_interleaved_and_flat_environments_are_shared() -> None:
+    for time_first in (False, True):
+        storage = FrameStorage(4000)
+        buffer = ReplayBuffer(storage=storage)
+        videos = Videos(8)
+        for _ in range(20):
+            data = videos.collect(25)
+            buffer.extend((data.transpose(0, 1) if time_first else data).reshape(-1))
+        raw = 2 * 4000 * STACK * HEIGHT * WIDTH
+        assert storage._columns[0].pool.layout.n_stack == STACK
+        assert storage._columns[0].pool.nbytes < raw / 40
+
+
+@pytest.mark.parametrize(
+    "index", [3, -1, slice(2, 9), slice(None, None, 3), [4, 1], range(3, 7), torch.tensor([5, 5, 0])]
+)
+def test_every_index_gives_what_lazy_tensor_storage_gives(index: Any) -> None:
+    twins = Twins(50)
+    twins.extend(Videos(1).collect(40).reshape(-1))
+    assert_same(*twins.both(lambda buffer: buffer.storage[index]))
+    assert_same(*twins.both(lambda buffer: buffer[index]))
+
+
+def test_elements_can_be_written_through_every_way_of_the_buffer() -> None:
+    twins = Twins(50)
+    data = Videos(1).collect(80).reshape(-1)
+    twins.extend(data[:40])
+
+    def write(buffer: Any) -> None:
+        buffer[3:6] = buffer[10:13]
+        buffer[torch.tensor([9, 2])] = buffer[torch.tensor([0, 1])]
+        buffer[:]["pixels"][4] = data["pixels"][60]
+        buffer[:]["next", "pixels"][5:7] = data["pixels"][61:63]
+        buffer[:]["pixels"][20:22] = 7
+        buffer[:]["pixels"][23][0, 3] = 9
+        buffer.set_at_("pixels", data["pixels"][50:52], torch.tensor([30, 31]))
+
+    twins.both(write)
+    twins.check()
+
+
+def test_conditional_updates_write_images_too() -> None:
+    twins = Twins(50, writer=partial(TensorDictRoundRobinWriter, track_generations=True))
+    data = Videos(1).collect(60).reshape(-1)
+    twins.extend(data)
+
+    def update(buffer: Any) -> Any:
+        index = torch.tensor([1, 12, 3])
+        patch = {"pixels": data["pixels"][40:43], ("next", "reward"): torch.zeros(3, 1)}
+        generation = torch.tensor([0, 0, 1])
+        return buffer.update_if_present(index=index, generation=generation, patch=patch).updated
+
+    ours, theirs = twins.both(update)
+    assert ours.tolist() == theirs.tolist() == [False, True, False] or torch.equal(ours, theirs)
+    assert_same(twins.ours[:], twins.theirs[:])
+
+
+def test_slices_are_decoded_when_they_are_used_and_show_what_is_stored_then() -> None:
+    buffer = TensorDictReplayBuffer(storage=FrameStorage(50))
+    data = Videos(1).collect(60).reshape(-1)
+    buffer.extend(data[:50])
+    view = buffer[:]["pixels"]
+    part = view[10:20]
+    buffer[10:20] = data[50:60]
+    assert torch.equal(part, data["pixels"][50:60])
+    assert torch.equal(part.float().mean((1, 2, 3)), data["pixels"][50:60].float().mean((1, 2, 3)))
+    assert (part.numpy() == data["pixels"][50:60].numpy()).all()
+
+
+def test_emptied_buffers_hold_nothing_and_go_on() -> None:
+    twins = Twins(50)
+    data = Videos(1).collect(90).reshape(-1)
+    twins.extend(data[:70])
+    held = twins.ours.storage.nbytes
+    twins.both(lambda buffer: buffer.empty())
+    assert len(twins.ours) == 0
+    assert twins.ours.storage.nbytes < held / 10
+    twins.extend(data[70:])
+    twins.check(8)
+
+
+@pytest.mark.parametrize("codec", ["raw", "patch", "patch+lz4", "lz4"])
+@pytest.mark.parametrize("n_stack", [None, 1, 2, 4])
+def test_every_codec_and_stack_size_is_exact(codec: str, n_stack: int | None) -> None:
+    twins = Twins(100, options={"codec": codec, "n_stack": n_stack, "block_length": 8})
+    twins.extend(Videos(2).collect(90).reshape(-1))
+    twins.check()
+
+
+def _without_next(data: TensorDict) -> TensorDict:
+    return data.exclude(("next", "pixels"))
+
+
+def _only_next(data: TensorDict) -> TensorDict:
+    return data.exclude("pixels")
+
+
+def _agents(data: TensorDict) -> TensorDict:
+    for part in (data, data["next"]):
+        pixels = part.pop("pixels")
+        part["agents"] = TensorDict({"pixels": torch.stack([pixels, pixels.flip(-1)], 1)}, [*data.shape, 2])
+    return data
+
+
+def _two_cameras(data: TensorDict) -> TensorDict:
+    for part in (data, data["next"]):
+        part["second"] = part["pixels"].flip(-1).movedim(1, -1).contiguous()
+    return data
+
+
+def _floats(data: TensorDict) -> TensorDict:
+    for part in (data, data["next"]):
+        part["pixels"] = part["pixels"] / 255
+    return data
+
+
+def _lazily_stacked(data: TensorDict) -> TensorDict:
+    return lazy_stack(list(data.unbind(0)))
+
+
+@pytest.mark.parametrize("change", [_without_next, _only_next, _agents, _two_cameras, _floats, _lazily_stacked])
+def test_every_arrangement_of_images_is_exact(change: Any) -> None:
+    options = {"pixels": ["pixels", ("next", "pixels")]} if change is _floats else None
+    twins = Twins(100, options=options)
+    for part in Videos(1).collect(150).reshape(-1).split(50):
+        twins.extend(change(part))
+        twins.check()
+    columns = twins.ours.storage._columns
+    assert len(columns) == (2 if change is _two_cameras else 1)
+    assert isinstance(change(Videos(1).collect(3).reshape(-1)), LazyStackedTensorDict) == (change is _lazily_stacked)
+
+
+def test_data_without_images_is_stored_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    twins = Twins(100)
+    for part in Videos(1).collect(150).reshape(-1).exclude("pixels", ("next", "pixels")).split(50):
+        twins.extend(part)
+        twins.check()
+    assert [record.name for record in caplog.records] == ["torchrl_ext"]
+    assert "nothing is compressed" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:The last dimension of the tensordict should be marked")
+@pytest.mark.parametrize("where", ["in", "after"])
+def test_frames_stacked_in_or_after_the_buffer_give_the_same_bits(where: str) -> None:
+    def transform() -> Any:
+        keys = ["pixels", ("next", "pixels")]
+        scaled = ToTensorImage(in_keys=keys, from_int=True, unsqueeze=False) if where == "after" else None
+        cat = CatFrames(N=3, dim=-3, in_keys=keys, out_keys=["stacked", ("next", "stacked")])
+        return Compose(*[part for part in (scaled, cat) if part is not None])
+
+    twins = Twins(
+        120,
+        options={"pixels": ["pixels", ("next", "pixels")]},
+        sampler=partial(SliceSampler, slice_len=4, traj_key=("collector", "traj_ids"), strict_length=False),
+        transform=transform,
+        batch_size=lambda: 32,
+    )
+    data = Videos(1).collect(100).reshape(-1)
+    for part in (data, data["next"]):
+        part["pixels"] = part["pixels"][:, -1:].clone()
+    twins.extend(data)
+    for _ in range(3):
+        assert_same(*twins.both(lambda buffer: buffer.sample()))
+
+
+@pytest.mark.usefixtures("segment_trees")
+def test_prioritized_buffers_learn_and_draw_the_same() -> None:
+    def new(storage: Any) -> Any:
+        return TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.9, storage=storage, batch_size=16)
+
+    buffers = [new(FrameStorage(100)), new(LazyTensorStorage(100))]
+    data = Videos(1).collect(120).reshape(-1)
+    drawn = []
+    for buffer in buffers:
+        torch.manual_seed(0)
+        np.random.seed(0)
+        buffer.extend(data.clone())
+        for _ in range(5):
+            sample = buffer.sample()
+            sample["td_error"] = sample["next", "pixels"].float().mean((1, 2, 3))
+            buffer.update_tensordict_priority(sample)
+        drawn.append(sample)
+    assert_same(*drawn)
+
+
+def test_prefetched_batches_are_what_was_drawn() -> None:
+    buffer = TensorDictReplayBuffer(storage=FrameStorage(300), batch_size=16, prefetch=3)
+    data = Videos(1, end=0).collect(300).reshape(-1)
+    buffer.extend(data.clone())
+    batches = [buffer.sample() for _ in range(20)]
+    for batch in batches:
+        assert torch.equal(batch["pixels"], data["pixels"][batch["index"]])
+        assert torch.equal(batch["next", "pixels"], data["next", "pixels"][batch["index"]])
+    buffer.shutdown()
+
+
+def test_batches_that_are_kept_are_not_overwritten_by_later_ones() -> None:
+    buffer = TensorDictReplayBuffer(storage=FrameStorage(300), batch_size=16)
+    data = Videos(1).collect(300).reshape(-1)
+    buffer.extend(data.clone())
+    batches = [buffer.sample() for _ in range(8)]
+    pixels = [batch.pop("pixels")[2:5] for batch in batches]
+    for batch, part in zip(batches, pixels, strict=True):
+        assert torch.equal(part, data["pixels"][batch["index"]][2:5])
+
+
+def test_iterating_gives_every_element_once() -> None:
+    buffer = TensorDictReplayBuffer(
+        storage=FrameStorage(96), sampler=SamplerWithoutReplacement(), batch_size=16, collate_fn=lambda data: data
+    )
+    data = Videos(1).collect(96).reshape(-1)
+    buffer.extend(data.clone())
+    seen = torch.cat([batch["index"] for _, batch in zip(range(6), buffer, strict=False)])
+    assert sorted(seen.tolist()) == list(range(96))
+
+
+def test_terminal_observations_are_kept() -> None:
+    buffer = TensorDictReplayBuffer(storage=FrameStorage(200))
+    data = Videos(2, end=0.3).collect(80).reshape(-1)
+    buffer.extend(data.clone())
+    ended = data["next", "done"][:, 0]
+    assert ended.sum() > 10
+    assert torch.equal(buffer[:160]["next", "pixels"][ended], data["next", "pixels"][ended])
+
+
+def test_an_immutable_data_set_can_be_read() -> None:
+    source = TensorDictReplayBuffer(storage=FrameStorage(100))
+    data = Videos(1).collect(100).reshape(-1)
+    source.extend(data.clone())
+    buffer = TensorDictReplayBuffer(storage=source.storage, writer=ImmutableDatasetWriter(), batch_size=32)
+    sample = buffer.sample()
+    assert torch.equal(sample["pixels"], data["pixels"][sample["index"]])
+    with pytest.raises(RuntimeError, match="doesn't allow writing"):
+        buffer.extend(data)
+
+
+def test_the_storage_is_shown_with_its_images_undecoded() -> None:
+    storage = FrameStorage(100)
+    assert "<empty>" in repr(storage)
+    storage.set(range(10), Videos(1).collect(10).reshape(-1))
+    text = repr(storage)
+    assert text.startswith("FrameStorage(")
+    assert f"FrameView(shape=torch.Size([10, {STACK}, {HEIGHT}, {WIDTH}])" in text
+
+
+def test_the_storage_is_one_of_torchrls_tensor_storages() -> None:
+    assert isinstance(FrameStorage(3), TensorStorage)  # its samplers and buffers ask for that
+
+
+@pytest.mark.parametrize("batch", [5, 100])
+@pytest.mark.parametrize("codec", ["auto", "patch+lz4"])
+def test_every_pixel_is_within_the_bound_that_was_asked_for(batch: int, codec: str) -> None:
+    noise = torch.Generator().manual_seed(0)
+    data = Videos(2).collect(100).reshape(-1)
+    for part in (data, data["next"]):
+        shape = part["pixels"].shape
+        part["pixels"] = part["pixels"] // 2 + torch.randint(5, shape, generator=noise, dtype=torch.uint8)
+    sizes = []
+    for max_error in (0, 6):
+        storage = FrameStorage(200, codec=codec, max_error=max_error)
+        buffer = TensorDictReplayBuffer(storage=storage)
+        for rows in data.split(batch):
+            buffer.extend(rows.clone())
+        sizes.append(storage.nbytes)
+        for key in ("pixels", ("next", "pixels")):
+            error = (buffer[:][key].to(torch.int16) - data[key].to(torch.int16)).abs().max()
+            assert error <= max_error
+    assert error > 0, "the bound is used"
+    assert sizes[1] < sizes[0] * 0.8

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torchrl.data import ImmutableDatasetWriter, SliceSampler, TensorDictMaxValueWriter, TensorDictReplayBuffer
+
+from rl_ext_core.errors import InvalidArgumentError, OutOfMemoryError
+from tests.torchrl_ext.frame_data import Videos, assert_same
+from torchrl_ext import FrameStorage
+
+LIMIT = 120_000
+
+
+@pytest.mark.parametrize("batch", [1, 10, 50])
+def test_the_newest_that_fit_are_held_in_order(batch: int) -> None:
+    storage = FrameStorage(100_000, max_bytes=LIMIT)
+    buffer = TensorDictReplayBuffer(storage=storage, batch_size=16)
+    data = Videos(1, end=0.01).collect(1200).reshape(-1)
+    for rows in data.split(batch):
+        buffer.extend(rows.clone())
+        assert storage.used_nbytes <= LIMIT
+    assert storage._columns[0].pool.nbytes < 1.1 * LIMIT
+    assert 400 < len(buffer) == storage.max_size < 1200
+    first = int(buffer.writer._cursor) % len(buffer)
+    held = torch.cat([buffer[first:].clone(), buffer[:first].clone()])
+    assert held["index"].tolist() == [*range(first, len(buffer)), *range(first)]
+    assert_same(held.exclude("index"), data[-len(buffer) :].to("cpu").exclude("index"))
+
+
+def test_single_elements_go_on_where_the_ring_was_closed() -> None:
+    storage = FrameStorage(100_000, max_bytes=LIMIT)
+    buffer = TensorDictReplayBuffer(storage=storage, batch_size=16)
+    data = Videos(1, end=0.01).collect(900).reshape(-1)
+    for row in data:
+        buffer.add(row.clone())
+    stored = {int(step) for step in buffer[:]["next", "pixels"].sum((1, 2, 3))}
+    newest = {int(step) for step in data[-len(buffer) :]["next", "pixels"].sum((1, 2, 3))}
+    assert stored == newest
+    assert buffer.sample()["index"].max() < len(buffer)
+
+
+def test_slices_hold_consecutive_steps_when_elements_were_dropped() -> None:
+    buffer = TensorDictReplayBuffer(
+        storage=FrameStorage(100_000, max_bytes=LIMIT),
+        sampler=SliceSampler(slice_len=5, traj_key=("collector", "traj_ids")),
+        batch_size=50,
+    )
+    for rows in Videos(1, end=0.01).collect(1000).reshape(-1).split(30):
+        buffer.extend(rows.clone())
+        if len(buffer) > 60:
+            steps = buffer.sample()["step_count"].reshape(10, 5)
+            assert (steps.diff(dim=1) == 1).all()
+
+
+def test_a_limit_that_nothing_fits_into_is_refused() -> None:
+    buffer = TensorDictReplayBuffer(storage=FrameStorage(1000, max_bytes=1000))
+    with pytest.raises(OutOfMemoryError, match="max_bytes=1000 is too little"):
+        buffer.extend(Videos(1).collect(50).reshape(-1))
+
+
+@pytest.mark.parametrize(
+    ("storage", "writer", "text"),
+    [
+        ({"max_bytes": 0}, None, "max_bytes=0 must be at least 1"),
+        ({"max_bytes": 9, "ndim": 2}, None, "is for storages of one dimension"),
+        ({"max_bytes": 9}, TensorDictMaxValueWriter, "overwrite the oldest, got TensorDictMaxValueWriter"),
+        ({"max_bytes": 9}, ImmutableDatasetWriter, None),
+    ],
+)
+def test_what_a_limit_does_not_go_with_is_refused(storage: Any, writer: Any, text: str | None) -> None:
+    error = InvalidArgumentError if text else RuntimeError
+    with pytest.raises(error, match=text):
+        TensorDictReplayBuffer(storage=FrameStorage(100, **storage), writer=writer).extend(
+            Videos(1).collect(5).reshape(-1)
+        )

@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+
+from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, NotCopyableError, StorageError
+from tests.torchrl_ext.frame_data import Videos, assert_same
+from tests.torchrl_ext.frame_workers import contents
+from torchrl_ext import FrameStorage
+
+KEYS = ["pixels", ("next", "pixels"), "action", ("next", "reward"), ("inner", "vector")]
+
+
+def _buffer(folder: Path, size: int = 150, **options: Any) -> TensorDictReplayBuffer:
+    return TensorDictReplayBuffer(storage=FrameStorage(size, storage_dir=folder, **options), batch_size=16)
+
+
+def _filled(folder: Path, n: int = 20) -> None:
+    buffer = _buffer(folder)
+    buffer.extend(Videos(1).collect(n).reshape(-1))
+    buffer.storage.close()
+
+
+def _reopened(folder: Path, size: int = 150, **options: Any) -> TensorDictReplayBuffer:
+    buffer = _buffer(folder, size, **options)
+    buffer.writer.load_state_dict(buffer.storage.writer_state())
+    return buffer
+
+
+@pytest.mark.parametrize("codec", ["auto", "patch+lz4", "raw"])
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_a_storage_in_a_folder_is_found_again_and_goes_on(codec: str, ndim: int, tmp_path: Path) -> None:
+    videos, twin = Videos(2), TensorDictReplayBuffer(storage=LazyTensorStorage(150, ndim=ndim), batch_size=16)
+    for _ in range(9):
+        buffer = _reopened(tmp_path, codec=codec, ndim=ndim)
+        assert len(buffer) == len(twin)
+        for _ in range(2):
+            data = videos.collect(11)
+            for each in (buffer, twin):
+                each.extend((data if ndim == 2 else data.reshape(-1)).clone())
+        assert_same(buffer[:].clone(), twin[:])
+        drawn = []
+        for each in (buffer, twin):
+            torch.manual_seed(0)
+            drawn.append(each.sample())
+        assert_same(*drawn)
+        buffer.storage.close()
+
+
+def test_a_ring_in_a_folder_does_not_grow(tmp_path: Path) -> None:
+    buffer = _buffer(tmp_path)
+    videos = Videos(2)
+    sizes = []
+    for _ in range(60):
+        buffer.extend(videos.collect(20).reshape(-1))
+        sizes.append(sum(file.stat().st_blocks for file in tmp_path.rglob("*") if file.is_file()))
+    assert sizes[-1] == sizes[10]
+
+
+def test_an_emptied_storage_is_found_empty(tmp_path: Path) -> None:
+    buffer = _buffer(tmp_path)
+    buffer.extend(Videos(1).collect(20).reshape(-1))
+    buffer.empty()
+    buffer.storage.close()
+    buffer = _reopened(tmp_path)
+    assert len(buffer) == 0
+    buffer.extend(Videos(1).collect(5).reshape(-1))
+    assert_same(buffer[:].clone().exclude("index"), Videos(1).collect(5).reshape(-1).to("cpu"))
+
+
+def _add_until_killed(folder: Path, said: Any, batch: int) -> None:
+    torch.set_num_threads(1)
+    buffer = _reopened(folder)
+    known = Videos(2, seed=3).collect(300).reshape(-1)
+    while True:
+        start = said.value % (len(known) - batch)
+        buffer.extend(known[start : start + batch].clone())
+        said.value += batch
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("batch", [1, 30])
+def test_whatever_a_killed_process_leaves_is_whole(batch: int, tmp_path: Path) -> None:
+    known = contents(Videos(2, seed=3).collect(300).reshape(-1), KEYS)
+    context = multiprocessing.get_context("fork")  # importing TorchRL anew takes longer than the test
+    random = np.random.default_rng(batch)
+    folder = tmp_path / "storage"
+    said = context.Value("q", 0)
+    held_before = 0
+    for turn in range(20):
+        writer = context.Process(target=_add_until_killed, args=(folder, said, batch))
+        before = said.value
+        writer.start()
+        while said.value < before + 3 * batch:  # it is at work
+            time.sleep(0.001)
+            assert writer.is_alive()
+        time.sleep(float(random.uniform(0, 0.02)))
+        os.kill(writer.pid or 0, signal.SIGKILL)
+        writer.join()
+        buffer = _reopened(folder)
+        added = said.value - before
+        assert len(buffer) >= min(held_before + added, 150)
+        rows = contents(buffer[:].clone(), KEYS)
+        assert not set(rows) - set(known), f"turn {turn}: a row is no transition"
+        assert_same(buffer[torch.arange(len(buffer))], buffer[:].clone())
+        pool = buffer.storage._columns[0].pool._pool
+        assert pool.held == 2 * len(buffer)
+        held_before = len(buffer)
+        buffer.storage.close()
+
+
+def test_a_folder_with_half_made_files_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            _buffer(tmp_path).extend(Videos(1).collect(20).reshape(-1))
+    assert (tmp_path / "rows").exists()
+    buffer = _buffer(tmp_path)
+    assert not list(tmp_path.iterdir())
+    buffer.extend(Videos(1).collect(20).reshape(-1))
+    assert len(buffer) == 20
+
+
+def test_elements_that_would_overwrite_what_was_found_are_refused(tmp_path: Path) -> None:
+    _filled(tmp_path)
+    buffer = _buffer(tmp_path)
+    with pytest.raises(InvalidArgumentError, match=r"goes on at 20, got elements for 0; write\s+buffer.writer"):
+        buffer.extend(Videos(1).collect(20).reshape(-1))
+
+
+@pytest.mark.parametrize("options", [{"size": 200}, {"codec": "raw"}, {"ndim": 2}, {"pixels": ["pixels"]}])
+def test_other_arguments_are_refused(options: Any, tmp_path: Path) -> None:
+    _filled(tmp_path)
+    with pytest.raises(InvalidArgumentError, match="was made with"):
+        _buffer(tmp_path, **options)
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    buffer = _buffer(tmp_path)
+    buffer.extend(Videos(1).collect(20).reshape(-1))
+    with pytest.raises(StorageError, match="is used by another buffer"):
+        _buffer(tmp_path)
+    buffer.extend(Videos(1).collect(20).reshape(-1))
+
+
+def test_other_files_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(InvalidArgumentError, match=r"holds 'thesis.tex'"):
+        _buffer(tmp_path)
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    _filled(tmp_path, 120)
+    manifest = (tmp_path / "storage.json").read_text()
+    for damaged, text in ((manifest[:-5], "is damaged"), (manifest.replace('"format": 1', '"format": 9'), "format 9")):
+        (tmp_path / "storage.json").write_text(damaged)
+        with pytest.raises(CorruptFileError, match=text):
+            _buffer(tmp_path)
+    (tmp_path / "storage.json").write_text(manifest)
+    frames = tmp_path / "frames-0"
+    size = frames.stat().st_size
+    os.truncate(frames, size - 1)
+    with pytest.raises(CorruptFileError, match="it was cut short"):
+        _buffer(tmp_path)
+    with frames.open("rb") as file:
+        head = file.read(4096)
+    os.truncate(frames, 0)
+    with pytest.raises(CorruptFileError, match="is missing or empty"):
+        _buffer(tmp_path)
+    frames.write_bytes(head)
+    os.truncate(frames, size)
+    with pytest.raises(CorruptFileError, match="lead nowhere"):
+        _buffer(tmp_path)
+
+
+def test_a_full_disk_is_reported_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = _buffer(tmp_path)
+    videos = Videos(1)
+    buffer.extend(videos.collect(20).reshape(-1))
+    before = buffer[:].clone()
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    region = buffer.storage._columns[0].pool._pool._region
+    region._reserved.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(StorageError, match="No space left on device"):
+            buffer.storage.set(range(20, 40), videos.collect(20).reshape(-1))
+    assert len(buffer) == 20
+    assert_same(buffer[:].clone(), before)
+
+
+def test_what_does_not_go_with_a_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="max_bytes"):
+        _buffer(tmp_path, max_bytes=10)
+    buffer = _buffer(tmp_path / "one")
+    with pytest.raises(InvalidArgumentError, match="LazyMemmapStorage"):
+        buffer.extend(Videos(1).collect(5).reshape(-1).exclude("pixels", ("next", "pixels")))
+    buffer = _buffer(tmp_path / "two")
+    buffer.extend(Videos(1).collect(5).reshape(-1))
+    with pytest.raises(NotCopyableError, match="cannot be pickled"):
+        buffer.storage.__reduce_ex__(2)
+    with pytest.raises(InvalidArgumentError, match="leave out storage_dir"):
+        buffer.storage.load_state_dict(buffer.storage.state_dict())
+
+
+def test_a_closed_storage_is_not_used() -> None:
+    storage = FrameStorage(30)
+    storage.set(range(5), Videos(1).collect(5).reshape(-1))
+    storage.close()
+    for use in (lambda: storage[0], lambda: storage.set(0, Videos(1).collect(1)[0, 0]), storage.close):
+        with pytest.raises(InvalidArgumentError, match="is closed"):
+            use()

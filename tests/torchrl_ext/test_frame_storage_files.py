@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchrl.data import TensorDictReplayBuffer, TensorStorageCheckpointer
+
+from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
+from tests.torchrl_ext.frame_data import Videos, assert_same
+from torchrl_ext import FrameStorage
+from torchrl_ext._frame_files import FrameStorageCheckpointer
+
+
+def _buffer(size: int = 100, *, ndim: int = 1, **options: Any) -> TensorDictReplayBuffer:
+    return TensorDictReplayBuffer(storage=FrameStorage(size, ndim=ndim, **options), batch_size=16)
+
+
+def _through_state_dict(buffer: Any, size: int, tmp_path: Path) -> Any:
+    torch.save(buffer.state_dict(), tmp_path / "state.pt")
+    loaded = _buffer(size, ndim=buffer.storage.ndim)
+    loaded.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=False))
+    return loaded
+
+
+def _through_dumps(buffer: Any, size: int, tmp_path: Path) -> Any:
+    buffer.dumps(tmp_path / "checkpoint")
+    loaded = _buffer(size, ndim=buffer.storage.ndim)
+    loaded.loads(tmp_path / "checkpoint")
+    return loaded
+
+
+def _through_pickle(buffer: Any, size: int, tmp_path: Path) -> Any:
+    storage = pickle.loads(pickle.dumps(buffer.storage))
+    return TensorDictReplayBuffer(storage=storage, writer=copy.deepcopy(buffer.writer), batch_size=16)
+
+
+WAYS = [_through_state_dict, _through_dumps, _through_pickle]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("codec", ["auto", "patch+lz4", "raw"])
+@pytest.mark.parametrize("n", [30, 250])
+def test_a_buffer_that_was_saved_and_loaded_goes_on_as_if_nothing_had_happened(
+    way: Any, codec: str, n: int, tmp_path: Path
+) -> None:
+    buffer = _buffer(codec=codec)
+    videos = Videos(2)
+    for part in videos.collect(n // 2).reshape(-1).split(40):
+        buffer.extend(part)
+    loaded = way(buffer, 100, tmp_path)
+    assert len(loaded) == len(buffer)
+    assert_same(loaded[:], buffer[:])
+    if way is not _through_pickle:
+        more = videos.collect(30).reshape(-1)
+        for each in (buffer, loaded):
+            each.extend(more.clone())
+    for each in (buffer, loaded):
+        torch.manual_seed(0)
+        each.last = each.sample()
+    assert_same(loaded.last, buffer.last)
+    assert_same(loaded[:], buffer[:])
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_two_dimensions_are_saved_and_loaded(way: Any, tmp_path: Path) -> None:
+    buffer = _buffer(100, ndim=2)
+    videos = Videos(4)
+    for n in (10, 20):
+        buffer.extend(videos.collect(n))
+        loaded = way(buffer, 100, tmp_path)
+        assert len(loaded) == len(buffer)
+        assert_same(loaded[:], buffer[:])
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_a_larger_storage_takes_what_a_smaller_one_held(way: Any, tmp_path: Path) -> None:
+    buffer = _buffer(50)
+    videos = Videos(1)
+    buffer.extend(videos.collect(50).reshape(-1))
+    loaded = way(buffer, 80, tmp_path)
+    assert_same(loaded[:], buffer[:])
+    loaded.extend(videos.collect(40).reshape(-1))
+    assert len(loaded) == 80
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_what_does_not_fit_is_refused_and_changes_nothing(way: Any, tmp_path: Path) -> None:
+    buffer = _buffer(50)
+    buffer.extend(Videos(1).collect(50).reshape(-1))
+    with pytest.raises(InvalidArgumentError, match=r"50 elements .* do not fit into FrameStorage\(20"):
+        way(buffer, 20, tmp_path)
+
+
+def test_a_state_dict_is_a_copy() -> None:
+    buffer = _buffer(40)
+    data = Videos(1).collect(90).reshape(-1)
+    buffer.extend(data[:40].clone())
+    before, state = buffer[:].clone(), buffer.state_dict()
+    buffer.extend(data[40:80].clone())
+    loaded = _buffer(40)
+    loaded.load_state_dict(state)
+    assert_same(loaded[:], before)
+
+
+def test_an_empty_storage_is_saved_as_empty_and_cannot_be_dumped(tmp_path: Path) -> None:
+    buffer = _buffer()
+    buffer.extend(Videos(1).collect(10).reshape(-1))
+    buffer.storage.load_state_dict(FrameStorage(100).state_dict())
+    assert len(buffer.storage) == 0
+    with pytest.raises(InvalidArgumentError, match="nothing to save"):
+        FrameStorage(100).dumps(tmp_path / "checkpoint")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_is_hardly_larger_than_what_is_held(tmp_path: Path) -> None:
+    buffer = _buffer(4000)
+    for _ in range(4):
+        buffer.extend(Videos(4, seed=1).collect(250).reshape(-1))
+    buffer.dumps(tmp_path)
+    # numpy's and torch's headers are the same however much is held
+    written = sum(file.stat().st_size for file in tmp_path.rglob("*.memmap"))
+    written += sum(file.stat().st_size - 128 for file in tmp_path.rglob("*.npy"))
+    rows = buffer.storage._storage.bytes()
+    assert written < 1.05 * (buffer.storage._columns[0].pool.nbytes + rows)
+
+
+def test_a_checkpoint_takes_the_place_of_the_one_before_when_it_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = _buffer()
+    data = Videos(1).collect(100).reshape(-1)
+    buffer.extend(data[:30].clone())
+    storage = buffer.storage
+    storage.dumps(tmp_path / "checkpoint")
+    before = storage[:].clone()
+    buffer.extend(data[30:].clone())
+    with monkeypatch.context() as patch:
+        patch.setattr(json, "dumps", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            storage.dumps(tmp_path / "checkpoint")
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+    loaded = FrameStorage(100)
+    loaded.loads(tmp_path / "checkpoint")
+    assert_same(loaded[:], before)
+    storage.dumps(tmp_path / "checkpoint")
+    loaded.loads(tmp_path / "checkpoint")
+    assert_same(loaded[:], storage[:])
+
+
+def test_files_of_others_are_not_deleted(tmp_path: Path) -> None:
+    storage = FrameStorage(100)
+    storage.set(range(30), Videos(1).collect(30).reshape(-1))
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(InvalidArgumentError, match="holds other files"):
+        storage.dumps(tmp_path)
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_damaged_checkpoints_are_refused_and_change_nothing(tmp_path: Path) -> None:
+    storage = FrameStorage(100)
+    storage.set(range(60), Videos(1).collect(60).reshape(-1))
+    storage.dumps(tmp_path / "checkpoint")
+    files = [path for path in (tmp_path / "checkpoint").rglob("*") if path.is_file() and path.stat().st_size]
+    assert len(files) > 15
+    target = FrameStorage(100)
+    target.set(range(10), Videos(1, seed=5).collect(10).reshape(-1))
+    before = target[:].clone()
+    for file in files:
+        contents = file.read_bytes()
+        for damaged in (contents[:-1], contents[:-1] + bytes([contents[-1] ^ 1])):
+            if file.name == "meta.json" and damaged.strip() == contents.strip():
+                continue
+            file.write_bytes(damaged)
+            with pytest.raises(CorruptFileError):
+                target.loads(tmp_path / "checkpoint")
+        file.write_bytes(contents)
+    assert_same(target[:], before)
+    target.loads(tmp_path / "checkpoint")
+    assert_same(target[:], storage[:])
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CorruptFileError, match="holds no FrameStorage"):
+        FrameStorage(10).loads(tmp_path)
+
+
+def test_a_later_format_is_refused(tmp_path: Path) -> None:
+    storage = FrameStorage(100)
+    storage.set(range(30), Videos(1).collect(30).reshape(-1))
+    storage.dumps(tmp_path)
+    metadata = json.loads((tmp_path / "frames.json").read_text())
+    (tmp_path / "frames.json").write_text(json.dumps({**metadata, "format": 99}))
+    with pytest.raises(CorruptFileError, match="has format 99"):
+        FrameStorage(100).loads(tmp_path)
+
+
+def test_a_checkpointer_that_would_save_no_images_is_refused() -> None:
+    with pytest.raises(InvalidTypeError, match="cannot save compressed images"):
+        TensorDictReplayBuffer(storage=FrameStorage(10), checkpointer=TensorStorageCheckpointer())
+    buffer = TensorDictReplayBuffer(storage=FrameStorage(10), checkpointer=FrameStorageCheckpointer())
+    for register in (buffer.register_save_hook, buffer.register_load_hook):
+        with pytest.raises(InvalidArgumentError, match="hooks"):
+            register(lambda data, **_: data)

@@ -1,0 +1,299 @@
+"""A TorchRL storage that keeps images compressed, and each frame once."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from multiprocessing.context import get_spawning_popen
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from tensordict.utils import unravel_key
+from torch import multiprocessing
+
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError
+from rl_ext_core.frames.adaptive_pool import AdaptivePool
+from torchrl_ext._frame_arguments import at_least_one
+from torchrl_ext._frame_budget import Budget, close_ring, moved_down
+from torchrl_ext._frame_columns import FrameColumn, Key, NewPool
+from torchrl_ext._frame_files import FrameStorageCheckpointer, as_arrays, as_tensors
+from torchrl_ext._frame_folder import StorageFolder, repair
+from torchrl_ext._frame_rows import FrameRows
+
+
+class FrameStorage(FrameRows):
+    """Like :class:`~torchrl.data.LazyTensorStorage`, for TensorDicts with images, in a fraction of the memory.
+
+    Each frame is stored once and compressed, although stacks of frames and ``("next", "pixels")`` repeat it; whether
+    they do is found out by comparing contents. All else is kept in plain tensors. What is sampled equals what
+    ``LazyTensorStorage`` gives, bit for bit::
+
+        buffer = TensorDictReplayBuffer(storage=FrameStorage(1_000_000), batch_size=256)
+
+    Slices, such as ``buffer[:]``, decode images when they are used; what is changed in place in a decoded image is a
+    copy, so write by an index: ``buffer[:]["pixels"][3] = image``.
+
+    :param max_size: Max number of elements, as in ``LazyTensorStorage``.
+    :param device: Where samples go; what is stored stays in main memory.
+    :param ndim: Number of batch dimensions that count for the size, as in ``LazyTensorStorage``.
+    :param pixels: Keys of the images, or None for all leaves of bytes with at least two dimensions and 1,024 bytes.
+    :param codec: ``"auto"``, or ``"raw"``, ``"patch"``, ``"patch+lz4"`` (the smallest), or ``"lz4"``.
+    :param max_error: How far a pixel may be off; 0 is exact.
+    :param n_stack: Frames in an image stack, or None to find it from the data.
+    :param block_length: Frames in a block, a power of two, or None to choose it by what is seen. Longer blocks take
+        less memory and more time to sample from.
+    :param max_bytes: What it may hold, in bytes; where that is reached, ``max_size`` is lowered, and the oldest go.
+    :param storage_dir: A folder to keep everything in, memory-mapped: it may exceed main memory, and whoever opens it
+        again with the same arguments finds what was there, even after a crash of the process, but for elements that
+        were being added at that moment. ``buffer.writer.load_state_dict(storage.writer_state())`` goes on behind them.
+    :param num_threads: Threads that decode large batches, or None for as many as ``torch.get_num_threads()``.
+    :raises InvalidArgumentError: if an argument has a value that cannot be used.
+    :raises MissingDependencyError: if numba is not installed, or what the codec needs.
+    :raises StorageError: if the folder cannot be used, or another process uses it.
+    :raises CorruptFileError: if what is in the folder is damaged.
+    """
+
+    _default_checkpointer = FrameStorageCheckpointer
+
+    def __init__(
+        self,
+        max_size: int,
+        *,
+        device: torch.device | str = "cpu",
+        ndim: int = 1,
+        pixels: Sequence[Key] | None = None,
+        codec: str = "auto",
+        max_error: int = 0,
+        n_stack: int | None = None,
+        block_length: int | None = None,
+        max_bytes: int | None = None,
+        storage_dir: str | os.PathLike[str] | None = None,
+        num_threads: int | None = None,
+    ) -> None:
+        max_size, ndim = at_least_one("max_size", max_size), at_least_one("ndim", ndim)
+        super().__init__(max_size, device=device, ndim=ndim, pixels=pixels, num_threads=num_threads)
+        self._options: dict[str, Any] = {
+            "codec": codec,
+            "max_error": max_error,
+            "n_stack": n_stack,
+            "block_length": block_length,
+        }
+        self._budget = None if max_bytes is None else Budget(at_least_one("max_bytes", max_bytes))
+        if max_bytes is not None and ndim > 1:
+            raise InvalidArgumentError(f"max_bytes={max_bytes} is for storages of one dimension; leave out ndim={ndim}")
+        if max_bytes is not None and storage_dir is not None:
+            raise InvalidArgumentError(
+                f"max_bytes={max_bytes} is for main memory; leave it out, or storage_dir={str(storage_dir)!r}"
+            )
+        self._goes_on_at: int | None = None
+        self._folder = None if storage_dir is None else StorageFolder(storage_dir)
+        if self._folder is not None:
+            keys = None if pixels is None else [unravel_key(key) for key in pixels]
+            self._folder.arguments = {"max_size": max_size, "ndim": ndim, "pixels": keys, **self._options}
+            self._reopen(self._folder)
+
+    def _pool_maker(self, n_rows: int) -> NewPool:
+        folder, options = self._folder, self._options
+        numbers = itertools.count()
+
+        def new_pool(image: tuple[int, ...], dtype: Any, n_images: int) -> AdaptivePool:
+            # A batch is stored before what it replaces is freed, hence twice as many.
+            path = None if folder is None else folder.frames(next(numbers))
+            return AdaptivePool(2 * n_rows * n_images, image, dtype, **options, path=path)
+
+        return new_pool
+
+    def _new_rows(self, rows: Any) -> Any:
+        if self._folder is None:
+            return super()._new_rows(rows)
+        if not self._columns:
+            raise InvalidArgumentError(
+                "storage_dir is for data with images, and none were found; use LazyMemmapStorage, or name them: "
+                'FrameStorage(..., pixels=["pixels"])'
+            )
+        mapped = self._folder.new_rows(rows)
+        n_images = [sum(rows.get(key)[0].numel() for key in column.keys) for column in self._columns]
+        kinds = [column.kind(n) for column, n in zip(self._columns, n_images, strict=True)]
+        self._folder.begin(kinds, self._columns[0].pool.owners_fields(), len(rows))
+        return mapped
+
+    def _reopen(self, folder: StorageFolder) -> None:
+        """Finds again what is in the folder."""
+        kinds = folder.found()
+        if kinds is None:
+            return
+        rows = folder.rows()
+        new_pool = self._pool_maker(len(rows))
+        self._columns = [FrameColumn.like(kind, new_pool, num_threads=self._num_threads) for kind in kinds]
+        self._hold(rows)
+        length, following, torn = folder.reopened(self._columns[0].pool.owners_fields(), len(rows))
+        length = repair(rows, self._image_keys, torn, length // (self.max_size // len(rows)))
+        for column in self._columns:
+            column.recover([rows.get(key) for key in column.keys], length, folder.path)
+        self._len = length * (self.max_size // len(rows))
+        self._goes_on_at = following % len(rows) if length == len(rows) else length
+        if length:
+            self._set_last_cursor((self._goes_on_at - 1) % length)
+        folder.written(len(self), self._goes_on_at)
+
+    def writer_state(self) -> dict[str, Any]:
+        """For ``buffer.writer.load_state_dict``: where elements go on in a storage that was opened again."""
+        return {"_cursor": self._goes_on_at or 0, "_write_count": len(self)}
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        """Stores elements at their places; see :meth:`FrameRows.set`."""
+        if self._budget is not None:
+            self._budget.check(self)
+        if set_cursor and self._goes_on_at is not None:
+            first = int(torch.arange(len(self._storage))[cursor].reshape(-1)[0])
+            if first != self._goes_on_at:
+                raise InvalidArgumentError(
+                    f"this storage was opened again and goes on at {self._goes_on_at}, got elements for {first}; write "
+                    "buffer.writer.load_state_dict(storage.writer_state()) first"
+                )
+        with self.lock:
+            super().set(cursor, data, set_cursor=set_cursor)
+            self._goes_on_at = None
+            if self._budget is not None and set_cursor:
+                self._budget.keep(self)
+
+    def _will_write(self, cursor: Any) -> None:
+        if self._folder is not None:
+            places = torch.arange(len(self._storage))[cursor[0] if isinstance(cursor, tuple) else cursor]
+            self._folder.will_write(places.reshape(-1).numpy())
+
+    def _written(self) -> None:
+        if self._folder is not None and self.initialized:
+            last = self._last_cursor_index
+            self._folder.written(len(self), 0 if last is None or not len(self) else last + 1)
+
+    def drop_oldest(self, n: int) -> None:
+        """Forgets the oldest elements; the storage holds that many fewer from now on.
+
+        :param n: how many; where they lie at the end and the beginning, those at the end.
+        """
+        length = len(self)
+        start = (self._last_cursor_index + 1) % length
+        n = min(n, length - start)
+        self._release({key: self._storage.get(key)[start : start + n].clone() for key in self._image_keys})
+        moved_down(self._storage, start, n, length)
+        self.max_size = self._len = length - n
+        self._hold(self._storage[: self.max_size])
+        self._set_last_cursor((start - 1) % self.max_size)
+        close_ring(self, start % self.max_size)
+        self._bump_mutation_revision()
+
+    @property
+    def checkpointer(self) -> FrameStorageCheckpointer:
+        """What ``dumps`` and ``loads`` go through."""
+        return self._checkpointer
+
+    @checkpointer.setter
+    def checkpointer(self, value: Any) -> None:
+        if value is not None and not isinstance(value, FrameStorageCheckpointer):
+            raise InvalidTypeError(
+                f"checkpointer={value!r} cannot save compressed images; leave checkpointer= out, which saves a "
+                "FrameStorage as small as it is"
+            )
+        self._checkpointer = FrameStorageCheckpointer() if value is None else value
+
+    def __getstate__(self) -> dict[str, Any]:
+        if get_spawning_popen() is not None:
+            if not self.initialized:
+                raise NotCopyableError(
+                    "an empty FrameStorage cannot be shared with another process, since it does not know yet what it "
+                    "holds; add something first: buffer.extend(data), or buffer.extend(data) and buffer.empty()"
+                )
+            if self._budget is not None:
+                raise NotCopyableError("a FrameStorage with max_bytes cannot be shared; pass a max_size instead")
+            state: dict[str, Any] = super().__getstate__()
+            return state
+        if self._folder is not None:
+            raise NotCopyableError(
+                f"a FrameStorage in {self._folder.path} cannot be pickled, since it would be in two places; save it "
+                "with storage.dumps(path)"
+            )
+        with self.lock:
+            state = super().__getstate__()
+            del state["lock"], state["_columns"], state["_storage"]
+            if self.initialized:
+                rows, frames = self.held()
+                state["held"] = rows.clone(), frames, state.pop("len__context")
+                state.update(initialized=False, len__context=0)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        held = state.pop("held", None)
+        if "lock" not in state:
+            state = {**state, "_storage": None, "_columns": [], "lock": multiprocessing.RLock()}
+        super().__setstate__({**state, "_process": os.getpid()})
+        if held is not None:
+            self.take(*held)
+        if self._folder is not None:
+            self._folder.reopened(self._columns[0].pool.owners_fields(), len(self._storage))
+
+    def held(self) -> tuple[Any, list[dict[str, Any]]]:
+        """What a file needs: the elements with handles in place of images, and what these refer to. Views, no copies.
+
+        The caller holds the lock.
+        """
+        rows = self._storage[: self._len_along_dim0]
+        n_images = [sum(self._storage.get(key)[0].numel() for key in column.keys) for column in self._columns]
+        return rows, [column.state(n) for column, n in zip(self._columns, n_images, strict=True)]
+
+    def take(self, rows: Any, frames: list[dict[str, Any]], length: int) -> None:
+        """Holds what :meth:`held` gave, in place of what was there.
+
+        :raises CorruptFileError: if it is damaged.
+        :raises InvalidArgumentError: if there is no room for it, or it cannot be exchanged.
+        """
+        if length > self.max_size or rows.ndim < self.ndim:
+            raise InvalidArgumentError(
+                f"{length} elements of {rows.ndim} batch dimensions do not fit into FrameStorage({self.max_size}, "
+                f"ndim={self.ndim}); make one like that they were saved from"
+            )
+        if self._folder is not None:
+            raise InvalidArgumentError(
+                f"a FrameStorage in {self._folder.path} cannot be loaded into; leave out storage_dir, or extend it"
+            )
+        rows = rows.to("cpu")
+        with self.lock:
+            if any(column.pool.shared for column in self._columns):
+                raise InvalidArgumentError(
+                    "a FrameStorage cannot be loaded once other processes share it; load it first"
+                )
+            new_pool = self._pool_maker(self._shape_for(rows[0])[0])
+            columns = [FrameColumn.restored(column, new_pool, num_threads=self._num_threads) for column in frames]
+            self._allocate(rows[0], columns)
+            self._storage[: len(rows)] = rows
+            self._len = length
+            self._last_cursor = None
+            self._bump_mutation_revision()
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of all that is stored, made of tensors and plain values."""
+        with self.lock:
+            if not self.initialized:
+                return {"initialized": False, "_len": 0}
+            rows, frames = self.held()
+            return {
+                "_storage": rows.clone().state_dict(),
+                "_frames": as_tensors(frames),
+                "initialized": True,
+                "_len": self._len,
+            }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Holds what :meth:`state_dict` gave, in place of what was there.
+
+        :raises CorruptFileError: if it is damaged.
+        :raises InvalidArgumentError: if there is no room for it.
+        """
+        if not state_dict["initialized"]:
+            if self.initialized:
+                self._empty()
+            return
+        rows = TensorDict().load_state_dict(state_dict["_storage"], strict=False)
+        self.take(rows, as_arrays(state_dict["_frames"]), state_dict["_len"])
