@@ -73,6 +73,20 @@ def test_ppo_on_a_torch_environment(variables: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
+def test_a_million_images_are_planned_and_trained_on(tmp_path: Path, variables: dict[str, str]) -> None:
+    notebook = read(EXAMPLES / "image_replay_plan.ipynb")
+    client = nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute(env=variables)
+    text = printed(notebook)
+    assert "measured: MountainCar-v0, 150 steps of a random policy" in text
+    assert "trained to the same weights, bit for bit: True" in text
+    held = [int(line.split()[-4].replace(",", "")) for line in text.splitlines() if line.endswith("bytes a transition")]
+    assert 179_000 < held[0] <= 180_000
+    assert 20 * max(held[1:]) < held[0]
+    assert (tmp_path / "plan.png").exists()
+
+
+@pytest.mark.slow
 def test_ppo_of_seven_agents_of_melting_pot(tmp_path: Path, variables: dict[str, str]) -> None:
     kernel = tmp_path / "JUPYTER_DATA_DIR" / "kernels" / "meltingpot" / "kernel.json"
     kernel.parent.mkdir(parents=True)
