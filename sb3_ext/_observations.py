@@ -58,10 +58,10 @@ class Observations:
 
         :raises RlExtError: if it cannot be stored; then no store holds any of it
         """
-        pairs = {
-            key: (self._taken(key, obs, name="obs"), self._taken(key, next_obs, name="next_obs")) for key in self.stores
+        staged = {
+            key: self._stage(key, self._taken(key, obs, name="obs"), self._taken(key, next_obs, name="next_obs"))
+            for key in self.stores
         }
-        staged = {key: self._stage(key, *pair) for key, pair in pairs.items()}
         self.group.commit(staged, row)
 
     def _taken(self, key: Any, obs: Any, *, name: str) -> Any:
@@ -76,6 +76,8 @@ class Observations:
         n_envs, part = self._places[1], self._parts[key]
         if n_envs == 1 or part.scalar:
             obs, next_obs = (with_shape(stack, (n_envs, *part.shape)) for stack in (obs, next_obs))
+        if key is ALONE:
+            return self.stores[key].stage(obs, next_obs)
         with naming(key):
             return self.stores[key].stage(obs, next_obs)
 

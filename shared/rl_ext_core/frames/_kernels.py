@@ -11,6 +11,7 @@ from rl_ext_core.frames._kernels_in import (
     push,
     push_pair,
     take_frames,
+    take_newest,
 )
 from rl_ext_core.frames._kernels_out import CALLS_C, all_exist, gather, list_sealed
 
@@ -29,4 +30,5 @@ __all__ = [
     "push_pair",
     "read_regions",
     "take_frames",
+    "take_newest",
 ]

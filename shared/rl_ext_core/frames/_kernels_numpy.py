@@ -68,6 +68,12 @@ def take_frames(stack: int, memory: int, geometry: Geometry, out: int) -> None:
     _bytes_at(out, n_bytes)[:] = _frames(_bytes_at(stack, n_bytes), memory, geometry).reshape(-1)
 
 
+def take_newest(e: int, geometry: Geometry, streams: Streams) -> None:
+    """Copies the newest frame of an environment's newest stack to ``fresh``."""
+    last = streams.last[e, : geometry.n_stack * geometry.frame_bytes]
+    streams.fresh[0, : geometry.frame_bytes] = _frames(last, int(streams.last_memory[e]), geometry)[-1]
+
+
 def leading_padding(stack: int, geometry: Geometry) -> int:
     """How many of the oldest frames of a planar stack are all zero; never all of them."""
     frames = _bytes_at(stack, geometry.n_stack * geometry.frame_bytes).reshape(geometry.n_stack, -1)
