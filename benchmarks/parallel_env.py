@@ -163,14 +163,14 @@ def meltingpot(rounds: int, workers: int) -> None:
     if not MELTINGPOT.exists():
         print(f"\nMelting Pot: left out, there is no {MELTINGPOT}: scripts/make_meltingpot_venv.sh")
         return
-    command = [str(MELTINGPOT), "benchmarks/_meltingpot_startup.py", "--workers", str(workers)]
+    command = [str(MELTINGPOT), "-m", "benchmarks._meltingpot_startup", "--workers", str(workers)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     print(f"\nMelting Pot, {workers} workers, until the first reset")
     meltingpot_table(json.loads(done.stdout.splitlines()[-1]))
 
 
 def meltingpot_table(found: Mapping[str, Sequence[Any]]) -> None:
-    """Print what ``benchmarks/_meltingpot_startup.py`` gives."""
+    """Print what ``benchmarks._meltingpot_startup`` gives."""
     starts = [found["upstream"][0], found["ours"][0], found["ours"][1]]
 
     def means(name: str) -> list[float]:

@@ -40,10 +40,11 @@ def test_memory_that_a_fork_shares_is_not_private_and_counts_by_half() -> None:
     assert MIB / 2 < proportional < MIB
 
 
-def test_cpu_time_counts_that_of_children_that_have_ended() -> None:
-    before = processes.cpu_s()
+def test_cpu_time_counts_that_of_children_that_have_ended_or_not() -> None:
+    before, own = processes.cpu_s(), processes.own_cpu_s()
     subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.5: pass"], check=True)
     assert 0.4 < processes.cpu_s() - before < 2
+    assert processes.own_cpu_s() - own < 0.3
 
 
 def test_children_of_children_are_found() -> None:
