@@ -29,7 +29,7 @@ from torchrl.envs import GymWrapper as Upstream
 from torchrl.envs.libs.isaac_lab import IsaacLabWrapper
 
 from benchmarks import isaac_like
-from benchmarks.measure import interleaved, machine, times_as_fast
+from benchmarks.measure import interleaved, machine, options_with_names, times_as_fast
 from torchrl_ext import GymWrapper
 
 Run = Callable[[], object]
@@ -275,12 +275,8 @@ def settle_malloc() -> None:
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gym_wrapper", description=main.__doc__)
-    names = [*SMALL, "vector", "torch"]
-    parser.add_argument("names", nargs="*", metavar="environment", help=", ".join(names))
     parser.add_argument("--rounds", type=int, default=15)
-    options = parser.parse_args()
-    if not set(options.names) <= set(names):
-        parser.error(f"choose from {', '.join(names)}")
+    options = options_with_names(parser, [*SMALL, "vector", "torch"], metavar="environment")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     logging.getLogger("torchrl").setLevel(logging.WARNING)
@@ -288,7 +284,7 @@ def main() -> None:
     print(machine())
     print(f"microseconds of CPU a step, and how many times less than TorchRL's ({options.rounds} rounds)")
     print(HEADER)
-    for name in options.names or names:
+    for name in options.names:
         if name in SMALL:
             small(name, options.rounds)
         else:

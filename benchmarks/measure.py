@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,21 @@ def machine() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
     return f"{os.cpu_count()} cores of {model}, {platform.system()}, Python {platform.python_version()}"
+
+
+def options_with_names(
+    parser: argparse.ArgumentParser, names: Collection[str], *, metavar: str = "part"
+) -> argparse.Namespace:
+    """Parses the command line, on which ``names`` may be some of these; all where there is none.
+
+    :param parser: with every other option.
+    """
+    parser.add_argument("names", nargs="*", metavar=metavar, help=", ".join(names))
+    options = parser.parse_args()
+    if not set(options.names) <= set(names):
+        parser.error(f"choose from {', '.join(names)}")
+    options.names = options.names or list(names)
+    return options
 
 
 def interleaved(

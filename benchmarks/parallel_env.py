@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import machine, times_as_fast
+from benchmarks.measure import machine, options_with_names, times_as_fast
 
 WHO = ("TorchRL", "ours")
 MELTINGPOT = Path(".venv-meltingpot/bin/python")
@@ -195,14 +195,11 @@ PARTS: dict[str, Callable[[int, int], None]] = {
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.parallel_env", description=main.__doc__)
-    parser.add_argument("names", nargs="*", metavar="part", help=", ".join(PARTS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=4)
-    options = parser.parse_args()
-    if not set(options.names) <= set(PARTS):
-        parser.error(f"choose from {', '.join(PARTS)}")
+    options = options_with_names(parser, PARTS)
     print(machine())
-    for name in options.names or PARTS:
+    for name in options.names:
         PARTS[name](options.rounds, options.workers)
 
 

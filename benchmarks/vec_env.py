@@ -26,7 +26,7 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 
 from benchmarks import _vec_env_worlds as worlds
-from benchmarks.measure import interleaved, machine, times_as_fast
+from benchmarks.measure import interleaved, machine, options_with_names, times_as_fast
 from sb3_ext import RayVecEnv, SharedMemoryVecEnv
 
 THEIRS, OURS, SHARING, HERE = "SubprocVecEnv", "one each", "2 workers", "DummyVecEnv"
@@ -211,14 +211,11 @@ PARTS: dict[str, Callable[[int, int], None]] = {
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vec_env", description=main.__doc__)
-    parser.add_argument("names", nargs="*", metavar="part", help=", ".join(PARTS))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--envs", type=int, default=8)
-    options = parser.parse_args()
-    if not set(options.names) <= set(PARTS):
-        parser.error(f"choose from {', '.join(PARTS)}")
+    options = options_with_names(parser, PARTS)
     print(machine())
-    for name in options.names or PARTS:
+    for name in options.names:
         PARTS[name](options.rounds, options.envs)
 
 
