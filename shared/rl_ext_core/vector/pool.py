@@ -13,7 +13,7 @@ from rl_ext_core.errors import WorkerError
 from rl_ext_core.vector import _messages
 from rl_ext_core.vector._failures import described
 from rl_ext_core.vector._launcher import Launcher
-from rl_ext_core.vector._layout import Layout, Memory, Progress, check_spaces
+from rl_ext_core.vector._layout import Layout, Memory, Progress, common_spaces
 from rl_ext_core.vector._rounds import call_in_rounds, shares
 from rl_ext_core.vector._seat import Seat
 from rl_ext_core.vector._worker import IDLE_IN
@@ -86,11 +86,8 @@ class Pool:
     def _start(self) -> None:
         self._launch(self.seats)
         self.wait(self._start_timeout, failing=True)
-        spaces = [found for seat in self.seats for found in seat.said]
-        for number, found in enumerate(spaces):
-            check_spaces(spaces[0], found, number)
-        self.spaces = spaces[0]
-        self.layout = Layout.of(len(spaces), *self.spaces, after=Progress.size(len(self.seats)))
+        self.spaces = common_spaces([spaces for seat in self.seats for spaces in seat.said])
+        self.layout = Layout.of(len(self.of_env), *self.spaces, after=Progress.size(len(self.seats)))
         self._memory.grow(self.layout.size)
         self.arrays = self.layout.arrays(self._memory.map(self.layout.size))
         for seat in self.seats:

@@ -10,7 +10,7 @@ from rl_ext_core.errors import WorkerError, missing_dependency
 from rl_ext_core.vector import _messages
 from rl_ext_core.vector._actor import Actor, ActorFailure
 from rl_ext_core.vector._failures import failed
-from rl_ext_core.vector._layout import Layout, Progress, check_spaces
+from rl_ext_core.vector._layout import Layout, Progress, common_spaces
 from rl_ext_core.vector._rounds import call_in_rounds, shares
 from rl_ext_core.vector._worker import PHASES
 
@@ -93,11 +93,8 @@ class RayPool:
         for seat in self.seats:
             seat.ask("build", list(factories[seat.first : seat.last]))
         self.wait(timeout)
-        spaces = [found for seat in self.seats for found in seat.said]
-        for number, found in enumerate(spaces):
-            check_spaces(spaces[0], found, number)
-        self.spaces = spaces[0]
-        self.layout = Layout.of(len(spaces), *self.spaces, after=0)
+        self.spaces = common_spaces([spaces for seat in self.seats for spaces in seat.said])
+        self.layout = Layout.of(len(self.of_env), *self.spaces, after=0)
         self.arrays = self.layout.arrays(bytearray(self.layout.size))
         for seat in self.seats:
             seat.ask("map", Layout.of(seat.last - seat.first, *self.spaces, after=Progress.size(1)))
