@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks.processes import children_of, own_cpu_s, private_mib, proportional_mib
+from benchmarks.processes import children_of, last_line_of, own_cpu_s, private_mib, proportional_mib
 
 SUBSTRATE = "commons_harvest__open"
 
@@ -75,10 +73,8 @@ def main() -> None:
         return
     results = {}
     for kind in ("upstream", "ours"):
-        command = [sys.executable, "-m", "benchmarks._meltingpot_startup"]
-        command += ["--kind", kind, "--workers", str(given.workers)]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        results[kind] = json.loads(done.stdout.splitlines()[-1])
+        line = last_line_of("benchmarks._meltingpot_startup", "--kind", kind, "--workers", given.workers)
+        results[kind] = json.loads(line)
     print(json.dumps(results))
 
 

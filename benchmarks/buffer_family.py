@@ -14,7 +14,6 @@ PPO models, one with each buffer, take turns in ``learn(1024)``. Times are CPU s
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +35,7 @@ from tqdm import tqdm
 
 from benchmarks import memory, recordings
 from benchmarks.measure import interleaved, machine, resident_bytes, times_as_fast
+from benchmarks.processes import last_line_of
 from benchmarks.replay import Recording
 from sb3_ext import (
     CompressedDictReplayBuffer,
@@ -148,10 +148,9 @@ def _roll(buffer: Any, observations: list[np.ndarray], *, collecting: bool = Fal
 
 def grown(kind: str, name: str, *, ours: bool, codec: str, collecting: bool = False) -> float:
     """Resident bytes a transition."""
-    command = [sys.executable, "-m", "benchmarks.buffer_family", kind, "--recordings", name, "--codec", codec]
-    command += ["--fill", "ours" if ours else "sb3", *["--collecting"] * collecting]
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    n_bytes, count = map(int, output.split()[-2:])
+    options = ["--recordings", name, "--codec", codec, "--fill", "ours" if ours else "sb3"]
+    line = last_line_of("benchmarks.buffer_family", kind, *options, *["--collecting"] * collecting)
+    n_bytes, count = map(int, line.split())
     return n_bytes / count
 
 

@@ -14,8 +14,6 @@ import argparse
 import gc
 import json
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -30,6 +28,7 @@ from tqdm import tqdm
 
 from benchmarks import recordings
 from benchmarks.measure import interleaved, machine, times_as_fast
+from benchmarks.processes import last_line_of
 from benchmarks.replay import Recording, Transition
 from sb3_ext import CompressedReplayBuffer
 
@@ -142,9 +141,8 @@ PARTS = {"on_disk": on_disk, "saving": saving, "loading": loading}
 
 def measure(part: str, name: str, n: int, folder: Path) -> dict[str, float]:
     """One of the parts in a fresh process."""
-    command = [sys.executable, "-m", "benchmarks.disk", name, "--transitions", str(n), "--folder", str(folder)]
-    output = subprocess.run([*command, "--part", part], check=True, stdout=subprocess.PIPE, text=True).stdout
-    found: dict[str, float] = json.loads(output.splitlines()[-1])
+    line = last_line_of("benchmarks.disk", name, "--transitions", n, "--folder", folder, "--part", part)
+    found: dict[str, float] = json.loads(line)
     return found
 
 

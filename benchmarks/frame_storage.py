@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -26,6 +24,7 @@ from tqdm import tqdm
 
 from benchmarks.measure import interleaved, machine, resident_bytes, times_as_fast
 from benchmarks.memory import GAMES, N_ENVS, transitions
+from benchmarks.processes import last_line_of
 from torchrl_ext import FrameStorage
 
 STEPS = 64  # of each environment a batch
@@ -78,9 +77,8 @@ def fill(game: str, name: str, size: int) -> None:
 
 def bytes_a_transition(game: str, name: str, size: int) -> float:
     """:func:`fill` in a fresh process."""
-    command = [sys.executable, "-m", "benchmarks.frame_storage", game, "--fill", name, "--size", str(size)]
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    grown, count, _ = map(int, output.split()[-3:])
+    line = last_line_of("benchmarks.frame_storage", game, "--fill", name, "--size", size)
+    grown, count, _ = map(int, line.split())
     return grown / count
 
 

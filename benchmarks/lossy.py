@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +24,7 @@ from tqdm import tqdm
 
 from benchmarks import recordings
 from benchmarks.measure import interleaved, machine, resident_bytes, times_as_fast
+from benchmarks.processes import last_line_of
 from rl_ext_core.frames.planning._measured import layout_of, measure
 from rl_ext_core.frames.planning._rows import Sample
 from sb3_ext import CompressedReplayBuffer
@@ -82,9 +81,7 @@ def fill(name: str, way: str, data: Path) -> None:
 
 def resident(name: str, way: str, data: Path) -> float:
     """Bytes a transition, of :func:`fill` in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.lossy", name, "--fill", way, "--data", str(data)]
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    grown, count = json.loads(output.splitlines()[-1])
+    grown, count = json.loads(last_line_of("benchmarks.lossy", name, "--fill", way, "--data", data))
     return float(grown / count)
 
 

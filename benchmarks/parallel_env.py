@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measure import machine, options_with_names, times_as_fast
+from benchmarks.processes import last_line_of
 
 WHO = ("TorchRL", "ours")
 MELTINGPOT = Path(".venv-meltingpot/bin/python")
@@ -163,10 +164,9 @@ def meltingpot(rounds: int, workers: int) -> None:
     if not MELTINGPOT.exists():
         print(f"\nMelting Pot: left out, there is no {MELTINGPOT}: scripts/make_meltingpot_venv.sh")
         return
-    command = [str(MELTINGPOT), "-m", "benchmarks._meltingpot_startup", "--workers", str(workers)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    line = last_line_of("benchmarks._meltingpot_startup", "--workers", workers, python=MELTINGPOT)
     print(f"\nMelting Pot, {workers} workers, until the first reset")
-    meltingpot_table(json.loads(done.stdout.splitlines()[-1]))
+    meltingpot_table(json.loads(line))
 
 
 def meltingpot_table(found: Mapping[str, Sequence[Any]]) -> None:

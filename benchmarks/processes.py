@@ -1,11 +1,20 @@
-"""What processes cost: CPU seconds, and memory that they share with others or not."""
+"""Fresh processes for what is measured, and what processes cost: CPU seconds, and memory that is shared or not."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 MIB = 1024
+
+
+def last_line_of(module: str, *arguments: object, python: str | Path = sys.executable) -> str:
+    """Runs a module in a fresh process, and gives the last line that it prints."""
+    command = [str(python), "-m", module, *map(str, arguments)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return done.stdout.splitlines()[-1]
 
 
 def cpu_s(process: int | str = "self") -> float:

@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from statistics import median
 from typing import Any
@@ -27,6 +25,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 
 from benchmarks import _vec_env_worlds as worlds
 from benchmarks.measure import interleaved, machine, options_with_names, times_as_fast
+from benchmarks.processes import last_line_of
 from sb3_ext import RayVecEnv, SharedMemoryVecEnv
 
 THEIRS, OURS, SHARING, HERE = "SubprocVecEnv", "one each", "2 workers", "DummyVecEnv"
@@ -166,9 +165,7 @@ def learn(rounds: int, n_envs: int) -> None:
 
 def once(*arguments: object) -> Any:
     """Run a measurement in a fresh process."""
-    command = [sys.executable, "-m", "benchmarks._vec_env_once", *map(str, arguments)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(last_line_of("benchmarks._vec_env_once", *arguments))
 
 
 def start(rounds: int, n_envs: int) -> None:
