@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -22,7 +21,7 @@ from tensordict import TensorDict
 from torchrl.data import CompressedListStorage, LazyTensorStorage, TensorDictReplayBuffer
 from tqdm import tqdm
 
-from benchmarks.measure import interleaved, machine, resident_bytes, times_as_fast
+from benchmarks.measure import machine, resident_bytes, sampling_speed
 from benchmarks.memory import GAMES, N_ENVS, transitions
 from benchmarks.processes import last_line_of
 from torchrl_ext import FrameStorage
@@ -82,25 +81,13 @@ def bytes_a_transition(game: str, name: str, size: int) -> float:
     return grown / count
 
 
-def _sampler(buffer: TensorDictReplayBuffer, batch_size: int, draws: int) -> Callable[[], None]:
-    held = []
-
-    def sample() -> None:
-        for _ in range(draws):
-            held[:] = [buffer.sample(batch_size)]
-
-    return sample
-
-
 def speed(game: str, than: str, codec: str, size: int, *, batch_size: int, draws: int, rounds: int) -> float:
     """How many times as fast ``FrameStorage`` samples as the other one."""
     pair = {name: TensorDictReplayBuffer(storage=storage(name, size)) for name in (than, codec)}
     for batch in batches(game, size):
         for name, buffer in pair.items():
             buffer.extend(nested_for(name, batch.clone()))
-    samplers = {name: _sampler(buffer, batch_size, draws) for name, buffer in pair.items()}
-    interleaved(samplers, rounds=2)
-    return times_as_fast(interleaved(samplers, rounds=rounds, clock=time.thread_time), codec, than=than)
+    return sampling_speed(pair[codec], pair[than], batch_size, rounds=rounds, draws=draws)
 
 
 def main() -> None:

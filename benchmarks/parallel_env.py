@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import machine, options_with_names, times_as_fast
+from benchmarks.measure import judged, machine, options_with_names, times_as_fast
 from benchmarks.processes import last_line_of
 
 WHO = ("TorchRL", "ours")
@@ -69,11 +69,6 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 def row(label: str, *columns: str, verdict: str = "") -> None:
     """Print one."""
     print(f"{label:{WIDTH}}" + "".join(f"{column:>15}" for column in columns) + f"  {verdict}", flush=True)
-
-
-def judged(ratio: float, bar: float) -> str:
-    """A ratio and its bar."""
-    return f"{ratio:6.2f}×  (≥ {bar:g}×){'' if ratio >= bar else '  missed'}"
 
 
 # -- the parts

@@ -24,7 +24,7 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 
 from benchmarks import _vec_env_worlds as worlds
-from benchmarks.measure import interleaved, machine, options_with_names, times_as_fast
+from benchmarks.measure import interleaved, judged, machine, options_with_names, times_as_fast
 from benchmarks.processes import last_line_of
 from sb3_ext import RayVecEnv, SharedMemoryVecEnv
 
@@ -49,12 +49,6 @@ WIDTH = 34
 def row(label: str, *columns: str, verdict: str = "") -> None:
     """Print one."""
     print(f"{label:{WIDTH}}" + "".join(f"{column:>16}" for column in columns) + f"  {verdict}", flush=True)
-
-
-def judged(ratio: float, bar: float | None, unit: str = "×") -> str:
-    """A ratio and its bar."""
-    said = "" if bar is None else f"  (≥ {bar:g}{unit}){'' if ratio >= bar else '  missed'}"
-    return f"{ratio:6.2f}{unit}{said}"
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks import parallel_env, processes
+from benchmarks import measure, parallel_env, processes
 from benchmarks._parallel_env_once import Counted, Failing
 
 POPEN = subprocess.Popen
@@ -60,8 +60,8 @@ def test_children_of_children_are_found() -> None:
 
 
 def test_a_figure_below_its_bar_is_marked() -> None:
-    assert parallel_env.judged(14.9, 15).endswith("missed")
-    assert parallel_env.judged(15, 15) == " 15.00×  (≥ 15×)"
+    assert measure.judged(14.9, 15).endswith("missed")
+    assert measure.judged(15, 15) == " 15.00×  (≥ 15×)"
 
 
 def test_environments_write_down_where_they_were_built(tmp_path: Path) -> None:
