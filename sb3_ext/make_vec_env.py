@@ -78,8 +78,7 @@ def make_vec_env(
         # The caller's own function, which may share objects with the training: a factory would unpickle copies.
         if isinstance(env_id, str):
             base()  # objects to ids that are not known
-        seeded = True
-        return env_util.make_vec_env(
+        vec_env = env_util.make_vec_env(
             env_id if isinstance(env_id, str) else lambda **arguments: environments.checked(env_id(**arguments)),
             n_envs,
             seed,
@@ -90,6 +89,8 @@ def make_vec_env(
             monitor_kwargs=monitor_kwargs,
             wrapper_kwargs=wrapper_kwargs,
         )
+        seeded = True
+        return vec_env
 
     options = vec_env_kwargs or {}
     if vec_env_cls is None:
