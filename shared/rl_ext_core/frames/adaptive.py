@@ -224,7 +224,8 @@ class AdaptiveStore:
         row: int | None = None,
     ) -> None:
         """Stores one transition of each environment; see :meth:`FrameStore.append`."""
-        self.commit(self.stage(observations, next_observations), row=row)
+        self._inner.append(observations, next_observations, row=row)
+        self._count()
 
     def stage(
         self, observations: npt.NDArray[np.generic], next_observations: npt.NDArray[np.generic]
@@ -234,8 +235,10 @@ class AdaptiveStore:
 
     def commit(self, staged: npt.NDArray[np.uint64], *, row: int | None = None) -> None:
         """Makes what was staged a transition; see :meth:`FrameStore.commit`."""
-        inner = self._inner
-        inner.commit(staged, row=row)
+        self._inner.commit(staged, row=row)
+        self._count()
+
+    def _count(self) -> None:
         self._seen += 1
         # A power of two. What a store has found out holds for the rollouts that follow in it.
         if self._seen <= _LAST_CHECK and self._seen & (self._seen - 1) == 0 and self._in_order:

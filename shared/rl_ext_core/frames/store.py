@@ -238,7 +238,8 @@ class FrameStore(Ring):
         :raises OutOfMemoryError: where the system has no more.
             Whatever is raised, the store holds what it held before.
         """
-        self.commit(self.stage(observations, next_observations), row=row)
+        with self._lock:
+            self._advance(self.position if row is None else row, self._stage(observations, next_observations))
 
     def stage(
         self, observations: npt.NDArray[np.generic], next_observations: npt.NDArray[np.generic]
@@ -250,15 +251,20 @@ class FrameStore(Ring):
         :return: what :meth:`commit` needs, valid until the next call.
         """
         with self._lock:
-            if self._files is None:
-                return self._writer.push_pair(observations, next_observations)
-            self._prepare_files(self._files)
-            try:
-                return self._writer.push_pair(observations, next_observations)
-            except BaseException:
-                with contextlib.suppress(StorageError):
-                    self._files.nothing_came()
-                raise
+            return self._stage(observations, next_observations)
+
+    def _stage(
+        self, observations: npt.NDArray[np.generic], next_observations: npt.NDArray[np.generic]
+    ) -> npt.NDArray[np.uint64]:
+        if self._files is None:
+            return self._writer.push_pair(observations, next_observations)
+        self._prepare_files(self._files)
+        try:
+            return self._writer.push_pair(observations, next_observations)
+        except BaseException:
+            with contextlib.suppress(StorageError):
+                self._files.nothing_came()
+            raise
 
     def commit(self, staged: npt.NDArray[np.uint64], *, row: int | None = None) -> None:
         """Makes what was staged a transition, over the oldest where the store is full."""
