@@ -13,7 +13,7 @@ from rl_ext_core.frames._kernels_in import (
     take_frames,
     take_newest,
 )
-from rl_ext_core.frames._kernels_out import CALLS_C, all_exist, gather, list_sealed
+from rl_ext_core.frames._kernels_out import CALLS_C, all_exist, gather, list_sealed, next_entries
 
 __all__ = [
     "CALLS_C",
@@ -26,6 +26,7 @@ __all__ = [
     "gather",
     "leading_padding",
     "list_sealed",
+    "next_entries",
     "push",
     "push_pair",
     "read_regions",
