@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_ext_core.errors import missing_dependency
+from rl_ext_core.frames._choice import ALL_CHANGES, JUDGE_AFTER, LAST_CHECK, is_small, log_choice, suiting_length
 from rl_ext_core.frames._loss import checked_bound
 from rl_ext_core.frames._pool_files import described, restored
 from rl_ext_core.frames._pool_state import FIRST_OF_OWNER
-from rl_ext_core.frames.adaptive import _ALL_CHANGES, _BLOCK_LENGTHS, _JUDGE_AFTER, _LAST_CHECK, _SMALL_FRAME
 from rl_ext_core.frames.codecs import get_codec
 from rl_ext_core.frames.layout import StackLayout, candidate_layouts, find_layout
 from rl_ext_core.frames.pool import FramePool, Handles
 
-_logger = logging.getLogger("rl_ext_core.frames")
-
-LAST_CHECK = _LAST_CHECK  # of storages that hold more, nothing is stored anew
 _COPIED = 64  # stacks at a time
 
 
@@ -74,15 +70,12 @@ class AdaptivePool:
     def _first_codec(self, layout: StackLayout) -> str:
         if self._codec != "auto":
             return self._codec
-        return "raw" if layout.frame_bytes < _SMALL_FRAME and not self._max_error else "patch"
+        return "raw" if is_small(layout) and not self._max_error else "patch"
 
     def _length(self, changes: float) -> int:
         if self._block_length is not None:
             return self._block_length
-        length: int = next((length for limit, length in _BLOCK_LENGTHS if changes < limit), _BLOCK_LENGTHS[-1][1])
-        # All of a sealed block has to be opened to read any of it.
-        seals = self._codec != "auto" and get_codec(self._codec).seals
-        return max(length // 2, 4) if seals else length
+        return suiting_length(changes, seals=self._codec != "auto" and get_codec(self._codec).seals)
 
     @property
     def layout(self) -> StackLayout:
@@ -130,7 +123,7 @@ class AdaptivePool:
             if layout != pool.layout:
                 pool.become(layout, codec=self._first_codec(layout), block_length=self._length(0.0))
         handles = pool.put(stacks, nexts, ended=ended)
-        while fresh and len(stacks) >= _JUDGE_AFTER and (better := self._better()) is not None:
+        while fresh and len(stacks) >= JUDGE_AFTER and (better := self._better()) is not None:
             pool.become(pool.layout, **better)
             handles = pool.put(stacks, nexts, ended=ended)
         return handles
@@ -141,7 +134,7 @@ class AdaptivePool:
         if pool.max_error != self._max_error:
             return {"codec": pool.codec.name, "block_length": pool.block_length, "max_error": self._max_error}
         changes = pool.changed_fraction
-        noise = self._codec == "auto" and changes > _ALL_CHANGES and not self._max_error
+        noise = self._codec == "auto" and changes > ALL_CHANGES and not self._max_error
         codec, length = "raw" if noise else pool.codec.name, self._length(changes)
         if (codec, length) == (pool.codec.name, pool.block_length) or self._judged:
             return None
@@ -176,7 +169,7 @@ class AdaptivePool:
         chosen: dict[str, Any] | None = None
         if layout != pool.layout:
             chosen = {"codec": self._first_codec(layout), "block_length": self._length(0.0)}
-        elif len(handles) >= _JUDGE_AFTER:
+        elif len(handles) >= JUDGE_AFTER:
             self._judged = False
             chosen = self._better()
         if chosen is None:
@@ -188,13 +181,7 @@ class AdaptivePool:
             nexts = None if next_handles is None else next_handles[part]
             parts.append(anew.put(*self._decoded(handles[part], nexts)))
         self._pool = anew
-        _logger.info(
-            "stacks of shape %s: %d frames a stack, codec %r, %d frames a block",
-            layout.shape,
-            layout.n_stack,
-            anew.codec.name,
-            anew.block_length,
-        )
+        log_choice("stacks", layout, codec=anew.codec.name, block_length=anew.block_length)
         return np.concatenate([put for put, _ in parts]), np.concatenate([put for _, put in parts])
 
     def _decoded(
