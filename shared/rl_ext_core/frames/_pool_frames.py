@@ -59,14 +59,14 @@ def list_frames(p, handles, blocks):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def place_frames(start, stop, frames, geometry, outs):  # type: ignore[no-untyped-def]
-    """Writes the stacks ``start`` to ``stop`` of a batch.
+def place_frames(frames, geometry, outs):  # type: ignore[no-untyped-def]
+    """Writes stacks.
 
     :param frames: (n, n_stack) addresses of the frames; 0 where there is none.
     :param outs: address of the batch.
     """
     stack_bytes = geometry.n_stack * geometry.frame_bytes
-    for i in range(start, stop):
+    for i in range(frames.shape[0]):
         out = uint64(outs) + uint64(i * stack_bytes)
         padding = 0
         while padding < geometry.n_stack and frames[i, padding] == 0:

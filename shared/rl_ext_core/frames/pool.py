@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from operator import index
 from pathlib import Path
@@ -11,24 +10,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, OutOfMemoryError
+from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
 from rl_ext_core.frames import _pool_state as state
 from rl_ext_core.frames._loss import checked_block_length, checked_bound
-from rl_ext_core.frames._parallel import run_parts
-from rl_ext_core.frames._pool_state import COUNTS, PAGE, Pool, Sizes
+from rl_ext_core.frames._pool_room import Room
+from rl_ext_core.frames._pool_state import Pool, Sizes
 from rl_ext_core.frames._region import Region
 from rl_ext_core.frames._state import (
-    ENTRY_HEADER,
     GROUP,
     INTERLEAVED,
     PLANAR,
     SCRATCH_FRAMES,
     SLACK,
-    WORK_FRAMES,
     Bytes,
     Geometry,
 )
-from rl_ext_core.frames.arena import address_of, allocate
+from rl_ext_core.frames.arena import address_of
 from rl_ext_core.frames.codecs import DEFAULT_QUALITY, Codec, codec_names, get_codec
 from rl_ext_core.frames.layout import StackLayout, candidate_layouts
 from rl_ext_core.frames.writer import _neighbours
@@ -86,9 +83,9 @@ class FramePool:
         self.become(layout, codec=codec, block_length=block_length, max_error=max_error, quality=quality)
 
     def _attach(self, region: Region) -> None:
-        from rl_ext_core.frames import _pool_in, _pool_out, _pool_seal  # they load numba
+        from rl_ext_core.frames import _pool_in, _pool_out, _pool_reading, _pool_seal  # they load numba
 
-        self._in, self._out, self._sealing = _pool_in, _pool_out, _pool_seal
+        self._in, self._out, self._reading, self._sealing = _pool_in, _pool_out, _pool_reading, _pool_seal
         self._region = region
         self._arrays = {name: region.array(*field) for name, field in state.fields(self._sizes).items()}
         self._known = -1
@@ -151,6 +148,9 @@ class FramePool:
         self.codec = _usable_codec(name, quality).for_frames(layout)
         self._seals = (state.AT_ONCE if self.codec.lossy else state.IN_TURN) if self.codec.seals else state.NEVER
         self._decompressor = self.codec.c_decompressor() if self.codec.seals else 0
+        # The newest frame, and of a block that was put away at once, what still is where it was filled.
+        stream_frames = 2 if self._seals == state.AT_ONCE else 1
+        self._room = Room(self._region, self._arrays, self._sizes, layout=layout, stream_frames=stream_frames)
         places = [address_of(self._arrays["pages"]), address_of(self._arrays["references"])]
         arrays = {name: array for name, array in self._arrays.items() if name in Pool._fields}
         self._pool = Pool(**arrays, starts=np.array([*places, layout.frame_bytes + SLACK], dtype=np.uint64))
@@ -188,32 +188,17 @@ class FramePool:
     @property
     def nbytes(self) -> int:
         """Bytes held; what the process, or all that share the pool, have grown by."""
-        head = self._pool.head
-        rows = sum(int(head[field]) * self._row_bytes(name) for name, field in COUNTS.items())
-        frames = 2 if self._seals == state.AT_ONCE else 1  # what was put away still is where it was filled
-        streams = int(head[state.STREAMS]) * (self.layout.stack_bytes + frames * self.layout.frame_bytes)
-        opened = int(self._pool.streams[: head[state.STREAMS], state.OPEN_BYTES].sum())
-        references = int(head[state.REFERENCES]) * (self.layout.frame_bytes + SLACK)
-        return rows + int(head[state.PAGES]) * PAGE + references + streams + opened
+        return self._room.nbytes
 
     @property
     def used_nbytes(self) -> int:
         """Bytes held, without what was freed and waits to be used again."""
-        head, frame = self._pool.head, self.layout.frame_bytes + SLACK
-        return self.nbytes - int(head[state.FREE_PAGES]) * PAGE - int(head[state.FREE_REFERENCES]) * frame
-
-    def _row_bytes(self, name: str) -> int:
-        array = self._arrays[name]
-        return array.itemsize * math.prod(array.shape[1:])
+        return self.nbytes - self._room.unused_nbytes
 
     @property
     def changed_fraction(self) -> float:
         """What a frame took on average, as a fraction of its raw size, before anything was freed."""
-        head = self._pool.head
-        opened = int(self._pool.streams[: head[state.STREAMS], state.OPEN_BYTES].sum())
-        references = int(head[state.REFERENCES]) * self.layout.frame_bytes
-        stored = int(head[state.BLOCK_BYTES]) + opened + references
-        return stored / max(int(head[state.FRAMES]), 1) / self.layout.frame_bytes
+        return self._room.changed_fraction
 
     def put(
         self,
@@ -238,7 +223,7 @@ class FramePool:
         handles, next_handles = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
         if self._pool.head[state.UNSEALED]:  # of a call that failed, or of a process that was killed
             self._sealing.seal_full(self._pool, self.codec)
-        self._make_sure_of_room(n if nexts is None else 2 * n)
+        self._room.make_sure_of(n if nexts is None else 2 * n, block_length=self.block_length)
         flags = np.zeros(n, dtype=np.uint8) if ended is None else np.ascontiguousarray(ended).astype(np.uint8)
         part = _SEALED_STACKS if self.codec.seals else max(n, 1)
         try:
@@ -285,35 +270,6 @@ class FramePool:
                 f"{expected} and dtype {self.layout.dtype}"
             )
 
-    def _make_sure_of_room(self, n_stacks: int) -> None:
-        head, sizes, layout = self._pool.head, self._sizes, self.layout
-        blocks = n_stacks * (layout.n_stack // self.block_length + 1)
-        pages = (n_stacks + 1) * (layout.stack_bytes // PAGE + layout.n_stack + 1)
-        needed = [(state.BLOCKS, blocks, sizes.blocks), (state.PAGES, pages, sizes.pages)]
-        needed.append((state.REFERENCES, blocks, sizes.references))
-        if any(head[used] + more > most for used, more, most in needed):
-            raise OutOfMemoryError(
-                f"the storage holds as many frames as it can number ({int(head[state.FRAMES]):,} were stored, "
-                f"{self.nbytes:,} bytes are held); pass a smaller max_size"
-            )
-        counts = {used: int(head[used]) + more for used, more, _ in needed}
-        counts[state.STREAMS] = min(int(head[state.STREAMS]) + n_stacks, MOST_STREAMS)
-        self._reserve(counts)
-
-    def _reserve(self, counts: dict[int, int]) -> None:
-        """Makes sure that the file has room for so many of each kind."""
-        if self._region.path is None:
-            return
-        rows = {name: counts.get(field, 0) for name, field in state.COUNTS.items()}
-        rows |= dict.fromkeys(("last", "frame", "open"), counts[state.STREAMS])
-        rows |= {"free_pages": counts[state.PAGES], "free_blocks": counts[state.BLOCKS]}
-        rows |= {"free_references": counts[state.REFERENCES], "unsealed": counts[state.BLOCKS], "turned": 1024}
-        n_bytes = {name: n * self._row_bytes(name) for name, n in rows.items()}
-        n_bytes["pages"] = counts[state.PAGES] * PAGE + SLACK
-        n_bytes["references"] = counts[state.REFERENCES] * (self.layout.frame_bytes + SLACK)
-        for name, n in n_bytes.items():
-            self._region.reserve(state.offset_of(name, self._sizes), min(n, self._arrays[name].nbytes))
-
     def release(self, handles: Handles) -> None:
         """Gives stacks up. Each handle may be released as often as :meth:`put` returned it; 0 is passed over.
 
@@ -357,44 +313,16 @@ class FramePool:
         if next_handles is not None and next_out is not None:
             wanted.append((self._checked(next_handles), address_of(next_out)))
             self._check(next_out, len(handles))
+        place, reading = (self._pool, self._geometry), self._reading
         if self.codec.seals and not self._decompressor:
-            damaged = self._sealing.read_frames(self._pool, self.codec, self._geometry, wanted, num_threads=num_threads)
+            damaged = reading.open_frames(*place, self.codec, wanted, num_threads=num_threads)
         else:
-            damaged = self._gather(wanted, num_threads)
+            damaged = reading.decode(*place, self._decompressor, wanted, num_threads=num_threads)
         if damaged:
             raise CorruptFileError(
                 f"{damaged} of {len(handles)} stacks cannot be read: their blocks are damaged, as by a program that "
                 "wrote over this process's memory; start again from a checkpoint"
             )
-
-    def _gather(self, wanted: list[tuple[Handles, int]], num_threads: int) -> int:
-        """Has the kernels decode stacks; returns how many could not be read."""
-        layout, (handles, out) = self.layout, wanted[0]
-        nexts, next_out = wanted[1] if len(wanted) > 1 else (np.zeros(0, dtype=np.int64), 0)
-        block_bytes = self.block_length * (layout.frame_bytes + ENTRY_HEADER) + 2 * SLACK
-        work_frames = WORK_FRAMES if self.max_error else 1
-        unreadable: list[int] = []
-
-        def decode(start: int, stop: int) -> None:
-            work = allocate(work_frames * (layout.frame_bytes + GROUP) + 2 * block_bytes, "buffers")
-            chain = np.zeros(self._out.MOST_BLOCKS, dtype=np.int64)
-            counts = self._out.gather(
-                start,
-                stop,
-                self._pool,
-                handles,
-                nexts,
-                self._geometry,
-                out,
-                next_out,
-                self._decompressor,
-                address_of(work),
-                chain,
-            )
-            unreadable.append(counts)
-
-        run_parts(decode, len(handles), num_threads=num_threads)
-        return sum(unreadable)
 
     def __getstate__(self) -> dict[str, Any]:
         # Only on the way to a child process, which shares the memory; files are written by ``_pool_files``.
