@@ -9,12 +9,12 @@ import numpy.typing as npt
 
 from rl_ext_core.errors import CorruptFileError
 from rl_ext_core.frames import _pool_state as state
+from rl_ext_core.frames._format import checksum
 from rl_ext_core.frames._pool_state import COUNTS, PAGE
 from rl_ext_core.frames._state import SLACK
 from rl_ext_core.frames.codecs import DEFAULT_QUALITY
 from rl_ext_core.frames.layout import StackLayout
 from rl_ext_core.frames.pool import FramePool
-from rl_ext_core.frames.store import checksum
 
 POOL_FORMAT = 1
 

@@ -14,13 +14,14 @@ import numpy.typing as npt
 
 from rl_ext_core.errors import CorruptFileError, StorageError
 from rl_ext_core.frames._choice import ALL_CHANGES, JUDGE_AFTER, LAST_CHECK, is_small, log_choice, suiting_length
+from rl_ext_core.frames._format import EXTENDED_FORMAT_VERSION, FORMAT_VERSION, check_format, checksum
 from rl_ext_core.frames._loss import Loss
 from rl_ext_core.frames._saving import load, save
 from rl_ext_core.frames.codecs import DEFAULT_QUALITY, get_codec
 from rl_ext_core.frames.disk._opening import open_folder
 from rl_ext_core.frames.disk._recovery import Recovered
 from rl_ext_core.frames.layout import StackLayout, candidate_layouts, find_layout
-from rl_ext_core.frames.store import EXTENDED_FORMAT_VERSION, FORMAT_VERSION, FrameStore, check_format, checksum
+from rl_ext_core.frames.store import FrameStore
 
 _logger = logging.getLogger("rl_ext_core.frames")
 
