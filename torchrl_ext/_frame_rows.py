@@ -14,7 +14,7 @@ from torch import multiprocessing
 from torchrl.data import TensorStorage
 
 from rl_ext_core.errors import InvalidArgumentError, NotCopyableError
-from rl_ext_core.frames.adaptive_pool import LAST_CHECK
+from rl_ext_core.frames._choice import LAST_CHECK
 from torchrl_ext._frame_arguments import as_tensordict, last_of_each, on_cpu
 from torchrl_ext._frame_columns import FrameColumn, Key, NewPool, columns_for
 from torchrl_ext._frame_view import FrameView
