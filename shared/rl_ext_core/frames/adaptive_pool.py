@@ -14,7 +14,6 @@ import numpy.typing as npt
 from rl_ext_core.errors import missing_dependency
 from rl_ext_core.frames._loss import checked_bound
 from rl_ext_core.frames._pool_files import described, restored
-from rl_ext_core.frames._pool_state import FIRST_OF_OWNER
 from rl_ext_core.frames.adaptive import _ALL_CHANGES, _BLOCK_LENGTHS, _JUDGE_AFTER, _LAST_CHECK, _SMALL_FRAME
 from rl_ext_core.frames.codecs import get_codec
 from rl_ext_core.frames.layout import StackLayout, candidate_layouts, find_layout
@@ -65,11 +64,12 @@ class AdaptivePool:
         self._judged = False
         checked_bound(max_error, codec=get_codec("patch" if codec == "auto" else codec), dtype=dtype)
         layouts = list(candidate_layouts(shape, dtype, n_stack=n_stack))
-        layout = layouts[-1] if n_stack is None else layouts[0]
+        self._first_layout = layouts[-1] if n_stack is None else layouts[0]
         # Exact at first: how frames are stacked could not be seen otherwise.
-        self._pool = FramePool(
-            n_handles, layout, codec=self._first_codec(layout), block_length=self._length(0.0), path=path
-        )
+        self._pool = FramePool(n_handles, self._first_layout, **self._first_choice(), path=path)
+
+    def _first_choice(self) -> dict[str, Any]:
+        return {"codec": self._first_codec(self._first_layout), "block_length": self._length(0.0)}
 
     def _first_codec(self, layout: StackLayout) -> str:
         if self._codec != "auto":
@@ -122,6 +122,7 @@ class AdaptivePool:
     ) -> tuple[Handles, Handles]:
         """Stores stacks, and for each the one that follows it; see :meth:`FramePool.put`."""
         pool = self._pool
+        pool._know()
         fresh = pool.held == 0
         if fresh:
             self._judged = False
@@ -230,16 +231,14 @@ class AdaptivePool:
         """
         from rl_ext_core.frames._pool_recovery import recover
 
+        if self._pool.interrupted:
+            self._pool.become(self._first_layout, **self._first_choice())
         return recover(self._pool, handles)
 
     def close(self) -> None:
         """Lets others use the file that the pool lies in. This pool must not be used any more."""
         if self._in_file:
             self._pool._region.unlock()
-
-    def owners_fields(self) -> npt.NDArray[np.int64]:
-        """Numbers that the owner may keep beside the stacks, in the same file."""
-        return self._pool._arrays["head"][FIRST_OF_OWNER:]
 
     def state(self) -> dict[str, Any]:
         """What a file needs of the stacks."""

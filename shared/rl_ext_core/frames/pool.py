@@ -76,7 +76,7 @@ class FramePool:
             streams=MOST_STREAMS,
         )
         self._attach(Region(state.region_bytes(self._sizes), path=path))
-        if self._arrays["head"][state.KIND_OF_POOL]:  # found again in a file
+        if self._arrays["head"][state.KIND_OF_POOL] and not self.interrupted:  # found again in a file
             self._know()
             return
         self.become(layout, codec=codec, block_length=block_length, max_error=max_error)
@@ -102,17 +102,22 @@ class FramePool:
             )
         max_error = checked_bound(max_error, codec=_usable_codec(codec), dtype=layout.dtype)
         head = self._arrays["head"]
-        changes = int(head[state.KIND_OF_POOL])
-        owners = head[state.FIRST_OF_OWNER :].copy()
-        self._region.clear()
-        head[state.FIRST_OF_OWNER :] = owners
+        head[state.BECOMING] = 1
+        self._region.clear(state.offset_of("blocks", self._sizes))
+        head[: state.KIND_OF_POOL] = 0
         head[state.BLOCKS] = 1
         head[state.RECENT : state.RECENT + state.N_RECENT] = -1
         head[[state.N_STACK, state.AXIS, state.BLOCK_LENGTH]] = layout.n_stack, layout.axis, block_length
         head[state.MAX_ERROR] = max_error
         head[state.CODEC] = zlib.crc32(codec.encode())
-        head[state.KIND_OF_POOL] = changes + 1
+        head[state.KIND_OF_POOL] += 1
+        head[state.BECOMING] = 0
         self._know()
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a process was killed while it made another pool of this one, which is empty then."""
+        return bool(self._arrays["head"][state.BECOMING])
 
     def clear(self) -> None:
         """Forgets everything and gives the memory back."""
@@ -162,6 +167,7 @@ class FramePool:
     @property
     def nbytes(self) -> int:
         """Bytes held; what the process, or all that share the pool, have grown by."""
+        self._know()
         head = self._pool.head
         rows = sum(int(head[field]) * self._row_bytes(name) for name, field in COUNTS.items())
         streams = int(head[state.STREAMS]) * (self.layout.stack_bytes + self.layout.frame_bytes)
@@ -172,8 +178,8 @@ class FramePool:
     @property
     def used_nbytes(self) -> int:
         """Bytes held, without what was freed and waits to be used again."""
-        head, frame = self._pool.head, self.layout.frame_bytes + SLACK
-        return self.nbytes - int(head[state.FREE_PAGES]) * PAGE - int(head[state.FREE_REFERENCES]) * frame
+        n_bytes, head, frame = self.nbytes, self._pool.head, self.layout.frame_bytes + SLACK
+        return n_bytes - int(head[state.FREE_PAGES]) * PAGE - int(head[state.FREE_REFERENCES]) * frame
 
     def _row_bytes(self, name: str) -> int:
         array = self._arrays[name]
@@ -377,7 +383,6 @@ class FramePool:
         self._shape, self._dtype = shape, np.dtype(dtype)
         self._sizes = Sizes(*sent["sizes"])
         self._attach(sent["region"])
-        self._know()
 
 
 def _usable_codec(name: str) -> Codec:
