@@ -53,12 +53,6 @@ class Budget:
         self._before = held
 
 
-def close_ring(storage: Any, cursor: int) -> None:
-    """Lets the writers of a storage, whose size has changed, go on at this place."""
-    for buffer in storage._attached_entities:
-        buffer._writer._cursor = cursor
-
-
 def moved_down(rows: Any, start: int, n_dropped: int, length: int) -> None:
     """Moves the elements behind those that were dropped to where these were.
 

@@ -135,20 +135,22 @@ class FrameColumn:
         column.pool.restore(state["pool"])
         return column
 
-    def recover(self, held: list[torch.Tensor], length: int, path: Path) -> None:
-        """Makes a pool that was found again in a file whole.
+    def recover(self, held: list[torch.Tensor], length: int, touched: int, path: Path | None) -> None:
+        """Makes a pool that another process left behind whole.
 
         :param held: the handles of each key; those from ``length`` on are forgotten.
+        :param touched: there are none from here on.
+        :param path: where the pool lies, or None for memory.
         :raises CorruptFileError: if one leads nowhere.
         """
         for handles in held:
-            handles[length:] = 0
+            handles[length:touched] = 0
         flat = np.concatenate([handles[:length].reshape(-1).numpy() for handles in held])
         intact = self.pool.recover(flat)
         if lost := int(np.count_nonzero(flat[~intact])):
             raise CorruptFileError(
-                f"{lost} of {len(flat)} images of {self.keys} in {path} lead nowhere: a file was cut short or written "
-                "to; start again in another folder"
+                f"{lost} of {len(flat)} images of {self.keys} in {path or 'shared memory'} lead nowhere: it was cut "
+                "short or written to; start again in another one"
             )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -5,32 +5,25 @@ file              contents
 ================  ====================================================================================================
 ``storage.json``  what the storage is like; written last, so that what is half made is not taken for one
 ``rows/``         the elements, with handles in place of images, memory-mapped as TorchRL does it
-``frames-<n>``    the images of a column; its numbers tell how many elements count, and whether some are being written
-``writing``       which elements are being written
+``frames-<n>``    the images of a column
+``marks``         how many elements count, and which are being written
 ================  ====================================================================================================
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-import torch
 from tensordict import TensorDict
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, StorageError
 
-FORMAT = 1
+FORMAT = 2
 _MANIFEST = "storage.json"
-# The numbers that are kept beside the images of the first column.
-_LENGTH, _NEXT, _WRITING = 0, 1, 2
-_logger = logging.getLogger("torchrl_ext")
 
 
 class StorageFolder:
@@ -54,8 +47,6 @@ class StorageFolder:
                 f"folder, for example storage_dir={str(self.path / 'buffer')!r}"
             )
         self.arguments: dict[str, Any] = {}  # of the storage
-        self._writing: npt.NDArray[np.int64] | None = None
-        self._fields: npt.NDArray[np.int64] | None = None
 
     def found(self) -> list[dict[str, Any]] | None:
         """The kinds of columns of the storage in the folder, or None where there is none.
@@ -83,8 +74,7 @@ class StorageFolder:
                     "pass the same, or another storage_dir"
                 )
         kinds: list[dict[str, Any]] = found["columns"]
-        for number in range(len(kinds)):
-            file = self.frames(number)
+        for file in (self.marks, *map(self.frames, range(len(kinds)))):
             if not file.exists() or file.stat().st_size == 0:
                 raise CorruptFileError(f"{file} is missing or empty; start again in another folder")
         return kinds
@@ -105,10 +95,13 @@ class StorageFolder:
             _reserve(file)
         return mapped
 
-    def begin(self, columns: list[dict[str, Any]], fields: npt.NDArray[np.int64], n_rows: int) -> None:
+    @property
+    def marks(self) -> Path:
+        """The file of notes."""
+        return self.path / "marks"
+
+    def begin(self, columns: list[dict[str, Any]]) -> None:
         """Notes that all files are there."""
-        self._map_writing(n_rows)
-        self._fields = fields
         beside = self.path / (_MANIFEST + ".new")
         beside.write_text(json.dumps({"format": FORMAT, "arguments": self.arguments, "columns": columns}))
         beside.rename(self.path / _MANIFEST)
@@ -123,39 +116,9 @@ class StorageFolder:
         except Exception as error:  # damaged bytes can make the reader do anything
             raise CorruptFileError(f"{self.path / 'rows'} is damaged ({type(error).__name__}: {error})") from error
 
-    def _map_writing(self, n_rows: int) -> None:
-        path = self.path / "writing"
-        mode: Any = "r+" if path.exists() else "w+"
-        self._writing = np.memmap(path, np.int64, mode=mode, shape=(n_rows,))
-        _reserve(path)
-
-    def will_write(self, places: npt.NDArray[np.int64]) -> None:
-        """Notes which elements do not count until :meth:`written`."""
-        assert self._fields is not None
-        assert self._writing is not None
-        self._writing[: len(places)] = places
-        self._fields[_WRITING] = len(places)
-
-    def written(self, length: int, following: int) -> None:
-        """Notes that they count, how many elements there are, and where the next one goes."""
-        assert self._fields is not None
-        self._fields[_LENGTH], self._fields[_NEXT] = length, following
-        self._fields[_WRITING] = 0
-
-    def reopened(self, fields: npt.NDArray[np.int64], n_rows: int) -> tuple[int, int, npt.NDArray[np.int64]]:
-        """How many elements there are, where the next one goes, and which were being written."""
-        self._map_writing(n_rows)
-        assert self._writing is not None
-        self._fields = fields
-        length, following, n_writing = (int(n) for n in fields[:3])
-        return length, following, np.array(self._writing[: min(max(n_writing, 0), n_rows)])
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_writing": None, "_fields": None}  # a child maps them anew
-
 
 def _ours(name: str) -> bool:
-    return name in (_MANIFEST, _MANIFEST + ".new", "rows", "writing") or name.startswith("frames-")
+    return name in (_MANIFEST, _MANIFEST + ".new", "rows", "marks") or name.startswith("frames-")
 
 
 def _reserve(path: Path) -> None:
@@ -168,32 +131,3 @@ def _reserve(path: Path) -> None:
             raise StorageError(
                 f"cannot write {size:,} bytes to {path}: {error.strerror}; make room there, or pass another storage_dir"
             ) from error
-
-
-def repair(rows: Any, keys: list[Any], torn: npt.NDArray[np.int64], length: int) -> int:
-    """Takes out elements that were half written; returns how many elements are left.
-
-    Those at the end are cut off. One in the middle of a full ring becomes a copy of the one before it, which counts.
-    """
-    torn = np.unique(torn[(torn >= 0) & (torn < len(rows))])
-    if len(torn) == 0:
-        return length
-    beyond = torn[torn >= length]
-    inside = torn[torn < length]
-    for key in keys:
-        rows.get(key)[torch.from_numpy(beyond)] = 0
-    whole = np.setdiff1d(np.arange(length), inside)
-    if len(whole) == 0:
-        for key in keys:
-            rows.get(key)[torch.from_numpy(torn)] = 0
-        length = 0
-    elif len(inside):
-        before = whole[np.searchsorted(whole, inside) - 1]
-        rows[torch.from_numpy(inside)] = rows[torch.from_numpy(before)]
-    _logger.warning(
-        "%d elements were being written when their process ended: %d are lost, %d became copies of the one before",
-        len(torn),
-        len(beyond) if length else len(torn),
-        len(inside) if length else 0,
-    )
-    return length

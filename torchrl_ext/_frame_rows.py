@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict.utils import unravel_key
-from torch import multiprocessing
 from torchrl.data import TensorStorage
 
-from rl_ext_core.errors import InvalidArgumentError, NotCopyableError
+from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.frames._choice import LAST_CHECK
+from rl_ext_core.frames._process_lock import ProcessLock
 from torchrl_ext._frame_arguments import as_tensordict, last_of_each, on_cpu
+from torchrl_ext._frame_buffers import go_on_at
 from torchrl_ext._frame_columns import FrameColumn, Key, NewPool, columns_for
+from torchrl_ext._frame_marks import Marks
+from torchrl_ext._frame_recovery import places_of, repair
 from torchrl_ext._frame_view import FrameView
 
 _logger = logging.getLogger("torchrl_ext")
-_CLOSED = -1  # in place of the number of the process that may use a storage
 
 
 class FrameRows(TensorStorage):
@@ -37,6 +39,7 @@ class FrameRows(TensorStorage):
 
     device: Any
     _storage: Any
+    _marks: Marks | None = None  # where others may have to make it whole
 
     def __init__(
         self,
@@ -50,8 +53,9 @@ class FrameRows(TensorStorage):
         super().__init__(None, max_size, device=device, ndim=ndim)
         self._pixels, self._num_threads = pixels, num_threads
         self._columns: list[FrameColumn] = []
-        self.lock = multiprocessing.RLock()
-        self._process = os.getpid()
+        self._closed = False
+        self.lock = ProcessLock()
+        self.lock.recover = self._make_whole
 
     def _pool_maker(self, n_rows: int) -> NewPool:
         """What makes the pools of a storage with so many rows."""
@@ -63,9 +67,36 @@ class FrameRows(TensorStorage):
 
     def _will_write(self, cursor: Any) -> None:
         """Called before the first change."""
+        if self._marks is not None:
+            self._marks.will_write(places_of(cursor, len(self._storage)))
 
     def _written(self) -> None:
         """Called when all that was changed is whole, before anything that was replaced is freed."""
+        if self._marks is not None:
+            last = self._last_cursor_index
+            self._marks.written(self._len_along_dim0, 0 if last is None or not len(self) else last + 1)
+
+    def _recover(self, who: str, path: Path | None = None) -> int:
+        """Makes whole what another process left behind; returns where elements go on."""
+        assert self._marks is not None
+        rows, note = self._storage, self._marks.read()
+        length = repair(rows, self._image_keys, note, who)
+        for column in self._columns:
+            column.recover([rows.get(key) for key in column.keys], length, note.touched, path)
+        following = note.following % len(rows) if length == len(rows) else length
+        self._len = length * (self.max_size // len(rows))
+        self._set_last_cursor((following - 1) % length if length else None)
+        self._marks.written(length, following)
+        return following
+
+    def _make_whole(self, dead: int) -> None:
+        """Called by the lock where a process was killed while it held it."""
+        if self._marks is None:
+            return
+        if len(self._marks.read().writing) == 0:
+            _logger.warning("process %d was killed while it used a FrameStorage; no element is lost", dead)
+        go_on_at(self, self._recover(f"process {dead}"))
+        self._bump_mutation_revision()
 
     def _init(self, row: Any) -> None:
         if self.device == "auto":
@@ -111,14 +142,10 @@ class FrameRows(TensorStorage):
     def _image_keys(self) -> list[Key]:
         return [key for column in self._columns for key in column.keys]
 
-    def _check_process(self) -> None:
-        if self._process == _CLOSED:
+    def _check_open(self) -> None:
+        if self._closed:
             raise InvalidArgumentError("this FrameStorage is closed; open its folder again, with the same arguments")
-        if self._process != os.getpid():
-            raise NotCopyableError(
-                "this FrameStorage came along with a fork, which copies one part of it and shares the other; start the "
-                'process with multiprocessing.get_context("spawn") and pass it the buffer as an argument'
-            )
+        self.lock.check_process()
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Stores elements at their places.
@@ -128,7 +155,7 @@ class FrameRows(TensorStorage):
         :raises InvalidTypeError: if it is no TensorDict, or a dtype is another one.
         :raises InvalidArgumentError: if a shape is another one. Whatever is raised, nothing is stored.
         """
-        self._check_process()
+        self._check_open()
         data = as_tensordict(data)
         single = not isinstance(cursor, slice) and np.ndim(cursor) == 0 and not isinstance(cursor, range)
         with self.lock:
@@ -208,7 +235,7 @@ class FrameRows(TensorStorage):
     def get(self, index: Any) -> Any:
         """The elements at an index; images of a slice are decoded when they are used."""
         lazy = isinstance(index, slice) or (isinstance(index, tuple) and all(isinstance(i, slice) for i in index))
-        self._check_process()
+        self._check_open()
         with self.lock:
             rows = super().get(on_cpu(index)).copy()
             for column in self._columns:
@@ -242,7 +269,7 @@ class FrameRows(TensorStorage):
         return self if self.ndim == 1 else TensorStorage(self[:].flatten(0, self.ndim - 1))
 
     def _empty(self) -> None:
-        self._check_process()
+        self._check_open()
         with self.lock:
             super()._empty()
             self._written()
@@ -255,11 +282,19 @@ class FrameRows(TensorStorage):
     def close(self) -> None:
         """Gives up what is held; with ``storage_dir``, the folder can be opened again then, also by another process."""
         with self.lock:
-            self._check_process()
-            for column in self._columns:
-                column.pool.close()
-            self._columns, self._storage, self.initialized, self._len = [], None, False, 0
-            self._process = _CLOSED
+            self._check_open()
+            if self._marks is not None:
+                self._marks.settle()
+            self._let_go()
+            self._columns, self._marks, self._storage, self.initialized, self._len = [], None, None, False, 0
+            self._closed = True
+
+    def _let_go(self) -> None:
+        """Lets others use the files."""
+        for column in self._columns:
+            column.pool.close()
+        if self._marks is not None:
+            self._marks.unlock()
 
     @property
     def used_nbytes(self) -> int:

@@ -11,16 +11,18 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from tensordict.utils import unravel_key
-from torch import multiprocessing
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError
+from rl_ext_core.frames._process_lock import ProcessLock
 from rl_ext_core.frames.adaptive_pool import AdaptivePool
 from rl_ext_core.frames.codecs import DEFAULT_QUALITY
 from torchrl_ext._frame_arguments import at_least_one, loss_in_words
-from torchrl_ext._frame_budget import Budget, close_ring, moved_down
+from torchrl_ext._frame_budget import Budget, moved_down
+from torchrl_ext._frame_buffers import bear_kills, go_on_at
 from torchrl_ext._frame_columns import FrameColumn, Key, NewPool
 from torchrl_ext._frame_files import FrameStorageCheckpointer, as_arrays, as_tensors
-from torchrl_ext._frame_folder import StorageFolder, repair
+from torchrl_ext._frame_folder import StorageFolder
+from torchrl_ext._frame_marks import Marks
 from torchrl_ext._frame_rows import FrameRows
 
 
@@ -49,8 +51,8 @@ class FrameStorage(FrameRows):
         less memory and more time to sample from.
     :param max_bytes: What it may hold, in bytes; where that is reached, ``max_size`` is lowered, and the oldest go.
     :param storage_dir: A folder to keep everything in, memory-mapped: it may exceed main memory, and whoever opens it
-        again with the same arguments finds what was there, even after a crash of the process, but for elements that
-        were being added at that moment. ``buffer.writer.load_state_dict(storage.writer_state())`` goes on behind them.
+        again with the same arguments finds what was there and goes on behind it, even after a crash of the process,
+        but for elements that were being added at that moment.
     :param num_threads: Threads that decode large batches, or None for as many as ``torch.get_num_threads()``.
     :raises InvalidArgumentError: if an argument has a value that cannot be used.
     :raises MissingDependencyError: if numba is not installed, or what the codec needs.
@@ -59,6 +61,7 @@ class FrameStorage(FrameRows):
     """
 
     _default_checkpointer = FrameStorageCheckpointer
+    _goes_on_at: int | None = None  # of a storage that was opened again, until the first element is added
 
     def __init__(
         self,
@@ -92,12 +95,15 @@ class FrameStorage(FrameRows):
             raise InvalidArgumentError(
                 f"max_bytes={max_bytes} is for main memory; leave it out, or storage_dir={str(storage_dir)!r}"
             )
-        self._goes_on_at: int | None = None
         self._folder = None if storage_dir is None else StorageFolder(storage_dir)
         if self._folder is not None:
             keys = None if pixels is None else [unravel_key(key) for key in pixels]
             self._folder.arguments = {"max_size": max_size, "ndim": ndim, "pixels": keys, **self._options}
-            self._reopen(self._folder)
+            try:
+                self._reopen(self._folder)
+            except BaseException:
+                self._let_go()
+                raise
 
     def __repr__(self) -> str:
         codec = self._options["codec"]
@@ -125,7 +131,9 @@ class FrameStorage(FrameRows):
         mapped = self._folder.new_rows(rows)
         n_images = [sum(rows.get(key)[0].numel() for key in column.keys) for column in self._columns]
         kinds = [column.kind(n) for column, n in zip(self._columns, n_images, strict=True)]
-        self._folder.begin(kinds, self._columns[0].pool.owners_fields(), len(rows))
+        self._marks = Marks(len(rows), path=self._folder.marks)
+        self._marks.written(0, 0)
+        self._folder.begin(kinds)
         return mapped
 
     def _reopen(self, folder: StorageFolder) -> None:
@@ -134,22 +142,12 @@ class FrameStorage(FrameRows):
         if kinds is None:
             return
         rows = folder.rows()
+        self._marks = Marks(len(rows), path=folder.marks)
         new_pool = self._pool_maker(len(rows))
-        self._columns = [FrameColumn.like(kind, new_pool, num_threads=self._num_threads) for kind in kinds]
+        for kind in kinds:
+            self._columns.append(FrameColumn.like(kind, new_pool, num_threads=self._num_threads))
         self._hold(rows)
-        length, following, torn = folder.reopened(self._columns[0].pool.owners_fields(), len(rows))
-        length = repair(rows, self._image_keys, torn, length // (self.max_size // len(rows)))
-        for column in self._columns:
-            column.recover([rows.get(key) for key in column.keys], length, folder.path)
-        self._len = length * (self.max_size // len(rows))
-        self._goes_on_at = following % len(rows) if length == len(rows) else length
-        if length:
-            self._set_last_cursor((self._goes_on_at - 1) % length)
-        folder.written(len(self), self._goes_on_at)
-
-    def writer_state(self) -> dict[str, Any]:
-        """For ``buffer.writer.load_state_dict``: where elements go on in a storage that was opened again."""
-        return {"_cursor": self._goes_on_at or 0, "_write_count": len(self)}
+        self._goes_on_at = self._recover("their process", folder.path)
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Stores elements at their places; see :meth:`FrameRows.set`."""
@@ -159,24 +157,14 @@ class FrameStorage(FrameRows):
             first = int(torch.arange(len(self._storage))[cursor].reshape(-1)[0])
             if first != self._goes_on_at:
                 raise InvalidArgumentError(
-                    f"this storage was opened again and goes on at {self._goes_on_at}, got elements for {first}; write "
-                    "buffer.writer.load_state_dict(storage.writer_state()) first"
+                    f"this storage was opened again and goes on at {self._goes_on_at}, got elements for {first}, "
+                    "since a writer is in use that cannot go on; leave out writer=, or pass another storage_dir"
                 )
         with self.lock:
             super().set(cursor, data, set_cursor=set_cursor)
             self._goes_on_at = None
             if self._budget is not None and set_cursor:
                 self._budget.keep(self)
-
-    def _will_write(self, cursor: Any) -> None:
-        if self._folder is not None:
-            places = torch.arange(len(self._storage))[cursor[0] if isinstance(cursor, tuple) else cursor]
-            self._folder.will_write(places.reshape(-1).numpy())
-
-    def _written(self) -> None:
-        if self._folder is not None and self.initialized:
-            last = self._last_cursor_index
-            self._folder.written(len(self), 0 if last is None or not len(self) else last + 1)
 
     def drop_oldest(self, n: int) -> None:
         """Forgets the oldest elements; the storage holds that many fewer from now on.
@@ -191,7 +179,7 @@ class FrameStorage(FrameRows):
         self.max_size = self._len = length - n
         self._hold(self._storage[: self.max_size])
         self._set_last_cursor((start - 1) % self.max_size)
-        close_ring(self, start % self.max_size)
+        go_on_at(self, start % self.max_size)
         self._bump_mutation_revision()
 
     @property
@@ -207,6 +195,10 @@ class FrameStorage(FrameRows):
                 "FrameStorage as small as it is"
             )
         self._checkpointer = FrameStorageCheckpointer() if value is None else value
+        # The last thing that a buffer does with its storage while it is made: its writer is there by now.
+        bear_kills(self)
+        if self._goes_on_at is not None:
+            go_on_at(self, self._goes_on_at)
 
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is not None:
@@ -217,8 +209,13 @@ class FrameStorage(FrameRows):
                 )
             if self._budget is not None:
                 raise NotCopyableError("a FrameStorage with max_bytes cannot be shared; pass a max_size instead")
-            state: dict[str, Any] = super().__getstate__()
-            return state
+            with self.lock:
+                bear_kills(self)
+                if self._marks is None:
+                    self._marks = Marks(len(self._storage))
+                    self._written()
+                state: dict[str, Any] = super().__getstate__()
+                return state
         if self._folder is not None:
             raise NotCopyableError(
                 f"a FrameStorage in {self._folder.path} cannot be pickled, since it would be in two places; save it "
@@ -227,6 +224,7 @@ class FrameStorage(FrameRows):
         with self.lock:
             state = super().__getstate__()
             del state["lock"], state["_columns"], state["_storage"]
+            state.pop("_marks", None)
             if self.initialized:
                 rows, frames = self.held()
                 state["held"] = rows.clone(), frames, state.pop("len__context")
@@ -234,14 +232,14 @@ class FrameStorage(FrameRows):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        held = state.pop("held", None)
-        if "lock" not in state:
-            state = {**state, "_storage": None, "_columns": [], "lock": multiprocessing.RLock()}
-        super().__setstate__({**state, "_process": os.getpid()})
+        held, shared = state.pop("held", None), "lock" in state
+        super().__setstate__(state if shared else {**state, "_storage": None, "_columns": []})
+        if not shared:
+            self.lock = ProcessLock()
+            bear_kills(self)
+        self.lock.recover = self._make_whole
         if held is not None:
             self.take(*held)
-        if self._folder is not None:
-            self._folder.reopened(self._columns[0].pool.owners_fields(), len(self._storage))
 
     def held(self) -> tuple[Any, list[dict[str, Any]]]:
         """What a file needs: the elements with handles in place of images, and what these refer to. Views, no copies.

@@ -177,16 +177,10 @@ def test_a_storage_that_is_not_lossy_does_not_become_so_by_loading(tmp_path: Pat
         assert_same(loaded[:].clone(), before)
 
 
-def _reopened(folder: Path, **options: Any) -> TensorDictReplayBuffer:
-    buffer = buffer_of(150, storage_dir=folder, **options)
-    buffer.writer.load_state_dict(buffer.storage.writer_state())
-    return buffer
-
-
 def test_a_storage_in_a_folder_is_found_again_and_goes_on(tmp_path: Path) -> None:
     videos, twin = Videos(2, smooth=True), twin_of(150)
     for _ in range(6):
-        buffer = _reopened(tmp_path, quality=60)
+        buffer = buffer_of(150, storage_dir=tmp_path, quality=60)
         check_length = len(buffer)
         assert check_length == len(twin)
         for _ in range(2):
@@ -196,12 +190,12 @@ def test_a_storage_in_a_folder_is_found_again_and_goes_on(tmp_path: Path) -> Non
         check(buffer, twin)
         buffer.storage.close()
     with pytest.raises(InvalidArgumentError, match="was made with quality=60, got 95"):
-        _reopened(tmp_path)
+        buffer_of(150, storage_dir=tmp_path)
 
 
 def _add_until_killed(folder: Path, said: Any) -> None:
     torch.set_num_threads(1)
-    buffer = _reopened(folder)
+    buffer = buffer_of(150, storage_dir=folder)
     known = pictures(150, seed=3, n_envs=2)
     while True:
         start = said.value % (len(known) - 30)
@@ -226,7 +220,7 @@ def test_whatever_a_killed_process_leaves_is_whole(tmp_path: Path) -> None:
         time.sleep(float(random.uniform(0, 0.05)))
         os.kill(writer.pid or 0, signal.SIGKILL)
         writer.join()
-        buffer = _reopened(tmp_path / "storage")
+        buffer = buffer_of(150, storage_dir=tmp_path / "storage")
         assert len(buffer) >= min(said.value - before, 150)
         assert not set(contents(buffer[:].clone(), KEYS)) - set(known)
         assert buffer.storage._columns[0].pool._pool.held == 2 * len(buffer)

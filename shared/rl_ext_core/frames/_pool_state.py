@@ -29,7 +29,7 @@ N_RECENT = 4
 HELD = 16  # stacks that were put and not released
 KIND_OF_POOL = 17  # counts the changes of the six fields behind
 N_STACK, AXIS, BLOCK_LENGTH, CODEC, MAX_ERROR, QUALITY = 18, 19, 20, 21, 22, 23
-FIRST_OF_OWNER = 32  # the fields from here on are the owner's
+BECOMING = 31  # whether the fields and all that they are about are being changed
 N_HEAD = 64
 _MOST = 2**32 - 2
 

@@ -60,6 +60,11 @@ class Region:
             self._close()
             raise _refused(n_bytes) from None
 
+    @property
+    def descriptor(self) -> int:
+        """What the system calls it."""
+        return self._descriptor
+
     def array(self, offset: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """A view of a part, which keeps the memory alive."""
         return np.ndarray(shape, dtype=dtype, buffer=self._map, offset=offset)
@@ -81,11 +86,14 @@ class Region:
             ) from error
         self._reserved[offset] = n_bytes
 
-    def clear(self) -> None:
-        """Gives all memory back; every byte is zero again, in all processes."""
+    def clear(self, start: int) -> None:
+        """Gives memory back; every byte from a page's beginning on is zero again, in all processes."""
         self._reserved.clear()
-        os.ftruncate(self._descriptor, 0)
-        os.ftruncate(self._descriptor, self.n_bytes)
+        try:
+            self._map.madvise(mmap.MADV_REMOVE, start)
+        except OSError:  # some file systems cannot; a process that is killed in between leaves a short file there
+            os.ftruncate(self._descriptor, start)
+            os.ftruncate(self._descriptor, self.n_bytes)
 
     def unlock(self) -> None:
         """Lets others use the file. This process must not any more."""

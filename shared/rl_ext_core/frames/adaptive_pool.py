@@ -14,7 +14,6 @@ from rl_ext_core.errors import InvalidArgumentError, missing_dependency
 from rl_ext_core.frames._choice import ALL_CHANGES, JUDGE_AFTER, LAST_CHECK, is_small, log_choice, suiting_length
 from rl_ext_core.frames._loss import Loss
 from rl_ext_core.frames._pool_files import described, restored
-from rl_ext_core.frames._pool_state import FIRST_OF_OWNER
 from rl_ext_core.frames.codecs import DEFAULT_QUALITY, get_codec
 from rl_ext_core.frames.layout import StackLayout, candidate_layouts, find_layout
 from rl_ext_core.frames.pool import FramePool, Handles
@@ -63,8 +62,8 @@ class AdaptivePool:
         self._judged = False
         layouts = list(candidate_layouts(shape, dtype, n_stack=n_stack))
         self._loss = Loss.asked_for(codec, layouts, max_error=max_error, quality=quality, block_length=block_length)
-        layout = layouts[-1] if n_stack is None else layouts[0]
-        self._pool = FramePool(n_handles, path=path, **self._first_choice(layout))
+        self._first_layout = layouts[-1] if n_stack is None else layouts[0]
+        self._pool = FramePool(n_handles, path=path, **self._first_choice(self._first_layout))
 
     def _first_choice(self, layout: StackLayout) -> dict[str, Any]:
         """How stacks of that layout are stored before more is known."""
@@ -88,16 +87,19 @@ class AdaptivePool:
     @property
     def layout(self) -> StackLayout:
         """How stacks are made, as far as is known."""
+        self._pool._know()
         return self._pool.layout
 
     @property
     def codec(self) -> str:
         """Name of the codec in use."""
+        self._pool._know()
         return self._pool.codec.name
 
     @property
     def block_length(self) -> int:
         """Frames in a block."""
+        self._pool._know()
         return self._pool.block_length
 
     @property
@@ -123,6 +125,7 @@ class AdaptivePool:
     ) -> tuple[Handles, Handles]:
         """Stores stacks, and for each the one that follows it; see :meth:`FramePool.put`."""
         pool = self._pool
+        pool._know()
         fresh = pool.held == 0
         if fresh:
             self._judged = False
@@ -227,16 +230,14 @@ class AdaptivePool:
         """
         from rl_ext_core.frames._pool_recovery import recover
 
+        if self._pool.interrupted:
+            self._pool.become(**self._first_choice(self._first_layout))
         return recover(self._pool, handles)
 
     def close(self) -> None:
         """Lets others use the file that the pool lies in. This pool must not be used any more."""
         if self._in_file:
             self._pool._region.unlock()
-
-    def owners_fields(self) -> npt.NDArray[np.int64]:
-        """Numbers that the owner may keep beside the stacks, in the same file."""
-        return self._pool._arrays["head"][FIRST_OF_OWNER:]
 
     def state(self) -> dict[str, Any]:
         """What a file needs of the stacks."""

@@ -77,7 +77,7 @@ class FramePool:
             streams=MOST_STREAMS,
         )
         self._attach(Region(state.region_bytes(self._sizes), path=path))
-        if self._arrays["head"][state.KIND_OF_POOL]:  # found again in a file
+        if self._arrays["head"][state.KIND_OF_POOL] and not self.interrupted:  # found again in a file
             self._know()
             return
         self.become(layout, codec=codec, block_length=block_length, max_error=max_error, quality=quality)
@@ -113,17 +113,22 @@ class FramePool:
         checked_block_length(block_length, chosen)
         max_error = checked_bound(max_error, codec=chosen, dtype=layout.dtype)
         head = self._arrays["head"]
-        changes = int(head[state.KIND_OF_POOL])
-        owners = head[state.FIRST_OF_OWNER :].copy()
-        self._region.clear()
-        head[state.FIRST_OF_OWNER :] = owners
+        head[state.BECOMING] = 1
+        self._region.clear(state.offset_of("blocks", self._sizes))
+        head[: state.KIND_OF_POOL] = 0
         head[state.BLOCKS] = 1
         head[state.RECENT : state.RECENT + state.N_RECENT] = -1
         head[[state.N_STACK, state.AXIS, state.BLOCK_LENGTH]] = layout.n_stack, layout.axis, block_length
         head[[state.MAX_ERROR, state.QUALITY]] = max_error, quality
         head[state.CODEC] = zlib.crc32(codec.encode())
-        head[state.KIND_OF_POOL] = changes + 1
+        head[state.KIND_OF_POOL] += 1
+        head[state.BECOMING] = 0
         self._know()
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a process was killed while it made another pool of this one, which is empty then."""
+        return bool(self._arrays["head"][state.BECOMING])
 
     def clear(self) -> None:
         """Forgets everything and gives the memory back."""
@@ -188,6 +193,7 @@ class FramePool:
     @property
     def nbytes(self) -> int:
         """Bytes held; what the process, or all that share the pool, have grown by."""
+        self._know()
         return self._room.nbytes
 
     @property
@@ -334,7 +340,6 @@ class FramePool:
         self._shape, self._dtype = shape, np.dtype(dtype)
         self._sizes = Sizes(*sent["sizes"])
         self._attach(sent["region"])
-        self._know()
 
 
 def _usable_codec(name: str, quality: int) -> Codec:

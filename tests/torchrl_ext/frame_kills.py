@@ -1,0 +1,79 @@
+"""Processes that add to a storage until they are killed. A fork server imports this once."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+
+from tests.torchrl_ext.frame_data import Videos
+from tests.torchrl_ext.frame_workers import contents
+
+KEYS = ["pixels", ("next", "pixels"), "action", ("next", "reward"), ("inner", "vector")]
+_FILES = ("torchrl_ext/", "rl_ext_core/frames", "torchrl/data/replay_buffers", "multiprocessing/sharedctypes")
+
+
+@functools.cache
+def known() -> Any:
+    """All transitions that are ever added."""
+    return Videos(2, seed=3).collect(300).reshape(-1)
+
+
+@functools.cache
+def known_contents() -> list[str]:
+    """What each of them holds."""
+    return [next(iter(contents(known()[i : i + 1], KEYS))) for i in range(len(known()))]
+
+
+def part_of(number: int, size: int) -> slice:
+    """The transitions that are added as the ``number``-th batch."""
+    start = number * size % (len(known()) - size)
+    return slice(start, start + size)
+
+
+def batch_of(number: int, size: int) -> Any:
+    """That batch."""
+    return known()[part_of(number, size)].clone()
+
+
+def add_for_ever(buffer: Any, said: Any, batch: int) -> None:
+    """Counts the batches that are complete."""
+    torch.set_num_threads(1)
+    while True:
+        buffer.extend(batch_of(said.value, batch))
+        said.value += 1
+
+
+class DieAt:
+    """Kills this process when so many lines of the storage's code were executed.
+
+    :param line: how many.
+    """
+
+    def __init__(self, line: int) -> None:
+        self.left = line
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if not any(part in frame.f_code.co_filename for part in _FILES):
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return self
+
+
+def die_while_adding(buffer: Any, number: int, batch: int, line: int) -> None:
+    """Adds a batch and is killed meanwhile."""
+    torch.set_num_threads(1)
+    data = batch_of(number, batch)
+    sys.settrace(DieAt(line))
+    buffer.extend(data)
+
+
+known()

@@ -1,0 +1,175 @@
+"""Processes that are killed while they share a storage, or have one in a folder, leave it whole for the others."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from multiprocessing import forkserver, sharedctypes
+from multiprocessing.synchronize import SemLock
+from typing import Any
+
+import numpy as np
+import pytest
+from torchrl.data import TensorDictReplayBuffer
+
+from tests.torchrl_ext.frame_kills import (
+    KEYS,
+    add_for_ever,
+    batch_of,
+    die_while_adding,
+    known_contents,
+    part_of,
+)
+from tests.torchrl_ext.frame_workers import contents
+from torchrl_ext import FrameStorage
+from torchrl_ext._frame_buffers import NoLock
+
+
+@pytest.fixture(scope="module")
+def context() -> Iterator[Any]:
+    """Starts processes that have imported everything already."""
+    forkserver._forkserver._stop()
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(["tests.torchrl_ext.frame_kills"])
+    yield found
+    forkserver._forkserver._stop()
+    found.set_forkserver_preload(["__main__"])
+
+
+def _kill(worker: Any) -> None:
+    if worker.is_alive():
+        os.kill(worker.pid, signal.SIGKILL)
+    worker.join()
+
+
+def _check(buffer: Any) -> Any:
+    """All that is held is whole; returns what is held."""
+    rows = buffer[:]
+    held = contents(rows, KEYS)
+    assert not set(held) - set(known_contents())
+    assert contents(buffer[np.arange(len(rows))], KEYS) == held
+    pool = buffer.storage._columns[0].pool._pool
+    assert pool.held == 2 * len(rows)
+    return held
+
+
+def _shared(size: int, batch: int, **options: Any) -> Any:
+    buffer = TensorDictReplayBuffer(storage=FrameStorage(size, **options), shared=True, batch_size=16)
+    buffer.extend(batch_of(0, batch))
+    return buffer
+
+
+def _sum(numbers: Any, batch: int) -> Any:
+    return Counter(held for number in numbers for held in known_contents()[part_of(number, batch)])
+
+
+def check_random_kills(context: Any, batch: int, size: int, *, kills: int) -> None:
+    """Two processes add; one of them is killed, and another one takes its place."""
+    buffer = _shared(size, batch)
+    random = np.random.default_rng(batch + size)
+    said: list[Any] = []
+    workers: list[Any] = []
+
+    def start() -> Any:
+        said.append(sharedctypes.RawValue("q", 0))
+        workers.append(context.Process(target=add_for_ever, args=(buffer, said[-1], batch)))
+        workers[-1].start()
+        return workers[-1], said[-1]
+
+    at_work = [start(), start()]
+    try:
+        for _ in range(kills):
+            victim, its_number = at_work.pop(int(random.integers(2)))
+            while its_number.value < 3:
+                time.sleep(0.001)
+                assert victim.is_alive()
+            time.sleep(float(random.uniform(0, 0.02)))
+            _kill(victim)
+            at_work.append(start())
+            with buffer.storage.lock:
+                complete = [number.value for number in said]
+                held, length = _check(buffer), len(buffer)
+            if size >= 100_000:
+                assert held >= _sum([0, *(i for n in complete for i in range(n))], batch), "nothing complete is lost"
+                assert length % batch == 0
+                assert length <= (1 + sum(complete) + len(said)) * batch
+            assert not set(contents(buffer.sample(), KEYS)) - set(known_contents())
+        number = sum(worker.is_alive() for worker in workers)
+        assert number == 2
+    finally:
+        for worker in workers:
+            _kill(worker)
+    if size < 100_000:
+        assert len(buffer) == size
+
+
+@pytest.mark.parametrize(("batch", "size"), [(1, 100_000), (30, 100_000), (30, 200)])
+def test_processes_that_are_killed_neither_block_others_nor_leave_anything_half_done(
+    context: Any, batch: int, size: int
+) -> None:
+    check_random_kills(context, batch, size, kills=6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("batch", "size", "kills"), [(1, 1_000_000, 20), (30, 1_000_000, 20), (30, 200, 80), (1, 50, 80)]
+)
+def test_many_processes_that_are_killed(context: Any, batch: int, size: int, kills: int) -> None:
+    check_random_kills(context, batch, size, kills=kills)
+
+
+LINES = 660  # that adding a batch takes, or somewhat more
+
+
+def check_a_kill_at(context: Any, line: int, caplog: pytest.LogCaptureFixture, *, full: bool) -> bool:
+    """A process is killed at a line; returns whether the lock was free."""
+    buffer = _shared(90 if full else 300, 30)
+    buffer.extend(batch_of(1, 30))
+    buffer.extend(batch_of(2, 30))
+    worker = context.Process(target=die_while_adding, args=(buffer, 3, 30, line))
+    worker.start()
+    worker.join(60)
+    assert worker.exitcode == -signal.SIGKILL
+    caplog.clear()
+    held = _check(buffer)
+    made_whole = f"process {worker.pid} " in caplog.text
+    lost = "30 elements were being written when process" in caplog.text
+    kept = [1, 2] if full else [0, 1, 2]
+    complete = held >= _sum([*kept, 3], 30)
+    assert held >= _sum(kept, 30)
+    assert len(buffer) == (90 if full else 90 + 30 * complete)
+    assert not (complete and lost)
+    buffer.extend(batch_of(4, 30))
+    assert _check(buffer) >= _sum([2, 3, 4] if complete else [*kept, 4], 30)
+    assert len(buffer) == (90 if full else 120 + 30 * complete)
+    return made_whole
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_process_may_be_killed_at_any_line(context: Any, full: bool, caplog: pytest.LogCaptureFixture) -> None:
+    made_whole = [check_a_kill_at(context, line, caplog, full=full) for line in range(5, LINES, LINES // 12)]
+    assert sum(made_whole) > 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("full", [False, True])
+def test_a_process_may_really_be_killed_at_any_line(context: Any, full: bool, caplog: pytest.LogCaptureFixture) -> None:
+    for line in range(1, LINES, 3):
+        check_a_kill_at(context, line, caplog, full=full)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_no_semaphore_is_left_that_a_process_could_be_killed_with(late: bool) -> None:
+    buffer = TensorDictReplayBuffer(storage=FrameStorage(100), shared=not late, batch_size=16)
+    if late:
+        assert buffer.share() is buffer  # as TorchRL's collectors do
+    assert buffer._write_lock is buffer.storage.lock
+    owners = (buffer, buffer.storage, buffer.writer)
+    shared = [value for owner in owners for value in vars(owner).values() if hasattr(value, "get_lock")]
+    assert len(shared) == 5
+    assert all(isinstance(value.get_lock(), NoLock) for value in shared)
+    assert not any(isinstance(value, SemLock) for owner in owners for value in vars(owner).values())

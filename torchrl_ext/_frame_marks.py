@@ -1,0 +1,117 @@
+"""What a storage notes beside its elements, so that whoever comes after a process that was killed knows what counts."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rl_ext_core.errors import CorruptFileError
+from rl_ext_core.frames._region import Region
+
+_FIELDS = struct.Struct("<QQQQQ")  # a turn, the numbers of a note, and how many elements are being written
+_SLOT = struct.Struct("<QQQQQI4x")  # and their CRC-32
+_SLOTS = (0, 64)
+_PLACES = 4096  # where the places of elements that are being written begin
+Places = npt.NDArray[np.int64]
+
+
+class Note(NamedTuple):
+    """What is noted.
+
+    :ivar length: elements that count, along the first dimension.
+    :ivar following: where the next one goes.
+    :ivar touched: places from here on were never written.
+    :ivar writing: places that are being written, and do not count.
+    """
+
+    length: int
+    following: int
+    touched: int
+    writing: Places
+
+
+class Marks:
+    """Notes in shared memory, or in a file.
+
+    The latest one is never overwritten, but the one before it: a process may be killed while it writes one.
+
+    :param n_rows: places along the first dimension.
+    :param path: the file.
+    :raises StorageError: if the file cannot be used, or another process uses it.
+    :raises CorruptFileError: if it has another size.
+    """
+
+    def __init__(self, n_rows: int, *, path: Path | None = None) -> None:
+        self._n_rows = n_rows
+        self._region = Region(_PLACES + n_rows * np.dtype(np.int64).itemsize, path=path)
+        self._region.reserve(0, self._region.n_bytes)
+        self._map()
+
+    def _map(self) -> None:
+        self._slots = self._region.array(0, (_PLACES,), np.uint8)
+        self._places = self._region.array(_PLACES, (self._n_rows,), np.int64)
+
+    def _crc(self, *fields: int) -> int:
+        return zlib.crc32(self._places[: fields[-1]].data, zlib.crc32(_FIELDS.pack(*fields)))
+
+    def _is_whole(self, start: int) -> bool:
+        *fields, crc = _SLOT.unpack_from(self._slots.data, start)
+        return fields[-1] <= self._n_rows and crc == self._crc(*fields)
+
+    def _latest(self) -> int:
+        """The slot that was written last."""
+        return max(_SLOTS, key=lambda start: _SLOT.unpack_from(self._slots.data, start)[0])
+
+    def read(self) -> Note:
+        """The latest note that is whole.
+
+        :raises CorruptFileError: if none is.
+        """
+        for start in _SLOTS:
+            if not self._is_whole(start):
+                self._slots[start : start + _SLOT.size] = 0
+        turn, length, following, touched, n_writing, _ = _SLOT.unpack_from(self._slots.data, self._latest())
+        if turn == 0:
+            raise CorruptFileError(
+                f"{self._region.path} is damaged: the checksums of its notes do not match their contents; start again "
+                "in another folder"
+            )
+        return Note(length, following, touched, self._places[:n_writing].copy())
+
+    def _write(self, length: int, following: int, touched: int, n_writing: int) -> None:
+        turn = _SLOT.unpack_from(self._slots.data, self._latest())[0] + 1
+        fields = turn, length, following, touched, n_writing
+        _SLOT.pack_into(self._slots.data, _SLOTS[turn % 2], *fields, self._crc(*fields))
+
+    def will_write(self, places: Places) -> None:
+        """Notes which elements do not count until :meth:`written`."""
+        _, length, following, touched, *_ = _SLOT.unpack_from(self._slots.data, self._latest())
+        self._places[: len(places)] = places
+        touched = max(touched, int(places.max(initial=-1)) + 1)
+        self._write(length, following, touched, len(places))
+
+    def written(self, length: int, following: int) -> None:
+        """Notes that they count, how many elements there are, and where the next one goes."""
+        _, _, _, touched, *_ = _SLOT.unpack_from(self._slots.data, self._latest())
+        self._write(length, following, max(touched, length), 0)
+
+    def settle(self) -> None:
+        """Notes it a second time, so that damage to either note does no harm."""
+        _, length, following, touched, n_writing, _ = _SLOT.unpack_from(self._slots.data, self._latest())
+        self._write(length, following, touched, n_writing)
+
+    def unlock(self) -> None:
+        """Lets others use the file."""
+        self._region.unlock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_n_rows": self._n_rows, "_region": self._region}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._map()
