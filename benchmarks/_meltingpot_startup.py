@@ -1,4 +1,4 @@
-"""What workers of Melting Pot cost, in the environment that has it: ``.venv-meltingpot/bin/python`` with this file.
+"""What workers of Melting Pot cost: ``.venv-meltingpot/bin/python -m benchmarks._meltingpot_startup``.
 
 Prints JSON: for TorchRL's own ParallelEnv under spawn, and for ours, each twice in one fresh process, until the first
 reset is done. ``server`` is the fork server and whatever else serves all workers; ``private_mib`` is what a process
@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
+
+from benchmarks.processes import children_of, last_line_of, own_cpu_s, private_mib, proportional_mib
 
 SUBSTRATE = "commons_harvest__open"
 
@@ -33,32 +31,13 @@ def build(kind: str, num_workers: int) -> Any:
     return Ours(num_workers, MeltingpotEnv(SUBSTRATE))
 
 
-def cpu_s(process: int | str) -> float:
-    """Give the CPU seconds that a process has taken."""
-    user, system = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
-
-def memory_mib(process: int | str, prefix: str) -> float:
-    """Give the sum of a process's entries that start so."""
-    lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith(prefix)) / 1024
-
-
-def children_of(process: int) -> list[int]:
-    """List a process's children and theirs."""
-    tasks = Path(f"/proc/{process}/task").glob("*/children")
-    direct = [int(child) for task in tasks for child in task.read_text().split()]
-    return direct + [below for child in direct for below in children_of(child)]
-
-
 def costs(processes: Iterable[int]) -> dict[str, list[float]]:
     """Give what each of some processes has taken so far."""
     found = sorted(processes)
     return {
-        "cpu_s": [round(cpu_s(process), 2) for process in found],
-        "private_mib": [round(memory_mib(process, "Private_"), 1) for process in found],
-        "proportional_mib": [round(memory_mib(process, "Pss:"), 1) for process in found],
+        "cpu_s": [round(own_cpu_s(process), 2) for process in found],
+        "private_mib": [round(private_mib(process), 1) for process in found],
+        "proportional_mib": [round(proportional_mib(process), 1) for process in found],
     }
 
 
@@ -66,7 +45,7 @@ def measure(kind: str, num_workers: int) -> list[dict[str, Any]]:
     """Start workers twice in this process."""
     measured = []
     for _ in range(2):
-        start, before = time.perf_counter(), cpu_s("self")
+        start, before = time.perf_counter(), own_cpu_s()
         envs = build(kind, num_workers)
         envs.reset()
         wall = time.perf_counter() - start
@@ -74,9 +53,9 @@ def measure(kind: str, num_workers: int) -> list[dict[str, Any]]:
         measured.append(
             {
                 "wall_s": round(wall, 2),
-                "parent_cpu_s": round(cpu_s("self") - before, 2),
+                "parent_cpu_s": round(own_cpu_s() - before, 2),
                 "workers": costs(workers),
-                "server": costs(set(children_of(os.getpid())) - set(workers)),
+                "server": costs(set(children_of()) - set(workers)),
             }
         )
         envs.close()
@@ -94,9 +73,8 @@ def main() -> None:
         return
     results = {}
     for kind in ("upstream", "ours"):
-        command = [sys.executable, __file__, "--kind", kind, "--workers", str(given.workers)]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        results[kind] = json.loads(done.stdout.splitlines()[-1])
+        line = last_line_of("benchmarks._meltingpot_startup", "--kind", kind, "--workers", given.workers)
+        results[kind] = json.loads(line)
     print(json.dumps(results))
 
 

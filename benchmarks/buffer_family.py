@@ -14,7 +14,6 @@ PPO models, one with each buffer, take turns in ``learn(1024)``. Times are CPU s
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +34,8 @@ from stable_baselines3.common.vec_env import VecFrameStack
 from tqdm import tqdm
 
 from benchmarks import memory, recordings
-from benchmarks.measure import interleaved, machine, resident_bytes, times_as_fast
+from benchmarks.measure import interleaved, machine, resident_bytes, sampling_speed, times_as_fast
+from benchmarks.processes import last_line_of
 from benchmarks.replay import Recording
 from sb3_ext import (
     CompressedDictReplayBuffer,
@@ -148,26 +148,10 @@ def _roll(buffer: Any, observations: list[np.ndarray], *, collecting: bool = Fal
 
 def grown(kind: str, name: str, *, ours: bool, codec: str, collecting: bool = False) -> float:
     """Resident bytes a transition."""
-    command = [sys.executable, "-m", "benchmarks.buffer_family", kind, "--recordings", name, "--codec", codec]
-    command += ["--fill", "ours" if ours else "sb3", *["--collecting"] * collecting]
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    n_bytes, count = map(int, output.split()[-2:])
+    options = ["--recordings", name, "--codec", codec, "--fill", "ours" if ours else "sb3"]
+    line = last_line_of("benchmarks.buffer_family", kind, *options, *["--collecting"] * collecting)
+    n_bytes, count = map(int, line.split())
     return n_bytes / count
-
-
-def _turns(pair: dict[str, Callable[[], object]], *, rounds: int) -> float:
-    interleaved(pair, rounds=2)
-    return times_as_fast(interleaved(pair, rounds=rounds, clock=time.thread_time), "ours", than="plain")
-
-
-def _sampler(buffer: Any, batch_size: int) -> Callable[[], object]:
-    held = []
-
-    def sample() -> None:
-        for _ in range(10):
-            held[:] = [buffer.sample(batch_size)]
-
-    return sample
 
 
 def off_policy(kind: str, name: str, *, codec: str) -> str:
@@ -180,10 +164,7 @@ def off_policy(kind: str, name: str, *, codec: str) -> str:
     for transition in transitions(kind, recording):
         for buffer in buffers.values():
             buffer.add(*transition)
-    speeds = [
-        _turns({label: _sampler(buffer, size) for label, buffer in buffers.items()}, rounds=DRAWS // 10)
-        for size in (32, 256)
-    ]
+    speeds = [sampling_speed(buffers["ours"], buffers["plain"], size, rounds=DRAWS // 10) for size in (32, 256)]
     del buffers
     plain, ours = (grown(kind, name, ours=ours, codec=codec) for ours in (False, True))
     return f"{kind:6} {name:10} {plain:9,.0f} {ours:7,.0f} {plain / ours:6.0f}× {speeds[0]:6.2f}× {speeds[1]:6.2f}×"
@@ -206,7 +187,9 @@ def on_policy(name: str, *, codec: str) -> str:
         label: new("ppo", ROLLOUT, ours=ours, n_envs=N_ENVS, action_space=spaces.Discrete(18), codec=codec)
         for label, ours in (("plain", False), ("ours", True))
     }
-    speed = _turns({label: iteration(buffer) for label, buffer in buffers.items()}, rounds=20)
+    turns = {label: iteration(buffer) for label, buffer in buffers.items()}
+    interleaved(turns, rounds=2)
+    speed = times_as_fast(interleaved(turns, rounds=20, clock=time.thread_time), "ours", than="plain")
     plain, ours = (grown("ppo", name, ours=ours, codec=codec) for ours in (False, True))
     before = grown("ppo", name, ours=True, codec=codec, collecting=True)
     return f"{'ppo':6} {name:10} {plain:9,.0f} {ours:7,.0f} {plain / ours:6.0f}× {speed:6.2f}× ({plain / before:.0f}×)"

@@ -14,8 +14,6 @@ import argparse
 import gc
 import json
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -29,7 +27,8 @@ from stable_baselines3.common.save_util import save_to_pkl
 from tqdm import tqdm
 
 from benchmarks import recordings
-from benchmarks.measure import interleaved, machine, times_as_fast
+from benchmarks.measure import machine, sampling_speed
+from benchmarks.processes import last_line_of
 from benchmarks.replay import Recording, Transition
 from sb3_ext import CompressedReplayBuffer
 
@@ -74,18 +73,6 @@ def memory(*, peak: bool = False) -> int:
     return found
 
 
-def sampled(buffer: ReplayBuffer, batch_size: int) -> Any:
-    """Draws ten batches, as in ``benchmarks.replay_buffer``."""
-
-    def sample() -> None:
-        held = None
-        for _ in range(10):
-            held = buffer.sample(batch_size)
-        del held
-
-    return sample
-
-
 def on_disk(recording: Recording, n: int, folder: Path) -> dict[str, float]:
     """Fills a buffer on disk, samples from it, closes it and opens it again."""
     filled(recording, CompressedReplayBuffer, WARM_UP * N_ENVS).sample(256)  # all that is loaded late
@@ -97,10 +84,7 @@ def on_disk(recording: Recording, n: int, folder: Path) -> dict[str, float]:
     found["sampled"] = memory() - before
     plain = filled(recording, ReplayBuffer, min(PLAIN_SIZE, n))
     for batch_size in (32, 256):
-        pair = {"plain": sampled(plain, batch_size), "ours": sampled(buffer, batch_size)}
-        interleaved(pair, rounds=3)
-        seconds = interleaved(pair, rounds=DRAWS, clock=time.thread_time)
-        found[f"speed {batch_size}"] = times_as_fast(seconds, "ours", than="plain")
+        found[f"speed {batch_size}"] = sampling_speed(buffer, plain, batch_size, rounds=DRAWS)
     buffer.close()
     found["on disk"] = sum(path.stat().st_blocks * 512 for path in folder.iterdir())
     start = time.perf_counter()
@@ -142,9 +126,8 @@ PARTS = {"on_disk": on_disk, "saving": saving, "loading": loading}
 
 def measure(part: str, name: str, n: int, folder: Path) -> dict[str, float]:
     """One of the parts in a fresh process."""
-    command = [sys.executable, "-m", "benchmarks.disk", name, "--transitions", str(n), "--folder", str(folder)]
-    output = subprocess.run([*command, "--part", part], check=True, stdout=subprocess.PIPE, text=True).stdout
-    found: dict[str, float] = json.loads(output.splitlines()[-1])
+    line = last_line_of("benchmarks.disk", name, "--transitions", n, "--folder", folder, "--part", part)
+    found: dict[str, float] = json.loads(line)
     return found
 
 

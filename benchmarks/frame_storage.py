@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -24,8 +21,9 @@ from tensordict import TensorDict
 from torchrl.data import CompressedListStorage, LazyTensorStorage, TensorDictReplayBuffer
 from tqdm import tqdm
 
-from benchmarks.measure import interleaved, machine, resident_bytes, times_as_fast
+from benchmarks.measure import machine, resident_bytes, sampling_speed
 from benchmarks.memory import GAMES, N_ENVS, transitions
+from benchmarks.processes import last_line_of
 from torchrl_ext import FrameStorage
 
 STEPS = 64  # of each environment a batch
@@ -78,20 +76,9 @@ def fill(game: str, name: str, size: int) -> None:
 
 def bytes_a_transition(game: str, name: str, size: int) -> float:
     """:func:`fill` in a fresh process."""
-    command = [sys.executable, "-m", "benchmarks.frame_storage", game, "--fill", name, "--size", str(size)]
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    grown, count, _ = map(int, output.split()[-3:])
+    line = last_line_of("benchmarks.frame_storage", game, "--fill", name, "--size", size)
+    grown, count, _ = map(int, line.split())
     return grown / count
-
-
-def _sampler(buffer: TensorDictReplayBuffer, batch_size: int, draws: int) -> Callable[[], None]:
-    held = []
-
-    def sample() -> None:
-        for _ in range(draws):
-            held[:] = [buffer.sample(batch_size)]
-
-    return sample
 
 
 def speed(game: str, than: str, codec: str, size: int, *, batch_size: int, draws: int, rounds: int) -> float:
@@ -100,9 +87,7 @@ def speed(game: str, than: str, codec: str, size: int, *, batch_size: int, draws
     for batch in batches(game, size):
         for name, buffer in pair.items():
             buffer.extend(nested_for(name, batch.clone()))
-    samplers = {name: _sampler(buffer, batch_size, draws) for name, buffer in pair.items()}
-    interleaved(samplers, rounds=2)
-    return times_as_fast(interleaved(samplers, rounds=rounds, clock=time.thread_time), codec, than=than)
+    return sampling_speed(pair[codec], pair[than], batch_size, rounds=rounds, draws=draws)
 
 
 def main() -> None:

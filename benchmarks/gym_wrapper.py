@@ -29,7 +29,7 @@ from torchrl.envs import GymWrapper as Upstream
 from torchrl.envs.libs.isaac_lab import IsaacLabWrapper
 
 from benchmarks import isaac_like
-from benchmarks.measure import interleaved, machine, times_as_fast
+from benchmarks.measure import interleaved, judged, machine, options_with_names, times_as_fast
 from torchrl_ext import GymWrapper
 
 Run = Callable[[], object]
@@ -176,8 +176,7 @@ def timed(competitors: Mapping[str, Run], rounds: int) -> dict[str, np.ndarray]:
 def line(label: str, seconds: list[np.ndarray], ratio: float, bar: float, steps: int) -> None:
     """Print microseconds a step, a ratio and its bar."""
     columns = " ".join(f"{np.median(column) / steps * 1e6:8.1f}" for column in seconds)
-    verdict = "" if ratio >= bar else "  missed"
-    print(f"  {label:46} {columns:>26} {ratio:6.2f}×  (≥ {bar:g}×){verdict}", flush=True)
+    print(f"  {label:46} {columns:>26} {judged(ratio, bar)}", flush=True)
 
 
 def encoded(env: EnvBase, actions: list[Any]) -> list[torch.Tensor]:
@@ -275,12 +274,8 @@ def settle_malloc() -> None:
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gym_wrapper", description=main.__doc__)
-    names = [*SMALL, "vector", "torch"]
-    parser.add_argument("names", nargs="*", metavar="environment", help=", ".join(names))
     parser.add_argument("--rounds", type=int, default=15)
-    options = parser.parse_args()
-    if not set(options.names) <= set(names):
-        parser.error(f"choose from {', '.join(names)}")
+    options = options_with_names(parser, [*SMALL, "vector", "torch"], metavar="environment")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     logging.getLogger("torchrl").setLevel(logging.WARNING)
@@ -288,7 +283,7 @@ def main() -> None:
     print(machine())
     print(f"microseconds of CPU a step, and how many times less than TorchRL's ({options.rounds} rounds)")
     print(HEADER)
-    for name in options.names or names:
+    for name in options.names:
         if name in SMALL:
             small(name, options.rounds)
         else:

@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +22,13 @@ from stable_baselines3.common.buffers import ReplayBuffer
 from tqdm import tqdm
 
 from benchmarks import recordings
-from benchmarks.measure import interleaved, machine, resident_bytes, times_as_fast
+from benchmarks.measure import machine, resident_bytes, sampling_speed, times_as_fast
+from benchmarks.processes import last_line_of
+from benchmarks.replay_buffer import GAMES, NATURAL
 from rl_ext_core.frames.planning._measured import layout_of, measure
 from rl_ext_core.frames.planning._rows import Sample
 from sb3_ext import CompressedReplayBuffer
 
-NAMES = (
-    "mujoco-cheetah",
-    "mujoco-walker",
-    "mujoco-cheetah-track",
-    "mujoco-walker-track",
-    "vizdoom",
-    "vizdoom-corridor",
-)
-GREY = ("pong", "breakout", "mspacman", "seaquest", "montezuma")
 WAYS: dict[str, dict[str, Any]] = {
     "auto": {},
     "patch+lz4": {"codec": "patch+lz4"},
@@ -82,27 +72,8 @@ def fill(name: str, way: str, data: Path) -> None:
 
 def resident(name: str, way: str, data: Path) -> float:
     """Bytes a transition, of :func:`fill` in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.lossy", name, "--fill", way, "--data", str(data)]
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    grown, count = json.loads(output.splitlines()[-1])
+    grown, count = json.loads(last_line_of("benchmarks.lossy", name, "--fill", way, "--data", data))
     return float(grown / count)
-
-
-def _sampler(buffer: ReplayBuffer, batch_size: int) -> Callable[[], None]:
-    held = []
-
-    def sample() -> None:
-        for _ in range(10):
-            held[:] = [buffer.sample(batch_size)]
-
-    return sample
-
-
-def _speed(plain: ReplayBuffer, ours: ReplayBuffer, batch_size: int) -> float:
-    pair = {"plain": _sampler(plain, batch_size), "ours": _sampler(ours, batch_size)}
-    interleaved(pair, rounds=2)
-    rounds = max(DRAWS // 10 * 32 // batch_size, 8)
-    return times_as_fast(interleaved(pair, rounds=rounds, clock=time.thread_time), "ours", than="plain")
 
 
 def measured(name: str, data: Path) -> list[str]:
@@ -132,7 +103,10 @@ def measured(name: str, data: Path) -> list[str]:
         mean_square = float((error.astype(np.float64) ** 2).mean())
         psnr = "exact" if mean_square == 0 else f"{10 * np.log10(255**2 / mean_square):.1f} dB"
         per_transition = resident(name, way, data)
-        speeds = [_speed(plain, ours, batch_size) for batch_size in (32, 256)]
+        speeds = [
+            sampling_speed(ours, plain, batch_size, rounds=max(DRAWS // 10 * 32 // batch_size, 8))
+            for batch_size in (32, 256)
+        ]
         speeds.append(times_as_fast(adding, way, than="plain"))
         columns = " ".join(f"{speed:5.2f}×" for speed in speeds)
         lines.append(
@@ -144,7 +118,7 @@ def measured(name: str, data: Path) -> list[str]:
 
 def estimates(data: Path) -> None:
     """Print what a frame takes as a fraction of its raw size: the figures that plans are estimated from."""
-    for kind, names in {"grey": GREY, "colour": NAMES}.items():
+    for kind, names in {"grey": GAMES, "colour": NATURAL}.items():
         found: dict[str, list[float]] = {}
         for name in tqdm(names, leave=False):
             recording = recordings.load(name, folder=data)
@@ -163,7 +137,7 @@ def estimates(data: Path) -> None:
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.lossy", description=main.__doc__)
-    parser.add_argument("names", nargs="*", default=NAMES)
+    parser.add_argument("names", nargs="*", default=NATURAL)
     parser.add_argument("--data", type=Path, default=recordings.DATA, help="where recordings are kept")
     parser.add_argument("--estimates", action="store_true", help="what plans are estimated from, instead")
     parser.add_argument("--fill", metavar="WAY", help="fill one buffer in this process")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +32,21 @@ def machine() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
     return f"{os.cpu_count()} cores of {model}, {platform.system()}, Python {platform.python_version()}"
+
+
+def options_with_names(
+    parser: argparse.ArgumentParser, names: Collection[str], *, metavar: str = "part"
+) -> argparse.Namespace:
+    """Parses the command line, on which ``names`` may be some of these; all where there is none.
+
+    :param parser: with every other option.
+    """
+    parser.add_argument("names", nargs="*", metavar=metavar, help=", ".join(names))
+    options = parser.parse_args()
+    if not set(options.names) <= set(names):
+        parser.error(f"choose from {', '.join(names)}")
+    options.names = options.names or list(names)
+    return options
 
 
 def interleaved(
@@ -57,3 +74,38 @@ def interleaved(
 def times_as_fast(seconds: Mapping[str, np.ndarray], name: str, *, than: str) -> float:
     """The median of the ratios, round by round: above 1, ``name`` is the faster one."""
     return float(np.median(seconds[than] / seconds[name]))
+
+
+def sampling_speed(
+    ours: Any,
+    plain: Any,
+    batch_size: int,
+    *,
+    rounds: int,
+    draws: int = 10,
+    clock: Callable[[], float] = time.thread_time,
+) -> float:
+    """How many times as fast ``ours`` samples as ``plain``.
+
+    :param rounds: how often both take turns.
+    :param draws: batches in a row; one is held while the next one is drawn, as a training loop does.
+    """
+    competitors = {"plain": _sampler(plain, batch_size, draws), "ours": _sampler(ours, batch_size, draws)}
+    interleaved(competitors, rounds=3)
+    return times_as_fast(interleaved(competitors, rounds=rounds, clock=clock), "ours", than="plain")
+
+
+def _sampler(buffer: Any, batch_size: int, draws: int) -> Callable[[], None]:
+    held: list[Any] = []
+
+    def sample() -> None:
+        for _ in range(draws):
+            held[:] = [buffer.sample(batch_size)]
+
+    return sample
+
+
+def judged(ratio: float, bar: float | None, unit: str = "×") -> str:
+    """A ratio, and the bar that it has to reach."""
+    said = "" if bar is None else f"  (≥ {bar:g}{unit}){'' if ratio >= bar else '  missed'}"
+    return f"{ratio:6.2f}{unit}{said}"

@@ -11,8 +11,6 @@ many transitions as the buffer holds, to see that memory stays flat.
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import islice
 
@@ -24,6 +22,7 @@ from stable_baselines3.common.buffers import ReplayBuffer
 from tqdm import tqdm
 
 from benchmarks.measure import machine, resident_bytes
+from benchmarks.processes import last_line_of
 from sb3_ext import CompressedReplayBuffer
 
 GAMES = ("pong", "breakout", "ms_pacman", "seaquest", "montezuma_revenge")
@@ -79,20 +78,8 @@ def fill(game: str, *, buffer: str, size: int, wraps: int) -> None:
 
 def measure(game: str, *, buffer: str, size: int, wraps: int = 1) -> tuple[int, int, int]:
     """:func:`fill` in a fresh process."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.memory",
-        game,
-        "--fill",
-        buffer,
-        "--size",
-        str(size),
-        "--wraps",
-        str(wraps),
-    ]
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    grown, said, count = map(int, output.split()[-3:])
+    line = last_line_of("benchmarks.memory", game, "--fill", buffer, "--size", size, "--wraps", wraps)
+    grown, said, count = map(int, line.split())
     return grown, said, count
 
 

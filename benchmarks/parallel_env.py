@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import machine, times_as_fast
+from benchmarks.measure import judged, machine, options_with_names, times_as_fast
+from benchmarks.processes import last_line_of
 
 WHO = ("TorchRL", "ours")
 MELTINGPOT = Path(".venv-meltingpot/bin/python")
@@ -68,11 +69,6 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 def row(label: str, *columns: str, verdict: str = "") -> None:
     """Print one."""
     print(f"{label:{WIDTH}}" + "".join(f"{column:>15}" for column in columns) + f"  {verdict}", flush=True)
-
-
-def judged(ratio: float, bar: float) -> str:
-    """A ratio and its bar."""
-    return f"{ratio:6.2f}×  (≥ {bar:g}×){'' if ratio >= bar else '  missed'}"
 
 
 # -- the parts
@@ -163,14 +159,13 @@ def meltingpot(rounds: int, workers: int) -> None:
     if not MELTINGPOT.exists():
         print(f"\nMelting Pot: left out, there is no {MELTINGPOT}: scripts/make_meltingpot_venv.sh")
         return
-    command = [str(MELTINGPOT), "benchmarks/_meltingpot_startup.py", "--workers", str(workers)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    line = last_line_of("benchmarks._meltingpot_startup", "--workers", workers, python=MELTINGPOT)
     print(f"\nMelting Pot, {workers} workers, until the first reset")
-    meltingpot_table(json.loads(done.stdout.splitlines()[-1]))
+    meltingpot_table(json.loads(line))
 
 
 def meltingpot_table(found: Mapping[str, Sequence[Any]]) -> None:
-    """Print what ``benchmarks/_meltingpot_startup.py`` gives."""
+    """Print what ``benchmarks._meltingpot_startup`` gives."""
     starts = [found["upstream"][0], found["ours"][0], found["ours"][1]]
 
     def means(name: str) -> list[float]:
@@ -195,14 +190,11 @@ PARTS: dict[str, Callable[[int, int], None]] = {
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.parallel_env", description=main.__doc__)
-    parser.add_argument("names", nargs="*", metavar="part", help=", ".join(PARTS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=4)
-    options = parser.parse_args()
-    if not set(options.names) <= set(PARTS):
-        parser.error(f"choose from {', '.join(PARTS)}")
+    options = options_with_names(parser, PARTS)
     print(machine())
-    for name in options.names or PARTS:
+    for name in options.names:
         PARTS[name](options.rounds, options.workers)
 
 

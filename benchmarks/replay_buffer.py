@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
 
 import numpy as np
 import torch as th
@@ -21,7 +20,7 @@ from stable_baselines3.common.buffers import ReplayBuffer
 from tqdm import tqdm
 
 from benchmarks import recordings
-from benchmarks.measure import interleaved, machine, times_as_fast
+from benchmarks.measure import machine, sampling_speed, times_as_fast
 from benchmarks.replay import Recording
 from sb3_ext import CompressedReplayBuffer
 
@@ -51,24 +50,6 @@ def _filled(recording: Recording, buffers: dict[str, ReplayBuffer]) -> dict[str,
     return {name: np.array(values) for name, values in seconds.items()}
 
 
-def _sampler(buffer: ReplayBuffer, batch_size: int, draws: int) -> Callable[[], object]:
-    held = []
-
-    def sample() -> None:
-        for _ in range(draws):
-            held[:] = [buffer.sample(batch_size)]
-
-    return sample
-
-
-def _speed(
-    plain: ReplayBuffer, ours: ReplayBuffer, batch_size: int, *, draws: int, clock: Callable[[], float]
-) -> float:
-    pair = {"plain": _sampler(plain, batch_size, draws), "ours": _sampler(ours, batch_size, draws)}
-    interleaved(pair, rounds=3)
-    return times_as_fast(interleaved(pair, rounds=DRAWS // draws, clock=clock), "ours", than="plain")
-
-
 def measure(name: str, *, codec: str, block_length: int | None, draws: int) -> str:
     """One row of the table."""
     recording = recordings.load(name)
@@ -77,9 +58,10 @@ def measure(name: str, *, codec: str, block_length: int | None, draws: int) -> s
     options = {"codec": codec, "block_length": block_length, "num_threads": 1}
     ours = CompressedReplayBuffer(*arguments, device="cpu", n_envs=2, **options)
     add_seconds = _filled(recording, {"plain": plain, "ours": ours})
-    speeds = [_speed(plain, ours, size, draws=draws, clock=time.thread_time) for size in (32, 256)]
+    turns = {"rounds": DRAWS // draws, "draws": draws}
+    speeds = [sampling_speed(ours, plain, size, **turns) for size in (32, 256)]
     ours.num_threads = 2
-    speeds.append(_speed(plain, ours, 256, draws=draws, clock=time.perf_counter))
+    speeds.append(sampling_speed(ours, plain, 256, **turns, clock=time.perf_counter))
     speeds.append(times_as_fast(add_seconds, "ours", than="plain"))
 
     per_transition = ours.stored_nbytes / recording.n_transitions

@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from statistics import median
 from typing import Any
@@ -26,7 +24,8 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 
 from benchmarks import _vec_env_worlds as worlds
-from benchmarks.measure import interleaved, machine, times_as_fast
+from benchmarks.measure import interleaved, judged, machine, options_with_names, times_as_fast
+from benchmarks.processes import last_line_of
 from sb3_ext import RayVecEnv, SharedMemoryVecEnv
 
 THEIRS, OURS, SHARING, HERE = "SubprocVecEnv", "one each", "2 workers", "DummyVecEnv"
@@ -50,12 +49,6 @@ WIDTH = 34
 def row(label: str, *columns: str, verdict: str = "") -> None:
     """Print one."""
     print(f"{label:{WIDTH}}" + "".join(f"{column:>16}" for column in columns) + f"  {verdict}", flush=True)
-
-
-def judged(ratio: float, bar: float | None, unit: str = "×") -> str:
-    """A ratio and its bar."""
-    said = "" if bar is None else f"  (≥ {bar:g}{unit}){'' if ratio >= bar else '  missed'}"
-    return f"{ratio:6.2f}{unit}{said}"
 
 
 @contextlib.contextmanager
@@ -166,9 +159,7 @@ def learn(rounds: int, n_envs: int) -> None:
 
 def once(*arguments: object) -> Any:
     """Run a measurement in a fresh process."""
-    command = [sys.executable, "-m", "benchmarks._vec_env_once", *map(str, arguments)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(last_line_of("benchmarks._vec_env_once", *arguments))
 
 
 def start(rounds: int, n_envs: int) -> None:
@@ -211,14 +202,11 @@ PARTS: dict[str, Callable[[int, int], None]] = {
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vec_env", description=main.__doc__)
-    parser.add_argument("names", nargs="*", metavar="part", help=", ".join(PARTS))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--envs", type=int, default=8)
-    options = parser.parse_args()
-    if not set(options.names) <= set(PARTS):
-        parser.error(f"choose from {', '.join(PARTS)}")
+    options = options_with_names(parser, PARTS)
     print(machine())
-    for name in options.names or PARTS:
+    for name in options.names:
         PARTS[name](options.rounds, options.envs)
 
 

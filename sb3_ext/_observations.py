@@ -45,6 +45,7 @@ class Observations:
         num_threads: int | None = None,
     ) -> None:
         self.group, self.stores, self._places, self._parts = group, group.stores, places, parts_of(space)
+        self._alone = group.stores.get(ALONE)
         self.num_threads = None if num_threads is None else at_least_one("num_threads", num_threads)
         self._recycled = {key: RecycledArrays() for key in self.stores}
 
@@ -58,26 +59,31 @@ class Observations:
 
         :raises RlExtError: if it cannot be stored; then no store holds any of it
         """
-        pairs = {
-            key: (self._taken(key, obs, name="obs"), self._taken(key, next_obs, name="next_obs")) for key in self.stores
+        if self._alone is not None:  # there is nothing to keep in step with
+            self._alone.append(*self._in_batches(ALONE, obs, next_obs), row=row)
+            return
+        staged = {
+            key: self._stage(key, self._taken(key, obs, name="obs"), self._taken(key, next_obs, name="next_obs"))
+            for key in self.stores
         }
-        staged = {key: self._stage(key, *pair) for key, pair in pairs.items()}
         self.group.commit(staged, row)
 
     def _taken(self, key: Any, obs: Any, *, name: str) -> Any:
-        if key is ALONE:
-            return obs
         if not isinstance(obs, Mapping) or key not in obs:
             there = f"has keys {list(obs)}" if isinstance(obs, Mapping) else f"is of type {type(obs).__name__}"
             raise InvalidArgumentError(f"{name} {there}, expected those of {list(self.stores)}; nothing was stored")
         return obs[key]
 
     def _stage(self, key: Any, obs: Any, next_obs: Any) -> npt.NDArray[np.uint64]:
+        with naming(key):
+            return self.stores[key].stage(*self._in_batches(key, obs, next_obs))
+
+    def _in_batches(self, key: Any, *stacks: Any) -> tuple[Any, ...]:
+        """Each with a leading dimension for the environments, which upstream's callers may leave out."""
         n_envs, part = self._places[1], self._parts[key]
         if n_envs == 1 or part.scalar:
-            obs, next_obs = (with_shape(stack, (n_envs, *part.shape)) for stack in (obs, next_obs))
-        with naming(key):
-            return self.stores[key].stage(obs, next_obs)
+            return tuple(with_shape(stack, (n_envs, *part.shape)) for stack in stacks)
+        return stacks
 
     def _append_row(self, row: int, obs: Any, *, key: Any) -> None:
         if row >= self._places[0]:
@@ -132,8 +138,9 @@ class Observations:
         return sum(recycled.nbytes for recycled in self._recycled.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_recycled"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_alone", "_recycled")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._alone = self.group.stores.get(ALONE)
         self._recycled = {key: RecycledArrays() for key in self.stores}

@@ -12,7 +12,7 @@ from stable_baselines3.common.save_util import open_path
 
 from rl_ext_core.devices import resolve
 from rl_ext_core.errors import CorruptFileError, RlExtError
-from rl_ext_core.frames.store import checksum
+from rl_ext_core.frames._format import checksum
 from sb3_ext._buffers import HasObservations
 from sb3_ext._observations import Observations
 from sb3_ext._store_group import StoreGroup

@@ -57,6 +57,7 @@ def make_vec_env(
     n_envs = resources.usable_cores() if n_envs is None else at_least_one("n_envs", n_envs)
     env_id = _or_game(env_id)
     base = functools.cache(lambda: _base(env_id, env_kwargs or {}).then(environments.checked))
+    seeded = False
 
     def factories() -> list[EnvFactory[Any]]:
         return factories_for(
@@ -71,12 +72,13 @@ def make_vec_env(
         )
 
     def here() -> VecEnv:
+        nonlocal seeded
         if devices is not None or not _is_theirs(env_id):
             return DummyVecEnv(list(factories()))
         # The caller's own function, which may share objects with the training: a factory would unpickle copies.
         if isinstance(env_id, str):
             base()  # objects to ids that are not known
-        return env_util.make_vec_env(
+        vec_env = env_util.make_vec_env(
             env_id if isinstance(env_id, str) else lambda **arguments: environments.checked(env_id(**arguments)),
             n_envs,
             seed,
@@ -87,6 +89,8 @@ def make_vec_env(
             monitor_kwargs=monitor_kwargs,
             wrapper_kwargs=wrapper_kwargs,
         )
+        seeded = True
+        return vec_env
 
     options = vec_env_kwargs or {}
     if vec_env_cls is None:
@@ -98,7 +102,8 @@ def make_vec_env(
         )
     else:
         vec_env = vec_env_cls(factories(), **options)
-    vec_env.seed(seed)
+    if not seeded:  # without a seed, each time draws one from NumPy's generator
+        vec_env.seed(seed)
     return vec_env
 
 

@@ -24,7 +24,11 @@ def read(notebook: Path) -> Any:
     return nbformat.read(notebook, as_version=4)
 
 
-def printed(notebook: Any) -> str:
+def executed(name: str, folder: Path, variables: dict[str, str], **options: Any) -> str:
+    """Run a notebook in a folder, and give what it prints."""
+    notebook = read(EXAMPLES / name)
+    client = nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(folder)}}, **options)
+    client.execute(env=variables)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     return "".join(output.get("text", "") for output in outputs)
 
@@ -50,10 +54,7 @@ def variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]
 
 @pytest.mark.slow
 def test_ppo_and_torchrl_on_robosuite_under_one_decision(tmp_path: Path, variables: dict[str, str]) -> None:
-    notebook = read(EXAMPLES / "robosuite_devices.ipynb")
-    client = nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}})
-    client.execute(env=variables)
-    text = printed(notebook)
+    text = executed("robosuite_devices.ipynb", tmp_path, variables)
     assert "compute  cpu" in text
     assert "render   the CPU (Mesa, EGL device 0) through robosuite" in text
     assert "total_timesteps | 16" in text
@@ -63,21 +64,15 @@ def test_ppo_and_torchrl_on_robosuite_under_one_decision(tmp_path: Path, variabl
 
 @pytest.mark.slow
 def test_ppo_on_a_torch_environment(variables: dict[str, str]) -> None:
-    notebook = read(EXAMPLES / "ppo_torch_env.ipynb")
     # It imports the environment from the file beside it.
-    client = nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(EXAMPLES)}})
-    client.execute(env=variables)
-    text = printed(notebook)
+    text = executed("ppo_torch_env.ipynb", EXAMPLES, variables)
     assert "mean reward" in text
     assert "Partial resets are not handled" in text
 
 
 @pytest.mark.slow
 def test_a_million_images_are_planned_and_trained_on(tmp_path: Path, variables: dict[str, str]) -> None:
-    notebook = read(EXAMPLES / "image_replay_plan.ipynb")
-    client = nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}})
-    client.execute(env=variables)
-    text = printed(notebook)
+    text = executed("image_replay_plan.ipynb", tmp_path, variables)
     assert "measured: MountainCar-v0, 150 steps of a random policy" in text
     assert "trained to the same weights, bit for bit: True" in text
     held = [int(line.split()[-4].replace(",", "")) for line in text.splitlines() if line.endswith("bytes a transition")]
@@ -92,12 +87,7 @@ def test_ppo_of_seven_agents_of_melting_pot(tmp_path: Path, variables: dict[str,
     kernel.parent.mkdir(parents=True)
     argv = [str(python()), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
     kernel.write_text(json.dumps({"argv": argv, "display_name": "Melting Pot", "language": "python"}))
-    notebook = read(EXAMPLES / "meltingpot_parallel.ipynb")
-    client = nbclient.NotebookClient(
-        notebook, timeout=240, kernel_name="meltingpot", resources={"metadata": {"path": str(tmp_path)}}
-    )
-    client.execute(env=variables)
-    text = printed(notebook)
+    text = executed("meltingpot_parallel.ipynb", tmp_path, variables, kernel_name="meltingpot")
     assert "cannot pickle 'dmlab2d.dmlab2d_pybind.Lab2d' object" in text
     assert "the environment goes on: torch.Size([3])" in text
     assert "apples per episode" in text
@@ -107,10 +97,8 @@ def test_ppo_of_seven_agents_of_melting_pot(tmp_path: Path, variables: dict[str,
 def test_ppo_on_a_console_game(tmp_path: Path, variables: dict[str, str]) -> None:
     if find_spec("stable_retro") is None:
         give_up("stable-retro is not installed: pip install stable-retro")
-    notebook = read(EXAMPLES / "ppo_retro.ipynb")
-    client = nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}})
-    client.execute(env={**variables, "XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path)})
-    text = printed(notebook)
+    variables |= dict.fromkeys(("XDG_CACHE_HOME", "TMPDIR"), str(tmp_path))
+    text = executed("ppo_retro.ipynb", tmp_path, variables)
     assert "Cannot create multiple emulator instances per process" in text
     assert "So each of the 4 has its own process." in text
     assert re.search(r"env_step +\| 0\.\d+", text)

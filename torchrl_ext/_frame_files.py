@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
-from rl_ext_core.frames.store import checksum
+from rl_ext_core.frames._format import checksum
 
 FORMAT = 1
 _METADATA = "frames.json"

@@ -13,8 +13,8 @@ from tensordict.utils import unravel_key
 from torchrl.data import TensorStorage
 
 from rl_ext_core.errors import InvalidArgumentError
+from rl_ext_core.frames._choice import LAST_CHECK
 from rl_ext_core.frames._process_lock import ProcessLock
-from rl_ext_core.frames.adaptive_pool import LAST_CHECK
 from torchrl_ext._frame_arguments import as_tensordict, last_of_each, on_cpu
 from torchrl_ext._frame_buffers import go_on_at
 from torchrl_ext._frame_columns import FrameColumn, Key, NewPool, columns_for

@@ -15,7 +15,8 @@ from tensordict.utils import unravel_key
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError
 from rl_ext_core.frames._process_lock import ProcessLock
 from rl_ext_core.frames.adaptive_pool import AdaptivePool
-from torchrl_ext._frame_arguments import at_least_one
+from rl_ext_core.frames.codecs import DEFAULT_QUALITY
+from torchrl_ext._frame_arguments import at_least_one, loss_in_words
 from torchrl_ext._frame_budget import Budget, moved_down
 from torchrl_ext._frame_buffers import bear_kills, go_on_at
 from torchrl_ext._frame_columns import FrameColumn, Key, NewPool
@@ -30,7 +31,7 @@ class FrameStorage(FrameRows):
 
     Each frame is stored once and compressed, although stacks of frames and ``("next", "pixels")`` repeat it; whether
     they do is found out by comparing contents. All else is kept in plain tensors. What is sampled equals what
-    ``LazyTensorStorage`` gives, bit for bit::
+    ``LazyTensorStorage`` gives, bit for bit, unless ``max_error`` or JPEG was asked for; then ``repr`` says so::
 
         buffer = TensorDictReplayBuffer(storage=FrameStorage(1_000_000), batch_size=256)
 
@@ -41,8 +42,10 @@ class FrameStorage(FrameRows):
     :param device: Where samples go; what is stored stays in main memory.
     :param ndim: Number of batch dimensions that count for the size, as in ``LazyTensorStorage``.
     :param pixels: Keys of the images, or None for all leaves of bytes with at least two dimensions and 1,024 bytes.
-    :param codec: ``"auto"``, or ``"raw"``, ``"patch"``, ``"patch+lz4"`` (the smallest), or ``"lz4"``.
+    :param codec: ``"auto"``, or ``"raw"``, ``"patch"``, ``"patch+lz4"`` (the smallest), ``"lz4"``, or ``"jpeg"``,
+        which is lossy, slow, and never chosen by itself: for natural images of one channel or three.
     :param max_error: How far a pixel may be off; 0 is exact.
+    :param quality: Of JPEG, 1 to 100; for ``codec="jpeg"`` only. ``pixels`` says which leaves become JPEG.
     :param n_stack: Frames in an image stack, or None to find it from the data.
     :param block_length: Frames in a block, a power of two, or None to choose it by what is seen. Longer blocks take
         less memory and more time to sample from.
@@ -69,6 +72,7 @@ class FrameStorage(FrameRows):
         pixels: Sequence[Key] | None = None,
         codec: str = "auto",
         max_error: int = 0,
+        quality: int = DEFAULT_QUALITY,
         n_stack: int | None = None,
         block_length: int | None = None,
         max_bytes: int | None = None,
@@ -82,6 +86,7 @@ class FrameStorage(FrameRows):
             "max_error": max_error,
             "n_stack": n_stack,
             "block_length": block_length,
+            **({} if quality == DEFAULT_QUALITY and codec != "jpeg" else {"quality": quality}),
         }
         self._budget = None if max_bytes is None else Budget(at_least_one("max_bytes", max_bytes))
         if max_bytes is not None and ndim > 1:
@@ -99,6 +104,10 @@ class FrameStorage(FrameRows):
             except BaseException:
                 self._let_go()
                 raise
+
+    def __repr__(self) -> str:
+        codec = self._options["codec"]
+        return f"{super().__repr__()[:-1]}, \n    codec={codec!r}, {loss_in_words(self._options)})"
 
     def _pool_maker(self, n_rows: int) -> NewPool:
         folder, options = self._folder, self._options

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks import parallel_env, processes
+from benchmarks import measure, parallel_env, processes
 from benchmarks._parallel_env_once import Counted, Failing
 
 POPEN = subprocess.Popen
@@ -40,10 +40,11 @@ def test_memory_that_a_fork_shares_is_not_private_and_counts_by_half() -> None:
     assert MIB / 2 < proportional < MIB
 
 
-def test_cpu_time_counts_that_of_children_that_have_ended() -> None:
-    before = processes.cpu_s()
+def test_cpu_time_counts_that_of_children_that_have_ended_or_not() -> None:
+    before, own = processes.cpu_s(), processes.own_cpu_s()
     subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.5: pass"], check=True)
     assert 0.4 < processes.cpu_s() - before < 2
+    assert processes.own_cpu_s() - own < 0.3
 
 
 def test_children_of_children_are_found() -> None:
@@ -59,8 +60,8 @@ def test_children_of_children_are_found() -> None:
 
 
 def test_a_figure_below_its_bar_is_marked() -> None:
-    assert parallel_env.judged(14.9, 15).endswith("missed")
-    assert parallel_env.judged(15, 15) == " 15.00×  (≥ 15×)"
+    assert measure.judged(14.9, 15).endswith("missed")
+    assert measure.judged(15, 15) == " 15.00×  (≥ 15×)"
 
 
 def test_environments_write_down_where_they_were_built(tmp_path: Path) -> None:

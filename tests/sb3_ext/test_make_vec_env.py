@@ -72,6 +72,20 @@ def test_it_returns_what_sb3s_does(call: str, how: str) -> None:
     assert no_workers()
 
 
+@pytest.mark.parametrize("how", ["in process", "processes", "auto", "SB3's"])
+@pytest.mark.parametrize("seed", [None, 0])
+def test_it_draws_from_numpys_generator_what_sb3s_does(seed: int | None, how: str) -> None:
+    def state_after(make: Any, env_id: Any, n_envs: int, **options: Any) -> Any:
+        np.random.seed(0)
+        make(env_id, n_envs, seed=seed, **options).close()
+        return np.random.get_state()
+
+    for n_envs in (1, 2, 5):
+        theirs = state_after(env_util.make_vec_env, "CartPole-v1", n_envs)
+        for env_id in ("CartPole-v1", cart_pole, cart_pole()):
+            assert_equal(state_after(make_vec_env, env_id, n_envs, **OURS[how]), theirs, f"{n_envs} of {env_id}")
+
+
 def test_the_arguments_are_sb3s() -> None:
     theirs = inspect.signature(env_util.make_vec_env).parameters
     ours = inspect.signature(make_vec_env).parameters

@@ -20,12 +20,17 @@ class Videos:
     :param n_envs: how many.
     :param seed: of all that is random.
     :param end: how likely a step ends an episode.
+    :param smooth: whether what does not move is a picture rather than noise.
     """
 
-    def __init__(self, n_envs: int = 2, *, seed: int = 0, end: float = 0.08) -> None:
+    def __init__(self, n_envs: int = 2, *, seed: int = 0, end: float = 0.08, smooth: bool = False) -> None:
         self.random = torch.Generator().manual_seed(seed)
         self.end = end
         self.scenes = self._integers(256, n_envs, HEIGHT, WIDTH).to(torch.uint8)
+        if smooth:
+            slopes = self._integers(9, n_envs, 2) + 1
+            lines = slopes[:, :1, None] * torch.arange(HEIGHT)[:, None] + slopes[:, 1:, None] * torch.arange(WIDTH)
+            self.scenes = (lines % 256).to(torch.uint8)
         self.stacks = torch.stack([self._reset(env) for env in range(n_envs)])
         self.steps = torch.zeros(n_envs, dtype=torch.int64)
         self.trajectories = torch.arange(n_envs)

@@ -98,8 +98,8 @@ def test_a_pool_with_no_numbers_left_refuses_and_keeps_what_it_has(monkeypatch: 
     storage = FrameStorage(50)
     storage.set(range(20), _data(20))
     before = storage[:].clone()
-    pool = storage._columns[0].pool._pool
-    monkeypatch.setattr(pool, "_sizes", pool._sizes._replace(pages=30))
+    room = storage._columns[0].pool._pool._room
+    monkeypatch.setattr(room, "_sizes", room._sizes._replace(pages=30))
     with pytest.raises(OutOfMemoryError, match="pass a smaller max_size"):
         storage.set(range(15, 45), _data(30))
     assert_same(storage[:], before)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Spaces", "plain", "within"]
+__all__ = ["OfSpaces", "Spaces", "plain", "within"]
 
 
 class Spaces:
@@ -32,6 +32,19 @@ class Spaces:
             self._copies[name] = copy.deepcopy(space)
             self._copies[name].seed(int(self._rng.integers(2**31)))
         return self._copies[name].sample() if mask is None else self._copies[name].sample(np.asarray(mask, np.int8))
+
+
+class OfSpaces:
+    """What drivers have in common whose environments have such spaces, and take seeds.
+
+    :param env: an environment
+    :param rng: of the actions
+    """
+
+    seeded = True
+
+    def __init__(self, env: Any, rng: np.random.Generator) -> None:
+        self._env, self._spaces = env, Spaces(rng)
 
 
 def within(rng: np.random.Generator, low: Any, high: Any, shape: Any, dtype: Any) -> Any:

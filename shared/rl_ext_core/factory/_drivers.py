@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from rl_ext_core.factory import _drivers_batched
-from rl_ext_core.factory._drawing import Spaces, plain, within
+from rl_ext_core.factory._drawing import OfSpaces, plain, within
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,13 +52,8 @@ def driver_for(env: Any, *, seed: int) -> Driver | None:
     return None
 
 
-class _Gymnasium:
+class _Gymnasium(OfSpaces):
     """gymnasium.Env."""
-
-    seeded = True
-
-    def __init__(self, env: Any, rng: np.random.Generator) -> None:
-        self._env, self._spaces = env, Spaces(rng)
 
     def reset(self, seed: int | None) -> Any:
         return plain(self._env.reset(seed=seed)[0])
@@ -70,13 +65,8 @@ class _Gymnasium:
         return plain(result)
 
 
-class _Turns:
+class _Turns(OfSpaces):
     """PettingZoo's AECEnv: one agent after the other."""
-
-    seeded = True
-
-    def __init__(self, env: Any, rng: np.random.Generator) -> None:
-        self._env, self._spaces = env, Spaces(rng)
 
     def reset(self, seed: int | None) -> Any:
         self._env.reset(seed=seed)
@@ -97,13 +87,11 @@ class _Turns:
         return [self._env.agent_selection, *plain(self._env.last()[:4])]
 
 
-class _Together:
+class _Together(OfSpaces):
     """PettingZoo's ParallelEnv: all agents at once."""
 
-    seeded = True
-
     def __init__(self, env: Any, rng: np.random.Generator) -> None:
-        self._env, self._spaces = env, Spaces(rng)
+        super().__init__(env, rng)
         self._seen: tuple[Any, Any] = {}, {}
 
     def reset(self, seed: int | None) -> Any:

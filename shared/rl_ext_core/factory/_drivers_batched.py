@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl_ext_core.factory._drawing import Spaces, plain
+from rl_ext_core.factory._drawing import OfSpaces, plain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,13 +50,8 @@ def _gpus(device: Any) -> list[Any]:
     return [device] if device is not None and device.type == "cuda" else []
 
 
-class GymnasiumVector:
+class GymnasiumVector(OfSpaces):
     """gymnasium.vector.VectorEnv."""
-
-    seeded = True
-
-    def __init__(self, env: Any, rng: np.random.Generator) -> None:
-        self._env, self._spaces = env, Spaces(rng)
 
     def reset(self, seed: int | None) -> Any:
         return plain(self._env.reset(seed=seed)[0])
@@ -70,13 +65,8 @@ class GymnasiumVector:
         return result
 
 
-class SB3Vector:
+class SB3Vector(OfSpaces):
     """Stable Baselines3's VecEnv."""
-
-    seeded = True
-
-    def __init__(self, env: Any, rng: np.random.Generator) -> None:
-        self._env, self._spaces = env, Spaces(rng)
 
     def reset(self, seed: int | None) -> Any:
         if seed is not None:
@@ -88,13 +78,8 @@ class SB3Vector:
         return plain(self._env.step(np.stack(drawn))[:3])
 
 
-class Vmas:
+class Vmas(OfSpaces):
     """VMAS's Environment."""
-
-    seeded = True
-
-    def __init__(self, env: Any, rng: np.random.Generator) -> None:
-        self._env, self._spaces = env, Spaces(rng)
 
     def reset(self, seed: int | None) -> Any:
         return plain(self._env.reset(seed=seed))

@@ -19,6 +19,7 @@ _SOURCES = (
     "_memory.py",
     "_packed.py",
     "_patch.py",
+    "_pool_frames.py",
     "_pool_in.py",
     "_pool_memory.py",
     "_pool_out.py",

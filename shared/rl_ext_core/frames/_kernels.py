@@ -11,8 +11,9 @@ from rl_ext_core.frames._kernels_in import (
     push,
     push_pair,
     take_frames,
+    take_newest,
 )
-from rl_ext_core.frames._kernels_out import CALLS_C, all_exist, gather, list_sealed
+from rl_ext_core.frames._kernels_out import CALLS_C, all_exist, gather, list_sealed, next_entries
 
 __all__ = [
     "CALLS_C",
@@ -25,8 +26,10 @@ __all__ = [
     "gather",
     "leading_padding",
     "list_sealed",
+    "next_entries",
     "push",
     "push_pair",
     "read_regions",
     "take_frames",
+    "take_newest",
 ]

@@ -99,6 +99,13 @@ def take_frames(stack, memory, geometry, out):  # type: ignore[no-untyped-def]
 
 
 @kernel
+def take_newest(e, geometry, streams):  # type: ignore[no-untyped-def]
+    """Copies the newest frame of an environment's newest stack to ``fresh``."""
+    last, fresh = uint64(streams.last[e].ctypes.data), uint64(streams.fresh[0].ctypes.data)
+    _take_frame(last, streams.last_memory[e], geometry.n_stack - 1, geometry, fresh)
+
+
+@kernel
 def append_frame(e, frame, geometry, streams):  # type: ignore[no-untyped-def]
     """Appends a frame to the open block of a stream, which has room for it."""
     n_bytes, frame = geometry.frame_bytes, uint64(frame)

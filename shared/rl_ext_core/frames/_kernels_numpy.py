@@ -68,6 +68,12 @@ def take_frames(stack: int, memory: int, geometry: Geometry, out: int) -> None:
     _bytes_at(out, n_bytes)[:] = _frames(_bytes_at(stack, n_bytes), memory, geometry).reshape(-1)
 
 
+def take_newest(e: int, geometry: Geometry, streams: Streams) -> None:
+    """Copies the newest frame of an environment's newest stack to ``fresh``."""
+    last = streams.last[e, : geometry.n_stack * geometry.frame_bytes]
+    streams.fresh[0, : geometry.frame_bytes] = _frames(last, int(streams.last_memory[e]), geometry)[-1]
+
+
 def leading_padding(stack: int, geometry: Geometry) -> int:
     """How many of the oldest frames of a planar stack are all zero; never all of them."""
     frames = _bytes_at(stack, geometry.n_stack * geometry.frame_bytes).reshape(geometry.n_stack, -1)
@@ -160,6 +166,15 @@ def _stack(frames: list[Bytes], geometry: Geometry, out: Bytes) -> None:
 def all_exist(rows: npt.NDArray[np.int64], envs: npt.NDArray[np.int64], index: npt.NDArray[np.uint64]) -> bool:
     """Whether all of the places are in the index."""
     return bool(((rows >= 0) & (rows < index.shape[0])).all() and ((envs >= 0) & (envs < index.shape[1])).all())
+
+
+def next_entries(
+    rows: npt.NDArray[np.int64], envs: npt.NDArray[np.int64], index: npt.NDArray[np.uint64], entries: Addresses
+) -> None:
+    """Makes observations of the next observations of a batch: an index of them, with one row a place."""
+    for b, (row, e) in enumerate(zip(rows.tolist(), envs.tolist(), strict=True)):
+        _, _, newest, depth = _unpack(int(index[row, e]))
+        entries[b, e] = newest % FRAME_NUMBERS | depth << DEPTH_SHIFT
 
 
 def gather(

@@ -14,6 +14,7 @@ from rl_ext_core.frames._patch import apply_entry, entry_size
 from rl_ext_core.frames._state import (
     DEPTH_SHIFT,
     ENTRY_HEADER,
+    FRAME_NUMBERS,
     GROUP,
     NEXT_DEPTH_SHIFT,
     OFFSET,
@@ -197,6 +198,14 @@ def all_exist(rows, envs, index):  # type: ignore[no-untyped-def]
         if not (0 <= rows[b] < index.shape[0] and 0 <= envs[b] < index.shape[1]):
             return False
     return True
+
+
+@kernel
+def next_entries(rows, envs, index, entries):  # type: ignore[no-untyped-def]
+    """Makes observations of the next observations of a batch: an index of them, with one row a place."""
+    for b in range(rows.shape[0]):
+        _, _, newest, depth = _unpack(index[rows[b], envs[b]])
+        entries[b, envs[b]] = uint64(newest & (FRAME_NUMBERS - 1)) | (uint64(depth) << uint64(DEPTH_SHIFT))
 
 
 @kernel

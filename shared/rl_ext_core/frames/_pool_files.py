@@ -9,11 +9,12 @@ import numpy.typing as npt
 
 from rl_ext_core.errors import CorruptFileError
 from rl_ext_core.frames import _pool_state as state
+from rl_ext_core.frames._format import checksum
 from rl_ext_core.frames._pool_state import COUNTS, PAGE
 from rl_ext_core.frames._state import SLACK
+from rl_ext_core.frames.codecs import DEFAULT_QUALITY
 from rl_ext_core.frames.layout import StackLayout
 from rl_ext_core.frames.pool import FramePool
-from rl_ext_core.frames.store import checksum
 
 POOL_FORMAT = 1
 
@@ -40,6 +41,7 @@ def described(pool: FramePool) -> dict[str, Any]:
         "codec": pool.codec.name,
         "block_length": pool.block_length,
         "max_error": pool.max_error,
+        **({"quality": pool.quality} if pool.codec.lossy else {}),
         "arrays": dict(sorted(used.items())),
     }
     return {**description, "checksum": checksum(description)}
@@ -66,6 +68,7 @@ def restored(description: Any, n_handles: int) -> FramePool:
         codec=description["codec"],
         block_length=description["block_length"],
         max_error=description["max_error"],
+        quality=description.get("quality", DEFAULT_QUALITY),
     )
     stored = description["arrays"]
     for name in (*COUNTS, "last", "frame", "pages", "references"):

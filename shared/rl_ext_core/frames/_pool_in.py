@@ -19,6 +19,7 @@ from rl_ext_core.frames._pool_memory import (
     take,
 )
 from rl_ext_core.frames._pool_state import (
+    AT_ONCE,
     BLOCKS,
     CLOCK,
     DEPTH_SHIFT,
@@ -29,6 +30,7 @@ from rl_ext_core.frames._pool_state import (
     FREE_REFERENCES,
     KIND,
     N_RECENT,
+    NEVER,
     NEWEST,
     NEWEST_STREAM,
     OPEN,
@@ -79,16 +81,25 @@ def _reference_for(p, before, frame, geometry, scratch):  # type: ignore[no-unty
 
 
 @njit(nogil=True)
+def _put_away(p, s, seals):  # type: ignore[no-untyped-def]
+    """Moves a stream's full block into pages, to be sealed if need be."""
+    block = p.streams[s, OPEN_BLOCK]
+    store_bytes(p, block, address_in(p.open, s), p.streams[s, OPEN_BYTES], False)
+    p.streams[s, OPEN_BYTES] = 0
+    if seals != NEVER:
+        p.unsealed[p.head[UNSEALED]] = uint32(block)
+        p.head[UNSEALED] += 1
+
+
+@njit(nogil=True)
 def _turn(p, s, frame, geometry, seals, turned, scratch):  # type: ignore[no-untyped-def]
     """Puts a stream's full block away and begins the next; returns how many blocks were put away so far."""
     before = p.streams[s, OPEN_BLOCK]
     if before > 0:
-        store_bytes(p, before, address_in(p.open, s), p.streams[s, OPEN_BYTES], False)
+        if p.blocks[before, KIND] == OPEN:
+            _put_away(p, s, seals)
         p.turned[turned] = uint32(before)
         turned += 1
-        if seals:
-            p.unsealed[p.head[UNSEALED]] = uint32(before)
-            p.head[UNSEALED] += 1
     block = take(p, BLOCKS, FREE_BLOCKS, p.free_blocks)
     p.blocks[block, KIND] = uint32(OPEN)
     p.blocks[block, STREAM] = uint32(s)
@@ -124,6 +135,8 @@ def _append(p, s, frame, geometry, seals, turned, scratch):  # type: ignore[no-u
         copy_bytes(newest, frame, n_bytes)
     p.streams[s, OPEN_FRAMES] += 1
     p.head[FRAMES] += 1
+    if seals == AT_ONCE:
+        _put_away(p, s, seals)
     return turned
 
 
@@ -233,7 +246,7 @@ def put(p, stacks, nexts, n, ended, geometry, kept, seals, scratch, handles, nex
     :param nexts: address of ``n`` stacks, or 0.
     :param ended: (n,) whether nothing follows, or (0,).
     :param kept: address of a mask, see ``_kernels_in``.
-    :param seals: whether full blocks are to be sealed.
+    :param seals: when full blocks are to be sealed.
     :param scratch: address of ``SCRATCH_FRAMES`` frames with ``GROUP`` bytes behind each, and a stack.
     :param handles: (n,) written.
     :param next_handles: (n,) written where there are any.

@@ -27,8 +27,8 @@ UNSEALED = 11  # full blocks that a codec has to seal yet
 RECENT = 12  # and the four fields behind: the latest reference frames, or -1
 N_RECENT = 4
 HELD = 16  # stacks that were put and not released
-KIND_OF_POOL = 17  # counts the changes of the five fields behind
-N_STACK, AXIS, BLOCK_LENGTH, CODEC, MAX_ERROR = 18, 19, 20, 21, 22
+KIND_OF_POOL = 17  # counts the changes of the six fields behind
+N_STACK, AXIS, BLOCK_LENGTH, CODEC, MAX_ERROR, QUALITY = 18, 19, 20, 21, 22, 23
 BECOMING = 31  # whether the fields and all that they are about are being changed
 N_HEAD = 64
 _MOST = 2**32 - 2
@@ -61,6 +61,9 @@ OPEN = 1  # being filled: in the buffer of a stream
 WHOLE = 2  # in pages one after the other
 PAGED = 3  # in pages that ``links`` lead through
 SEALED = 4  # added to the former two: compressed
+
+# When a full block is noted to be sealed: once the next one begins, or, where it holds one frame, at once.
+NEVER, IN_TURN, AT_ONCE = 0, 1, 2
 
 # The columns of ``streams``.
 OPEN_BLOCK = 0
@@ -108,15 +111,18 @@ class Sizes(NamedTuple):
     block_frames: int  # the most that a block may be asked to hold
 
 
-def worst_case(n_handles: int, *, stack_bytes: int, n_stack: int, block_frames: int, streams: int) -> Sizes:
+def worst_case(
+    n_handles: int, *, stack_bytes: int, n_stack: int, least_frames: int, block_frames: int, streams: int
+) -> Sizes:
     """Sizes that suffice for so many stacks, however little they share.
 
     :param n_handles: stacks.
     :param n_stack: the most frames that a stack may turn out to have.
-    :param block_frames: the most frames that a block may hold.
+    :param least_frames: the fewest frames that a block may hold.
+    :param block_frames: the most.
     """
     n_handles += 3 * streams  # each stream keeps its newest stack
-    blocks = min(n_handles * ((n_stack - 1) // 4 + 2) + 2 * streams, _MOST)
+    blocks = min(n_handles * ((n_stack - 1) // least_frames + 2) + 2 * streams, _MOST)
     # Each stack may have its own frames, in blocks of which the other frames serve nobody any more.
     contents = 4 * n_handles * (stack_bytes + PAGE) + blocks * PAGE + streams * block_frames * (stack_bytes + PAGE)
     references = min(blocks, contents // (stack_bytes // n_stack + SLACK))

@@ -13,26 +13,20 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_ext_core.errors import CorruptFileError, StorageError
+from rl_ext_core.frames._choice import ALL_CHANGES, JUDGE_AFTER, LAST_CHECK, is_small, log_choice, suiting_length
+from rl_ext_core.frames._format import EXTENDED_FORMAT_VERSION, FORMAT_VERSION, check_format, checksum
 from rl_ext_core.frames._loss import Loss
 from rl_ext_core.frames._saving import load, save
 from rl_ext_core.frames.codecs import DEFAULT_QUALITY, get_codec
 from rl_ext_core.frames.disk._opening import open_folder
 from rl_ext_core.frames.disk._recovery import Recovered
 from rl_ext_core.frames.layout import StackLayout, candidate_layouts, find_layout
-from rl_ext_core.frames.store import EXTENDED_FORMAT_VERSION, FORMAT_VERSION, FrameStore, check_format, checksum
+from rl_ext_core.frames.store import FrameStore
 
 _logger = logging.getLogger("rl_ext_core.frames")
 
-_LAST_CHECK = 4096  # transitions an environment, after which what was found is kept
 _LOOK_BACK = 16  # transitions an environment that a layout is found from
-_JUDGE_AFTER = 64  # transitions an environment, before which compression says little
 _COPY_ROWS = 64  # transitions an environment that are copied at a time
-_SMALL_FRAME = 512  # bytes: below, patches save less than the bookkeeping of a block costs
-# Frames a block, by what a frame takes as a fraction of its raw size, up to which a line holds. The more a patch holds,
-# the more it costs to go through those before the frame that is wanted; but where most frames are stored whole, one
-# starts at the last of these.
-_BLOCK_LENGTHS = ((0.06, 16), (0.15, 8), (0.6, 4), (0.95, 8))
-_ALL_CHANGES = 0.95  # noise: not worth decoding
 
 
 class AdaptiveStore:
@@ -97,15 +91,13 @@ class AdaptiveStore:
         if importlib.util.find_spec("numba") is None:
             _say_once_that_numba_is_missing()
             return "raw"
-        return "raw" if layout.frame_bytes < _SMALL_FRAME else "patch"
+        return "raw" if is_small(layout) else "patch"
 
     def _length(self, changes: float = 0.0) -> int:
         if self._block_length is not None:
             return self._block_length
-        length = next((length for limit, length in _BLOCK_LENGTHS if changes < limit), _BLOCK_LENGTHS[-1][1])
-        # All of a sealed block has to be opened to read any of it.
         seals = self._codec != "auto" and not self._loss.is_codec and get_codec(self._codec).seals
-        return max(length // 2, 4) if seals else length
+        return suiting_length(changes, seals=seals)
 
     def __repr__(self) -> str:
         inner, options = self._inner, ", ".join(f"{name}={value}" for name, value in self._loss.options.items())
@@ -224,7 +216,8 @@ class AdaptiveStore:
         row: int | None = None,
     ) -> None:
         """Stores one transition of each environment; see :meth:`FrameStore.append`."""
-        self.commit(self.stage(observations, next_observations), row=row)
+        self._inner.append(observations, next_observations, row=row)
+        self._count()
 
     def stage(
         self, observations: npt.NDArray[np.generic], next_observations: npt.NDArray[np.generic]
@@ -234,11 +227,13 @@ class AdaptiveStore:
 
     def commit(self, staged: npt.NDArray[np.uint64], *, row: int | None = None) -> None:
         """Makes what was staged a transition; see :meth:`FrameStore.commit`."""
-        inner = self._inner
-        inner.commit(staged, row=row)
+        self._inner.commit(staged, row=row)
+        self._count()
+
+    def _count(self) -> None:
         self._seen += 1
         # A power of two. What a store has found out holds for the rollouts that follow in it.
-        if self._seen <= _LAST_CHECK and self._seen & (self._seen - 1) == 0 and self._in_order:
+        if self._seen <= LAST_CHECK and self._seen & (self._seen - 1) == 0 and self._in_order:
             self._adapt()
 
     @property
@@ -304,10 +299,10 @@ class AdaptiveStore:
         codec, length = inner.codec.name, inner.block_length
         if layout != inner.layout:
             codec, length = self._first_codec(layout), self._length()
-        elif inner.size >= _JUDGE_AFTER:
+        elif inner.size >= JUDGE_AFTER:
             changes = inner.changed_fraction
             length = self._length(changes)
-            if self._codec == "auto" and changes > _ALL_CHANGES:
+            if self._codec == "auto" and changes > ALL_CHANGES:
                 codec = "raw"
         loss: dict[str, int] = {}
         if self._may_lose(found):
@@ -316,19 +311,13 @@ class AdaptiveStore:
         if (layout, codec, length) == (inner.layout, inner.codec.name, inner.block_length) and not loss:
             return
         self._inner = _stored_anew(inner, layout, codec=codec, block_length=length, **loss)
-        _logger.info(
-            "observations of shape %s: %d frames a stack, codec %r, %d frames a block",
-            layout.shape,
-            layout.n_stack,
-            codec,
-            length,
-        )
+        log_choice("observations", layout, codec=codec, block_length=length)
 
     def _may_lose(self, found: StackLayout | None) -> bool:
         """Whether enough is known to give exactness up, after which nothing is found out any more."""
-        half_full = 2 * self._inner.size >= min(2 * _JUDGE_AFTER, self._inner.capacity)
-        known = found is not None or self._seen >= _LAST_CHECK
-        return bool(self._loss.options) and known and half_full and self._seen >= _JUDGE_AFTER
+        half_full = 2 * self._inner.size >= min(2 * JUDGE_AFTER, self._inner.capacity)
+        known = found is not None or self._seen >= LAST_CHECK
+        return bool(self._loss.options) and known and half_full and self._seen >= JUDGE_AFTER
 
     def _lossy_choice(self, layout: StackLayout) -> tuple[str, int, dict[str, int]]:
         """Codec, block length, and what is lost."""

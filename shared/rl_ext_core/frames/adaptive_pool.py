@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import logging
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from rl_ext_core.errors import missing_dependency
-from rl_ext_core.frames._loss import checked_bound
+from rl_ext_core.errors import InvalidArgumentError, missing_dependency
+from rl_ext_core.frames._choice import ALL_CHANGES, JUDGE_AFTER, LAST_CHECK, is_small, log_choice, suiting_length
+from rl_ext_core.frames._loss import Loss
 from rl_ext_core.frames._pool_files import described, restored
-from rl_ext_core.frames.adaptive import _ALL_CHANGES, _BLOCK_LENGTHS, _JUDGE_AFTER, _LAST_CHECK, _SMALL_FRAME
-from rl_ext_core.frames.codecs import get_codec
+from rl_ext_core.frames.codecs import DEFAULT_QUALITY, get_codec
 from rl_ext_core.frames.layout import StackLayout, candidate_layouts, find_layout
 from rl_ext_core.frames.pool import FramePool, Handles
 
-_logger = logging.getLogger("rl_ext_core.frames")
-
-LAST_CHECK = _LAST_CHECK  # of storages that hold more, nothing is stored anew
 _COPIED = 64  # stacks at a time
 
 
@@ -36,6 +32,7 @@ class AdaptivePool:
     :param dtype: dtype of the stacks.
     :param codec: name of a codec, or ``"auto"``.
     :param max_error: how far a pixel may be off; 0 is exact, as are the first few stacks in any case.
+    :param quality: of JPEG, which the first stack goes through as all others do; see :class:`FrameStore`.
     :param n_stack: frames a stack, or None to find it from the data.
     :param block_length: frames a block, a power of two, or None to choose it by what is seen.
     :param path: a file to keep it in; see :class:`FramePool`.
@@ -50,6 +47,7 @@ class AdaptivePool:
         *,
         codec: str = "auto",
         max_error: int = 0,
+        quality: int = DEFAULT_QUALITY,
         n_stack: int | None = None,
         block_length: int | None = None,
         path: Path | None = None,
@@ -62,27 +60,29 @@ class AdaptivePool:
         self._in_file = path is not None
         self._next_check = 2
         self._judged = False
-        checked_bound(max_error, codec=get_codec("patch" if codec == "auto" else codec), dtype=dtype)
         layouts = list(candidate_layouts(shape, dtype, n_stack=n_stack))
+        self._loss = Loss.asked_for(codec, layouts, max_error=max_error, quality=quality, block_length=block_length)
         self._first_layout = layouts[-1] if n_stack is None else layouts[0]
-        # Exact at first: how frames are stacked could not be seen otherwise.
-        self._pool = FramePool(n_handles, self._first_layout, **self._first_choice(), path=path)
+        self._pool = FramePool(n_handles, path=path, **self._first_choice(self._first_layout))
 
-    def _first_choice(self) -> dict[str, Any]:
-        return {"codec": self._first_codec(self._first_layout), "block_length": self._length(0.0)}
+    def _first_choice(self, layout: StackLayout) -> dict[str, Any]:
+        """How stacks of that layout are stored before more is known."""
+        if self._loss.is_codec:
+            # From the first one on: what is read must not change later, and other layouts are found by what is given.
+            layout = self._loss.layout_like(layout)
+            return {"layout": layout, "codec": self._codec, "block_length": 1, **self._loss.options}
+        # Exact at first: how frames are stacked could not be seen otherwise.
+        return {"layout": layout, "codec": self._first_codec(layout), "block_length": self._length(0.0)}
 
     def _first_codec(self, layout: StackLayout) -> str:
         if self._codec != "auto":
             return self._codec
-        return "raw" if layout.frame_bytes < _SMALL_FRAME and not self._max_error else "patch"
+        return "raw" if is_small(layout) and not self._max_error else "patch"
 
     def _length(self, changes: float) -> int:
         if self._block_length is not None:
             return self._block_length
-        length: int = next((length for limit, length in _BLOCK_LENGTHS if changes < limit), _BLOCK_LENGTHS[-1][1])
-        # All of a sealed block has to be opened to read any of it.
-        seals = self._codec != "auto" and get_codec(self._codec).seals
-        return max(length // 2, 4) if seals else length
+        return suiting_length(changes, seals=self._codec != "auto" and get_codec(self._codec).seals)
 
     @property
     def layout(self) -> StackLayout:
@@ -127,11 +127,11 @@ class AdaptivePool:
         if fresh:
             self._judged = False
         if fresh and self._n_stack is None:
-            layout = _found_layout(pool.layout, stacks, nexts)
-            if layout != pool.layout:
-                pool.become(layout, codec=self._first_codec(layout), block_length=self._length(0.0))
+            chosen = self._first_choice(_found_layout(pool.layout, stacks, nexts))
+            if chosen["layout"] != pool.layout:
+                pool.become(**chosen)
         handles = pool.put(stacks, nexts, ended=ended)
-        while fresh and len(stacks) >= _JUDGE_AFTER and (better := self._better()) is not None:
+        while fresh and len(stacks) >= JUDGE_AFTER and (better := self._better()) is not None:
             pool.become(pool.layout, **better)
             handles = pool.put(stacks, nexts, ended=ended)
         return handles
@@ -139,10 +139,12 @@ class AdaptivePool:
     def _better(self) -> dict[str, Any] | None:
         """Codec, block length and bound that suit what was seen, where they are other ones."""
         pool = self._pool
+        if pool.codec.lossy:
+            return None
         if pool.max_error != self._max_error:
             return {"codec": pool.codec.name, "block_length": pool.block_length, "max_error": self._max_error}
         changes = pool.changed_fraction
-        noise = self._codec == "auto" and changes > _ALL_CHANGES and not self._max_error
+        noise = self._codec == "auto" and changes > ALL_CHANGES and not self._max_error
         codec, length = "raw" if noise else pool.codec.name, self._length(changes)
         if (codec, length) == (pool.codec.name, pool.block_length) or self._judged:
             return None
@@ -159,7 +161,7 @@ class AdaptivePool:
         if self.shared or self._in_file or not self._next_check <= len(handles) <= LAST_CHECK:
             return None
         n_held = sum(np.count_nonzero(part) for part in (handles, next_handles) if part is not None)
-        if n_held != self._pool.held or not handles.all() or self._pool.max_error:
+        if n_held != self._pool.held or not handles.all() or self._pool.lossy:
             return None  # some are elsewhere, places are empty, or errors would add up
         while self._next_check <= len(handles):
             self._next_check *= 2
@@ -176,26 +178,20 @@ class AdaptivePool:
             layout = _found_layout(layout, *self._decoded(handles[-_COPIED:], nexts))
         chosen: dict[str, Any] | None = None
         if layout != pool.layout:
-            chosen = {"codec": self._first_codec(layout), "block_length": self._length(0.0)}
-        elif len(handles) >= _JUDGE_AFTER:
+            chosen = self._first_choice(layout)
+        elif len(handles) >= JUDGE_AFTER:
             self._judged = False
             chosen = self._better()
         if chosen is None:
             return None
-        anew = FramePool(self._n_handles, layout, **chosen)
+        anew = FramePool(self._n_handles, **{"layout": layout, **chosen})
         parts = []
         for start in range(0, len(handles), _COPIED):
             part = slice(start, start + _COPIED)
             nexts = None if next_handles is None else next_handles[part]
             parts.append(anew.put(*self._decoded(handles[part], nexts)))
         self._pool = anew
-        _logger.info(
-            "stacks of shape %s: %d frames a stack, codec %r, %d frames a block",
-            layout.shape,
-            layout.n_stack,
-            anew.codec.name,
-            anew.block_length,
-        )
+        log_choice("stacks", layout, codec=anew.codec.name, block_length=anew.block_length)
         return np.concatenate([put for put, _ in parts]), np.concatenate([put for _, put in parts])
 
     def _decoded(
@@ -232,7 +228,7 @@ class AdaptivePool:
         from rl_ext_core.frames._pool_recovery import recover
 
         if self._pool.interrupted:
-            self._pool.become(self._first_layout, **self._first_choice())
+            self._pool.become(**self._first_choice(self._first_layout))
         return recover(self._pool, handles)
 
     def close(self) -> None:
@@ -248,8 +244,15 @@ class AdaptivePool:
         """Becomes the pool that :meth:`state` described.
 
         :raises CorruptFileError: if it is damaged, or of a later format.
+        :raises InvalidArgumentError: if it loses more than this pool may.
         """
-        self._pool = restored(description, self._n_handles)
+        pool = restored(description, self._n_handles)
+        if pool.max_error > self._max_error or (pool.codec.lossy and self._loss.options != {"quality": pool.quality}):
+            made_with = f"codec='jpeg', quality={pool.quality}" if pool.codec.lossy else f"max_error={pool.max_error}"
+            raise InvalidArgumentError(
+                f"what was saved is lossy: it was made with {made_with}; pass the same, since what is added goes on so"
+            )
+        self._pool = pool
         self._next_check = LAST_CHECK + 1
 
     def __getstate__(self) -> dict[str, Any]:

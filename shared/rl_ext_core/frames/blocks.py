@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rl_ext_core.frames._sealing import open_block, seal_block
 from rl_ext_core.frames._state import OFFSET, REFERENCE, SEALED_HEADER, SLAB, Blocks, Bytes, Counts
 from rl_ext_core.frames.arena import Arena, RamSlabs, address_of
 from rl_ext_core.frames.codecs import Codec
@@ -112,11 +113,7 @@ class BlockTable:
         :raises StorageError: where a file cannot be written; likewise.
         """
         if self._codec.seals:
-            sealed = np.frombuffer(self._codec.seal(block.data), dtype=np.uint8)
-            if len(sealed) >= len(block):
-                sealed = block
-            sizes = np.array([len(sealed), len(block)], dtype="<u4").view(np.uint8)
-            block = np.concatenate([sizes, sealed])
+            block = seal_block(self._codec, block)
         slab, offset = self._arena.store(block)
         number = int(self._next[env]) - 1
         slot = number & (self._table.shape[1] - 1)
@@ -140,9 +137,7 @@ class BlockTable:
 
     def opened(self, stored: memoryview) -> bytes | memoryview:
         """The contents of a sealed block as it is stored."""
-        n_sealed, n_bytes = np.frombuffer(stored[:SEALED_HEADER], dtype="<u4").tolist()
-        sealed = stored[SEALED_HEADER:]
-        return sealed if n_sealed == n_bytes else self._codec.unseal(sealed, n_bytes)
+        return open_block(self._codec, stored)
 
     def read_from_files(
         self, envs: Counts, slots: Counts, read_regions: Callable[..., int]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from operator import index
 from pathlib import Path
@@ -11,40 +10,39 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, OutOfMemoryError
+from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
 from rl_ext_core.frames import _pool_state as state
-from rl_ext_core.frames._loss import checked_bound
-from rl_ext_core.frames._parallel import run_parts
-from rl_ext_core.frames._pool_state import COUNTS, PAGE, Pool, Sizes
+from rl_ext_core.frames._loss import checked_block_length, checked_bound
+from rl_ext_core.frames._pool_room import Room
+from rl_ext_core.frames._pool_state import Pool, Sizes
 from rl_ext_core.frames._region import Region
 from rl_ext_core.frames._state import (
-    ENTRY_HEADER,
     GROUP,
     INTERLEAVED,
     PLANAR,
     SCRATCH_FRAMES,
-    SEALED_HEADER,
     SLACK,
-    WORK_FRAMES,
     Bytes,
     Geometry,
 )
-from rl_ext_core.frames.arena import address_of, allocate
-from rl_ext_core.frames.codecs import Codec, codec_names, get_codec
+from rl_ext_core.frames.arena import address_of
+from rl_ext_core.frames.codecs import DEFAULT_QUALITY, Codec, codec_names, get_codec
 from rl_ext_core.frames.layout import StackLayout, candidate_layouts
 from rl_ext_core.frames.writer import _neighbours
 
 Handles = npt.NDArray[np.int64]
 
 MOST_STREAMS = 256  # trajectories that are followed at a time
-_USUAL_BLOCK_FRAMES = 16
+_SHORT_BLOCK_FRAMES, _USUAL_BLOCK_FRAMES = 4, 16
+_SEALED_STACKS = 64  # at a time: until they are sealed, they take their full size
 
 
 class FramePool:
     """Stacks of frames by handle. A frame is stored once, however many stacks contain it.
 
     Stacks come in any order: each is looked for among the newest ones of the trajectories that are being followed, by
-    comparing contents. What continues none is stored whole. What comes out equals what went in, bit for bit.
+    comparing contents. What continues none is stored whole. What comes out equals what went in, bit for bit, unless a
+    ``max_error`` or the codec ``"jpeg"`` was asked for; even then, a frame always reads the same.
 
     All that it holds lies in one :class:`Region`; pickled for a child process, it is the same pool there. Calls that
     change it must not overlap with others, in any process: the caller holds a lock.
@@ -54,6 +52,7 @@ class FramePool:
     :param codec: name of the codec.
     :param block_length: frames in a block, a power of two.
     :param max_error: how far a pixel may be off; 0 is exact.
+    :param quality: of JPEG, 1 to 100; for the codec ``"jpeg"`` only.
     :param path: a file to keep it in; where there is one, it is that pool, and has to be recovered.
     """
 
@@ -65,6 +64,7 @@ class FramePool:
         codec: str = "patch",
         block_length: int = 16,
         max_error: int = 0,
+        quality: int = DEFAULT_QUALITY,
         path: Path | None = None,
     ) -> None:
         self._shape, self._dtype = layout.shape, layout.dtype
@@ -72,6 +72,7 @@ class FramePool:
             index(n_handles),
             stack_bytes=layout.stack_bytes,
             n_stack=max(other.n_stack for other in (layout, *candidate_layouts(layout.shape, layout.dtype))),
+            least_frames=min(block_length, _SHORT_BLOCK_FRAMES),
             block_frames=max(block_length, _USUAL_BLOCK_FRAMES),
             streams=MOST_STREAMS,
         )
@@ -79,17 +80,25 @@ class FramePool:
         if self._arrays["head"][state.KIND_OF_POOL] and not self.interrupted:  # found again in a file
             self._know()
             return
-        self.become(layout, codec=codec, block_length=block_length, max_error=max_error)
+        self.become(layout, codec=codec, block_length=block_length, max_error=max_error, quality=quality)
 
     def _attach(self, region: Region) -> None:
-        from rl_ext_core.frames import _pool_in, _pool_memory, _pool_out  # they load numba
+        from rl_ext_core.frames import _pool_in, _pool_out, _pool_reading, _pool_seal  # they load numba
 
-        self._in, self._memory, self._out = _pool_in, _pool_memory, _pool_out
+        self._in, self._out, self._reading, self._sealing = _pool_in, _pool_out, _pool_reading, _pool_seal
         self._region = region
         self._arrays = {name: region.array(*field) for name, field in state.fields(self._sizes).items()}
         self._known = -1
 
-    def become(self, layout: StackLayout, *, codec: str, block_length: int, max_error: int = 0) -> None:
+    def become(
+        self,
+        layout: StackLayout,
+        *,
+        codec: str,
+        block_length: int,
+        max_error: int = 0,
+        quality: int = DEFAULT_QUALITY,
+    ) -> None:
         """Forgets everything, gives the memory back, and stores in another way from here on, in all processes.
 
         :param layout: another one of the same shape and dtype.
@@ -100,7 +109,9 @@ class FramePool:
                 f"block_length={block_length} is not a power of two from 1 to {self._sizes.block_frames}; for example "
                 "16"
             )
-        max_error = checked_bound(max_error, codec=_usable_codec(codec), dtype=layout.dtype)
+        chosen = _usable_codec(codec, quality).for_frames(layout)
+        checked_block_length(block_length, chosen)
+        max_error = checked_bound(max_error, codec=chosen, dtype=layout.dtype)
         head = self._arrays["head"]
         head[state.BECOMING] = 1
         self._region.clear(state.offset_of("blocks", self._sizes))
@@ -108,7 +119,7 @@ class FramePool:
         head[state.BLOCKS] = 1
         head[state.RECENT : state.RECENT + state.N_RECENT] = -1
         head[[state.N_STACK, state.AXIS, state.BLOCK_LENGTH]] = layout.n_stack, layout.axis, block_length
-        head[state.MAX_ERROR] = max_error
+        head[[state.MAX_ERROR, state.QUALITY]] = max_error, quality
         head[state.CODEC] = zlib.crc32(codec.encode())
         head[state.KIND_OF_POOL] += 1
         head[state.BECOMING] = 0
@@ -122,19 +133,29 @@ class FramePool:
     def clear(self) -> None:
         """Forgets everything and gives the memory back."""
         self._know()
-        self.become(self.layout, codec=self.codec.name, block_length=self.block_length, max_error=self.max_error)
+        self.become(
+            self.layout,
+            codec=self.codec.name,
+            block_length=self.block_length,
+            max_error=self.max_error,
+            quality=self.quality,
+        )
 
     def _know(self) -> None:
         """Learns what this or another process has made of the pool."""
         head = self._arrays["head"]
         if head[state.KIND_OF_POOL] == self._known:
             return
-        n_stack, axis, block_length, codec, max_error = map(int, head[state.N_STACK : state.MAX_ERROR + 1])
-        self.block_length, self.max_error = block_length, max_error
+        n_stack, axis, block_length, codec, max_error, quality = map(int, head[state.N_STACK : state.QUALITY + 1])
+        self.block_length, self.max_error, self.quality = block_length, max_error, quality
         self.layout = layout = StackLayout(self._shape, self._dtype, n_stack, axis)
         name = next(name for name in codec_names() if zlib.crc32(name.encode()) == codec)
-        self.codec = _usable_codec(name)
+        self.codec = _usable_codec(name, quality).for_frames(layout)
+        self._seals = (state.AT_ONCE if self.codec.lossy else state.IN_TURN) if self.codec.seals else state.NEVER
         self._decompressor = self.codec.c_decompressor() if self.codec.seals else 0
+        # The newest frame, and of a block that was put away at once, what still is where it was filled.
+        stream_frames = 2 if self._seals == state.AT_ONCE else 1
+        self._room = Room(self._region, self._arrays, self._sizes, layout=layout, stream_frames=stream_frames)
         places = [address_of(self._arrays["pages"]), address_of(self._arrays["references"])]
         arrays = {name: array for name, array in self._arrays.items() if name in Pool._fields}
         self._pool = Pool(**arrays, starts=np.array([*places, layout.frame_bytes + SLACK], dtype=np.uint64))
@@ -160,6 +181,11 @@ class FramePool:
         self._known = int(head[state.KIND_OF_POOL])
 
     @property
+    def lossy(self) -> bool:
+        """Whether what comes out may differ from what went in."""
+        return self.max_error > 0 or self.codec.lossy
+
+    @property
     def held(self) -> int:
         """Stacks that were put and not released."""
         return int(self._arrays["head"][state.HELD])
@@ -168,31 +194,18 @@ class FramePool:
     def nbytes(self) -> int:
         """Bytes held; what the process, or all that share the pool, have grown by."""
         self._know()
-        head = self._pool.head
-        rows = sum(int(head[field]) * self._row_bytes(name) for name, field in COUNTS.items())
-        streams = int(head[state.STREAMS]) * (self.layout.stack_bytes + self.layout.frame_bytes)
-        opened = int(self._pool.streams[: head[state.STREAMS], state.OPEN_BYTES].sum())
-        references = int(head[state.REFERENCES]) * (self.layout.frame_bytes + SLACK)
-        return rows + int(head[state.PAGES]) * PAGE + references + streams + opened
+        return self._room.nbytes
 
     @property
     def used_nbytes(self) -> int:
         """Bytes held, without what was freed and waits to be used again."""
-        n_bytes, head, frame = self.nbytes, self._pool.head, self.layout.frame_bytes + SLACK
-        return n_bytes - int(head[state.FREE_PAGES]) * PAGE - int(head[state.FREE_REFERENCES]) * frame
-
-    def _row_bytes(self, name: str) -> int:
-        array = self._arrays[name]
-        return array.itemsize * math.prod(array.shape[1:])
+        n_bytes = self.nbytes
+        return n_bytes - self._room.unused_nbytes
 
     @property
     def changed_fraction(self) -> float:
         """What a frame took on average, as a fraction of its raw size, before anything was freed."""
-        head = self._pool.head
-        opened = int(self._pool.streams[: head[state.STREAMS], state.OPEN_BYTES].sum())
-        references = int(head[state.REFERENCES]) * self.layout.frame_bytes
-        stored = int(head[state.BLOCK_BYTES]) + opened + references
-        return stored / max(int(head[state.FRAMES]), 1) / self.layout.frame_bytes
+        return self._room.changed_fraction
 
     def put(
         self,
@@ -215,25 +228,46 @@ class FramePool:
                 self._check(array, len(stacks))
         n = len(stacks)
         handles, next_handles = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
-        self._make_sure_of_room(n if nexts is None else 2 * n)
-        flags = np.zeros(0, dtype=np.uint8) if ended is None else np.ascontiguousarray(ended).astype(np.uint8)
+        if self._pool.head[state.UNSEALED]:  # of a call that failed, or of a process that was killed
+            self._sealing.seal_full(self._pool, self.codec)
+        self._room.make_sure_of(n if nexts is None else 2 * n, block_length=self.block_length)
+        flags = np.zeros(n, dtype=np.uint8) if ended is None else np.ascontiguousarray(ended).astype(np.uint8)
+        part = _SEALED_STACKS if self.codec.seals else max(n, 1)
+        try:
+            for start in range(0, n, part):
+                some = slice(start, start + part)
+                following = None if nexts is None else nexts[some]
+                self._put(stacks[some], following, flags[some], handles[some], next_handles[some])
+        except BaseException:
+            for put in (handles, next_handles):
+                self._in.release(self._pool, put, self._geometry)
+            raise
+        self._pool.head[state.HELD] += np.count_nonzero(handles) + np.count_nonzero(next_handles)
+        return handles, next_handles
+
+    def _put(
+        self,
+        stacks: npt.NDArray[Any],
+        nexts: npt.NDArray[Any] | None,
+        ended: Bytes,
+        handles: Handles,
+        next_handles: Handles,
+    ) -> None:
         self._in.put(
             self._pool,
             address_of(stacks),
             0 if nexts is None else address_of(nexts),
-            n,
-            flags,
+            len(stacks),
+            ended,
             self._geometry,
             address_of(self._kept),
-            self.codec.seals,
+            self._seals,
             address_of(self._scratch),
             handles,
             next_handles,
         )
-        self._pool.head[state.HELD] += np.count_nonzero(handles) + np.count_nonzero(next_handles)
         if self.codec.seals:
-            self._seal_full()
-        return handles, next_handles
+            self._sealing.seal_full(self._pool, self.codec)
 
     def _check(self, array: npt.NDArray[Any], n: int) -> None:
         expected = (n, *self.layout.shape)
@@ -242,63 +276,6 @@ class FramePool:
                 f"an array has shape {array.shape} and dtype {array.dtype}, expected a C-contiguous one of shape "
                 f"{expected} and dtype {self.layout.dtype}"
             )
-
-    def _make_sure_of_room(self, n_stacks: int) -> None:
-        head, sizes, layout = self._pool.head, self._sizes, self.layout
-        blocks = n_stacks * (layout.n_stack // self.block_length + 1)
-        pages = n_stacks * (layout.stack_bytes // PAGE + layout.n_stack + 1)
-        needed = [(state.BLOCKS, blocks, sizes.blocks), (state.PAGES, pages, sizes.pages)]
-        needed.append((state.REFERENCES, blocks, sizes.references))
-        if any(head[used] + more > most for used, more, most in needed):
-            raise OutOfMemoryError(
-                f"the storage holds as many frames as it can number ({int(head[state.FRAMES]):,} were stored, "
-                f"{self.nbytes:,} bytes are held); pass a smaller max_size"
-            )
-        counts = {used: int(head[used]) + more for used, more, _ in needed}
-        counts[state.STREAMS] = min(int(head[state.STREAMS]) + n_stacks, MOST_STREAMS)
-        self._reserve(counts)
-
-    def _reserve(self, counts: dict[int, int]) -> None:
-        """Makes sure that the file has room for so many of each kind."""
-        if self._region.path is None:
-            return
-        rows = {name: counts.get(field, 0) for name, field in state.COUNTS.items()}
-        rows |= dict.fromkeys(("last", "frame", "open"), counts[state.STREAMS])
-        rows |= {"free_pages": counts[state.PAGES], "free_blocks": counts[state.BLOCKS]}
-        rows |= {"free_references": counts[state.REFERENCES], "unsealed": counts[state.BLOCKS], "turned": 1024}
-        n_bytes = {name: n * self._row_bytes(name) for name, n in rows.items()}
-        n_bytes["pages"] = counts[state.PAGES] * PAGE + SLACK
-        n_bytes["references"] = counts[state.REFERENCES] * (self.layout.frame_bytes + SLACK)
-        for name, n in n_bytes.items():
-            self._region.reserve(state.offset_of(name, self._sizes), min(n, self._arrays[name].nbytes))
-
-    def _seal_full(self) -> None:
-        """Seals the blocks that have become full, unless nothing needs them any more."""
-        pool = self._pool
-        blocks = pool.unsealed[: pool.head[state.UNSEALED]].copy()
-        pool.head[state.UNSEALED] = 0
-        for block in np.unique(blocks).tolist():
-            kind = int(pool.blocks[block, state.KIND])
-            if kind not in (state.WHOLE, state.PAGED):
-                continue
-            contents = self._bytes_of(block)
-            sealed = np.frombuffer(self.codec.seal(contents.data), dtype=np.uint8)
-            if len(sealed) >= len(contents):
-                sealed = contents
-            sizes = np.array([len(sealed), len(contents)], dtype="<u4").view(np.uint8)
-            stored = np.concatenate([sizes, sealed])
-            assert len(sizes) == SEALED_HEADER
-            self._memory.replace_bytes(pool, block, address_of(stored), len(stored))
-
-    def _bytes_of(self, block: int) -> Bytes:
-        pool, pages = self._pool, self._arrays["pages"]
-        page, n_bytes, kind = (int(pool.blocks[block, c]) for c in (state.FIRST_PAGE, state.N_BYTES, state.KIND))
-        out = allocate(n_bytes, "buffers")
-        for start in range(0, n_bytes, PAGE):
-            part = out[start : start + PAGE]
-            part[:] = pages[page * PAGE :][: len(part)]
-            page = int(pool.links[page]) if kind == state.PAGED else page + 1
-        return out
 
     def release(self, handles: Handles) -> None:
         """Gives stacks up. Each handle may be released as often as :meth:`put` returned it; 0 is passed over.
@@ -339,35 +316,16 @@ class FramePool:
         self._know()
         handles = self._checked(handles)
         self._check(out, len(handles))
-        nexts, next_address = np.zeros(0, dtype=np.int64), 0
+        wanted = [(handles, address_of(out))]
         if next_handles is not None and next_out is not None:
-            nexts, next_address = self._checked(next_handles), address_of(next_out)
+            wanted.append((self._checked(next_handles), address_of(next_out)))
             self._check(next_out, len(handles))
-        layout = self.layout
-        block_bytes = self.block_length * (layout.frame_bytes + ENTRY_HEADER) + 2 * SLACK
-        work_frames = WORK_FRAMES if self.max_error else 1
-        unreadable: list[int] = []
-
-        def decode(start: int, stop: int) -> None:
-            work = allocate(work_frames * (layout.frame_bytes + GROUP) + 2 * block_bytes, "buffers")
-            chain = np.zeros(self._out.MOST_BLOCKS, dtype=np.int64)
-            counts = self._out.gather(
-                start,
-                stop,
-                self._pool,
-                handles,
-                nexts,
-                self._geometry,
-                address_of(out),
-                next_address,
-                self._decompressor,
-                address_of(work),
-                chain,
-            )
-            unreadable.append(counts)
-
-        run_parts(decode, len(handles), num_threads=num_threads)
-        if damaged := sum(unreadable):
+        place, reading = (self._pool, self._geometry), self._reading
+        if self.codec.seals and not self._decompressor:
+            damaged = reading.open_frames(*place, self.codec, wanted, num_threads=num_threads)
+        else:
+            damaged = reading.decode(*place, self._decompressor, wanted, num_threads=num_threads)
+        if damaged:
             raise CorruptFileError(
                 f"{damaged} of {len(handles)} stacks cannot be read: their blocks are damaged, as by a program that "
                 "wrote over this process's memory; start again from a checkpoint"
@@ -385,9 +343,9 @@ class FramePool:
         self._attach(sent["region"])
 
 
-def _usable_codec(name: str) -> Codec:
-    codec = get_codec(name)
-    if codec.seals and not codec.c_decompressor():
+def _usable_codec(name: str, quality: int) -> Codec:
+    codec = get_codec(name, quality=quality)
+    if codec.seals and not codec.lossy and not codec.c_decompressor():
         raise InvalidArgumentError(
             f"codec={name!r} opens its blocks in Python, which is too slow for reading single stacks; use codec='patch'"
         )

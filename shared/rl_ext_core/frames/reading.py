@@ -11,13 +11,9 @@ import numpy.typing as npt
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
 from rl_ext_core.frames._parallel import run_parts
 from rl_ext_core.frames._state import (
-    DEPTH_SHIFT,
     ENTRY_HEADER,
-    FRAME_NUMBERS,
     GROUP,
-    NEXT_DEPTH_SHIFT,
     SLACK,
-    STEP_SHIFT,
     WORK_FRAMES,
     Blocks,
     Counts,
@@ -25,10 +21,6 @@ from rl_ext_core.frames._state import (
 from rl_ext_core.frames.arena import address_of, allocate
 from rl_ext_core.frames.codecs import Codec
 from rl_ext_core.frames.writer import StreamWriter
-
-# Of the entries of the index, as NumPy's own numbers: it takes microseconds to make them of Python's.
-_NUMBERS, _BYTE = np.uint64(FRAME_NUMBERS - 1), np.uint64(0xFF)
-_DEPTH, _STEP, _NEXT_DEPTH = np.uint64(DEPTH_SHIFT), np.uint64(STEP_SHIFT), np.uint64(NEXT_DEPTH_SHIFT)
 
 Index = npt.NDArray[np.uint64]
 
@@ -69,7 +61,8 @@ class Reader:
         if observations is None:
             if next_observations is None:
                 return
-            entries = _next_entries(index, rows, envs)
+            entries = np.empty((len(rows), index.shape[1]), dtype=np.uint64)  # the others are never read
+            kernels.next_entries(rows, envs, index, entries)
             rows, observations, next_observations = np.arange(len(rows)), next_observations, None
         nexts = 0 if next_observations is None else address_of(next_observations)
         outs = address_of(observations), nexts
@@ -145,12 +138,3 @@ class Reader:
         base = np.uint64(address_of(np.frombuffer(contents, dtype=np.uint8)))
         opened[places[:, 0], places[:, 1]] = begins + base
         return opened, contents
-
-
-def _next_entries(index: Index, rows: Counts, envs: Counts) -> Index:
-    """An index with one row a place, in which the next observations are observations of their own."""
-    entries = index[rows, envs]
-    newest = ((entries & _NUMBERS) + ((entries >> _STEP) & _BYTE)) & _NUMBERS
-    found = np.zeros((len(rows), index.shape[1]), dtype=np.uint64)
-    found[np.arange(len(rows)), envs] = newest | ((entries >> _NEXT_DEPTH & _BYTE) << _DEPTH)
-    return found

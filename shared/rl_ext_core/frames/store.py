@@ -7,7 +7,6 @@ import copy
 import importlib.util
 import os
 import threading
-import zlib
 from operator import index
 from types import ModuleType
 from typing import Any, BinaryIO
@@ -16,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, StorageError
+from rl_ext_core.frames._format import EXTENDED_FORMAT_VERSION, FORMAT_VERSION, check_format, checksum
 from rl_ext_core.frames._loss import checked_block_length, checked_bound, loss_in_words
 from rl_ext_core.frames._saving import load, save
 from rl_ext_core.frames.codecs import DEFAULT_QUALITY, Codec, get_codec
@@ -26,37 +26,6 @@ from rl_ext_core.frames.layout import StackLayout
 from rl_ext_core.frames.reading import Reader
 from rl_ext_core.frames.ring import Ring
 from rl_ext_core.frames.writer import StreamWriter
-
-FORMAT_VERSION = 1
-# Of stores that are not exact, or do not hold all that their rows were written with: version 1 knows neither.
-EXTENDED_FORMAT_VERSION = 2
-
-
-def checksum(state: Any) -> int:
-    """CRC-32 of nested containers of arrays and plain values, without its own entry."""
-    if isinstance(state, np.ndarray):
-        contents = zlib.crc32(np.ascontiguousarray(state).reshape(-1).view(np.uint8).data)
-        parts: Any = (state.dtype.str, state.shape, contents)
-    elif isinstance(state, dict):
-        parts = [(key, checksum(value)) for key, value in state.items() if key != "checksum"]
-    elif isinstance(state, (list, tuple)):
-        parts = [checksum(value) for value in state]
-    else:
-        parts = state
-    return zlib.crc32(repr(parts).encode())
-
-
-def check_format(state: Any) -> None:
-    """Refuses what this version does not read.
-
-    :raises CorruptFileError: if it is of another format, or of none.
-    """
-    version = state.get("format") if isinstance(state, dict) else None
-    if version not in (FORMAT_VERSION, EXTENDED_FORMAT_VERSION):
-        raise CorruptFileError(
-            f"the frame store has format {version!r}, this version reads {FORMAT_VERSION} and "
-            f"{EXTENDED_FORMAT_VERSION}; load it with the version of rl-ext that wrote it"
-        )
 
 
 def load_kernels() -> ModuleType:
@@ -238,7 +207,8 @@ class FrameStore(Ring):
         :raises OutOfMemoryError: where the system has no more.
             Whatever is raised, the store holds what it held before.
         """
-        self.commit(self.stage(observations, next_observations), row=row)
+        with self._lock:
+            self._advance(self.position if row is None else row, self._stage(observations, next_observations))
 
     def stage(
         self, observations: npt.NDArray[np.generic], next_observations: npt.NDArray[np.generic]
@@ -250,15 +220,20 @@ class FrameStore(Ring):
         :return: what :meth:`commit` needs, valid until the next call.
         """
         with self._lock:
-            if self._files is None:
-                return self._writer.push_pair(observations, next_observations)
-            self._prepare_files(self._files)
-            try:
-                return self._writer.push_pair(observations, next_observations)
-            except BaseException:
-                with contextlib.suppress(StorageError):
-                    self._files.nothing_came()
-                raise
+            return self._stage(observations, next_observations)
+
+    def _stage(
+        self, observations: npt.NDArray[np.generic], next_observations: npt.NDArray[np.generic]
+    ) -> npt.NDArray[np.uint64]:
+        if self._files is None:
+            return self._writer.push_pair(observations, next_observations)
+        self._prepare_files(self._files)
+        try:
+            return self._writer.push_pair(observations, next_observations)
+        except BaseException:
+            with contextlib.suppress(StorageError):
+                self._files.nothing_came()
+            raise
 
     def commit(self, staged: npt.NDArray[np.uint64], *, row: int | None = None) -> None:
         """Makes what was staged a transition, over the oldest where the store is full."""

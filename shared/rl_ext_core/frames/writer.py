@@ -199,17 +199,11 @@ class StreamWriter:
         streams = self.streams
         for env, status in enumerate(self._status.tolist()):
             if status == BOUNDARY:
-                newest = self._newest_frame(env)  # held while its address is in use
-                self._store_frame(env, address_of(newest))
+                self._kernels.take_newest(env, self.geometry, streams)
+                self._store_frame(env, address_of(streams.fresh))
                 streams.depth[env] = min(int(streams.depth[env]) + 1, self.layout.n_stack)
             elif status > PUSHED:
                 self._store_whole(env, address + env * self.layout.stack_bytes, memory)
-
-    def _newest_frame(self, env: int) -> Bytes:
-        frames = allocate(self.layout.stack_bytes + SLACK, "buffers")
-        last, memory = self.streams.last[env], int(self.streams.last_memory[env])
-        self._kernels.take_frames(address_of(last), memory, self.geometry, address_of(frames))
-        return frames[(self.layout.n_stack - 1) * self.layout.frame_bytes :]
 
     def _store_whole(self, env: int, address: int, memory: int) -> None:
         layout, streams = self.layout, self.streams
@@ -256,10 +250,8 @@ class StreamWriter:
         if not len(candidates):
             return -1
         limit = self.layout.frame_bytes // part
-        scratch = allocate(2 * limit + SLACK, "buffers")
-        return int(
-            self._kernels.best_reference(address, self.geometry, candidates, addresses, limit, address_of(scratch))
-        )
+        scratch = address_of(self.streams.scratch)
+        return int(self._kernels.best_reference(address, self.geometry, candidates, addresses, limit, scratch))
 
     def _resembles_newest(self, env: int, address: int) -> bool:
         """Whether a frame is much like the one before it. One that is not will be like none of those to come."""

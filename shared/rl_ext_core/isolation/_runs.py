@@ -8,7 +8,6 @@ import logging
 import os
 import select
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from rl_ext_core.factory import EnvFactory
 from rl_ext_core.isolation import _supervisor
 from rl_ext_core.isolation._script import SCRIPTS, Operation
 from rl_ext_core.processes import _child, _popen
+from rl_ext_core.processes.failures import signal_name
 
 __all__ = ["Laboratory", "Run"]
 
@@ -94,7 +94,7 @@ class Run:
         if self.hung:
             return "hangs"
         if os.WIFSIGNALED(self.status):
-            return f"kills the process by {_name_of(os.WTERMSIG(self.status))}"
+            return f"kills the process by {signal_name(os.WTERMSIG(self.status))}"
         return f"ends the process with exit code {os.waitstatus_to_exitcode(self.status)}"
 
     @property
@@ -224,10 +224,3 @@ class Laboratory:
 def _main() -> dict[str, str]:
     prepared = _popen._preparation("probe")
     return {name: prepared[name] for name in _child._OF_MAIN if name in prepared}
-
-
-def _name_of(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -14,13 +14,14 @@ import os
 import pickle
 import struct
 import sys
-import tempfile
 import threading
 import traceback
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from types import TracebackType
 from typing import Any
+
+from rl_ext_core.processes._files import unnamed_file
 
 _PAGE = 4096
 _STAGE = struct.Struct("=I")
@@ -89,7 +90,7 @@ class Report:
     """
 
     def __init__(self) -> None:
-        self.fd = _unnamed_file()
+        self.fd = unnamed_file("report")
         self.taken = False
         self._closed: Contents | None = None
         # It may be closed by the main thread while another one reads it.
@@ -208,13 +209,6 @@ def _shortened(notes: dict[str, Any]) -> bytes:
             break
         data = longer
     return data
-
-
-def _unnamed_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("rl_ext_core-report")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
 
 
 def _split(data: bytes) -> tuple[str, Raised | None]:

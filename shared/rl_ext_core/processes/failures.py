@@ -12,7 +12,7 @@ from rl_ext_core.errors import WorkerError
 from rl_ext_core.processes._report import Contents, Raised, Stage
 from rl_ext_core.processes._stacks import without_our_frames
 
-__all__ = ["Failure", "Seat", "ended", "timed_out"]
+__all__ = ["Failure", "Seat", "ended", "signal_name", "timed_out"]
 
 _GUARD = """\
 Each worker imports the main script, to find the functions that it defines, and this script starts workers when it is
@@ -129,7 +129,7 @@ def ended(seat: Seat, contents: Contents, exitcode: int | None, *, lost: bool) -
         what, kind = f"is lost{while_it}", "signal"
         rest = ": the fork server that started it has died, and so it was ended too"
     elif exitcode is not None and exitcode < 0:
-        name = _signal_name(-exitcode)
+        name = signal_name(-exitcode)
         what, kind = f"was killed by {name}{while_it}", "signal"
         rest = "; its last Python frames:" if contents.text else f". {_HINTS[name]}" if name in _HINTS else ""
     else:
@@ -170,7 +170,8 @@ def timed_out(seat: Seat, contents: Contents, seconds: float, stack: str, others
     )
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
+    """Give a signal's name, or its number: most real-time signals have no name."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import mmap
 import os
-import tempfile
+from collections.abc import Sequence
 from multiprocessing import reduction
 from typing import Any
 
 import numpy as np
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
+from rl_ext_core.processes._files import unnamed_file
 
-__all__ = ["Layout", "Memory", "Progress", "check_spaces", "leaves_of"]
+__all__ = ["Layout", "Memory", "Progress", "common_spaces", "leaves_of"]
 
 _LINE = 64  # bytes of a cache line: arrays do not share one
 
@@ -101,18 +102,20 @@ class Layout:
         return dict(zip(self.keys, parts, strict=True)) if self.kind == "dict" else tuple(parts)
 
 
-def check_spaces(expected: Any, found: Any, number: int) -> None:
-    """Check that an environment has the spaces of the first.
+def common_spaces(found: Sequence[Any]) -> Any:
+    """Give the spaces that all environments have.
 
-    :param number: of the environment
-    :raises EnvironmentOutputError: it has others
+    :param found: observation and action space of each
+    :raises EnvironmentOutputError: one has others than the first
     """
-    for name, one, other in zip(("observation_space", "action_space"), expected, found, strict=True):
-        if one != other:
-            raise EnvironmentOutputError(
-                f"environment {number} has {name}={other}, and environment 0 has {one}; the environments of one VecEnv "
-                "have the same spaces. Build them alike"
-            )
+    for number, spaces in enumerate(found):
+        for name, one, other in zip(("observation_space", "action_space"), found[0], spaces, strict=True):
+            if one != other:
+                raise EnvironmentOutputError(
+                    f"environment {number} has {name}={other}, and environment 0 has {one}; the environments of one "
+                    "VecEnv have the same spaces. Build them alike"
+                )
+    return found[0]
 
 
 class Progress:
@@ -147,7 +150,7 @@ class Memory:
     """
 
     def __init__(self, size: int, descriptor: int | None = None) -> None:
-        self._descriptor = _nameless_file() if descriptor is None else descriptor
+        self._descriptor = unnamed_file("vector") if descriptor is None else descriptor
         if descriptor is None:
             self.grow(size)
 
@@ -174,10 +177,3 @@ class Memory:
 
 def _inherited(descriptor: Any) -> Memory:
     return Memory(0, descriptor.detach())
-
-
-def _nameless_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("rl_ext_core-vector")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())

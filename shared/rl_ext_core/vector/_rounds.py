@@ -1,13 +1,19 @@
-"""Calls of single environments, where several share a worker."""
+"""Environments that share workers: which worker has which, and calls of single ones."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from rl_ext_core.vector import _messages
 
-__all__ = ["call_in_rounds"]
+__all__ = ["call_in_rounds", "shares"]
+
+
+def shares(num_envs: int, num_workers: int) -> list[tuple[int, int]]:
+    """Give the first environment of each worker and the one behind its last: in order, and as evenly as that goes."""
+    return list(itertools.pairwise(round(worker * num_envs / num_workers) for worker in range(num_workers + 1)))
 
 
 def call_in_rounds(pool: Any, numbers: Sequence[int], name: str, data: Any) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import select
 import time
 from collections.abc import Sequence
@@ -14,8 +13,8 @@ from rl_ext_core.errors import WorkerError
 from rl_ext_core.vector import _messages
 from rl_ext_core.vector._failures import described
 from rl_ext_core.vector._launcher import Launcher
-from rl_ext_core.vector._layout import Layout, Memory, Progress, check_spaces
-from rl_ext_core.vector._rounds import call_in_rounds
+from rl_ext_core.vector._layout import Layout, Memory, Progress, common_spaces
+from rl_ext_core.vector._rounds import call_in_rounds, shares
 from rl_ext_core.vector._seat import Seat
 from rl_ext_core.vector._worker import IDLE_IN
 
@@ -67,8 +66,7 @@ class Pool:
         cure: str | None = None,
     ) -> None:
         self._start_timeout, self._step_timeout, self._apart = start_timeout, step_timeout, apart
-        bounds = [round(index * len(factories) / num_workers) for index in range(num_workers + 1)]
-        self.seats = [Seat(number, *ends) for number, ends in enumerate(itertools.pairwise(bounds))]
+        self.seats = [Seat(number, *ends) for number, ends in enumerate(shares(len(factories), num_workers))]
         self.of_env = [seat for seat in self.seats for _ in range(seat.first, seat.last)]
         self.seeds: list[int | None] = [None] * len(self.of_env)
         self._watch: processes.Watch | None = None
@@ -88,11 +86,8 @@ class Pool:
     def _start(self) -> None:
         self._launch(self.seats)
         self.wait(self._start_timeout, failing=True)
-        spaces = [found for seat in self.seats for found in seat.said]
-        for number, found in enumerate(spaces):
-            check_spaces(spaces[0], found, number)
-        self.spaces = spaces[0]
-        self.layout = Layout.of(len(spaces), *self.spaces, after=Progress.size(len(self.seats)))
+        self.spaces = common_spaces([spaces for seat in self.seats for spaces in seat.said])
+        self.layout = Layout.of(len(self.of_env), *self.spaces, after=Progress.size(len(self.seats)))
         self._memory.grow(self.layout.size)
         self.arrays = self.layout.arrays(self._memory.map(self.layout.size))
         for seat in self.seats:

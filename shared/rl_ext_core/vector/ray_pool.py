@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +10,8 @@ from rl_ext_core.errors import WorkerError, missing_dependency
 from rl_ext_core.vector import _messages
 from rl_ext_core.vector._actor import Actor, ActorFailure
 from rl_ext_core.vector._failures import failed
-from rl_ext_core.vector._layout import Layout, Progress, check_spaces
-from rl_ext_core.vector._rounds import call_in_rounds
+from rl_ext_core.vector._layout import Layout, Progress, common_spaces
+from rl_ext_core.vector._rounds import call_in_rounds, shares
 from rl_ext_core.vector._worker import PHASES
 
 if TYPE_CHECKING:
@@ -79,9 +78,8 @@ class RayPool:
         self._ray, self._step_timeout = ray, step_timeout
         self._failure: WorkerError | None = None
         self._ended = False
-        bounds = [round(index * len(factories) / num_workers) for index in range(num_workers + 1)]
         new = ray.remote(Actor).options(**actor_options).remote
-        self.seats = [_Seat(number, *ends, new()) for number, ends in enumerate(itertools.pairwise(bounds))]
+        self.seats = [_Seat(number, *ends, new()) for number, ends in enumerate(shares(len(factories), num_workers))]
         self.of_env = [seat for seat in self.seats for _ in range(seat.first, seat.last)]
         self.seeds: list[int | None] = [None] * len(factories)
         self.arrays: dict[str, np.ndarray[Any, Any]] = {}
@@ -95,11 +93,8 @@ class RayPool:
         for seat in self.seats:
             seat.ask("build", list(factories[seat.first : seat.last]))
         self.wait(timeout)
-        spaces = [found for seat in self.seats for found in seat.said]
-        for number, found in enumerate(spaces):
-            check_spaces(spaces[0], found, number)
-        self.spaces = spaces[0]
-        self.layout = Layout.of(len(spaces), *self.spaces, after=0)
+        self.spaces = common_spaces([spaces for seat in self.seats for spaces in seat.said])
+        self.layout = Layout.of(len(self.of_env), *self.spaces, after=0)
         self.arrays = self.layout.arrays(bytearray(self.layout.size))
         for seat in self.seats:
             seat.ask("map", Layout.of(seat.last - seat.first, *self.spaces, after=Progress.size(1)))

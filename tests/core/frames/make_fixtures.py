@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_ext_core.frames import AdaptiveStore, FrameStore, StackLayout
-from rl_ext_core.frames.store import FORMAT_VERSION
+from rl_ext_core.frames._format import FORMAT_VERSION
 
 DATA = Path(__file__).with_name("data")
 CODECS = ("raw", "lz4", "patch", "patch+lz4")

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_ext_core.frames import AdaptiveStore, FrameStore, StackLayout
-from rl_ext_core.frames.store import EXTENDED_FORMAT_VERSION
+from rl_ext_core.frames._format import EXTENDED_FORMAT_VERSION
 
 DATA = Path(__file__).with_name("data")
 WAYS: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rl_ext_core.errors import CorruptFileError, MissingDependencyError
 from rl_ext_core.frames import AdaptiveStore, FrameStore
-from rl_ext_core.frames.store import EXTENDED_FORMAT_VERSION, FORMAT_VERSION
+from rl_ext_core.frames._format import EXTENDED_FORMAT_VERSION, FORMAT_VERSION
 from rl_ext_core.testing import ConformanceError, PlainStore, check_contents, transitions
 from tests.core.frames.make_fixtures import CAPACITY, CODECS, LAYOUT, N_ENVS, path_of, steps
 
