@@ -19,7 +19,8 @@ from torchrl_ext._frame_arguments import as_tensordict, last_of_each, on_cpu
 from torchrl_ext._frame_buffers import go_on_at
 from torchrl_ext._frame_columns import FrameColumn, Key, NewPool, columns_for
 from torchrl_ext._frame_marks import Marks
-from torchrl_ext._frame_recovery import places_of, repair
+from torchrl_ext._frame_recovery import check_elements, places_of, repair
+from torchrl_ext._frame_sums import RowSums
 from torchrl_ext._frame_view import FrameView
 
 _logger = logging.getLogger("torchrl_ext")
@@ -40,6 +41,8 @@ class FrameRows(TensorStorage):
     device: Any
     _storage: Any
     _marks: Marks | None = None  # where others may have to make it whole
+    _sums: RowSums | None = None  # of elements in files
+    _exposed = False  # whether views of these were handed out
 
     def __init__(
         self,
@@ -54,6 +57,7 @@ class FrameRows(TensorStorage):
         self._pixels, self._num_threads = pixels, num_threads
         self._columns: list[FrameColumn] = []
         self._closed = False
+        self._places = np.zeros(0, dtype=np.int64)  # that are being written
         self.lock = ProcessLock()
         self.lock.recover = self._make_whole
 
@@ -68,11 +72,14 @@ class FrameRows(TensorStorage):
     def _will_write(self, cursor: Any) -> None:
         """Called before the first change."""
         if self._marks is not None:
-            self._marks.will_write(places_of(cursor, len(self._storage)))
+            self._places = places_of(cursor, len(self._storage))
+            self._marks.will_write(self._places)
 
     def _written(self) -> None:
         """Called when all that was changed is whole, before anything that was replaced is freed."""
         if self._marks is not None:
+            if self._sums is not None:
+                self._sums.update(self._places)
             last = self._last_cursor_index
             self._marks.written(self._len_along_dim0, 0 if last is None or not len(self) else last + 1)
 
@@ -80,14 +87,35 @@ class FrameRows(TensorStorage):
         """Makes whole what another process left behind; returns where elements go on."""
         assert self._marks is not None
         rows, note = self._storage, self._marks.read()
+        if path is not None:
+            check_elements(self._sums, note, min(note.length, len(rows)), path)
         length = repair(rows, self._image_keys, note, who)
+        if self._sums is not None:
+            self._sums.update(np.unique(note.writing))
         for column in self._columns:
             column.recover([rows.get(key) for key in column.keys], length, note.touched, path)
         following = note.following % len(rows) if length == len(rows) else length
         self._len = length * (self.max_size // len(rows))
         self._set_last_cursor((following - 1) % length if length else None)
         self._marks.written(length, following)
+        if path is not None:
+            self._marks.settle()
         return following
+
+    def _expose(self, index: Any) -> None:
+        """Notes that elements are handed out as views, which the caller may write to."""
+        if self._sums is None or self._exposed:
+            return
+        parts = index if isinstance(index, tuple) else (index,)
+        if not any(isinstance(part, (list, range)) or getattr(part, "ndim", 0) for part in parts):
+            assert self._marks is not None
+            self._marks.expose()
+            self._exposed = True
+
+    def _apply_conditional_patch(self, index: Any, patch: Any) -> None:
+        with self.lock:
+            self._expose(slice(None))
+            super()._apply_conditional_patch(index, patch)
 
     def _make_whole(self, dead: int) -> None:
         """Called by the lock where a process was killed while it held it."""
@@ -237,6 +265,7 @@ class FrameRows(TensorStorage):
         lazy = isinstance(index, slice) or (isinstance(index, tuple) and all(isinstance(i, slice) for i in index))
         self._check_open()
         with self.lock:
+            self._expose(index)
             rows = super().get(on_cpu(index)).copy()
             for column in self._columns:
                 handles = [rows.get(key) for key in column.keys]
@@ -283,18 +312,22 @@ class FrameRows(TensorStorage):
         """Gives up what is held; with ``storage_dir``, the folder can be opened again then, also by another process."""
         with self.lock:
             self._check_open()
+            if self._sums is not None and self._exposed:
+                self._sums.update(np.arange(self._len_along_dim0))
             if self._marks is not None:
                 self._marks.settle()
             self._let_go()
-            self._columns, self._marks, self._storage, self.initialized, self._len = [], None, None, False, 0
+            self._columns, self._marks, self._sums, self._storage = [], None, None, None
+            self.initialized, self._len = False, 0
             self._closed = True
 
     def _let_go(self) -> None:
         """Lets others use the files."""
         for column in self._columns:
             column.pool.close()
-        if self._marks is not None:
-            self._marks.unlock()
+        for notes in (self._marks, self._sums):
+            if notes is not None:
+                notes.unlock()
 
     @property
     def used_nbytes(self) -> int:

@@ -13,6 +13,7 @@ from tensordict import TensorDict
 from tensordict.utils import unravel_key
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError
+from rl_ext_core.frames import Salvaged
 from rl_ext_core.frames._process_lock import ProcessLock
 from rl_ext_core.frames.adaptive_pool import AdaptivePool
 from rl_ext_core.frames.codecs import DEFAULT_QUALITY
@@ -24,6 +25,8 @@ from torchrl_ext._frame_files import FrameStorageCheckpointer, as_arrays, as_ten
 from torchrl_ext._frame_folder import StorageFolder
 from torchrl_ext._frame_marks import Marks
 from torchrl_ext._frame_rows import FrameRows
+from torchrl_ext._frame_salvage import arguments_of, log, mend_sizes, salvage_elements
+from torchrl_ext._frame_sums import RowSums
 
 
 class FrameStorage(FrameRows):
@@ -132,22 +135,42 @@ class FrameStorage(FrameRows):
         n_images = [sum(rows.get(key)[0].numel() for key in column.keys) for column in self._columns]
         kinds = [column.kind(n) for column, n in zip(self._columns, n_images, strict=True)]
         self._marks = Marks(len(rows), path=self._folder.marks)
+        self._sums = RowSums(mapped, path=self._folder.sums)
         self._marks.written(0, 0)
         self._folder.begin(kinds)
         return mapped
 
     def _reopen(self, folder: StorageFolder) -> None:
         """Finds again what is in the folder."""
-        kinds = folder.found()
-        if kinds is None:
+        if (kinds := folder.found()) is None:
             return
+        self._open_files(folder, kinds)
+        self._goes_on_at = self._recover("their process", folder.path)
+
+    def _open_files(self, folder: StorageFolder, kinds: list[dict[str, Any]]) -> None:
         rows = folder.rows()
         self._marks = Marks(len(rows), path=folder.marks)
         new_pool = self._pool_maker(len(rows))
         for kind in kinds:
             self._columns.append(FrameColumn.like(kind, new_pool, num_threads=self._num_threads))
         self._hold(rows)
-        self._goes_on_at = self._recover("their process", folder.path)
+        self._sums = RowSums(rows, path=folder.sums)
+
+    @staticmethod
+    def salvage(storage_dir: str | os.PathLike[str]) -> Salvaged:
+        """Makes a damaged ``storage_dir`` one that can be opened again, with the longest run of intact elements.
+
+        All files are read. What is damaged is given up for good: copy the folder first if in doubt.
+
+        :param storage_dir: the folder.
+        :return: how many elements were kept and given up.
+        :raises InvalidArgumentError: if there is no storage in it.
+        :raises CorruptFileError: if nothing can be read at all.
+        :raises StorageError: if it is in use.
+        """
+        storage = _Salvaged(**arguments_of(storage_dir), storage_dir=storage_dir)
+        storage.close()
+        return storage.found
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Stores elements at their places; see :meth:`FrameRows.set`."""
@@ -238,6 +261,8 @@ class FrameStorage(FrameRows):
             self.lock = ProcessLock()
             bear_kills(self)
         self.lock.recover = self._make_whole
+        if self._sums is not None:
+            self._sums.watch(self._storage)
         if held is not None:
             self.take(*held)
 
@@ -304,3 +329,17 @@ class FrameStorage(FrameRows):
             return
         rows = TensorDict().load_state_dict(state_dict["_storage"], strict=False)
         self.take(rows, as_arrays(state_dict["_frames"]), state_dict["_len"])
+
+
+class _Salvaged(FrameStorage):
+    """A storage in a folder of which it keeps what is intact."""
+
+    def _reopen(self, folder: StorageFolder) -> None:
+        mend_sizes(folder)
+        self._open_files(folder, folder.found() or [])
+        assert self._marks is not None
+        assert self._sums is not None
+        kept, length = salvage_elements(self._storage, self._columns, self._marks, self._sums)
+        n = self.max_size // len(self._storage)
+        self._len = kept * n
+        self.found = log(folder.path, Salvaged(kept * n, (length - kept) * n))

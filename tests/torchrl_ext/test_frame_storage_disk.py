@@ -172,11 +172,11 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     with frames.open("rb") as file:
         head = file.read(4096)
     os.truncate(frames, 0)
-    with pytest.raises(CorruptFileError, match="is missing or empty"):
+    with pytest.raises(CorruptFileError, match=r"frames-0 has not the .* bytes that it had"):
         _buffer(tmp_path)
     frames.write_bytes(head)
     os.truncate(frames, size)
-    with pytest.raises(CorruptFileError, match="lead nowhere"):
+    with pytest.raises(CorruptFileError, match=r"240 of 240 images .* lead nowhere"):
         _buffer(tmp_path)
 
 

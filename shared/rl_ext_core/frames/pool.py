@@ -78,17 +78,37 @@ class FramePool:
         )
         self._attach(Region(state.region_bytes(self._sizes), path=path))
         if self._arrays["head"][state.KIND_OF_POOL] and not self.interrupted:  # found again in a file
+            if self._arrays["head"][state.SUM_OF_KIND] != self._sum_of_kind():
+                raise CorruptFileError(f"{path} is damaged: the checksum of its head does not match its contents")
             self._know()
             return
         self.become(layout, codec=codec, block_length=block_length, max_error=max_error, quality=quality)
 
     def _attach(self, region: Region) -> None:
-        from rl_ext_core.frames import _pool_in, _pool_out, _pool_reading, _pool_seal  # they load numba
+        from rl_ext_core.frames import (  # they load numba
+            _pool_checks,
+            _pool_in,
+            _pool_out,
+            _pool_reading,
+            _pool_seal,
+        )
 
+        self._checks = _pool_checks
         self._in, self._out, self._reading, self._sealing = _pool_in, _pool_out, _pool_reading, _pool_seal
         self._region = region
         self._arrays = {name: region.array(*field) for name, field in state.fields(self._sizes).items()}
         self._known = -1
+        self.distrust()
+
+    def distrust(self) -> None:
+        """Has all that lies in a file compared with its checksum when it is first read."""
+        n_blocks, n_references = map(int, self._arrays["head"][[state.BLOCKS, state.REFERENCES]])
+        self._unchecked: tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]] | None = None
+        if self._region.path is not None and 0 <= n_blocks <= self._sizes.blocks:
+            self._unchecked = np.ones(n_blocks, dtype=np.bool_), np.ones(n_references, dtype=np.bool_)
+
+    def _sum_of_kind(self) -> int:
+        return zlib.crc32(self._arrays["head"][state.N_STACK : state.QUALITY + 1].tobytes())
 
     def become(
         self,
@@ -122,6 +142,7 @@ class FramePool:
         head[[state.MAX_ERROR, state.QUALITY]] = max_error, quality
         head[state.CODEC] = zlib.crc32(codec.encode())
         head[state.KIND_OF_POOL] += 1
+        head[state.SUM_OF_KIND] = self._sum_of_kind()
         head[state.BECOMING] = 0
         self._know()
 
@@ -320,6 +341,12 @@ class FramePool:
         if next_handles is not None and next_out is not None:
             wanted.append((self._checked(next_handles), address_of(next_out)))
             self._check(next_out, len(handles))
+        for asked, _ in wanted:
+            if wrong := np.count_nonzero(~self.readable(asked)):
+                raise CorruptFileError(
+                    f"{self._region.path} is damaged: {wrong} of {len(asked)} stacks have another checksum than when "
+                    "they were stored; to keep what is intact, salvage the folder"
+                )
         place, reading = (self._pool, self._geometry), self._reading
         if self.codec.seals and not self._decompressor:
             damaged = reading.open_frames(*place, self.codec, wanted, num_threads=num_threads)
@@ -330,6 +357,13 @@ class FramePool:
                 f"{damaged} of {len(handles)} stacks cannot be read: their blocks are damaged, as by a program that "
                 "wrote over this process's memory; start again from a checkpoint"
             )
+
+    def readable(self, handles: Handles) -> npt.NDArray[np.bool_]:
+        """(n,) which stacks have the checksum that they had, as far as that was not found out before."""
+        right = np.ones(len(handles), dtype=np.bool_)
+        if self._unchecked is not None:
+            self._checks.check_contents(self._pool, handles, self._geometry, *self._unchecked, right)
+        return right
 
     def __getstate__(self) -> dict[str, Any]:
         # Only on the way to a child process, which shares the memory; files are written by ``_pool_files``.
