@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,17 +15,14 @@ from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.frames._choice import LAST_CHECK
 from rl_ext_core.frames._process_lock import ProcessLock
 from torchrl_ext._frame_arguments import as_tensordict, last_of_each, on_cpu
-from torchrl_ext._frame_buffers import go_on_at
 from torchrl_ext._frame_columns import FrameColumn, Key, NewPool, columns_for
-from torchrl_ext._frame_marks import Marks
-from torchrl_ext._frame_recovery import check_elements, places_of, repair
-from torchrl_ext._frame_sums import RowSums
+from torchrl_ext._frame_upkeep import Upkeep
 from torchrl_ext._frame_view import FrameView
 
 _logger = logging.getLogger("torchrl_ext")
 
 
-class FrameRows(TensorStorage):
+class FrameRows(Upkeep):
     """What :class:`FrameStorage` is, without its options and files.
 
     TorchRL reads ``_storage`` of its tensor storages; here that holds int64 handles where the images would be.
@@ -40,9 +36,6 @@ class FrameRows(TensorStorage):
 
     device: Any
     _storage: Any
-    _marks: Marks | None = None  # where others may have to make it whole
-    _sums: RowSums | None = None  # of elements in files
-    _exposed = False  # whether views of these were handed out
 
     def __init__(
         self,
@@ -57,7 +50,6 @@ class FrameRows(TensorStorage):
         self._pixels, self._num_threads = pixels, num_threads
         self._columns: list[FrameColumn] = []
         self._closed = False
-        self._places = np.zeros(0, dtype=np.int64)  # that are being written
         self.lock = ProcessLock()
         self.lock.recover = self._make_whole
 
@@ -68,63 +60,6 @@ class FrameRows(TensorStorage):
     def _new_rows(self, rows: Any) -> Any:
         """Room for elements like these."""
         return torch.empty_like(rows)
-
-    def _will_write(self, cursor: Any) -> None:
-        """Called before the first change."""
-        if self._marks is not None:
-            self._places = places_of(cursor, len(self._storage))
-            self._marks.will_write(self._places)
-
-    def _written(self) -> None:
-        """Called when all that was changed is whole, before anything that was replaced is freed."""
-        if self._marks is not None:
-            if self._sums is not None:
-                self._sums.update(self._places)
-            last = self._last_cursor_index
-            self._marks.written(self._len_along_dim0, 0 if last is None or not len(self) else last + 1)
-
-    def _recover(self, who: str, path: Path | None = None) -> int:
-        """Makes whole what another process left behind; returns where elements go on."""
-        assert self._marks is not None
-        rows, note = self._storage, self._marks.read()
-        if path is not None:
-            check_elements(self._sums, note, min(note.length, len(rows)), path)
-        length = repair(rows, self._image_keys, note, who)
-        if self._sums is not None:
-            self._sums.update(np.unique(note.writing))
-        for column in self._columns:
-            column.recover([rows.get(key) for key in column.keys], length, note.touched, path)
-        following = note.following % len(rows) if length == len(rows) else length
-        self._len = length * (self.max_size // len(rows))
-        self._set_last_cursor((following - 1) % length if length else None)
-        self._marks.written(length, following)
-        if path is not None:
-            self._marks.settle()
-        return following
-
-    def _expose(self, index: Any) -> None:
-        """Notes that elements are handed out as views, which the caller may write to."""
-        if self._sums is None or self._exposed:
-            return
-        parts = index if isinstance(index, tuple) else (index,)
-        if not any(isinstance(part, (list, range)) or getattr(part, "ndim", 0) for part in parts):
-            assert self._marks is not None
-            self._marks.expose()
-            self._exposed = True
-
-    def _apply_conditional_patch(self, index: Any, patch: Any) -> None:
-        with self.lock:
-            self._expose(slice(None))
-            super()._apply_conditional_patch(index, patch)
-
-    def _make_whole(self, dead: int) -> None:
-        """Called by the lock where a process was killed while it held it."""
-        if self._marks is None:
-            return
-        if len(self._marks.read().writing) == 0:
-            _logger.warning("process %d was killed while it used a FrameStorage; no element is lost", dead)
-        go_on_at(self, self._recover(f"process {dead}"))
-        self._bump_mutation_revision()
 
     def _init(self, row: Any) -> None:
         if self.device == "auto":
@@ -165,10 +100,6 @@ class FrameRows(TensorStorage):
             self.max_size = rows.shape[: self.ndim].numel()
         self.__dict__.pop("_total_shape_value", None)
         self.initialized = True
-
-    @property
-    def _image_keys(self) -> list[Key]:
-        return [key for column in self._columns for key in column.keys]
 
     def _check_open(self) -> None:
         if self._closed:
@@ -320,14 +251,6 @@ class FrameRows(TensorStorage):
             self._columns, self._marks, self._sums, self._storage = [], None, None, None
             self.initialized, self._len = False, 0
             self._closed = True
-
-    def _let_go(self) -> None:
-        """Lets others use the files."""
-        for column in self._columns:
-            column.pool.close()
-        for notes in (self._marks, self._sums):
-            if notes is not None:
-                notes.unlock()
 
     @property
     def used_nbytes(self) -> int:

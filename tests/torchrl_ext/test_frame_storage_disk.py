@@ -91,7 +91,7 @@ def test_whatever_a_killed_process_leaves_is_whole(batch: int, tmp_path: Path) -
     folder = tmp_path / "storage"
     said = context.Value("q", 0)
     held_before = 0
-    for turn in range(20):
+    for turn in range(6):  # ``test_frame_storage_kills`` has many more
         writer = context.Process(target=_add_until_killed, args=(folder, said, batch))
         before = said.value
         writer.start()

@@ -128,9 +128,9 @@ def test_many_processes_that_are_killed(context: Any, batch: int, size: int, kil
 LINES = 660  # that adding a batch takes, or somewhat more
 
 
-def check_a_kill_at(context: Any, line: int, caplog: pytest.LogCaptureFixture, *, full: bool) -> bool:
+def check_a_kill_at(context: Any, line: int, caplog: pytest.LogCaptureFixture, *, full: bool, **options: Any) -> bool:
     """A process is killed at a line; returns whether the lock was free."""
-    buffer = _shared(90 if full else 300, 30)
+    buffer = _shared(90 if full else 300, 30, **options)
     buffer.extend(batch_of(1, 30))
     buffer.extend(batch_of(2, 30))
     worker = context.Process(target=die_while_adding, args=(buffer, 3, 30, line))
@@ -149,6 +149,7 @@ def check_a_kill_at(context: Any, line: int, caplog: pytest.LogCaptureFixture, *
     buffer.extend(batch_of(4, 30))
     assert _check(buffer) >= _sum([2, 3, 4] if complete else [*kept, 4], 30)
     assert len(buffer) == (90 if full else 120 + 30 * complete)
+    buffer.storage.close()
     return made_whole
 
 
@@ -156,6 +157,17 @@ def check_a_kill_at(context: Any, line: int, caplog: pytest.LogCaptureFixture, *
 def test_a_process_may_be_killed_at_any_line(context: Any, full: bool, caplog: pytest.LogCaptureFixture) -> None:
     made_whole = [check_a_kill_at(context, line, caplog, full=full) for line in range(5, LINES, LINES // 12)]
     assert sum(made_whole) > 6
+
+
+def test_a_process_may_be_killed_that_shares_a_storage_in_a_folder(
+    context: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    for line in range(50, LINES, LINES // 6):
+        folder = tmp_path / str(line)
+        check_a_kill_at(context, line, caplog, full=False, storage_dir=folder)
+        reopened = open_folder(folder, 300)
+        assert len(_check(reopened)) == len(set(_check(reopened)))
+        reopened.storage.close()
 
 
 @pytest.mark.slow

@@ -98,14 +98,14 @@ class FramePool:
         self._region = region
         self._arrays = {name: region.array(*field) for name, field in state.fields(self._sizes).items()}
         self._known = -1
-        self.distrust()
+        self._unchecked: tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]] | None = None
 
     def distrust(self) -> None:
         """Has all that lies in a file compared with its checksum when it is first read."""
-        n_blocks, n_references = map(int, self._arrays["head"][[state.BLOCKS, state.REFERENCES]])
-        self._unchecked: tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]] | None = None
-        if self._region.path is not None and 0 <= n_blocks <= self._sizes.blocks:
-            self._unchecked = np.ones(n_blocks, dtype=np.bool_), np.ones(n_references, dtype=np.bool_)
+        if self._region.path is not None:
+            n_blocks, n_references = map(int, self._arrays["head"][[state.BLOCKS, state.REFERENCES]])
+            used = self._arrays["blocks"][:n_blocks, state.USERS] > 0
+            self._unchecked = used, self._arrays["users"][:n_references] > 0
 
     def _sum_of_kind(self) -> int:
         return zlib.crc32(self._arrays["head"][state.N_STACK : state.QUALITY + 1].tobytes())
@@ -341,8 +341,9 @@ class FramePool:
         if next_handles is not None and next_out is not None:
             wanted.append((self._checked(next_handles), address_of(next_out)))
             self._check(next_out, len(handles))
-        for asked, _ in wanted:
-            if wrong := np.count_nonzero(~self.readable(asked)):
+        if self._unchecked is not None:
+            asked = np.concatenate([part for part, _ in wanted])
+            if wrong := len(asked) - int(self.readable(asked).sum()):
                 raise CorruptFileError(
                     f"{self._region.path} is damaged: {wrong} of {len(asked)} stacks have another checksum than when "
                     "they were stored; to keep what is intact, salvage the folder"
@@ -363,6 +364,8 @@ class FramePool:
         right = np.ones(len(handles), dtype=np.bool_)
         if self._unchecked is not None:
             self._checks.check_contents(self._pool, handles, self._geometry, *self._unchecked, right)
+            if not any(left.any() for left in self._unchecked):
+                self._unchecked = None
         return right
 
     def __getstate__(self) -> dict[str, Any]:
@@ -375,6 +378,7 @@ class FramePool:
         self._shape, self._dtype = shape, np.dtype(dtype)
         self._sizes = Sizes(*sent["sizes"])
         self._attach(sent["region"])
+        self.distrust()
 
 
 def _usable_codec(name: str, quality: int) -> Codec:
