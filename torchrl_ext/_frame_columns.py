@@ -150,7 +150,7 @@ class FrameColumn:
         if lost := int(np.count_nonzero(flat[~intact])):
             raise CorruptFileError(
                 f"{lost} of {len(flat)} images of {self.keys} in {path or 'shared memory'} lead nowhere: it was cut "
-                "short or written to; start again in another one"
+                "short or written to; to keep what is intact, salvage it"
             )
 
     def __getstate__(self) -> dict[str, Any]:

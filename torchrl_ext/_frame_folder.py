@@ -7,6 +7,7 @@ file              contents
 ``rows/``         the elements, with handles in place of images, memory-mapped as TorchRL does it
 ``frames-<n>``    the images of a column
 ``marks``         how many elements count, and which are being written
+``sums``          checksums of the elements; those of images lie with these
 ================  ====================================================================================================
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -54,19 +56,10 @@ class StorageFolder:
         :raises InvalidArgumentError: if it was made with other arguments.
         :raises CorruptFileError: if it cannot be read, or is of a later format.
         """
-        path = self.path / _MANIFEST
-        if not path.exists():
+        if not (self.path / _MANIFEST).exists():
             self._clear()
             return None
-        try:
-            found: dict[str, Any] = json.loads(path.read_text())
-        except ValueError as error:
-            raise CorruptFileError(f"{path} is damaged: {error}") from error
-        if found.get("format") != FORMAT:
-            raise CorruptFileError(
-                f"{self.path} has format {found.get('format')!r}, this version reads {FORMAT}; open it with the "
-                "version of rl-ext that wrote it"
-            )
+        found = self.manifest()
         for name, given in json.loads(json.dumps(self.arguments)).items():
             if found["arguments"].get(name) != given:
                 raise InvalidArgumentError(
@@ -74,10 +67,36 @@ class StorageFolder:
                     "pass the same, or another storage_dir"
                 )
         kinds: list[dict[str, Any]] = found["columns"]
-        for file in (self.marks, *map(self.frames, range(len(kinds)))):
-            if not file.exists() or file.stat().st_size == 0:
-                raise CorruptFileError(f"{file} is missing or empty; start again in another folder")
+        for name, size in found["sizes"].items():
+            file = self.path / name
+            if not file.exists() or file.stat().st_size != size:
+                raise CorruptFileError(
+                    f"{file} has not the {size:,} bytes that it had: it was cut short, written to, or deleted; to keep "
+                    f"what is intact: FrameStorage.salvage({str(self.path)!r})"
+                )
+        if _crc_of_shapes(self.path) != found["shapes"]:
+            raise CorruptFileError(f"{self.path / 'rows'} is damaged: the shapes of its tensors are other ones")
         return kinds
+
+    def manifest(self) -> dict[str, Any]:
+        """What the storage is like.
+
+        :raises CorruptFileError: if that cannot be read, or is of a later format.
+        """
+        path = self.path / _MANIFEST
+        try:
+            found: dict[str, Any] = json.loads(path.read_text())
+            version = found["format"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CorruptFileError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+        if version != FORMAT:
+            raise CorruptFileError(
+                f"{self.path} has format {version!r}, this version reads {FORMAT}; open it with the version of rl-ext "
+                "that wrote it"
+            )
+        if found.pop("checksum", None) != _crc_of(found):
+            raise CorruptFileError(f"{path} is damaged: its checksum does not match its contents")
+        return found
 
     def _clear(self) -> None:
         """Deletes what was half made."""
@@ -100,10 +119,23 @@ class StorageFolder:
         """The file of notes."""
         return self.path / "marks"
 
+    @property
+    def sums(self) -> Path:
+        """The file of checksums."""
+        return self.path / "sums"
+
     def begin(self, columns: list[dict[str, Any]]) -> None:
         """Notes that all files are there."""
         beside = self.path / (_MANIFEST + ".new")
-        beside.write_text(json.dumps({"format": FORMAT, "arguments": self.arguments, "columns": columns}))
+        files = [file for file in self.path.rglob("*") if file.is_file()]
+        manifest = {
+            "format": FORMAT,
+            "arguments": self.arguments,
+            "columns": columns,
+            "sizes": {str(file.relative_to(self.path)): file.stat().st_size for file in files},
+            "shapes": _crc_of_shapes(self.path),
+        }
+        beside.write_text(json.dumps({**manifest, "checksum": _crc_of(manifest)}))
         beside.rename(self.path / _MANIFEST)
 
     def rows(self) -> Any:
@@ -117,8 +149,17 @@ class StorageFolder:
             raise CorruptFileError(f"{self.path / 'rows'} is damaged ({type(error).__name__}: {error})") from error
 
 
+def _crc_of(manifest: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+
+
+def _crc_of_shapes(path: Path) -> int:
+    """CRC-32 of what TorchRL notes about the tensors in a folder."""
+    return zlib.crc32(b"".join(file.read_bytes() for file in sorted(path.rglob("meta.json"))))
+
+
 def _ours(name: str) -> bool:
-    return name in (_MANIFEST, _MANIFEST + ".new", "rows", "marks") or name.startswith("frames-")
+    return name in (_MANIFEST, _MANIFEST + ".new", "rows", "marks", "sums") or name.startswith("frames-")
 
 
 def _reserve(path: Path) -> None:

@@ -13,8 +13,8 @@ import numpy.typing as npt
 from rl_ext_core.errors import CorruptFileError
 from rl_ext_core.frames._region import Region
 
-_FIELDS = struct.Struct("<QQQQQ")  # a turn, the numbers of a note, and how many elements are being written
-_SLOT = struct.Struct("<QQQQQI4x")  # and their CRC-32
+_FIELDS = struct.Struct("<QQQQQQ")  # a turn, the numbers of a note, and how many elements are being written
+_SLOT = struct.Struct("<QQQQQQI4x")  # and their CRC-32
 _SLOTS = (0, 64)
 _PLACES = 4096  # where the places of elements that are being written begin
 Places = npt.NDArray[np.int64]
@@ -26,12 +26,14 @@ class Note(NamedTuple):
     :ivar length: elements that count, along the first dimension.
     :ivar following: where the next one goes.
     :ivar touched: places from here on were never written.
+    :ivar exposed: whether elements may have changed without notice.
     :ivar writing: places that are being written, and do not count.
     """
 
     length: int
     following: int
     touched: int
+    exposed: bool
     writing: Places
 
 
@@ -75,35 +77,44 @@ class Marks:
         for start in _SLOTS:
             if not self._is_whole(start):
                 self._slots[start : start + _SLOT.size] = 0
-        turn, length, following, touched, n_writing, _ = _SLOT.unpack_from(self._slots.data, self._latest())
+        turn, length, following, touched, exposed, n_writing = self._fields()
         if turn == 0:
             raise CorruptFileError(
-                f"{self._region.path} is damaged: the checksums of its notes do not match their contents; start again "
-                "in another folder"
+                f"{self._region.path} is damaged: the checksums of its notes do not match their contents; salvage what "
+                "is intact"
             )
-        return Note(length, following, touched, self._places[:n_writing].copy())
+        return Note(length, following, touched, bool(exposed), self._places[:n_writing].copy())
 
-    def _write(self, length: int, following: int, touched: int, n_writing: int) -> None:
-        turn = _SLOT.unpack_from(self._slots.data, self._latest())[0] + 1
-        fields = turn, length, following, touched, n_writing
+    def _fields(self) -> tuple[int, ...]:
+        return _FIELDS.unpack_from(self._slots.data, self._latest())
+
+    def _write(self, length: int, following: int, touched: int, exposed: int, n_writing: int) -> None:
+        turn = self._fields()[0] + 1
+        fields = turn, length, following, touched, exposed, n_writing
         _SLOT.pack_into(self._slots.data, _SLOTS[turn % 2], *fields, self._crc(*fields))
 
     def will_write(self, places: Places) -> None:
         """Notes which elements do not count until :meth:`written`."""
-        _, length, following, touched, *_ = _SLOT.unpack_from(self._slots.data, self._latest())
+        _, length, following, touched, exposed, _ = self._fields()
         self._places[: len(places)] = places
-        touched = max(touched, int(places.max(initial=-1)) + 1)
-        self._write(length, following, touched, len(places))
+        self._write(length, following, max(touched, int(places.max(initial=-1)) + 1), exposed, len(places))
 
     def written(self, length: int, following: int) -> None:
         """Notes that they count, how many elements there are, and where the next one goes."""
-        _, _, _, touched, *_ = _SLOT.unpack_from(self._slots.data, self._latest())
-        self._write(length, following, max(touched, length), 0)
+        _, _, _, touched, exposed, _ = self._fields()
+        self._write(length, following, max(touched, length), exposed, 0)
+
+    def expose(self) -> None:
+        """Notes that elements may change without notice from now on."""
+        _, length, following, touched, exposed, n_writing = self._fields()
+        if not exposed:
+            self._write(length, following, touched, 1, n_writing)
 
     def settle(self) -> None:
-        """Notes it a second time, so that damage to either note does no harm."""
-        _, length, following, touched, n_writing, _ = _SLOT.unpack_from(self._slots.data, self._latest())
-        self._write(length, following, touched, n_writing)
+        """Notes twice what counts, so that damage to either note does no harm, and that elements do not change."""
+        for _ in _SLOTS:
+            _, length, following, touched, _, n_writing = self._fields()
+            self._write(length, following, touched, 0, n_writing)
 
     def unlock(self) -> None:
         """Lets others use the file."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from rl_ext_core.errors import CorruptFileError
 from torchrl_ext._frame_marks import Note
+from torchrl_ext._frame_sums import RowSums
 
 _logger = logging.getLogger("torchrl_ext")
 
@@ -24,6 +27,23 @@ def places_of(cursor: Any, n_rows: int) -> npt.NDArray[np.int64]:
         places = places.nonzero()[:, 0]
     found: npt.NDArray[np.int64] = places.reshape(-1).numpy().astype(np.int64) % n_rows
     return found
+
+
+def check_elements(sums: RowSums | None, note: Note, length: int, path: Path) -> None:
+    """
+    :param length: of the storage.
+    :raises CorruptFileError: if elements are not what was stored.
+    """
+    if sums is None:
+        return
+    if note.exposed:
+        _logger.info("%s was not closed: whether elements without their images are what they were is not checked", path)
+        sums.update(np.arange(length))
+    elif n_wrong := len(sums.wrong(np.setdiff1d(np.arange(length), note.writing))):
+        raise CorruptFileError(
+            f"{path / 'rows'} is damaged: {n_wrong} of {length} elements have another checksum than when they were "
+            f"stored; to keep what is intact: FrameStorage.salvage({str(path)!r})"
+        )
 
 
 def repair(rows: Any, keys: list[Any], note: Note, who: str) -> int:

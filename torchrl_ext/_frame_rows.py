@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,16 +15,14 @@ from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.frames._choice import LAST_CHECK
 from rl_ext_core.frames._process_lock import ProcessLock
 from torchrl_ext._frame_arguments import as_tensordict, last_of_each, on_cpu
-from torchrl_ext._frame_buffers import go_on_at
 from torchrl_ext._frame_columns import FrameColumn, Key, NewPool, columns_for
-from torchrl_ext._frame_marks import Marks
-from torchrl_ext._frame_recovery import places_of, repair
+from torchrl_ext._frame_upkeep import Upkeep
 from torchrl_ext._frame_view import FrameView
 
 _logger = logging.getLogger("torchrl_ext")
 
 
-class FrameRows(TensorStorage):
+class FrameRows(Upkeep):
     """What :class:`FrameStorage` is, without its options and files.
 
     TorchRL reads ``_storage`` of its tensor storages; here that holds int64 handles where the images would be.
@@ -39,7 +36,6 @@ class FrameRows(TensorStorage):
 
     device: Any
     _storage: Any
-    _marks: Marks | None = None  # where others may have to make it whole
 
     def __init__(
         self,
@@ -64,39 +60,6 @@ class FrameRows(TensorStorage):
     def _new_rows(self, rows: Any) -> Any:
         """Room for elements like these."""
         return torch.empty_like(rows)
-
-    def _will_write(self, cursor: Any) -> None:
-        """Called before the first change."""
-        if self._marks is not None:
-            self._marks.will_write(places_of(cursor, len(self._storage)))
-
-    def _written(self) -> None:
-        """Called when all that was changed is whole, before anything that was replaced is freed."""
-        if self._marks is not None:
-            last = self._last_cursor_index
-            self._marks.written(self._len_along_dim0, 0 if last is None or not len(self) else last + 1)
-
-    def _recover(self, who: str, path: Path | None = None) -> int:
-        """Makes whole what another process left behind; returns where elements go on."""
-        assert self._marks is not None
-        rows, note = self._storage, self._marks.read()
-        length = repair(rows, self._image_keys, note, who)
-        for column in self._columns:
-            column.recover([rows.get(key) for key in column.keys], length, note.touched, path)
-        following = note.following % len(rows) if length == len(rows) else length
-        self._len = length * (self.max_size // len(rows))
-        self._set_last_cursor((following - 1) % length if length else None)
-        self._marks.written(length, following)
-        return following
-
-    def _make_whole(self, dead: int) -> None:
-        """Called by the lock where a process was killed while it held it."""
-        if self._marks is None:
-            return
-        if len(self._marks.read().writing) == 0:
-            _logger.warning("process %d was killed while it used a FrameStorage; no element is lost", dead)
-        go_on_at(self, self._recover(f"process {dead}"))
-        self._bump_mutation_revision()
 
     def _init(self, row: Any) -> None:
         if self.device == "auto":
@@ -137,10 +100,6 @@ class FrameRows(TensorStorage):
             self.max_size = rows.shape[: self.ndim].numel()
         self.__dict__.pop("_total_shape_value", None)
         self.initialized = True
-
-    @property
-    def _image_keys(self) -> list[Key]:
-        return [key for column in self._columns for key in column.keys]
 
     def _check_open(self) -> None:
         if self._closed:
@@ -237,6 +196,7 @@ class FrameRows(TensorStorage):
         lazy = isinstance(index, slice) or (isinstance(index, tuple) and all(isinstance(i, slice) for i in index))
         self._check_open()
         with self.lock:
+            self._expose(index)
             rows = super().get(on_cpu(index)).copy()
             for column in self._columns:
                 handles = [rows.get(key) for key in column.keys]
@@ -283,18 +243,14 @@ class FrameRows(TensorStorage):
         """Gives up what is held; with ``storage_dir``, the folder can be opened again then, also by another process."""
         with self.lock:
             self._check_open()
+            if self._sums is not None and self._exposed:
+                self._sums.update(np.arange(self._len_along_dim0))
             if self._marks is not None:
                 self._marks.settle()
             self._let_go()
-            self._columns, self._marks, self._storage, self.initialized, self._len = [], None, None, False, 0
+            self._columns, self._marks, self._sums, self._storage = [], None, None, None
+            self.initialized, self._len = False, 0
             self._closed = True
-
-    def _let_go(self) -> None:
-        """Lets others use the files."""
-        for column in self._columns:
-            column.pool.close()
-        if self._marks is not None:
-            self._marks.unlock()
 
     @property
     def used_nbytes(self) -> int:

@@ -5,28 +5,28 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Sequence
-from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import torch
-from tensordict import TensorDict
 from tensordict.utils import unravel_key
 
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError
-from rl_ext_core.frames._process_lock import ProcessLock
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
+from rl_ext_core.frames import Salvaged
 from rl_ext_core.frames.adaptive_pool import AdaptivePool
 from rl_ext_core.frames.codecs import DEFAULT_QUALITY
 from torchrl_ext._frame_arguments import at_least_one, loss_in_words
 from torchrl_ext._frame_budget import Budget, moved_down
 from torchrl_ext._frame_buffers import bear_kills, go_on_at
 from torchrl_ext._frame_columns import FrameColumn, Key, NewPool
-from torchrl_ext._frame_files import FrameStorageCheckpointer, as_arrays, as_tensors
+from torchrl_ext._frame_copies import FrameCopies
+from torchrl_ext._frame_files import FrameStorageCheckpointer
 from torchrl_ext._frame_folder import StorageFolder
 from torchrl_ext._frame_marks import Marks
-from torchrl_ext._frame_rows import FrameRows
+from torchrl_ext._frame_salvage import arguments_of, log, mend_sizes, salvage_elements
+from torchrl_ext._frame_sums import RowSums
 
 
-class FrameStorage(FrameRows):
+class FrameStorage(FrameCopies):
     """Like :class:`~torchrl.data.LazyTensorStorage`, for TensorDicts with images, in a fraction of the memory.
 
     Each frame is stored once and compressed, although stacks of frames and ``("next", "pixels")`` repeat it; whether
@@ -52,7 +52,9 @@ class FrameStorage(FrameRows):
     :param max_bytes: What it may hold, in bytes; where that is reached, ``max_size`` is lowered, and the oldest go.
     :param storage_dir: A folder to keep everything in, memory-mapped: it may exceed main memory, and whoever opens it
         again with the same arguments finds what was there and goes on behind it, even after a crash of the process,
-        but for elements that were being added at that moment.
+        but for elements that were being added at that moment. Damage is found by checksum: of elements when the folder
+        is opened, of images when they are first read. Elements that were handed out as views, as by ``buffer[:]``, may
+        change without notice: if the process was killed since then, only images are compared.
     :param num_threads: Threads that decode large batches, or None for as many as ``torch.get_num_threads()``.
     :raises InvalidArgumentError: if an argument has a value that cannot be used.
     :raises MissingDependencyError: if numba is not installed, or what the codec needs.
@@ -132,25 +134,45 @@ class FrameStorage(FrameRows):
         n_images = [sum(rows.get(key)[0].numel() for key in column.keys) for column in self._columns]
         kinds = [column.kind(n) for column, n in zip(self._columns, n_images, strict=True)]
         self._marks = Marks(len(rows), path=self._folder.marks)
+        self._sums = RowSums(mapped, path=self._folder.sums)
         self._marks.written(0, 0)
         self._folder.begin(kinds)
         return mapped
 
     def _reopen(self, folder: StorageFolder) -> None:
         """Finds again what is in the folder."""
-        kinds = folder.found()
-        if kinds is None:
+        if (kinds := folder.found()) is None:
             return
+        self._open_files(folder, kinds)
+        self._goes_on_at = self._recover("their process", folder.path)
+
+    def _open_files(self, folder: StorageFolder, kinds: list[dict[str, Any]]) -> None:
         rows = folder.rows()
         self._marks = Marks(len(rows), path=folder.marks)
         new_pool = self._pool_maker(len(rows))
         for kind in kinds:
             self._columns.append(FrameColumn.like(kind, new_pool, num_threads=self._num_threads))
         self._hold(rows)
-        self._goes_on_at = self._recover("their process", folder.path)
+        self._sums = RowSums(rows, path=folder.sums)
+
+    @staticmethod
+    def salvage(storage_dir: str | os.PathLike[str]) -> Salvaged:
+        """Makes a damaged ``storage_dir`` one that can be opened again, with the longest run of intact elements.
+
+        All files are read. What is damaged is given up for good: copy the folder first if in doubt.
+
+        :param storage_dir: the folder.
+        :return: how many elements were kept and given up.
+        :raises InvalidArgumentError: if there is no storage in it.
+        :raises CorruptFileError: if nothing can be read at all.
+        :raises StorageError: if it is in use.
+        """
+        storage = _Salvaged(**arguments_of(storage_dir), storage_dir=storage_dir)
+        storage.close()
+        return storage.found
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
-        """Stores elements at their places; see :meth:`FrameRows.set`."""
+        """Stores elements at their places; see :meth:`FrameCopies.set`."""
         if self._budget is not None:
             self._budget.check(self)
         if set_cursor and self._goes_on_at is not None:
@@ -200,107 +222,16 @@ class FrameStorage(FrameRows):
         if self._goes_on_at is not None:
             go_on_at(self, self._goes_on_at)
 
-    def __getstate__(self) -> dict[str, Any]:
-        if get_spawning_popen() is not None:
-            if not self.initialized:
-                raise NotCopyableError(
-                    "an empty FrameStorage cannot be shared with another process, since it does not know yet what it "
-                    "holds; add something first: buffer.extend(data), or buffer.extend(data) and buffer.empty()"
-                )
-            if self._budget is not None:
-                raise NotCopyableError("a FrameStorage with max_bytes cannot be shared; pass a max_size instead")
-            with self.lock:
-                bear_kills(self)
-                if self._marks is None:
-                    self._marks = Marks(len(self._storage))
-                    self._written()
-                state: dict[str, Any] = super().__getstate__()
-                return state
-        if self._folder is not None:
-            raise NotCopyableError(
-                f"a FrameStorage in {self._folder.path} cannot be pickled, since it would be in two places; save it "
-                "with storage.dumps(path)"
-            )
-        with self.lock:
-            state = super().__getstate__()
-            del state["lock"], state["_columns"], state["_storage"]
-            state.pop("_marks", None)
-            if self.initialized:
-                rows, frames = self.held()
-                state["held"] = rows.clone(), frames, state.pop("len__context")
-                state.update(initialized=False, len__context=0)
-        return state
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        held, shared = state.pop("held", None), "lock" in state
-        super().__setstate__(state if shared else {**state, "_storage": None, "_columns": []})
-        if not shared:
-            self.lock = ProcessLock()
-            bear_kills(self)
-        self.lock.recover = self._make_whole
-        if held is not None:
-            self.take(*held)
+class _Salvaged(FrameStorage):
+    """A storage in a folder of which it keeps what is intact."""
 
-    def held(self) -> tuple[Any, list[dict[str, Any]]]:
-        """What a file needs: the elements with handles in place of images, and what these refer to. Views, no copies.
-
-        The caller holds the lock.
-        """
-        rows = self._storage[: self._len_along_dim0]
-        n_images = [sum(self._storage.get(key)[0].numel() for key in column.keys) for column in self._columns]
-        return rows, [column.state(n) for column, n in zip(self._columns, n_images, strict=True)]
-
-    def take(self, rows: Any, frames: list[dict[str, Any]], length: int) -> None:
-        """Holds what :meth:`held` gave, in place of what was there.
-
-        :raises CorruptFileError: if it is damaged.
-        :raises InvalidArgumentError: if there is no room for it, or it cannot be exchanged.
-        """
-        if length > self.max_size or rows.ndim < self.ndim:
-            raise InvalidArgumentError(
-                f"{length} elements of {rows.ndim} batch dimensions do not fit into FrameStorage({self.max_size}, "
-                f"ndim={self.ndim}); make one like that they were saved from"
-            )
-        if self._folder is not None:
-            raise InvalidArgumentError(
-                f"a FrameStorage in {self._folder.path} cannot be loaded into; leave out storage_dir, or extend it"
-            )
-        rows = rows.to("cpu")
-        with self.lock:
-            if any(column.pool.shared for column in self._columns):
-                raise InvalidArgumentError(
-                    "a FrameStorage cannot be loaded once other processes share it; load it first"
-                )
-            new_pool = self._pool_maker(self._shape_for(rows[0])[0])
-            columns = [FrameColumn.restored(column, new_pool, num_threads=self._num_threads) for column in frames]
-            self._allocate(rows[0], columns)
-            self._storage[: len(rows)] = rows
-            self._len = length
-            self._last_cursor = None
-            self._bump_mutation_revision()
-
-    def state_dict(self) -> dict[str, Any]:
-        """A copy of all that is stored, made of tensors and plain values."""
-        with self.lock:
-            if not self.initialized:
-                return {"initialized": False, "_len": 0}
-            rows, frames = self.held()
-            return {
-                "_storage": rows.clone().state_dict(),
-                "_frames": as_tensors(frames),
-                "initialized": True,
-                "_len": self._len,
-            }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Holds what :meth:`state_dict` gave, in place of what was there.
-
-        :raises CorruptFileError: if it is damaged.
-        :raises InvalidArgumentError: if there is no room for it.
-        """
-        if not state_dict["initialized"]:
-            if self.initialized:
-                self._empty()
-            return
-        rows = TensorDict().load_state_dict(state_dict["_storage"], strict=False)
-        self.take(rows, as_arrays(state_dict["_frames"]), state_dict["_len"])
+    def _reopen(self, folder: StorageFolder) -> None:
+        mend_sizes(folder)
+        self._open_files(folder, folder.found() or [])
+        assert self._marks is not None
+        assert self._sums is not None
+        kept, length = salvage_elements(self._storage, self._columns, self._marks, self._sums)
+        n = self.max_size // len(self._storage)
+        self._len = kept * n
+        self.found = log(folder.path, Salvaged(kept * n, (length - kept) * n))

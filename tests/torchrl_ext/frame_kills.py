@@ -10,9 +10,11 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torchrl.data import TensorDictReplayBuffer
 
 from tests.torchrl_ext.frame_data import Videos
 from tests.torchrl_ext.frame_workers import contents
+from torchrl_ext import FrameStorage
 
 KEYS = ["pixels", ("next", "pixels"), "action", ("next", "reward"), ("inner", "vector")]
 _FILES = ("torchrl_ext/", "rl_ext_core/frames", "torchrl/data/replay_buffers", "multiprocessing/sharedctypes")
@@ -47,6 +49,17 @@ def add_for_ever(buffer: Any, said: Any, batch: int) -> None:
     while True:
         buffer.extend(batch_of(said.value, batch))
         said.value += 1
+
+
+def open_folder(folder: Any, size: int, **options: Any) -> Any:
+    """A buffer in files."""
+    return TensorDictReplayBuffer(storage=FrameStorage(size, storage_dir=folder, **options), batch_size=16)
+
+
+def add_to_folder_for_ever(folder: Any, said: Any, batch: int, size: int, options: dict[str, Any]) -> None:
+    """Counts the batches that are complete."""
+    torch.set_num_threads(1)
+    add_for_ever(open_folder(folder, size, **options), said, batch)
 
 
 class DieAt:

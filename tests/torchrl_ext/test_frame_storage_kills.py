@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from multiprocessing import forkserver, sharedctypes
 from multiprocessing.synchronize import SemLock
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,11 @@ from torchrl.data import TensorDictReplayBuffer
 from tests.torchrl_ext.frame_kills import (
     KEYS,
     add_for_ever,
+    add_to_folder_for_ever,
     batch_of,
     die_while_adding,
     known_contents,
+    open_folder,
     part_of,
 )
 from tests.torchrl_ext.frame_workers import contents
@@ -125,9 +128,9 @@ def test_many_processes_that_are_killed(context: Any, batch: int, size: int, kil
 LINES = 660  # that adding a batch takes, or somewhat more
 
 
-def check_a_kill_at(context: Any, line: int, caplog: pytest.LogCaptureFixture, *, full: bool) -> bool:
+def check_a_kill_at(context: Any, line: int, caplog: pytest.LogCaptureFixture, *, full: bool, **options: Any) -> bool:
     """A process is killed at a line; returns whether the lock was free."""
-    buffer = _shared(90 if full else 300, 30)
+    buffer = _shared(90 if full else 300, 30, **options)
     buffer.extend(batch_of(1, 30))
     buffer.extend(batch_of(2, 30))
     worker = context.Process(target=die_while_adding, args=(buffer, 3, 30, line))
@@ -146,6 +149,7 @@ def check_a_kill_at(context: Any, line: int, caplog: pytest.LogCaptureFixture, *
     buffer.extend(batch_of(4, 30))
     assert _check(buffer) >= _sum([2, 3, 4] if complete else [*kept, 4], 30)
     assert len(buffer) == (90 if full else 120 + 30 * complete)
+    buffer.storage.close()
     return made_whole
 
 
@@ -153,6 +157,17 @@ def check_a_kill_at(context: Any, line: int, caplog: pytest.LogCaptureFixture, *
 def test_a_process_may_be_killed_at_any_line(context: Any, full: bool, caplog: pytest.LogCaptureFixture) -> None:
     made_whole = [check_a_kill_at(context, line, caplog, full=full) for line in range(5, LINES, LINES // 12)]
     assert sum(made_whole) > 6
+
+
+def test_a_process_may_be_killed_that_shares_a_storage_in_a_folder(
+    context: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    for line in range(50, LINES, LINES // 6):
+        folder = tmp_path / str(line)
+        check_a_kill_at(context, line, caplog, full=False, storage_dir=folder)
+        reopened = open_folder(folder, 300)
+        assert len(_check(reopened)) == len(set(_check(reopened)))
+        reopened.storage.close()
 
 
 @pytest.mark.slow
@@ -173,3 +188,48 @@ def test_no_semaphore_is_left_that_a_process_could_be_killed_with(late: bool) ->
     assert len(shared) == 5
     assert all(isinstance(value.get_lock(), NoLock) for value in shared)
     assert not any(isinstance(value, SemLock) for owner in owners for value in vars(owner).values())
+
+
+def check_folder_kills(context: Any, folder: Path, batch: int, size: int, *, kills: int, **options: Any) -> None:
+    """One process after the other adds to a folder and is killed."""
+    random = np.random.default_rng(batch + size)
+    said = sharedctypes.RawValue("q", 0)
+    added: list[str] = []
+    for _ in range(kills):
+        first = said.value
+        worker = context.Process(target=add_to_folder_for_ever, args=(folder, said, batch, size, options))
+        worker.start()
+        while said.value < first + 2:
+            time.sleep(0.0005)
+            assert worker.is_alive()
+        time.sleep(float(random.uniform(0, 0.02)))
+        _kill(worker)
+        buffer = open_folder(folder, size, **options)
+        held = _check(buffer)
+        added += [held for number in range(first, said.value) for held in known_contents()[part_of(number, batch)]]
+        last = known_contents()[part_of(said.value, batch)]  # which may be complete
+        if len(added) + batch <= size:
+            complete = len(buffer) > len(added)
+            assert held == Counter(added + last * complete)
+        else:
+            complete = held >= Counter((added + last)[-(size - batch) :])
+            assert complete or held >= Counter(added[-(size - batch) :])
+            assert len(buffer) >= min(len(added), size)
+        added += last * complete
+        buffer.storage.close()
+
+
+@pytest.mark.parametrize(("batch", "size", "codec"), [(1, 100_000, "auto"), (30, 200, "patch+lz4")])
+def test_what_a_killed_process_leaves_in_a_folder_is_whole(
+    context: Any, batch: int, size: int, codec: str, tmp_path: Path
+) -> None:
+    check_folder_kills(context, tmp_path / "storage", batch, size, kills=6, codec=codec)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["auto", "patch+lz4", "raw"])
+@pytest.mark.parametrize(("batch", "size"), [(1, 50), (1, 100_000), (30, 200), (30, 100_000)])
+def test_what_200_killed_processes_leave_in_folders_is_whole(
+    context: Any, batch: int, size: int, codec: str, tmp_path: Path
+) -> None:
+    check_folder_kills(context, tmp_path / "storage", batch, size, kills=17, codec=codec)

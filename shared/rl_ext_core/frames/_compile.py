@@ -19,6 +19,7 @@ _SOURCES = (
     "_memory.py",
     "_packed.py",
     "_patch.py",
+    "_pool_checks.py",
     "_pool_frames.py",
     "_pool_in.py",
     "_pool_memory.py",
@@ -26,6 +27,7 @@ _SOURCES = (
     "_pool_scan.py",
     "_pool_state.py",
     "_state.py",
+    "_sums.py",
 )
 
 

@@ -12,6 +12,7 @@ from rl_ext_core.frames._patch import append_entry, encode_runs, equal_bytes
 from rl_ext_core.frames._pool_memory import (
     address_in,
     drop_user,
+    open_sum,
     release_one,
     release_reference,
     retain,
@@ -37,6 +38,7 @@ from rl_ext_core.frames._pool_state import (
     OPEN_BLOCK,
     OPEN_BYTES,
     OPEN_FRAMES,
+    OPEN_SUM,
     PLACE_SHIFT,
     PREVIOUS,
     RECENT,
@@ -49,6 +51,7 @@ from rl_ext_core.frames._pool_state import (
     USERS,
 )
 from rl_ext_core.frames._state import GROUP, PATCH, PLANAR, SCRATCH_FRAMES
+from rl_ext_core.frames._sums import START, add_bytes, folded, mixed
 
 
 @njit(nogil=True)
@@ -70,6 +73,7 @@ def _reference_for(p, before, frame, geometry, scratch):  # type: ignore[no-unty
     if best < 0:
         best = take(p, REFERENCES, FREE_REFERENCES, p.free_references)
         copy_bytes(p.starts[1] + uint64(best) * p.starts[2], frame, n_bytes)
+        p.reference_sums[best] = folded(add_bytes(START, frame, n_bytes))
         p.users[best] = uint32(1)  # being recent counts as a use
         if p.head[RECENT] >= 0:
             release_reference(p, p.head[RECENT])
@@ -109,6 +113,7 @@ def _turn(p, s, frame, geometry, seals, turned, scratch):  # type: ignore[no-unt
         reference = _reference_for(p, before, frame, geometry, scratch)
         p.blocks[block, REFERENCE] = uint32(reference)
         copy_bytes(address_in(p.frame, s), p.starts[1] + uint64(reference) * p.starts[2], geometry.frame_bytes)
+    p.sums[block, OPEN_SUM] = open_sum(p, block)
     p.streams[s, OPEN_BLOCK] = block
     p.streams[s, OPEN_FRAMES] = 0
     p.streams[s, OPEN_BYTES] = 0
@@ -133,6 +138,9 @@ def _append(p, s, frame, geometry, seals, turned, scratch):  # type: ignore[no-u
             copy_bytes(target, frame, n_bytes)
             p.streams[s, OPEN_BYTES] += n_bytes
         copy_bytes(newest, frame, n_bytes)
+    size = address_in(p.open, s) + uint64(p.streams[s, OPEN_BYTES]) - target
+    entry = folded(add_bytes(mixed(START, p.streams[s, OPEN_BLOCK]), target, int64(size)))
+    p.entry_sums[s, p.streams[s, OPEN_FRAMES]] = entry
     p.streams[s, OPEN_FRAMES] += 1
     p.head[FRAMES] += 1
     if seals == AT_ONCE:

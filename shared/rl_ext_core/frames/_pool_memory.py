@@ -16,6 +16,7 @@ from rl_ext_core.frames._pool_state import (
     FREE_REFERENCES,
     KIND,
     N_BYTES,
+    OPEN,
     PAGE,
     PAGED,
     PAGES,
@@ -25,10 +26,14 @@ from rl_ext_core.frames._pool_state import (
     SEALED,
     SEALED_BYTES,
     SEALED_PAGE,
+    SEALED_SUM,
+    STORED_SUM,
+    STREAM,
     USERS,
     WHOLE,
 )
 from rl_ext_core.frames._state import PATCH
+from rl_ext_core.frames._sums import START, add_bytes, folded, mixed
 
 _NUMBER = 0xFFFFFFFF
 
@@ -56,6 +61,27 @@ def take(p, used, freed, free):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
+def open_sum(p, block):  # type: ignore[no-untyped-def]
+    """Checksum of what is noted of a block that is being filled."""
+    total = mixed(mixed(START, block), OPEN)
+    for column in (PREVIOUS, REFERENCE, STREAM):
+        total = mixed(total, p.blocks[block, column])
+    return folded(total)
+
+
+@njit(nogil=True)
+def stored_sum(p, block, page, n_bytes, kind, contents):  # type: ignore[no-untyped-def]
+    """Checksum of what is noted of a block in pages.
+
+    :param contents: checksum of what it holds.
+    """
+    total = mixed(mixed(mixed(mixed(mixed(START, block), kind), page), n_bytes), contents)
+    for column in (PREVIOUS, REFERENCE):
+        total = mixed(total, p.blocks[block, column])
+    return folded(total)
+
+
+@njit(nogil=True)
 def store_bytes(p, block, source, n_bytes, seal):  # type: ignore[no-untyped-def]
     """Copies bytes into pages and notes them as a block's contents, or what its contents were sealed to."""
     n_pages = (n_bytes + PAGE - 1) // PAGE
@@ -79,9 +105,15 @@ def store_bytes(p, block, source, n_bytes, seal):  # type: ignore[no-untyped-def
             copy_bytes(base + uint64(page * PAGE), source + uint64(i * PAGE), min(PAGE, n_bytes - i * PAGE))
             if i + 1 < n_pages:
                 p.links[page] = p.free_pages[free - 2 - i]
+    if seal:
+        kind |= SEALED
+    column = SEALED_SUM if seal else STORED_SUM
+    contents = folded(add_bytes(START, source, n_bytes))
+    p.sums[block, column] = contents
+    p.sums[block, column + 1] = stored_sum(p, block, first, n_bytes, kind, contents)
     p.blocks[block, SEALED_PAGE if seal else FIRST_PAGE] = uint32(first)
     p.blocks[block, SEALED_BYTES if seal else N_BYTES] = uint32(n_bytes)
-    p.blocks[block, KIND] = uint32(kind | SEALED if seal else kind)
+    p.blocks[block, KIND] = uint32(kind)
     p.head[BLOCK_BYTES] += n_bytes
 
 

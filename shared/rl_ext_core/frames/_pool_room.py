@@ -94,7 +94,7 @@ class Room:
     def _reserve(self, counts: dict[int, int]) -> None:
         """Makes sure that the file has room for so many of each kind."""
         rows = {name: counts.get(field, 0) for name, field in COUNTS.items()}
-        rows |= dict.fromkeys(("last", "frame", "open"), counts[state.STREAMS])
+        rows |= dict.fromkeys(("last", "frame", "open", "entry_sums"), counts[state.STREAMS])
         rows |= {"free_pages": counts[state.PAGES], "free_blocks": counts[state.BLOCKS]}
         rows |= {"free_references": counts[state.REFERENCES], "unsealed": counts[state.BLOCKS], "turned": 1024}
         n_bytes = {name: n * self._row_bytes(name) for name, n in rows.items()}

@@ -12,9 +12,10 @@ from rl_ext_core.frames._state import ENTRY_HEADER, PATCH
 
 
 @kernel
-def count_users(p, handles, geometry, intact, newest_places):  # type: ignore[no-untyped-def]
+def count_users(p, handles, geometry, good, intact, newest_places):  # type: ignore[no-untyped-def]
     """Counts who uses which blocks; says which handles lead to blocks that are there.
 
+    :param good: (blocks,) which of them can be relied on.
     :param intact: (n,) written.
     :param newest_places: (blocks,) written: the last frame of each block that a stack needs, or -1.
     """
@@ -24,7 +25,10 @@ def count_users(p, handles, geometry, intact, newest_places):  # type: ignore[no
         missing = depth
         while missing > 0 and intact[i]:
             intact[i] = (
-                0 < block < p.head[BLOCKS] and place < 1 << geometry.block_shift and p.blocks[block, KIND] != FREE
+                0 < block < p.head[BLOCKS]
+                and place < 1 << geometry.block_shift
+                and p.blocks[block, KIND] != FREE
+                and good[block]
             )
             missing -= place + 1
             place = (1 << geometry.block_shift) - 1

@@ -29,6 +29,7 @@ N_RECENT = 4
 HELD = 16  # stacks that were put and not released
 KIND_OF_POOL = 17  # counts the changes of the six fields behind
 N_STACK, AXIS, BLOCK_LENGTH, CODEC, MAX_ERROR, QUALITY = 18, 19, 20, 21, 22, 23
+SUM_OF_KIND = 30  # of the six fields
 BECOMING = 31  # whether the fields and all that they are about are being changed
 N_HEAD = 64
 _MOST = 2**32 - 2
@@ -36,10 +37,12 @@ _MOST = 2**32 - 2
 # How many rows of an array are in use.
 COUNTS = {
     "blocks": BLOCKS,
+    "sums": BLOCKS,
     "free_blocks": FREE_BLOCKS,
     "links": PAGES,
     "free_pages": FREE_PAGES,
     "users": REFERENCES,
+    "reference_sums": REFERENCES,
     "free_references": FREE_REFERENCES,
     "streams": STREAMS,
 }
@@ -54,6 +57,13 @@ KIND = 5
 STREAM = 6  # that fills it
 SEALED_PAGE, SEALED_BYTES = 7, 8  # where it lies and how long it is once it is sealed
 N_BLOCK = 9
+
+# The columns of ``sums``, checksums: of a block's row while it is filled; of what it holds in pages, and of its row
+# then; likewise of what that was sealed to. Each is written before the kind of the block changes.
+OPEN_SUM = 0
+STORED_SUM = 1
+SEALED_SUM = 3
+N_SUMS = 5
 
 # Kinds of blocks.
 FREE = 0
@@ -86,17 +96,20 @@ class Pool(NamedTuple):
 
     head: Counts
     blocks: Numbers  # (n, 9)
+    sums: Numbers  # (n, 5)
     free_blocks: Numbers  # a stack
     unsealed: Numbers  # numbers of full blocks
     turned: Numbers  # blocks that became full while a stack was pushed
     links: Numbers  # the page behind a page
     free_pages: Numbers  # a stack
     users: Numbers  # blocks a reference frame
+    reference_sums: Numbers  # their checksums
     free_references: Numbers  # a stack
     streams: Counts  # (n, 8)
     last: Bytes  # (streams, stack bytes): the newest stack
     frame: Bytes  # (streams, frame bytes): the newest frame as it will be decoded
     open: Bytes  # (streams, block bytes)
+    entry_sums: Numbers  # (streams, frames in a block): checksums of the frames in ``open``
     starts: Addresses  # addresses of the pages and of the reference frames, and the bytes from one of these to the next
 
 
@@ -135,17 +148,20 @@ def _fields(sizes: Sizes) -> dict[str, tuple[tuple[int, ...], type[np.generic]]]
     return {
         "head": ((N_HEAD,), np.int64),
         "blocks": ((sizes.blocks, N_BLOCK), np.uint32),
+        "sums": ((sizes.blocks, N_SUMS), np.uint32),
         "free_blocks": ((sizes.blocks,), np.uint32),
         "unsealed": ((sizes.blocks,), np.uint32),
         "turned": ((1024,), np.uint32),
         "links": ((sizes.pages,), np.uint32),
         "free_pages": ((sizes.pages,), np.uint32),
         "users": ((sizes.references,), np.uint32),
+        "reference_sums": ((sizes.references,), np.uint32),
         "free_references": ((sizes.references,), np.uint32),
         "streams": ((sizes.streams, N_STREAM), np.int64),
         "last": ((sizes.streams, row), np.uint8),
         "frame": ((sizes.streams, row), np.uint8),
         "open": ((sizes.streams, opened), np.uint8),
+        "entry_sums": ((sizes.streams, sizes.block_frames), np.uint32),
         "pages": ((sizes.pages * PAGE + SLACK,), np.uint8),
         "references": ((sizes.references * row,), np.uint8),
     }

@@ -34,7 +34,7 @@ class ProcessLock:
     def _open(self, region: Region) -> None:
         self.recover: Callable[[int], None] | None = None
         self._region = region
-        self._holder = region.array(0, (1,), np.int64)
+        self._holder = region.array(0, (1,), np.int64).data
         self._threads = threading.RLock()
         self._depth = 0
         self._pid = os.getpid()
@@ -64,7 +64,7 @@ class ProcessLock:
 
     def _take(self) -> None:
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-        if (dead := int(self._holder[0])) and self.recover is not None:
+        if (dead := self._holder[0]) and self.recover is not None:
             self._depth += 1  # it may use the lock
             try:
                 self.recover(dead)

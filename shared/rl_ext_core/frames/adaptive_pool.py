@@ -234,6 +234,10 @@ class AdaptivePool:
             self._pool.become(**self._first_choice(self._first_layout))
         return recover(self._pool, handles)
 
+    def readable(self, handles: Handles) -> npt.NDArray[np.bool_]:
+        """Which stacks can be read; see :meth:`FramePool.readable`."""
+        return self._pool.readable(handles)
+
     def close(self) -> None:
         """Lets others use the file that the pool lies in. This pool must not be used any more."""
         if self._in_file:

@@ -78,17 +78,37 @@ class FramePool:
         )
         self._attach(Region(state.region_bytes(self._sizes), path=path))
         if self._arrays["head"][state.KIND_OF_POOL] and not self.interrupted:  # found again in a file
+            if self._arrays["head"][state.SUM_OF_KIND] != self._sum_of_kind():
+                raise CorruptFileError(f"{path} is damaged: the checksum of its head does not match its contents")
             self._know()
             return
         self.become(layout, codec=codec, block_length=block_length, max_error=max_error, quality=quality)
 
     def _attach(self, region: Region) -> None:
-        from rl_ext_core.frames import _pool_in, _pool_out, _pool_reading, _pool_seal  # they load numba
+        from rl_ext_core.frames import (  # they load numba
+            _pool_checks,
+            _pool_in,
+            _pool_out,
+            _pool_reading,
+            _pool_seal,
+        )
 
+        self._checks = _pool_checks
         self._in, self._out, self._reading, self._sealing = _pool_in, _pool_out, _pool_reading, _pool_seal
         self._region = region
         self._arrays = {name: region.array(*field) for name, field in state.fields(self._sizes).items()}
         self._known = -1
+        self._unchecked: tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]] | None = None
+
+    def distrust(self) -> None:
+        """Has all that lies in a file compared with its checksum when it is first read."""
+        if self._region.path is not None:
+            n_blocks, n_references = map(int, self._arrays["head"][[state.BLOCKS, state.REFERENCES]])
+            used = self._arrays["blocks"][:n_blocks, state.USERS] > 0
+            self._unchecked = used, self._arrays["users"][:n_references] > 0
+
+    def _sum_of_kind(self) -> int:
+        return zlib.crc32(self._arrays["head"][state.N_STACK : state.QUALITY + 1].tobytes())
 
     def become(
         self,
@@ -122,6 +142,7 @@ class FramePool:
         head[[state.MAX_ERROR, state.QUALITY]] = max_error, quality
         head[state.CODEC] = zlib.crc32(codec.encode())
         head[state.KIND_OF_POOL] += 1
+        head[state.SUM_OF_KIND] = self._sum_of_kind()
         head[state.BECOMING] = 0
         self._know()
 
@@ -319,6 +340,13 @@ class FramePool:
         if next_handles is not None and next_out is not None:
             wanted.append((self._checked(next_handles), address_of(next_out)))
             self._check(next_out, len(handles))
+        if self._unchecked is not None:
+            asked = np.concatenate([part for part, _ in wanted])
+            if wrong := len(asked) - int(self.readable(asked).sum()):
+                raise CorruptFileError(
+                    f"{self._region.path} is damaged: {wrong} of {len(asked)} stacks have another checksum than when "
+                    "they were stored; to keep what is intact, salvage the folder"
+                )
         place, reading = (self._pool, self._geometry), self._reading
         if self.codec.seals and not self._decompressor:
             damaged = reading.open_frames(*place, self.codec, wanted, num_threads=num_threads)
@@ -330,6 +358,15 @@ class FramePool:
                 "wrote over this process's memory; start again from a checkpoint"
             )
 
+    def readable(self, handles: Handles) -> npt.NDArray[np.bool_]:
+        """(n,) which stacks have the checksum that they had, as far as that was not found out before."""
+        right = np.ones(len(handles), dtype=np.bool_)
+        if self._unchecked is not None:
+            self._checks.check_contents(self._pool, handles, self._geometry, *self._unchecked, right)
+            if not any(left.any() for left in self._unchecked):
+                self._unchecked = None
+        return right
+
     def __getstate__(self) -> dict[str, Any]:
         # Only on the way to a child process, which shares the memory; files are written by ``_pool_files``.
         shape = self._shape, self._dtype.str
@@ -340,6 +377,7 @@ class FramePool:
         self._shape, self._dtype = shape, np.dtype(dtype)
         self._sizes = Sizes(*sent["sizes"])
         self._attach(sent["region"])
+        self.distrust()
 
 
 def _usable_codec(name: str, quality: int) -> Codec:
