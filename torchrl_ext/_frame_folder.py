@@ -23,6 +23,7 @@ from typing import Any
 from tensordict import TensorDict
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, StorageError
+from torchrl_ext._frame_marks import noted_elements
 
 FORMAT = 2
 _MANIFEST = "storage.json"
@@ -57,7 +58,7 @@ class StorageFolder:
         :raises CorruptFileError: if it cannot be read, or is of a later format.
         """
         if not (self.path / _MANIFEST).exists():
-            self._clear()
+            self.clear()
             return None
         found = self.manifest()
         for name, given in json.loads(json.dumps(self.arguments)).items():
@@ -98,8 +99,16 @@ class StorageFolder:
             raise CorruptFileError(f"{path} is damaged: its checksum does not match its contents")
         return found
 
-    def _clear(self) -> None:
-        """Deletes what was half made."""
+    def clear(self) -> None:
+        """Deletes what was half made.
+
+        :raises CorruptFileError: if elements were stored, so that there was more than that.
+        """
+        if (held := noted_elements(self.marks)) > 0:
+            raise CorruptFileError(
+                f"{self.path} holds {held} elements, and {_MANIFEST} is missing, which says what they are like; put it "
+                "back, or pass another storage_dir. Nothing was deleted"
+            )
         for entry in self.path.iterdir():
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 

@@ -130,13 +130,22 @@ class FrameStorage(FrameCopies):
                 "storage_dir is for data with images, and none were found; use LazyMemmapStorage, or name them: "
                 'FrameStorage(..., pixels=["pixels"])'
             )
-        mapped = self._folder.new_rows(rows)
+        try:
+            return self._new_files(self._folder, rows)
+        except BaseException:
+            self._let_go()
+            self._columns, self._marks, self._sums = [], None, None
+            self._folder.clear()
+            raise
+
+    def _new_files(self, folder: StorageFolder, rows: Any) -> Any:
+        mapped = folder.new_rows(rows)
         n_images = [sum(rows.get(key)[0].numel() for key in column.keys) for column in self._columns]
         kinds = [column.kind(n) for column, n in zip(self._columns, n_images, strict=True)]
-        self._marks = Marks(len(rows), path=self._folder.marks)
-        self._sums = RowSums(mapped, path=self._folder.sums)
+        self._marks = Marks(len(rows), path=folder.marks)
+        self._sums = RowSums(mapped, path=folder.sums)
         self._marks.written(0, 0)
-        self._folder.begin(kinds)
+        folder.begin(kinds)
         return mapped
 
     def _reopen(self, folder: StorageFolder) -> None:

@@ -221,6 +221,17 @@ def test_sampling_hands_out_nothing_that_could_be_written_to(tmp_path: Path) -> 
     assert buffer.storage._marks.read().exposed
 
 
+def test_a_folder_without_its_description_is_not_taken_for_a_half_made_one(tmp_path: Path) -> None:
+    folder = tmp_path / "storage"
+    _made(folder, 30)
+    description = (folder / "storage.json").read_bytes()
+    (folder / "storage.json").unlink()
+    with pytest.raises(CorruptFileError, match=r"holds 30 elements, and storage\.json is missing"):
+        _open(folder)
+    (folder / "storage.json").write_bytes(description)
+    assert len(_open(folder)) == 30
+
+
 def test_what_is_intact_is_salvaged_as_it_is(tmp_path: Path) -> None:
     folder = tmp_path / "storage"
     held = _made(folder, 200)

@@ -17,6 +17,7 @@ from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, NotCopyab
 from tests.torchrl_ext.frame_data import Videos, assert_same
 from tests.torchrl_ext.frame_workers import contents
 from torchrl_ext import FrameStorage
+from torchrl_ext._frame_folder import StorageFolder
 
 KEYS = ["pixels", ("next", "pixels"), "action", ("next", "reward"), ("inner", "vector")]
 
@@ -116,10 +117,16 @@ def test_whatever_a_killed_process_leaves_is_whole(batch: int, tmp_path: Path) -
 def test_a_folder_with_half_made_files_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", lambda *_: 1 / 0)
+        patch.setattr(StorageFolder, "clear", lambda _: None)  # as where the process is killed
         with pytest.raises(ZeroDivisionError):
             _buffer(tmp_path).extend(Videos(1).collect(20).reshape(-1))
     assert (tmp_path / "rows").exists()
     buffer = _buffer(tmp_path)
+    assert not list(tmp_path.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            buffer.extend(Videos(1).collect(20).reshape(-1))
     assert not list(tmp_path.iterdir())
     buffer.extend(Videos(1).collect(20).reshape(-1))
     assert len(buffer) == 20
