@@ -44,7 +44,8 @@ class ObservationView:
                 return self._decode(*key)
         place, rest = self._split(key if isinstance(key, tuple) else (key,))
         positions = self._positions(place)
-        flat = [np.ascontiguousarray(part, dtype=np.int64).reshape(-1) for part in positions]
+        # Copies in any case: numba has NumPy warn of arrays that were made by broadcasting.
+        flat = [np.array(part, dtype=np.int64, order="C").reshape(-1) for part in positions]
         found = self._decode(*self._rows_and_envs(*flat)).reshape(*positions[0].shape, *self.shape[len(self._places) :])
         part: npt.NDArray[np.generic] = found[(slice(None),) * positions[0].ndim + rest]
         return part
