@@ -92,6 +92,10 @@ class Observations:
 
     def decode(self, rows: Places, envs: Places) -> tuple[Any, Any]:
         """Observations and next observations of a batch of places, in arrays that nobody else holds."""
+        if self._alone is not None:
+            obs, next_obs = self._empty(ALONE, len(rows)), self._empty(ALONE, len(rows))
+            self._alone.get(rows, envs, obs, next_obs, num_threads=self._threads())
+            return obs, next_obs
         before, after = ({key: self._empty(key, len(rows)) for key in self.stores} for _ in range(2))
         for key, store in self.stores.items():
             store.get(rows, envs, before[key], after[key], num_threads=self._threads())

@@ -244,14 +244,13 @@ class CompressedReplayBuffer(SavedBuffer, ReplayBuffer):
             obs, next_obs = self._normalize_obs(obs, env), self._normalize_obs(next_obs, env)
             rewards = self._normalize_reward(rewards, env)
         actions = self.actions[rows, envs, :]
-        parts = map(self._to_tensors, (obs, actions, next_obs, dones.reshape(-1, 1), rewards))
-        return (DictReplayBufferSamples if isinstance(obs, dict) else ReplayBufferSamples)(*parts)
-
-    def _to_tensors(self, part: Any) -> Any:
-        if isinstance(part, dict):
-            return {key: self._to_tensors(array) for key, array in part.items()}
         # All of these are fresh arrays, or recycled ones that nobody else sees: no copy is needed.
-        return th.from_numpy(part) if self._on_cpu else self.to_torch(part)
+        tensor = th.from_numpy if self._on_cpu else self.to_torch
+        parts = tensor(actions), tensor(dones.reshape(-1, 1)), tensor(rewards)
+        if not isinstance(obs, dict):
+            return ReplayBufferSamples(tensor(obs), parts[0], tensor(next_obs), *parts[1:])
+        both = ({key: tensor(array) for key, array in part.items()} for part in (obs, next_obs))
+        return DictReplayBufferSamples(next(both), parts[0], next(both), *parts[1:])
 
 
 class CompressedDictReplayBuffer(CompressedReplayBuffer, DictReplayBuffer):  # type: ignore[misc,override]
