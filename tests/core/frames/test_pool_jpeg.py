@@ -18,53 +18,28 @@ from rl_ext_core.frames.adaptive_pool import AdaptivePool
 from rl_ext_core.frames.layout import StackLayout
 from rl_ext_core.frames.pool import FramePool
 from tests.core.frames.jpeg_oracle import as_jpeg
+from tests.core.frames.test_jpeg import LAYOUTS
+from tests.core.frames.test_pool import Videos
 
 Array = np.ndarray[Any, Any]
-LAYOUTS = {
-    "rgb, channels first": StackLayout((9, 40, 48), np.dtype(np.uint8), 3, 0),
-    "rgb, channels last": StackLayout((40, 48, 9), np.dtype(np.uint8), 3, 2),
-    "grey, channels first": StackLayout((4, 40, 48), np.dtype(np.uint8), 4, 0),
-    "grey, channels last": StackLayout((40, 48, 4), np.dtype(np.uint8), 4, 2),
-    "one rgb frame": StackLayout((40, 48, 3), np.dtype(np.uint8), 1, 0),
-    "one rgb frame, channels first": StackLayout((3, 40, 48), np.dtype(np.uint8), 1, 0),
-    "one grey frame": StackLayout((40, 48), np.dtype(np.uint8), 1, 0),
-}
 RGB = LAYOUTS["rgb, channels first"]
 
 
-class Pictures:
-    """Stacks of several environments, of smooth pictures that move; episodes end now and then."""
+class Pictures(Videos):
+    """Smooth pictures that move."""
 
     def __init__(self, layout: StackLayout, *, seed: int = 0, n_envs: int = 3) -> None:
-        self.layout = layout
-        self.rng = np.random.default_rng(seed)
-        self.frame_shape = list(layout.shape)
-        self.frame_shape[layout.axis] //= layout.n_stack
-        self.stacks = [self.reset() for _ in range(n_envs)]
+        super().__init__(layout.shape, layout.n_stack, layout.axis, seed=seed, n_envs=n_envs)
 
     def frame(self) -> Array:
+        shape = self.base.shape
         if self.rng.random() < 0.05:  # of which JPEG would make more bytes than there are
-            return self.rng.integers(0, 256, self.frame_shape, dtype=np.uint8)
+            return self.rng.integers(0, 256, shape, dtype=np.uint8)
         lines = sum(
-            int(self.rng.integers(1, 7)) * np.arange(size).reshape(-1, *[1] * (len(self.frame_shape) - axis - 1))
-            for axis, size in enumerate(self.frame_shape)
+            int(self.rng.integers(1, 7)) * np.arange(size).reshape(-1, *[1] * (len(shape) - axis - 1))
+            for axis, size in enumerate(shape)
         )
         return ((np.asarray(lines) + int(self.rng.integers(256))) % 256).astype(np.uint8)
-
-    def reset(self) -> list[Array]:
-        first = self.frame()
-        return [np.zeros_like(first)] * (self.layout.n_stack - 1) + [first]
-
-    def batch(self, n: int) -> tuple[Array, Array, Array]:
-        before, after, ended = [], [], []
-        for _ in range(n):
-            env = int(self.rng.integers(len(self.stacks)))
-            following = [*self.stacks[env][1:], self.frame()]
-            before.append(np.concatenate(self.stacks[env], self.layout.axis))
-            after.append(np.concatenate(following, self.layout.axis))
-            ended.append(self.rng.random() < 0.1)
-            self.stacks[env] = self.reset() if ended[-1] else following
-        return np.stack(before), np.stack(after), np.array(ended)
 
 
 def new_pool(layout: StackLayout, *, n_handles: int = 400, quality: int = 95, path: Path | None = None) -> FramePool:
