@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_ext_core.errors import CorruptFileError, StorageError
+from rl_ext_core.frames._anew import copy_transitions, read, stored_anew
 from rl_ext_core.frames._choice import ALL_CHANGES, JUDGE_AFTER, LAST_CHECK, is_small, log_choice, suiting_length
 from rl_ext_core.frames._format import EXTENDED_FORMAT_VERSION, FORMAT_VERSION, check_format, checksum
 from rl_ext_core.frames._loss import Loss
@@ -26,7 +27,6 @@ from rl_ext_core.frames.store import FrameStore
 _logger = logging.getLogger("rl_ext_core.frames")
 
 _LOOK_BACK = 16  # transitions an environment that a layout is found from
-_COPY_ROWS = 64  # transitions an environment that are copied at a time
 
 
 class AdaptiveStore:
@@ -310,7 +310,7 @@ class AdaptiveStore:
             codec, length, loss = self._lossy_choice(layout)
         if (layout, codec, length) == (inner.layout, inner.codec.name, inner.block_length) and not loss:
             return
-        self._inner = _stored_anew(inner, layout, codec=codec, block_length=length, **loss)
+        self._inner = stored_anew(inner, layout, codec=codec, block_length=length, **loss)
         log_choice("observations", layout, codec=codec, block_length=length)
 
     def _may_lose(self, found: StackLayout | None) -> bool:
@@ -329,42 +329,16 @@ class AdaptiveStore:
             return codec, self._length(), {}
         bound = self._loss.options["max_error"]
         trial = FrameStore(inner.size, inner.n_envs, layout, codec=codec, block_length=self._length(), max_error=bound)
-        _copy(inner, trial)
+        copy_transitions(inner, trial)
         return codec, self._length(trial.changed_fraction), loss
 
     def _find_layout(self) -> StackLayout | None:
         inner = self._inner
-        before, after = _read(inner, np.arange(max(inner.size - _LOOK_BACK, 0), inner.size))
+        before, after = read(inner, np.arange(max(inner.size - _LOOK_BACK, 0), inner.size))
         described = inner.layout.shape, inner.layout.dtype
         # In a rollout there are no next observations but those of the row below.
         below = before[: -inner.n_envs], before[inner.n_envs :]
         return find_layout(*described, before, after) or find_layout(*described, *below)
-
-
-def _read(store: FrameStore, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.generic]]:
-    """Transitions of all environments, row by row."""
-    grid = np.repeat(rows, store.n_envs), np.tile(np.arange(store.n_envs), len(rows))
-    shape = (len(grid[0]), *store.layout.shape)
-    before, after = (np.empty(shape, dtype=store.layout.dtype) for _ in range(2))
-    store.get(*grid, before, after)
-    return before, after
-
-
-def _stored_anew(store: FrameStore, layout: StackLayout, *, codec: str, block_length: int, **loss: int) -> FrameStore:
-    """A store of the same transitions in the same places. The store must not have wrapped."""
-    anew = store.emptied(layout, codec=codec, block_length=block_length, **loss)
-    with anew.taking_the_place_of(store):
-        _copy(store, anew)
-    return anew
-
-
-def _copy(store: FrameStore, target: FrameStore) -> None:
-    for start in range(0, store.size, _COPY_ROWS):
-        rows = np.arange(start, min(start + _COPY_ROWS, store.size))
-        for observations, nexts in zip(
-            *(part.reshape(len(rows), store.n_envs, *store.layout.shape) for part in _read(store, rows)), strict=True
-        ):
-            target.append(observations, nexts)
 
 
 @functools.cache

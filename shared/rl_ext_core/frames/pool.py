@@ -12,23 +12,20 @@ import numpy.typing as npt
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
 from rl_ext_core.frames import _pool_state as state
+from rl_ext_core.frames._geometry import geometry_of, kept_bytes
 from rl_ext_core.frames._loss import checked_block_length, checked_bound
 from rl_ext_core.frames._pool_room import Room
 from rl_ext_core.frames._pool_state import Pool, Sizes
 from rl_ext_core.frames._region import Region
 from rl_ext_core.frames._state import (
     GROUP,
-    INTERLEAVED,
-    PLANAR,
     SCRATCH_FRAMES,
     SLACK,
     Bytes,
-    Geometry,
 )
 from rl_ext_core.frames.arena import address_of
 from rl_ext_core.frames.codecs import DEFAULT_QUALITY, Codec, codec_names, get_codec
 from rl_ext_core.frames.layout import StackLayout, candidate_layouts
-from rl_ext_core.frames.writer import _neighbours
 
 Handles = npt.NDArray[np.int64]
 
@@ -180,22 +177,8 @@ class FramePool:
         places = [address_of(self._arrays["pages"]), address_of(self._arrays["references"])]
         arrays = {name: array for name, array in self._arrays.items() if name in Pool._fields}
         self._pool = Pool(**arrays, starts=np.array([*places, layout.frame_bytes + SLACK], dtype=np.uint64))
-        self._geometry = Geometry(
-            n_stack=n_stack,
-            frame_bytes=layout.frame_bytes,
-            pixels=layout.pixels,
-            frame_channels=layout.frame_channels,
-            itemsize=layout.dtype.itemsize,
-            stored=PLANAR if layout.planar else INTERLEAVED,
-            coder=self.codec.coder,
-            block_shift=self.block_length.bit_length() - 1,
-            max_error=self.max_error,
-            **_neighbours(layout),
-        )
-        unit = layout.frame_channels * layout.dtype.itemsize
-        period = unit * n_stack
-        mask = np.tile(np.where(np.arange(period) < period - unit, 255, 0).astype(np.uint8), layout.pixels)
-        self._kept = np.concatenate([mask, np.zeros(SLACK, dtype=np.uint8)])
+        self._geometry = geometry_of(layout, codec=self.codec, block_length=self.block_length, max_error=self.max_error)
+        self._kept = np.concatenate([kept_bytes(layout), np.zeros(SLACK, dtype=np.uint8)])
         self._scratch = np.zeros(
             SCRATCH_FRAMES * (layout.frame_bytes + GROUP) + layout.stack_bytes + SLACK, dtype=np.uint8
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
+from rl_ext_core.frames._geometry import geometry_of, kept_bytes
 from rl_ext_core.frames._state import (
     ALL_STORED,
     BOUNDARY,
@@ -24,7 +24,6 @@ from rl_ext_core.frames._state import (
     Addresses,
     Bytes,
     Counts,
-    Geometry,
     Streams,
 )
 from rl_ext_core.frames.arena import address_of, allocate, reserve
@@ -50,24 +49,6 @@ def _scratch(frame_bytes: int, max_error: int) -> Bytes:
         return _rows(1, frame_bytes)
     # Zeros, because what is behind a frame is looked at, though it decides nothing.
     return np.zeros((SCRATCH_FRAMES, frame_bytes + GROUP), dtype=np.uint8)
-
-
-def _kept_bytes(layout: StackLayout) -> Bytes:
-    unit = layout.frame_channels * layout.dtype.itemsize
-    period = unit * layout.n_stack
-    return np.tile(np.where(np.arange(period) < period - unit, 255, 0).astype(np.uint8), layout.pixels)[None]
-
-
-def _neighbours(layout: StackLayout) -> dict[str, int]:
-    """How far the byte above and that of the channel before are from a byte of a frame; see :class:`Geometry`."""
-    shape = list(layout.shape)
-    shape[layout.axis] //= layout.n_stack
-    if not 2 <= len(shape) <= 3:
-        return {"row": layout.frame_bytes, "plane": 0}
-    in_planes = len(shape) == 3 and shape[0] <= shape[2]
-    if in_planes:
-        return {"row": shape[2], "plane": shape[1] * shape[2]}
-    return {"row": math.prod(shape[1:]), "plane": 0}
 
 
 class StreamWriter:
@@ -96,18 +77,7 @@ class StreamWriter:
         files: StoreFiles | None = None,
     ) -> None:
         self.layout, self._codec, self._kernels = layout, codec, kernels
-        self.geometry = Geometry(
-            n_stack=layout.n_stack,
-            frame_bytes=layout.frame_bytes,
-            pixels=layout.pixels,
-            frame_channels=layout.frame_channels,
-            itemsize=layout.dtype.itemsize,
-            stored=PLANAR if layout.planar else INTERLEAVED,
-            coder=codec.coder,
-            block_shift=block_length.bit_length() - 1,
-            max_error=max_error,
-            **_neighbours(layout),
-        )
+        self.geometry = geometry_of(layout, codec=codec, block_length=block_length, max_error=max_error)
         self.streams = Streams(
             last=_rows(n_envs, layout.stack_bytes),
             last_memory=np.zeros(n_envs, dtype=np.uint8),
@@ -119,7 +89,7 @@ class StreamWriter:
             open_bytes=np.zeros(n_envs, dtype=np.int64),
             open_frames=np.zeros(n_envs, dtype=np.int64),
             scratch=_scratch(layout.frame_bytes, max_error),
-            kept=_kept_bytes(layout),
+            kept=kept_bytes(layout)[None],
         )
         for rows in (self.streams.last, self.streams.frame):
             rows[:] = 0  # they go into files, which hold nothing by chance
