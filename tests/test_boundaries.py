@@ -54,7 +54,7 @@ def test_torchrl_ext_loads_no_sb3() -> None:
         ("import numba", HEAVY, {"numba"}),
         ("import torch", HEAVY, {"torch"}),
         ("import rl_ext_core.devices as d; d.resolve('cpu').compute", HEAVY, {"torch"}),
-        ("import sb3_ext, torchrl_ext", TORCHRL, {"torchrl_ext"}),
+        pytest.param("import sb3_ext, torchrl_ext", TORCHRL, {"torchrl_ext"}, marks=pytest.mark.slow),
         ("import torchrl_ext, stable_baselines3", SB3, {"stable_baselines3"}),
     ],
 )

@@ -73,7 +73,7 @@ def test_it_returns_what_sb3s_does(call: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["in process", "processes", "auto", "SB3's"])
-@pytest.mark.parametrize("seed", [None, 0])
+@pytest.mark.parametrize("seed", [None, pytest.param(0, marks=pytest.mark.slow)])
 def test_it_draws_from_numpys_generator_what_sb3s_does(seed: int | None, how: str) -> None:
     def state_after(make: Any, env_id: Any, n_envs: int, **options: Any) -> Any:
         np.random.seed(0)

@@ -188,7 +188,7 @@ def test_closing_ends_the_living_where_one_has_died() -> None:
     assert no_workers()
 
 
-@pytest.mark.parametrize("n_workers", [None, 2])
+@pytest.mark.parametrize("n_workers", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_ppo_goes_on_through_crashes(n_workers: int | None, tmp_path: Path) -> None:
     hows = ["SIGSEGV", "raise", "os._exit", "hang", "SIGKILL", "raise what does not pickle"]
     build = functools.partial(FailingOften, str(tmp_path), hows)

@@ -152,6 +152,7 @@ def test_rewards_of_two_parts() -> None:
     assert torch.equal(reward[:, 0], -reward[:, 1])
 
 
+@pytest.mark.slow
 def test_a_compiled_step() -> None:
     plain, compiled = GymWrapper(Walk()), GymWrapper(Walk())
     compiled.compile(backend="eager")

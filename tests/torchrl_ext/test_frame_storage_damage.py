@@ -141,15 +141,16 @@ def check_damage(tmp_path: Path, seed: int) -> str:
 
 
 def test_random_damage_is_found(tmp_path: Path) -> None:
-    happened = Counter(check_damage(tmp_path, seed) for seed in range(40))
-    assert happened["refused"] > 3
-    assert happened["found"] > 3
+    happened = Counter(check_damage(tmp_path, seed) for seed in range(20))
+    assert happened["refused"] > 1
+    assert happened["found"] > 1
 
 
 @pytest.mark.slow
 def test_much_random_damage_is_found(tmp_path: Path) -> None:
-    for seed in range(100, 400):
-        check_damage(tmp_path, seed)
+    happened = Counter(check_damage(tmp_path, seed) for seed in range(20, 400))
+    assert happened["refused"] > 25
+    assert happened["found"] > 25
 
 
 def test_an_altered_pixel_is_found_when_it_is_first_read(tmp_path: Path) -> None:

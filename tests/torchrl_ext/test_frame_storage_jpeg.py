@@ -227,6 +227,7 @@ def test_whatever_a_killed_process_leaves_is_whole(tmp_path: Path) -> None:
         buffer.storage.close()
 
 
+@pytest.mark.slow
 def test_two_processes_fill_it_with_what_jpeg_makes_of_their_frames() -> None:
     buffer = TensorDictReplayBuffer(storage=FrameStorage(1000, codec="jpeg"), shared=True, batch_size=64)
     first = pictures(2, seed=9)

@@ -110,7 +110,7 @@ def check_random_kills(context: Any, batch: int, size: int, *, kills: int) -> No
         assert len(buffer) == size
 
 
-@pytest.mark.parametrize(("batch", "size"), [(1, 100_000), (30, 100_000), (30, 200)])
+@pytest.mark.parametrize(("batch", "size"), [pytest.param(1, 100_000, marks=pytest.mark.slow), (30, 200)])
 def test_processes_that_are_killed_neither_block_others_nor_leave_anything_half_done(
     context: Any, batch: int, size: int
 ) -> None:
@@ -153,7 +153,7 @@ def check_a_kill_at(context: Any, line: int, caplog: pytest.LogCaptureFixture, *
     return made_whole
 
 
-@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("full", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_process_may_be_killed_at_any_line(context: Any, full: bool, caplog: pytest.LogCaptureFixture) -> None:
     made_whole = [check_a_kill_at(context, line, caplog, full=full) for line in range(5, LINES, LINES // 12)]
     assert sum(made_whole) > 6
@@ -219,7 +219,9 @@ def check_folder_kills(context: Any, folder: Path, batch: int, size: int, *, kil
         buffer.storage.close()
 
 
-@pytest.mark.parametrize(("batch", "size", "codec"), [(1, 100_000, "auto"), (30, 200, "patch+lz4")])
+@pytest.mark.parametrize(
+    ("batch", "size", "codec"), [pytest.param(1, 100_000, "auto", marks=pytest.mark.slow), (30, 200, "patch+lz4")]
+)
 def test_what_a_killed_process_leaves_in_a_folder_is_whole(
     context: Any, batch: int, size: int, codec: str, tmp_path: Path
 ) -> None:

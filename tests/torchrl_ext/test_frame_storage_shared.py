@@ -43,7 +43,7 @@ def _join(workers: list[Any]) -> None:
         assert worker.exitcode == 0
 
 
-@pytest.mark.parametrize(("first", "codec"), [(1, "auto"), (100, "patch+lz4")])
+@pytest.mark.parametrize(("first", "codec"), [pytest.param(1, "auto", marks=pytest.mark.slow), (100, "patch+lz4")])
 def test_what_two_processes_collect_is_what_they_collect_one_after_the_other(first: int, codec: str) -> None:
     buffer = TensorDictReplayBuffer(storage=FrameStorage(2000, codec=codec), shared=True, batch_size=64)
     start = Videos(1, seed=9).collect(first).reshape(-1)
@@ -96,7 +96,7 @@ def _collected(frames: int) -> Any:
     return rows
 
 
-@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+@pytest.mark.parametrize("kind", [MultiSyncCollector, pytest.param(MultiAsyncCollector, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore")
 def test_collectors_of_torchrl_fill_a_shared_storage(kind: Any) -> None:
     buffer = ReplayBuffer(storage=FrameStorage(1000), shared=True, batch_size=32)

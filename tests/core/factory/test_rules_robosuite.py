@@ -125,6 +125,7 @@ env = robosuite.make(
 """
 
 
+@pytest.mark.slow
 def test_cameras_are_copied_with_what_draws_them() -> None:
     ended = run(
         CAMERAS,
