@@ -123,7 +123,9 @@ if __name__ == "__main__":
 STEP = "venv.step(np.zeros(3, np.int64))"
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "method", ["fork", *(pytest.param(method, marks=pytest.mark.slow) for method in ("forkserver", "spawn"))]
+)
 @pytest.mark.parametrize(
     ("end", "last"), [(signal.SIGKILL, "pass"), (signal.SIGTERM, "pass"), (signal.SIGINT, "venv.close()")]
 )
