@@ -6,7 +6,7 @@ from numba import int64, njit, uint32, uint64
 
 from rl_ext_core.frames._compile import kernel
 from rl_ext_core.frames._kernels_out import _entry_size
-from rl_ext_core.frames._pool_memory import address_in, newest_block, open_sum, place_of, stored_sum
+from rl_ext_core.frames._pool_memory import address_in, newest_block, open_sum, page_after, place_of, stored_sum
 from rl_ext_core.frames._pool_state import (
     BLOCKS,
     FREE,
@@ -102,7 +102,7 @@ def check_places(p, geometry, newest_places, good, used):  # type: ignore[no-unt
                     used[page] = True
                     left -= PAGE
                     if left > 0:
-                        page = p.links[page] if p.blocks[block, KIND] & PAGED == PAGED else page + uint32(1)
+                        page = page_after(p, page, p.blocks[block, KIND] & PAGED == PAGED)
         if not right:
             good[block] = False
             n_wrong += 1
@@ -122,7 +122,7 @@ def _has_right_contents(p, block):  # type: ignore[no-untyped-def]
         total = add_bytes(total, p.starts[0] + uint64(int64(page) * PAGE), n_bytes)
         left -= n_bytes
         if left > 0:
-            page = p.links[page] if paged else page + uint32(1)
+            page = page_after(p, page, paged)
     return p.sums[block, column] == folded(total)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from numba import int64, uint32, uint64
+from numba import int64, uint64
 
 from rl_ext_core.frames._compile import kernel
 from rl_ext_core.frames._kernels_out import _put_frame, _put_padding
 from rl_ext_core.frames._memory import copy_bytes
-from rl_ext_core.frames._pool_memory import newest_block, place_of
+from rl_ext_core.frames._pool_memory import newest_block, page_after, place_of
 from rl_ext_core.frames._pool_state import KIND, PAGE, PAGED, PREVIOUS
 
 
@@ -41,7 +41,7 @@ def copy_stored(p, blocks, target):  # type: ignore[no-untyped-def]
             out += uint64(n_bytes)
             left -= n_bytes
             if left > 0:
-                page = p.links[page] if paged else page + uint32(1)
+                page = page_after(p, page, paged)
 
 
 @kernel

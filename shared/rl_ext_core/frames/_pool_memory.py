@@ -126,6 +126,12 @@ def place_of(p, block):  # type: ignore[no-untyped-def]
     )
 
 
+@njit(nogil=True, inline="always")
+def page_after(p, page, paged):  # type: ignore[no-untyped-def]
+    """The page behind one of a block, which lie one after the other or where ``links`` lead."""
+    return p.links[page] if paged else page + uint32(1)
+
+
 @njit(nogil=True)
 def free_pages(p, page, n_bytes, paged):  # type: ignore[no-untyped-def]
     """Gives pages back, so that they are taken again in the same order."""
@@ -134,7 +140,7 @@ def free_pages(p, page, n_bytes, paged):  # type: ignore[no-untyped-def]
     for i in range(n_pages):
         p.free_pages[free + n_pages - 1 - i] = page
         if i + 1 < n_pages:
-            page = p.links[page] if paged else page + uint32(1)
+            page = page_after(p, page, paged)
     p.head[FREE_PAGES] = free + n_pages
 
 

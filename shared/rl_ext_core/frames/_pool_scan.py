@@ -6,7 +6,7 @@ from numba import int64, uint32, uint64
 
 from rl_ext_core.frames._compile import kernel
 from rl_ext_core.frames._kernels_out import _entry_size
-from rl_ext_core.frames._pool_memory import address_in, newest_block, place_of, retain, store_bytes
+from rl_ext_core.frames._pool_memory import address_in, newest_block, page_after, place_of, retain, store_bytes
 from rl_ext_core.frames._pool_state import BLOCKS, FREE, KIND, OPEN, PAGE, PAGED, PREVIOUS, STREAM, USERS
 from rl_ext_core.frames._state import ENTRY_HEADER, PATCH
 
@@ -73,4 +73,4 @@ def mark_pages(p, used):  # type: ignore[no-untyped-def]
             used[page] = True
             left -= PAGE
             if left > 0:
-                page = p.links[page] if p.blocks[block, KIND] & PAGED == PAGED else page + uint32(1)
+                page = page_after(p, page, p.blocks[block, KIND] & PAGED == PAGED)
