@@ -23,12 +23,6 @@ def at_least_one(name: str, value: Any) -> int:
     return number
 
 
-def loss_in_words(options: dict[str, Any]) -> str:
-    """What ``repr`` says of how images are stored."""
-    lossy = [f"{name}={options[name]}" for name in ("max_error", "quality") if options.get(name)]
-    return f"lossy: {', '.join(lossy)}" if lossy else "lossless"
-
-
 def as_tensordict(data: Any) -> Any:
     """Data that has keys; a list is stacked.
 

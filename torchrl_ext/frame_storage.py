@@ -12,9 +12,10 @@ from tensordict.utils import unravel_key
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.frames import Salvaged
+from rl_ext_core.frames._loss import options_in_words
 from rl_ext_core.frames.adaptive_pool import AdaptivePool
 from rl_ext_core.frames.codecs import DEFAULT_QUALITY
-from torchrl_ext._frame_arguments import at_least_one, loss_in_words
+from torchrl_ext._frame_arguments import at_least_one
 from torchrl_ext._frame_budget import Budget, moved_down
 from torchrl_ext._frame_buffers import bear_kills, go_on_at
 from torchrl_ext._frame_columns import FrameColumn, Key, NewPool
@@ -22,6 +23,7 @@ from torchrl_ext._frame_copies import FrameCopies
 from torchrl_ext._frame_files import FrameStorageCheckpointer
 from torchrl_ext._frame_folder import StorageFolder
 from torchrl_ext._frame_marks import Marks
+from torchrl_ext._frame_recovery import places_of
 from torchrl_ext._frame_salvage import arguments_of, log, mend_sizes, salvage_elements
 from torchrl_ext._frame_sums import RowSums
 
@@ -109,7 +111,7 @@ class FrameStorage(FrameCopies):
 
     def __repr__(self) -> str:
         codec = self._options["codec"]
-        return f"{super().__repr__()[:-1]}, \n    codec={codec!r}, {loss_in_words(self._options)})"
+        return f"{super().__repr__()[:-1]}, \n    codec={codec!r}, {options_in_words(self._options)})"
 
     def _pool_maker(self, n_rows: int) -> NewPool:
         folder, options = self._folder, self._options
@@ -185,7 +187,7 @@ class FrameStorage(FrameCopies):
         if self._budget is not None:
             self._budget.check(self)
         if set_cursor and self._goes_on_at is not None:
-            first = int(torch.arange(len(self._storage))[cursor].reshape(-1)[0])
+            first = int(places_of(cursor, len(self._storage))[0])
             if first != self._goes_on_at:
                 raise InvalidArgumentError(
                     f"this storage was opened again and goes on at {self._goes_on_at}, got elements for {first}, "

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +65,12 @@ def loss_in_words(max_error: int, codec: Codec) -> str:
     if codec.lossy:
         return f"{codec!r}"
     return f"lossy: every pixel within {max_error}" if max_error else "lossless"
+
+
+def options_in_words(options: Mapping[str, Any]) -> str:
+    """The same, of what was asked for."""
+    lossy = [f"{name}={options[name]}" for name in ("max_error", "quality") if options.get(name)]
+    return f"lossy: {', '.join(lossy)}" if lossy else "lossless"
 
 
 @dataclass(frozen=True)

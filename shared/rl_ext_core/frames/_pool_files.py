@@ -21,7 +21,7 @@ POOL_FORMAT = 1
 
 def described(pool: FramePool) -> dict[str, Any]:
     """Plain values, and views of arrays, which are written without a copy; with a checksum."""
-    pool._know()
+    pool.refresh()
     layout, head, arrays = pool.layout, pool._pool.head, pool._arrays
     n_streams = int(head[state.STREAMS])
     opened_bytes = pool._pool.streams[:n_streams, state.OPEN_BYTES].tolist()

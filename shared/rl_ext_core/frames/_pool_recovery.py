@@ -23,7 +23,7 @@ def recover(pool: FramePool, handles: Handles) -> npt.NDArray[np.bool_]:
     :param handles: (n,).
     :return: (n,) which of them can be read; the others are forgotten.
     """
-    pool._know()
+    pool.refresh()
     arrays, p, head = pool._arrays, pool._pool, pool._pool.head
     _check_numbers(pool)
     n_blocks = int(head[BLOCKS])

@@ -16,7 +16,7 @@ from rl_ext_core.errors import CorruptFileError, StorageError
 from rl_ext_core.frames._anew import copy_transitions, read, stored_anew
 from rl_ext_core.frames._choice import ALL_CHANGES, JUDGE_AFTER, LAST_CHECK, is_small, log_choice, suiting_length
 from rl_ext_core.frames._format import EXTENDED_FORMAT_VERSION, FORMAT_VERSION, check_format, checksum
-from rl_ext_core.frames._loss import Loss
+from rl_ext_core.frames._loss import Loss, options_in_words
 from rl_ext_core.frames._saving import load, save
 from rl_ext_core.frames.codecs import DEFAULT_QUALITY, get_codec
 from rl_ext_core.frames.disk._opening import open_folder
@@ -100,10 +100,10 @@ class AdaptiveStore:
         return suiting_length(changes, seals=seals)
 
     def __repr__(self) -> str:
-        inner, options = self._inner, ", ".join(f"{name}={value}" for name, value in self._loss.options.items())
+        inner = self._inner
         return (
             f"{type(self).__name__}({inner.capacity} x {inner.n_envs} transitions of {inner.layout.shape} "
-            f"{inner.layout.dtype}, codec={self._codec!r}, {f'lossy: {options}' if options else 'lossless'})"
+            f"{inner.layout.dtype}, codec={self._codec!r}, {options_in_words(self._loss.options)})"
         )
 
     @property

@@ -87,19 +87,19 @@ class AdaptivePool:
     @property
     def layout(self) -> StackLayout:
         """How stacks are made, as far as is known."""
-        self._pool._know()
+        self._pool.refresh()
         return self._pool.layout
 
     @property
     def codec(self) -> str:
         """Name of the codec in use."""
-        self._pool._know()
+        self._pool.refresh()
         return self._pool.codec.name
 
     @property
     def block_length(self) -> int:
         """Frames in a block."""
-        self._pool._know()
+        self._pool.refresh()
         return self._pool.block_length
 
     @property
@@ -125,7 +125,7 @@ class AdaptivePool:
     ) -> tuple[Handles, Handles]:
         """Stores stacks, and for each the one that follows it; see :meth:`FramePool.put`."""
         pool = self._pool
-        pool._know()
+        pool.refresh()
         fresh = pool.held == 0
         if fresh:
             self._judged = False

@@ -77,7 +77,7 @@ class FramePool:
         if self._arrays["head"][state.KIND_OF_POOL] and not self.interrupted:  # found again in a file
             if self._arrays["head"][state.SUM_OF_KIND] != self._sum_of_kind():
                 raise CorruptFileError(f"{path} is damaged: the checksum of its head does not match its contents")
-            self._know()
+            self.refresh()
             return
         self.become(layout, codec=codec, block_length=block_length, max_error=max_error, quality=quality)
 
@@ -141,7 +141,7 @@ class FramePool:
         head[state.KIND_OF_POOL] += 1
         head[state.SUM_OF_KIND] = self._sum_of_kind()
         head[state.BECOMING] = 0
-        self._know()
+        self.refresh()
 
     @property
     def interrupted(self) -> bool:
@@ -150,7 +150,7 @@ class FramePool:
 
     def clear(self) -> None:
         """Forgets everything and gives the memory back."""
-        self._know()
+        self.refresh()
         self.become(
             self.layout,
             codec=self.codec.name,
@@ -159,7 +159,7 @@ class FramePool:
             quality=self.quality,
         )
 
-    def _know(self) -> None:
+    def refresh(self) -> None:
         """Learns what this or another process has made of the pool."""
         head = self._arrays["head"]
         if head[state.KIND_OF_POOL] == self._known:
@@ -197,7 +197,7 @@ class FramePool:
     @property
     def nbytes(self) -> int:
         """Bytes held; what the process, or all that share the pool, have grown by."""
-        self._know()
+        self.refresh()
         return self._room.nbytes
 
     @property
@@ -225,7 +225,7 @@ class FramePool:
         :return: (n,) their handles, and those of the next ones, or as many zeros. Each has to be released.
         :raises OutOfMemoryError: where there is no room for so many stacks. Nothing is stored then.
         """
-        self._know()
+        self.refresh()
         for array in (stacks, nexts):
             if array is not None:
                 self._check(array, len(stacks))
@@ -285,7 +285,7 @@ class FramePool:
 
         :raises InvalidArgumentError: if a handle was never given out.
         """
-        self._know()
+        self.refresh()
         handles = self._checked(handles)
         self._in.release(self._pool, handles, self._geometry)
         self._pool.head[state.HELD] -= np.count_nonzero(handles)
@@ -316,7 +316,7 @@ class FramePool:
         :raises InvalidArgumentError: if a handle names nothing, or an array does not fit.
         :raises CorruptFileError: where a block is damaged.
         """
-        self._know()
+        self.refresh()
         handles = self._checked(handles)
         self._check(out, len(handles))
         wanted = [(handles, address_of(out))]
