@@ -47,7 +47,7 @@ def output_of(arguments: list[str], root: Path, *, limit_s: float) -> str:
 
 def left(mark: str) -> list[psutil.Process]:
     """List what still runs of those that were given this variable; servers end just after what they served."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while True:
         running = [process for process in psutil.process_iter() if marked(process, mark)]
         if not running or time.monotonic() > deadline:

@@ -1,18 +1,19 @@
 """Say what a replay buffer of images will cost with each way of storing it, against the machine's free memory.
 
-With --env the figures are measured on some hundred steps of a random policy; without it they are estimates, marked as
-such. The exit status is 0 if there is a way that fits, 1 if there is none, and 2 if the command itself was wrong.
+With --env the figures are measured on some hundred or thousand steps of a random policy; without it they are
+estimates, marked as such. The exit status is 0 if there is a way that fits, 1 if there is none, and 2 if the command
+itself was wrong.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import sys
 from collections.abc import Callable
 from typing import Any
 
+from rl_ext_core._named_source import EXPECTED, named_source
 from rl_ext_core.errors import InvalidArgumentError, RlExtError, missing_dependency
 
 
@@ -23,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stack", type=_count, help="frames in an observation (default: found out)")
     parser.add_argument("--envs", type=_count, default=1, help="environments that the buffer is for (default: 1)")
     parser.add_argument("--dtype", default="uint8", help="of an observation (default: uint8)")
-    parser.add_argument("--env", metavar="ID|MODULE:FACTORY", help="measure on this environment")
-    parser.add_argument("--steps", type=_count, default=300, help="of a random policy in it (default: 300)")
+    parser.add_argument("--env", metavar="ID|MODULE:FUNCTION", help="measure on this environment")
+    parser.add_argument("--steps", type=_count, help="of a random policy in it (default: until the figures are known)")
     parser.add_argument("--seed", type=int, default=0, help="of the policy and the environment (default: 0)")
     parser.add_argument("--max-bytes", metavar="SIZE", help="the budget: 4GB, 512MiB (default: what is free)")
     parser.add_argument("--json", action="store_true", help="write the plan as JSON")
@@ -56,8 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     import numpy as np
 
-    from rl_ext_core.frames.planning import plan
-    from rl_ext_core.frames.planning._text import parse_bytes
+    from rl_ext_core.frames.planning import parse_bytes, plan
 
     try:
         dtype = np.dtype(arguments.dtype)
@@ -92,24 +92,17 @@ def _plot(found: Any, path: str) -> None:
 
 
 def _factory(name: str) -> Callable[[], Any]:
-    """What makes the environment of a name: ``module:factory``, or an id of gymnasium, which may be ``module:id``."""
-    module, _, attribute = name.partition(":")
-    if attribute and attribute.isidentifier():
-        sys.path.insert(0, "")  # as python -m does; a console script looks beside itself instead
-        try:
-            found = getattr(importlib.import_module(module), attribute, None)
-        except ImportError as error:
-            raise InvalidArgumentError(f"--env {name!r}: {module!r} cannot be imported: {error}") from error
-        finally:
-            sys.path.remove("")
-        if not callable(found):
-            raise InvalidArgumentError(f"--env {name!r}: {module!r} has no factory {attribute!r}")
+    """What makes the environment of a name."""
+    found = named_source(name)
+    if callable(found):
         return lambda: _made(found, name)
+    if not isinstance(found, str):
+        return lambda: found
     try:
         import gymnasium
     except ImportError:
         raise missing_dependency("gymnasium", "sb3", "--env") from None
-    return lambda: _made(lambda: gymnasium.make(name), name)
+    return lambda: _made(lambda: gymnasium.make(found), name)
 
 
 def _made(factory: Callable[[], Any], name: str) -> Any:
@@ -119,6 +112,5 @@ def _made(factory: Callable[[], Any], name: str) -> Any:
         raise
     except Exception as error:  # environments raise anything
         raise InvalidArgumentError(
-            f"--env {name!r} cannot be made ({type(error).__name__}: {error}); give an id of gymnasium, module:id, or "
-            "module:factory"
+            f"--env {name!r} cannot be made ({type(error).__name__}: {error}); give {EXPECTED}"
         ) from error

@@ -1,20 +1,17 @@
 """Find out whether instances of an environment may share a process, without building any in this one.
 
-SOURCE is what builds the environment, as module:function, or an id of gymnasium. Some are built, stepped and compared
-in processes that are thrown away. The exit status is 0 if there is a verdict, 1 if the environment does not work even
-alone, and 2 if the command itself was wrong.
+SOURCE is what builds the environment, as module:function or module:Class.method, or an id of gymnasium. Some are
+built, stepped and compared in processes that are thrown away. The exit status is 0 if there is a verdict, 1 if the
+environment does not work even alone, and 2 if the command itself was wrong.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import operator
-import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rl_ext_core.errors import InvalidArgumentError
+from rl_ext_core._named_source import named_source
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,6 +27,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="write the verdict as JSON")
     parser.add_argument("--no-cache", action="store_true", help="neither use a verdict that was kept nor keep this one")
     parser.add_argument("--steps", metavar="N", type=_steps, default=100, help="how many steps are compared (100)")
+    parser.add_argument(
+        "--timeout", metavar="S", type=_seconds, help="seconds that anything may take (300 for one alone)"
+    )
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return seconds
 
 
 def _steps(text: str) -> int:
@@ -53,39 +63,18 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(markup=False, emoji=False, highlight=False)
     if not console.is_terminal and "COLUMNS" not in console._environ:
         console.width = _WIDTH_ELSEWHERE
-    source = _source(arguments.source)
+    source = named_source(arguments.source)
+    options = {"cache": not arguments.no_cache, "steps": arguments.steps, "timeout": arguments.timeout}
     if console.is_terminal and not arguments.json:
         with console.status(f"building and stepping {arguments.source} in processes of its own"):
-            verdict = probe(source, cache=not arguments.no_cache, steps=arguments.steps)
+            verdict = probe(source, **options)
     else:
-        verdict = probe(source, cache=not arguments.no_cache, steps=arguments.steps)
+        verdict = probe(source, **options)
     if arguments.json:
         sys.stdout.write(f"{verdict.to_json()}\n")
     else:
         _show(verdict, console)
     return 1 if verdict.isolation is Isolation.BROKEN else 0
-
-
-def _source(text: str) -> Any:
-    """Find what a text names: something that a module has, or an id.
-
-    :raises InvalidArgumentError: the module cannot be imported, or has no such thing
-    """
-    module, colon, name = text.partition(":")
-    if not colon:
-        return text
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        imported = importlib.import_module(module)
-        # gymnasium's ids may begin with the module that registers them, and end in a version.
-        named = all(part.isidentifier() for part in name.split("."))
-        return operator.attrgetter(name)(imported) if named else name
-    except Exception as error:
-        raise InvalidArgumentError(
-            f"{text!r} names nothing: {type(error).__name__}: {error}. Expected module:function, of a module that can "
-            "be imported from here, or an id of gymnasium"
-        ) from error
 
 
 def _show(verdict: Verdict, console: Console) -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "RlExtError",
     "StorageError",
     "WorkerError",
+    "also",
     "missing_dependency",
 ]
 
@@ -110,6 +111,20 @@ class WorkerError(RlExtError, RuntimeError):
         self.exitcode = exitcode
         self.traceback = traceback
         self.notes = dict(notes or {})
+
+
+def also(kind: type[RlExtError], error: BaseException) -> type[RlExtError]:
+    """Give a class of errors that is one of ours and that of another library's error, for who catches the latter.
+
+    :param kind: ours
+    :param error: what the other library has raised
+    """
+    if isinstance(error, kind):
+        return kind
+    try:
+        return type(kind.__name__, (kind, type(error)), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    except TypeError:  # built in ones that do not go together
+        return kind
 
 
 def missing_dependency(name: str, extra: str, why: str) -> MissingDependencyError:

@@ -28,11 +28,13 @@ class Visible:
     :param uuids: of the visible GPUs by torch ordinal: ``cuda:0`` is the first
     :param ended: why entries of the mask had no effect; None if all of them did
     :param mig: the MIG slice that is the only device, where the mask names one; its GPU is in ``uuids``
+    :param once: the mask without what stands there twice, which hides all devices; None where nothing does
     """
 
     uuids: tuple[str, ...]
     ended: str | None = None
     mig: str | None = None
+    once: str | None = None
 
 
 def mask_of(environ: Mapping[str, str]) -> str | None:
@@ -97,7 +99,8 @@ def _by_number(mask: str, order: tuple[str, ...]) -> Visible:
             ended = f"CUDA stops reading at {entry!r}, {_no_number(entry.strip())}"
             break
         if number in numbers:
-            return Visible((), f"{number} stands there twice, so CUDA shows no device at all")
+            once = ",".join(map(str, numbers))
+            return Visible((), f"{number} stands there twice, so CUDA shows no device at all", once=once)
         numbers.append(number)
     for place, number in enumerate(numbers):
         if number >= len(order):
@@ -132,7 +135,7 @@ def _by_uuid(mask: str, uuids: list[str]) -> Visible:
     ended = None
     for entry in mask.split(","):
         if entry in entries:
-            return Visible((), f"{entry!r} stands there twice, so CUDA shows no device at all")
+            return Visible((), f"{entry!r} stands there twice, so CUDA shows no device at all", once=",".join(entries))
         if not entry.startswith("GPU-"):
             ended = f"CUDA stops reading at {entry!r}, which is no UUID like those before it"
             break

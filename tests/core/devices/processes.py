@@ -94,7 +94,9 @@ def run(*parts: str, timeout_s: float = 120, python: Path = Path(sys.executable)
 
 def environment(**variables: str) -> dict[str, str]:
     """Give this process's variables, of those that steer devices only ``variables``."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(_STEERING)}
+    # Some have COLUMNS set, by which tables are made.
+    left_out = (*_STEERING, "COLUMNS")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
     if _MESA.exists():
         environ["__EGL_VENDOR_LIBRARY_FILENAMES"] = str(_MESA)
     return {**environ, **variables}

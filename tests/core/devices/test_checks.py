@@ -142,6 +142,19 @@ def test_after_typing_the_line_the_mask_is_right(mask: str) -> None:
     assert check(typed(one(environ, BARE).fix, environ), BARE) == ()
 
 
+@pytest.mark.parametrize(
+    ("mask", "line"),
+    [("0,0", "0"), ("0,1,00", "0,1"), (" 2,3, 2,7", "2,3"), ("GPU-1,GPU-1", "GPU-1")],
+)
+def test_what_stands_twice_in_a_mask_is_found_without_a_gpu_too(mask: str, line: str) -> None:
+    """CUDA shows no device then, on any machine, and the mask is for the machine that the job will run on."""
+    (found,) = check_environment({"CUDA_VISIBLE_DEVICES": mask}, inventory=machine(0, without=RENDERERS))
+    assert (found.variable, found.severity) == ("CUDA_VISIBLE_DEVICES", "warning")
+    assert "stands there twice, so CUDA shows no device at all, on any machine" in found.effect
+    assert found.fix == f"export CUDA_VISIBLE_DEVICES={line}"
+    assert check_environment({"CUDA_VISIBLE_DEVICES": line}, inventory=machine(0, without=RENDERERS)) == ()
+
+
 def test_a_uuid_that_begins_with_digits_is_not_taken_for_a_number() -> None:
     found = one({"CUDA_VISIBLE_DEVICES": "0a0a7777"}, EIGHT)
     assert "reads '0a0a7777' as 0" in found.effect

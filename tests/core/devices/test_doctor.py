@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import pytest
 
+from rl_ext_core.cli import main
 from rl_ext_core.devices import Inventory, _versions
 from rl_ext_core.devices.doctor import Fix, Question, Report, _words, examine, replay
 from tests.core.devices import processes
@@ -37,6 +39,22 @@ def test_where_nothing_renders_it_says_what_to_install() -> None:
     assert "apt-get install libegl1 libegl-mesa0" in [entry.line for entry in report.advice]
     assert {found.where for found in report.renderers} == {"fails"}
     assert not report.healthy
+
+
+def test_renderers_that_fail_are_no_good_health(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A missing MUJOCO_GL is a warning; what it leads to is a failure, and the exit status says so."""
+    report = report_of("no GPU")
+    failing = {found.name for found in report.renderers if found.where == "fails"}
+    assert failing == {"mujoco", "gymnasium", "dm_control"}
+    assert all(finding.severity == "warning" for finding in report.findings)
+    assert not report.healthy
+    good = examine(machine(0), EGL)
+    assert {found.where for found in good.renderers} == {"cpu"}
+    assert good.healthy
+    for known, status in ((report, 1), (good, 0)):
+        (tmp_path / "report.json").write_text(known.to_json())
+        assert main(["doctor", "--replay", str(tmp_path / "report.json")]) == status
+    capsys.readouterr()
 
 
 def test_osmesa_is_the_cpu_without_egl() -> None:

@@ -23,9 +23,13 @@ _NONE_WORDS = ("none", "void", "no", "off", "null", "nil", "false", "cpu")
 
 
 def find(situation: Situation) -> Iterator[Mistake]:
-    """Find what is wrong with the mask. On a machine without GPUs it hides nothing."""
+    """Find what is wrong with the mask. On a machine without GPUs it hides nothing, and may be wrong yet."""
     shown = situation.visible
-    if not situation.inventory.gpus or shown is None:
+    if shown is None:
+        return
+    if not situation.inventory.gpus:
+        if shown.once is not None:
+            yield mistake(situation, MASK, f"{shown.ended}, on any machine", {MASK: shown.once}, "warning")
         return
     mask = situation.environ.get(MASK)
     if mask is None:

@@ -1,7 +1,7 @@
 """Say which GPU computes, which one every renderer uses, why, and what to type to fix it.
 
 Without options it reports on this machine under the present variables. The exit status is 0 if nothing is wrong,
-1 if something is, and 2 if the command itself was wrong.
+1 if something is or a renderer that is installed fails, and 2 if the command itself was wrong.
 """
 
 from __future__ import annotations

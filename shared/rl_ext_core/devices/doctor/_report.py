@@ -116,8 +116,9 @@ class Report:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing is wrong that has to be mended."""
-        return self.refusal is None and all(finding.severity != "error" for finding in self.findings)
+        """Whether nothing is wrong that has to be mended, and all renderers that are installed render."""
+        renders = all(renderer.where != "fails" for renderer in self.renderers)
+        return renders and self.refusal is None and all(finding.severity != "error" for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
         """Give what :meth:`to_json` writes, as plain dicts, lists, numbers and text.

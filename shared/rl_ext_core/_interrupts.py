@@ -1,0 +1,110 @@
+"""Ctrl-C between calls, not within them: what must not be left half done runs to its end first.
+
+Python runs the handlers of signals between any two instructions of the main thread, and what they raise leaves a
+function wherever that was. Ctrl-C is the usual one; others are the alarm of a time limit, and the notice of a cluster
+that a job is about to end, in whose handler people save what they have.
+
+Here handlers wait. They are put aside for the time of a call and called behind it, as if the signal had come then.
+Signals without a handler in Python do what they always do.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from threading import get_ident
+from types import FrameType
+from typing import Any, TypeVar
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+# Those that people handle. What comes first is checked, and put back, first.
+_NAMES = ("SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGINT")
+_NUMBERS = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
+
+
+# The functions of :mod:`signal` below their conversion of numbers to enumerations, which takes ten times as long.
+_plain = sys.modules.get("_signal", signal)
+_handler_of, _set_handler = _plain.getsignal, _plain.signal
+
+_main = threading.main_thread().ident
+_active = False  # whether handlers are put aside; only the main thread changes it
+_seen: list[Any] = []  # the handlers of the last call, which are hardly ever others
+_aside: list[tuple[int, Any]] = []  # those among them that are functions
+_noted: list[int] = []  # signals that came meanwhile
+
+
+def _after_fork() -> None:
+    global _main, _active
+    _main = get_ident()
+    if _active:  # the call that put them aside goes on in the parent
+        _noted.clear()
+        _active = False
+        _put_back(_aside)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    if number not in _noted:
+        _noted.append(number)
+
+
+def _put_back(handlers: list[tuple[int, Any]]) -> None:
+    try:
+        _set_handler(*handlers[0])
+    finally:  # it may raise what came in this moment
+        if len(handlers) > 1:
+            _put_back(handlers[1:])
+
+
+def check() -> None:
+    """Call the handlers of the signals that came, from a place where it does no harm if they raise."""
+    if not _noted:
+        return
+    number = _noted.pop(0)
+    handler = dict(_aside).get(number)
+    try:
+        if handler is not None:  # else another handler took it away meanwhile, and Python would not call it either
+            handler(number, sys._getframe(1))
+    finally:
+        check()
+
+
+def uninterrupted(function: _F) -> _F:
+    """Have the handlers of signals wait until the function returns or raises.
+
+    It costs a microsecond or two, and nothing where such a function calls another one. What takes long and may be
+    given up calls :func:`check` now and then; what takes seconds only once, as compiling does, comes before.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        global _active, _seen, _aside
+        if _active or get_ident() != _main:
+            return function(*args, **kwargs)
+        handlers = [*map(_handler_of, _NUMBERS)]
+        if handlers != _seen:
+            _aside = [pair for pair in zip(_NUMBERS, handlers, strict=True) if callable(pair[1])]
+            _seen = handlers
+        if not _aside:
+            return function(*args, **kwargs)
+        aside = _aside
+        try:
+            for pair in aside:
+                _set_handler(pair[0], _note)
+            _active = True
+            return function(*args, **kwargs)
+        finally:
+            _active = False
+            _put_back(aside)
+            if _noted:
+                check()
+
+    return call  # type: ignore[return-value]

@@ -1,0 +1,175 @@
+"""Handlers of signals wait for a call to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from rl_ext_core._interrupts import check, uninterrupted
+from tests.interrupts import everywhere, interrupt
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    numbers = (signal.SIGINT, signal.SIGALRM, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    after = [signal.getsignal(number) for number in numbers]
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+    assert after[0] is before[0]
+
+
+class _Counter:
+    def __init__(self) -> None:
+        self.first = self.second = 0
+
+    @uninterrupted
+    def both(self, during: Callable[[], Any] = lambda: None) -> str:
+        self.first += 1
+        during()
+        self.second += 1
+        return "done"
+
+
+def test_an_interrupted_call_is_done_or_not_begun() -> None:
+    counters = []
+
+    def prepare() -> Callable[[], Any]:
+        counters.append(_Counter())
+        return counters[-1].both
+
+    seen = set()
+    for where in everywhere(prepare, below=("test_interrupts.py", "_interrupts.py")):
+        seen.add((counters[-1].first, counters[-1].second))
+        assert counters[-1].first == counters[-1].second, where
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, where
+    assert seen == {(0, 0), (1, 1)}
+
+
+def test_what_is_raised_in_a_call_comes_out_of_it() -> None:
+    @uninterrupted
+    def fails() -> None:
+        signal.raise_signal(signal.SIGINT)
+        raise ValueError("ours")
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        fails()
+    assert isinstance(caught.value.__context__, ValueError)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("name", ["SIGALRM", "SIGTERM", "SIGUSR1"])
+def test_handlers_of_other_signals_wait_as_well(name: str) -> None:
+    number, counter, seen = getattr(signal, name), _Counter(), []
+    before = signal.signal(number, lambda number, frame: seen.append((number, counter.second)))
+    try:
+        assert counter.both(lambda: signal.raise_signal(number)) == "done"
+    finally:
+        signal.signal(number, before)
+    assert seen == [(number, 1)]
+
+
+def test_one_handler_that_raises_does_not_lose_the_other_signal() -> None:
+    def end(*_: object) -> None:
+        raise SystemExit(3)
+
+    signal.signal(signal.SIGTERM, end)
+
+    def both() -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as caught:
+        _Counter().both(both)
+    assert isinstance(caught.value.__context__, KeyboardInterrupt)
+
+
+def test_a_handler_that_another_one_takes_away_is_not_called() -> None:
+    seen = []
+
+    def first(*_: object) -> None:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        _Counter().both()
+        seen.append("first")
+
+    def both() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGALRM)
+
+    signal.signal(signal.SIGTERM, first)
+    signal.signal(signal.SIGALRM, lambda *_: seen.append("second"))
+    assert _Counter().both(both) == "done"
+    assert seen == ["first"]
+
+
+def test_the_handler_that_was_set_last_is_called() -> None:
+    seen = []
+    for name in "ab":
+        signal.signal(signal.SIGALRM, lambda *_, name=name: seen.append(name))
+        _Counter().both(lambda: signal.raise_signal(signal.SIGALRM))
+    assert seen == ["a", "b"]
+
+
+def test_long_work_may_be_given_up_at_places_of_its_choice() -> None:
+    steps = []
+
+    @uninterrupted
+    def work() -> None:
+        for step in range(10):
+            if step == 3:
+                signal.raise_signal(signal.SIGINT)
+            steps.append(step)
+            if step % 5 == 4:
+                check()
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert steps == [0, 1, 2, 3, 4]
+
+
+def test_one_within_another_does_not_let_go() -> None:
+    inner, outer = _Counter(), _Counter()
+
+    def during() -> None:
+        signal.raise_signal(signal.SIGINT)
+        inner.both()
+
+    with pytest.raises(KeyboardInterrupt):
+        outer.both(during)
+    assert (inner.second, outer.second) == (1, 1)
+
+
+def test_other_threads_are_as_they_were() -> None:
+    counter = _Counter()
+    thread = threading.Thread(target=counter.both)
+    thread.start()
+    thread.join()
+    assert counter.second == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # there are threads: this is one
+def test_a_process_that_a_thread_has_forked_defers_as_well() -> None:
+    codes = []
+
+    def fork() -> None:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                counter = _Counter()
+                where = interrupt(counter.both, 3, below=("test_interrupts.py",))
+                code = where is None or (counter.first, counter.second) != (1, 1)
+            finally:
+                os._exit(code)
+        codes.append(os.waitpid(child, 0)[1])
+
+    thread = threading.Thread(target=fork)
+    thread.start()
+    thread.join()
+    assert codes == [0]

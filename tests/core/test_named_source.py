@@ -1,0 +1,92 @@
+"""Every command reads the name of an environment in the same way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rl_ext_core.cli import main
+
+MODULE = """
+import gymnasium
+import numpy as np
+
+
+class Pixels(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(0, 255, (12, 12), np.uint8)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self._at = int(self.np_random.integers(12))
+        return self._seen(), {}
+
+    def step(self, action):
+        self._at += 1 + int(action)
+        return self._seen(), 0.0, self._at > 20, False, {}
+
+    def _seen(self):
+        import my_neighbour
+
+        seen = np.zeros((12, 12), np.uint8)
+        seen[self._at % 12] = my_neighbour.COLOUR
+        return seen
+
+    @classmethod
+    def make(cls):
+        return cls()
+
+
+class Suite:
+    class Inner:
+        build = Pixels.make
+
+
+gymnasium.register("MyPixels-v0", Pixels, disable_env_checker=True)
+number = 3
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    name = "my_named_sources"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    (tmp_path / "my_neighbour.py").write_text("COLOUR = 9\n")
+    return name
+
+
+@pytest.mark.parametrize("name", ["Pixels", "Pixels.make", "Suite.Inner.build", "MyPixels-v0"])
+def test_plan_and_probe_take_the_same_names(
+    capsys: pytest.CaptureFixture[str], module: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["plan", "--size", "1000", "--env", f"{module}:{name}", "--steps", "150", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["shape"] == [12, 12]
+    assert main(["probe", f"{module}:{name}", "--no-cache", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["isolation"] == "independent"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("nowhere:make", "'nowhere:make': 'nowhere' cannot be imported (ModuleNotFoundError: "),
+        ("{}:nothing", "'my_named_sources' has no 'nothing'"),
+        ("{}:Pixels.nothing", "'my_named_sources' has no 'Pixels.nothing'"),
+        ("{}:number", "is 3, which builds no environment"),
+        ("os:sep", "is '/', which builds no environment"),
+    ],
+)
+@pytest.mark.parametrize("command", [["plan", "--size", "9", "--env"], ["probe"]], ids=["plan", "probe"])
+def test_and_refuse_the_same_ones(
+    capsys: pytest.CaptureFixture[str], module: str, command: list[str], name: str, text: str
+) -> None:
+    assert main([*command, name.format(module)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert text in said.err
+    assert "Expected module:function, module:Class.method, or an id of gymnasium" in said.err
+    assert said.err.count("\n") == 1

@@ -1,0 +1,51 @@
+"""The ways in which people run their own code: a script, ``python -c``, standard input, a notebook."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nbclient
+import nbformat
+
+ROOT = Path(__file__).resolve().parent.parent
+WAYS = ("script", "-c", "stdin", "notebook")
+
+
+def run_as(way: str, text: str, folder: Path, *, limit_s: float = 240) -> str:
+    """Run ``text`` as one of ``WAYS`` in ``folder`` and return what it printed.
+
+    What the text defines is in ``__main__``; there is no guard unless it writes one. Lines ``# %%`` part a notebook.
+
+    :raises AssertionError: it failed; with what it printed.
+    """
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "shared")])}
+    if way == "notebook":
+        return _run_notebook(text, folder, environ, limit_s)
+    script = folder / "train.py"
+    script.write_text(text)
+    arguments = {"script": [str(script)], "-c": ["-c", text], "stdin": ["-"]}[way]
+    standard_input = text if way == "stdin" else None
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        input=standard_input,
+        stdin=None if standard_input else subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environ,
+        timeout=limit_s,
+    )
+    assert done.returncode == 0, f"{way}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def _run_notebook(text: str, folder: Path, environ: dict[str, str], limit_s: float) -> str:
+    cells = [nbformat.v4.new_code_cell(part) for part in text.split("# %%\n")]
+    book = nbformat.v4.new_notebook(cells=cells)
+    client = nbclient.NotebookClient(book, timeout=int(limit_s), kernel_name="python3")
+    client.execute(cwd=str(folder), env=environ)
+    outputs = [out for cell in book.cells for out in cell.outputs if out.output_type == "stream"]
+    return "".join(out.text for out in outputs if out.name == "stdout")
