@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rl_ext_core import resources
-from rl_ext_core.factory import _lives, _streams
+from rl_ext_core.factory import _code, _lives, _streams
 from rl_ext_core.factory._drivers import driver_for
 from rl_ext_core.factory._fingerprint import Fingerprint
 from rl_ext_core.factory._recipes import Recipe
@@ -18,6 +19,8 @@ from rl_ext_core.factory._recipes import Recipe
 __all__ = ["Examination", "examine", "measure"]
 
 _TIMING_SECONDS, _TIMING_STEPS = 0.1, 200
+# Of the time nothing depends but advice.
+_TIMING_PATIENCE_S = 10.0
 _LONGEST = 40
 
 Reader = Callable[[Any], Any]
@@ -91,15 +94,20 @@ def examine(
     return dataclasses.replace(found, chosen=chosen, lost=differing, opaque=opaque, class_attributes=tuple(classes))
 
 
-def measure(build: Callable[[], Any], read: Reader | None = None) -> Examination:
+def measure(
+    build: Callable[[], Any], read: Reader | None = None, begin: Callable[[], object] | None = None
+) -> Examination:
     """Build an environment, step it and say what that took.
 
     :param build: builds it
     :param read: called with it before it is stepped; what it returns is in the result
+    :param begin: called before all that
     """
-    begin = time.perf_counter()
+    if begin is not None:
+        begin()
+    started = time.perf_counter()
     environment = build()
-    built = time.perf_counter() - begin
+    built = time.perf_counter() - started
     try:
         result = None if read is None else read(environment)
         step = _timed(environment)
@@ -122,7 +130,8 @@ def _copy_of(recipe: Recipe) -> Iterator[Any]:
 
 def _against(original: Fingerprint, copy: Any) -> tuple[list[str], list[str]]:
     """Say in what a copy differs from the original, and name the attributes of classes that do."""
-    mine = _lives.look(copy)
+    _code.import_own(original.tokens)
+    mine = _lives.look(copy, code=True)
     different = original.differences(mine)
     classes = [path for path in different if original.is_of_class(path)]
     return [_said(path, original, mine) for path in different if not original.is_of_class(path)], classes
@@ -166,18 +175,35 @@ def _timed(environment: Any) -> float | None:
     if driver is None:
         return None
     try:
-        driver.reset(None)
-        driver.step()  # the first one fills caches
-        count, begin = 0, time.perf_counter()
-        while True:
-            driver.step()
-            count += 1
-            taken = time.perf_counter() - begin
-            if taken > _TIMING_SECONDS or count >= _TIMING_STEPS:
-                return taken / count
+        with _ended_after(_TIMING_PATIENCE_S):
+            driver.reset(None)
+            driver.step()  # the first one fills caches
+            count, begin = 0, time.perf_counter()
+            while True:
+                driver.step()
+                count += 1
+                taken = time.perf_counter() - begin
+                if taken > _TIMING_SECONDS or count >= _TIMING_STEPS:
+                    return taken / count
     except Exception:
         # It is for the user's actions, not for any that its space has; whoever steps a copy gets what it raises.
         return None
+
+
+@contextlib.contextmanager
+def _ended_after(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError after so many seconds: a step may wait for what only the user's program does."""
+
+    def end(*_: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _close(environment: Any) -> None:

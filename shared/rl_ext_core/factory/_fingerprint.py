@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 import types
 from collections import deque
 from typing import Any
 
 import numpy as np
 
-from rl_ext_core.factory import _kinds, _memory, _parts, _rebuilders, _tokens
+from rl_ext_core.factory import _code, _kinds, _memory, _parts, _rebuilders, _rules_threads, _tokens
 
 __all__ = ["Fingerprint", "fingerprint"]
 
@@ -22,8 +21,6 @@ _LONGEST = 1_000
 _SKETCHED = 1_000
 _BEYOND = 1 << 32
 _FLAT = {int, float, bool, str, type(None)}
-# They are as they are in every process, or as what was called there has left them (TorchRL's, tensordict's).
-_FIXED = sys.stdlib_module_names | {"builtins", "numpy", "torch", "torchrl", "tensordict"}
 # gymnasium makes these when they are first asked for.
 _MADE_LATE = ("._np_random", "._np_random_seed")
 
@@ -34,10 +31,12 @@ class Fingerprint:
 
     :ivar tokens: per path, such as ``".env._max_episode_steps"``, something that is equal for equal values
     :ivar opaque: paths of what could not be looked into, with the class's name
+    :ivar notes: paths of what no copy has, whatever is compared, with what that is
     """
 
     tokens: dict[str, Any]
     opaque: dict[str, str]
+    notes: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def differences(self, other: Fingerprint) -> list[str]:
         """List the paths at which two differ, those of generators' states left out; the shortest first."""
@@ -48,8 +47,8 @@ class Fingerprint:
 
     @staticmethod
     def is_of_class(path: str) -> bool:
-        """Whether a path leads to an attribute of a class: other processes import the class anew, as it was written."""
-        return path.startswith("<class ")
+        """Whether a path leads to what classes and modules hold: other processes import them as they were written."""
+        return path.startswith("<")
 
 
 def _token_at(path: str) -> Any:
@@ -63,26 +62,31 @@ def _alike(path: str, one: Any, other: Any) -> bool:
     return late and any(token in (None, ("NoneType", "None")) for token in (one, other))
 
 
-def fingerprint(value: Any) -> Fingerprint:
+def fingerprint(value: Any, *, code: bool = False) -> Fingerprint:
     """Walk through everything that a value reaches.
 
     :param value: an environment, or anything else; only read
+    :param code: whether what methods and functions read beside it belongs to it
     """
     walk = _Walk()
     walk.through(value)
     walk.name_shared_memory()
     walk.name_addresses()
     walk.add_classes()
-    return Fingerprint(walk.tokens, walk.opaque)
+    if code:
+        walk.add_code()
+    return Fingerprint(walk.tokens, walk.opaque, walk.notes)
 
 
 class _Walk:
     """One walk, breadth first: paths are as short as can be, and what is reached twice is named by the first path."""
 
-    def __init__(self, *, nested: int = 0) -> None:
+    def __init__(self, *, nested: int = 0, careful: bool = False) -> None:
         self.tokens: dict[str, Any] = {}
         self.opaque: dict[str, str] = {}
-        self._nested = nested
+        self.notes: dict[str, str] = {}
+        self._own: set[str] = set()
+        self._nested, self._careful = nested, careful
         self._seen: dict[int, str] = {}
         # No id may be used again while the walk lasts.
         self._alive: list[Any] = []
@@ -91,6 +95,7 @@ class _Walk:
         self._arrays: list[tuple[str, _memory.Extent]] = []
         self._numbers: list[tuple[str, int]] = []
         self._classes: set[type] = set()
+        self._functions: list[types.FunctionType] = []
 
     def through(self, value: Any) -> None:
         self._waiting.append(("", value))
@@ -108,6 +113,14 @@ class _Walk:
             self.tokens[path] = token
             if issubclass(type(item), (int, np.integer)) and item > _BEYOND:
                 self._numbers.append((path, int(item)))
+            return
+        if type(item) is types.CellType:
+            # Two functions may share it, whatever is in it.
+            where = self._seen.setdefault(id(item), path)
+            if where != path:
+                self.tokens[f"{path}.<variable>"] = ("same as", where)
+            self._alive.append(item)
+            self._waiting.extendleft((path + step, part) for step, part in _parts.parts(item))
             return
         if len(path) > _LONGEST:
             path = f"{path[:60]}...{_tokens.digest(path.encode('utf-8', 'surrogatepass'))}"
@@ -130,6 +143,8 @@ class _Walk:
             self.tokens[path] = _tokens.whole(item)
             if issubclass(kind, type):
                 self._classes.add(item)
+            elif kind is types.FunctionType:
+                self._functions.append(item)
             return True
         if kind is frozenset and not item:
             self.tokens[path] = ("frozenset", None)
@@ -157,14 +172,25 @@ class _Walk:
         kind = type(item)
         rebuilder = _rebuilders.find(item)
         token = _tokens.whole(item) if rebuilder is None else None
+        if kind is types.FunctionType:
+            self._functions.append(item)
+        if self._careful and rebuilder is None and _is_foreign(kind):
+            self.tokens[path] = token or _kinds.full_name(kind)
+            return
         try:
             found = list(_parts.parts(item))
         except Exception:
             found, self.opaque[path] = list(_parts.named(_kinds.attributes(item))), _kinds.full_name(kind)
         if rebuilder is not None and rebuilder.settings is None and _rebuilders.is_registered(kind):
             self.opaque[path] = _kinds.full_name(kind)
+        if not _code.is_installed(_kinds.name_of(kind)[0].partition(".")[0]):
+            self._own.add(path)
+        if (lost := _rules_threads.lost_by(item)) is not None:
+            self.notes[path] = lost
         if issubclass(kind, (set, frozenset)):
             self._sets.append((path, item))
+            if path.rpartition(".")[0] in self._own and _varies(item):
+                self.notes[path] = "a set has another order in every process: where it matters, use sorted() or a list"
         order = (
             [step for step, _ in found] if issubclass(kind, dict) else len(found) if issubclass(kind, list) else None
         )
@@ -215,20 +241,41 @@ class _Walk:
         while waiting:
             kind = waiting.pop()
             done.add(kind)
-            if _kinds.name_of(kind)[0].partition(".")[0] in _FIXED or not _kinds.made_in_python(kind):
+            if _code.is_fixed(_kinds.name_of(kind)[0]) or not _kinds.made_in_python(kind):
                 continue
-            for name, part in vars(kind).items():
-                if (name.startswith("__") and name.endswith("__")) or _is_inherited(kind, name, part):
+            for name, part in _kinds.namespace(kind).items():
+                if (name.startswith("__") and name.endswith("__")) or _kinds.is_inherited(kind, name, part):
                     continue
                 if isinstance(part, type):
                     waiting |= {part} - done if part.__qualname__.startswith(f"{kind.__qualname__}.") else set()
                 elif (token := _tokens.plain(part)) is not None:
                     self.tokens[f"<class {_kinds.full_name(kind)}>.{name}"] = token
 
+    def add_code(self) -> None:
+        """Add what the code of classes and functions reads."""
+        classes = {base for kind in self._classes for base in kind.__mro__}
+        self.tokens |= _code.read_by(classes, self._functions, _described)
 
-def _is_inherited(kind: type, name: str, part: Any) -> bool:
-    """Whether a class says of an attribute what its base says: cloudpickle leaves that out of the classes it packs."""
-    return any(vars(base).get(name, kind) is part for base in kind.__mro__[1:])
+
+def _is_foreign(kind: type) -> bool:
+    """Whether it takes code of a library in C to look into instances."""
+    base = _kinds.foreign_base(kind)
+    return base is not None and not _code.is_fixed(_kinds.name_of(base)[0])
+
+
+def _described(item: Any) -> Any:
+    """Give one token for all that an object of a class or a module consists of."""
+    walk = _Walk(nested=1, careful=True)
+    walk.through(item)
+    # A space that was drawn from has a generator; each process is to draw from its own in any case.
+    lasting = sorted(pair for pair in walk.tokens.items() if not any(late in pair[0] for late in _MADE_LATE))
+    return _kinds.full_name(type(item)), _tokens.digest(repr(lasting).encode("utf-8", "replace"))
+
+
+def _varies(parts: Any) -> bool:
+    """Whether the order of a set is another one in another process."""
+    fixed = (int, float, complex, bool, np.number)
+    return len(parts) > 1 and not all(isinstance(part, fixed) for part in parts)
 
 
 def _flat(item: Any) -> Any:

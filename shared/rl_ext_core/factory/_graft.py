@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import io
 import pickle
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from rl_ext_core.factory import _culprits, _memory, _rebuilders, _state
+from rl_ext_core.factory import _byvalue, _culprits, _memory, _rebuilders, _state
 from rl_ext_core.factory._refused import Refused
 
 __all__ = ["Refused", "after_loading", "dumps", "loads"]
@@ -23,23 +24,28 @@ _TOO_DEEP = (
     "leave them out"
 )
 
-# Of address space: what is not used takes no memory. Trees of XML need 20,000 calls.
-_STACK, _CALLS = 512 << 20, 100_000
+# Of address space: what is not used takes no memory. Trees of XML need 100,000 calls. In C pickle cannot go so deep:
+# from Python 3.12 on no setting lets it. Before that, Python's own calls need the stack too.
+_STACK, _CALLS = 512 << 20, 400_000
+
+# The pickle, all arrays and tensors in it, and all objects that show their memory by their attributes.
+Dumped = tuple[bytes, list[Any], list[Any]]
 
 # Called when the copy is complete, e.g. to start the threads that the original had.
 _after: list[Callable[[], object]] = []
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle's, asking our rules first.
+class _Grafting(_byvalue.ByValue):
+    """Asks our rules before cloudpickle.
 
+    :param packing: of the pickles that belong together
     :param replaced: reductions that are decided on already, by the object's id
     :ivar arrays: all arrays and tensors that it has met
     :ivar owners: all objects that show their memory by their attributes
     """
 
-    def __init__(self, file: io.BytesIO, replaced: Mapping[int, tuple[Any, ...]]) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+    def __init__(self, file: io.BytesIO, packing: bytes, replaced: Mapping[int, tuple[Any, ...]]) -> None:
+        super().__init__(file, packing)
         self._replaced = replaced
         self.arrays: list[Any] = []
         self.owners: list[Any] = []
@@ -56,12 +62,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         elif (rebuilder := _rebuilders.find(value)) is not None and rebuilder.settings is not None:
             self.owners.append(value)
         given = _state.reduce(value)
-        if given is None:
-            given = super().reducer_override(value)
-            if isinstance(value, type) and isinstance(given, tuple) and len(given) > 2:
-                # Of a class that goes by value, cloudpickle leaves out where it was written.
-                given[2][0].setdefault("__qualname__", value.__qualname__)
-        return given
+        return super().reducer_override(value) if given is None else given
+
+
+class _Pickler(_Grafting, cloudpickle.Pickler):  # type: ignore[misc]
+    pass
+
+
+class _PicklerInPython(_Grafting, _byvalue.InPython):
+    pass
 
 
 def _is_shared(tensor: Any, torch: Any) -> bool:
@@ -75,22 +84,23 @@ def dumps(environment: Any) -> bytes:
     :raises Refused: what cannot be copied, and where it is
     """
     replaced: dict[int, tuple[Any, ...]] = {}
-    dump = _dump
+    packing = _byvalue.new_packing()
+    dump = shallow = functools.partial(_dump, packing)
     while True:
         try:
             packed, arrays, owners = dump(environment, replaced)
             shared = _shared(arrays, owners)
             if shared:
                 packed, _, _ = dump(environment, {**shared, **replaced})
-            return packed + _dump_rules()
+            return packed + _dump_rules(shallow)
         except Refused:
             raise
         except Exception as error:
             failure = error
         if not _is_recursion(failure):
             replaced.update(_culprits.mend(environment, failure, replaced, dump))
-        elif dump is _dump:
-            dump = _dump_deep
+        elif dump is shallow:
+            dump = functools.partial(_dump_deep, packing)
         else:
             raise Refused("", environment, _TOO_DEEP) from failure
 
@@ -117,28 +127,30 @@ def after_loading(action: Callable[[], object]) -> None:
     _after.append(action)
 
 
-def _dump(value: Any, replaced: Mapping[int, tuple[Any, ...]]) -> tuple[bytes, list[Any], list[Any]]:
+def _dump(
+    packing: bytes, value: Any, replaced: Mapping[int, tuple[Any, ...]], pickler_class: type[_Grafting] = _Pickler
+) -> Dumped:
     file = io.BytesIO()
-    pickler = _Pickler(file, replaced)
+    pickler: Any = pickler_class(file, packing, replaced)
     pickler.dump(value)
     return file.getvalue(), pickler.arrays, pickler.owners
 
 
-def _dump_rules() -> bytes:
+def _dump_rules(dump: Callable[[Any, Mapping[int, tuple[Any, ...]]], Dumped]) -> bytes:
     rules = _rebuilders.registered()
     try:
-        return _dump(rules, {})[0]
+        return dump(rules, {})[0]
     except Exception as error:
         raise Refused("register_rebuilder", rules, f"a rule cannot be pickled: {error}") from error
 
 
-def _dump_deep(value: Any, replaced: Mapping[int, tuple[Any, ...]]) -> tuple[bytes, list[Any], list[Any]]:
-    """Do the same on a stack of its own: pickle goes one call deeper for every object on the way to another."""
+def _dump_deep(packing: bytes, value: Any, replaced: Mapping[int, tuple[Any, ...]]) -> Dumped:
+    """Do the same on a stack of its own: pickle goes some calls deeper for every object on the way to another."""
     limit, size = sys.getrecursionlimit(), threading.stack_size(_STACK)
     try:
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             sys.setrecursionlimit(_CALLS)
-            return pool.submit(_dump, value, replaced).result()
+            return pool.submit(_dump, packing, value, replaced, _PicklerInPython).result()
     finally:
         sys.setrecursionlimit(limit)
         threading.stack_size(size)

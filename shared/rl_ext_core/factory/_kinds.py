@@ -16,8 +16,10 @@ __all__ = [
     "dictionary",
     "foreign_base",
     "full_name",
+    "is_inherited",
     "made_in_python",
     "name_of",
+    "namespace",
     "per_class",
     "slots",
 ]
@@ -55,13 +57,18 @@ def name_of(kind: type) -> tuple[str, str]:
     return str(getattr(kind, "__module__", "builtins")), kind.__qualname__  # SWIG's has no module
 
 
+def namespace(kind: type) -> dict[str, Any]:
+    """Give what a class statement has defined, but for weak proxies: of what class they are, what is gone would say."""
+    return {name: part for name, part in vars(kind).items() if type(part) not in weakref.ProxyTypes}
+
+
 @per_class
 def made_in_python(kind: type) -> bool:
     """Whether a class statement made this class: then its instances hold nothing but attributes."""
     # Libraries such as nanobind make their classes by a metaclass in C.
     if type(kind) is not type and not made_in_python(type(kind)):
         return False
-    for name, part in vars(kind).items():
+    for name, part in namespace(kind).items():
         if getattr(part, "__objclass__", None) is not kind:
             continue
         if isinstance(part, _IN_C):
@@ -69,6 +76,11 @@ def made_in_python(kind: type) -> bool:
         if isinstance(part, types.GetSetDescriptorType) and name not in ("__dict__", "__weakref__"):
             return False
     return True
+
+
+def is_inherited(kind: type, name: str, part: Any) -> bool:
+    """Whether a class says of an attribute what its base says: cloudpickle leaves that out of the classes it packs."""
+    return any(vars(base).get(name, kind) is part for base in kind.__mro__[1:])
 
 
 @per_class
@@ -97,7 +109,9 @@ def _slots_of(kind: type) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for base in kind.__mro__:
         if made_in_python(base):
-            members = {name: part for name, part in vars(base).items() if isinstance(part, types.MemberDescriptorType)}
+            members = {
+                name: part for name, part in namespace(base).items() if isinstance(part, types.MemberDescriptorType)
+            }
             found = {**members, **found}
     return found
 

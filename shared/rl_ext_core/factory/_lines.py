@@ -34,7 +34,7 @@ def _of_lambda(build: Any) -> str | None:
     try:
         source = "".join(inspect.findsource(build)[0])
         tree = ast.parse(source)
-    except (OSError, SyntaxError):  # typed at a prompt, or the file has changed
+    except Exception:  # typed at a prompt, changed since, too deep for the parser: it is for messages alone
         return None
     found = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda) and _is_of(node, build.__code__)]
     if len(found) != 1:

@@ -31,10 +31,13 @@ class Life:
     end: Fingerprint
 
 
-def look(environment: Any) -> Fingerprint:
-    """Fingerprint an environment; what its wrappers have noted and do not go by is no difference."""
+def look(environment: Any, *, code: bool = False) -> Fingerprint:
+    """Fingerprint an environment; what its wrappers have noted and do not go by is no difference.
+
+    :param code: whether what its methods read beside it belongs to it
+    """
     with _specs.without_notes(environment):
-        return fingerprint(environment)
+        return fingerprint(environment, code=code)
 
 
 def live(environment: Any, steps: int | None = None) -> Life | None:

@@ -41,6 +41,8 @@ def parts(item: Any) -> Parts:
     elif kind is functools.partial:
         yield from ((".func", item.func), (".args", item.args), (".keywords", item.keywords))
         yield from named(vars(item))
+    elif kind is types.CellType:
+        yield from _of_cell(item)
     elif issubclass(kind, np.ndarray):
         yield from _of_array(item)
     elif _streams.is_generator(item):
@@ -62,6 +64,9 @@ def named(found: Mapping[str, Any]) -> Parts:
 
 def _of_object(item: Any, kind: type) -> Parts:
     yield from named(_kinds.attributes(item))
+    if issubclass(kind, BaseException):
+        yield ".__traceback__", item.__traceback__ is not None
+        yield from ((f".{name}", getattr(item, name)) for name in ("__cause__", "__context__"))
     if _kinds.foreign_base(kind) is not None:
         yield from _of_reduced(item, _state.by_pickle(item), _kinds.attributes(item))
     elif issubclass(kind, dict):
@@ -96,14 +101,18 @@ def _of_function(function: types.FunctionType) -> Parts:
     yield ".__kwdefaults__", function.__kwdefaults__
     yield from named(vars(function))
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield f".<{name}>", cell.cell_contents
-        except ValueError:  # not filled yet
-            continue
+        yield f".<{name}>", cell
     for name in sorted(_names_in(function.__code__)):
         part = function.__globals__.get(name)
         if part is not None and not isinstance(part, types.ModuleType):
             yield f".<global {name}>", part
+
+
+def _of_cell(cell: types.CellType) -> Parts:
+    try:
+        yield "", cell.cell_contents
+    except ValueError:  # not filled yet
+        return
 
 
 def _names_in(code: types.CodeType) -> set[str]:

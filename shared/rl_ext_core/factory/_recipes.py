@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import sys
+import types
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rl_ext_core import processes
 from rl_ext_core.errors import InvalidArgumentError
-from rl_ext_core.factory import _graft, _overrides, _registered
+from rl_ext_core.factory import _graft, _overrides, _registered, _state
 
 __all__ = ["Recipe", "by_calling", "by_grafting", "make"]
 
@@ -24,6 +26,9 @@ class Recipe:
     :ivar line: the source line that a person would write
     :ivar takes_arguments: whether overrides are the callable's arguments; else they are set on the copy
     :ivar parameters: of the callable, as far as they can be named
+    :ivar is_anew: whether the callable is unpickled each time, because it holds an environment: two calls give two
+    :ivar called: the callable, with specifications of ids that it names: in the process that has packed it the
+        caller's own, in others as it was unpickled there
     """
 
     origin: str
@@ -31,6 +36,8 @@ class Recipe:
     line: str
     takes_arguments: bool = False
     parameters: tuple[str, ...] = ()
+    is_anew: bool = False
+    called: tuple[Any, Iterable[Any]] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def build(self, overrides: Mapping[str, Any] | None = None) -> Any:
         """Build it.
@@ -40,13 +47,23 @@ class Recipe:
         """
         overrides = overrides or {}
         self.check(overrides, None)
-        environment = _graft.loads(self.packed)
-        if self.origin != "graft":
-            build, specs = environment
-            environment = _called(build, specs, overrides if self.takes_arguments else {})
-        if not self.takes_arguments:
-            _overrides.apply(environment, overrides)
+        if self.takes_arguments:
+            return _called(*self.unpacked(), overrides)
+        environment = _graft.loads(self.packed) if self.origin == "graft" else _called(*self.unpacked(), {})
+        _overrides.apply(environment, overrides)
         return environment
+
+    def unpacked(self) -> tuple[Any, Iterable[Any]]:
+        """Give the callable, with specifications of ids that it names."""
+        if self.called is not None:
+            return self.called
+        called: tuple[Any, Iterable[Any]] = _graft.loads(self.packed)
+        if not self.is_anew:
+            object.__setattr__(self, "called", called)
+        return called
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "called": None}
 
     def check(self, overrides: Mapping[str, Any], live: Any) -> None:
         """Find out whether overrides name something, as far as that can be told without building it.
@@ -91,8 +108,23 @@ def by_calling(build: Any, origin: str, line: str, *, takes_arguments: bool) -> 
 
     :raises Refused: it holds what cannot be copied
     """
-    packed = _graft.dumps((build, _registered.named_by(build)))
-    return Recipe(origin, packed, line, takes_arguments, _parameters(build) if takes_arguments else ())
+    called = (build, _registered.named_by(build))
+    packed = _graft.dumps(called)
+    if not takes_arguments or _holds_environment(build):
+        # What an instance was made by is unpickled each time too: copies do not share what they are made of.
+        parameters = _parameters(build) if takes_arguments else ()
+        return Recipe(origin, packed, line, takes_arguments, parameters, is_anew=True)
+    return Recipe(origin, packed, line, takes_arguments, _parameters(build), called=called)
+
+
+def _holds_environment(build: Any) -> bool:
+    if isinstance(build, functools.partial):
+        return any(map(_holds_environment, (build.func, *build.args, *build.keywords.values())))
+    if isinstance(build, types.FunctionType):
+        held = [cell.cell_contents for cell in _registered.filled(build)] + list(build.__defaults__ or ())
+        held += [build.__globals__.get(name) for name in build.__code__.co_names]
+        return any(not isinstance(part, type) and _state.is_layer(part) for part in held)
+    return not isinstance(build, type) and _state.is_layer(build)
 
 
 def _parameters(build: Any) -> tuple[str, ...]:

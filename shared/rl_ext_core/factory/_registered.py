@@ -9,7 +9,7 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-__all__ = ["named_by", "register"]
+__all__ = ["filled", "named_by", "register"]
 
 
 def named_by(build: Any) -> list[Any]:
@@ -37,7 +37,7 @@ def _texts(build: Any) -> Iterator[str]:
         yield build
     elif isinstance(build, types.FunctionType):
         yield from _constants(build.__code__)
-        for part in (*(build.__defaults__ or ()), *(cell.cell_contents for cell in _filled(build))):
+        for part in (*(build.__defaults__ or ()), *(cell.cell_contents for cell in filled(build))):
             if isinstance(part, (str, types.FunctionType)):
                 yield from _texts(part)
 
@@ -50,7 +50,8 @@ def _constants(code: types.CodeType) -> Iterator[str]:
             yield from _constants(constant)
 
 
-def _filled(function: types.FunctionType) -> Iterator[types.CellType]:
+def filled(function: types.FunctionType) -> Iterator[types.CellType]:
+    """Give the variables of a function's own that have a value."""
     for cell in function.__closure__ or ():
         try:
             cell.cell_contents  # noqa: B018 (raises if there is nothing in it yet)

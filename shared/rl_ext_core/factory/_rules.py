@@ -11,6 +11,7 @@ _MODULES = (
     "basics",
     "references",
     "threads",
+    "caches",
     "data",
     "mujoco",
     "atari",

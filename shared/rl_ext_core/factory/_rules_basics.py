@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_ext_core.factory import _kinds, _tokens
+from rl_ext_core.factory import _kinds
 from rl_ext_core.factory._refused import NoCopy
 
 __all__ = ["RULES"]
@@ -102,28 +102,6 @@ def _fill(collection: Any, items: Any) -> None:
     collection.update(items)
 
 
-def _cache(cache: Any) -> tuple[Any, ...] | str:
-    if _tokens.is_global(cache):
-        return str(cache.__qualname__)
-    return _make_cache, (cache.__wrapped__, cache.cache_parameters()), _more(cache), None, None, _set
-
-
-def _make_cache(function: Any, parameters: dict[str, Any]) -> Any:
-    import functools
-
-    return functools.lru_cache(**parameters)(function)
-
-
-def _more(cache: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(cache).items() if name not in ("__wrapped__", "cache_parameters")}
-
-
-def _cache_settings(cache: Any) -> dict[str, Any]:
-    if _tokens.is_global(cache):
-        return {"name": (cache.__module__, cache.__qualname__)}
-    return {"wrapped": cache.__wrapped__, "parameters": cache.cache_parameters(), **_more(cache)}
-
-
 def _count(count: Any) -> tuple[Any, ...]:
     # Its text is all that tells where it is; its own way of pickling is gone from Python 3.14 on.
     text = repr(count).removeprefix("count(").removesuffix(")")
@@ -192,6 +170,17 @@ def _generator_settings(generator: Any) -> dict[str, Any]:
     return {"function": generator.__qualname__, "at": at}
 
 
+def _factory(factory: Any) -> tuple[Any, ...]:
+    return _blank, (type(factory),), factory.__getstate__()
+
+
+def _factory_settings(factory: Any) -> dict[str, Any]:
+    # What it has unpickled, and the instance that it was made from, are each process's own.
+    state, worker = factory.__getstate__(), factory._worker
+    own = worker and (worker.index, worker.entropy, worker.attempt, repr(worker.decision))
+    return {"recipe": state["_recipe"].packed, "worker": own, "given": state["_given"]}
+
+
 def _refuse(reason: str, error: type[Exception] = pickle.PicklingError) -> Callable[[Any], tuple[Any, ...]]:
     def rule(_: Any) -> tuple[Any, ...]:
         raise error(reason)
@@ -206,6 +195,7 @@ _LIBRARY = "what a library in C holds cannot be read; say how the class that use
 
 # Class, rule, and what a copy has in common with the original; None: what the rule keeps.
 RULES: list[tuple[str, Callable[[Any], Any], Callable[[Any], Any] | None]] = [
+    ("rl_ext_core.factory.factory:EnvFactory", _factory, _factory_settings),
     ("_thread:lock", _lock, _nothing),
     ("_thread:RLock", _lock, _nothing),
     ("threading:Condition", _condition, _condition_settings),
@@ -217,7 +207,6 @@ RULES: list[tuple[str, Callable[[Any], Any], Callable[[Any], Any] | None]] = [
     ("weakref:WeakKeyDictionary", _weak_collection, lambda found: {"parts": _strong(found)}),
     ("_weakrefset:WeakSet", _weak_collection, lambda found: {"parts": _strong(found)}),
     ("weakref:WeakMethod", _weak_method, lambda reference: {"target": reference()}),
-    ("functools:_lru_cache_wrapper", _cache, _cache_settings),
     ("itertools:count", _count, None),
     ("pathlib:PurePath", _path, _path_settings),
     ("pathlib._local:PurePath", _path, _path_settings),  # Python 3.13

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from rl_ext_core.factory import _graft
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "lost_by"]
 
 # What it runs; Python deletes these when it has run.
 _RUN = ("_target", "_args", "_kwargs")
@@ -58,6 +59,28 @@ def _end(thread: threading.Thread, state: dict[str, Any]) -> None:
     for name in ("run", *_RUN):
         vars(thread).pop(name, None)
     vars(thread).update(state)
+
+
+def lost_by(thread: Any) -> str | None:
+    """Say what a thread that is started again will not have: what its function keeps in variables of its own."""
+    # By its type: a weak proxy is asked for the class of what it stands for, which may be gone.
+    if not issubclass(type(thread), threading.Thread) or not thread.is_alive() or thread is threading.main_thread():
+        return None
+    ran = vars(thread).get("_target") or type(thread).run
+    code = getattr(getattr(ran, "__func__", ran), "__code__", None)
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    if frame is None or code is None or code is threading.Thread.run.__code__:
+        return None
+    given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    names = sorted(set(frame.f_locals) - set(given) - set(code.co_freevars))
+    if not names:
+        return None
+    return (
+        f"a copy starts the thread's function from its beginning, without what is in {', '.join(names)} now: keep that "
+        "in attributes"
+    )
 
 
 def _executor(executor: Any) -> tuple[Any, ...]:

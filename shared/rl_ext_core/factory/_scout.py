@@ -6,10 +6,9 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import cloudpickle
-
 from rl_ext_core import processes
 from rl_ext_core.devices import READ_AT_IMPORT
+from rl_ext_core.factory import _byvalue
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -31,7 +30,7 @@ def run(
 ) -> Examination:
     """Call a function in a process that ends with it.
 
-    :param task: cloudpickle packs it
+    :param task: classes and functions in it may be of the main module
     :param preload: modules for the fork server
     :param start_method: of the process
     :param environ: variables to set, and to unset (None), in the process
@@ -42,21 +41,24 @@ def run(
         start_method, preload=preload, environs=[environ or {}], import_time=READ_AT_IMPORT, label=_LABEL
     )
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_main, args=(sender, cloudpickle.dumps(task)), daemon=True)
-    process.start()
-    sender.close()
-    watch = processes.Watch([process], label=_LABEL)
+    process = context.Process(target=_main, args=(sender, _byvalue.dumps(task)))
     try:
-        with watch.operation("building and stepping a copy", timeout=timeout):
-            examination: Examination = pickle.loads(receiver.recv_bytes())
-            watch.closing()
+        process.start()
+        sender.close()
+        watch = processes.Watch([process], label=_LABEL)
+        try:
+            with watch.operation("building and stepping a copy", timeout=timeout):
+                examination: Examination = pickle.loads(receiver.recv_bytes())
+                watch.closing()
+        finally:
+            watch.kill()
+            watch.stop()
     finally:
-        watch.kill()
-        watch.stop()
+        sender.close()
         receiver.close()
     return examination
 
 
 def _main(sender: Connection, packed: bytes) -> None:
-    sender.send_bytes(cloudpickle.dumps(pickle.loads(packed)()))
+    sender.send_bytes(_byvalue.dumps(pickle.loads(packed)()))
     sender.close()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import ctypes
 import functools
 import hashlib
-import importlib.util
 import random
 import sys
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -29,8 +29,10 @@ __all__ = [
     "sequence",
 ]
 
-_keep = False
+_keep: contextvars.ContextVar[bool] = contextvars.ContextVar("keep", default=False)
+# Of this process, and what goes before it where an environment is built: several may be, in threads.
 _stream: np.random.SeedSequence | None = None
+_stream_here: contextvars.ContextVar[np.random.SeedSequence | None] = contextvars.ContextVar("stream", default=None)
 
 
 def sequence(seed: int | None, worker: int, attempt: int = 0) -> np.random.SeedSequence:
@@ -72,11 +74,11 @@ class _SeedsTorch:
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
-        """Do what a finder does."""
+        """Do what a finder does; many ask only whether torch is installed."""
         if name != "torch":
             return None
-        sys.meta_path.remove(cls)
-        found = importlib.util.find_spec(name)
+        others = [finder for finder in sys.meta_path if finder is not cls and hasattr(finder, "find_spec")]
+        found = next((spec for finder in others if (spec := finder.find_spec(name, path, target)) is not None), None)
         if found is not None and found.loader is not None:
             found.loader.exec_module = functools.partial(cls._exec, found.loader.exec_module)  # type: ignore[method-assign]
         return found
@@ -84,7 +86,9 @@ class _SeedsTorch:
     @classmethod
     def _exec(cls, exec_module: Callable[[Any], None], module: Any) -> None:
         exec_module(module)
-        module.manual_seed(cls.word)
+        if cls in sys.meta_path:
+            sys.meta_path.remove(cls)
+            module.manual_seed(cls.word)
 
 
 def _seed_c(word: int) -> None:
@@ -99,31 +103,30 @@ def _seed_c(word: int) -> None:
 @contextlib.contextmanager
 def copies_from(stream: np.random.SeedSequence) -> Iterator[None]:
     """Let copies of generators that are unpickled in here draw from this stream; the process's own stay as they are."""
-    global _stream
-    before, _stream = _stream, stream
+    before = _stream_here.set(stream)
     try:
         yield
     finally:
-        _stream = before
+        _stream_here.reset(before)
 
 
 @contextlib.contextmanager
 def keeping() -> Iterator[None]:
     """Unpickle generators in the very state that the original had, to compare a copy with it."""
-    global _keep
-    before, _keep = _keep, True
+    before = _keep.set(True)
     try:
         yield
     finally:
-        _keep = before
+        _keep.reset(before)
 
 
 def _entropy(state: Any) -> np.random.SeedSequence:
     """Give the seed of a copied generator: of its worker's stream, distinct for generators that were distinct."""
-    if _stream is None:
+    stream = _stream_here.get() or _stream
+    if stream is None:
         return np.random.SeedSequence()
     words = np.frombuffer(hashlib.blake2b(_packed(state), digest_size=16).digest(), np.uint32)
-    return np.random.SeedSequence([*map(int, _stream.generate_state(4)), *map(int, words)])
+    return np.random.SeedSequence([*map(int, stream.generate_state(4)), *map(int, words)])
 
 
 def _packed(state: Any) -> bytes:
@@ -134,14 +137,14 @@ def _packed(state: Any) -> bytes:
 
 def _bit_generator(cls: Any, state: dict[str, Any]) -> Any:
     bits = cls(_entropy(state))
-    if _keep:
+    if _keep.get():
         bits.state = state
     return bits
 
 
 def _random_state(cls: Any, bits: Any, gauss: dict[str, Any]) -> Any:
     copy = cls(bits)
-    if _keep:
+    if _keep.get():
         copy.set_state({**copy.get_state(legacy=False), **gauss})
     return copy
 
@@ -149,7 +152,7 @@ def _random_state(cls: Any, bits: Any, gauss: dict[str, Any]) -> Any:
 def _python_random(cls: Any, state: Any) -> random.Random:
     copy: random.Random = random.Random.__new__(cls)
     random.Random.seed(copy, int.from_bytes(_entropy(state).generate_state(8).tobytes(), "little"))
-    if _keep:
+    if _keep.get():
         random.Random.setstate(copy, state)
     return copy
 
@@ -158,7 +161,7 @@ def _torch_generator(device: str, state: np.ndarray[Any, Any]) -> Any:
     import torch
 
     copy = torch.Generator(device=device)
-    if _keep:
+    if _keep.get():
         copy.set_state(torch.from_numpy(state.copy()))
     else:
         copy.manual_seed(int(_entropy(state).generate_state(1, np.uint64)[0] >> 1))
@@ -238,9 +241,9 @@ def own_seed(seed: int) -> int:
 
     :param seed: of the original
     """
-    return seed if _keep else int(_entropy(seed).generate_state(1)[0] >> 1)
+    return seed if _keep.get() else int(_entropy(seed).generate_state(1)[0] >> 1)
 
 
 def is_keeping() -> bool:
     """Whether copies of generators are to be in the original's state."""
-    return _keep
+    return _keep.get()

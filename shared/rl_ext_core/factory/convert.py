@@ -10,14 +10,14 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, missing_dependency
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, also, missing_dependency
 from rl_ext_core.factory import _captured, _examine, _lines, _lives, _preload, _recipes, _retro, _scout, _specs
 from rl_ext_core.factory._examine import Examination
 from rl_ext_core.factory._graft import Refused
 from rl_ext_core.factory._recipes import Recipe
 from rl_ext_core.factory.factory import EnvFactory
 
-__all__ = ["as_factory", "convert", "examined"]
+__all__ = ["as_factory", "convert", "examined", "spec_of_id"]
 
 _log = logging.getLogger("rl_ext_core.factory")
 
@@ -90,17 +90,19 @@ def examined(
     read: Callable[[Any], Any],
     overrides: Mapping[str, Any],
     start_method: str | None,
+    begin: Callable[[], object] | None = None,
     timeout: float | None = None,
 ) -> Examination:
     """Build and measure what a factory builds, in a process that is thrown away.
 
     :param read: called with it; what it returns is in the result
     :param overrides: in addition to the factory's
+    :param begin: called in the process before, as the workers call it
     :param timeout: seconds that it may take
     :raises WorkerError: building or reading it has failed, or its process has died
     """
     environ = None if factory.decision is None else factory.decision.variables
-    task = functools.partial(_examine.measure, functools.partial(factory, **overrides), read)
+    task = functools.partial(_examine.measure, functools.partial(factory, **overrides), read, begin)
     return _scout.run(task, preload=factory.preload, start_method=start_method, environ=environ, timeout=timeout)
 
 
@@ -136,23 +138,32 @@ def _of_id(name: str) -> EnvFactory[Any]:
         raise missing_dependency("gymnasium", "sb3", f"the id {name!r}") from error
     game = None if name in gymnasium.registry else _retro.builder_of(name)
     if game is None:
-        return _of_spec(_spec_of_id(name), "id")
+        return _of_spec(spec_of_id(name), "id")
     return EnvFactory(_recipes.by_calling(game, "id", f"stable_retro.make({name!r})", takes_arguments=True))
 
 
-def _spec_of_id(name: str) -> Any:
+def spec_of_id(name: str) -> Any:
+    """Find gymnasium's specification by an id, as its ``make`` does: ``"package:Env-v0"``, ``"Env"`` for the latest.
+
+    :raises InvalidArgumentError: there is none; it can be caught as what gymnasium raises, too
+    """
     import gymnasium
 
     module, _, env_id = name.rpartition(":")
     try:
         if module:
             importlib.import_module(module)
+        versions = {
+            spec.version: spec
+            for spec in list(gymnasium.registry.values())
+            if spec.version is not None and spec.id == f"{env_id}-v{spec.version}"
+        }
         # The specification itself travels: a worker has not registered what a script or a notebook has.
-        return gymnasium.spec(env_id)
+        return versions[max(versions)] if versions else gymnasium.spec(env_id)
     except (gymnasium.error.Error, ImportError) as error:
-        raise InvalidArgumentError(
-            f"gymnasium does not know the id {name!r}: {error}. Import the package that registers it above this line, "
-            f'or name it in the id: "package:{env_id}"'
+        raise also(InvalidArgumentError, error)(
+            f"gymnasium does not know the id {name!r}: {str(error).rstrip('.')}. Import the package that registers it "
+            f'above this line, or name it in the id: "package:{env_id}"'
         ) from error
 
 
@@ -174,10 +185,13 @@ def _of_instance(
     if not verify:
         best = next((recipe for recipe in recipes if recipe.origin == "graft"), recipes[0])
         return EnvFactory(best, live=environment, preload=preload)
-    task = functools.partial(_examine.examine, recipes, _lives.look(environment), adapt, read)
+    original = _lives.look(environment, code=True)
+    task = functools.partial(_examine.examine, recipes, original, adapt, read)
     examination = _scout.run(task, preload=_preload.merged(preload, adapts), start_method=start_method, timeout=timeout)
     if examination.chosen is None:
         raise NotCopyableError(_unfaithful(line, recipes, examination.lost, refused)) from refused
+    for path, note in original.notes.items():
+        _log.warning("%s: %s", path or "the environment", note)
     for path in examination.opaque:
         _log.warning(
             "%s: this cannot be looked into, so whether a copy has it is not known; what was done to it since it was "
@@ -185,10 +199,18 @@ def _of_instance(
             path,
         )
     for path in examination.class_attributes:
-        _log.warning(
-            "%s: the class's attribute differs in workers, which import the class anew: set it on the instance", path
-        )
+        _log.warning("%s", _of_code(path))
     return EnvFactory(recipes[examination.chosen], live=environment, preload=preload, examination=examination)
+
+
+def _of_code(path: str) -> str:
+    if path.startswith("<setting "):
+        return f"{path}: this is set otherwise in workers; set it in the code of the environment"
+    what = "the class's attribute" if path.startswith("<class ") else "the module's global"
+    return (
+        f"{path}: {what} differs in workers, which import the module anew, so what was changed since then is not in a "
+        "copy: set it on the instance, or where the module is imported"
+    )
 
 
 def _candidates(environment: Any, line: str) -> tuple[list[Recipe], Refused | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-import random
+import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -13,7 +13,7 @@ import numpy as np
 
 from rl_ext_core import _identity
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
-from rl_ext_core.factory import _devices, _preload, _streams
+from rl_ext_core.factory import _byvalue, _devices, _preload, _streams
 from rl_ext_core.factory._overrides import layers
 
 if TYPE_CHECKING:
@@ -147,11 +147,14 @@ class EnvFactory(Generic[_Env]):
         :raises InvalidTypeError: overrides are no list of mappings
         """
         _check_workers(num_workers, seed, overrides, devices)
-        entropy = None if seed is None else int(seed)
+        # Of one that is for a worker already, what is not said anew stays.
+        before = None if self._worker is None else self._worker.entropy
+        entropy = before if seed is None else int(seed)
         factories = []
         for index, decision in enumerate(_devices.decisions(devices, num_workers, self._live)):
             factory = self._copy()
-            own = dict(overrides[index]) if overrides is not None else {}
+            own = {**self.overrides, **(overrides[index] if overrides is not None else {})}
+            decision = decision or self.decision
             self._recipe.check(own, self._live)
             if decision is not None and self._recipe.takes_device:
                 own.setdefault("device", decision.device)
@@ -183,16 +186,11 @@ class EnvFactory(Generic[_Env]):
         worker.enter()
         overrides = {**worker.overrides, **overrides}
         stream = worker.stream()
-        if worker.made_in == _identity.process():
-            with _streams.copies_from(stream):
-                return self._built(overrides, stream)
-        had_torch = "torch" in sys.modules
-        _streams.seed_process(stream)
-        environment = self._built(overrides, stream)
-        if not had_torch and "torch" in sys.modules:
-            # The environment has imported it: its generator starts alike in every process.
-            sys.modules["torch"].manual_seed(random.getrandbits(32))
-        return environment
+        if worker.made_in != _identity.process():
+            # Before it is built: what the environment's own code seeds stays as it says.
+            _streams.seed_process(stream)
+        with _streams.copies_from(stream):
+            return self._built(overrides, stream)
 
     def _built(self, overrides: Mapping[str, Any], stream: np.random.SeedSequence | None = None) -> _Env:
         environment: _Env = self._recipe.build(overrides)
@@ -208,7 +206,19 @@ class EnvFactory(Generic[_Env]):
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_live": None}
+        # What users have given may be of a script's main module, which plain pickle does not bring along.
+        given = (self._adapters, self.overrides)
+        packed = _byvalue.dumps(given) if any(given) else None
+        worker = self._worker and dataclasses.replace(self._worker, overrides={})
+        return {**self.__dict__, "_live": None, "_adapters": (), "_worker": worker, "_given": packed}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        packed = state.pop("_given")
+        self.__dict__.update(state)
+        if packed is not None:
+            self._adapters, overrides = pickle.loads(packed)
+            if self._worker is not None:
+                self._worker = dataclasses.replace(self._worker, overrides=overrides)
 
     def __repr__(self) -> str:
         worker = "" if self._worker is None else f", worker={self._worker.index}"

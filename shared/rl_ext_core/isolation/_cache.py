@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import logging
 import os
+import platform
+import re
+import stat
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +26,19 @@ from rl_ext_core.isolation.verdict import Isolation, Verdict
 __all__ = ["Cache"]
 
 _log = logging.getLogger("rl_ext_core.isolation")
-_FORMAT = 1
+_FORMAT = 2
 # Another time it may be otherwise.
-_NOT_KEPT = (Isolation.NON_DETERMINISTIC, Isolation.BROKEN)
+_NOT_KEPT = (Isolation.NON_DETERMINISTIC, Isolation.BROKEN, Isolation.UNKNOWN)
+# A bigger file is known by its time and its size alone.
+_HASHED_BYTES = 4 << 20
+# Of the session, the terminal or the job: no library chooses by them what it does.
+_OF_NO_ACCOUNT = re.compile(
+    r"_|PWD|OLDPWD|SHLVL|LINES|COLUMNS|LS_COLORS|PS[1-4]|TERM.*|COLORTERM|TMUX.*|STY|WINDOWID|HIST.*|LESS.*|EDITOR|PAGER|"
+    r"SSH_.*|GPG_.*|DBUS_.*|XDG_SESSION.*|XDG_RUNTIME_DIR|XDG_CACHE_HOME|INVOCATION_ID|JOURNAL_STREAM|VSCODE_.*|JPY_.*|"
+    r"ITERM.*|KONSOLE.*|GNOME_.*|MAIL|PYTEST_CURRENT_TEST|PYTHONHASHSEED|PYTHONUNBUFFERED|GIT_.*"
+)
+# Verdicts that hold for this process only, because something of theirs cannot be recognized in another one.
+_of_this_process: dict[Path, dict[str, Any]] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,63 +47,110 @@ class Cache:
 
     :ivar path: of the file
     :ivar steps: that a verdict must have looked at, at least
+    :ivar began: when the question was asked, in nanoseconds
     """
 
     path: Path
     steps: int
 
+    began: int = dataclasses.field(default_factory=time.time_ns)
+
     @classmethod
-    def of(cls, factory: EnvFactory[Any], where: bool | str | os.PathLike[str], steps: int) -> Cache | None:
+    def of(
+        cls, factories: Sequence[EnvFactory[Any]], who: Sequence[int], where: bool | str | os.PathLike[str], steps: int
+    ) -> Cache | None:
         """Find the place.
 
-        :param factory: builds the environment
+        :param factories: build the environments
+        :param who: which of them is used for each environment
         :param where: True is the user's cache folder, a path another one, False none
         :return: None: nothing is kept of it
         """
-        folder = _users_folder() if where is True else None if where is False else Path(where)
-        key = None if folder is None else key_of(factory, _FORMAT)
+        folder = _users_folder() if where is True else None if where is False else Path(where).absolute()
+        key = None if folder is None else key_of(factories, who, _FORMAT)
         return None if folder is None or key is None else cls(folder / f"{key}.json", steps)
 
     def read(self) -> Verdict | None:
         """Give the verdict, if there is one and what it was found on is still the same."""
         try:
-            kept = json.loads(self.path.read_text(encoding="utf-8"))
+            kept = _of_this_process.get(self.path) or json.loads(self.path.read_text(encoding="utf-8"))
             if kept["format"] != _FORMAT:
                 return None
             verdict = Verdict.from_json(json.dumps(kept["verdict"]))
             holds = (
                 verdict.isolation not in _NOT_KEPT
                 and (kept["steps"] >= self.steps or verdict.isolation is not Isolation.INDEPENDENT)
-                and all(_state_of(path) == state for path, state in kept["files"].items())
+                and kept["variables"] == _variables()
+                and all(_is_as(path, state) for path, state in kept["files"].items())
                 and all(_loaded.version_of(name) == version for name, version in kept["distributions"].items())
+                and not _loaded.changed_globals(kept["globals"])
             )
+            machine, seconds = kept["step"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RlExtError) as error:
             _log.debug("no verdict in %s: %r", self.path, error)
             return None
-        return dataclasses.replace(verdict, declared_by="cache") if holds else None
+        seconds = seconds if machine == _machine() and isinstance(seconds, float) else None
+        return dataclasses.replace(verdict, declared_by="cache", step_seconds=seconds) if holds else None
 
-    def write(self, verdict: Verdict, measured: Mapping[str, Any]) -> None:
+    def write(
+        self,
+        verdict: Verdict,
+        measured: Mapping[str, Any],
+        opened: Iterable[str] = (),
+        fresh: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> None:
         """Keep a verdict.
 
         :param verdict: of a probe
         :param measured: by it: which files and distributions it depends on
+        :param opened: files that were opened besides
+        :param fresh: by module, plain globals as they were imported
         """
-        files = {path: _state_of(path) for path in (*measured.get("libraries", ()), *measured.get("sources", ()))}
-        # A library that was loaded from a temporary folder, and is gone, may be another one next time.
-        if verdict.isolation in _NOT_KEPT or None in files.values() or "distributions" not in measured:
+        if verdict.isolation in _NOT_KEPT or "distributions" not in measured:
             return
+        loaded = {path: _state_of(path) for path in (*measured.get("libraries", ()), *measured.get("sources", ()))}
+        files = {**{path: _state_of(path) for path in opened if not os.path.isdir(path)}, **loaded}
         kept = {
             "format": _FORMAT,
             "steps": self.steps,
-            "verdict": json.loads(verdict.to_json()),
+            "verdict": json.loads(dataclasses.replace(verdict, step_seconds=None).to_json()),
+            "step": [_machine(), verdict.step_seconds if measured.get("undisturbed") else None],
             "files": files,
             "distributions": measured["distributions"],
+            "variables": _variables(),
+            "globals": fresh or {},
         }
+        # A library that was loaded from a temporary folder, and is gone, may be another one next time; and of a file
+        # that was written meanwhile nobody knows which contents were read.
+        if None in loaded.values() or any(state and max(state[1:3]) >= self.began for state in files.values()):
+            _of_this_process[self.path] = {**kept, "files": {path: state for path, state in files.items() if state}}
+        else:
+            self._write(kept)
+
+    def add_time(self, measured: Mapping[str, Any]) -> None:
+        """Keep how long a step takes, with the verdict that is there."""
+        if measured["undisturbed"] and self.path not in _of_this_process:
+            with contextlib.suppress(OSError, ValueError):
+                kept = json.loads(self.path.read_text(encoding="utf-8"))
+                self._write({**kept, "step": [_machine(), measured["step_seconds"]]})
+
+    def _write(self, kept: Mapping[str, Any]) -> None:
+        _of_this_process.pop(self.path, None)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _write(self.path, json.dumps(kept, indent=1))
+            _write(self.path, json.dumps(kept))
         except OSError as error:
             _log.debug("%s cannot be written: %r", self.path, error)
+
+
+def _machine() -> str:
+    return f"{platform.node()} {os.cpu_count()}"
+
+
+def _variables() -> str:
+    """Describe the environment variables, by any of which a library may choose what it does."""
+    known = sorted((name, value) for name, value in os.environ.items() if not _OF_NO_ACCOUNT.fullmatch(name))
+    return hashlib.blake2b(repr(known).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 
 def _users_folder() -> Path | None:
@@ -113,9 +175,26 @@ def _write(path: Path, text: str) -> None:
         raise
 
 
-def _state_of(path: str) -> list[int] | None:
+def _state_of(path: str) -> list[Any] | None:
+    """Describe a file: its size, its times and its contents; None: there is none."""
     try:
         state = os.stat(path)
+        contents = ""
+        if state.st_size <= _HASHED_BYTES and stat.S_ISREG(state.st_mode):
+            contents = hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
     except (OSError, ValueError):
         return None
-    return [state.st_mtime_ns, state.st_size]
+    return [state.st_size, state.st_mtime_ns, state.st_ctime_ns, contents]
+
+
+def _is_as(path: str, state: list[Any] | None) -> bool:
+    """Whether a file is as it was described. Times are enough where they are the same; else its contents decide."""
+    try:
+        now = os.stat(path)
+    except (OSError, ValueError):
+        return state is None
+    if state is None or now.st_size != state[0]:
+        return False
+    if [now.st_mtime_ns, now.st_ctime_ns] == state[1:3]:
+        return True
+    return bool(state[3]) and _state_of(path) == [state[0], now.st_mtime_ns, now.st_ctime_ns, state[3]]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rl_ext_core.errors import InvalidArgumentError
-from rl_ext_core.factory import EnvFactory, _graft
+from rl_ext_core.factory import EnvFactory
 from rl_ext_core.isolation.verdict import Isolation
 
 __all__ = ["by_instance", "isolation_of", "unbuilt"]
@@ -21,7 +21,13 @@ __all__ = ["by_instance", "isolation_of", "unbuilt"]
 _FMI = "canBeInstantiatedOnlyOncePerProcess"
 _KEY = "isolation"
 _LOOKED_AT = 20_000
-_MAY_SAY = (Isolation.INDEPENDENT, Isolation.SINGLE_INSTANCE, Isolation.SHARED_STATE)
+_MAY_SAY = {
+    **{isolation.value: isolation for isolation in (Isolation.INDEPENDENT, Isolation.SINGLE_INSTANCE)},
+    Isolation.SHARED_STATE.value: Isolation.SHARED_STATE,
+    # As the option of make_vec_env says it.
+    "process": Isolation.SINGLE_INSTANCE,
+    "in-process": Isolation.INDEPENDENT,
+}
 
 Saying = tuple[str, str]
 
@@ -47,7 +53,7 @@ def unbuilt(factory: EnvFactory[Any]) -> Saying | None:
     if factory.origin == "graft" or factory.adapted:
         return None
     with contextlib.suppress(Exception):  # whatever is wrong with it will show when it is built
-        build, _ = _graft.loads(factory._recipe.packed)
+        build, _ = factory._recipe.unpacked()
         return _in_metadata(_class_of(build))
     return None
 
@@ -58,11 +64,11 @@ def isolation_of(saying: Saying) -> Isolation:
     :raises InvalidArgumentError: nothing that can be said
     """
     value, where = saying
-    for isolation in _MAY_SAY:
-        if value.lower().replace("_", "-") == isolation.value:
-            return isolation
+    found = _MAY_SAY.get(value.lower().replace("_", "-"))
+    if found is not None:
+        return found
     raise InvalidArgumentError(
-        f"{where} is {value!r}; expected one of {', '.join(repr(isolation.value) for isolation in _MAY_SAY)}. Write "
+        f"{where} is {value!r}; expected one of {', '.join(map(repr, _MAY_SAY))}. Write "
         f'metadata = {{..., "{_KEY}": "{Isolation.SINGLE_INSTANCE.value}"}} in the environment\'s class'
     )
 

@@ -9,13 +9,14 @@ import operator
 import os
 import sys
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import rl_ext_core
-from rl_ext_core.factory import EnvFactory, _graft
+from rl_ext_core.factory import EnvFactory
 from rl_ext_core.factory._fingerprint import fingerprint
 
 __all__ = ["key_of"]
@@ -26,26 +27,28 @@ _SCALARS = (int, float, complex, bytes, bool, type(None), type(...), np.generic,
 _NEVER_CYCLIC = (tuple, frozenset, types.CodeType, np.ndarray)
 # What a class has by itself, or what says nothing of what its instances do.
 _OF_CLASSES = {"__dict__", "__weakref__", "__doc__", "__firstlineno__", "__static_attributes__", "_abc_impl"}
+_OF_CLASSES |= {"__slotnames__"}  # made by pickle
 
 
 class _UnknownError(Exception):
     """Something that cannot be described."""
 
 
-def key_of(factory: EnvFactory[Any], format_version: int) -> str | None:
-    """Give a name that differs where the recipe, the interpreter or this package does.
+def key_of(factories: Sequence[EnvFactory[Any]], who: Sequence[int], format_version: int) -> str | None:
+    """Give a name that differs where the recipes, the interpreter or this package do.
 
     Whether the code is still the same is not for the name to say: that shows in the files that are loaded.
 
-    :param factory: builds the environment
+    :param factories: build the environments
+    :param who: which factory is used for each
     :param format_version: of what is kept under the name
     :return: a name for a file; None: what the recipe holds cannot be described
     """
     try:
-        recipe = _Describer().describe(_essence(factory))
+        recipe = _Describer().describe([_essence(factory) for factory in factories])
     except (_UnknownError, RecursionError):
         return None
-    here = (format_version, rl_ext_core.__version__, sys.version, sys.prefix, os.getcwd())
+    here = (format_version, rl_ext_core.__version__, sys.version, sys.prefix, os.getcwd(), *who)
     return hashlib.blake2b(repr((here, recipe)).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 
@@ -56,9 +59,15 @@ def _essence(factory: EnvFactory[Any]) -> tuple[Any, ...]:
     if factory.origin == "graft":
         raise _UnknownError
     try:
-        return *common, _graft.loads(factory._recipe.packed)
+        return *common, _called(factory)
     except Exception as error:
         raise _UnknownError from error
+
+
+def _called(factory: EnvFactory[Any]) -> Any:
+    if not factory._recipe.takes_arguments:  # what an instance was made by
+        raise _UnknownError
+    return factory._recipe.unpacked()
 
 
 class _Describer:

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.metadata
 import os
 import site
 import sys
 import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rl_ext_core.factory import _preload
 from rl_ext_core.factory._overrides import layers
 
-__all__ = ["distributions", "harmless", "libraries", "remember", "sources"]
+__all__ = [
+    "changed_globals",
+    "distributions",
+    "folders",
+    "globals_of_users",
+    "harmless",
+    "libraries",
+    "remember",
+    "set_globals",
+    "sources",
+]
 
 _OWN_PACKAGE = "rl_ext_core"
+_BIG = {"jax", "matplotlib", "numba", "numpy", "pandas", "scipy", "sklearn", "sympy", "tensordict", "torch", "torchrl"}
+_SYSTEM = ("/lib/", "/lib64/", "/usr/")
 _ours: frozenset[str] = frozenset()
 
 
@@ -36,24 +51,89 @@ def libraries() -> list[str]:
 def sources() -> list[str]:
     """List files by which a change of the environment's code shows.
 
-    Of installed packages this is the one that is written whenever the package is; of all other modules each has its
-    own. Python's and ours are left out.
+    Each module has its own, but for Python's and ours, and for big packages of which a process may load a thousand: of
+    those it is the one that is written whenever the package is.
     """
-    installed = _folders_of_packages()
     standard = _standard_folders()
+    installed = _folders_of_packages()
     found = set()
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None)
         top = name.partition(".")[0]
         if not isinstance(path, str) or top == _OWN_PACKAGE:
             continue
-        if path.startswith(installed):
+        if top in _BIG:
             path = getattr(sys.modules.get(top), "__file__", None)
-        elif path.startswith(standard):
+        elif path.startswith(standard) and not path.startswith(installed):
             continue
         if isinstance(path, str):
             found.add(path)
     return sorted(found)
+
+
+def folders() -> list[str]:
+    """List the folders of the user's own modules and libraries: what lies there may be opened from C."""
+    fixed = (*_folders_of_packages(), *_standard_folders(), *_SYSTEM)
+    own = [module.__file__ for module in _users_modules()]
+    return sorted({os.path.dirname(path) for path in [*own, *libraries()] if not path.startswith(fixed)})
+
+
+def globals_of_users() -> dict[str, dict[str, str]]:
+    """Give plain values among the globals of the user's own modules, and among attributes of the classes there."""
+    return {module.__name__: {key: repr(value) for key, value in _plain_globals(module)} for module in _users_modules()}
+
+
+def changed_globals(fresh: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, Any]]:
+    """Give plain globals of modules that are something else in this process, by module.
+
+    :param fresh: by module, as :func:`globals_of_users` gave them in another process
+    """
+    changed: dict[str, dict[str, Any]] = {}
+    for name, values in fresh.items():
+        module = sys.modules.get(name)
+        for key, value in () if module is None else _plain_globals(module):
+            if values.get(key) != repr(value):
+                changed.setdefault(name, {})[key] = value
+    return changed
+
+
+def set_globals(changed: Mapping[str, Mapping[str, Any]]) -> None:
+    """Set what :func:`changed_globals` gave in another process."""
+    for name, values in changed.items():
+        for key, value in values.items():
+            path, _, attribute = key.rpartition(".")
+            with contextlib.suppress(KeyError, AttributeError, TypeError):
+                holder = sys.modules[name]
+                setattr(getattr(holder, path) if path else holder, attribute, value)
+
+
+def _plain_globals(module: Any) -> list[tuple[str, Any]]:
+    """Give the plain values among a module's globals, and among attributes of classes that it defines."""
+    found = []
+    for name, value in list(vars(module).items()):
+        if isinstance(value, type) and value.__module__ == module.__name__:
+            members = [(key, part) for key, part in list(vars(value).items()) if key[:2] != "__"]
+            found += [(f"{name}.{key}", part) for key, part in members if _is_plain(part)]
+        elif name[:2] != "__" and _is_plain(value):
+            found.append((name, value))
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return type(value) in (int, float, complex, str, bytes, bool, type(None))
+
+
+def _users_modules() -> list[Any]:
+    fixed = (*_folders_of_packages(), *_standard_folders())
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] not in ("__main__", "__mp_main__", _OWN_PACKAGE)
+        and isinstance(path := getattr(module, "__file__", None), str)
+        and not path.startswith(fixed)
+    ]
 
 
 def harmless() -> list[str]:
@@ -82,10 +162,12 @@ def version_of(name: str) -> str | None:
         return None
 
 
+@functools.cache
 def _standard_folders() -> tuple[str, ...]:
     return tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 
 
+@functools.cache
 def _folders_of_packages() -> tuple[str, ...]:
     folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()]
     return tuple(folder + os.sep for folder in dict.fromkeys([*folders, *site.getsitepackages()]))
@@ -97,4 +179,4 @@ def _mapped() -> set[str]:
     except OSError:  # not Linux
         return set()
     paths = (line.split(None, 5)[5] for line in lines if line.count(" ") >= 5 and "/" in line)
-    return {path for path in paths if ".so" in Path(path).name and not path.endswith(" (deleted)")}
+    return {path for path in paths if ".so" in os.path.basename(path) and not path.endswith(" (deleted)")}

@@ -1,4 +1,4 @@
-"""Ends processes, and whatever they have started, wherever it has hidden."""
+"""Ends processes, and whatever they have started, wherever it has hidden; and what they have waited for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import signal
 import time
 from pathlib import Path
 
-__all__ = ["adopt_orphans", "die_with_parent", "end_all", "kill_group"]
+from rl_ext_core._families import kill_own_family
+
+__all__ = ["adopt_orphans", "die_with_parent", "end_all", "kill_group", "waited"]
 
 _REAP_S = 5.0
 # linux/prctl.h
@@ -36,9 +38,7 @@ def end_all() -> None:
     """Kill whatever descends from here, and wait for it."""
     until = time.monotonic() + _REAP_S
     while time.monotonic() < until:
-        for pid in _descendants():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        kill_own_family()
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -47,19 +47,12 @@ def end_all() -> None:
         time.sleep(0.001)
 
 
-def _descendants() -> list[int]:
-    parents: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir() if Path("/proc").is_dir() else ():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError, ValueError):
-                fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
-                parents.setdefault(int(fields[1]), []).append(int(entry.name))
-    found, waiting = [], [os.getpid()]
-    while waiting:
-        children = parents.get(waiting.pop(), [])
-        found += children
-        waiting += children
-    return found
+def waited(pid: int | str = "self") -> float:
+    """Give seconds for which a process was ready to run and others had the cores; 0 where that is not known."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) * 1e-9
+    except (OSError, ValueError, IndexError):  # not Linux, or it has ended
+        return 0.0
 
 
 def _prctl(option: int, value: int) -> None:

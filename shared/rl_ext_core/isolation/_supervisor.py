@@ -25,17 +25,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rl_ext_core.isolation import _loaded
+from rl_ext_core.isolation import _loaded, _opened
 from rl_ext_core.isolation import _reaping as reaping
 from rl_ext_core.isolation._child import Place, Report, Task, Turns, follow
-from rl_ext_core.isolation._script import APART
-from rl_ext_core.isolation.cures import mirror
+from rl_ext_core.isolation._script import APART, RACE
+from rl_ext_core.isolation.cures import Mirrored
 from rl_ext_core.processes import _child as _worker
 from rl_ext_core.processes import _preload
 
 __all__ = ["main", "read_message", "write_message"]
 
-_TICK_S = 0.002
+_TICK_MS = 2
 _SAID_BYTES = 2000
 
 
@@ -47,13 +47,12 @@ class _GoneError(Exception):
 class Job:
     """What a supervisor is told first.
 
-    :ivar packed: pickle of what builds the environment
+    :ivar packed: what builds the environments
     :ivar preload: harmless modules
     :ivar variables: what they read at import; None unsets
     :ivar main: how the caller's script is imported, where an environment turns out to need it
     :ivar scratch: folder for everything
     :ivar cwd: the caller's
-    :ivar limits: seconds that the first construction may take, and at least any other operation
     """
 
     packed: bytes
@@ -62,7 +61,6 @@ class Job:
     main: Mapping[str, str]
     scratch: str
     cwd: str
-    limits: tuple[float, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,20 +69,30 @@ class Round:
 
     :ivar modes: keys of their scripts
     :ivar steps: of instance A
+    :ivar limits: by kind of operation, seconds that it may take
     :ivar cure: for each of them; None: none
-    :ivar real: work in the caller's own folder, and not in one like it
+    :ivar generators: whether each instance is to find Python's, NumPy's and torch's generators as it left them
     :ivar thrifty: whether optional steps are left out when the others have taken long
     :ivar preload: more harmless modules, for these processes and all later ones
-    :ivar generators: whether each instance is to find Python's, NumPy's and torch's generators as it left them
+    :ivar sources: by instance, which of the factories builds it
+    :ivar crowd: names of the instances of a script for many
+    :ivar calls: names of setters to call
+    :ivar globals: by module, values to set before anything is built
+    :ivar watched: folders of the user's to look at, for what is opened there
     """
 
     modes: tuple[str, ...]
     steps: int
+    limits: Mapping[str, float]
     cure: str | None = None
-    real: bool = False
     generators: bool = False
     thrifty: bool = False
     preload: tuple[str, ...] = ()
+    sources: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    crowd: tuple[str, ...] = ()
+    calls: tuple[str, ...] = ()
+    globals: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    watched: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass
@@ -92,13 +100,16 @@ class _Child:
     """A process, as seen from here.
 
     :ivar records: what it has reported
-    :ivar deadline: when it is ended; None while it waits for another one
+    :ivar limit: seconds after which it is ended; None while it waits for another one
+    :ivar since: when they began
     """
 
     pid: int
     report: int
     said_from: int
-    deadline: float | None
+    limit: float | None
+    since: float
+    waited: float = 0.0
     records: list[list[Any]] = dataclasses.field(default_factory=list)
     rest: bytes = b""
     said: bytes = b""
@@ -112,10 +123,20 @@ class _Child:
         for line in lines:
             record = json.loads(line)
             self.records.append(record)
-            if record[0] == "does":
-                self.deadline = time.monotonic() + record[2]
+            if record[0] in ("does", "tidies"):
+                self.start(record[-1])
             elif record[0] == "waits":
-                self.deadline = None
+                self.limit = None
+
+    def start(self, limit: float) -> None:
+        """Give it so many seconds from now on."""
+        self.limit, self.since, self.waited = limit, time.monotonic(), reaping.waited(self.pid)
+
+    def is_late(self) -> bool:
+        """Whether its time is over. That which it spent waiting for a core does not count."""
+        if self.limit is None or time.monotonic() - self.since < self.limit:
+            return False
+        return time.monotonic() - self.since - (reaping.waited(self.pid) - self.waited) > self.limit
 
     def answer(self) -> dict[str, Any]:
         """Give what the caller gets."""
@@ -137,11 +158,12 @@ def main() -> None:
         _preload.run(job.preload, job.variables)
         _worker._postponed.update(job.main)
         write_message(answers, "ready")
+        folders = Mirrored(Path(job.cwd), Path(job.scratch, "folders"))
         for number in range(1_000_000):
             asked = read_message(0)
             if asked is None:
                 return
-            write_message(answers, _run(job, asked, Path(job.scratch, str(number)), answers))
+            write_message(answers, _run(job, asked, Path(job.scratch, str(number)), folders, answers))
     except (_GoneError, BrokenPipeError):
         return
     finally:
@@ -177,47 +199,66 @@ def _exactly(descriptor: int, count: int) -> bytes | None:
     return data
 
 
-def _run(job: Job, asked: Round, scratch: Path, answers: int) -> list[dict[str, Any]]:
+def _run(job: Job, asked: Round, scratch: Path, folders: Mirrored, answers: int) -> dict[str, Any]:
     _preload.run(asked.preload, {})
     scratch.mkdir(parents=True)
-    cwd = Path(job.cwd)
-    if not asked.real:
-        cwd = scratch / "cwd"
-        mirror(Path(job.cwd), cwd)
+    cwd = folders.path()
     (scratch / "tmp").mkdir()
     children: list[_Child] = []
-    turns = _turns() if set(APART) <= set(asked.modes) else {}
+    turns = _turns(asked.modes)
     pipes = {descriptor for each in turns.values() for descriptor in (*each.theirs.values(), *each.ours)}
+    watched = _opened.Folders([str(cwd), *asked.watched])
     try:
         for index, mode in enumerate(asked.modes):
-            # A cured one finds its own copy of the caller's folder.
-            entered = job.cwd if asked.cure == "working directory" else str(cwd)
-            place = Place(entered, str(scratch / "tmp"), asked.cure, str(scratch / f"own{index}"))
-            task = Task(job.packed, mode, asked.steps, place, job.limits, asked.generators, asked.thrifty)
+            place = Place(str(cwd), str(scratch / "tmp"), asked.cure, str(scratch / f"own{index}"))
+            task = Task(
+                job.packed,
+                mode,
+                asked.steps,
+                place,
+                asked.limits,
+                asked.sources,
+                asked.crowd,
+                asked.generators,
+                asked.thrifty,
+                asked.calls,
+                asked.globals,
+            )
             others = {descriptor for child in children for descriptor in (child.report, child.said_from)}
             children.append(_fork(task, turns.get(mode), {answers} | pipes | others))
     finally:
         for descriptor in pipes:
             os.close(descriptor)
-    _watch(children, job.limits[1])
+    _watch(children, max(asked.limits.values()), watched)
     reaping.end_all()
+    watched.look()
+    watched.close()
     for child in children:
         os.close(child.report)
         os.close(child.said_from)
     shutil.rmtree(scratch, ignore_errors=True)
-    return [child.answer() for child in children]
-
-
-def _turns() -> dict[str, Turns]:
-    """Connect each process of a script that takes several with each other one."""
-    pipes = {(one, other): os.pipe() for one, other in itertools.permutations(APART, 2)}
+    stand_for = {str(cwd): job.cwd, job.scratch: "", **folders.parents}
     return {
-        mode: Turns(
-            {one[-1]: reading for (one, other), (reading, _) in pipes.items() if other == mode},
-            [writing for (one, _), (_, writing) in pipes.items() if one == mode],
-        )
-        for mode in APART
+        "runs": [child.answer() for child in children],
+        "opened": sorted(filter(None, (_opened.within(path, stand_for) for path in watched.opened))),
+        "wrote": any(path.startswith(f"{cwd}/") for path in watched.modified & watched.read),
+        "stand_for": stand_for,
     }
+
+
+def _turns(modes: tuple[str, ...]) -> dict[str, Turns]:
+    """Connect each process of a script that takes several with each other one."""
+    turns = {}
+    for group in (APART, RACE):
+        if not set(group) <= set(modes):
+            continue
+        pipes = {(one, other): os.pipe() for one, other in itertools.permutations(group, 2)}
+        for mode in group:
+            turns[mode] = Turns(
+                {one[-1]: reading for (one, other), (reading, _) in pipes.items() if other == mode},
+                [writing for (one, _), (_, writing) in pipes.items() if one == mode],
+            )
+    return turns
 
 
 def _fork(task: Task, turns: Turns | None, known: set[int]) -> _Child:
@@ -234,7 +275,9 @@ def _fork(task: Task, turns: Turns | None, known: set[int]) -> _Child:
         _become(task, turns, (reports, says), (known | {report, said_from}) - kept)
     os.close(reports)
     os.close(says)
-    return _Child(pid, report, said_from, time.monotonic() + task.limits[0])
+    child = _Child(pid, report, said_from, None, 0.0)
+    child.start(task.limits["build"])
+    return child
 
 
 def _become(task: Task, turns: Turns | None, mine: tuple[int, int], others: set[int]) -> NoReturn:
@@ -255,23 +298,25 @@ def _become(task: Task, turns: Turns | None, mine: tuple[int, int], others: set[
         os._exit(0)
 
 
-def _watch(children: list[_Child], patience: float) -> None:
+def _watch(children: list[_Child], patience: float, watched: _opened.Folders) -> None:
     """Wait for all of them, and end those that hang."""
+    caller = select.poll()
+    caller.register(0, select.POLLIN)
     while running := [child for child in children if child.status is None]:
-        if select.select([0], [], [], _TICK_S)[0]:
+        if caller.poll(_TICK_MS):
             # Nothing is asked while a round runs: what can be read is the end.
             raise _GoneError
-        now = time.monotonic()
+        watched.look()
         for child in running:
             ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
             child.read()
             if ended:
                 reaping.kill_group(child.pid)
                 child.status = os.waitpid(child.pid, 0)[1]
-            elif child.deadline is None and len(running) < len(children):
+            elif child.limit is None and len(running) < len(children):
                 # It may wait for one that has ended, and whose own children hold on to its end of the pipe.
-                child.deadline = now + patience
-            elif child.deadline is not None and now > child.deadline:
+                child.start(patience)
+            elif child.is_late():
                 child.hung = True
                 reaping.kill_group(child.pid)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
+import itertools
 import os
 import shutil
+import sys
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -13,18 +16,24 @@ from typing import Any
 
 from rl_ext_core.errors import InvalidArgumentError
 
-__all__ = ["CURES", "apply_cure", "mirror"]
+__all__ = ["CURES", "Mirrored", "apply_cure", "mirror", "write_to_copies"]
 
 # A lock or a log beside the program is copied, so that nobody else's is touched; a file of data is read where it is.
-_COPIED_BYTES = 1 << 20
-_COPIED_FILES = 2000
+_SMALL_BYTES = 1 << 20
+_COPIED_BYTES = 16 << 20
+_COPIED_ENTRIES = 1000
+_PARENTS = 2
+# Of audit events, see https://docs.python.org/3/library/audit_events.html
+_WRITING = {"open", "os.mkdir", "os.rmdir", "os.remove", "os.rename", "os.link", "os.truncate", "os.symlink"}
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _SYSTEM = ("/lib/", "/lib64/", "/usr/lib/", "/usr/lib64/")
 
 
 def apply_cure(name: str, scratch: Path) -> None:
     """Give this process something of its own, for as long as it lives.
 
-    :param name: ``"working directory"``: a folder with the same contents, small files copied and the rest linked;
+    :param name: ``"working directory"``: a folder with the same contents, small files copied and the rest linked, and
+        copied when it is written to;
         ``"TMPDIR"``: an empty folder for temporary files; ``"library copy"``: what is loaded through :mod:`ctypes` is
         copied into a folder with the same contents and loaded from there
     :param scratch: a folder that no other process uses; whoever made it removes it when the process has ended
@@ -38,27 +47,159 @@ def apply_cure(name: str, scratch: Path) -> None:
 
 
 def mirror(source: Path, target: Path) -> None:
-    """Make a folder with the contents of another: small files are copied, big ones and folders are linked.
+    """Make a folder with the contents of another: what is small is copied, as far as it is not much; the rest linked.
+
+    What Python writes to by a link is copied first, in processes that have called :func:`write_to_copies`. What is
+    written from C to a big file that is there already goes to that file.
 
     :param source: what it is like; entries that cannot be read are left out
     :param target: the folder to make
     """
+    left, itself = _Budget(), {target.absolute(), *target.absolute().parents}
     target.mkdir(parents=True, exist_ok=True)
-    copies = 0
-    with contextlib.suppress(OSError), os.scandir(source) as entries:
-        for entry in entries:
-            # Sockets and the like, and what disappears meanwhile.
-            with contextlib.suppress(OSError, shutil.Error):
-                small = entry.is_file() and entry.stat().st_size <= _COPIED_BYTES and copies < _COPIED_FILES
-                if small:
-                    shutil.copy2(entry.path, target / entry.name)
-                    copies += 1
-                else:
-                    (target / entry.name).symlink_to(Path(entry.path).absolute())
+    waiting = collections.deque([(Path(source).absolute(), target)])
+    while waiting:
+        one, other = waiting.popleft()
+        with contextlib.suppress(OSError), os.scandir(one) as scanned:
+            entries = sorted(scanned, key=lambda entry: entry.name)
+            if other != target:
+                if not left.bears(len(entries)):
+                    other.symlink_to(one)
+                    continue
+                other.mkdir()
+            for entry in entries:
+                # Sockets and the like, and what disappears meanwhile.
+                with contextlib.suppress(OSError, shutil.Error):
+                    if Path(entry.path) in itself:
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append((Path(entry.path), other / entry.name))
+                    elif entry.is_file() and left.take(entry.stat().st_size):
+                        shutil.copy2(entry.path, other / entry.name)
+                    else:
+                        (other / entry.name).symlink_to(entry.path)
+
+
+class _Budget:
+    def __init__(self) -> None:
+        self._bytes, self._entries = _COPIED_BYTES, _COPIED_ENTRIES
+
+    def bears(self, entries: int) -> bool:
+        """Take a folder with so many entries, if that is not too much."""
+        if self._entries <= entries:
+            return False
+        self._entries -= 1
+        return True
+
+    def take(self, size: int) -> bool:
+        """Take what copying a file costs, if there is enough."""
+        if self._entries < 1 or size > self._bytes or size > _SMALL_BYTES:
+            return False
+        self._bytes, self._entries = self._bytes - size, self._entries - 1
+        return True
+
+
+class Mirrored:
+    """A folder like the caller's, made anew when something was written there.
+
+    :param source: what it is like
+    :param scratch: a folder for it
+    :ivar parents: for the folders above it what they stand for
+    """
+
+    def __init__(self, source: Path, scratch: Path) -> None:
+        self._source, self._scratch = source, scratch
+        self._made = 0
+        self._state: Any = None
+        self._path = scratch
+        self.parents: dict[str, str] = {}
+
+    def path(self) -> Path:
+        """Give the folder."""
+        if self._state is None or self._state != _state_of(self._path):
+            shutil.rmtree(self._scratch / str(self._made), ignore_errors=True)
+            self._made += 1
+            self._path = self._with_parents(self._scratch / str(self._made))
+            mirror(self._source, self._path)
+            self._state = _state_of(self._path)
+        return self._path
+
+    def _with_parents(self, target: Path) -> Path:
+        """Make folders above it in which "../data" is found."""
+        above = [parent for parent in self._source.parents if parent.name][:_PARENTS]
+        children = [self._source, *above]
+        self.parents = {}
+        for parent, child in reversed(list(zip(above, children, strict=False))):
+            target = target / parent.name
+            target.mkdir(parents=True)
+            self.parents[str(target)] = str(parent)
+            with contextlib.suppress(OSError), os.scandir(parent) as entries:
+                for entry in itertools.islice(entries, _COPIED_ENTRIES):
+                    if entry.name != child.name and Path(entry.path) not in self._scratch.parents:
+                        with contextlib.suppress(OSError):
+                            (target / entry.name).symlink_to(entry.path)
+        return target / self._source.name if self._source.name else target / "root"
+
+
+def _state_of(folder: Path) -> Any:
+    """Describe all files by which a change of one shows."""
+    found = []
+    for path, _, names in os.walk(folder):
+        for name in names:
+            state = os.lstat(os.path.join(path, name))
+            found.append((path, name, state.st_ino, state.st_mtime_ns, state.st_size))
+        found.append((path, "", 0, 0, 0))
+    return sorted(found)
+
+
+def write_to_copies(folder: Path) -> None:
+    """Have links below a folder replaced by copies before this process writes to them through Python.
+
+    That never ends: in processes that live for this folder.
+    """
+    start, root = f"{folder}{os.sep}", str(folder)
+    busy = False
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        nonlocal busy
+        if busy or event not in _WRITING or not args or not isinstance(args[0], (str, bytes, os.PathLike)):
+            return
+        if event == "open" and not (isinstance(args[2], int) and args[2] & _WRITES):
+            return
+        busy = True
+        try:
+            for path in args[:2] if event == "os.rename" else args[:1]:
+                place = os.path.normpath(os.path.join(os.getcwd(), os.fsdecode(path)))
+                if place.startswith(start):
+                    _copy_links(root, place[len(start) :].split(os.sep), itself=event in ("open", "os.truncate"))
+        except (OSError, ValueError, TypeError):  # what is wrong with it shows when it is done
+            pass
+        finally:
+            busy = False
+
+    sys.addaudithook(hook)
+
+
+def _copy_links(folder: str, names: list[str], *, itself: bool) -> None:
+    path = folder
+    for index, name in enumerate(names):
+        path = os.path.join(path, name)
+        if not os.path.islink(path) or not (itself or index < len(names) - 1):
+            continue
+        original = os.path.realpath(path)
+        if os.path.isdir(original):
+            os.unlink(path)
+            os.mkdir(path)
+            for entry in os.scandir(original):
+                os.symlink(entry.path, os.path.join(path, entry.name))
+        elif os.path.isfile(original):
+            os.unlink(path)
+            shutil.copy2(original, path)
 
 
 def _working_directory(scratch: Path) -> None:
     mirror(Path.cwd(), scratch / "cwd")
+    write_to_copies(scratch / "cwd")
     os.chdir(scratch / "cwd")
     os.environ["PWD"] = str(scratch / "cwd")
 

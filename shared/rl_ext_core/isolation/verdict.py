@@ -18,11 +18,12 @@ _NUMBERS = {"step_seconds": float, "build_seconds": float, "private_bytes": int}
 class Isolation(str, enum.Enum):
     """What instances of an environment may share.
 
-    ``INDEPENDENT``: any number may live in one process, and in several. ``SINGLE_INSTANCE``: a second one in the same
+    ``INDEPENDENT``: several may live in one process, and in several. ``SINGLE_INSTANCE``: a second one in the same
     process fails, or makes the first one fail. ``SHARED_STATE``: it works, and changes what the first one returns.
     ``PROCESSES_COLLIDE``: even two processes disturb each other, unless there is a cure. ``NON_DETERMINISTIC``: it
     cannot be told, because one alone does not do the same twice, or because nothing that it returns depends on what it
-    is given; one process per environment is safe. ``BROKEN``: one alone fails.
+    is given. ``BROKEN``: one alone fails. ``UNKNOWN``: one alone took longer than was waited for it. One process per
+    environment is what remains where it cannot be told.
     """
 
     INDEPENDENT = "independent"
@@ -31,6 +32,7 @@ class Isolation(str, enum.Enum):
     PROCESSES_COLLIDE = "processes-collide"
     NON_DETERMINISTIC = "non-deterministic"
     BROKEN = "broken"
+    UNKNOWN = "unknown"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +43,8 @@ class Verdict:
     :ivar explanation: a paragraph: what was seen, and what follows
     :ivar declared_by: ``"user"``, ``"environment"`` (its metadata says so), ``"probe"`` or ``"cache"`` (of a probe)
     :ivar in_process: whether several may live in one process; where processes collide, this may be the way out
-    :ivar step_seconds: a step of one alone, drawing the action included; None: was not measured
+    :ivar step_seconds: a step of one alone, drawing the action included, at its fastest; None: was not
+        measured, or others had the machine then
     :ivar build_seconds: to build one in a new process, its imports included
     :ivar private_bytes: what a process that holds one shares with no other
     :ivar cure: what keeps processes from colliding: ``"working directory"``, ``"TMPDIR"`` or ``"library copy"``, for

@@ -10,17 +10,37 @@ import os
 import pickle
 import select
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import spawn
+from multiprocessing import forkserver, reduction, spawn
 from typing import Any, NoReturn
 
+from rl_ext_core._families import kill_own_family, lead_group
 from rl_ext_core.processes._report import Stage, Writer
 
+# How long a worker that ends early may take to close what it has.
+CLOSE_S = 3.0
+# And then for its exit handlers, and the threads that it waits for.
 _EXIT_GRACE_S = 0.25
+# Descriptors in one message: Linux takes 253, of which multiprocessing's fork servers need four.
+SENT_AT_ONCE = 240
+# By which the parent asks a worker to end.
+END_SIGNAL = signal.SIGUSR2
+# faulthandler's, and those that nobody can handle.
+_NOT_RESET = {
+    signal.SIGSEGV,
+    signal.SIGFPE,
+    signal.SIGABRT,
+    signal.SIGBUS,
+    signal.SIGILL,
+    signal.SIGKILL,
+    signal.SIGSTOP,
+}
 _CHAIN_LIMIT = 20
 
 _writer: Writer | None = None
@@ -28,7 +48,39 @@ _notes: dict[str, Any] = {}
 # Where the parent's main module is, for as long as it was not imported.
 _OF_MAIN = ("init_main_from_name", "init_main_from_path")
 _postponed: dict[str, Any] = {}
-_ending = False
+_ending = _finished = False
+_to_close: list[Callable[[], object]] = []
+
+
+class _Asked(SystemExit):
+    """The parent wants this worker to end."""
+
+
+class _Failed(BaseException):
+    """The cause ends this worker, whoever catches exceptions between here and its function."""
+
+
+def fail(error: Exception) -> NoReturn:
+    """End this worker as if its function had raised an exception; outside of workers, raise it.
+
+    :param error: the exception
+    """
+    if _writer is None:
+        raise error
+    raise _Failed from error
+
+
+def at_end(close: Callable[[], object]) -> None:
+    """Have a function called if this worker ends early: by an exception, or because its parent ends it.
+
+    It may take three seconds, with all others. When the worker's function returns it is not called. What it raises
+    goes unseen: why the worker ends is known already. Outside of workers nothing happens.
+
+    :param close: closes what would stay behind otherwise, such as an environment's simulator
+    """
+    if _writer is not None:
+        _to_close.append(close)
+        _writer.has_to_close()
 
 
 def note(**values: Any) -> None:
@@ -60,24 +112,32 @@ class Start:
     def begin(self) -> None:
         """Set the process up; called before anything that is not the standard library's or ours is imported."""
         global _writer
-        # Ctrl-C reaches the whole process group. It is for the parent, which ends its workers: a KeyboardInterrupt
-        # here would be a second, misleading error. Held back by the parent until now, see _popen.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        lead_group()
+        _writer = None
+        _set_signals()
         _replace_environment(self.environ)
         for descriptor in (self.report, self.lifeline):
             os.set_inheritable(descriptor, False)
         _notes.clear()
+        _to_close.clear()
         _writer = Writer(self.report)
         # Straight to the descriptor, from C: fatal signals, and stacks when the parent asks.
         faulthandler.enable(file=self.report, all_threads=True)
         faulthandler.register(signal.SIGUSR1, file=self.report, all_threads=True)
         _die_with_parent(self.lifeline)
         _writer.enter(Stage.IMPORTING)
+        _end_if_asked()  # before it could hear
 
 
 def unpack(
-    report: Any, lifeline: Any, environ: dict[str, str], preparation: bytes, process: bytes, needs_main: bool
+    report: Any,
+    lifeline: Any,
+    more: Any,
+    count: int,
+    environ: dict[str, str],
+    preparation: bytes,
+    process: bytes,
+    needs_main: bool,
 ) -> Any:
     """Do what ``multiprocessing.spawn._main`` does to start a process, and report what goes wrong.
 
@@ -86,6 +146,8 @@ def unpack(
 
     :param report: multiprocessing's wrapper of a descriptor
     :param lifeline: another one
+    :param more: one of a socket, by which descriptors come that the fork server has not taken
+    :param count: of these
     :param environ: all environment variables of the worker
     :param preparation: pickle of multiprocessing's preparation data
     :param process: pickle of the process
@@ -95,6 +157,8 @@ def unpack(
     Start(report.detach(), lifeline.detach(), environ).begin()
     assert _writer is not None
     try:
+        if more is not None:
+            _receive(more.detach(), count)
         data = pickle.loads(preparation)
         if not needs_main:
             _postponed.update({name: data.pop(name) for name in _OF_MAIN if name in data})
@@ -106,6 +170,15 @@ def unpack(
         return pickle.loads(process)
     except BaseException as error:
         _end_with(error)
+
+
+def _receive(descriptor: int, count: int) -> None:
+    """Append descriptors to those that were inherited, by whose places they are known."""
+    with socket.socket(fileno=descriptor) as more:
+        while count > 0:
+            received = reduction.recvfds(more, min(count, SENT_AT_ONCE))
+            forkserver.get_inherited_fds().extend(received)  # type: ignore[union-attr]
+            count -= len(received)
 
 
 def import_main() -> bool:
@@ -136,9 +209,11 @@ def reporting(run: Callable[[], object]) -> Callable[[], None]:
 
     def run_and_report() -> None:
         assert _writer is not None
+        global _finished
         _writer.enter(Stage.RUNNING)
         try:
             run()
+            _finished = True  # nobody needs to ask any more
         except BaseException as error:
             _end_with(error)
 
@@ -148,13 +223,23 @@ def reporting(run: Callable[[], object]) -> Callable[[], None]:
 def _end_with(error: BaseException, *, unguarded: bool = False) -> NoReturn:
     """End the worker: quietly if the parent knows why, else by the exception, which multiprocessing prints."""
     global _ending
+    if isinstance(error, _Failed) and error.__cause__ is not None:
+        error = error.__cause__
+    asked = isinstance(error, _Asked)
     # There is no report in a process that the worker has forked, and that runs out of the same function.
-    if _writer is None or not _writer.raised(error, time.monotonic(), unguarded=unguarded):
+    if _writer is None or not (asked or _writer.raised(error, time.monotonic(), unguarded=unguarded)):
         raise error
-    # Threads that are waited for, and exit handlers, get a moment: the parent waits for the end of this process.
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, _EXIT_GRACE_S)
     _ending = True
+    # The parent waits for the end of this process. Where it has asked for that, it looks at the clock itself.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    if not asked:
+        signal.setitimer(signal.ITIMER_REAL, CLOSE_S)
+    while _to_close:
+        # An environment that has failed may well fail again when it is closed.
+        with suppress(BaseException):
+            _to_close.pop()()
+    kill_own_family()
+    signal.setitimer(signal.ITIMER_REAL, _EXIT_GRACE_S)
     code = error.code if isinstance(error, SystemExit) else 1
     raise SystemExit(code if code is None or isinstance(code, int) else 1) from None
 
@@ -185,6 +270,32 @@ def _is_unguarded(error: BaseException | None) -> bool:
     return False
 
 
+def _set_signals() -> None:
+    """Leave signals as a fresh process has them: a forked one has its parent's handlers, and those of its libraries.
+
+    What is ignored stays so, as for any program that is started.
+    """
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals() - _NOT_RESET:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    # A KeyboardInterrupt here would be a second, misleading error. Not ignored, which programs that are started from
+    # here would inherit: some are to be ended by it.
+    signal.signal(signal.SIGINT, _pass)
+    signal.signal(END_SIGNAL, _end_if_asked)
+    # Ctrl-C was held back by the parent until now, see _popen; and who knows what a forking thread holds back.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _pass(number: int, frame: object) -> None:
+    pass
+
+
+def _end_if_asked(number: int = 0, frame: object = None) -> None:
+    if _writer is not None and not (_ending or _finished) and _writer.is_asked_to_end():
+        raise _Asked(1)
+
+
 def _replace_environment(environ: dict[str, str]) -> None:
     for name in os.environ.keys() - environ.keys():
         del os.environ[name]
@@ -194,23 +305,23 @@ def _replace_environment(environ: dict[str, str]) -> None:
 
 
 def _die_with_parent(lifeline: int) -> None:
-    """Have this process killed when its parent is gone, even if it hangs in C."""
+    """Have this process and its group killed when its parent is gone, even if it hangs in C."""
     if hasattr(fcntl, "F_SETSIG"):
-        fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
         # The signal is for what happens from now on.
         poll = select.poll()
         poll.register(lifeline, select.POLLIN)
         if poll.poll(0):
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.killpg(0, signal.SIGKILL)
     else:
         threading.Thread(target=_exit_after, args=(lifeline,), name="rl_ext_core-lifeline", daemon=True).start()
 
 
 def _exit_after(lifeline: int) -> None:
     os.read(lifeline, 1)
-    os._exit(1)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _forget() -> None:
@@ -218,6 +329,8 @@ def _forget() -> None:
     global _writer
     if _writer is not None:
         _writer = None
+        _to_close.clear()
+        signal.signal(END_SIGNAL, signal.SIG_DFL)
         faulthandler.unregister(signal.SIGUSR1)
         faulthandler.enable(file=sys.__stderr__) if sys.__stderr__ is not None else faulthandler.disable()
 

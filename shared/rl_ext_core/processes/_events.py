@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 from multiprocessing import reduction
@@ -43,7 +44,7 @@ class KernelEvent:
         """
         poll = select.poll()
         poll.register(self._descriptor, select.POLLIN)
-        return bool(poll.poll(None if timeout is None else max(timeout, 0) * 1e3))
+        return bool(poll.poll(None if timeout in (None, math.inf) else max(timeout, 0) * 1e3))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _inherited, (reduction.DupFd(self._descriptor),)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import socket
 import threading
 import time
 import types
@@ -24,8 +25,10 @@ from multiprocessing import (
     util,
 )
 from multiprocessing.context import set_spawning_popen
-from typing import Any
+from typing import Any, ClassVar
 
+from rl_ext_core._families import kill_families
+from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core.processes import _child, _servers
 from rl_ext_core.processes._report import Report
 
@@ -71,17 +74,23 @@ class Settings:
 class WorkerPopen(popen_fork.Popen):
     """A started worker, as its parent sees it.
 
+    :cvar method: by which it is started
     :ivar report: what it says of its end
     :ivar lost: its fork server died, so that its exit code is not known
     """
 
+    method: ClassVar[str]
+
     def _launch(self, process_obj: Any) -> None:
-        self.lost = False
+        self.lost = self._cleared = False
+        self._polling = threading.Lock()
+        self._sentinel_is_its_own = self.method == "forkserver"
         reading, writing = os.pipe()
         _lifelines.add(writing)
         # At exit the kernel closes it, after the children that are waited for have ended.
         self._cut_lifeline = util.Finalize(self, _close_lifeline, (writing,))
         self._close_report: util.Finalize | None = None
+        self._close_sentinel: util.Finalize | None = None
         try:
             self.report = Report()
             self._close_report = util.Finalize(self, _end_report, (self.report,), exitpriority=_EXIT_PRIORITY)
@@ -99,15 +108,51 @@ class WorkerPopen(popen_fork.Popen):
     def _start(self, process_obj: Any, start: _child.Start) -> None:
         raise NotImplementedError
 
-    def death_handle(self) -> int:
-        """Give a descriptor that becomes readable when the process has ended.
+    def _watch_process(self) -> None:
+        """Have the sentinel tell the end of the process; multiprocessing's waits for all that it has forked, too."""
+        with suppress(AttributeError, OSError):  # not Linux, or an old one
+            self.sentinel = os.pidfd_open(self.pid)
+            self._sentinel_is_its_own = True
+            self._close_sentinel = util.Finalize(self, os.close, (self.sentinel,))
 
-        multiprocessing's sentinel does only when whatever the process has forked has ended too.
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        """Fetch the exit code; what a worker that has failed leaves behind is killed."""
+        if flag != os.WNOHANG and self.returncode is None:
+            if self._sentinel_is_its_own:
+                connection.wait([self.sentinel])
+            else:
+                super().poll(flag)
+        return self._fetched()
+
+    @uninterrupted  # the lock would stay locked
+    def _fetched(self) -> int | None:
+        # One thread at a time gets it from the system.
+        with self._polling:
+            if self.returncode is None:
+                self._read_exitcode()
+            if self.returncode and not self._cleared:
+                self._cleared = True
+                kill_families([], [self.pid])
+            code: int | None = self.returncode
+            return code
+
+    def _read_exitcode(self) -> None:
+        super().poll(os.WNOHANG)
+
+    def ask_to_end(self) -> bool:
+        """Ask the worker to close what it has, if it has something, and to end.
+
+        :return: whether it was asked
         """
+        asked = self.report.ask_to_end()
+        if asked:
+            self._send_signal(_child.END_SIGNAL)  # type: ignore[attr-defined]
+        return asked
+
+    def kill(self) -> None:
+        """Kill the worker, and what it has started."""
         if self.returncode is None:
-            with suppress(AttributeError, OSError):
-                return os.pidfd_open(self.pid)
-        return self.sentinel
+            kill_families([self.pid])
 
     def final_exitcode(self) -> int | None:
         """Fetch the exit code of a process that has ended; the main thread may be fetching it at the same time."""
@@ -121,6 +166,8 @@ class WorkerPopen(popen_fork.Popen):
     def close(self) -> None:
         """Close the descriptors; a worker that still lives dies."""
         super().close()
+        if self._close_sentinel is not None:
+            self._close_sentinel()
         self._cut_lifeline()
         if self._close_report is not None:
             self._close_report()
@@ -133,9 +180,12 @@ class ForkPopen(WorkerPopen):
 
     def _start(self, process_obj: Any, start: _child.Start) -> None:
         process_obj.start_in_fork = start
+        # A worker that had to start one would take it with it.
+        resource_tracker.ensure_running()
         with _servers.interrupts_held():
             super(WorkerPopen, self)._launch(process_obj)  # type: ignore[misc]
         del process_obj.start_in_fork
+        self._watch_process()
 
 
 class SpawnPopen(WorkerPopen, popen_spawn_posix.Popen):
@@ -161,6 +211,7 @@ class SpawnPopen(WorkerPopen, popen_spawn_posix.Popen):
         finally:
             os.close(child_r)
             os.close(child_w)
+        self._watch_process()
         _send(parent_w, pickled)
 
 
@@ -170,51 +221,47 @@ class ForkServerPopen(WorkerPopen, popen_forkserver.Popen):
     method = "forkserver"
     _fds: list[int]
 
-    def __init__(self, process_obj: Any) -> None:
-        self._polling = threading.Lock()
-        super().__init__(process_obj)
-
     def _start(self, process_obj: Any, start: _child.Start) -> None:
-        pickled, sys_path = _pack(self, process_obj, start)
-        settings = process_obj.settings
-        read_at_import = {name: start.environ.get(name) for name in settings.import_time}
-        _servers.connect(settings.preload, read_at_import, sys_path, self._fds, self._accept)
-        _send(self._data, pickled)
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            pickled, sys_path = _pack(self, process_obj, start, theirs.fileno())
+            settings = process_obj.settings
+            read_at_import = {name: start.environ.get(name) for name in settings.import_time}
+            first, more = self._fds[: _child.SENT_AT_ONCE], self._fds[_child.SENT_AT_ONCE :]
+            _servers.connect(settings.preload, read_at_import, sys_path, first, self._accept)
+            _send(self._data, pickled)
+            with suppress(ConnectionError):  # a worker that is dead already is found like any other
+                for at in range(0, len(more), _child.SENT_AT_ONCE):
+                    reduction.sendfds(ours, more[at : at + _child.SENT_AT_ONCE])
 
     def _accept(self, status: int, data: int, pid: int) -> None:
         self.sentinel, self._data, self.pid = status, data, pid
         # The worker sees the other end of its data as multiprocessing's sentinel of its parent: it stays open.
         self.finalizer = util.Finalize(self, _close_all, (data, status))
 
-    def death_handle(self) -> int:
-        """Give the server's pipe, which brings the exit code."""
-        return self.sentinel
-
-    def poll(self, flag: int = os.WNOHANG) -> int | None:
-        """Read the exit code; from one thread at a time, because the server sends it once."""
-        if flag != os.WNOHANG and self.returncode is None:
-            connection.wait([self.sentinel])
-        with self._polling:
-            if self.returncode is None and connection.wait([self.sentinel], 0):
-                try:
-                    self.returncode = forkserver.read_signed(self.sentinel)
-                except (OSError, EOFError):
-                    self.returncode = _LOST
-                    self.lost = True
-                    # The worker may live, and nobody would wait for it; its id may be another's soon.
-                    self._cut_lifeline()
-            return self.returncode
+    def _read_exitcode(self) -> None:
+        if connection.wait([self.sentinel], 0):
+            try:
+                self.returncode = forkserver.read_signed(self.sentinel)
+            except (OSError, EOFError):
+                self.returncode = _LOST
+                self.lost = True
+                # The worker may live, and nobody would wait for it; its id may be another's soon.
+                self._cut_lifeline()
 
 
-def _pack(popen: Any, process_obj: Any, start: _child.Start) -> tuple[bytes, list[str]]:
+def _pack(popen: Any, process_obj: Any, start: _child.Start, more: int | None = None) -> tuple[bytes, list[str]]:
     """Pickle a process such that our part runs first, then the main module's, then that of its function.
 
+    :param more: descriptor by which those come that a fork server does not take
     :return: what the interpreter reads that multiprocessing starts, and ``sys.path`` for it
     """
     pickled = io.BytesIO()
     preparation = _preparation(process_obj.name)
     set_spawning_popen(popen)
     try:
+        # Before those of its arguments, which may be many.
+        mine = [None if fd is None else reduction.DupFd(fd) for fd in (start.report, start.lifeline, more)]
         file = io.BytesIO()
         noting = _NotingPickler(file)
         noting.dump(process_obj)
@@ -222,8 +269,8 @@ def _pack(popen: Any, process_obj: Any, start: _child.Start) -> tuple[bytes, lis
         # The path alone comes first: this package may be found by it only.
         reduction.dump({"sys_path": preparation["sys_path"]}, pickled)
         envelope = _Envelope(
-            reduction.DupFd(start.report),
-            reduction.DupFd(start.lifeline),
+            *mine,
+            0 if more is None else max(0, len(popen._fds) - _child.SENT_AT_ONCE),
             start.environ,
             bytes(reduction.ForkingPickler.dumps(preparation)),
             process,
@@ -274,6 +321,7 @@ def _send(descriptor: int, data: bytes) -> None:
         file.write(data)
 
 
+@uninterrupted
 def _close_all(*descriptors: int) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
@@ -288,11 +336,13 @@ def _two_pipes() -> tuple[int, int, int, int]:
         raise
 
 
+@uninterrupted
 def _close_lifeline(writing: int) -> None:
     _lifelines.discard(writing)
     os.close(writing)
 
 
+@uninterrupted
 def _end_report(report: Report) -> None:
     try:
         report.print_if_untaken()

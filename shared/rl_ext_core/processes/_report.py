@@ -21,12 +21,16 @@ from enum import IntEnum
 from types import TracebackType
 from typing import Any
 
+from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core.processes._files import unnamed_file
 
 _PAGE = 4096
 _STAGE = struct.Struct("=I")
 _LENGTH = struct.Struct("=Q")
-_NOTES_AT = _STAGE.size
+_FLAG = struct.Struct("=I")
+_CLOSES_AT = _STAGE.size
+_ASKED_AT = _CLOSES_AT + _FLAG.size
+_NOTES_AT = _ASKED_AT + _FLAG.size
 _NOTES_FROM = _NOTES_AT + _LENGTH.size
 _NOTES_LIMIT = _PAGE - _NOTES_FROM
 _MARK = b"\0report\0"
@@ -107,21 +111,37 @@ class Report:
         """Tell how far the worker got."""
         return self.read().stage
 
+    @uninterrupted
+    def ask_to_end(self) -> bool:
+        """Note that the worker is to end, which a signal will tell it.
+
+        :return: whether it has something to close before
+        """
+        with self._lock:
+            if self._closed:
+                return False
+            os.pwrite(self.fd, _FLAG.pack(1), _ASKED_AT)
+            return bool(*_FLAG.unpack(os.pread(self.fd, _FLAG.size, _CLOSES_AT)))
+
+    @uninterrupted
     def size(self) -> int:
         """Give the number of bytes, for :meth:`text`."""
         with self._lock:
             return 0 if self._closed else os.fstat(self.fd).st_size
 
+    @uninterrupted
     def text(self, since: int) -> str:
         """Read faulthandler's text that was written after the report had ``since`` bytes."""
         with self._lock:
             return "" if self._closed else _split(_everything(self.fd)[since:])[0]
 
+    @uninterrupted
     def read(self) -> Contents:
         """Read everything, also after :meth:`close`."""
         with self._lock:
             return self._closed or _parse(_everything(self.fd))
 
+    @uninterrupted
     def close(self) -> None:
         """Close the file."""
         with self._lock:
@@ -147,7 +167,16 @@ class Writer:
 
     def enter(self, stage: Stage) -> None:
         """Say how far the worker is."""
-        _STAGE.pack_into(self._page, 0, stage)
+        # In one go: pack_into() writes zeros first, and a process that ends in between would have got nowhere.
+        self._page[: _STAGE.size] = _STAGE.pack(stage)
+
+    def is_asked_to_end(self) -> bool:
+        """Tell whether the parent wants an end: anybody may send a signal."""
+        return bool(*_FLAG.unpack_from(self._page, _ASKED_AT))
+
+    def has_to_close(self) -> None:
+        """Say that this worker has something to close before it ends."""
+        _FLAG.pack_into(self._page, _CLOSES_AT, 1)
 
     def write_notes(self, notes: dict[str, Any]) -> None:
         """Replace the notes; what JSON does not know arrives as its ``repr``."""

@@ -16,6 +16,7 @@ from multiprocessing import resource_tracker, util
 from multiprocessing.forkserver import ForkServer, read_signed
 from typing import Any
 
+from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core.errors import WorkerError
 
 __all__ = ["connect", "interrupts_held", "stop_servers"]
@@ -89,6 +90,7 @@ def connect(
             return
 
 
+@uninterrupted
 def _take(key: _Key) -> ForkServer | None:
     with _lock:
         _served.discard(key)
@@ -105,6 +107,7 @@ def _ask(server: ForkServer, fds: Sequence[int]) -> tuple[int, int, int]:
         raise
 
 
+@uninterrupted
 def _running(key: _Key, sys_path: Sequence[str]) -> Any:
     global _at_exit
     with _lock:
@@ -139,6 +142,7 @@ def interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+@uninterrupted
 def stop_servers() -> None:
     """End all servers; the next process that needs one starts a new one.
 

@@ -174,8 +174,9 @@ def get_context(
     """Make a context of multiprocessing whose processes are workers.
 
     Its processes get the parent's environment variables as they are when they start, whatever the method, before
-    anything of the user's is imported. They ignore Ctrl-C and die when the parent does, however it does, even while
-    they hang in C. What ends them goes to a :class:`Watch`; where none takes it, it is printed as usual.
+    anything of the user's is imported, and the default signal handlers. They lead a process group each, pass over
+    Ctrl-C, and die when the parent does, however it does, with all that they have started, even while they hang in C.
+    What ends them goes to a :class:`Watch`; where none takes it, it is printed as usual.
 
     Fork servers are the context's own: one for each list of preloaded modules and values of the variables that these
     read at import. They are kept for later contexts and end with the interpreter. Variables that the dynamic linker

@@ -12,7 +12,10 @@ from multiprocessing import connection, util
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 
+from rl_ext_core._families import kill_families
+from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, WorkerError
+from rl_ext_core.processes._child import CLOSE_S
 from rl_ext_core.processes._popen import WorkerPopen
 from rl_ext_core.processes._report import Contents, Stage
 from rl_ext_core.processes._stacks import is_idle, main_stack
@@ -23,14 +26,17 @@ __all__ = ["Watch"]
 
 _log = logging.getLogger("rl_ext_core.processes")
 
-# How long the death of a worker may take to reach the watching thread, once the main thread has seen its pipe closed.
-_PATIENCE_S = 0.5
-_REAP_S = 2.0
-_STACKS_S = 0.5
-_JOIN_S = 5.0
+# How long the end of a worker may take, once the main thread has seen its pipe closed or its report written: what it
+# closes itself, on a busy machine.
+_PATIENCE_S = 30.0
+# And that of one that was killed: the kernel has to free its memory.
+_REAP_S = 10.0
+# How long a worker may take to say where it is, and how long it is silent when it has.
+_STACKS_S = 3.0
+_SILENCE_S = 0.1
 _LONGEST_TICK_S = 0.25
-# Errors by which a dead worker shows in the parent. Others are the parent's own, and are not held up.
-_OF_DEATHS = (EOFError, OSError, RuntimeError)
+# Errors by which a worker's end shows before it is over. Others may be the parent's own, and are not held up.
+_OF_PIPES = (EOFError, ConnectionError)
 # Before multiprocessing joins its children, which would wait for them forever.
 _EXIT_PRIORITY = 100
 
@@ -57,6 +63,7 @@ class Watch:
     :ivar failure: the first one; None while there is none
     """
 
+    @uninterrupted
     def __init__(
         self,
         processes: Sequence[BaseProcess],
@@ -76,11 +83,11 @@ class Watch:
         self._seeds, self._on_failure, self._label, self._idle_in = seeds, on_failure, label, tuple(idle_in)
         self._running: _Operation | None = None
         self._tick: float | None = None
-        self._closing = self._stopping = False
+        self._closing = self._killing = self._stopping = False
         self._owner = os.getpid()
         for popen in self._popens:
             popen.report.taken = True
-        self._reaped = threading.Event()
+        self._over = threading.Event()
         self._wake_r, self._wake_w = os.pipe()
         self._at_exit = util.Finalize(None, self._end_at_exit, exitpriority=_EXIT_PRIORITY)
         self._thread = threading.Thread(target=self._watch, name="rl_ext_core-watch", daemon=True)
@@ -103,12 +110,23 @@ class Watch:
         """Expect the workers to end from now on, with exit code 0."""
         self._closing = True
 
+    @property
+    def is_closing(self) -> bool:
+        """Whether the workers are expected to end."""
+        return self._closing
+
     def kill(self) -> None:
-        """Kill the workers that live and wait for them, for two seconds at most; nothing is a failure any more."""
-        if os.getpid() != self._owner:
+        """End the workers that live; nothing is a failure any more.
+
+        They may close what they have registered by :func:`~rl_ext_core.processes.at_end`, for three seconds; then they
+        are killed, with all that they have started. Ctrl-C ends the waiting for that, not the killing.
+        """
+        if os.getpid() != self._owner or threading.current_thread() is self._thread:
             return
-        self._closing = self._stopping = True
-        self._kill_and_reap()
+        self._closing = self._killing = self._stopping = True
+        self._wake()
+        self._thread.join()
+        self._end_workers()  # where the thread had ended before
 
     def stop(self) -> None:
         """End the thread and close the descriptors; the workers that live go on, unwatched."""
@@ -118,11 +136,16 @@ class Watch:
         self._wake()
         # on_failure may be at work there, or may have called this.
         if threading.current_thread() is not self._thread:
-            self._thread.join(_JOIN_S)
+            self._thread.join()
+        self._close_descriptors()
+
+    @uninterrupted
+    def _close_descriptors(self) -> None:
         self._at_exit.cancel()
         wake_r, wake_w, self._wake_r, self._wake_w = self._wake_r, self._wake_w, -1, -1
-        os.close(wake_r)
-        os.close(wake_w)
+        if wake_w >= 0:
+            os.close(wake_r)
+            os.close(wake_w)
         for popen in self._popens:
             # Nobody is left to say it: it is printed, as multiprocessing would.
             popen.report.taken = popen.returncode is not None
@@ -133,10 +156,12 @@ class Watch:
         self.stop()
 
     def _wake(self) -> None:
-        os.write(self._wake_w, b"\0")
+        if self._wake_w >= 0:
+            os.write(self._wake_w, b"\0")
 
     def _watch(self) -> None:
-        handles = {popen.death_handle(): worker for worker, popen in enumerate(self._popens)}
+        # Of its own: a process may be closed meanwhile.
+        handles = {os.dup(popen.sentinel): worker for worker, popen in enumerate(self._popens)}
         waiting = dict(handles)
         try:
             while waiting and not self._stopping and self.failure is None:
@@ -147,15 +172,19 @@ class Watch:
                 if not self._stopping:
                     self._find_ended(dead)
                     self._find_hanging()
+            if self._killing:
+                self._end_workers()
         finally:
-            for handle, worker in handles.items():
-                if handle != self._popens[worker].sentinel:
-                    os.close(handle)
+            for handle in handles:
+                os.close(handle)
+            self._over.set()
 
     def _find_ended(self, dead: Sequence[int]) -> None:
         unexpected = [worker for worker in dead if not (self._closing and self._popens[worker].final_exitcode() == 0)]
         if not unexpected:
             return
+        # It may have said that all is well, as os._exit(0) does.
+        kill_families([], [self._popens[worker].pid for worker in unexpected])
         contents = {worker: self._popens[worker].report.read() for worker in unexpected}
         worker = min(unexpected, key=lambda worker: (*_rank(contents[worker], self._popens[worker]), worker))
         popen = self._popens[worker]
@@ -188,7 +217,7 @@ class Watch:
         before: dict[int, int] = {}
         end = time.monotonic() + _STACKS_S
         while time.monotonic() < end:
-            time.sleep(0.02)
+            time.sleep(_SILENCE_S)
             now = {worker: self._popens[worker].report.size() for worker in asked}
             if now == before and all(size > sizes[worker] for worker, size in now.items()):
                 break
@@ -197,23 +226,24 @@ class Watch:
 
     def _fail(self, failure: Failure) -> None:
         self.failure = failure
-        self._kill_and_reap()
-        self._reaped.set()
+        self._end_workers()
+        self._over.set()
         if self._on_failure is not None:
             try:
                 self._on_failure()
             except Exception:
                 _log.exception("on_failure of the watch over %ss raised", self._label)
 
-    def _kill_and_reap(self) -> None:
-        for popen in self._popens:
-            popen.kill()
-        end = time.monotonic() + _REAP_S
-        pause = 0.001
-        # Asking drops a process from multiprocessing's list as well; its sentinel may be held open by grandchildren.
-        while [process for process in self._processes if _is_alive(process)] and time.monotonic() < end:
-            time.sleep(pause)
-            pause = min(2 * pause, 0.02)
+    def _end_workers(self) -> None:
+        """Let the workers that live close what they have, then kill them and what is left of them."""
+        both = zip(self._processes, self._popens, strict=True)
+        living = {process: popen for process, popen in both if _is_alive(process)}
+        if not living:
+            return
+        _wait_for([process for process, popen in living.items() if popen.ask_to_end()], CLOSE_S)
+        left = [popen.pid for process, popen in living.items() if _is_alive(process)]
+        kill_families(left, [popen.pid for popen in living.values()])
+        _wait_for([*living], _REAP_S)
 
     def _seat(self, worker: int) -> Seat:
         operation = self._running
@@ -225,20 +255,24 @@ class Watch:
         tick = min(timeout / 10, _LONGEST_TICK_S)
         if self._tick is None or tick < self._tick:
             self._tick = tick
-            if self._wake_w >= 0:
-                self._wake()
+            self._wake()
 
     def _explain(self, error: Exception) -> None:
         if isinstance(error, WorkerError):
             return
-        if self.failure is None and self._thread.is_alive() and isinstance(error, _OF_DEATHS):
-            self._reaped.wait(_PATIENCE_S)
+        if self.failure is None and (isinstance(error, _OF_PIPES) or any(map(self._is_failing, self._popens))):
+            self._over.wait(_PATIENCE_S)
         self._raise_failure()
+
+    def _is_failing(self, popen: WorkerPopen) -> bool:
+        code = popen.poll()
+        over = code is not None and not (self._closing and code == 0)
+        return over or popen.report.read().raised is not None
 
     def _raise_failure(self) -> None:
         if self.failure is not None:
             # Whoever catches the error finds no worker alive.
-            self._reaped.wait(_REAP_S)
+            self._over.wait()
             raise self.failure.error() from self.failure.exception
 
 
@@ -293,7 +327,17 @@ def _rank(contents: Contents, popen: WorkerPopen) -> tuple[int, float]:
 
 
 def _is_alive(process: BaseProcess) -> bool:
+    # Asking drops a process that has ended from multiprocessing's list as well.
     try:
         return process.is_alive()
     except ValueError:  # closed, and so dead
         return False
+
+
+def _wait_for(processes: Sequence[BaseProcess], seconds: float) -> None:
+    """Wait for processes to end."""
+    end = time.monotonic() + seconds
+    pause = 0.001
+    while [process for process in processes if _is_alive(process)] and time.monotonic() < end:
+        time.sleep(pause)
+        pause = min(2 * pause, 0.02)

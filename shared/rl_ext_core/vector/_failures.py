@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rl_ext_core.errors import WorkerError
+from rl_ext_core.vector import _messages
 from rl_ext_core.vector._worker import PHASES
 
 if TYPE_CHECKING:
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
     from rl_ext_core.vector._layout import Progress
     from rl_ext_core.vector._seat import Seat
 
-__all__ = ["described", "failed"]
+__all__ = ["described", "failed", "failed_to_close", "warn_of_late"]
 
 _WHEN = {"start": "at its start", "idle": "between two calls", "constructor": "in its constructor"}
 
@@ -40,6 +42,38 @@ def described(
         exitcode=failure.exitcode,
         traceback=failure.traceback,
         notes=failure.notes,
+    )
+
+
+def failed_to_close(seat: Any, seeds: Sequence[int | None]) -> WorkerError | None:
+    """Make the exception for what an environment has raised in ``close``, if a worker has said so.
+
+    :param seat: of the worker
+    :param seeds: of each environment's last reset
+    """
+    if seat.said is None:
+        return None
+    number, packed = seat.said
+    raised = _messages.answer(_messages.RAISED, packed)
+    error = failed(
+        seat.first + number,
+        "close",
+        f"raised {raised.summary}:",
+        seeds,
+        worker=seat.number,
+        kind="exception",
+        traceback=str(raised.error.__cause__).strip("\n"),
+    )
+    error.__cause__ = raised.error
+    return error
+
+
+def warn_of_late(environment: int, num_envs: int, where: str, seconds: float) -> None:
+    """Say that the time to close environments was up."""
+    warnings.warn(
+        f"environment {environment} of {num_envs} was still {where} after {seconds:.3g} s of closing, and its worker "
+        "was ended: what it writes may be incomplete. Write close_timeout=None to wait as long as it takes, or more",
+        stacklevel=5,
     )
 
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from rl_ext_core import processes
 from rl_ext_core.devices import READ_AT_IMPORT
+from rl_ext_core.vector._layout import Memory, Progress
 from rl_ext_core.vector._worker import main
 
 if TYPE_CHECKING:
     from rl_ext_core.factory import EnvFactory
-    from rl_ext_core.vector._layout import Memory
     from rl_ext_core.vector._seat import Seat
 
 __all__ = ["Launcher"]
@@ -35,6 +35,7 @@ class Launcher:
     :param factories: build the environments
     :param seats: all of them
     :param memory: that the workers share
+    :param progress: of the workers, in it
     :param start_method: of the processes
     :param cure: see :class:`~rl_ext_core.vector.pool.Pool`
     """
@@ -44,11 +45,12 @@ class Launcher:
         factories: Sequence[EnvFactory[Any]],
         seats: Sequence[Seat],
         memory: Memory,
+        progress: Progress,
         start_method: str | None,
         cure: str | None,
     ) -> None:
         self._factories, self._seats, self._memory, self._start_method = factories, seats, memory, start_method
-        self._cure = cure
+        self._progress, self._cure = progress, cure
         self._scratch = None if cure is None else tempfile.TemporaryDirectory(prefix="rl-ext-")
 
     def launch(self, seats: Sequence[Seat]) -> None:
@@ -69,24 +71,31 @@ class Launcher:
             for process in started:
                 process.kill()
                 process.join()
+            for seat in seats:
+                seat.give_up()
             raise
 
     def _launch(self, context: Any, seat: Seat) -> Any:
         seat.give_up()
+        cells = self._progress.of(seat.number)
+        for place in range(len(cells)):
+            cells[place] = 0
+        cells[Progress.TOLD] = 1  # to build its environments
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             command_reader, commands = context.Pipe(duplex=False)
             theirs.enter_context(command_reader)
             ours.enter_context(commands)
             replies, reply_writer = context.Pipe(duplex=False)
-            theirs.enter_context(reply_writer)
+            ours.enter_context(reply_writer)
             ours.enter_context(replies)
+            mail = Memory(0)
             forked = context.get_start_method() == "fork"
             foreign = [end for other in self._seats for end in other.ends] + [commands, replies] if forked else []
             factories = [factory.again(seat.attempt) for factory in self._factories[seat.first : seat.last]]
-            args = (command_reader, reply_writer, self._memory, seat.number, len(self._seats), seat.first, factories)
-            process = context.Process(target=main, args=(*args, foreign, self._own_cure(seat)))
+            args = (command_reader, reply_writer, self._memory, mail, seat.number, len(self._seats), seat.first)
+            process = context.Process(target=main, args=(*args, factories, foreign, self._own_cure(seat)))
             process.start()
-            seat.take(process, commands, replies)
+            seat.take(process, commands, replies, reply_writer, mail, cells)
             ours.pop_all()
         return process
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
 from rl_ext_core.processes._files import unnamed_file
 
@@ -119,60 +120,77 @@ def common_spaces(found: Sequence[Any]) -> Any:
 
 
 class Progress:
-    """What each worker is at: readable however it ends.
+    """What each worker is at, what it was told last and what it has answered: readable however it ends.
+
+    Every cell is written at once, by one of the two sides. So each finds out where the other is at any time, also after
+    Ctrl-C has come between two lines: what goes through pipes only wakes.
 
     :param block: of shared memory; this is at its beginning
     :param num_workers: how many there are
     """
 
-    def __init__(self, block: Any, num_workers: int) -> None:
-        self.cells = memoryview(block).cast("B")[: self.size(num_workers)].cast("I")
+    # Places of a worker's cells: the environment that it is at, among its own, and the phase; number and size of the
+    # last command; number, kind and size of the last answer.
+    ENVIRONMENT, PHASE, TOLD, TOLD_SIZE, ANSWERED, ANSWER_KIND, ANSWER_SIZE = range(7)
+    _CELLS = 8
 
-    @staticmethod
-    def size(num_workers: int) -> int:
+    def __init__(self, block: Any, num_workers: int) -> None:
+        self.cells = memoryview(block).cast("B")[: self.size(num_workers)].cast("Q")
+
+    @classmethod
+    def size(cls, num_workers: int) -> int:
         """Give the bytes that it takes."""
-        return 8 * num_workers
+        return 8 * cls._CELLS * num_workers
+
+    def of(self, worker: int) -> memoryview:
+        """Give a worker's cells."""
+        return self.cells[self._CELLS * worker : self._CELLS * (worker + 1)]
 
     def read(self, worker: int) -> tuple[int, int]:
         """Give the number of the environment, among its worker's, and the phase."""
-        return self.cells[2 * worker], self.cells[2 * worker + 1]
+        cells = self.of(worker)
+        return cells[self.ENVIRONMENT], cells[self.PHASE]
 
     def write(self, worker: int, number: int, phase: int) -> None:
         """Say it, in the worker."""
-        self.cells[2 * worker] = number
-        self.cells[2 * worker + 1] = phase
+        cells = self.of(worker)
+        cells[self.ENVIRONMENT] = number
+        cells[self.PHASE] = phase
 
 
 class Memory:
     """Shared memory without a name: nothing is left of it when the last process is gone.
 
     :param size: in bytes
+
+    :ivar descriptor: of the file that it is
     """
 
+    @uninterrupted
     def __init__(self, size: int, descriptor: int | None = None) -> None:
-        self._descriptor = unnamed_file("vector") if descriptor is None else descriptor
+        self.descriptor = unnamed_file("vector") if descriptor is None else descriptor
         if descriptor is None:
             self.grow(size)
 
     def grow(self, size: int) -> None:
         """Make it that large."""
-        os.ftruncate(self._descriptor, size)
+        os.ftruncate(self.descriptor, size)
 
     def map(self, size: int) -> mmap.mmap:
         """Map its first bytes into this process."""
-        return mmap.mmap(self._descriptor, size)
+        return mmap.mmap(self.descriptor, size)
 
     def close(self) -> None:
         """Close it here; what is mapped stays."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def __del__(self) -> None:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _inherited, (reduction.DupFd(self._descriptor),)
+        return _inherited, (reduction.DupFd(self.descriptor),)
 
 
 def _inherited(descriptor: Any) -> Memory:

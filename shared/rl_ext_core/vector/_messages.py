@@ -1,21 +1,21 @@
-"""Messages through raw pipes: one byte where that says everything, a pickle behind it where it does not."""
+"""What workers are told and what they answer: pickles in files, which may be read twice, and bytes that only wake."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
-import struct
 import traceback
 from typing import Any
 
-__all__ = ["CALL", "NOTHING", "RAISED", "STEP", "VALUE", "Raised", "answer", "packed", "read", "read_packed", "write"]
+from rl_ext_core.factory import _byvalue
 
-# To a worker: step with the actions in shared memory; do what the message behind says.
-STEP, CALL = b"s", b"c"
-# From a worker: done, and there is nothing more to say; a value; an exception that leaves the worker alive.
-NOTHING, VALUE, RAISED = b"0", b"v", b"e"
+__all__ = ["NOTHING", "RAISED", "VALUE", "Mailbox", "Raised", "answer", "packed", "packed_error", "ring", "unpacked"]
 
-_LENGTH = struct.Struct("<Q")
+# Kinds of answers: done, and there is nothing more to say; a value; an exception that leaves the worker alive.
+NOTHING, VALUE, RAISED = range(3)
+
+_KEPT = 1 << 20  # bytes of a mailbox that stay allocated from one message to the next
 
 
 class RemoteTracebackError(Exception):
@@ -29,75 +29,92 @@ class Raised:
     """What an environment has raised; its worker lives on.
 
     :ivar error: the exception
+    :ivar summary: its ``repr`` in the worker
     """
 
-    def __init__(self, error: Exception) -> None:
-        self.error = error
+    def __init__(self, error: Exception, summary: str) -> None:
+        self.error, self.summary = error, summary
 
 
-def packed(kind: bytes, value: Any) -> bytes:
-    """Give a message: a kind and a value."""
-    data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    return kind + _LENGTH.pack(len(data)) + data
+class Mailbox:
+    """A file that holds one message. A worker and its parent write it in turns.
+
+    :param descriptor: of the file
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def write(self, message: bytes) -> None:
+        """Put a message in the place of the last one."""
+        if os.fstat(self._descriptor).st_size > max(_KEPT, len(message)):
+            os.ftruncate(self._descriptor, 0)
+        written, data = 0, memoryview(message)
+        while written < len(data):
+            written += os.pwrite(self._descriptor, data[written:], written)
+
+    def read(self, size: int) -> bytes:
+        """Read the message, which has this many bytes."""
+        parts: list[bytes] = []
+        found = 0
+        while found < size:
+            parts.append(os.pread(self._descriptor, size - found, found))
+            if not parts[-1]:
+                raise EOFError(f"a message of {size} bytes ends after {found}")
+            found += len(parts[-1])
+        return b"".join(parts)
+
+
+def ring(doorbell: int) -> None:
+    """Wake who waits at the other end of a pipe, which looks for itself why it was woken."""
+    try:  # noqa: SIM105 a context manager takes as long as the rest of this
+        os.write(doorbell, b"\0")
+    except (BrokenPipeError, BlockingIOError):
+        pass  # nobody is there, which the watch tells; or it was rung often enough
+
+
+def packed(value: Any) -> bytes:
+    """Pickle what a worker answers, or is told by numbers alone.
+
+    :raises Exception: it cannot be pickled
+    """
+    try:
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except Exception:
+        return _byvalue.dumps(value, message=True)
+
+
+def unpacked(data: bytes) -> Any:
+    """Unpickle what the other process has packed."""
+    return pickle.loads(data)
 
 
 def packed_error(error: BaseException) -> bytes:
-    """Give the message that an environment has raised something; it can be unpickled whatever that was."""
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    try:
-        data = pickle.dumps(error, pickle.HIGHEST_PROTOCOL)
-    except Exception:  # whatever the exception's own code raises
-        data = b""
-    return packed(RAISED, (data, f"{type(error).__name__}: {error}", text))
+    """Pack what an environment has raised such that it can be unpickled whatever that was."""
+    kind = type(error).__name__
+    summary, shown, text = f"{kind}: its own code raises while it is told", f"{kind}(...)", ""
+    data = b""
+    with contextlib.suppress(Exception):  # whatever the exception's own code raises
+        summary, shown = f"{kind}: {error}", repr(error)
+    with contextlib.suppress(Exception):
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    with contextlib.suppress(Exception):
+        data = packed(error)
+    return packed((data, summary, shown, text))
 
 
-def behind(message: bytes) -> bytes:
-    """Give what stands behind the kind of a message: a pickle."""
-    return message[1 + _LENGTH.size :]
-
-
-def write(descriptor: int, message: bytes) -> None:
-    """Write all of it."""
-    written = os.write(descriptor, message)
-    if written == len(message):
-        return
-    left = memoryview(message)[written:]
-    while left:
-        left = left[os.write(descriptor, left) :]
-
-
-def read(descriptor: int, size: int) -> bytes:
-    """Read that many bytes.
-
-    :raises EOFError: the other end is closed
-    """
-    parts, missing = [], size
-    while missing:
-        part = os.read(descriptor, missing)
-        if not part:
-            raise EOFError("the pipe to a worker was closed")
-        parts.append(part)
-        missing -= len(part)
-    return b"".join(parts)
-
-
-def read_packed(descriptor: int) -> bytes:
-    """Read what stands behind the kind of a message: a pickle."""
-    return read(descriptor, _LENGTH.unpack(read(descriptor, _LENGTH.size))[0])
-
-
-def answer(kind: bytes, data: bytes) -> Any:
+def answer(kind: int, data: bytes) -> Any:
     """Understand what a worker has written; :class:`Raised` is what its environment has raised."""
+    if kind == NOTHING:
+        return None
     if kind == VALUE:
-        return pickle.loads(data)
-    if kind != RAISED:
-        raise ValueError(f"a worker's pipe was read out of step: {kind!r}; close the environments and make new ones")
-    error, summary, text = pickle.loads(data)
+        return unpacked(data)
+    error, summary, shown, text = unpacked(data)
     try:
-        found = pickle.loads(error)
+        found = unpacked(error)
     except Exception:  # whatever its own code raises; or it is of a module that exists in the worker only
         found = None
     if not isinstance(found, Exception):
         found = RuntimeError(summary)
     found.__cause__ = RemoteTracebackError(text)
-    return Raised(found)
+    return Raised(found, shown)

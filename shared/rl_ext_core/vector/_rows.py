@@ -17,10 +17,12 @@ class Row:
 
     :param key: of the array in the observation; None: it is the observation
     :param place: in shared memory
+
+    :ivar changed: whether values had to be changed, at any time
     """
 
     def __init__(self, key: Any, place: np.ndarray[Any, Any]) -> None:
-        self.key, self.place = key, place
+        self.key, self.place, self.changed = key, place, False
         self.shape, self.dtype = place.shape, place.dtype
         whole = (int,) if self.dtype == np.int64 else ()
         self.scalars = (self.dtype.type, *whole) if self.shape == () else ()
@@ -28,7 +30,9 @@ class Row:
     def write(self, value: Any) -> None:
         """Write a value.
 
-        :raises EnvironmentOutputError: it has another shape, or values that the dtype cannot hold
+        Values that the dtype cannot hold are changed to such that it can.
+
+        :raises EnvironmentOutputError: it has another shape
         """
         kind = type(value)
         if kind is np.ndarray:
@@ -48,12 +52,9 @@ class Row:
             )
         with np.errstate(all="ignore"):  # what does not fit is found below
             self.place[...] = value
-        # Rounding between floats is what Stable Baselines3's DummyVecEnv does as well, and its policies after it.
-        if self.dtype.kind != "f" and not np.array_equal(self.place, value):
-            raise EnvironmentOutputError(
-                f"{self._name} is of {value.dtype} with values that {self.dtype}, the observation space's dtype, "
-                f"cannot hold; give the space the dtype of what reset and step return: dtype=np.{value.dtype}"
-            )
+        # Rounding between floats is nobody's surprise: policies compute with 32 bits.
+        if self.dtype.kind != "f" and not self.changed and not np.array_equal(self.place, value):
+            self.changed = True
 
     @property
     def _name(self) -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import os
-import pickle
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rl_ext_core.errors import EnvironmentOutputError
+from rl_ext_core.processes import at_end
 from rl_ext_core.vector import _messages, environments
 from rl_ext_core.vector._calls import call
 from rl_ext_core.vector._layout import Layout, Memory, Progress
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
 
-__all__ = ["DONE", "IDLE_IN", "KINDS", "OTHER", "PHASES", "TRUNCATED", "Worker", "main"]
+__all__ = ["CHANGED", "DONE", "IDLE_IN", "KINDS", "OTHER", "PHASES", "TRUNCATED", "Worker", "main"]
 
 PHASES = (
     "start",
@@ -45,13 +45,15 @@ IDLE_IN = "in _serve_commands"
 KINDS: dict[type, int] = {float: 0, np.float64: 0, np.float32: 1, int: 2, np.int64: 2, bool: 3, np.bool_: 3}
 OTHER = 4
 _EXACT = 2**53
-DONE, TRUNCATED = 1, 2
+# What flags say: the episode has ended; by a limit; the observation's dtype could not hold its values.
+DONE, TRUNCATED, CHANGED = 1, 2, 4
 
 
 def main(
     commands: Connection,
     replies: Connection,
     memory: Memory,
+    mail: Memory,
     worker: int,
     num_workers: int,
     first: int,
@@ -61,9 +63,10 @@ def main(
 ) -> None:
     """Build environments and do what is asked of them until the parent closes its end.
 
-    :param commands: from the parent
-    :param replies: to the parent
+    :param commands: the parent rings here
+    :param replies: where the parent waits for a ring
     :param memory: that all workers share
+    :param mail: that this one shares with the parent, for what is no array
     :param worker: number of this worker
     :param num_workers: how many there are
     :param first: number of the first environment among all
@@ -78,20 +81,35 @@ def main(
     for connection in foreign:
         connection.close()
     progress = Progress(memory.map(Progress.size(num_workers)), num_workers)
-    reply = functools.partial(_messages.write, replies.fileno())
-    _serve_commands(Worker(reply, memory, progress, worker, first, env_fns), commands.fileno())
+    cells, mailbox, doorbell = progress.of(worker), _messages.Mailbox(mail.descriptor), replies.fileno()
+    os.set_blocking(doorbell, False)
+
+    def reply(kind: int, data: bytes = b"") -> None:
+        if data:
+            mailbox.write(data)
+        cells[Progress.ANSWER_KIND] = kind
+        cells[Progress.ANSWER_SIZE] = len(data)
+        cells[Progress.ANSWERED] = cells[Progress.TOLD]
+        try:  # noqa: SIM105 a context manager takes as long as the rest of this
+            os.write(doorbell, b"\0")
+        except (BrokenPipeError, BlockingIOError):
+            pass  # as in _messages.ring, which is a call more
+
+    mine = Worker(reply, memory, progress, worker, first, env_fns)
+    _serve_commands(mine, commands.fileno(), cells, mailbox)
+    mine.close_what_is_open()
 
 
-def _serve_commands(worker: Worker, commands: int) -> None:
-    step = _messages.STEP
-    while True:
-        kind = os.read(commands, 1)
-        if kind == step:
+def _serve_commands(worker: Worker, doorbell: int, cells: memoryview, mailbox: _messages.Mailbox) -> None:
+    told, size, answered = Progress.TOLD, Progress.TOLD_SIZE, Progress.ANSWERED
+    while os.read(doorbell, 64):
+        if cells[told] == cells[answered]:
+            continue  # it was rung twice
+        if not cells[size]:
             worker.step_as_shared()
             continue
-        if not kind:
-            return
-        name, data = pickle.loads(_messages.read_packed(commands))
+        name, data = _messages.unpacked(mailbox.read(cells[size]))
+        cells[size] = 0  # the next may be a step, which has none
         worker.do(name, data)
         if name == "close":
             return
@@ -100,7 +118,7 @@ def _serve_commands(worker: Worker, commands: int) -> None:
 class Worker:
     """Environments, and what is done with them.
 
-    :param reply: given each answer
+    :param reply: given each answer, a kind and a pickle
     :param memory: for what is not in the answers
     :param progress: for what it is at
     :param worker: its number there
@@ -110,7 +128,7 @@ class Worker:
 
     def __init__(
         self,
-        reply: Callable[[bytes], None],
+        reply: Callable[..., None],
         memory: Memory,
         progress: Progress,
         worker: int,
@@ -119,20 +137,21 @@ class Worker:
     ) -> None:
         self._reply, self._memory, self._first = reply, memory, first
         self._progress, self._worker = progress, worker
-        self._phases, self._environment_at, self._phase_at = progress.cells, 2 * worker, 2 * worker + 1
+        self._cells = progress.of(worker)
         self._envs: list[Any] = []
+        at_end(self.close_what_is_open)
         for number, env_fn in enumerate(env_fns):
             progress.write(worker, number, _CONSTRUCTOR)
             self._envs.append(environments.checked(env_fn()))
         self._say([(env.observation_space, env.action_space) for env in self._envs])
 
     def _say(self, value: Any) -> None:
-        self._answer(_messages.packed(_messages.VALUE, value))
+        self._answer(_messages.VALUE, _messages.packed(value))
 
-    def _answer(self, message: bytes) -> None:
+    def _answer(self, kind: int, data: bytes) -> None:
         # Before the parent knows, so that it finds this if the worker ends while it waits.
-        self._phases[self._phase_at] = _IDLE
-        self._reply(message)
+        self._cells[Progress.PHASE] = _IDLE
+        self._reply(kind, data)
 
     def do(self, name: str, data: Any) -> None:
         """Do what a command says."""
@@ -149,24 +168,31 @@ class Worker:
             number, argument = data
             self._progress.write(self._worker, number, PHASES.index(name))
             try:
-                message = _messages.packed(_messages.VALUE, call(self._envs[number], name, argument))
+                answer = _messages.VALUE, _messages.packed(call(self._envs[number], name, argument))
             except Exception as error:
                 # The environment is as it was; the caller may try something else.
-                message = _messages.packed_error(error)
-            self._answer(message)
+                answer = _messages.RAISED, _messages.packed_error(error)
+            self._answer(*answer)
+
+    def close_what_is_open(self) -> None:
+        """Close the environments as well as that goes: this process ends, and nobody listens."""
+        while self._envs:
+            with contextlib.suppress(Exception):
+                self._envs.pop().close()
 
     def _close(self) -> None:
         failed: Exception | None = None
         for number, env in enumerate(self._envs):
             if failed is None:
-                self._progress.write(self._worker, number, _CLOSE)
+                self._cells[Progress.ENVIRONMENT], self._cells[Progress.PHASE] = number, _CLOSE
             try:
                 env.close()
             except Exception as error:
                 failed = failed or error
-        if failed is not None:
-            raise failed
-        self._say(None)
+        self._envs.clear()
+        at = self._cells[Progress.ENVIRONMENT]
+        # Said rather than raised, so that the others are closed in peace.
+        self._say(None if failed is None else (at, _messages.packed_error(failed)))
 
     def _map(self, layout: Layout) -> None:
         arrays: dict[str, Any] = layout.arrays(self._memory.map(layout.size))
@@ -193,6 +219,8 @@ class Worker:
     def _write(self, number: int, observation: Any) -> None:
         for row in self._rows[number]:
             row.write(observation if row.key is None else observation[row.key])
+            if row.changed:
+                self._flags[number] |= CHANGED
 
     def step_as_shared(self) -> None:
         """Step with the actions in the memory."""
@@ -200,19 +228,19 @@ class Worker:
         self._step(self._own_actions.copy())
 
     def _step(self, actions: Iterable[Any]) -> None:
-        phases, phase_at, environment_at = self._phases, self._phase_at, self._environment_at
+        cells, phase_at, environment_at = self._cells, Progress.PHASE, Progress.ENVIRONMENT
         rewards, kinds, flags, all_rows = self._rewards, self._kinds, self._flags, self._rows
         array = np.ndarray
         said: list[Any] | None = None
         for number, (env, action) in enumerate(zip(self._envs, actions, strict=True)):
-            phases[environment_at] = number
-            phases[phase_at] = _STEP
+            cells[environment_at] = number
+            cells[phase_at] = _STEP
             observation, reward, terminated, truncated, info = env.step(action)
             reset_info = None
             if terminated or truncated:
                 flags[number] = DONE if terminated else DONE | TRUNCATED
                 info["terminal_observation"] = kept(observation)
-                phases[phase_at] = _RESET
+                cells[phase_at] = _RESET
                 observation, reset_info = env.reset()
             else:
                 flags[number] = 0
@@ -229,22 +257,24 @@ class Worker:
                     row.place[...] = part
                 else:
                     row.write(part)
+                    if row.changed:
+                        flags[number] |= CHANGED
             if info or reset_info is not None or kind == OTHER:
                 said = said or [None] * len(self._envs)
                 said[number] = (info, reset_info, reward if kind == OTHER else None)
         if said is None:
-            phases[phase_at] = _IDLE
+            cells[phase_at] = _IDLE
             self._reply(_messages.NOTHING)
         else:
             self._say_infos(said, said)
 
     def _say_infos(self, said: Sequence[Any], infos: Sequence[Any]) -> None:
         try:
-            message = _messages.packed(_messages.VALUE, said)
+            data = _messages.packed(said)
         except Exception as error:
             self._blame(infos, error)
             raise
-        self._answer(message)
+        self._answer(_messages.VALUE, data)
 
     def _blame(self, infos: Sequence[Any], error: Exception) -> None:
         """Raise what says which entry of an information cannot be sent."""
@@ -252,7 +282,7 @@ class Worker:
             for where, info in zip(("info", "the info of reset"), entry or (), strict=False):
                 for key, value in dict(info or {}).items():
                     try:
-                        pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+                        _messages.packed(value)
                     except Exception:
                         self._progress.write(self._worker, number, _STEP if where == "info" else _RESET)
                         raise EnvironmentOutputError(

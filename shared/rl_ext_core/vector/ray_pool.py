@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rl_ext_core.errors import WorkerError, missing_dependency
+from rl_ext_core.factory import _byvalue
 from rl_ext_core.vector import _messages
 from rl_ext_core.vector._actor import Actor, ActorFailure
-from rl_ext_core.vector._failures import failed
+from rl_ext_core.vector._failures import failed, failed_to_close, warn_of_late
 from rl_ext_core.vector._layout import Layout, Progress, common_spaces
 from rl_ext_core.vector._rounds import call_in_rounds, shares
 from rl_ext_core.vector._worker import PHASES
+from rl_ext_core.vector.pool import INTERRUPTED_SECONDS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["RayPool"]
 
-_CLOSE_SECONDS = 5.0
 _PHASES_OF = {"build": "constructor", "map": "start"}
 
 
@@ -37,8 +39,8 @@ class _Seat:
         self.at = ""
         self.said: Any = None
 
-    def ask(self, method: str, *arguments: Any) -> None:
-        self.at = arguments[0] if method == "do" else method
+    def ask(self, method: str, *arguments: Any, at: str = "") -> None:
+        self.at = at or (arguments[0] if method == "do" else method)
         self.pending = getattr(self.actor, method).remote(*arguments)
 
 
@@ -50,6 +52,7 @@ class RayPool:
     :param actor_options: of each actor, as ``ray.remote`` takes them
     :param start_timeout: seconds until all environments must be built
     :param step_timeout: seconds until actors must have answered any later command
+    :param close_timeout: seconds until they must have closed their environments
     :raises MissingDependencyError: Ray is not installed
     :raises WorkerError: an environment cannot be built
     :raises EnvironmentOutputError: their spaces differ
@@ -70,14 +73,15 @@ class RayPool:
         actor_options: Mapping[str, Any],
         start_timeout: float | None = None,
         step_timeout: float | None = None,
+        close_timeout: float | None = None,
     ) -> None:
         try:
             import ray
         except ImportError:
             raise missing_dependency("ray", "ray", "RayVecEnv") from None
-        self._ray, self._step_timeout = ray, step_timeout
+        self._ray, self._step_timeout, self._close_timeout = ray, step_timeout, close_timeout
         self._failure: WorkerError | None = None
-        self._ended = False
+        self._ended = self._interrupted = False
         new = ray.remote(Actor).options(**actor_options).remote
         self.seats = [_Seat(number, *ends, new()) for number, ends in enumerate(shares(len(factories), num_workers))]
         self.of_env = [seat for seat in self.seats for _ in range(seat.first, seat.last)]
@@ -108,7 +112,7 @@ class RayPool:
 
     def send(self, seat: Any, name: str, data: Any) -> None:
         """Give an actor a command."""
-        seat.ask("do", name, data)
+        seat.ask("told", _byvalue.dumps((name, data), message=True), at=name)
 
     def reset(self, seat: Any, asked: Sequence[tuple[int | None, dict[str, Any]]]) -> None:
         """Have an actor's environments reset, each with a seed and options."""
@@ -135,10 +139,15 @@ class RayPool:
             failure, cause = self._described(asked, error, timeout)
             self.end(failure)
             raise failure from cause
-        for seat, (message, arrays) in zip(asked, answers, strict=True):
+        except KeyboardInterrupt:
+            self._interrupted = True
+            raise
+        for seat, (kind, data, arrays) in zip(asked, answers, strict=True):
             for name, array in arrays.items():
                 self.arrays[name][seat.first : seat.last] = array
-            seat.pending, seat.said = None, _understood(message)
+            # Not awaited any more once it was understood: Ctrl-C may come in between.
+            seat.said = _messages.answer(kind, data)
+            seat.pending = None
 
     def _described(
         self, asked: Sequence[_Seat], error: Exception, timeout: float | None
@@ -155,7 +164,7 @@ class RayPool:
             what = f"its actor{which} has died: {error}"
             return self._failed(seat, seat.first, seat.at, what, kind="exit"), None
         number, phase, message = raised.args
-        found = _understood(message).error
+        found = _messages.answer(_messages.RAISED, message).error
         text = str(found.__cause__.args[0])
         what = f"raised {found!r}:"
         failure = self._failed(seat, seat.first + number, PHASES[phase], what, kind="exception", traceback=text)
@@ -170,10 +179,18 @@ class RayPool:
 
         :raises WorkerError: the actors were ended because of it
         """
-        if self._failure is not None:
-            raise self._failure
+        self.raise_failure()
         if any(seat.pending is not None for seat in self.seats):
             self.wait_for_step()
+        self._interrupted = False
+
+    def raise_failure(self) -> None:
+        """Raise what has ended the actors.
+
+        :raises WorkerError: that
+        """
+        if self._failure is not None:
+            raise self._failure
 
     def call(self, numbers: Sequence[int], name: str, data: Any) -> list[Any]:
         """Have something done with environments: see :meth:`rl_ext_core.vector.pool.Pool.call`."""
@@ -184,26 +201,45 @@ class RayPool:
 
         :raises WorkerError: one of them fails in ``close``; all actors are gone all the same
         """
+        failures: list[WorkerError] = []
         try:
             if not self._ended:
-                self.settle()
-                for seat in self.seats:
-                    seat.ask("do", "close", None)
-                self.wait(min(self._step_timeout or _CLOSE_SECONDS, _CLOSE_SECONDS))
-        except WorkerError as error:
-            if error.phase == "close":
-                raise
+                failures = self._close_environments()
         finally:
             self.end()
+        if failures:
+            raise failures[0]
+
+    def _close_environments(self) -> list[WorkerError]:
+        ray, begin, limit = self._ray, time.monotonic(), self._close_timeout
+        if self._interrupted and limit is None:
+            limit = INTERRUPTED_SECONDS
+        for seat in self.seats:
+            seat.ask("do", "close", None)  # when it has done what it is at
+        ready = set(ray.wait([seat.pending for seat in self.seats], num_returns=len(self.seats), timeout=limit)[0])
+        failures = []
+        for seat in self.seats:
+            if seat.pending in ready:
+                try:
+                    kind, data, _ = ray.get(seat.pending)
+                    seat.said = _messages.answer(kind, data)
+                    found = failed_to_close(seat, self.seeds)
+                except (ray.exceptions.RayError, ActorFailure) as error:
+                    found, cause = self._described([seat], error, limit)
+                    found.__cause__ = cause
+                # What has happened before concerns nobody any more.
+                failures += [found] if found is not None and found.phase == "close" else []
+        late = [seat for seat in self.seats if seat.pending not in ready]
+        if late:
+            warn_of_late(late[0].first, len(self.of_env), "in close", time.monotonic() - begin)
+        return failures
 
     def end(self, failure: WorkerError | None = None) -> None:
-        """End the actors without further ado.
+        """End the actors without further ado; done again if it was interrupted.
 
         :param failure: why: raised by whatever is called later
         """
-        if self._ended:
-            return
-        self._ended, self._failure = True, failure
+        self._ended, self._failure = True, self._failure or failure
         for seat in self.seats:
             # Ray may have been shut down before.
             with contextlib.suppress(self._ray.exceptions.RaySystemError, ValueError):
@@ -218,9 +254,3 @@ def _has_failed(ray: Any, seat: _Seat) -> bool:
     except (ray.exceptions.RayError, ActorFailure):
         return True
     return False
-
-
-def _understood(message: bytes) -> Any:
-    if message == _messages.NOTHING:
-        return None
-    return _messages.answer(message[:1], _messages.behind(message))

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import functools
 import os
+import queue
+import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 import pytest
 
 from rl_ext_core import resources
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
-from rl_ext_core.factory import EnvFactory, _lives, _streams, as_factory
+from rl_ext_core.factory import EnvFactory, _examine, _lives, _streams, as_factory
 from rl_ext_core.factory._examine import examine, measure
 from rl_ext_core.factory._lives import live, look
 from rl_ext_core.factory._recipes import by_calling, by_grafting
@@ -193,3 +197,56 @@ def test_the_examination_is_part_of_the_factory_and_travels() -> None:
     assert factory.examination.lost == ((),)
     assert rollout(factory(), 1) == rollout(Line(), 1)
     assert as_factory(Line).examination is None
+
+
+def processes_of_its_own() -> Any:
+    return gym.make_vec("CartPole-v1", num_envs=2, vectorization_mode="async")
+
+
+def process_left_behind() -> Any:
+    env = gym.make("CartPole-v1")
+    env.unwrapped.left = subprocess.Popen(["sleep", "600"])  # type: ignore[attr-defined]
+    return env
+
+
+def pids(env: Any) -> list[int]:
+    left = getattr(env.unwrapped, "left", None)
+    return [process.pid for process in (env.processes if left is None else [left])]
+
+
+@pytest.mark.parametrize("build", [processes_of_its_own, process_left_behind])
+def test_a_trial_may_start_processes_and_they_go_with_it(build: Any) -> None:
+    found = examined(as_factory(build), read=pids, overrides={}, start_method=None)
+    assert found.read
+    until = time.monotonic() + 120
+    while any(map(_is_alive, found.read)):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+class Waiting(gym.Env[Any, Any]):
+    """Its steps wait for what the user's program does."""
+
+    observation_space = gym.spaces.Box(-1, 1, (1,))
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        self.commands: queue.Queue[float] = queue.Queue()
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        return np.full(1, self.commands.get(), np.float32), 0.0, False, False, {}
+
+
+def test_a_step_that_waits_for_ever_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_examine, "_TIMING_PATIENCE_S", 0.1)
+    assert _examine.measure(Waiting).step_seconds is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -307,3 +308,23 @@ def test_every_way_to_start_the_process_finds_the_same(start_method: str) -> Non
     assert as_factory(env, start_method=start_method).origin == "spec"
     env.unwrapped.gain = 3.0
     assert as_factory(env, start_method=start_method).origin == "graft"
+
+
+class _Gone:
+    """What a weak proxy stood for."""
+
+
+class HoldsProxy(gym.Wrapper[Any, Any, Any, Any]):
+    held = weakref.proxy(_Gone())
+
+    def reset(self, **options: Any) -> Any:
+        _ = GONE
+        return self.env.reset(**options)
+
+
+GONE = HoldsProxy.held
+
+
+def test_classes_and_modules_may_hold_dead_weak_proxies() -> None:
+    env = HoldsProxy(gym.make("CartPole-v1"))
+    assert rollout(as_factory(env)()) == rollout(env)

@@ -187,3 +187,14 @@ def test_lists_of_another_length_are_refused(given: Any) -> None:
 def test_devices_that_are_no_decisions_are_refused(devices: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r"is no decision; .* Write devices=\[resolve\("):
         as_factory(Line).for_workers(2, devices=devices)
+
+
+def test_what_is_for_a_worker_keeps_what_is_not_said_anew() -> None:
+    [_, second] = as_factory(Line).for_workers(2, seed=3, overrides=[{"gain": 2.0}, {"gain": 5.0}])
+    [_, again] = second.for_workers(2)
+    assert again.overrides == {"gain": 5.0}
+    assert again().gain == 5.0
+    assert again._worker is not None
+    assert again._worker.entropy == 3
+    [other] = second.for_workers(1, overrides=[{"length": 7}])
+    assert other.overrides == {"gain": 5.0, "length": 7}

@@ -24,9 +24,22 @@ def test_what_an_environments_own_pickle_leaves_out_and_the_specification_has_is
     assert factory().unwrapped.gain == 6.0
 
 
+def test_spaces_of_classes_may_be_drawn_from(caplog: pytest.LogCaptureFixture) -> None:
+    worlds.Line.action_space.sample()
+    worlds.Line.observation_space.sample()
+    env = gym.make("worlds/Line-v0")
+    worlds.EVENTS.clear()  # a list of the module, to which the constructor appends
+    factory = as_factory(env)
+    assert factory.examination is not None
+    assert factory.examination.class_attributes == ()
+    assert not caplog.records
+
+
 def test_attributes_of_classes_are_warned_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(worlds.Line, "drift", 2.0)
-    factory = as_factory(gym.make("worlds/Line-v0"))
+    env = gym.make("worlds/Line-v0")
+    worlds.EVENTS.clear()  # a list of the module, to which the constructor appends
+    factory = as_factory(env)
     assert factory.examination is not None
     assert factory.examination.class_attributes == ("<class tests.core.factory.worlds.Line>.drift",)
     [said] = [record.getMessage() for record in caplog.records]
@@ -45,7 +58,9 @@ def test_what_cannot_be_copied_is_named_with_the_reason_and_the_line() -> None:
 
 
 def test_state_behind_what_cannot_be_looked_into_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    factory = as_factory(gym.make("worlds/Sealed-v0"))
+    env = gym.make("worlds/Sealed-v0")
+    worlds.EVENTS[:] = ["made"]  # a list of the module; a copy of this is constructed
+    factory = as_factory(env)
     assert factory.examination is not None
     [opaque] = factory.examination.opaque
     assert opaque.endswith(".engine (zlib.Compress)")

@@ -150,7 +150,8 @@ def test_a_copy_of_a_model_that_was_changed_is_told_from_one_that_was_not() -> N
 
 CHANGED: dict[str, tuple[Callable[[], Any], int]] = {
     "reach_site": (lambda: manipulation.load("reach_site_features", seed=0), 20_000),
-    **{f"{domain}-{name}": (lambda d=domain, n=name: task(d, n), 150) for domain, name in suite.ALL_TASKS[1:]},
+    # Tasks of one domain differ in how they reward.
+    **{domain: (lambda d=domain, n=name: task(d, n), 150) for domain, name in reversed(suite.ALL_TASKS[2:])},
 }
 
 
@@ -168,6 +169,6 @@ def test_each_of_two_hundred_changes_is_in_the_copy() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in CHANGED if "escape" not in name])
+@pytest.mark.parametrize("name", CHANGED)
 def test_no_change_is_lost_in_silence(name: str) -> None:
     nothing_is_lost(*CHANGED[name])

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import ctypes
+import json
 import random
+import subprocess
+import sys
+import time
 from typing import Any
 
 import gymnasium as gym
@@ -11,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_ext_core.factory import _graft, _streams
+from rl_ext_core.factory import _graft, _streams, as_factory
 from tests.core.factory.grafting import copied, different, made
 from tests.core.factory.test_fingerprint import Holder
 
@@ -183,3 +188,58 @@ def test_emulators_draw_from_streams_of_their_own_too() -> None:
 @pytest.fixture(autouse=True)
 def leave_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_streams, "_stream", None)
+
+
+class SlowToUnpickle(gym.Env[Any, Any]):
+    """Takes a moment, as a simulator does, in which other threads go on."""
+
+    def __init__(self) -> None:
+        self.before, self.rng, self.after = Moment(), np.random.default_rng(5), Moment()
+
+
+class Moment:
+    def __reduce__(self) -> Any:
+        return wait_a_moment, ()
+
+
+def wait_a_moment() -> Moment:
+    time.sleep(0.01)
+    return Moment()
+
+
+def test_copies_that_are_made_in_threads_draw_what_those_made_in_turns_draw() -> None:
+    factory = as_factory(SlowToUnpickle(), verify=False)
+
+    def draw(call: Any) -> list[float]:
+        return [float(copy.rng.random()) for copy in call(lambda one: one(), factory.for_workers(8, seed=0))]
+
+    one_by_one = draw(map)
+    assert len(set(one_by_one)) == 8
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for _ in range(3):
+            assert draw(pool.map) == one_by_one
+
+
+ASKING = """
+import importlib.util, json, sys
+import numpy as np
+from rl_ext_core.factory import _streams
+
+_streams.seed_process(np.random.SeedSequence(3))
+for _ in range(int(sys.argv[1])):
+    assert importlib.util.find_spec("torch") is not None  # as transformers and many others ask
+import torch
+drawn = torch.rand(3).tolist()
+assert importlib.util.find_spec("torch") is not None
+torch.manual_seed(7)
+print(json.dumps([drawn, [repr(one) for one in sys.meta_path if "SeedsTorch" in repr(one)]]))
+"""
+
+
+def test_asking_whether_torch_is_installed_leaves_its_seed_alone() -> None:
+    ran = [
+        subprocess.run([sys.executable, "-c", ASKING, asked], capture_output=True, text=True, check=True).stdout
+        for asked in ("0", "2")
+    ]
+    assert ran[0] == ran[1]
+    assert json.loads(ran[0])[1] == []

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from rl_ext_core.isolation import _runs
 from tests.core.devices.fakes.build import give_up
 from tests.core.isolation import variants
 from tests.core.isolation.simulator import Simulator
@@ -21,12 +20,6 @@ Variant = Callable[[str], "functools.partial[Simulator]"]
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "rl-ext" / "isolation"
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take for a hang what takes two seconds, for tests that wait for it."""
-    monkeypatch.setattr(_runs, "LIMITS_S", (30.0, 2.0))
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 from rl_ext_core.factory import as_factory
 from rl_ext_core.isolation import Isolation, Verdict, _cache, _loaded, probe
 from rl_ext_core.isolation._key import key_of
+from rl_ext_core.isolation.probing import probe_all
 from tests.core.isolation import simulator
 from tests.core.isolation.conftest import Variant
 
@@ -32,7 +34,10 @@ def test_a_second_probe_is_answered_from_the_cache(own_cache: Path, variant: Var
     for name in ("GOOD", "NULL_FOR_SECOND"):
         first, second = probe(variant(name)), probe(variant(name))
         assert (first.declared_by, second.declared_by) == ("probe", "cache")
-        assert dataclasses.replace(second, declared_by="probe", seconds=first.seconds) == first
+        ours = dataclasses.replace(first, declared_by="cache", seconds=second.seconds, step_seconds=None)
+        assert dataclasses.replace(second, step_seconds=None) == ours
+        # Where others had the machine, it is not known.
+        assert second.step_seconds in (first.step_seconds, None)
     assert len(list(own_cache.iterdir())) == 2
 
 
@@ -111,6 +116,132 @@ def test_another_version_of_the_distribution_is_probed_again(monkeypatch: pytest
     assert probe("CartPole-v1").declared_by == "probe"
 
 
+def test_an_edited_module_of_an_installed_package_is_probed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "lib" / "python3" / "site-packages"
+    package, record = site / "installed_sim", site / "installed_sim-1.0.dist-info"
+    package.mkdir(parents=True)
+    record.mkdir()
+    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: installed-sim\nVersion: 1.0\n")
+    (record / "RECORD").write_text("installed_sim/__init__.py,,\ninstalled_sim/core.py,,\ninstalled_sim/env.py,,\n")
+    (package / "__init__.py").write_text("")
+    (package / "env.py").write_text("from installed_sim import core\ndef make():\n    return core.Simulator()\n")
+    monkeypatch.syspath_prepend(site)
+    found = []
+    for kind in ("Plain", "Plain", "DrawsFromNumPy"):
+        edited = f"from tests.core.isolation.simulator import {kind} as Simulator\n"
+        if not (package / "core.py").exists() or (package / "core.py").read_text() != edited:
+            (package / "core.py").write_text(edited)
+        importlib.invalidate_caches()
+        found.append(probe(importlib.import_module("installed_sim.env").make))
+        for name in [name for name in sys.modules if name.split(".")[0] == "installed_sim"]:
+            del sys.modules[name]
+    assert [verdict.declared_by for verdict in found] == ["probe", "cache", "probe"]
+    assert found[2].isolation is Isolation.SHARED_STATE
+
+
+READS = """
+import ctypes, json, os, pathlib
+from tests.core.isolation import simulator
+VARIANTS = {variants!r}
+def make():
+    folder = pathlib.Path(__file__).parent
+    return simulator.Simulator({which})
+"""
+
+
+@pytest.mark.parametrize(
+    "which",
+    [
+        "VARIANTS[json.load(open(folder / 'config.json'))]",
+        "VARIANTS[json.load(open('config.json'))]",
+        "VARIANTS[(folder / 'data' / 'config.json').read_text()[1:-1]]",
+        "VARIANTS[os.environ.get('TOY_KIND', 'GOOD')]",
+        "VARIANTS[['GOOD', 'SHARED_RANDOM'][os.path.exists('config.json') and len(open('config.json').read()) > 8]]",
+        "VARIANTS[read_by_c(folder / 'data' / 'config.json')]",
+        "VARIANTS[KIND]",
+    ],
+)
+def test_what_the_environment_reads_by_itself_is_noticed(
+    which: str, variant: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variants = {name: variant(name).args[0] for name in ("GOOD", "SHARED_RANDOM")}
+    folder = tmp_path / "code"
+    (folder / "data").mkdir(parents=True)
+    source = READS.format(variants=variants, which=which) + READS_BY_C
+    (folder / "reads_by_itself.py").write_text(source)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.chdir(folder)
+    monkeypatch.delitem(sys.modules, "reads_by_itself", raising=False)
+    found = []
+    for kind in ("GOOD", "GOOD", "SHARED_RANDOM"):
+        for name in ("config.json", "data/config.json"):
+            if not (folder / name).exists() or (folder / name).read_text() != json.dumps(kind):
+                (folder / name).write_text(json.dumps(kind))
+        monkeypatch.setenv("TOY_KIND", kind)
+        module = importlib.import_module("reads_by_itself")
+        monkeypatch.setattr(module, "KIND", kind)
+        found.append(probe(module.make))
+    monkeypatch.delitem(sys.modules, "reads_by_itself")
+    assert [verdict.declared_by for verdict in found] == ["probe", "cache", "probe"]
+    assert found[2].isolation is Isolation.SHARED_STATE
+
+
+READS_BY_C = """
+KIND = "GOOD"
+def read_by_c(path):
+    c = ctypes.CDLL(None)
+    c.fopen.restype = ctypes.c_void_p
+    file, text = ctypes.c_void_p(c.fopen(str(path).encode(), b"r")), ctypes.create_string_buffer(100)
+    c.fgets(text, 100, file)
+    c.fclose(file)
+    return json.loads(text.value)
+"""
+
+
+def test_a_file_of_the_same_time_and_size_is_known_by_its_contents(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("one")
+    state = _cache._state_of(str(path))
+    times = path.stat()
+    for text, same in (("two", False), ("one", True)):
+        path.write_text(text)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        assert _cache._is_as(str(path), state) is same
+    path.unlink()
+    assert not _cache._is_as(str(path), state)
+    assert _cache._is_as(str(path), None)
+
+
+def test_a_session_says_nothing_of_another_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe(simulator.Plain)
+    monkeypatch.setenv("SSH_TTY", "/dev/pts/7")
+    assert probe(simulator.Plain).declared_by == "cache"
+    monkeypatch.setenv("SIMULATOR_HOME", "/elsewhere")
+    assert probe(simulator.Plain).declared_by == "probe"
+
+
+def test_what_cannot_be_recognized_again_is_kept_for_this_process(own_cache: Path, variant: Variant) -> None:
+    source = functools.partial(simulator.unpacks_its_library, variant("GOOD").args[0])
+    assert probe(source).declared_by == "probe"
+    assert probe(source).declared_by == "cache"
+    assert not own_cache.exists() or not list(own_cache.iterdir())
+
+
+def test_a_step_that_was_timed_while_others_had_the_machine_is_timed_again(own_cache: Path) -> None:
+    factories = [as_factory(simulator.Plain)] * 2
+    assert probe_all(factories).step_seconds is not None
+    kept = json.loads(entry(own_cache).read_text())
+    for stale in ([kept["step"][0], None], ["another machine", 3.0]):
+        entry(own_cache).write_text(json.dumps({**kept, "step": stale}))
+        assert probe_all(factories).step_seconds is None
+        timed = probe_all(factories, timed=True)
+        assert timed.declared_by == "cache"
+        assert timed.step_seconds is not None
+        assert timed.step_seconds < 0.1
+
+
 def test_more_steps_are_probed_again_where_that_may_show_more(variant: Variant) -> None:
     assert probe(variant("SHARED_LATER"), steps=20).isolation is Isolation.INDEPENDENT
     assert probe(variant("SHARED_LATER"), steps=10).declared_by == "cache"
@@ -132,30 +263,31 @@ def test_a_library_that_is_gone_makes_no_entry(own_cache: Path, variant: Variant
         lambda text: text[: len(text) // 2],
         lambda text: "[]",
         lambda text: "{}",
-        lambda text: text.replace('"format": 1', '"format": 2', 1),
+        lambda text: text.replace('"format": 2', '"format": 3', 1),
         lambda text: text.replace('"steps": 100', '"steps": "many"'),
         lambda text: text.replace('"independent"', '"splendid"'),
         lambda text: text.replace('"independent"', '"broken"'),
         lambda text: text.replace('"in_process": true', '"in_process": 1'),
         lambda text: text.replace('"explanation"', '"explication"'),
-        lambda text: text.replace('"files": {', '"files": [').replace("\n },", "\n ],", 1),
+        lambda text: text.replace('"files": {', '"files": {"\\u0000": 3, '),
         lambda text: text.replace('"cure": null', '"cure": 3'),
         lambda text: text.replace('"cure": null', '"cure": null, "more": 1'),
         lambda text: "\0" * len(text),
     ],
 )
 def test_a_damaged_entry_is_no_entry_and_is_mended(damage: Callable[[str], str], own_cache: Path) -> None:
-    kept = _cache.Cache.of(as_factory(simulator.Plain), True, 100)
+    kept = _cache.Cache.of([as_factory(simulator.Plain)], [0], True, 100)
     assert kept is not None
     verdict = Verdict(Isolation.INDEPENDENT, "text", "probe", in_process=True, step_seconds=0.5)
-    kept.write(verdict, {"libraries": [], "sources": [__file__], "distributions": {"numpy": np.__version__}})
+    known = {"libraries": [], "sources": [__file__], "distributions": {"numpy": np.__version__}, "undisturbed": True}
+    kept.write(verdict, known)
     assert kept.read() == dataclasses.replace(verdict, declared_by="cache")
     path = entry(own_cache)
     text = path.read_text()
     path.write_text(damage(text))
     assert path.read_text() != text
     assert kept.read() is None
-    kept.write(verdict, {"libraries": [], "sources": [__file__], "distributions": {}})
+    kept.write(verdict, known)
     assert kept.read() is not None
 
 
@@ -195,6 +327,7 @@ import functools, sys
 import gymnasium, numpy as np
 from rl_ext_core.factory import as_factory
 from rl_ext_core.isolation._key import key_of
+from rl_ext_core.isolation.probing import probe_all
 from tests.core.isolation import simulator
 SIZE = {size}
 class Mine(simulator.Plain):
@@ -209,7 +342,7 @@ def helper():
     return make()
 sources = [make, Mine, lambda: Mine(), functools.partial(Mine, np.arange(3), k={{"b": 1}}), "CartPole-v1",
            functools.partial(simulator.Simulator, "/nowhere.so"), gymnasium.make("CartPole-v1")]
-print([key_of(as_factory(source, verify=False), 1) for source in sources])
+print([key_of([as_factory(source, verify=False)], [0], 1) for source in sources])
 """
 
 
@@ -234,7 +367,7 @@ def test_keys_of_a_script_are_the_same_in_every_run_and_differ_with_its_code(tmp
 
 
 def key(source: Any) -> str | None:
-    return key_of(as_factory(source, verify=False), 1)
+    return key_of([as_factory(source, verify=False)], [0], 1)
 
 
 def test_keys_differ_where_the_recipe_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +393,7 @@ def test_keys_differ_where_the_recipe_does(tmp_path: Path, monkeypatch: pytest.M
     before = key(functools.partial(simulator.Simulator, str(data)))
     data.write_text("12")
     assert key(functools.partial(simulator.Simulator, str(data))) != before
-    assert key_of(as_factory("CartPole-v1"), 1) != key_of(as_factory("CartPole-v1"), 2)
+    assert key_of([as_factory("CartPole-v1")], [0], 1) != key_of([as_factory("CartPole-v1")], [0], 2)
     here = key("CartPole-v1")
     monkeypatch.chdir(tmp_path)
     assert key("CartPole-v1") != here

@@ -14,7 +14,7 @@ import pytest
 
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.isolation import apply_cure, probe
-from rl_ext_core.isolation.cures import mirror
+from rl_ext_core.isolation.cures import Mirrored, mirror
 from tests.boundaries import ROOT
 from tests.core.isolation.conftest import Variant
 
@@ -47,7 +47,7 @@ def in_two_workers(cure: str, library: str, tmp_path: Path) -> list[str]:
         assert workers[-1].stdout is not None
         workers[-1].said = workers[-1].stdout.readline().strip()  # type: ignore[attr-defined]
     for worker in workers:
-        worker.communicate(timeout=20)
+        worker.communicate(timeout=120)
     return [worker.said for worker in workers]  # type: ignore[attr-defined]
 
 
@@ -86,8 +86,43 @@ def test_a_mirror_has_small_files_of_its_own_and_the_rest_in_common(tmp_path: Pa
     assert (target / "link").read_text() == "small"
     (target / "link").write_text("changed")
     assert (source / "small").read_text() == "small"
-    for name in ("big", "folder"):
-        assert (target / name).resolve() == source / name
+    assert (target / "big").resolve() == source / "big"
+    assert not (target / "folder").is_symlink()
+
+
+WRITES = """
+import os, shutil, sys
+from pathlib import Path
+from rl_ext_core.isolation import apply_cure
+apply_cure("working directory", Path(sys.argv[1]))
+with open("big.bin", "r+b") as file:
+    file.write(b"spoilt")
+Path("data/deep/new.txt").write_text("new")
+Path("data/deep/big.bin").write_bytes(b"")
+os.truncate("data/bigger.bin", 3)
+os.remove("data/note.txt")
+os.rename("note.txt", "other.txt")
+os.mkdir("many/of_the_probe")
+Path("many/1/in.txt").write_text("new")
+print(os.path.getsize("big.bin"), os.path.getsize("data/bigger.bin"), sorted(os.listdir()))
+"""
+
+
+def test_nothing_of_the_users_folder_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "project"
+    (folder / "data" / "deep").mkdir(parents=True)
+    for name in ("big.bin", "data/bigger.bin", "data/deep/big.bin"):
+        (folder / name).write_bytes(bytes(3 << 20))
+    for name in ("note.txt", "data/note.txt"):
+        (folder / name).write_text("note")
+    for index in range(1200):  # too many to be copied
+        (folder / "many" / str(index)).mkdir(parents=True)
+    before = {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
+    done = subprocess.run(
+        [sys.executable, "-c", WRITES, str(tmp_path / "own")], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == f"{3 << 20} 3 ['big.bin', 'data', 'many', 'other.txt']\n", done.stderr
+    assert {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")} == before
 
 
 def test_a_mirror_of_what_cannot_be_read_is_empty(tmp_path: Path) -> None:
@@ -96,12 +131,28 @@ def test_a_mirror_of_what_cannot_be_read_is_empty(tmp_path: Path) -> None:
 
 
 def test_only_many_files_are_too_many_to_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_ext_core.isolation.cures._COPIED_FILES", 3)
+    monkeypatch.setattr("rl_ext_core.isolation.cures._COPIED_ENTRIES", 3)
     (tmp_path / "source").mkdir()
     for index in range(5):
         (tmp_path / "source" / str(index)).write_text(str(index))
     mirror(tmp_path / "source", tmp_path / "target")
     assert sum(path.is_symlink() for path in (tmp_path / "target").iterdir()) == 2
+
+
+def test_much_is_linked_and_a_folder_that_nothing_was_written_to_is_used_again(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for index in range(100):  # 30 MB
+        (source / f"{index}.npy").write_bytes(bytes(300_000))
+    mirrored = Mirrored(source, tmp_path / "scratch")
+    first = mirrored.path()
+    assert sum(path.lstat().st_size for path in first.iterdir()) < 17 << 20
+    assert mirrored.path() == first
+    next(path for path in first.iterdir() if not path.is_symlink()).write_bytes(b"")
+    assert mirrored.path() != first
+    assert {(path.name, path.stat().st_size) for path in mirrored.path().iterdir()} == {
+        (f"{index}.npy", 300_000) for index in range(100)
+    }
 
 
 LOADS = """

@@ -70,6 +70,14 @@ def test_capitals_and_independence_are_understood(no_process: None) -> None:
     assert (verdict.isolation, verdict.in_process) == (Isolation.INDEPENDENT, True)
 
 
+@pytest.mark.parametrize(("said", "in_process"), [("process", False), ("in-process", True)])
+def test_it_may_be_said_as_make_vec_env_says_it(said: str, in_process: bool, no_process: None) -> None:
+    class Says(simulator.Plain):
+        metadata = {**simulator.Plain.metadata, "isolation": said}  # noqa: RUF012
+
+    assert probe(Says).in_process is in_process
+
+
 @pytest.mark.parametrize("source", [simulator.SaysNonsense, lambda: simulator.SaysNonsense()])
 def test_nonsense_is_refused_by_name(source: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r'SaysNonsense.metadata\["isolation"\] is .?True.*single-instance'):

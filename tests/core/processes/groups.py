@@ -12,7 +12,7 @@ from rl_ext_core.processes.contexts import Worker
 from tests.core.processes import targets
 
 # Generous: the machine may be busy.
-LIMIT_S = 20
+LIMIT_S = 120
 
 
 class Group:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rl_ext_core.processes import note
+from rl_ext_core.processes import at_end, note
 
 
 class NeedsArgumentsError(Exception):
@@ -139,7 +142,6 @@ def kill() -> None:
 
 
 def terminate() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # SDL handles it where another test has used a display
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -213,10 +215,52 @@ def modules() -> list[str]:
     return list(sys.modules)
 
 
-def ignores_interrupts() -> bool:
-    return signal.getsignal(signal.SIGINT) is signal.SIG_IGN and signal.SIGINT not in signal.pthread_sigmask(
-        signal.SIG_BLOCK, ()
+def start_helpers() -> list[int]:
+    """Start a program; fork a process that holds all descriptors; and start a program in a session of its own."""
+    sleep: Any = functools.partial(
+        subprocess.Popen, [sys.executable, "-S", "-c", "import time; time.sleep(100)"], stdout=subprocess.DEVNULL
     )
+    program, apart = sleep(), sleep(start_new_session=True)
+    forked = os.fork()
+    if forked == 0:
+        time.sleep(100)
+        os._exit(0)
+    return [program.pid, forked, apart.pid]
+
+
+def close_files() -> None:
+    """Have two files removed at the end, the second in vain."""
+    files = [tempfile.mkstemp()[1] for _ in range(2)]
+    note(files=files)
+    at_end(functools.partial(os.unlink, files[0]))
+    at_end(functools.partial(os.unlink, "/nowhere"))
+
+
+def close_slowly() -> None:
+    at_end(functools.partial(time.sleep, 100))
+
+
+def nested_pid() -> int:
+    """Start a worker of this worker, which starts a program."""
+    from rl_ext_core.processes import get_context
+
+    context = get_context("forkserver")
+    ours, theirs = context.Pipe()
+    nested = context.Process(target=serve, args=(theirs,))
+    nested.start()
+    NESTED.extend([nested, ours])
+    ours.send("start_helpers")
+    return int(ours.recv()[0])
+
+
+NESTED: list[Any] = []
+
+
+def survive_an_interrupt() -> int:
+    """Return the disposition of SIGINT in a program that is started from here, after an interrupt."""
+    signal.raise_signal(signal.SIGINT)
+    code = "import signal; print(int(signal.getsignal(signal.SIGINT) is signal.default_int_handler))"
+    return int(subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True).stdout)
 
 
 ACTIONS = {name: value for name, value in vars().items() if callable(value)}

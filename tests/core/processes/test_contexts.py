@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import multiprocessing
 import os
 import signal
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -15,7 +17,7 @@ import pytest
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.processes import get_context, registered
 from tests.core.processes import targets
-from tests.core.processes.groups import group
+from tests.core.processes.groups import LIMIT_S, group
 
 
 def test_it_is_a_context_of_multiprocessing(method: str) -> None:
@@ -41,7 +43,7 @@ def test_multiprocessings_own_tools_run_on_it(method: str) -> None:
     flags, event, queue = context.RawArray("b", 2), context.Event(), context.Queue()
     process = context.Process(target=_use_all, args=(flags,), kwargs={"event": event, "queue": queue})
     process.start()
-    assert queue.get(timeout=20) == "queued"
+    assert queue.get(timeout=120) == "queued"
     assert event.wait(20)
     process.join()
     assert flags[1] == 7
@@ -102,10 +104,43 @@ def test_variables_are_set_before_the_first_import(
     assert process.exitcode == 0
 
 
-def test_workers_ignore_interrupts(method: str) -> None:
+def test_workers_pass_over_interrupts_and_what_they_start_does_not(method: str) -> None:
     with group(method, 1) as workers:
-        assert workers.ask(0, "ignores_interrupts")
-    assert not targets.ignores_interrupts()
+        assert workers.ask(0, "survive_an_interrupt") == 1
+        os.kill(workers.workers[0].pid or 0, signal.SIGINT)
+        assert workers.ask(0, "pid") == workers.workers[0].pid
+
+
+@pytest.fixture
+def foreign_handler() -> Iterator[None]:
+    """Handle SIGTERM in C, in vain, as SDL does."""
+    before = signal.getsignal(signal.SIGTERM)
+    library = ctypes.CDLL(None)
+    library.signal.argtypes, library.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    library.signal(signal.SIGTERM, ctypes.cast(library.getpid, ctypes.c_void_p))
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("foreign_handler")
+def test_terminate_ends_workers_whatever_handles_the_signal_here(method: str) -> None:
+    with group(method, 1) as workers:
+        assert workers.ask(0, "pid")
+        workers.workers[0].terminate()
+        workers.workers[0].join(LIMIT_S)
+        assert workers.workers[0].exitcode == -signal.SIGTERM
+
+
+def test_handlers_of_this_process_do_not_run_in_workers(method: str, tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGUSR2, lambda *_: (tmp_path / "handled").touch())
+    try:
+        with group(method, 1) as workers:
+            assert workers.ask(0, "pid")
+            os.kill(workers.workers[0].pid or 0, signal.SIGUSR2)
+            assert workers.ask(0, "pid"), "anybody may send the signal by which a worker is asked to end"
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_registered_context_is_found_by_its_name_while_it_is_open(method: str) -> None:

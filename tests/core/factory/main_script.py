@@ -1,0 +1,98 @@
+"""A user's own code: classes, functions and globals of its main module, whichever way it is run."""
+
+DEFINED = """
+import gymnasium as gym, numpy as np
+
+LEVEL = 1
+seen = []
+
+def bonus():
+    return LEVEL * 10
+
+class Base(gym.Env):
+    observation_space = gym.spaces.Box(-100, 100, (4,), np.float64)
+    action_space = gym.spaces.Discrete(2)
+    gravity = 1.0
+
+    def look(self):
+        return np.array([LEVEL, bonus(), self.gravity, self.extra()], np.float64)
+
+    def extra(self):
+        return 0
+
+class Env(Base):
+    def __init__(self, extra=0):
+        self.given = extra
+
+    def extra(self):
+        return super().extra() + self.given
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        seen.append("reset")
+        return self.look(), {}
+
+    def step(self, action):
+        seen.append("step")
+        return self.look(), 0.0, False, False, {}
+
+def make(extra=0):
+    return Env(extra)
+
+# %%
+"""
+
+USED = """
+from rl_ext_core.factory import as_factory
+
+def check(use):
+    global LEVEL
+    held = 5
+    methods = [(kind, name, part) for kind in (Base, Env) for name, part in vars(kind).items() if callable(part)]
+    env = Env(3)
+    env.reset(seed=0)
+    env.extra = lambda: held + LEVEL
+    of_instance, of_class, of_function = as_factory(env), as_factory(Env), as_factory(lambda: make(held))
+    # Workers have all as it is now.
+    assert use(of_instance.for_workers(2, seed=0)) == [[1, 10, 1, 6]] * 2
+    assert use(of_class.for_workers(2, overrides=[dict(extra=1), dict(extra=2)])) == [[1, 10, 1, 1], [1, 10, 1, 2]]
+    assert use([of_function] * 2) == [[1, 10, 1, 5]] * 2
+    # Here nothing has changed, and what changes is seen.
+    del seen[:]
+    LEVEL, Base.gravity = 2, 9.8
+    for made in (env, of_instance()):
+        assert type(made) is Env
+        assert made.reset()[0].tolist() == [2, 20, 9.8, 7], made.look()
+    assert of_instance() is not env
+    for factory, extra in ((of_class, 0), (of_function, 5)):
+        made = factory()
+        assert type(made) is Env
+        assert made.reset()[0].tolist() == [2, 20, 9.8, extra]
+        made.step(0)
+    assert seen == ["reset", "reset", "reset", "step", "reset", "step"]
+    assert all(vars(kind)[name] is part for kind, name, part in methods)
+    LEVEL, Base.gravity = 1, 1.0
+"""
+
+
+def in_pools(imports: str, pools: str, answer: str) -> str:
+    """Give the end of such a script: environments in pools of processes do what ``check`` expects.
+
+    :param imports: what the pools need
+    :param pools: an expression: functions that take factories
+    :param answer: an expression of ``envs``: their first observations
+    """
+    return f"""
+{imports}
+
+if __name__ == "__main__":
+    for pool in {pools}:
+        def use(factories):
+            envs = pool(factories)
+            try:
+                return {answer}
+            finally:
+                envs.close()
+        check(use)
+    print("as expected")
+"""

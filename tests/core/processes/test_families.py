@@ -1,0 +1,185 @@
+"""A worker closes what it has, and what it has started ends with it, however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rl_ext_core.errors import WorkerError
+from tests.core.processes.groups import LIMIT_S, Group, group
+from tests.load import busy
+
+
+def wait_until_gone(pids: Iterable[int]) -> None:
+    end = time.monotonic() + LIMIT_S
+    while left := [pid for pid in pids if _runs(pid)]:
+        assert time.monotonic() < end, left
+        time.sleep(0.01)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def fail(workers: Group, command: str, timeout: float | None = None) -> WorkerError:
+    with pytest.raises(WorkerError) as caught, workers.watch.operation("step", timeout=timeout):
+        workers.ask(1, command)
+    return caught.value
+
+
+@pytest.mark.parametrize("command", ["raise_bad_level", "kill", "os_exit", "segfault", "exit_3"])
+def test_what_a_worker_has_started_ends_when_it_fails(method: str, command: str) -> None:
+    with group(method, 2) as workers:
+        helpers = [workers.ask(worker, "start_helpers") for worker in (0, 1)]
+        fail(workers, command)
+        # What has a session of its own is known by the worker only, and so while that lives.
+        dead_at_once = command in ("kill", "os_exit", "segfault")
+        wait_until_gone([*helpers[0], *helpers[1][: 2 if dead_at_once else 3]])
+        if dead_at_once:
+            os.kill(helpers[1][2], signal.SIGKILL)
+
+
+@pytest.mark.parametrize("command", ["hang", "hang_in_c", "stop"])
+def test_what_a_worker_has_started_ends_when_it_hangs(method: str, command: str) -> None:
+    with group(method, 2) as workers:
+        helpers = [workers.ask(worker, "start_helpers") for worker in (0, 1)]
+        fail(workers, command, timeout=0.3)
+        wait_until_gone([*helpers[0], *helpers[1]])
+
+
+def test_what_workers_have_started_ends_when_they_are_killed(method: str) -> None:
+    with group(method, 2) as workers:
+        helpers = [workers.ask(worker, "start_helpers") for worker in (0, 1)]
+        workers.watch.kill()
+        wait_until_gone([*helpers[0], *helpers[1]])
+
+
+def test_what_workers_leave_behind_in_good_order_lives_on(method: str) -> None:
+    with group(method, 1) as workers:
+        program, forked, apart = workers.ask(0, "start_helpers")
+        workers.close()
+        assert workers.workers[0].exitcode == 0
+        workers.watch.stop()
+        assert _runs(program)
+        for pid in (program, forked, apart):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_workers_of_workers_end_with_what_they_have_started(method: str) -> None:
+    with group(method, 2) as workers:
+        nested = workers.ask(0, "nested_pid")
+        fail(workers, "kill")
+        wait_until_gone([nested])
+
+
+def test_the_end_of_a_process_is_seen_while_what_it_has_forked_lives_on(method: str) -> None:
+    with group(method, 1) as workers:
+        helpers = workers.ask(0, "start_helpers")
+        workers.close()
+        begin = time.monotonic()
+        assert workers.workers[0].exitcode == 0
+        workers.workers[0].join(LIMIT_S)
+        assert time.monotonic() - begin < 10
+        for pid in helpers:
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("command", ["raise_bad_level", "exit_3"])
+def test_a_worker_that_fails_closes_what_it_has(method: str, command: str) -> None:
+    with group(method, 2) as workers:
+        for worker in (0, 1):
+            workers.ask(worker, "close_files")
+        files = fail(workers, command).notes["files"]
+        assert not Path(files[0]).exists()
+        Path(files[1]).unlink()
+        _unlink_others(workers)
+
+
+def _unlink_others(workers: Group, worker: int = 0) -> None:
+    """Look what a worker has noted that was ended because another one failed."""
+    popen = workers.workers[worker].popen
+    assert popen is not None
+    first, second = popen.report.read().notes["files"]
+    assert not Path(first).exists()
+    Path(second).unlink()
+
+
+def test_workers_that_are_ended_close_what_they_have(method: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with group(method, 1) as workers:
+        workers.ask(0, "close_files")
+        workers.pipes[0].send("hang")
+        time.sleep(0.2)
+        workers.watch.kill()
+        _unlink_others(workers)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_worker_that_returns_leaves_the_closing_to_its_function() -> None:
+    with group("forkserver", 1) as workers:
+        workers.ask(0, "close_files")
+        workers.close()
+        popen = workers.workers[0].popen
+        assert popen is not None
+        for file in popen.report.read().notes["files"]:
+            Path(file).unlink()
+
+
+def test_closing_has_an_end(method: str) -> None:
+    with group(method, 2) as workers:
+        helpers = [workers.ask(worker, "start_helpers") for worker in (0, 1)]
+        for worker in (0, 1):
+            workers.ask(worker, "close_slowly")
+        assert "bad level" in str(fail(workers, "raise_bad_level"))
+        wait_until_gone([*helpers[0], *helpers[1][:2]])
+        os.kill(helpers[1][2], signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_on_a_busy_machine_a_hang_is_told_and_the_others_close(method: str) -> None:
+    with busy(8), group(method, 3) as workers:
+        for worker in (0, 2):
+            workers.ask(worker, "close_files")
+        error = fail(workers, "hang", timeout=1)
+        assert " in hang" in error.traceback
+        _unlink_others(workers)
+        _unlink_others(workers, 2)
+
+
+PARENT = """
+import signal, sys, time
+from tests.core.processes.groups import group
+if __name__ == "__main__":
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
+    with group(sys.argv[1], 2) as workers:
+        (*first, apart_1), (*second, apart_2) = [workers.ask(worker, "start_helpers") for worker in (0, 1)]
+        nested = workers.ask(0, "nested_pid")
+        workers.pipes[1].send("hang_in_c")
+        pids = [worker.pid for worker in workers.workers]
+        print(apart_1, apart_2, *first, *second, nested, *pids, flush=True)
+        time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_all_ends_with_the_parent(method: str, number: signal.Signals, tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    parent = subprocess.Popen([sys.executable, str(script), method], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    *apart, _, _, _, _, _, _, _ = pids = list(map(int, parent.stdout.readline().split()))
+    parent.send_signal(number)
+    wait_until_gone(pids[len(apart) :])
+    for pid in apart:
+        os.kill(pid, signal.SIGKILL)
+    parent.communicate()
