@@ -6,12 +6,10 @@ observations are stacked and which codec suits them. Nothing here knows a framew
 
 from rl_ext_core.frames.adaptive import AdaptiveStore
 from rl_ext_core.frames.codecs import Codec, codec_names, get_codec, register_codec
-from rl_ext_core.frames.disk._recovery import Recovered
-from rl_ext_core.frames.disk._salvage import Salvaged, salvage
 from rl_ext_core.frames.jpeg import JpegCodec
 from rl_ext_core.frames.layout import StackLayout
 from rl_ext_core.frames.planning import Plan, plan
-from rl_ext_core.frames.store import FrameStore
+from rl_ext_core.frames.store import FrameStore, Recovered, Salvaged, salvage
 
 __all__ = [
     "AdaptiveStore",

@@ -1,253 +1,291 @@
-"""Where each block of each environment lies, from the first one that is still needed to the one being filled."""
+"""The memory of a frame pool, for its kernels: blocks, reference frames, and who uses them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
 import numpy as np
+from numba import carray, int64, njit, uint8, uint32, uint64
 
-from rl_ext_core.frames._sealing import open_block, seal_block
-from rl_ext_core.frames._state import OFFSET, REFERENCE, SEALED_HEADER, SLAB, Blocks, Bytes, Counts
-from rl_ext_core.frames.arena import Arena, RamSlabs, address_of
-from rl_ext_core.frames.codecs import Codec
-from rl_ext_core.frames.references import RamFrames, ReferencePool, frames_a_chunk
+from rl_ext_core.frames.allocator import address_of_grain, give_grains, grains_of, take_grains
+from rl_ext_core.frames.arrays import (
+    BLOCK_BYTES,
+    DEPTH_SHIFT,
+    FREE,
+    FREE_BLOCKS,
+    FREE_REFERENCES,
+    FULL,
+    GRAIN,
+    KIND,
+    MOST_BLOCKS,
+    MOST_PLACES,
+    N_BYTES,
+    OPEN,
+    PAIR_DEPTH_SHIFT,
+    PAIR_NEXT_DEPTH_SHIFT,
+    PAIR_PLACE_SHIFT,
+    PAIR_STEP_SHIFT,
+    PLACE_SHIFT,
+    PREVIOUS,
+    REFERENCE,
+    SEALED,
+    SEALED_BYTES,
+    SEALED_GRAIN,
+    SEALED_SUM,
+    STORED_SUM,
+    STREAM,
+    USERS,
+    Pool,
+)
+from rl_ext_core.frames.geometry import PATCH, SLACK, Bytes, Counts, Geometry
+from rl_ext_core.frames.machine import START, add_bytes, copy_bytes, folded, kernel, mixed, pointer_to
+from rl_ext_core.frames.region import address_of, allocate
 
-if TYPE_CHECKING:
-    from rl_ext_core.frames.disk._recovery import LiveBlocks
-    from rl_ext_core.frames.disk._store import StoreFiles
-
-_FIRST_RING = 16
-
-# What is known of each block in a file: its size, its CRC-32, and whether that is still to be compared.
-_SIZE, _CRC, _UNCHECKED = range(3)
+_NUMBER = 0xFFFFFFFF
 
 
-class BlockTable:
-    """A ring of blocks an environment, their bytes in an arena, and the reference frames that they start from.
+_N_GEOMETRY = len(Geometry._fields)
 
-    :param opened: (n_envs, ...) the open blocks; block ``e`` is filled in row ``e``.
-    :param frame_bytes: size of a frame.
-    :param codec: seals full blocks.
-    :param max_bytes: what the store may hold in all.
-    :param files: where sealed blocks and reference frames go, or None for memory.
+
+@njit(nogil=True)
+def geometry_in(state):  # type: ignore[no-untyped-def]
+    """The sizes in a state."""
+    return Geometry(
+        state[0],
+        state[1],
+        state[2],
+        state[3],
+        state[4],
+        state[5],
+        state[6],
+        state[7],
+        state[8],
+        state[9],
+        state[10],
+        state[11],
+        state[12],
+    )
+
+
+@njit(nogil=True, inline="always")
+def _list(state, field, dtype):  # type: ignore[no-untyped-def]
+    at = _N_GEOMETRY + 3 * field
+    return carray(pointer_to(uint64(state[at])), (state[at + 1],), dtype)
+
+
+@njit(nogil=True, inline="always")
+def _table(state, field, dtype):  # type: ignore[no-untyped-def]
+    at = _N_GEOMETRY + 3 * field
+    return carray(pointer_to(uint64(state[at])), (state[at + 1], state[at + 2]), dtype)
+
+
+@njit(nogil=True)
+def pool_in(state):  # type: ignore[no-untyped-def]
+    """The arrays in a state, in the order of :class:`Pool`."""
+    return Pool(
+        _list(state, 0, int64),
+        _table(state, 1, uint32),
+        _table(state, 2, uint32),
+        _list(state, 3, uint32),
+        _list(state, 4, uint32),
+        _list(state, 5, uint32),
+        _list(state, 6, uint8),
+        _list(state, 7, uint32),
+        _list(state, 8, uint32),
+        _list(state, 9, uint32),
+        _table(state, 10, int64),
+        _table(state, 11, uint8),
+        _table(state, 12, uint8),
+        _table(state, 13, uint8),
+        _table(state, 14, uint32),
+        _list(state, 15, uint64),
+    )
+
+
+@njit(nogil=True, inline="always")
+def newest_block(handle):  # type: ignore[no-untyped-def]
+    """The block of a stack's newest frame, the place there, and the number of frames."""
+    return handle & _NUMBER, (handle >> PLACE_SHIFT) & 0xFFFF, handle >> DEPTH_SHIFT
+
+
+@njit(nogil=True, inline="always")
+def stacks_of(pair):  # type: ignore[no-untyped-def]
+    """What a transition names: the block of the newest frame and the place there; how many frames of the observation
+    there are, how much further the newest one is than that, and how many frames of the next observation there are.
     """
+    block, place = pair & (MOST_BLOCKS - 1), (pair >> PAIR_PLACE_SHIFT) & (MOST_PLACES - 1)
+    depth, step = (pair >> PAIR_DEPTH_SHIFT) & 0xFF, (pair >> PAIR_STEP_SHIFT) & 0xFF
+    return block, place, depth, step, (pair >> PAIR_NEXT_DEPTH_SHIFT) & 0xFF
 
-    def __init__(
-        self,
-        opened: Bytes,
-        *,
-        frame_bytes: int,
-        codec: Codec,
-        max_bytes: int | None = None,
-        files: StoreFiles | None = None,
-    ) -> None:
-        self._n_envs = len(opened)
-        self._frame_bytes, self._max_bytes = frame_bytes, max_bytes
-        self._codec = codec
-        self._files = files
-        if files is None:
-            chunk_frames = frames_a_chunk(frame_bytes, max_bytes)
-            self._arena = Arena(RamSlabs(trimmed=max_bytes is not None), reserved=self._n_envs, max_bytes=max_bytes)
-            self.references = ReferencePool(RamFrames(frame_bytes, chunk_frames=chunk_frames))
-        else:
-            self._arena = Arena(files.slabs, reserved=self._n_envs, max_bytes=max_bytes)
-            self.references = ReferencePool(files.frames)
-        self._first = np.zeros(self._n_envs, dtype=np.int64)  # blocks before are freed
-        self._next = np.zeros(self._n_envs, dtype=np.int64)  # the block after the open one
-        self._table = np.zeros((self._n_envs, _FIRST_RING, 3), dtype=np.uint32)
-        self._in_files = np.zeros((self._n_envs, _FIRST_RING if files else 0, 3), dtype=np.uint32)
-        self._opened_from = np.full(self._n_envs, -1)  # reference frames of the newest blocks
-        self._view: Blocks | None = None
-        self.fill_in(opened)
 
-    def view(self) -> Blocks:
-        """The arrays for the kernels, valid until a block begins."""
-        if self._view is None or self._view.reference_address is not self.references.addresses:
-            self._arena.addresses[: self._n_envs] = self._open_addresses
-            self._view = Blocks(
-                table=self._table,
-                slab_address=self._arena.addresses,
-                reference_address=self.references.addresses,
-            )
-        return self._view
+@njit(nogil=True)
+def address_in(array, row):  # type: ignore[no-untyped-def]
+    """Where a row of bytes begins."""
+    return uint64(array.ctypes.data) + uint64(row * array.shape[1])
 
-    def fill_in(self, opened: Bytes) -> None:
-        """Has the blocks to come be filled in these rows. None may be open."""
-        self._open_addresses = [address_of(row) for row in opened]
-        self._view = None
 
-    def begin(self, env: int, reference: int | None) -> None:
-        """Opens the next block of an environment.
+@njit(nogil=True)
+def take(p, used, freed, free):  # type: ignore[no-untyped-def]
+    """A number that is free, or one that was never used."""
+    if p.head[freed] > 0:
+        p.head[freed] -= 1
+        return int64(free[p.head[freed]])
+    p.head[used] += 1
+    return p.head[used] - 1
 
-        :param reference: number of the frame that its first patch starts from, if there is one.
-        """
-        self._make_room(env)
-        slot = int(self._next[env]) & (self._table.shape[1] - 1)
-        self._table[env, slot] = env, 0, reference or 0
-        if reference is not None:
-            self.references.use(reference)
-            self._opened_from[env] = reference
-        self._next[env] += 1
-        self._view = None
 
-    def _make_room(self, env: int) -> None:
-        ring = self._table.shape[1]
-        if self._next[env] - self._first[env] < ring:
-            return
-        self._table = self._in_a_ring_of(2 * ring, self._table)
-        if self._files is not None:
-            self._in_files = self._in_a_ring_of(2 * ring, self._in_files)
+@njit(nogil=True)
+def open_sum(p, block):  # type: ignore[no-untyped-def]
+    """Checksum of what is noted of a block that is being filled."""
+    total = mixed(mixed(START, block), OPEN)
+    for column in (PREVIOUS, REFERENCE, STREAM):
+        total = mixed(total, p.blocks[block, column])
+    return folded(total)
 
-    def _in_a_ring_of(self, n_slots: int, table: Any) -> Any:
-        grown = np.zeros((self._n_envs, n_slots, 3), dtype=np.uint32)
-        for env in range(self._n_envs):
-            numbers = np.arange(self._first[env], self._next[env])
-            grown[env, numbers & (n_slots - 1)] = table[env, numbers & (table.shape[1] - 1)]
-        return grown
 
-    def seal(self, env: int, block: Bytes) -> None:
-        """Moves the full open block of an environment into the arena.
+@njit(nogil=True)
+def stored_sum(p, block, first, n_bytes, kind, contents):  # type: ignore[no-untyped-def]
+    """Checksum of what is noted of a full block.
 
-        :raises OutOfMemoryError: where the system has no more; the block stays open then.
-        :raises StorageError: where a file cannot be written; likewise.
-        """
-        if self._codec.seals:
-            block = seal_block(self._codec, block)
-        slab, offset = self._arena.store(block)
-        number = int(self._next[env]) - 1
-        slot = number & (self._table.shape[1] - 1)
-        if self._files is not None:
-            try:
-                crc = self._files.note_sealed(
-                    env, number, block, int(self._table[env, slot, REFERENCE]), slab - self._n_envs, offset
-                )
-            except BaseException:
-                self._arena.take_back(slab, offset)
-                raise
-            self._in_files[env, slot] = len(block), crc, False
-        self._table[env, slot, :REFERENCE] = slab, offset
-        self._view = None
+    :param contents: checksum of what it holds.
+    """
+    total = mixed(mixed(mixed(mixed(mixed(START, block), kind), first), n_bytes), contents)
+    for column in (PREVIOUS, REFERENCE):
+        total = mixed(total, p.blocks[block, column])
+    return folded(total)
 
-    def unseal(self, env: int, slot: int) -> bytes | memoryview:
-        """The contents of a sealed block in memory."""
-        slab, offset = int(self._table[env, slot, SLAB]), int(self._table[env, slot, OFFSET])
-        n_sealed = int(np.frombuffer(self._arena.read(slab, offset, SEALED_HEADER), "<u4")[0])
-        return self.opened(self._arena.read(slab, offset, SEALED_HEADER + n_sealed))
 
-    def opened(self, stored: memoryview) -> bytes | memoryview:
-        """The contents of a sealed block as it is stored."""
-        return open_block(self._codec, stored)
+@njit(nogil=True)
+def store_bytes(p, block, source, n_bytes, seal):  # type: ignore[no-untyped-def]
+    """Notes bytes as a full block's contents, or what these were sealed to."""
+    first = take_grains(p, grains_of(p, n_bytes))
+    copy_bytes(address_of_grain(p, first), source, n_bytes)
+    kind, column = (SEALED, SEALED_SUM) if seal else (FULL, STORED_SUM)
+    if p.sums.shape[0] > 0:
+        contents = folded(add_bytes(START, source, n_bytes))
+        p.sums[block, column] = contents
+        p.sums[block, column + 1] = stored_sum(p, block, first, n_bytes, kind, contents)
+    apart = seal and p.sums.shape[0] > 0
+    p.blocks[block, SEALED_GRAIN if apart else GRAIN] = uint32(first)
+    p.blocks[block, SEALED_BYTES if apart else N_BYTES] = uint32(n_bytes)
+    p.blocks[block, KIND] = uint32(kind)
+    p.head[BLOCK_BYTES] += n_bytes
 
-    def read_from_files(
-        self, envs: Counts, slots: Counts, read_regions: Callable[..., int]
-    ) -> tuple[Bytes, Counts, Counts]:
-        """Sealed blocks as they are stored, one behind the other, where each begins, and how long it is.
 
-        :param read_regions: a kernel.
-        :raises CorruptFileError: if one is damaged.
-        """
-        assert self._files is not None
-        where, known = self._table[envs, slots].astype(np.int64), self._in_files[envs, slots]
-        if self._codec.patches and not self._files.frames.all_in_memory:
-            self._load_references(where[:, REFERENCE])
-        sizes = known[:, _SIZE].astype(np.int64)
-        blocks, starts = self._files.slabs.read_many(
-            where[:, SLAB] - self._n_envs, where[:, OFFSET], sizes, read_regions
-        )
-        for at in known[:, _UNCHECKED].nonzero()[0].tolist():
-            self._files.check_block(blocks[starts[at] : starts[at] + sizes[at]].data, int(known[at, _CRC]))
-            self._in_files[envs[at], slots[at], _UNCHECKED] = False
-        return blocks, starts, sizes
+@njit(nogil=True, inline="always")
+def place_of(p, block):  # type: ignore[no-untyped-def]
+    """First grain and length of a block that is not open."""
+    apart = p.sums.shape[0] > 0 and p.blocks[block, KIND] == SEALED
+    grain, n_bytes = (SEALED_GRAIN, SEALED_BYTES) if apart else (GRAIN, N_BYTES)
+    return int64(p.blocks[block, grain]), int64(p.blocks[block, n_bytes])
 
-    def _load_references(self, numbers: Counts) -> None:
-        """Makes sure that these reference frames are in memory, and those of the open blocks."""
-        opened = self._opened_from[self._opened_from >= 0]
-        addresses = self.references.addresses
-        if not (addresses[numbers].all() and addresses[opened].all()):
-            self.references.load(np.unique(np.concatenate([numbers, opened])).tolist())
 
-    def free_before(self, env: int, block: int) -> None:
-        """Frees the blocks of an environment before this one."""
-        mask = self._table.shape[1] - 1
-        while self._first[env] < min(block, int(self._next[env]) - 1):
-            slot = int(self._first[env]) & mask
-            self._arena.free(int(self._table[env, slot, SLAB]))
-            if self._codec.patches:
-                self.references.release(int(self._table[env, slot, REFERENCE]))
-            self._first[env] += 1
+@njit(nogil=True)
+def seal_bytes(p, block, source, n_bytes):  # type: ignore[no-untyped-def]
+    """Stores what the contents of a full block were sealed to in their place."""
+    first, old = place_of(p, block)
+    p.head[BLOCK_BYTES] -= old
+    store_bytes(p, block, source, n_bytes, True)
+    give_grains(p, first, grains_of(p, old))
 
-    def trim(self) -> None:
-        """Gives memory back that freed blocks have left."""
-        self.references.trim()
 
-    @property
-    def next_numbers(self) -> Counts:
-        """(n_envs,) numbers of the blocks that come next."""
-        return self._next
+@njit(nogil=True)
+def release_reference(p, reference):  # type: ignore[no-untyped-def]
+    """Takes back one use of a reference frame; the last one frees it."""
+    p.users[reference] -= uint32(1)
+    if p.users[reference] == 0:
+        p.free_references[p.head[FREE_REFERENCES]] = uint32(reference)
+        p.head[FREE_REFERENCES] += 1
 
-    def records(self) -> Any:
-        """The sealed blocks in files, as the journal has them."""
-        assert self._files is not None
-        envs = np.repeat(np.arange(self._n_envs), self._next - self._first)
-        parts = [np.arange(*part) for part in zip(self._first.tolist(), self._next.tolist(), strict=True)]
-        numbers = np.concatenate(parts)
-        slots = numbers & (self._table.shape[1] - 1)
-        table, in_files = self._table[envs, slots], self._in_files[envs, slots]
-        sealed = table[:, SLAB] >= self._n_envs
-        envs, numbers, table, in_files = envs[sealed], numbers[sealed], table[sealed], in_files[sealed]
-        return self._files.block_records(
-            envs, numbers, table[:, SLAB].astype(np.int64) - self._n_envs, table[:, OFFSET:], in_files
-        )
 
-    def take_over(self, live: LiveBlocks, places: Counts, n_live: list[int], used: list[int]) -> None:
-        """Goes on with blocks that are in files already.
+@njit(nogil=True)
+def drop_user(p, block, geometry):  # type: ignore[no-untyped-def]
+    """Takes back one use of a block; the last one frees it."""
+    p.blocks[block, USERS] -= uint32(1)
+    if p.blocks[block, USERS] > 0:
+        return
+    first, n_bytes = place_of(p, block)
+    give_grains(p, first, grains_of(p, n_bytes))
+    if geometry.coder == PATCH:
+        release_reference(p, p.blocks[block, REFERENCE])
+    p.blocks[block, KIND] = uint32(FREE)
+    p.free_blocks[p.head[FREE_BLOCKS]] = uint32(block)
+    p.head[FREE_BLOCKS] += 1
 
-        :param places: the slab of each.
-        :param n_live: how many are in each slab.
-        :param used: how many bytes of each slab are in use.
-        """
-        assert self._files is not None
-        self._first, self._next = live.first.copy(), live.after.copy()
-        ring = max(_FIRST_RING, 1 << int((self._next - self._first).max()).bit_length())
-        self._table = np.zeros((self._n_envs, ring, 3), dtype=np.uint32)
-        self._in_files = np.zeros((self._n_envs, ring, 3), dtype=np.uint32)
-        records = live.records
-        where = records["env"], records["number"] & np.uint64(ring - 1)
-        self._table[where] = np.stack([places + self._n_envs, records["offset"], records["reference"]], axis=1)
-        self._in_files[where] = np.stack([records["n_bytes"], records["crc"], np.ones(len(places))], axis=1)
-        self._arena = Arena(self._files.slabs, reserved=self._n_envs, max_bytes=self._max_bytes)
-        self._arena.take_over(n_live, used)
-        if self._codec.patches:
-            users = np.bincount(records["reference"], minlength=self._files.frames.capacity).tolist()
-            touched = int(records["reference"].max()) + 1 if len(records) else 0
-            self.references.take_over(users, [], touched)
-        self._view = None
 
-    @property
-    def frame_bytes(self) -> int:
-        """Bytes of sealed blocks and reference frames."""
-        return self._arena.nbytes + self.references.nbytes
+@njit(nogil=True)
+def retain_frames(p, block, place, n_frames, geometry):  # type: ignore[no-untyped-def]
+    """Counts a use of the blocks that the frames up to this one are in."""
+    while n_frames > 0:
+        p.blocks[block, USERS] += uint32(1)
+        n_frames -= place + 1
+        place = (1 << geometry.block_shift) - 1
+        block = int64(p.blocks[block, PREVIOUS])
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return self.frame_bytes + self._table.nbytes + self._in_files.nbytes
 
-    def state(self) -> dict[str, Any]:
-        """What a file needs."""
-        return {
-            "table": self._table,
-            "first": self._first,
-            "next": self._next,
-            "arena": self._arena.state(),
-            "references": self.references.state(),
-        }
+@njit(nogil=True)
+def release_frames(p, block, place, n_frames, geometry):  # type: ignore[no-untyped-def]
+    """Takes one back."""
+    while n_frames > 0:
+        previous = int64(p.blocks[block, PREVIOUS])
+        drop_user(p, block, geometry)
+        n_frames -= place + 1
+        place = (1 << geometry.block_shift) - 1
+        block = previous
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Becomes the table that :meth:`state` described."""
-        # Copies: the arrays may belong to another store, or to memory that cannot be written.
-        self._table, self._first, self._next = (state[name].copy() for name in ("table", "first", "next"))
-        self._arena = Arena.restore(state["arena"], reserved=self._n_envs, max_bytes=self._max_bytes)
-        self.references = ReferencePool.restore(state["references"], frame_bytes=self._frame_bytes)
-        self._view = None
+
+@njit(nogil=True)
+def retain(p, handle, geometry):  # type: ignore[no-untyped-def]
+    """Counts a use of a stack's blocks."""
+    block, place, depth = newest_block(handle)
+    retain_frames(p, block, place, depth, geometry)
+
+
+@njit(nogil=True)
+def release_one(p, handle, geometry):  # type: ignore[no-untyped-def]
+    """Takes one back."""
+    block, place, depth = newest_block(handle)
+    release_frames(p, block, place, depth, geometry)
+
+
+@kernel
+def replace_bytes(p, block, source, n_bytes):  # type: ignore[no-untyped-def]
+    """Seals a block: :func:`seal_bytes`, for Python."""
+    seal_bytes(p, block, uint64(source), n_bytes)
+
+
+@kernel
+def list_stored(p, blocks, ends):  # type: ignore[no-untyped-def]
+    """Where blocks would end if they lay one after the other.
+
+    :param blocks: (n,) none of them open.
+    :param ends: (n,) written.
+    """
+    end = 0
+    for i in range(blocks.shape[0]):
+        end += place_of(p, blocks[i])[1]
+        ends[i] = end
+
+
+@kernel
+def copy_stored(p, blocks, target):  # type: ignore[no-untyped-def]
+    """Copies blocks, one after the other.
+
+    :param blocks: (n,) none of them open.
+    :param target: address.
+    """
+    out = uint64(target)
+    for i in range(blocks.shape[0]):
+        first, n_bytes = place_of(p, blocks[i])
+        copy_bytes(out, address_of_grain(p, first), n_bytes)
+        out += uint64(n_bytes)
+
+
+def stored(pool: Pool, blocks: Counts) -> list[Bytes]:
+    """What blocks hold, in a copy.
+
+    :param blocks: (n,) none of them open.
+    """
+    ends = np.zeros(len(blocks), dtype=np.int64)
+    list_stored(pool, blocks, ends)
+    contents = allocate((int(ends[-1]) if len(ends) else 0) + SLACK)
+    copy_stored(pool, blocks, address_of(contents))
+    return [contents[start:end] for start, end in zip([0, *ends.tolist()], ends.tolist(), strict=False)]

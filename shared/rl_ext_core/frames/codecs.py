@@ -1,4 +1,4 @@
-"""Codecs: how the frames of a block become bytes, and how a full block is sealed.
+"""Codecs: how the frames of a block become bytes, how a full block is sealed, and what of a frame may be lost.
 
 A codec names one of two coders, which the kernels run frame by frame, and may compress each block once it is full:
 
@@ -6,8 +6,7 @@ A codec names one of two coders, which the kernels run frame by frame, and may c
 codec           frames of a block                                            full blocks
 ==============  ===========================================================  =======================
 ``raw``         as they are                                                  as they are
-``lz4``         as they are                                                  compressed by LZ4
-``patch``       what changed since the frame before (see ``_patch``)         as they are
+``patch``       what changed since the frame before (see ``patch``)          as they are
 ``patch+lz4``   what changed since the frame before                          compressed by LZ4
 ``jpeg``        one frame a block, as it is                                  a JPEG image (``jpeg``)
 ==============  ===========================================================  =======================
@@ -21,23 +20,27 @@ import ctypes
 import functools
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, missing_dependency
-from rl_ext_core.frames._state import PATCH, RAW
-
-if TYPE_CHECKING:
-    from rl_ext_core.frames.layout import StackLayout
+from rl_ext_core.frames.geometry import PATCH, RAW, SEALED_HEADER, Bytes
+from rl_ext_core.frames.layout import StackLayout
 
 DEFAULT_QUALITY = 95  # of JPEG
+_MOST_ERROR = 127
+_USUAL_BLOCK = 16
 
 
 class Codec(ABC):
     """How blocks of frames are stored. Instances hold no frames.
 
     :cvar name: what users and files call it.
-    :cvar patches: whether frames are stored as patches, which needs numba, or as they are.
+    :cvar patches: whether frames are stored as patches, or as they are.
     :cvar seals: whether full blocks go through :meth:`seal`.
     :cvar lossy: whether :meth:`unseal` gives something else than :meth:`seal` was given. Blocks hold one frame then,
         and are sealed at once, so that what is read does not change later.
@@ -56,6 +59,19 @@ class Codec(ABC):
         raise InvalidArgumentError(
             f"quality={quality} is for codec='jpeg' only; leave it out, or pass codec='jpeg' as well"
         )
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What the codec was told, as options of :func:`get_codec`."""
+        return {}
+
+    def fits(self, layout: StackLayout) -> bool:
+        """Whether it can store the frames of a layout."""
+        try:
+            self.for_frames(layout)
+        except (InvalidArgumentError, InvalidTypeError):
+            return False
+        return True
 
     def for_frames(self, layout: StackLayout) -> Codec:
         """The codec for the frames of a layout; most do not depend on it.
@@ -95,7 +111,7 @@ class Codec(ABC):
 
 
 class RawCodec(Codec):
-    """Frames as they are: what is saved is saved by sharing alone. Needs nothing but NumPy."""
+    """Frames as they are: what is saved is saved by sharing alone."""
 
     name = "raw"
     patches = False
@@ -105,7 +121,7 @@ class RawCodec(Codec):
         """Nothing is needed."""
 
     def seal(self, block: memoryview) -> bytes | memoryview:
-        """The block as it is, or compressed."""
+        """The block as it is."""
         return block
 
     def unseal(self, sealed: memoryview, n_bytes: int) -> bytes | memoryview:
@@ -119,21 +135,16 @@ class PatchCodec(RawCodec):
     name = "patch"
     patches = True
 
-    def check_available(self) -> None:
-        """Raises where numba or lz4 is needed and missing."""
-        if importlib.util.find_spec("numba") is None:
-            raise missing_dependency("numba", "frames", f"codec {self.name!r}")
 
+class PatchLz4Codec(Codec):
+    """Patches, full blocks compressed by LZ4: the smallest."""
 
-class Lz4Codec(RawCodec):
-    """Frames as they are, full blocks compressed by LZ4."""
-
-    name = "lz4"
+    name = "patch+lz4"
+    patches = True
     seals = True
 
     def check_available(self) -> None:
-        """Raises where numba or lz4 is needed and missing."""
-        super().check_available()
+        """Raises where lz4 is missing."""
         if importlib.util.find_spec("lz4") is None:
             raise missing_dependency("lz4", "frames", f"codec {self.name!r}")
 
@@ -142,7 +153,7 @@ class Lz4Codec(RawCodec):
         return _lz4_decompress_safe()
 
     def seal(self, block: memoryview) -> bytes:
-        """The block as it is, or compressed."""
+        """The block, compressed."""
         import lz4.block
 
         sealed: bytes = lz4.block.compress(block, mode="high_compression", compression=9, store_size=False)
@@ -156,11 +167,14 @@ class Lz4Codec(RawCodec):
         return block
 
 
-class PatchLz4Codec(Lz4Codec, PatchCodec):
-    """Patches, full blocks compressed by LZ4: the smallest."""
+def check_numba(purpose: str) -> None:
+    """Makes sure that frames can be encoded and decoded, whatever the codec.
 
-    name = "patch+lz4"
-    patches = True
+    :param purpose: what needs that.
+    :raises MissingDependencyError: if numba is not installed.
+    """
+    if importlib.util.find_spec("numba") is None:
+        raise missing_dependency("numba", "frames", purpose)
 
 
 @functools.cache
@@ -210,5 +224,123 @@ def get_codec(name: str, *, quality: int = DEFAULT_QUALITY) -> Codec:
     return codec if quality == DEFAULT_QUALITY else codec.with_quality(quality)
 
 
-for _codec in (RawCodec, Lz4Codec, PatchCodec, PatchLz4Codec):
+for _codec in (RawCodec, PatchCodec, PatchLz4Codec):
     register_codec(_codec)
+
+
+def seal_block(codec: Codec, contents: Bytes) -> Bytes:
+    """A full block as it is stored: two sizes, and what the codec has made of it; as it was, where that is longer."""
+    smaller = np.frombuffer(codec.seal(contents.data), dtype=np.uint8)
+    if len(smaller) >= len(contents):
+        smaller = contents
+    sizes = np.array([len(smaller), len(contents)], dtype="<u4").view(np.uint8)
+    return np.concatenate([sizes, smaller])
+
+
+def open_block(codec: Codec, stored: memoryview) -> bytes | memoryview:
+    """The contents of a block."""
+    n_sealed, n_bytes = np.frombuffer(stored[:SEALED_HEADER], dtype="<u4").tolist()
+    contents = stored[SEALED_HEADER:]
+    return contents if n_sealed == n_bytes else codec.unseal(contents, n_bytes)
+
+
+def checked_bound(max_error: int, *, codec: Codec, dtype: npt.DTypeLike) -> int:
+    """``max_error`` as a plain number.
+
+    :raises InvalidTypeError: if it is no whole number, or the frames are not of dtype uint8.
+    :raises InvalidArgumentError: if it is out of range, or the codec has no use for it.
+    """
+    if isinstance(max_error, bool) or not isinstance(max_error, (int, np.integer)):
+        raise InvalidTypeError(f"max_error={max_error!r} must be a whole number, for example max_error=4")
+    if not 0 <= max_error <= _MOST_ERROR:
+        raise InvalidArgumentError(
+            f"max_error={max_error} must be from 0, which is bit-exact, to {_MOST_ERROR}; for example max_error=4"
+        )
+    if max_error == 0:
+        return 0
+    if np.dtype(dtype) != np.uint8:
+        raise InvalidTypeError(
+            f"max_error={max_error} is for frames of dtype uint8, got {np.dtype(dtype)}; leave max_error out, or scale "
+            "the observations to uint8"
+        )
+    if not codec.patches:
+        raise InvalidArgumentError(
+            f"max_error={max_error} has no effect on codec={codec.name!r}, which stores no patches; use codec='patch', "
+            "'patch+lz4' or 'auto', or leave max_error out"
+        )
+    return int(max_error)
+
+
+def checked_block_length(block_length: int | None, codec: Codec) -> int:
+    """Frames in a block, where nothing is said the codec's usual number.
+
+    :raises InvalidArgumentError: if the codec cannot have blocks of that many.
+    """
+    if block_length is None:
+        return 1 if codec.lossy else _USUAL_BLOCK
+    if codec.lossy and block_length != 1:
+        raise InvalidArgumentError(
+            f"block_length={block_length} is not for codec={codec.name!r}, whose frames are read one by one; leave "
+            "block_length out"
+        )
+    return block_length
+
+
+def loss_in_words(max_error: int, codec: Codec) -> str:
+    """What ``repr`` says of it."""
+    if codec.lossy:
+        return f"{codec!r}"
+    return f"lossy: every pixel within {max_error}" if max_error else "lossless"
+
+
+def options_in_words(options: Mapping[str, Any]) -> str:
+    """The same, of what was asked for."""
+    lossy = [f"{name}={options[name]}" for name in ("max_error", "quality") if options.get(name)]
+    return f"lossy: {', '.join(lossy)}" if lossy else "lossless"
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What an adaptive store may lose, once it is no longer exact.
+
+    :param options: of :class:`FrameStore`; empty where nothing may be lost.
+    :param layouts: those that are possible then, the finest frames first.
+    :param is_codec: whether it is the codec that loses.
+    """
+
+    options: dict[str, int]
+    layouts: tuple[StackLayout, ...]
+    is_codec: bool
+
+    @classmethod
+    def asked_for(
+        cls,
+        codec: str,
+        layouts: Sequence[StackLayout],
+        *,
+        max_error: int,
+        quality: int,
+        block_length: int | None,
+    ) -> Loss:
+        """What the options of a store ask for.
+
+        :param codec: name of a codec, or ``"auto"``.
+        :param layouts: how an observation may be stacked.
+        :raises InvalidArgumentError: if the options exclude each other, or fit none of the layouts.
+        :raises InvalidTypeError: likewise, because of a type.
+        """
+        chosen = PatchCodec() if codec == "auto" else get_codec(codec)
+        if quality != DEFAULT_QUALITY:
+            chosen = chosen.with_quality(quality)
+        bound = checked_bound(max_error, codec=chosen, dtype=layouts[0].dtype)
+        if not chosen.lossy:
+            return cls({"max_error": bound} if bound else {}, tuple(layouts), is_codec=False)
+        checked_block_length(block_length, chosen)
+        fitting = tuple(layout for layout in layouts if chosen.fits(layout))
+        if not fitting:
+            chosen.for_frames(layouts[-1])
+        return cls(chosen.options, fitting, is_codec=True)
+
+    def layout_like(self, layout: StackLayout) -> StackLayout:
+        """The layout, or where it is not possible the one with the largest frames; stacks are taken apart then."""
+        return layout if layout in self.layouts else self.layouts[-1]

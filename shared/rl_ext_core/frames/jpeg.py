@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, missing_dependency
 from rl_ext_core.frames.codecs import DEFAULT_QUALITY, Codec, register_codec
-
-if TYPE_CHECKING:
-    from rl_ext_core.frames.layout import StackLayout
+from rl_ext_core.frames.layout import StackLayout
 
 _COLOURS = {1: "GRAY", 3: "RGB"}
 
@@ -48,13 +46,10 @@ class JpegCodec(Codec):
         """The codec with another quality."""
         return JpegCodec(quality)
 
-    def fits(self, layout: StackLayout) -> bool:
-        """Whether it can store the frames of a layout."""
-        try:
-            self.for_frames(layout)
-        except (InvalidArgumentError, InvalidTypeError):
-            return False
-        return True
+    @property
+    def options(self) -> dict[str, int]:
+        """The quality."""
+        return {"quality": self.quality}
 
     def for_frames(self, layout: StackLayout) -> JpegCodec:
         """The codec for the frames of a layout.

@@ -3,34 +3,59 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from operator import index
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
-from rl_ext_core.frames import _pool_state as state
-from rl_ext_core.frames._geometry import geometry_of, kept_bytes
-from rl_ext_core.frames._loss import checked_block_length, checked_bound
-from rl_ext_core.frames._pool_room import Room
-from rl_ext_core.frames._pool_state import Pool, Sizes
-from rl_ext_core.frames._region import Region
-from rl_ext_core.frames._state import (
+from rl_ext_core.frames import arrays as state
+from rl_ext_core.frames.allocator import list_free
+from rl_ext_core.frames.arrays import COUNTS, Pool, Room, Sizes
+from rl_ext_core.frames.checkpoint import checksum
+from rl_ext_core.frames.codecs import (
+    DEFAULT_QUALITY,
+    Codec,
+    checked_block_length,
+    checked_bound,
+    codec_names,
+    get_codec,
+)
+from rl_ext_core.frames.decode import all_held, check_contents, decode, name_stacks
+from rl_ext_core.frames.encode import (
+    end_streams,
+    put_pairs,
+    put_stacks,
+    release_pairs,
+    release_stacks,
+    seal_full,
+)
+from rl_ext_core.frames.geometry import (
+    ENTRY_HEADER,
     GROUP,
     SCRATCH_FRAMES,
     SLACK,
     Bytes,
+    Counts,
+    geometry_of,
+    kept_bytes,
 )
-from rl_ext_core.frames.arena import address_of
-from rl_ext_core.frames.codecs import DEFAULT_QUALITY, Codec, codec_names, get_codec
 from rl_ext_core.frames.layout import StackLayout, candidate_layouts
+from rl_ext_core.frames.machine import sum_rows
+from rl_ext_core.frames.recovery import free_others
+from rl_ext_core.frames.region import PAGE as REGION_PAGE
+from rl_ext_core.frames.region import PrivateRegion, RegionFile, address_of, move_into, new_region
 
 Handles = npt.NDArray[np.int64]
 
+POOL_FORMAT = 3
 MOST_STREAMS = 256  # trajectories that are followed at a time
 _SHORT_BLOCK_FRAMES, _USUAL_BLOCK_FRAMES = 4, 16
+_USED = 4096  # stacks, each in two or three pages, between which those of a file are given back
+_TRIMMED = 1 << 16  # bytes: free runs that are worth giving back
 _SEALED_STACKS = 64  # at a time: until they are sealed, they take their full size
 
 
@@ -50,51 +75,76 @@ class FramePool:
     :param block_length: frames in a block, a power of two.
     :param max_error: how far a pixel may be off; 0 is exact.
     :param quality: of JPEG, 1 to 100; for the codec ``"jpeg"`` only.
-    :param path: a file to keep it in; where there is one, it is that pool, and has to be recovered.
+    :param file: a file to keep it in; where there is one, it is that pool, and has to be recovered.
+    :param streams: how many trajectories there are whose stacks come in turn, by :meth:`put_pairs`; memory is this
+        process's own then, and ``n_handles`` transitions are held at most. None where stacks come in any order.
+    :param grain: bytes; what a block takes is a multiple of it. None for as few as can be numbered.
     """
 
+    _given: str | Codec = "patch"  # in a child process, codecs are known by their names
+    _in_turn = _mend = False
+
+    @uninterrupted
     def __init__(
         self,
         n_handles: int,
         layout: StackLayout,
         *,
-        codec: str = "patch",
+        codec: str | Codec = "patch",
         block_length: int = 16,
         max_error: int = 0,
         quality: int = DEFAULT_QUALITY,
-        path: Path | None = None,
+        file: RegionFile | None = None,
+        streams: int | None = None,
+        grain: int | None = None,
     ) -> None:
         self._shape, self._dtype = layout.shape, layout.dtype
-        self._sizes = state.worst_case(
-            index(n_handles),
-            stack_bytes=layout.stack_bytes,
-            n_stack=max(other.n_stack for other in (layout, *candidate_layouts(layout.shape, layout.dtype))),
-            least_frames=min(block_length, _SHORT_BLOCK_FRAMES),
-            block_frames=max(block_length, _USUAL_BLOCK_FRAMES),
-            streams=MOST_STREAMS,
-        )
-        self._attach(Region(state.region_bytes(self._sizes), path=path))
+        self._given = codec
+        self._in_turn = streams is not None
+        if streams is not None:
+            self._sizes = state.ring_case(
+                index(n_handles), layout=layout, block_length=block_length, streams=streams, checked=file is not None
+            )
+        else:
+            self._sizes = state.worst_case(
+                index(n_handles),
+                stack_bytes=layout.stack_bytes,
+                n_stack=max(other.n_stack for other in (layout, *candidate_layouts(layout.shape, layout.dtype))),
+                least_frames=min(block_length, _SHORT_BLOCK_FRAMES),
+                block_frames=max(block_length, _USUAL_BLOCK_FRAMES),
+                streams=MOST_STREAMS,
+                grain=grain,
+            )
+        region = new_region(state.region_bytes(self._sizes), file, private=self._in_turn)
+        self._mend = file is not None and file.mend
+        try:
+            self._attach(region)
+            self._begin(layout, codec=codec, block_length=block_length, max_error=max_error, quality=quality)
+        except BaseException:
+            region.unlock()
+            raise
+
+    def _begin(self, layout: StackLayout, **options: Any) -> None:
         if self._arrays["head"][state.KIND_OF_POOL] and not self.interrupted:  # found again in a file
+            if self._mend and self._in_turn:
+                self._say_kind(layout, **options)  # it was never another one
             if self._arrays["head"][state.SUM_OF_KIND] != self._sum_of_kind():
-                raise CorruptFileError(f"{path} is damaged: the checksum of its head does not match its contents")
+                raise CorruptFileError(
+                    f"{self._region.path} is damaged: the checksum of its head does not match its contents"
+                )
             self.refresh()
+            if self._mend:
+                kinds = [state.BLOCKS, state.GRAINS, state.REFERENCES, state.STREAMS]
+                self._arrays["head"][kinds] = self._room.most  # what was not used has no right checksum
             return
-        self.become(layout, codec=codec, block_length=block_length, max_error=max_error, quality=quality)
+        self.become(layout, **options)
 
-    def _attach(self, region: Region) -> None:
-        from rl_ext_core.frames import (  # they load numba
-            _pool_checks,
-            _pool_in,
-            _pool_out,
-            _pool_reading,
-            _pool_seal,
-        )
-
-        self._checks = _pool_checks
-        self._in, self._out, self._reading, self._sealing = _pool_in, _pool_out, _pool_reading, _pool_seal
+    def _attach(self, region: PrivateRegion) -> None:
         self._region = region
         self._arrays = {name: region.array(*field) for name, field in state.fields(self._sizes).items()}
+        region.reserve(state.offset_of("head", self._sizes), self._arrays["head"].nbytes)
         self._known = -1
+        self._trimmed = self._used = 0
         self._unchecked: tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]] | None = None
 
     def distrust(self) -> None:
@@ -107,11 +157,12 @@ class FramePool:
     def _sum_of_kind(self) -> int:
         return zlib.crc32(self._arrays["head"][state.N_STACK : state.QUALITY + 1].tobytes())
 
+    @uninterrupted
     def become(
         self,
         layout: StackLayout,
         *,
-        codec: str,
+        codec: str | Codec,
         block_length: int,
         max_error: int = 0,
         quality: int = DEFAULT_QUALITY,
@@ -126,63 +177,111 @@ class FramePool:
                 f"block_length={block_length} is not a power of two from 1 to {self._sizes.block_frames}; for example "
                 "16"
             )
-        chosen = _usable_codec(codec, quality).for_frames(layout)
-        checked_block_length(block_length, chosen)
-        max_error = checked_bound(max_error, codec=chosen, dtype=layout.dtype)
+        codec = self._usable(codec, quality).for_frames(layout)
+        checked_block_length(block_length, codec)
+        max_error = checked_bound(max_error, codec=codec, dtype=layout.dtype)
         head = self._arrays["head"]
         head[state.BECOMING] = 1
         self._region.clear(state.offset_of("blocks", self._sizes))
         head[: state.KIND_OF_POOL] = 0
+        head[state.BINS : state.BINS + state.N_BINS] = 0
         head[state.BLOCKS] = 1
         head[state.RECENT : state.RECENT + state.N_RECENT] = -1
-        head[[state.N_STACK, state.AXIS, state.BLOCK_LENGTH]] = layout.n_stack, layout.axis, block_length
-        head[[state.MAX_ERROR, state.QUALITY]] = max_error, quality
-        head[state.CODEC] = zlib.crc32(codec.encode())
+        self._say_kind(layout, codec=codec, block_length=block_length, max_error=max_error, quality=quality)
         head[state.KIND_OF_POOL] += 1
-        head[state.SUM_OF_KIND] = self._sum_of_kind()
         head[state.BECOMING] = 0
         self.refresh()
+        self._room.make_sure_of(0)
+
+    def _say_kind(
+        self, layout: StackLayout, *, codec: str | Codec, block_length: int, max_error: int, quality: int
+    ) -> None:
+        head, name = self._arrays["head"], codec if isinstance(codec, str) else codec.name
+        head[[state.N_STACK, state.AXIS, state.BLOCK_LENGTH]] = layout.n_stack, layout.axis, block_length
+        head[[state.MAX_ERROR, state.QUALITY]] = max_error, quality
+        head[state.CODEC] = zlib.crc32(name.encode())
+        head[state.SUM_OF_KIND] = self._sum_of_kind()
 
     @property
     def interrupted(self) -> bool:
         """Whether a process was killed while it made another pool of this one, which is empty then."""
         return bool(self._arrays["head"][state.BECOMING])
 
+    @uninterrupted
     def clear(self) -> None:
         """Forgets everything and gives the memory back."""
         self.refresh()
         self.become(
             self.layout,
-            codec=self.codec.name,
+            codec=self.codec,
             block_length=self.block_length,
             max_error=self.max_error,
             quality=self.quality,
         )
 
+    @uninterrupted
     def refresh(self) -> None:
         """Learns what this or another process has made of the pool."""
+        self._region.refresh()
         head = self._arrays["head"]
         if head[state.KIND_OF_POOL] == self._known:
             return
         n_stack, axis, block_length, codec, max_error, quality = map(int, head[state.N_STACK : state.QUALITY + 1])
         self.block_length, self.max_error, self.quality = block_length, max_error, quality
         self.layout = layout = StackLayout(self._shape, self._dtype, n_stack, axis)
-        name = next(name for name in codec_names() if zlib.crc32(name.encode()) == codec)
-        self.codec = _usable_codec(name, quality).for_frames(layout)
+        if isinstance(self._given, Codec) and zlib.crc32(self._given.name.encode()) == codec:
+            self.codec = self._given.for_frames(layout)
+        else:
+            name = next(name for name in codec_names() if zlib.crc32(name.encode()) == codec)
+            self.codec = self._usable(name, quality).for_frames(layout)
         self._seals = (state.AT_ONCE if self.codec.lossy else state.IN_TURN) if self.codec.seals else state.NEVER
-        self._decompressor = self.codec.c_decompressor() if self.codec.seals else 0
-        # The newest frame, and of a block that was put away at once, what still is where it was filled.
-        stream_frames = 2 if self._seals == state.AT_ONCE else 1
-        self._room = Room(self._region, self._arrays, self._sizes, layout=layout, stream_frames=stream_frames)
-        places = [address_of(self._arrays["pages"]), address_of(self._arrays["references"])]
+        # Rows of the streams are as long as this layout needs, not as the largest one would.
+        rows = {"frame": layout.frame_bytes + SLACK, "open": block_length * (layout.frame_bytes + ENTRY_HEADER) + SLACK}
+        for name, n_bytes in rows.items():
+            offset = state.offset_of(name, self._sizes)
+            self._arrays[name] = self._region.array(offset, (self._sizes.streams, n_bytes), np.uint8)
+        self._geometry = geometry_of(layout, codec=self.codec, block_length=self.block_length, max_error=self.max_error)
+        if self._in_turn:  # stacks may lie in memory in another order than frames are stored in
+            self._geometry = self._geometry._replace(keeps_stack=1)
+        self._room = Room(
+            self._region,
+            self._arrays,
+            self._sizes,
+            layout=layout,
+            block_length=block_length,
+            stream_bytes=self._stream_bytes(),
+        )
+        places = [address_of(self._arrays["contents"]), self._sizes.grain, address_of(self._arrays["references"])]
         arrays = {name: array for name, array in self._arrays.items() if name in Pool._fields}
         self._pool = Pool(**arrays, starts=np.array([*places, layout.frame_bytes + SLACK], dtype=np.uint64))
-        self._geometry = geometry_of(layout, codec=self.codec, block_length=self.block_length, max_error=self.max_error)
+        self._state = state.bound(self._pool, self._geometry)
         self._kept = np.concatenate([kept_bytes(layout), np.zeros(SLACK, dtype=np.uint8)])
         self._scratch = np.zeros(
             SCRATCH_FRAMES * (layout.frame_bytes + GROUP) + layout.stack_bytes + SLACK, dtype=np.uint8
         )
+        self._places = address_of(self._kept), address_of(self._scratch)
         self._known = int(head[state.KIND_OF_POOL])
+
+    def _usable(self, codec: str | Codec, quality: int) -> Codec:
+        if isinstance(codec, str):
+            codec = get_codec(codec, quality=quality)
+        if not self._in_turn and codec.seals and not codec.lossy and not codec.c_decompressor():
+            raise InvalidArgumentError(
+                f"codec={codec.name!r} opens its blocks in Python, which is too slow for reading single stacks; use "
+                "codec='patch'"
+            )
+        return codec
+
+    def _stream_bytes(self) -> int:
+        """What a stream keeps besides its open block."""
+        geometry, layout = self._geometry, self.layout
+        # Of a block that was put away at once, the frame still is where it was filled.
+        frames = geometry.keeps_frame + (self._seals == state.AT_ONCE)
+        return geometry.keeps_stack * layout.stack_bytes + frames * layout.frame_bytes
+
+    @property
+    def _what(self) -> str:
+        return "transitions" if self._in_turn else "stacks"
 
     @property
     def lossy(self) -> bool:
@@ -210,6 +309,7 @@ class FramePool:
         """What a frame took on average, as a fraction of its raw size, before anything was freed."""
         return self._room.changed_fraction
 
+    @uninterrupted
     def put(
         self,
         stacks: npt.NDArray[Any],
@@ -232,8 +332,8 @@ class FramePool:
         n = len(stacks)
         handles, next_handles = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
         if self._pool.head[state.UNSEALED]:  # of a call that failed, or of a process that was killed
-            self._sealing.seal_full(self._pool, self.codec)
-        self._room.make_sure_of(n if nexts is None else 2 * n, block_length=self.block_length)
+            seal_full(self._pool, self.codec, self._room)
+        self._room.check_numbers(n if nexts is None else 2 * n)
         flags = np.zeros(n, dtype=np.uint8) if ended is None else np.ascontiguousarray(ended).astype(np.uint8)
         part = _SEALED_STACKS if self.codec.seals else max(n, 1)
         try:
@@ -243,7 +343,7 @@ class FramePool:
                 self._put(stacks[some], following, flags[some], handles[some], next_handles[some])
         except BaseException:
             for put in (handles, next_handles):
-                self._in.release(self._pool, put, self._geometry)
+                release_stacks(self._state, put)
             raise
         self._pool.head[state.HELD] += np.count_nonzero(handles) + np.count_nonzero(next_handles)
         return handles, next_handles
@@ -256,21 +356,181 @@ class FramePool:
         handles: Handles,
         next_handles: Handles,
     ) -> None:
-        self._in.put(
-            self._pool,
-            address_of(stacks),
-            0 if nexts is None else address_of(nexts),
-            len(stacks),
-            ended,
-            self._geometry,
-            address_of(self._kept),
-            self._seals,
-            address_of(self._scratch),
-            handles,
-            next_handles,
-        )
+        done = 0
+        while done < len(stacks):
+            stored = put_stacks(
+                self._state,
+                self._room.most,
+                self._room.step,
+                address_of(stacks[done:]),
+                0 if nexts is None else address_of(nexts[done:]),
+                len(stacks) - done,
+                ended[done:],
+                self._places[0],
+                self._seals,
+                self._places[1],
+                handles[done:],
+                next_handles[done:],
+            )
+            done += int(stored)
+            if done < len(stacks):
+                self._room.grow(2 if nexts is not None else 1)
         if self.codec.seals:
-            self._sealing.seal_full(self._pool, self.codec)
+            seal_full(self._pool, self.codec, self._room)
+
+    def put_pairs(self, stacks: int, memory: int, nexts: int, next_memory: int) -> Handles:
+        """Stores one transition of each stream. As of all that is about transitions, its caller defers Ctrl-C.
+
+        :param stacks: address of a stack for each stream.
+        :param memory: how these lie there, PLANAR or INTERLEAVED.
+        :param nexts: address of those that follow them.
+        :param next_memory: likewise.
+        :return: (streams,) their numbers, each to be released once.
+        :raises OutOfMemoryError: where there is no room. Nothing is stored then.
+        """
+        pairs = np.zeros(self._sizes.streams, dtype=np.int64)
+        done = 0
+        try:
+            while True:
+                done = put_pairs(
+                    self._state,
+                    self._room.most,
+                    self._room.step,
+                    done,
+                    stacks,
+                    memory,
+                    nexts,
+                    next_memory,
+                    self._places[0],
+                    self._seals,
+                    self._places[1],
+                    pairs,
+                )
+                if done == len(pairs):
+                    break
+                self._room.check_numbers(2)
+                self._room.grow(2)
+            if self.codec.seals:
+                seal_full(self._pool, self.codec, self._room)
+        except BaseException:
+            release_pairs(self._state, pairs)
+            raise
+        self._use(len(pairs))
+        return pairs
+
+    def release_pairs(self, pairs: Handles) -> None:
+        """Gives transitions up.
+
+        :param pairs: (n,) contiguous; 0 is passed over.
+        """
+        release_pairs(self._state, pairs)
+
+    @property
+    def index(self) -> Handles:
+        """(rows, streams) transitions, as their owner arranges them; 0 is none."""
+        return self._arrays["index"]
+
+    def make_sure_of_rows(self, n_rows: int) -> None:
+        """Makes sure that the first rows of the index can be written to.
+
+        :raises StorageError: if there is no room on the disk.
+        """
+        for name in ("index", "index_sums"):
+            self._region.reserve(state.offset_of(name, self._sizes), self._arrays[name][:n_rows].nbytes)
+
+    @property
+    def held_rows(self) -> int:
+        """How many rows can be written to; where they are not in a file, none but those that were."""
+        if self._region.path is None:
+            return 0
+        held = self._region.held(state.offset_of("index", self._sizes)) // self._arrays["index"].strides[0]
+        return min(held, len(self._arrays["index"]))
+
+    def note_row(self, row: int) -> None:
+        """Notes what a row of the index is now, where there are checksums."""
+        if self._sizes.checked:
+            place = np.array([row])
+            self._arrays["index_sums"][place] = self._index_sums(place)
+
+    def wrong_rows(self, rows: Counts) -> Counts:
+        """Those of these rows of the index that are not what was noted."""
+        wrong: Counts = rows[self._index_sums(rows) != self._arrays["index_sums"][rows]]
+        return wrong
+
+    def _index_sums(self, rows: Counts) -> npt.NDArray[np.uint32]:
+        index, found = self._arrays["index"], np.zeros(len(rows), dtype=np.uint32)
+        where = np.array([address_of(index)], dtype=np.uint64), np.array([index.strides[0]])
+        sum_rows(*where, rows, found)
+        return found
+
+    def _use(self, n_stacks: int) -> None:
+        """Counts what is read and written of a file, whose pages are given back before they become many."""
+        self._used += n_stacks
+        if self._used > _USED and self._in_turn and self._region.path is not None:
+            self._used = 0
+            for name in ("contents", "references"):
+                self._region.page_out(state.offset_of(name, self._sizes))
+
+    def get_pairs(
+        self,
+        rows: Counts,
+        envs: Counts,
+        out: npt.NDArray[Any] | None,
+        next_out: npt.NDArray[Any] | None,
+        *,
+        num_threads: int,
+    ) -> bool:
+        """Writes observations, next observations, or both; says whether the places exist.
+
+        :param rows: (n,) of the index.
+        :param envs: (n,).
+        :param out: of the right shape, or None.
+        :param next_out: likewise.
+        :raises CorruptFileError: where a block is damaged.
+        """
+        handles, next_handles = np.empty((2, len(rows)), dtype=np.int64)
+        if not name_stacks(self._state, self._arrays["index"], rows, envs, handles, next_handles):
+            return False
+        both = ((handles, out), (next_handles, next_out))
+        wanted = [(part, address_of(array)) for part, array in both if array is not None]
+        if wanted:
+            self._check_contents([part for part, _ in wanted])
+            self._decode(wanted, num_threads)
+            self._use(len(rows))
+        return True
+
+    def trim(self) -> None:
+        """Gives memory back that lies free, where it is much and this process's own."""
+        free = int(self._pool.head[state.FREE_GRAINS]) * self._sizes.grain
+        if self._sizes.checked or free < self._trimmed + _TRIMMED:
+            self._trimmed = min(self._trimmed, free)
+            return
+        self._trimmed = free
+        start = state.offset_of("contents", self._sizes)
+        runs = np.zeros((int(self._pool.head[state.FREE_GRAINS]) * self._sizes.grain // _TRIMMED + 1, 2), np.int64)
+        for first, n in runs[: list_free(self._pool, _TRIMMED // self._sizes.grain, runs)].tolist():
+            # Its first and its last bytes say that it is free.
+            begin = -(-(start + (first + 1) * self._sizes.grain) // REGION_PAGE) * REGION_PAGE
+            end = (start + (first + n) * self._sizes.grain - 1) // REGION_PAGE * REGION_PAGE
+            if begin < end:
+                self._region.forget(begin, end - begin)
+
+    def rest(self) -> None:
+        """Gives back what only stacks to come need. Those share nothing with what is there."""
+        end_streams(self._state, self._seals)
+        if self.codec.seals:
+            seal_full(self._pool, self.codec, self._room)
+        for name in ("last", "frame", "open"):
+            start = state.offset_of(name, self._sizes)
+            self._region.forget(start, self._arrays[name].nbytes)
+        self._pool.head[state.STREAMS] = 0
+
+    def _check_out(self, array: npt.NDArray[Any], n: int) -> None:
+        self._check(array, n)
+        if not array.flags.writeable:
+            raise InvalidArgumentError(
+                f"an output of shape {array.shape} is read-only; pass a new one: np.empty(shape, dtype)"
+            )
 
     def _check(self, array: npt.NDArray[Any], n: int) -> None:
         expected = (n, *self.layout.shape)
@@ -280,6 +540,7 @@ class FramePool:
                 f"{expected} and dtype {self.layout.dtype}"
             )
 
+    @uninterrupted
     def release(self, handles: Handles) -> None:
         """Gives stacks up. Each handle may be released as often as :meth:`put` returned it; 0 is passed over.
 
@@ -287,12 +548,12 @@ class FramePool:
         """
         self.refresh()
         handles = self._checked(handles)
-        self._in.release(self._pool, handles, self._geometry)
+        release_stacks(self._state, handles)
         self._pool.head[state.HELD] -= np.count_nonzero(handles)
 
     def _checked(self, handles: Handles) -> Handles:
         handles = np.ascontiguousarray(handles, dtype=np.int64).reshape(-1)
-        if not self._out.all_held(self._pool, handles):
+        if not all_held(self._state, handles):
             raise InvalidArgumentError(
                 f"handles {handles!r} name no stacks of this pool; only what put() returned and nobody released does"
             )
@@ -307,7 +568,7 @@ class FramePool:
         *,
         num_threads: int = 1,
     ) -> None:
-        """Writes stacks into arrays; those of handle 0 are zeros.
+        """Writes stacks into arrays; those of handle 0 are zeros. What cannot be written to is refused.
 
         :param handles: (n,).
         :param out: C-contiguous, shape ``(n, *layout.shape)``, of the layout's dtype; written.
@@ -318,40 +579,122 @@ class FramePool:
         """
         self.refresh()
         handles = self._checked(handles)
-        self._check(out, len(handles))
+        self._check_out(out, len(handles))
         wanted = [(handles, address_of(out))]
         if next_handles is not None and next_out is not None:
             wanted.append((self._checked(next_handles), address_of(next_out)))
-            self._check(next_out, len(handles))
-        if self._unchecked is not None:
-            asked = np.concatenate([part for part, _ in wanted])
-            if wrong := len(asked) - int(self.readable(asked).sum()):
-                raise CorruptFileError(
-                    f"{self._region.path} is damaged: {wrong} of {len(asked)} stacks have another checksum than when "
-                    "they were stored; to keep what is intact, salvage the folder"
-                )
-        place, reading = (self._pool, self._geometry), self._reading
-        if self.codec.seals and not self._decompressor:
-            damaged = reading.open_frames(*place, self.codec, wanted, num_threads=num_threads)
-        else:
-            damaged = reading.decode(*place, self._decompressor, wanted, num_threads=num_threads)
+            self._check_out(next_out, len(handles))
+        self._check_contents([part for part, _ in wanted])
+        self._decode(wanted, num_threads)
+
+    def _check_contents(self, wanted: list[Handles]) -> None:
+        if self._unchecked is None:
+            return
+        asked = np.concatenate(wanted)
+        if wrong := len(asked) - int(self.readable(asked).sum()):
+            raise CorruptFileError(
+                f"{self._region.path} is damaged: {wrong} of {len(asked)} stacks have another checksum than when "
+                "they were stored; to keep what is intact, salvage the folder"
+            )
+
+    def _decode(self, wanted: Sequence[tuple[Handles, int]], num_threads: int) -> None:
+        damaged = decode(self._state, self._pool, self._geometry, self.codec, wanted, num_threads=num_threads)
         if damaged:
             raise CorruptFileError(
-                f"{damaged} of {len(handles)} stacks cannot be read: their blocks are damaged, as by a program that "
-                "wrote over this process's memory; start again from a checkpoint"
+                f"{damaged} of {len(wanted[0][0])} {self._what} cannot be read: their blocks are damaged, as by a "
+                "program that wrote over this process's memory; start again from a checkpoint"
             )
 
     def readable(self, handles: Handles) -> npt.NDArray[np.bool_]:
         """(n,) which stacks have the checksum that they had, as far as that was not found out before."""
         right = np.ones(len(handles), dtype=np.bool_)
         if self._unchecked is not None:
-            self._checks.check_contents(self._pool, handles, self._geometry, *self._unchecked, right)
+            check_contents(self._pool, handles, self._geometry, *self._unchecked, right)
             if not any(left.any() for left in self._unchecked):
                 self._unchecked = None
         return right
 
+    def described(self) -> dict[str, Any]:
+        """What a file needs: plain values, and views of arrays, which are written without a copy; with a checksum."""
+        self.refresh()
+        layout, head, arrays = self.layout, self._pool.head, self._arrays
+        n_streams = int(head[state.STREAMS])
+        opened_bytes = self._pool.streams[:n_streams, state.OPEN_BYTES].tolist()
+        opened = [row[:n] for row, n in zip(self._pool.open, opened_bytes, strict=False)]
+        used: dict[str, npt.NDArray[Any]] = {name: arrays[name][: head[field]] for name, field in COUNTS.items()}
+        used |= {
+            "head": head,
+            "last": arrays["last"][:n_streams, : layout.stack_bytes],
+            "frame": arrays["frame"][:n_streams, : layout.frame_bytes],
+            "entry_sums": arrays["entry_sums"][:n_streams],
+            "open": np.concatenate([np.zeros(0, dtype=np.uint8), *opened]),
+            "contents": arrays["contents"][: int(head[state.GRAINS]) * self._sizes.grain],
+            "references": arrays["references"][: int(head[state.REFERENCES]) * (layout.frame_bytes + SLACK)],
+        }
+        description = {
+            "format": POOL_FORMAT,
+            "layout": (tuple(map(int, layout.shape)), layout.dtype.str, int(layout.n_stack), int(layout.axis)),
+            "codec": self.codec.name,
+            "block_length": self.block_length,
+            "max_error": self.max_error,
+            **({"quality": self.quality} if self.codec.lossy else {}),
+            "grain": self._sizes.grain,
+            "arrays": dict(sorted(used.items())),
+        }
+        return {**description, "checksum": checksum(description)}
+
+    @classmethod
+    def restored(cls, description: Any, n_handles: int) -> FramePool:
+        """The pool that was described, with room for so many stacks.
+
+        :raises CorruptFileError: if it is damaged, or of a later format.
+        """
+        _check(description)
+        shape, dtype, n_stack, axis = description["layout"]
+        pool = cls(
+            n_handles,
+            StackLayout(tuple(shape), np.dtype(dtype), n_stack, axis),
+            codec=description["codec"],
+            block_length=description["block_length"],
+            max_error=description["max_error"],
+            quality=description.get("quality", DEFAULT_QUALITY),
+            grain=description["grain"],
+        )
+        pool._take(description["arrays"])
+        return pool
+
+    @uninterrupted
+    def take(self, description: Any) -> None:
+        """Becomes the pool that was described, one of the same settings.
+
+        :raises CorruptFileError: if it is damaged, or of a later format.
+        """
+        _check(description)
+        self._take(description["arrays"])
+
+    def _take(self, stored: dict[str, Any]) -> None:
+        if not self._sizes.checked:
+            stored = {**stored, "blocks": _in_one_place(stored["blocks"])}
+        for name in (*COUNTS, "last", "frame", "entry_sums", "contents", "references"):
+            target = self._arrays[name]
+            part = stored[name][: len(target)]  # in memory of this process alone there are no checksums
+            target = target[: len(part)] if part.ndim == 1 else target[: len(part), : part.shape[1]]
+            move_into(target, part) if name in ("contents", "references") else np.copyto(target, part)
+        start = 0
+        opened_bytes = stored["streams"][:, state.OPEN_BYTES].tolist()
+        for row, n_bytes in zip(self._arrays["open"], opened_bytes, strict=False):
+            row[:n_bytes] = stored["open"][start : start + n_bytes]
+            start += n_bytes
+        head = self._arrays["head"]
+        head[: state.KIND_OF_POOL] = stored["head"][: state.KIND_OF_POOL]
+        kinds = head[[state.BLOCKS, state.GRAINS, state.REFERENCES, state.STREAMS]]
+        if ((kinds < 0) | (kinds > self._room.most)).any() or not free_others(
+            self._pool, np.zeros(int(head[state.GRAINS]), dtype=np.bool_)
+        ):
+            raise CorruptFileError("the frames are damaged: blocks lie where there is nothing")
+
     def __getstate__(self) -> dict[str, Any]:
-        # Only on the way to a child process, which shares the memory; files are written by ``_pool_files``.
+        # Only on the way to a child process, which shares the memory; files are written by :meth:`described`.
         shape = self._shape, self._dtype.str
         return {"shape": shape, "sizes": tuple(self._sizes), "region": self._region}
 
@@ -363,10 +706,22 @@ class FramePool:
         self.distrust()
 
 
-def _usable_codec(name: str, quality: int) -> Codec:
-    codec = get_codec(name, quality=quality)
-    if codec.seals and not codec.lossy and not codec.c_decompressor():
-        raise InvalidArgumentError(
-            f"codec={name!r} opens its blocks in Python, which is too slow for reading single stacks; use codec='patch'"
+def _in_one_place(blocks: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Rows of blocks as they are where nobody else can see a half of them: without where they lay before."""
+    rows = blocks[:, : state.N_BLOCK_UNCHECKED].copy()
+    if blocks.shape[1] == state.N_BLOCK:
+        sealed = blocks[:, state.KIND] == state.SEALED
+        for column, apart in ((state.GRAIN, state.SEALED_GRAIN), (state.N_BYTES, state.SEALED_BYTES)):
+            rows[sealed, column] = blocks[sealed, apart]
+    return rows
+
+
+def _check(description: Any) -> None:
+    version = description.get("format") if isinstance(description, dict) else None
+    if version != POOL_FORMAT:
+        raise CorruptFileError(
+            f"the frames have format {version!r}, this version reads {POOL_FORMAT}; load them with the version of "
+            "rl-ext that wrote them"
         )
-    return codec
+    if checksum(description) != description.get("checksum"):
+        raise CorruptFileError("the frames are damaged: their checksum does not match their contents")

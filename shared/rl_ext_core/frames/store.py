@@ -2,44 +2,98 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
-import importlib.util
+import functools
+import logging
 import os
 import threading
+import weakref
+from collections.abc import Iterator
 from operator import index
-from types import ModuleType
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, StorageError
-from rl_ext_core.frames._format import EXTENDED_FORMAT_VERSION, FORMAT_VERSION, check_format, checksum
-from rl_ext_core.frames._loss import checked_block_length, checked_bound, loss_in_words
-from rl_ext_core.frames._saving import load, save
-from rl_ext_core.frames.codecs import DEFAULT_QUALITY, Codec, get_codec
-from rl_ext_core.frames.disk._opening import Opening, open_folder
-from rl_ext_core.frames.disk._rows import RowArrays
-from rl_ext_core.frames.jpeg import JpegCodec
+from rl_ext_core._interrupts import uninterrupted
+from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
+from rl_ext_core.frames.arrays import MOST_PLACES
+from rl_ext_core.frames.checkpoint import FORMAT_VERSION, check_format, checksum, load, reduced_and_held, save
+from rl_ext_core.frames.codecs import (
+    DEFAULT_QUALITY,
+    Codec,
+    check_numba,
+    checked_block_length,
+    checked_bound,
+    get_codec,
+    loss_in_words,
+)
+from rl_ext_core.frames.folder import MANIFEST, Rows, StoreFolder, checked_path, damage, reading
+from rl_ext_core.frames.geometry import INTERLEAVED, PLANAR
 from rl_ext_core.frames.layout import StackLayout
-from rl_ext_core.frames.reading import Reader
-from rl_ext_core.frames.ring import Ring
-from rl_ext_core.frames.writer import StreamWriter
+from rl_ext_core.frames.region import address_of
+
+if TYPE_CHECKING:
+    from rl_ext_core.frames.pool import FramePool
+
+_logger = logging.getLogger("rl_ext_core.frames")
+
+_LEAST_BLOCKS = 2  # an environment, of noise, that a budget has to be enough for
+
+_in_folders: weakref.WeakSet[FrameStore] = weakref.WeakSet()
+
+Pairs = npt.NDArray[np.int64]
 
 
-def load_kernels() -> ModuleType:
-    """The hot loops: compiled ones, or NumPy's where numba is not installed."""
-    if importlib.util.find_spec("numba") is None:
-        from rl_ext_core.frames import _kernels_numpy
+@functools.cache
+def load_kernels() -> None:
+    """Imports and compiles the hot loops: it takes seconds, in which Ctrl-C must find no store half changed.
 
-        return _kernels_numpy
-    from rl_ext_core.frames import _kernels
+    :raises MissingDependencyError: if numba is not installed.
+    """
+    check_numba("A store of frames")
+    _import_kernels()
+    _call_kernels()
 
-    return _kernels
+
+@uninterrupted
+def _import_kernels() -> None:
+    # Where its import was interrupted, numba cannot be imported again.
+    from rl_ext_core.frames import pool  # noqa: F401
 
 
-class FrameStore(Ring):
+def _call_kernels() -> None:
+    """Calls every kernel once."""
+    from rl_ext_core.frames.pool import FramePool
+
+    layout = StackLayout((2, 4, 4), np.dtype(np.uint8), 2, 0)
+    pool = FramePool(4, layout, block_length=1, streams=1)
+    stacks = np.arange(4 * layout.stack_bytes, dtype=np.uint8).reshape(4, *layout.shape)
+    stacks[2, 0] = stacks[1, 1]  # its second frame is all that is new
+    for row in range(2):
+        pool.index[row] = pool.put_pairs(address_of(stacks[row:]), PLANAR, address_of(stacks[row + 1 :]), PLANAR)
+    place = np.zeros(1, dtype=np.int64)
+    pool.get_pairs(place, place, stacks[2:3], stacks[3:], num_threads=1)
+    pool.release_pairs(pool.index[:1].reshape(-1))
+    pool.rest()
+
+
+class Recovered(NamedTuple):
+    """What was in a folder that was opened again.
+
+    :ivar kept: transitions, an environment, that are there.
+    :ivar lost: transitions, an environment, that were being added when their process was killed.
+    :ivar overwritten: transitions, an environment, that are gone because those lost had taken their rows.
+    """
+
+    kept: int
+    lost: int
+    overwritten: int
+
+
+class FrameStore:
     """A ring of transitions ``(observation, next observation)`` for several environments in step.
 
     A frame is stored once although up to ``2 * n_stack`` stacks contain it. What is shared is decided by comparing
@@ -57,16 +111,29 @@ class FrameStore(Ring):
     :param max_bytes: what the store may hold in all, index and row arrays included, or None. Where that is exceeded the
         oldest transitions are given up, a block at a time: ``size`` shrinks, their rows read as zeros, and those held
         are the ``size`` rows from ``first`` on, around the ring.
-    :param storage_dir: a folder for the frames, or None for memory. They may exceed the memory there, and outlive the
-        process: opened again with the same arguments, the store goes on where it was, and ``recovered`` says what was
-        found. A process that ends without :meth:`close` loses what was added since the last sealed block; a machine
-        that goes down may lose what the system had not written yet, which checksums find. Nothing else than the index
-        and a few buffers stay in memory. One process at a time may open it.
+    :param storage_dir: a folder for the frames, or None for memory. They may exceed the memory there, since files are
+        mapped, and outlive the process: opened again with the same arguments, the store goes on where it was, and
+        ``recovered`` says what was found. A process that is killed loses the transition that it was adding; a machine
+        that goes down may lose what the system had not written yet, which checksums find. One process at a time may
+        open it.
+    :ivar position: the row that the next transition goes to.
+    :ivar full: whether all rows were written.
+    :ivar dropped: how many of the oldest transitions were given up, whose rows were not written again yet.
+    :ivar recovered: what was found in ``storage_dir``; None where nothing was.
     :raises CorruptFileError: if a file in ``storage_dir`` is damaged, where that shows without reading all of it. What
         does not show then is found when it is read.
     :raises StorageError: if another process uses ``storage_dir``, or it cannot be made.
     """
 
+    recovered: Recovered | None
+    _folder: StoreFolder | None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> FrameStore:
+        """Before anything is there that Ctrl-C could leave half done, all that takes long once."""
+        load_kernels()
+        return super().__new__(cls)
+
+    @uninterrupted
     def __init__(
         self,
         capacity: int,
@@ -78,40 +145,62 @@ class FrameStore(Ring):
         max_error: int = 0,
         quality: int = DEFAULT_QUALITY,
         max_bytes: int | None = None,
-        storage_dir: str | os.PathLike[str] | Opening | None = None,
+        storage_dir: str | os.PathLike[str] | StoreFolder | None = None,
+        takes_place: bool = False,
     ) -> None:
         if capacity < 1 or n_envs < 1:
             raise InvalidArgumentError(f"capacity={capacity} and n_envs={n_envs} must both be at least 1")
         self.codec = (get_codec(codec, quality=quality) if isinstance(codec, str) else codec).for_frames(layout)
         block_length = checked_block_length(block_length, self.codec)
-        if block_length < 1 or block_length & (block_length - 1):
-            raise InvalidArgumentError(f"block_length={block_length} is not a power of two; for example 16")
+        if not 1 <= block_length <= MOST_PLACES or block_length & (block_length - 1):
+            raise InvalidArgumentError(
+                f"block_length={block_length} is not a power of two from 1 to {MOST_PLACES}; for example 16"
+            )
         # Plain integers: those of NumPy are written in a way that depends on its version.
         self.capacity, self.n_envs, self.layout = index(capacity), index(n_envs), layout
         self.block_length = index(block_length)
         self.max_error = checked_bound(max_error, codec=self.codec, dtype=layout.dtype)
         self.max_bytes = max_bytes if max_bytes is None else index(max_bytes)
+        self._shape = (self.n_envs, *layout.shape)
+        # The strides of views that VecTransposeImage makes: channel-first over channel-last memory.
+        channel_last = np.empty((self.n_envs, *layout.shape[1:], layout.shape[0]), dtype=layout.dtype)
+        self._transposed = np.moveaxis(channel_last, -1, 1).strides if layout.planar else None
         # The kernels release the GIL: a thread that samples must not read a block while another one fills it.
-        self._lock = threading.Lock()
-        self.recovered, self._files, self._rows = None, None, RowArrays(self.capacity)
-        if storage_dir is None or isinstance(storage_dir, Opening):
-            opening = storage_dir
+        self._lock = threading.RLock()
+        self.position, self.full, self.dropped = 0, False, 0
+        self._staged: Pairs | None = None  # what was stored and is no transition yet
+        self._unfinished = False  # in a folder: whether the owner may yet write to the newest transition's row
+        self._was_full = False  # before that one
+        self._attached = not takes_place
+        self.recovered = None
+        if storage_dir is None or isinstance(storage_dir, StoreFolder):
+            self._folder = storage_dir
         else:
-            opening = open_folder(storage_dir, self._settings(), capacity=self.capacity)
+            self._folder = StoreFolder(storage_dir, self._settings(), capacity=self.capacity)
+        self._rows = Rows(self.capacity) if self._folder is None else self._folder.rows
         try:
-            if opening is not None:
-                self._rows = opening.rows
-                self._files = opening.files(self._settings(), self.layout.frame_bytes)
-            self._begin()
+            self._pool = self._new_pool(takes_place)
             self._check_budget()
-            if opening is not None and opening.contents is not None:
-                self._resume(opening)
+            if self._folder is not None and self._attached:
+                self._begin_in(self._folder)
         except BaseException:
-            if self._files is not None:
-                self._files.discard()
-            if opening is not None and not opening.replaces:
-                opening.folder.abandon()
+            if self._folder is not None and self._attached:
+                self._folder.abandon()
             raise
+
+    def _new_pool(self, next_generation: bool = False) -> FramePool:
+        from rl_ext_core.frames.pool import FramePool
+
+        return FramePool(
+            self.capacity,
+            self.layout,
+            codec=self.codec,
+            block_length=self.block_length,
+            max_error=self.max_error,
+            quality=self.codec.options.get("quality", DEFAULT_QUALITY),
+            streams=self.n_envs,
+            file=None if self._folder is None else self._folder.frames(next_generation=next_generation),
+        )
 
     def _settings(self) -> dict[str, Any]:
         """What decides how frames are stored, as plain values."""
@@ -126,9 +215,98 @@ class FrameStore(Ring):
         }
 
     def _loss(self) -> dict[str, int]:
-        """The options of a store that is not exact. One that is has none, and is described as it always was."""
-        loss = {"max_error": self.max_error} if self.max_error else {}
-        return {**loss, "quality": self.codec.quality} if isinstance(self.codec, JpegCodec) else loss
+        """The options of a store that is not exact. One that is has none."""
+        return {**({"max_error": self.max_error} if self.max_error else {}), **self.codec.options}
+
+    def _check_budget(self) -> None:
+        if self.max_bytes is None:
+            return
+        layout = self.layout
+        stack = layout.stack_bytes + layout.frame_bytes
+        least = (stack + _LEAST_BLOCKS * self.block_length * layout.frame_bytes) * self.n_envs
+        if self.max_bytes < least:
+            raise InvalidArgumentError(
+                f"max_bytes={self.max_bytes:,} is too little for {self.n_envs} environments with observations of shape "
+                f"{self.layout.shape}: what they have in the works takes up to {least:,}; pass at least that, or a "
+                "smaller block_length"
+            )
+
+    def _begin_in(self, folder: StoreFolder) -> None:
+        if folder.settings is None:
+            folder.begin(self._settings())
+        else:
+            self._resume(folder)
+        _in_folders.add(self)
+
+    def _resume(self, folder: StoreFolder) -> None:
+        """Goes on with what is in the folder.
+
+        :raises CorruptFileError: if it is not what was stored.
+        """
+        from rl_ext_core.frames.recovery import recover_pairs
+
+        torn = self._go_to_end(folder)
+        overwritten = int(torn and self.full and not self.dropped)
+        self.dropped += overwritten  # the oldest, in the row that was being written
+        self._rows.make_sure_of(self.touched)
+        self._pool.make_sure_of_rows(self.touched)
+        counted, touched = self.size, self.touched
+        if folder.mend:
+            self._keep_longest_run()
+        rows = self._held_rows()
+        for what, wrong in (("row-*", self._rows.wrong(rows)), ("frames-*", self._pool.wrong_rows(rows))):
+            if len(wrong):
+                raise damage(folder.path / what, f"{len(wrong)} rows have another checksum than when they were stored")
+        if lost := np.count_nonzero(~recover_pairs(self._pool, rows)):
+            raise damage(folder.frames().path, f"{lost} transitions lead nowhere")
+        others = np.ones(max(touched, self._pool.held_rows), dtype=np.bool_)
+        others[rows] = False
+        self._pool.index[: len(others)][others] = 0
+        self.recovered = Recovered(self.size, counted - self.size if folder.mend else int(torn), overwritten)
+        self._note()
+        if not folder.mend:
+            _logger.log(
+                logging.WARNING if torn else logging.INFO,
+                "%s: %d transitions of each environment are kept; %d were being added when the process before ended, "
+                "and %d that they had overwritten are gone",
+                folder.path,
+                *self.recovered,
+            )
+
+    def _go_to_end(self, folder: StoreFolder) -> bool:
+        """Goes to where the next transition goes; says whether one was being added."""
+        assert folder.journal is not None
+        try:
+            note, _ = folder.journal.read()
+        except CorruptFileError:
+            index = self._pool.index
+            if not folder.mend or index[-1].any():
+                raise damage(
+                    folder.path / "journal", "the checksums of both notes are wrong, so the oldest row is not known"
+                ) from None
+            self.position = int(np.count_nonzero(index.any(axis=1)))
+            return False
+        if note.following >= self.capacity or not note.length <= note.touched <= self.capacity:
+            raise damage(folder.path / "journal", "it says that there are more transitions than rows")
+        self.full, self.position = note.touched == self.capacity, note.following
+        self.dropped = self.touched - note.length
+        return bool(note.exposed)
+
+    def _keep_longest_run(self) -> None:
+        """Gives up all but the longest run of rows that can be read."""
+        from rl_ext_core.frames.recovery import readable_pairs
+
+        rows = self._held_rows()
+        good = ~np.isin(rows, np.concatenate([self._rows.wrong(rows), self._pool.wrong_rows(rows)]))
+        self._pool.index[rows[~good]] = 0
+        good &= readable_pairs(self._pool, rows)
+        start, stop = longest_run(good)
+        end = int(rows[0] + stop) if len(rows) else 0
+        self.position = end % self.capacity if self.full else end
+        self.dropped = self.touched - (stop - start)
+
+    def _held_rows(self) -> Pairs:
+        return (self.first + np.arange(self.size)) % self.capacity
 
     @property
     def lossy(self) -> bool:
@@ -142,53 +320,34 @@ class FrameStore(Ring):
             f"codec={self.codec.name!r}, {kept})"
         )
 
-    def emptied(self, layout: StackLayout, *, codec: str, block_length: int, **loss: int) -> FrameStore:
-        """A store for the same transitions, without them, that stores them in another way."""
-        return FrameStore(
-            self.capacity,
-            self.n_envs,
-            layout,
-            codec=codec,
-            block_length=block_length,
-            max_bytes=self.max_bytes,
-            storage_dir=self._replacement(),
-            **loss,
-        )
+    @property
+    def touched(self) -> int:
+        """Rows ever written."""
+        return self.capacity if self.full else self.position
 
-    def clear(self) -> None:
-        """Forgets all transitions and gives their memory back."""
-        if self._files is not None:
-            self._files = self._files.anew()
-        self._begin()
+    @property
+    def size(self) -> int:
+        """Transitions held, an environment."""
+        return self.touched - self.dropped
 
-    def rest(self) -> None:
-        """Gives back the memory that only transitions to come need, which is most of what a small store takes.
+    @property
+    def first(self) -> int:
+        """The row of the oldest transition held; the others follow it around the ring."""
+        return ((self.position if self.full else 0) + self.dropped) % self.capacity
 
-        Should there be any, the next ones share nothing with those before.
-        """
-        with self._lock:
-            self._writer.rest()
-
-    def _begin(self) -> None:
-        self._begin_ring()
-        kernels = load_kernels()
-        self._writer = StreamWriter(
-            self.layout,
-            self.n_envs,
-            codec=self.codec,
-            block_length=self.block_length,
-            kernels=kernels,
-            max_error=self.max_error,
-            max_bytes=self.max_bytes,
-            files=self._files,
-        )
-        self._reader = Reader(self._writer, codec=self.codec, kernels=kernels, in_files=self._files is not None)
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, with the index and the row arrays: what the process, or its files, have grown by."""
+        # With a budget, what is free is given back where it is much, and used again before more is taken.
+        frames = self._pool.nbytes if self.max_bytes is None else self._pool.used_nbytes
+        return frames + self._pool.index[: self.touched].nbytes + self._rows.nbytes(self.touched)
 
     @property
     def changed_fraction(self) -> float:
         """What a frame takes on average, as a fraction of its raw size."""
-        return self._writer.bytes_a_frame / self.layout.frame_bytes
+        return self._pool.changed_fraction
 
+    @uninterrupted
     def append(
         self,
         observations: npt.NDArray[np.generic],
@@ -208,11 +367,20 @@ class FrameStore(Ring):
             Whatever is raised, the store holds what it held before.
         """
         with self._lock:
-            self._advance(self.position if row is None else row, self._stage(observations, next_observations))
+            self._append(observations, next_observations, row)
 
-    def stage(
-        self, observations: npt.NDArray[np.generic], next_observations: npt.NDArray[np.generic]
-    ) -> npt.NDArray[np.uint64]:
+    def _append(
+        self,
+        observations: npt.NDArray[np.generic],
+        next_observations: npt.NDArray[np.generic],
+        row: int | None,
+    ) -> None:
+        """What :meth:`append` does; its caller sees to it that nothing comes in between."""
+        row = self._row(row)
+        self._advance(row, self._stage(observations, next_observations, row))
+
+    @uninterrupted
+    def stage(self, observations: npt.NDArray[np.generic], next_observations: npt.NDArray[np.generic]) -> Pairs:
         """The part of :meth:`append` that may fail: stores frames, and changes no transition.
 
         Several stores that belong together all stage a transition before the first of them commits it.
@@ -220,26 +388,113 @@ class FrameStore(Ring):
         :return: what :meth:`commit` needs, valid until the next call.
         """
         with self._lock:
-            return self._stage(observations, next_observations)
+            return self._stage(observations, next_observations, self.position)
 
     def _stage(
-        self, observations: npt.NDArray[np.generic], next_observations: npt.NDArray[np.generic]
-    ) -> npt.NDArray[np.uint64]:
-        if self._files is None:
-            return self._writer.push_pair(observations, next_observations)
-        self._prepare_files(self._files)
-        try:
-            return self._writer.push_pair(observations, next_observations)
-        except BaseException:
-            with contextlib.suppress(StorageError):
-                self._files.nothing_came()
-            raise
+        self, observations: npt.NDArray[np.generic], next_observations: npt.NDArray[np.generic], row: int
+    ) -> Pairs:
+        stacks, memory = self._arranged(observations, name="obs")
+        nexts, next_memory = self._arranged(next_observations, name="next_obs")
+        if self._folder is not None:
+            self._folder.check_ours()
+            self._pool.make_sure_of_rows(row + 1)
+            self._rows.make_sure_of(row + 1)
+        if self._staged is not None:
+            self._pool.release_pairs(self._staged)
+            self._staged = None
+        self._staged = self._pool.put_pairs(address_of(stacks), memory, address_of(nexts), next_memory)
+        return self._staged
 
-    def commit(self, staged: npt.NDArray[np.uint64], *, row: int | None = None) -> None:
+    def _arranged(self, stacks: npt.NDArray[np.generic], *, name: str) -> tuple[npt.NDArray[np.generic], int]:
+        """Checks a batch of stacks and brings it into one of the two memory orders that the kernels read.
+
+        :param stacks: shape ``(n_envs, *layout.shape)``; views as ``VecTransposeImage`` makes them are not copied.
+        :param name: what the caller calls it.
+        :raises InvalidTypeError: if its dtype cannot be converted without loss.
+        :raises InvalidArgumentError: if its shape is another one.
+        """
+        layout = self.layout
+        stacks = np.asarray(stacks)
+        if stacks.shape != self._shape:
+            raise InvalidArgumentError(
+                f"{name} has shape {stacks.shape}, expected {self._shape}: (number of environments, "
+                "*observation shape). Nothing was stored."
+            )
+        if stacks.dtype != layout.dtype:
+            if not np.can_cast(stacks.dtype, layout.dtype, "safe"):
+                raise InvalidTypeError(
+                    f"{name} has dtype {stacks.dtype}, which does not fit into {layout.dtype} without loss. Nothing "
+                    f"was stored; convert it with {name}.astype(np.{layout.dtype}) if that is meant."
+                )
+            stacks = stacks.astype(layout.dtype)
+        if stacks.flags.c_contiguous:
+            return stacks, PLANAR if layout.planar else INTERLEAVED
+        if stacks.strides == self._transposed:
+            return stacks, INTERLEAVED
+        return np.ascontiguousarray(stacks), PLANAR if layout.planar else INTERLEAVED
+
+    @uninterrupted
+    def commit(self, staged: Pairs, *, row: int | None = None) -> None:
         """Makes what was staged a transition, over the oldest where the store is full."""
         with self._lock:
-            self._advance(self.position if row is None else row, staged)
+            self._advance(self._row(row), staged)
 
+    def _row(self, row: int | None) -> int:
+        if row is None:
+            return self.position
+        if not 0 <= row < self.capacity:
+            raise InvalidArgumentError(f"row={row}: there are rows 0 to {self.capacity - 1}. Nothing was stored")
+        if self._folder is not None and row not in (self.position, (self.position - 1) % self.capacity):
+            raise InvalidArgumentError(
+                f"row={row}: with storage_dir, transitions are stored one after the other, next in row {self.position}"
+            )
+        return index(row)  # NumPy's integers are written in a way that depends on its version
+
+    def _advance(self, row: int, pairs: Pairs) -> None:
+        """Makes the transition with these numbers the newest."""
+        if self._folder is not None and self._attached:
+            self._begin_row(row)
+        if self.full and self.dropped and row == self.position:
+            self.dropped -= 1  # its row is taken
+        index = self._pool.index
+        if self.full or row < self.position:
+            self._pool.release_pairs(index[row])
+        index[row] = pairs
+        self._staged = None
+        self._pool.note_row(row)
+        self.position = row + 1
+        if self.position == self.capacity:
+            self.position, self.full = 0, True
+        self._unfinished = self._folder is not None
+        if self.max_bytes is not None:
+            self._keep_within(self.max_bytes)
+
+    def _begin_row(self, row: int) -> None:
+        """Notes that a row is being written, and that all before count."""
+        if row != self.position:  # the newest is replaced: until then there is one less
+            self._take_back(1)
+        self._finish_newest()
+        self._note(writing=True)
+        self._was_full = self.full
+
+    def _finish_newest(self) -> None:
+        if self._unfinished:
+            self._rows.note((self.position - 1) % self.capacity)
+        self._unfinished = False
+
+    def _note(self, *, writing: bool = False) -> None:
+        """Notes what counts. The newest transition does not, as long as its row may be half written."""
+        assert self._folder is not None
+        assert self._folder.journal is not None
+        length, following, touched = self.size, self.position, self.touched
+        if self._unfinished:
+            length, following = length - 1, (following - 1) % self.capacity
+            touched = self.capacity if self._was_full else following
+        self._folder.journal.note(
+            length=length, following=following, touched=touched, exposed=writing or self._unfinished
+        )
+
+    @uninterrupted
     def get(
         self,
         rows: npt.NDArray[np.int64],
@@ -260,13 +515,207 @@ class FrameStore(Ring):
         :raises InvalidArgumentError: if a place does not exist, or an array does not fit.
         """
         with self._lock:
-            self._reader.get(self._index, rows, envs, observations, next_observations, num_threads)
+            if self._folder is not None:
+                self._folder.check_open()
+            # As HER has them they are strided: kernels would be compiled once more for that.
+            rows, envs = (places if places.flags.carray else places.copy() for places in (rows, envs))
+            for out in (observations, next_observations):
+                if out is not None:
+                    self._check_out(out, len(rows))
+            whole = rows.dtype == envs.dtype == np.int64 and rows.shape == envs.shape == (rows.size,)
+            if not whole or not self._pool.get_pairs(
+                rows, envs, observations, next_observations, num_threads=num_threads
+            ):
+                raise InvalidArgumentError(
+                    f"rows {rows!r} and envs {envs!r} must be as many numbers of dtype int64, from 0 to "
+                    f"{self.capacity - 1} and from 0 to {self.n_envs - 1}"
+                )
 
-    def _kept(self) -> dict[str, int]:
-        """What a store with a budget, or without its oldest transitions, has to say."""
-        budget = {} if self.max_bytes is None else {"max_bytes": self.max_bytes}
-        return {**budget, "dropped": self.dropped} if self.dropped else budget
+    def _check_out(self, out: npt.NDArray[np.generic], n: int) -> None:
+        expected = (n, *self.layout.shape)
+        if not (out.shape == expected and out.dtype == self.layout.dtype and out.flags.carray):
+            kind = "an" if out.flags.writeable else "a read-only"
+            raise InvalidArgumentError(
+                f"an output is {kind} array of shape {out.shape} and dtype {out.dtype}, expected a C-contiguous "
+                f"one to write to, of shape {expected} and dtype {self.layout.dtype}; for example "
+                f"np.empty({expected}, np.{self.layout.dtype})"
+            )
 
+    @uninterrupted
+    def drop_oldest(self, count: int) -> None:
+        """Gives up the oldest transitions. Their rows read as zeros then.
+
+        :param count: how many, an environment.
+        :raises InvalidArgumentError: if there are not so many.
+        """
+        with self._lock:
+            if count := self._checked(count):
+                self._drop_oldest(count)
+
+    def _checked(self, count: int) -> int:
+        if not 0 <= count <= self.size:
+            raise InvalidArgumentError(f"count={count} transitions cannot be given up, {self.size} are held")
+        return index(count)  # see _row
+
+    def _drop_oldest(self, count: int) -> None:
+        rows = (self.first + np.arange(count)) % self.capacity
+        self.dropped += count
+        self._forget(rows)
+
+    def _forget(self, rows: Pairs) -> None:
+        """Frees what lies in rows that do not count any more."""
+        if self._folder is not None and self._attached:
+            self._note()
+        self._pool.release_pairs(self._pool.index[rows].reshape(-1))
+        self._pool.index[rows] = 0
+        if self.max_bytes is not None:
+            self._pool.trim()
+
+    def _keep_within(self, max_bytes: int) -> None:
+        while self.nbytes > max_bytes and self.size > 1:
+            self._drop_oldest(min(self.block_length, self.size - 1))
+
+    @uninterrupted
+    def forget_newest(self, count: int) -> None:
+        """Takes the newest transitions back, so that stores that belong together hold the same ones.
+
+        :param count: how many, an environment.
+        :raises InvalidArgumentError: if there are not so many.
+        """
+        with self._lock:
+            if count := self._checked(count):
+                self._take_back(count)
+
+    def _take_back(self, count: int) -> None:
+        rows = (self.position - 1 - np.arange(count)) % self.capacity
+        if self.full:
+            # Rows behind the new end were written before: they count as the oldest, given up.
+            self.position = (self.position - count) % self.capacity
+            self.dropped += count
+        else:
+            self.position -= count
+        self._unfinished = False
+        self._forget(rows)
+
+    @uninterrupted
+    def clear(self) -> None:
+        """Forgets all transitions and gives their memory back."""
+        with self._lock:
+            self.position, self.full, self.dropped, self._unfinished = 0, False, 0, False
+            if self._folder is not None:
+                self._folder.check_ours()
+                if self._attached:
+                    self._note()
+            self._pool.clear()
+            self._staged = None
+
+    @uninterrupted
+    def rest(self) -> None:
+        """Gives back the memory that only transitions to come need, which is most of what a small store takes.
+
+        Should there be any, the next ones share nothing with those before.
+        """
+        with self._lock:
+            self._pool.rest()
+
+    @uninterrupted
+    def rows(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """An array of the caller's own with one row a transition: actions, rewards, flags.
+
+        It is kept where the frames are: in a mapped file with ``storage_dir``, else in memory. Ask for all of them
+        before the first transition is added; write to row ``i`` after the transition in row ``i`` was added, and no
+        more once the next one is; see :meth:`newest_row_changed`. After the folder was opened again they hold what
+        belongs to the transitions there.
+
+        :param name: letters, digits, ``_``, ``-`` and ``.``.
+        :param shape: of one row.
+        :param dtype: of the array.
+        :return: shape ``(capacity, *shape)``, zero where nothing was written; the same array for the same name.
+        :raises InvalidArgumentError: if there is such an array of another shape or dtype, or it comes too late.
+        :raises StorageError: if there is no room for it on the disk.
+        """
+        with self._lock:
+            if self._folder is not None:
+                return self._folder.array(name, shape, dtype, empty=self.touched == 0)
+            found = self._rows.get(name, shape, dtype)
+            return self._rows.add(name, shape, dtype) if found is None else found
+
+    @uninterrupted
+    def newest_row_changed(self) -> None:
+        """To be called where the row of the newest transition was written to once more after :meth:`flush`.
+
+        Its checksum would not be that of its contents.
+        """
+        if self._folder is not None:
+            with self._lock:
+                if self.size and not self._unfinished:
+                    self._rows.note((self.position - 1) % self.capacity)
+
+    @uninterrupted
+    def flush(self) -> None:
+        """Makes sure that what was added survives the process. Does nothing without ``storage_dir``."""
+        if self._folder is not None:
+            self._folder.check_ours()
+            with self._lock:
+                self._finish_newest()
+                self._note()
+
+    @uninterrupted
+    def close(self) -> None:
+        """Writes what is not written yet, and lets another process open ``storage_dir``. Nothing can be read after."""
+        folder = self._folder
+        if folder is None or folder.closed or not self._attached:
+            return
+        with self._lock:
+            try:
+                if folder.ours and folder.journal is not None:
+                    self.flush()
+                    folder.journal.settle()
+            finally:
+                folder.close()
+                _in_folders.discard(self)
+
+    def __del__(self) -> None:
+        if getattr(self, "_folder", None) is not None:
+            _close_quietly(self)
+
+    def emptied(self, layout: StackLayout, *, codec: str, block_length: int, **loss: int) -> FrameStore:
+        """A store for the same transitions, without them, that stores them in another way."""
+        return FrameStore(
+            self.capacity,
+            self.n_envs,
+            layout,
+            codec=codec,
+            block_length=block_length,
+            max_bytes=self.max_bytes,
+            storage_dir=self._folder,
+            takes_place=self._folder is not None,
+            **loss,
+        )
+
+    @contextlib.contextmanager
+    def taking_the_place_of(self, other: FrameStore) -> Iterator[None]:
+        """For the time in which the transitions of another store are added to this one, from the first row on.
+
+        Whatever is raised meanwhile, the other one stays in place.
+        """
+        folder = self._folder
+        try:
+            yield
+            if folder is not None:
+                folder.begin(self._settings(), next_generation=True)
+        except BaseException:
+            if folder is not None:
+                folder.frames(next_generation=True)  # removes it
+            raise
+        self._unfinished, self._was_full, self._rows = other._unfinished, other._was_full, other._rows
+        self.recovered = other.recovered
+        if folder is not None:
+            self._attached, other._attached = True, False
+            _in_folders.add(self)
+            _in_folders.discard(other)
+
+    @uninterrupted
     def save(self, file: str | os.PathLike[str] | BinaryIO) -> None:
         """Writes the store to a file, without another copy in memory. Row arrays are not part of it.
 
@@ -286,24 +735,24 @@ class FrameStore(Ring):
     def __copy__(self) -> FrameStore:
         return copy.deepcopy(self)  # no two stores may write to the same memory
 
+    @uninterrupted
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return reduced_and_held(self._lock, lambda: super(FrameStore, self).__reduce_ex__(protocol))
+
     def __getstate__(self) -> dict[str, Any]:
         """Arrays and numbers only: views that pickle protocol 5 writes without a copy, and a checksum."""
-        layout = self.layout
         state = {
-            "format": EXTENDED_FORMAT_VERSION if self.lossy or self._kept() else FORMAT_VERSION,
-            **self._loss(),
-            **self._kept(),
-            "codec": self.codec.name,
+            "format": FORMAT_VERSION,
             "capacity": self.capacity,
             "n_envs": self.n_envs,
-            "block_length": self.block_length,
-            "layout": (tuple(map(int, layout.shape)), layout.dtype.str, int(layout.n_stack), int(layout.axis)),
+            **({} if self.max_bytes is None else {"max_bytes": self.max_bytes}),
             "position": self.position,
             "full": self.full,
-            "index": self._index[: self.touched],
-            "writer": self._writer.state(),
+            "dropped": self.dropped,
+            "index": self._pool.index[: self.touched],
+            "frames": self._pool.described(),
         }
-        return {**state, "checksum": checksum(state)}
+        return {**state, "checksum": _checksum(state)}
 
     def __setstate__(self, state: Any) -> None:
         """
@@ -311,20 +760,95 @@ class FrameStore(Ring):
         :raises MissingDependencyError: if its codec needs a package that is not installed.
         """
         check_format(state)
-        if checksum(state) != state.get("checksum"):
+        if _checksum(state) != state.get("checksum"):
             raise CorruptFileError("the frame store is damaged: its checksum does not match its contents")
-        shape, dtype, n_stack, axis = state["layout"]
-        layout = StackLayout(tuple(shape), np.dtype(dtype), n_stack, axis)
+        frames = state["frames"]
+        shape, dtype, n_stack, axis = frames["layout"]
         self.__init__(  # type: ignore[misc]
             state["capacity"],
             state["n_envs"],
-            layout,
-            codec=state["codec"],
-            block_length=state["block_length"],
-            max_error=state.get("max_error", 0),
-            quality=state.get("quality", DEFAULT_QUALITY),
+            StackLayout(tuple(shape), np.dtype(dtype), n_stack, axis),
+            codec=frames["codec"],
+            block_length=frames["block_length"],
+            max_error=frames["max_error"],
+            quality=frames.get("quality", DEFAULT_QUALITY),
             max_bytes=state.get("max_bytes"),
         )
-        self.position, self.full, self.dropped = state["position"], state["full"], state.get("dropped", 0)
-        self._index[: self.touched] = state["index"]
-        self._writer.restore(state["writer"])
+        self.position, self.full, self.dropped = state["position"], state["full"], state["dropped"]
+        self._pool.take(frames)
+        self._pool.index[: self.touched] = state["index"]
+
+
+def _checksum(state: dict[str, Any]) -> int:
+    frames = state.get("frames")  # they have one of their own
+    return checksum({**state, "frames": frames.get("checksum") if isinstance(frames, dict) else None})
+
+
+def _close_quietly(store: FrameStore) -> None:
+    try:
+        store.close()
+    except Exception:  # nobody is there to be told otherwise
+        _logger.exception("what was added last to %s may be lost", store._folder.path if store._folder else "")
+
+
+def _close_all() -> None:
+    for store in list(_in_folders):
+        _close_quietly(store)
+
+
+atexit.register(_close_all)
+
+
+class Salvaged(NamedTuple):
+    """What was left of a damaged folder.
+
+    :ivar kept: transitions, an environment, that can be read.
+    :ivar given_up: transitions, an environment, that counted and are gone.
+    """
+
+    kept: int
+    given_up: int
+
+
+def salvage(storage_dir: str | os.PathLike[str]) -> Salvaged:
+    """Makes a damaged ``storage_dir`` one that can be opened again, with the longest run of intact transitions.
+
+    All files are read. What is damaged is given up for good: copy the folder first if in doubt.
+
+    :param storage_dir: the folder.
+    :raises InvalidArgumentError: if there is no store in it.
+    :raises CorruptFileError: if nothing can be read at all.
+    :raises StorageError: if it is in use.
+    """
+    path = checked_path(storage_dir).absolute()
+    if not any(path.glob("frames-*")):
+        raise InvalidArgumentError(f"storage_dir={str(path)!r} holds no store")
+    folder = StoreFolder(path, {}, capacity=1, mend=True)
+    try:
+        store = FrameStore(**stored_as(folder), storage_dir=folder)
+        found = Salvaged(*store.recovered[:2])  # type: ignore[index]
+        store.close()
+    finally:
+        folder.close()
+    _logger.warning("%s: kept %d transitions of each environment, gave up %d", path, *found)
+    return found
+
+
+def stored_as(folder: StoreFolder) -> dict[str, Any]:
+    """How the frames in a folder are stored, as arguments of :class:`FrameStore`; nothing where there are none."""
+    found = dict(folder.settings or {})
+    if found:
+        with reading(f"{folder.path / MANIFEST} is"):
+            shape, dtype, n_stack, axis = found["layout"]
+            found["layout"] = StackLayout(tuple(shape), np.dtype(dtype), n_stack, axis)
+    return found
+
+
+def longest_run(good: npt.NDArray[np.bool_]) -> tuple[int, int]:
+    """Where the longest run of what is true begins and ends; the newest one of equals."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], good, [False]])))
+    if not len(edges):
+        return 0, 0
+    lengths = edges[1::2] - edges[::2]
+    longest = len(lengths) - 1 - int(lengths[::-1].argmax())
+    return int(edges[2 * longest]), int(edges[2 * longest + 1])

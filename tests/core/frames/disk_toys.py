@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_ext_core.frames import AdaptiveStore, FrameStore, StackLayout, arena, ring
-from rl_ext_core.frames.disk import _store
+from rl_ext_core.frames import AdaptiveStore, FrameStore, StackLayout
 
 LAYOUT = StackLayout((3, 9, 8), np.dtype(np.uint8), 3, 0)
 N_ENVS = 2
@@ -86,12 +85,6 @@ def check(store: Any, numbers: np.ndarray, rewards: np.ndarray, *, end: int | No
     return last
 
 
-# Small pieces, so that all that happens once in a while happens often.
-def make_small(slab_bytes: int = 2048, journal_bytes: int = 4096, unsealed: int = 24) -> None:
-    """Makes slabs and journals small, in this process."""
-    arena._SLAB_BYTES, _store._COMPACT_FROM, ring._MOST_UNSEALED = slab_bytes, journal_bytes, unsealed
-
-
 class Adder:
     """A process that forks others, which add transitions to a folder until they are killed.
 
@@ -110,13 +103,13 @@ class Adder:
         assert self._process.stdout.readline() == "ready\n"
 
     def kill_while_adding(self, folder: Path, kind: str, capacity: int, seconds: float) -> tuple[int, int]:
-        """Lets transitions be added for about that long; returns how many were, and how many of these were sealed."""
+        """Lets transitions be added for about that long; returns how many were, and how many count."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{kind} {capacity} {seconds} {folder}\n")
         self._process.stdin.flush()
-        added, sealed = map(int, self._process.stdout.readline().split())
-        return added, sealed
+        added, sure = map(int, self._process.stdout.readline().split())
+        return added, sure
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -130,16 +123,18 @@ def _add_forever(folder: str, kind: str, capacity: int, progress: mmap.mmap) -> 
     store, numbers, rewards = open_store(folder, kind, capacity)
     number = check(store, numbers, rewards)
     while True:
-        struct.pack_into("<q", progress, 0, number + 1)
+        _say(progress, 0, number + 1)
         add(store, numbers, rewards, number)
         number += 1
-        inner = store._inner if kind == "adaptive" else store
-        # The store counts from the first transition in the folder, the numbers may not.
-        struct.pack_into("<q", progress, 8, number - (inner._files.added - inner._files.committed))
+        _say(progress, 8, number - 1)
+
+
+def _say(progress: mmap.mmap, at: int, number: int) -> None:
+    # One store of 8 bytes: struct.pack_into() writes zeros first, and a process killed in between had said nothing.
+    progress[at : at + 8] = struct.pack("<q", number)
 
 
 def _main() -> None:
-    make_small()
     store = FrameStore(8, N_ENVS, LAYOUT, codec="patch+lz4")  # loads all that is loaded late
     for number in range(30):
         store.append(*transition(number))
@@ -154,7 +149,7 @@ def _main() -> None:
                 _add_forever(folder, kind, int(capacity), progress)
             finally:
                 os._exit(1)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while struct.unpack_from("<q", progress)[0] == 0 and time.monotonic() < deadline:
             time.sleep(0.0005)
         time.sleep(float(seconds))

@@ -9,8 +9,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from rl_ext_core.frames.disk._journal import FORMAT_VERSION
-from tests.core.frames.disk_toys import add, make_small, open_store
+from rl_ext_core.frames.folder import FORMAT_VERSION
+from tests.core.frames.disk_toys import add, open_store
 
 DATA = Path(__file__).with_name("data")
 KINDS = ("raw", "patch+lz4", "adaptive")
@@ -24,7 +24,6 @@ def path_of(kind: str) -> Path:
 
 def main() -> None:
     """Writes all files."""
-    make_small(slab_bytes=700)
     for kind in KINDS:
         with tempfile.TemporaryDirectory() as folder:
             options = {"codec": "patch", "n_stack": 3} if kind == "adaptive" else {}

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_ext_core.frames import AdaptiveStore, FrameStore, StackLayout
-from rl_ext_core.frames._format import FORMAT_VERSION
+from rl_ext_core.frames.checkpoint import FORMAT_VERSION
 
 DATA = Path(__file__).with_name("data")
-CODECS = ("raw", "lz4", "patch", "patch+lz4")
+CODECS = ("raw", "patch", "patch+lz4")
 LAYOUT = StackLayout((3, 6, 5), np.dtype(np.uint8), 3, 0)
 CAPACITY, N_ENVS, N_STEPS = 9, 2, 25
 BLOCK_LENGTH = 2

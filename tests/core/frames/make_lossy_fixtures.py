@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_ext_core.frames import AdaptiveStore, FrameStore, StackLayout
-from rl_ext_core.frames._format import EXTENDED_FORMAT_VERSION
+from rl_ext_core.frames.checkpoint import FORMAT_VERSION
 
 DATA = Path(__file__).with_name("data")
 WAYS: dict[str, dict[str, Any]] = {
@@ -28,7 +28,7 @@ ADAPTIVE_CAPACITY, ADAPTIVE_STEPS = 4, 66
 
 def path_of(way: str, kind: str = "store") -> Path:
     """The file of a way of storing; of kind ``store`` or ``adaptive``."""
-    return DATA / f"lossy-{kind}-v{EXTENDED_FORMAT_VERSION}-{way}.pkl"
+    return DATA / f"lossy-{kind}-v{FORMAT_VERSION}-{way}.pkl"
 
 
 def stacks(time: int) -> npt.NDArray[np.uint8]:

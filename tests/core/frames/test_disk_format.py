@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from rl_ext_core.errors import CorruptFileError
-from rl_ext_core.frames import AdaptiveStore, FrameStore, salvage
-from rl_ext_core.frames.disk import _journal
+from rl_ext_core.frames import AdaptiveStore, FrameStore, folder, salvage
 from rl_ext_core.testing import LAYOUTS, transitions
 from tests.core.frames.disk_toys import add, check, open_store
 from tests.core.frames.make_disk_fixtures import CAPACITY, KINDS, N_STEPS, path_of
@@ -34,17 +33,17 @@ def test_a_folder_of_this_format_is_opened(tmp_path: Path, kind: str) -> None:
 
 
 def test_there_are_folders_of_the_format_that_is_written() -> None:
-    assert _journal.FORMAT_VERSION == 1
+    assert folder.FORMAT_VERSION == 2
 
 
 def test_a_folder_of_a_later_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(_journal, "FORMAT_VERSION", 2)
+        patch.setattr(folder, "FORMAT_VERSION", 3)
         open_store(tmp_path / "a", "raw", CAPACITY)[0].close()
     before = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
     for opened in (lambda: open_store(tmp_path / "a", "raw", CAPACITY), lambda: salvage(tmp_path / "a")):
         with pytest.raises(
-            CorruptFileError, match="has format 2, this version reads 1; open the folder with the version"
+            CorruptFileError, match="has format 3, this version reads 2; open the folder with the version"
         ):
             opened()
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}

@@ -1,92 +1,42 @@
-"""The compiled loops: equal to NumPy's, compiled anew when they change, and never out of bounds."""
+"""The compiled loops: compiled anew when they change, and never out of bounds."""
 
 from __future__ import annotations
 
-import ast
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_ext_core.frames import FrameStore, _compile, _kernels, _kernels_numpy, _patch, store
-from rl_ext_core.frames._state import ENTRY_HEADER
-from rl_ext_core.frames.arena import SLACK, address_of
-from rl_ext_core.testing import LAYOUTS, PlainStore, check_contents, transitions
+from rl_ext_core.frames import decode, machine, patch
+from rl_ext_core.frames.geometry import ENTRY_HEADER, SLACK
+from rl_ext_core.frames.region import address_of
 
-FOLDER = Path(_compile.__file__).parent
-
-
-def filled(monkeypatch: pytest.MonkeyPatch, kernels: ModuleType, plain: PlainStore, codec: str) -> FrameStore:
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "load_kernels", lambda: kernels)
-        target = FrameStore(plain.capacity, plain.n_envs, plain.layout, codec=codec, block_length=4)
-    options: dict[str, Any] = {"contents": "mixed", "odd": 0.1, "transposed": 0.3}
-    for step, transition in enumerate(transitions(plain.layout, n_steps=70, **options)):
-        plain.append(*transition)
-        target.append(*transition)
-        if step in (0, 29, 30):
-            check_contents(target, plain, f"{kernels.__name__}, after {step + 1} transitions")
-    check_contents(target, plain, kernels.__name__)
-    return target
-
-
-@pytest.mark.parametrize("layout", LAYOUTS[:-1], ids=str)
-@pytest.mark.parametrize("codec", ["raw", "lz4"])
-def test_numpy_and_numba_store_the_same_bytes(monkeypatch: pytest.MonkeyPatch, layout: Any, codec: str) -> None:
-    stores = [filled(monkeypatch, k, PlainStore(30, 2, layout), codec) for k in (_kernels, _kernels_numpy)]
-    indices, tables, slabs, opened = [], [], [], []
-    for each in stores:
-        state = each._writer.blocks.state()
-        indices.append(each._index)
-        tables.append(state["table"])
-        slabs.append([slab[: state["arena"]["position"]] for slab in state["arena"]["slabs"]])
-        opened.append(np.concatenate(each._writer.state()["streams"]["open"]))
-    for pair in (indices, tables, opened, *zip(*slabs, strict=True)):
-        np.testing.assert_array_equal(*pair)
-
-
-def test_numpy_has_every_loop_that_codecs_without_patches_call() -> None:
-    called = {
-        node.attr
-        for name in ("reading.py", "writer.py", "blocks.py")
-        for node in ast.walk(ast.parse((FOLDER / name).read_text()))
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("kernels", "self._kernels")
-    }
-    assert called > {"gather", "push"}
-    assert {name for name in called if not hasattr(_kernels, name)} == set()
-    assert {name for name in called if not hasattr(_kernels_numpy, name)} == {"best_reference"}
+FOLDER = Path(machine.__file__).parent
 
 
 def test_a_changed_source_is_compiled_anew(tmp_path: Path) -> None:
-    for name in _compile._SOURCES:
-        shutil.copy(FOLDER / name, tmp_path)
-    digests = {_compile.sources_digest(tmp_path)}
-    assert digests == {_compile._DIGEST}
-    for name in _compile._SOURCES:
-        with (tmp_path / name).open("a") as source:
+    sources = sorted(FOLDER.glob("*.py"))
+    for path in sources:
+        shutil.copy(path, tmp_path)
+    digests = {machine.sources_digest(tmp_path)}
+    assert digests == {machine._DIGEST}
+    for path in sources:
+        with (tmp_path / path.name).open("a") as source:
             source.write("\n")
-        digests.add(_compile.sources_digest(tmp_path))
-    assert len(digests) == 1 + len(_compile._SOURCES)
-    assert _kernels.gather._cache._cache_file._source_stamp[1] == _compile._DIGEST
+        digests.add(machine.sources_digest(tmp_path))
+    assert len(digests) == 1 + len(sources)
+    assert decode.gather._cache._cache_file._source_stamp[1] == machine._DIGEST
 
 
 def test_the_digest_covers_what_the_loops_import() -> None:
-    to_read = ["_kernels.py", "_pool_checks.py", "_pool_frames.py", "_pool_in.py", "_pool_out.py", "_pool_scan.py"]
-    found = set(to_read)
-    while to_read:
-        for node in ast.walk(ast.parse((FOLDER / to_read.pop()).read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rl_ext_core.frames."):
-                name = f"{str(node.module).rsplit('.', 1)[1]}.py"
-                to_read += [name] if name not in found else []
-                found.add(name)
-    assert found == set(_compile._SOURCES)
+    """It is that of one folder."""
+    for path in FOLDER.rglob("*.py"):
+        if "numba" in path.read_text():
+            assert path.parent == FOLDER
 
 
 def runs_of_bytes() -> st.SearchStrategy[bytes]:
@@ -103,9 +53,9 @@ def test_a_patch_makes_the_frame_after_of_the_frame_before(before: bytes, after:
     guard = 64
     entry, work, scratch = (np.full(n_bytes + SLACK + guard, 0xA5, dtype=np.uint8) for _ in range(3))
     where = [np.uint64(address_of(array)) for array in (old, new, entry, scratch, work)]
-    size = _patch.append_entry(where[0], where[1], n_bytes, where[2], where[3])
+    size = patch.append_entry(where[0], where[1], n_bytes, where[2], where[3])
     assert size <= n_bytes + ENTRY_HEADER
-    frame, behind = _patch.apply_entry(where[0], where[2], n_bytes, where[4])
+    frame, behind = patch.apply_entry(where[0], where[2], n_bytes, where[4])
     assert behind == where[2] + size
     made = {int(where[0]): old, int(where[4]): work, int(where[2]) + ENTRY_HEADER: entry[ENTRY_HEADER:]}[int(frame)]
     assert made[:n_bytes].tobytes() == after[:n_bytes]

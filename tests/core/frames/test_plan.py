@@ -21,9 +21,8 @@ from rl_ext_core.errors import (
     InvalidTypeError,
     MissingDependencyError,
 )
-from rl_ext_core.frames import AdaptiveStore, Plan, StackLayout, plan, planning
-from rl_ext_core.frames.planning import MemoryWatch, _forecast
-from rl_ext_core.frames.planning._text import in_bytes, parse_bytes
+from rl_ext_core.frames import AdaptiveStore, Plan, StackLayout, measuring, plan, planning
+from rl_ext_core.frames.planning import MemoryWatch, in_bytes, parse_bytes
 from rl_ext_core.resources import available_memory
 from tests.core.frames.test_bounded_error import drifting
 
@@ -177,6 +176,121 @@ def test_an_environment_is_played_and_closed_if_it_was_made_here(made: bool) -> 
     assert bounded.sample_us > 0
 
 
+class Played(gym.Env[Any, Any]):
+    """Something to look at, of 48×48 RGB. What a step changes depends on where in an episode it is."""
+
+    action_space = gym.spaces.Discrete(4)
+    observation_space = gym.spaces.Box(0, 255, (48, 48, 3), np.uint8)
+    length = 250
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.time, self.at = 0, np.array([4, 4])
+        self.begin(self.np_random)
+        return self.seen(), {}
+
+    def step(self, action: Any) -> Any:
+        self.time += 1
+        self.at = np.clip(self.at + [(0, 1), (1, 0), (0, -1), (-1, 0)][action], 0, 7)
+        return self.seen(), 0.0, False, self.time >= self.length, {}
+
+    def begin(self, rng: np.random.Generator) -> None:
+        raise NotImplementedError
+
+    def seen(self) -> npt.NDArray[Any]:
+        raise NotImplementedError
+
+
+class Rooms(Played):
+    """Tiles, as in MiniGrid: each episode has other rooms, in which one tile moves."""
+
+    length = 60
+
+    def begin(self, rng: np.random.Generator) -> None:
+        self.tiles = rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)
+
+    def seen(self) -> npt.NDArray[Any]:
+        tiles = self.tiles.copy()
+        tiles[tuple(self.at)] = 255
+        return np.repeat(np.repeat(tiles, 6, 0), 6, 1)
+
+
+class Corner(Rooms):
+    """The same, of which only what is near is seen: every step moves the whole picture."""
+
+    def begin(self, rng: np.random.Generator) -> None:
+        self.tiles = rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)
+
+    def seen(self) -> npt.NDArray[Any]:
+        y, x = self.at
+        return np.repeat(np.repeat(self.tiles[y : y + 8, x : x + 8], 6, 0), 6, 1)
+
+
+class Track(Played):
+    """A view that zooms in at first, then moves over grass or rests, for long each: CarRacing under random actions."""
+
+    length = 400
+
+    def begin(self, rng: np.random.Generator) -> None:
+        self.ground = rng.integers(90, 110, (512, 512, 3), dtype=np.uint8)
+        self.rests = np.repeat(rng.random(20) < 0.6, 20)
+        self.place = 0
+
+    def seen(self) -> npt.NDArray[Any]:
+        self.place += 0 if self.rests[self.time % 400] else 1
+        step = max(1, 6 - self.time // 8)
+        return self.ground[self.place : self.place + 48 * step : step, : 48 * step : step].copy()
+
+
+class Nights(Played):
+    """It becomes dark, which is noise, and day again, as in Crafter."""
+
+    length = 300
+
+    def begin(self, rng: np.random.Generator) -> None:
+        self.tiles = rng.integers(60, 256, (8, 8, 3), dtype=np.uint8)
+
+    def seen(self) -> npt.NDArray[Any]:
+        picture = np.repeat(np.repeat(self.tiles, 6, 0), 6, 1)
+        dark = max(0.0, np.sin(self.time / 300 * 2 * np.pi))
+        noise = self.np_random.random((48, 48, 1)) < dark / 2
+        return np.where(noise, picture // 3, picture).astype(np.uint8)
+
+
+@pytest.mark.parametrize("env", [Rooms, Corner, Track, Nights])
+def test_a_plan_is_close_or_says_how_far_off_it_may_be(env: type[Played]) -> None:
+    """For another seed, and later in the training. Some hundred steps said half, or three times, of what it is."""
+    ways = ("patch", "patch+lz4", "raw")
+    found = plan(None, 1_000_000, env=env, seed=0, codecs=ways)
+    with measuring.playing(env, steps=2400, shape=None, n_stack=None, seed=77) as sample:
+        sample = measuring.channel_first(sample)
+    for codec in ways:
+        store = AdaptiveStore(2400, 1, sample.before.shape[1:], np.uint8, codec=codec)
+        for t in range(2400):
+            if t == 400:
+                begun = store.nbytes
+            store.append(sample.before[t : t + 1], sample.after[t : t + 1])
+        truth = (store.nbytes - begun) / 2000 + 20
+        row = found.row(codec)
+        assert row.range is not None
+        low, high = row.range
+        assert low <= row.bytes_a_transition <= high
+        assert low * 0.85 <= truth <= high * 1.15, (codec, truth, row.bytes_a_transition, row.range)
+        assert high / low < 3  # a range that says everything says nothing
+
+
+def test_it_plays_until_the_figures_are_known_and_no_longer() -> None:
+    even, uneven = (plan(None, 1000, env=env, codecs=["patch"]) for env in (Film, Track))
+    steps = [int(found.source.split(", ")[1].split()[0]) for found in (even, uneven)]
+    assert 600 <= steps[0] < 700
+    assert steps[0] < steps[1] <= 3000
+    asked = plan(None, 1000, env=Track, codecs=["patch"], steps=200)
+    assert "200 steps of a random policy" in asked.source
+    low, high = asked.row("patch").range or (0.0, 0.0)
+    assert low < asked.row("patch").bytes_a_transition < high
+    assert "(" in str(asked).splitlines()[7]
+
+
 def test_the_same_seed_plans_the_same() -> None:
     plans = [plan(None, 1000, env=Film, steps=130, seed=3, codecs=["patch"]) for _ in range(2)]
     assert plans[0].row("patch").bytes_a_transition == plans[1].row("patch").bytes_a_transition
@@ -313,7 +427,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, free: int, store: AdaptiveStore) -> list[str]:
-    monkeypatch.setattr(_forecast, "available_memory", lambda: free)
+    monkeypatch.setattr(planning, "available_memory", lambda: free)
     monkeypatch.setattr(MemoryWatch, "KNOWN_AT", 256)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -11,12 +11,12 @@ import pytest
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
 from rl_ext_core.frames import JpegCodec
-from rl_ext_core.frames import _pool_state as state
-from rl_ext_core.frames._pool_files import described, restored
-from rl_ext_core.frames._pool_recovery import recover
-from rl_ext_core.frames.adaptive_pool import AdaptivePool
+from rl_ext_core.frames import arrays as state
+from rl_ext_core.frames.adaptive import AdaptivePool
 from rl_ext_core.frames.layout import StackLayout
 from rl_ext_core.frames.pool import FramePool
+from rl_ext_core.frames.recovery import recover
+from rl_ext_core.frames.region import RegionFile
 from tests.core.frames.jpeg_oracle import as_jpeg
 from tests.core.frames.test_jpeg import LAYOUTS
 from tests.core.frames.test_pool import Videos
@@ -43,7 +43,8 @@ class Pictures(Videos):
 
 
 def new_pool(layout: StackLayout, *, n_handles: int = 400, quality: int = 95, path: Path | None = None) -> FramePool:
-    return FramePool(n_handles, layout, codec="jpeg", block_length=1, quality=quality, path=path)
+    file = None if path is None else RegionFile(path)
+    return FramePool(n_handles, layout, codec="jpeg", block_length=1, quality=quality, file=file)
 
 
 def read(pool: Any, handles: Any, **options: Any) -> Array:
@@ -128,7 +129,7 @@ def test_a_batch_takes_no_more_memory_than_what_is_sealed_at_a_time() -> None:
     pictures, pool = Pictures(LAYOUTS["one rgb frame"], n_envs=1), new_pool(LAYOUTS["one rgb frame"], n_handles=4000)
     stacks = np.stack([pictures.frame() for _ in range(1200)])
     pool.put(stacks)
-    assert int(pool._pool.head[state.PAGES]) * state.PAGE < 0.5 * stacks.nbytes
+    assert 32 * int(pool._pool.head[state.GRAINS]) < 0.5 * stacks.nbytes
 
 
 def test_where_sealing_fails_nothing_is_stored_and_later_frames_are_sealed_all_the_same(
@@ -169,14 +170,14 @@ def test_what_was_saved_goes_on_with_its_quality() -> None:
     pictures, pool = Pictures(RGB), new_pool(RGB, quality=30)
     before, after, _ = pictures.batch(30)
     handles, _ = pool.put(before, after)
-    description = described(pool)
+    description = pool.described()
     assert description["quality"] == 30
-    loaded = restored(description, 400)
+    loaded = FramePool.restored(description, 400)
     np.testing.assert_array_equal(read(loaded, handles), as_jpeg(before, RGB, 30))
     more = pictures.batch(5)[0]
     np.testing.assert_array_equal(read(loaded, loaded.put(more)[0]), as_jpeg(more, RGB, 30))
     with pytest.raises(CorruptFileError, match="checksum"):
-        restored({**description, "quality": 31}, 400)
+        FramePool.restored({**description, "quality": 31}, 400)
 
 
 def test_a_pool_in_a_file_is_found_again_and_made_whole(tmp_path: Path) -> None:
@@ -212,12 +213,12 @@ def test_processes_share_it() -> None:
 def test_damaged_images_are_noticed() -> None:
     pictures, pool = Pictures(RGB, n_envs=1), new_pool(RGB)
     handles, _ = pool.put(pictures.batch(30)[0])
-    pages = pool._arrays["pages"]
-    saved = pages[: int(pool._pool.head[state.PAGES]) * state.PAGE].copy()
+    contents = pool._arrays["contents"]
+    saved = contents[: 32 * int(pool._pool.head[state.GRAINS])].copy()
     for damage in (slice(8, 200), slice(0, 8)):
-        pages[: len(saved)] = saved
-        for page in pool._pool.blocks[1:20, state.SEALED_PAGE].tolist():
-            pages[page * state.PAGE :][damage] = 1
+        contents[: len(saved)] = saved
+        for grain in pool._pool.blocks[1:20, state.SEALED_GRAIN].tolist():
+            contents[32 * grain :][damage] = 1
         with pytest.raises(CorruptFileError, match="cannot be read: their blocks are damaged"):
             read(pool, handles)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rl_ext_core.errors import NotCopyableError
-from rl_ext_core.frames._process_lock import ProcessLock
+from rl_ext_core.frames.region import ProcessLock
 
 
 def _count(lock: Any, number: Any, times: int) -> None:

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 
 from rl_ext_core.frames import AdaptiveStore, FrameStore
-from rl_ext_core.frames.arena import _LEAST_MAPPED, address_of, reserve
 from rl_ext_core.testing import LAYOUTS, PlainStore, check_contents, transitions
 
 N_ENVS = 2
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[:4], ids=str)
-@pytest.mark.parametrize("codec", ["raw", "patch", "lz4", "patch+lz4"])
+@pytest.mark.parametrize("codec", ["raw", "patch", "patch+lz4"])
 @pytest.mark.parametrize("capacity", [100, 37])
 def test_what_comes_after_a_rest(layout: object, codec: str, capacity: int) -> None:
     store = FrameStore(capacity, N_ENVS, layout, codec=codec, block_length=8)  # type: ignore[arg-type]
@@ -25,7 +24,7 @@ def test_what_comes_after_a_rest(layout: object, codec: str, capacity: int) -> N
         if number in (0, 13, 14, 60):
             before = store.nbytes
             store.rest()
-            assert store.nbytes < before
+            assert store.nbytes < before or not number
             check_contents(store, plain)
             store = pickle.loads(pickle.dumps(store))
             check_contents(store, plain)
@@ -71,12 +70,3 @@ def test_next_observations_alone(codec: str) -> None:
     store.get(rows, envs, None, alone)
     np.testing.assert_array_equal(alone, after)
     store.get(rows, envs, None)
-
-
-@pytest.mark.parametrize("n_bytes", [100, _LEAST_MAPPED, 3 * _LEAST_MAPPED + 5])
-def test_reserved_memory_can_be_written_and_is_private(n_bytes: int) -> None:
-    array = reserve(n_bytes, "frames")
-    assert array.shape == (n_bytes,)
-    array[:] = 7
-    assert int(array.sum()) == 7 * n_bytes
-    assert address_of(array) > 0

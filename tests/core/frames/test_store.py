@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
-from rl_ext_core.frames import AdaptiveStore, FrameStore, StackLayout, arena, codec_names
-from rl_ext_core.frames import _parallel as parallel
+from rl_ext_core.frames import AdaptiveStore, FrameStore, StackLayout, codec_names, decode
+from rl_ext_core.frames.arrays import FRAMES
 from rl_ext_core.testing import LAYOUTS, PlainStore, check_contents, transitions
 
 GREY, GREY_LAST, RGB = LAYOUTS[:3]
-CODECS = ["raw", "lz4", "patch", "patch+lz4"]
+CODECS = ["raw", "patch", "patch+lz4"]
 
 
 def fill(stores: list[Any], layout: StackLayout, n_steps: int, **options: Any) -> None:
@@ -25,24 +27,25 @@ def fill(stores: list[Any], layout: StackLayout, n_steps: int, **options: Any) -
             store.append(observations, nexts)
 
 
+def frames_stored(store: FrameStore) -> int:
+    return int(store._pool._arrays["head"][FRAMES])
+
+
 def test_all_codecs_are_tested() -> None:
     assert sorted([*CODECS, "jpeg"]) == codec_names()  # which is lossy: see test_jpeg
 
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("contents", ["noise", "sparse"])
-def test_memory_does_not_grow_around_the_ring(monkeypatch: pytest.MonkeyPatch, codec: str, contents: str) -> None:
-    monkeypatch.setattr(arena, "_SLAB_BYTES", 1 << 12)  # small, so that each is used again many times
+def test_memory_does_not_grow_around_the_ring(codec: str, contents: str) -> None:
     capacity, held = 60, []
     store = FrameStore(capacity, 2, GREY, codec=codec)
     for step, transition in enumerate(transitions(GREY, n_steps=20 * capacity, contents=contents)):
         store.append(*transition)
         if step % capacity == capacity - 1:
             held.append(store.nbytes)
-    assert max(held[4:]) <= max(held[:4]) + (2 << 12)
-    assert max(held[12:]) <= max(held[4:12]) + (1 << 12)
-    blocks = store._writer.blocks
-    assert (blocks._next - blocks._first).max() <= 2 * capacity // 16
+    assert max(held[4:]) <= 1.1 * max(held[:4])
+    assert max(held[12:]) <= 1.01 * max(held[4:12])
 
 
 @pytest.mark.parametrize("layout", [GREY, GREY_LAST, RGB], ids=str)
@@ -51,8 +54,7 @@ def test_frames_are_shared_where_stacks_continue(layout: StackLayout) -> None:
     fill([plain, store], layout, 50, contents="noise", episode=0)
     check_contents(store, plain)
     # Each environment's first stack and one new frame a transition.
-    assert store._writer.streams.total.tolist() == [51, 51]
-    assert store._writer.stored_whole == 2
+    assert frames_stored(store) == 2 * 51
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -77,7 +79,7 @@ def test_stacks_that_do_not_continue_are_stored_whole(codec: str, case: str) -> 
             each.append(observations, nexts)
     check_contents(store, plain)
     # A copy of another memory order is the same stack.
-    assert (store._writer.stored_whole > 2) == (case != "other memory")
+    assert (frames_stored(store) > 2 * 91) == (case != "other memory")
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 3, 15, 16, 17, 33])
@@ -92,20 +94,6 @@ def test_any_capacity_and_block_length(capacity: int, block_length: int) -> None
         check_contents(adaptive, plain)
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("block_length", [1, 4, 16])
-def test_frame_numbers_go_around_at_32_bits(codec: str, block_length: int) -> None:
-    plain = PlainStore(40, 2, GREY)
-    store = FrameStore(40, 2, GREY, codec=codec, block_length=block_length)
-    start = 2**32 - 64
-    store._writer.streams.total[:] = start
-    store._writer.blocks._first[:] = store._writer.blocks._next[:] = start // block_length
-    for seed in range(12):
-        fill([plain, store], GREY, 17, contents="mixed", odd=0.05, seed=seed)
-        check_contents(store, plain, f"after {store._writer.streams.total} frames")
-    assert store._writer.streams.total.min() > 2**32 + 100
-
-
 @pytest.mark.parametrize("n_stack", [1, 100, 255])
 def test_stacks_may_be_deep(n_stack: int) -> None:
     layout = StackLayout((n_stack, 2, 3), np.dtype(np.uint8), n_stack, 0)
@@ -117,7 +105,7 @@ def test_stacks_may_be_deep(n_stack: int) -> None:
 
 
 def test_threads_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "_PART", 2)
+    monkeypatch.setattr(decode, "_PART", 2)
     plain, store = PlainStore(60, 2, RGB), FrameStore(60, 2, RGB, codec="patch+lz4", block_length=4)
     fill([plain, store], RGB, 100, contents="mixed")
     rng = np.random.default_rng(0)
@@ -135,7 +123,7 @@ def test_an_error_in_a_thread_is_raised() -> None:
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        parallel.run_parts(fails, 400, num_threads=3)
+        decode.run_parts(fails, 400, num_threads=3)
 
 
 @pytest.mark.parametrize("clone", [copy.copy, copy.deepcopy, lambda store: pickle.loads(pickle.dumps(store))])
@@ -242,3 +230,121 @@ def test_threads_may_read_while_another_one_stores() -> None:
     for reader in readers:
         reader.join()
     assert not any(wrong)
+
+
+@pytest.mark.parametrize("cls", [FrameStore, AdaptiveStore])
+def test_numbers_may_be_of_numpys_types(cls: Any) -> None:
+    args = (GREY,) if cls is FrameStore else (GREY.shape, GREY.dtype)
+    store, plain = cls(8, 2, *args), PlainStore(8, 2, GREY)
+    for row, (observations, nexts) in zip(np.arange(5), transitions(GREY, n_steps=5), strict=True):
+        store.append(observations, nexts, row=row)
+        plain.append(observations, nexts)
+    file = io.BytesIO()
+    store.save(file)
+    file.seek(0)
+    check_contents(cls.load(file), plain)
+    store.drop_oldest(np.int64(1))
+    store.forget_newest(np.int32(1))
+    file = io.BytesIO()
+    store.save(file)
+    file.seek(0)
+    assert (cls.load(file).size, cls.load(io.BytesIO(file.getvalue())).first) == (3, 1)
+
+
+def test_a_copy_of_an_adaptive_store_is_one_of_its_own() -> None:
+    store = AdaptiveStore(8, 2, GREY.shape, GREY.dtype)
+    steps = list(transitions(GREY, n_steps=6))
+    for pair in steps[:5]:
+        store.append(*pair)
+    other = copy.copy(store)
+    other.append(*steps[5])
+    assert (store.size, other.size) == (5, 6)
+    store.append(*steps[0])
+    out = np.empty((1, *GREY.shape), GREY.dtype)
+    other.get(np.array([5]), np.zeros(1, np.int64), out)
+    np.testing.assert_array_equal(out[0], steps[5][0][0])
+
+
+@pytest.mark.parametrize("row", [-1, 8, np.int64(9)])
+def test_a_row_that_is_not_there_is_refused(row: int) -> None:
+    store = FrameStore(8, 2, GREY)
+    pair = next(iter(transitions(GREY, n_steps=1)))
+    with pytest.raises(InvalidArgumentError, match=f"row={row}.*there are rows 0 to 7. Nothing was stored"):
+        store.append(*pair, row=row)
+    assert store.size == 0
+
+
+def test_an_output_that_may_not_be_written_to_is_refused() -> None:
+    store = FrameStore(8, 1, GREY)
+    store.append(*(np.full((1, *GREY.shape), value, GREY.dtype) for value in (7, 9)))
+    place, frozen = np.zeros(1, dtype=np.int64), bytes(GREY.stack_bytes)
+    out = np.frombuffer(frozen, GREY.dtype).reshape(1, *GREY.shape)
+    for outs in ((out, None), (None, out)):
+        with pytest.raises(InvalidArgumentError, match=r"a read-only array .* one to write to, .*np\.empty\(\(1, "):
+            store.get(place, place, *outs)
+    assert not any(frozen)
+
+
+def test_kernels_are_compiled_once_however_places_lie_in_memory() -> None:
+
+    store = FrameStore(8, 2, GREY)
+    fill([store], GREY, 8)
+    out = np.empty((6, *GREY.shape), GREY.dtype)
+    rows, envs = np.arange(6), np.zeros(6, dtype=np.int64)
+    store.get(rows, envs, out)
+    expected, compiled = out.copy(), len(decode.gather.signatures)
+    frozen = rows.copy()
+    frozen.setflags(write=False)
+    for places in ((np.repeat(rows, 2)[::2], np.zeros(12, np.int64)[::2]), (frozen, envs), (np.arange(7)[:-1], envs)):
+        out[:] = 0
+        store.get(*places, out)
+        np.testing.assert_array_equal(out, expected)
+    assert len(decode.gather.signatures) == compiled
+    with pytest.raises(InvalidArgumentError, match="must be as many numbers of dtype int64"):
+        store.get(rows[None], envs[None], out[:1])
+
+
+def test_threads_are_not_more_than_were_asked_for() -> None:
+    def ours() -> int:
+        return sum(thread.name.startswith("rl-ext-frames") for thread in threading.enumerate())
+
+    store = FrameStore(64, 1, GREY)
+    for observations, nexts in transitions(GREY, n_steps=64):
+        store.append(observations[:1], nexts[:1])
+    for batch in range(64, 1200, 64):
+        rows = np.arange(batch) % 64
+        store.get(rows, np.zeros_like(rows), np.empty((batch, *GREY.shape), GREY.dtype), num_threads=8)
+    assert ours() <= 8
+
+
+@pytest.mark.parametrize("cls", [FrameStore, AdaptiveStore])
+@pytest.mark.parametrize("codec", ["patch", "patch+lz4"])
+def test_a_store_is_saved_while_another_thread_adds(cls: Any, codec: str, tmp_path: Path) -> None:
+    store: Any = cls(40, 2, *((GREY,) if cls is FrameStore else (GREY.shape, GREY.dtype)), codec=codec)
+    steps = list(transitions(GREY, n_steps=60))
+    for pair in steps:
+        store.append(*pair)
+    done, seen = threading.Event(), {step[0].tobytes() for step in steps}
+
+    def add() -> None:
+        while not done.is_set():
+            for pair in steps:
+                store.append(*pair)
+
+    thread = threading.Thread(target=add)
+    thread.start()
+    try:
+        for saved in range(10):
+            if saved % 2:
+                copied = pickle.loads(pickle.dumps(store, 5))
+            else:
+                store.save(tmp_path / "saved")
+                copied = cls.load(tmp_path / "saved")
+            rows = np.arange(40)
+            outs = [np.empty((40, *GREY.shape), GREY.dtype) for _ in range(2)]
+            for env, out in enumerate(outs):
+                copied.get(rows, np.full(40, env), out)
+            assert all(np.stack(both).tobytes() in seen for both in zip(*outs, strict=True))
+    finally:
+        done.set()
+        thread.join()

@@ -1,0 +1,535 @@
+"""The hot loops on the way out: stacks are decoded into where a batch needs them; large batches in threads."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+from numba import int64, njit, uint64
+
+from rl_ext_core.frames.allocator import address_of_grain, grains_of
+from rl_ext_core.frames.arrays import (
+    BLOCKS,
+    DEPTH_SHIFT,
+    FREE,
+    GRAINS,
+    KIND,
+    OPEN,
+    PLACE_SHIFT,
+    PREVIOUS,
+    REFERENCE,
+    SEALED,
+    SEALED_SUM,
+    STORED_SUM,
+    STREAM,
+    Pool,
+)
+from rl_ext_core.frames.blocks import address_in, geometry_in, newest_block, place_of, pool_in, stacks_of, stored
+from rl_ext_core.frames.bounded import is_packed, packed_size, unpack
+from rl_ext_core.frames.codecs import Codec, open_block
+from rl_ext_core.frames.geometry import (
+    ENTRY_HEADER,
+    GROUP,
+    PATCH,
+    PLANAR,
+    RAW,
+    SEALED_HEADER,
+    SLACK,
+    WORK_FRAMES,
+    Addresses,
+    Bytes,
+    Counts,
+    Geometry,
+)
+from rl_ext_core.frames.machine import (
+    START,
+    add_bytes,
+    call_decompressor,
+    copy_bytes,
+    folded,
+    kernel,
+    load_u8,
+    load_u32,
+    prefetch,
+    store_u8,
+    zero_bytes,
+)
+from rl_ext_core.frames.patch import apply_entry, entry_size
+from rl_ext_core.frames.region import address_of, allocate
+
+_PREFETCH_GROUP = 16
+_PREFETCH_LINES = 32
+MOST_BLOCKS = 512  # that two stacks span together
+_NONE = np.zeros(0, dtype=np.int64)
+_NOTHING = np.zeros((2, 0), dtype=np.uint64)
+
+
+@njit(nogil=True)
+def put_frame(frame, out, position, geometry):  # type: ignore[no-untyped-def]
+    """Copies a frame to its place in the stack at ``out``."""
+    n_bytes = geometry.frame_bytes
+    if geometry.stored == PLANAR:
+        copy_bytes(out + uint64(position * n_bytes), frame, n_bytes)
+        return
+    unit = geometry.frame_channels * geometry.itemsize
+    target = out + uint64(position * unit)
+    for _ in range(geometry.pixels):
+        if unit == 1:
+            store_u8(target, load_u8(frame))
+        else:
+            copy_bytes(target, frame, unit)
+        target += uint64(unit * geometry.n_stack)
+        frame += uint64(unit)
+
+
+@njit(nogil=True)
+def put_padding(out, frames, geometry):  # type: ignore[no-untyped-def]
+    """Zeroes the oldest ``frames`` frames of the stack at ``out``."""
+    if frames <= 0:
+        return
+    if geometry.stored == PLANAR or frames == geometry.n_stack:
+        zero_bytes(out, frames * geometry.frame_bytes)
+        return
+    unit = geometry.frame_channels * geometry.itemsize
+    for _ in range(geometry.pixels):
+        zero_bytes(out, frames * unit)
+        out += uint64(unit * geometry.n_stack)
+
+
+@njit(nogil=True, inline="always")
+def entry_size_of(entry, geometry):  # type: ignore[no-untyped-def]
+    """Size of an entry's contents, and whether the frame before does not matter to it."""
+    if geometry.max_error > 0 and is_packed(entry):
+        return packed_size(entry)
+    return entry_size(entry, geometry.frame_bytes)
+
+
+@njit(nogil=True, inline="always")
+def work_bytes(geometry):  # type: ignore[no-untyped-def]
+    """How much of ``work`` is for frames; behind that is room for a block."""
+    return (WORK_FRAMES if geometry.max_error > 0 else 1) * (geometry.frame_bytes + GROUP)
+
+
+@njit(nogil=True, inline="always")
+def next_frame(frame, entry, geometry, work):  # type: ignore[no-untyped-def]
+    """The frame that an entry makes of ``frame``, as :func:`apply_entry` does.
+
+    :param work: address of scratch frames, as many as :func:`work_bytes` says.
+    """
+    n_bytes = geometry.frame_bytes
+    if geometry.max_error > 0:
+        other, above = work + uint64(n_bytes + GROUP), work + uint64(2 * (n_bytes + GROUP))
+        if is_packed(entry):
+            contents = entry + uint64(ENTRY_HEADER)
+            size, independent = packed_size(entry)
+            if not independent and frame != work and frame != other:
+                copy_bytes(work, frame, n_bytes)
+                frame = work
+            after = other if frame == work else work
+            unpack(frame, contents, after, above, geometry)
+            return after, contents + uint64(size)
+        if frame == other:
+            return apply_entry(frame, entry, n_bytes, other)
+    return apply_entry(frame, entry, n_bytes, work)
+
+
+@njit(nogil=True, inline="always")
+def seek(address, frames, reference, geometry, work):  # type: ignore[no-untyped-def]
+    """Goes past the first ``frames`` frames of a block; returns the frame before, and the address of the next one.
+
+    :param reference: address of the frame that the first patch starts from.
+    """
+    if geometry.coder == RAW:
+        return address, address + uint64(frames * geometry.frame_bytes)
+    frame = reference
+    # Patches before a frame that is stored whole need not be applied.
+    first, entry = 0, address
+    for i in range(frames + 1):
+        size, whole = entry_size_of(entry, geometry)
+        if whole:
+            first, address = i, entry
+        entry += uint64(size + ENTRY_HEADER)
+    for _ in range(first, frames):
+        frame, address = next_frame(frame, address, geometry, work)
+    return frame, address
+
+
+@njit(nogil=True)
+def unsealed(sealed, decompressor, out):  # type: ignore[no-untyped-def]
+    """Address of the contents of a sealed block, which may be at ``out``; 0 where they are damaged."""
+    n_sealed, n_bytes = load_u32(sealed), load_u32(sealed + uint64(4))
+    contents = sealed + uint64(SEALED_HEADER)
+    if n_sealed == n_bytes:
+        return contents
+    written = call_decompressor(decompressor, contents, out, sealed)
+    return out if written == n_bytes else uint64(0)
+
+
+@njit(nogil=True)
+def _start_of(p, block):  # type: ignore[no-untyped-def]
+    if p.blocks[block, KIND] == OPEN:
+        return address_in(p.open, int64(p.blocks[block, STREAM]))
+    return address_of_grain(p, place_of(p, block)[0])
+
+
+@njit(nogil=True)
+def _steps_between(p, handle, following, geometry):  # type: ignore[no-untyped-def]
+    """How many frames the newest one of ``following`` is behind that of ``handle``, or -1 where they are no neighbours.
+
+    Only links that ``following`` itself needs are sure to lead anywhere.
+    """
+    block, place, _ = newest_block(handle)
+    at, at_place, depth = newest_block(following)
+    steps = 0
+    while at != block:
+        steps += at_place + 1
+        if steps >= depth:
+            return -1
+        at = int64(p.blocks[at, PREVIOUS])
+        at_place = (1 << geometry.block_shift) - 1
+    steps += at_place - place
+    return steps if 0 <= steps <= depth else -1
+
+
+@njit(nogil=True)
+def _opened_at(opened, block):  # type: ignore[no-untyped-def]
+    low, high = 0, opened.shape[1] - 1
+    while low < high:
+        middle = (low + high) // 2
+        if opened[0, middle] < block:
+            low = middle + 1
+        else:
+            high = middle
+    return uint64(opened[1, low])
+
+
+@njit(nogil=True)
+def _decode(p, newest, n_frames, depth, back, next_depth, geometry, out, next_out, decompressor, opened, work, chain):  # type: ignore[no-untyped-def]
+    """Decodes the ``n_frames`` frames up to ``newest`` once each, and copies them to where they belong.
+
+    :param depth: frames of the stack at ``out``, whose newest is ``back`` frames before ``newest``.
+    :param next_depth: frames of the stack at ``next_out``, whose newest is ``newest``.
+    :return: 1 where a block is damaged.
+    """
+    n_stack, n_bytes = geometry.n_stack, geometry.frame_bytes
+    in_block = 1 << geometry.block_shift
+    block, place, _ = newest_block(newest)
+    n_blocks, missing = 0, n_frames - place - 1
+    chain[0] = block
+    while missing > 0:
+        n_blocks += 1
+        chain[n_blocks] = int64(p.blocks[chain[n_blocks - 1], PREVIOUS])
+        missing -= in_block
+    start = -missing  # of the first frame in the first block
+    left = n_frames
+    for i in range(n_blocks, -1, -1):
+        block = chain[i]
+        address = _start_of(p, block)
+        if p.blocks[block, KIND] == SEALED:
+            if decompressor != uint64(0):
+                address = unsealed(address, decompressor, work + uint64(work_bytes(geometry)))
+            else:
+                address = _opened_at(opened, block)
+            if address == uint64(0):
+                return 1
+        reference = p.starts[2]
+        if geometry.coder == PATCH:
+            reference += uint64(p.blocks[block, REFERENCE]) * p.starts[3]
+        source, address = seek(address, start, reference, geometry, work)
+        stop = place + 1 if i == 0 else in_block
+        for _ in range(start, stop):
+            if geometry.coder == RAW:
+                source = address
+                address += uint64(n_bytes)
+            else:
+                source, address = next_frame(source, address, geometry, work)
+            left -= 1
+            before = left - back  # frames of the first stack that come later
+            if 0 <= before < depth:
+                put_frame(source, out, n_stack - 1 - before, geometry)
+            if left < next_depth:
+                put_frame(source, next_out, n_stack - 1 - left, geometry)
+        start = 0
+    return 0
+
+
+@njit(nogil=True)
+def _prefetch(p, handle, geometry):  # type: ignore[no-untyped-def]
+    block, place, depth = newest_block(handle)
+    if depth > place + 1:
+        block = int64(p.blocks[block, PREVIOUS])
+        place += 1 << geometry.block_shift
+    address = _start_of(p, block)
+    if geometry.coder == RAW:
+        address += uint64((place + 1 - depth) * geometry.frame_bytes)
+    for line in range(_PREFETCH_LINES):
+        prefetch(address + uint64(line * 64))
+
+
+@kernel
+def all_held(state, handles):  # type: ignore[no-untyped-def]
+    """Whether all handles name blocks that hold something."""
+    p = pool_in(state)
+    for handle in handles:
+        block = newest_block(handle)[0]
+        if handle < 0 or block >= p.head[BLOCKS] or (handle != 0 and p.blocks[block, KIND] == FREE):
+            return False
+    return True
+
+
+@kernel
+def name_stacks(state, index, rows, envs, handles, next_handles):  # type: ignore[no-untyped-def]
+    """Finds the handles of transitions; says whether all of the places are in the index.
+
+    :param index: (rows, environments) transitions.
+    :param handles: (n,) written, those of the observations.
+    :param next_handles: (n,) likewise, of the next ones.
+    """
+    p, geometry = pool_in(state), geometry_in(state)
+    for b in range(rows.shape[0]):
+        if not (0 <= rows[b] < index.shape[0] and 0 <= envs[b] < index.shape[1]):
+            return False
+        block, place, depth, step, next_depth = stacks_of(index[rows[b], envs[b]])
+        next_handles[b] = block | (place << PLACE_SHIFT) | (next_depth << DEPTH_SHIFT)
+        while step > place:
+            step -= place + 1
+            block = int64(p.blocks[block, PREVIOUS])
+            place = (1 << geometry.block_shift) - 1
+        handles[b] = block | ((place - step) << PLACE_SHIFT) | (depth << DEPTH_SHIFT)
+    return True
+
+
+@kernel
+def gather(start, stop, state, handles, next_handles, outs, next_outs, decompressor, opened, work, chain):  # type: ignore[no-untyped-def]
+    """Writes the stacks ``start`` to ``stop`` of a batch.
+
+    :param next_handles: (n,), or (0,) where only one batch of stacks is wanted.
+    :param outs: address of the batch.
+    :param next_outs: address of the batch of those that follow.
+    :param decompressor: address of a C function, see :func:`call_decompressor`, that opens sealed blocks, or 0.
+    :param opened: (2, blocks) else, sealed blocks in order and where their contents are; 0 where they are damaged.
+    :param work: address of ``work_bytes()``, and a block behind.
+    :param chain: (MOST_BLOCKS,) scratch.
+    :return: how many could not be read because a sealed block is damaged.
+    """
+    p, geometry = pool_in(state), geometry_in(state)
+    stack_bytes = geometry.n_stack * geometry.frame_bytes
+    decompressor, work = uint64(decompressor), uint64(work)
+    failed = 0
+    for group in range(start, stop, _PREFETCH_GROUP):
+        group_stop = min(group + _PREFETCH_GROUP, stop)
+        for b in range(group, group_stop):
+            _prefetch(p, handles[b], geometry)
+        for b in range(group, group_stop):
+            out = uint64(outs) + uint64(b * stack_bytes)
+            next_out = uint64(next_outs) + uint64(b * stack_bytes)
+            following = next_handles[b] if next_handles.shape[0] > 0 else int64(0)
+            depth, next_depth = handles[b] >> DEPTH_SHIFT, following >> DEPTH_SHIFT
+            steps = _steps_between(p, handles[b], following, geometry) if depth and next_depth else -1
+            for part in range(1 if steps >= 0 or next_handles.shape[0] == 0 else 2):
+                # Together, or one after the other; it is one call, since that takes long to compile.
+                newest, target, other, back = following, out, next_out, steps
+                frames, more = depth, next_depth
+                if steps < 0:
+                    newest, target = (following, next_out) if part else (handles[b], out)
+                    other, back, frames, more = target, 0, 0, newest >> DEPTH_SHIFT
+                else:
+                    put_padding(out, geometry.n_stack - depth, geometry)
+                put_padding(other, geometry.n_stack - more, geometry)
+                n_frames = max(frames + back, more)
+                if n_frames > 0:
+                    failed += _decode(
+                        p,
+                        newest,
+                        n_frames,
+                        frames,
+                        back,
+                        more,
+                        geometry,
+                        target,
+                        other,
+                        decompressor,
+                        opened,
+                        work,
+                        chain,
+                    )
+    return failed
+
+
+@kernel
+def list_sealed(state, handles, blocks):  # type: ignore[no-untyped-def]
+    """Lists the sealed blocks that stacks are made of, some more than once.
+
+    :param blocks: written.
+    :return: how many there are.
+    """
+    p, geometry = pool_in(state), geometry_in(state)
+    found = 0
+    for handle in handles:
+        block, place, missing = newest_block(handle)
+        while missing > 0:
+            if p.blocks[block, KIND] == SEALED:
+                blocks[found] = block
+                found += 1
+            missing -= place + 1
+            place = (1 << geometry.block_shift) - 1
+            block = int64(p.blocks[block, PREVIOUS])
+    return found
+
+
+@njit(nogil=True)
+def _has_right_contents(p, block):  # type: ignore[no-untyped-def]
+    column = SEALED_SUM if p.blocks[block, KIND] == SEALED else STORED_SUM
+    first, n_bytes = place_of(p, block)
+    if first + grains_of(p, n_bytes) > p.head[GRAINS]:
+        return False
+    return p.sums[block, column] == folded(add_bytes(START, address_of_grain(p, first), n_bytes))
+
+
+@njit(nogil=True)
+def _has_right_reference(p, number, geometry):  # type: ignore[no-untyped-def]
+    start = p.starts[2] + uint64(number) * p.starts[3]
+    return p.reference_sums[number] == folded(add_bytes(START, start, geometry.frame_bytes))
+
+
+@kernel
+def check_contents(p, handles, geometry, unchecked, unchecked_references, right):  # type: ignore[no-untyped-def]
+    """Compares what stacks are made of with checksums, unless that was done before.
+
+    :param unchecked: (blocks,) where it was not done yet; cleared where it is found right.
+    :param unchecked_references: (reference frames,) likewise.
+    :param right: (n,) written.
+    """
+    for i in range(handles.shape[0]):
+        block, place, depth = newest_block(handles[i])
+        missing = depth
+        right[i] = True
+        while missing > 0:
+            if block < unchecked.shape[0] and unchecked[block] and p.blocks[block, KIND] != OPEN:
+                if _has_right_contents(p, block):
+                    unchecked[block] = False
+                else:
+                    right[i] = False
+            reference = p.blocks[block, REFERENCE]
+            starts = geometry.coder == PATCH and reference < unchecked_references.shape[0]
+            if starts and unchecked_references[reference]:
+                if _has_right_reference(p, reference, geometry):
+                    unchecked_references[reference] = False
+                else:
+                    right[i] = False
+            missing -= place + 1
+            place = (1 << geometry.block_shift) - 1
+            block = int64(p.blocks[block, PREVIOUS])
+
+
+def decode(
+    state: Counts,
+    pool: Pool,
+    geometry: Geometry,
+    codec: Codec,
+    wanted: Sequence[tuple[Counts, int]],
+    *,
+    num_threads: int,
+) -> int:
+    """Has the kernels write stacks, and together with them those that follow.
+
+    :param wanted: handles, and the address of the batch that they are decoded into; once or twice.
+    :return: how many could not be read because a block is damaged.
+    """
+    handles, out = wanted[0]
+    nexts, next_out = wanted[1] if len(wanted) > 1 else (_NONE, 0)
+    decompressor, opened, contents = codec.c_decompressor(), _NOTHING, np.zeros(0, dtype=np.uint8)
+    if codec.seals and not decompressor:
+        most = geometry.n_stack // (1 << geometry.block_shift) + 2
+        blocks = np.empty((len(handles) + len(nexts)) * most, dtype=np.int64)
+        found = np.unique(blocks[: list_sealed(state, np.concatenate([handles, nexts]), blocks)])
+        opened, contents = _open_blocks(codec, stored(pool, found), found, num_threads)
+    work_bytes = (WORK_FRAMES if geometry.max_error else 1) * (geometry.frame_bytes + GROUP)
+    if decompressor:
+        work_bytes += (1 << geometry.block_shift) * (geometry.frame_bytes + ENTRY_HEADER) + SLACK
+    unreadable: list[int] = []  # appended to, since threads adding to one number would lose counts
+
+    def work_on(start: int, stop: int) -> None:
+        work = allocate(work_bytes)
+        chain = np.empty(MOST_BLOCKS, dtype=np.int64)
+        places = address_of(work), chain
+        unreadable.append(gather(start, stop, state, handles, nexts, out, next_out, decompressor, opened, *places))
+
+    run_parts(work_on, len(handles), num_threads=num_threads)
+    del contents  # the addresses in ``opened`` point into it
+    return sum(unreadable)
+
+
+def _open_blocks(codec: Codec, sealed: list[Bytes], blocks: Counts, num_threads: int) -> tuple[Addresses, Bytes]:
+    """Opens blocks in Python; returns where they are opened, as :func:`gather` wants that, and what lies there."""
+    ends = np.cumsum([int(block[4:SEALED_HEADER].view("<u4")[0]) + SLACK for block in sealed], dtype=np.int64)
+    contents = allocate(int(ends[-1]) if len(sealed) else SLACK)
+    starts = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]])[: len(sealed)]
+    opened = np.stack([blocks, starts + address_of(contents)]).astype(np.uint64)
+
+    def open_some(start: int, stop: int) -> None:
+        for i in range(start, stop):
+            n_bytes = ends[i] - starts[i] - SLACK
+            try:
+                block = np.frombuffer(open_block(codec, sealed[i].data), dtype=np.uint8)
+            except ValueError:  # of the decoder, or because there is no header
+                block = contents[:0]
+            if len(block) == n_bytes:
+                contents[starts[i] : starts[i] + n_bytes] = block
+            else:
+                opened[1, i] = 0
+
+    run_parts(open_some, len(sealed), num_threads=num_threads)
+    return opened, contents
+
+
+_PART = 16  # small parts, taken as they come, so that a thread that lost its core delays the batch by one part only
+_pool: tuple[int, ThreadPoolExecutor] = 0, ThreadPoolExecutor(1)  # how many threads it may have; none is started yet
+_changing = threading.Lock()
+
+
+def _begin() -> None:
+    global _pool, _changing
+    _pool, _changing = (0, ThreadPoolExecutor(1)), threading.Lock()
+
+
+os.register_at_fork(after_in_child=_begin)  # threads do not survive a fork
+
+
+def _submit(work: Callable[[], None], times: int) -> list[Future[None]]:
+    """Has threads call ``work``. There are as many as were ever wanted at a time."""
+    global _pool
+    with _changing:
+        size, pool = _pool
+        if times > size:
+            pool.shutdown(wait=False)  # its threads end when they have nothing to do
+            _pool = times, (pool := ThreadPoolExecutor(times, thread_name_prefix="rl-ext-frames"))
+        return [pool.submit(work) for _ in range(times)]
+
+
+def run_parts(work: Callable[[int, int], None], n_items: int, *, num_threads: int) -> None:
+    """Calls ``work(start, stop)`` for parts that together cover ``range(n_items)``.
+
+    The calling thread takes part; a batch too small to share runs in it alone.
+    """
+    helpers = min(num_threads, n_items // (2 * _PART)) - 1
+    if helpers < 1:
+        work(0, n_items)
+        return
+    parts = itertools.count()  # next() on it is atomic under the GIL
+
+    def take() -> None:
+        while (start := next(parts) * _PART) < n_items:
+            work(start, min(start + _PART, n_items))
+
+    futures = _submit(take, helpers)
+    try:
+        take()
+    finally:
+        for future in futures:
+            if not future.cancel():  # one that never got to run has nothing to wait for
+                future.result()

@@ -1,0 +1,545 @@
+"""The hot loops on the way in: finding the stream that a stack continues, storing what is new of it, and freeing."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import int64, njit, uint8, uint32, uint64
+
+from rl_ext_core.frames.arrays import (
+    AT_ONCE,
+    BLOCKS,
+    CLOCK,
+    DEPTH_SHIFT,
+    ENDED,
+    FOLLOWER,
+    FRAMES,
+    FREE_BLOCKS,
+    FREE_REFERENCES,
+    FULL,
+    GRAINS,
+    KIND,
+    MEMORY,
+    N_RECENT,
+    NEVER,
+    NEWEST,
+    NEWEST_STREAM,
+    OPEN,
+    OPEN_BLOCK,
+    OPEN_BYTES,
+    OPEN_FRAMES,
+    OPEN_SUM,
+    PAIR_DEPTH_SHIFT,
+    PAIR_NEXT_DEPTH_SHIFT,
+    PAIR_PLACE_SHIFT,
+    PAIR_STEP_SHIFT,
+    PLACE_SHIFT,
+    PREVIOUS,
+    RECENT,
+    REFERENCE,
+    REFERENCES,
+    STREAM,
+    STREAMS,
+    TOUCHED,
+    UNSEALED,
+    USERS,
+    Pool,
+    Room,
+)
+from rl_ext_core.frames.blocks import (
+    address_in,
+    drop_user,
+    geometry_in,
+    newest_block,
+    open_sum,
+    pool_in,
+    release_frames,
+    release_one,
+    release_reference,
+    replace_bytes,
+    retain,
+    retain_frames,
+    stacks_of,
+    store_bytes,
+    stored,
+    take,
+)
+from rl_ext_core.frames.bounded import append_within
+from rl_ext_core.frames.codecs import Codec, seal_block
+from rl_ext_core.frames.geometry import GROUP, PATCH, PLANAR, SCRATCH_FRAMES
+from rl_ext_core.frames.machine import (
+    START,
+    WORD,
+    add_bytes,
+    copy_bytes,
+    folded,
+    kernel,
+    load_u8,
+    mixed,
+    narrow_8,
+    store_u8,
+    words_differ_where,
+)
+from rl_ext_core.frames.patch import append_entry, encode_runs, equal_bytes
+from rl_ext_core.frames.region import address_of
+
+_RESEMBLING = 8  # the patch between frames that follow each other takes less than that part of one
+
+
+@njit(nogil=True)
+def interleaved_shift(before, after, n_bytes, unit, kept):  # type: ignore[no-untyped-def]
+    """Whether, in interleaved memory, ``after`` is ``before`` moved on by one frame of ``unit`` bytes a pixel.
+
+    :param kept: address of 255 for every byte of ``after`` that is in ``before`` too, 0 for those of the new frame.
+    """
+    moved = before + uint64(unit)
+    n_compared = n_bytes - unit  # the last pixel's last frame is new
+    i = 0
+    while i + WORD <= n_compared:
+        at = uint64(i)
+        if words_differ_where(moved + at, after + at, kept + at) != uint64(0):
+            return False
+        i += WORD
+    while i < n_compared:
+        at = uint64(i)
+        if (load_u8(moved + at) ^ load_u8(after + at)) & load_u8(kept + at) != uint8(0):
+            return False
+        i += 1
+    return True
+
+
+@njit(nogil=True)
+def take_frame(stack, memory, position, geometry, out):  # type: ignore[no-untyped-def]
+    """Copies one frame of a stack to ``out``, in the order in which frames are stored."""
+    if memory == PLANAR:
+        offset = position * geometry.frame_bytes
+        copy_bytes(uint64(out), stack + uint64(offset), geometry.frame_bytes)
+        return
+    unit = geometry.frame_channels * geometry.itemsize
+    period = unit * geometry.n_stack
+    out = uint64(out)
+    stack += uint64(position * unit)
+    # A stored frame is planar or interleaved; with one channel a frame, both are the same.
+    inner = geometry.itemsize if geometry.stored == PLANAR else unit
+    if period == 4 and unit == 1:
+        _take_grey_of_four(stack, position, geometry.pixels, out)
+    elif inner == 1:
+        for channel in range(geometry.frame_channels):
+            for pixel in range(geometry.pixels):
+                store_u8(out, load_u8(stack + uint64(channel + pixel * period)))
+                out += uint64(1)
+    else:
+        for group in range(unit // inner):
+            for pixel in range(geometry.pixels):
+                copy_bytes(out, stack + uint64(group * inner + pixel * period), inner)
+                out += uint64(inner)
+
+
+@njit(nogil=True)
+def _take_grey_of_four(frame, position, pixels, out):  # type: ignore[no-untyped-def]
+    """One of four interleaved grey frames, the usual case, eight pixels at a time."""
+    words = frame - uint64(position)
+    shift = uint32(8 * position)
+    pixel = 0
+    while pixel + 8 <= pixels:
+        narrow_8(out + uint64(pixel), words + uint64(4 * pixel), shift)
+        pixel += 8
+    while pixel < pixels:
+        store_u8(out + uint64(pixel), load_u8(frame + uint64(4 * pixel)))
+        pixel += 1
+
+
+@njit(nogil=True)
+def take_frames(stack, memory, geometry, out):  # type: ignore[no-untyped-def]
+    """Copies all frames of a stack to ``out``, oldest first."""
+    for position in range(geometry.n_stack):
+        take_frame(stack, memory, position, geometry, out + uint64(position * geometry.frame_bytes))
+
+
+@njit(nogil=True, inline="always")
+def write_entry(newest, frame, target, scratch, geometry):  # type: ignore[no-untyped-def]
+    """Writes a frame as the next one of a block; returns how many bytes it takes there.
+
+    :param newest: address of the frame before as it will be decoded, which this one replaces there.
+    :param target: address of the entry.
+    """
+    n_bytes = geometry.frame_bytes
+    if geometry.max_error > 0:
+        # Whatever comes next starts from what the decoder will have then, not from the frame: errors never add up.
+        return append_within(newest, frame, target, scratch, n_bytes + GROUP, geometry)
+    size = n_bytes
+    if geometry.coder == PATCH:
+        size = append_entry(newest, frame, n_bytes, target, scratch)
+    else:
+        copy_bytes(target, frame, n_bytes)
+    if geometry.keeps_frame:
+        copy_bytes(newest, frame, n_bytes)
+    return size
+
+
+@njit(nogil=True, inline="always")
+def patch_bytes(before, frame, scratch, limit, geometry):  # type: ignore[no-untyped-def]
+    """What the patch from one frame to another takes, or ``limit`` where that is not less.
+
+    :param scratch: address of twice ``limit`` bytes.
+    """
+    data = scratch + uint64(limit)
+    runs, used = encode_runs(before, frame, geometry.frame_bytes, scratch, data, limit, geometry.max_error)
+    return min(2 * runs + used, limit) if runs >= 0 else limit
+
+
+@njit(nogil=True)
+def leading_padding(stack, geometry):  # type: ignore[no-untyped-def]
+    """How many of the oldest frames of a planar stack are all zero; never all of them."""
+    frames = 0
+    while frames < geometry.n_stack - 1:
+        at = uint64(stack) + uint64(frames * geometry.frame_bytes)
+        seen = uint8(0)
+        for i in range(geometry.frame_bytes):
+            seen |= load_u8(at + uint64(i))
+        if seen != uint8(0):
+            return frames
+        frames += 1
+    return frames
+
+
+@njit(nogil=True)
+def _reference_for(p, s, before, frame, geometry, scratch):  # type: ignore[no-untyped-def]
+    """The reference frame that is most like this one, of the recent ones and that of the block before; where none is,
+    this one becomes one.
+    """
+    n_bytes = geometry.frame_bytes
+    best, size, place = -1, n_bytes // 2, -1
+    for i in range(N_RECENT - 1, -2, -1):
+        candidate = p.head[RECENT + i] if i >= 0 else int64(p.blocks[before, REFERENCE])
+        if candidate >= 0 and (i >= 0 or before > 0):
+            start = p.starts[2] + uint64(candidate) * p.starts[3]
+            needed = patch_bytes(start, frame, scratch, size, geometry)
+            if needed < size:
+                best, size, place = candidate, needed, i
+    newest = p.head[RECENT + N_RECENT - 1]
+    if best < 0 and geometry.max_error > 0 and newest >= 0 and before > 0:
+        # A frame that is little like the one before it will be like none of those to come: it is not worth keeping.
+        part = n_bytes // _RESEMBLING
+        if patch_bytes(address_in(p.frame, s), frame, scratch, part, geometry) == part:
+            best = newest
+    if place >= 0:  # it stays recent for that
+        for i in range(place, N_RECENT - 1):
+            p.head[RECENT + i] = p.head[RECENT + i + 1]
+        p.head[RECENT + N_RECENT - 1] = best
+    if best < 0:
+        best = take(p, REFERENCES, FREE_REFERENCES, p.free_references)
+        copy_bytes(p.starts[2] + uint64(best) * p.starts[3], frame, n_bytes)
+        if p.sums.shape[0] > 0:
+            p.reference_sums[best] = folded(add_bytes(START, frame, n_bytes))
+        p.users[best] = uint32(1)  # being recent counts as a use
+        if p.head[RECENT] >= 0:
+            release_reference(p, p.head[RECENT])
+        for i in range(N_RECENT - 1):
+            p.head[RECENT + i] = p.head[RECENT + i + 1]
+        p.head[RECENT + N_RECENT - 1] = best
+    p.users[best] += uint32(1)
+    return best
+
+
+@njit(nogil=True)
+def _put_away(p, s, seals):  # type: ignore[no-untyped-def]
+    """Moves a stream's full block out of its buffer, to be sealed if need be."""
+    block = p.streams[s, OPEN_BLOCK]
+    store_bytes(p, block, address_in(p.open, s), p.streams[s, OPEN_BYTES], False)
+    p.streams[s, OPEN_BYTES] = 0
+    if seals != NEVER:
+        p.unsealed[p.head[UNSEALED]] = uint32(block)
+        p.head[UNSEALED] += 1
+
+
+@njit(nogil=True)
+def _turn(p, s, frame, geometry, seals, turned, scratch):  # type: ignore[no-untyped-def]
+    """Puts a stream's full block away and begins the next; returns how many blocks were put away so far."""
+    before = p.streams[s, OPEN_BLOCK]
+    if before > 0:
+        if p.blocks[before, KIND] == OPEN:
+            _put_away(p, s, seals)
+        p.turned[turned] = uint32(before)
+        turned += 1
+    block = take(p, BLOCKS, FREE_BLOCKS, p.free_blocks)
+    p.blocks[block, KIND] = uint32(OPEN)
+    p.blocks[block, STREAM] = uint32(s)
+    p.blocks[block, USERS] = uint32(1)
+    p.blocks[block, PREVIOUS] = uint32(before)
+    if geometry.coder == PATCH:
+        reference = _reference_for(p, s, before, frame, geometry, scratch)
+        p.blocks[block, REFERENCE] = uint32(reference)
+        copy_bytes(address_in(p.frame, s), p.starts[2] + uint64(reference) * p.starts[3], geometry.frame_bytes)
+    if p.sums.shape[0] > 0:
+        p.sums[block, OPEN_SUM] = open_sum(p, block)
+    p.streams[s, OPEN_BLOCK] = block
+    p.streams[s, OPEN_FRAMES] = 0
+    p.streams[s, OPEN_BYTES] = 0
+    return turned
+
+
+@njit(nogil=True)
+def _append(p, s, frame, geometry, seals, turned, scratch):  # type: ignore[no-untyped-def]
+    """Appends a frame to a stream."""
+    if p.streams[s, OPEN_BLOCK] == 0 or p.streams[s, OPEN_FRAMES] == 1 << geometry.block_shift:
+        turned = _turn(p, s, frame, geometry, seals, turned, scratch)
+    target = address_in(p.open, s) + uint64(p.streams[s, OPEN_BYTES])
+    newest = address_in(p.frame, s)
+    size = write_entry(newest, frame, target, scratch, geometry)
+    p.streams[s, OPEN_BYTES] += size
+    if p.sums.shape[0] > 0:
+        entry = folded(add_bytes(mixed(START, p.streams[s, OPEN_BLOCK]), target, int64(size)))
+        p.entry_sums[s, p.streams[s, OPEN_FRAMES]] = entry
+    p.streams[s, OPEN_FRAMES] += 1
+    p.head[FRAMES] += 1
+    if seals == AT_ONCE:
+        _put_away(p, s, seals)
+    return turned
+
+
+@njit(nogil=True)
+def _newest_stack(p, s, geometry):  # type: ignore[no-untyped-def]
+    """Where a stream's newest stack lies."""
+    if geometry.keeps_stack:
+        return address_in(p.last, s)
+    if geometry.keeps_frame:
+        return address_in(p.frame, s)
+    return address_in(p.open, s) + uint64(p.streams[s, OPEN_BYTES] - geometry.frame_bytes)
+
+
+@njit(nogil=True)
+def _shifted(before, after, memory, geometry, kept):  # type: ignore[no-untyped-def]
+    n_bytes = geometry.frame_bytes
+    stack_bytes = geometry.n_stack * n_bytes
+    if memory == PLANAR:
+        return equal_bytes(before + uint64(n_bytes), after, stack_bytes - n_bytes)
+    return interleaved_shift(before, after, stack_bytes, geometry.frame_channels * geometry.itemsize, kept)
+
+
+@njit(nogil=True)
+def _push(p, s, stack, memory, geometry, kept, seals, scratch):  # type: ignore[no-untyped-def]
+    """Stores what is new of a stack in a stream; returns its handle.
+
+    :param memory: how the stack lies there, PLANAR or INTERLEAVED.
+    """
+    n_stack, n_bytes = geometry.n_stack, geometry.frame_bytes
+    last = _newest_stack(p, s, geometry)
+    newest = p.streams[s, NEWEST]
+    turned = 0
+    frames = scratch + uint64(SCRATCH_FRAMES * (n_bytes + GROUP))
+    known = newest != 0 and p.streams[s, MEMORY] == memory
+    if known and equal_bytes(last, stack, n_stack * n_bytes):
+        return newest
+    if known and n_stack > 1 and _shifted(last, stack, memory, geometry, kept):
+        first = n_stack - 1
+        take_frame(stack, memory, first, geometry, frames + uint64(first * n_bytes))
+        depth = min((newest >> DEPTH_SHIFT) + 1, n_stack)
+    else:
+        take_frames(stack, memory, geometry, frames)
+        first = leading_padding(frames, geometry)
+        depth = n_stack - first
+    for position in range(first, n_stack):
+        turned = _append(p, s, frames + uint64(position * n_bytes), geometry, seals, turned, scratch)
+    if geometry.keeps_stack:
+        copy_bytes(last, stack, n_stack * n_bytes)
+    handle = p.streams[s, OPEN_BLOCK] | ((p.streams[s, OPEN_FRAMES] - 1) << PLACE_SHIFT) | (depth << DEPTH_SHIFT)
+    retain(p, handle, geometry)
+    release_one(p, newest, geometry)
+    p.streams[s, NEWEST] = handle
+    p.streams[s, MEMORY] = memory
+    for i in range(turned):  # only now: until it was known which of them the stack needs, all were
+        drop_user(p, int64(p.turned[i]), geometry)
+    return handle
+
+
+@njit(nogil=True)
+def _same_or_shifted(p, s, stack, geometry, kept, shifts):  # type: ignore[no-untyped-def]
+    last = _newest_stack(p, s, geometry)
+    if shifts:
+        return _shifted(last, stack, geometry.stored, geometry, kept)
+    return equal_bytes(last, stack, geometry.n_stack * geometry.frame_bytes)
+
+
+@njit(nogil=True)
+def _find(p, stack, geometry, kept, alone, scratch):  # type: ignore[no-untyped-def]
+    """The stream that a stack continues, or the one that it had best begin anew in. Contents alone decide.
+
+    :param alone: whether stacks come without those that follow them.
+    """
+    n_streams = p.head[STREAMS]
+    for shifts in range(2 if geometry.n_stack > 1 else 1):
+        if n_streams > 0:
+            # Trajectories come one after the other, or in turn.
+            before = p.head[NEWEST_STREAM]
+            if _same_or_shifted(p, before, stack, geometry, kept, shifts):
+                return before
+            follower = p.streams[before, FOLLOWER]
+            if _same_or_shifted(p, follower, stack, geometry, kept, shifts):
+                return follower
+        for s in range(n_streams):
+            if _same_or_shifted(p, s, stack, geometry, kept, shifts):
+                return s
+    if alone and geometry.n_stack == 1 and geometry.coder == PATCH:
+        similar = _most_similar(p, stack, geometry, scratch)
+        if similar >= 0:
+            return similar
+    oldest, ended = -1, -1
+    for s in range(n_streams):
+        if p.streams[s, ENDED] and (ended < 0 or p.streams[s, TOUCHED] > p.streams[ended, TOUCHED]):
+            ended = s
+        if oldest < 0 or p.streams[s, TOUCHED] < p.streams[oldest, TOUCHED]:
+            oldest = s
+    if ended >= 0:
+        return ended
+    if n_streams < p.streams.shape[0]:
+        p.head[STREAMS] += 1
+        p.streams[n_streams] = 0
+        return n_streams
+    return oldest
+
+
+@njit(nogil=True)
+def _most_similar(p, frame, geometry, scratch):  # type: ignore[no-untyped-def]
+    """The stream whose newest frame makes the smallest patch, or -1 where none is worth it."""
+    best, size = -1, geometry.frame_bytes // 2
+    for s in range(p.head[STREAMS]):
+        needed = patch_bytes(address_in(p.frame, s), frame, scratch, size, geometry)
+        if needed < size:
+            best, size = s, needed
+    return best
+
+
+@njit(nogil=True)
+def _has_room(p, most, step, pushes):  # type: ignore[no-untyped-def]
+    return (
+        p.head[BLOCKS] + pushes * step[0] <= most[0]
+        and p.head[GRAINS] + pushes * step[1] <= most[1]
+        and p.head[REFERENCES] + pushes * step[2] <= most[2]
+        and min(p.head[STREAMS] + 1, p.streams.shape[0]) <= most[3]
+    )
+
+
+@kernel
+def put_stacks(state, most, step, stacks, nexts, n, ended, kept, seals, scratch, handles, next_handles):  # type: ignore[no-untyped-def]
+    """Stores stacks, and those that follow them, as far as there is room; returns how many.
+
+    :param most: how many blocks, grains, reference frames and streams there is room for.
+    :param step: how many of these a stack takes at worst.
+    :param stacks: address of ``n`` stacks.
+    :param nexts: address of ``n`` stacks, or 0.
+    :param ended: (n,) whether nothing follows, or (0,).
+    :param kept: address of a mask, see :func:`kept_bytes`.
+    :param seals: when full blocks are to be sealed.
+    :param scratch: address of ``SCRATCH_FRAMES`` frames with ``GROUP`` bytes behind each, and a stack.
+    :param handles: (n,) written.
+    :param next_handles: (n,) written where there are any.
+    """
+    p, geometry = pool_in(state), geometry_in(state)
+    stack_bytes = geometry.n_stack * geometry.frame_bytes
+    scratch = uint64(scratch)
+    kept = uint64(kept)
+    pushes = 1 if nexts == 0 else 2
+    for i in range(n):
+        if not _has_room(p, most, step, pushes):
+            return i
+        stack = uint64(stacks) + uint64(i * stack_bytes)
+        s = _find(p, stack, geometry, kept, nexts == 0, scratch)
+        handles[i] = _push(p, s, stack, geometry.stored, geometry, kept, seals, scratch)
+        retain(p, handles[i], geometry)
+        if nexts != 0:
+            following = uint64(nexts) + uint64(i * stack_bytes)
+            next_handles[i] = _push(p, s, following, geometry.stored, geometry, kept, seals, scratch)
+            retain(p, next_handles[i], geometry)
+        p.head[CLOCK] += 1
+        p.streams[s, TOUCHED] = p.head[CLOCK]
+        p.streams[s, ENDED] = ended[i] if ended.shape[0] > 0 else 0
+        p.streams[p.head[NEWEST_STREAM], FOLLOWER] = s
+        p.head[NEWEST_STREAM] = s
+    return n
+
+
+@kernel
+def put_pairs(state, most, step, first, stacks, memory, nexts, next_memory, kept, seals, scratch, pairs):  # type: ignore[no-untyped-def]
+    """Stores one transition a stream, as far as there is room; returns the number of the stream that it got to.
+
+    :param first: the stream to begin with.
+    :param stacks: address of a stack for each stream.
+    :param memory: how these lie there, PLANAR or INTERLEAVED.
+    :param nexts: address of those that follow.
+    :param next_memory: likewise.
+    :param pairs: (streams,) written.
+    """
+    p, geometry = pool_in(state), geometry_in(state)
+    kept, scratch = uint64(kept), uint64(scratch)
+    stack_bytes = geometry.n_stack * geometry.frame_bytes
+    for s in range(first, pairs.shape[0]):
+        if not _has_room(p, most, step, 2):
+            return s
+        p.head[STREAMS] = max(p.head[STREAMS], s + 1)
+        offset = uint64(s * stack_bytes)
+        before = after = so_far = int64(0)
+        for part in range(2):  # one call of what takes long to compile
+            stack, order = (uint64(nexts), next_memory) if part else (uint64(stacks), memory)
+            after = _push(p, s, stack + offset, order, geometry, kept, seals, scratch)
+            if part == 0:
+                before, so_far = after, p.head[FRAMES]
+                retain(p, before, geometry)
+        further = p.head[FRAMES] - so_far
+        depth = before >> DEPTH_SHIFT
+        block, place, next_depth = newest_block(after)
+        retain_frames(p, block, place, max(depth + further, next_depth), geometry)
+        release_one(p, before, geometry)
+        pairs[s] = (
+            block
+            | (place << PAIR_PLACE_SHIFT)
+            | (depth << PAIR_DEPTH_SHIFT)
+            | (further << PAIR_STEP_SHIFT)
+            | (next_depth << PAIR_NEXT_DEPTH_SHIFT)
+        )
+    return pairs.shape[0]
+
+
+@kernel
+def release_pairs(state, pairs):  # type: ignore[no-untyped-def]
+    """Gives up transitions; what no other needs is freed."""
+    p, geometry = pool_in(state), geometry_in(state)
+    for pair in pairs:
+        block, place, depth, further, next_depth = stacks_of(pair)
+        release_frames(p, block, place, max(depth + further, next_depth), geometry)
+
+
+@kernel
+def end_streams(state, seals):  # type: ignore[no-untyped-def]
+    """Puts away what is being filled: what comes next shares nothing with what was there before."""
+    p, geometry = pool_in(state), geometry_in(state)
+    for s in range(p.head[STREAMS]):
+        block = p.streams[s, OPEN_BLOCK]
+        if block > 0:
+            if p.blocks[block, KIND] == OPEN:
+                _put_away(p, s, seals)
+            release_one(p, p.streams[s, NEWEST], geometry)
+            drop_user(p, block, geometry)
+        p.streams[s] = 0
+
+
+@kernel
+def release_stacks(state, handles):  # type: ignore[no-untyped-def]
+    """Gives up stacks; what no other needs is freed."""
+    p, geometry = pool_in(state), geometry_in(state)
+    for handle in handles:
+        if handle != 0:
+            release_one(p, handle, geometry)
+
+
+def seal_full(pool: Pool, codec: Codec, room: Room) -> None:
+    """Seals the blocks that have become full, unless nothing needs them any more.
+
+    Where memory is short, those that could not be sealed stay on the list.
+    """
+    blocks = np.unique(pool.unsealed[: pool.head[UNSEALED]]).astype(np.int64)
+    blocks = blocks[pool.blocks[blocks, KIND] == FULL]
+    for block, contents in zip(blocks.tolist(), stored(pool, blocks), strict=True):
+        sealed = seal_block(codec, contents)
+        room.make_sure_of(len(sealed))
+        replace_bytes(pool, block, address_of(sealed), len(sealed))
+    pool.head[UNSEALED] = 0

@@ -1,0 +1,172 @@
+"""What counts of elements or transitions that lie in shared memory or in files, noted beside them, so that they can be
+made whole after a process was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rl_ext_core.errors import CorruptFileError
+from rl_ext_core.frames.region import PAGE, PrivateRegion, RegionFile, found_file, new_region
+
+Places = npt.NDArray[np.int64]
+_FIELDS = struct.Struct("<QQQQQQ")
+_CRC = struct.Struct("<I")  # of the fields and of the places that are being written
+_SLOT_BYTES = 64
+_PLACE = np.dtype(np.int64)
+_PLACES = PAGE  # where the places of elements that are being written begin
+
+
+class Note(NamedTuple):
+    """What is noted.
+
+    :ivar turn: which note it is, counted from 1.
+    :ivar length: elements that count, along the first dimension.
+    :ivar following: where the next one goes.
+    :ivar touched: places from here on were never written.
+    :ivar exposed: whether elements may have changed without notice; of a ring, that at ``following``.
+    :ivar n_writing: how many places are being written, and do not count.
+    """
+
+    turn: int
+    length: int
+    following: int
+    touched: int
+    exposed: int
+    n_writing: int
+
+
+class Journal:
+    """Notes in shared memory, or in files.
+
+    The latest one is never overwritten, but the one before it: a process may be killed while it writes one. In files
+    each of the two lies in its own, so that one of these may be lost.
+
+    :param n_rows: places along the first dimension.
+    :param files: the file of one note and of places, and that of the other note.
+    :raises StorageError: if the file cannot be used, or another process uses it.
+    :raises CorruptFileError: if it has another size.
+    """
+
+    def __init__(self, n_rows: int, *, files: tuple[RegionFile, RegionFile] | None = None) -> None:
+        self._n_rows = n_rows
+        self._region: PrivateRegion = new_region(_PLACES + n_rows * _PLACE.itemsize, files and files[0])
+        try:
+            self._other = self._region if files is None else new_region(PAGE, files[1])
+        except BaseException:
+            self._region.unlock()
+            raise
+        self._map()
+
+    def _map(self) -> None:
+        self._slots = []
+        for number, region in enumerate((self._region, self._other)):
+            page = region.array(0, (PAGE,), np.uint8)
+            region.reserve(0, PAGE)
+            self._slots.append(page[number * _SLOT_BYTES :][:_SLOT_BYTES])
+        self._places = self._region.array(_PLACES, (self._n_rows,), _PLACE)
+
+    def _crc(self, fields: Note) -> int:
+        return zlib.crc32(self._places[: fields.n_writing].data, zlib.crc32(_FIELDS.pack(*fields)))
+
+    def _is_whole(self, slot: Any) -> bool:
+        fields = Note(*_FIELDS.unpack_from(slot.data))
+        crc = _CRC.unpack_from(slot.data, _FIELDS.size)[0]
+        if fields.n_writing > self._n_rows or crc != self._crc(fields):
+            return False
+        places = self._places[: fields.n_writing]
+        return bool(((places >= 0) & (places < self._n_rows)).all())
+
+    def _latest(self) -> Note:
+        return max(Note(*_FIELDS.unpack_from(slot.data)) for slot in self._slots)
+
+    def read(self) -> tuple[Note, Places]:
+        """Return the latest note that is whole, and the places that are being written.
+
+        :raises CorruptFileError: if none is.
+        """
+        for slot in self._slots:
+            if not self._is_whole(slot):
+                slot[:] = 0
+        note = self._latest()
+        if note.turn == 0:
+            raise CorruptFileError(
+                f"{self._region.path} and the file beside it are damaged: the checksums of their notes do not match "
+                "their contents; salvage what is intact"
+            )
+        return note, self._places[: note.n_writing].copy()
+
+    def _note(self, **changes: int) -> None:
+        latest = self._latest()
+        fields = latest._replace(turn=latest.turn + 1, **changes)
+        slot = self._slots[fields.turn % 2].data
+        _FIELDS.pack_into(slot, 0, *fields)
+        _CRC.pack_into(slot, _FIELDS.size, self._crc(fields))
+
+    def note(self, *, length: int, following: int, touched: int, exposed: bool) -> None:
+        """Note all of that at once; nothing else is being written."""
+        self._note(length=length, following=following, touched=touched, exposed=int(exposed), n_writing=0)
+
+    def make_sure_of(self, n_places: int) -> None:
+        """Make sure that so many places can be noted.
+
+        :raises StorageError: if there is no room on the disk.
+        """
+        self._region.refresh()
+        self._region.reserve(_PLACES, n_places * _PLACE.itemsize)
+
+    def will_write(self, places: Places) -> None:
+        """Note which elements do not count until :meth:`written`."""
+        self.make_sure_of(len(places))
+        touched = max(self._latest().touched, int(places.max(initial=-1)) + 1)
+        self._places[: len(places)] = places
+        self._note(touched=touched, n_writing=len(places))
+
+    def written(self, length: int, following: int) -> None:
+        """Note that they count, how many elements there are, and where the next one goes."""
+        touched = max(self._latest().touched, length)
+        self._note(length=length, following=following, touched=touched, n_writing=0)
+
+    def expose(self) -> None:
+        """Note that elements may change without notice from now on."""
+        if not self._latest().exposed:
+            self._note(exposed=1)
+
+    def settle(self) -> None:
+        """Note twice what counts, so that damage to either note does no harm, and that elements do not change."""
+        for _ in self._slots:
+            self._note(exposed=0)
+
+    def unlock(self) -> None:
+        """Let others use the files."""
+        self._region.unlock()
+        self._other.unlock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_n_rows": self._n_rows, "_region": self._region, "_other": self._other}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._map()
+
+
+def noted_elements(paths: tuple[Path, Path]) -> int:
+    """Return how many elements count by the files of a journal; 0 where nothing in them is whole."""
+    file, other = map(found_file, paths)
+    n_rows = 0 if file is None else (file[1] - _PLACES) // _PLACE.itemsize
+    if file is None or other is None or n_rows < 1:
+        return 0
+    with contextlib.suppress(CorruptFileError):
+        journal = Journal(n_rows, files=(file[0], other[0]))
+        try:
+            return journal.read()[0].length
+        finally:
+            journal.unlock()
+    return 0

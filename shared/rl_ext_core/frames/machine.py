@@ -1,0 +1,398 @@
+"""What the kernels are made of: how they are compiled, loads and stores at addresses, and checksums.
+
+The kernels follow pointers across slabs that grow one by one, which a typed array cannot express, and read eight bytes
+at any alignment, which NumPy indexing cannot do without a temporary. Addresses are ``uint64``; nothing is checked here.
+Callers keep 16 readable and writable bytes behind every region, because short runs are moved in whole words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from llvmlite import ir
+from numba import int64, njit, types, uint32, uint64
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+_logger = logging.getLogger("rl_ext_core.frames")
+
+_said: list[str] = []  # why nothing is kept, once it was said
+
+
+def sources_digest(folder: Path) -> str:
+    """A hash of everything that may end up in the machine code."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+_DIGEST = sources_digest(Path(__file__).parent)
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Compiles a function that Python calls: GIL released, machine code cached.
+
+    numba's cache goes stale by the time stamp of the function's own file; but these functions inline others from other
+    files, and wheels carry one fixed time stamp. So the contents of all files of the folder decide.
+    """
+    try:
+        compiled = njit(nogil=True, cache=True)(function)
+    except RuntimeError as error:  # there is no folder that can be written to: containers whose user has no home
+        if "cannot cache" not in str(error):
+            raise
+        _say_once_that_nothing_is_kept(str(error))
+        return njit(nogil=True)(function)
+    cache = compiled._cache
+    cache._cache_file._source_stamp = (cache._cache_file._source_stamp, _DIGEST)
+    # numba's own, which lets errors of files pass on Windows alone.
+    cache._guard_against_spurious_io_errors = _without_files
+    return compiled
+
+
+@contextlib.contextmanager
+def _without_files() -> Iterator[None]:
+    """Lets pass what goes wrong with files, such as a disk that is full: the function is compiled then."""
+    try:
+        yield
+    except OSError as error:
+        _say_once_that_nothing_is_kept(str(error))
+
+
+def _say_once_that_nothing_is_kept(reason: str) -> None:
+    if not _said:
+        _said.append(reason)
+        _logger.warning(
+            "numba cannot keep what it compiles (%s), so that every process compiles it anew, which takes some "
+            "seconds; set the environment variable NUMBA_CACHE_DIR to a folder that can be written to",
+            reason,
+        )
+
+
+WORD = 32  # bytes that are looked at or moved at a time
+
+
+def _loader(bits: int, result: Any) -> Any:
+    def load(typingctx: Any, address: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            value = builder.load(builder.inttoptr(args[0], ir.IntType(bits).as_pointer()))
+            value.align = 1
+            return value
+
+        return result(types.uint64), codegen
+
+    return intrinsic(load)
+
+
+def _storer(bits: int, stored: Any) -> Any:
+    def store(typingctx: Any, address: Any, value: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            target = builder.inttoptr(args[0], ir.IntType(bits).as_pointer())
+            builder.store(args[1], target).align = 1
+            return context.get_dummy_value()
+
+        return types.void(types.uint64, stored), codegen
+
+    return intrinsic(store)
+
+
+load_u8 = _loader(8, types.uint8)
+load_u16 = _loader(16, types.uint16)
+load_u32 = _loader(32, types.uint32)
+load_u64 = _loader(64, types.uint64)
+store_u8 = _storer(8, types.uint8)
+store_u16 = _storer(16, types.uint16)
+store_u32 = _storer(32, types.uint32)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def pointer_to(typingctx: Any, address: Any) -> Any:
+    """The address as a pointer that ``carray`` takes."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.uint64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _memcpy(typingctx: Any, target: Any, source: Any, n_bytes: Any) -> Any:
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        to, source_pointer = (builder.inttoptr(arg, cgutils.voidptr_t) for arg in args[:2])
+        cgutils.raw_memcpy(builder, to, source_pointer, args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.uint64, types.uint64, types.int64), codegen
+
+
+def _mover(n_bytes: int) -> Any:
+    word = ir.VectorType(ir.IntType(64), n_bytes // 8)
+
+    def move(typingctx: Any, target: Any, source: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            value = builder.load(builder.inttoptr(args[1], word.as_pointer()))
+            value.align = 1
+            builder.store(value, builder.inttoptr(args[0], word.as_pointer())).align = 1
+            return context.get_dummy_value()
+
+        return types.void(types.uint64, types.uint64), codegen
+
+    return intrinsic(move)
+
+
+_move_16 = _mover(16)
+_move_word = _mover(WORD)
+
+
+@njit(nogil=True, inline="always")
+def copy_bytes(target, source, n_bytes):  # type: ignore[no-untyped-def]
+    """Copies between two regions that do not overlap.
+
+    A loop of vector moves: libc's ``memcpy`` uses ``rep movsb`` at the size of a frame, which took 2.8 times as long
+    where it was measured (Zen 5, glibc 2.36).
+    """
+    if n_bytes <= 16:
+        _memcpy(target, source, int64(n_bytes))
+        return
+    if n_bytes <= WORD:
+        rest = uint64(n_bytes - 16)
+        _move_16(target, source)
+        _move_16(target + rest, source + rest)
+        return
+    last = target + uint64(n_bytes - WORD)
+    rest = source + uint64(n_bytes - WORD)
+    while target < last:
+        _move_word(target, source)
+        target += uint64(WORD)
+        source += uint64(WORD)
+    _move_word(last, rest)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def blend_16(typingctx: Any, target: Any, source: Any, n_bytes: Any) -> Any:
+    """Overwrites the first ``n_bytes``, at most 16, and rewrites what follows up to the sixteenth as it is."""
+    word = ir.VectorType(ir.IntType(8), 16)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        to = builder.inttoptr(args[0], word.as_pointer())
+        old, new = builder.load(to), builder.load(builder.inttoptr(args[1], word.as_pointer()))
+        old.align = new.align = 1
+        one = builder.insert_element(ir.Constant(word, ir.Undefined), args[2], ir.Constant(ir.IntType(32), 0))
+        lanes = ir.Constant(ir.VectorType(ir.IntType(32), 16), [0] * 16)
+        length = builder.shuffle_vector(one, ir.Constant(word, ir.Undefined), lanes)
+        inside = builder.icmp_unsigned("<", ir.Constant(word, list(range(16))), length)
+        builder.store(builder.select(inside, new, old), to).align = 1
+        return context.get_dummy_value()
+
+    return types.void(types.uint64, types.uint64, types.uint8), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def zero_bytes(typingctx: Any, target: Any, n_bytes: Any) -> Any:
+    """``memset`` to zero."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        to = builder.inttoptr(args[0], cgutils.voidptr_t)
+        cgutils.memset(builder, to, args[1], 0)
+        return context.get_dummy_value()
+
+    return types.void(types.uint64, types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch(typingctx: Any, address: Any) -> Any:
+    """Asks for the cache line at the address; nothing happens if there is none."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        number = ir.IntType(32)
+        signature_type = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, signature_type, "llvm.prefetch.p0")
+        read, keep, data = number(0), number(3), number(1)
+        builder.call(function, [builder.inttoptr(args[0], cgutils.voidptr_t), read, keep, data])
+        return context.get_dummy_value()
+
+    return types.void(types.uint64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def call_decompressor(typingctx: Any, function: Any, source: Any, target: Any, sizes: Any) -> Any:
+    """Calls ``int function(const char *source, char *target, int source_bytes, int target_bytes)`` at an address.
+
+    :param sizes: address of ``source_bytes`` and ``target_bytes``, as ``uint32``.
+    :return: what it returns: bytes written, or a negative number.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        number, text = ir.IntType(32), cgutils.voidptr_t
+        kind = ir.FunctionType(number, [text, text, number, number])
+        function_pointer = builder.inttoptr(args[0], kind.as_pointer())
+        pointers = [builder.inttoptr(arg, text) for arg in args[1:3]]
+        base = builder.inttoptr(args[3], number.as_pointer())
+        lengths = [builder.load(builder.gep(base, [ir.Constant(number, i)])) for i in range(2)]
+        for length in lengths:
+            length.align = 1
+        return builder.call(function_pointer, [*pointers, *lengths])
+
+    return types.int32(types.uint64, types.uint64, types.uint64, types.uint64), codegen
+
+
+def _word(builder: Any, address: Any) -> Any:
+    value = builder.load(builder.inttoptr(address, ir.VectorType(ir.IntType(8), WORD).as_pointer()))
+    value.align = 1
+    return value
+
+
+def _any_lane(builder: Any, word: Any) -> Any:
+    lanes = builder.bitcast(word, ir.IntType(8 * WORD))
+    return builder.zext(builder.icmp_unsigned("!=", lanes, ir.Constant(lanes.type, 0)), ir.IntType(64))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def words_differ(typingctx: Any, left: Any, right: Any) -> Any:
+    """1 where the ``WORD`` bytes at two addresses differ, else 0."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _any_lane(builder, builder.xor(_word(builder, args[0]), _word(builder, args[1])))
+
+    return types.uint64(types.uint64, types.uint64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def words_differ_where(typingctx: Any, left: Any, right: Any, mask: Any) -> Any:
+    """Likewise, for those bits only that are set in the ``WORD`` bytes at ``mask``."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        difference = builder.xor(_word(builder, args[0]), _word(builder, args[1]))
+        return _any_lane(builder, builder.and_(difference, _word(builder, args[2])))
+
+    return types.uint64(types.uint64, types.uint64, types.uint64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def count_different(typingctx: Any, left: Any, right: Any) -> Any:
+    """How many of the ``WORD`` bytes at two addresses differ."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        unequal = builder.icmp_unsigned("!=", _word(builder, args[0]), _word(builder, args[1]))
+        count = builder.ctpop(builder.bitcast(unequal, ir.IntType(WORD)))
+        return builder.zext(count, ir.IntType(64))
+
+    return types.int64(types.uint64, types.uint64), codegen
+
+
+def splat(builder: Any, value: Any, lanes: int) -> Any:
+    """A vector with the value in every lane."""
+    word = ir.VectorType(value.type, lanes)
+    first = builder.insert_element(ir.Constant(word, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
+    every = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)
+    return builder.shuffle_vector(first, ir.Constant(word, ir.Undefined), every)
+
+
+def distance_of(builder: Any, left: Any, right: Any) -> Any:
+    """How far two vectors of unsigned bytes are apart, lane by lane."""
+    above = builder.icmp_unsigned(">", left, right)
+    return builder.sub(builder.select(above, left, right), builder.select(above, right, left))
+
+
+def _far_apart(builder: Any, left: Any, right: Any, bound: Any) -> Any:
+    """In which lanes two words of bytes differ by more than ``bound``."""
+    return builder.icmp_unsigned(">", distance_of(builder, left, right), splat(builder, bound, left.type.count))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def count_far_apart(typingctx: Any, left: Any, right: Any, bound: Any) -> Any:
+    """How many of the ``WORD`` bytes at two addresses differ by more than ``bound``."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        far = _far_apart(builder, _word(builder, args[0]), _word(builder, args[1]), args[2])
+        count = builder.ctpop(builder.bitcast(far, ir.IntType(WORD)))
+        return builder.zext(count, ir.IntType(64))
+
+    return types.int64(types.uint64, types.uint64, types.uint8), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def far_apart_8(typingctx: Any, left: Any, right: Any, bound: Any) -> Any:
+    """The eight bytes at two addresses: 255 where they differ by more than ``bound``, else 0."""
+    word = ir.VectorType(ir.IntType(8), 8)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        sides = [builder.load(builder.inttoptr(arg, word.as_pointer())) for arg in args[:2]]
+        for side in sides:
+            side.align = 1
+        far = _far_apart(builder, sides[0], sides[1], args[2])
+        return builder.bitcast(builder.sext(far, word), ir.IntType(64))
+
+    return types.uint64(types.uint64, types.uint64, types.uint8), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def narrow_8(typingctx: Any, target: Any, source: Any, shift: Any) -> Any:
+    """Eight ``uint32`` shifted right by ``shift`` bits, the low bytes of which are stored."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        wide, narrow = ir.VectorType(ir.IntType(32), 8), ir.VectorType(ir.IntType(8), 8)
+        values = builder.load(builder.inttoptr(args[1], wide.as_pointer()))
+        values.align = 1
+        low = builder.trunc(builder.lshr(values, splat(builder, args[2], 8)), narrow)
+        builder.store(low, builder.inttoptr(args[0], narrow.as_pointer())).align = 1
+        return context.get_dummy_value()
+
+    return types.void(types.uint64, types.uint64, types.uint32), codegen
+
+
+# Checksums. No change that is confined to eight bytes leaves one as it is but by a chance of one in 2**32.
+START = 0x2545F4914F6CDD1D
+_FACTOR = 0x9E3779B97F4A7C15
+
+
+@njit(nogil=True, inline="always")
+def mixed(total, word):  # type: ignore[no-untyped-def]
+    """A sum of one more word."""
+    total = (uint64(total) ^ uint64(word)) * uint64(_FACTOR)
+    return total ^ (total >> uint64(29))
+
+
+@njit(nogil=True)
+def add_bytes(total, start, n_bytes):  # type: ignore[no-untyped-def]
+    """A sum of more bytes. They may be given in parts, if all but the last are multiples of eight."""
+    total = uint64(total)
+    i = 0
+    while i + 8 <= n_bytes:
+        total = mixed(total, load_u64(start + uint64(i)))
+        i += 8
+    if i < n_bytes:
+        word = uint64(n_bytes - i)
+        while i < n_bytes:
+            word = (word << uint64(8)) | uint64(load_u8(start + uint64(i)))
+            i += 1
+        total = mixed(total, word)
+    return total
+
+
+@njit(nogil=True, inline="always")
+def folded(total):  # type: ignore[no-untyped-def]
+    """What is kept of a sum."""
+    return uint32((total ^ (total >> uint64(32))) & uint64(0xFFFFFFFF))
+
+
+@kernel
+def sum_rows(addresses, sizes, rows, sums):  # type: ignore[no-untyped-def]
+    """Sums of rows of several arrays.
+
+    :param addresses: (arrays,) where they begin.
+    :param sizes: (arrays,) bytes in a row.
+    :param rows: (n,).
+    :param sums: (n,) written.
+    """
+    for i in range(rows.shape[0]):
+        total = uint64(START)
+        for k in range(addresses.shape[0]):
+            total = add_bytes(total, addresses[k] + uint64(rows[i] * sizes[k]), sizes[k])
+        sums[i] = folded(total)

@@ -1,0 +1,561 @@
+"""Memory that is taken page by page as it is written, which child processes share, or find again in a file; and a lock
+between processes that the system frees when its holder dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import functools
+import mmap
+import os
+import struct
+import threading
+import weakref
+import zlib
+from collections.abc import Callable
+from multiprocessing import context, reduction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rl_ext_core.errors import CorruptFileError, NotCopyableError, OutOfMemoryError, StorageError
+
+PAGE = mmap.ALLOCATIONGRANULARITY
+_Pointer = ctypes.c_size_t
+_HEADER = object.__basicsize__
+_MOVED = 1 << 20  # bytes at a time
+
+
+def address_of(array: npt.NDArray[np.generic]) -> int:
+    """Where the array's memory begins."""
+    # What ``PyArray_DATA`` reads, in a tenth of the time that ``__array_interface__`` takes: the first field behind the
+    # header that all objects have.
+    return _Pointer.from_address(id(array) + _HEADER).value
+
+
+def move_into(target: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
+    """Copies bytes. Where the source is what pickle has just made of a file, which nobody else refers to, its memory is
+    given back on the way: both together would take twice as much.
+    """
+    base: Any = source
+    while isinstance(base, np.ndarray):
+        base = base.base
+    owner = base.obj if isinstance(base, memoryview) else base
+    just_read = isinstance(owner, bytearray) and source.flags.writeable and source.flags.c_contiguous
+    start = address_of(source)
+    for at in range(0, len(source), _MOVED):
+        stop = min(at + _MOVED, len(source))
+        target[at:stop] = source[at:stop]
+        first, last = -(-(start + at) // PAGE) * PAGE, (start + stop) // PAGE * PAGE
+        if just_read and first < last:
+            _libc().madvise(first, last - first, mmap.MADV_DONTNEED)
+
+
+def allocate(n_bytes: int) -> npt.NDArray[np.uint8]:
+    """An uninitialised array of bytes.
+
+    :raises OutOfMemoryError: where the system has no more.
+    """
+    try:
+        return np.empty(n_bytes, dtype=np.uint8)
+    except MemoryError:
+        raise OutOfMemoryError(
+            f"no memory for another {n_bytes:,} bytes. What was stored before is intact and nothing of this call is; "
+            "pass a smaller buffer_size."
+        ) from None
+
+
+class PrivateRegion:
+    """A range of zeros as large as the worst case, of which only what is written takes memory.
+
+    :param n_bytes: its size.
+    :raises OutOfMemoryError: where the system refuses so large a range.
+    """
+
+    path: Path | None = None
+    turn = 0  # another number when it has grown
+    n_bytes: int
+    _map: Any
+
+    def __init__(self, n_bytes: int) -> None:
+        self.n_bytes = n_bytes
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        try:
+            self._map = mmap.mmap(-1, n_bytes, flags=flags)
+        except OSError:
+            raise _refused(n_bytes) from None
+        with contextlib.suppress(OSError):  # of a kernel without them
+            self._map.madvise(mmap.MADV_NOHUGEPAGE)  # most arrays are far shorter than such a page
+
+    def array(self, offset: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """A view of a part, which keeps the memory alive."""
+        return np.ndarray(shape, dtype=dtype, buffer=self._map, offset=offset)
+
+    def held(self, offset: int) -> int:
+        """How many bytes of the part that begins there can be used."""
+        return self.n_bytes - offset
+
+    def reserve(self, offset: int, n_bytes: int) -> None:
+        """Makes sure that the first bytes of a part can be used.
+
+        :param offset: where the part begins, as in :meth:`array`.
+        :raises StorageError: if there is no room.
+        """
+
+    def refresh(self) -> None:
+        """Learns what other processes have made sure of."""
+
+    def clear(self, start: int) -> None:
+        """Gives memory back; every byte from a page's beginning on is zero again."""
+        self.forget(start, self.n_bytes - start)
+
+    def forget(self, start: int, n_bytes: int) -> None:
+        """Gives whole pages back whose contents do not matter any more."""
+        self._map.madvise(mmap.MADV_DONTNEED, start, n_bytes)
+
+    def page_out(self, offset: int) -> None:
+        """Has a part in a file count as resident no longer; it is the system's to keep it at hand."""
+
+    def unlock(self) -> None:
+        """Lets others use the file. This process must not any more."""
+
+
+class Region(PrivateRegion):
+    """A range of zeros as large as the worst case, of which only what is written takes memory.
+
+    It belongs to this process until it is pickled for a child that is being started: then both see the same bytes.
+    There is no name that others could find it by, so nothing is left behind by a process that is killed.
+
+    :param n_bytes: its size.
+    :raises OutOfMemoryError: where the system refuses so large a range.
+    """
+
+    def __init__(self, n_bytes: int) -> None:
+        descriptor = os.memfd_create("rl-ext-frames")
+        try:
+            os.ftruncate(descriptor, n_bytes)
+        except OSError:
+            os.close(descriptor)
+            raise _refused(n_bytes) from None
+        self._open(descriptor, n_bytes)
+
+    def _open(self, descriptor: int, n_bytes: int) -> None:
+        self.n_bytes = n_bytes
+        self._descriptor = descriptor
+        self._close = weakref.finalize(self, os.close, descriptor)
+        try:
+            self._map = self._mapped()
+        except OSError:
+            self._close()
+            raise _refused(n_bytes) from None
+
+    def _mapped(self) -> Any:
+        return mmap.mmap(self._descriptor, self.n_bytes)
+
+    @property
+    def descriptor(self) -> int:
+        """What the system calls it."""
+        return self._descriptor
+
+    def clear(self, start: int) -> None:
+        """Likewise, in all processes."""
+        try:
+            self._map.madvise(mmap.MADV_REMOVE, start)
+        except OSError:
+            os.ftruncate(self._descriptor, start)
+            os.ftruncate(self._descriptor, self.n_bytes)
+
+    def forget(self, start: int, n_bytes: int) -> None:
+        """Nothing: others may use the pages."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _sent, (type(self), reduction.DupFd(self._descriptor), self.n_bytes, self.path)
+
+
+# A file begins with the first two of these; then come the entries of a table, one for each piece behind the table.
+_HEAD = struct.Struct("<8s16sQI4x")  # what it is, whose, bytes of the range; CRC-32
+_COUNTS_AT = _HEAD.size  # one word: how often pieces were forgotten, how many there are, and CRC-32 of both
+_ENTRY = struct.Struct("<QQI4x")  # the part that a piece is of, and its size; CRC-32 of these and all before
+_TABLE_AT = 64
+_TABLE_BYTES = 1 << 16
+_MAGIC = b"rl-ext-4"
+
+
+class RegionFile(NamedTuple):
+    """Where a region lies.
+
+    :ivar path: the file, made where it does not exist; what is there is found again.
+    :ivar identity: 16 bytes, of the storage that the file belongs to.
+    :ivar mend: whether a file that was cut short is made as long as it was.
+    :ivar locked: whether it is locked against others; else something else sees to that.
+    """
+
+    path: Path
+    identity: bytes = bytes(16)
+    mend: bool = False
+    locked: bool = True
+
+
+def new_region(n_bytes: int, file: RegionFile | None = None, *, private: bool = False) -> PrivateRegion:
+    """A region in memory, which only this process sees or its children too, or in a file."""
+    if file is not None:
+        return FileRegion(n_bytes, file)
+    return PrivateRegion(n_bytes) if private else Region(n_bytes)
+
+
+def found_file(path: Path) -> tuple[RegionFile, int] | None:
+    """What a file says that it is, and the size of its range; None where there is no such file."""
+    try:
+        with path.open("rb") as file:
+            magic, identity, n_bytes, _ = _HEAD.unpack(file.read(_HEAD.size))
+    except (OSError, struct.error):
+        return None
+    return (RegionFile(path, identity), n_bytes) if magic == _MAGIC else None
+
+
+class FileRegion(Region):
+    """A region in a file that grows with what is held.
+
+    The file consists of pieces, in the order in which they were needed; each is the continuation of a part, which is
+    what :meth:`array` was asked for. What was not reserved reads as zeros, and writing there ends the process.
+
+    :param n_bytes: size of the range.
+    :param file: the file.
+    :raises StorageError: if the file cannot be used, or another process uses it.
+    :raises CorruptFileError: if the file is damaged, cut short, or of another storage.
+    """
+
+    def __init__(self, n_bytes: int, file: RegionFile) -> None:
+        self.path, identity, mend, locked = file
+        n_bytes = -(-n_bytes // PAGE) * PAGE
+        descriptor = _opened_file(self.path, locked=locked)
+        try:
+            head = _HEAD.pack(_MAGIC, identity, n_bytes, 0)
+            head = _HEAD.pack(_MAGIC, identity, n_bytes, zlib.crc32(head))
+            size = os.fstat(descriptor).st_size
+            if size == 0:
+                _allocate(descriptor, 0, _TABLE_BYTES, self.path)
+                os.pwrite(descriptor, head + struct.pack("<Q", _counts(0, 0)), 0)
+            else:
+                self._check(descriptor, size, head, mend=mend)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._open(descriptor, n_bytes)
+
+    def _check(self, descriptor: int, size: int, expected: bytes, *, mend: bool) -> None:
+        if size < _TABLE_BYTES and mend:
+            os.ftruncate(descriptor, _TABLE_BYTES)
+        table = os.pread(descriptor, _TABLE_BYTES, 0)
+        head = table[: _HEAD.size].ljust(_HEAD.size)
+        magic, identity, n_bytes, crc = _HEAD.unpack(head)
+        if mend and crc != zlib.crc32(_HEAD.pack(magic, identity, n_bytes, 0)):
+            os.pwrite(descriptor, expected, 0)
+            magic, identity, n_bytes, crc = _HEAD.unpack(expected)
+        if crc != zlib.crc32(_HEAD.pack(magic, identity, n_bytes, 0)) or magic != _MAGIC:
+            raise CorruptFileError(f"{self.path} is damaged: the checksum of its head does not match its contents")
+        if (magic, identity, n_bytes, crc) != _HEAD.unpack(expected):
+            raise CorruptFileError(
+                f"{self.path} is of another storage than the files beside it; put back the file that belongs there"
+            )
+        entries = self._entries(table.ljust(_TABLE_BYTES, b"\0"), mend=mend)
+        if mend:
+            os.pwrite(descriptor, struct.pack("<Q", _counts(0, len(entries))), _COUNTS_AT)
+        end = _TABLE_BYTES + sum(n for _, n in entries)
+        if size < end and not mend:
+            raise CorruptFileError(
+                f"{self.path} has {size:,} bytes, expected {end:,}: it was cut short, or written to; to keep what is "
+                "intact, salvage it"
+            )
+        os.ftruncate(descriptor, end)  # what is behind was never used
+
+    def _entries(self, table: bytes, *, mend: bool) -> list[tuple[int, int]]:
+        word = int(np.frombuffer(table, np.uint64, 1, _COUNTS_AT)[0])
+        forgotten, count = _counts_of(word)
+        found, crc = [], 0
+        for number in range(_MOST if mend else count if word == _counts(forgotten, count) else 0):
+            part, n_bytes, expected = _ENTRY.unpack_from(table, _TABLE_AT + number * _ENTRY.size)
+            crc = zlib.crc32(_ENTRY.pack(part, n_bytes, 0), crc)
+            if crc != expected:
+                break
+            found.append((part, n_bytes))
+        if word != _counts(forgotten, len(found)) and not mend:
+            raise CorruptFileError(f"{self.path} is damaged: the checksums in its head do not match its contents")
+        return found
+
+    def _mapped(self) -> Any:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        self._start = _map(None, self.n_bytes, mmap.PROT_READ, flags, -1, 0)
+        memory = (ctypes.c_char * self.n_bytes).from_address(self._start)
+        # Arrays refer to it, and may outlive the region.
+        weakref.finalize(memory, _libc().munmap, self._start, self.n_bytes).atexit = False
+        self._table = mmap.mmap(self._descriptor, _TABLE_BYTES)
+        self._word = np.frombuffer(self._table, np.uint64, 1, _COUNTS_AT)
+        self.turn, self._known = 0, (0, 0)
+        self._parts: dict[int, int] = {}
+        self._limits: dict[int, int] = {}
+        self._end, self._crc = _TABLE_BYTES, 0
+        self._map = memory
+        self.refresh()
+        return memory
+
+    def array(self, offset: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """See :meth:`Region.array`."""
+        made = super().array(offset, shape, dtype)
+        self._limits[offset] = -(-made.nbytes // PAGE) * PAGE
+        return made
+
+    def held(self, offset: int) -> int:
+        """See :meth:`Region.held`."""
+        return self._parts.get(offset, 0)
+
+    def reserve(self, offset: int, n_bytes: int) -> None:
+        """See :meth:`Region.reserve`."""
+        if (held := self._parts.get(offset, 0)) >= n_bytes:
+            return
+        self.refresh()
+        held = self._parts.get(offset, 0)
+        # A quarter more than there is, so that there are few pieces however large it becomes.
+        more = -(-max(n_bytes - held, held // 4) // PAGE) * PAGE
+        more = min(more, self._limits.get(offset, self.n_bytes - offset) - held)
+        if more <= 0:
+            return
+        assert self.path is not None
+        forgotten, count = self._known
+        if count >= _MOST:
+            raise StorageError(f"{self.path} has too many pieces; make a new one from a checkpoint")
+        try:
+            _allocate(self._descriptor, self._end, more, self.path)
+        except BaseException:
+            os.ftruncate(self._descriptor, self._end)
+            raise
+        crc = zlib.crc32(_ENTRY.pack(offset, more, 0), self._crc)
+        _ENTRY.pack_into(self._table, _TABLE_AT + count * _ENTRY.size, offset, more, crc)
+        self._word[0] = _counts(forgotten, count + 1)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """See :meth:`Region.refresh`."""
+        word = int(self._word[0])
+        if word == self.turn:
+            return
+        forgotten, count = _counts_of(word)
+        if forgotten != self._known[0]:
+            self._forget()
+        for number in range(self._known[1], count):
+            part, n_bytes, self._crc = _ENTRY.unpack_from(self._table, _TABLE_AT + number * _ENTRY.size)
+            held = self._parts.get(part, 0)
+            if part + held + n_bytes > self.n_bytes or part % PAGE or n_bytes % PAGE:
+                raise CorruptFileError(f"{self.path} is damaged: its head names more than there is")
+            flags, address = mmap.MAP_SHARED, self._start + part + held
+            _map(address, n_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, self._descriptor, self._end)
+            self._parts[part] = held + n_bytes
+            self._end += n_bytes
+            self._known = forgotten, number + 1
+        self._known, self.turn = (forgotten, count), word
+
+    def _forget(self) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        _map(self._start, self.n_bytes, mmap.PROT_READ, flags, -1, 0)
+        self._parts.clear()
+        self._end, self._crc, self._known = _TABLE_BYTES, 0, (_counts_of(int(self._word[0]))[0], 0)
+
+    def clear(self, start: int) -> None:
+        """See :meth:`Region.clear`. Parts before ``start`` have to be the first that were reserved."""
+        self.refresh()
+        kept, end, forgotten = 0, _TABLE_BYTES, self._known[0]
+        for number in range(self._known[1]):
+            part, n_bytes, _ = _ENTRY.unpack_from(self._table, _TABLE_AT + number * _ENTRY.size)
+            if part >= start:
+                break
+            kept, end = number + 1, end + n_bytes
+        self._word[0] = _counts((forgotten + 1) % (1 << 16), kept)
+        self.refresh()
+        os.ftruncate(self._descriptor, end)
+
+    def page_out(self, offset: int) -> None:
+        """See :meth:`Region.page_out`."""
+        _libc().madvise(self._start + offset, self._parts.get(offset, 0), mmap.MADV_DONTNEED)
+
+    def unlock(self) -> None:
+        """See :meth:`Region.unlock`."""
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+
+def _counts(forgotten: int, count: int) -> int:
+    both = forgotten << 16 | count
+    return both << 32 | zlib.crc32(struct.pack("<I", both))
+
+
+def _counts_of(word: int) -> tuple[int, int]:
+    return word >> 48, (word >> 32) & 0xFFFF
+
+
+_MOST = (_TABLE_BYTES - _TABLE_AT) // _ENTRY.size
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+
+
+@functools.cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    size = ctypes.c_size_t
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, size]
+    libc.madvise.argtypes = [ctypes.c_void_p, size, ctypes.c_int]
+    return libc
+
+
+def _map(address: int | None, n_bytes: int, protection: int, flags: int, descriptor: int, offset: int) -> int:
+    """``mmap``, at an address or wherever there is room."""
+    if address is not None:
+        flags |= _MAP_FIXED
+    found: int | None = _libc().mmap(address, n_bytes, protection, flags, descriptor, offset)
+    if found is None or found == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return found
+
+
+def _allocate(descriptor: int, offset: int, n_bytes: int, path: Path) -> None:
+    """Takes room on the disk: writing to a mapping where there is none kills."""
+    try:
+        os.posix_fallocate(descriptor, offset, n_bytes)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write to {path}: {error.strerror}. What was stored before is intact and nothing of this call is; "
+            "make room there, or pass a storage_dir elsewhere"
+        ) from error
+
+
+def _opened_file(path: Path, *, locked: bool) -> int:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        raise StorageError(f"cannot open {path}: {error.strerror}; pass another storage_dir") from error
+    if not locked:
+        return descriptor
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            raise StorageError(f"{path} is used by another buffer; end it, or pass another storage_dir") from error
+        raise StorageError(
+            f"cannot lock {path}: {error.strerror}, as on a network disk without locks; pass a storage_dir on a disk "
+            "of this machine"
+        ) from error
+    return descriptor
+
+
+def _refused(n_bytes: int) -> OutOfMemoryError:
+    return OutOfMemoryError(
+        f"the system refuses {n_bytes:,} bytes of address space for frames, of which only what is written takes "
+        "memory; pass a smaller max_size, or raise the limit (ulimit -v unlimited)"
+    )
+
+
+def _sent(cls: type[Region], descriptor: Any, n_bytes: int, path: Path | None) -> Region:
+    region = cls.__new__(cls)
+    if path is not None:
+        region.path = path
+    region._open(descriptor.detach(), n_bytes)
+    return region
+
+
+_locks: weakref.WeakSet[ProcessLock] = weakref.WeakSet()
+
+
+class ProcessLock:
+    """Like :func:`multiprocessing.RLock`, but whoever comes next is not blocked for ever by a holder that was killed.
+
+    Locks of the kernel belong to an open file description: each process opens one file in memory anew, and the kernel
+    frees the lock with the description. What the holder had changed may be half done then; :attr:`recover` is called
+    with its number before anything else is done under the lock.
+
+    A process that was forked must not use it, since it has its parent's description.
+    """
+
+    def __init__(self) -> None:
+        self._open(Region(np.dtype(np.int64).itemsize))
+
+    def _open(self, region: Region) -> None:
+        self.recover: Callable[[int], None] | None = None
+        self._region = region
+        self._holder = region.array(0, (1,), np.int64).data
+        self._threads = threading.RLock()
+        self._depth = 0
+        self._pid = os.getpid()
+        path = f"/proc/self/fd/{region.descriptor}"
+        try:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise StorageError(
+                f"cannot open {path}: {error.strerror}; processes share memory by way of /proc"
+            ) from error
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+        self._close.atexit = False  # threads may use it until the very end
+        _locks.add(self)
+
+    def __enter__(self) -> None:
+        self.check_process()
+        self._threads.acquire()
+        try:
+            if self._depth == 0:
+                self._take()
+            self._depth += 1
+        except BaseException:
+            if self._depth == 0:
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            self._threads.release()
+            raise
+
+    def _take(self) -> None:
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        if (dead := self._holder[0]) and self.recover is not None:
+            self._depth += 1  # it may use the lock
+            try:
+                self.recover(dead)
+            finally:
+                self._depth -= 1
+        self._holder[0] = self._pid
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._holder[0] = 0
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        self._threads.release()
+
+    def check_process(self) -> None:
+        """
+        :raises NotCopyableError: in a process that was forked from the one that made it.
+        """
+        if self._pid != os.getpid():
+            raise NotCopyableError(
+                "this storage came along with a fork, which copies one part of it and shares the other; start the "
+                'process with multiprocessing.get_context("spawn") and pass it the buffer as an argument'
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        context.assert_spawning(self)
+        return _sent_lock, (self._region,)
+
+
+def _sent_lock(region: Region) -> ProcessLock:
+    lock = ProcessLock.__new__(ProcessLock)
+    lock._open(region)
+    return lock
+
+
+def _close_in_child() -> None:
+    # Otherwise a child that was forked keeps the lock that its parent holds when that one dies.
+    for lock in list(_locks):
+        lock._close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
