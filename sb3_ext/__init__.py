@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from rl_ext_core.devices import resolve_device
 from rl_ext_core.factory import EnvFactory, as_factory
+from sb3_ext import buffers
 from sb3_ext.auto_vec_env import AutoVecEnv
-from sb3_ext.her_replay_buffer import CompressedHerReplayBuffer
+from sb3_ext.buffers import (
+    CompressedDictReplayBuffer,
+    CompressedDictRolloutBuffer,
+    CompressedHerReplayBuffer,
+    CompressedReplayBuffer,
+    CompressedRolloutBuffer,
+)
 from sb3_ext.make_vec_env import make_vec_env
 from sb3_ext.ray_vec_env import RayVecEnv
-from sb3_ext.replay_buffer import CompressedDictReplayBuffer, CompressedReplayBuffer
-from sb3_ext.rollout_buffer import CompressedDictRolloutBuffer, CompressedRolloutBuffer
 from sb3_ext.shared_memory_vec_env import SharedMemoryVecEnv
 from sb3_ext.timings import VecEnvTimings
 
@@ -36,16 +41,23 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from sb3_ext.nstep_replay_buffer import CompressedNStepReplayBuffer
+    from sb3_ext.buffers import CompressedNStepReplayBuffer
 
 
 def __getattr__(name: str) -> Any:
     # Stable Baselines3 has n-step returns from version 2.7 on; all else here works with earlier ones.
     if name != "CompressedNStepReplayBuffer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from sb3_ext.nstep_replay_buffer import CompressedNStepReplayBuffer
+    if not hasattr(buffers, name):
+        import stable_baselines3
 
-    return CompressedNStepReplayBuffer
+        from rl_ext_core.errors import MissingDependencyError
+
+        raise MissingDependencyError(
+            f"{name} needs Stable Baselines3 2.7 or later, which has n-step returns; installed is "
+            f'{stable_baselines3.__version__}. Install it with:\n    pip install "stable-baselines3>=2.7"'
+        )
+    return buffers.CompressedNStepReplayBuffer
 
 
 def __dir__() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from collections.abc import Iterable, Sequence
@@ -11,7 +12,7 @@ import numpy as np
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
-from rl_ext_core.vector._worker import DONE, OTHER, TRUNCATED
+from rl_ext_core.vector._worker import CHANGED, DONE, OTHER, TRUNCATED
 from rl_ext_core.vector.pool import Pool
 from rl_ext_core.vector.ray_pool import RayPool
 from sb3_ext._restarts import Restarts
@@ -35,7 +36,12 @@ class PoolVecEnv(VecEnv):
     :param pool: of the workers
     :param timings: where steps are counted
     :param restarts: replaces workers; None: the failure of one is the failure of all
+
+    :ivar reward_dtype: of rewards; None: what environments return, as with ``SubprocVecEnv``. ``DummyVecEnv`` gives
+        32-bit floats, and so does what is chosen in its place
     """
+
+    reward_dtype: type[np.float32] | None = None
 
     def __init__(self, pool: Pool | RayPool, timings: Timings, *, restarts: Restarts | None = None) -> None:
         self._pool: Any = pool
@@ -49,8 +55,12 @@ class PoolVecEnv(VecEnv):
         self._flag_bytes, self._kind_bytes = self._flags.data, self._reward_kinds.data
         self._zeros = bytes(len(pool.of_env))
         self._restarts = restarts
+        self._changes_told = False
         try:
             super().__init__(len(pool.of_env), *pool.spaces)
+            # What records videos takes the frames per second from it.
+            with contextlib.suppress(Exception):  # there is none, or it cannot leave its process
+                self.metadata = {**self.get_attr("metadata", 0)[0], **self.metadata}
         except BaseException:
             pool.end()
             raise
@@ -94,12 +104,15 @@ class PoolVecEnv(VecEnv):
         # Most steps end no episode and have nothing to say: told by comparing bytes, a tenth of what NumPy takes.
         if self._flag_bytes == self._kind_bytes == self._zeros and all(seat.said is None for seat in pool.seats):
             quiet: list[dict[str, Any]] = [{"TimeLimit.truncated": False} for _ in range(self.num_envs)]
-            result = self._returned(), self._rewards.copy(), np.zeros(self.num_envs, bool), quiet
+            dtype = self.reward_dtype
+            rewards = self._rewards.copy() if dtype is None else self._rewards.astype(dtype)
+            result = self._returned(), rewards, np.zeros(self.num_envs, bool), quiet
         else:
-            infos, rewards = self._informations()
+            self._tell_of_changes()
+            infos, others = self._informations()
             for info, value in zip(infos, (self._flags & TRUNCATED).tolist(), strict=True):
                 info["TimeLimit.truncated"] = value != 0
-            result = self._returned(), self._rewards_of_step(rewards), (self._flags & DONE).astype(bool), infos
+            result = self._returned(), self._rewards_of_step(others), (self._flags & DONE).astype(bool), infos
         self.timings.add_step(time.perf_counter() - self._began)
         return result
 
@@ -140,10 +153,23 @@ class PoolVecEnv(VecEnv):
                 infos += [reset_info for _, reset_info, _ in self._replaced(seat, seat.said)]
             else:
                 infos += seat.said
+        self._tell_of_changes()
         self.reset_infos = infos
         self._reset_seeds()
         self._reset_options()
         return self._returned()
+
+    def _tell_of_changes(self) -> None:
+        if self._changes_told or not (self._flags & CHANGED).any():
+            return
+        self._changes_told = True
+        who = int(np.argmax(self._flags & CHANGED))
+        warnings.warn(
+            f"environment {who} returns observations with values that the dtype of its observation space, "
+            f"{self.observation_space}, cannot hold: they are changed to such that it can, as DummyVecEnv does. Give "
+            "the space the dtype of what reset and step return",
+            stacklevel=4,
+        )
 
     def _replaced(self, seat: Any, failure: WorkerError) -> Any:
         if self._restarts is None:
@@ -155,9 +181,8 @@ class PoolVecEnv(VecEnv):
 
         :raises WorkerError: an environment fails in its ``close``
         """
-        if not self.closed:
-            self.closed = True
-            self._pool.close()
+        self.closed = True
+        self._pool.close()  # again, if Ctrl-C has come before it was done
 
     def get_images(self) -> Sequence[np.ndarray[Any, Any] | None]:
         """Render all environments.
@@ -214,6 +239,12 @@ class PoolVecEnv(VecEnv):
 
     def _rewards_of_step(self, others: dict[int, Any]) -> Any:
         kinds = self._reward_kinds
+        if self.reward_dtype is not None:
+            rewards = self._rewards.astype(self.reward_dtype)
+            for index, value in others.items():
+                if kinds[index] == OTHER:
+                    rewards[index] = value
+            return rewards
         if not kinds.any():
             return self._rewards.copy()
         # As SubprocVecEnv does it: the environments' own objects decide on the dtype.
@@ -232,6 +263,7 @@ class PoolVecEnv(VecEnv):
 
     def _require_idle(self) -> None:
         self._require_open()
+        self._pool.raise_failure()
         if self.waiting:
             raise InvalidArgumentError(
                 "a step was begun, and what it returns was not taken yet; write step_wait(), or reset(), first"

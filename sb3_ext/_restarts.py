@@ -53,18 +53,22 @@ class Restarts:
             self._timings.restarts += 1
             _log.warning("%s\n(restart %d of %d)", failure, self._timings.restarts, self._limit)
             try:
-                pool.restart(seat)
-                infos = pool.reset_alone(seat)
+                infos = pool.restart(seat, first)
                 break
             except WorkerError as again:
                 failure = again
+            finally:
+                # Ctrl-C may come at any time: then all of this is done again.
+                seat.said = first
         rows = slice(seat.first, seat.last)
         pool.arrays["reward"][rows], pool.arrays["reward kind"][rows] = 0.0, 0
         pool.arrays["flags"][rows] = DONE | TRUNCATED
-        return [
+        answer = [
             ({"terminal_observation": self._last_of(index), "worker_error": str(first)}, info, None)
             for index, info in enumerate(infos, seat.first)
         ]
+        pool.replaced(seat, answer)
+        return answer
 
     def _last_of(self, index: int) -> Any:
         # Nothing was returned yet where the first reset fails: then nobody reads this.

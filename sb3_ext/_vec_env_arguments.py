@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,9 +29,11 @@ def check_env_fns(env_fns: Any) -> None:
 
 def check_options(
     *,
+    start_method: Any = None,
     n_workers: Any = None,
     start_timeout: Any = None,
     step_timeout: Any = None,
+    close_timeout: Any = None,
     restart: Any = None,
     max_restarts: Any = 0,
     cure: Any = None,
@@ -39,9 +42,17 @@ def check_options(
 
     :raises InvalidArgumentError: an option with another value
     """
+    methods = multiprocessing.get_all_start_methods()
+    if start_method is not None and start_method not in methods:
+        raise InvalidArgumentError(
+            f"start_method={start_method!r}: cannot find context for {start_method!r}, for here processes are started "
+            f"by one of {', '.join(methods)}. "
+            f'Write start_method="{methods[0]}", or leave it out'
+        )
     if n_workers is not None and not _is_count(n_workers, 1):
         raise InvalidArgumentError(f"n_workers={n_workers!r} is not a number of processes; expected 1 or more, or None")
-    for name, seconds in (("start_timeout", start_timeout), ("step_timeout", step_timeout)):
+    limits = {"start_timeout": start_timeout, "step_timeout": step_timeout, "close_timeout": close_timeout}
+    for name, seconds in limits.items():
         if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
             raise InvalidArgumentError(
                 f"{name}={seconds!r} is no time; expected seconds above 0, or None for no limit. Write {name}=60"

@@ -6,13 +6,15 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import numpy as np
 from stable_baselines3.common.vec_env import DummyVecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
 from rl_ext_core import resources
-from rl_ext_core.errors import InvalidArgumentError, IsolationError
-from rl_ext_core.factory import EnvFactory
-from rl_ext_core.isolation import Isolation, Verdict, probe
+from rl_ext_core.errors import InvalidArgumentError, IsolationError, NotCopyableError
+from rl_ext_core.factory import EnvFactory, as_factory
+from rl_ext_core.isolation import Isolation, Verdict
+from rl_ext_core.isolation.probing import check_timeout, probe_all
 from sb3_ext._vec_env_arguments import check_env_fns, check_options, factories_of
 from sb3_ext.shared_memory_vec_env import SharedMemoryVecEnv
 
@@ -24,6 +26,7 @@ _log = logging.getLogger("sb3_ext")
 
 # What a step of workers costs beside their environments, and what it has to save before it is worth the processes.
 _OVERHEAD_SECONDS = 150e-6
+_WORTHWHILE = 0.8
 
 
 class AutoVecEnv:
@@ -37,9 +40,13 @@ class AutoVecEnv:
     - Independent environments share this process while their steps are fast, and several processes otherwise.
     - Where a second instance fails, or the instances change each other, each has its own process; none is built here.
     - What cannot be kept apart even by processes is refused.
+    - One environment stays in this process, and so do functions that hold what no other process can be given.
 
-    :param env_fns: build the environments: functions, or whatever :func:`as_factory` takes
+    :param env_fns: build the environments: functions, or whatever :func:`as_factory` takes. Each that is another one
+        is asked about
     :param isolation: ``"process"`` or ``"in-process"`` decides it without a try
+    :param probe_timeout: seconds that an environment may take for anything while it is tried, see
+        :func:`~rl_ext_core.isolation.probe`
     :param options: of :class:`SharedMemoryVecEnv`
     :return: the vectorised environment; its ``isolation_report`` is a paragraph on why it is what it is
     :raises IsolationError: the environment fails by itself, or processes disturb each other
@@ -47,7 +54,12 @@ class AutoVecEnv:
     """
 
     def __new__(  # type: ignore[misc]
-        cls, env_fns: Sequence[Any], isolation: IsolationChoice = "auto", **options: Any
+        cls,
+        env_fns: Sequence[Any],
+        isolation: IsolationChoice = "auto",
+        *,
+        probe_timeout: float | None = None,
+        **options: Any,
     ) -> VecEnv:
         """Build it."""
         check_env_fns(env_fns)
@@ -60,28 +72,37 @@ class AutoVecEnv:
             own = all(callable(env_fn) for env_fn in env_fns)
             return DummyVecEnv(list(env_fns) if own else list[Any](factories()))
 
-        return choose(factories, here, lambda: factories()[0], isolation, options)
+        def asked() -> list[EnvFactory[Any]]:
+            made = {id(env_fn): as_factory(env_fn, verify=False) for env_fn in env_fns}
+            return [made[id(env_fn)] for env_fn in env_fns]
+
+        return choose(factories, here, asked, len(env_fns), isolation, options, probe_timeout)
 
 
 def choose(
     factories: Callable[[], Sequence[EnvFactory[Any]]],
     here: Callable[[], VecEnv],
-    example: Callable[[], Any],
+    asked: Callable[[], Sequence[EnvFactory[Any]]],
+    n_envs: int,
     isolation: IsolationChoice,
     options: dict[str, Any],
+    probe_timeout: float | None = None,
 ) -> VecEnv:
     """Build the vectorised environment that is right for these.
 
     :param factories: gives those of the environments
     :param here: puts the environments into this process
-    :param example: gives what is tried: one of them, or what they have in common
+    :param asked: gives what is tried: for each environment a factory, the same one where they are alike
+    :param n_envs: how many there are
     :param isolation: as of :class:`AutoVecEnv`
     :param options: of :class:`SharedMemoryVecEnv`
+    :param probe_timeout: as of :class:`AutoVecEnv`
     """
     if isolation not in ("auto", "process", "in-process"):
         raise InvalidArgumentError(
             f'isolation={isolation!r} is none of "auto", "process", "in-process". Write isolation="auto"'
         )
+    check_timeout("probe_timeout", probe_timeout)
     check_options(**{name: value for name, value in options.items() if name != "start_method"})
     if isolation == "in-process":
         if options:
@@ -91,13 +112,24 @@ def choose(
         return _told(here(), "They are in this process, as asked.")
     if isolation == "process":
         return _told(SharedMemoryVecEnv(factories(), **options), "Each has its own process, as asked.")
-    verdict = probe(example())
-    made = factories()
-    workers, why = _choose(verdict, len(made), options.get("n_workers"))
+    if n_envs == 1:
+        return _told(here(), "There is only one, so it is in this process, untried.")
+    try:
+        tried = asked()
+    except NotCopyableError as error:
+        report = (
+            f"They are in this process, whether they bear that or not, since no other one can be given them: {error}."
+        )
+        vec_env = here()
+        _log.warning("%s", report)
+        return _told(vec_env, report)
+    verdict = probe_all(tried, timeout=probe_timeout, timed=resources.usable_cores() > 1)
+    workers, why = _choose(verdict, n_envs, options.get("n_workers"))
     report = f"{verdict.explanation} {why}"
     _log.info("%s", report)
     if workers == 0:
         return _told(here(), report)
+    made = factories()
     if sentence := resources.shortage(verdict.private_bytes or 0, workers):
         _log.warning("%s", sentence)
     return _told(SharedMemoryVecEnv(made, **{**options, "n_workers": workers, "cure": verdict.cure}), report)
@@ -105,6 +137,8 @@ def choose(
 
 def _told(vec_env: VecEnv, report: str) -> VecEnv:
     vec_env.isolation_report = report  # type: ignore[attr-defined]
+    if isinstance(vec_env, SharedMemoryVecEnv):
+        vec_env.reward_dtype = np.float32  # as of DummyVecEnv: what is chosen changes no numbers
     return vec_env
 
 
@@ -115,7 +149,7 @@ def _choose(verdict: Verdict, n_envs: int, n_workers: int | None) -> tuple[int, 
     """
     isolation = verdict.isolation
     if isolation is Isolation.BROKEN:
-        raise IsolationError(f"{verdict.explanation} Mend it, and try one alone: env_fn().reset()")
+        raise IsolationError(f"{verdict.explanation} Try one alone: env_fn().reset()")
     if isolation is Isolation.PROCESSES_COLLIDE and verdict.cure is None:
         if verdict.in_process:
             return 0, "So they share this process."
@@ -138,6 +172,6 @@ def _fastest(step_seconds: float | None, n_envs: int) -> tuple[int, str]:
     figures = (
         f"a step of {n_envs} takes {here * 1e3:.2f} ms here, and about {there * 1e3:.2f} ms in {workers} processes"
     )
-    if there < here:
+    if there < _WORTHWHILE * here:
         return workers, f"So {workers} processes share them: {figures}."
     return 0, f"So they share this process: {figures}."

@@ -17,8 +17,7 @@ import importlib.util
 from typing import Any, TypeVar
 
 from rl_ext_core.errors import InvalidTypeError, missing_dependency
-from sb3_ext._buffers import TakesOptions
-from sb3_ext.rollout_buffer import CompressedDictRolloutBuffer, CompressedRolloutBuffer
+from sb3_ext.buffers import CompressedDictRolloutBuffer, CompressedRolloutBuffer, TakesOptions, begun_whole, whole
 
 if importlib.util.find_spec("sb3_contrib") is None:
     raise missing_dependency("sb3_contrib", "contrib", "sb3_ext.contrib")
@@ -45,6 +44,8 @@ class CompressedMaskableRolloutBuffer(TakesOptions, MaskableRolloutBuffer, Compr
     """
 
     _FOR_OTHERS = "use rollout_buffer_class=CompressedMaskableDictRolloutBuffer for it"
+    add, reset = whole(MaskableRolloutBuffer.add), whole(MaskableRolloutBuffer.reset)
+    get = begun_whole(MaskableRolloutBuffer.get)
 
 
 class CompressedMaskableDictRolloutBuffer(TakesOptions, MaskableDictRolloutBuffer, CompressedDictRolloutBuffer):
@@ -56,6 +57,8 @@ class CompressedMaskableDictRolloutBuffer(TakesOptions, MaskableDictRolloutBuffe
     """
 
     _FOR_OTHERS = "use rollout_buffer_class=CompressedMaskableRolloutBuffer for it"
+    add, reset = whole(MaskableDictRolloutBuffer.add), whole(MaskableDictRolloutBuffer.reset)
+    get = begun_whole(MaskableDictRolloutBuffer.get)  # type: ignore[assignment]
 
 
 class _Recurrent(TakesOptions):
@@ -98,6 +101,8 @@ class CompressedRecurrentRolloutBuffer(_Recurrent, RecurrentRolloutBuffer, Compr
     """
 
     _FOR_OTHERS = "use CompressedRecurrentDictRolloutBuffer for it"
+    add, reset = whole(RecurrentRolloutBuffer.add), whole(RecurrentRolloutBuffer.reset)
+    get = begun_whole(RecurrentRolloutBuffer.get)
 
 
 class CompressedRecurrentDictRolloutBuffer(_Recurrent, RecurrentDictRolloutBuffer, CompressedDictRolloutBuffer):
@@ -109,3 +114,5 @@ class CompressedRecurrentDictRolloutBuffer(_Recurrent, RecurrentDictRolloutBuffe
     """
 
     _FOR_OTHERS = "use CompressedRecurrentRolloutBuffer for it"
+    add, reset = whole(RecurrentDictRolloutBuffer.add), whole(RecurrentDictRolloutBuffer.reset)  # type: ignore[assignment]
+    get = begun_whole(RecurrentDictRolloutBuffer.get)  # type: ignore[assignment]

@@ -14,11 +14,15 @@ from rl_ext_core import resources
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.factory import EnvFactory, as_factory
 from rl_ext_core.factory._retro import builder_of
+from rl_ext_core.factory.convert import spec_of_id
 from rl_ext_core.vector import environments
 from sb3_ext._arguments import at_least_one
 from sb3_ext.auto_vec_env import IsolationChoice, choose
 
 __all__ = ["make_vec_env"]
+
+# As it is now: people put ours into its place.
+_theirs = env_util.make_vec_env
 
 
 def make_vec_env(
@@ -35,6 +39,7 @@ def make_vec_env(
     wrapper_kwargs: dict[str, Any] | None = None,
     *,
     isolation: IsolationChoice = "auto",
+    probe_timeout: float | None = None,
     devices: Any = None,
 ) -> VecEnv:
     """Create a monitored vectorised environment, in one process or in several as the environment needs it.
@@ -46,6 +51,8 @@ def make_vec_env(
     :param n_envs: how many; None: as many as this process has cores
     :param isolation: ``"process"``: one process each; ``"in-process"``: all in this one; ``"auto"`` finds out what the
         environment allows and what is faster: see :class:`AutoVecEnv`
+    :param probe_timeout: seconds that an environment may take for anything while it is tried, see
+        :func:`~rl_ext_core.isolation.probe`
     :param devices: per environment, see :meth:`EnvFactory.for_workers`
     :return: the vectorised environment; ``isolation_report`` says why it is the one it is
     :raises WorkerError: an environment cannot be built
@@ -57,7 +64,13 @@ def make_vec_env(
     n_envs = resources.usable_cores() if n_envs is None else at_least_one("n_envs", n_envs)
     env_id = _or_game(env_id)
     base = functools.cache(lambda: _base(env_id, env_kwargs or {}).then(environments.checked))
+    wrapper = None if wrapper_class is None else functools.partial(wrapper_class, **(wrapper_kwargs or {}))
     seeded = False
+
+    def asked() -> list[EnvFactory[Any]]:
+        # All that will run, but for files: those of the monitors are not for trials.
+        factory = base().then(environments.monitored)
+        return [factory if wrapper is None else factory.then(wrapper)] * n_envs
 
     def factories() -> list[EnvFactory[Any]]:
         return factories_for(
@@ -66,7 +79,7 @@ def make_vec_env(
             seed=seed,
             start_index=start_index,
             monitor_dir=monitor_dir,
-            wrapper=None if wrapper_class is None else functools.partial(wrapper_class, **(wrapper_kwargs or {})),
+            wrapper=wrapper,
             monitor_kwargs=monitor_kwargs or {},
             devices=devices,
         )
@@ -78,7 +91,7 @@ def make_vec_env(
         # The caller's own function, which may share objects with the training: a factory would unpickle copies.
         if isinstance(env_id, str):
             base()  # objects to ids that are not known
-        vec_env = env_util.make_vec_env(
+        vec_env = _theirs(
             env_id if isinstance(env_id, str) else lambda **arguments: environments.checked(env_id(**arguments)),
             n_envs,
             seed,
@@ -94,7 +107,7 @@ def make_vec_env(
 
     options = vec_env_kwargs or {}
     if vec_env_cls is None:
-        vec_env: VecEnv = choose(factories, here, base, isolation, options)
+        vec_env: VecEnv = choose(factories, here, asked, n_envs, isolation, options, probe_timeout)
     elif isolation != "auto":
         raise InvalidArgumentError(
             f"isolation={isolation!r} and vec_env_cls={vec_env_cls.__name__} both say where environments live; leave "
@@ -142,8 +155,7 @@ def _or_game(env_id: Any) -> Any:
 
 def _base(env_id: Any, env_kwargs: dict[str, Any]) -> EnvFactory[Any]:
     if isinstance(env_id, str):
-        as_factory(env_id)  # objects to ids that are not known
-        return as_factory(functools.partial(environments.make, gymnasium.spec(env_id), env_kwargs))
+        return as_factory(functools.partial(environments.make, spec_of_id(env_id), env_kwargs))
     if not env_kwargs:
         return as_factory(env_id)
     if isinstance(env_id, EnvFactory) or not callable(env_id):

@@ -5,54 +5,67 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from rl_ext_core.errors import InvalidArgumentError
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
+from rl_ext_core.frames.planning import in_bytes
+from rl_ext_core.resources import available_memory
 
-Decode = Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64]], npt.NDArray[np.generic]]
+Decode = Callable[..., npt.NDArray[np.generic]]
 
 
-class ObservationView:
+class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
     """A view that decodes what is indexed.
 
     It reads like the array ``(buffer_size, n_envs, *obs_shape)`` that SB3's buffers keep: ``view[rows]``,
-    ``view[rows, envs]``, ``np.asarray(view)``. What is indexed is decoded into a new array; rows never added are zero.
+    ``view[rows, envs]``, ``np.asarray(view)``, ``view / 255``, ``view.mean(axis=0)``. What is indexed is decoded into a
+    new array; rows never added are zero. Arithmetic and the methods of arrays decode all of it: index what is needed
+    first, ``view[:1000].mean()``. Only a rollout can be written to, row by row.
 
-    :param decode: Gives the observations of ``(n,)`` rows and environments
-    :param places: ``(buffer_size, n_envs)``
+    :param decode: Gives the observations at ``(n,)`` positions along each axis of ``places``
+    :param places: ``(buffer_size, n_envs)``, or ``(n_envs * buffer_size,)`` once it is flattened
     :param shape: Shape of one observation
     :param dtype: Dtype of the observations
+    :param append: In a rollout, stores the observations of a row: ``view[row] = observations``
+    :ivar ndim: Number of axes
+    :ivar size: Number of values
+    :ivar nbytes: Bytes of all observations once they are decoded
     """
 
     def __init__(
-        self, decode: Decode, places: tuple[int, ...], shape: tuple[int, ...], dtype: np.dtype[np.generic]
+        self,
+        decode: Decode,
+        places: tuple[int, ...],
+        shape: tuple[int, ...],
+        dtype: np.dtype[np.generic],
+        *,
+        append: Callable[[int, npt.NDArray[np.generic]], None] | None = None,
     ) -> None:
-        self._decode, self._places = decode, places
-        self.shape = (*places, *shape)
-        self.dtype = dtype
+        self._decode, self._places, self._append = decode, places, append
+        self.shape, self.dtype = (*places, *shape), dtype
+        self.ndim, self.size = len(self.shape), math.prod(self.shape)
+        self.nbytes = self.size * dtype.itemsize
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __getitem__(self, key: Any) -> npt.NDArray[np.generic]:
-        if type(key) is tuple and len(key) == 2 == len(self._places) and _are_places(*key):
+        keys = key if isinstance(key, tuple) else (key,)
+        if len(keys) == len(self._places) and _are_places(*keys):
             # What buffers do for each batch. Places that do not exist get the error that an array would give, below.
             with contextlib.suppress(InvalidArgumentError):
-                return self._decode(*key)
-        place, rest = self._split(key if isinstance(key, tuple) else (key,))
+                return self._decode(*keys)
+        place, rest = self._split(keys)
         positions = self._positions(place)
         # Copies in any case: numba has NumPy warn of arrays that were made by broadcasting.
         flat = [np.array(part, dtype=np.int64, order="C").reshape(-1) for part in positions]
-        found = self._decode(*self._rows_and_envs(*flat)).reshape(*positions[0].shape, *self.shape[len(self._places) :])
+        found = self._decode(*flat).reshape(*positions[0].shape, *self.shape[len(self._places) :])
         part: npt.NDArray[np.generic] = found[(slice(None),) * positions[0].ndim + rest]
         return part
-
-    def _rows_and_envs(self, *positions: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        rows, envs = positions
-        return rows, envs
 
     def _positions(self, place: tuple[Any, ...]) -> list[npt.NDArray[np.int64]]:
         """What is indexed, as positions along the axes of places, in the shape that an array would give."""
@@ -84,56 +97,64 @@ class ObservationView:
         return place, rest
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[np.generic]:
+        if copy is False:
+            raise ValueError("observations are stored compressed: reading them makes a copy; leave copy=False out")
+        free = available_memory()
+        if free is not None and self.nbytes > free:
+            raise OutOfMemoryError(
+                f"all observations of shape {self.shape} take {in_bytes(self.nbytes)} and {in_bytes(free)} are free; "
+                "index what you need: observations[:1000]"
+            )
         return self[:].astype(dtype or self.dtype, copy=False)
 
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        if any(isinstance(out, ObservationView) for out in options.get("out", ())):
+            raise self._read_only()
+        arrays = [np.asarray(part) if isinstance(part, ObservationView) else part for part in inputs]
+        return getattr(ufunc, method)(*arrays, **options)
 
-class RolloutView(ObservationView):
-    """A view of a rollout, which is filled row by row.
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(np.ndarray, name):
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}: it has what an array has, of observations "
+                "that are decoded when they are read"
+            )
+        decoded = np.asarray(self)
+        decoded.flags.writeable = False  # what a method would write there would be lost
+        return getattr(decoded, name)
 
-    :param decode, places, shape, dtype: As above
-    :param append: Stores the observations of a row
-    """
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if self._append is None:
+            raise self._read_only()
+        self._append(key, value)
 
-    def __init__(
-        self,
-        decode: Decode,
-        places: tuple[int, ...],
-        shape: tuple[int, ...],
-        dtype: np.dtype[np.generic],
-        *,
-        append: Callable[[int, npt.NDArray[np.generic]], None],
-    ) -> None:
-        super().__init__(decode, places, shape, dtype)
-        self._append = append
+    def __bool__(self) -> bool:
+        if self.size != 1:  # as an array does, for which nothing has to be decoded
+            raise ValueError("The truth value of an array with more than one element is ambiguous. Use any() or all()")
+        return bool(np.asarray(self))
 
-    def __setitem__(self, row: int, observations: npt.NDArray[np.generic]) -> None:
-        self._append(row, observations)
+    @staticmethod
+    def _read_only() -> InvalidTypeError:
+        return InvalidTypeError(
+            "observations that are stored compressed cannot be assigned to; change a copy: np.array(observations[rows])"
+        )
 
-    def flattened(self) -> FlatView:
-        """What ``swap_and_flatten`` makes of the array: all steps of one environment, then those of the next."""
-        return FlatView(self._decode, self._places, self.shape[2:], self.dtype)
-
-
-class FlatView(ObservationView):
-    """A view of shape ``(n_envs * buffer_size, *obs_shape)``."""
-
-    def __init__(
-        self, decode: Decode, places: tuple[int, ...], shape: tuple[int, ...], dtype: np.dtype[np.generic]
-    ) -> None:
-        super().__init__(decode, (math.prod(places),), shape, dtype)
-        self._n_rows = places[0]
-
-    def _rows_and_envs(self, *positions: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        envs, rows = np.divmod(positions[0], self._n_rows)
-        return rows, envs
+    def flattened(self) -> ObservationView:
+        """Return what ``swap_and_flatten`` makes of the array: all steps of one environment, then those of the next."""
+        n_rows, n_envs = self._places
+        return ObservationView(
+            partial(_decode_flat, self._decode, n_rows), (n_envs * n_rows,), self.shape[2:], self.dtype
+        )
 
 
-def _are_places(rows: Any, envs: Any) -> bool:
-    return (
-        type(rows) is type(envs) is np.ndarray
-        and rows.dtype == envs.dtype == np.int64
-        and rows.ndim == 1
-        and rows.shape == envs.shape
-        and rows.flags.c_contiguous
-        and envs.flags.c_contiguous
-    )
+def _decode_flat(decode: Decode, n_rows: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.generic]:
+    envs, rows = np.divmod(positions, n_rows)
+    return decode(rows, envs)
+
+
+def _are_places(*keys: Any) -> bool:
+    """Return whether they are what a decoder takes."""
+    for key in keys:
+        if type(key) is not np.ndarray or key.dtype != np.int64 or key.ndim != 1 or not key.flags.c_contiguous:
+            return False
+    return len(keys[0]) == len(keys[-1])

@@ -28,6 +28,8 @@ class RayVecEnv(PoolVecEnv):
     :param n_workers: how many actors share the environments; default: one each
     :param start_timeout: seconds until all environments must be built
     :param step_timeout: seconds until they must have answered a step, a reset or another call
+    :param close_timeout: seconds until they must have closed their environments; None waits. When it is reached, the
+        actors are killed, and a warning says so
     :param actor_options: of each actor, as ``ray.remote`` takes them: ``{"num_cpus": 1, "num_gpus": 0.25}``
     :raises MissingDependencyError: Ray is not installed
     :raises WorkerError: at any call: an environment or its actor has failed; the text says which environment, in what,
@@ -47,10 +49,13 @@ class RayVecEnv(PoolVecEnv):
         n_workers: int | None = None,
         start_timeout: float | None = None,
         step_timeout: float | None = None,
+        close_timeout: float | None = None,
         actor_options: Mapping[str, Any] | None = None,
     ) -> None:
         check_env_fns(env_fns)
-        check_options(n_workers=n_workers, start_timeout=start_timeout, step_timeout=step_timeout)
+        check_options(
+            n_workers=n_workers, start_timeout=start_timeout, step_timeout=step_timeout, close_timeout=close_timeout
+        )
         began = time.perf_counter()
         pool = RayPool(
             factories_of(env_fns),
@@ -58,5 +63,6 @@ class RayVecEnv(PoolVecEnv):
             actor_options=actor_options or {},
             start_timeout=start_timeout,
             step_timeout=step_timeout,
+            close_timeout=close_timeout,
         )
         super().__init__(pool, Timings(time.perf_counter() - began))

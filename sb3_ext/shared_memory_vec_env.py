@@ -31,6 +31,8 @@ class SharedMemoryVecEnv(PoolVecEnv):
     :param n_workers: how many processes share the environments; default: one each
     :param start_timeout: seconds until all environments must be built
     :param step_timeout: seconds until they must have answered a step, a reset or another call
+    :param close_timeout: seconds until they must have closed their environments and ended; None waits, as
+        ``SubprocVecEnv`` does. When it is reached, their processes are killed, and a warning says so
     :param restart: ``"truncate"`` puts a new worker in the place of one that has failed: the episodes of its
         environments are reported as truncated, with the last observation that was returned, and training goes on
     :param max_restarts: after so many, the failure is raised
@@ -54,15 +56,18 @@ class SharedMemoryVecEnv(PoolVecEnv):
         n_workers: int | None = None,
         start_timeout: float | None = None,
         step_timeout: float | None = None,
+        close_timeout: float | None = None,
         restart: Literal["truncate"] | None = None,
         max_restarts: int = 100,
         cure: str | None = None,
     ) -> None:
         check_env_fns(env_fns)
         check_options(
+            start_method=start_method,
             n_workers=n_workers,
             start_timeout=start_timeout,
             step_timeout=step_timeout,
+            close_timeout=close_timeout,
             restart=restart,
             max_restarts=max_restarts,
             cure=cure,
@@ -74,6 +79,7 @@ class SharedMemoryVecEnv(PoolVecEnv):
             start_method=start_method,
             start_timeout=start_timeout,
             step_timeout=step_timeout,
+            close_timeout=close_timeout,
             apart=restart is not None,
             cure=cure,
         )

@@ -47,4 +47,4 @@ def test_pong() -> None:
     assert_same(buffer, theirs.replay_buffer)
     assert buffer.full
     assert (buffer.n_stack, buffer.codec) == (4, "patch")
-    assert buffer._observations.group.nbytes < theirs.replay_buffer.observations.nbytes / 10
+    assert buffer.stored_nbytes < theirs.replay_buffer.observations.nbytes / 10

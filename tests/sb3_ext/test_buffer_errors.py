@@ -10,7 +10,7 @@ from gymnasium import spaces
 from stable_baselines3.common.buffers import ReplayBuffer
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
-from rl_ext_core.frames import arena, reading, writer
+from rl_ext_core.frames.pool import FramePool
 from rl_ext_core.testing import LAYOUTS, transitions
 from sb3_ext import CompressedReplayBuffer
 from tests.sb3_ext.toys import Transition, assert_same, both
@@ -59,13 +59,11 @@ def check_refused(bad: dict[str, Any], error: type[Exception], text: str, n_envs
         ),
         (np.zeros((3, *SHAPE), np.uint8), InvalidArgumentError, r"shape \(3, 4, 12, 11\), expected \(2, 4, 12, 11\)"),
         (np.zeros(SHAPE, np.uint8), InvalidArgumentError, r"shape \(4, 12, 11\)"),
-        (np.zeros((2, *SHAPE)), InvalidTypeError, "has dtype float64, which does not fit into uint8 without loss"),
-        (np.zeros((2, *SHAPE), np.int8), InvalidTypeError, "has dtype int8"),
     ],
-    ids=["shape", "environments", "no environments", "float64", "int8"],
+    ids=["shape", "environments", "no environments"],
 )
 def test_observations(name: str, value: Any, error: type[Exception], text: str) -> None:
-    check_refused({name: value}, error, f"^{name} has {text}" if text[0] != "h" else f"^{name} {text}")
+    check_refused({name: value}, error, f"^{name} has {text}")
 
 
 @pytest.mark.parametrize("shape", [(1, 12, 11, 4), (12, 11, 4), (1, 4, 11, 12), (528,)])
@@ -92,26 +90,30 @@ def test_what_goes_with_observations(bad: dict[str, Any], error: type[Exception]
     check_refused(bad, error, text)
 
 
-def test_numbers_of_too_much_precision_do_not_go_into_a_float32_space() -> None:
-    buffer = CompressedReplayBuffer(10, spaces.Box(-1, 1, (3,), np.float32), ACTIONS)
-    obs = np.zeros((1, 3))
-    with pytest.raises(InvalidTypeError, match=r"float64.*float32.*obs.astype\(np.float32\)"):
-        buffer.add(obs, obs, np.zeros(1), np.zeros(1), np.zeros(1), [{}])
-    assert buffer.size() == 0
-
-
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
         ({"buffer_size": 0}, InvalidArgumentError, "buffer_size=0 must be at least 1"),
         ({"buffer_size": -5}, InvalidArgumentError, "buffer_size=-5"),
         ({"n_envs": 0}, InvalidArgumentError, "n_envs=0"),
-        ({"codec": "zstd"}, InvalidArgumentError, "unknown codec 'zstd'; known: 'auto', 'jpeg', 'lz4'"),
+        ({"codec": "zstd"}, InvalidArgumentError, "unknown codec 'zstd'; known: 'auto', 'jpeg', 'patch'"),
         ({"codec": None}, InvalidTypeError, "codec must be a name, got None"),
         ({"n_stack": 3}, InvalidArgumentError, r"n_stack=3 does not divide the 4 channels.*\[1, 2, 4\]"),
-        ({"block_length": 10}, InvalidArgumentError, "block_length=10 is not a power of two; for example 16"),
-        ({"buffer_size": 1e6}, InvalidTypeError, "buffer_size=1000000.0 must be a whole number"),
-        ({"n_stack": "4"}, InvalidTypeError, "n_stack='4' must be a whole number"),
+        (
+            {"block_length": 10},
+            InvalidArgumentError,
+            "block_length=10 is not a power of two from 1 to 4096",
+        ),
+        (
+            {"buffer_size": 1e6},
+            InvalidTypeError,
+            "buffer_size=1000000.0 must be .*, for example buffer_size=1_000_000$",
+        ),
+        ({"n_stack": "4"}, InvalidTypeError, "n_stack='4' must be a whole number, for example n_stack=4$"),
+        ({"max_bytes": "4GB"}, InvalidTypeError, "max_bytes='4GB' must .*, for example max_bytes=4_000_000_000$"),
+        ({"buffer_size": "many"}, InvalidTypeError, "buffer_size='many' must be .*, for example buffer_size=1$"),
+        ({"buffer_size": float("nan")}, InvalidTypeError, "buffer_size=nan must be .*, for example buffer_size=1$"),
+        ({"num_threads": [2]}, InvalidTypeError, r"num_threads=\[2\] must be .*, for example num_threads=1$"),
         ({"num_threads": 0}, InvalidArgumentError, "num_threads=0 must be at least 1"),
         ({"observation_space": spaces.Dict({"camera": IMAGES})}, InvalidTypeError, r"a Dict of \['camera'\]"),
     ],
@@ -127,18 +129,16 @@ def test_arguments(options: dict[str, Any], error: type[Exception], text: str) -
 @pytest.mark.parametrize("codec", ["auto", "raw", "patch+lz4"])
 def test_memory_that_runs_out_in_the_middle_of_add(monkeypatch: pytest.MonkeyPatch, codec: str) -> None:
     left, failures = 0, 0
-    allocate = arena.allocate
+    put = FramePool.put_pairs
 
-    def scarce(n_bytes: int, purpose: str) -> Any:
+    def scarce(pool: FramePool, *args: Any) -> Any:
         nonlocal left
         left -= 1
         if left == 0:
-            raise OutOfMemoryError(f"no memory for {purpose}")
-        return allocate(n_bytes, purpose)
+            raise OutOfMemoryError("no memory")
+        return put(pool, *args)
 
-    monkeypatch.setattr(arena, "_SLAB_BYTES", 900)
-    for module in (arena, reading, writer):
-        monkeypatch.setattr(module, "allocate", scarce)
+    monkeypatch.setattr(FramePool, "put_pairs", scarce)
     ours, theirs = both(40, IMAGES, ACTIONS, 2, codec=codec, block_length=4)
     for transition in steps(60):
         theirs.add(*transition)

@@ -68,7 +68,7 @@ def test_a_vector_is_stored_once_as_next_and_as_the_observation_after() -> None:
     for before, after in itertools.pairwise(vectors):
         add((ours, theirs), [({"v": before}, {"v": after}, np.zeros(1), np.zeros(1), np.zeros(1), [{}])])
     assert_same(ours, theirs)
-    assert ours._observations.group.nbytes < 1.1 * theirs.observations["v"].nbytes
+    assert ours.stored_nbytes < 1.1 * theirs.observations["v"].nbytes
 
 
 def test_all_spaces_at_once() -> None:
@@ -133,9 +133,9 @@ def test_options_by_key() -> None:
         speed=spaces.Box(-1, 1, (6,), np.float32),
     )
     buffer, _ = both(
-        80, space, ACTIONS, 2, codec={"left": "lz4", "speed": "patch"}, n_stack=4, block_length={"right": 2}
+        80, space, ACTIONS, 2, codec={"left": "patch+lz4", "speed": "patch"}, n_stack=4, block_length={"right": 2}
     )
-    assert buffer.codec == {"left": "lz4", "right": "patch", "speed": "patch"}
+    assert buffer.codec == {"left": "patch+lz4", "right": "patch", "speed": "patch"}
     assert buffer.n_stack == {"left": 4, "right": 4, "speed": 1}
     assert buffer.block_length["right"] == 2
     with pytest.raises(InvalidArgumentError, match=r"codec is given for \['front'\].*\['left', 'right', 'speed'\]"):
@@ -171,34 +171,35 @@ def check_refused(bad: Any, error: type[Exception], text: str, *, place: int) ->
         (lambda obs: {"image": obs["image"]}, InvalidArgumentError, r"has keys \['image'\], expected.*'place'"),
         (lambda obs: obs["image"], InvalidArgumentError, r"is of type ndarray, expected"),
         (lambda obs: {**obs, "place": obs["place"][:, 1:]}, InvalidArgumentError, "key 'place': .*obs has shape"),
-        (lambda obs: {**obs, "place": obs["place"].astype(float)}, InvalidTypeError, "key 'place': .*obs has dtype"),
-        (lambda obs: {**obs, "image": obs["image"] * 1.0}, InvalidTypeError, "key 'image': .*obs has dtype float64"),
+        (
+            lambda obs: {**obs, "place": np.full(obs["place"].shape, "far")},
+            InvalidTypeError,
+            "key 'place': .*obs has dtype",
+        ),
     ],
-    ids=["a key", "no dictionary", "shape", "dtype", "image"],
+    ids=["a key", "no dictionary", "shape", "dtype"],
 )
 def test_what_does_not_fit_is_refused(place: int, bad: Any, error: type[Exception], text: str) -> None:
     check_refused(bad, error, text, place=place)
 
 
-def test_one_store_that_fails_leaves_the_others_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("key", "call"), [("image", "stage"), ("place", "append")])
+def test_one_store_that_fails_leaves_the_others_as_they_were(
+    key: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The row that would be overwritten is whole, whichever key runs out of memory."""
     venv = dict_env()
     buffers = both(80, venv.observation_space, ACTIONS, 2)
-    stage = AdaptiveStore.stage
     add(buffers, collected(venv, 60))
-    for failing in range(2):
-        calls = iter(range(10))
 
-        def scarce(self: AdaptiveStore, *pair: Any, calls: Any = calls, failing: int = failing) -> Any:
-            if next(calls) == failing:
-                raise OutOfMemoryError("no memory")
-            return stage(self, *pair)
+    def scarce(*_: Any, **__: Any) -> Any:
+        raise OutOfMemoryError("no memory")
 
-        monkeypatch.setattr(AdaptiveStore, "stage", scarce)
-        with pytest.raises(OutOfMemoryError, match=r"key '.*': no memory"):
+    with monkeypatch.context() as patch:
+        patch.setattr(AdaptiveStore, call, scarce)
+        with pytest.raises(OutOfMemoryError, match=f"key '{key}': no memory"):
             buffers[0].add(*collected(venv, 1, seed=5)[0])
-        monkeypatch.setattr(AdaptiveStore, "stage", stage)
-        assert_same(*buffers)
+    assert_same(*buffers)
     add(buffers, collected(venv, 30, seed=2))
     assert_same(*buffers)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -13,7 +14,9 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 
 from sb3_ext import EnvFactory, as_factory
+from tests.core.factory.main_script import DEFINED, USED, in_pools
 from tests.core.factory.worlds import Line, Sealed
+from tests.ways import WAYS, run_as
 
 # Workers that are not forks import torch first.
 METHODS = [*(pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "forkserver")), "fork"]
@@ -135,3 +138,17 @@ def test_the_sealed_one_is_what_sb3_cannot_send() -> None:
     env = Sealed()
     with pytest.raises(TypeError, match=r"cannot pickle 'zlib\.Compress' object"):
         SubprocVecEnv([lambda: env])
+
+
+POOLS = in_pools(
+    "from stable_baselines3.common.vec_env import SubprocVecEnv\nfrom sb3_ext import SharedMemoryVecEnv",
+    # SubprocVecEnv's workers look for a file of that name.
+    '[SharedMemoryVecEnv] if globals().get("__file__") == "<stdin>" else [SubprocVecEnv, SharedMemoryVecEnv]',
+    "envs.reset().tolist()",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_the_main_modules_own_travels_and_stays_as_it_is(way: str, tmp_path: Path) -> None:
+    assert "as expected" in run_as(way, DEFINED + USED + POOLS, tmp_path)

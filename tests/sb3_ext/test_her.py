@@ -94,6 +94,20 @@ def test_goals_of_every_strategy(strategy: str, n_envs: int, image_goal: bool) -
     assert buffers[1].full
 
 
+def test_after_a_reset_it_is_as_if_it_were_new() -> None:
+    venv = reach()
+    ours, _ = both(60, venv)
+    for transition in collected(venv, 25):
+        ours.add(*transition)
+    ours.reset()
+    with pytest.raises(RuntimeError, match="before the end of the first episode"):
+        ours.sample(4)
+    transitions = collected(venv, 25)
+    buffers = ours, both(60, venv)[1]
+    add(buffers, transitions)
+    assert_same(*buffers)
+
+
 @pytest.mark.parametrize("copy_info_dict", [True, False])
 def test_infos_are_kept_for_rewards_that_need_them(copy_info_dict: bool) -> None:
     venv = reach()
@@ -159,12 +173,12 @@ def test_episodes_are_part_of_the_checksum() -> None:
     venv = reach()
     ours, theirs = both(80, venv)
     add((ours, theirs), collected(venv, 30))
-    state = ours.__getstate__()
-    for name in ("ep_start", "ep_length", "_current_ep_start"):
-        damaged = {**state, name: state[name] + 1}
+    saved = pickle.dumps(ours)
+    for array in (ours.ep_start[: ours.pos], ours.ep_length[: ours.pos], ours._current_ep_start):
+        assert array.tobytes() in saved
         with pytest.raises(CorruptFileError, match="checksum"):
-            CompressedHerReplayBuffer.__new__(CompressedHerReplayBuffer).__setstate__(damaged)
-    read = pickle.loads(pickle.dumps(ours))
+            pickle.loads(saved.replace(array.tobytes(), (array + 1).tobytes()))
+    read = pickle.loads(saved)
     with pytest.raises(InvalidArgumentError, match=r"no environment to compute rewards with; call set_env\(env\)"):
         read.sample(10)
     read.set_env(venv)

@@ -14,7 +14,8 @@ from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack
 
 from rl_ext_core.errors import InvalidArgumentError
-from rl_ext_core.frames.planning import MemoryWatch, _forecast
+from rl_ext_core.frames import planning
+from rl_ext_core.frames.planning import MemoryWatch
 from sb3_ext import CompressedReplayBuffer
 from tests.sb3_ext.toys import Sprite
 
@@ -62,6 +63,24 @@ def test_everything_is_within_the_bound(channels: int, options: dict[str, Any]) 
     assert (sample.rewards == expected.rewards).all()
 
 
+def test_a_bound_holds_for_frames_that_auto_would_store_as_they_are() -> None:
+    """Small ones; it had no effect on them, and nobody was told."""
+    rng = np.random.default_rng(0)
+    base, sizes, worst = rng.integers(60, 100, (20, 20)), {}, {}
+    frames = [(base + rng.integers(-3, 4, base.shape)).astype(np.uint8)[None] for _ in range(301)]
+    for bound in (0, 8):
+        buffer = CompressedReplayBuffer(
+            300, spaces.Box(0, 255, (1, 20, 20), np.uint8), spaces.Discrete(2), "cpu", max_error=bound
+        )
+        for t in range(300):
+            buffer.add(frames[t][None], frames[t + 1][None], np.zeros(1), np.zeros(1), np.zeros(1), [{}])
+        sizes[bound] = buffer.stored_nbytes
+        worst[bound] = np.abs(np.asarray(buffer.observations)[:, 0].astype(int) - np.stack(frames[:-1])).max()
+    assert sizes[8] < sizes[0] / 2
+    assert worst[0] == 0
+    assert 0 < worst[8] <= 8
+
+
 def test_jpeg_is_by_choice() -> None:
     ours = filled(CompressedReplayBuffer, 3, codec="jpeg", quality=80)
     assert ours.codec == "jpeg"
@@ -76,7 +95,7 @@ IMAGES = spaces.Box(0, 255, (9, 100, 100), np.uint8), spaces.Discrete(3)
 
 
 def test_a_buffer_that_will_not_fit_comes_with_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_forecast, "available_memory", lambda: 3_000_000_000)
+    monkeypatch.setattr(planning, "available_memory", lambda: 3_000_000_000)
     with pytest.warns(UserWarning, match="3 GB are free") as caught:
         CompressedReplayBuffer(1_000_000, *IMAGES, device="cpu", n_envs=4)
     assert len(caught) == 1
@@ -90,7 +109,7 @@ def test_a_buffer_that_will_not_fit_comes_with_a_plan(monkeypatch: pytest.Monkey
 def test_one_that_is_limited_or_on_disk_does_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, options: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(_forecast, "available_memory", lambda: 1000)
+    monkeypatch.setattr(planning, "available_memory", lambda: 1000)
     monkeypatch.chdir(tmp_path)
     CompressedReplayBuffer(10_000, *IMAGES, device="cpu", **options).close()
 
@@ -99,9 +118,9 @@ def test_it_is_judged_again_when_it_is_known_what_is_held(monkeypatch: pytest.Mo
     monkeypatch.setattr(MemoryWatch, "KNOWN_AT", 150)
     rng = np.random.default_rng(0)
     space = spaces.Box(0, 255, (3, 30, 30), np.uint8)
-    monkeypatch.setattr(_forecast, "available_memory", lambda: 10**12)
+    monkeypatch.setattr(planning, "available_memory", lambda: 10**12)
     buffer = CompressedReplayBuffer(100_000, space, IMAGES[1], device="cpu")
-    monkeypatch.setattr(_forecast, "available_memory", lambda: 10**7)
+    monkeypatch.setattr(planning, "available_memory", lambda: 10**7)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(200):

@@ -7,9 +7,10 @@ import functools
 import inspect
 import os
 import re
+import sqlite3
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -22,8 +23,11 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, IsolationError, WorkerError
 from sb3_ext import AutoVecEnv, EnvFactory, SharedMemoryVecEnv, as_factory, make_vec_env
 from tests.core.isolation.conftest import Variant, compiled, compiler, own_cache, variant
+from tests.core.isolation.test_what_is_tried import SlowReset
+from tests.load import busy
 from tests.sb3_ext.vec_checks import FAST, assert_equal, no_workers
 from tests.sb3_ext.vec_worlds import Bounded, Counting, Drawn, Slow, cart_pole, noted
+from tests.ways import WAYS, run_as
 
 __all__ = ["compiled", "compiler", "own_cache", "variant"]
 
@@ -245,7 +249,7 @@ def test_what_cannot_be_kept_apart_is_refused(name: str, variant: Variant) -> No
 
 
 def test_asking_for_it_decides_without_a_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sb3_ext.auto_vec_env.probe", None)
+    monkeypatch.setattr("sb3_ext.auto_vec_env.probe_all", None)
     for isolation, kind in (("process", SharedMemoryVecEnv), ("in-process", DummyVecEnv)):
         venv = make_vec_env(Counting, 2, isolation=isolation)  # type: ignore[arg-type]
         assert isinstance(venv, kind)
@@ -313,6 +317,165 @@ def test_workers_that_do_not_fit_into_memory(monkeypatch: pytest.MonkeyPatch, ca
     caplog.clear()
     SharedMemoryVecEnv([Counting] * 2).close()
     assert re.search(r"2 workers take \d+ MB each, and 1 MB are left: .* n_workers=1", caplog.text)
+
+
+class _Global(gym.Wrapper[Any, Any, Any, Any]):
+    """Counts the steps of all."""
+
+    steps: ClassVar[list[float]] = [0.0]
+
+    def step(self, action: Any) -> Any:
+        self.steps[0] += 1
+        observation, *rest = self.env.step(action)
+        return observation + np.float32(self.steps[0]), *rest
+
+
+def test_the_wrapper_is_tried_too() -> None:
+    for wrapper_class, kind in ((_Global, SharedMemoryVecEnv), (Bounded, DummyVecEnv)):
+        venv = make_vec_env("CartPole-v1", 2, wrapper_class=wrapper_class)
+        assert isinstance(venv, kind)
+        venv.close()
+
+
+def test_each_function_is_tried(variant: Variant) -> None:
+    venv = AutoVecEnv([variant("GOOD"), variant("SHARED_GLOBALS"), variant("SHARED_GLOBALS")])
+    assert len(set(pids(venv))) == 3
+    venv.close()
+    venv = AutoVecEnv([functools.partial(cart_pole, gravity) for gravity in (1.0, 2.0, 3.0)])
+    assert isinstance(venv, DummyVecEnv)
+    assert venv.get_attr("gravity") == [1.0, 2.0, 3.0]
+    venv.close()
+
+
+def test_one_environment_is_not_tried(tmp_path: Path) -> None:
+    venv = make_vec_env(functools.partial(noted, Counting, str(tmp_path)), 1)
+    assert isinstance(venv, DummyVecEnv)
+    assert "only one" in venv.isolation_report  # type: ignore[attr-defined]
+    assert len(list(tmp_path.iterdir())) == built_here(tmp_path) == 1
+    venv.close()
+
+
+def _local_wrapper() -> Any:
+    def limited(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
+        return gym.wrappers.TimeLimit(env, 5)
+
+    return limited
+
+
+TAKEN: dict[str, tuple[Any, dict[str, Any]]] = {
+    "lambda": ("CartPole-v1", {"wrapper_class": lambda env: gym.wrappers.TimeLimit(env, 5)}),
+    "local function": ("CartPole-v1", {"wrapper_class": _local_wrapper()}),
+    "lambda as argument": (
+        "CartPole-v1",
+        {"wrapper_class": gym.wrappers.TransformReward, "wrapper_kwargs": {"func": lambda reward: 2 * reward}},
+    ),
+    "with its module": ("gymnasium.envs.classic_control:CartPole-v1", {}),
+    "without a version": ("CartPole", {}),
+    "lambda for the function": (lambda f: cart_pole(f(1.0)), {"env_kwargs": {"f": lambda x: 3 * x}}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*latest versioned environment:UserWarning")
+@pytest.mark.parametrize("how", ["in process", "processes", "forkserver", "auto"])
+@pytest.mark.parametrize("what", list(TAKEN))
+def test_what_sb3s_takes_is_taken(what: str, how: str) -> None:
+    env_id, options = TAKEN[what]
+    theirs = seen(env_util.make_vec_env(env_id, 2, seed=7, **options))
+    assert_equal(seen(make_vec_env(env_id, 2, seed=7, **options, **OURS[how])), theirs)
+
+
+@pytest.mark.parametrize("isolation", ["auto", "process", "in-process"])
+def test_unknown_ids_are_gymnasiums_errors_and_ours(isolation: Any) -> None:
+    for env_id, kind in (
+        ("NoSuchEnv-v0", gym.error.NameNotFound),
+        ("CartPole-v77", gym.error.VersionNotFound),
+        ("no_such_module_of_mine:Env-v0", ModuleNotFoundError),
+    ):
+        with pytest.raises(kind) as caught:
+            make_vec_env(env_id, 2, isolation=isolation)
+        assert isinstance(caught.value, InvalidArgumentError)
+
+
+def test_in_the_place_of_sb3s_it_does_not_call_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env_util, "make_vec_env", make_vec_env)
+    for isolation in ("in-process", "auto"):
+        env_util.make_vec_env("CartPole-v1", 2, isolation=isolation).close()  # type: ignore[call-arg]
+
+
+def test_what_no_other_process_can_be_given_stays_here(caplog: pytest.LogCaptureFixture) -> None:
+    database = sqlite3.connect(":memory:")
+    for env_id, env_kwargs in ((lambda: Counting() if database else None, {}), (_with, {"database": database})):
+        venv = make_vec_env(env_id, 2, env_kwargs=env_kwargs)
+        assert isinstance(venv, DummyVecEnv)
+        venv.close()
+        assert "no other one can be given them" in caplog.text
+        caplog.clear()
+    database.close()
+
+
+def _with(database: Any) -> Any:
+    return Counting() if database else None
+
+
+def test_what_takes_longer_than_is_waited_has_processes(tmp_path: Path) -> None:
+    venv = make_vec_env(functools.partial(_resets_for, 2.5), 2, probe_timeout=1)
+    assert len(set(pids(venv))) == 2
+    assert "probe_timeout=" in venv.isolation_report  # type: ignore[attr-defined]
+    venv.close()
+    with pytest.raises(InvalidArgumentError, match="probe_timeout=0 is no time"):
+        make_vec_env(Counting, 2, probe_timeout=0)
+
+
+def _resets_for(seconds: float) -> Any:
+    return SlowReset(seconds)
+
+
+OF_THE_SCRIPT = """
+import gymnasium, numpy as np
+class Env(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(1, np.float32), {}
+    def step(self, action):
+        seen.append(int(action))
+        return np.full(1, LEVEL + int(action), np.float32), 0.0, False, False, {}
+class Single(Env):
+    count = 0
+    def __init__(self):
+        type(self).count += 1
+        if type(self).count > 1: raise RuntimeError("only one instance per process")
+LEVEL, seen = 1, []
+# %%
+from sb3_ext import AutoVecEnv, make_vec_env
+step = Env.step
+for make in (lambda kind: make_vec_env(kind, 2), lambda kind: AutoVecEnv([lambda: kind(), lambda: kind()])):
+    venv = make(Env)
+    LEVEL = 3
+    venv.reset()
+    print(type(venv).__name__, venv.step([1, 0])[0].tolist(), seen, Env.step is step)
+    venv.close()
+    LEVEL, seen = 1, []
+    venv = make(Single)
+    venv.reset()
+    print(type(venv).__name__, venv.step(np.array([1, 0]))[0].tolist(), seen, Single.count)
+    venv.close()
+"""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_classes_and_globals_of_the_script(way: str, tmp_path: Path) -> None:
+    here, apart = "DummyVecEnv [[4.0], [3.0]] [1, 0] True\n", "SharedMemoryVecEnv [[2.0], [1.0]] [] 0\n"
+    assert run_as(way, OF_THE_SCRIPT, tmp_path) == 2 * (here + apart)
+
+
+@pytest.mark.slow
+def test_a_busy_machine_does_not_put_cart_pole_into_processes() -> None:
+    with busy():
+        venv = make_vec_env("CartPole-v1", 8, seed=0)
+        assert isinstance(venv, DummyVecEnv)
+        venv.close()
 
 
 def test_a_console_game_by_its_name() -> None:

@@ -20,7 +20,6 @@ from stable_baselines3.common.buffers import ReplayBuffer
 
 from rl_ext_core.errors import CorruptFileError
 from sb3_ext import CompressedReplayBuffer
-from tests.core.frames.make_fixtures import N_ENVS, steps
 from tests.sb3_ext.toys import assert_same, both, collected, image_env, silenced
 
 ACTIONS = spaces.Discrete(3)
@@ -127,25 +126,6 @@ def test_a_file_of_the_original_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "buffer.pkl").write_bytes(pickle.dumps(small_buffer()[1]))
     with pytest.raises(CorruptFileError, match="holds a ReplayBuffer, expected a CompressedReplayBuffer"):
         CompressedReplayBuffer.load(tmp_path / "buffer.pkl")
-
-
-def test_a_file_of_the_first_version_is_read() -> None:
-    """Written as ``tests.core.frames.make_fixtures`` describes, by a version that had this buffer alone."""
-    ours = CompressedReplayBuffer.load(Path(__file__).with_name("data") / "replay-buffer-v1.pkl", device="cpu")
-    theirs = ReplayBuffer(18, ours.observation_space, ours.action_space, "cpu", N_ENVS)
-    transitions = []
-    for time, (before, after) in enumerate(steps()):
-        done = (np.arange(N_ENVS) + time) % 5 == 0
-        infos = [{"TimeLimit.truncated": bool(end and time % 2)} for end in done]
-        transitions.append((before, after, np.full(N_ENVS, time % 3), np.full(N_ENVS, 0.25 * time), done, infos))
-    for transition in transitions:
-        theirs.add(*transition)
-    assert (ours.codec, ours.n_stack, ours.num_threads) == ("patch+lz4", 3, None)
-    assert_same(ours, theirs)
-    for transition in transitions:
-        ours.add(*transition)
-        theirs.add(*transition)
-    assert_same(ours, theirs)
 
 
 def test_a_later_format_is_refused(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ HOWS = {
     "sys.exit": ("exit", "exited by SystemExit('enough')"),
 }
 PHASES = {"constructor": "constructor", "reset": "reset", "step": "step", "reset in step": "reset", "close": "close"}
+BEFORE_CLOSE = [when for when in PHASES if when != "close"]
 
 
 def live(venv: SharedMemoryVecEnv) -> None:
@@ -108,7 +109,7 @@ def test_failures_reach_the_caller(when: str, how: str, method: str) -> None:
     "method", ["forkserver", *(pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "fork"))]
 )
 @pytest.mark.parametrize("how", ["hang", "hang in C"])
-@pytest.mark.parametrize("when", list(PHASES))
+@pytest.mark.parametrize("when", BEFORE_CLOSE)
 def test_hangs_are_found_by_the_time_limits(when: str, how: str, method: str) -> None:
     # What is spawned has to import everything before it comes to the constructor.
     start = 10.0 if method == "spawn" else 3.0
@@ -168,12 +169,8 @@ WRONG = [
     (BOX, np.float32(0), "has the shape ()"),
     (BOX, [0.0, 1.0], "has the shape (2,)"),
     (spaces.Discrete(3), np.zeros(1, np.int64), "has the shape (1,)"),
-    (spaces.Discrete(3), 1.5, "values that int64, the observation space's dtype, cannot hold"),
-    (BYTES, np.array([0.5, 1.0], np.float32), "is of float32 with values that uint8"),
-    (BYTES, np.array([3, 300]), "is of int64 with values that uint8"),
-    (BYTES, np.array([np.nan, 3]), "is of float64 with values that uint8"),
     (spaces.Dict(a=BOX, b=BYTES), {"a": np.zeros(3, np.float32), "b": np.zeros(3, np.uint8)}, "observation['b'] has"),
-    (spaces.Tuple((BOX, BYTES)), (np.zeros(3, np.float32), np.full(2, -1)), "observation[1] is of int64 with values"),
+    (spaces.Tuple((BOX, BYTES)), (np.zeros(3, np.float32), np.full(3, 1)), "observation[1] has the shape (3,)"),
 ]
 
 
@@ -282,53 +279,6 @@ def test_calls_in_the_wrong_order_are_refused() -> None:
     venv.close()
 
 
-@contextmanager
-def interrupted(monkeypatch: pytest.MonkeyPatch, reads: int) -> Iterator[None]:
-    """Let Ctrl-C come when something is read for the so-manieth time."""
-    read, calls = os.read, []
-
-    def reading(descriptor: int, size: int) -> bytes:
-        calls.append(descriptor)
-        if len(calls) == reads:
-            raise KeyboardInterrupt
-        return read(descriptor, size)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "read", reading)
-        with pytest.raises(KeyboardInterrupt):
-            yield
-
-
-def test_after_an_interrupted_step_answers_are_not_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    venv = SharedMemoryVecEnv([Counting] * 3, FAST)
-    venv.reset()
-    with interrupted(monkeypatch, 2):
-        venv.step(ACTIONS)
-    with pytest.raises(InvalidArgumentError, match="a step was begun"):
-        venv.step(ACTIONS)
-    assert venv.step_wait()[0][:, 0].tolist() == [1, 1, 1]
-    with interrupted(monkeypatch, 1):
-        venv.get_attr("spec")
-    assert venv.get_attr("_count") == [1, 1, 1]
-    with interrupted(monkeypatch, 2):
-        venv.step(ACTIONS)
-    assert venv.reset()[:, 0].tolist() == [0, 0, 0]
-    assert venv.step(ACTIONS)[0][:, 0].tolist() == [1, 1, 1]
-    venv.close()
-
-
-def test_after_an_interruption_amid_an_answer_there_is_no_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    venv = SharedMemoryVecEnv([Counting] * 3, FAST)
-    venv.reset()
-    with interrupted(monkeypatch, 2):
-        venv.get_attr("spec")
-    for call in (venv.reset, lambda: venv.step(ACTIONS), lambda: venv.get_attr("_count")):
-        with pytest.raises(InvalidArgumentError, match="interrupted amid an answer"):
-            call()
-    venv.close()
-    assert no_workers()
-
-
 def test_nothing_stays_open_after_an_environment_is_gone() -> None:
     def once() -> int:
         venv = failing("step", "SIGSEGV", start_method=FAST)
@@ -359,8 +309,9 @@ def test_nothing_stays_open_after_an_environment_is_gone() -> None:
         ([Counting], {"n_workers": 1.5}, InvalidArgumentError, r"n_workers=1\.5"),
         ([Counting], {"restart": True}, InvalidArgumentError, "restart=True"),
         ([Counting], {"restart": "truncate", "max_restarts": -1}, InvalidArgumentError, "max_restarts=-1"),
-        ([Counting], {"start_method": "thread"}, InvalidArgumentError, "method='thread'"),
+        ([Counting], {"start_method": "thread"}, InvalidArgumentError, "^start_method='thread'.*Write start_method="),
         ([Counting], {"step_timeout": 0}, InvalidArgumentError, "step_timeout=0"),
+        ([Counting], {"close_timeout": -1}, InvalidArgumentError, "close_timeout=-1"),
         ([Counting], {"start_timeout": "1"}, InvalidArgumentError, "start_timeout='1'"),
         ([Counting], {"cure": "prayer"}, InvalidArgumentError, "cure='prayer'"),
         ([lambda: 3], {}, WorkerError, "InvalidTypeError.*the environment is a builtins.int"),

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import functools
+import random
+import sys
+import types
+import warnings
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -11,11 +16,15 @@ import pytest
 from gymnasium import spaces
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stable_baselines3.common.vec_env import DummyVecEnv
+from stable_baselines3 import PPO
+from stable_baselines3.common.utils import set_random_seed
+from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize, VecVideoRecorder
 
+from sb3_ext import AutoVecEnv, make_vec_env
 from sb3_ext.shared_memory_vec_env import SharedMemoryVecEnv
+from tests.sb3_ext.toys import silenced
 from tests.sb3_ext.vec_checks import FAST, action_of, assert_equal, both, rollout
-from tests.sb3_ext.vec_worlds import ACTIONS, OBSERVATIONS, REWARDS, Drawn, Returning, Reusing
+from tests.sb3_ext.vec_worlds import ACTIONS, OBSERVATIONS, REWARDS, Counting, Drawn, Returning, Reusing
 
 
 def check(build: Any, steps: int = 25, n_envs: int = 3, n_workers: int | None = None, **options: Any) -> list[Any]:
@@ -116,6 +125,107 @@ def test_floats_are_rounded_to_the_dtype_of_the_space_as_dummy_vec_env_does() ->
         assert_equal(ours.reset(), theirs.reset())
     finally:
         ours.close()
+
+
+@pytest.mark.parametrize(
+    ("space", "observation"),
+    [
+        (spaces.Box(0, 255, (2,), np.uint8), np.array([3, 200])),
+        (spaces.Box(0, 255, (2,), np.uint8), np.array([3.0, 200.0])),
+        (spaces.Box(0, 255, (2,), np.uint8), np.array([0.5, 1.75], np.float32)),
+        (spaces.Box(0, 255, (2,), np.uint8), np.array([3, 300])),
+        (spaces.Box(-9, 9, (2,), np.float32), np.array([1, 2])),
+        (spaces.Discrete(3), np.float64(1.5)),
+        (spaces.Dict(a=spaces.Box(0, 255, (1,), np.uint8)), {"a": np.array([-1])}),
+    ],
+)
+def test_observations_of_another_dtype_are_those_of_dummy_vec_env(space: Any, observation: Any) -> None:
+    build = functools.partial(Returning, space, observation)
+    ours, theirs = SharedMemoryVecEnv([build] * 2, FAST), DummyVecEnv([build] * 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first = ours.reset()
+        rest = [ours.step(np.zeros(2, np.int64))[0] for _ in range(11)]
+        ours.reset()
+    ours.close()
+    assert_equal([first, *rest], [theirs.reset(), *(theirs.step(np.zeros(2, np.int64))[0] for _ in range(11))])
+    # Said once, and never silent where something is lost.
+    whole, kind = (observation["a"], np.uint8) if isinstance(observation, dict) else (observation, space.dtype)
+    fits = kind == np.float32 or np.array_equal(np.asarray(whole).astype(kind), whole)
+    said = [str(one.message).partition(", cannot hold")[0] for one in caught if one.category is UserWarning]
+    assert said == ([] if fits else [said_of(space)])
+
+
+def said_of(space: Any) -> str:
+    return f"environment 0 returns observations with values that the dtype of its observation space, {space}"
+
+
+@pytest.mark.parametrize("rewards", [name for name in REWARDS if name != "array"])
+@pytest.mark.parametrize("infos", [True, False])
+def test_what_is_chosen_returns_what_dummy_vec_env_does(rewards: str, infos: bool) -> None:
+    build = functools.partial(Drawn, rewards=rewards, infos=infos)
+    chosen, theirs = AutoVecEnv([build] * 2, isolation="process", start_method=FAST), DummyVecEnv([build] * 2)
+    actions = list(np.random.default_rng(0).integers(4, size=(20, 2)))
+    assert isinstance(chosen, SharedMemoryVecEnv)
+    for venv in (chosen, theirs):
+        venv.seed(5)
+    assert_equal(chosen.reset(), theirs.reset())
+    for action in actions:
+        assert_equal(chosen.step(action), theirs.step(action))
+        assert_equal(chosen.reset_infos, theirs.reset_infos)
+    chosen.close()
+
+
+def test_normalised_training_does_not_depend_on_what_is_chosen() -> None:
+    def weights(isolation: str) -> list[np.ndarray]:
+        venv = VecNormalize(make_vec_env("Pendulum-v1", 2, seed=0, isolation=isolation))  # type: ignore[arg-type]
+        model = silenced(PPO("MlpPolicy", venv, n_steps=32, batch_size=32, n_epochs=1, seed=0, device="cpu"))
+        model.learn(128)
+        venv.close()
+        return [parameter.detach().numpy() for parameter in model.policy.parameters()]
+
+    assert_equal(weights("process"), weights("in-process"))
+
+
+class Seeding(Returning):
+    """Draws from the generators of its process."""
+
+    def __init__(self) -> None:
+        super().__init__(spaces.Box(0, 1, (3,), np.float64), None)
+
+    def _seen(self) -> Any:
+        import torch
+
+        return np.array([np.random.rand(), random.random(), torch.rand((), dtype=torch.float64).item()])
+
+
+def seeded(rank: int) -> Any:
+    set_random_seed(5 + rank)
+    return Seeding()
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_environments_seeded_in_their_functions_draw_what_they_draw_with_sb3(method: str) -> None:
+    env_fns = [functools.partial(seeded, rank) for rank in range(2)]
+    with both(env_fns, start_method=method) as (ours, theirs):
+        for _ in range(2):
+            assert_equal(ours.reset(), theirs.reset())
+
+
+class Filmed(Counting):
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 17}  # noqa: RUF012 gymnasium's own way
+    render_mode = "rgb_array"
+
+
+def test_videos_have_the_speed_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "moviepy", types.ModuleType("moviepy"))  # is asked for, and not used here
+    seen = []
+    for kind in (DummyVecEnv, lambda env_fns: SharedMemoryVecEnv(env_fns, FAST)):
+        venv = kind([Filmed])
+        recorder = VecVideoRecorder(venv, str(tmp_path), lambda step: False)
+        seen.append((recorder.frames_per_sec, venv.metadata["render_fps"]))
+        venv.close()
+    assert seen == [(17, 17)] * 2
 
 
 dtypes = st.sampled_from([np.float32, np.float64, np.uint8, np.int16, np.int64])

@@ -1,0 +1,209 @@
+"""Ctrl-C at every step of every call of a buffer: it is as it was before, or as it is after."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch as th
+from gymnasium import spaces
+from sb3_contrib.common.recurrent.type_aliases import RNNStates
+
+from sb3_ext import (
+    CompressedDictReplayBuffer,
+    CompressedDictRolloutBuffer,
+    CompressedHerReplayBuffer,
+    CompressedNStepReplayBuffer,
+    CompressedReplayBuffer,
+    CompressedRolloutBuffer,
+)
+from sb3_ext.contrib import (
+    CompressedMaskableDictRolloutBuffer,
+    CompressedMaskableRolloutBuffer,
+    CompressedRecurrentDictRolloutBuffer,
+    CompressedRecurrentRolloutBuffer,
+)
+from tests.interrupts import everywhere
+
+BELOW = ("sb3_ext/", "rl_ext_core/frames/", "_interrupts.py", "common/buffers.py", "her_replay_buffer.py")
+BELOW += ("maskable/buffers.py", "recurrent/buffers.py")
+EVERY = [pytest.param(1, marks=pytest.mark.slow), 29]
+SIZE, N_ENVS = 6, 2
+BOX = spaces.Box(0, 255, (2, 8, 8), np.uint8)
+VECTOR = spaces.Box(-9, 99, (3,), np.float32)
+DICT = spaces.Dict(camera=BOX, place=VECTOR)
+GOALS = spaces.Dict(observation=BOX, achieved_goal=VECTOR, desired_goal=VECTOR)
+
+
+class Goals:
+    """As much of an environment as hindsight needs."""
+
+    num_envs = N_ENVS
+
+    def env_method(self, name: str, achieved: np.ndarray, desired: np.ndarray, infos: Any, **_: Any) -> list[Any]:
+        return [-np.abs(achieved - desired).sum(axis=1)]
+
+
+def part(space: spaces.Box, time: int) -> np.ndarray:
+    if space is BOX:
+        frames = [np.arange(64).reshape(8, 8) + 7 * max(at, 0) for at in (time - 1, time)]
+        return np.stack([np.stack(frames)] * N_ENVS).astype(np.uint8)
+    return np.full((N_ENVS, 3), time, dtype=np.float32)
+
+
+def seen(space: Any, time: int) -> Any:
+    return (
+        {key: part(below, time) for key, below in space.items()}
+        if isinstance(space, spaces.Dict)
+        else part(space, time)
+    )
+
+
+def made(cls: Any, folder: Path | None) -> Any:
+    her = cls is CompressedHerReplayBuffer
+    space = GOALS if her else DICT if "Dict" in cls.__name__ else BOX
+    options: dict[str, Any] = {"n_envs": N_ENVS}
+    if "Recurrent" in cls.__name__:
+        return cls(SIZE, space, spaces.Discrete(3), (SIZE, 1, N_ENVS, 4), "cpu", **options)
+    if "Rollout" in cls.__name__:
+        return cls(SIZE, space, spaces.Discrete(3), "cpu", **options)
+    if her:
+        options |= {"env": Goals(), "n_sampled_goal": 2, "goal_selection_strategy": "future"}
+    return cls(SIZE * N_ENVS, space, spaces.Discrete(3), device="cpu", storage_dir=folder, **options)
+
+
+def add(buffer: Any, time: int) -> None:
+    numbers, ends = np.full(N_ENVS, time), np.array([time % 3 == 2, time % 4 == 3])
+    if hasattr(buffer, "log_probs"):
+        logs = th.full((N_ENVS,), float(time))
+        more: dict[str, Any] = {}
+        if hasattr(buffer, "action_masks"):
+            more["action_masks"] = np.arange(N_ENVS * 3).reshape(N_ENVS, 3) % 5 != time % 5
+        if hasattr(buffer, "hidden_states_pi"):
+            states = th.full((1, N_ENVS, 4), float(time))
+            more["lstm_states"] = RNNStates((states, -states), (2 * states, 3 * states))
+        buffer.add(seen(buffer.observation_space, time), numbers % 3, numbers, ends, logs, logs, **more)
+    else:
+        before, after = (seen(buffer.observation_space, at) for at in (time, time + 1))
+        buffer.add(before, after, numbers % 3, numbers, ends, [{"TimeLimit.truncated": time % 6 == 5}] * N_ENVS)
+
+
+def state(buffer: Any) -> Any:
+    """All that can be seen of a buffer, looked at by another thread."""
+    found: list[Any] = []
+
+    def look() -> None:
+        names = ("actions", "rewards", "dones", "timeouts", "returns", "episode_starts", "values", "log_probs")
+        names += ("advantages", "ep_start", "ep_length", "_current_ep_start", "action_masks")
+        names += ("hidden_states_pi", "hidden_states_vf", "cell_states_pi", "cell_states_vf")
+        rows = slice(0, SIZE if buffer.full else buffer.pos)
+        flat = getattr(buffer, "generator_ready", False)
+        views = [buffer.observations, getattr(buffer, "next_observations", ())]
+        parts = [view for both in views for view in (both.values() if isinstance(both, dict) else [both]) if len(view)]
+        arrays = [np.asarray(view[:] if flat else view[rows]) for view in parts]
+        arrays += [
+            getattr(buffer, name)[() if flat or "_current" in name else rows] for name in names if hasattr(buffer, name)
+        ]
+        found.append((buffer.pos, buffer.full, flat, [array.tolist() for array in arrays]))
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive(), "a lock is still held"
+    return found[0]
+
+
+def batches(buffer: Any) -> list[Any]:
+    return list(buffer.get(5))
+
+
+def computed(buffer: Any) -> None:
+    buffer.compute_returns_and_advantage(th.ones(N_ENVS), np.zeros(N_ENVS))
+
+
+REPLAY = (CompressedReplayBuffer, CompressedDictReplayBuffer, CompressedNStepReplayBuffer, CompressedHerReplayBuffer)
+ROLLOUT = (
+    *(CompressedRolloutBuffer, CompressedDictRolloutBuffer),
+    *(CompressedMaskableRolloutBuffer, CompressedMaskableDictRolloutBuffer),
+    *(CompressedRecurrentRolloutBuffer, CompressedRecurrentDictRolloutBuffer),
+)
+REPLAY_CALLS: dict[str, Callable[[Any], Any]] = {
+    "add": lambda buffer: add(buffer, 20),
+    "sample": lambda buffer: buffer.sample(5),
+    "reset": lambda buffer: buffer.reset(),
+    "pickle": lambda buffer: pickle.dump(buffer, io.BytesIO(), 5),
+    "flush": lambda buffer: buffer.flush(),
+}
+
+
+def check(cls: Any, call: Callable[[Any], Any], there: int, *, every: int, folder: Path | None = None) -> None:
+    number, buffers = 0, []
+
+    def prepare() -> Callable[[], Any]:
+        nonlocal number
+        number += 1
+        buffers.append(made(cls, None if folder is None else folder / str(number)))
+        for time in range(there):
+            add(buffers[-1], time)
+        if call is batches:
+            computed(buffers[-1])
+        np.random.seed(0)
+        return lambda: call(buffers[-1])
+
+    def gone_on() -> Any:
+        buffer = buffers[-1]
+        if cls in ROLLOUT:
+            buffer.reset()
+        for time in range(30, 33):
+            add(buffer, time)
+        return state(buffer)
+
+    prepare()
+    before, before_and_on = state(buffers[-1]), gone_on()
+    prepare()()
+    after, after_and_on = state(buffers[-1]), gone_on()
+    for where in everywhere(prepare, below=BELOW, every=every):
+        found = state(buffers[-1])
+        assert found in (before, after), where
+        then = gone_on()
+        assert then in ([before_and_on] * (found == before) + [after_and_on] * (found == after)), where
+        if folder is not None:
+            buffers[-1].close()
+            again = made(cls, folder / str(number))
+            kept = state(again)
+            if cls is not CompressedHerReplayBuffer:  # episodes begin anew
+                assert kept[3] == then[3], where
+            again.close()
+        buffers.clear()
+    assert number > 3, "nothing was interrupted"
+
+
+@pytest.mark.parametrize("every", EVERY)
+@pytest.mark.parametrize("name", REPLAY_CALLS)
+@pytest.mark.parametrize("cls", REPLAY)
+def test_a_replay_buffer_is_as_before_the_call_or_as_after_it(cls: Any, name: str, every: int) -> None:
+    check(cls, REPLAY_CALLS[name], 8, every=every)
+
+
+@pytest.mark.parametrize("every", EVERY)
+@pytest.mark.parametrize("name", ["add", "reset", "flush"])
+@pytest.mark.parametrize("cls", REPLAY)
+def test_so_is_one_in_a_folder(cls: Any, name: str, every: int, tmp_path: Path) -> None:
+    check(cls, REPLAY_CALLS[name], 8, every=3 * every, folder=tmp_path)
+
+
+@pytest.mark.parametrize("every", EVERY)
+@pytest.mark.parametrize("cls", ROLLOUT)
+@pytest.mark.parametrize(
+    ("call", "there"),
+    [(REPLAY_CALLS["add"], SIZE - 1), (REPLAY_CALLS["reset"], SIZE), (computed, SIZE), (batches, SIZE)],
+    ids=["add", "reset", "compute_returns_and_advantage", "get"],
+)
+def test_a_rollout_buffer_is_as_before_the_call_or_as_after_it(cls: Any, call: Any, there: int, every: int) -> None:
+    check(cls, call, there, every=every)

@@ -1,0 +1,242 @@
+"""Any sequence of what users do with a replay buffer, compared with Stable Baselines3's after every step."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from stable_baselines3 import HerReplayBuffer
+from stable_baselines3.common.buffers import DictReplayBuffer, NStepReplayBuffer, ReplayBuffer
+from stable_baselines3.common.save_util import save_to_pkl
+
+from rl_ext_core.errors import InvalidArgumentError
+from sb3_ext import (
+    CompressedDictReplayBuffer,
+    CompressedHerReplayBuffer,
+    CompressedNStepReplayBuffer,
+    CompressedReplayBuffer,
+)
+from tests.interrupts import interrupt
+from tests.sb3_ext.toys import assert_equal_bits, with_state
+
+N_STACK, FRAME = 3, (6, 5)
+IMAGE = spaces.Box(0, 255, (N_STACK, *FRAME), np.uint8)
+PLACE = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+ACTIONS = spaces.Box(-1, 1, (2,), np.float32)
+ROWS = ("actions", "rewards", "dones", "timeouts")
+BELOW = ("/sb3_ext/", "/rl_ext_core/")
+
+
+class Rewards:
+    """What hindsight asks of an environment."""
+
+    def env_method(
+        self, name: str, achieved: np.ndarray, desired: np.ndarray, infos: Any, *, indices: Any
+    ) -> list[Any]:
+        return [-np.abs(achieved - desired).sum(axis=1)]
+
+
+KINDS: dict[str, Any] = {
+    "plain": (IMAGE, CompressedReplayBuffer, ReplayBuffer, {}),
+    "dict": (spaces.Dict(image=IMAGE, place=PLACE), CompressedDictReplayBuffer, DictReplayBuffer, {}),
+    "n-step": (IMAGE, CompressedNStepReplayBuffer, NStepReplayBuffer, {"n_steps": 3, "gamma": 0.9}),
+    "hindsight": (
+        spaces.Dict(observation=IMAGE, achieved_goal=PLACE, desired_goal=PLACE),
+        *(CompressedHerReplayBuffer, HerReplayBuffer, {"env": Rewards()}),
+    ),
+}
+
+
+class World:
+    """Environments in step, whose frames change a little and whose episodes end."""
+
+    def __init__(self, n_envs: int, space: spaces.Space[Any]) -> None:
+        self._rng = np.random.default_rng(0)
+        self._space = space
+        self._time = 0
+        self._stacks = self._rng.integers(256, size=(n_envs, *IMAGE.shape), dtype=np.uint8)
+
+    def _seen(self) -> Any:
+        image = self._stacks.copy()
+        if not isinstance(self._space, spaces.Dict):
+            return image
+        place = np.stack([np.full(len(image), self._time), image[:, -1, 0, 0]], axis=1).astype(np.float32)
+        return {key: image if part == IMAGE else place for key, part in self._space.items()}
+
+    def transition(self, *, odd: bool) -> tuple[Any, ...]:
+        rng, stacks, n_envs = self._rng, self._stacks, len(self._stacks)
+        if odd:
+            stacks[:] = rng.integers(256, size=stacks.shape)
+        before = self._seen()
+        self._time += 1
+        stacks[:, :-1] = stacks[:, 1:]
+        stacks[:, -1, rng.integers(FRAME[0]), rng.integers(FRAME[1])] = rng.integers(256, size=n_envs)
+        after = self._seen()
+        done = rng.random(n_envs) < 0.2
+        stacks[done, :-1] = 0
+        infos = [{"TimeLimit.truncated": bool(end and rng.random() < 0.5)} for end in done]
+        action = rng.uniform(-1, 1, (n_envs, 2)).astype(np.float32)
+        return before, after, action, np.full(n_envs, float(self._time)), done, infos
+
+
+class SameAsUpstream(RuleBasedStateMachine):
+    """Our buffer and Stable Baselines3's get the same calls."""
+
+    ours: Any = None
+
+    @initialize(
+        kind=st.sampled_from([*KINDS]),
+        in_folder=st.booleans(),
+        rows=st.integers(1, 40),
+        n_envs=st.integers(1, 2),
+        codec=st.sampled_from(["auto", "raw", "patch", "patch+lz4"]),
+        n_stack=st.sampled_from([None, N_STACK]),
+        limited=st.booleans(),
+    )
+    def begin(
+        self, kind: str, in_folder: bool, rows: int, n_envs: int, codec: str, n_stack: int | None, limited: bool
+    ) -> None:
+        self.space, self.cls, theirs, self.both = KINDS[kind]
+        self.places = {"buffer_size": rows * n_envs, "observation_space": self.space, "action_space": ACTIONS}
+        self.places |= {"device": "cpu", "n_envs": n_envs, **self.both}
+        self.options: dict[str, Any] = {"codec": codec, "n_stack": n_stack, "block_length": 4}
+        if limited:
+            self.options["max_bytes"] = 16_000 if kind == "hindsight" else 12_000
+        self.temporary = Path(tempfile.mkdtemp())
+        # In a folder that is opened again, the episodes of hindsight begin anew.
+        self.folder = self.temporary / "a" if in_folder and kind != "hindsight" else None
+        self.ours = self._opened(self.folder)
+        self.theirs: Any = theirs(**self.places)
+        self.world = World(n_envs, self.space)
+
+    def _opened(self, folder: Path | None) -> Any:
+        return self.cls(**self.places, storage_dir=folder, **self.options)
+
+    @rule(count=st.integers(1, 25), odd=st.booleans())
+    def add(self, count: int, odd: bool) -> None:
+        for time in range(count):
+            transition = self.world.transition(odd=odd and time == 0)
+            self.ours.add(*transition)
+            self.theirs.add(*transition)
+
+    @rule(at=st.integers(1, 250))
+    def interrupt_add(self, at: int) -> None:
+        transition = self.world.transition(odd=False)
+        before = self.ours.pos, self.ours.full
+        interrupt(lambda: self.ours.add(*transition), at, below=BELOW)
+        newest = self.ours.rewards[(self.ours.pos - 1) % self.ours.buffer_size]
+        if (self.ours.pos, self.ours.full) != before or (newest == transition[3]).all():
+            self.theirs.add(*transition)
+
+    @rule(part=st.integers(0, 3))
+    def fail_to_add(self, part: int) -> None:
+        transition = [*self.world.transition(odd=False)]
+        value = transition[part]
+        wrong = {key: array[..., 1:] for key, array in value.items()} if isinstance(value, dict) else value[..., 1:]
+        transition[part] = wrong
+        if np.size(transition[part]) or isinstance(value, dict):
+            with pytest.raises(InvalidArgumentError, match=r"[nN]othing was stored"):
+                self.ours.add(*transition)
+
+    @rule(batch_size=st.integers(1, 50), seed=st.integers(0, 99))
+    def sample(self, batch_size: int, seed: int) -> None:
+        known = self.ours.size() == self.theirs.size() and np.any(getattr(self.theirs, "ep_length", 1))
+        if self.theirs.size() and known:
+            left, left_state = with_state(lambda: self.ours.sample(batch_size), seed)
+            right, right_state = with_state(lambda: self.theirs.sample(batch_size), seed)
+            assert_equal_bits(left, right)
+            assert (left_state[1] == right_state[1]).all()
+
+    @rule(start=st.integers(-45, 45), stop=st.integers(-45, 45), step=st.sampled_from([-2, -1, 1, 3]))
+    def slice(self, start: int, stop: int, step: int) -> None:
+        if self.ours.size() < self.theirs.size():
+            return
+        rows = np.arange(self.theirs.size())[start:stop:step]
+        for name in ("observations", "next_observations"):
+            ours, theirs = getattr(self.ours, name), getattr(self.theirs, name)
+            for key in ours if isinstance(ours, dict) else [None]:
+                left, right = (ours, theirs) if key is None else (ours[key], theirs[key])
+                np.testing.assert_array_equal(left[: self.theirs.size()][start:stop:step], right[rows], strict=True)
+
+    @rule()
+    def reset(self) -> None:
+        self.ours.reset()
+        if isinstance(self.theirs, HerReplayBuffer):  # it would go on to sample the episodes from before
+            self.theirs = HerReplayBuffer(**self.places)
+        else:
+            self.theirs.reset()
+
+    @rule(how=st.sampled_from(["file", "pickle", "deepcopy"]), goes_on=st.booleans())
+    def copy(self, how: str, goes_on: bool) -> None:
+        if how == "deepcopy":
+            other = copy.deepcopy(self.ours)
+        elif how == "pickle":
+            other = pickle.loads(pickle.dumps(self.ours))
+        else:
+            save_to_pkl(self.temporary / "b.pkl", self.ours)  # what model.save_replay_buffer() calls
+            other = self.cls.load(self.temporary / "b.pkl", "cpu")
+        if "env" in self.both:
+            other.set_env(self.both["env"])
+        if goes_on and self.folder is None:
+            other, self.ours = self.ours, other
+        # Whatever is done to one of them, the other one does not change.
+        other.add(*self.world.transition(odd=True))
+
+    @rule()
+    def open_again(self) -> None:
+        if self.folder is not None:
+            self.ours.close()
+            self.ours = self._opened(self.folder)
+
+    @rule(flushed=st.booleans())
+    def find_it_as_a_killed_process_leaves_it(self, flushed: bool) -> None:
+        if self.folder is None:
+            return
+        if flushed:
+            self.ours.flush()
+        left = self._opened(shutil.copytree(self.folder, self.temporary / "left"))
+        try:
+            n_rows, size = self.theirs.buffer_size, left.size()
+            lost = (self.theirs.pos - left.pos) % n_rows
+            assert lost == 0 or not flushed
+            assert size + lost <= self.theirs.size() or not size
+            self._compare(left, (left.pos - size + np.arange(size)) % n_rows)
+        finally:
+            left.close()
+            shutil.rmtree(self.temporary / "left")
+
+    def _compare(self, ours: Any, rows: np.ndarray) -> None:
+        for name in ROWS:
+            np.testing.assert_array_equal(getattr(ours, name)[rows], getattr(self.theirs, name)[rows], name)
+        for name in ("observations", "next_observations"):
+            left, right = getattr(ours, name), getattr(self.theirs, name)
+            for key in left if isinstance(left, dict) else [None]:
+                seen, true = (left, right) if key is None else (left[key], right[key])
+                np.testing.assert_array_equal(seen[rows], true[rows], strict=True)
+
+    @invariant()
+    def they_are_the_same(self) -> None:
+        if self.ours is not None:
+            assert (self.ours.pos, self.ours.full) == (self.theirs.pos, self.theirs.full)
+            size = self.ours.size()
+            assert size == self.theirs.size() or (size > 0 and "max_bytes" in self.options)
+            self._compare(self.ours, (self.ours.pos - size + np.arange(size)) % self.ours.buffer_size)
+
+    def teardown(self) -> None:
+        if self.ours is not None:
+            self.ours.close()
+            shutil.rmtree(self.temporary)
+
+
+TestSameAsUpstream = SameAsUpstream.TestCase
+TestSameAsUpstream.settings = settings(max_examples=60, stateful_step_count=25)

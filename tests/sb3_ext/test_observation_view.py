@@ -1,0 +1,145 @@
+"""``buffer.observations`` reads like the array that SB3's buffers have."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch as th
+from gymnasium import spaces
+from stable_baselines3.common.buffers import ReplayBuffer, RolloutBuffer
+
+import sb3_ext
+from rl_ext_core.errors import InvalidTypeError, OutOfMemoryError
+from sb3_ext import observation_view
+
+IMAGES, ACTIONS = spaces.Box(0, 255, (2, 6, 5), np.uint8), spaces.Discrete(2)
+
+
+@pytest.fixture(params=["replay", "rollout", "flattened"])
+def pair(request: pytest.FixtureRequest) -> tuple[Any, np.ndarray]:
+    """A view, and the array that upstream has in its place."""
+    rng = np.random.default_rng(0)
+    found = []
+    for ours in (True, False):
+        rng = np.random.default_rng(0)
+        if request.param == "replay":
+            buffer: Any = (sb3_ext.CompressedReplayBuffer if ours else ReplayBuffer)(16, IMAGES, ACTIONS, "cpu", 2)
+        else:
+            buffer = (sb3_ext.CompressedRolloutBuffer if ours else RolloutBuffer)(8, IMAGES, ACTIONS, "cpu", n_envs=2)
+        for _ in range(5 if request.param == "replay" else 8):
+            obs = rng.integers(0, 256, (2, *IMAGES.shape), dtype=np.uint8)
+            if request.param == "replay":
+                buffer.add(obs, obs, np.zeros(2), np.zeros(2), np.zeros(2), [{}, {}])
+            else:
+                buffer.add(obs, np.zeros(2), np.zeros(2), np.zeros(2), th.zeros(2, 1), th.zeros(2))
+        part = buffer.observations
+        found.append(buffer.swap_and_flatten(part) if request.param == "flattened" else part)
+    return found[0], found[1]
+
+
+READ: dict[str, Callable[[Any], Any]] = {
+    "mean": lambda x: x.mean(),
+    "mean of an axis": lambda x: x.mean(axis=0),
+    "np.mean": np.mean,
+    "std": lambda x: x.std(),
+    "max": lambda x: x.max(),
+    "sum": lambda x: x.sum(axis=-1),
+    "any": lambda x: x.any(),
+    "astype": lambda x: x.astype(np.float32),
+    "copy": lambda x: x.copy(),
+    "reshape": lambda x: x.reshape(-1, 60),
+    "np.reshape": lambda x: np.reshape(x, (-1, 30)),
+    "transpose": lambda x: x.transpose(),
+    "T": lambda x: x.T,
+    "flatten": lambda x: x.flatten(),
+    "tolist": lambda x: x.tolist(),
+    "ndim": lambda x: x.ndim,
+    "size": lambda x: x.size,
+    "nbytes": lambda x: x.nbytes,
+    "itemsize": lambda x: x.itemsize,
+    "shape": lambda x: x.shape,
+    "len": len,
+    "divided": lambda x: x / 255,
+    "subtracted from": lambda x: 255 - x,
+    "of an array": lambda x: np.ones(x.shape) * x,
+    "compared": lambda x: x == 7,
+    "both sides": lambda x: x + x,
+    "not": lambda x: ~x,
+    "ufunc": np.sqrt,
+    "reduced": lambda x: np.add.reduce(x, axis=1),
+    "out": lambda x: np.add(x, 1, out=np.zeros(x.shape, np.int64)),
+    "concatenated": lambda x: np.concatenate([x, x]),
+    "stacked": lambda x: np.stack([x[0], x[1]]),
+    "iterated": lambda x: [part.sum() for part in x],
+    "tensor": lambda x: th.as_tensor(np.asarray(x)).float().mean().item(),
+    "as floats": lambda x: np.asarray(x, dtype=np.float64),
+}
+
+
+@pytest.mark.parametrize("read", READ.values(), ids=READ)
+def test_it_reads_like_the_array(pair: tuple[Any, np.ndarray], read: Callable[[Any], Any]) -> None:
+    found, expected = read(pair[0]), read(pair[1])
+    assert type(found) is type(expected)
+    np.testing.assert_array_equal(found, expected)
+    assert getattr(found, "dtype", None) == getattr(expected, "dtype", None)
+
+
+def test_sizes_decode_nothing() -> None:
+    buffer = sb3_ext.CompressedReplayBuffer(4, IMAGES, ACTIONS, "cpu")
+    view = observation_view.ObservationView(lambda *_: pytest.fail("decoded"), (4, 1), IMAGES.shape, np.dtype(np.uint8))
+    plain = np.zeros((4, 1, *IMAGES.shape), np.uint8)
+    for name in ("ndim", "size", "nbytes", "shape", "dtype"):
+        assert getattr(view, name) == getattr(plain, name) == getattr(buffer.observations, name)
+
+
+def test_nothing_can_be_written_to() -> None:
+    """SB3's arrays take it. What is written to a decoded copy would be lost."""
+    buffer = sb3_ext.CompressedReplayBuffer(4, IMAGES, ACTIONS, "cpu")
+    view = buffer.observations
+    with pytest.raises(InvalidTypeError, match=r"cannot be assigned to; change a copy: np.array"):
+        view[0] = 1
+    with pytest.raises(InvalidTypeError, match="cannot be assigned to"):
+        view += 1
+    with pytest.raises(InvalidTypeError, match="cannot be assigned to"):
+        np.add(1, 1, out=view)
+    for write in (lambda: view.fill(3), lambda: view.sort(), lambda: view.reshape(-1).__setitem__(0, 1)):
+        with pytest.raises(ValueError, match="read-only"):
+            write()
+    kept = view.copy()
+    kept[:] = 3  # this is the caller's own
+    changed = np.asarray(view)
+    changed[:] = 5
+    assert not np.asarray(view).any()
+
+
+def test_what_an_array_does_not_have_it_does_not_have_either(pair: tuple[Any, np.ndarray]) -> None:
+    for part in pair:
+        with pytest.raises(AttributeError, match="no attribute 'numpy'"):
+            part.numpy()
+        assert not hasattr(part, "__array_namespace_nonsense__")
+        with pytest.raises(ValueError, match="truth value"):
+            bool(part)
+        with pytest.raises(TypeError, match="unhashable"):
+            hash(part)
+    with pytest.raises(ValueError, match="makes a copy"):
+        np.asarray(pair[0], copy=False)
+
+
+def test_more_than_there_is_memory_for_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = sb3_ext.CompressedReplayBuffer(1000, IMAGES, ACTIONS, "cpu")
+    monkeypatch.setattr(observation_view, "available_memory", lambda: 59_999)
+    for read in (np.asarray, lambda x: x.mean(), lambda x: x + 1):
+        with pytest.raises(OutOfMemoryError, match=r"take 60 kB and 60 kB are free.*observations\[:1000\]"):
+            read(buffer.observations)
+    assert buffer.observations[:500].mean() == 0
+
+
+def test_it_can_be_copied_with_its_buffer() -> None:
+    buffer = sb3_ext.CompressedRolloutBuffer(4, IMAGES, ACTIONS, "cpu")
+    for again in (copy.deepcopy(buffer), pickle.loads(pickle.dumps(buffer))):
+        assert again.observations.mean() == 0

@@ -1,0 +1,239 @@
+"""How environments end: closed, within a time, with all that they have started; and nothing stays open."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import subprocess
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from rl_ext_core.errors import WorkerError
+from sb3_ext import SharedMemoryVecEnv
+from tests.load import busy
+from tests.sb3_ext.vec_checks import FAST, no_workers
+from tests.sb3_ext.vec_worlds import Counting, fail
+
+ACTIONS = np.zeros(3, np.int64)
+PATIENCE_S = 30  # until something is true on a machine that is busy
+
+
+class WithSimulator(Counting):
+    """Has started a process, which it ends in ``close``; a file for each says so.
+
+    :param folder: of the files
+    :param how: it fails in its third step
+    """
+
+    def __init__(self, folder: str, how: str = "") -> None:
+        super().__init__()
+        self._how = how
+        self._simulator = subprocess.Popen(["sleep", "600"])
+        self._file = Path(folder, str(self._simulator.pid))
+        self._file.write_text("runs")
+
+    def step(self, action: int) -> Any:
+        if self._how and self._count == 2:
+            fail(self._how)
+        return super().step(action)
+
+    def close(self) -> None:
+        self._simulator.kill()
+        self._simulator.wait()
+        self._file.write_text("closed")
+
+
+def simulators(folder: Path) -> list[int]:
+    return [int(file.name) for file in folder.iterdir() if psutil.pid_exists(int(file.name))]
+
+
+def closed(folder: Path) -> int:
+    return sum(file.read_text() == "closed" for file in folder.iterdir())
+
+
+def until(condition: Callable[[], Any]) -> bool:
+    end = time.monotonic() + PATIENCE_S
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return bool(condition())
+
+
+class WithFork(Counting):
+    """Has forked a process, which holds all that its worker holds.
+
+    :param how: it fails in its third step
+    """
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self._how = how
+        if os.fork() == 0:
+            time.sleep(600)
+            os._exit(0)
+
+    def step(self, action: int) -> Any:
+        if self._how and self._count == 2:
+            fail(self._how)
+        return super().step(action)
+
+
+@pytest.mark.parametrize("options", [{}, {"step_timeout": 100}, {"restart": "truncate"}])
+def test_a_death_shows_while_what_the_worker_has_forked_lives_on(options: dict[str, Any]) -> None:
+    venv = SharedMemoryVecEnv([WithFork, functools.partial(WithFork, "SIGKILL")], FAST, **options)
+    venv.reset()
+    for _ in range(2):
+        venv.step(ACTIONS[:2])
+    if "restart" in options:
+        assert venv.step(ACTIONS[:2])[2].tolist() == [False, True]
+    else:
+        with pytest.raises(WorkerError, match="environment 1 of 2"):
+            venv.step(ACTIONS[:2])
+    venv.close()
+    assert no_workers(PATIENCE_S)
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize(("how", "closed_too"), [("raise", 3), ("sys.exit", 3), ("SIGKILL", 2)])
+def test_a_failure_leaves_no_simulator(how: str, closed_too: int, method: str, tmp_path: Path) -> None:
+    build = functools.partial(WithSimulator, str(tmp_path))
+    venv = SharedMemoryVecEnv([build, functools.partial(build, how), build], method)
+    venv.reset()
+    for _ in range(2):
+        venv.step(ACTIONS)
+    with pytest.raises(WorkerError, match="environment 1 of 3"):
+        venv.step(ACTIONS)
+    assert until(lambda: not simulators(tmp_path))
+    assert closed(tmp_path) == closed_too
+    venv.close()
+
+
+@pytest.mark.parametrize("how", ["raise", "SIGSEGV"])
+def test_restarts_leave_no_simulator(how: str, tmp_path: Path) -> None:
+    build = functools.partial(WithSimulator, str(tmp_path))
+    venv = SharedMemoryVecEnv([functools.partial(build, how), build], FAST, restart="truncate")
+    venv.reset()
+    for _ in range(12):
+        venv.step(ACTIONS[:2])
+    assert venv.timings.restarts == 4
+    assert until(lambda: len(simulators(tmp_path)) == 2)
+    venv.close()
+    assert until(lambda: not simulators(tmp_path))
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("options", [{}, {"restart": "truncate"}])
+def test_what_is_dropped_is_closed_and_keeps_nothing_open(method: str, options: Any, tmp_path: Path) -> None:
+    def once(*, dropped: bool) -> int:
+        venv = SharedMemoryVecEnv([functools.partial(WithSimulator, str(tmp_path))] * 2, method, **options)
+        venv.reset()
+        venv.step(ACTIONS[:2])
+        if not dropped:
+            venv.close()
+        del venv
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    before, threads = once(dropped=False), threading.active_count()
+    assert [once(dropped=True) for _ in range(3)] == [before] * 3
+    assert threading.active_count() == threads
+    assert no_workers(PATIENCE_S)
+    assert until(lambda: not simulators(tmp_path))
+    assert closed(tmp_path) == 8
+
+
+class Writing(Counting):
+    """Needs time when it is closed, or after it."""
+
+    def __init__(self, path: str, how: str, seconds: float = 6.5) -> None:
+        super().__init__()
+        self._path, self._how, self._seconds = path, how, seconds
+
+    def _write(self) -> None:
+        time.sleep(self._seconds)
+        Path(self._path).write_text("video")
+
+    def close(self) -> None:
+        if self._how == "close":
+            self._write()
+        else:
+            threading.Thread(target=self._write).start()
+
+
+@pytest.mark.parametrize(("how", "seconds"), [("close", 6.5), ("thread", 1.5)])
+def test_close_waits_as_sb3_does(how: str, seconds: float, tmp_path: Path) -> None:
+    venv = SharedMemoryVecEnv([Counting, functools.partial(Writing, str(tmp_path / "video"), how, seconds)], FAST)
+    venv.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        venv.close()
+    assert (tmp_path / "video").exists()
+    assert no_workers(PATIENCE_S)
+
+
+def test_an_error_in_close_does_not_cut_the_others_short(tmp_path: Path) -> None:
+    class Raising(Counting):
+        def close(self) -> None:
+            raise ValueError("no")
+
+    venv = SharedMemoryVecEnv([Raising, functools.partial(Writing, str(tmp_path / "video"), "close", 1)], FAST)
+    venv.reset()
+    with pytest.raises(WorkerError, match=r"environment 0 of 2, in close: raised ValueError\('no'\)") as found:
+        venv.close()
+    assert repr(found.value.__cause__) == "ValueError('no')"
+    assert (tmp_path / "video").exists()
+
+
+@pytest.mark.parametrize(("how", "said"), [("close", "in close"), ("thread", "in threads that go on after its close")])
+def test_the_time_to_close_is_told(how: str, said: str, tmp_path: Path) -> None:
+    build = functools.partial(Writing, str(tmp_path / "video"), how, 1000)
+    venv = SharedMemoryVecEnv([Counting, build], FAST, close_timeout=0.5)
+    venv.reset()
+    text = f"environment 1 of 2 was still {said} after 0.5.* s of closing.*Write close_timeout=None"
+    with pytest.warns(UserWarning, match=text) as found:
+        venv.close()
+    assert found[0].filename == __file__
+    assert no_workers(PATIENCE_S)
+
+
+class Hanging(Counting):
+    def step(self, action: int) -> Any:
+        time.sleep(1000)
+
+
+def test_close_does_not_wait_for_a_step_that_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_ext_core.vector.pool.INTERRUPTED_SECONDS", 0.3)
+    venv = SharedMemoryVecEnv([Hanging] * 2, FAST)
+    venv.reset()
+    threading.Timer(0.3, lambda: os.kill(os.getpid(), 2)).start()
+    with pytest.raises(KeyboardInterrupt):
+        venv.step(ACTIONS[:2])
+    with pytest.warns(UserWarning, match="environment 0 of 2 was still in step after"):
+        venv.close()
+    assert no_workers(PATIENCE_S)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_no_time_of_ours_is_reached_on_a_busy_machine(method: str, tmp_path: Path) -> None:
+    build = functools.partial(WithSimulator, str(tmp_path))
+    with busy(6), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        venv = SharedMemoryVecEnv([build, functools.partial(build, "raise"), build], method, restart="truncate")
+        venv.reset()
+        for count in range(12):
+            dones = venv.step(ACTIONS)[2]
+            assert dones.tolist() == [count == 9, count % 3 == 2, count == 9]
+        assert venv.timings.restarts == 4
+        del venv
+        gc.collect()
+    assert no_workers(PATIENCE_S)
+    assert closed(tmp_path) == 7

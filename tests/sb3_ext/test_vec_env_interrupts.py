@@ -1,0 +1,250 @@
+"""Ctrl-C at any moment of any call: the next one does what DummyVecEnv's does, or says in a sentence what to do."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
+
+from rl_ext_core.errors import InvalidArgumentError, WorkerError
+from sb3_ext import SharedMemoryVecEnv
+from tests.interrupts import everywhere
+from tests.sb3_ext.vec_checks import FAST, no_workers
+from tests.sb3_ext.vec_worlds import Counting, Failing
+
+BELOW = ("rl_ext_core/vector", "rl_ext_core/processes/watch", "sb3_ext/_pool_vec_env", "sb3_ext/_restarts")
+ACTIONS = np.zeros(3, np.int64)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "one each": {},
+    "sharing": {"n_workers": 2},
+    "with a time limit": {"step_timeout": 100},
+    "restarting": {"restart": "truncate"},
+    "restarting, with a time limit": {"restart": "truncate", "step_timeout": 100},
+}
+
+
+class World(Counting):
+    label = "new"
+
+    def count(self) -> int:
+        return self._count
+
+    def double(self, number: int) -> int:
+        return 2 * number
+
+    def large(self) -> bytes:
+        return bytes(300_000)
+
+    def render(self) -> np.ndarray:
+        return np.full((2, 2, 3), self._count, np.uint8)
+
+    render_mode = "rgb_array"
+
+
+CALLS: dict[str, Callable[[VecEnv], Any]] = {
+    "reset": lambda venv: venv.reset(),
+    "step": lambda venv: venv.step(ACTIONS),
+    "step with a list": lambda venv: venv.step([0, 0, 0]),  # type: ignore[arg-type]
+    "step_async": lambda venv: venv.step_async(ACTIONS),
+    "env_method": lambda venv: venv.env_method("double", 3),
+    "large answers": lambda venv: venv.env_method("large"),
+    "large arguments": lambda venv: venv.set_attr("label", "x" * 300_000),
+    "get_attr": lambda venv: venv.get_attr("label"),
+    "set_attr": lambda venv: venv.set_attr("label", "set"),
+    "get_images": lambda venv: venv.get_images(),
+    "has_attr": lambda venv: venv.has_attr("label"),
+    "env_is_wrapped": lambda venv: venv.env_is_wrapped(World),
+    "seed": lambda venv: venv.seed(3),
+}
+
+
+def is_said(call: Callable[[], Any]) -> Any:
+    """Return what a call returns, or None if it says that a step was begun."""
+    try:
+        return call()
+    except InvalidArgumentError as error:
+        if "step_wait()" not in str(error):
+            raise
+        return None
+
+
+def as_dummy(venv: VecEnv, model: VecEnv) -> None:
+    """Do the same with both from a reset on."""
+    for one in (venv, model):
+        one.seed(7)
+    np.testing.assert_array_equal(venv.reset(), model.reset())
+    for _ in range(2):
+        for ours, theirs in zip(venv.step(ACTIONS), model.step(ACTIONS), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    assert venv.env_method("count") == [2, 2, 2]
+
+
+@pytest.mark.parametrize("options", list(OPTIONS))
+@pytest.mark.parametrize("call", list(CALLS))
+def test_calls_after_an_interrupted_one(call: str, options: str) -> None:
+    venv, model = SharedMemoryVecEnv([World] * 3, FAST, **OPTIONS[options]), DummyVecEnv([World] * 3)
+
+    def prepare() -> Callable[[], Any]:
+        as_dummy(venv, model)
+        return lambda: CALLS[call](venv)
+
+    seen = 0
+    for where in everywhere(prepare, below=BELOW):
+        seen += 1
+        # What comes next is about the environments as they are, whatever was done to them.
+        then = seen % 4
+        if then == 0 and (found := is_said(lambda: venv.env_method("count"))) is not None:
+            assert set(found) <= {0, 2, 3}, where
+        elif then == 1 and (step := is_said(lambda: venv.step(ACTIONS))) is not None:
+            assert step[0][:, 0].tolist() == venv.env_method("count"), where
+        elif then == 2 and venv.waiting:
+            assert venv.step_wait()[0][:, 0].tolist() == venv.env_method("count"), where
+        elif then == 3 and (found := is_said(lambda: venv.env_method("double", 8))) is not None:
+            assert found == [16] * 3, where
+    as_dummy(venv, model)
+    assert seen > (5 if call == "seed" else 20) or call == "seed"
+    venv.close()
+    assert no_workers()
+
+
+@pytest.mark.parametrize("options", ["sharing", "restarting, with a time limit"])
+def test_what_was_begun_can_be_waited_for_after_an_interruption(options: str) -> None:
+    venv, model = SharedMemoryVecEnv([World] * 3, FAST, **OPTIONS[options]), DummyVecEnv([World] * 3)
+
+    def prepare() -> Callable[[], Any]:
+        as_dummy(venv, model)
+        venv.step_async(ACTIONS)
+        return venv.step_wait
+
+    for where in everywhere(prepare, below=BELOW):
+        if venv.waiting:
+            assert venv.step_wait()[0][:, 0].tolist() == [3, 3, 3], where
+        assert venv.env_method("count") == [3, 3, 3], where
+    venv.close()
+
+
+@pytest.mark.parametrize("begun", ["idle", pytest.param("in a step", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", ["one each", pytest.param("restarting", marks=pytest.mark.slow)])
+def test_close_again_after_an_interrupted_close(options: str, begun: str) -> None:
+    made: list[SharedMemoryVecEnv] = []
+
+    def prepare() -> Callable[[], Any]:
+        made.append(SharedMemoryVecEnv([World] * 2, FAST, **OPTIONS[options]))
+        made[-1].reset()
+        if begun == "in a step":
+            made[-1].step_async(ACTIONS[:2])
+        return made[-1].close
+
+    prepare()()
+    made.clear()
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    for where in everywhere(prepare, below=BELOW, every=7):
+        made.pop().close()
+        assert no_workers(10), where
+    made.clear()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before + 3
+
+
+@pytest.mark.slow
+def test_an_interrupted_start_leaves_nothing() -> None:
+    def prepare() -> Callable[[], Any]:
+        return lambda: SharedMemoryVecEnv([World] * 2, FAST).close()
+
+    for where in everywhere(prepare, below=BELOW, every=9):
+        assert no_workers(10), where
+
+
+@pytest.mark.slow
+def test_an_interrupted_restart_is_done_again() -> None:
+    made: list[SharedMemoryVecEnv] = []
+
+    def prepare() -> Callable[[], Any]:
+        for venv in made:
+            venv.close()
+        made[:] = [
+            SharedMemoryVecEnv([Counting, lambda: Failing("step", "os._exit", after=1)], FAST, restart="truncate")
+        ]
+        made[0].reset()
+        made[0].step(ACTIONS[:2])
+        return lambda: made[0].step(ACTIONS[:2])
+
+    for where in everywhere(prepare, below=BELOW, every=7):
+        venv = made[0]
+        if venv.waiting:
+            _, _, dones, infos = venv.step_wait()
+            assert dones.tolist() == [False, True], where
+            assert set(infos[1]) >= {"worker_error", "terminal_observation"}, where
+        assert venv.reset()[:, 0].tolist() == [0, 0], where
+        _, _, dones, _ = venv.step(ACTIONS[:2])
+        assert not dones[0], where
+        if dones[1]:  # it was interrupted before the worker could fail: that happens now
+            assert venv.reset()[:, 0].tolist() == [0, 0], where
+            assert venv.step(ACTIONS[:2])[0][:, 0].tolist() == [1, 1], where
+    made[0].close()
+    assert no_workers()
+
+
+@contextmanager
+def ctrl_c(after_s: float) -> Iterator[None]:
+    """Send this process SIGINT after a time, however the body ends."""
+    sent = threading.Event()
+
+    def send() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        sent.set()
+
+    timer = threading.Timer(after_s, send)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+        assert sent.is_set()
+
+
+class Slower(World):
+    def step(self, action: int) -> Any:
+        time.sleep(0.001)
+        return super().step(action)
+
+
+def step_forever(venv: VecEnv) -> None:
+    while True:
+        venv.step(ACTIONS)
+
+
+@pytest.mark.parametrize("n_workers", [1, 2])
+def test_signals_at_random_moments(n_workers: int) -> None:
+    venv, model = SharedMemoryVecEnv([Slower] * 3, FAST, n_workers=n_workers), DummyVecEnv([World] * 3)
+    rng = random.Random(0)
+    for _ in range(60):
+        as_dummy(venv, model)
+        with pytest.raises(KeyboardInterrupt), ctrl_c(rng.uniform(0.001, 0.015)):
+            step_forever(venv)
+        if venv.waiting and rng.random() < 0.5:
+            assert venv.step_wait()[0][:, 0].tolist() == venv.env_method("count")
+    venv.close()
+    assert no_workers()
+
+
+def test_after_a_failure_every_call_tells_it() -> None:
+    venv = SharedMemoryVecEnv([Counting, lambda: Failing("step", "raise", after=0), Counting], FAST)
+    venv.reset()
+    calls: list[Callable[[], Any]] = [lambda: venv.step(ACTIONS), venv.reset, lambda: venv.get_attr("_count")]
+    calls += [lambda: venv.step_async(ACTIONS), lambda: venv.step(ACTIONS)]
+    for call in calls:
+        with pytest.raises(WorkerError, match=r"environment 1 of 3.*the rope has snapped"):
+            call()
+    venv.close()
