@@ -40,16 +40,13 @@ class SpeedCheck:
         self._serial = None if None in step_seconds else sum(seconds or 0.0 for seconds in step_seconds)
         self._num_workers = num_workers
         self._taken: list[float] = []
-        self._depth, self._begin = 0, 0.0
+        self._begin = 0.0
 
     def __enter__(self) -> None:
-        self._depth += 1
-        if self._depth == 1:  # where upstream has no buffers, one of its steps calls the other
-            self._begin = time.perf_counter()
+        self._begin = time.perf_counter()
 
     def __exit__(self, kind: Any, *_: object) -> None:
-        self._depth -= 1
-        if self._depth or self._serial is None or kind is not None or len(self._taken) >= _SKIPPED + _TIMED:
+        if self._serial is None or kind is not None or len(self._taken) >= _SKIPPED + _TIMED:
             return
         self._taken.append(time.perf_counter() - self._begin)
         if len(self._taken) == _SKIPPED + _TIMED:

@@ -18,8 +18,11 @@ __all__ = [
     "Autoreset",
     "final_observation",
     "find_mode",
+    "has_finite_horizon",
+    "is_maniskill",
     "is_one_each",
     "last_info",
+    "layers",
     "merged_info",
     "rows_of",
     "without_final",
@@ -47,10 +50,37 @@ def find_mode(env: Any, asked: object, *, speaks_torch: bool) -> Autoreset:
     for found in (asked, *attributes, metadata.get("autoreset_mode")):
         if found is not None:
             return _mode(found)
-    if getattr(getattr(base, "cfg", None), "auto_reset", True) is False:  # mjlab's
-        return Autoreset.DISABLED
+    # ManiSkill's wrapper, and mjlab's setting.
+    said = [*(getattr(layer, "__dict__", {}).get("auto_reset") for layer in layers(env)), _setting(base, "auto_reset")]
+    resets = next((value for value in said if isinstance(value, bool)), not is_maniskill(base))
     # Isaac Lab and those after its fashion; without one of gymnasium's modes no other convention is left.
-    return Autoreset.SAME_STEP if speaks_torch else Autoreset.DISABLED
+    return Autoreset.SAME_STEP if speaks_torch and resets else Autoreset.DISABLED
+
+
+def layers(env: Any) -> list[Any]:
+    """Give an environment and the wrappers around it, the outermost first."""
+    found = [env]
+    while len(found) < 100 and getattr(found[-1], "__dict__", {}).get("env") is not None:
+        found.append(found[-1].env)
+    base = getattr(env, "unwrapped", env)
+    return found if found[-1] is base else [*found, base]
+
+
+def is_maniskill(base: Any) -> bool:
+    """Tell whether an environment is ManiSkill's: reset by the option ``env_idx``, and never by itself."""
+    return any(kind.__module__.startswith("mani_skill") for kind in type(base).__mro__)
+
+
+def has_finite_horizon(env: Any, asked: bool | None) -> bool:
+    """Tell whether time-outs are terminations: as asked for, else as Isaac Lab's configuration says.
+
+    Source: ``is_finite_horizon`` of isaaclab.envs.ManagerBasedRLEnvCfg, https://github.com/isaac-sim/IsaacLab/pull/7502
+    """
+    return _setting(getattr(env, "unwrapped", env), "is_finite_horizon") is True if asked is None else asked
+
+
+def _setting(base: Any, name: str) -> Any:
+    return getattr(getattr(base, "cfg", None), name, None)
 
 
 def _mode(found: object) -> Autoreset:

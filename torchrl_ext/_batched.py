@@ -17,10 +17,11 @@ from torchrl_ext._autoreset import (
     rows_of,
     without_final,
 )
+from torchrl_ext._conversion import counted_from_zero
 from torchrl_ext._engine import Layout, compiled_reader, compiled_step
 from torchrl_ext._memory import keep_when_freed
 from torchrl_ext._partial import pair, partial_reset
-from torchrl_ext._rows import assigned, equal, invalid, is_batch, shallow, take, where, written
+from torchrl_ext._rows import assigned, equal, invalid, is_batch, take, where, written
 from torchrl_ext._signals import compile_flags, compile_reward, no_end
 
 __all__ = ["BatchedEngine"]
@@ -41,8 +42,10 @@ class BatchedEngine:
 
     def __init__(self, layout: Layout, sample: Any, *, mode: Autoreset, missing: str) -> None:
         self._layout, self._missing = layout, missing
+        self.env, self.batch_size, self.device = layout.env, layout.batch_size, layout.device
+        self.frame_skip = layout.frame_skip
         self._same_step = mode is Autoreset.SAME_STEP
-        self._count, self._device = layout.batch_size[0], layout.device
+        self._count = layout.batch_size[0]
         # Asking a GPU whether anything is done makes the step wait for it.
         self._looks = layout.device is None or layout.device.type == "cpu"
         nbytes = sum(leaf.nbytes for leaf in layout.observation.zero().values(True, True))
@@ -71,11 +74,12 @@ class BatchedEngine:
         :param action: as it stands in the TensorDict
         :return: the entries of ``next``, whether something may be done, and the info
         """
+        # Forgotten first: what interrupts this leaves nothing behind that is no longer true.
+        before, self._now, self._pending = self._now, None, None
         observation, reward, terminated, truncated, info = self._step(action)
         data = self._read(observation)
         data["reward"] = self._reward(reward)
         data["done"], data["terminated"], data["truncated"] = self._flags(terminated, truncated)
-        self._pending, before = None, self._now
         if self._remembers:
             self._now = self._kept(data)
         mask = data["done"].view(-1)
@@ -86,13 +90,22 @@ class BatchedEngine:
         if self._same_step:
             observations = {key: data[key] for key in self._keys}
             data.update(self._last(observations, mask, final_observation(info), before))
-            self._pending = (mask, observations, info)
+            self._pending = (mask.clone(), observations, info)
         return data, True, info
 
     def _kept(self, data: Entries) -> Entries:
-        """Keep observations apart from what is handed out."""
-        kept = {key: data[key] for key in self._keys}
-        return shallow(kept) if self.containers else kept
+        """Copy observations: what is handed out may be edited, and so may what is not copied."""
+        return {key: data[key].clone() for key in self._keys}
+
+    @property
+    def memory(self) -> Any:
+        """What the next step and reset have to know of the last one."""
+        return self._now, self._pending
+
+    def take_up(self, memory: Any) -> None:
+        """Remember what another engine of the same environment did, on another device maybe."""
+        if memory is not None:
+            self._now, self._pending = (_moved(part, self.device) for part in memory)
 
     def closing(self, info: Any) -> Any:
         """Give the info that belongs to the observations of the last step, from what that step returned."""
@@ -103,6 +116,7 @@ class BatchedEngine:
     def _last(self, observations: Entries, mask: torch.Tensor, final: Any, before: Entries | None) -> Entries:
         """Put the last observations where sub-environments were done, into new tensors."""
         spec, key, rows = self._layout.observation, self._layout.key, self.rows
+        starts = self._layout.observation_starts
         if final is None and self._missing == "error" and (rows is not None or mask.any()):
             raise EnvironmentOutputError(
                 "sub-environments are done and the info holds no final_obs: their last observations are lost. Make the "
@@ -115,16 +129,18 @@ class BatchedEngine:
             if values is None:
                 return invalid(spec, observations, rows)
             return written(spec, observations, rows, take(spec, values, rows))
-        if (rows is None or self._small) and is_batch(final, self._count):
+        if starts is not None:
+            rows = mask.nonzero().view(-1) if rows is None else rows
+        elif (rows is None or self._small) and is_batch(final, self._count):
             return where(spec, observations, mask, final if key is None else {key: final})
         if rows is None:
             rows = mask.nonzero().view(-1)
-        elif key is not None and is_one_each(final) and len(final) == self._count:
+        elif starts is None and key is not None and is_one_each(final) and len(final) == self._count:
             quick = None if isinstance(spec[key], OneHot) else assigned(observations[key], rows.tolist(), final)
             if quick is not None:
                 return {key: quick}
         taken = rows_of(final, rows.tolist(), self._count)
-        return written(spec, observations, rows, taken if key is None else {key: taken})
+        return written(spec, observations, rows, counted_from_zero(taken if key is None else {key: taken}, starts))
 
     def begin(self, result: Any) -> tuple[Entries, Any]:
         """Take in what a reset of all returned.
@@ -133,7 +149,7 @@ class BatchedEngine:
         """
         observation, info = pair(result)
         data = self._read(observation)
-        self._pending, self._now = None, self._kept(data) if self._remembers else None
+        self._now = self._kept(data) if self._remembers else None
         return data, info
 
     def reset(self, mask: torch.Tensor | None, **kwargs: Any) -> tuple[Entries, Any]:
@@ -145,6 +161,7 @@ class BatchedEngine:
         """
         pending = None if kwargs else self._pending
         if mask is None or (pending is None and bool(mask.all())):
+            self._pending = self._now = None
             return self.begin(self._layout.env.reset(**kwargs))
         if pending is None:
             return self._partially(mask, **kwargs)
@@ -181,8 +198,9 @@ class BatchedEngine:
 
     def _partially(self, mask: torch.Tensor, **kwargs: Any) -> tuple[Entries, Any]:
         """Reset some, and see to it that the others were left alone, where nobody vouches for that."""
+        before, self._now, self._pending = self._now, None, None
         observation, info = self._reset_rows(mask, **kwargs)
-        fresh, before = self._read(observation), self._now
+        fresh = self._read(observation)
         if not self._trusted and before is not None:
             spec, kept = self._layout.observation, (~mask).nonzero().view(-1)
             if not equal(spec, take(spec, fresh, kept), take(spec, before, kept)):
@@ -193,9 +211,18 @@ class BatchedEngine:
                 )
         if self._remembers:
             self._now = self._kept(fresh)
-        self._pending = None
         return fresh, info
 
     def not_done(self) -> tuple[torch.Tensor, ...]:
         """Make flags for what follows a reset: done, terminated, truncated."""
-        return no_end((*self._layout.batch_size, 1), self._device)
+        return no_end((*self._layout.batch_size, 1), self.device)
+
+
+def _moved(part: Any, device: torch.device | None) -> Any:
+    """Move tensors and TensorDicts, but not those of infos, which are the environment's."""
+    if part is None or device is None:
+        return part
+    if isinstance(part, tuple):
+        mask, observations, info = part
+        return mask.to(device), _moved(observations, device), info
+    return {key: value.to(device) for key, value in part.items()}

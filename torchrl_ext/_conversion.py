@@ -10,7 +10,7 @@ from torchrl.data import MultiOneHot, OneHot
 
 from rl_ext_core.errors import EnvironmentOutputError
 
-__all__ = ["coerced", "index_shape", "one_hot"]
+__all__ = ["coerced", "counted", "counted_from_zero", "index_shape", "one_hot"]
 
 
 def coerced(
@@ -119,3 +119,30 @@ def one_hot(
             f"{name!r} is {index.tolist()}, which is not below the number of classes of its space, "
             f"{list(spec.nvec) if isinstance(spec, MultiOneHot) else spec.space.n}, or negative"
         ) from None
+
+
+def counted(values: Any, start: Any) -> Any:
+    """Count integers from where a space does, which TorchRL's specs do from zero.
+
+    :param values: a number, an array or a tensor
+    :param start: a number or an array
+    """
+    if isinstance(values, torch.Tensor):
+        return values + torch.as_tensor(start, dtype=values.dtype, device=values.device)
+    return values + start
+
+
+def counted_from_zero(values: Any, start: Any) -> Any:
+    """Undo that in what an environment returned; what are no integers stays as it is.
+
+    :param values: a value, or a dict of them
+    :param start: a number or an array, or a dict of them; None: they count from zero
+    """
+    if start is None:
+        return values
+    if isinstance(values, dict) and isinstance(start, dict):
+        return {key: counted_from_zero(part, start.get(key)) for key, part in values.items()}
+    if not isinstance(values, torch.Tensor):
+        array = np.asarray(values)
+        return array.astype(np.int64) - start if array.dtype.kind in "iu" else values
+    return values if values.is_floating_point() else counted(values, -np.asarray(start))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +10,7 @@ from torchrl.data import Composite, TensorSpec
 
 from rl_ext_core.errors import EnvironmentOutputError
 from torchrl_ext._actions import compile_action
-from torchrl_ext._memory import ReuseProbe
+from torchrl_ext._memory import without_need
 from torchrl_ext._partial import pair
 from torchrl_ext._readers import compile_observation
 from torchrl_ext._signals import compile_reward, no_end, no_flags
@@ -28,7 +28,9 @@ class Layout:
     :param env: the environment
     :param observation: spec of what it returns, with the batch, without infos
     :param key: of the one entry, where observations are no dicts
+    :param observation_starts: what the integers in it count from, where that is not zero
     :param action: spec of its action
+    :param action_starts: the same of it
     :param reward: spec of its reward
     :param batch_size: of the wrapper
     :param device: of the tensors
@@ -37,12 +39,15 @@ class Layout:
     :param copy: True, False or ``"auto"``
     :param clip_actions: bound on the magnitude of continuous actions
     :param frame_skip: environment steps to a step
+    :param finite_horizon: whether time-outs are terminations
     """
 
     env: Any
     observation: Composite
     key: str | None
+    observation_starts: Any
     action: TensorSpec
+    action_starts: Any
     reward: TensorSpec
     batch_size: torch.Size
     device: torch.device | None
@@ -51,6 +56,7 @@ class Layout:
     copy: bool | str
     clip_actions: float | None
     frame_skip: int
+    finite_horizon: bool
 
 
 def compiled_step(layout: Layout) -> Callable[[Any], tuple[Any, Any, Any, Any, Any]]:
@@ -61,8 +67,11 @@ def compiled_step(layout: Layout) -> Callable[[Any], tuple[Any, Any, Any, Any, A
         batched=bool(layout.batch_size),
         clip=layout.clip_actions,
         device=layout.env_device if layout.env_device != layout.device else None,
+        start=layout.action_starts,
     )
     env, skip = layout.env, layout.frame_skip
+    if layout.finite_horizon:
+        return _ending(compiled_step(replace(layout, finite_horizon=False)))
     if skip == 1:
         return lambda action: _five(env.step(decode(action)))
 
@@ -86,6 +95,20 @@ def compiled_step(layout: Layout) -> Callable[[Any], tuple[Any, Any, Any, Any, A
     return repeat
 
 
+def _ending(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Turn time-outs into terminations."""
+
+    def run(action: Any) -> tuple[Any, Any, Any, Any, Any]:
+        observation, reward, terminated, truncated, info = step(action)
+        try:
+            ended = terminated | truncated
+            return observation, reward, ended, ended ^ ended, info
+        except TypeError:
+            raise no_flags(terminated, truncated) from None
+
+    return run
+
+
 def _five(result: Any) -> tuple[Any, Any, Any, Any, Any]:
     if type(result) is tuple and len(result) == 5:
         return result
@@ -98,27 +121,18 @@ def _five(result: Any) -> tuple[Any, Any, Any, Any, Any]:
 
 
 def compiled_reader(layout: Layout, sample: Any) -> Callable[[Any], dict[str, Any]]:
-    """Compile the reader of observations; with ``copy="auto"`` it copies until it has found out."""
+    """Compile the reader of observations."""
 
     def compile_with(copy: bool) -> Callable[[Any], dict[str, Any]]:
-        return compile_observation(layout.observation, sample, key=layout.key, device=layout.device, copy=copy)
+        starts = layout.observation_starts
+        return compile_observation(
+            layout.observation, sample, key=layout.key, device=layout.device, copy=copy, starts=starts
+        )
 
     if layout.copy != "auto":
         return compile_with(bool(layout.copy))
-    probe, read = ReuseProbe(), compile_with(True)
-    decided = False
-
-    def read_and_look(observation: Any) -> dict[str, Any]:
-        nonlocal decided, read
-        if not decided:
-            result = read(observation)
-            reused = probe.see(observation)
-            if reused is not None:
-                decided, read = True, compile_with(reused)
-            return result
-        return read(observation)
-
-    return read_and_look
+    copied = compile_with(True)
+    return copied if layout.key is None else without_need(copied, compile_with(False))
 
 
 class SingleEngine:
@@ -131,7 +145,8 @@ class SingleEngine:
     def __init__(self, layout: Layout, sample: Any) -> None:
         self._read = compiled_reader(layout, sample)
         self.step = self._compile_step(layout, self._read)
-        self._device, self._env = layout.device, layout.env
+        self.env, self.batch_size, self.device = layout.env, layout.batch_size, layout.device
+        self.frame_skip = layout.frame_skip
         self.containers = tuple(key for key, part in layout.observation.items() if isinstance(part, Composite))
 
     @staticmethod
@@ -161,6 +176,11 @@ class SingleEngine:
 
         return run
 
+    memory = None
+
+    def take_up(self, memory: Any) -> None:
+        """Remember nothing: there is nothing that the next reset has to know."""
+
     @staticmethod
     def closing(info: Any) -> Any:
         """Give the info that belongs to the observations of the last step."""
@@ -181,7 +201,7 @@ class SingleEngine:
         :return: the observations, and the info
         """
         del mask
-        return self.begin(self._env.reset(**kwargs))
+        return self.begin(self.env.reset(**kwargs))
 
     def reset_done(self, data: dict[str, Any]) -> dict[str, Any]:
         """Reset after a step in which it was done.
@@ -190,8 +210,8 @@ class SingleEngine:
         :return: the observations
         """
         del data
-        return self.begin(self._env.reset())[0]
+        return self.begin(self.env.reset())[0]
 
     def not_done(self) -> tuple[torch.Tensor, ...]:
         """Make flags for what follows a reset: done, terminated, truncated."""
-        return no_end((1,), self._device)
+        return no_end((1,), self.device)

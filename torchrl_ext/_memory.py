@@ -1,18 +1,20 @@
-"""Finds out whether an environment writes into observations that it has returned."""
+"""Memory of observations: whose it is, and whether the C library keeps it."""
 
 from __future__ import annotations
 
+from sys import getrefcount
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
-__all__ = ["ReuseProbe", "keep_when_freed"]
+    Read = Callable[[Any], dict[str, Any]]
 
-_STEPS = 32
+__all__ = ["keep_when_freed", "without_need"]
+
 _MAPPED_FROM, _MAPPED_TO = 128 << 10, 31 << 20
 
 
@@ -28,61 +30,31 @@ def keep_when_freed(nbytes: int) -> None:
         torch.empty(size, dtype=torch.uint8)
 
 
-class ReuseProbe:
-    """Watches observations for some steps, holding them so that no address is given out twice by the allocator.
+def without_need(copied: Read, shared: Read) -> Read:
+    """Compile a reader that copies an array unless nobody else can write into it: it owns its memory and is held here
+    alone.
 
-    Memory counts as reused if an address comes back, if a kept observation has changed, or if one is a part of a larger
-    buffer. Until the verdict, observations are copied.
+    :param copied: a reader that copies
+    :param shared: one that does not
     """
 
-    def __init__(self) -> None:
-        self._kept: list[tuple[Any, Any]] = []
-        self._addresses: set[int] = set()
-        self._left = _STEPS
+    def read(observation: Any) -> dict[str, Any]:
+        alone = type(observation) is np.ndarray and observation.base is None and getrefcount(observation) <= held
+        return shared(observation) if alone else copied(observation)
 
-    def see(self, observation: Any) -> bool | None:
-        """Look at one more observation.
-
-        :return: whether memory is reused, None as long as that is open
-        """
-        for leaf in _leaves(observation):
-            address = _address(leaf)
-            if address in self._addresses or _is_part(leaf):
-                return True
-            self._addresses.add(address)
-            self._kept.append((leaf, leaf.clone() if isinstance(leaf, torch.Tensor) else leaf.copy()))
-        self._left -= 1
-        if any(not _same(leaf, copy) for leaf, copy in self._kept):
-            return True
-        return None if self._left > 0 else False
+    held = _references()
+    return read
 
 
-def _leaves(observation: Any) -> Iterator[Any]:
-    if isinstance(observation, dict):
-        for part in observation.values():
-            yield from _leaves(part)
-    elif isinstance(observation, (tuple, list)):
-        for part in observation:
-            yield from _leaves(part)
-    elif isinstance(observation, (np.ndarray, torch.Tensor)):
-        yield observation
+def _references() -> int:
+    """Count the references that a step and a reader hold themselves; interpreters differ."""
+
+    def read(observation: Any) -> int:
+        return getrefcount(observation)
+
+    observation, _ = _returned()
+    return read(observation)
 
 
-def _address(leaf: Any) -> int:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.untyped_storage().data_ptr()
-    return int(leaf.__array_interface__["data"][0])
-
-
-def _is_part(leaf: Any) -> bool:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.untyped_storage().nbytes() != leaf.nbytes
-    # A view of all of an array is as good as that array.
-    base = leaf.base
-    return base is not None and not (isinstance(base, np.ndarray) and base.nbytes == leaf.nbytes)
-
-
-def _same(leaf: Any, copy: Any) -> bool:
-    if isinstance(leaf, torch.Tensor):
-        return torch.equal(leaf.nan_to_num(), copy.nan_to_num())
-    return bool(np.array_equal(leaf, copy, equal_nan=leaf.dtype.kind in "fc"))
+def _returned() -> tuple[Any, None]:
+    return np.empty(1), None

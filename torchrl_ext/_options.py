@@ -12,6 +12,7 @@ _VALUES = {
     "env_type": ("auto", "numpy", "torch"),
     "copy": (True, False, "auto"),
     "missing_final_obs": ("nan", "previous", "error"),
+    "finite_horizon": (None, True, False),
 }
 DEFAULTS = {
     "env_type": "auto",
@@ -19,6 +20,7 @@ DEFAULTS = {
     "missing_final_obs": "nan",
     "clip_actions": None,
     "autoreset_mode": None,
+    "finite_horizon": None,
 }
 
 

@@ -13,7 +13,7 @@ from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
-from torchrl_ext._autoreset import Autoreset
+from torchrl_ext._autoreset import Autoreset, is_maniskill, layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,15 +40,15 @@ def partial_reset(env: Any, mode: Autoreset) -> tuple[PartialReset, bool]:
     """Find the way to reset some sub-environments and leave the others.
 
     By a keyword argument ``env_ids`` (Isaac Lab, mjlab), by ManiSkill's option ``env_idx``, else by gymnasium's option
-    ``reset_mask``.
+    ``reset_mask``; through all wrappers, which may change what is returned.
 
     :return: ``(mask, **kwargs) -> (observation, info)``, and whether it is known to leave the others alone
     :raises InvalidArgumentError: the environment is known to do it wrongly
     """
     base = getattr(env, "unwrapped", env)
     if "env_ids" in _parameters(base.reset):
-        return lambda mask, **kwargs: pair(base.reset(env_ids=_indices(mask, base), **kwargs)), True
-    if type(base).__module__.startswith("mani_skill"):
+        return _by_keyword(env, base), True
+    if is_maniskill(base):
         return _by_option(env, "env_idx", lambda mask: _indices(mask, base)), True
     if isinstance(base, CartPoleVectorEnv) and "reset" not in vars(base):
         # It ignores the option: taught here, so that wrappers around it can pass it on.
@@ -67,6 +67,37 @@ def _parameters(function: Any) -> Any:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
         return {}
+
+
+def _by_keyword(env: Any, base: Any) -> PartialReset:
+    """Call the outermost reset that may change anything, if all from there on pass the keyword on."""
+    chain = layers(env)
+    while len(chain) > 1 and _is_passive(chain[0]):
+        del chain[0]
+    stops = next((layer for layer in chain if not _takes_env_ids(layer.reset)), None)
+
+    def reset(mask: torch.Tensor, **kwargs: Any) -> tuple[Any, Any]:
+        if stops is not None:
+            raise InvalidArgumentError(
+                f"{type(stops).__name__}.reset takes no env_ids, so that sub-environments cannot be reset alone "
+                "through it. Write def reset(self, **kwargs) and self.env.reset(**kwargs) in it"
+            )
+        return pair(chain[0].reset(env_ids=_indices(mask, base), **kwargs))
+
+    return reset
+
+
+def _is_passive(layer: Any) -> bool:
+    """Tell whether a wrapper leaves resets as they are: gymnasium's own that only look, and those without a reset."""
+    if not isinstance(layer, gymnasium.Wrapper) or "reset" in vars(layer) or _takes_env_ids(layer.reset):
+        return False
+    owner = next(cls for cls in type(layer).__mro__ if "reset" in vars(cls))
+    return owner in (gymnasium.Wrapper, gymnasium.wrappers.OrderEnforcing, gymnasium.wrappers.PassiveEnvChecker)
+
+
+def _takes_env_ids(function: Any) -> bool:
+    parameters = _parameters(function)
+    return "env_ids" in parameters or any(part.kind is part.VAR_KEYWORD for part in parameters.values())
 
 
 def _by_option(env: Any, option: str, value: Callable[[torch.Tensor], Any]) -> PartialReset:

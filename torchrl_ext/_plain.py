@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -11,50 +13,109 @@ from torchrl.envs import EnvBase
 from rl_ext_core.errors import InvalidTypeError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 __all__ = ["PlainSteps", "built"]
 
 _new = TensorDict._new_unsafe
 
-# What the short way takes for granted, and what no way of this package calls.
-_LONG = {"_step", "_reset", "_step_mdp", "_step_proc_data", "_reset_proc_data", "_step_and_maybe_reset"}
-_LONG |= {"step", "reset", "maybe_reset", "any_done", "step_mdp"}
 _FLAGS = ("done", "terminated", "truncated")
-_NEVER_CALLED = {"read_action", "read_done", "read_obs", "read_reward", "_output_transform", "_reset_output_transform"}
+
+# What the short way takes for granted, and what no way of this package calls. Looked up at every step, as they may be
+# replaced in a subclass, in a mixin, in TorchRL's own class and on the instance.
+_LONG = ["_step", "_reset", "_step_mdp", "_step_proc_data", "_reset_proc_data", "_step_and_maybe_reset"]
+_LONG += ["step", "reset", "maybe_reset", "any_done", "step_mdp", "step_and_maybe_reset"]
+_READ = ("read_action", "read_done", "read_obs", "read_reward")
+_PARTS = {*_LONG, *_READ}
+_of_class = attrgetter(*_LONG, *_READ)
+_reading = attrgetter(*_READ)
+_of_base = attrgetter("step", "step_and_maybe_reset", "rand_action", "_step_proc_data")
+_BASE = _of_base(EnvBase)
+# These TorchRL itself replaces, in its own class and on every instance.
+_TRANSFORMS = ("_output_transform", "_reset_output_transform")
+
+
+def _refuse_unheard(cls: type[PlainSteps], own: Iterable[str]) -> None:
+    for name, found, known in zip(_READ, _reading(cls), cls._readers, strict=True):
+        if found is not known or name in own:
+            raise _unheard(cls, name)
+
+
+def _unheard(cls: type, name: str) -> InvalidTypeError:
+    return InvalidTypeError(
+        f"{cls.__name__} overrides {name}, which is not called here. Override _step and _reset, or subclass "
+        "torchrl.envs.GymWrapper"
+    )
+
+
+class _RandAction:
+    """A method that TorchRL takes for its own when it looks for it in the class.
+
+    ``TransformedEnv`` refuses environments whose class overrides ``rand_action`` where a transform changes the action.
+    """
+
+    def __get__(self, env: Any, owner: type) -> Any:
+        return EnvBase.rand_action if env is None else partial(_rand_action, env)
+
+
+def _rand_action(env: Any, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+    """Draw an action, as :meth:`torchrl.envs.EnvBase.rand_action` does, from the same random numbers."""
+    key = env.__dict__.get("_action_key")
+    if (
+        tensordict is None
+        or type(key) is not str
+        or type(tensordict) is not TensorDict
+        or tensordict.is_locked
+        or EnvBase.rand_action is not _BASE[2]
+    ):
+        return EnvBase.rand_action(env, tensordict)
+    # Past Composite.rand, which looks for a package on the disk every time.
+    tensordict._tensordict[key] = env.input_spec["full_action_spec"][key].rand()
+    return tensordict
 
 
 class PlainSteps(EnvBase):
     """Overrides ``step`` and ``step_and_maybe_reset`` where nothing asks for more than the engine gives.
 
-    Whatever is not plain (a lock, a ``next`` that is there already, partial steps, infos, hooks, a compiled step, a
-    subclass that overrides a part) goes the way of :class:`torchrl.envs.EnvBase`.
+    Whatever is not plain (a lock, a ``next`` that is there already, partial steps, infos, hooks, a compiled step, an
+    override of a part) goes the way of :class:`torchrl.envs.EnvBase`.
     """
 
-    _has_short_way = True
+    # The parts as they are in the class that has this for a base, and those of them that read.
+    _parts: ClassVar[tuple[Any, ...]] = ()
+    _readers: ClassVar[tuple[Any, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if cls.__module__.startswith("torchrl_ext."):
-            return
-        for name in sorted(_NEVER_CALLED & vars(cls).keys()):
-            raise InvalidTypeError(
-                f"{cls.__name__} overrides {name}, which is not called here. Override _step and _reset, or subclass "
-                "torchrl.envs.GymWrapper"
-            )
-        if _LONG & vars(cls).keys():
-            cls._has_short_way = False
+        if not PlainSteps._parts:
+            PlainSteps._parts, PlainSteps._readers = _of_class(cls), _reading(cls)
+        _refuse_unheard(cls, ())
+        for name in _TRANSFORMS:
+            if not next(base for base in cls.__mro__ if name in vars(base)).__module__.startswith("torchrl."):
+                raise _unheard(cls, name)
+
+    def _refuse_overrides(self) -> None:
+        """Refuse what is not called, wherever it was overridden since the class was made.
+
+        :raises InvalidTypeError: something was
+        """
+        if not self.__dict__.keys().isdisjoint(_READ) or _reading(type(self)) != self._readers:
+            _refuse_unheard(type(self), self.__dict__)
 
     def _entries(self, tensordict: TensorDictBase) -> dict[str, Any] | None:
         """Give the entries of a TensorDict that the short way can take; None for any other."""
-        if type(tensordict) is not TensorDict or tensordict.is_locked or tensordict.batch_size != self.batch_size:
+        own = self.__dict__
+        engine = own["_engine"]
+        if engine is None or engine.env is not own["_env"] or type(tensordict) is not TensorDict:
             return None
         entries: dict[str, Any] = tensordict._tensordict
-        if "next" in entries or "_step" in entries or "_reset" in entries or self.__dict__["_engine"] is None:
+        if "next" in entries or "_step" in entries or "_reset" in entries or tensordict.is_locked:
             return None
-        if tensordict.device != self.device or self.info_dict_reader or self.run_type_checks:
+        if tensordict.batch_size != engine.batch_size or tensordict.device != engine.device:
             return None
-        if not self._has_short_way or tensordict._td_dim_names is not None:
+        if self.info_dict_reader or self.run_type_checks or tensordict._td_dim_names is not None:
+            return None
+        if not own.keys().isdisjoint(_PARTS) or _of_class(type(self)) != self._parts or _of_base(EnvBase) != _BASE:
             return None
         return entries
 
@@ -71,8 +132,9 @@ class PlainSteps(EnvBase):
         entries = self._entries(tensordict)
         if entries is None:
             return super().step(tensordict)
-        data, _, _ = self.__dict__["_engine"].step(self._action_in(entries, tensordict))
-        entries["next"] = built(data, self.batch_size, self.device)
+        engine = self.__dict__["_engine"]
+        data, _, _ = engine.step(self._action_in(entries, tensordict))
+        entries["next"] = built(data, engine.batch_size, engine.device)
         return tensordict
 
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
@@ -82,14 +144,18 @@ class PlainSteps(EnvBase):
         :return: the same TensorDict, and the one that the next step starts from
         """
         entries = self._entries(tensordict)
-        if entries is None or self._post_step_mdp_hooks is not None or self._is_compiled:
+        if (
+            entries is None
+            or "_is_compiled" in self.__dict__
+            or getattr(self, "_post_step_mdp_hooks", None) is not None
+        ):
             return super().step_and_maybe_reset(tensordict)
         root = _carried(entries)
         if root is None:
             return super().step_and_maybe_reset(tensordict)
         engine = self.__dict__["_engine"]
         data, done, _ = engine.step(self._action_in(entries, tensordict))
-        batch_size, device = self.batch_size, self.device
+        batch_size, device = engine.batch_size, engine.device
         entries["next"] = built(data, batch_size, device)
         _place(root, data, engine.containers)
         del root["reward"]
@@ -101,18 +167,7 @@ class PlainSteps(EnvBase):
             root["done"], root["terminated"], root["truncated"] = engine.not_done()
         return tensordict, built(root, batch_size, device)
 
-    def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
-        """Draw an action, as :meth:`torchrl.envs.EnvBase.rand_action` does, from the same random numbers.
-
-        :param tensordict: gets the action; default: a new one
-        :return: the TensorDict
-        """
-        key = self.__dict__.get("_action_key")
-        if tensordict is None or type(tensordict) is not TensorDict or tensordict.is_locked or type(key) is not str:
-            return super().rand_action(tensordict)
-        # Past Composite.rand, which looks for a package on the disk every time.
-        tensordict._tensordict[key] = self.input_spec["full_action_spec"][key].rand()
-        return tensordict
+    rand_action = _RandAction()
 
     @classmethod
     def _complete_done(cls, done_spec: Any, data: TensorDictBase) -> TensorDictBase:
@@ -123,9 +178,27 @@ class PlainSteps(EnvBase):
             return data
         return super()._complete_done(done_spec, data)
 
-    @property
-    def _is_compiled(self) -> bool:
-        return self.__dict__.get("_compiled_step_and_maybe_reset") is not None
+    def _step_proc_data(self, next_tensordict_out: TensorDictBase) -> TensorDictBase:
+        # Shapes and flags are complete.
+        if self.run_type_checks or _of_base(EnvBase) != _BASE:
+            return super()._step_proc_data(next_tensordict_out)
+        return next_tensordict_out
+
+    def compile(self, **kwargs: Any) -> Any:
+        """Compile ``step_and_maybe_reset``, as :meth:`torchrl.envs.EnvBase.compile` does.
+
+        :return: the environment
+        """
+        self.__dict__["_is_compiled"] = True
+        return super().compile(**kwargs)
+
+    def eager(self) -> Any:
+        """Undo it, as :meth:`torchrl.envs.EnvBase.eager` does.
+
+        :return: the environment
+        """
+        self.__dict__.pop("_is_compiled", None)
+        return super().eager()
 
 
 def built(entries: dict[str, Any], batch_size: torch.Size, device: torch.device | None) -> TensorDict:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torchrl.envs.common import EnvMetaData
 
 from rl_ext_core import processes
@@ -46,6 +47,7 @@ class Plan:
         verify: bool,
         start_method: str | None,
         timeout: float | None,
+        num_threads: int | None,
         kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
     ) -> None:
         sources = list(source) if isinstance(source, (list, tuple)) else [source] * num_workers
@@ -60,7 +62,11 @@ class Plan:
         self._envs = [alike[id(item)] for item in sources]
         self.functions: Any = self._envs[0] if len(alike) == 1 else self._envs
         self.kwargs = _per_worker(kwargs, num_workers)
-        self._examined = functools.partial(examined, read=metadata_of, start_method=start_method, timeout=timeout)
+        # As upstream's workers: environments may ask how many threads there are when they are built.
+        begin = None if num_threads is None else functools.partial(torch.set_num_threads, num_threads)
+        self._examined = functools.partial(
+            examined, read=metadata_of, start_method=start_method, begin=begin, timeout=timeout
+        )
         self._examinations: list[Examination] = []
 
     def context(self, method: str | None, on_start: Callable[[Any], None]) -> WorkerContext:

@@ -6,6 +6,7 @@ which converts what can be converted without loss and says what is wrong with th
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from torchrl.data import Composite, NonTensor, OneHot, TensorSpec
 from torchrl.data.utils import torch_to_numpy_dtype_dict
 
 from rl_ext_core.errors import EnvironmentOutputError
-from torchrl_ext._conversion import coerced, index_shape, one_hot
+from torchrl_ext._conversion import coerced, counted_from_zero, index_shape, one_hot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -44,7 +45,7 @@ def owned(info: Any) -> Any:
 
 
 def compile_observation(
-    spec: Composite, sample: Any, *, key: str | None, device: torch.device | None, copy: bool
+    spec: Composite, sample: Any, *, key: str | None, device: torch.device | None, copy: bool, starts: Any = None
 ) -> Read:
     """Compile the way from an observation to a dict of tensors, nested as the spec is.
 
@@ -53,7 +54,12 @@ def compile_observation(
     :param key: of the one entry, where observations are no dicts; None where they are
     :param device: of the tensors
     :param copy: whether tensors may never share the environment's memory
+    :param starts: what integers count from, where that is not zero: a dict, nested as the environment's observations
     """
+    if starts is not None:
+        plain = compile_observation(spec, sample, key=key, device=device, copy=copy)
+        starts = starts if key is None else starts[key]
+        return lambda observation: plain(counted_from_zero(observation, starts))
     if sample is None:
         return _later(spec, key, device, copy)
     if key is not None:
@@ -130,7 +136,7 @@ def _at(path: tuple[str, ...]) -> str:
 
 def _leaf(spec: TensorSpec, sample: Any, name: str, device: torch.device | None, copy: bool) -> Read:
     if isinstance(spec, NonTensor):
-        return NonTensorData
+        return partial(NonTensorData, device=device)
     if isinstance(spec, OneHot):
         indices = index_shape(spec)
         return lambda value: one_hot(value, spec, indices, name=name, device=device)

@@ -12,14 +12,9 @@ from torchrl.data import Composite, OneHot
 from rl_ext_core.errors import EnvironmentOutputError
 from torchrl_ext._conversion import coerced, one_hot
 
-__all__ = ["assigned", "equal", "invalid", "is_batch", "shallow", "take", "where", "written"]
+__all__ = ["assigned", "equal", "invalid", "is_batch", "take", "where", "written"]
 
 Entries = dict[str, Any]
-
-
-def shallow(entries: Entries) -> Entries:
-    """Copy a dict of tensors with the TensorDicts in it, but no tensor."""
-    return {key: value.copy() if isinstance(value, TensorDictBase) else value for key, value in entries.items()}
 
 
 def is_batch(final: Any, count: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium
 import numpy as np
@@ -16,7 +16,23 @@ from torchrl.envs.libs import gym as upstream
 
 from rl_ext_core.errors import InvalidArgumentError
 
-__all__ = ["HalfBounded", "SingleSpaces", "batched_specs", "device_of", "finite", "to_gymnasium"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = [
+    "HalfBounded",
+    "SingleSpaces",
+    "batched_specs",
+    "count_of",
+    "device_of",
+    "finite",
+    "has_space",
+    "starts",
+    "to_gymnasium",
+]
+
+
+_conversions = getattr(upstream, "_conversion_registry", None)
 
 
 class _KeepsItsClass(type(BoundedContinuous)):  # type: ignore[misc]
@@ -52,15 +68,34 @@ class HalfBounded(BoundedContinuous, metaclass=_KeepsItsClass):
         span = torch.where(both, high - low, torch.zeros_like(low))
         return torch.where(both, torch.where(both, low, torch.zeros_like(low)) + uniform * span, values)
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BoundedContinuous):
+            return False
+        mine, theirs = (spec.device if spec.device is None else torch.device(spec.device) for spec in (self, other))
+        return (mine, self.shape, self.dtype) == (theirs, other.shape, other.dtype) and bool(self.space == other.space)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.stack and all(isinstance(spec, BoundedContinuous) for spec in args[0]):
+            # TorchRL stacks specs of one class alone.
+            args = ([_half_bounded(spec) for spec in args[0]], *args[1:])
+        return super().__torch_function__(func, types, args, kwargs)
+
     def to(self, dest: Any) -> HalfBounded:
         """Move to a device, or take another dtype.
 
         :param dest: device or dtype
         """
         moved = super().to(dest)
-        if isinstance(moved, HalfBounded):
-            return moved
-        return HalfBounded(moved.space.low, moved.space.high, moved.shape, device=moved.device, dtype=moved.dtype)
+        return _half_bounded(moved)
+
+
+def _half_bounded(spec: BoundedContinuous) -> HalfBounded:
+    if isinstance(spec, HalfBounded):
+        return spec
+    return HalfBounded(spec.space.low, spec.space.high, spec.shape, device=spec.device, dtype=spec.dtype)
 
 
 def to_gymnasium(space: Any) -> Any:
@@ -80,13 +115,16 @@ def to_gymnasium(space: Any) -> Any:
     raise InvalidArgumentError(
         f"the space {space!r} of type {type(space).__name__} is none that is known here; expected one of gymnasium's, "
         "or one with the attributes low and high, n, nvec, or spaces. "
-        "Write env.observation_space = gymnasium.spaces.Box(...)"
+        "Write env.observation_space = gymnasium.spaces.Box(...), or teach TorchRL how to convert it by "
+        "torchrl.envs.libs.gym.register_gym_spec_conversion"
     )
 
 
 def _is_convertible(space: Any) -> bool:
+    if _conversions is None:
+        return isinstance(space, spaces.Space)
     try:
-        return not isinstance(space, dict) and upstream._conversion_registry[type(space)] is not None
+        return not isinstance(space, dict) and _conversions[type(space)] is not None
     except KeyError:
         return False
 
@@ -135,10 +173,11 @@ def batched_specs(
     :return: those of the observation, the action and the reward
     :raises InvalidArgumentError: a batch of what a space holds is no tensor
     """
-    observation = _batched(single.observation_space, batch, device, categorical)
+    lead = () if single.is_batched else tuple(batch)
+    observation = _batched(single.observation_space, batch, lead, device, categorical)
     if not isinstance(observation, Composite):
         observation = Composite({key: observation}, shape=batch, device=device)
-    action = _batched(single.action_space, batch, device, categorical)
+    action = _batched(single.action_space, batch, lead, device, categorical)
     reward_space = getattr(single, "reward_space", None)
     if reward_space is None:
         return observation, action, Unbounded((*batch, 1), device=device)
@@ -147,11 +186,17 @@ def batched_specs(
     return observation, action, reward if reward.shape[:1] == batch else reward.expand(*batch, *reward.shape)
 
 
-def _batched(space: Any, batch: torch.Size, device: torch.device | None, categorical: bool) -> TensorSpec:
+def _batched(
+    space: Any, batch: torch.Size, lead: tuple[int, ...], device: torch.device | None, categorical: bool
+) -> TensorSpec:
+    """Convert a space.
+
+    :param lead: the axes that it lacks
+    """
     if isinstance(space, spaces.Dict):
         parts = space.spaces
         names = {"state": "observation"} if "state" in parts and "observation" not in parts else {}
-        specs = {names.get(key, key): _batched(part, batch, device, categorical) for key, part in parts.items()}
+        specs = {names.get(key, key): _batched(part, batch, lead, device, categorical) for key, part in parts.items()}
         return Composite(specs, shape=batch, device=device)
     if isinstance(space, (spaces.Tuple, spaces.Text, spaces.Sequence)):
         raise InvalidArgumentError(
@@ -160,9 +205,9 @@ def _batched(space: Any, batch: torch.Size, device: torch.device | None, categor
         )
     convert = partial(upstream._gym_to_torchrl_spec_transform, device=device, categorical_action_encoding=categorical)
     if isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
-        return convert(gymnasium.vector.utils.batch_space(space, *batch))
+        return convert(gymnasium.vector.utils.batch_space(space, *lead) if lead else space)
     single = convert(space)
-    return single.expand(*batch, *single.shape)
+    return single.expand(*lead, *single.shape)
 
 
 def finite(spec: TensorSpec) -> TensorSpec:
@@ -190,26 +235,80 @@ def _clipped(space: Any, bound: float) -> Any:
 
 
 class SingleSpaces:
-    """The spaces of one environment or sub-environment; stands for it where TorchRL makes specs."""
+    """The spaces of one environment or sub-environment; stands for it where TorchRL makes specs.
 
-    def __init__(self, env: Any, clip: float | None) -> None:
+    Where a vectorised environment has spaces of its batch alone, they are those, and ``is_batched`` is set.
+    """
+
+    def __init__(self, env: Any, batch: torch.Size, clip: float | None) -> None:
         self.unwrapped = self
-        self.observation_space = to_gymnasium(_single(env, "observation_space"))
-        action_space = to_gymnasium(_single(env, "action_space"))
+        names = ("observation_space", "action_space")
+        self.observation_space, action_space = (to_gymnasium(_space(env, f"single_{name}", name)) for name in names)
+        spaces_of_all = (self.observation_space, action_space)
+        told = any(_space(env, f"single_{name}") is not None for name in names)
+        self.is_batched = bool(batch) and not told and all(_leads_with(space, batch) for space in spaces_of_all)
         self.action_space = action_space if clip is None else _clipped(action_space, clip)
-        reward_space = getattr(env, "reward_space", None)
-        if reward_space is None:
-            reward_space = getattr(getattr(env, "unwrapped", None), "reward_space", None)
+        if clip is not None and not any(space.dtype.kind == "f" for space in _boxes(action_space)):
+            raise InvalidArgumentError(
+                f"clip_actions={clip} was given, and the action space {action_space} has nothing continuous to clip. "
+                "Leave it out"
+            )
+        reward_space = _space(env, "reward_space")
         if reward_space is not None:
             self.reward_space = to_gymnasium(reward_space)
 
 
-def _single(env: Any, name: str) -> Any:
-    for owner in (env, getattr(env, "unwrapped", env)):
-        space = getattr(owner, f"single_{name}", None)
-        if space is not None:
-            return space
-    return getattr(env, name)
+def _space(env: Any, *names: str) -> Any:
+    """Give the first space of these names that an environment has, itself or under ``unwrapped``."""
+    owners = (env, getattr(env, "unwrapped", env))
+    return next(
+        (space for name in names for owner in owners if (space := getattr(owner, name, None)) is not None), None
+    )
+
+
+def has_space(env: Any, name: str) -> bool:
+    """Tell whether an environment has a space, of one or of all sub-environments."""
+    return _space(env, f"single_{name}", name) is not None
+
+
+def _leads_with(space: Any, batch: torch.Size) -> bool:
+    """Tell whether all parts of a space begin with the axes of a batch."""
+    if isinstance(space, spaces.Dict):
+        return all(_leads_with(part, batch) for part in space.spaces.values())
+    return tuple(getattr(space, "shape", None) or ())[: len(batch)] == tuple(batch)
+
+
+def _boxes(space: Any) -> Iterator[spaces.Box]:
+    if isinstance(space, (spaces.Dict, spaces.Tuple)):
+        for part in space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces:
+            yield from _boxes(part)
+    elif isinstance(space, spaces.Box):
+        yield space
+
+
+def starts(space: Any, *, of_batch: bool) -> Any:
+    """Give what the integers of a space count from: a number, an array, a dict of them; None where that is zero.
+
+    :param of_batch: whether it is made one of a batch: of many MultiDiscrete, gymnasium makes a Box of the true values
+    """
+    if isinstance(space, spaces.Dict):
+        parts = {key: starts(part, of_batch=of_batch) for key, part in space.spaces.items()}
+        return parts if any(part is not None for part in parts.values()) else None
+    if isinstance(space, spaces.Tuple):
+        several = [starts(part, of_batch=of_batch) for part in space.spaces]
+        known = [part for part in several if part is not None and not isinstance(part, dict)]
+        return np.array([np.zeros_like(known[0]) if part is None else part for part in several]) if known else None
+    kinds = (spaces.Discrete,) if of_batch else (spaces.Discrete, spaces.MultiDiscrete)
+    start = getattr(space, "start", None) if isinstance(space, kinds) else None
+    if start is None or not np.any(start):
+        return None
+    return np.array(start) if np.ndim(start) else int(start)
+
+
+def count_of(env: Any) -> int | None:
+    """Give the number of sub-environments of a vectorised environment."""
+    count = getattr(env, "num_envs", None)
+    return getattr(getattr(env, "unwrapped", None), "num_envs", None) if count is None else count
 
 
 def device_of(env: Any) -> torch.device | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,15 +38,28 @@ class WorkerEnvs:
         """
         seed = None if self.seeds is None else self.seeds[worker]
         processes.note(phase="building the environment", **({} if seed is None else {"seed": seed}))
-        environment = self.factories[worker](**overrides)
-        if self.schema is not None:
-            check(self.schema, schema(metadata_of(environment)), worker)
-        if seed is not None:
-            # Melting Pot's environments, among others, take no seed; the process's generators are seeded all the same.
-            with contextlib.suppress(NotImplementedError):
-                environment.set_seed(seed)
+        try:
+            environment = self.factories[worker](**overrides)
+            processes.at_end(functools.partial(_close, weakref.ref(environment)))
+            # In upstream's worker, where metadata come from there, these errors would be lost likewise.
+            found = metadata_of(environment)
+            if self.schema is not None:
+                check(self.schema, schema(found), worker)
+            if seed is not None:
+                # Melting Pot's environments, among others, take no seed; the process's generators are seeded all the
+                # same.
+                with contextlib.suppress(NotImplementedError):
+                    environment.set_seed(seed)
+        except Exception as error:
+            processes.fail(error)
         processes.note(phase="")
         return environment
+
+
+def _close(reference: weakref.ref[EnvBase]) -> None:
+    environment = reference()
+    if environment is not None:
+        environment.close()
 
 
 def chain(seed: int | None, num_workers: int) -> list[int] | None:

@@ -8,26 +8,38 @@ from typing import Any, Literal
 
 import torch
 from tensordict import TensorDictBase
-from torchrl.envs import ParallelEnv
+from torchrl.data import Composite
+from torchrl.envs import EnvBase
 from torchrl.envs.libs import gym as upstream
+from torchrl.envs.libs.gym import GymEnv as UpstreamGymEnv
+from torchrl.envs.libs.gym import GymWrapper as UpstreamGymWrapper
 
 from rl_ext_core.errors import InvalidArgumentError
-from torchrl_ext._autoreset import find_mode
+from torchrl_ext._autoreset import find_mode, has_finite_horizon
 from torchrl_ext._batched import BatchedEngine
 from torchrl_ext._engine import Layout, SingleEngine
 from torchrl_ext._options import DEFAULTS, checked
 from torchrl_ext._partial import pair
 from torchrl_ext._plain import PlainSteps, built
 from torchrl_ext._readers import is_torch, owned
-from torchrl_ext._specs import SingleSpaces, batched_specs, device_of, finite
+from torchrl_ext._specs import (
+    SingleSpaces,
+    batched_specs,
+    count_of,
+    device_of,
+    finite,
+    has_space,
+    starts,
+)
+from torchrl_ext.parallel import ParallelEnv
 
 __all__ = ["GymEnv", "GymWrapper"]
 
 
-class _Meta(upstream._GymAsyncMeta):
+class _Meta(type(UpstreamGymWrapper)):  # type: ignore[misc]
     """Builds the wrapper as upstream does, without the transform that swaps observations of vectorised environments."""
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 (it is the class's)
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if "missing_obs_value" in kwargs:
             raise InvalidArgumentError(
                 "missing_obs_value is TorchRL's name for what is an option of three values here. Write "
@@ -37,10 +49,26 @@ class _Meta(upstream._GymAsyncMeta):
         workers = kwargs.pop("num_workers", 1)
         if workers > 1:
             return ParallelEnv(workers, partial(cls, *args, **kwargs), metadata_from_workers=True)
-        return super(upstream._GymAsyncMeta, cls).__call__(*args, **kwargs)
+        return type(EnvBase).__call__(cls, *args, **kwargs)
+
+    # TorchRL chooses methods for the installed gym when one is first called, and puts them into the class that stands
+    # under the name of its own in its module then: one of these, where somebody has put it there.
+
+    def __delattr__(cls, name: str) -> None:
+        if cls.__module__ == __name__:
+            raise AttributeError(f"{cls.__name__}.{name} stays")
+        super().__delattr__(name)
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        theirs = UpstreamGymWrapper.__module__
+        if cls.__module__ == __name__ and getattr(value, "__module__", None) == theirs:
+            upstream = next(base for base in cls.__mro__ if base.__module__ == theirs)
+            setattr(upstream, name, value)
+        else:
+            super().__setattr__(name, value)
 
 
-class GymWrapper(PlainSteps, upstream.GymWrapper, metaclass=_Meta):
+class GymWrapper(PlainSteps, UpstreamGymWrapper, metaclass=_Meta):
     """TorchRL's ``GymWrapper`` for environments that speak NumPy or torch tensors, single or vectorised.
 
     In place of ``torchrl.envs.GymWrapper``, with its arguments and these:
@@ -49,13 +77,15 @@ class GymWrapper(PlainSteps, upstream.GymWrapper, metaclass=_Meta):
         is vectorised; its observations are (num_envs, ...)
     :param env_type: ``"numpy"``, ``"torch"`` or ``"auto"``: which of them the environment takes and returns, by default
         as its first observation is
-    :param copy: whether what the environment returns is copied. True: data never shares its memory. ``"auto"``: only if
-        it is found to reuse memory. False: trust it
+    :param copy: whether what the environment returns is copied. True: data never shares its memory. ``"auto"``: as
+        True, but for arrays that nobody else holds. False: trust it
     :param missing_final_obs: what stands for the last observation of an episode where a vectorised environment resets
         itself and does not give it: ``"nan"`` (zero for integers), ``"previous"`` (the one before) or ``"error"``
     :param clip_actions: bound on the magnitude of continuous actions, in the spec and in what the environment gets
     :param autoreset_mode: ``"NextStep"``, ``"SameStep"`` or ``"Disabled"``; default: what the environment says, and for
         torch environments that say nothing ``"SameStep"``
+    :param finite_horizon: whether the environment's time-outs are ``terminated`` and not ``truncated``, so that no
+        value is estimated beyond them; default: ``cfg.is_finite_horizon`` of Isaac Lab's environments, for others False
     :raises InvalidArgumentError: an option with another value, a space that cannot be converted
     :raises EnvironmentOutputError: at a step or reset: what the environment returns does not fit its spaces
 
@@ -71,6 +101,7 @@ class GymWrapper(PlainSteps, upstream.GymWrapper, metaclass=_Meta):
         missing_final_obs: Literal["nan", "previous", "error"] = "nan",
         clip_actions: float | None = None,
         autoreset_mode: Any = None,
+        finite_horizon: bool | None = None,
         **kwargs: Any,
     ) -> None:
         self._take_options(
@@ -80,16 +111,26 @@ class GymWrapper(PlainSteps, upstream.GymWrapper, metaclass=_Meta):
             missing_final_obs=missing_final_obs,
             clip_actions=clip_actions,
             autoreset_mode=autoreset_mode,
+            finite_horizon=finite_horizon,
         )
-        if env is not None:
-            kwargs = {"device": device_of(env), **kwargs}
+        if env is not None and "device" not in kwargs:
+            kwargs["device"] = self._own_device(env)
         super().__init__(env, *args, **kwargs)
 
     def _take_options(self, kwargs: dict[str, Any], **options: Any) -> None:
         options = checked(options, kwargs.get("convert_actions_to_numpy"))
         # Past nn.Module, whose attributes take ten times as long.
         self.__dict__["_options"] = options
-        self.__dict__["_engine"] = None
+        self.__dict__["_engine"] = self.__dict__["_resume"] = None
+
+    def _own_device(self, env: Any) -> torch.device | None:
+        """Find out on which device to be where none was asked for: that of an environment that speaks torch.
+
+        Single environments may have a device and speak NumPy; only their first observation would tell.
+        """
+        asked = self.__dict__["_options"]["env_type"]
+        speaks = asked == "torch" or (asked == "auto" and count_of(env) is not None)
+        return device_of(env) if speaks else None
 
     # -- what upstream asks of the environment's library
 
@@ -101,9 +142,29 @@ class GymWrapper(PlainSteps, upstream.GymWrapper, metaclass=_Meta):
         :return: ``"gym"`` or ``"gymnasium"``
         """
         try:
-            return str(upstream.GymWrapper.get_library_name(env))
-        except ImportError:
+            return str(UpstreamGymWrapper.get_library_name(env))
+        except (ImportError, AttributeError):
             return "gymnasium"
+
+    def _check_kwargs(self, kwargs: dict[str, Any]) -> None:
+        """Take environments that have their spaces under ``unwrapped`` alone."""
+        env = kwargs.get("env")
+        if env is None or not all(has_space(env, name) for name in ("observation_space", "action_space")):
+            super()._check_kwargs(kwargs)
+
+    def _build_env(self, *args: Any, **kwargs: Any) -> Any:
+        env = kwargs.get("env")
+        if env is None or hasattr(env, "observation_space"):
+            return super()._build_env(*args, **kwargs)
+        # TorchRL looks at that space to find out whether the environment returns pixels.
+        if kwargs.get("from_pixels"):
+            raise InvalidArgumentError(
+                f"from_pixels=True was given, and {type(env).__name__} has no observation_space of its own. Write "
+                "observation_space = property(lambda self: self.env.observation_space) in its class"
+            )
+        self.batch_size = self._get_batch_size(env)
+        self.from_pixels = self.pixels_only = False
+        return env
 
     def _validate_env(self, env: Any) -> None:
         """Take every autoreset mode."""
@@ -113,14 +174,13 @@ class GymWrapper(PlainSteps, upstream.GymWrapper, metaclass=_Meta):
         return bool(self.batch_size)
 
     def _get_batch_size(self, env: Any) -> torch.Size:
-        count = getattr(env, "num_envs", None)
-        count = getattr(env.unwrapped, "num_envs", None) if count is None and hasattr(env, "unwrapped") else count
+        count = count_of(env)
         return self.batch_size if count is None else torch.Size([count, *self.batch_size])
 
     def _make_specs(self, env: Any, batch_size: torch.Size | None = None) -> None:
         """Make the specs from the spaces of one sub-environment."""
         own = self.__dict__
-        single = SingleSpaces(env, own["_options"]["clip_actions"])
+        single = SingleSpaces(env, self.batch_size, own["_options"]["clip_actions"])
         try:
             if self.batch_size:
                 key = "pixels" if self.from_pixels else "observation"
@@ -142,12 +202,25 @@ class GymWrapper(PlainSteps, upstream.GymWrapper, metaclass=_Meta):
                 f"{', '.join(shared)} names an observation and an action, and a TensorDict holds one entry of a name. "
                 "Rename one of them in the spaces"
             )
-        own["_engine"] = None
+        own["_engine"] = own["_resume"] = None
         # Without the infos that are registered later.
         own["_observed"] = self.observation_spec.clone()
+        of_batch = bool(self.batch_size) and not single.is_batched
+        known = (single.observation_space, single.action_space)
+        own["_starts"] = tuple(starts(space, of_batch=of_batch) for space in known)
         is_dict = isinstance(single.observation_space, upstream.gym_backend("spaces").Dict)
         own["_single_key"] = None if is_dict else next(iter(self.observation_spec.keys()))
         own["_takes_dict"] = isinstance(single.action_space, upstream.gym_backend("spaces").Dict)
+
+    def set_spec_lock_(self, mode: bool = True) -> Any:
+        """Lock or unlock the specs, as :meth:`torchrl.envs.EnvBase.set_spec_lock_` does.
+
+        Whoever sets a spec does so between the two.
+
+        :return: the environment
+        """
+        self._drop_engine()
+        return super().set_spec_lock_(mode)
 
     # -- steps and resets
 
@@ -157,11 +230,15 @@ class GymWrapper(PlainSteps, upstream.GymWrapper, metaclass=_Meta):
         options, keys = own["_options"], self.action_keys
         one_action = len(keys) == 1 and not own["_takes_dict"]
         env_type = self._env_type(options["env_type"], sample)
+        observation, key = self._read_specs()
+        observed_starts, action_starts = own["_starts"]
         layout = Layout(
             env=self._env,
-            observation=own["_observed"],
-            key=own["_single_key"],
+            observation=observation,
+            key=key,
+            observation_starts=observed_starts if key is None or observed_starts is None else {key: observed_starts},
             action=self.full_action_spec[keys[0]] if one_action else self.full_action_spec,
+            action_starts=action_starts,
             reward=self.reward_spec,
             batch_size=self.batch_size,
             device=self.device,
@@ -170,6 +247,7 @@ class GymWrapper(PlainSteps, upstream.GymWrapper, metaclass=_Meta):
             copy=options["copy"],
             clip_actions=options["clip_actions"],
             frame_skip=self.wrapper_frame_skip,
+            finite_horizon=has_finite_horizon(self._env, options["finite_horizon"]),
         )
         engine: SingleEngine | BatchedEngine
         if self.batch_size:
@@ -179,6 +257,29 @@ class GymWrapper(PlainSteps, upstream.GymWrapper, metaclass=_Meta):
             engine = SingleEngine(layout, sample)
         own["_action_key"] = keys[0] if one_action else None
         return engine
+
+    def _read_specs(self) -> tuple[Composite, str | None]:
+        """Give the specs of what the environment returns, as they are now, and the key where that is no dict.
+
+        :raises InvalidArgumentError: specs that were set have no place for it
+        """
+        own, spec = self.__dict__, self.observation_spec
+        observed, key = own["_observed"], own["_single_key"]
+        if [*self.reward_keys] != ["reward"] or {*self.done_keys} != {"done", "terminated", "truncated"}:
+            raise InvalidArgumentError(
+                f"the specs have the rewards {[*self.reward_keys]} and the flags {[*self.done_keys]}; expected "
+                "'reward', 'done', 'terminated' and 'truncated'. Write torchrl.envs.RenameTransform for other names"
+            )
+        if key is not None and key not in spec:
+            # As upstream: what is no dict goes to the first entry.
+            key = next((name for name, part in spec.items() if not isinstance(part, Composite)), None)
+            if key is None:
+                raise InvalidArgumentError(
+                    "observation_spec has no entry for the environment's observation. Write env.observation_spec = "
+                    "Composite(observation=...)"
+                )
+            observed = Composite({key: spec[key]})
+        return _overlaid(observed, spec), key
 
     def _env_type(self, asked: str, sample: Any) -> str:
         """Find out whether the environment takes torch tensors: as asked for, as its first observation is."""
@@ -196,12 +297,34 @@ class GymWrapper(PlainSteps, upstream.GymWrapper, metaclass=_Meta):
             )
         return asked
 
+    def _drop_engine(self) -> None:
+        """Have the engine compiled anew, by what follows, and keep what it remembers of the last step."""
+        own = self.__dict__
+        if own.get("_engine") is not None:
+            own["_resume"], own["_engine"] = own["_engine"].memory, None
+
+    def _current(self) -> Any:
+        """Give the engine, None where there is none or what it was compiled from has been replaced.
+
+        :raises InvalidTypeError: a method was overridden that is not called
+        """
+        own = self.__dict__
+        self._refuse_overrides()
+        engine = own["_engine"]
+        if engine is not None and engine.env is not own["_env"]:
+            own["_engine"] = own["_resume"] = None  # what another environment did in the last step
+        elif engine is not None and (engine.frame_skip != self.wrapper_frame_skip or not self.is_spec_locked):
+            self._drop_engine()
+        return own["_engine"]
+
     def _ready(self) -> Any:
         """Give the engine; where no observation was seen (a copy, a move), it is compiled without one."""
-        own = self.__dict__
-        if own["_engine"] is None:
-            own["_engine"] = self._compile(None)
-        return own["_engine"]
+        own, engine = self.__dict__, self._current()
+        if engine is None:
+            engine = self._compile(None)
+            engine.take_up(own["_resume"])
+            own["_engine"], own["_resume"] = engine, None
+        return engine
 
     def _action_of(self, tensordict: TensorDictBase) -> Any:
         key = self.__dict__["_action_key"]
@@ -213,10 +336,6 @@ class GymWrapper(PlainSteps, upstream.GymWrapper, metaclass=_Meta):
         out = built(data, self.batch_size, self.device)
         return self._with_info(out, engine.closing(info)) if self.info_dict_reader else out
 
-    def _step_proc_data(self, next_tensordict_out: TensorDictBase) -> TensorDictBase:
-        # Shapes and flags are complete.
-        return super()._step_proc_data(next_tensordict_out) if self.run_type_checks else next_tensordict_out
-
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         mask = None if tensordict is None else tensordict.get("_reset", None)
         partial_mask = mask is not None and not mask.all()
@@ -225,11 +344,12 @@ class GymWrapper(PlainSteps, upstream.GymWrapper, metaclass=_Meta):
                 raise RuntimeError("Partial resets are not handled at this level.")
             if not mask.any():  # type: ignore[union-attr]
                 return tensordict.exclude("_reset")
-        if self.__dict__["_engine"] is None and not partial_mask:
+        own = self.__dict__
+        if self._current() is None and (mask is None or (not partial_mask and (kwargs or own["_resume"] is None))):
             result = pair(self._env.reset(**kwargs))
             engine = self._compile(result[0])
             data, info = engine.begin(result)
-            self.__dict__["_engine"] = engine
+            own["_engine"], own["_resume"] = engine, None
         else:
             engine = self._ready()
             data, info = engine.reset(None if mask is None else mask.reshape(-1), **kwargs)
@@ -275,18 +395,36 @@ class GymWrapper(PlainSteps, upstream.GymWrapper, metaclass=_Meta):
         before = self.device
         moved = super().to(*args, **kwargs)
         if moved.device != before:
-            moved.__dict__["_engine"] = None
+            moved._drop_engine()
             moved.__dict__["_observed"] = moved.__dict__["_observed"].to(moved.device)
         return moved
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(super().__getstate__() if hasattr(super(), "__getstate__") else self.__dict__)
-        # Closures; compiled again at the first reset.
-        state["_engine"] = None
+        # Closures; compiled again by what follows.
+        engine = state.get("_engine")
+        if engine is not None:
+            state["_engine"], state["_resume"] = None, engine.memory
         return state
 
+    def fast_encoding(self, mode: bool = True) -> None:
+        """Change nothing: what it saves is not spent here.
 
-class GymEnv(GymWrapper, upstream.GymEnv):
+        :param mode: for :meth:`torchrl.envs.GymLikeEnv.fast_encoding`
+        """
+
+
+def _overlaid(observed: Composite, spec: Composite) -> Composite:
+    """Give the entries that an environment returns with the specs that they have now."""
+    parts = {
+        key: _overlaid(part, spec[key]) if isinstance(part, Composite) else spec[key]
+        for key, part in observed.items()
+        if key in spec
+    }
+    return Composite(parts, shape=spec.shape, device=spec.device)
+
+
+class GymEnv(GymWrapper, UpstreamGymEnv):
     """TorchRL's ``GymEnv``, made by its id, with the options of :class:`GymWrapper`.
 
     :param env_name: an id of gymnasium's registry
@@ -297,4 +435,4 @@ class GymEnv(GymWrapper, upstream.GymEnv):
     def __init__(self, env_name: str, **kwargs: Any) -> None:
         options = {name: kwargs.pop(name, default) for name, default in DEFAULTS.items()}
         self._take_options(kwargs, **options)
-        upstream.GymEnv.__init__(self, env_name, **kwargs)
+        UpstreamGymEnv.__init__(self, env_name, **kwargs)

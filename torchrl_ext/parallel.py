@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -49,6 +50,8 @@ class ParallelEnv(SupervisedEnv, metaclass=_Meta):
     :param verify: compare a copy of an instance with it, in a process that is thrown away, before the workers start
     :param start_timeout: seconds until workers must have built their environments; None: ever
     :param step_timeout: seconds until they must have answered any later call; None: ever
+    :param shutdown_timeout: seconds that workers may take to close their environments; those that take longer are
+        ended, and a warning says so. None: ever. Upstream's default is 10
     :param mp_start_method: ``"forkserver"`` (the default where there is one: modules that all workers need are imported
         once), ``"spawn"`` or ``"fork"``
     :raises NotCopyableError: a copy would not be the instance's equal; the text names the attribute, and the line to
@@ -70,6 +73,7 @@ class ParallelEnv(SupervisedEnv, metaclass=_Meta):
         verify: bool = True,
         start_timeout: float | None = None,
         step_timeout: float | None = None,
+        shutdown_timeout: float | None = None,
         mp_start_method: str | None = None,
         create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
@@ -84,11 +88,17 @@ class ParallelEnv(SupervisedEnv, metaclass=_Meta):
             verify=verify,
             start_method=mp_start_method,
             timeout=start_timeout,
+            num_threads=kwargs.get("num_sub_threads", 1),
             kwargs=create_env_kwargs,
         )
         self._prepare(plan, start_timeout, step_timeout)
         super().__init__(
-            num_workers, plan.functions, create_env_kwargs=plan.kwargs, mp_start_method=mp_start_method, **kwargs
+            num_workers,
+            plan.functions,
+            create_env_kwargs=plan.kwargs,
+            mp_start_method=mp_start_method,
+            shutdown_timeout=math.inf if shutdown_timeout is None else shutdown_timeout,
+            **kwargs,
         )
 
     def _get_metadata(self, create_env_fn: Any, create_env_kwargs: Any) -> None:
@@ -132,7 +142,7 @@ class _Single(SerialEnv):
 
 def _serial(create_env_fn: Any, kwargs: dict[str, Any]) -> SerialEnv:
     ours: dict[str, Any] = {name: kwargs.pop(name, None) for name in ("seed", "overrides", "devices")}
-    for name in ("step_timeout", "metadata_from_workers"):
+    for name in ("step_timeout", "metadata_from_workers", "shutdown_timeout"):
         kwargs.pop(name, None)
     plan = Plan(
         create_env_fn,
@@ -141,6 +151,7 @@ def _serial(create_env_fn: Any, kwargs: dict[str, Any]) -> SerialEnv:
         verify=kwargs.pop("verify", True),
         start_method=kwargs.pop("mp_start_method", None),
         timeout=kwargs.pop("start_timeout", None),
+        num_threads=None,
         kwargs=kwargs.pop("create_env_kwargs", None),
     )
     return _Single(plan, **kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -165,8 +166,7 @@ def test_a_compiled_step() -> None:
 
 def test_fast_encoding_changes_nothing() -> None:
     env, plain = GymWrapper(DictWalk()), GymWrapper(DictWalk())
-    with pytest.warns(UserWarning, match="memoized encoding is an experimental feature"):
-        env.fast_encoding()
+    env.fast_encoding()
     assert_same_rollouts(env, plain, 30)
 
 
@@ -176,3 +176,34 @@ def test_closing() -> None:
     env.close()
     assert env.is_closed
     assert repr(env) == f"GymWrapper(env={env._env}, batch_size=torch.Size([2]))"
+
+
+MOVES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda env: pickle.loads(pickle.dumps(env)),
+    "to": lambda env: env.to("cpu"),
+}
+
+
+@pytest.mark.parametrize("way", MOVES)
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_moves_between_a_step_and_its_reset(mode: str, way: str, at: int) -> None:
+    """Who has reset itself within the step is not reset again."""
+
+    def played(move: Callable[[Any], Any]) -> list[Any]:
+        env = GymWrapper(vector([partial(Walk, n, n) for n in (2, 3, 4)], 3, mode), missing_final_obs="previous")
+        env.set_seed(0)
+        torch.manual_seed(0)
+        data, seen = env.reset(), []
+        for turn in range(9):
+            data = env.step(env.rand_action(data))
+            if turn == at:
+                env = move(env)
+            seen.append(data["next", "observation"].clone())
+            data = env.maybe_reset(env.step_mdp(data))
+            seen.append(data["observation"].clone())
+        return seen
+
+    for one, other in zip(played(MOVES[way]), played(lambda env: env), strict=True):
+        assert torch.equal(one, other)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -14,6 +15,8 @@ from torchrl.envs import Compose, RewardSum, SerialEnv, StepCounter, Transformed
 import torchrl_ext
 from rl_ext_core.factory import capture_constructors
 from rl_ext_core.factory._lines import of_instance
+from tests.core.factory.main_script import DEFINED, USED, in_pools
+from tests.ways import WAYS, run_as
 
 CASES = [
     (lambda: torchrl.envs.GymEnv("CartPole-v1"), "lambda: GymEnv('CartPole-v1')"),
@@ -66,3 +69,16 @@ def test_the_arguments_of_the_constructor_are_known_where_they_are_remembered(mo
     env = SerialEnv(2, torchrl.envs.GymEnv, create_env_kwargs={"env_name": "CartPole-v1"})
     assert of_instance(env) == "lambda: SerialEnv(2, GymEnv, create_env_kwargs={'env_name': 'CartPole-v1'})"
     env.close(raise_if_closed=False)
+
+
+PARALLEL = in_pools(
+    "from torchrl_ext import ParallelEnv",
+    "[lambda factories: ParallelEnv(len(factories), factories)]",
+    'envs.reset()["observation"].tolist()',
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_the_main_modules_own_travels_and_stays_as_it_is(way: str, tmp_path: Path) -> None:
+    assert "as expected" in run_as(way, DEFINED + USED + PARALLEL, tmp_path)

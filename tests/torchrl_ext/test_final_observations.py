@@ -153,6 +153,19 @@ def test_the_observation_before_can_stand_for_it(nested: bool, torch_tensors: bo
     assert torch.equal(rollout["next"][place][~done], expected)
 
 
+def test_the_observation_before_is_not_what_the_user_has_made_of_it() -> None:
+    found = []
+    for edits in (False, True):
+        env = wrapped(SameStep([2, 3, 5], None), missing_final_obs="previous")
+        data = env.reset()
+        for _ in range(6):
+            before, data = env.step_and_maybe_reset(env.rand_action(data))
+            found.append(before["next", "observation"].clone())
+            if edits:
+                data["observation"].div_(100)
+    assert all(map(torch.equal, found[:6], found[6:]))
+
+
 def test_the_observation_before_stays_whatever_is_done_to_the_data() -> None:
     env = wrapped(SameStep([2, 3, 5], None, nested=True), missing_final_obs="previous")
     data = env.reset()

@@ -4,7 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from torchrl.data import ImmutableDatasetWriter, SliceSampler, TensorDictMaxValueWriter, TensorDictReplayBuffer
+from torchrl.data import (
+    ImmutableDatasetWriter,
+    PrioritizedSampler,
+    SliceSampler,
+    TensorDictMaxValueWriter,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
 
 from rl_ext_core.errors import InvalidArgumentError, OutOfMemoryError
 from tests.torchrl_ext.frame_data import Videos, assert_same
@@ -66,12 +73,27 @@ def test_a_limit_that_nothing_fits_into_is_refused() -> None:
         ({"max_bytes": 0}, None, "max_bytes=0 must be at least 1"),
         ({"max_bytes": 9, "ndim": 2}, None, "is for storages of one dimension"),
         ({"max_bytes": 9}, TensorDictMaxValueWriter, "overwrite the oldest, got TensorDictMaxValueWriter"),
-        ({"max_bytes": 9}, ImmutableDatasetWriter, None),
+        ({"max_bytes": 9}, ImmutableDatasetWriter, "overwrite the oldest, got ImmutableDatasetWriter"),
     ],
 )
-def test_what_a_limit_does_not_go_with_is_refused(storage: Any, writer: Any, text: str | None) -> None:
-    error = InvalidArgumentError if text else RuntimeError
-    with pytest.raises(error, match=text):
-        TensorDictReplayBuffer(storage=FrameStorage(100, **storage), writer=writer).extend(
-            Videos(1).collect(5).reshape(-1)
-        )
+def test_what_a_limit_does_not_go_with_is_refused(storage: Any, writer: Any, text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=text):
+        TensorDictReplayBuffer(storage=FrameStorage(100, **storage), writer=writer)
+
+
+def test_priorities_do_not_go_with_a_limit_that_moves_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tree:
+        """In place of TorchRL's compiled trees."""
+
+        def __init__(self, *_: Any) -> None: ...
+
+    for name in ("SumSegmentTreeFp32", "MinSegmentTreeFp32", "SumSegmentTreeFp64", "MinSegmentTreeFp64"):
+        monkeypatch.setattr(f"torchrl.data.replay_buffers.samplers.prioritized.{name}", Tree)
+    with pytest.raises(InvalidArgumentError, match=r"would find the priorities of others; leave max_bytes out"):
+        TensorDictPrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=FrameStorage(100, max_bytes=LIMIT))
+    sampler = PrioritizedSampler(100, alpha=0.6, beta=0.4)
+    buffer = TensorDictReplayBuffer(storage=FrameStorage(100, max_bytes=LIMIT))
+    buffer._sampler = sampler
+    with pytest.raises(InvalidArgumentError, match="PrioritizedSampler would find"):
+        buffer.extend(Videos(1).collect(5).reshape(-1))
+    TensorDictPrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=FrameStorage(100))

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import multiprocessing
 import os
+import resource
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -11,13 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictMaxValueWriter, TensorDictReplayBuffer
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, NotCopyableError, StorageError
 from tests.torchrl_ext.frame_data import Videos, assert_same
 from tests.torchrl_ext.frame_workers import contents
 from torchrl_ext import FrameStorage
-from torchrl_ext._frame_folder import StorageFolder
+from torchrl_ext.frame_storage.folder import StorageFolder
 
 KEYS = ["pixels", ("next", "pixels"), "action", ("next", "reward"), ("inner", "vector")]
 
@@ -141,6 +145,16 @@ def test_elements_that_would_overwrite_what_was_found_are_refused(tmp_path: Path
         buffer.extend(Videos(1).collect(20).reshape(-1))
 
 
+def test_a_storage_that_was_opened_again_and_emptied_begins_anew(tmp_path: Path) -> None:
+    _filled(tmp_path)
+    buffer = _buffer(tmp_path)
+    buffer.empty()
+    data = Videos(1, seed=3).collect(5).reshape(-1)
+    buffer.extend(data.clone())
+    assert len(buffer) == 5
+    assert torch.equal(buffer.storage.get(torch.arange(5))["pixels"], data["pixels"])
+
+
 @pytest.mark.parametrize("options", [{"size": 200}, {"codec": "raw"}, {"ndim": 2}, {"pixels": ["pixels"]}])
 def test_other_arguments_are_refused(options: Any, tmp_path: Path) -> None:
     _filled(tmp_path)
@@ -166,7 +180,7 @@ def test_other_files_are_left_alone(tmp_path: Path) -> None:
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
     _filled(tmp_path, 120)
     manifest = (tmp_path / "storage.json").read_text()
-    for damaged, text in ((manifest[:-5], "is damaged"), (manifest.replace('"format": 2', '"format": 9'), "format 9")):
+    for damaged, text in ((manifest[:-5], "is damaged"), (manifest.replace('"format": 5', '"format": 9'), "format 9")):
         (tmp_path / "storage.json").write_text(damaged)
         with pytest.raises(CorruptFileError, match=text):
             _buffer(tmp_path)
@@ -179,7 +193,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     with frames.open("rb") as file:
         head = file.read(4096)
     os.truncate(frames, 0)
-    with pytest.raises(CorruptFileError, match=r"frames-0 has not the .* bytes that it had"):
+    with pytest.raises(CorruptFileError, match=r"frames-0 is missing or empty"):
         _buffer(tmp_path)
     frames.write_bytes(head)
     os.truncate(frames, size)
@@ -196,12 +210,10 @@ def test_a_full_disk_is_reported_before_anything_is_written(tmp_path: Path, monk
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    region = buffer.storage._columns[0].pool._pool._region
-    region._reserved.clear()
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
         with pytest.raises(StorageError, match="No space left on device"):
-            buffer.storage.set(range(20, 40), videos.collect(20).reshape(-1))
+            buffer.storage.set(range(20, 120), videos.collect(100).reshape(-1))
     assert len(buffer) == 20
     assert_same(buffer[:].clone(), before)
 
@@ -227,3 +239,111 @@ def test_a_closed_storage_is_not_used() -> None:
     for use in (lambda: storage[0], lambda: storage.set(0, Videos(1).collect(1)[0, 0]), storage.close):
         with pytest.raises(InvalidArgumentError, match="is closed"):
             use()
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {file.name: file.stat().st_size for file in folder.iterdir()}
+
+
+def test_files_grow_with_what_they_hold(tmp_path: Path) -> None:
+    videos = Videos(2, smooth=True)
+    before = 0
+    for size, n in ((10**6, 1), (1000, 10), (10**7, 200)):
+        folder = tmp_path / str(size)
+        buffer = _buffer(folder, size)
+        buffer.extend(videos.collect(n).reshape(-1))
+        for name, n_bytes in _sizes(folder).items():
+            assert (folder / name).stat().st_blocks * 512 >= n_bytes, "a hole that a full disk would not fill"
+        raw = 2 * n * 2 * 4 * 28 * 24
+        assert sum(_sizes(folder).values()) < 1_200_000 + raw
+        before = before or sum(_sizes(folder).values())
+        buffer.storage.close()
+        shutil.copytree(folder, tmp_path / "copy")
+        copy = _buffer(tmp_path / "copy", size)
+        assert len(copy) == 2 * n
+        assert sum(_sizes(tmp_path / "copy").values()) <= sum(_sizes(folder).values())
+        copy.storage.close()
+        shutil.rmtree(tmp_path / "copy")
+
+
+def test_no_part_of_a_file_is_written_to_that_the_disk_has_not(tmp_path: Path) -> None:
+    """Writing to a hole of a mapped file on a full disk ends the process."""
+    for codec in ("patch", "patch+lz4", "raw"):
+        folder = tmp_path / codec
+        buffer = _buffer(folder, 400, codec=codec, block_length=16)
+        random = torch.Generator().manual_seed(0)
+        for n in (1, 1, 2, 3, 30, 1, 100, 400):
+            noise = torch.randint(0, 256, (n + 1, 3, 60, 50), dtype=torch.uint8, generator=random)
+            done = torch.zeros(n, 1, dtype=torch.bool)
+            following = TensorDict({"pixels": noise[1:], "done": done}, [n])
+            buffer.extend(TensorDict({"pixels": noise[:-1], "next": following}, [n]))
+            for file in folder.iterdir():
+                assert file.stat().st_blocks * 512 >= file.stat().st_size
+        buffer.storage.close()
+
+
+def _fill(folder: Path, said: Any) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, 3_000_000))
+    buffer = _buffer(folder, 3000, codec="patch")
+    random = torch.Generator().manual_seed(0)
+    try:
+        while True:
+            noise = torch.randint(0, 256, (8, 3, 60, 50), dtype=torch.uint8, generator=random)
+            buffer.extend(TensorDict({"pixels": noise, "number": torch.full((8,), said.value)}, [8]))
+            said.value += 1
+    except StorageError:
+        assert len(buffer) == 8 * said.value
+        assert buffer[:]["number"].tolist() == [i for i in range(said.value) for _ in range(8)]
+        os._exit(7)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_disk_that_becomes_full_is_an_error_and_no_end_of_the_process(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    said = context.Value("q", 0)
+    writer = context.Process(target=_fill, args=(tmp_path / "storage", said))
+    writer.start()
+    writer.join(120)
+    assert writer.exitcode == 7
+    assert said.value > 0
+    buffer = _buffer(tmp_path / "storage", 3000, codec="patch")
+    assert len(buffer) == 8 * said.value
+    buffer[:].clone()
+    buffer.extend(
+        TensorDict({"pixels": torch.zeros(8, 3, 60, 50, dtype=torch.uint8), "number": torch.zeros(8).long()}, [8])
+    )
+
+
+def test_a_storage_that_is_dropped_lets_go_of_its_files(tmp_path: Path) -> None:
+    _filled(tmp_path)
+    for _ in range(3):
+        assert len(FrameStorage(150, storage_dir=tmp_path)) == 20
+
+
+def test_a_disk_without_locks_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    locked = fcntl.flock
+
+    def no_locks(descriptor: int, operation: int) -> None:
+        if operation & fcntl.LOCK_NB:  # files; not the memory that processes share
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        locked(descriptor, operation)
+
+    buffer = _buffer(tmp_path)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(StorageError, match=r"cannot lock .*: No locks available"):
+        buffer.extend(Videos(1).collect(5).reshape(-1))
+
+
+def test_saving_to_its_own_folder_and_loading_from_it_copies_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "storage"
+    buffer = TensorDictReplayBuffer(storage=FrameStorage(150, storage_dir=folder), batch_size=16)
+    data = Videos(1).collect(20).reshape(-1)
+    buffer.extend(data.clone())
+    buffer[:]["next", "reward"][3] = 7
+    before = _sizes(folder)
+    buffer.dumps(tmp_path)  # which puts the storage where it is
+    assert _sizes(folder) == before
+    buffer.loads(tmp_path)
+    assert buffer[3]["next", "reward"] == 7
+    with pytest.raises(InvalidArgumentError, match=r"open it: FrameStorage\(..., storage_dir="):
+        FrameStorage(150).loads(folder)

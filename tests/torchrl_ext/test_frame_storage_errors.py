@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
-from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
+from tensordict import LazyStackedTensorDict, TensorDict, tensorclass
+from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 
 from rl_ext_core.errors import (
     InvalidArgumentError,
@@ -99,7 +99,7 @@ def test_a_pool_with_no_numbers_left_refuses_and_keeps_what_it_has(monkeypatch: 
     storage.set(range(20), _data(20))
     before = storage[:].clone()
     room = storage._columns[0].pool._pool._room
-    monkeypatch.setattr(room, "_sizes", room._sizes._replace(pages=30))
+    monkeypatch.setattr(room, "_sizes", room._sizes._replace(grains=240))
     with pytest.raises(OutOfMemoryError, match="pass a smaller max_size"):
         storage.set(range(15, 45), _data(30))
     assert_same(storage[:], before)
@@ -148,3 +148,163 @@ def test_a_storage_that_came_along_with_a_fork_is_not_used() -> None:
     assert "came along with a fork" in said.get(timeout=100)
     child.join(60)
     assert_same(buffer[:], before)
+
+
+def _two(size: int = 32, *, ndim: int = 1) -> tuple[FrameStorage, LazyTensorStorage]:
+    """A full storage of each kind with the same elements."""
+    storages = FrameStorage(size, ndim=ndim), LazyTensorStorage(size, ndim=ndim)
+    for storage in storages:
+        n = size if ndim == 1 else size // 4
+        data = Videos(4, seed=1).collect(n).transpose(0, 1) if ndim == 2 else Videos(1, seed=1).collect(n).reshape(-1)
+        storage.set(range(n), data.contiguous())
+    return storages
+
+
+INDICES = [[3, 3, 3], [-29, 3, -29], [3, -1, 31, 0], [5, 4, 5, 4, 5, 6]]
+
+
+def _check_still_the_same(ours: FrameStorage, theirs: LazyTensorStorage) -> None:
+    """Nothing was freed that elements need: not even if what is free is used."""
+    for seed in range(4):
+        data = Videos(1, seed=50 + seed, end=0.5).collect(8).reshape(-1)
+        places = torch.arange(16, 24)
+        for storage in (ours, theirs):
+            storage.set(places, data.clone(), set_cursor=False)
+    assert_same(ours[torch.arange(32)], theirs[torch.arange(32)])
+    assert ours._columns[0].pool._pool.held == 64
+
+
+@pytest.mark.parametrize("index", INDICES)
+@pytest.mark.parametrize("kind", [torch.tensor, list, lambda index: (torch.tensor(index),)])
+def test_of_elements_for_one_place_the_last_one_is_stored(index: list[int], kind: Any) -> None:
+    ours, theirs = _two()
+    for seed in range(3):
+        data = Videos(1, seed=seed + 10).collect(len(index)).reshape(-1)
+        for storage in (ours, theirs):
+            storage.set(kind(index), data.clone(), set_cursor=False)
+    _check_still_the_same(ours, theirs)
+
+
+@pytest.mark.parametrize("index", [*INDICES, [7]])
+def test_of_images_for_one_place_of_a_slice_the_last_one_is_stored(index: list[int]) -> None:
+    ours, theirs = _two()
+    for seed in range(3):
+        images = Videos(1, seed=seed + 10).collect(len(index)).reshape(-1)["pixels"]
+        for storage in (ours, theirs):
+            storage[:]["pixels"][torch.tensor(index)] = images
+            storage[:].get(("next", "pixels"))[index] = images
+    _check_still_the_same(ours, theirs)
+
+
+def test_places_of_two_dimensions_may_repeat_as_well() -> None:
+    ours, theirs = _two(ndim=2)
+    index = torch.tensor([0, 0, -8, 5]), torch.tensor([3, 3, -1, 2])
+    rows = Videos(4, seed=8).collect(3).transpose(0, 1).contiguous()
+    for storage in (ours, theirs):
+        storage.set(index, Videos(1, seed=7).collect(4).reshape(-1), set_cursor=False)
+        storage.set(torch.tensor([1, 1, -7]), rows.clone(), set_cursor=False)
+        storage[:]["pixels"][torch.tensor([2, 2]), torch.tensor([1, -3])] = rows["pixels"][0, :2]
+    assert_same(ours[torch.arange(8)], theirs[torch.arange(8)])
+    assert ours._columns[0].pool._pool.held == 64
+
+
+@pytest.mark.parametrize("index", [torch.tensor([32]), [-33], 32, (torch.tensor([0]), torch.tensor([0]))])
+def test_places_that_are_not_there_are_refused(index: Any) -> None:
+    storage, theirs = _two()
+    with pytest.raises(InvalidArgumentError, match="names no places of a storage of shape"):
+        storage.set(index, _data(1)[0] if index == 32 else _data(1), set_cursor=False)
+    assert_same(storage[torch.arange(32)], theirs[torch.arange(32)])
+
+
+def test_as_many_elements_as_places_are_expected() -> None:
+    storage, _ = _two()
+    with pytest.raises(InvalidArgumentError, match=r"\(2,\) elements are named by .*, got a batch of \(3,\)"):
+        storage.set(torch.tensor([1, 2]), _data(3), set_cursor=False)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda data: data.set(("next", "reward"), data["next", "reward"].double()),
+        lambda data: data.set(("next", "reward"), data["next", "reward"][:, :, None]),
+        lambda data: data.set("action", TensorDict({"a": data["action"]}, data.batch_size)),
+        lambda data: data.set("inner", data["action"]),
+    ],
+)
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("in_folder", [False, True])
+def test_what_does_not_fit_in_the_middle_changes_nothing(
+    wrong: Any, first: bool, in_folder: bool, tmp_path: Any
+) -> None:
+    storage = FrameStorage(40, storage_dir=tmp_path / "storage" if in_folder else None)
+    buffer = TensorDictReplayBuffer(storage=storage, batch_size=4)
+    data = _data(30)
+    if not first:
+        buffer.extend(data[:20].clone())
+        with pytest.raises((InvalidArgumentError, InvalidTypeError), match="nothing was stored"):
+            buffer.extend(wrong(data[:5].clone()))
+        assert len(buffer) == 20
+        assert_same(storage[torch.arange(20)].exclude("index"), data[:20].to("cpu"))
+        assert storage._columns[0].pool._pool.held == 40
+    else:
+        with pytest.raises(InvalidArgumentError):
+            storage.set(torch.arange(3), wrong(data[:5].clone()))
+        assert not storage.initialized
+    start = len(buffer)
+    buffer.extend(data[20:].clone())
+    assert_same(storage[torch.arange(start, start + 10)].exclude("index"), data[20:].to("cpu"))
+    storage.close()
+
+
+def test_elements_that_differ_in_shape_are_refused() -> None:
+    storage, theirs = _two()
+    short = _data(2)[0].set("action", torch.zeros(3))
+    with pytest.raises(InvalidArgumentError, match="differ in shape"):
+        storage.set(torch.tensor([0, 1]), [_data(1)[0], short], set_cursor=False)
+    with pytest.raises(InvalidArgumentError, match="differ in shape"):
+        storage.set(torch.tensor([0, 1]), LazyStackedTensorDict(_data(1)[0], short), set_cursor=False)
+    assert_same(storage[torch.arange(32)], theirs[torch.arange(32)])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"codec": "zip"}, InvalidArgumentError, "unknown codec 'zip'"),
+        ({"codec": 3}, InvalidTypeError, "codec=3 is no name"),
+        ({"max_error": -3}, InvalidArgumentError, "max_error=-3"),
+        ({"max_error": "4"}, InvalidTypeError, "max_error='4'"),
+        ({"n_stack": "x"}, InvalidTypeError, "n_stack='x' is not a whole number"),
+        ({"n_stack": 0}, InvalidArgumentError, "n_stack=0 must be at least 1"),
+        ({"block_length": 7}, InvalidArgumentError, "block_length=7 is not a power of two"),
+        ({"codec": "jpeg", "quality": 101}, InvalidArgumentError, "quality=101"),
+        ({"quality": 80, "codec": "patch"}, InvalidArgumentError, "quality=80"),
+        ({"storage_dir": ""}, InvalidArgumentError, "storage_dir='' names no folder"),
+        ({"compilable": True}, InvalidArgumentError, "compilable=True is not possible"),
+        ({"consolidated": True}, InvalidArgumentError, "consolidated=True is not possible"),
+        ({"shared_init": True}, InvalidArgumentError, "shared_init=True is not possible.* add something"),
+    ],
+)
+def test_options_are_checked_when_the_storage_is_made(options: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        FrameStorage(10, **options)
+
+
+def test_options_that_any_images_may_suit_are_accepted() -> None:
+    for options in ({"codec": "jpeg", "quality": 80}, {"n_stack": 5}, {"max_error": 4}, {"block_length": 64}):
+        FrameStorage(10, compilable=False, shared_init=False, consolidated=False, cleanup_memmap=True, **options)
+
+
+@tensorclass
+class _Captioned:
+    pixels: torch.Tensor
+    text: str
+
+
+def test_text_in_a_tensorclass_is_taken_more_than_once() -> None:
+    storage = FrameStorage(10)
+    for number in range(2):
+        images = torch.full((3, 40, 40), number, dtype=torch.uint8)
+        storage.set(range(3 * number, 3 * number + 3), _Captioned(images, text="some text", batch_size=[3]))
+    assert len(storage) == 6
+    assert storage.get([1, 4]).pixels[:, 0, 0].tolist() == [0, 1]
+    assert set(storage.get([1, 4]).text) == {"some text"}

@@ -2,18 +2,19 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torchrl.data import TensorDictReplayBuffer, TensorStorageCheckpointer
+from torchrl.data import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer, TensorStorageCheckpointer
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
 from tests.torchrl_ext.frame_data import Videos, assert_same
 from torchrl_ext import FrameStorage
-from torchrl_ext._frame_files import FrameStorageCheckpointer
+from torchrl_ext.frame_storage.checkpoint import FrameStorageCheckpointer
 
 
 def _buffer(size: int = 100, *, ndim: int = 1, **options: Any) -> TensorDictReplayBuffer:
@@ -206,3 +207,94 @@ def test_a_checkpointer_that_would_save_no_images_is_refused() -> None:
     for register in (buffer.register_save_hook, buffer.register_load_hook):
         with pytest.raises(InvalidArgumentError, match="hooks"):
             register(lambda data, **_: data)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_storage_of_one_element_is_saved_and_loaded(way: Any, tmp_path: Path) -> None:
+    buffer = _buffer(1)
+    buffer.extend(Videos(1).collect(1).reshape(-1))
+    assert_same(way(buffer, 1, tmp_path)[:], buffer[:])
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_a_full_storage_of_two_dimensions_takes_its_own_checkpoint(way: Any, tmp_path: Path) -> None:
+    buffer = _buffer(100, ndim=2)  # holds 105 of 7 environments
+    for _ in range(4):
+        buffer.extend(Videos(5).collect(7).transpose(0, 1).contiguous())
+    loaded = way(buffer, 100, tmp_path)
+    assert len(loaded) == len(buffer) > 100
+    assert_same(loaded[:], buffer[:])
+
+
+def test_a_state_is_read_with_weights_only(tmp_path: Path) -> None:
+    buffer = _buffer()
+    buffer.extend(Videos(1).collect(30).reshape(-1))
+    torch.save(buffer.storage.state_dict(), tmp_path / "state.pt")
+    storage = FrameStorage(100)
+    storage.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert_same(storage[:], buffer[:])
+
+
+def test_other_storages_and_this_one_do_not_take_each_others_states(tmp_path: Path) -> None:
+    data = Videos(1).collect(30).reshape(-1)
+    ours, theirs = _buffer(), TensorDictReplayBuffer(storage=LazyTensorStorage(100), batch_size=16)
+    for buffer in (ours, theirs):
+        buffer.extend(data.clone())
+    for target in (theirs, TensorDictReplayBuffer(storage=LazyTensorStorage(100)), _lazy_memmap()):
+        with pytest.raises(
+            InvalidArgumentError, match=r"state of a FrameStorage.* buffer.extend\(frame_storage\[:\]\)"
+        ):
+            target.load_state_dict(ours.state_dict())
+    with pytest.raises(InvalidArgumentError, match=r"another kind of storage.* buffer.extend\(other\[:\]\)"):
+        ours.load_state_dict(theirs.state_dict())
+    theirs.dumps(tmp_path / "theirs")
+    with pytest.raises(InvalidArgumentError, match=r"another kind of storage.* buffer.extend\(other\[:\]\)"):
+        ours.loads(tmp_path / "theirs")
+    assert_same(ours[:], theirs[:])
+
+
+def _lazy_memmap() -> TensorDictReplayBuffer:
+    return TensorDictReplayBuffer(storage=LazyMemmapStorage(100))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_process_that_is_killed_while_it_saves_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path) -> None:
+    old, new = FrameStorage(100), FrameStorage(100)
+    old.set(range(30), Videos(1).collect(30).reshape(-1))
+    new_data = Videos(1, seed=2).collect(40).reshape(-1)
+    new.set(range(40), new_data.clone())
+    seen = set()
+    for call in ("rename", "replace", "unlink", "rmdir", "mkdir", "open"):
+        for after in (False, True):
+            for number in (0, 1, 4):
+                old.dumps(tmp_path / "checkpoint")
+                child = os.fork()
+                if child == 0:
+                    try:
+                        ours = FrameStorage(100)  # that of the parent is not for its forks
+                        ours.set(range(40), new_data.clone())
+                        _die_at(call, number, after=after)
+                        ours.dumps(tmp_path / "checkpoint")
+                    finally:
+                        os._exit(0)
+                os.waitpid(child, 0)
+                found = FrameStorage(100)
+                found.loads(tmp_path / "checkpoint")
+                seen.add(len(found))
+                assert_same(found[:], (old if len(found) == 30 else new)[:])
+    assert seen == {30, 40}
+
+
+def _die_at(call: str, number: int, *, after: bool) -> None:
+    before, left = getattr(os, call), [number]
+
+    def die(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0 and not after:
+            os._exit(1)
+        result = before(*args, **kwargs)
+        if left[0] < 0:
+            os._exit(1)
+        return result
+
+    setattr(os, call, die)

@@ -29,7 +29,7 @@ from tests.torchrl_ext.frame_kills import (
 )
 from tests.torchrl_ext.frame_workers import contents
 from torchrl_ext import FrameStorage
-from torchrl_ext._frame_buffers import NoLock
+from torchrl_ext.frame_storage.buffers import NoLock
 
 
 @pytest.fixture(scope="module")

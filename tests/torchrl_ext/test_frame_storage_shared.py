@@ -10,7 +10,7 @@ from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
 from rl_ext_core.errors import InvalidArgumentError
-from rl_ext_core.frames import _pool_state as state
+from rl_ext_core.frames import arrays as state
 from tests.torchrl_ext.frame_data import Videos
 from tests.torchrl_ext.frame_workers import collect_into, contents, empty_and_collect_into, make_film
 from torchrl_ext import FrameStorage

@@ -40,7 +40,7 @@ def run(part: str, num_workers: int, folder: Path) -> dict[str, Any]:
 
 def left(mark: str) -> list[str]:
     """List what still runs of those that were given this variable; the fork server ends just after its parent."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while True:
         running = [process for process in psutil.process_iter() if marked(process, mark)]
         if not running or time.monotonic() > deadline:

@@ -17,7 +17,7 @@ from torchrl.envs import check_env_specs, step_mdp
 
 from tests.torchrl_ext.comparing import assert_same, assert_same_rollouts, seeded_rollout
 from tests.torchrl_ext.environments import DictWalk, Sampled, VectorRewards, Walk, box
-from torchrl_ext import GymEnv, GymWrapper
+from torchrl_ext import GymEnv, GymWrapper, ParallelEnv
 
 gymnasium.register_envs(ale_py)
 DEVICES = pytest.mark.parametrize("device", [None, "cpu"])
@@ -236,3 +236,13 @@ def test_workers_of_one_environment(cls: Any, monkeypatch: pytest.MonkeyPatch) -
     assert (count, options) == (3, {"metadata_from_workers": True})
     assert type(make()) is cls
     assert make().rollout(3).shape == (3,)
+
+
+@pytest.mark.parametrize("cls", [GymEnv, pytest.param(GymWrapper, marks=pytest.mark.slow)])
+def test_workers_of_one_environment_are_watched(cls: Any) -> None:
+    env: Any = "CartPole-v1" if cls is GymEnv else Walk(5, 5)
+    parallel = cls(env, num_workers=2)
+    assert isinstance(parallel, ParallelEnv)
+    assert not parallel.is_closed
+    assert parallel.rollout(3).shape == (2, 3)
+    parallel.close()

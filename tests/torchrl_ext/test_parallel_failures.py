@@ -112,14 +112,13 @@ def test_the_cause_of_a_failed_call_is_what_the_method_has_raised() -> None:
 
 
 @buffers
-@pytest.mark.parametrize("when", ["reset", "step", "method", "close"])
+@pytest.mark.parametrize("when", ["reset", "step", "method"])
 def test_workers_that_hang_are_found_by_the_time_limit(when: str, use_buffers: bool) -> None:
-    limits = {"shutdown_timeout": 0.5} if when == "close" else {"step_timeout": 0.5}
-    env = failing(when, "hang", use_buffers=use_buffers, **limits)
+    env = failing(when, "hang", use_buffers=use_buffers, step_timeout=2)
     with within_reach(env) as caught:
         live(env)
     assert (caught.value.worker, caught.value.kind) == (1, "timeout")
-    assert "did not answer within 0.5 s" in str(caught.value)
+    assert "did not answer within 2 s" in str(caught.value)
     assert "in fail" in str(caught.value)  # the function that hangs
 
 

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.torchrl_ext.parallel_checks import ROOT
+from tests.ways import WAYS, run_as
 
 pytestmark = pytest.mark.slow
 
@@ -80,11 +81,11 @@ def started(folder: Path, *arguments: str, text: str | None = None) -> subproces
     return process
 
 
-def ended(process: subprocess.Popen[str], timeout: float = 150.0) -> tuple[int, str, str]:
+def ended(process: subprocess.Popen[str], folder: Path, timeout: float = 150.0) -> tuple[int, str, str]:
     """Wait for a script; nothing that it has started may be left."""
     out, err = process.communicate(timeout=timeout)
-    end = time.monotonic() + 10
-    while (left := _of_session(process.pid)) and time.monotonic() < end:
+    end = time.monotonic() + 120
+    while (left := _of_program(folder)) and time.monotonic() < end:
         time.sleep(0.05)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
@@ -92,11 +93,13 @@ def ended(process: subprocess.Popen[str], timeout: float = 150.0) -> tuple[int, 
     return process.returncode, out, err
 
 
-def _of_session(leader: int) -> list[int]:
+def _of_program(folder: Path) -> list[int]:
+    """List the processes with a program's variables: workers may lead sessions of their own."""
     found = []
     for process in psutil.process_iter():
-        with contextlib.suppress(ProcessLookupError):
-            if os.getsid(process.pid) == leader:
+        with contextlib.suppress(psutil.Error):
+            variables = {} if process.status() == psutil.STATUS_ZOMBIE else process.environ()
+            if variables.get("TORCHINDUCTOR_CACHE_DIR") == str(folder):
                 found.append(process.pid)
     return found
 
@@ -110,7 +113,7 @@ def script(folder: Path, text: str) -> str:
 @pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "unguarded"])
 def test_what_a_script_defines(guarded: bool, tmp_path: Path) -> None:
     text = OWN + ('if __name__ == "__main__":\n' + textwrap.indent(USES, "    ") if guarded else USES)
-    code, out, err = ended(started(tmp_path, script(tmp_path, text)))
+    code, out, err = ended(started(tmp_path, script(tmp_path, text)), tmp_path)
     assert (code, err) == (0, "")
     assert [float(line.split()[0]) for line in out.splitlines()] == PRINTED
     assert [float(line.split()[1]) for line in out.splitlines()] == [2 * size for size in PRINTED]
@@ -118,7 +121,7 @@ def test_what_a_script_defines(guarded: bool, tmp_path: Path) -> None:
 
 def test_what_was_typed_in(tmp_path: Path) -> None:
     """As in a notebook, the main module has no file."""
-    code, out, err = ended(started(tmp_path, "-", text=OWN + USES))
+    code, out, err = ended(started(tmp_path, "-", text=OWN + USES), tmp_path)
     assert (code, err) == (0, "")
     assert [float(line.split()[0]) for line in out.splitlines()] == PRINTED
 
@@ -136,7 +139,7 @@ print("running", flush=True)
 @pytest.mark.parametrize("last", ["", "del env"])
 def test_scripts_that_do_not_close(last: str, tmp_path: Path) -> None:
     begin = time.monotonic()
-    code, _, err = ended(started(tmp_path, script(tmp_path, ENDS + last)))
+    code, _, err = ended(started(tmp_path, script(tmp_path, ENDS + last)), tmp_path)
     assert (code, err) == (0, "")
     assert time.monotonic() - begin < 60
 
@@ -151,8 +154,49 @@ def test_scripts_that_are_ended(signal_: signal.Signals, tmp_path: Path) -> None
         os.killpg(process.pid, signal_)
     else:
         process.send_signal(signal_)
-    code, _, err = ended(process, timeout=30)
+    code, _, err = ended(process, tmp_path, timeout=120)
     assert code == (1 if signal_ == signal.SIGINT else -signal_)
     if signal_ == signal.SIGINT:
         assert err.count("Traceback") == 1
         assert err.splitlines()[-1] == "KeyboardInterrupt"
+
+
+OF_MAIN = """
+import gymnasium as gym, numpy as np
+
+LEVEL = 1
+
+class Own(gym.Env):
+    observation_space = gym.spaces.Box(-100, 100, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+    bonus = 10
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.full(1, LEVEL + self.bonus + self.own, np.float32), {}
+
+    def step(self, action):
+        return np.full(1, LEVEL + self.bonus + self.own, np.float32), 1.0, False, False, {}
+
+LEVEL = 2
+# %%
+from torchrl_ext import ParallelEnv, as_factory
+
+def main():
+    own = Own()
+    own.own = 100
+    step = Own.step
+    for source in (own, as_factory(own)):
+        env = ParallelEnv(2, source)
+        print(env.rollout(2)["next", "observation"].unique().tolist())
+        env.close()
+    print(Own.step is step and Own.step.__globals__ is globals())
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_environments_of_the_main_module(way: str, tmp_path: Path) -> None:
+    assert run_as(way, OF_MAIN, tmp_path).split() == ["[112.0]", "[112.0]", "True"]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import pickle
+import random
 from collections.abc import Callable
 from typing import Any
 
 import gymnasium
+import numpy as np
 import pytest
 import torch
 from torchrl.envs import GymEnv as UpstreamGymEnv
+from torchrl.envs import GymWrapper as UpstreamGymWrapper
 from torchrl.envs import ParallelEnv as Upstream
 from torchrl.envs import SerialEnv
 
@@ -64,6 +67,32 @@ def test_a_seed_does_what_upstreams_set_seed_does(form: str, use_buffers: bool) 
     found = lived(ParallelEnv(3, source(), seed=7, use_buffers=use_buffers))
     assert (expected == found).all()
     assert len({tuple(row) for row in found["observation"][:, 0].tolist()}) == 3
+
+
+class Drawing(gymnasium.Env[Any, Any]):
+    """Draws from the generators that all share."""
+
+    observation_space = gymnasium.spaces.Box(0, 1, (3,), np.float64)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return np.array([np.random.rand(), random.random(), torch.rand((), dtype=torch.float64).item()]), {}
+
+    def step(self, action: Any) -> Any:
+        return self.reset()[0], 0.0, False, False, {}
+
+
+def seeds_itself(number: int) -> Any:
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+    return UpstreamGymWrapper(Drawing())
+
+
+def test_a_function_that_seeds_is_left_its_seed() -> None:
+    functions = [functools.partial(seeds_itself, number) for number in (5, 6)]
+    expected, found = (lived(kind(2, functions, mp_start_method="fork")) for kind in (Upstream, ParallelEnv))
+    assert (expected == found).all()
 
 
 def test_set_seed_does_so_too() -> None:

@@ -207,6 +207,17 @@ def test_kwargs_of_upstream() -> None:
         ParallelEnv(2, make_well, create_env_kwargs=[{}] * 3)
 
 
+def test_environments_find_the_threads_of_their_workers_wherever_they_are_built() -> None:
+    def make() -> GymWrapper:
+        if torch.get_num_threads() != 3:
+            raise RuntimeError(f"{torch.get_num_threads()} threads")
+        return make_well()
+
+    env = ParallelEnv(2, make, num_sub_threads=3)
+    assert depths(env) == [3.0, 3.0]
+    env.close()
+
+
 def test_overrides_that_change_what_the_buffers_are_made_for() -> None:
     env = ParallelEnv(2, Wide, overrides=[{"width": 3}, {"width": 5}])
     with pytest.raises(

@@ -1,0 +1,223 @@
+"""Ctrl-C at every step of every call leaves a storage as it was, or as it is when the call is complete."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+
+from tests.interrupts import everywhere
+from tests.torchrl_ext.frame_data import Videos, assert_same
+from torchrl_ext import FrameStorage
+
+BELOW = ("torchrl_ext/frame", "rl_ext_core/")
+SIZE = 24
+FIRST, SECOND, THIRD = (Videos(1, seed=seed).collect(n).reshape(-1) for seed, n in ((0, 20), (1, 7), (2, 9)))
+
+
+class Case:
+    """A buffer, a call, and what a plain storage holds before and after it.
+
+    :param kind: ``"memory"``, ``"folder"`` or ``"shared"``.
+    :param call: of a buffer, which may use the folder.
+    :param expected: the same for a plain buffer.
+    """
+
+    def __init__(
+        self, kind: str, path: Path, call: Callable[[Any, Path], Any], expected: Callable[[Any], Any] | None
+    ) -> None:
+        storage = FrameStorage(SIZE, storage_dir=path / "storage" if kind == "folder" else None, codec="patch+lz4")
+        self.ours = TensorDictReplayBuffer(storage=storage, batch_size=8)
+        self.before, self.after = (
+            TensorDictReplayBuffer(storage=LazyTensorStorage(SIZE), batch_size=8) for _ in range(2)
+        )
+        for buffer in (self.ours, self.before, self.after):
+            buffer.extend(FIRST.clone())
+        if expected is not None:
+            expected(self.after)
+        self.call = lambda: call(self.ours, path)
+
+    def check(self, where: str) -> bool:
+        """Whether the call was done."""
+        storage = self.ours.storage
+        assert _is_free(storage.lock), where
+        after = _same(self.ours, self.after)
+        assert after or _same(self.ours, self.before), where
+        twin = self.after if after else self.before
+        for buffer in (self.ours, twin):
+            buffer.extend(THIRD.clone())
+        assert _same(self.ours, twin), where
+        assert storage._columns[0].pool._pool.held == 2 * len(storage), where
+        if storage._folder is not None:
+            storage.close()
+        return after
+
+
+def _is_free(lock: Any) -> bool:
+    taken = []
+
+    def take() -> None:
+        with lock:
+            taken.append(True)
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    thread.join(120)
+    return bool(taken)
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    if len(ours) != len(theirs) or int(ours.writer._cursor) != int(theirs.writer._cursor):
+        return False
+    if not len(ours):
+        return True
+    try:
+        assert_same(ours[torch.arange(len(ours))], theirs[:])
+    except AssertionError:
+        return False
+    return True
+
+
+def _set(buffer: Any, *_: Any) -> None:
+    buffer.storage.set(
+        torch.tensor([3, 5, 3]), FIRST[:3].set("index", torch.zeros(3, dtype=torch.int64)), set_cursor=False
+    )
+
+
+def _view(buffer: Any, *_: Any) -> None:
+    buffer[:]["pixels"][4] = SECOND["pixels"][0]
+
+
+def _load(buffer: Any, *_: Any) -> None:
+    buffer.storage.load_state_dict(STATE)
+
+
+def _loaded(buffer: Any) -> None:
+    buffer.storage.set(range(20), OTHER[:20], set_cursor=False)
+
+
+def _other() -> tuple[Any, Any]:
+    buffer = TensorDictReplayBuffer(storage=FrameStorage(SIZE), batch_size=8)
+    buffer.extend(Videos(1, seed=9).collect(20).reshape(-1))
+    return buffer.storage.state_dict(), buffer[:].clone()
+
+
+STATE, OTHER = _other()
+
+CALLS: dict[str, Any] = {
+    "extend": (lambda buffer, _: buffer.extend(SECOND.clone()), lambda buffer: buffer.extend(SECOND.clone())),
+    "add": (lambda buffer, _: buffer.add(SECOND[0].clone()), lambda buffer: buffer.add(SECOND[0].clone())),
+    "set": (_set, _set),
+    "view": (_view, _view),
+    "empty": (lambda buffer, _: buffer.empty(), lambda buffer: buffer.empty()),
+    "sample": (lambda buffer, _: buffer.sample(), None),
+    "get": (lambda buffer, _: buffer.storage.get(("next", "pixels"))[3].sum(), None),
+    "state_dict": (lambda buffer, _: buffer.state_dict(), None),
+    "load_state_dict": (_load, _loaded),
+    "dumps": (lambda buffer, path: buffer.storage.dumps(path / "checkpoint"), None),
+    "copy": (lambda buffer, _: copy.deepcopy(buffer.storage), None),
+}
+
+
+def check_interrupts(kind: str, name: str, path: Path, *, every: int) -> None:
+    cases: list[Any] = []
+
+    def prepare() -> Callable[[], Any]:
+        cases.append(Case(kind, path / str(len(cases)), *CALLS[name]))
+        return cases[-1].call
+
+    prepare()()  # compiles
+    done = []
+    for where in everywhere(prepare, below=BELOW, every=every):
+        done.append(cases[-1].check(where))
+        cases[:-1] = [None] * (len(cases) - 1)
+    assert done, "not interrupted at all"
+
+
+MEMORY = [("memory", name) for name in CALLS]
+FOLDER = [("folder", name) for name in CALLS if name not in ("load_state_dict", "copy")]
+
+
+@pytest.mark.parametrize(("kind", "name"), [*MEMORY, *FOLDER])
+def test_a_call_that_is_interrupted_is_done_or_not_begun(kind: str, name: str, tmp_path: Path) -> None:
+    check_interrupts(kind, name, tmp_path, every=97)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "name"), [*MEMORY, *FOLDER])
+def test_a_call_may_be_interrupted_at_many_steps(kind: str, name: str, tmp_path: Path) -> None:
+    check_interrupts(kind, name, tmp_path, every=11)
+
+
+def _storage_in(folder: Path) -> FrameStorage:
+    storage = FrameStorage(SIZE, storage_dir=folder)
+    storage.set(range(20), FIRST.clone())
+    return storage
+
+
+@pytest.mark.parametrize("every", [37, pytest.param(11, marks=pytest.mark.slow)])
+def test_opening_and_closing_may_be_interrupted(every: int, tmp_path: Path) -> None:
+    folder = tmp_path / "storage"
+    _storage_in(folder).close()
+    for where in everywhere(lambda: lambda: FrameStorage(SIZE, storage_dir=folder).close(), below=BELOW, every=every):
+        storage = FrameStorage(SIZE, storage_dir=folder)  # nobody holds its files
+        assert_same(storage[:].clone(), FIRST.to("cpu"))
+        storage.close()
+        assert where
+
+
+@pytest.mark.parametrize("every", [37, pytest.param(11, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("in_folder", [False, True])
+def test_the_first_elements_may_be_interrupted(in_folder: bool, every: int, tmp_path: Path) -> None:
+    made: list[FrameStorage] = []
+
+    def prepare() -> Callable[[], Any]:
+        folder = tmp_path / f"storage{len(made)}" if in_folder else None
+        made.append(FrameStorage(SIZE, storage_dir=folder))
+        return lambda: made[-1].set(range(20), FIRST.clone())
+
+    for where in everywhere(prepare, below=BELOW, every=every):
+        assert len(made[-1]) in (0, 20), where
+        made[-1].set(range(20, 24), FIRST[:4].clone())
+        made[-1].set(range(20), FIRST.clone())
+        assert_same(made[-1][:].clone()[:20], FIRST.to("cpu"))
+        made[-1].close()
+
+
+@pytest.mark.parametrize("every", [29, pytest.param(11, marks=pytest.mark.slow)])
+def test_a_checkpoint_that_is_interrupted_is_the_old_one_or_the_new_one(every: int, tmp_path: Path) -> None:
+    old, new, found = (FrameStorage(SIZE) for _ in range(3))
+    old.set(range(20), FIRST.clone())
+    new.set(range(7), SECOND.clone())
+
+    def prepare() -> Callable[[], Any]:
+        old.dumps(tmp_path / "checkpoint")
+        return lambda: new.dumps(tmp_path / "checkpoint")
+
+    for where in everywhere(prepare, below=BELOW, every=every):
+        found.loads(tmp_path / "checkpoint")
+        assert_same(found[:].clone(), (FIRST if len(found) == 20 else SECOND).to("cpu"))
+        assert where
+
+
+@pytest.mark.parametrize("every", [29, pytest.param(11, marks=pytest.mark.slow)])
+def test_loading_a_checkpoint_may_be_interrupted(every: int, tmp_path: Path) -> None:
+    new = FrameStorage(SIZE)
+    new.set(range(7), SECOND.clone())
+    new.dumps(tmp_path / "checkpoint")
+    made: list[FrameStorage] = []
+
+    def prepare() -> Callable[[], Any]:
+        made[:] = [FrameStorage(SIZE)]
+        made[0].set(range(20), FIRST.clone())
+        return lambda: made[0].loads(tmp_path / "checkpoint")
+
+    for where in everywhere(prepare, below=BELOW, every=every):
+        assert _is_free(made[0].lock), where
+        assert_same(made[0][:].clone(), (FIRST if len(made[0]) == 20 else SECOND).to("cpu"))

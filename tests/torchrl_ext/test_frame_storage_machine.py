@@ -1,0 +1,167 @@
+"""Any sequence of what users do with a FrameStorage, compared with TorchRL's LazyTensorStorage after every step."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+
+from tests.interrupts import interrupt
+from tests.torchrl_ext.frame_data import Videos, assert_same
+from torchrl_ext import FrameStorage
+
+BELOW = ("torchrl_ext/frame", "rl_ext_core/")
+
+
+class SameAsUpstream(RuleBasedStateMachine):
+    """A buffer over our storage and one over TorchRL's get the same calls."""
+
+    ours: Any = None
+
+    @initialize(
+        ndim=st.sampled_from([1, 1, 2]),
+        in_folder=st.booleans(),
+        rows=st.integers(3, 30),
+        codec=st.sampled_from(["auto", "raw", "patch", "patch+lz4"]),
+        block_length=st.sampled_from([None, 4]),
+    )
+    def begin(self, ndim: int, in_folder: bool, rows: int, codec: str, block_length: int | None) -> None:
+        n_envs = 2 if ndim == 2 else 1
+        self.size, self.rows, self.ndim = rows * n_envs, rows, ndim
+        # In two dimensions, 0.14.1's buffer of TensorDicts cannot number one step of several environments.
+        self.cls = ReplayBuffer if ndim == 2 else TensorDictReplayBuffer
+        self.options = {"ndim": ndim, "codec": codec, "block_length": block_length}
+        self.temporary = Path(tempfile.mkdtemp())
+        self.folder = self.temporary / "a" if in_folder else None
+        self.videos = Videos(n_envs)
+        self.ours = self._opened(self.folder)
+        self.theirs: Any = self.cls(storage=LazyTensorStorage(self.size, ndim=ndim), batch_size=8)
+        self.extend(2)
+
+    def _opened(self, folder: Path | None) -> Any:
+        storage = FrameStorage(self.size, storage_dir=folder, **self.options)
+        return self.cls(storage=storage, batch_size=8)
+
+    def _data(self, n: int) -> Any:
+        """Of batch size (n,), or (n, n_envs)."""
+        data = self.videos.collect(n).transpose(0, 1)
+        return data if self.ndim == 2 else data[:, 0]
+
+    def _extend(self, buffer: Any, data: Any) -> None:
+        # Buffers take environments first, and put time first themselves.
+        buffer.extend((data.transpose(0, 1) if self.ndim == 2 else data).clone())
+
+    @rule(n=st.integers(1, 12))
+    def extend(self, n: int) -> None:
+        data = self._data(min(n, self.rows))
+        for buffer in (self.ours, self.theirs):
+            self._extend(buffer, data)
+
+    @rule(n=st.integers(1, 4), at=st.integers(1, 1500))
+    def interrupt_extend(self, n: int, at: int) -> None:
+        data = self._data(min(n, self.rows))
+        first = torch.tensor([int(self.theirs.writer._cursor)])
+        interrupt(lambda: self._extend(self.ours, data), at, below=BELOW)
+        stored = len(self.ours.storage.get(slice(None))) > int(first) and torch.equal(
+            self.ours.storage.get(first)["inner", "vector"], data[:1]["inner", "vector"]
+        )
+        if stored:
+            self._extend(self.theirs, data)
+
+    @rule(n=st.integers(1, 5), seed=st.integers(0, 999))
+    def set(self, n: int, seed: int) -> None:
+        held = len(self.theirs.storage.get(slice(None)))
+        index = torch.as_tensor(np.random.default_rng(seed).permutation(held)[:n])
+        data = self._data(len(index))
+        for buffer in (self.ours, self.theirs):
+            buffer.storage.set(index, data.clone(), set_cursor=False)
+
+    @rule(seed=st.integers(0, 999))
+    def write_to_a_view(self, seed: int) -> None:
+        at = seed % len(self.theirs[:])
+        image = self.videos.collect(1)["next", "pixels"][0, 0]
+        for buffer in (self.ours, self.theirs):
+            buffer[:]["pixels"][at] = image
+
+    @rule(seed=st.integers(0, 99))
+    def sample(self, seed: int) -> None:
+        samples = []
+        for buffer in (self.ours, self.theirs):
+            torch.manual_seed(seed)
+            samples.append(buffer.sample())
+        assert_same(*samples)
+
+    @rule(start=st.integers(-32, 32), stop=st.integers(-32, 32), step=st.sampled_from([1, 2]))
+    def slice(self, start: int, stop: int, step: int) -> None:
+        if len(range(self.rows)[slice(start, stop, step)]):
+            ours, theirs = (buffer.storage.get(slice(start, stop, step)) for buffer in (self.ours, self.theirs))
+            assert torch.equal(ours["pixels"][:], theirs["pixels"])
+            assert torch.equal(ours["next", "reward"], theirs["next", "reward"])
+
+    @rule()
+    def empty(self) -> None:
+        for buffer in (self.ours, self.theirs):
+            buffer.empty()
+        self.extend(1)
+
+    @rule(how=st.sampled_from(["state_dict", "dumps", "deepcopy"]))
+    def copy(self, how: str) -> None:
+        if self.folder is not None:
+            return
+        if how == "state_dict":
+            other = self._opened(None)
+            other.load_state_dict(copy.deepcopy(self.ours.state_dict()))
+        elif how == "dumps":
+            self.ours.dumps(self.temporary / "b")
+            other = self._opened(None)
+            other.loads(self.temporary / "b")
+            shutil.rmtree(self.temporary / "b")
+        else:
+            other = copy.deepcopy(self.ours)
+        self._extend(self.ours, self._data(1))  # whatever is done to one of them, the other one does not change
+        self.ours = other
+
+    @rule()
+    def open_again(self) -> None:
+        if self.folder is not None:
+            self.ours.storage.close()
+            self.ours = self._opened(self.folder)
+
+    @rule()
+    def find_it_as_a_killed_process_leaves_it(self) -> None:
+        if self.folder is not None:
+            left = self._opened(shutil.copytree(self.folder, self.temporary / "left"))
+            try:
+                self._compare(left)
+            finally:
+                left.storage.close()
+                shutil.rmtree(self.temporary / "left")
+
+    def _compare(self, ours: Any) -> None:
+        assert len(ours) == len(self.theirs)
+        assert int(ours.writer._cursor) == int(self.theirs.writer._cursor)
+        held = torch.arange(len(self.theirs.storage.get(slice(None))))
+        assert_same(ours.storage.get(held), self.theirs.storage.get(held))
+
+    @invariant()
+    def they_are_the_same(self) -> None:
+        if self.ours is not None:
+            self._compare(self.ours)
+
+    def teardown(self) -> None:
+        if self.ours is not None:
+            self.ours.storage.close()
+            shutil.rmtree(self.temporary)
+
+
+TestSameAsUpstream = SameAsUpstream.TestCase
+TestSameAsUpstream.settings = settings(max_examples=40, stateful_step_count=20)

@@ -1,0 +1,225 @@
+"""Folders of frame storages may come from strangers: reading them runs nothing, and reads nothing but numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import NonTensorData, TensorDict
+
+from rl_ext_core.errors import InvalidTypeError, RlExtError
+from rl_ext_core.frames.checkpoint import checksum
+from tests.torchrl_ext.frame_data import Videos, assert_same
+from torchrl_ext import FrameStorage
+
+
+class Bomb:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def _data(n: int = 20) -> TensorDict:
+    return Videos(1).collect(n).reshape(-1)
+
+
+def _stored(folder: Path) -> Path:
+    storage = FrameStorage(50, storage_dir=folder)
+    storage.set(range(20), _data())
+    storage.close()
+    return folder
+
+
+def _dumped(folder: Path) -> Path:
+    storage = FrameStorage(50)
+    storage.set(range(20), _data())
+    storage.dumps(folder)
+    return folder
+
+
+READERS = {
+    "open": (_stored, lambda folder: FrameStorage(50, storage_dir=folder)[:].clone()),
+    "salvage": (_stored, FrameStorage.salvage),
+    "loads": (_dumped, lambda folder: FrameStorage(50).loads(folder)),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_planted_pickles_are_not_read(reader: str, tmp_path: Path) -> None:
+    make, read = READERS[reader]
+    ran = tmp_path / "ran"
+    bomb = np.array([Bomb(ran)], dtype=object)
+    original = make(tmp_path / "original")
+    files = [file.relative_to(original) for file in original.rglob("*") if file.is_file()]
+    for number, name in enumerate(files):
+        folder = tmp_path / str(number)
+        shutil.copytree(original, folder)
+        with (folder / name).open("wb") as file:
+            if name.suffix == ".npy":
+                np.save(file, bomb, allow_pickle=True)
+            else:
+                pickle.dump(bomb[0], file)
+        with contextlib.suppress(RlExtError) if reader == "salvage" else pytest.raises(RlExtError):
+            read(folder)
+        assert not ran.exists(), name
+    pickle.loads(pickle.dumps(bomb[0]))
+    assert ran.exists(), "or nothing was tested"
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_memory_mapped_tensordict_in_place_of_the_elements_is_not_read(reader: str, tmp_path: Path) -> None:
+    make, read = READERS[reader]
+    folder, ran = make(tmp_path / "folder"), tmp_path / "ran"
+    rows = folder / "rows" if reader != "loads" else folder / "contents-0123456789abcdef" / "rows"
+    rows.unlink(missing_ok=True)
+    TensorDict({"x": NonTensorData("a", batch_size=[50])}, [50]).memmap(rows)
+    (rows / "x" / "other.pickle").write_bytes(pickle.dumps({"data": Bomb(ran)}))
+    try:
+        read(folder)
+    except RlExtError:
+        assert reader != "loads"
+    assert not ran.exists()
+
+
+def test_what_files_cannot_hold_is_refused_when_it_is_stored(tmp_path: Path) -> None:
+    data = _data()
+    data["task"] = NonTensorData("walk", batch_size=[20])
+    storage = FrameStorage(50, storage_dir=tmp_path / "storage")
+    with pytest.raises(InvalidTypeError, match=r"'task' holds NonTensor.* leave it out: data.exclude\('task'\)"):
+        storage.set(range(20), data)
+    assert not list((tmp_path / "storage").iterdir())
+    storage.set(range(20), _data())
+    assert_same(storage[:].clone(), _data().to("cpu"))
+
+
+def test_texts_and_numbers_are_dumped_and_anything_else_is_refused(tmp_path: Path) -> None:
+    storage = FrameStorage(50)
+    storage.set(0, _data(1)[0].set("task", NonTensorData("walk")).set("more", NonTensorData({"a": [1, None, 0.1]})))
+    storage.set(1, _data(1)[0].set("task", NonTensorData("run")).set("more", NonTensorData({"a": []})))
+    storage.dumps(tmp_path / "checkpoint")
+    loaded = FrameStorage(50)
+    loaded.loads(tmp_path / "checkpoint")
+    assert [loaded[i]["task"] for i in range(2)] == ["walk", "run"]
+    assert loaded[0]["more"] == {"a": [1, None, 0.1]}
+    storage.set(1, _data(1)[0].set("task", NonTensorData(Bomb(tmp_path))).set("more", NonTensorData({"a": []})))
+    with pytest.raises(InvalidTypeError, match=r"'task' holds .*Bomb.*, which files cannot hold"):
+        storage.dumps(tmp_path / "checkpoint")
+    loaded.loads(tmp_path / "checkpoint")
+    with pytest.raises(InvalidTypeError, match="'task' holds"):
+        storage.dumps(tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def _alter_dumped(folder: Path, random: np.random.Generator) -> None:
+    """Changes numbers in a checkpoint, and has all checksums say that they were written so."""
+    metadata = json.loads((folder / "frames.json").read_text())
+    contents = folder / metadata["contents"]
+    held = metadata["held"]
+    arrays = {file.name: np.load(file) for file in sorted(contents.glob("*.npy"))}
+    frames = [name for name in arrays if name not in held["leaves"] and arrays[name].size]
+    described = zip(held["leaves"], held["rows"]["leaves"], strict=True)
+    files = [*frames * 2, *(name for name, leaf in described if "pixels" in leaf["key"])]
+    for _ in range(random.integers(1, 4)):
+        array = arrays[files[random.integers(len(files))]].reshape(-1)
+        array[random.integers(len(array))] = random.choice([0, 1, 2, 255, 2**31, 2**32 - 1, 2**62]).astype(array.dtype)
+    for name, array in arrays.items():
+        np.save(contents / name, array)
+    held["sums"] = [checksum(arrays[name]) for name in held["leaves"]]
+    for column in held["frames"]:
+        pool = column["pool"]
+        found = {name: arrays[file] for name, file in pool["arrays"].items()}
+        pool["checksum"] = checksum({**pool, "arrays": found})
+    del metadata["checksum"]
+    (folder / "frames.json").write_text(json.dumps({**metadata, "checksum": checksum(metadata)}))
+
+
+def _alter_stored(folder: Path, random: np.random.Generator) -> None:
+    """Changes numbers in the files of a storage, which has checksums for most of them."""
+    files = [folder / name for name in ("rows", "journal", "frames-0", "frames-0")]
+    for _ in range(random.integers(1, 4)):
+        data = np.memmap(files[random.integers(len(files))], mode="r+", dtype=np.uint32)
+        used = np.flatnonzero(data)
+        data[used[random.integers(len(used))]] = random.choice([0, 1, 2, 255, 2**31, 2**32 - 1])
+
+
+def _read_all(read: Any, folder: Path) -> None:
+    try:
+        storage = read(folder)
+        for i in range(len(storage)):
+            storage[torch.tensor([i])]
+        storage.set(range(10, 60), _data(50), set_cursor=False)
+        storage[:].clone()
+    except (RlExtError, RuntimeError):
+        pass
+
+
+def _loaded(folder: Path) -> FrameStorage:
+    storage = FrameStorage(60)
+    storage.loads(folder)
+    return storage
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("way", ["loads", "open"])
+def test_numbers_that_lead_astray_do_not_end_the_process(way: str, tmp_path: Path) -> None:
+    original = tmp_path / "original"
+    storage = FrameStorage(60, storage_dir=original if way == "open" else None)
+    storage.set(range(50), _data(50))
+    _ = storage[:].clone() if way == "open" else storage.dumps(original)
+    if way == "open":
+        storage.close()
+    alter = _alter_stored if way == "open" else _alter_dumped
+    read = _loaded if way == "loads" else lambda folder: FrameStorage(60, storage_dir=folder)
+    _read_all(read, shutil.copytree(original, tmp_path / "warm"))
+    for seed in range(30):
+        folder = tmp_path / f"altered{seed}"
+        shutil.copytree(original, folder)
+        alter(folder, np.random.default_rng(seed))
+        child = os.fork()
+        if child == 0:
+            try:
+                _read_all(read, folder)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        _, status = os.waitpid(child, 0)
+        assert status == 0, (seed, signal.Signals(status & 127) if status & 127 else "see above")
+        shutil.rmtree(folder)
+
+
+def test_a_file_of_another_storage_is_refused(tmp_path: Path) -> None:
+    ours, theirs = _stored(tmp_path / "ours"), _stored(tmp_path / "theirs")
+    for name in ("rows", "journal", "journal-2", "frames-0"):
+        shutil.copytree(ours, tmp_path / "mixed")
+        shutil.copy(theirs / name, tmp_path / "mixed" / name)
+        with pytest.raises(RlExtError, match=f"{name} is of another storage than the files beside it"):
+            FrameStorage(50, storage_dir=tmp_path / "mixed")
+        shutil.rmtree(tmp_path / "mixed")
+
+
+def test_a_manifest_with_a_dtype_that_is_none_is_refused(tmp_path: Path) -> None:
+    folder = _stored(tmp_path / "storage")
+    manifest = json.loads((folder / "storage.json").read_text())
+    del manifest["checksum"]
+    for change in (("columns", 0, "dtype", "load"), ("columns", 0, "shape", [-4, 28, 24]), ("rows", "leaves", [{}])):
+        changed = json.loads(json.dumps(manifest))
+        part = changed
+        for key in change[:-2]:
+            part = part[key]
+        part[change[-2]] = change[-1]
+        (folder / "storage.json").write_text(json.dumps({**changed, "checksum": checksum(changed)}))
+        with pytest.raises(RlExtError):
+            FrameStorage(50, storage_dir=folder)

@@ -1,0 +1,113 @@
+"""Ctrl-C at every step of a step, a reset and a rollout: what follows is as if it had not been."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.envs import StepCounter, TransformedEnv
+
+from tests.interrupts import everywhere
+from tests.torchrl_ext.comparing import assert_same, seeded_rollout, vector
+from tests.torchrl_ext.environments import DictWalk, Isaac, Walk
+from torchrl_ext import GymWrapper
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    "single": lambda: GymWrapper(Walk(3, 3)),
+    "nested": lambda: GymWrapper(DictWalk(3, 3)),
+    "SameStep": lambda: GymWrapper(vector([lambda: Walk(3, 3), lambda: Walk(5, 5)], 2, "SameStep")),
+    "NextStep": lambda: GymWrapper(vector([lambda: Walk(3, 3), lambda: Walk(5, 5)], 2, "NextStep")),
+    "Disabled": lambda: GymWrapper(vector([lambda: Walk(3, 3), lambda: Walk(5, 5)], 2, "Disabled")),
+    "torch": lambda: GymWrapper(Isaac(2, lengths=[3, 5]), missing_final_obs="previous"),
+    "under a transform": lambda: TransformedEnv(GymWrapper(Walk(3, 3)), StepCounter()),
+}
+
+
+def begun(name: str) -> tuple[Any, Any]:
+    """An environment before the step that ends its first episode, and the data."""
+    env = MAKERS[name]()
+    env.set_seed(0)
+    torch.manual_seed(0)
+    data = env.reset()
+    for _ in range(2):
+        _, data = env.step_and_maybe_reset(env.rand_action(data))
+    return env, env.rand_action(data)
+
+
+CALLS: dict[str, Callable[[Any, Any], Any]] = {
+    "step": lambda env, data: env.step(data),
+    "step_and_maybe_reset": lambda env, data: env.step_and_maybe_reset(data),
+    "reset": lambda env, data: env.reset(),
+    "rollout": lambda env, data: env.rollout(4, break_when_any_done=False),
+    "the first rollout": lambda env, data: env.rollout(2),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "every"),
+    [("single", 9), ("SameStep", 19), *(pytest.param(name, 3, marks=pytest.mark.slow) for name in MAKERS)],
+)
+@pytest.mark.parametrize("call", CALLS)
+def test_the_next_rollout_is_as_ever(name: str, every: int, call: str) -> None:
+    expected = seeded_rollout(MAKERS[name](), 8)
+    state: dict[str, Any] = {}
+
+    def prepare() -> Callable[[], Any]:
+        env, data = begun(name)
+        if call == "the first rollout":
+            env = MAKERS[name]()
+        state.update(env=env, data=data, kept=data.clone())
+        return lambda: CALLS[call](env, data)
+
+    count = 0
+    for _ in everywhere(prepare, below=("torchrl_ext/",), every=every * (4 if "rollout" in call else 1)):
+        count += 1
+        found = seeded_rollout(state["env"], 8)
+        assert_same(found, expected)
+        kept = state["kept"]
+        assert_same(state["data"].select(*kept.keys(True, True)), kept)
+    assert count > 1
+
+
+@pytest.mark.parametrize("name", ["SameStep", "NextStep", "Disabled"])
+@pytest.mark.parametrize("call", ["step", "step_and_maybe_reset"])
+def test_a_partial_reset_after_it_tells_how_the_environments_are(name: str, call: str) -> None:
+    state: dict[str, Any] = {}
+
+    def prepare() -> Callable[[], Any]:
+        env, data = begun(name)
+        state.update(env=env)
+        return lambda: CALLS[call](env, data)
+
+    for _ in everywhere(prepare, below=("torchrl_ext/",), every=5):
+        env = state["env"]
+        data = env.reset(TensorDict({"_reset": torch.tensor([[True], [False]])}, [2]))
+        each = env._env.envs
+        assert each[0].step_count == 0
+        assert data["observation"][0, 1] == 0
+        assert not data["done"][0].any()
+        found = env.rand_step(data)["next", "observation"][:, 1]
+        if not found.isnan().any() and name != "SameStep":
+            assert found[0] == 1
+
+
+def test_the_observation_before_is_not_that_of_another_step() -> None:
+    """What was interrupted is not remembered; where nothing is known, it is NaN."""
+    state: dict[str, Any] = {}
+
+    def prepare() -> Callable[[], Any]:
+        env, data = begun("torch")
+        state.update(env=env, before=data.clone())
+        return lambda: env.step(data)
+
+    for _ in everywhere(prepare, below=("torchrl_ext/",), every=3):
+        env = state["env"]
+        inner = env._env
+        steps = inner.steps.clone()
+        data = env.step(TensorDict({"action": torch.zeros(2, 2)}, [2], device=env.device))["next"]
+        for row in data["done"].view(-1).nonzero().view(-1).tolist():
+            place = data["policy"][row, 2]
+            assert place.isnan() or place == steps[row], (place, steps)

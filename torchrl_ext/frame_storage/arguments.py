@@ -1,0 +1,234 @@
+"""What a frame storage accepts: options, indices, and elements like those that it holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from operator import index as as_index
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection, lazy_stack
+
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
+from rl_ext_core.frames.codecs import DEFAULT_QUALITY, Loss
+from rl_ext_core.frames.journal import Places
+from rl_ext_core.frames.layout import candidate_layouts
+from torchrl_ext.frame_storage.columns import FrameColumn
+
+
+def at_least_one(name: str, value: Any) -> int:
+    """Return a whole number from 1 on."""
+    try:
+        number = as_index(value)
+    except TypeError:
+        raise InvalidTypeError(f"{name}={value!r} is not a whole number; for example {name}=1") from None
+    if number < 1:
+        raise InvalidArgumentError(f"{name}={value!r} must be at least 1")
+    return number
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Refuse options that no images could be stored with.
+
+    :raises InvalidArgumentError: if so.
+    :raises InvalidTypeError: because of a type.
+    :raises MissingDependencyError: if the codec needs a package that is not installed.
+    """
+    codec, n_stack, block_length = options["codec"], options["n_stack"], options["block_length"]
+    for name in ("n_stack", "block_length", "quality"):
+        if options.get(name) is not None:
+            at_least_one(name, options[name])
+    if not isinstance(codec, str):
+        raise InvalidTypeError(f"codec={codec!r} is no name of a codec; for example codec='auto'")
+    # Whatever the images will be like: one that any number of stacked frames fits.
+    side = 8 * (n_stack or 1)
+    layouts = list(candidate_layouts((side, side), np.uint8))
+    loss = {"max_error": options["max_error"], "quality": options.get("quality", DEFAULT_QUALITY)}
+    Loss.asked_for(codec, layouts, block_length=block_length, **loss)
+    if block_length is not None and (block_length & (block_length - 1)):
+        raise InvalidArgumentError(f"block_length={block_length!r} is not a power of two; for example block_length=16")
+
+
+def as_tensordict(data: Any) -> Any:
+    """Return data that has keys; a list is stacked.
+
+    :raises InvalidTypeError: if it has none.
+    """
+    if isinstance(data, list) and data and all(is_tensor_collection(item) for item in data):
+        data = lazy_stack(data)
+    if not is_tensor_collection(data):
+        raise InvalidTypeError(
+            f"FrameStorage stores TensorDicts, got {type(data).__name__}; write TensorDict({{'pixels': images}}, "
+            "batch_size=[len(images)])"
+        )
+    return data
+
+
+def on_cpu(index: Any) -> Any:
+    """Return an index for tensors in main memory."""
+    if isinstance(index, tuple):
+        return tuple(map(on_cpu, index))
+    return index.cpu() if isinstance(index, torch.Tensor) else index
+
+
+class Target(NamedTuple):
+    """Where elements go.
+
+    :ivar cursor: an index that names each place once.
+    :ivar data: the elements, one for each.
+    :ivar places: the places along the first dimension.
+    :ivar batch_dims: how many dimensions of the data are not of an element.
+    :ivar stored_dims: likewise of what is stored.
+    """
+
+    cursor: Any
+    data: Any
+    places: Places
+    batch_dims: int
+    stored_dims: int
+
+
+def is_one(cursor: Any) -> bool:
+    """Whether an index names one element, which has no dimension of its own."""
+    return not isinstance(cursor, (slice, range, tuple, set)) and np.ndim(cursor) == 0
+
+
+def target(cursor: Any, data: Any, *, shape: torch.Size, ndim: int) -> Target:
+    """Return where elements go, with what others of the same batch overwrite left out: the last one counts.
+
+    :param shape: batch dimensions of the storage.
+    :param ndim: how many of them count.
+    :raises InvalidArgumentError: if the index names nothing, or another number of elements.
+    """
+    if is_one(cursor):
+        place = int(cursor)
+        if not 0 <= place < shape[0]:
+            place = int(places_in(place, shape[:1])[0])
+        return Target(place, data, np.array([place], dtype=np.int64), ndim - 1, ndim)
+    if isinstance(cursor, slice):
+        places = np.arange(*cursor.indices(shape[0]), dtype=np.int64)
+        _check_length(data, (len(places),), cursor)
+        return Target(cursor, data, places, ndim, ndim)
+    index = torch.as_tensor(list(cursor)) if isinstance(cursor, (range, set, list, np.ndarray)) else on_cpu(cursor)
+    # Of an index of the first dimension, the others come along; any other index is one of single elements.
+    dims = max(ndim, len(index)) if isinstance(index, tuple) else index.ndim if index.dtype == torch.bool else 1
+    places = places_in(index, shape[:dims])
+    _check_length(data, places.shape, cursor)
+    places_flat = places.reshape(-1)
+    if places.ndim == 0:
+        data = data.unsqueeze(0)
+    if places.ndim > 1:
+        data = data.flatten(0, places.ndim - 1)
+    kept = last_of_each(places_flat)
+    if len(kept) < len(places_flat):
+        places_flat, data = places_flat[kept], data[torch.from_numpy(kept)]
+    at = np.unravel_index(places_flat, shape[:dims])
+    indices = tuple(torch.from_numpy(np.ascontiguousarray(part, dtype=np.int64)) for part in at)
+    if dims == 1:
+        return Target(indices[0], data, indices[0].numpy(), ndim, ndim)
+    return Target(indices, data, indices[0].numpy(), 1, dims)
+
+
+def places_in(index: Any, shape: Sequence[int]) -> Places:
+    """Return the numbers of the elements that an index names, of whatever kind it is.
+
+    :param shape: of what is indexed.
+    :raises InvalidArgumentError: if it names what is not there.
+    """
+    try:
+        if isinstance(index, tuple) and len(index) == len(shape) == 1:
+            index = index[0]
+        if isinstance(index, torch.Tensor) and index.dtype != torch.bool and len(shape) == 1:
+            index = index.numpy().astype(np.int64)
+        if isinstance(index, (int, np.integer, np.ndarray)) and np.asarray(index).dtype != bool and len(shape) == 1:
+            places = np.atleast_1d(np.asarray(index, dtype=np.int64))
+            if ((places < -shape[0]) | (places >= shape[0])).any():
+                raise IndexError(f"{places[(places < -shape[0]) | (places >= shape[0])][0]} is none")
+            return np.where(places < 0, places + shape[0], places)
+        found: Places = torch.arange(math.prod(shape)).reshape(tuple(shape))[index].numpy()
+    except (IndexError, TypeError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"index {index!r:.200} names no places of a storage of shape {tuple(shape)} ({error}); nothing was stored"
+        ) from error
+    return found
+
+
+def last_of_each(places: Places) -> Places:
+    """Return which of these numbers, (n,), do not come again behind."""
+    backwards, kept = np.unique(places[::-1], return_index=True)
+    if len(backwards) == len(places):
+        return np.arange(len(places))
+    return np.sort(len(places) - 1 - kept)
+
+
+def _check_length(data: Any, expected: tuple[int, ...], cursor: Any) -> None:
+    if tuple(data.batch_size[: len(expected)]) != expected:
+        raise InvalidArgumentError(
+            f"{expected} elements are named by {cursor!r:.200}, got a batch of {tuple(data.batch_size)}; nothing was "
+            "stored"
+        )
+
+
+def fits(where: Target, held: Any, columns: list[FrameColumn], *, casts: bool) -> bool:
+    """Return whether elements have leaves like those that are held, and no others.
+
+    :param held: all elements, with handles in place of images.
+    :param casts: whether numbers may have another dtype.
+    :raises InvalidArgumentError: if a shape is another one.
+    :raises InvalidTypeError: if there is something of another kind.
+    """
+    images = {key: column.shape for column in columns for key in column.keys}
+    known = True
+    try:
+        parts = list(where.data.items(include_nested=True))
+    except RuntimeError as error:  # of a lazy stack
+        raise InvalidArgumentError(
+            f"the elements differ in shape ({str(error)[:200]}); pad them to one shape, for example with "
+            "tensordict.pad_sequence; nothing was stored"
+        ) from error
+    for key, leaf in parts:
+        stored = held.get(key, None)
+        if type(leaf) is type(stored) is TensorDict:
+            continue
+        if not isinstance(leaf, torch.Tensor) or not isinstance(stored, torch.Tensor):
+            if stored is not None and _sort(leaf) != _sort(stored):
+                raise InvalidTypeError(
+                    f"{key!r} is a {type(leaf).__name__}, the storage holds a {type(stored).__name__} there; "
+                    "nothing was stored. Give it another key"
+                )
+            known &= stored is not None and _sort(leaf) == "tensordict"
+            continue
+        expected = (*stored.shape[where.stored_dims :], *images.get(key, ()))
+        if tuple(leaf.shape[where.batch_dims :]) != expected:
+            raise InvalidArgumentError(
+                f"{key!r} has shape {tuple(leaf.shape)}, expected {expected} behind the {where.batch_dims} batch "
+                "dimensions, as in what was stored first; nothing was stored"
+            )
+        if key not in images and leaf.dtype != stored.dtype and not casts:
+            raise InvalidTypeError(
+                f"{key!r} has dtype {leaf.dtype}, the storage holds {stored.dtype}; nothing was stored. If that is "
+                f"meant, convert it: data[{key!r}] = data[{key!r}].to({stored.dtype})"
+            )
+    return known
+
+
+def memory_of(rows: Any, cursor: Any) -> Callable[[], None]:
+    """Return what puts back what is held at an index, where it is not sure that elements can be stored."""
+    keys = set(rows.keys(include_nested=True))
+    before = rows[cursor].clone()
+
+    def undo() -> None:
+        for key in set(rows.keys(include_nested=True)) - keys:
+            rows.del_(key) if isinstance(key, str) else rows.get(key[:-1]).del_(key[-1])
+        rows[cursor] = before
+
+    return undo
+
+
+def _sort(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return "tensor"
+    # Text of several elements is read as a list.
+    return "tensordict" if isinstance(value, TensorDictBase) and not is_non_tensor(value) else "value"

@@ -1,0 +1,142 @@
+"""What a frame storage changes about the buffers that use it: so that processes can be killed while they share it,
+Ctrl-C does not leave it between its writer and its sampler, and the oldest elements go where bytes are short.
+
+TorchRL shares numbers and a lock by semaphores. Those stay taken for ever when their holder is killed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from multiprocessing import sharedctypes
+from typing import Any
+
+import torch
+from torchrl.data import RoundRobinWriter
+
+from rl_ext_core._interrupts import uninterrupted
+from rl_ext_core.errors import InvalidArgumentError, OutOfMemoryError
+
+_NUMBERS_OF_STORAGES = "_len_value", "_last_cursor_index_value", "_mutation_revision_value"
+_NUMBERS_OF_WRITERS = "_cursor_value", "_write_count_value"
+_PART = 64  # at least one in so many elements go at a time, since those behind them have to be moved
+
+
+class NoLock(nullcontext[None]):
+    """In place of the lock of a shared number: each is read and written by one instruction."""
+
+    def acquire(self) -> None:
+        """Do nothing, as all others."""
+
+    def release(self) -> None:
+        """See :meth:`acquire`."""
+
+
+class _Method:
+    """In place of a method of a buffer, which it calls. Unlike a closure, it goes to other processes.
+
+    :param buffer: the buffer.
+    :param name: of the method.
+    """
+
+    def __init__(self, buffer: Any, name: str) -> None:
+        self._buffer, self._name = buffer, name
+
+    @uninterrupted
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = getattr(type(self._buffer), self._name)(self._buffer, *args, **kwargs)
+        if self._name == "share" and self._buffer.shared:
+            self._buffer._write_lock = self._buffer._storage.lock  # in place of a semaphore
+        return result
+
+
+def _without_locks(owner: Any, names: tuple[str, ...]) -> None:
+    for name in names:
+        number = getattr(owner, name, None)
+        if isinstance(number, sharedctypes.SynchronizedBase) and not isinstance(number.get_lock(), NoLock):
+            lock: Any = NoLock()
+            setattr(owner, name, sharedctypes.synchronized(number.get_obj(), lock))
+
+
+def bear_kills(storage: Any) -> None:
+    """Take the semaphores away from a storage and its buffers."""
+    _without_locks(storage, _NUMBERS_OF_STORAGES)
+    for buffer in storage._attached_entities:
+        _without_locks(getattr(buffer, "_writer", None), _NUMBERS_OF_WRITERS)
+        for name in ("add", "extend", "empty"):
+            if callable(getattr(type(buffer), name, None)):
+                setattr(buffer, name, _Method(buffer, name))
+        if hasattr(buffer, "_write_lock"):
+            buffer.share = _Method(buffer, "share")
+            if buffer.shared:
+                buffer._write_lock = storage.lock
+
+
+def _round_robin_writers(storage: Any) -> Iterator[Any]:
+    writers = (getattr(buffer, "_writer", None) for buffer in storage._attached_entities)
+    return (writer for writer in writers if isinstance(writer, RoundRobinWriter))
+
+
+def go_on_at(storage: Any, place: int) -> None:
+    """Let the writers of a storage go on at a place."""
+    for writer in _round_robin_writers(storage):
+        writer._cursor = place
+        writer._write_count = max(writer._write_count, len(storage))
+
+
+def go_back(storage: Any, cursor: Any) -> None:
+    """Let the writer of elements that could not be stored begin with their places again.
+
+    Writers move on first and store then; what they passed over would count as elements from the next ones on.
+    """
+    places = torch.as_tensor(cursor).reshape(-1).tolist() if isinstance(cursor, (int, torch.Tensor)) else []
+    for writer in _round_robin_writers(storage) if places else ():
+        if writer._cursor in (places[-1] + 1, 0):
+            writer._cursor = places[0]
+            writer._write_count -= len(places)
+
+
+class Budget:
+    """Keeps a storage to a number of bytes: where it is reached, the ring closes, and the oldest elements go.
+
+    :param max_bytes: what it may hold.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._before = 0
+
+    def check(self, storage: Any) -> None:
+        """Refuse buffers that remember places, which change.
+
+        :raises InvalidArgumentError: if a writer does not overwrite the oldest, or a sampler has priorities.
+        """
+        for buffer in storage._attached_entities:
+            sampler, writer = (getattr(buffer, name, None) for name in ("_sampler", "_writer"))
+            if hasattr(sampler, "_sum_tree"):
+                raise InvalidArgumentError(
+                    f"max_bytes={self.max_bytes} moves elements to other places, where {type(sampler).__name__} would "
+                    "find the priorities of others; leave max_bytes out and pass a smaller max_size, or another sampler"
+                )
+            if not isinstance(writer, RoundRobinWriter) or writer.tracks_generations:
+                raise InvalidArgumentError(
+                    f"max_bytes={self.max_bytes} goes with writers that overwrite the oldest, got "
+                    f"{type(writer).__name__}; leave max_bytes out, or writer="
+                )
+
+    def keep(self, storage: Any) -> None:
+        """Make room for as much as came last, so that the bytes held stay below the limit.
+
+        :raises OutOfMemoryError: if not even a few elements fit.
+        """
+        held = storage.used_nbytes
+        coming = max(held - self._before, 0)
+        while held + coming > self.max_bytes:
+            if len(storage) < 2:
+                raise OutOfMemoryError(
+                    f"max_bytes={self.max_bytes} is too little: {len(storage)} elements of this kind take {held} "
+                    "bytes; pass a larger max_bytes, or add fewer at a time"
+                )
+            storage.drop_oldest(max(len(storage) // _PART, 1))
+            held = storage.used_nbytes
+        self._before = held

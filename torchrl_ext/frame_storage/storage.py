@@ -1,0 +1,718 @@
+"""A TorchRL storage that keeps images compressed, and each frame once."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from multiprocessing.context import get_spawning_popen
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict.utils import unravel_key
+from torchrl.data import TensorStorage
+
+from rl_ext_core._interrupts import uninterrupted
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError
+from rl_ext_core.frames import Salvaged
+from rl_ext_core.frames.adaptive import LAST_CHECK
+from rl_ext_core.frames.codecs import DEFAULT_QUALITY, options_in_words
+from rl_ext_core.frames.folder import reading
+from rl_ext_core.frames.journal import Journal, Places
+from rl_ext_core.frames.region import ProcessLock, RegionFile
+from torchrl_ext.frame_storage.arguments import (
+    as_tensordict,
+    at_least_one,
+    check_options,
+    fits,
+    is_one,
+    last_of_each,
+    memory_of,
+    on_cpu,
+    places_in,
+    target,
+)
+from torchrl_ext.frame_storage.buffers import Budget, bear_kills, go_back, go_on_at
+from torchrl_ext.frame_storage.checkpoint import FrameStorageCheckpointer, State, as_state, from_state
+from torchrl_ext.frame_storage.columns import FrameColumn, Key, encoded, image_kinds, release
+from torchrl_ext.frame_storage.folder import StorageFolder, salvage
+from torchrl_ext.frame_storage.rows import RowFile, recover
+from torchrl_ext.frame_storage.view import FrameView
+
+_logger = logging.getLogger("torchrl_ext")
+
+_REFUSED = {
+    "shared_init": "since compressed images lie in memory without a name; add something before the processes start: "
+    "buffer.extend(data), or buffer.extend(data) and buffer.empty()",
+    "compilable": "since torch.compile cannot look into the decoder; leave it out, and sample outside of what is "
+    "compiled",
+    "consolidated": "since frames are stored compressed and apart from all else; leave it out",
+}
+
+
+class FrameStorage(TensorStorage):
+    """Like :class:`~torchrl.data.LazyTensorStorage`, for TensorDicts with images, in a fraction of the memory.
+
+    Each frame is stored once and compressed, although stacks of frames and ``("next", "pixels")`` repeat it; whether
+    they do is found out by comparing contents. All else is kept in plain tensors. What is sampled equals what
+    ``LazyTensorStorage`` gives, bit for bit, unless ``max_error`` or JPEG was asked for; then ``repr`` says so::
+
+        buffer = TensorDictReplayBuffer(storage=FrameStorage(1_000_000), batch_size=256)
+
+    It stores TensorDicts, and lists of these. What ``LazyTensorStorage`` takes besides, plain tensors and dictionaries
+    or other trees of them, is refused: write ``TensorDict(data, batch_size=[n])``.
+
+    Slices, such as ``buffer[:]``, decode images when they are used; what is changed in place in a decoded image is a
+    copy, so write by an index: ``buffer[:]["pixels"][3] = image``.
+
+    :param max_size: Max number of elements, as in ``LazyTensorStorage``.
+    :param device: Where samples go; what is stored stays in main memory.
+    :param ndim: Number of batch dimensions that count for the size, as in ``LazyTensorStorage``.
+    :param pixels: Keys of the images, or None for all leaves of bytes with at least two dimensions and 1,024 bytes.
+    :param codec: ``"auto"``, or ``"raw"``, ``"patch"``, ``"patch+lz4"`` (the smallest), or ``"jpeg"``,
+        which is lossy, slow, and never chosen by itself: for natural images of one channel or three.
+    :param max_error: How far a pixel may be off; 0 is exact.
+    :param quality: Of JPEG, 1 to 100; for ``codec="jpeg"`` only. ``pixels`` says which leaves become JPEG.
+    :param n_stack: Frames in an image stack, or None to find it from the data.
+    :param block_length: Frames in a block, a power of two, or None to choose it by what is seen. Longer blocks take
+        less memory and more time to sample from.
+    :param max_bytes: What it may hold, in bytes; where that is reached, ``max_size`` is lowered, and the oldest go.
+    :param storage_dir: A folder to keep everything in, memory-mapped: it may exceed main memory, and whoever opens it
+        again with the same arguments finds what was there and goes on behind it, even after a crash of the process,
+        but for elements that were being added at that moment. Damage is found by checksum: of elements when the folder
+        is opened, of images when they are first read. Elements that were handed out as views, as by ``buffer[:]``, may
+        change without notice: if the process was killed since then, only images are compared.
+    :param num_threads: Threads that decode large batches, or None for as many as ``torch.get_num_threads()``.
+    :param compilable: As in ``LazyTensorStorage``; True is refused, since the decoder cannot be compiled.
+    :param shared_init: Likewise; True is refused, since a storage that is shared has to hold something.
+    :param consolidated: Likewise; True is refused, since frames are stored apart from all else.
+    :param cleanup_memmap: Likewise; without ``shared_init`` it says nothing.
+    :raises InvalidArgumentError: if an argument has a value that cannot be used.
+    :raises MissingDependencyError: if numba is not installed, or what the codec needs.
+    :raises StorageError: if the folder cannot be used, or another process uses it.
+    :raises CorruptFileError: if what is in the folder is damaged.
+    """
+
+    _default_checkpointer = FrameStorageCheckpointer
+    device: Any
+    _len: int
+    _storage: Any  # all elements, which TorchRL reads too; int64 handles are where the images would be
+    _budget: Budget | None = None
+    _folder: StorageFolder | None = None
+    _rows: RowFile | None = None  # the elements, where they lie in a folder
+    _journal: Journal | None = None  # where other processes, or later ones, may have to make them whole
+    _goes_on_at: int | None = None  # of a storage that was opened again, until the first element is added
+    _most = 0  # places from here on were never written by this process
+    _places: Places = np.zeros(0, dtype=np.int64)  # that are being written
+    _exposed = False  # whether views of elements in a folder were handed out
+
+    @uninterrupted
+    def __init__(
+        self,
+        max_size: int,
+        *,
+        device: torch.device | str = "cpu",
+        ndim: int = 1,
+        pixels: Sequence[Key] | None = None,
+        codec: str = "auto",
+        max_error: int = 0,
+        quality: int = DEFAULT_QUALITY,
+        n_stack: int | None = None,
+        block_length: int | None = None,
+        max_bytes: int | None = None,
+        storage_dir: str | os.PathLike[str] | None = None,
+        num_threads: int | None = None,
+        compilable: bool = False,
+        shared_init: bool = False,
+        consolidated: bool = False,
+        cleanup_memmap: bool = True,
+    ) -> None:
+        asked = {"shared_init": shared_init, "compilable": compilable, "consolidated": consolidated}
+        for name, why in _REFUSED.items():
+            if asked[name]:
+                raise InvalidArgumentError(f"{name}=True is not possible, {why}")
+        max_size, ndim = at_least_one("max_size", max_size), at_least_one("ndim", ndim)
+        super().__init__(None, max_size, device=device, ndim=ndim)
+        self._asked_size, self._pixels, self._num_threads = max_size, pixels, num_threads
+        self._columns: list[FrameColumn] = []
+        self._closed = False
+        self.lock = ProcessLock()
+        self._be_called()
+        self._options: dict[str, Any] = {
+            "codec": codec,
+            "max_error": max_error,
+            "n_stack": n_stack,
+            "block_length": block_length,
+            **({} if quality == DEFAULT_QUALITY and codec != "jpeg" else {"quality": quality}),
+        }
+        if max_bytes is not None:
+            self._budget = Budget(at_least_one("max_bytes", max_bytes))
+            if ndim > 1:
+                raise InvalidArgumentError(
+                    f"max_bytes={max_bytes} is for storages of one dimension; leave out ndim={ndim}"
+                )
+            if storage_dir is not None:
+                raise InvalidArgumentError(
+                    f"max_bytes={max_bytes} is for main memory; leave it out, or storage_dir={str(storage_dir)!r}"
+                )
+        check_options(self._options)
+        if storage_dir is not None:
+            keys = None if pixels is None else [unravel_key(key) for key in pixels]
+            arguments = {"max_size": max_size, "ndim": ndim, "pixels": keys, **self._options}
+            self._folder = StorageFolder(storage_dir, arguments)
+            try:
+                self._reopen(self._folder)
+            except BaseException:
+                self._let_go()
+                raise
+
+    def __repr__(self) -> str:
+        codec = self._options["codec"]
+        return f"{super().__repr__()[:-1]}, \n    codec={codec!r}, {options_in_words(self._options)})"
+
+    def _be_called(self) -> None:
+        """Have the lock call this storage without keeping it alive: its files are free when it is dropped."""
+        this = weakref.ref(self)
+
+        def recover(dead: int) -> None:
+            if (storage := this()) is not None:
+                storage._make_whole(dead)
+
+        self.lock.recover = recover
+
+    @property
+    def checkpointer(self) -> FrameStorageCheckpointer:
+        """What ``dumps`` and ``loads`` go through."""
+        return self._checkpointer
+
+    @checkpointer.setter
+    def checkpointer(self, value: Any) -> None:
+        if value is not None and not isinstance(value, FrameStorageCheckpointer):
+            raise InvalidTypeError(
+                f"checkpointer={value!r} cannot save compressed images; leave checkpointer= out, which saves a "
+                "FrameStorage as small as it is"
+            )
+        self._checkpointer = FrameStorageCheckpointer() if value is None else value
+        if self._budget is not None:
+            self._budget.check(self)
+        # The last thing that a buffer does with its storage while it is made: its writer is there by now.
+        bear_kills(self)
+        if self._goes_on_at is not None:
+            go_on_at(self, self._goes_on_at)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidArgumentError("this FrameStorage is closed; open its folder again, with the same arguments")
+        self.lock.check_process()
+
+    # Room for elements
+
+    def _init(self, row: Any) -> None:
+        if self.device == "auto":
+            self.device = row.device or torch.device("cpu")
+        kinds = image_kinds(row, self._pixels)
+        if not kinds:
+            _logger.warning(
+                "no images were found in the data (%s), so nothing is compressed; name them: FrameStorage(..., "
+                'pixels=["pixels"])',
+                ", ".join(map(str, row.keys(include_nested=True, leaves_only=True))),
+            )
+        try:
+            self._add_columns(kinds, self._shape_for(row)[0])
+            small = row.copy()
+            for column in self._columns:
+                for key in column.keys:
+                    shape = row.get(key).shape
+                    small.set(key, torch.zeros(shape[: len(shape) - len(column.shape)], dtype=torch.int64))
+            self._allocate(small.to("cpu"), self._columns)
+        except BaseException:
+            self._forget()
+            raise
+
+    def _shape_for(self, row: Any) -> torch.Size:
+        if self.ndim == 1:
+            return torch.Size((self.max_size, *row.shape))
+        return torch.Size((-(self.max_size // -row.shape[: self.ndim - 1].numel()), *row.shape))
+
+    def _add_columns(self, kinds: list[dict[str, Any]], n_rows: int) -> None:
+        for number, kind in enumerate(kinds):
+            file = None if self._folder is None else self._folder.frames(number)
+            self._columns.append(self._new_column(kind, n_rows, file))
+
+    def _new_column(self, kind: dict[str, Any], n_rows: int, file: RegionFile | None = None) -> FrameColumn:
+        return FrameColumn(kind, n_rows, self._options, num_threads=self._num_threads, file=file)
+
+    def _allocate(self, row: Any, columns: list[FrameColumn]) -> None:
+        """Make room for elements like ``row``, which has handles in place of images."""
+        rows: Any = row.expand(self._shape_for(row))
+        if self._folder is not None:
+            rows = self._new_files(self._folder, rows)
+        else:
+            rows = torch.empty_like(rows)
+            for key in [key for column in columns for key in column.keys]:
+                # 0 is no image. Unlike zeros_like, this takes no memory before it is used.
+                rows.set(key, torch.zeros(rows.get(key).shape, dtype=torch.int64))
+        self._columns = columns
+        self._hold(rows)
+
+    def _new_files(self, folder: StorageFolder, rows: Any) -> Any:
+        if not self._columns:
+            raise InvalidArgumentError(
+                "storage_dir is for data with images, and none were found; use LazyMemmapStorage, or name them: "
+                'FrameStorage(..., pixels=["pixels"])'
+            )
+        self._rows = folder.new_rows(rows)
+        self._journal = folder.journal(len(rows))
+        self._journal.written(0, 0)
+        folder.begin(self._columns, self._rows)
+        return self._rows.tensors
+
+    def _reopen(self, folder: StorageFolder) -> None:
+        """Find again what is in the folder."""
+        if (found := folder.found()) is None:
+            return
+        with reading(f"{folder.path} is"):
+            self._rows = folder.rows(found["rows"])
+            self._journal = folder.journal(len(self._rows.tensors))
+            self._add_columns(found["columns"], len(self._rows.tensors))
+            self._hold(self._rows.tensors)
+        self._goes_on_at = self._recover("their process", folder.path)
+
+    def _hold(self, rows: Any) -> None:
+        self._storage = rows
+        if self.ndim > 1:
+            self.max_size = rows.shape[: self.ndim].numel()
+        self.__dict__.pop("_total_shape_value", None)
+        self.initialized = True
+
+    def _let_go(self) -> None:
+        """Let others use the files, and hold nothing any more."""
+        for each in (*self._columns, self._journal, self._rows):
+            if each is not None:
+                each.unlock()
+        self._columns, self._journal, self._rows = [], None, None
+        self._storage, self.initialized = None, False
+        self.max_size, self._most, self._exposed = self._asked_size, 0, False
+        self.__dict__.pop("_total_shape_value", None)
+
+    def _forget(self) -> None:
+        """Be as if nothing was ever stored."""
+        self._let_go()
+        if self._folder is not None:
+            self._folder.begin_anew()
+
+    # Elements
+
+    @uninterrupted
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        """Store elements at their places.
+
+        :param cursor: an index, or several. Of those that name one place, the last one counts.
+        :param data: a TensorDict of as many elements.
+        :raises InvalidTypeError: if it is no TensorDict, or a dtype is another one.
+        :raises InvalidArgumentError: if a shape is another one. Whatever is raised, nothing is stored.
+        """
+        self._check_open()
+        if self._budget is not None:
+            self._budget.check(self)
+        with self.lock:
+            try:
+                self._refresh()
+                self._set(cursor, as_tensordict(data), set_cursor=set_cursor)
+            except BaseException:
+                if set_cursor:
+                    go_back(self, cursor)
+                raise
+            if set_cursor:
+                self._goes_on_at = None
+                if self._budget is not None:
+                    self._budget.keep(self)
+
+    def _set(self, cursor: Any, data: Any, *, set_cursor: bool) -> None:
+        fresh = not self.initialized
+        if fresh:
+            self._init(data if is_one(cursor) else data[0])
+        length, last = self._len, self._last_cursor_index
+        old: dict[Key, torch.Tensor] = {}
+        new: dict[Key, torch.Tensor] = {}
+        undo: Callable[[], None] | None = None
+        begun = False
+        try:
+            where = target(cursor, data, shape=self._storage.batch_size, ndim=self.ndim)
+            if set_cursor and self._goes_on_at is not None and where.places[0] != self._goes_on_at:
+                raise InvalidArgumentError(
+                    f"this storage was opened again and goes on at {self._goes_on_at}, got elements for "
+                    f"{where.places[0]}, since a writer is in use that cannot go on; leave out writer=, or pass "
+                    "another storage_dir"
+                )
+            casts = is_one(cursor) or isinstance(cursor, slice)  # as torch does
+            if not fits(where, self._storage, self._columns, casts=casts):
+                undo = memory_of(self._storage, where.cursor)
+            small, new = encoded(self._columns, where.data)
+            begun = True
+            self._will_write(where.places)
+            old = {key: self._storage.get(key)[where.cursor].clone() for key in new}
+            super().set(where.cursor, small, set_cursor=set_cursor)
+        except BaseException:
+            if undo is not None:
+                undo()
+            for key, before in old.items():
+                self._storage.get(key)[where.cursor] = before
+            self._len = length
+            self._set_last_cursor(last)
+            if begun:
+                self._written()
+            release(self._columns, new)
+            if fresh:
+                self._forget()
+            raise
+        self._written()
+        release(self._columns, old)
+        # Pools choose again how to store, as long as there is little in them.
+        if len(self) <= LAST_CHECK and self._len_along_dim0 is not None:
+            for column in self._columns:
+                column.look_again(self._storage, self._len_along_dim0)
+
+    @uninterrupted
+    def get(self, index: Any) -> Any:
+        """Return the elements at an index; images of a slice are decoded when they are used.
+
+        :param index: or a key, for that leaf of all elements.
+        """
+        if isinstance(index, str) or (isinstance(index, tuple) and index and isinstance(index[0], str)):
+            return self.get(slice(None)).get(index)
+        lazy = isinstance(index, slice) or (isinstance(index, tuple) and all(isinstance(i, slice) for i in index))
+        self._check_open()
+        with self.lock:
+            self._refresh()
+            self._expose(index)
+            rows = super().get(on_cpu(index)).copy()
+            for column in self._columns:
+                handles = [rows.get(key) for key in column.keys]
+                images = [FrameView(part, column, self) for part in handles] if lazy else column.decode(handles)
+                for key, image in zip(column.keys, images, strict=True):
+                    rows.set(key, image)
+        return rows if self.device.type == "cpu" else rows.to(self.device)
+
+    @uninterrupted
+    def read_images(self, column: FrameColumn, handles: torch.Tensor) -> torch.Tensor:
+        """Return the images of a column that these handles name."""
+        self._check_open()
+        with self.lock:
+            return column.decode([handles])[0]
+
+    @uninterrupted
+    def write_images(self, column: FrameColumn, handles: torch.Tensor, index: Any, images: torch.Tensor) -> None:
+        """Store images in place of those that an index of these handles names.
+
+        :param handles: a view of the elements'.
+        """
+        self._check_open()
+        if handles.ndim == 0:
+            handles = handles.unsqueeze(0)
+        numbers = places_in(on_cpu(index), handles.shape)
+        kept = last_of_each(numbers.reshape(-1))
+        at = tuple(map(torch.from_numpy, np.unravel_index(numbers.reshape(-1)[kept], tuple(handles.shape))))
+        images = images.reshape(numbers.size, *column.shape)
+        with self.lock:
+            new = column.encode(column.keys[:1], [images[torch.from_numpy(kept)]], None)[0]
+            old = handles[at].clone()
+            handles[at] = new
+            column.pool.release(old.numpy())
+
+    def _conditional_patch_leaf(self, key: Key) -> torch.Tensor:
+        leaf: torch.Tensor = super()._conditional_patch_leaf(key)
+        column = next((column for column in self._columns if unravel_key(key) in column.keys), None)
+        return leaf if column is None else FrameView(leaf, column, self)
+
+    @uninterrupted
+    def _apply_conditional_patch(self, index: Any, patch: Any) -> None:
+        with self.lock:
+            self._expose(slice(None))
+            super()._apply_conditional_patch(index, patch)
+
+    def flatten(self) -> TensorStorage:
+        """Return a storage of one dimension with the same elements, which reads and writes those of this one."""
+        return self if self.ndim == 1 else TensorStorage(self[:].flatten(0, self.ndim - 1))
+
+    @uninterrupted
+    def _empty(self) -> None:
+        self._check_open()
+        with self.lock:
+            self._refresh()
+            super()._empty()
+            self._places = self._places[:0]
+            self._written()
+            touched = self._most if self._journal is None else max(self._most, self._journal.read()[0].touched)
+            # In this order, so that a handle that is there always leads somewhere.
+            for column in self._columns:
+                column.clear(self._storage, 0, touched)
+            for column in self._columns:
+                column.pool.clear()
+            self._goes_on_at = None
+
+    @uninterrupted
+    def drop_oldest(self, n: int) -> None:
+        """Forget the oldest elements; the storage holds that many fewer from now on.
+
+        :param n: how many; where they lie at the end and the beginning, those at the end.
+        """
+        length, rows = len(self), self._storage
+        start = (self._last_cursor_index + 1) % length
+        n = min(n, length - start)
+        for column in self._columns:
+            column.pool.release(column.handles(rows[start : start + n], n))
+        kept = rows[start + n : length].clone()
+        rows[start : start + len(kept)] = kept
+        if (index := rows.get("index", None)) is not None:  # the places, as TorchRL's writers note them
+            places = torch.arange(start, start + len(kept))
+            index[start : start + len(kept)] = places.reshape(-1, *[1] * (index.ndim - 1)).expand_as(index[: len(kept)])
+        self.max_size = self._len = length - n
+        self._hold(rows[: self.max_size])
+        self._set_last_cursor((start - 1) % self.max_size)
+        go_on_at(self, start % self.max_size)
+        self._bump_mutation_revision()
+
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes that the elements take: less than :attr:`nbytes` where room of former ones waits to be used again."""
+        return self._row_bytes + sum(column.pool.used_nbytes for column in self._columns)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held: the images, the arrays that batches are decoded into, and the elements stored of all else."""
+        return self._row_bytes + sum(column.nbytes for column in self._columns)
+
+    @property
+    def _row_bytes(self) -> int:
+        return int(self._storage[: self._len_along_dim0].bytes()) if self.initialized else 0
+
+    # Being whole whenever somebody else comes: other processes, or a later one
+
+    def _refresh(self) -> None:
+        """Learn how far other processes have written."""
+        if self._rows is not None:
+            self._rows.refresh()
+
+    def _will_write(self, places: Places) -> None:
+        """Make sure that these places can be written to, and note that they do not count.
+
+        :raises StorageError: if there is no room on the disk.
+        """
+        most = int(places.max(initial=-1)) + 1
+        if self._rows is not None:
+            self._rows.make_sure_of(most)
+        if self._journal is not None:
+            self._journal.make_sure_of(len(places))
+        self._places = places
+        if self._journal is not None:
+            self._journal.will_write(places)
+        self._most = max(self._most, most)
+
+    def _written(self) -> None:
+        """Note that all that was changed is whole, before anything that was replaced is freed."""
+        if self._rows is not None:
+            self._rows.update_sums(self._places)
+        if self._journal is not None:
+            last = self._last_cursor_index
+            self._journal.written(self._len_along_dim0, 0 if last is None or not len(self) else last + 1)
+
+    def _expose(self, index: Any) -> None:
+        """Note that elements are handed out as views, which the caller may write to."""
+        if self._rows is None or self._journal is None or self._exposed:
+            return
+        parts = index if isinstance(index, tuple) else (index,)
+        if not any(isinstance(part, (list, range)) or getattr(part, "ndim", 0) for part in parts):
+            self._journal.expose()
+            self._exposed = True
+
+    def _recover(self, who: str, folder: Path | None = None) -> int:
+        """Make whole what another process left behind; return where elements go on."""
+        assert self._journal is not None
+        length, following = recover(self._storage, self._columns, self._journal, self._rows, who=who, folder=folder)
+        self._len = length * (self.max_size // len(self._storage))
+        self._set_last_cursor((following - 1) % length if length else None)
+        return following
+
+    def _make_whole(self, dead: int) -> None:
+        """Recover after a process that was killed while it held the lock."""
+        if self._journal is None:
+            return
+        if self._journal.read()[0].n_writing == 0:
+            _logger.warning("process %d was killed while it used a FrameStorage; no element is lost", dead)
+        go_on_at(self, self._recover(f"process {dead}"))
+        self._bump_mutation_revision()
+
+    @uninterrupted
+    def settle(self) -> None:
+        """Note all that lies in files as it is now, whatever was written to it in place."""
+        with self.lock:
+            self._settle()
+            if self._exposed and self._journal is not None:
+                self._journal.expose()  # who has views may go on
+
+    def _settle(self) -> None:
+        self._check_open()
+        self._refresh()
+        if self._rows is not None and self._exposed:
+            self._rows.update_sums(np.arange(self._len_along_dim0))
+        if self._journal is not None:
+            self._journal.settle()
+
+    @uninterrupted
+    def close(self) -> None:
+        """Give up what is held; with ``storage_dir``, the folder can be opened again then, also by another process."""
+        with self.lock:
+            self._settle()
+            self._let_go()
+            self._closed, self._len = True, 0
+
+    # Other processes, copies and checkpoints
+
+    @uninterrupted
+    def __getstate__(self) -> dict[str, Any]:
+        if get_spawning_popen() is not None:
+            return self._shared_state()
+        if self._folder is not None:
+            raise NotCopyableError(
+                f"a FrameStorage in {self._folder.path} cannot be pickled, since it would be in two places; save it "
+                "with storage.dumps(path)"
+            )
+        with self.lock:
+            state: dict[str, Any] = super().__getstate__()
+            del state["lock"], state["_columns"], state["_storage"]
+            state.pop("_journal", None)
+            if self.initialized:
+                rows, frames = self.held()
+                state["held"] = rows.clone(), deepcopy(frames), state.pop("len__context")
+                state.update(initialized=False, len__context=0)
+        return state
+
+    def _shared_state(self) -> dict[str, Any]:
+        """What goes to a process that is being started, which shares all that is held."""
+        if not self.initialized:
+            raise NotCopyableError(
+                "an empty FrameStorage cannot be shared with another process, since it does not know yet what it "
+                "holds; add something first: buffer.extend(data), or buffer.extend(data) and buffer.empty()"
+            )
+        if self._budget is not None:
+            raise NotCopyableError("a FrameStorage with max_bytes cannot be shared; pass a max_size instead")
+        with self.lock:
+            bear_kills(self)
+            if self._journal is None:
+                self._journal = Journal(len(self._storage))
+                self._journal.will_write(np.arange(self._most))
+                self._written()
+            state: dict[str, Any] = super().__getstate__()
+            return state if self._rows is None else {**state, "_storage": None}
+
+    @uninterrupted
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        held, shared = state.pop("held", None), "lock" in state
+        super().__setstate__(state if shared else {**state, "_storage": None, "_columns": []})
+        if not shared:
+            self.lock = ProcessLock()
+            bear_kills(self)
+        self._be_called()
+        if self._rows is not None:
+            self._storage = self._rows.tensors
+        if held is not None:
+            self.take(*held)
+
+    def held(self) -> tuple[Any, list[dict[str, Any]]]:
+        """Return the elements with handles in place of images, and what these refer to. Views, no copies.
+
+        The caller holds the lock.
+        """
+        frames = [{**column.kind, "pool": column.pool.state()} for column in self._columns]
+        return self._storage[: self._len_along_dim0], frames
+
+    @uninterrupted
+    def take(self, rows: Any, frames: list[dict[str, Any]], length: int) -> None:
+        """Hold what :meth:`held` gave, in place of what was there.
+
+        :raises CorruptFileError: if it is damaged.
+        :raises InvalidArgumentError: if there is no room for it, or it cannot be exchanged.
+        """
+        if rows.ndim < self.ndim or len(rows) > self._shape_for(rows[:1].clone()[0])[0]:
+            raise InvalidArgumentError(
+                f"{length} elements of {rows.ndim} batch dimensions do not fit into FrameStorage({self.max_size}, "
+                f"ndim={self.ndim}); make one like that they were saved from"
+            )
+        if self._folder is not None:
+            raise InvalidArgumentError(
+                f"a FrameStorage in {self._folder.path} cannot be loaded into; leave out storage_dir, or extend it"
+            )
+        rows = rows.to("cpu")
+        with self.lock:
+            if any(column.pool.shared for column in self._columns):
+                raise InvalidArgumentError(
+                    "a FrameStorage cannot be loaded once other processes share it; load it first"
+                )
+            self._allocate(rows[0], self._restored(rows, frames))
+            self._storage[: len(rows)] = rows
+            self._len, self._most = length, len(rows)
+            self._last_cursor = None
+            if self._journal is not None:
+                self._journal.will_write(np.arange(len(rows)))
+            self._written()
+            self._bump_mutation_revision()
+
+    def _restored(self, rows: Any, frames: list[dict[str, Any]]) -> list[FrameColumn]:
+        """Columns as they were saved, with whatever leads elsewhere refused."""
+        with reading("the images are"):
+            columns = [self._new_column(state, self._shape_for(rows[0])[0]) for state in frames]
+            for column, state in zip(columns, frames, strict=True):
+                column.pool.restore(state["pool"])
+                column.recover(rows, len(rows), None)
+        return columns
+
+    @uninterrupted
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of all that is stored, made of tensors and plain values.
+
+        It is for :meth:`load_state_dict` of a ``FrameStorage`` only, since it holds images compressed.
+        """
+        self._check_open()
+        with self.lock:
+            return as_state(*self.held(), self._len) if self.initialized else State(initialized=False, _len=0)
+
+    @uninterrupted
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Hold what :meth:`state_dict` gave, in place of what was there.
+
+        :raises CorruptFileError: if it is damaged.
+        :raises InvalidArgumentError: if there is no room for it, or it is of another kind of storage.
+        """
+        self._check_open()
+        if state_dict.get("frame_storage") is not None:
+            self.take(*from_state(state_dict))
+        elif state_dict.get("initialized"):
+            raise InvalidArgumentError(
+                "this is the state of another kind of storage than FrameStorage; load it into one of that kind, and "
+                "add what it holds: buffer.extend(other[:])"
+            )
+        elif self.initialized:
+            self._empty()
+
+    def is_in(self, path: str | os.PathLike[str]) -> bool:
+        """Whether this storage lies in the files of that folder."""
+        return self._folder is not None and Path(path).absolute() == self._folder.path
+
+    @staticmethod
+    def salvage(storage_dir: str | os.PathLike[str]) -> Salvaged:
+        """Make a damaged ``storage_dir`` one that can be opened again, with the longest run of intact elements.
+
+        All files are read. What is damaged is given up for good: copy the folder first if in doubt.
+
+        :param storage_dir: the folder.
+        :return: how many elements were kept and given up.
+        :raises InvalidArgumentError: if there is no storage in it.
+        :raises CorruptFileError: if nothing can be read at all.
+        :raises StorageError: if it is in use.
+        """
+        return salvage(Path(storage_dir).absolute())

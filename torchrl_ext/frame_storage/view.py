@@ -1,0 +1,128 @@
+"""Images that are decoded when they are used: what slices of a storage hold in place of pixels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from torchrl_ext.frame_storage.columns import FrameColumn
+
+_aten = torch.ops.aten
+# How many of a function's first arguments name dimensions; images stay handles as long as those are the batch's.
+_DIMENSIONS = {
+    _aten.slice.Tensor: 1,
+    _aten.select.int: 1,
+    _aten.unsqueeze.default: 1,
+    _aten.transpose.int: 2,
+}
+_UNCHANGED = {_aten.detach.default, _aten.alias.default}
+_RESHAPES = {_aten.view.default, _aten._unsafe_view.default}
+
+
+class FrameView(torch.Tensor):
+    """A tensor of images that reads and writes those of a storage, as a view of its memory would.
+
+    Slicing it gives another one, and assigning to an index of it stores images. Whatever else is done with it is done
+    with the images, decoded at that moment, which are a copy.
+
+    :param handles: handles of the images, a view of the storage's.
+    :param column: whose images these are.
+    :param storage: the storage.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    _handles: torch.Tensor
+    _column: FrameColumn
+    _storage: Any
+
+    @staticmethod
+    def __new__(cls, handles: torch.Tensor, column: FrameColumn, storage: Any) -> FrameView:
+        """Return a tensor without memory of its own."""
+        shape = (*handles.shape, *column.shape)
+        view: FrameView = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=column.dtype)
+        view._handles, view._column, view._storage = handles, column, storage
+        return view
+
+    def decoded(self) -> torch.Tensor:
+        """Return the images, as a tensor of their own."""
+        images: torch.Tensor = self._storage.read_images(self._column, self._handles)
+        return images
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        self = args[0]
+        if isinstance(self, FrameView):
+            if (handles := self._rearranged(func, args, kwargs)) is not None:
+                return FrameView(handles, self._column, self._storage)
+            if func is _aten.index.Tensor and len(args[1]) <= self._handles.ndim:
+                return self._storage.read_images(self._column, func(self._handles, args[1]))
+            if func._schema.is_mutable:
+                changed = self.decoded().clone()
+                func(changed, *tree_map(_decoded, args[1:]), **tree_map(_decoded, kwargs))
+                self._write(..., changed)
+                return self
+        return func(*tree_map(_decoded, args), **tree_map(_decoded, kwargs))
+
+    def _rearranged(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+        """The handles that are left, where the function only picks or reorders whole images."""
+        handles, n_image = self._handles, len(self._column.shape)
+        if func in _UNCHANGED:
+            return handles
+        if func in _RESHAPES:
+            shape = tuple(args[1])
+            batch = len(shape) - n_image
+            # A copy of handles would name what may be freed.
+            return (
+                handles.view(shape[:batch]) if shape[batch:] == self._column.shape and handles.is_contiguous() else None
+            )
+        if (n_dims := _DIMENSIONS.get(func, 0)) == 0:
+            return None
+        dims = [args[i + 1] if len(args) > i + 1 else kwargs.get("dim", 0) for i in range(n_dims)]
+        extra = 1 if func is _aten.unsqueeze.default else 0
+        dims = [dim + self.ndim + extra if dim < 0 else dim for dim in dims]
+        if max(dims) >= handles.ndim + extra:
+            return None
+        rest = {name: value for name, value in kwargs.items() if name != "dim"}
+        result: torch.Tensor = func(handles, *dims, *args[n_dims + 1 :], **rest)
+        return result
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        parts = index if isinstance(index, tuple) else (index,)
+        value = _decoded(value)
+        if len(parts) > self._handles.ndim or any(part is None or part is ... for part in parts):
+            changed = self.decoded().clone()
+            changed[index] = value
+            return self._write(..., changed)
+        images = torch.as_tensor(value).to(self.dtype)
+        self._write(parts, images.expand(*self._handles[parts].shape, *self._column.shape))
+
+    def _write(self, index: Any, images: torch.Tensor) -> None:
+        self._storage.write_images(self._column, self._handles, index, images)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"FrameView(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def is_shared(self) -> bool:
+        """Whether processes share the handles of the images."""
+        return bool(self._handles.is_shared())  # type: ignore[no-untyped-call]
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the images as an array."""
+        return self.decoded().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Return the images as nested lists."""
+        return self.decoded().tolist()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.decoded().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.decoded().clone()
+
+
+def _decoded(value: Any) -> Any:
+    return value.decoded() if isinstance(value, FrameView) else value
