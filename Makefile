@@ -4,6 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
+# Many tests wait for processes: one worker for each core.
+WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
 # With CI set, slow tests run too.
 SELECT := $(if $(CI),,-m "not slow")
 
@@ -44,7 +46,7 @@ test: $(VENV)/.extra-test
 	scripts/install_system_packages.sh
 	$(if $(CI),scripts/make_mujoco4_venv.sh)
 	$(if $(CI),scripts/make_meltingpot_venv.sh --if-possible)
-	$(BIN)/python -m pytest $(SELECT)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(SELECT)
 
 lint: $(VENV)/.extra-dev
 	$(BIN)/ruff format --check .

@@ -82,7 +82,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.isolation", description=main.__doc__)
     parser.add_argument("--repeats", type=int, default=2, help="probes of each environment")
-    parser.add_argument("--no-hang", action="store_true", help="leave out the variant that hangs, and takes 8 s")
+    parser.add_argument("--no-hang", action="store_true", help="leave out the variant that hangs, and takes 30 s")
     arguments = parser.parse_args()
     compiler = shutil.which("cc")
     if compiler is None:

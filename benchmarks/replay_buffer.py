@@ -1,5 +1,7 @@
 """``sample()`` and ``add()`` of ``CompressedReplayBuffer`` against Stable Baselines3's ``ReplayBuffer``.
 
+``add()`` counts twice: in the first lap, and when the ring is full, which is where a long training lives.
+
 Both hold the same recorded transitions of real environments, in one process, and take turns. Times are CPU seconds
 of the calling thread, but for the column with two threads: wall clock, which means something on a quiet machine only.
 
@@ -35,41 +37,49 @@ NATURAL = (
     "vizdoom-corridor",
 )
 DRAWS = 600  # of each competitor
-HEADER = f"{'recording':18} {'codec':10} {'bytes':>7} {'memory':>7} {'n=32':>6} {'n=256':>6} {'2 thr.':>6} {'add':>6}"
+STEPS = 100  # a part of a lap: enough that blocks are sealed, and freed, in each
+HEADER = (
+    f"{'recording':18} {'codec':10} {'bytes':>7} {'full':>6} {'memory':>7} {'n=32':>6} {'n=256':>6} {'2 thr.':>6} "
+    f"{'1st lap':>7} {'full':>6}"
+)
 
 
-def _filled(recording: Recording, buffers: dict[str, ReplayBuffer]) -> dict[str, np.ndarray]:
-    """Adds the recording to all buffers in turn; returns the seconds of each step."""
-    transitions = recording.transitions()
+def _lap(recording: Recording, buffers: dict[str, ReplayBuffer]) -> dict[str, np.ndarray]:
+    """Adds the recording to all buffers in turn; returns the seconds of each ``STEPS`` steps."""
     seconds: dict[str, list[float]] = {name: [] for name in buffers}
-    for turn, transition in enumerate(transitions):
+    for turn, transition in enumerate(recording.transitions()):
         for name in list(buffers) if turn % 2 else list(reversed(buffers)):
             start = time.thread_time()
             buffers[name].add(*transition)
             seconds[name].append(time.thread_time() - start)
-    return {name: np.array(values) for name, values in seconds.items()}
+    whole = len(recording) // STEPS * STEPS
+    return {name: np.array(values[:whole]).reshape(-1, STEPS).sum(1) for name, values in seconds.items()}
 
 
-def measure(name: str, *, codec: str, block_length: int | None, draws: int) -> str:
+def measure(name: str, *, codec: str, block_length: int | None, draws: int, steps: int | None = None) -> str:
     """One row of the table."""
-    recording = recordings.load(name)
+    recording = recordings.load(name, steps=steps)
     arguments = (len(recording) * 2, recording.observation_space, recording.action_space)
     plain = ReplayBuffer(*arguments, device="cpu", n_envs=2)
     options = {"codec": codec, "block_length": block_length, "num_threads": 1}
     ours = CompressedReplayBuffer(*arguments, device="cpu", n_envs=2, **options)
-    add_seconds = _filled(recording, {"plain": plain, "ours": ours})
+    # First while both grow, and Stable Baselines3's pages are given to it one by one; then over the oldest transitions.
+    laps, stored = [], []
+    for _ in range(2):
+        laps.append(_lap(recording, {"plain": plain, "ours": ours}))
+        stored.append(ours.stored_nbytes / recording.n_transitions)
     turns = {"rounds": DRAWS // draws, "draws": draws}
     speeds = [sampling_speed(ours, plain, size, **turns) for size in (32, 256)]
     ours.num_threads = 2
     speeds.append(sampling_speed(ours, plain, 256, **turns, clock=time.perf_counter))
-    speeds.append(times_as_fast(add_seconds, "ours", than="plain"))
+    adds = [times_as_fast(seconds, "ours", than="plain") for seconds in laps]
 
-    per_transition = ours.stored_nbytes / recording.n_transitions
     row_bytes = plain.actions.itemsize * plain.action_dim + 12
     plain_bytes = 2 * plain.observations[0, 0].nbytes + row_bytes
-    columns = " ".join(f"{speed:5.2f}×" for speed in speeds)
+    columns = " ".join(f"{speed:5.2f}×" for speed in speeds) + f" {adds[0]:6.2f}× {adds[1]:5.2f}×"
     label = f"{ours.codec}/{ours.block_length}"
-    return f"{name:18} {label:10} {per_transition:7.0f} {plain_bytes / per_transition:6.0f}× {columns}"
+    memory = f"{stored[0]:7.0f} {stored[1]:6.0f} {plain_bytes / stored[0]:6.0f}×"
+    return f"{name:18} {label:10} {memory} {columns}"
 
 
 def main() -> None:
@@ -79,16 +89,20 @@ def main() -> None:
     parser.add_argument("--codec", default="auto")
     parser.add_argument("--block-length", type=int)
     parser.add_argument("--draws", type=int, default=10, help="batches in a row")
+    parser.add_argument("--steps", type=int, help="steps of 2 transitions each, from the start (default: all)")
     options = parser.parse_args()
     th.set_num_threads(1)
     print(machine())
     print(
-        "bytes: a transition, by nbytes; memory: SB3's over ours (benchmarks.memory measures it by RSS); then\n"
-        "how many times as fast as SB3's: sample(32), sample(256), sample(256) in 2 threads by wall clock, add()"
+        "bytes: a transition, by nbytes, and once the ring is full, where so small a one holds up to 2 MB that blocks\n"
+        "were freed in; memory: SB3's over ours in the first lap (benchmarks.memory measures it by RSS); then\n"
+        "how many times as fast as SB3's: sample(32), sample(256), sample(256) in 2 threads by wall clock, add()\n"
+        "while both are filled for the first time, and add() once they are full, in parts of "
+        f"{STEPS} steps"
     )
     print(HEADER)
     for name in tqdm(options.names, leave=False):
-        tqdm.write(measure(name, codec=options.codec, block_length=options.block_length, draws=options.draws))
+        tqdm.write(measure(name, **{key: value for key, value in vars(options).items() if key != "names"}))
 
 
 if __name__ == "__main__":

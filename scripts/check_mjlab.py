@@ -7,7 +7,6 @@ Run by check_mjlab.sh. Prints a line for every check; the exit status is 1 where
 
 from __future__ import annotations
 
-# ruff: noqa: T201 (a program that people run: it prints)
 import argparse
 import logging
 import sys

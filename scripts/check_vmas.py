@@ -8,7 +8,6 @@ Run by check_vmas.sh. Prints a line for every check; the exit status is 1 where 
     scripts/check_vmas.sh [scenario ...]
 """
 
-# ruff: noqa: T201 (a program that people run: it prints)
 from __future__ import annotations
 
 import argparse

@@ -29,7 +29,7 @@ def scenarios() -> Iterator[str]:
 def check_grafts(check: Callable[[bool, str], None]) -> None:
     """Check that copies of all scenarios are faithful."""
     names = sorted(set(scenarios()))
-    print(f"grafts of {len(names)} scenarios: the same state, and the same steps then and after a reset")  # noqa: T201
+    print(f"grafts of {len(names)} scenarios: the same state, and the same steps then and after a reset")
     for name in names:
         for settings in ({}, {"continuous_actions": False}) if name == "balance" else ({},):
             different = compare(name, **settings)
