@@ -6,15 +6,16 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 # Many tests wait for processes: one worker for each core.
 WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
-# With CI set, slow tests run too.
-SELECT := $(if $(CI),,-m "not slow")
+# With CI set, slow tests run too. What tries every case of something takes hours, and has a target of its own.
+SELECT := -m "not exhaustive$(if $(CI),, and not slow)"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench format clean
+.PHONY: help demo test test-exhaustive lint bench format clean
 
 help:
 	@echo "make demo    train on an Atari game and show the memory that the replay buffer needs"
 	@echo "make test    run the tests (CI=true make test: the slow ones too)"
+	@echo "make test-exhaustive  run all there are, which takes two hours"
 	@echo "make lint    check format, style and types"
 	@echo "make bench   measure what README.md claims"
 	@echo "make format  rewrite the sources in the project's format"
@@ -47,6 +48,9 @@ test: $(VENV)/.extra-test
 	$(if $(CI),scripts/make_mujoco4_venv.sh)
 	$(if $(CI),scripts/make_meltingpot_venv.sh --if-possible)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(SELECT)
+
+test-exhaustive:
+	$(MAKE) test CI=true SELECT=
 
 lint: $(VENV)/.extra-dev
 	$(BIN)/ruff format --check .

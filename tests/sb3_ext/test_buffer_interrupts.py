@@ -33,7 +33,7 @@ from tests.interrupts import everywhere
 
 BELOW = ("sb3_ext/", "rl_ext_core/frames/", "_interrupts.py", "common/buffers.py", "her_replay_buffer.py")
 BELOW += ("maskable/buffers.py", "recurrent/buffers.py")
-EVERY = [pytest.param(1, marks=pytest.mark.slow), 29]
+EVERY = [pytest.param(1, marks=pytest.mark.exhaustive), 41]
 SIZE, N_ENVS = 6, 2
 BOX = spaces.Box(0, 255, (2, 8, 8), np.uint8)
 VECTOR = spaces.Box(-9, 99, (3,), np.float32)

@@ -147,7 +147,7 @@ def test_random_damage_is_found(tmp_path: Path) -> None:
     assert happened["found"] > 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_much_random_damage_is_found(tmp_path: Path) -> None:
     happened = Counter(check_damage(tmp_path, seed) for seed in range(20, 400))
     assert happened["refused"] > 25

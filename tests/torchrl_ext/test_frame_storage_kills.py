@@ -117,7 +117,7 @@ def test_processes_that_are_killed_neither_block_others_nor_leave_anything_half_
     check_random_kills(context, batch, size, kills=6)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("batch", "size", "kills"), [(1, 1_000_000, 20), (30, 1_000_000, 20), (30, 200, 80), (1, 50, 80)]
 )
@@ -170,7 +170,7 @@ def test_a_process_may_be_killed_that_shares_a_storage_in_a_folder(
         reopened.storage.close()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("full", [False, True])
 def test_a_process_may_really_be_killed_at_any_line(context: Any, full: bool, caplog: pytest.LogCaptureFixture) -> None:
     for line in range(1, LINES, 3):
@@ -228,7 +228,7 @@ def test_what_a_killed_process_leaves_in_a_folder_is_whole(
     check_folder_kills(context, tmp_path / "storage", batch, size, kills=6, codec=codec)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("codec", ["auto", "patch+lz4", "raw"])
 @pytest.mark.parametrize(("batch", "size"), [(1, 50), (1, 100_000), (30, 200), (30, 100_000)])
 def test_what_200_killed_processes_leave_in_folders_is_whole(

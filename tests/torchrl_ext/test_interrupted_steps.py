@@ -48,7 +48,7 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize(
     ("name", "every"),
-    [("single", 9), ("SameStep", 19), *(pytest.param(name, 3, marks=pytest.mark.slow) for name in MAKERS)],
+    [("single", 9), ("SameStep", 19), *(pytest.param(name, 3, marks=pytest.mark.exhaustive) for name in MAKERS)],
 )
 @pytest.mark.parametrize("call", CALLS)
 def test_the_next_rollout_is_as_ever(name: str, every: int, call: str) -> None:

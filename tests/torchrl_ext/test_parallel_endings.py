@@ -289,12 +289,12 @@ in_finalizers = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExcep
 @in_finalizers
 @pytest.mark.parametrize("use_buffers", [True, False], ids=["buffers", "pipes"])
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("every", [151, pytest.param(17, marks=slow)])
+@pytest.mark.parametrize("every", [151, pytest.param(17, marks=pytest.mark.exhaustive)])
 def test_ctrl_c_anywhere(call: str, every: int, use_buffers: bool) -> None:
     check_interrupts(call, use_buffers, below=BELOW, every=every)
 
 
-@slow
+@pytest.mark.exhaustive
 @in_finalizers
 def test_ctrl_c_at_every_line_of_close() -> None:
     check_interrupts("close", True, below=("/torchrl_ext/_supervised.py", "/batched_envs.py"), every=1)

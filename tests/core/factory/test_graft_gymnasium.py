@@ -55,7 +55,7 @@ def test_a_copy_is_the_original_and_does_the_same(name: str) -> None:
     copy.close()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", list(_others()))
 def test_so_is_that_of_every_other_environment(name: str) -> None:
     test_a_copy_is_the_original_and_does_the_same(name)

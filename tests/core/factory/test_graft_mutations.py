@@ -97,7 +97,7 @@ def test_a_copy_has_every_change(name: str) -> None:
     environment.close()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", SLOW)
 def test_so_have_copies_of_slower_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{__name__}.WORLDS", SLOW)

@@ -77,7 +77,7 @@ def test_a_task_of_the_suite_is_copied_and_does_the_same(domain: str, name: str)
     assert copy.physics.data.qpos[0] == 0.25 != environment.physics.data.qpos[0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("domain", "name"), [pair for pair in suite.ALL_TASKS if pair not in QUICK and pair[1] != "escape"]
 )
@@ -93,14 +93,14 @@ def test_wrappers_are_copied_too() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [QUICKEST, *(pytest.param(n, marks=pytest.mark.slow) for n in FEATURES if n != QUICKEST)]
+    "name", [QUICKEST, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in FEATURES if n != QUICKEST)]
 )
 def test_a_task_of_the_composer_is_copied_and_does_the_same(name: str) -> None:
     copy = assert_copied(manipulation.load(name, seed=0), steps=8)
     assert isinstance(copy, composer.Environment)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("line", LOCOMOTION)
 def test_so_is_what_draws_what_it_observes(line: str) -> None:
     ended = run(DRAWN, f"assert_copied({line}, steps=8)\nanswer = 'copied'")
@@ -168,7 +168,7 @@ def test_each_of_two_hundred_changes_is_in_the_copy() -> None:
     nothing_is_lost(lambda: task("acrobot", "swingup"), 190)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CHANGED)
 def test_no_change_is_lost_in_silence(name: str) -> None:
     nothing_is_lost(*CHANGED[name])

@@ -47,19 +47,19 @@ def test_an_environment_is_copied_and_does_the_same() -> None:
     assert copy.sim.data._data.model is copy.sim.model._model
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", sorted(set(REGISTERED_ENVS) - {"Lift"}))
 def test_so_is_every_other(name: str) -> None:
     assert_copied(made(name))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("robot", ["IIWA", "UR5e", "Kinova3", "Jaco", "PandaOmron", "Tiago", "SpotWithArm"])
 def test_so_are_those_with_other_robots(robot: str) -> None:
     assert_copied(made(robots=robot), steps=10)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("controller", ["BASIC", "HYBRID_MOBILE_BASE", "WHOLE_BODY_IK"])
 def test_so_are_those_with_other_controllers(controller: str) -> None:
     from robosuite.controllers import load_composite_controller_config
@@ -99,7 +99,7 @@ def test_a_robots_view_of_the_simulators_memory_is_one_in_the_copy() -> None:
     assert np.may_share_memory(copy.robots[0].base_pos, copy.sim.data.xpos)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "least"), [("Lift", 1600), ("Wipe", 1600), ("TwoArmHandover", 2500)])
 def test_no_change_is_lost_in_silence(name: str, least: int) -> None:
     environment = made(name)

@@ -117,7 +117,7 @@ def test_random_damage_is_found(made: tuple[Path, str, int], tmp_path: Path, see
         check_damage(made, tmp_path, seed)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_much_random_damage_is_found(made: tuple[Path, str, int], tmp_path: Path) -> None:
     for seed in range(100, 200):
         check_damage(made, tmp_path, seed)

@@ -56,7 +56,7 @@ def test_a_killed_process_leaves_all_but_one_transition(
     check_one_kill(adder, tmp_path / "buffer", seed, caplog)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(100, 200))  # each of them kills twice
 def test_killed_processes_leave_all_but_one_transition(
     adder: Adder, tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture

@@ -85,7 +85,7 @@ def held_here(store: Any) -> None:
     store.get(rows, np.zeros_like(rows), np.empty((len(rows), *LAYOUT.shape), dtype=np.uint8))
 
 
-EVERY = [pytest.param(1, marks=pytest.mark.slow), 23]
+EVERY = [pytest.param(1, marks=pytest.mark.exhaustive), 31]
 
 
 @pytest.mark.parametrize("every", EVERY)

@@ -66,7 +66,7 @@ def test_a_second_one_that_hangs(variant: Variant) -> None:
     assert "building the second hangs" in verdict.explanation
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("turn", range(3))
 @pytest.mark.parametrize("name", [*VARIANTS, *COLLIDING])
 def test_the_verdict_is_the_same_every_time(name: str, turn: int, variant: Variant) -> None:
