@@ -188,7 +188,7 @@ class AdaptiveStore:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> AdaptiveStore:
         """See :meth:`FrameStore.__new__`."""
-        load_kernels()
+        load_kernels(bounded=isinstance(bound := kwargs.get("max_error"), int) and bound > 0)
         store = super().__new__(cls)
         # Held while a store takes the place of another one, whose files are closed then.
         store._lock = threading.RLock()

@@ -387,11 +387,11 @@ def _append_packed(newest, frame, out, scratch, stride, limit, geometry):  # typ
     copy_bytes(wanted, frame, n_bytes)
     copy_bytes(before, newest, n_bytes)
     limit -= ENTRY_HEADER + _SIZE_BYTES
-    used = _pack(wanted, before, after, data, planes, limit, True, geometry)
+    used = _pack(wanted, before, after, data, planes, limit, int64(1), geometry)
     independent = used >= 0
     if independent:
         limit = used - used // _INDEPENDENCE
-    shorter = _pack(wanted, before, other_after, other_data, planes, limit, False, geometry)
+    shorter = _pack(wanted, before, other_after, other_data, planes, limit, int64(0), geometry)
     if shorter >= 0:
         used, independent, after, data = shorter, False, other_after, other_data
     if used < 0:

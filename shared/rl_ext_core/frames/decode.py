@@ -100,10 +100,10 @@ def put_padding(out, frames, geometry):  # type: ignore[no-untyped-def]
         out += uint64(unit * geometry.n_stack)
 
 
-@njit(nogil=True, inline="always")
-def entry_size_of(entry, geometry):  # type: ignore[no-untyped-def]
+@njit(nogil=True)
+def entry_size_of(entry, geometry, bound):  # type: ignore[no-untyped-def]
     """Size of an entry's contents, and whether the frame before does not matter to it."""
-    if geometry.max_error > 0 and is_packed(entry):
+    if bound is not None and is_packed(entry):
         return packed_size(entry)
     return entry_size(entry, geometry.frame_bytes)
 
@@ -114,14 +114,15 @@ def work_bytes(geometry):  # type: ignore[no-untyped-def]
     return (WORK_FRAMES if geometry.max_error > 0 else 1) * (geometry.frame_bytes + GROUP)
 
 
-@njit(nogil=True, inline="always")
-def next_frame(frame, entry, geometry, work):  # type: ignore[no-untyped-def]
+@njit(nogil=True)
+def next_frame(frame, entry, geometry, bound, work):  # type: ignore[no-untyped-def]
     """The frame that an entry makes of ``frame``, as :func:`apply_entry` does.
 
+    :param bound: how far off a byte may be, or None: what is exact is compiled apart.
     :param work: address of scratch frames, as many as :func:`work_bytes` says.
     """
     n_bytes = geometry.frame_bytes
-    if geometry.max_error > 0:
+    if bound is not None:
         other, above = work + uint64(n_bytes + GROUP), work + uint64(2 * (n_bytes + GROUP))
         if is_packed(entry):
             contents = entry + uint64(ENTRY_HEADER)
@@ -137,8 +138,8 @@ def next_frame(frame, entry, geometry, work):  # type: ignore[no-untyped-def]
     return apply_entry(frame, entry, n_bytes, work)
 
 
-@njit(nogil=True, inline="always")
-def seek(address, frames, reference, geometry, work):  # type: ignore[no-untyped-def]
+@njit(nogil=True)
+def seek(address, frames, reference, geometry, bound, work):  # type: ignore[no-untyped-def]
     """Goes past the first ``frames`` frames of a block; returns the frame before, and the address of the next one.
 
     :param reference: address of the frame that the first patch starts from.
@@ -149,12 +150,12 @@ def seek(address, frames, reference, geometry, work):  # type: ignore[no-untyped
     # Patches before a frame that is stored whole need not be applied.
     first, entry = 0, address
     for i in range(frames + 1):
-        size, whole = entry_size_of(entry, geometry)
+        size, whole = entry_size_of(entry, geometry, bound)
         if whole:
             first, address = i, entry
         entry += uint64(size + ENTRY_HEADER)
     for _ in range(first, frames):
-        frame, address = next_frame(frame, address, geometry, work)
+        frame, address = next_frame(frame, address, geometry, bound, work)
     return frame, address
 
 
@@ -208,7 +209,9 @@ def _opened_at(opened, block):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _decode(p, newest, n_frames, depth, back, next_depth, geometry, out, next_out, decompressor, opened, work, chain):  # type: ignore[no-untyped-def]
+def _decode(
+    p, newest, n_frames, depth, back, next_depth, geometry, bound, out, next_out, decompressor, opened, work, chain
+):  # type: ignore[no-untyped-def]
     """Decodes the ``n_frames`` frames up to ``newest`` once each, and copies them to where they belong.
 
     :param depth: frames of the stack at ``out``, whose newest is ``back`` frames before ``newest``.
@@ -239,14 +242,14 @@ def _decode(p, newest, n_frames, depth, back, next_depth, geometry, out, next_ou
         reference = p.starts[2]
         if geometry.coder == PATCH:
             reference += uint64(p.blocks[block, REFERENCE]) * p.starts[3]
-        source, address = seek(address, start, reference, geometry, work)
+        source, address = seek(address, start, reference, geometry, bound, work)
         stop = place + 1 if i == 0 else in_block
         for _ in range(start, stop):
             if geometry.coder == RAW:
                 source = address
                 address += uint64(n_bytes)
             else:
-                source, address = next_frame(source, address, geometry, work)
+                source, address = next_frame(source, address, geometry, bound, work)
             left -= 1
             before = left - back  # frames of the first stack that come later
             if 0 <= before < depth:
@@ -304,9 +307,10 @@ def name_stacks(state, index, rows, envs, handles, next_handles):  # type: ignor
 
 
 @kernel
-def gather(start, stop, state, handles, next_handles, outs, next_outs, decompressor, opened, work, chain):  # type: ignore[no-untyped-def]
+def gather(start, stop, state, bound, handles, next_handles, outs, next_outs, decompressor, opened, work, chain):  # type: ignore[no-untyped-def]
     """Writes the stacks ``start`` to ``stop`` of a batch.
 
+    :param bound: how far off a byte may be, or None.
     :param next_handles: (n,), or (0,) where only one batch of stacks is wanted.
     :param outs: address of the batch.
     :param next_outs: address of the batch of those that follow.
@@ -350,6 +354,7 @@ def gather(start, stop, state, handles, next_handles, outs, next_outs, decompres
                         back,
                         more,
                         geometry,
+                        bound,
                         target,
                         other,
                         decompressor,
@@ -448,6 +453,7 @@ def decode(
         blocks = np.empty((len(handles) + len(nexts)) * most, dtype=np.int64)
         found = np.unique(blocks[: list_sealed(state, np.concatenate([handles, nexts]), blocks)])
         opened, contents = _open_blocks(codec, stored(pool, found), found, num_threads)
+    bound = geometry.max_error or None
     work_bytes = (WORK_FRAMES if geometry.max_error else 1) * (geometry.frame_bytes + GROUP)
     if decompressor:
         work_bytes += (1 << geometry.block_shift) * (geometry.frame_bytes + ENTRY_HEADER) + SLACK
@@ -457,7 +463,9 @@ def decode(
         work = allocate(work_bytes)
         chain = np.empty(MOST_BLOCKS, dtype=np.int64)
         places = address_of(work), chain
-        unreadable.append(gather(start, stop, state, handles, nexts, out, next_out, decompressor, opened, *places))
+        unreadable.append(
+            gather(start, stop, state, bound, handles, nexts, out, next_out, decompressor, opened, *places)
+        )
 
     run_parts(work_on, len(handles), num_threads=num_threads)
     del contents  # the addresses in ``opened`` point into it

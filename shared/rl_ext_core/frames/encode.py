@@ -155,20 +155,21 @@ def take_frames(stack, memory, geometry, out):  # type: ignore[no-untyped-def]
         take_frame(stack, memory, position, geometry, out + uint64(position * geometry.frame_bytes))
 
 
-@njit(nogil=True, inline="always")
-def write_entry(newest, frame, target, scratch, geometry):  # type: ignore[no-untyped-def]
+@njit(nogil=True)
+def write_entry(newest, frame, target, scratch, geometry, bound):  # type: ignore[no-untyped-def]
     """Writes a frame as the next one of a block; returns how many bytes it takes there.
 
     :param newest: address of the frame before as it will be decoded, which this one replaces there.
     :param target: address of the entry.
+    :param bound: how far off a byte may be, or None: what need not be exact is compiled apart.
     """
     n_bytes = geometry.frame_bytes
-    if geometry.max_error > 0:
+    if bound is not None:
         # Whatever comes next starts from what the decoder will have then, not from the frame: errors never add up.
         return append_within(newest, frame, target, scratch, n_bytes + GROUP, geometry)
     size = n_bytes
     if geometry.coder == PATCH:
-        size = append_entry(newest, frame, n_bytes, target, scratch)
+        size = append_entry(newest, frame, n_bytes, target, scratch, bound)
     else:
         copy_bytes(target, frame, n_bytes)
     if geometry.keeps_frame:
@@ -176,14 +177,14 @@ def write_entry(newest, frame, target, scratch, geometry):  # type: ignore[no-un
     return size
 
 
-@njit(nogil=True, inline="always")
-def patch_bytes(before, frame, scratch, limit, geometry):  # type: ignore[no-untyped-def]
+@njit(nogil=True)
+def patch_bytes(before, frame, scratch, limit, geometry, bound):  # type: ignore[no-untyped-def]
     """What the patch from one frame to another takes, or ``limit`` where that is not less.
 
     :param scratch: address of twice ``limit`` bytes.
     """
     data = scratch + uint64(limit)
-    runs, used = encode_runs(before, frame, geometry.frame_bytes, scratch, data, limit, geometry.max_error)
+    runs, used = encode_runs(before, frame, geometry.frame_bytes, scratch, data, limit, bound)
     return min(2 * runs + used, limit) if runs >= 0 else limit
 
 
@@ -203,7 +204,7 @@ def leading_padding(stack, geometry):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _reference_for(p, s, before, frame, geometry, scratch):  # type: ignore[no-untyped-def]
+def _reference_for(p, s, before, frame, geometry, bound, scratch):  # type: ignore[no-untyped-def]
     """The reference frame that is most like this one, of the recent ones and that of the block before; where none is,
     this one becomes one.
     """
@@ -213,14 +214,14 @@ def _reference_for(p, s, before, frame, geometry, scratch):  # type: ignore[no-u
         candidate = p.head[RECENT + i] if i >= 0 else int64(p.blocks[before, REFERENCE])
         if candidate >= 0 and (i >= 0 or before > 0):
             start = p.starts[2] + uint64(candidate) * p.starts[3]
-            needed = patch_bytes(start, frame, scratch, size, geometry)
+            needed = patch_bytes(start, frame, scratch, size, geometry, bound)
             if needed < size:
                 best, size, place = candidate, needed, i
     newest = p.head[RECENT + N_RECENT - 1]
-    if best < 0 and geometry.max_error > 0 and newest >= 0 and before > 0:
+    if bound is not None and best < 0 and newest >= 0 and before > 0:
         # A frame that is little like the one before it will be like none of those to come: it is not worth keeping.
         part = n_bytes // _RESEMBLING
-        if patch_bytes(address_in(p.frame, s), frame, scratch, part, geometry) == part:
+        if patch_bytes(address_in(p.frame, s), frame, scratch, part, geometry, bound) == part:
             best = newest
     if place >= 0:  # it stays recent for that
         for i in range(place, N_RECENT - 1):
@@ -253,7 +254,7 @@ def _put_away(p, s, seals):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _turn(p, s, frame, geometry, seals, turned, scratch):  # type: ignore[no-untyped-def]
+def _turn(p, s, frame, geometry, bound, seals, turned, scratch):  # type: ignore[no-untyped-def]
     """Puts a stream's full block away and begins the next; returns how many blocks were put away so far."""
     before = p.streams[s, OPEN_BLOCK]
     if before > 0:
@@ -267,7 +268,7 @@ def _turn(p, s, frame, geometry, seals, turned, scratch):  # type: ignore[no-unt
     p.blocks[block, USERS] = uint32(1)
     p.blocks[block, PREVIOUS] = uint32(before)
     if geometry.coder == PATCH:
-        reference = _reference_for(p, s, before, frame, geometry, scratch)
+        reference = _reference_for(p, s, before, frame, geometry, bound, scratch)
         p.blocks[block, REFERENCE] = uint32(reference)
         copy_bytes(address_in(p.frame, s), p.starts[2] + uint64(reference) * p.starts[3], geometry.frame_bytes)
     if p.sums.shape[0] > 0:
@@ -279,13 +280,13 @@ def _turn(p, s, frame, geometry, seals, turned, scratch):  # type: ignore[no-unt
 
 
 @njit(nogil=True)
-def _append(p, s, frame, geometry, seals, turned, scratch):  # type: ignore[no-untyped-def]
+def _append(p, s, frame, geometry, bound, seals, turned, scratch):  # type: ignore[no-untyped-def]
     """Appends a frame to a stream."""
     if p.streams[s, OPEN_BLOCK] == 0 or p.streams[s, OPEN_FRAMES] == 1 << geometry.block_shift:
-        turned = _turn(p, s, frame, geometry, seals, turned, scratch)
+        turned = _turn(p, s, frame, geometry, bound, seals, turned, scratch)
     target = address_in(p.open, s) + uint64(p.streams[s, OPEN_BYTES])
     newest = address_in(p.frame, s)
-    size = write_entry(newest, frame, target, scratch, geometry)
+    size = write_entry(newest, frame, target, scratch, geometry, bound)
     p.streams[s, OPEN_BYTES] += size
     if p.sums.shape[0] > 0:
         entry = folded(add_bytes(mixed(START, p.streams[s, OPEN_BLOCK]), target, int64(size)))
@@ -317,7 +318,7 @@ def _shifted(before, after, memory, geometry, kept):  # type: ignore[no-untyped-
 
 
 @njit(nogil=True)
-def _push(p, s, stack, memory, geometry, kept, seals, scratch):  # type: ignore[no-untyped-def]
+def _push(p, s, stack, memory, geometry, bound, kept, seals, scratch):  # type: ignore[no-untyped-def]
     """Stores what is new of a stack in a stream; returns its handle.
 
     :param memory: how the stack lies there, PLANAR or INTERLEAVED.
@@ -325,7 +326,7 @@ def _push(p, s, stack, memory, geometry, kept, seals, scratch):  # type: ignore[
     n_stack, n_bytes = geometry.n_stack, geometry.frame_bytes
     last = _newest_stack(p, s, geometry)
     newest = p.streams[s, NEWEST]
-    turned = 0
+    turned = int64(0)
     frames = scratch + uint64(SCRATCH_FRAMES * (n_bytes + GROUP))
     known = newest != 0 and p.streams[s, MEMORY] == memory
     if known and equal_bytes(last, stack, n_stack * n_bytes):
@@ -339,7 +340,7 @@ def _push(p, s, stack, memory, geometry, kept, seals, scratch):  # type: ignore[
         first = leading_padding(frames, geometry)
         depth = n_stack - first
     for position in range(first, n_stack):
-        turned = _append(p, s, frames + uint64(position * n_bytes), geometry, seals, turned, scratch)
+        turned = _append(p, s, frames + uint64(position * n_bytes), geometry, bound, seals, turned, scratch)
     if geometry.keeps_stack:
         copy_bytes(last, stack, n_stack * n_bytes)
     handle = p.streams[s, OPEN_BLOCK] | ((p.streams[s, OPEN_FRAMES] - 1) << PLACE_SHIFT) | (depth << DEPTH_SHIFT)
@@ -361,7 +362,7 @@ def _same_or_shifted(p, s, stack, geometry, kept, shifts):  # type: ignore[no-un
 
 
 @njit(nogil=True)
-def _find(p, stack, geometry, kept, alone, scratch):  # type: ignore[no-untyped-def]
+def _find(p, stack, geometry, bound, kept, alone, scratch):  # type: ignore[no-untyped-def]
     """The stream that a stack continues, or the one that it had best begin anew in. Contents alone decide.
 
     :param alone: whether stacks come without those that follow them.
@@ -380,7 +381,7 @@ def _find(p, stack, geometry, kept, alone, scratch):  # type: ignore[no-untyped-
             if _same_or_shifted(p, s, stack, geometry, kept, shifts):
                 return s
     if alone and geometry.n_stack == 1 and geometry.coder == PATCH:
-        similar = _most_similar(p, stack, geometry, scratch)
+        similar = _most_similar(p, stack, geometry, bound, scratch)
         if similar >= 0:
             return similar
     oldest, ended = -1, -1
@@ -399,11 +400,11 @@ def _find(p, stack, geometry, kept, alone, scratch):  # type: ignore[no-untyped-
 
 
 @njit(nogil=True)
-def _most_similar(p, frame, geometry, scratch):  # type: ignore[no-untyped-def]
+def _most_similar(p, frame, geometry, bound, scratch):  # type: ignore[no-untyped-def]
     """The stream whose newest frame makes the smallest patch, or -1 where none is worth it."""
     best, size = -1, geometry.frame_bytes // 2
     for s in range(p.head[STREAMS]):
-        needed = patch_bytes(address_in(p.frame, s), frame, scratch, size, geometry)
+        needed = patch_bytes(address_in(p.frame, s), frame, scratch, size, geometry, bound)
         if needed < size:
             best, size = s, needed
     return best
@@ -420,9 +421,10 @@ def _has_room(p, most, step, pushes):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def put_stacks(state, most, step, stacks, nexts, n, ended, kept, seals, scratch, handles, next_handles):  # type: ignore[no-untyped-def]
+def put_stacks(state, bound, most, step, stacks, nexts, n, ended, kept, seals, scratch, handles, next_handles):  # type: ignore[no-untyped-def]
     """Stores stacks, and those that follow them, as far as there is room; returns how many.
 
+    :param bound: how far off a byte may be, or None.
     :param most: how many blocks, grains, reference frames and streams there is room for.
     :param step: how many of these a stack takes at worst.
     :param stacks: address of ``n`` stacks.
@@ -443,13 +445,16 @@ def put_stacks(state, most, step, stacks, nexts, n, ended, kept, seals, scratch,
         if not _has_room(p, most, step, pushes):
             return i
         stack = uint64(stacks) + uint64(i * stack_bytes)
-        s = _find(p, stack, geometry, kept, nexts == 0, scratch)
-        handles[i] = _push(p, s, stack, geometry.stored, geometry, kept, seals, scratch)
-        retain(p, handles[i], geometry)
-        if nexts != 0:
+        s = _find(p, stack, geometry, bound, kept, nexts == 0, scratch)
+        for part in range(pushes):  # one call of what takes long to compile
             following = uint64(nexts) + uint64(i * stack_bytes)
-            next_handles[i] = _push(p, s, following, geometry.stored, geometry, kept, seals, scratch)
-            retain(p, next_handles[i], geometry)
+            pushed = following if part else stack
+            handle = _push(p, s, pushed, geometry.stored, geometry, bound, kept, seals, scratch)
+            retain(p, handle, geometry)
+            if part:
+                next_handles[i] = handle
+            else:
+                handles[i] = handle
         p.head[CLOCK] += 1
         p.streams[s, TOUCHED] = p.head[CLOCK]
         p.streams[s, ENDED] = ended[i] if ended.shape[0] > 0 else 0
@@ -459,9 +464,10 @@ def put_stacks(state, most, step, stacks, nexts, n, ended, kept, seals, scratch,
 
 
 @kernel
-def put_pairs(state, most, step, first, stacks, memory, nexts, next_memory, kept, seals, scratch, pairs):  # type: ignore[no-untyped-def]
+def put_pairs(state, bound, most, step, first, stacks, memory, nexts, next_memory, kept, seals, scratch, pairs):  # type: ignore[no-untyped-def]
     """Stores one transition a stream, as far as there is room; returns the number of the stream that it got to.
 
+    :param bound: how far off a byte may be, or None.
     :param first: the stream to begin with.
     :param stacks: address of a stack for each stream.
     :param memory: how these lie there, PLANAR or INTERLEAVED.
@@ -480,7 +486,7 @@ def put_pairs(state, most, step, first, stacks, memory, nexts, next_memory, kept
         before = after = so_far = int64(0)
         for part in range(2):  # one call of what takes long to compile
             stack, order = (uint64(nexts), next_memory) if part else (uint64(stacks), memory)
-            after = _push(p, s, stack + offset, order, geometry, kept, seals, scratch)
+            after = _push(p, s, stack + offset, order, geometry, bound, kept, seals, scratch)
             if part == 0:
                 before, so_far = after, p.head[FRAMES]
                 retain(p, before, geometry)

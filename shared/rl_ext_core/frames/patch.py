@@ -10,7 +10,7 @@ have been smaller. Numbers are little-endian.
 
 With a bound, a patch leaves out the bytes that are at most that far off in the frame that the decoder has. What it does
 write is exact, so errors do not add up as long as each patch is taken against what the patches before it make. Loops
-that are called without a bound are compiled for exactly that, and cost nothing more.
+that are called with ``bound=None`` are compiled for exactly that, and cost nothing more.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ def _write_run(heads, runs, data, used, skip, source, length):  # type: ignore[n
 
 
 @njit(nogil=True)
-def encode_runs(before, after, n_bytes, heads, data, limit, bound=0):  # type: ignore[no-untyped-def]
+def encode_runs(before, after, n_bytes, heads, data, limit, bound):  # type: ignore[no-untyped-def]
     """Writes the headers and the bytes of the runs from ``before`` to ``after`` to separate places.
 
     :param heads: address of ``limit`` bytes.
     :param data: address of ``limit`` bytes.
-    :param bound: how far off a byte may be that is left out.
+    :param bound: how far off a byte may be that is left out, or None.
     :return: the numbers of runs and of bytes; -1 runs once both together would exceed ``limit`` bytes.
     """
-    different = _different_bytes(before, after, n_bytes) if bound == 0 else _far_bytes(before, after, n_bytes, bound)
+    different = _different_bytes(before, after, n_bytes) if bound is None else _far_bytes(before, after, n_bytes, bound)
     if different > limit:
         return -1, 0
     gap = _DENSE_GAP if different > n_bytes // 8 else _GAP
@@ -83,7 +83,7 @@ def encode_runs(before, after, n_bytes, heads, data, limit, bound=0):  # type: i
         if i == n_bytes:
             i += 1  # past the end: nothing differs any more, and the run being collected is written
         elif i + 8 <= n_bytes:
-            if bound == 0:
+            if bound is None:
                 difference = load_u64(before + uint64(i)) ^ load_u64(after + uint64(i))
             else:
                 difference = far_apart_8(before + uint64(i), after + uint64(i), uint8(bound))
@@ -96,7 +96,8 @@ def encode_runs(before, after, n_bytes, heads, data, limit, bound=0):  # type: i
             found = i
             i += 1
         else:
-            if abs(int64(load_u8(before + uint64(i))) - int64(load_u8(after + uint64(i)))) > int64(bound):
+            distance = abs(int64(load_u8(before + uint64(i))) - int64(load_u8(after + uint64(i))))
+            if distance > (0 if bound is None else bound):
                 found = i
             i += 1
             if found < 0:
@@ -114,21 +115,18 @@ def encode_runs(before, after, n_bytes, heads, data, limit, bound=0):  # type: i
     return runs, used
 
 
-@njit(nogil=True, inline="always")
-def append_entry(before, frame, n_bytes, out, scratch, bound=0):  # type: ignore[no-untyped-def]
+@njit(nogil=True)
+def append_entry(before, frame, n_bytes, out, scratch, bound):  # type: ignore[no-untyped-def]
     """Writes one entry at ``out``; returns its size.
 
     :param out: address of ``n_bytes + ENTRY_HEADER`` bytes.
     :param scratch: address of ``n_bytes`` bytes.
-    :param bound: how far off a byte may be that a patch leaves out.
+    :param bound: how far off a byte may be that a patch leaves out, or None.
     """
     contents = out + uint64(ENTRY_HEADER)
-    limit = min(n_bytes - n_bytes // 16, WHOLE - 3 if bound == 0 else PACKED - 3)
+    limit = min(n_bytes - n_bytes // 16, WHOLE - 3 if bound is None else PACKED - 3)
     # Where there are many runs their number takes two bytes more, which are moved in later.
-    if bound == 0:
-        runs, used = encode_runs(before, frame, n_bytes, contents, scratch, limit)
-    else:
-        runs, used = encode_runs(before, frame, n_bytes, contents, scratch, limit, bound)
+    runs, used = encode_runs(before, frame, n_bytes, contents, scratch, limit, bound)
     if runs < 0:
         store_u16(out, uint16(WHOLE))
         store_u8(out + uint64(2), uint8(0))
@@ -146,7 +144,7 @@ def append_entry(before, frame, n_bytes, out, scratch, bound=0):  # type: ignore
     return ENTRY_HEADER + heads + used
 
 
-@njit(nogil=True, inline="always")
+@njit(nogil=True)
 def entry_size(entry, n_bytes):  # type: ignore[no-untyped-def]
     """Size of an entry's contents, and whether they are a whole frame."""
     size = int64(load_u16(entry))
@@ -155,7 +153,7 @@ def entry_size(entry, n_bytes):  # type: ignore[no-untyped-def]
     return size, False
 
 
-@njit(nogil=True, inline="always")
+@njit(nogil=True)
 def _apply_patch(target, contents, runs):  # type: ignore[no-untyped-def]
     """Applies a patch in place. Short runs are written as whole words, so both sides need 16 bytes behind them."""
     if runs == _MANY_RUNS:
@@ -175,7 +173,7 @@ def _apply_patch(target, contents, runs):  # type: ignore[no-untyped-def]
         data += length
 
 
-@njit(nogil=True, inline="always")
+@njit(nogil=True)
 def apply_entry(frame, entry, n_bytes, work):  # type: ignore[no-untyped-def]
     """The frame that an entry makes of ``frame``, and the address behind the entry.
 

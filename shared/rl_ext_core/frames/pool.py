@@ -360,6 +360,7 @@ class FramePool:
         while done < len(stacks):
             stored = put_stacks(
                 self._state,
+                self.max_error or None,
                 self._room.most,
                 self._room.step,
                 address_of(stacks[done:]),
@@ -394,6 +395,7 @@ class FramePool:
             while True:
                 done = put_pairs(
                     self._state,
+                    self.max_error or None,
                     self._room.most,
                     self._room.step,
                     done,

@@ -89,7 +89,7 @@ def _has_right_entries(p, block, frames, geometry):  # type: ignore[no-untyped-d
             return False
         size = geometry.frame_bytes
         if geometry.coder == PATCH:
-            size = entry_size_of(start, geometry)[0] + ENTRY_HEADER
+            size = entry_size_of(start, geometry, geometry.max_error)[0] + ENTRY_HEADER
         if uint64(size) > end - start:
             return False
         if p.entry_sums[s, place] != folded(add_bytes(mixed(START, block), start, size)):
@@ -180,7 +180,7 @@ def close_open(p, geometry, newest_places):  # type: ignore[no-untyped-def]
         if geometry.coder == PATCH:
             n_bytes = 0
             for _ in range(newest_places[block] + 1):
-                size, _ = entry_size_of(start + uint64(n_bytes), geometry)
+                size, _ = entry_size_of(start + uint64(n_bytes), geometry, geometry.max_error)
                 n_bytes += size + ENTRY_HEADER
         store_bytes(p, block, start, n_bytes, False)
 

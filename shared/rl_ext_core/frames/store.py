@@ -48,14 +48,17 @@ Pairs = npt.NDArray[np.int64]
 
 
 @functools.cache
-def load_kernels() -> None:
+def load_kernels(*, bounded: bool = False) -> None:
     """Imports and compiles the hot loops: it takes seconds, in which Ctrl-C must find no store half changed.
 
+    :param bounded: whether those for ``max_error`` will be wanted too.
     :raises MissingDependencyError: if numba is not installed.
     """
     check_numba("A store of frames")
     _import_kernels()
-    _call_kernels()
+    _call_kernels(0)
+    if bounded:
+        _call_kernels(1)
 
 
 @uninterrupted
@@ -64,12 +67,12 @@ def _import_kernels() -> None:
     from rl_ext_core.frames import pool  # noqa: F401
 
 
-def _call_kernels() -> None:
+def _call_kernels(max_error: int) -> None:
     """Calls every kernel once."""
     from rl_ext_core.frames.pool import FramePool
 
     layout = StackLayout((2, 4, 4), np.dtype(np.uint8), 2, 0)
-    pool = FramePool(4, layout, block_length=1, streams=1)
+    pool = FramePool(4, layout, block_length=1, streams=1, max_error=max_error)
     stacks = np.arange(4 * layout.stack_bytes, dtype=np.uint8).reshape(4, *layout.shape)
     stacks[2, 0] = stacks[1, 1]  # its second frame is all that is new
     for row in range(2):
@@ -130,7 +133,7 @@ class FrameStore:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> FrameStore:
         """Before anything is there that Ctrl-C could leave half done, all that takes long once."""
-        load_kernels()
+        load_kernels(bounded=isinstance(bound := kwargs.get("max_error"), int) and bound > 0)
         return super().__new__(cls)
 
     @uninterrupted

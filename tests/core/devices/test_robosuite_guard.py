@@ -71,7 +71,8 @@ def test_without_a_decision_robosuite_fails_like_this(variables: dict[str, str],
 
 @variables_and_ids
 @pytest.mark.parametrize(
-    "lines", [pytest.param(APPLIED[0], id="apply"), pytest.param(APPLIED[1], id="imported", marks=pytest.mark.exhaustive)]
+    "lines",
+    [pytest.param(APPLIED[0], id="apply"), pytest.param(APPLIED[1], id="imported", marks=pytest.mark.exhaustive)],
 )
 def test_under_a_decision_it_renders_as_decided(
     variables: dict[str, str], device_id: int, error: str, lines: str

@@ -53,7 +53,7 @@ def test_a_patch_makes_the_frame_after_of_the_frame_before(before: bytes, after:
     guard = 64
     entry, work, scratch = (np.full(n_bytes + SLACK + guard, 0xA5, dtype=np.uint8) for _ in range(3))
     where = [np.uint64(address_of(array)) for array in (old, new, entry, scratch, work)]
-    size = patch.append_entry(where[0], where[1], n_bytes, where[2], where[3])
+    size = patch.append_entry(where[0], where[1], n_bytes, where[2], where[3], None)
     assert size <= n_bytes + ENTRY_HEADER
     frame, behind = patch.apply_entry(where[0], where[2], n_bytes, where[4])
     assert behind == where[2] + size
