@@ -31,6 +31,29 @@ settings.register_profile("project", derandomize=True, database=None, deadline=N
 settings.load_profile("project")
 
 
+_GOLDEN = 0.618034
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of each test marked ``sample``, make all cases ``slow`` but the first few, and those that CI needs not try
+    ``exhaustive``: cases that lie apart in the product of its parameters come first.
+    """
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample") is not None:
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        options = cases[0].get_closest_marker("sample").kwargs  # type: ignore[union-attr]
+        slower = [any(case.get_closest_marker(tier) for tier in ("slow", "exhaustive")) for case in cases]
+        order = sorted(range(len(cases)), key=lambda i: (slower[i], i * _GOLDEN % 1))
+        for rank, i in enumerate(order):
+            if rank >= options.get("ci", len(cases)):
+                cases[i].add_marker("exhaustive")
+            elif rank >= options.get("quick", 1):
+                cases[i].add_marker("slow")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Fail the session that leaves a process, a file in the repository or cwd, or a temporary file."""

@@ -40,14 +40,17 @@ def test_a_decision_loads_neither_torch_nor_a_renderer() -> None:
     assert loaded_by(statement, HEAVY | RENDERERS) == {"pynvml"}
 
 
+@pytest.mark.slow
 def test_sb3_ext_loads_no_torchrl() -> None:
     assert loaded_by("import sb3_ext", TORCHRL) == set()
 
 
+@pytest.mark.slow
 def test_torchrl_ext_loads_no_sb3() -> None:
     assert loaded_by("import torchrl_ext", SB3) == set()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("statement", "watched", "expected"),
     [

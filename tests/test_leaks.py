@@ -49,6 +49,7 @@ def test_caches_and_hidden_files_are_not_reported(tmp_path: Path) -> None:
     assert files_below(tmp_path) == set()
 
 
+@pytest.mark.slow
 def test_a_session_that_leaks_fails(tmp_path: Path) -> None:
     """Run a real session with the project's conftest and a test that leaves a temporary file behind."""
     conftest = Path(__file__).with_name("conftest.py")

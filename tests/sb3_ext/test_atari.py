@@ -6,6 +6,7 @@ from typing import Any
 
 import ale_py
 import gymnasium as gym
+import pytest
 import torch._dynamo  # optimizers do it otherwise, which makes a folder in the tests' temporary one
 from stable_baselines3 import DQN
 from stable_baselines3.common.buffers import ReplayBuffer
@@ -37,6 +38,7 @@ def trained(replay_buffer_class: Any) -> DQN:
     return model
 
 
+@pytest.mark.slow
 def test_pong() -> None:
     ours, theirs = (trained(cls) for cls in (CompressedReplayBuffer, ReplayBuffer))
     weights = theirs.policy.state_dict()

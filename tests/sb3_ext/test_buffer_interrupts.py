@@ -184,6 +184,7 @@ def check(cls: Any, call: Callable[[Any], Any], there: int, *, every: int, folde
     assert number > 3, "nothing was interrupted"
 
 
+@pytest.mark.sample(quick=6)
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("name", REPLAY_CALLS)
 @pytest.mark.parametrize("cls", REPLAY)
@@ -191,6 +192,7 @@ def test_a_replay_buffer_is_as_before_the_call_or_as_after_it(cls: Any, name: st
     check(cls, REPLAY_CALLS[name], 8, every=every)
 
 
+@pytest.mark.sample(quick=0)
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("name", ["add", "reset", "flush"])
 @pytest.mark.parametrize("cls", REPLAY)
@@ -198,6 +200,7 @@ def test_so_is_one_in_a_folder(cls: Any, name: str, every: int, tmp_path: Path) 
     check(cls, REPLAY_CALLS[name], 8, every=3 * every, folder=tmp_path)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("cls", ROLLOUT)
 @pytest.mark.parametrize(

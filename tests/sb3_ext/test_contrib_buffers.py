@@ -112,6 +112,7 @@ except ImportError as error:
 """
 
 
+@pytest.mark.slow
 def test_only_these_need_sb3_contrib() -> None:
     run = subprocess.run([sys.executable, "-c", _WITHOUT], capture_output=True, text=True, check=True)
     assert run.stdout.startswith("MissingDependencyError sb3_ext.contrib needs the package 'sb3_contrib'")

@@ -23,6 +23,7 @@ def visit(factories, start_method):
 """
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("start_method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_each_worker_gets_its_gpu_before_its_factory_is_unpickled(start_method: str, tmp_path: Path) -> None:
     ended = run(
@@ -43,6 +44,7 @@ def test_each_worker_gets_its_gpu_before_its_factory_is_unpickled(start_method: 
     assert not cuda
 
 
+@pytest.mark.slow
 def test_variables_that_the_parent_changes_do_not_arrive_but_decisions_do(tmp_path: Path) -> None:
     ended = run(
         SB3,
@@ -75,6 +77,7 @@ def test_in_one_process_the_first_decision_is_kept_and_that_is_said_once(tmp_pat
     assert ended.stderr.count("a worker's environment is built in the parent process") == 1
 
 
+@pytest.mark.sample(quick=0)
 @pytest.mark.parametrize("start_method", ["forkserver", pytest.param("fork", marks=pytest.mark.slow)])
 def test_workers_render_with_mesa(start_method: str, tmp_path: Path) -> None:
     ended = run(

@@ -216,6 +216,7 @@ def test_a_sample_goes_on_where_nothing_else_holds_it() -> None:
             assert batch.next_observations[key].equal(again.next_observations[key])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [SAC, TD3])
 def test_models_learn_the_same(algorithm: Any) -> None:
     def make(replay_buffer_class: Any) -> Any:

@@ -71,6 +71,7 @@ def test_environments_in_this_process_do_what_the_written_line_does(make: Any) -
     np.testing.assert_equal(rollouts(DummyVecEnv(as_factory(make()).for_workers(3))), theirs)
 
 
+@pytest.mark.sample(quick=0, ci=4)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("make", CASES)
 def test_environments_in_workers_do_what_the_written_line_does(make: Any, method: str) -> None:
@@ -148,6 +149,7 @@ POOLS = in_pools(
 )
 
 
+@pytest.mark.sample(quick=0, ci=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_the_main_modules_own_travels_and_stays_as_it_is(way: str, tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ VECTORISED: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", WRAPPED)
 def test_a_copy_under_a_wrapper_does_the_same(name: str) -> None:
     with warnings.catch_warnings():

@@ -196,6 +196,7 @@ def test_options_reach_the_stores() -> None:
         CompressedHerReplayBuffer(80, venv.observation_space["observation"], venv.action_space, venv)
 
 
+@pytest.mark.slow
 def test_sac() -> None:
     def make(replay_buffer_class: Any) -> Any:
         return SAC(

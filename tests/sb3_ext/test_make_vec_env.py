@@ -66,6 +66,7 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sample(ci=16)
 @pytest.mark.parametrize("how", list(OURS))
 @pytest.mark.parametrize("call", list(CALLS))
 def test_it_returns_what_sb3s_does(call: str, how: str) -> None:
@@ -76,6 +77,7 @@ def test_it_returns_what_sb3s_does(call: str, how: str) -> None:
     assert no_workers()
 
 
+@pytest.mark.sample(ci=3)
 @pytest.mark.parametrize("how", ["in process", "processes", "auto", "SB3's"])
 @pytest.mark.parametrize("seed", [None, pytest.param(0, marks=pytest.mark.slow)])
 def test_it_draws_from_numpys_generator_what_sb3s_does(seed: int | None, how: str) -> None:
@@ -98,6 +100,7 @@ def test_the_arguments_are_sb3s() -> None:
     assert all(ours[name].kind is inspect.Parameter.KEYWORD_ONLY for name in list(ours)[len(theirs) :])
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("how", ["in process", "processes", "forkserver"])
 def test_files_of_monitors(how: str, tmp_path: Path) -> None:
     found = {}
@@ -160,6 +163,7 @@ def test_seeds_make_all_streams_reproducible(start_method: str) -> None:
         assert len(set(values)) == (5 if name == "own" else 6), name
 
 
+@pytest.mark.slow
 def test_sb3s_own_function_takes_ours_as_a_class() -> None:
     theirs = seen(env_util.make_vec_env("CartPole-v1", 3, seed=2))
     for options in (
@@ -185,6 +189,7 @@ def pids(venv: VecEnv) -> list[int]:
     return [seat.process.pid for seat in venv._pool.of_env]
 
 
+@pytest.mark.sample(ci=8)
 @pytest.mark.parametrize("name", ["NULL_FOR_SECOND", "CRASH_OF_SECOND", "SHARED_GLOBALS", "SEEDED_BY_CLOCK"])
 @pytest.mark.parametrize("entry", ["make_vec_env", "AutoVecEnv", "SB3's make_vec_env"])
 def test_what_cannot_share_a_process_does_not(name: str, entry: str, variant: Variant, tmp_path: Path) -> None:
@@ -217,6 +222,7 @@ def test_what_is_independent_and_fast_shares_this_process(variant: Variant) -> N
     venv.close()
 
 
+@pytest.mark.slow
 def test_what_is_independent_and_slow_is_shared_by_as_many_processes_as_there_are_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -241,6 +247,7 @@ def test_processes_that_collide_are_cured(variant: Variant, tmp_path: Path, monk
     assert not list(Path(os.environ.get("TMPDIR", "/tmp")).glob("rl-ext-*"))
 
 
+@pytest.mark.sample(quick=0)
 @pytest.mark.parametrize("name", ["SHARED_MEMORY", "NULL_ALWAYS"])
 def test_what_cannot_be_kept_apart_is_refused(name: str, variant: Variant) -> None:
     with pytest.raises(IsolationError):
@@ -310,6 +317,7 @@ def test_options_of_processes_are_no_use_without_any() -> None:
         make_vec_env(Counting, 2, isolation="in-process", vec_env_kwargs={"step_timeout": 3})
 
 
+@pytest.mark.slow
 def test_workers_that_do_not_fit_into_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("rl_ext_core.resources.available_memory", lambda: 10**6)
     AutoVecEnv([Slow] * 2, n_workers=2).close()
@@ -330,6 +338,7 @@ class _Global(gym.Wrapper[Any, Any, Any, Any]):
         return observation + np.float32(self.steps[0]), *rest
 
 
+@pytest.mark.slow
 def test_the_wrapper_is_tried_too() -> None:
     for wrapper_class, kind in ((_Global, SharedMemoryVecEnv), (Bounded, DummyVecEnv)):
         venv = make_vec_env("CartPole-v1", 2, wrapper_class=wrapper_class)
@@ -337,6 +346,7 @@ def test_the_wrapper_is_tried_too() -> None:
         venv.close()
 
 
+@pytest.mark.slow
 def test_each_function_is_tried(variant: Variant) -> None:
     venv = AutoVecEnv([variant("GOOD"), variant("SHARED_GLOBALS"), variant("SHARED_GLOBALS")])
     assert len(set(pids(venv))) == 3
@@ -375,6 +385,7 @@ TAKEN: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.filterwarnings("ignore:.*latest versioned environment:UserWarning")
 @pytest.mark.parametrize("how", ["in process", "processes", "forkserver", "auto"])
 @pytest.mark.parametrize("what", list(TAKEN))
@@ -417,6 +428,7 @@ def _with(database: Any) -> Any:
     return Counting() if database else None
 
 
+@pytest.mark.slow
 def test_what_takes_longer_than_is_waited_has_processes(tmp_path: Path) -> None:
     venv = make_vec_env(functools.partial(_resets_for, 2.5), 2, probe_timeout=1)
     assert len(set(pids(venv))) == 2
@@ -464,6 +476,7 @@ for make in (lambda kind: make_vec_env(kind, 2), lambda kind: AutoVecEnv([lambda
 """
 
 
+@pytest.mark.sample(quick=0, ci=2)
 @pytest.mark.parametrize("way", WAYS)
 def test_classes_and_globals_of_the_script(way: str, tmp_path: Path) -> None:
     here, apart = "DummyVecEnv [[4.0], [3.0]] [1, 0] True\n", "SharedMemoryVecEnv [[2.0], [1.0]] [] 0\n"
@@ -478,6 +491,7 @@ def test_a_busy_machine_does_not_put_cart_pole_into_processes() -> None:
         venv.close()
 
 
+@pytest.mark.slow
 def test_a_console_game_by_its_name() -> None:
     pytest.importorskip("stable_retro")
     venv = make_vec_env("Airstriker-Genesis-v0", 2, seed=0)

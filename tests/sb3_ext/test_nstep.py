@@ -31,6 +31,7 @@ def both(size: int, space: Any, n_envs: int, **options: Any) -> tuple[Any, Any]:
     return tuple(cls(*arguments, **options) for cls in (CompressedNStepReplayBuffer, NStepReplayBuffer))  # type: ignore[return-value]
 
 
+@pytest.mark.sample(quick=7)
 @pytest.mark.parametrize("n_steps", [1, 2, 3, 10, 40])
 @pytest.mark.parametrize("n_envs", [1, 3])
 @pytest.mark.parametrize("handle", [True, False])
@@ -87,6 +88,7 @@ def dqn(replay_buffer_class: Any = CompressedNStepReplayBuffer, **options: Any) 
     )
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("gamma", [0.99, 0.9])
 @pytest.mark.parametrize("through", ["algorithm", "kwargs", "both"])
 def test_a_model_learns_what_it_learns_with_the_original(gamma: float, through: str, caplog: Any) -> None:

@@ -26,6 +26,7 @@ def buffer() -> CompressedReplayBuffer:
     return made
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "pick",
     [

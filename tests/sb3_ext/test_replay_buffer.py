@@ -21,6 +21,7 @@ GREY = spaces.Box(0, 255, (4, 12, 11), np.uint8)
 ACTIONS = spaces.Discrete(5)
 
 
+@pytest.mark.sample(quick=8)
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("n_envs", [1, 2, 5])
 @pytest.mark.parametrize("first", [True, False])
@@ -62,6 +63,7 @@ SPACES: list[spaces.Space[Any]] = [
 ]
 
 
+@pytest.mark.sample(quick=24)
 @pytest.mark.parametrize("observation_space", SPACES, ids=str)
 @pytest.mark.parametrize(
     "action_space",
@@ -84,6 +86,7 @@ def test_all_spaces(observation_space: Any, action_space: Any, n_envs: int) -> N
     assert (np.asarray(ours.observations) == theirs.observations).all()
 
 
+@pytest.mark.sample(quick=2)
 @pytest.mark.parametrize(
     ("size", "n_envs"), [(1, 1), (1, 5), (4, 5), (10, 3), (11, 2), (100, 7), (np.int64(20), np.int64(3))]
 )

@@ -187,6 +187,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.sample(quick=0, ci=4)
 @pytest.mark.parametrize("kind", ["plain", "dict", "her"])
 @pytest.mark.parametrize("n_steps", [100, 250])
 def test_what_is_left_of_a_process_that_was_killed(kind: str, n_steps: int, tmp_path: Path) -> None:
@@ -220,6 +221,7 @@ def test_what_is_left_of_a_process_that_was_killed(kind: str, n_steps: int, tmp_
     ours.close()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_budget_is_kept_and_the_newest_are_held(kind: str) -> None:
     venv = NOISE[kind]()
@@ -339,6 +341,7 @@ buffer.sample(8)
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_while_it_samples_leaves_no_damage(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", NSTEP, str(tmp_path / "a")], cwd=Path(__file__).parents[2], timeout=120

@@ -17,6 +17,7 @@ from sb3_ext import CompressedReplayBuffer
 from tests.sb3_ext.toys import check_equal_weights, image_env, silenced
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("channels", "first"), [(1, True), (3, False)])
 @pytest.mark.parametrize("algorithm", [DQN, QRDQN])
 def test_images(algorithm: Any, channels: int, first: bool) -> None:
@@ -39,6 +40,7 @@ def test_images(algorithm: Any, channels: int, first: bool) -> None:
     assert model.replay_buffer.full
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("algorithm", [SAC, TD3])
 @pytest.mark.parametrize("normalize", [False, True])
 def test_vectors(algorithm: Any, normalize: bool) -> None:

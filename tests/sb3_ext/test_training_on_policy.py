@@ -34,6 +34,7 @@ def env_of(kind: str) -> VecEnv:
     return image_env() if kind == "plain" else dict_env()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("kind", ["plain", "dict"])
 @pytest.mark.parametrize(
     ("algorithm", "options"),

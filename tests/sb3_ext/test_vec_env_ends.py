@@ -101,6 +101,7 @@ def test_a_death_shows_while_what_the_worker_has_forked_lives_on(options: dict[s
     assert no_workers(PATIENCE_S)
 
 
+@pytest.mark.sample(ci=4)
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 @pytest.mark.parametrize(("how", "closed_too"), [("raise", 3), ("sys.exit", 3), ("SIGKILL", 2)])
 def test_a_failure_leaves_no_simulator(how: str, closed_too: int, method: str, tmp_path: Path) -> None:
@@ -116,6 +117,7 @@ def test_a_failure_leaves_no_simulator(how: str, closed_too: int, method: str, t
     venv.close()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("how", ["raise", "SIGSEGV"])
 def test_restarts_leave_no_simulator(how: str, tmp_path: Path) -> None:
     build = functools.partial(WithSimulator, str(tmp_path))
@@ -129,6 +131,7 @@ def test_restarts_leave_no_simulator(how: str, tmp_path: Path) -> None:
     assert until(lambda: not simulators(tmp_path))
 
 
+@pytest.mark.sample(quick=0, ci=2)
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 @pytest.mark.parametrize("options", [{}, {"restart": "truncate"}])
 def test_what_is_dropped_is_closed_and_keeps_nothing_open(method: str, options: Any, tmp_path: Path) -> None:
@@ -168,6 +171,7 @@ class Writing(Counting):
             threading.Thread(target=self._write).start()
 
 
+@pytest.mark.sample(quick=0)
 @pytest.mark.parametrize(("how", "seconds"), [("close", 6.5), ("thread", 1.5)])
 def test_close_waits_as_sb3_does(how: str, seconds: float, tmp_path: Path) -> None:
     venv = SharedMemoryVecEnv([Counting, functools.partial(Writing, str(tmp_path / "video"), how, seconds)], FAST)
@@ -192,6 +196,7 @@ def test_an_error_in_close_does_not_cut_the_others_short(tmp_path: Path) -> None
     assert (tmp_path / "video").exists()
 
 
+@pytest.mark.sample(quick=0)
 @pytest.mark.parametrize(("how", "said"), [("close", "in close"), ("thread", "in threads that go on after its close")])
 def test_the_time_to_close_is_told(how: str, said: str, tmp_path: Path) -> None:
     build = functools.partial(Writing, str(tmp_path / "video"), how, 1000)
@@ -221,7 +226,7 @@ def test_close_does_not_wait_for_a_step_that_was_interrupted(monkeypatch: pytest
     assert no_workers(PATIENCE_S)
 
 
-@pytest.mark.slow
+@pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_no_time_of_ours_is_reached_on_a_busy_machine(method: str, tmp_path: Path) -> None:
     build = functools.partial(WithSimulator, str(tmp_path))

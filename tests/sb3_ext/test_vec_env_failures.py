@@ -73,6 +73,7 @@ def _ends(thread: threading.Thread) -> bool:
     return not thread.is_alive()
 
 
+@pytest.mark.sample(ci=38)
 @methods
 @pytest.mark.parametrize("how", list(HOWS))
 @pytest.mark.parametrize("when", list(PHASES))
@@ -105,6 +106,7 @@ def test_failures_reach_the_caller(when: str, how: str, method: str) -> None:
     assert (error.exitcode == -signal.SIGSEGV) == (how == "SIGSEGV")
 
 
+@pytest.mark.sample(quick=0, ci=2)
 @pytest.mark.parametrize(
     "method", ["forkserver", *(pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "fork"))]
 )
@@ -122,6 +124,7 @@ def test_hangs_are_found_by_the_time_limits(when: str, how: str, method: str) ->
     assert ("does not even react to signals" in str(error)) or "in fail" in str(error) or "in hang_in_c" in str(error)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("n_workers", "worker"), [(1, 0), (2, 1), (3, 2)])
 @pytest.mark.parametrize("how", ["SIGSEGV", "raise", "hang"])
 def test_the_environment_is_named_where_workers_have_several(how: str, n_workers: int, worker: int) -> None:
@@ -279,6 +282,7 @@ def test_calls_in_the_wrong_order_are_refused() -> None:
     venv.close()
 
 
+@pytest.mark.slow
 def test_nothing_stays_open_after_an_environment_is_gone() -> None:
     def once() -> int:
         venv = failing("step", "SIGSEGV", start_method=FAST)

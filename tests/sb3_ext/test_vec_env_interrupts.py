@@ -89,6 +89,7 @@ def as_dummy(venv: VecEnv, model: VecEnv) -> None:
     assert venv.env_method("count") == [2, 2, 2]
 
 
+@pytest.mark.sample(ci=31)
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.exhaustive), 13])
 @pytest.mark.parametrize("options", list(OPTIONS))
 @pytest.mark.parametrize("call", list(CALLS))
@@ -135,6 +136,7 @@ def test_what_was_begun_can_be_waited_for_after_an_interruption(options: str, ev
     venv.close()
 
 
+@pytest.mark.sample(quick=0, ci=2)
 @pytest.mark.parametrize("begun", ["idle", pytest.param("in a step", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", ["one each", pytest.param("restarting", marks=pytest.mark.slow)])
 def test_close_again_after_an_interrupted_close(options: str, begun: str) -> None:
@@ -227,6 +229,7 @@ def step_forever(venv: VecEnv) -> None:
         venv.step(ACTIONS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_workers", [1, 2])
 def test_signals_at_random_moments(n_workers: int) -> None:
     venv, model = SharedMemoryVecEnv([Slower] * 3, FAST, n_workers=n_workers), DummyVecEnv([World] * 3)

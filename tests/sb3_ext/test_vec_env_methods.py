@@ -143,6 +143,7 @@ def weights(algorithm: str, venv: VecEnv) -> list[Any]:
     return [*(value.detach().numpy() for value in model.get_parameters()["policy"].values()), list(score)]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_training_gives_the_same_weights(algorithm: str) -> None:
     with both([cart_pole] * 3, n_workers=2) as (ours, theirs):

@@ -39,6 +39,7 @@ def check(build: Any, steps: int = 25, n_envs: int = 3, n_workers: int | None = 
     return seen
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("n_workers", [1, 2, None])
 @pytest.mark.parametrize("observations", list(OBSERVATIONS))
 def test_observations(observations: str, n_workers: int | None) -> None:
@@ -50,12 +51,14 @@ def test_observations(observations: str, n_workers: int | None) -> None:
     assert any("terminal_observation" in info for info in infos)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("n_workers", [2, None])
 @pytest.mark.parametrize("actions", list(ACTIONS))
 def test_actions(actions: str, n_workers: int | None) -> None:
     check(functools.partial(Drawn, "Box", actions), n_workers=n_workers)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("infos", [True, False])
 @pytest.mark.parametrize("rewards", list(REWARDS))
 def test_rewards(rewards: str, infos: bool) -> None:
@@ -160,6 +163,7 @@ def said_of(space: Any) -> str:
     return f"environment 0 returns observations with values that the dtype of its observation space, {space}"
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("rewards", [name for name in REWARDS if name != "array"])
 @pytest.mark.parametrize("infos", [True, False])
 def test_what_is_chosen_returns_what_dummy_vec_env_does(rewards: str, infos: bool) -> None:
@@ -204,6 +208,7 @@ def seeded(rank: int) -> Any:
     return Seeding()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_environments_seeded_in_their_functions_draw_what_they_draw_with_sb3(method: str) -> None:
     env_fns = [functools.partial(seeded, rank) for rank in range(2)]
@@ -243,6 +248,7 @@ composed = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(observations=composed, actions=composed, rewards=st.sampled_from(list(REWARDS)), workers=st.integers(1, 3))
 def test_random_spaces(observations: Any, actions: Any, rewards: str, workers: int) -> None:

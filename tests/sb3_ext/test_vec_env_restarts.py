@@ -36,6 +36,7 @@ class Countable(Counting):
         return float(self.np_random.random())
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("start_method", ["fork", "forkserver"])
 @pytest.mark.parametrize("how", ["SIGSEGV", "raise", "hang", "sys.exit"])
 def test_the_episode_is_truncated_with_the_last_observation_returned(how: str, start_method: str) -> None:
@@ -76,6 +77,7 @@ def test_all_environments_of_the_worker_are_truncated() -> None:
     venv.close()
 
 
+@pytest.mark.slow
 def test_several_workers_that_fail_in_the_same_step() -> None:
     hows = ["SIGSEGV", "hang", "raise", "hang"]
     env_fns = [functools.partial(Failing, "step", how, after=2) for how in hows]
@@ -89,6 +91,7 @@ def test_several_workers_that_fail_in_the_same_step() -> None:
     venv.close()
 
 
+@pytest.mark.slow
 def test_workers_that_answer_are_not_taken_for_hanging_while_another_is_replaced(tmp_path: Path) -> None:
     class SlowToBuild(FailingOnce):
         def __init__(self, mark: str, when: str) -> None:
@@ -188,6 +191,7 @@ def test_closing_ends_the_living_where_one_has_died() -> None:
     assert no_workers()
 
 
+@pytest.mark.sample(quick=0)
 @pytest.mark.parametrize("n_workers", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_ppo_goes_on_through_crashes(n_workers: int | None, tmp_path: Path) -> None:
     hows = ["SIGSEGV", "raise", "os._exit", "hang", "SIGKILL", "raise what does not pickle"]

@@ -88,6 +88,7 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "")
 
 
+@pytest.mark.sample(quick=0, ci=4)
 @pytest.mark.parametrize("method", ["", pytest.param(", 'spawn'", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "way", [way if way != "make_vec_env, auto" else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
@@ -99,6 +100,7 @@ def test_environments_of_the_main_script_need_no_guard(way: str, method: str, pr
     assert (program.folder / "seen").read_text() == "x"
 
 
+@pytest.mark.slow
 def test_environments_of_a_notebook(tmp_path: Path) -> None:
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")
@@ -123,6 +125,7 @@ if __name__ == "__main__":
 STEP = "venv.step(np.zeros(3, np.int64))"
 
 
+@pytest.mark.sample(quick=0, ci=2)
 @pytest.mark.parametrize(
     "method", ["fork", *(pytest.param(method, marks=pytest.mark.slow) for method in ("forkserver", "spawn"))]
 )
@@ -145,12 +148,14 @@ def test_no_worker_outlives_the_program(method: str, end: signal.Signals, last: 
     clear_sockets(program)
 
 
+@pytest.mark.slow
 def test_a_program_that_forgets_to_close_ends(program: Program) -> None:
     ended = run(program, SCRIPT + "venv = SharedMemoryVecEnv([World] * 2)\nvenv.reset()\nprint('end')")
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "end\n", "")
     assert not session_of(program.running[-1].pid)
 
 
+@pytest.mark.slow
 def test_nothing_heavy_is_loaded_in_the_workers(tmp_path: Path) -> None:
     """Nor does the parent's import of torch reach them by the fork server."""
     text = """

@@ -62,6 +62,7 @@ def place(observation: Any) -> Any:
     return observation["inner"]["place"] if isinstance(observation, dict) else observation
 
 
+@pytest.mark.sample
 @modes
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["Sync", "Async"])
 @pytest.mark.parametrize("name", MAKERS)
@@ -91,6 +92,7 @@ def test_worker_processes_with_and_without_shared_memory(shared_memory: bool, mo
         env.close()
 
 
+@pytest.mark.sample
 @modes
 @pytest.mark.parametrize("transform", [lambda: StepCounter(4), lambda: StepCounter(1)], ids=["4 steps", "1 step"])
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["Sync", "Async"])
@@ -106,6 +108,7 @@ def test_truncation_from_outside(mode: str, transform: Any, asynchronous: bool) 
         env.close()
 
 
+@pytest.mark.sample
 @modes
 @settings(max_examples=40)
 @given(
@@ -119,6 +122,7 @@ def test_any_lengths(mode: str, lengths: list[tuple[int, int]], cut: int, nested
     check_against_single_environments(seeded_rollout(env, 15), makers, 3)
 
 
+@pytest.mark.sample
 @modes
 @settings(max_examples=40)
 @given(data=st.data())

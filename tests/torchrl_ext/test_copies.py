@@ -39,6 +39,7 @@ COPIES: dict[str, Any] = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("played", [False, True], ids=["fresh", "played"])
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("name", ENVIRONMENTS)

@@ -30,6 +30,7 @@ start_methods = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.sample(quick=0, ci=2)
 @start_methods
 @pytest.mark.parametrize(
     "from_workers",
@@ -88,6 +89,7 @@ def test_workers_render_with_mesa(start_method: str, options: str, tmp_path: Pat
     assert min(spreads) > 10
 
 
+@pytest.mark.slow
 def test_rendering_in_forked_workers_after_the_parent_rendered_is_an_error_instead_of_a_hang(tmp_path: Path) -> None:
     # TorchRL builds one environment in the parent for its specs, and this one renders when it is built.
     ended = run(

@@ -85,6 +85,7 @@ def everywhere(*kinds: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("ran", params, indirect=True)
 
 
+@pytest.mark.slow
 def test_collectors_in_this_process_take_copies_of_an_instance() -> None:
     env = collecting.transformed()
     collected = here(env, seed=0)
@@ -96,6 +97,7 @@ def test_collectors_in_this_process_take_copies_of_an_instance() -> None:
     env.close()
 
 
+@pytest.mark.sample(quick=0, ci=2)
 @everywhere(*RUNS)
 def test_copies_elsewhere_collect_what_copies_here_do(ran: dict[str, list[Collected]]) -> None:
     assert_same(ran["changed:0"][0], here(collecting.changed(), seed=0))

@@ -78,6 +78,7 @@ PARALLEL = in_pools(
 )
 
 
+@pytest.mark.sample(quick=0, ci=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_the_main_modules_own_travels_and_stays_as_it_is(way: str, tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ def test_every_sampler_gives_the_bits_of_lazy_tensor_storage(sampler: str) -> No
         twins.check()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("batch", [1, 7, 60, 150])
 def test_every_writer_stores_what_lazy_tensor_storage_does(writer: str, batch: int) -> None:
@@ -426,6 +427,7 @@ def test_unrelated_images_take_no_more_than_they_are(shape: tuple[int, ...]) -> 
     assert storage.used_nbytes < 1.15 * images.nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [5, 100])
 @pytest.mark.parametrize("codec", ["auto", "patch+lz4"])
 def test_every_pixel_is_within_the_bound_that_was_asked_for(batch: int, codec: str) -> None:

@@ -34,6 +34,7 @@ def _as_floats() -> Any:
     return TransformedEnv(env, Compose(scaled, CatFrames(N=4, dim=-3, in_keys=["pixels"])))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("make", "pixels", "ndim"),
     [

@@ -20,6 +20,7 @@ from torchrl_ext import FrameStorage
 LIMIT = 120_000
 
 
+@pytest.mark.sample(quick=0)
 @pytest.mark.parametrize("batch", [1, 10, 50])
 def test_the_newest_that_fit_are_held_in_order(batch: int) -> None:
     storage = FrameStorage(100_000, max_bytes=LIMIT)

@@ -141,6 +141,7 @@ def check_damage(tmp_path: Path, seed: int) -> str:
     return "refused" if refused is None else "found" if refused else "harmless"
 
 
+@pytest.mark.slow
 def test_random_damage_is_found(tmp_path: Path) -> None:
     happened = Counter(check_damage(tmp_path, seed) for seed in range(20))
     assert happened["refused"] > 1

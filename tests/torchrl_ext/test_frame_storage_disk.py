@@ -87,6 +87,7 @@ def _add_until_killed(folder: Path, said: Any, batch: int) -> None:
         said.value += batch
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("batch", [1, 30])
 def test_whatever_a_killed_process_leaves_is_whole(batch: int, tmp_path: Path) -> None:

@@ -257,6 +257,7 @@ def _lazy_memmap() -> TensorDictReplayBuffer:
     return TensorDictReplayBuffer(storage=LazyMemmapStorage(100))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_process_that_is_killed_while_it_saves_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path) -> None:
     old, new = FrameStorage(100), FrameStorage(100)

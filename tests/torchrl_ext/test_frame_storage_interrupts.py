@@ -144,6 +144,7 @@ MEMORY = [("memory", name) for name in CALLS]
 FOLDER = [("folder", name) for name in CALLS if name not in ("load_state_dict", "copy")]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("kind", "name"), [*MEMORY, *FOLDER])
 def test_a_call_that_is_interrupted_is_done_or_not_begun(kind: str, name: str, tmp_path: Path) -> None:
     check_interrupts(kind, name, tmp_path, every=97)
@@ -172,6 +173,7 @@ def test_opening_and_closing_may_be_interrupted(every: int, tmp_path: Path) -> N
         assert where
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("every", [37, pytest.param(11, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("in_folder", [False, True])
 def test_the_first_elements_may_be_interrupted(in_folder: bool, every: int, tmp_path: Path) -> None:

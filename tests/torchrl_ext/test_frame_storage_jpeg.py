@@ -71,6 +71,7 @@ def test_the_pictures_of_these_tests_become_jpeg() -> None:
     assert images.storage._columns[0].pool.codec == "jpeg"
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("quality", [95, 50])
 @pytest.mark.parametrize("batch", [1, 7, 60])
 def test_what_is_sampled_is_what_jpeg_makes_of_each_frame(batch: int, quality: int) -> None:

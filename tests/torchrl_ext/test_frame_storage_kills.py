@@ -110,6 +110,7 @@ def check_random_kills(context: Any, batch: int, size: int, *, kills: int) -> No
         assert len(buffer) == size
 
 
+@pytest.mark.sample(quick=0)
 @pytest.mark.parametrize(("batch", "size"), [pytest.param(1, 100_000, marks=pytest.mark.slow), (30, 200)])
 def test_processes_that_are_killed_neither_block_others_nor_leave_anything_half_done(
     context: Any, batch: int, size: int
@@ -153,12 +154,14 @@ def check_a_kill_at(context: Any, line: int, caplog: pytest.LogCaptureFixture, *
     return made_whole
 
 
+@pytest.mark.sample(quick=0)
 @pytest.mark.parametrize("full", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_process_may_be_killed_at_any_line(context: Any, full: bool, caplog: pytest.LogCaptureFixture) -> None:
     made_whole = [check_a_kill_at(context, line, caplog, full=full) for line in range(5, LINES, LINES // 12)]
     assert sum(made_whole) > 6
 
 
+@pytest.mark.slow
 def test_a_process_may_be_killed_that_shares_a_storage_in_a_folder(
     context: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -219,6 +222,7 @@ def check_folder_kills(context: Any, folder: Path, batch: int, size: int, *, kil
         buffer.storage.close()
 
 
+@pytest.mark.sample(quick=0)
 @pytest.mark.parametrize(
     ("batch", "size", "codec"), [pytest.param(1, 100_000, "auto", marks=pytest.mark.slow), (30, 200, "patch+lz4")]
 )

@@ -43,6 +43,7 @@ def _join(workers: list[Any]) -> None:
         assert worker.exitcode == 0
 
 
+@pytest.mark.sample(quick=0)
 @pytest.mark.parametrize(("first", "codec"), [pytest.param(1, "auto", marks=pytest.mark.slow), (100, "patch+lz4")])
 def test_what_two_processes_collect_is_what_they_collect_one_after_the_other(first: int, codec: str) -> None:
     buffer = TensorDictReplayBuffer(storage=FrameStorage(2000, codec=codec), shared=True, batch_size=64)
@@ -60,6 +61,7 @@ def test_what_two_processes_collect_is_what_they_collect_one_after_the_other(fir
         buffer.storage.load_state_dict(buffer.storage.state_dict())
 
 
+@pytest.mark.slow
 def test_a_ring_that_processes_overwrite_holds_whole_transitions_and_does_not_grow() -> None:
     buffer = TensorDictReplayBuffer(storage=FrameStorage(150), shared=True, batch_size=64)
     buffer.extend(Videos(1, seed=9).collect(150).reshape(-1))
@@ -75,6 +77,7 @@ def test_a_ring_that_processes_overwrite_holds_whole_transitions_and_does_not_gr
     assert buffer.storage._columns[0].pool.nbytes < 4 * before  # of three scenes, not of one
 
 
+@pytest.mark.slow
 def test_an_emptied_buffer_learns_how_stacks_are_made_from_the_first_process_that_fills_it() -> None:
     buffer = TensorDictReplayBuffer(storage=FrameStorage(500), shared=True, batch_size=64)
     fake = Videos(1).collect(1).reshape(-1)
@@ -96,6 +99,7 @@ def _collected(frames: int) -> Any:
     return rows
 
 
+@pytest.mark.sample(quick=0)
 @pytest.mark.parametrize("kind", [MultiSyncCollector, pytest.param(MultiAsyncCollector, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore")
 def test_collectors_of_torchrl_fill_a_shared_storage(kind: Any) -> None:

@@ -172,6 +172,7 @@ def _loaded(folder: Path) -> FrameStorage:
     return storage
 
 
+@pytest.mark.sample(quick=0)
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("way", ["loads", "open"])
 def test_numbers_that_lead_astray_do_not_end_the_process(way: str, tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ ROBOSUITE: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.sample(quick=0, ci=4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_copy_is_the_original_and_does_the_same(name: str) -> None:
     environment = FAMILIES[name]()

@@ -111,6 +111,7 @@ def _rollout(environment: Any) -> Any:
     return environment.rollout(30, break_when_any_done=False)
 
 
+@pytest.mark.sample(quick=6)
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_a_copy_rolls_out_as_its_original(name: str) -> None:

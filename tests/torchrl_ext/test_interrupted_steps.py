@@ -46,6 +46,7 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("name", "every"),
     [("single", 9), ("SameStep", 19), *(pytest.param(name, 3, marks=pytest.mark.exhaustive) for name in MAKERS)],
@@ -72,6 +73,7 @@ def test_the_next_rollout_is_as_ever(name: str, every: int, call: str) -> None:
     assert count > 1
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", ["SameStep", "NextStep", "Disabled"])
 @pytest.mark.parametrize("call", ["step", "step_and_maybe_reset"])
 def test_a_partial_reset_after_it_tells_how_the_environments_are(name: str, call: str) -> None:

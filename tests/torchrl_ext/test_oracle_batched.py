@@ -55,6 +55,7 @@ CASES = {
 }
 
 
+@pytest.mark.sample
 @DEVICES
 @pytest.mark.parametrize(("make", "mode"), CASES.values(), ids=CASES)
 def test_rollouts_are_those_of_upstream(make: Any, mode: str, device: str | None) -> None:
@@ -128,6 +129,7 @@ SPACES = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("categorical", [False, True], ids=["one-hot", "categorical"])
 @pytest.mark.parametrize("name", SPACES)

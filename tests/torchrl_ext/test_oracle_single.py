@@ -40,6 +40,7 @@ MAKERS = {
 }
 
 
+@pytest.mark.sample
 @DEVICES
 @pytest.mark.parametrize("name", MAKERS)
 def test_rollouts_are_those_of_upstream(name: str, device: str | None) -> None:
@@ -238,6 +239,7 @@ def test_workers_of_one_environment(cls: Any, monkeypatch: pytest.MonkeyPatch) -
     assert make().rollout(3).shape == (3,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [GymEnv, pytest.param(GymWrapper, marks=pytest.mark.slow)])
 def test_workers_of_one_environment_are_watched(cls: Any) -> None:
     env: Any = "CartPole-v1" if cls is GymEnv else Walk(5, 5)

@@ -83,6 +83,7 @@ STACKS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", STACKS)
 def test_under_transforms_and_in_series(name: str) -> None:
     ours, theirs = both(STACKS[name])
@@ -101,6 +102,7 @@ def walk(cls: Any) -> Any:
     return cls(Walk())
 
 
+@pytest.mark.slow
 def test_in_processes() -> None:
     ours, theirs = both(lambda cls: ParallelEnv(2, [partial(walk, cls)] * 2, mp_start_method="fork"))
     try:

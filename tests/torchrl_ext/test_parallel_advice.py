@@ -31,6 +31,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Said:
     return lambda: [record.getMessage() for record in caplog.records if record.name == "torchrl_ext"]
 
 
+@pytest.mark.slow
 def test_workers_that_do_not_fit(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rl_ext_core.resources.available_memory", lambda: 10**6)
     env = ParallelEnv(2, as_factory(Well()))
@@ -48,6 +49,7 @@ def test_workers_that_fit(said: Said) -> None:
     assert said() == []
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("available", "text"),
     [
@@ -65,6 +67,7 @@ def test_the_largest_of_them_counts(
     assert said() == ([] if text is None else [text])
 
 
+@pytest.mark.slow
 def test_workers_that_cost_more_time_than_they_save(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     # On a busy machine, what the environment takes by itself may be measured as too much.
     monkeypatch.setattr("torchrl_ext._advice.time", types.SimpleNamespace(perf_counter=lambda: 20 * perf_counter()))
@@ -87,6 +90,7 @@ class SlowNative(Native):
         return super()._step(tensordict)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_workers_that_pay(said: Said) -> None:
     env = ParallelEnv(2, functools.partial(SlowNative), num_threads=1)
     env.rollout(52, break_when_any_done=False)
@@ -94,6 +98,7 @@ def test_workers_that_pay(said: Said) -> None:
     assert said() == []
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("serial", "parallel", "warns"),
     [([0.001, 0.001], 0.003, True), ([0.001, 0.001], 0.0022, False), ([0.001, None], 0.003, False), ([], 1.0, True)],

@@ -33,6 +33,7 @@ def on_gpus(inventory: Any = MACHINE, **options: Any) -> list[Decision]:
     return [resolve("auto", worker=number, inventory=inventory, **options) for number in range(3)]
 
 
+@pytest.mark.sample(quick=0)
 @pytest.mark.parametrize(
     ("form", "method"),
     [("class", "forkserver"), ("instance", "forkserver"), pytest.param("instance", "spawn", marks=slow)],
@@ -51,6 +52,7 @@ def test_each_worker_has_its_gpu_before_mujoco_is_imported(form: str, method: st
     assert variables() == UNSET
 
 
+@pytest.mark.slow
 def test_one_decision_for_all() -> None:
     env = ParallelEnv(2, Looking, devices=on_gpus()[1])
     env.reset()
@@ -65,6 +67,7 @@ def test_forked_workers_refuse_what_comes_too_late() -> None:
     assert isinstance(caught.value.__cause__, DeviceConflictError)
 
 
+@pytest.mark.slow
 def test_round_robin_where_there_is_no_gpu() -> None:
     env = ParallelEnv(2, Looking, devices="round-robin")
     env.reset()

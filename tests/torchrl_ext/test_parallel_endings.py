@@ -74,6 +74,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
+@pytest.mark.sample(ci=2)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("how", ["SIGKILL", "raise"])
 @pytest.mark.parametrize("when", ["step", "method", "reset"])
@@ -99,6 +100,7 @@ def make_simulated(**options: Any) -> GymWrapper:
     return GymWrapper(Simulated(**options))
 
 
+@pytest.mark.sample(quick=0)
 @pytest.mark.parametrize("how", ["raise", "hang"])
 def test_environments_are_closed_when_another_one_fails(how: str, diary: Path) -> None:
     env = ParallelEnv(3, make_failing, create_env_kwargs=[{}, {"when": "step", "how": how}, {}], step_timeout=3)
@@ -142,6 +144,7 @@ def make_slow(**options: Any) -> GymWrapper:
     return GymWrapper(Slow(**options))
 
 
+@pytest.mark.sample(quick=0)
 @buffers
 def test_closing_takes_as_long_as_it_takes(
     use_buffers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -156,6 +159,7 @@ def test_closing_takes_as_long_as_it_takes(
     assert "has been closing its environment for 0.2 s and is waited for" in caplog.text
 
 
+@pytest.mark.sample(quick=0)
 @buffers
 def test_where_closing_has_a_limit_it_ends_with_a_sentence(
     use_buffers: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -179,6 +183,7 @@ class Licensed(GymEnv):
         super().__init__("CartPole-v1", **kwargs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("metadata_from_workers", [True, False])
 def test_errors_of_constructors_are_told_wherever_metadata_come_from(metadata_from_workers: bool) -> None:
     options = {"metadata_from_workers": True, "use_buffers": False} if metadata_from_workers else {}
@@ -191,6 +196,7 @@ def make_cartpole() -> GymEnv:
     return GymEnv("CartPole-v1")
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("cls", [ParallelEnv, Upstream])
 def test_a_closed_view_says_so(cls: Any) -> None:
     env = cls(3, make_cartpole)
@@ -203,6 +209,7 @@ def test_a_closed_view_says_so(cls: Any) -> None:
     env.close()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("cls", [ParallelEnv, Upstream])
 def test_a_view_of_a_closed_environment_says_so(cls: Any) -> None:
     env = cls(2, make_cartpole)
@@ -217,6 +224,7 @@ def make_other(*, pendulum: bool = False) -> GymEnv:
     return GymEnv("Pendulum-v1" if pendulum else "CartPole-v1")
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("cls", [ParallelEnv, Upstream])
 def test_metadata_that_do_not_fit_together_are_told(cls: Any) -> None:
     kwargs = [{}, {"pendulum": True}]
@@ -256,6 +264,7 @@ NESTED: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.sample(quick=0, ci=2)
 @pytest.mark.parametrize(
     "form",
     [
@@ -286,6 +295,7 @@ BELOW = ("/torchrl_ext/_supervised.py", "/torchrl_ext/parallel.py", "/rl_ext_cor
 in_finalizers = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
+@pytest.mark.sample(quick=0, ci=5)
 @in_finalizers
 @pytest.mark.parametrize("use_buffers", [True, False], ids=["buffers", "pipes"])
 @pytest.mark.parametrize("call", CALLS)

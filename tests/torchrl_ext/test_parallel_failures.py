@@ -74,6 +74,7 @@ OCCASIONS = ["constructor", "reset", "step", "method", "close"]
 QUICK = [(when, how) for when in OCCASIONS for how in ("raise", "SIGKILL")] + [("step", how) for how in HOWS]
 
 
+@pytest.mark.sample(ci=13)
 @buffers
 @pytest.mark.parametrize(
     ("when", "how"),
@@ -111,6 +112,7 @@ def test_the_cause_of_a_failed_call_is_what_the_method_has_raised() -> None:
     assert repr(caught.value.__cause__.__cause__) == "ValueError('the well is dry')"
 
 
+@pytest.mark.sample(quick=0, ci=3)
 @buffers
 @pytest.mark.parametrize("when", ["reset", "step", "method"])
 def test_workers_that_hang_are_found_by_the_time_limit(when: str, use_buffers: bool) -> None:
@@ -122,6 +124,7 @@ def test_workers_that_hang_are_found_by_the_time_limit(when: str, use_buffers: b
     assert "in fail" in str(caught.value)  # the function that hangs
 
 
+@pytest.mark.slow
 def test_constructors_that_hang_are_found_by_the_time_limit() -> None:
     env = failing("constructor", "hang", start_timeout=2.0)
     with within_reach(env) as caught:
@@ -151,6 +154,7 @@ def test_a_constructor_that_fails_everywhere_fails_at_once() -> None:
     assert repr(caught.value.__cause__) == "ValueError('the well is dry')"
 
 
+@pytest.mark.slow
 @buffers
 def test_reset_starts_new_workers(use_buffers: bool) -> None:
     env = failing("step", use_buffers=use_buffers)
@@ -192,6 +196,7 @@ def test_data_of_a_failed_step_are_not_handed_out() -> None:
         pytest.fail("the third step has returned something")
 
 
+@pytest.mark.slow
 @buffers
 def test_workers_killed_while_idle(use_buffers: bool) -> None:
     env = ParallelEnv(2, Well, use_buffers=use_buffers)
@@ -217,6 +222,7 @@ def test_of_two_failures_the_first_is_told() -> None:
     assert (caught.value.worker, caught.value.kind) == (2, "exception")
 
 
+@pytest.mark.slow
 def test_environments_that_hang_when_they_are_tried_out_are_found_by_the_time_limit() -> None:
     with pytest.raises(WorkerError, match="did not answer within 2 s") as caught:
         ParallelEnv(2, functools.partial(Failing, when="step", how="hang"), start_timeout=2.0)
@@ -230,6 +236,7 @@ def test_environments_whose_steps_fail_do_so_when_they_are_stepped() -> None:
     assert (caught.value.worker, caught.value.phase) in [(0, "step"), (1, "step")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_buffers", [True, False], ids=["buffers", "pipes"])
 def test_data_that_cannot_be_pickled(use_buffers: bool) -> None:
     env = ParallelEnv(2, functools.partial(Native, note="lock"), use_buffers=use_buffers)
@@ -273,6 +280,7 @@ def interrupt_soon() -> None:
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("use_buffers", [True, pytest.param(False, marks=slow)], ids=["buffers", "pipes"])
 @pytest.mark.parametrize("when", ["step", "method"])
 def test_ctrl_c_ends_the_workers(when: str, use_buffers: bool) -> None:
@@ -311,6 +319,7 @@ def test_instances_that_cannot_be_copied_are_refused_with_the_attribute() -> Non
         ParallelEnv(2, well)
 
 
+@pytest.mark.sample(quick=0, ci=2)
 @slow
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 @pytest.mark.parametrize(("when", "how"), [("constructor", "raise"), ("step", "segfault")])

@@ -49,6 +49,7 @@ def test_moves_to_a_device() -> None:
     env.close()
 
 
+@pytest.mark.slow
 def test_options_may_be_set_later() -> None:
     env = ParallelEnv(2, make_native).configure_parallel(use_buffers=False, mp_start_method="fork", shutdown_timeout=20)
     env.reset()
@@ -67,6 +68,7 @@ def test_made_by_upstreams_other_constructor() -> None:
 # -- the end, and what comes after it
 
 
+@pytest.mark.sample(quick=0)
 @buffers
 def test_closing_ends_the_workers_and_their_environments(use_buffers: bool, diary: Any) -> None:
     env = ParallelEnv(2, factory(), use_buffers=use_buffers)
@@ -95,6 +97,7 @@ def test_the_number_of_threads_of_this_process_is_as_before() -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_what_nobody_refers_to_ends() -> None:
     env = ParallelEnv(2, factory())
     env.reset()
@@ -104,6 +107,7 @@ def test_what_nobody_refers_to_ends() -> None:
     assert not workers_left()
 
 
+@pytest.mark.slow
 def test_no_descriptors_and_threads_are_left() -> None:
     def held() -> tuple[int, int]:
         gc.collect()
@@ -157,6 +161,7 @@ def test_views_of_workers_that_have_ended() -> None:
 # -- pickles
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("source", "dumps"),
     [
@@ -198,6 +203,7 @@ def test_dead_workers_are_found_soon() -> None:
     assert time.monotonic() - begin < 10  # milliseconds, in fact; upstream's may wait for BATCHED_PIPE_TIMEOUT
 
 
+@pytest.mark.slow
 def test_workers_do_not_outlive_this_process(tmp_path: Any) -> None:
     """A process that is killed has no time to end its workers."""
     child = os.fork()

@@ -90,11 +90,13 @@ DEEDS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.sample(quick=0, ci=13)
 @pytest.mark.parametrize("deed", list(DEEDS))
 def test_does_what_upstream_does(deed: str, pair: tuple[Any, Any]) -> None:
     assert equal(*(result(DEEDS[deed], env) for env in pair))
 
 
+@pytest.mark.sample(quick=0)
 @pytest.mark.parametrize(
     "options",
     [
@@ -137,6 +139,7 @@ def write(env: Any) -> None:
         env[0:2] = [make_native(), make_native()]
 
 
+@pytest.mark.sample(quick=0)
 @pytest.mark.parametrize("call", [load, write])
 @pytest.mark.parametrize(
     "cls", [pytest.param(Upstream, marks=pytest.mark.xfail(reason="0.14.1 does not wait")), ParallelEnv]

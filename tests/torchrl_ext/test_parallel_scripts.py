@@ -197,6 +197,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.sample(quick=0, ci=2)
 @pytest.mark.parametrize("way", WAYS)
 def test_environments_of_the_main_module(way: str, tmp_path: Path) -> None:
     assert run_as(way, OF_MAIN, tmp_path).split() == ["[112.0]", "[112.0]", "True"]

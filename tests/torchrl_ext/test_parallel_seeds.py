@@ -59,6 +59,7 @@ def upstreams(reference: Callable[[], Any]) -> Any:
     return lived(Upstream(3, reference, mp_start_method="fork"), 7)
 
 
+@pytest.mark.sample(quick=0, ci=6)
 @pytest.mark.parametrize("use_buffers", [True, pytest.param(False, marks=slow)], ids=["buffers", "pipes"])
 @pytest.mark.parametrize("form", list(FORMS))
 def test_a_seed_does_what_upstreams_set_seed_does(form: str, use_buffers: bool) -> None:
@@ -89,12 +90,14 @@ def seeds_itself(number: int) -> Any:
     return UpstreamGymWrapper(Drawing())
 
 
+@pytest.mark.slow
 def test_a_function_that_seeds_is_left_its_seed() -> None:
     functions = [functools.partial(seeds_itself, number) for number in (5, 6)]
     expected, found = (lived(kind(2, functions, mp_start_method="fork")) for kind in (Upstream, ParallelEnv))
     assert (expected == found).all()
 
 
+@pytest.mark.slow
 def test_set_seed_does_so_too() -> None:
     expected = upstreams(own_cartpole)
     assert (lived(ParallelEnv(3, "CartPole-v1"), 7) == expected).all()
@@ -109,6 +112,7 @@ def test_the_same_in_one_process() -> None:
     assert (lived(ParallelEnv(2, factories), 7) == expected).all()
 
 
+@pytest.mark.slow
 def test_other_seeds_give_something_else() -> None:
     assert not (lived(ParallelEnv(2, Well, seed=7)) == lived(ParallelEnv(2, Well, seed=8))).all()
 
@@ -137,6 +141,7 @@ def draws(env: ParallelEnv) -> list[list[float]]:
     return found
 
 
+@pytest.mark.sample
 @forms
 def test_workers_draw_differently_without_a_seed(form: str) -> None:
     source = SOURCES[form]()
@@ -145,6 +150,7 @@ def test_workers_draw_differently_without_a_seed(form: str) -> None:
     assert draws(ParallelEnv(2, source)) != first
 
 
+@pytest.mark.sample
 @forms
 def test_workers_draw_the_same_in_every_run_with_a_seed(form: str) -> None:
     source = SOURCES[form]()
@@ -197,6 +203,7 @@ class Unseeded(Native):
         raise NotImplementedError
 
 
+@pytest.mark.sample(quick=0, ci=2)
 @slow
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 @pytest.mark.parametrize("form", ["an instance", "torch's generator"])

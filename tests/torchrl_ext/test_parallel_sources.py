@@ -66,6 +66,7 @@ SOURCES: dict[str, Any] = {
 QUICK = ("an instance", "a transformed instance", "a lambda", "a partial", "a factory", "a list of functions")
 
 
+@pytest.mark.sample(ci=5)
 @pytest.mark.parametrize("form", [pytest.param(form, marks=() if form in QUICK else slow) for form in SOURCES])
 def test_no_form_is_built_in_this_process(form: str, diary: Path) -> None:
     source = SOURCES[form]()
@@ -85,6 +86,7 @@ def test_upstream_builds_them_here(diary: Path) -> None:
     assert told("built", here=True) == 1
 
 
+@pytest.mark.sample(quick=0)
 @pytest.mark.parametrize(
     "make",
     [changed, lambda: GymWrapper(changed()), transformed, Native],
@@ -133,6 +135,7 @@ def test_what_was_changed_in_an_instance_comes_along() -> None:
     usual.close()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("source", ["CartPole-v1", gymnasium.spec("CartPole-v1")], ids=["id", "spec"])
 def test_ids_and_specs(source: Any) -> None:
     env = ParallelEnv(2, source)
@@ -156,6 +159,7 @@ def test_ids_that_nobody_knows() -> None:
         ParallelEnv(2, "Kartoffel-v1")
 
 
+@pytest.mark.sample(quick=0)
 @pytest.mark.parametrize("use_buffers", [True, False])
 def test_environments_that_differ(use_buffers: bool) -> None:
     env = ParallelEnv(2, [functools.partial(Native, size=2), Native(size=4)], use_buffers=use_buffers)
@@ -165,12 +169,14 @@ def test_environments_that_differ(use_buffers: bool) -> None:
     env.close()
 
 
+@pytest.mark.slow
 def test_as_many_workers_as_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rl_ext_core.resources.usable_cores", lambda: 3)
     assert ParallelEnv(create_env_fn=Well).num_workers == 3
     assert ParallelEnv(create_env_fn=[Well, Well]).num_workers == 2
 
 
+@pytest.mark.slow
 def test_one_environment_that_needs_no_worker(diary: Path) -> None:
     env = ParallelEnv(1, Well, serial_for_single=True, seed=3, overrides=[{"depth": 2.0}])
     assert isinstance(env, SerialEnv)
@@ -184,6 +190,7 @@ def test_one_environment_that_needs_no_worker(diary: Path) -> None:
 # -- overrides
 
 
+@pytest.mark.slow
 def test_overrides_are_arguments_of_callables_and_attributes_of_copies() -> None:
     for source in (Well, changed(), GymWrapper(changed()), lambda **kwargs: Well(**kwargs)):
         env = ParallelEnv(2, source, overrides=[{"depth": 1.0}, {"depth": 2.0}])
@@ -235,6 +242,7 @@ def test_overrides_of_what_is_not_there() -> None:
 # -- what is refused
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
@@ -252,6 +260,7 @@ def test_arguments_that_make_no_sense(arguments: Any, error: type[Exception], te
         ParallelEnv(*arguments)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -320,6 +329,7 @@ def test_dm_control(copied: bool) -> None:
     env.close()
 
 
+@pytest.mark.sample(quick=0, ci=2)
 @slow
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 @pytest.mark.parametrize("form", ["a transformed instance", "a lambda"])

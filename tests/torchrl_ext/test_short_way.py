@@ -132,6 +132,7 @@ ODD = {
 NEED_A_BATCH = ("lazy", "named")
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("name", "odd"),
     [(name, odd) for name in MAKERS for odd in ODD if name.startswith("batch") or odd not in NEED_A_BATCH],

@@ -40,6 +40,7 @@ print(rewards, len(calls))
 """
 
 
+@pytest.mark.sample(quick=0, ci=2)
 @pytest.mark.parametrize("way", [WAYS[0], *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS[1:])])
 def test_classes_and_globals_of_main(way: str, tmp_path: Path) -> None:
     assert run_as(way, TEXT, tmp_path).strip().endswith("[[4.0, 4.0, 4.0, 4.0], [8.0, 8.0, 8.0, 8.0]] 13")

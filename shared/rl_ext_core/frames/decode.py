@@ -209,9 +209,9 @@ def _opened_at(opened, block):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _decode(
+def _decode(  # type: ignore[no-untyped-def]
     p, newest, n_frames, depth, back, next_depth, geometry, bound, out, next_out, decompressor, opened, work, chain
-):  # type: ignore[no-untyped-def]
+):
     """Decodes the ``n_frames`` frames up to ``newest`` once each, and copies them to where they belong.
 
     :param depth: frames of the stack at ``out``, whose newest is ``back`` frames before ``newest``.

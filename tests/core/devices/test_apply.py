@@ -116,6 +116,7 @@ LATE = [
 ]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("imported", "backend", "renderer", "says"), LATE)
 def test_too_late_names_the_module_and_the_line_and_changes_nothing(
     imported: str, backend: str | None, renderer: str, says: str
@@ -145,6 +146,7 @@ def test_osmesa_is_refused_where_pyopengl_was_imported_for_egl() -> None:
     assert "DeviceConflictError: PyOpenGL was imported for egl, and this decision needs osmesa" in ended.error
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("imported", "backend", "renderer"),
     [
@@ -172,6 +174,7 @@ DISPLAY = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("renderer", RENDERERS)
 def test_a_display_on_the_wanted_device_is_fine_and_on_another_is_refused(renderer: str) -> None:
     # EGL itself tells that Mesa's device, made by hand here, is number 0.

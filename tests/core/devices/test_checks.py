@@ -682,6 +682,7 @@ ANY_MACHINE = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=1000, deadline=None)
 @given(st.dictionaries(KNOWN, ANY_TEXT) | st.dictionaries(st.text() | KNOWN, ANY_TEXT), ANY_MACHINE)
 def test_whatever_the_environment_holds_it_is_judged_and_left_as_it_is(

@@ -229,6 +229,7 @@ ENVIRONS: list[dict[str, str]] = [
 ]
 
 
+@pytest.mark.sample(quick=0, ci=11)
 @pytest.mark.slow
 @pytest.mark.parametrize("environ", ENVIRONS, ids=str)
 @pytest.mark.parametrize("name", ["mujoco", "gymnasium", "dm_control", "robosuite"])

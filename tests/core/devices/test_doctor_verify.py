@@ -28,6 +28,7 @@ def steered_by_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", RENDERERS)
 def test_a_renderer_renders_on_mesa_as_predicted(name: str) -> None:
     seen = verify(name)
@@ -37,6 +38,7 @@ def test_a_renderer_renders_on_mesa_as_predicted(name: str) -> None:
     assert (seen.decided, seen.predicted, seen.egl) == ("cpu", 0, 0)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", RENDERERS)
 def test_a_renderer_renders_with_osmesa_where_egl_lists_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("__EGL_VENDOR_LIBRARY_FILENAMES", os.devnull)

@@ -78,6 +78,7 @@ def case(order: Sequence[int], environ: Mapping[str, str | None], **more: str) -
     return {"FAKE_GPUS": "4", "FAKE_EGL_ORDER": str(build.numbers(order)), **steering, **more}
 
 
+@pytest.mark.sample
 @every_renderer
 def test_the_gpu_that_computes_is_the_one_that_renders(renderer: str, ask: Ask) -> None:
     cases, wanted, count = [], [], 0
@@ -93,6 +94,7 @@ def test_the_gpu_that_computes_is_the_one_that_renders(renderer: str, ask: Ask) 
     assert ask(renderer, cases) == wanted
 
 
+@pytest.mark.sample
 @every_renderer
 def test_each_rule_picks_what_the_renderer_picks_or_fails_with_it(renderer: str, ask: Ask) -> None:
     rule = _renderers.find(name_of(renderer), VERSIONS[renderer])
@@ -117,6 +119,7 @@ def picked(
         return None
 
 
+@pytest.mark.sample
 @every_renderer
 @pytest.mark.parametrize("lacks", ["", "cuda"])
 def test_each_rule_reads_odd_masks_as_the_renderer_does(renderer: str, lacks: str, ask: Ask) -> None:
@@ -140,6 +143,7 @@ def test_each_rule_reads_odd_masks_as_the_renderer_does(renderer: str, lacks: st
 
 
 # Why this package exists. A renderer that gets better lowers what is left to do: then these figures change.
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("renderer", "right"), [("robosuite", 384), ("mujoco", 384), ("dm_control", 384), ("mujoco 4", 984)]
 )
@@ -149,6 +153,7 @@ def test_with_the_mask_alone_renderers_are_on_another_gpu(renderer: str, right: 
     assert sum(choice == mask[0] for choice, (_, mask) in zip(choices, grid(), strict=True)) == right
 
 
+@pytest.mark.sample
 @every_renderer
 def test_eight_gpus_in_any_order_under_any_mask(renderer: str, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(8)
@@ -204,6 +209,7 @@ print(decision.egl.index, _display.index_of(_display.of(renderer)))
 """
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("renderer", "module", "context"),
     [

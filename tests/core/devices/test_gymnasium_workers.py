@@ -66,6 +66,7 @@ def test_the_decision_that_the_parent_applied_is_kept_there(tmp_path: Path) -> N
     assert ended.stderr.count("a worker's environment is built in the parent process") == 1
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("context", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_render_with_mesa(context: str, tmp_path: Path) -> None:
     ended = run(

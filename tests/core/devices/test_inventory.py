@@ -33,6 +33,7 @@ def noted(log: Path, function: str) -> list[str]:
     return [line.split()[1] for line in calls(log) if line.split()[0] == function]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("count", "order", "software"),
     [
@@ -288,6 +289,7 @@ print(os.waitstatus_to_exitcode(status))
 """
 
 
+@pytest.mark.slow
 def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent(drivers: build.Drivers, tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.touch()
@@ -318,6 +320,7 @@ print(made, os.getpid(), "libcuda" in loaded, "libEGL" in loaded)
 """
 
 
+@pytest.mark.slow
 def test_no_decision_starts_cuda_or_loads_a_driver_but_nvml(drivers: build.Drivers, tmp_path: Path) -> None:
     log = tmp_path / "log"
     settings = build.configuration(names=NAMES, fastest_first=(2, 1, 0, 3), egl_order=(2, 3, 0, 1, -1), log=log)

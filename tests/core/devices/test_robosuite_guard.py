@@ -69,6 +69,7 @@ def test_without_a_decision_robosuite_fails_like_this(variables: dict[str, str],
     assert ("object has no attribute 'con'" in ended.stderr) is not refused_at_import
 
 
+@pytest.mark.sample
 @variables_and_ids
 @pytest.mark.parametrize(
     "lines",
@@ -86,6 +87,7 @@ def test_under_a_decision_it_renders_as_decided(
     assert not NOISE.search(ended.stderr)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("backend", "lines"), [*zip(("osmesa", "glfw", "off"), APPLIED, strict=True)])
 def test_a_backend_that_is_set_does_not_outvote_the_decision(backend: str, lines: str) -> None:
     ended = run(DRAW, lines, "answer = [draw(), variables()]", MUJOCO_GL=backend, CUDA_VISIBLE_DEVICES="")
@@ -98,6 +100,7 @@ def test_osmesa_renders_where_it_was_decided_on() -> None:
     assert not NOISE.search(ended.stderr)
 
 
+@pytest.mark.slow
 def test_robosuite_ignores_another_device_for_a_second_environment_and_so_do_we_but_say_so_once() -> None:
     drawing = "answer = [draw(0), draw(5), draw(5), draw(), logged]"
     *contexts, logged = run(LOGGED, DRAW, drawing).answer
@@ -147,6 +150,7 @@ BROKEN = [
 ]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("breaking", "quoted"), BROKEN)
 def test_whatever_fails_in_opengl_says_where_and_fails_alike_twice(breaking: str, quoted: str) -> None:
     ended = run(
@@ -188,6 +192,7 @@ def test_a_broken_opengl_under_osmesa_is_named_too() -> None:
     assert "DeviceUnavailableError: robosuite cannot render on the CPU (OSMesa): gladLoadGL error. See" in ended.error
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "change", ["os.environ['MUJOCO_EGL_DEVICE_ID'] = '1'", "del os.environ['MUJOCO_EGL_DEVICE_ID']"]
 )

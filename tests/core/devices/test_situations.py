@@ -451,6 +451,7 @@ MACHINES = (
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=1500, deadline=None)
 @given(
     st.sampled_from(MACHINES),

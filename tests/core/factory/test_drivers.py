@@ -213,6 +213,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.sample(quick=3)
 @pytest.mark.parametrize("name", WORLDS)
 def test_two_environments_with_the_same_seeds_do_the_same(name: str) -> None:
     lives = []

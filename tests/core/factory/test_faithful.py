@@ -50,6 +50,7 @@ def _again(env: Env) -> None:
 STAGES = [_fresh, _reset, _midway, _ended, _again]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1", "FrozenLake-v1", "InvertedPendulum-v5"])
 def test_an_unmodified_instance_is_built_by_its_specification(env_id: str, stage: Callable[[Env], None]) -> None:
@@ -140,6 +141,7 @@ def _make_direct() -> Env:
 MAKERS = [_make_line, _make_ez_line, _make_sealed, _make_told, _make_wrapped, _make_direct]
 
 
+@pytest.mark.sample(ci=56)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("stage", [_midway, pytest.param(_fresh, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make", MAKERS)
@@ -235,6 +237,7 @@ def test_mujoco_unmodified_after_a_life_is_built_by_its_specification() -> None:
     assert rollout(factory()) == rollout(env)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("make", [_make_line, _make_wrapped, _make_direct, _make_sealed])
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_instance_is_only_read(make: Callable[[], Env], stage: Callable[[Env], None]) -> None:

@@ -362,6 +362,7 @@ pickle.dump(fingerprint(environment), sys.stdout.buffer)
 """
 
 
+@pytest.mark.slow
 def test_they_are_equal_in_different_processes() -> None:
     prints = []
     for seed in ("1", "2", "3"):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -78,6 +79,7 @@ def worlds(draw: st.DrawFn) -> tuple[Any, list[Any]]:
     return objects[0], reached
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(worlds())
 def test_a_copy_of_anything_is_the_same(world: tuple[Any, list[Any]]) -> None:

@@ -168,6 +168,7 @@ def test_a_long_chain_of_objects_is_copied() -> None:
     _taken_apart(chain, copy)
 
 
+@pytest.mark.slow
 def test_an_endless_one_is_refused_with_a_reason() -> None:
     chain, limit = _chain(200_000), sys.getrecursionlimit()
     with pytest.raises(_graft.Refused, match="refer to one another in a chain"):
@@ -186,6 +187,7 @@ pickle.dump(fingerprint(copy), sys.stdout.buffer)
 """
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", ["CartPole-v1", "HalfCheetah-v5", "LunarLander-v3"])
 def test_a_copy_in_another_process_is_the_original_s_equal(name: str) -> None:
     environment = made(name)

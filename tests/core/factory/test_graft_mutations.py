@@ -84,6 +84,7 @@ def _lost(environment: Any, step: str, changed: Any) -> list[str]:
     return [f"{step} was changed, and the copy differs at {lost[:3]}"] if lost else []
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", WORLDS)
 def test_a_copy_has_every_change(name: str) -> None:
     make, least, each = WORLDS[name]

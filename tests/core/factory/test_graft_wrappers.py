@@ -100,6 +100,7 @@ def test_each_of_gymnasiums_wrappers_is_here() -> None:
     assert {name for name in known if name not in WRAPPED and name not in NOT_HERE} == set()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", WRAPPED)
 def test_a_copy_under_a_wrapper_does_the_same(name: str) -> None:
     with warnings.catch_warnings():

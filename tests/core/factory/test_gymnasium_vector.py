@@ -51,6 +51,7 @@ def test_environments_in_this_process_do_what_the_written_line_does(make: Any) -
     np.testing.assert_equal(ours, rollouts(SyncVectorEnv([make] * 3)))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "method", ["forkserver", *(pytest.param(m, marks=pytest.mark.slow) for m in ("spawn", "fork"))]
 )

@@ -59,13 +59,14 @@ def _check(program: Program, kinds: dict[str, bool], lived: int, changes: dict[s
 _KINDS = st.fixed_dictionaries({"sealed": st.booleans(), "registered": st.booleans(), "wrapped": st.booleans()})
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(program=_PROGRAMS, kinds=_KINDS, lived=st.sampled_from([0, 1, 7, 25]), changes=_CHANGES)
 def test_copies_are_faithful_or_refused(program: Program, kinds: Any, lived: int, changes: Any) -> None:
     _check(program, kinds, lived, changes)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @settings(max_examples=300)
 @given(program=_PROGRAMS, kinds=_KINDS, lived=st.integers(0, 65), changes=_CHANGES)
 def test_copies_are_faithful_or_refused_at_length(program: Program, kinds: Any, lived: int, changes: Any) -> None:

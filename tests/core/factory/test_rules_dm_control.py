@@ -68,6 +68,7 @@ def task(domain: str, name: str) -> Any:
     return suite.load(domain, name, task_kwargs={"random": 0})
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("domain", "name"), QUICK)
 def test_a_task_of_the_suite_is_copied_and_does_the_same(domain: str, name: str) -> None:
     environment = task(domain, name)
@@ -107,7 +108,7 @@ def test_so_is_what_draws_what_it_observes(line: str) -> None:
     assert ended.answer == "copied", ended.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.skipif(importlib.util.find_spec("labmaze") is None, reason="needs labmaze")
 @pytest.mark.parametrize("line", MAZES)
 def test_mazes_are_refused_for_a_generator_of_theirs_that_cannot_be_read(line: str) -> None:

@@ -43,16 +43,19 @@ def made(name: str, kind: str = "env", **options: Any) -> Any:
     return environment
 
 
+@pytest.mark.sample(quick=0, ci=4)
 @pytest.mark.parametrize("name", [*QUICK, *OTHERS])
 def test_agents_that_take_turns_do_the_same_in_a_copy(name: str) -> None:
     assert_copied(made(name), steps=60, at_once=name not in CONTACTS)
 
 
+@pytest.mark.sample(ci=4)
 @pytest.mark.parametrize("name", PARALLEL)
 def test_so_do_those_that_act_together(name: str) -> None:
     assert_copied(made(name, "parallel_env"), at_once=name not in CONTACTS)
 
 
+@pytest.mark.slow
 def test_conversions_and_wrappers_are_copied_too() -> None:
     from pettingzoo.utils import aec_to_parallel, parallel_to_aec, wrappers
 
@@ -89,6 +92,7 @@ def test_two_copies_draw_from_streams_of_their_own() -> None:
     assert not np.array_equal(*states)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", [*QUICK, *OTHERS])
 def test_no_change_is_lost_in_silence(name: str) -> None:
     environment = made(name)

@@ -40,6 +40,7 @@ def made(name: str = "Lift", **options: Any) -> Any:
     return robosuite.make(name, **{"robots": robots, **settings, **options})
 
 
+@pytest.mark.slow
 def test_an_environment_is_copied_and_does_the_same() -> None:
     environment = made()
     copy = assert_copied(environment, steps=15)
@@ -76,6 +77,7 @@ def test_so_are_those_in_robosuites_wrappers(wrapper: Any) -> None:
     assert type(copy) is wrapper
 
 
+@pytest.mark.slow
 def test_what_was_changed_since_it_was_made_is_in_the_copy() -> None:
     environment = made(hard_reset=False)
     begin(environment)
@@ -92,6 +94,7 @@ def test_what_was_changed_since_it_was_made_is_in_the_copy() -> None:
     assert copy.sim.model.body_mass[body] == 4.5  # without hard_reset, it lasts
 
 
+@pytest.mark.slow
 def test_a_robots_view_of_the_simulators_memory_is_one_in_the_copy() -> None:
     environment = made()
     begin(environment)

@@ -47,6 +47,7 @@ def as_it_was() -> Iterator[None]:
     states.HANDLES = handles
 
 
+@pytest.mark.sample(quick=8, ci=29)
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STATES]
 )

@@ -236,6 +236,7 @@ print(json.dumps([drawn, [repr(one) for one in sys.meta_path if "SeedsTorch" in 
 """
 
 
+@pytest.mark.slow
 def test_asking_whether_torch_is_installed_leaves_its_seed_alone() -> None:
     ran = [
         subprocess.run([sys.executable, "-c", ASKING, asked], capture_output=True, text=True, check=True).stdout

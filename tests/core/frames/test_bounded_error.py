@@ -84,6 +84,7 @@ def cases(draw: st.DrawFn) -> tuple[StackLayout, dict[str, Any], list[dict[str, 
     return layout, store, episodes
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(case=cases())
 def test_every_pixel_is_within_the_bound(case: tuple[StackLayout, dict[str, Any], list[dict[str, Any]]]) -> None:
@@ -102,6 +103,7 @@ def test_every_pixel_is_within_the_bound(case: tuple[StackLayout, dict[str, Any]
     assert worst(pickle.loads(pickle.dumps(store)), plain) <= options["max_error"]
 
 
+@pytest.mark.sample(quick=0, ci=4)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("layout", [RGB, RGB_LAST], ids=["planar", "interleaved"])
 @pytest.mark.parametrize("bound", [1, 4, 20])
@@ -175,6 +177,7 @@ def adaptive(plain: PlainStore, **options: Any) -> AdaptiveStore:
     return AdaptiveStore(plain.capacity, plain.n_envs, plain.layout.shape, plain.layout.dtype, **options)
 
 
+@pytest.mark.sample(quick=0, ci=4)
 @pytest.mark.parametrize("codec", ["auto", "patch", "patch+lz4"])
 @pytest.mark.parametrize("n_stack", [None, 3])
 def test_an_adaptive_store_finds_the_stack_before_it_loses_anything(codec: str, n_stack: int | None) -> None:
@@ -206,6 +209,7 @@ def test_noise_within_a_bound_is_still_within_it() -> None:
     assert worst(store, plain) <= 4
 
 
+@pytest.mark.slow
 def test_it_is_no_longer_stored_anew_once_it_is_lossy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A picture that stands still at first and moves later would have another block length."""
     plain = PlainStore(1500, 1, RGB)
@@ -266,6 +270,7 @@ def test_a_frame_that_needs_nothing_before_it_says_so() -> None:
     assert 1 in kinds
 
 
+@pytest.mark.sample(quick=0)
 @pytest.mark.parametrize("size", range(65_520, 65_540))
 def test_the_longest_patches_are_not_taken_for_packed_frames(size: int) -> None:
     n_runs, n_bytes = 400, 200_000
@@ -281,6 +286,7 @@ def test_the_longest_patches_are_not_taken_for_packed_frames(size: int) -> None:
     assert not bounded.is_packed(places[2])
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "options", [{"max_error": 4}, {"codec": "patch+lz4", "max_error": 4}, {"codec": "jpeg"}], ids=str
 )

@@ -40,6 +40,7 @@ def folder(tmp_path: Path, where: str) -> dict[str, Any]:
     return {"storage_dir": tmp_path / "a"} if where == "disk" else {}
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("where", ["memory", "disk"])
 @pytest.mark.parametrize("codec", ["raw", "patch", "patch+lz4"])
 @pytest.mark.parametrize("contents", ["noise", "sparse", "mixed"])

@@ -46,17 +46,20 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codecs, "_REGISTRY", dict(codecs._REGISTRY))
 
 
+@pytest.mark.sample(quick=0)
 @pytest.mark.parametrize("name", ["raw", "patch", "patch+lz4"])
 def test_every_codec_conforms(name: str) -> None:
     assert name in codec_names()
     check_codec(name)
 
 
+@pytest.mark.slow
 def test_a_codec_of_a_third_party_conforms() -> None:
     register_codec(ZlibCodec)
     check_codec(ZlibCodec())
 
 
+@pytest.mark.slow
 def test_an_adaptive_store_conforms() -> None:
     check_frame_store(lambda capacity, n_envs, layout: AdaptiveStore(capacity, n_envs, layout.shape, layout.dtype))
 

@@ -80,6 +80,7 @@ def test_who_interrupts_the_compiling_and_goes_on_loses_nothing(tmp_path: Path) 
     assert (done.stdout, done.returncode) == ("works\n", 0), done.stderr
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("trouble", [NO_FOLDER, FULL_DISK], ids=["no folder", "a full disk"])
 def test_without_a_cache_it_compiles_and_says_so_once(trouble: str, tmp_path: Path) -> None:
     done = _run(trouble + COPY, NUMBA_CACHE_DIR=str(tmp_path))
@@ -89,6 +90,7 @@ def test_without_a_cache_it_compiles_and_says_so_once(trouble: str, tmp_path: Pa
     assert "NUMBA_CACHE_DIR" in done.stderr
 
 
+@pytest.mark.slow
 def test_with_a_cache_nothing_is_said(tmp_path: Path) -> None:
     for _ in range(2):
         done = _run(COPY, NUMBA_CACHE_DIR=str(tmp_path))
@@ -96,6 +98,7 @@ def test_with_a_cache_nothing_is_said(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("*sum_rows*.nbi"))
 
 
+@pytest.mark.slow
 def test_a_cache_that_is_damaged_is_no_reason_to_fail(tmp_path: Path) -> None:
     """Its index is where a folder is: it cannot be read, nor written."""
     assert _run(COPY, NUMBA_CACHE_DIR=str(tmp_path)).returncode == 0

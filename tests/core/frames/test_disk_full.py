@@ -28,6 +28,7 @@ def files_of_at_most(n_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("kind", ["patch", "patch+lz4", "raw", "adaptive"])
 def test_a_file_that_may_not_grow(tmp_path: Path, kind: str) -> None:
     store, *rows = open_store(tmp_path / "a", kind, 20_000)
@@ -73,6 +74,7 @@ class Failing:
         self._allocate(*args)
 
 
+@pytest.mark.sample(quick=0, ci=2)
 @pytest.mark.parametrize("kind", ["patch", "raw", "patch+lz4", "adaptive"])
 def test_every_growth_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     store, *rows = open_store(tmp_path / "a", kind, 3000)

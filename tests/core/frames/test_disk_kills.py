@@ -49,6 +49,7 @@ def check_one_kill(adder: Adder, folder: Path, seed: int, caplog: pytest.LogCapt
     store.close()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("seed", range(14))
 def test_a_killed_process_leaves_all_but_one_transition(
     adder: Adder, tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture

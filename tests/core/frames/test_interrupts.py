@@ -88,6 +88,7 @@ def held_here(store: Any) -> None:
 EVERY = [pytest.param(1, marks=pytest.mark.exhaustive), 31]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("kind", ["patch", "adaptive", "in a folder", "adaptive in a folder"])
 @pytest.mark.parametrize("name", CALLS)
@@ -130,6 +131,7 @@ def test_a_store_is_as_before_the_call_or_as_after_it(name: str, kind: str, ever
     assert True not in saved_or_not or name == "save"
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("kind", ["patch", "adaptive"])
 @pytest.mark.parametrize("name", ["open", "close", "make"])

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -45,6 +46,7 @@ def runs_of_bytes() -> st.SearchStrategy[bytes]:
     return st.lists(st.one_of(piece, st.binary(min_size=1, max_size=40)), min_size=1, max_size=8).map(b"".join)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(before=runs_of_bytes(), after=runs_of_bytes())
 def test_a_patch_makes_the_frame_after_of_the_frame_before(before: bytes, after: bytes) -> None:
@@ -110,6 +112,7 @@ for shape, dtype, n_stack, axis in (
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_read_or_written_beyond_what_the_caller_gave() -> None:
     """In a process of its own, because what is behind the arrays there kills the one that touches it."""
     done = subprocess.run([sys.executable, "-c", BOUNDS], capture_output=True, text=True, check=False)

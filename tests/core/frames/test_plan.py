@@ -158,6 +158,7 @@ def test_without_a_budget_the_free_memory_counts(monkeypatch: pytest.MonkeyPatch
     assert "free memory: unknown" in str(found)
 
 
+@pytest.mark.sample(quick=0)
 @pytest.mark.parametrize("made", [True, False])
 def test_an_environment_is_played_and_closed_if_it_was_made_here(made: bool) -> None:
     env = Film()
@@ -257,6 +258,7 @@ class Nights(Played):
         return np.where(noise, picture // 3, picture).astype(np.uint8)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("env", [Rooms, Corner, Track, Nights])
 def test_a_plan_is_close_or_says_how_far_off_it_may_be(env: type[Played]) -> None:
     """For another seed, and later in the training. Some hundred steps said half, or three times, of what it is."""
@@ -296,6 +298,7 @@ def test_the_same_seed_plans_the_same() -> None:
     assert plans[0].row("patch").bytes_a_transition == plans[1].row("patch").bytes_a_transition
 
 
+@pytest.mark.slow
 def test_suggestions_name_gymnasiums_wrappers_and_what_they_save() -> None:
     found = plan((80, 100, 9), 1_000_000, env=Film, steps=150)
     lines = [advice.line for advice in found.suggestions]
@@ -382,6 +385,7 @@ def test_it_is_frozen_and_fit_for_json() -> None:
     assert isinstance(found, Plan)
 
 
+@pytest.mark.slow
 def test_a_plot_is_written_and_shown_to_nobody(tmp_path: Path) -> None:
     plan((100, 100, 9), 1_000_000).plot(tmp_path / "memory.png")
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")

@@ -49,12 +49,14 @@ def test_the_cache_can_be_elsewhere_or_nowhere(own_cache: Path, tmp_path: Path) 
     assert probe(simulator.Plain, cache=str(tmp_path / "elsewhere")).declared_by == "cache"
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", ["SEEDED_BY_CLOCK", "NOTHING_SEEN", "CRASH_IN_STEP"])
 def test_what_is_no_knowledge_is_not_kept(name: str, own_cache: Path, variant: Variant) -> None:
     probe(variant(name))
     assert not own_cache.exists() or not list(own_cache.iterdir())
 
 
+@pytest.mark.slow
 def test_another_library_is_probed_again(variant: Variant, tmp_path: Path) -> None:
     library = tmp_path / "libsim.so"
     library.write_bytes(Path(variant("GOOD").args[0]).read_bytes())
@@ -64,6 +66,7 @@ def test_another_library_is_probed_again(variant: Variant, tmp_path: Path) -> No
     assert probe(source).isolation is Isolation.SHARED_STATE
 
 
+@pytest.mark.slow
 def test_a_library_that_is_not_named_by_the_recipe_is_noticed_too(
     variant: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,12 +105,14 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     forget()
 
 
+@pytest.mark.slow
 def test_changed_code_is_probed_again(module: Callable[[str], Any]) -> None:
     assert probe(module("Plain")).isolation is Isolation.INDEPENDENT
     assert probe(module("Plain")).declared_by == "cache"
     assert probe(module("DrawsFromNumPy")).isolation is Isolation.SHARED_STATE
 
 
+@pytest.mark.slow
 def test_another_version_of_the_distribution_is_probed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert probe("CartPole-v1").declared_by == "probe"
     assert probe("CartPole-v1").declared_by == "cache"
@@ -116,6 +121,7 @@ def test_another_version_of_the_distribution_is_probed_again(monkeypatch: pytest
     assert probe("CartPole-v1").declared_by == "probe"
 
 
+@pytest.mark.slow
 def test_an_edited_module_of_an_installed_package_is_probed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +157,7 @@ def make():
 """
 
 
+@pytest.mark.sample(quick=0, ci=3)
 @pytest.mark.parametrize(
     "which",
     [
@@ -214,6 +221,7 @@ def test_a_file_of_the_same_time_and_size_is_known_by_its_contents(tmp_path: Pat
     assert _cache._is_as(str(path), None)
 
 
+@pytest.mark.slow
 def test_a_session_says_nothing_of_another_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     probe(simulator.Plain)
     monkeypatch.setenv("SSH_TTY", "/dev/pts/7")
@@ -229,6 +237,7 @@ def test_what_cannot_be_recognized_again_is_kept_for_this_process(own_cache: Pat
     assert not own_cache.exists() or not list(own_cache.iterdir())
 
 
+@pytest.mark.slow
 def test_a_step_that_was_timed_while_others_had_the_machine_is_timed_again(own_cache: Path) -> None:
     factories = [as_factory(simulator.Plain)] * 2
     assert probe_all(factories).step_seconds is not None
@@ -242,6 +251,7 @@ def test_a_step_that_was_timed_while_others_had_the_machine_is_timed_again(own_c
         assert timed.step_seconds < 0.1
 
 
+@pytest.mark.slow
 def test_more_steps_are_probed_again_where_that_may_show_more(variant: Variant) -> None:
     assert probe(variant("SHARED_LATER"), steps=20).isolation is Isolation.INDEPENDENT
     assert probe(variant("SHARED_LATER"), steps=10).declared_by == "cache"
@@ -291,6 +301,7 @@ def test_a_damaged_entry_is_no_entry_and_is_mended(damage: Callable[[str], str],
     assert kept.read() is not None
 
 
+@pytest.mark.slow
 def test_an_entry_that_is_no_text_or_no_file_is_mended_or_left(own_cache: Path) -> None:
     probe(simulator.Plain)
     entry(own_cache).write_bytes(b"\xff\xfe\x00")
@@ -303,6 +314,7 @@ def test_an_entry_that_is_no_text_or_no_file_is_mended_or_left(own_cache: Path) 
     assert list(own_cache.iterdir()) == [path]
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     assert probe(simulator.Plain, cache=tmp_path / "file").declared_by == "probe"
@@ -406,6 +418,7 @@ def test_an_instance_that_was_changed_has_another_key() -> None:
     assert key(env) != key(other)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_described_has_no_key_and_is_probed_every_time(own_cache: Path) -> None:
     generator = np.random.default_rng(1)
 

@@ -24,6 +24,7 @@ def status_of(*arguments: str) -> object:
         return ended.code
 
 
+@pytest.mark.slow
 def test_a_verdict_is_shown_and_kept(capsys: pytest.CaptureFixture[str], own_cache: Path) -> None:
     assert status_of(f"{MODULE}:DrawsFromNumPy") == 0
     first = capsys.readouterr()

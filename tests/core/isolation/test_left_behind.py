@@ -152,6 +152,7 @@ MEANWHILE = (
 )
 
 
+@pytest.mark.slow
 def test_a_supervisor_that_is_killed_is_an_error_and_takes_its_processes_along(
     temporary: Path, others: set[psutil.Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +199,7 @@ def test_what_cannot_be_packed_is_refused_by_name() -> None:
         probe(factory, cache=False)
 
 
+@pytest.mark.slow
 def test_a_process_that_waits_for_a_dead_one_whose_child_lives_is_ended() -> None:
     with _runs.Laboratory([as_factory(simulator.DiesWithALivingChild)], timeout=5) as laboratory:
         first, second, third = laboratory.run(APART, 10)

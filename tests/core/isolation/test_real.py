@@ -35,6 +35,7 @@ def airstriker() -> gymnasium.Env[Any, Any]:
     return env
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "source",
     [
@@ -63,6 +64,7 @@ def test_an_instance_is_not_built_again_here_and_copies_of_it_are_probed() -> No
     assert env.unwrapped.state is before  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_stable_retro_bears_one_emulator() -> None:
     needs("stable_retro")
     verdict = probe(airstriker, cache=False)

@@ -50,16 +50,19 @@ def check_colliding(variant: Variant, name: str) -> None:
     assert "in processes of their own" in verdict.explanation
 
 
+@pytest.mark.sample(ci=7)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_verdict_on_each_variant(name: str, variant: Variant) -> None:
     check(variant, name)
 
 
+@pytest.mark.sample(quick=0, ci=2)
 @pytest.mark.parametrize("name", COLLIDING)
 def test_processes_that_collide_and_what_cures_them(name: str, variant: Variant) -> None:
     check_colliding(variant, name)
 
 
+@pytest.mark.slow
 def test_a_second_one_that_hangs(variant: Variant) -> None:
     verdict = probe(variant(HANGING), cache=False, timeout=5)
     assert verdict.isolation is SINGLE
@@ -73,6 +76,7 @@ def test_the_verdict_is_the_same_every_time(name: str, turn: int, variant: Varia
     check(variant, name) if name in VARIANTS else check_colliding(variant, name)
 
 
+@pytest.mark.sample(ci=7)
 @pytest.mark.parametrize(
     ("source", "expected", "text"),
     [
@@ -103,11 +107,13 @@ def test_torch_is_seeded_whenever_it_is_imported() -> None:
     assert "such as self.np_random" in probe(simulator.DrawsFromTorch, cache=False).explanation
 
 
+@pytest.mark.slow
 def test_state_that_is_shared_later_than_was_looked_shows_with_more_steps(variant: Variant) -> None:
     assert probe(variant("SHARED_LATER"), cache=False, steps=40).isolation is INDEPENDENT
     assert probe(variant("SHARED_LATER"), cache=False, steps=60).isolation is SHARED
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("modes", [("alone",), ("first",), ("second",), APART])
 def test_instances_are_used_in_the_order_of_the_script(modes: Sequence[str], tmp_path: Path) -> None:
     notes = tmp_path / "notes.txt"

@@ -58,6 +58,7 @@ class AtMostThree(simulator.Plain):
         self.alive.pop()
 
 
+@pytest.mark.sample(quick=0)
 @pytest.mark.parametrize(("kind", "isolation"), [(Slots, SHARED), (AtMostThree, SINGLE)])
 def test_as_many_are_tried_as_will_share_a_process(kind: Any, isolation: Isolation) -> None:
     assert probe(kind, cache=False).isolation is isolation
@@ -73,6 +74,7 @@ def test_more_than_eight_are_not_tried_and_that_is_said() -> None:
     assert "Not tried: more than 8 at once" in probe([simulator.Plain] * 12, cache=False).explanation
 
 
+@pytest.mark.slow
 def test_each_function_of_a_list_is_asked_about(own_cache: Path) -> None:
     verdict = probe([simulator.Plain, simulator.ClassAttribute, simulator.ClassAttribute])
     assert verdict.isolation is SHARED
@@ -122,6 +124,7 @@ class MaskedByMethod(Masked):
 _MASK, _COUNT = np.zeros(5, bool), [0]
 
 
+@pytest.mark.sample(quick=0, ci=2)
 @pytest.mark.parametrize(
     ("source", "text"),
     [
@@ -143,6 +146,7 @@ class Clock(simulator.Plain):
         return *super().step(action)[:4], {"since": time.perf_counter(), "steps": 3}  # type: ignore[return-value]
 
 
+@pytest.mark.slow
 def test_what_is_never_twice_the_same_is_no_sign_and_is_named() -> None:
     verdict = probe(Clock, cache=False)
     assert verdict.isolation is INDEPENDENT
@@ -189,11 +193,13 @@ class OwnTask(simulator.Plain):
         return self.task
 
 
+@pytest.mark.sample(quick=0)
 @pytest.mark.parametrize("kind", [Tasks, TasksBySetter])
 def test_tasks_that_all_share_show(kind: Any) -> None:
     assert probe(kind, cache=False).isolation is SHARED
 
 
+@pytest.mark.slow
 def test_tasks_of_their_own_do_no_harm_and_what_was_not_called_is_named() -> None:
     verdict = probe(OwnTask, cache=False)
     assert verdict.isolation is INDEPENDENT
@@ -227,12 +233,14 @@ class Meets(simulator.Plain):
         return super().step(action)
 
 
+@pytest.mark.slow
 def test_processes_run_at_the_same_time_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with _runs.Laboratory([as_factory(Meets)]) as laboratory:
         assert [run.end for run in laboratory.run(RACE, 10) if not run.done] == []
 
 
+@pytest.mark.slow
 def test_processes_that_use_a_file_get_a_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     verdict = probe(StateInAFile, cache=False)
@@ -248,6 +256,7 @@ class NeverTheSame(StateInAFile):
         return float(np.random.default_rng().random())
 
 
+@pytest.mark.slow
 def test_what_is_never_the_same_and_uses_files_gets_a_folder_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,6 +305,7 @@ print(Base.step is step, one.height(), ByClass.count, live, world)
 """
 
 
+@pytest.mark.sample(quick=0, ci=2)
 @pytest.mark.parametrize("way", [*(way for way in WAYS if way != "script"), "script"])
 def test_classes_and_globals_of_the_script(way: str, tmp_path: Path) -> None:
     assert run_as(way, OF_THE_SCRIPT, tmp_path).split("\n")[:6] == [
@@ -321,12 +331,14 @@ class SlowReset(simulator.Plain):
         return super().reset(seed=seed)
 
 
+@pytest.mark.slow
 def test_a_reset_that_takes_long_makes_the_trial_short(own_cache: Path) -> None:
     verdict = probe([functools.partial(SlowReset, 2.1)] * 2, cache=False)
     assert verdict.isolation is INDEPENDENT
     assert "in 6 steps" in verdict.explanation
 
 
+@pytest.mark.slow
 def test_what_takes_longer_than_is_waited_is_not_called_broken(own_cache: Path) -> None:
     verdict = probe(functools.partial(SlowReset, 1000.0), timeout=3)
     assert verdict.isolation is Isolation.UNKNOWN
@@ -374,6 +386,7 @@ class LeavesALock(simulator.Plain):
         self._path.unlink()
 
 
+@pytest.mark.slow
 def test_trials_close_what_they_have_built(tmp_path: Path) -> None:
     path = tmp_path / "elsewhere" / "lock"
     path.parent.mkdir()
@@ -395,6 +408,7 @@ def test_a_process_with_a_thousand_open_files(tmp_path: Path) -> None:
     assert run_as("script", MANY_FILES, tmp_path) == "independent\n"
 
 
+@pytest.mark.slow
 def test_a_changed_global_of_the_module_is_tried_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path
 ) -> None:

@@ -42,6 +42,7 @@ CAUSES = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("command", CAUSES)
 def test_the_error_says_why_the_worker_died(method: str, command: str) -> None:
     error = failure_of(method, command)

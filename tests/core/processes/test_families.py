@@ -38,6 +38,7 @@ def fail(workers: Group, command: str, timeout: float | None = None) -> WorkerEr
     return caught.value
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("command", ["raise_bad_level", "kill", "os_exit", "segfault", "exit_3"])
 def test_what_a_worker_has_started_ends_when_it_fails(method: str, command: str) -> None:
     with group(method, 2) as workers:
@@ -50,6 +51,7 @@ def test_what_a_worker_has_started_ends_when_it_fails(method: str, command: str)
             os.kill(helpers[1][2], signal.SIGKILL)
 
 
+@pytest.mark.sample(ci=6)
 @pytest.mark.parametrize("command", ["hang", "hang_in_c", "stop"])
 def test_what_a_worker_has_started_ends_when_it_hangs(method: str, command: str) -> None:
     with group(method, 2) as workers:
@@ -135,6 +137,7 @@ def test_a_worker_that_returns_leaves_the_closing_to_its_function() -> None:
             Path(file).unlink()
 
 
+@pytest.mark.sample(quick=0)
 def test_closing_has_an_end(method: str) -> None:
     with group(method, 2) as workers:
         helpers = [workers.ask(worker, "start_helpers") for worker in (0, 1)]
@@ -171,6 +174,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_all_ends_with_the_parent(method: str, number: signal.Signals, tmp_path: Path) -> None:
     script = tmp_path / "parent.py"

@@ -141,6 +141,7 @@ def test_an_error_of_the_main_module_reaches_the_parent(method: str, line: str, 
     assert errors.count(line) == 1
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 def test_no_worker_outlives_its_parent(method: str, end: signal.Signals, program: Program) -> None:
     body = """

@@ -137,6 +137,7 @@ def test_a_failure_after_closing_counts_if_the_exit_code_is_not_zero(method: str
             workers.ask(1, "raise_bad_level")
 
 
+@pytest.mark.sample(ci=6)
 @pytest.mark.parametrize("command", ["hang", "hang_in_c", "stop"])
 def test_a_worker_that_hangs_is_found_by_the_time_limit(method: str, command: str) -> None:
     with group(method) as workers:
@@ -176,6 +177,7 @@ def test_where_no_worker_hangs_the_parent_is_named() -> None:
             workers.ask(0, "pid")
 
 
+@pytest.mark.sample(quick=0)
 def test_operations_within_the_limit_are_left_alone(method: str) -> None:
     with group(method) as workers:
         for _ in range(4):
@@ -227,6 +229,7 @@ def test_an_error_in_on_failure_is_logged(caplog: pytest.LogCaptureFixture) -> N
         assert "ZeroDivisionError" in caplog.text
 
 
+@pytest.mark.sample(quick=0)
 def test_kill_and_stop_can_be_called_again_and_leave_no_descriptor(method: str) -> None:
     counts = []
     for _ in range(3):
