@@ -11,6 +11,7 @@ from numba import int64, njit, uint8, uint32, uint64
 
 from rl_ext_core.frames.arrays import BINS, FREE_GRAINS, GRAINS, N_BINS
 from rl_ext_core.frames.machine import kernel, load_u32, store_u32
+from rl_ext_core.frames.views import pool_in
 
 # Where the first grain of a free run holds what: its length, and the numbers of the first grains of the runs before and
 # behind it in its list, plus one.
@@ -22,13 +23,13 @@ _LOOKS = 8  # at most, for one that is just long enough
 @njit(nogil=True, inline="always")
 def address_of_grain(p, grain):  # type: ignore[no-untyped-def]
     """Where a grain begins; bytes of the same block follow behind."""
-    return p.starts[0] + uint64(grain) * p.starts[1]
+    return p.grains + uint64(grain * p.grain_bytes)
 
 
 @njit(nogil=True, inline="always")
 def grains_of(p, n_bytes):  # type: ignore[no-untyped-def]
     """How many grains so many bytes take."""
-    return (int64(n_bytes) + int64(p.starts[1]) - 1) // int64(p.starts[1])
+    return (int64(n_bytes) + p.grain_bytes - 1) // p.grain_bytes
 
 
 @njit(nogil=True)
@@ -158,13 +159,13 @@ def give_all_but(p, used):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def list_free(p, least, runs):  # type: ignore[no-untyped-def]
+def list_free(state, least, runs):  # type: ignore[no-untyped-def]
     """Lists the free runs of at least so many grains.
 
     :param runs: (n, 2) written: first grain and length.
     :return: how many there are.
     """
-    found = 0
+    p, found = pool_in(state), 0
     for number in range(_bin_of(least), BINS + N_BINS):
         at = p.head[number]
         while at > 0:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from rl_ext_core.errors import OutOfMemoryError
-from rl_ext_core.frames.geometry import ENTRY_HEADER, SLACK, Addresses, Bytes, Counts, Geometry
+from rl_ext_core.frames.geometry import ENTRY_HEADER, SLACK, Bytes, Counts, Geometry
 from rl_ext_core.frames.layout import StackLayout
 from rl_ext_core.frames.region import PrivateRegion
 
@@ -122,17 +123,18 @@ class Pool(NamedTuple):
     frame: Bytes  # (streams, frame bytes): the newest frame as it will be decoded
     open: Bytes  # (streams, block bytes)
     entry_sums: Numbers  # (streams, frames in a block): checksums of the frames in ``open``
-    starts: Addresses  # addresses of the grains and of the reference frames, and the bytes from one of each to the next
 
 
-def bound(pool: Pool, geometry: Geometry) -> Counts:
-    """A ``state`` for kernels, see ``blocks.pool_in``: one array, because taking tuples of
-    arrays apart at each call costs more than storing a frame.
+def bound(pool: Pool, geometry: Geometry, starts: Sequence[int]) -> Counts:
+    """A ``state`` for kernels, see ``views.pool_in``: one array, because taking tuples of arrays apart at each call
+    costs more than storing a frame.
 
     It holds addresses: it is good for as long as these arrays live and stay where they are.
+
+    :param starts: address of the first grain and bytes of each; likewise of the reference frames.
     """
     arrays = [number for array in pool for number in (array.ctypes.data, len(array), array.shape[-1])]
-    return np.array([*geometry, *arrays], dtype=np.int64)
+    return np.array([*geometry, *arrays, *starts], dtype=np.int64)
 
 
 class Sizes(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, int64, njit, uint8, uint32, uint64
+from numba import int64, njit, uint32, uint64
 
 from rl_ext_core.frames.allocator import address_of_grain, give_grains, grains_of, take_grains
 from rl_ext_core.frames.arrays import (
@@ -33,71 +33,13 @@ from rl_ext_core.frames.arrays import (
     STORED_SUM,
     STREAM,
     USERS,
-    Pool,
 )
-from rl_ext_core.frames.geometry import PATCH, SLACK, Bytes, Counts, Geometry
-from rl_ext_core.frames.machine import START, add_bytes, copy_bytes, folded, kernel, mixed, pointer_to
+from rl_ext_core.frames.geometry import PATCH, SLACK, Bytes, Counts
+from rl_ext_core.frames.machine import START, add_bytes, copy_bytes, folded, kernel, mixed
 from rl_ext_core.frames.region import address_of, allocate
+from rl_ext_core.frames.views import pool_in
 
 _NUMBER = 0xFFFFFFFF
-
-
-_N_GEOMETRY = len(Geometry._fields)
-
-
-@njit(nogil=True)
-def geometry_in(state):  # type: ignore[no-untyped-def]
-    """The sizes in a state."""
-    return Geometry(
-        state[0],
-        state[1],
-        state[2],
-        state[3],
-        state[4],
-        state[5],
-        state[6],
-        state[7],
-        state[8],
-        state[9],
-        state[10],
-        state[11],
-        state[12],
-    )
-
-
-@njit(nogil=True, inline="always")
-def _list(state, field, dtype):  # type: ignore[no-untyped-def]
-    at = _N_GEOMETRY + 3 * field
-    return carray(pointer_to(uint64(state[at])), (state[at + 1],), dtype)
-
-
-@njit(nogil=True, inline="always")
-def _table(state, field, dtype):  # type: ignore[no-untyped-def]
-    at = _N_GEOMETRY + 3 * field
-    return carray(pointer_to(uint64(state[at])), (state[at + 1], state[at + 2]), dtype)
-
-
-@njit(nogil=True)
-def pool_in(state):  # type: ignore[no-untyped-def]
-    """The arrays in a state, in the order of :class:`Pool`."""
-    return Pool(
-        _list(state, 0, int64),
-        _table(state, 1, uint32),
-        _table(state, 2, uint32),
-        _list(state, 3, uint32),
-        _list(state, 4, uint32),
-        _list(state, 5, uint32),
-        _list(state, 6, uint8),
-        _list(state, 7, uint32),
-        _list(state, 8, uint32),
-        _list(state, 9, uint32),
-        _table(state, 10, int64),
-        _table(state, 11, uint8),
-        _table(state, 12, uint8),
-        _table(state, 13, uint8),
-        _table(state, 14, uint32),
-        _list(state, 15, uint64),
-    )
 
 
 @njit(nogil=True, inline="always")
@@ -114,12 +56,6 @@ def stacks_of(pair):  # type: ignore[no-untyped-def]
     block, place = pair & (MOST_BLOCKS - 1), (pair >> PAIR_PLACE_SHIFT) & (MOST_PLACES - 1)
     depth, step = (pair >> PAIR_DEPTH_SHIFT) & 0xFF, (pair >> PAIR_STEP_SHIFT) & 0xFF
     return block, place, depth, step, (pair >> PAIR_NEXT_DEPTH_SHIFT) & 0xFF
-
-
-@njit(nogil=True)
-def address_in(array, row):  # type: ignore[no-untyped-def]
-    """Where a row of bytes begins."""
-    return uint64(array.ctypes.data) + uint64(row * array.shape[1])
 
 
 @njit(nogil=True)
@@ -159,11 +95,11 @@ def store_bytes(p, block, source, n_bytes, seal):  # type: ignore[no-untyped-def
     first = take_grains(p, grains_of(p, n_bytes))
     copy_bytes(address_of_grain(p, first), source, n_bytes)
     kind, column = (SEALED, SEALED_SUM) if seal else (FULL, STORED_SUM)
-    if p.sums.shape[0] > 0:
+    if p.checked:
         contents = folded(add_bytes(START, source, n_bytes))
         p.sums[block, column] = contents
         p.sums[block, column + 1] = stored_sum(p, block, first, n_bytes, kind, contents)
-    apart = seal and p.sums.shape[0] > 0
+    apart = seal and p.checked
     p.blocks[block, SEALED_GRAIN if apart else GRAIN] = uint32(first)
     p.blocks[block, SEALED_BYTES if apart else N_BYTES] = uint32(n_bytes)
     p.blocks[block, KIND] = uint32(kind)
@@ -173,7 +109,7 @@ def store_bytes(p, block, source, n_bytes, seal):  # type: ignore[no-untyped-def
 @njit(nogil=True, inline="always")
 def place_of(p, block):  # type: ignore[no-untyped-def]
     """First grain and length of a block that is not open."""
-    apart = p.sums.shape[0] > 0 and p.blocks[block, KIND] == SEALED
+    apart = p.checked and p.blocks[block, KIND] == SEALED
     grain, n_bytes = (SEALED_GRAIN, SEALED_BYTES) if apart else (GRAIN, N_BYTES)
     return int64(p.blocks[block, grain]), int64(p.blocks[block, n_bytes])
 
@@ -247,45 +183,45 @@ def release_one(p, handle, geometry):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def replace_bytes(p, block, source, n_bytes):  # type: ignore[no-untyped-def]
+def replace_bytes(state, block, source, n_bytes):  # type: ignore[no-untyped-def]
     """Seals a block: :func:`seal_bytes`, for Python."""
-    seal_bytes(p, block, uint64(source), n_bytes)
+    seal_bytes(pool_in(state), block, uint64(source), n_bytes)
 
 
 @kernel
-def list_stored(p, blocks, ends):  # type: ignore[no-untyped-def]
+def list_stored(state, blocks, ends):  # type: ignore[no-untyped-def]
     """Where blocks would end if they lay one after the other.
 
     :param blocks: (n,) none of them open.
     :param ends: (n,) written.
     """
-    end = 0
+    p, end = pool_in(state), 0
     for i in range(blocks.shape[0]):
         end += place_of(p, blocks[i])[1]
         ends[i] = end
 
 
 @kernel
-def copy_stored(p, blocks, target):  # type: ignore[no-untyped-def]
+def copy_stored(state, blocks, target):  # type: ignore[no-untyped-def]
     """Copies blocks, one after the other.
 
     :param blocks: (n,) none of them open.
     :param target: address.
     """
-    out = uint64(target)
+    p, out = pool_in(state), uint64(target)
     for i in range(blocks.shape[0]):
         first, n_bytes = place_of(p, blocks[i])
         copy_bytes(out, address_of_grain(p, first), n_bytes)
         out += uint64(n_bytes)
 
 
-def stored(pool: Pool, blocks: Counts) -> list[Bytes]:
+def stored(state: Counts, blocks: Counts) -> list[Bytes]:
     """What blocks hold, in a copy.
 
     :param blocks: (n,) none of them open.
     """
     ends = np.zeros(len(blocks), dtype=np.int64)
-    list_stored(pool, blocks, ends)
+    list_stored(state, blocks, ends)
     contents = allocate((int(ends[-1]) if len(ends) else 0) + SLACK)
-    copy_stored(pool, blocks, address_of(contents))
+    copy_stored(state, blocks, address_of(contents))
     return [contents[start:end] for start, end in zip([0, *ends.tolist()], ends.tolist(), strict=False)]

@@ -26,9 +26,8 @@ from rl_ext_core.frames.arrays import (
     SEALED_SUM,
     STORED_SUM,
     STREAM,
-    Pool,
 )
-from rl_ext_core.frames.blocks import address_in, geometry_in, newest_block, place_of, pool_in, stacks_of, stored
+from rl_ext_core.frames.blocks import newest_block, place_of, stacks_of, stored
 from rl_ext_core.frames.bounded import is_packed, packed_size, unpack
 from rl_ext_core.frames.codecs import Codec, open_block
 from rl_ext_core.frames.geometry import (
@@ -60,6 +59,7 @@ from rl_ext_core.frames.machine import (
 )
 from rl_ext_core.frames.patch import apply_entry, entry_size
 from rl_ext_core.frames.region import address_of, allocate
+from rl_ext_core.frames.views import address_in, geometry_in, pool_in
 
 _PREFETCH_GROUP = 16
 _PREFETCH_LINES = 32
@@ -239,9 +239,9 @@ def _decode(  # type: ignore[no-untyped-def]
                 address = _opened_at(opened, block)
             if address == uint64(0):
                 return 1
-        reference = p.starts[2]
+        reference = p.references
         if geometry.coder == PATCH:
-            reference += uint64(p.blocks[block, REFERENCE]) * p.starts[3]
+            reference += uint64(p.blocks[block, REFERENCE] * p.reference_bytes)
         source, address = seek(address, start, reference, geometry, bound, work)
         stop = place + 1 if i == 0 else in_block
         for _ in range(start, stop):
@@ -397,18 +397,19 @@ def _has_right_contents(p, block):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _has_right_reference(p, number, geometry):  # type: ignore[no-untyped-def]
-    start = p.starts[2] + uint64(number) * p.starts[3]
+    start = p.references + uint64(number * p.reference_bytes)
     return p.reference_sums[number] == folded(add_bytes(START, start, geometry.frame_bytes))
 
 
 @kernel
-def check_contents(p, handles, geometry, unchecked, unchecked_references, right):  # type: ignore[no-untyped-def]
+def check_contents(state, handles, unchecked, unchecked_references, right):  # type: ignore[no-untyped-def]
     """Compares what stacks are made of with checksums, unless that was done before.
 
     :param unchecked: (blocks,) where it was not done yet; cleared where it is found right.
     :param unchecked_references: (reference frames,) likewise.
     :param right: (n,) written.
     """
+    p, geometry = pool_in(state), geometry_in(state)
     for i in range(handles.shape[0]):
         block, place, depth = newest_block(handles[i])
         missing = depth
@@ -433,7 +434,6 @@ def check_contents(p, handles, geometry, unchecked, unchecked_references, right)
 
 def decode(
     state: Counts,
-    pool: Pool,
     geometry: Geometry,
     codec: Codec,
     wanted: Sequence[tuple[Counts, int]],
@@ -452,7 +452,7 @@ def decode(
         most = geometry.n_stack // (1 << geometry.block_shift) + 2
         blocks = np.empty((len(handles) + len(nexts)) * most, dtype=np.int64)
         found = np.unique(blocks[: list_sealed(state, np.concatenate([handles, nexts]), blocks)])
-        opened, contents = _open_blocks(codec, stored(pool, found), found, num_threads)
+        opened, contents = _open_blocks(codec, stored(state, found), found, num_threads)
     bound = geometry.max_error or None
     work_bytes = (WORK_FRAMES if geometry.max_error else 1) * (geometry.frame_bytes + GROUP)
     if decompressor:

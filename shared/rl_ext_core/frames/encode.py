@@ -20,6 +20,7 @@ from rl_ext_core.frames.arrays import (
     KIND,
     MEMORY,
     N_RECENT,
+    N_STREAM,
     NEVER,
     NEWEST,
     NEWEST_STREAM,
@@ -46,12 +47,9 @@ from rl_ext_core.frames.arrays import (
     Room,
 )
 from rl_ext_core.frames.blocks import (
-    address_in,
     drop_user,
-    geometry_in,
     newest_block,
     open_sum,
-    pool_in,
     release_frames,
     release_one,
     release_reference,
@@ -65,7 +63,7 @@ from rl_ext_core.frames.blocks import (
 )
 from rl_ext_core.frames.bounded import append_within
 from rl_ext_core.frames.codecs import Codec, seal_block
-from rl_ext_core.frames.geometry import GROUP, PATCH, PLANAR, SCRATCH_FRAMES
+from rl_ext_core.frames.geometry import GROUP, PATCH, PLANAR, SCRATCH_FRAMES, Counts
 from rl_ext_core.frames.machine import (
     START,
     WORD,
@@ -78,9 +76,11 @@ from rl_ext_core.frames.machine import (
     narrow_8,
     store_u8,
     words_differ_where,
+    zero_bytes,
 )
 from rl_ext_core.frames.patch import append_entry, encode_runs, equal_bytes
 from rl_ext_core.frames.region import address_of
+from rl_ext_core.frames.views import address_in, geometry_in, pool_in
 
 _RESEMBLING = 8  # the patch between frames that follow each other takes less than that part of one
 
@@ -213,7 +213,7 @@ def _reference_for(p, s, before, frame, geometry, bound, scratch):  # type: igno
     for i in range(N_RECENT - 1, -2, -1):
         candidate = p.head[RECENT + i] if i >= 0 else int64(p.blocks[before, REFERENCE])
         if candidate >= 0 and (i >= 0 or before > 0):
-            start = p.starts[2] + uint64(candidate) * p.starts[3]
+            start = p.references + uint64(candidate * p.reference_bytes)
             needed = patch_bytes(start, frame, scratch, size, geometry, bound)
             if needed < size:
                 best, size, place = candidate, needed, i
@@ -229,8 +229,8 @@ def _reference_for(p, s, before, frame, geometry, bound, scratch):  # type: igno
         p.head[RECENT + N_RECENT - 1] = best
     if best < 0:
         best = take(p, REFERENCES, FREE_REFERENCES, p.free_references)
-        copy_bytes(p.starts[2] + uint64(best) * p.starts[3], frame, n_bytes)
-        if p.sums.shape[0] > 0:
+        copy_bytes(p.references + uint64(best * p.reference_bytes), frame, n_bytes)
+        if p.checked:
             p.reference_sums[best] = folded(add_bytes(START, frame, n_bytes))
         p.users[best] = uint32(1)  # being recent counts as a use
         if p.head[RECENT] >= 0:
@@ -270,8 +270,8 @@ def _turn(p, s, frame, geometry, bound, seals, turned, scratch):  # type: ignore
     if geometry.coder == PATCH:
         reference = _reference_for(p, s, before, frame, geometry, bound, scratch)
         p.blocks[block, REFERENCE] = uint32(reference)
-        copy_bytes(address_in(p.frame, s), p.starts[2] + uint64(reference) * p.starts[3], geometry.frame_bytes)
-    if p.sums.shape[0] > 0:
+        copy_bytes(address_in(p.frame, s), p.references + uint64(reference * p.reference_bytes), geometry.frame_bytes)
+    if p.checked:
         p.sums[block, OPEN_SUM] = open_sum(p, block)
     p.streams[s, OPEN_BLOCK] = block
     p.streams[s, OPEN_FRAMES] = 0
@@ -288,7 +288,7 @@ def _append(p, s, frame, geometry, bound, seals, turned, scratch):  # type: igno
     newest = address_in(p.frame, s)
     size = write_entry(newest, frame, target, scratch, geometry, bound)
     p.streams[s, OPEN_BYTES] += size
-    if p.sums.shape[0] > 0:
+    if p.checked:
         entry = folded(add_bytes(mixed(START, p.streams[s, OPEN_BLOCK]), target, int64(size)))
         p.entry_sums[s, p.streams[s, OPEN_FRAMES]] = entry
     p.streams[s, OPEN_FRAMES] += 1
@@ -392,9 +392,9 @@ def _find(p, stack, geometry, bound, kept, alone, scratch):  # type: ignore[no-u
             oldest = s
     if ended >= 0:
         return ended
-    if n_streams < p.streams.shape[0]:
+    if n_streams < p.most_streams:
         p.head[STREAMS] += 1
-        p.streams[n_streams] = 0
+        zero_bytes(address_in(p.streams, n_streams), 8 * N_STREAM)
         return n_streams
     return oldest
 
@@ -416,7 +416,7 @@ def _has_room(p, most, step, pushes):  # type: ignore[no-untyped-def]
         p.head[BLOCKS] + pushes * step[0] <= most[0]
         and p.head[GRAINS] + pushes * step[1] <= most[1]
         and p.head[REFERENCES] + pushes * step[2] <= most[2]
-        and min(p.head[STREAMS] + 1, p.streams.shape[0]) <= most[3]
+        and min(p.head[STREAMS] + 1, p.most_streams) <= most[3]
     )
 
 
@@ -525,7 +525,7 @@ def end_streams(state, seals):  # type: ignore[no-untyped-def]
                 _put_away(p, s, seals)
             release_one(p, p.streams[s, NEWEST], geometry)
             drop_user(p, block, geometry)
-        p.streams[s] = 0
+        zero_bytes(address_in(p.streams, s), 8 * N_STREAM)
 
 
 @kernel
@@ -537,15 +537,15 @@ def release_stacks(state, handles):  # type: ignore[no-untyped-def]
             release_one(p, handle, geometry)
 
 
-def seal_full(pool: Pool, codec: Codec, room: Room) -> None:
+def seal_full(state: Counts, pool: Pool, codec: Codec, room: Room) -> None:
     """Seals the blocks that have become full, unless nothing needs them any more.
 
     Where memory is short, those that could not be sealed stay on the list.
     """
     blocks = np.unique(pool.unsealed[: pool.head[UNSEALED]]).astype(np.int64)
     blocks = blocks[pool.blocks[blocks, KIND] == FULL]
-    for block, contents in zip(blocks.tolist(), stored(pool, blocks), strict=True):
+    for block, contents in zip(blocks.tolist(), stored(state, blocks), strict=True):
         sealed = seal_block(codec, contents)
         room.make_sure_of(len(sealed))
-        replace_bytes(pool, block, address_of(sealed), len(sealed))
+        replace_bytes(state, block, address_of(sealed), len(sealed))
     pool.head[UNSEALED] = 0

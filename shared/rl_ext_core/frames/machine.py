@@ -111,16 +111,6 @@ store_u32 = _storer(32, types.uint32)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def pointer_to(typingctx: Any, address: Any) -> Any:
-    """The address as a pointer that ``carray`` takes."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], cgutils.voidptr_t)
-
-    return types.voidptr(types.uint64), codegen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
 def _memcpy(typingctx: Any, target: Any, source: Any, n_bytes: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -251,10 +251,10 @@ class FramePool:
             block_length=block_length,
             stream_bytes=self._stream_bytes(),
         )
-        places = [address_of(self._arrays["contents"]), self._sizes.grain, address_of(self._arrays["references"])]
+        places = address_of(self._arrays["contents"]), self._sizes.grain, address_of(self._arrays["references"])
         arrays = {name: array for name, array in self._arrays.items() if name in Pool._fields}
-        self._pool = Pool(**arrays, starts=np.array([*places, layout.frame_bytes + SLACK], dtype=np.uint64))
-        self._state = state.bound(self._pool, self._geometry)
+        self._pool = Pool(**arrays)
+        self._state = state.bound(self._pool, self._geometry, (*places, layout.frame_bytes + SLACK))
         self._kept = np.concatenate([kept_bytes(layout), np.zeros(SLACK, dtype=np.uint8)])
         self._scratch = np.zeros(
             SCRATCH_FRAMES * (layout.frame_bytes + GROUP) + layout.stack_bytes + SLACK, dtype=np.uint8
@@ -332,7 +332,7 @@ class FramePool:
         n = len(stacks)
         handles, next_handles = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
         if self._pool.head[state.UNSEALED]:  # of a call that failed, or of a process that was killed
-            seal_full(self._pool, self.codec, self._room)
+            seal_full(self._state, self._pool, self.codec, self._room)
         self._room.check_numbers(n if nexts is None else 2 * n)
         flags = np.zeros(n, dtype=np.uint8) if ended is None else np.ascontiguousarray(ended).astype(np.uint8)
         part = _SEALED_STACKS if self.codec.seals else max(n, 1)
@@ -377,7 +377,7 @@ class FramePool:
             if done < len(stacks):
                 self._room.grow(2 if nexts is not None else 1)
         if self.codec.seals:
-            seal_full(self._pool, self.codec, self._room)
+            seal_full(self._state, self._pool, self.codec, self._room)
 
     def put_pairs(self, stacks: int, memory: int, nexts: int, next_memory: int) -> Handles:
         """Stores one transition of each stream. As of all that is about transitions, its caller defers Ctrl-C.
@@ -413,7 +413,7 @@ class FramePool:
                 self._room.check_numbers(2)
                 self._room.grow(2)
             if self.codec.seals:
-                seal_full(self._pool, self.codec, self._room)
+                seal_full(self._state, self._pool, self.codec, self._room)
         except BaseException:
             release_pairs(self._state, pairs)
             raise
@@ -510,7 +510,7 @@ class FramePool:
         self._trimmed = free
         start = state.offset_of("contents", self._sizes)
         runs = np.zeros((int(self._pool.head[state.FREE_GRAINS]) * self._sizes.grain // _TRIMMED + 1, 2), np.int64)
-        for first, n in runs[: list_free(self._pool, _TRIMMED // self._sizes.grain, runs)].tolist():
+        for first, n in runs[: list_free(self._state, _TRIMMED // self._sizes.grain, runs)].tolist():
             # Its first and its last bytes say that it is free.
             begin = -(-(start + (first + 1) * self._sizes.grain) // REGION_PAGE) * REGION_PAGE
             end = (start + (first + n) * self._sizes.grain - 1) // REGION_PAGE * REGION_PAGE
@@ -521,7 +521,7 @@ class FramePool:
         """Gives back what only stacks to come need. Those share nothing with what is there."""
         end_streams(self._state, self._seals)
         if self.codec.seals:
-            seal_full(self._pool, self.codec, self._room)
+            seal_full(self._state, self._pool, self.codec, self._room)
         for name in ("last", "frame", "open"):
             start = state.offset_of(name, self._sizes)
             self._region.forget(start, self._arrays[name].nbytes)
@@ -600,7 +600,7 @@ class FramePool:
             )
 
     def _decode(self, wanted: Sequence[tuple[Handles, int]], num_threads: int) -> None:
-        damaged = decode(self._state, self._pool, self._geometry, self.codec, wanted, num_threads=num_threads)
+        damaged = decode(self._state, self._geometry, self.codec, wanted, num_threads=num_threads)
         if damaged:
             raise CorruptFileError(
                 f"{damaged} of {len(wanted[0][0])} {self._what} cannot be read: their blocks are damaged, as by a "
@@ -611,7 +611,7 @@ class FramePool:
         """(n,) which stacks have the checksum that they had, as far as that was not found out before."""
         right = np.ones(len(handles), dtype=np.bool_)
         if self._unchecked is not None:
-            check_contents(self._pool, handles, self._geometry, *self._unchecked, right)
+            check_contents(self._state, handles, *self._unchecked, right)
             if not any(left.any() for left in self._unchecked):
                 self._unchecked = None
         return right
@@ -691,7 +691,7 @@ class FramePool:
         head[: state.KIND_OF_POOL] = stored["head"][: state.KIND_OF_POOL]
         kinds = head[[state.BLOCKS, state.GRAINS, state.REFERENCES, state.STREAMS]]
         if ((kinds < 0) | (kinds > self._room.most)).any() or not free_others(
-            self._pool, np.zeros(int(head[state.GRAINS]), dtype=np.bool_)
+            self._state, np.zeros(int(head[state.GRAINS]), dtype=np.bool_)
         ):
             raise CorruptFileError("the frames are damaged: blocks lie where there is nothing")
 

@@ -34,7 +34,6 @@ from rl_ext_core.frames.arrays import (
     USERS,
 )
 from rl_ext_core.frames.blocks import (
-    address_in,
     newest_block,
     open_sum,
     place_of,
@@ -45,6 +44,7 @@ from rl_ext_core.frames.blocks import (
 from rl_ext_core.frames.decode import entry_size_of
 from rl_ext_core.frames.geometry import ENTRY_HEADER, PATCH
 from rl_ext_core.frames.machine import START, add_bytes, folded, kernel, mixed
+from rl_ext_core.frames.views import address_in, geometry_in, pool_in
 
 if TYPE_CHECKING:
     from rl_ext_core.frames.pool import FramePool, Handles
@@ -58,7 +58,7 @@ def _has_right_row(p, block, geometry):  # type: ignore[no-untyped-def]
     if geometry.coder == PATCH and p.blocks[block, REFERENCE] >= p.head[REFERENCES]:
         return False
     if kind == OPEN:
-        return p.blocks[block, STREAM] < p.open.shape[0] and p.sums[block, OPEN_SUM] == open_sum(p, block)
+        return p.blocks[block, STREAM] < p.most_streams and p.sums[block, OPEN_SUM] == open_sum(p, block)
     if kind != FULL and kind != SEALED:
         return False
     column = SEALED_SUM if kind == SEALED else STORED_SUM
@@ -70,11 +70,12 @@ def _has_right_row(p, block, geometry):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def check_rows(p, geometry, good):  # type: ignore[no-untyped-def]
+def check_rows(state, good):  # type: ignore[no-untyped-def]
     """Finds out which blocks lie where they were put; what they hold is not read.
 
     :param good: (blocks,) written.
     """
+    p, geometry = pool_in(state), geometry_in(state)
     for block in range(1, p.head[BLOCKS]):
         good[block] = _has_right_row(p, block, geometry)
 
@@ -83,9 +84,9 @@ def check_rows(p, geometry, good):  # type: ignore[no-untyped-def]
 def _has_right_entries(p, block, frames, geometry):  # type: ignore[no-untyped-def]
     s = int64(p.blocks[block, STREAM])
     start = address_in(p.open, s)
-    end = start + uint64(p.open.shape[1])
+    end = start + uint64(p.open_bytes)
     for place in range(frames):
-        if place >= p.entry_sums.shape[1] or end - start < uint64(ENTRY_HEADER):
+        if place >= p.block_frames or end - start < uint64(ENTRY_HEADER):
             return False
         size = geometry.frame_bytes
         if geometry.coder == PATCH:
@@ -112,7 +113,7 @@ def _mark(p, block, used):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def check_places(p, geometry, newest_places, good, used):  # type: ignore[no-untyped-def]
+def check_places(state, newest_places, good, used):  # type: ignore[no-untyped-def]
     """Looks closer at the blocks that are used: that none lies in another, and what was being filled.
 
     :param newest_places: (blocks,) the last frame of each block that a stack needs.
@@ -120,6 +121,7 @@ def check_places(p, geometry, newest_places, good, used):  # type: ignore[no-unt
     :param used: (grains,) zeros; written.
     :return: how many blocks are wrong.
     """
+    p, geometry = pool_in(state), geometry_in(state)
     n_wrong = 0
     for block in range(1, p.head[BLOCKS]):
         if p.blocks[block, USERS] == 0:
@@ -135,7 +137,7 @@ def check_places(p, geometry, newest_places, good, used):  # type: ignore[no-unt
 
 
 @kernel
-def count_users(p, handles, geometry, most, good, intact, newest_places):  # type: ignore[no-untyped-def]
+def count_users(state, handles, most, good, intact, newest_places):  # type: ignore[no-untyped-def]
     """Counts who uses which blocks; says which handles lead to blocks that are there.
 
     :param most: frames that a handle may name.
@@ -143,6 +145,7 @@ def count_users(p, handles, geometry, most, good, intact, newest_places):  # typ
     :param intact: (n,) written.
     :param newest_places: (blocks,) written: the last frame of each block that a stack needs, or -1.
     """
+    p, geometry = pool_in(state), geometry_in(state)
     for i in range(handles.shape[0]):
         block, place, depth = newest_block(handles[i])
         intact[i] = handles[i] > 0 and 0 < depth <= most
@@ -170,8 +173,9 @@ def count_users(p, handles, geometry, most, good, intact, newest_places):  # typ
 
 
 @kernel
-def close_open(p, geometry, newest_places):  # type: ignore[no-untyped-def]
+def close_open(state, newest_places):  # type: ignore[no-untyped-def]
     """Moves what is needed of blocks that were being filled out of their buffers."""
+    p, geometry = pool_in(state), geometry_in(state)
     for block in range(1, p.head[BLOCKS]):
         if p.blocks[block, KIND] != OPEN or p.blocks[block, USERS] == 0:
             continue
@@ -186,12 +190,13 @@ def close_open(p, geometry, newest_places):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def free_others(p, used):  # type: ignore[no-untyped-def]
+def free_others(state, used):  # type: ignore[no-untyped-def]
     """Makes free what no block is in that is used.
 
     :param used: (grains,) zeros; written.
     :return: whether each of them lies in grains of its own.
     """
+    p = pool_in(state)
     right = True
     for block in range(1, p.head[BLOCKS]):
         if p.blocks[block, USERS] == 0:
@@ -216,8 +221,8 @@ def recover(pool: FramePool, handles: Handles, *, most: int = 0) -> npt.NDArray[
     intact, newest_places = _found_users(pool, handles, most or pool.layout.n_stack)
     n_open = int(np.count_nonzero(p.blocks[:n_blocks, state.KIND] == state.OPEN))
     pool._room.make_sure_of(n_open * p.open.shape[1])
-    free_others(p, np.zeros(int(head[GRAINS]), dtype=np.bool_))  # what the lists say is not to be relied on
-    close_open(p, pool._geometry, newest_places)
+    free_others(pool._state, np.zeros(int(head[GRAINS]), dtype=np.bool_))  # what the lists say is not to be relied on
+    close_open(pool._state, newest_places)
     _set_free(p.free_blocks, head, state.FREE_BLOCKS, np.r_[False, p.blocks[1:n_blocks, USERS] == 0])
     live = p.blocks[1:n_blocks][p.blocks[1:n_blocks, USERS] > 0]
     n_references = int(head[state.REFERENCES])
@@ -272,17 +277,17 @@ def _check_numbers(pool: FramePool) -> None:
 
 def _found_users(pool: FramePool, handles: Handles, most: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
     """Counts who uses which blocks; says which handles lead to blocks that are whole, and how far these count."""
-    p, geometry = pool._pool, pool._geometry
+    p = pool._pool
     n_blocks = int(p.head[BLOCKS])
     good = np.ones(n_blocks, dtype=np.bool_)
     intact = np.zeros(len(handles), dtype=np.bool_)
-    check_rows(p, geometry, good)
+    check_rows(pool._state, good)
     while True:
         p.blocks[:n_blocks, USERS] = 0
         newest_places = np.full(n_blocks, -1, dtype=np.int64)
-        count_users(p, handles, geometry, most, good, intact, newest_places)
+        count_users(pool._state, handles, most, good, intact, newest_places)
         used = np.zeros(int(p.head[GRAINS]), dtype=np.bool_)
-        if not check_places(p, geometry, newest_places, good, used):
+        if not check_places(pool._state, newest_places, good, used):
             return intact, newest_places
 
 

@@ -1,0 +1,191 @@
+"""What the kernels see of a pool: pointers into its arrays, and the sizes of its layout.
+
+An array of numba's carries its owner, shape and strides along. Fifteen of them in a tuple are over a hundred values,
+which every function that is passed one takes apart: half of the time that compiling took.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+from numba import njit, types, uint64
+from numba.core import cgutils
+from numba.core.typing.templates import AbstractTemplate, infer_global, signature
+from numba.extending import intrinsic, lower_builtin, models, register_model
+
+from rl_ext_core.frames.arrays import Pool
+from rl_ext_core.frames.geometry import Geometry
+
+
+class _Table(types.Type):  # type: ignore[misc]
+    """A pointer to rows of numbers, and how many lie in a row. Nothing is checked."""
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype = dtype
+        super().__init__(name=f"Table({dtype})")
+
+
+@register_model(_Table)
+class _TableModel(models.StructModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, [("start", types.CPointer(kind.dtype)), ("width", types.int64)])
+
+
+_PLACE = types.UniTuple(types.int64, 2)
+
+
+@infer_global(operator.getitem)
+class _Get(AbstractTemplate):  # type: ignore[misc]
+    def generic(self, args: Any, kws: Any) -> Any:
+        return signature(args[0].dtype, args[0], _PLACE) if isinstance(args[0], _Table) else None
+
+
+@infer_global(operator.setitem)
+class _Set(AbstractTemplate):  # type: ignore[misc]
+    def generic(self, args: Any, kws: Any) -> Any:
+        return signature(types.none, args[0], _PLACE, args[0].dtype) if isinstance(args[0], _Table) else None
+
+
+def _at(context: Any, builder: Any, kind: Any, table: Any, row: Any, column: Any) -> Any:
+    view = cgutils.create_struct_proxy(kind)(context, builder, value=table)
+    return builder.gep(view.start, [builder.add(builder.mul(row, view.width), column)])
+
+
+@lower_builtin(operator.getitem, _Table, types.UniTuple)  # type: ignore[untyped-decorator]
+def _get(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    return builder.load(_at(context, builder, signature.args[0], args[0], *cgutils.unpack_tuple(builder, args[1], 2)))
+
+
+@lower_builtin(operator.setitem, _Table, types.UniTuple, types.Integer)  # type: ignore[untyped-decorator]
+def _set(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    place = cgutils.unpack_tuple(builder, args[1], 2)
+    builder.store(args[2], _at(context, builder, signature.args[0], args[0], *place))
+    return context.get_dummy_value()
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def address_in(typingctx: Any, table: Any, row: Any) -> Any:
+    """Where a row of a table begins."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        first = args[1].type(0)
+        place = _at(context, builder, signature.args[0], args[0], args[1], first)
+        return builder.ptrtoint(place, args[1].type)
+
+    return types.uint64(table, types.int64), codegen
+
+
+def _table_of(dtype: Any) -> Any:
+    def table(typingctx: Any, address: Any, width: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            view = cgutils.create_struct_proxy(signature.return_type)(context, builder)
+            view.start = builder.inttoptr(args[0], view.start.type)
+            view.width = args[1]
+            return view._getvalue()
+
+        return _Table(dtype)(types.uint64, types.int64), codegen
+
+    return intrinsic(table)
+
+
+def _list_of(dtype: Any) -> Any:
+    def numbers(typingctx: Any, address: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(dtype)(types.uint64), codegen
+
+    return intrinsic(numbers)
+
+
+_bytes, _words, _numbers = (_list_of(dtype) for dtype in (types.uint8, types.uint32, types.int64))
+_byte_rows, _word_rows, _number_rows = (_table_of(dtype) for dtype in (types.uint8, types.uint32, types.int64))
+
+
+class PoolView(NamedTuple):
+    """The arrays of :class:`Pool`, without their lengths, and where the frames are."""
+
+    head: Any
+    blocks: Any
+    sums: Any
+    free_blocks: Any
+    unsealed: Any
+    turned: Any
+    edges: Any
+    users: Any
+    reference_sums: Any
+    free_references: Any
+    streams: Any
+    last: Any
+    frame: Any
+    open: Any
+    entry_sums: Any
+    checked: int  # whether there are checksums
+    most_streams: int
+    open_bytes: int  # that there is room for in a row of ``open``
+    block_frames: int  # likewise of ``entry_sums``
+    grains: int  # address of the first
+    grain_bytes: int
+    references: int  # address of the first reference frame
+    reference_bytes: int  # from one to the next
+
+
+_N_GEOMETRY = len(Geometry._fields)
+_N_ARRAYS = len(Pool._fields)
+_FIELD = {name: _N_GEOMETRY + 3 * number for number, name in enumerate(Pool._fields)}
+_BLOCKS, _SUMS, _STREAMS, _LAST = _FIELD["blocks"], _FIELD["sums"], _FIELD["streams"], _FIELD["last"]
+_HEAD, _FREE_BLOCKS, _UNSEALED, _TURNED = (_FIELD[name] for name in ("head", "free_blocks", "unsealed", "turned"))
+_EDGES, _USERS, _REFERENCE_SUMS = _FIELD["edges"], _FIELD["users"], _FIELD["reference_sums"]
+_FREE_REFERENCES, _FRAME, _OPEN = _FIELD["free_references"], _FIELD["frame"], _FIELD["open"]
+_ENTRY_SUMS, _STARTS = _FIELD["entry_sums"], _N_GEOMETRY + 3 * _N_ARRAYS
+
+
+@njit(nogil=True)
+def geometry_in(state):  # type: ignore[no-untyped-def]
+    """The sizes in a state."""
+    return Geometry(
+        state[0],
+        state[1],
+        state[2],
+        state[3],
+        state[4],
+        state[5],
+        state[6],
+        state[7],
+        state[8],
+        state[9],
+        state[10],
+        state[11],
+        state[12],
+    )
+
+
+@njit(nogil=True)
+def pool_in(state):  # type: ignore[no-untyped-def]
+    """The pool in a state, see ``arrays.bound``."""
+    return PoolView(
+        _numbers(uint64(state[_HEAD])),
+        _word_rows(uint64(state[_BLOCKS]), state[_BLOCKS + 2]),
+        _word_rows(uint64(state[_SUMS]), state[_SUMS + 2]),
+        _words(uint64(state[_FREE_BLOCKS])),
+        _words(uint64(state[_UNSEALED])),
+        _words(uint64(state[_TURNED])),
+        _bytes(uint64(state[_EDGES])),
+        _words(uint64(state[_USERS])),
+        _words(uint64(state[_REFERENCE_SUMS])),
+        _words(uint64(state[_FREE_REFERENCES])),
+        _number_rows(uint64(state[_STREAMS]), state[_STREAMS + 2]),
+        _byte_rows(uint64(state[_LAST]), state[_LAST + 2]),
+        _byte_rows(uint64(state[_FRAME]), state[_FRAME + 2]),
+        _byte_rows(uint64(state[_OPEN]), state[_OPEN + 2]),
+        _word_rows(uint64(state[_ENTRY_SUMS]), state[_ENTRY_SUMS + 2]),
+        state[_SUMS + 1],
+        state[_STREAMS + 1],
+        state[_OPEN + 2],
+        state[_ENTRY_SUMS + 2],
+        uint64(state[_STARTS]),
+        state[_STARTS + 1],
+        uint64(state[_STARTS + 2]),
+        state[_STARTS + 3],
+    )
