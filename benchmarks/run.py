@@ -25,6 +25,7 @@ def main() -> None:
         "benchmarks.memory seaquest --size 50000 --wraps 10",
         "benchmarks.buffer_family",
         "benchmarks.frame_storage ms_pacman seaquest --size 100000",
+        "benchmarks.first_use",
         "benchmarks.lossy",
         f"benchmarks.disk --transitions {size}",
         "benchmarks.devices",
