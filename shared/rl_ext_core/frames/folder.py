@@ -133,6 +133,7 @@ class Rows:
         self._files: list[tuple[int, int, Path]] = []  # descriptor, bytes of a row
         self._held = 0
         self._sums = np.zeros(0, dtype=np.uint32)
+        self._summed: tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]] | None = None  # addresses, bytes of a row
 
     def get(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any] | None:
         """The array of that name, if there is one.
@@ -156,6 +157,7 @@ class Rows:
         :raises CorruptFileError: if a file has another size.
         """
         self._arrays[name] = self._allocated(f"row-{name}", (self._capacity, *shape), np.dtype(dtype), new=new)
+        self._summed = None
         return self._arrays[name]
 
     def open_sums(self, *, new: bool) -> None:
@@ -207,11 +209,12 @@ class Rows:
     def _sums_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
         from rl_ext_core.frames.machine import sum_rows  # it loads numba
 
-        arrays = [array for _, array in sorted(self._arrays.items()) if array[:1].nbytes]
-        addresses = np.array([array.ctypes.data for array in arrays], dtype=np.uint64)
-        sizes = np.array([array[:1].nbytes for array in arrays], dtype=np.int64)
+        if self._summed is None:
+            arrays = [array for _, array in sorted(self._arrays.items()) if array[:1].nbytes]
+            addresses = np.array([array.ctypes.data for array in arrays], dtype=np.uint64)
+            self._summed = addresses, np.array([array[:1].nbytes for array in arrays], dtype=np.int64)
         found = np.zeros(len(rows), dtype=np.uint32)
-        sum_rows(addresses, sizes, rows, found)
+        sum_rows(*self._summed, rows, found)
         return found
 
     def note(self, row: int) -> None:
