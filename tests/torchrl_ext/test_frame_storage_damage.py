@@ -141,6 +141,10 @@ def check_damage(tmp_path: Path, seed: int) -> str:
     return "refused" if refused is None else "found" if refused else "harmless"
 
 
+def test_where_the_parts_of_a_file_lie_is_damaged(tmp_path: Path) -> None:
+    assert check_damage(tmp_path, 31) == "gone"  # one bit, and nothing can be named: refused, not taken for empty
+
+
 @pytest.mark.slow
 def test_random_damage_is_found(tmp_path: Path) -> None:
     happened = Counter(check_damage(tmp_path, seed) for seed in range(20))

@@ -197,6 +197,11 @@ def _keep_longest_run(file: RowFile, columns: list[FrameColumn], journal: Journa
     """Move the longest run of elements that are whole to the beginning; return how many it and all were."""
     n_places, rows = len(file.tensors), file.tensors[: file.held]
     note, writing = _last_note(file, journal)
+    if note.length and not len(rows):
+        raise CorruptFileError(
+            f"the head of {file._region.path} is damaged: where its parts lie is not known, so none of {note.length} "
+            "elements can be named; put the file back from a copy"
+        )
     good = np.ones(min(note.length, len(rows)), dtype=np.bool_)
     good[writing[writing < len(good)]] = False
     if not note.exposed:
