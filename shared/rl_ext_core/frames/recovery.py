@@ -272,7 +272,7 @@ def _check_numbers(pool: FramePool) -> None:
     head = pool._pool.head
     limits = dict(zip((BLOCKS, GRAINS, state.REFERENCES, STREAMS), pool._room.most.tolist(), strict=True))
     if any(not 0 <= head[field] <= limit for field, limit in limits.items()):
-        raise CorruptFileError(f"{pool._region.path} is damaged: it says that it holds more than it can")
+        raise CorruptFileError(f"{pool._region.path} is damaged: its head says that it holds more than it can")
 
 
 def _found_users(pool: FramePool, handles: Handles, most: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
