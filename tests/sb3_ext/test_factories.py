@@ -150,7 +150,6 @@ POOLS = in_pools(
 
 
 @pytest.mark.sample(quick=0, ci=2)
-@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_the_main_modules_own_travels_and_stays_as_it_is(way: str, tmp_path: Path) -> None:
     assert "as expected" in run_as(way, DEFINED + USED + POOLS, tmp_path)

@@ -42,7 +42,6 @@ def ran() -> dict[str, str]:
 
 
 @pytest.mark.sample(quick=0, ci=2)
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_in_ray(name: str, ran: dict[str, str]) -> None:
     assert ran[name] == ""

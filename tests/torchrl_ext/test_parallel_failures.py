@@ -320,7 +320,6 @@ def test_instances_that_cannot_be_copied_are_refused_with_the_attribute() -> Non
 
 
 @pytest.mark.sample(quick=0, ci=2)
-@slow
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 @pytest.mark.parametrize(("when", "how"), [("constructor", "raise"), ("step", "segfault")])
 def test_failures_reach_the_parent_by_other_methods(when: str, how: str, method: str) -> None:

@@ -204,7 +204,6 @@ class Unseeded(Native):
 
 
 @pytest.mark.sample(quick=0, ci=2)
-@slow
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 @pytest.mark.parametrize("form", ["an instance", "torch's generator"])
 def test_all_methods_do_as_upstream_does(form: str, method: str) -> None:

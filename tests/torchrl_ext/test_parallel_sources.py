@@ -330,7 +330,6 @@ def test_dm_control(copied: bool) -> None:
 
 
 @pytest.mark.sample(quick=0, ci=2)
-@slow
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 @pytest.mark.parametrize("form", ["a transformed instance", "a lambda"])
 def test_forms_by_other_methods(form: str, method: str, diary: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -230,7 +230,6 @@ ENVIRONS: list[dict[str, str]] = [
 
 
 @pytest.mark.sample(quick=0, ci=11)
-@pytest.mark.slow
 @pytest.mark.parametrize("environ", ENVIRONS, ids=str)
 @pytest.mark.parametrize("name", ["mujoco", "gymnasium", "dm_control", "robosuite"])
 def test_what_is_predicted_is_what_happens(name: str, environ: dict[str, str]) -> None:
