@@ -204,6 +204,11 @@ def ring_case(n_rows: int, *, layout: StackLayout, block_length: int, streams: i
     )
 
 
+def _edge_bytes(grains: int) -> int:
+    """Bytes of a bit for each grain and the one behind them; whole ones, since that is how they are counted again."""
+    return grains // 8 + 2
+
+
 def _fields(sizes: Sizes) -> dict[str, tuple[tuple[int, ...], type[np.generic]]]:
     row = sizes.stack_bytes + SLACK
     opened = sizes.block_frames * (sizes.stack_bytes + ENTRY_HEADER) + SLACK
@@ -215,7 +220,7 @@ def _fields(sizes: Sizes) -> dict[str, tuple[tuple[int, ...], type[np.generic]]]
         "free_blocks": ((sizes.blocks,), np.uint32),
         "unsealed": ((sizes.blocks,), np.uint32),
         "turned": ((1024,), np.uint32),
-        "edges": ((sizes.grains // 8 + 1,), np.uint8),
+        "edges": ((_edge_bytes(sizes.grains),), np.uint8),
         "users": ((sizes.references,), np.uint32),
         "reference_sums": ((checked * sizes.references,), np.uint32),
         "free_references": ((sizes.references,), np.uint32),
@@ -359,7 +364,7 @@ class Room:
         if blocks > sizes.blocks or grains > sizes.grains or references > sizes.references:
             self._refuse()
         rows = dict.fromkeys(("blocks", "sums", "free_blocks", "unsealed"), blocks)
-        rows |= {"edges": grains // 8 + 1, "turned": len(self._arrays["turned"])}
+        rows |= {"edges": _edge_bytes(grains), "turned": len(self._arrays["turned"])}
         rows |= dict.fromkeys(("users", "reference_sums", "free_references"), references)
         rows |= dict.fromkeys(("streams", "last", "frame", "open", "entry_sums"), streams)
         n_bytes = {name: n * self._row_bytes(name) for name, n in rows.items()}
@@ -368,6 +373,8 @@ class Room:
         for name, n in n_bytes.items():
             self._region.reserve(offset_of(name, self._sizes), min(n, self._arrays[name].nbytes))
         self.most = self._reserved()
+        if (self.most < (blocks, grains, references, streams)).any():
+            self._refuse()  # whoever needs that much would ask again and again
 
     def _reserved(self) -> npt.NDArray[np.int64]:
         """How many numbers of each kind may be in use now."""

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from rl_ext_core.frames import codecs
 from rl_ext_core.frames import pool as pool_module
 from rl_ext_core.frames.layout import StackLayout
 from rl_ext_core.frames.pool import FramePool
+from rl_ext_core.frames.region import RegionFile
 
 SHAPES = {
     "grey, channel first": ((4, 12, 9), 4, 0),
@@ -215,6 +217,16 @@ def test_a_block_length_that_cannot_be_used_is_refused(block_length: int) -> Non
     pool = new_pool(videos)
     with pytest.raises(InvalidArgumentError, match="block_length"):
         pool.become(videos.layout, codec="patch", block_length=block_length)
+
+
+def test_a_file_has_room_for_whatever_it_was_asked_for(tmp_path: Path) -> None:
+    pool = FramePool(2_000_000, StackLayout((4, 12, 9), np.dtype(np.uint8), 4, 0), file=RegionFile(tmp_path / "frames"))
+    room, head = pool._room, pool._pool.head
+    for pages in (1, 2, 3, 5, 8, 13, 21):
+        for grains in range(8 * 4096 * pages - 20, 8 * 4096 * pages + 20):
+            head[state.GRAINS] = grains - 2 * room.step[1]
+            room.grow(2)  # who still has too little asks again, for ever
+            assert (room.most >= head[list(state._KINDS)] + 2 * room.step).all(), grains
 
 
 @pytest.mark.parametrize("codec", ["patch", "patch+lz4"])
