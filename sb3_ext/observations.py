@@ -21,7 +21,7 @@ from stable_baselines3.common.preprocessing import get_obs_shape
 
 from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, RlExtError
-from rl_ext_core.frames import AdaptiveStore
+from rl_ext_core.frames import FrameStore
 from rl_ext_core.frames.folder import checked_path
 from rl_ext_core.frames.planning import MemoryWatch
 from rl_ext_core.frames.recycle import RecycledArrays
@@ -42,7 +42,7 @@ _COUNT_BITS = 32
 class Part:
     """What has a store of its own: an observation that is no ``Dict``, or one key of a ``Dict``."""
 
-    def __init__(self, key: Any, store: AdaptiveStore) -> None:
+    def __init__(self, key: Any, store: FrameStore) -> None:
         self.store = store
         self.shape, self.dtype = store.layout.shape, store.layout.dtype
         self.places = store.capacity, store.n_envs
@@ -55,7 +55,7 @@ class Part:
         return Part, (self._key, self.store)  # what was decoded stays with its users
 
     def stage(self, obs: Any, next_obs: Any) -> npt.NDArray[np.int64]:
-        """Store the frames of one transition of each environment; see :meth:`AdaptiveStore.stage`."""
+        """Store the frames of one transition of each environment; see :meth:`FrameStore.stage`."""
         try:
             return self.store.stage(self._fitted(obs, "obs"), self._fitted(next_obs, "next_obs"))
         except RlExtError as error:
@@ -63,7 +63,7 @@ class Part:
             raise
 
     def append(self, obs: Any, next_obs: Any, row: int) -> None:
-        """Store them and make them a transition; see :meth:`AdaptiveStore.append`."""
+        """Store them and make them a transition; see :meth:`FrameStore.append`."""
         try:
             self.store.append(self._fitted(obs, "obs"), self._fitted(next_obs, "next_obs"), row=row)
         except RlExtError as error:
@@ -121,7 +121,7 @@ class Observations:
     :param num_threads: Threads that decode large batches, or None for as many as ``torch.get_num_threads()``
     :param max_bytes: Bytes for all of it together, or None for as many as it takes
     :param storage_dir: Folder that they are kept in, those of a ``Dict`` in one of its own for each key
-    :param options: Of :class:`AdaptiveStore`. For a ``Dict``, a dictionary gives an option by key; any other value
+    :param options: Of :meth:`FrameStore.adaptive`. For a ``Dict``, a dictionary gives an option by key; any other value
         holds for the images, which are the keys of two or more dimensions
     :ivar parts: Each with its store, by key
     :ivar first: The store that says which row is next
@@ -157,7 +157,7 @@ class Observations:
                 try:
                     chosen = _options_of(key, options, image=key is _ALONE or len(shape) > 1)
                     chosen |= {"max_bytes": self.max_bytes, "storage_dir": folders[key]}
-                    parts[key] = Part(key, AdaptiveStore(places[0], places[1], shape, below.dtype, **chosen))
+                    parts[key] = Part(key, FrameStore.adaptive(places[0], places[1], shape, below.dtype, **chosen))
                 except RlExtError as error:
                     _tell_key(key, error)
                     raise

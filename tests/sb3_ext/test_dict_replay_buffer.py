@@ -16,7 +16,7 @@ from stable_baselines3.common.buffers import DictReplayBuffer
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, OutOfMemoryError
-from rl_ext_core.frames import AdaptiveStore
+from rl_ext_core.frames import FrameStore
 from sb3_ext import CompressedDictReplayBuffer, CompressedReplayBuffer
 from tests.sb3_ext.test_replay_buffer import SPACES
 from tests.sb3_ext.toys import (
@@ -196,7 +196,7 @@ def test_one_store_that_fails_leaves_the_others_as_they_were(
         raise OutOfMemoryError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(AdaptiveStore, call, scarce)
+        patch.setattr(FrameStore, call, scarce)
         with pytest.raises(OutOfMemoryError, match=f"key '{key}': no memory"):
             buffers[0].add(*collected(venv, 1, seed=5)[0])
     assert_same(*buffers)

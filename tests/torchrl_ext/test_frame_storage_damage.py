@@ -163,7 +163,7 @@ def test_an_altered_pixel_is_found_when_it_is_first_read(tmp_path: Path) -> None
     folder = tmp_path / "storage"
     held = _made(folder, 100)
     buffer = _open(folder)
-    buffer.storage._columns[0].pool._pool._arrays["contents"][20] ^= 4  # a view of the file
+    buffer.storage._columns[0].pool._arrays["contents"][20] ^= 4  # a view of the file
     buffer.storage.close()
     buffer = _open(folder)
     for _ in range(2):

@@ -113,7 +113,7 @@ def test_whatever_a_killed_process_leaves_is_whole(batch: int, tmp_path: Path) -
         rows = contents(buffer[:].clone(), KEYS)
         assert not set(rows) - set(known), f"turn {turn}: a row is no transition"
         assert_same(buffer[torch.arange(len(buffer))], buffer[:].clone())
-        pool = buffer.storage._columns[0].pool._pool
+        pool = buffer.storage._columns[0].pool
         assert pool.held == 2 * len(buffer)
         held_before = len(buffer)
         buffer.storage.close()

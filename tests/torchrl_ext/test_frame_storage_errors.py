@@ -68,18 +68,18 @@ def test_data_that_does_not_fit_is_refused_and_changes_nothing(data: Any, error:
     storage = FrameStorage(8)
     buffer = ReplayBuffer(storage=storage)
     buffer.extend(_data(12)[:8])
-    before, held = storage[:].clone(), storage._columns[0].pool._pool.held
+    before, held = storage[:].clone(), storage._columns[0].pool.held
     with pytest.raises(error, match=text):
         buffer.extend(data)
     assert len(storage) == 8
-    assert storage._columns[0].pool._pool.held == held
+    assert storage._columns[0].pool.held == held
     assert_same(storage[:], before)
 
 
 def test_a_failure_in_the_middle_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = FrameStorage(50)
     storage.set(range(20), _data(20))
-    before, held = storage[:].clone(), storage._columns[0].pool._pool.held
+    before, held = storage[:].clone(), storage._columns[0].pool.held
 
     def fail(*_: Any, **__: Any) -> None:
         raise OutOfMemoryError("no more")
@@ -90,7 +90,7 @@ def test_a_failure_in_the_middle_changes_nothing(monkeypatch: pytest.MonkeyPatch
             with pytest.raises(OutOfMemoryError):
                 storage.set(range(15, 25), _data(10))
         assert len(storage) == 20
-        assert storage._columns[0].pool._pool.held == held
+        assert storage._columns[0].pool.held == held
         assert_same(storage[:], before)
 
 
@@ -98,7 +98,7 @@ def test_a_pool_with_no_numbers_left_refuses_and_keeps_what_it_has(monkeypatch: 
     storage = FrameStorage(50)
     storage.set(range(20), _data(20))
     before = storage[:].clone()
-    room = storage._columns[0].pool._pool._room
+    room = storage._columns[0].pool._room
     monkeypatch.setattr(room, "_sizes", room._sizes._replace(grains=240))
     with pytest.raises(OutOfMemoryError, match="pass a smaller max_size"):
         storage.set(range(15, 45), _data(30))
@@ -171,7 +171,7 @@ def _check_still_the_same(ours: FrameStorage, theirs: LazyTensorStorage) -> None
         for storage in (ours, theirs):
             storage.set(places, data.clone(), set_cursor=False)
     assert_same(ours[torch.arange(32)], theirs[torch.arange(32)])
-    assert ours._columns[0].pool._pool.held == 64
+    assert ours._columns[0].pool.held == 64
 
 
 @pytest.mark.parametrize("index", INDICES)
@@ -205,7 +205,7 @@ def test_places_of_two_dimensions_may_repeat_as_well() -> None:
         storage.set(torch.tensor([1, 1, -7]), rows.clone(), set_cursor=False)
         storage[:]["pixels"][torch.tensor([2, 2]), torch.tensor([1, -3])] = rows["pixels"][0, :2]
     assert_same(ours[torch.arange(8)], theirs[torch.arange(8)])
-    assert ours._columns[0].pool._pool.held == 64
+    assert ours._columns[0].pool.held == 64
 
 
 @pytest.mark.parametrize("index", [torch.tensor([32]), [-33], 32, (torch.tensor([0]), torch.tensor([0]))])
@@ -245,7 +245,7 @@ def test_what_does_not_fit_in_the_middle_changes_nothing(
             buffer.extend(wrong(data[:5].clone()))
         assert len(buffer) == 20
         assert_same(storage[torch.arange(20)].exclude("index"), data[:20].to("cpu"))
-        assert storage._columns[0].pool._pool.held == 40
+        assert storage._columns[0].pool.held == 40
     else:
         with pytest.raises(InvalidArgumentError):
             storage.set(torch.arange(3), wrong(data[:5].clone()))

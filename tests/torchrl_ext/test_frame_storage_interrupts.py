@@ -53,7 +53,7 @@ class Case:
         for buffer in (self.ours, twin):
             buffer.extend(THIRD.clone())
         assert _same(self.ours, twin), where
-        assert storage._columns[0].pool._pool.held == 2 * len(storage), where
+        assert storage._columns[0].pool.held == 2 * len(storage), where
         if storage._folder is not None:
             storage.close()
         return after

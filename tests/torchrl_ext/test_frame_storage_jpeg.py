@@ -68,7 +68,7 @@ def test_the_pictures_of_these_tests_become_jpeg() -> None:
     assert (oracle(data)["pixels"] != data["pixels"]).any(-1).any(-1)[:, -1].float().mean() > 0.9
     images = buffer_of()
     images.extend(data)
-    assert images.storage._columns[0].pool.codec == "jpeg"
+    assert images.storage._columns[0].pool.codec.name == "jpeg"
 
 
 @pytest.mark.sample
@@ -224,7 +224,7 @@ def test_whatever_a_killed_process_leaves_is_whole(tmp_path: Path) -> None:
         buffer = buffer_of(150, storage_dir=tmp_path / "storage")
         assert len(buffer) >= min(said.value - before, 150)
         assert not set(contents(buffer[:].clone(), KEYS)) - set(known)
-        assert buffer.storage._columns[0].pool._pool.held == 2 * len(buffer)
+        assert buffer.storage._columns[0].pool.held == 2 * len(buffer)
         buffer.storage.close()
 
 
@@ -266,7 +266,7 @@ def test_the_oldest_go_where_a_number_of_bytes_is_reached() -> None:
 def test_where_an_image_cannot_be_made_nothing_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer, data = buffer_of(50), pictures(80)
     buffer.extend(data[:40].clone())
-    before, held = buffer[:].clone(), buffer.storage._columns[0].pool._pool.held
+    before, held = buffer[:].clone(), buffer.storage._columns[0].pool.held
 
     def fail(*_: Any) -> None:
         raise MemoryError
@@ -275,7 +275,7 @@ def test_where_an_image_cannot_be_made_nothing_is_stored(monkeypatch: pytest.Mon
         patch.setattr(JpegCodec, "seal", fail)
         with pytest.raises(MemoryError):
             buffer.storage.set(range(30, 50), data[40:60])
-    assert buffer.storage._columns[0].pool._pool.held == held
+    assert buffer.storage._columns[0].pool.held == held
     assert_same(buffer[:].clone(), before)
     buffer.storage.set(range(30, 50), data[40:60])
     assert torch.equal(buffer[30:50]["pixels"].clone(), oracle(data[40:60])["pixels"])
@@ -284,7 +284,7 @@ def test_where_an_image_cannot_be_made_nothing_is_stored(monkeypatch: pytest.Mon
 def test_damaged_images_are_reported() -> None:
     buffer = buffer_of()
     buffer.extend(pictures(60))
-    buffer.storage._columns[0].pool._pool._arrays["contents"][: 60 * 256] = 7
+    buffer.storage._columns[0].pool._arrays["contents"][: 60 * 256] = 7
     with pytest.raises(CorruptFileError, match="cannot be read"):
         buffer.sample()
 
@@ -315,7 +315,29 @@ def test_it_is_refused_by_name_where_it_is_missing(monkeypatch: pytest.MonkeyPat
         FrameStorage(5, codec="jpeg").set(0, pictures(1)[0])
     storage = FrameStorage(200)
     storage.set(range(150), pictures(150))
-    assert storage._columns[0].pool.codec != "jpeg"
+    assert storage._columns[0].pool.codec.name != "jpeg"
+
+
+@pytest.mark.parametrize(
+    ("saved", "options", "text"),
+    [
+        ({"codec": "jpeg", "quality": 80}, {}, "made with codec='jpeg', quality=80"),
+        ({"codec": "jpeg", "quality": 80}, {"codec": "jpeg"}, "made with codec='jpeg', quality=80"),
+        ({"max_error": 4}, {}, "made with max_error=4"),
+        ({"max_error": 4}, {"max_error": 3}, "made with max_error=4"),
+    ],
+)
+def test_one_that_may_lose_less_does_not_take_over_what_was_saved(
+    saved: dict[str, Any], options: dict[str, Any], text: str
+) -> None:
+    storage = FrameStorage(100, **saved)
+    storage.set(range(70), pictures(70))
+    state = storage.state_dict()
+    with pytest.raises(InvalidArgumentError, match=text):
+        FrameStorage(100, **options).load_state_dict(state)
+    again = FrameStorage(100, **saved)
+    again.load_state_dict(state)
+    assert_same(again[:].clone(), storage[:].clone())
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def _check(buffer: Any) -> Any:
     held = contents(rows, KEYS)
     assert not set(held) - set(known_contents())
     assert contents(buffer[np.arange(len(rows))], KEYS) == held
-    pool = buffer.storage._columns[0].pool._pool
+    pool = buffer.storage._columns[0].pool
     assert pool.held == 2 * len(rows)
     return held
 

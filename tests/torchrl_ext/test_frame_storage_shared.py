@@ -73,7 +73,7 @@ def test_a_ring_that_processes_overwrite_holds_whole_transitions_and_does_not_gr
         assert not set(contents(buffer.sample(), KEYS)) - known
     _join(workers)
     assert not set(contents(buffer[:], KEYS)) - known
-    assert buffer.storage._columns[0].pool._pool.held == 300
+    assert buffer.storage._columns[0].pool.held == 300
     assert buffer.storage._columns[0].pool.nbytes < 4 * before  # of three scenes, not of one
 
 
@@ -87,7 +87,7 @@ def test_an_emptied_buffer_learns_how_stacks_are_made_from_the_first_process_tha
     _join(_run(empty_and_collect_into, buffer, [1], [100]))
     assert contents(buffer[:], KEYS) == contents(_serial([1], [100])[0], KEYS)
     assert pool.layout.n_stack == 4
-    assert pool._pool._pool.head[state.FRAMES] < 300
+    assert pool._pool.head[state.FRAMES] < 300
 
 
 def _collected(frames: int) -> Any:

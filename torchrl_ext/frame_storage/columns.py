@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +13,14 @@ import torch
 from tensordict.utils import unravel_key
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
-from rl_ext_core.frames.adaptive import AdaptivePool
+from rl_ext_core.frames.auto import COPIED, JUDGE_AFTER, LAST_CHECK, Choice, Chooser, layout_like
+from rl_ext_core.frames.codecs import check_numba
 from rl_ext_core.frames.recycle import RecycledArrays
 from rl_ext_core.frames.region import RegionFile
 from torchrl_ext.frame_storage.format import dtype_name, dtype_named
+
+if TYPE_CHECKING:
+    from rl_ext_core.frames.pool import FramePool, Handles
 
 _SMALL = 1024  # bytes: below, a leaf is no image worth the trouble
 
@@ -25,12 +30,20 @@ Key = Any  # a string, or a tuple of strings
 class FrameColumn:
     """One image leaf, and the leaf of the same name under ``"next"``, which shares its frames.
 
+    How its frames are stored, as far as that was left open, is chosen by the first batch, and looked at again when 2,
+    4, 8, ... 4096 images were stored. Where other processes share it, or it lies in a file, what the first batch says
+    is kept.
+
     :param kind: what :func:`image_kinds` says of it; more entries do no harm.
     :param n_rows: room along the first dimension.
-    :param options: of the pool.
+    :param options: of :class:`Chooser`.
     :param num_threads: threads that decode large batches, or None for as many as ``torch.get_num_threads()``.
     :param file: where the frames lie, or None for memory.
+    :ivar pool: its frames.
+    :ivar shared: whether other processes have it too.
     """
+
+    shared = False
 
     def __init__(
         self,
@@ -47,8 +60,20 @@ class FrameColumn:
         self._numpy_dtype, self._num_threads = _numpy_dtype(self.dtype), num_threads
         self._recycled = RecycledArrays()
         # A batch is stored before what it replaces is freed, hence twice as many.
-        n_handles = 2 * n_rows * kind["n_images"]
-        self.pool = AdaptivePool(n_handles, self.shape, self._numpy_dtype, **options, file=file)
+        self._n_handles = 2 * n_rows * kind["n_images"]
+        self._chooser = Chooser.checked(self.shape, self._numpy_dtype, **options)
+        self._next_check, self._in_file = 2, file is not None
+        self.pool = self._new_pool(self._chooser.at_once(self._chooser.first_layout), file)
+
+    @staticmethod
+    def _pool_class() -> type[FramePool]:
+        check_numba("A store of frames")
+        from rl_ext_core.frames.pool import FramePool  # it loads numba
+
+        return FramePool
+
+    def _new_pool(self, choice: Choice, file: RegionFile | None = None) -> FramePool:
+        return self._pool_class()(self._n_handles, file=file, **choice._asdict())
 
     def encode(
         self, keys: list[Key], leaves: list[torch.Tensor], ended: npt.NDArray[np.bool_] | None
@@ -63,8 +88,34 @@ class FrameColumn:
         if ended is not None:
             ended = np.repeat(ended, batch.numel() // max(len(ended), 1))
         arrays = [self._array(leaf, key) for key, leaf in zip(keys, leaves, strict=True)]
-        handles = self.pool.put(*arrays, ended=ended)
+        handles = self._put(*arrays, ended=ended)
         return [torch.from_numpy(part).reshape(batch) for part in handles[: len(leaves)]]
+
+    def _put(
+        self,
+        stacks: npt.NDArray[Any],
+        nexts: npt.NDArray[Any] | None = None,
+        *,
+        ended: npt.NDArray[np.bool_] | None = None,
+    ) -> tuple[Handles, Handles]:
+        pool, chooser = self.pool, self._chooser
+        pool.refresh()
+        fresh = pool.held == 0
+        if fresh and chooser.n_stack is None:
+            choice = chooser.at_once(layout_like(pool.layout, stacks, nexts))
+            if choice.layout != pool.layout:
+                pool.become(**choice._asdict())
+        handles = pool.put(stacks, nexts, ended=ended)
+        # The bound first, then the blocks that suit what is left to store: in others, changes are other ones.
+        for _ in range(2 if fresh and len(stacks) >= JUDGE_AFTER else 0):
+            if (better := chooser.better_for_pool(pool)) is None:
+                break
+            only_blocks = better.max_error == pool.max_error
+            pool.become(**better._asdict())
+            handles = pool.put(stacks, nexts, ended=ended)
+            if only_blocks:
+                break
+        return handles
 
     def _array(self, leaf: torch.Tensor, key: Key) -> npt.NDArray[Any]:
         if leaf.dtype != self.dtype:
@@ -87,12 +138,43 @@ class FrameColumn:
         ]
 
     def look_again(self, rows: Any, length: int) -> None:
-        """Put other handles into all elements that are held, where the pool has chosen another way to store them."""
+        """Store all elements that are held anew, where another layout, codec or block length suits them."""
         held = [rows.get(key)[:length] for key in self.keys]
         flat = [part.reshape(-1).numpy() for part in held]
-        anew = self.pool.look_again(flat[0], flat[1] if len(flat) == 2 else None)
-        for leaf, handles in zip(held, anew or (), strict=False):
-            leaf.copy_(torch.from_numpy(handles).reshape(leaf.shape))
+        if self.shared or self._in_file or not self._next_check <= len(flat[0]) <= LAST_CHECK:
+            return
+        if sum(map(np.count_nonzero, flat)) != self.pool.held or not flat[0].all() or self.pool.lossy:
+            return  # some are elsewhere, places are empty, or errors would add up
+        while self._next_check <= len(flat[0]):
+            self._next_check *= 2
+        # What is stored is complete: where memory is short it stays as it is.
+        with contextlib.suppress(MemoryError):
+            self._store_anew(held, flat)
+
+    def _store_anew(self, held: list[torch.Tensor], flat: list[Handles]) -> None:
+        layout, choice = self.pool.layout, None
+        if self._chooser.n_stack is None:
+            stacks, *following = self._decoded([part[-COPIED:] for part in flat])
+            layout = layout_like(layout, stacks, following[0] if following else None)
+        if layout != self.pool.layout:
+            choice = self._chooser.at_once(layout)
+        elif len(flat[0]) >= JUDGE_AFTER:
+            choice = self._chooser.better_for_pool(self.pool)
+        if choice is None:
+            return
+        pool, parts = self._new_pool(choice), []
+        for start in range(0, len(flat[0]), COPIED):
+            parts.append(pool.put(*self._decoded([part[start : start + COPIED] for part in flat])))
+        self.pool = pool
+        choice.log("stacks")
+        for leaf, anew in zip(held, zip(*parts, strict=True), strict=False):
+            leaf.copy_(torch.from_numpy(np.concatenate(anew)).reshape(leaf.shape))
+
+    def _decoded(self, handles: list[Handles]) -> list[npt.NDArray[Any]]:
+        outs = [np.empty((len(part), *self.shape), dtype=self._numpy_dtype) for part in handles]
+        for part, out in zip(handles, outs, strict=True):
+            self.pool.get(part, out)
+        return outs
 
     def handles(self, rows: Any, length: int) -> npt.NDArray[np.int64]:
         """Return all handles in the first elements, key after key."""
@@ -111,15 +193,39 @@ class FrameColumn:
         :raises CorruptFileError: if an image is not there.
         """
         handles = self.handles(rows, length)
-        if lost := int(np.count_nonzero(handles[~self.pool.recover(handles)])):
+        if lost := int(np.count_nonzero(handles[~self.found_again(handles)])):
             raise CorruptFileError(
                 f"{lost} of {len(handles)} images of {self.keys} in {where or 'shared memory'} lead nowhere: it was "
                 "cut short or written to; to keep what is intact, salvage it"
             )
 
+    def found_again(self, handles: Handles) -> npt.NDArray[np.bool_]:
+        """Return which of all handles that are held can be read, of a pool that was found again; forget the others."""
+        from rl_ext_core.frames.recovery import recover
+
+        if self.pool.interrupted:
+            self.pool.become(**self._chooser.at_once(self._chooser.first_layout)._asdict())
+        return recover(self.pool, handles)
+
+    def restore(self, description: Any) -> None:
+        """Hold what a pool described of itself.
+
+        :raises CorruptFileError: if it is damaged, or of a later format.
+        :raises InvalidArgumentError: if it loses more than this one may.
+        """
+        pool = self._pool_class().restored(description, self._n_handles)
+        allowed = self._chooser.loss.options
+        if pool.max_error > allowed.get("max_error", 0) or (pool.codec.lossy and allowed != {"quality": pool.quality}):
+            made_with = f"codec='jpeg', quality={pool.quality}" if pool.codec.lossy else f"max_error={pool.max_error}"
+            raise InvalidArgumentError(
+                f"what was saved is lossy: it was made with {made_with}; pass the same, since what is added goes on so"
+            )
+        self.pool, self._next_check = pool, LAST_CHECK + 1
+
     def unlock(self) -> None:
         """Let others use the file."""
-        self.pool.close()
+        if self._in_file:
+            self.pool.unlock()
 
     @property
     def nbytes(self) -> int:
@@ -127,6 +233,8 @@ class FrameColumn:
         return self.pool.nbytes + self._recycled.nbytes
 
     def __getstate__(self) -> dict[str, Any]:
+        # It can only go to a child process, which shares the frames from now on.
+        self.shared = True
         return {**self.__dict__, "_recycled": RecycledArrays()}
 
 

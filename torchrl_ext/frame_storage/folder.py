@@ -215,7 +215,7 @@ def _keep_longest_run(file: RowFile, columns: list[FrameColumn], journal: Journa
     rows[: len(places)] = kept
     for column in columns:
         column.clear(rows, len(places), len(rows))
-        column.pool.recover(column.handles(rows, len(rows)))
+        column.found_again(column.handles(rows, len(rows)))
     file.update_sums(np.arange(len(places)))
     journal.written(len(places), len(places))
     journal.settle()
@@ -245,7 +245,7 @@ def _readable(column: FrameColumn, rows: Any, good: npt.NDArray[np.bool_]) -> np
     for key in column.keys:
         rows.get(key)[:length][torch.from_numpy(~good)] = 0
     flat = column.handles(rows, length)
-    there = column.pool.recover(flat) | (flat == 0)
+    there = column.found_again(flat) | (flat == 0)
     there[there] &= column.pool.readable(flat[there])
     found: npt.NDArray[np.bool_] = there.reshape(len(column.keys), length, -1).all(axis=(0, 2))
     return found

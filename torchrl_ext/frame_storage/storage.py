@@ -19,7 +19,7 @@ from torchrl.data import TensorStorage
 from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError
 from rl_ext_core.frames import Salvaged
-from rl_ext_core.frames.adaptive import LAST_CHECK
+from rl_ext_core.frames.auto import LAST_CHECK
 from rl_ext_core.frames.codecs import DEFAULT_QUALITY, options_in_words
 from rl_ext_core.frames.folder import reading
 from rl_ext_core.frames.journal import Journal, Places
@@ -372,7 +372,7 @@ class FrameStorage(TensorStorage):
             raise
         self._written()
         release(self._columns, old)
-        # Pools choose again how to store, as long as there is little in them.
+        # How frames are stored is chosen again as long as there are few.
         if len(self) <= LAST_CHECK and self._len_along_dim0 is not None:
             for column in self._columns:
                 column.look_again(self._storage, self._len_along_dim0)
@@ -628,7 +628,7 @@ class FrameStorage(TensorStorage):
 
         The caller holds the lock.
         """
-        frames = [{**column.kind, "pool": column.pool.state()} for column in self._columns]
+        frames = [{**column.kind, "pool": column.pool.described()} for column in self._columns]
         return self._storage[: self._len_along_dim0], frames
 
     @uninterrupted
@@ -649,7 +649,7 @@ class FrameStorage(TensorStorage):
             )
         rows = rows.to("cpu")
         with self.lock:
-            if any(column.pool.shared for column in self._columns):
+            if any(column.shared for column in self._columns):
                 raise InvalidArgumentError(
                     "a FrameStorage cannot be loaded once other processes share it; load it first"
                 )
@@ -667,7 +667,7 @@ class FrameStorage(TensorStorage):
         with reading("the images are"):
             columns = [self._new_column(state, self._shape_for(rows[0])[0]) for state in frames]
             for column, state in zip(columns, frames, strict=True):
-                column.pool.restore(state["pool"])
+                column.restore(state["pool"])
                 column.recover(rows, len(rows), None)
         return columns
 

@@ -1,10 +1,9 @@
 """Compressed storage for stacks of frames: what the replay buffers of this project are made of.
 
-``FrameStore`` keeps every single frame once and returns transitions bit for bit; ``AdaptiveStore`` also finds out how
-observations are stacked and which codec suits them. Nothing here knows a framework.
+``FrameStore`` keeps every single frame once and returns transitions bit for bit; ``FrameStore.adaptive`` also finds out
+how observations are stacked and which codec suits them. Nothing here knows a framework.
 """
 
-from rl_ext_core.frames.adaptive import AdaptiveStore
 from rl_ext_core.frames.codecs import Codec, codec_names, get_codec, register_codec
 from rl_ext_core.frames.jpeg import JpegCodec
 from rl_ext_core.frames.layout import StackLayout
@@ -12,7 +11,6 @@ from rl_ext_core.frames.planning import Plan, plan
 from rl_ext_core.frames.store import FrameStore, Recovered, Salvaged, salvage
 
 __all__ = [
-    "AdaptiveStore",
     "Codec",
     "FrameStore",
     "JpegCodec",

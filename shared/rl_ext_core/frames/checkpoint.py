@@ -15,7 +15,7 @@ import numpy as np
 from rl_ext_core._interrupts import check
 from rl_ext_core.errors import CorruptFileError, RlExtError, StorageError
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 
 def checksum(state: Any) -> int:
@@ -50,7 +50,6 @@ _S = TypeVar("_S")
 # What a file of a store refers to. Anything else would be somebody else's program.
 _KNOWN = {
     ("builtins", "list"),
-    ("rl_ext_core.frames.adaptive", "AdaptiveStore"),
     ("rl_ext_core.frames.store", "FrameStore"),
     ("numpy", "dtype"),
     ("numpy", "ndarray"),

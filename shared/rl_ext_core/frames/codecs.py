@@ -286,15 +286,8 @@ def checked_block_length(block_length: int | None, codec: Codec) -> int:
     return block_length
 
 
-def loss_in_words(max_error: int, codec: Codec) -> str:
-    """What ``repr`` says of it."""
-    if codec.lossy:
-        return f"{codec!r}"
-    return f"lossy: every pixel within {max_error}" if max_error else "lossless"
-
-
 def options_in_words(options: Mapping[str, Any]) -> str:
-    """The same, of what was asked for."""
+    """What ``repr`` says of the options of a store."""
     lossy = [f"{name}={options[name]}" for name in ("max_error", "quality") if options.get(name)]
     return f"lossy: {', '.join(lossy)}" if lossy else "lossless"
 

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
-from rl_ext_core.frames.adaptive import AdaptiveStore
 from rl_ext_core.frames.layout import StackLayout, candidate_layouts, find_layout, stacking_axes
 from rl_ext_core.frames.store import FrameStore
 
@@ -299,7 +298,7 @@ def measure_all(sample: Sample, layout: StackLayout, ways: Sequence[Mapping[str,
     Environments change as they go on: they are reset, a view moves or rests. So what a transition takes is looked at
     part by part, and more is played until the parts agree.
 
-    :param ways: options of ``AdaptiveStore``, which chooses what they leave open.
+    :param ways: options of ``FrameStore.adaptive``, which chooses what they leave open.
     """
     grown = [_Growth(_store(sample, layout, options)) for options in ways]
     first = len(sample) // 4
@@ -326,7 +325,7 @@ def measure_all(sample: Sample, layout: StackLayout, ways: Sequence[Mapping[str,
 
 
 def _store(sample: Sample, layout: StackLayout, options: Mapping[str, Any]) -> FrameStore:
-    chooser = AdaptiveStore(len(sample), 1, layout.shape, layout.dtype, n_stack=layout.n_stack, **options)
+    chooser = FrameStore.adaptive(len(sample), 1, layout.shape, layout.dtype, n_stack=layout.n_stack, **options)
     _fill(chooser, sample)
     loss = {name: options[name] for name in ("max_error", "quality") if name in options}
     capacity = max(len(sample), sample.most)
@@ -386,7 +385,7 @@ class _Growth:
         return max(self.mean - self.error, self.mean / (1 + self.error / max(self.mean, 1e-9))), self.mean + self.error
 
 
-def _fill(store: AdaptiveStore | FrameStore, sample: Sample, *, start: int = 0, stop: int | None = None) -> None:
+def _fill(store: FrameStore, sample: Sample, *, start: int = 0, stop: int | None = None) -> None:
     for before, after in zip(sample.before[start:stop], sample.after[start:stop], strict=True):
         store.append(before[None], after[None])
 

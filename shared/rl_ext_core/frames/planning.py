@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, missing_dependency
-from rl_ext_core.frames.adaptive import AdaptiveStore
 from rl_ext_core.frames.codecs import DEFAULT_QUALITY, Loss
 from rl_ext_core.frames.layout import StackLayout, candidate_layouts
 from rl_ext_core.frames.measuring import (
@@ -38,6 +37,7 @@ from rl_ext_core.frames.measuring import (
     playing,
     suggestions,
 )
+from rl_ext_core.frames.store import FrameStore
 from rl_ext_core.resources import available_memory
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class Row:
     """What one way of storing costs.
 
     :param name: the codec with its options, as people read it.
-    :param options: of ``AdaptiveStore`` and of the buffers; empty for Stable Baselines3's own.
+    :param options: of ``FrameStore.adaptive`` and of the buffers; empty for Stable Baselines3's own.
     :param bytes_a_transition: with action, reward and flags; of an estimate the geometric middle.
     :param range: of an estimate, from the smallest to the largest of the recordings; where it was measured, what more
         of the same may come to, as far as the parts of what was seen differ. None where there was too little to tell.
@@ -328,7 +328,7 @@ def priced(
 ) -> tuple[Row, ...]:
     """One row for each way of storing, Stable Baselines3's own first.
 
-    :param ways: options of ``AdaptiveStore``.
+    :param ways: options of ``FrameStore.adaptive``.
     :param sample: what was measured on, or None to estimate.
     :param measured: what was, for each of the ways.
     :param budget: bytes that there are, or None where nobody knows.
@@ -507,13 +507,13 @@ class Forecast(NamedTuple):
     high: int
 
 
-def forecast(stores: Sequence[AdaptiveStore]) -> Forecast:
+def forecast(stores: Sequence[FrameStore]) -> Forecast:
     """What stores will take: by what they hold where that says enough, else by this project's recordings."""
     parts = [_forecast(store) for store in stores]
     return Forecast(*(sum(part[at] for part in parts) for at in range(3)))
 
 
-def _forecast(store: AdaptiveStore) -> Forecast:
+def _forecast(store: FrameStore) -> Forecast:
     n_transitions = store.capacity * store.n_envs
     if store.size >= MemoryWatch.KNOWN_AT:
         return Forecast(*[store.nbytes * store.capacity // store.size] * 3)
@@ -534,7 +534,7 @@ class MemoryWatch:
 
     KNOWN_AT = 4096  # transitions an environment, after which the stores are found out
 
-    def __init__(self, stores: Sequence[AdaptiveStore], *, other_bytes: int = 0) -> None:
+    def __init__(self, stores: Sequence[FrameStore], *, other_bytes: int = 0) -> None:
         self._stores, self._other_bytes, self._warned = list(stores), other_bytes, False
 
     def look(self) -> None:

@@ -15,6 +15,7 @@ from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
 from rl_ext_core.frames import arrays as state
 from rl_ext_core.frames.allocator import list_free
 from rl_ext_core.frames.arrays import COUNTS, Pool, Room, Sizes
+from rl_ext_core.frames.auto import Choice
 from rl_ext_core.frames.checkpoint import checksum
 from rl_ext_core.frames.codecs import (
     DEFAULT_QUALITY,
@@ -157,6 +158,10 @@ class FramePool:
     def _sum_of_kind(self) -> int:
         return zlib.crc32(self._arrays["head"][state.N_STACK : state.QUALITY + 1].tobytes())
 
+    def unlock(self) -> None:
+        """Lets others use the file that the pool lies in. This pool must not be used any more."""
+        self._region.unlock()
+
     @uninterrupted
     def become(
         self,
@@ -287,6 +292,11 @@ class FramePool:
     def lossy(self) -> bool:
         """Whether what comes out may differ from what went in."""
         return self.max_error > 0 or self.codec.lossy
+
+    @property
+    def choice(self) -> Choice:
+        """How stacks are stored now."""
+        return Choice(self.layout, self.codec.name, self.block_length, self.max_error, self.quality)
 
     @property
     def held(self) -> int:

@@ -10,7 +10,6 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterator
 from operator import index
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
@@ -18,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_ext_core._interrupts import uninterrupted
-from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
+from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, StorageError
 from rl_ext_core.frames.arrays import MOST_PLACES
+from rl_ext_core.frames.auto import COPIED, LAST_CHECK, Choice, Chooser
 from rl_ext_core.frames.checkpoint import FORMAT_VERSION, check_format, checksum, load, reduced_and_held, save
 from rl_ext_core.frames.codecs import (
     DEFAULT_QUALITY,
@@ -28,12 +28,12 @@ from rl_ext_core.frames.codecs import (
     checked_block_length,
     checked_bound,
     get_codec,
-    loss_in_words,
+    options_in_words,
 )
 from rl_ext_core.frames.folder import MANIFEST, Rows, StoreFolder, checked_path, damage, reading
 from rl_ext_core.frames.geometry import INTERLEAVED, PLANAR
 from rl_ext_core.frames.layout import StackLayout
-from rl_ext_core.frames.region import address_of
+from rl_ext_core.frames.region import RegionFile, address_of
 
 if TYPE_CHECKING:
     from rl_ext_core.frames.pool import FramePool
@@ -105,7 +105,7 @@ class FrameStore:
 
     :param capacity: transitions an environment; then the oldest is overwritten.
     :param n_envs: number of environments.
-    :param layout: how an observation is stacked.
+    :param layout: how an observation is stacked; :meth:`adaptive` finds it out.
     :param codec: name of the codec, or a codec.
     :param block_length: frames in a block, a power of two, or None for 16. Longer blocks are smaller and slower to
         sample from.
@@ -119,6 +119,12 @@ class FrameStore:
         ``recovered`` says what was found. A process that is killed loses the transition that it was adding; a machine
         that goes down may lose what the system had not written yet, which checksums find. One process at a time may
         open it.
+    :param chooser: chooses again how they are stored, as more is seen; see :meth:`adaptive`.
+    :ivar layout: how an observation is stacked, as far as is known.
+    :ivar codec: name of the codec in use.
+    :ivar block_length: frames in a block.
+    :ivar max_error: how far off each byte may be now.
+    :ivar seen: transitions an environment that were ever added, as far as this process knows.
     :ivar position: the row that the next transition goes to.
     :ivar full: whether all rows were written.
     :ivar dropped: how many of the oldest transitions were given up, whose rows were not written again yet.
@@ -130,10 +136,16 @@ class FrameStore:
 
     recovered: Recovered | None
     _folder: StoreFolder | None
+    _pool: FramePool
+    layout: StackLayout
+    codec: str
+    block_length: int
+    max_error: int
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> FrameStore:
+    def __new__(cls, *args: Any, max_error: Any = 0, chooser: Chooser | None = None, **kwargs: Any) -> FrameStore:
         """Before anything is there that Ctrl-C could leave half done, all that takes long once."""
-        load_kernels(bounded=isinstance(bound := kwargs.get("max_error"), int) and bound > 0)
+        bounds = max_error, 0 if chooser is None else chooser.loss.options.get("max_error", 0)
+        load_kernels(bounded=any(isinstance(bound, int) and bound > 0 for bound in bounds))
         return super().__new__(cls)
 
     @uninterrupted
@@ -149,95 +161,129 @@ class FrameStore:
         quality: int = DEFAULT_QUALITY,
         max_bytes: int | None = None,
         storage_dir: str | os.PathLike[str] | StoreFolder | None = None,
-        takes_place: bool = False,
+        chooser: Chooser | None = None,
     ) -> None:
         if capacity < 1 or n_envs < 1:
             raise InvalidArgumentError(f"capacity={capacity} and n_envs={n_envs} must both be at least 1")
-        self.codec = (get_codec(codec, quality=quality) if isinstance(codec, str) else codec).for_frames(layout)
-        block_length = checked_block_length(block_length, self.codec)
-        if not 1 <= block_length <= MOST_PLACES or block_length & (block_length - 1):
-            raise InvalidArgumentError(
-                f"block_length={block_length} is not a power of two from 1 to {MOST_PLACES}; for example 16"
-            )
         # Plain integers: those of NumPy are written in a way that depends on its version.
-        self.capacity, self.n_envs, self.layout = index(capacity), index(n_envs), layout
-        self.block_length = index(block_length)
-        self.max_error = checked_bound(max_error, codec=self.codec, dtype=layout.dtype)
+        self.capacity, self.n_envs = index(capacity), index(n_envs)
         self.max_bytes = max_bytes if max_bytes is None else index(max_bytes)
+        choice = _checked(Choice(layout, codec, block_length, max_error, quality))
+        self._chooser, self.seen = chooser, 0
         self._shape = (self.n_envs, *layout.shape)
-        # The strides of views that VecTransposeImage makes: channel-first over channel-last memory.
-        channel_last = np.empty((self.n_envs, *layout.shape[1:], layout.shape[0]), dtype=layout.dtype)
-        self._transposed = np.moveaxis(channel_last, -1, 1).strides if layout.planar else None
         # The kernels release the GIL: a thread that samples must not read a block while another one fills it.
         self._lock = threading.RLock()
         self.position, self.full, self.dropped = 0, False, 0
         self._staged: Pairs | None = None  # what was stored and is no transition yet
         self._unfinished = False  # in a folder: whether the owner may yet write to the newest transition's row
         self._was_full = False  # before that one
-        self._attached = not takes_place
         self.recovered = None
+        self._check_budget(choice)
         if storage_dir is None or isinstance(storage_dir, StoreFolder):
             self._folder = storage_dir
         else:
-            self._folder = StoreFolder(storage_dir, self._settings(), capacity=self.capacity)
+            self._folder = StoreFolder(storage_dir, self._asked(choice), capacity=self.capacity)
         self._rows = Rows(self.capacity) if self._folder is None else self._folder.rows
         try:
-            self._pool = self._new_pool(takes_place)
-            self._check_budget()
-            if self._folder is not None and self._attached:
-                self._begin_in(self._folder)
+            if self._folder is None:
+                self._use(self._new_pool(choice))
+            else:
+                self._begin_in(self._folder, choice)
+                self.seen = self.size
         except BaseException:
-            if self._folder is not None and self._attached:
+            if self._folder is not None:
                 self._folder.abandon()
             raise
 
-    def _new_pool(self, next_generation: bool = False) -> FramePool:
+    @classmethod
+    def adaptive(
+        cls,
+        capacity: int,
+        n_envs: int,
+        shape: tuple[int, ...],
+        dtype: npt.DTypeLike,
+        *,
+        codec: str = "auto",
+        n_stack: int | None = None,
+        block_length: int | None = None,
+        max_error: int = 0,
+        quality: int = DEFAULT_QUALITY,
+        max_bytes: int | None = None,
+        storage_dir: str | os.PathLike[str] | None = None,
+    ) -> FrameStore:
+        """A store that chooses what is left open: how observations are stacked, the codec, and the block length.
+
+        That is done when the first transitions are seen, and again when 2, 4, 8, ... 4096 are stored; what is there
+        then is stored anew if it has changed. In a ``storage_dir``, what was found out is found again.
+
+        One that may be lossy is exact until it knows the layout and has seen enough to choose.
+
+        :param shape: of one observation.
+        :param dtype: of the observations.
+        :param codec: name of a codec, or ``"auto"``.
+        :param n_stack: frames a stack, or None to find it from the data.
+        :param block_length: frames a block, a power of two, or None to choose it by what is seen.
+        :raises InvalidArgumentError: if options exclude each other, or do not fit the observations.
+        :raises InvalidTypeError: likewise, because of a type.
+        """
+        asked: dict[str, Any] = {"codec": codec, "n_stack": n_stack, "block_length": block_length}
+        chooser = Chooser.checked(shape, dtype, **asked, max_error=max_error, quality=quality)
+        first = chooser.exact(chooser.first_layout)._asdict()
+        return cls(capacity, n_envs, **first, max_bytes=max_bytes, storage_dir=storage_dir, chooser=chooser)
+
+    def _use(self, pool: FramePool) -> None:
+        """Stores transitions in that pool from here on."""
+        layout = pool.layout
+        self._pool, self.layout, self.codec = pool, layout, pool.codec.name
+        self.block_length, self.max_error = pool.block_length, pool.max_error
+        # The strides of views that VecTransposeImage makes: channel-first over channel-last memory.
+        channel_last = np.empty((self.n_envs, *layout.shape[1:], layout.shape[0]), dtype=layout.dtype)
+        self._transposed = np.moveaxis(channel_last, -1, 1).strides if layout.planar else None
+
+    def _new_pool(self, choice: Choice, file: RegionFile | None = None) -> FramePool:
         from rl_ext_core.frames.pool import FramePool
 
-        return FramePool(
-            self.capacity,
-            self.layout,
-            codec=self.codec,
-            block_length=self.block_length,
-            max_error=self.max_error,
-            quality=self.codec.options.get("quality", DEFAULT_QUALITY),
-            streams=self.n_envs,
-            file=None if self._folder is None else self._folder.frames(next_generation=next_generation),
-        )
+        return FramePool(self.capacity, streams=self.n_envs, file=file, **choice._asdict())
 
-    def _settings(self) -> dict[str, Any]:
+    def _asked(self, choice: Choice) -> dict[str, Any]:
+        """What was asked for, as plain values; who opens the folder again has to ask for the same."""
+        if self._chooser is None:
+            return self._settings(choice)
+        given = {"shape": list(map(int, choice.layout.shape)), "dtype": choice.layout.dtype.str}
+        return {"capacity": self.capacity, "n_envs": self.n_envs, **given, **self._chooser.options}
+
+    def _settings(self, choice: Choice) -> dict[str, Any]:
         """What decides how frames are stored, as plain values."""
-        layout = self.layout
+        layout, codec = choice.layout, choice.codec if isinstance(choice.codec, Codec) else get_codec(choice.codec)
         return {
             "capacity": self.capacity,
             "n_envs": self.n_envs,
             "layout": [list(map(int, layout.shape)), layout.dtype.str, int(layout.n_stack), int(layout.axis)],
-            "codec": self.codec.name,
-            "block_length": self.block_length,
-            **self._loss(),
+            "codec": codec.name,
+            "block_length": choice.block_length,
+            **({"max_error": choice.max_error} if choice.max_error else {}),
+            **({"quality": choice.quality} if codec.lossy else {}),
         }
 
-    def _loss(self) -> dict[str, int]:
-        """The options of a store that is not exact. One that is has none."""
-        return {**({"max_error": self.max_error} if self.max_error else {}), **self.codec.options}
-
-    def _check_budget(self) -> None:
+    def _check_budget(self, choice: Choice) -> None:
         if self.max_bytes is None:
             return
-        layout = self.layout
+        layout = choice.layout
         stack = layout.stack_bytes + layout.frame_bytes
-        least = (stack + _LEAST_BLOCKS * self.block_length * layout.frame_bytes) * self.n_envs
+        least = (stack + _LEAST_BLOCKS * (choice.block_length or 1) * layout.frame_bytes) * self.n_envs
         if self.max_bytes < least:
             raise InvalidArgumentError(
                 f"max_bytes={self.max_bytes:,} is too little for {self.n_envs} environments with observations of shape "
-                f"{self.layout.shape}: what they have in the works takes up to {least:,}; pass at least that, or a "
+                f"{layout.shape}: what they have in the works takes up to {least:,}; pass at least that, or a "
                 "smaller block_length"
             )
 
-    def _begin_in(self, folder: StoreFolder) -> None:
+    def _begin_in(self, folder: StoreFolder, choice: Choice) -> None:
         if folder.settings is None:
-            folder.begin(self._settings())
+            self._use(self._new_pool(choice, folder.frames()))
+            folder.begin(self._settings(choice))
         else:
+            self._use(self._new_pool(choice if self._chooser is None else stored_as(folder)[2], folder.frames()))
             self._resume(folder)
         _in_folders.add(self)
 
@@ -312,15 +358,28 @@ class FrameStore:
         return (self.first + np.arange(self.size)) % self.capacity
 
     @property
+    def choice(self) -> Choice:
+        """How transitions are stored now."""
+        return self._pool.choice
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What was asked for: codec, stack size, and what may be lost."""
+        if self._chooser is not None:
+            return {name: value for name, value in self._chooser.options.items() if name != "block_length"}
+        bound = {"max_error": self.max_error} if self.max_error else {}
+        return {"codec": self.codec, "n_stack": self.layout.n_stack, **bound, **self._pool.codec.options}
+
+    @property
     def lossy(self) -> bool:
-        """Whether what comes out may differ from what went in."""
-        return self.max_error > 0 or self.codec.lossy
+        """Whether what comes out may differ from what went in, now or later."""
+        return self._pool.lossy or (self._chooser is not None and bool(self._chooser.loss.options))
 
     def __repr__(self) -> str:
-        layout, kept = self.layout, loss_in_words(self.max_error, self.codec)
+        layout, options = self.layout, self.options
         return (
             f"{type(self).__name__}({self.capacity} x {self.n_envs} transitions of {layout.shape} {layout.dtype}, "
-            f"codec={self.codec.name!r}, {kept})"
+            f"codec={options['codec']!r}, {options_in_words(options)})"
         )
 
     @property
@@ -370,17 +429,8 @@ class FrameStore:
             Whatever is raised, the store holds what it held before.
         """
         with self._lock:
-            self._append(observations, next_observations, row)
-
-    def _append(
-        self,
-        observations: npt.NDArray[np.generic],
-        next_observations: npt.NDArray[np.generic],
-        row: int | None,
-    ) -> None:
-        """What :meth:`append` does; its caller sees to it that nothing comes in between."""
-        row = self._row(row)
-        self._advance(row, self._stage(observations, next_observations, row))
+            row = self._row(row)
+            self._advance(row, self._stage(observations, next_observations, row))
 
     @uninterrupted
     def stage(self, observations: npt.NDArray[np.generic], next_observations: npt.NDArray[np.generic]) -> Pairs:
@@ -455,7 +505,7 @@ class FrameStore:
 
     def _advance(self, row: int, pairs: Pairs) -> None:
         """Makes the transition with these numbers the newest."""
-        if self._folder is not None and self._attached:
+        if self._folder is not None:
             self._begin_row(row)
         if self.full and self.dropped and row == self.position:
             self.dropped -= 1  # its row is taken
@@ -471,6 +521,54 @@ class FrameStore:
         self._unfinished = self._folder is not None
         if self.max_bytes is not None:
             self._keep_within(self.max_bytes)
+        self.seen += 1
+        if self._chooser is not None and self.seen <= LAST_CHECK and self.seen & (self.seen - 1) == 0:
+            self._choose_again(self._chooser)
+
+    def _choose_again(self, chooser: Chooser) -> None:
+        """Stores what is there in another way, where that suits it better."""
+        if self.position not in (0, self.size) or self.dropped:
+            return  # the oldest is not in the first row
+        # The transition is stored, and what is there is complete: it stays as it is.
+        with contextlib.suppress(MemoryError, StorageError):
+            choice = chooser.better_for_store(self)
+            if choice is not None:
+                self._become(choice)
+                choice.log("observations")
+                if self.max_bytes is not None:
+                    self._keep_within(self.max_bytes)
+
+    def _become(self, choice: Choice) -> None:
+        """Stores the same transitions in another way. Whatever is raised, they are stored as before."""
+        if (folder := self._folder) is None:
+            return self._use(self.stored_anew(choice))
+        try:
+            pool = self.stored_anew(choice, folder.frames(next_generation=True))
+            folder.begin(self._settings(choice), next_generation=True)
+        except BaseException:
+            folder.frames(next_generation=True)  # removes it
+            raise
+        self._use(pool)
+
+    def stored_anew(self, choice: Choice, file: RegionFile | None = None) -> FramePool:
+        """A pool with the same transitions in the same rows, which must not have wrapped."""
+        pool = self._new_pool(choice, file)
+        memory = PLANAR if choice.layout.planar else INTERLEAVED
+        for start in range(0, self.size, COPIED):
+            rows = np.arange(start, min(start + COPIED, self.size))
+            pool.make_sure_of_rows(int(rows[-1]) + 1)
+            before, after = (part.reshape(len(rows), *self._shape) for part in self.transitions(rows))
+            for row, stacks, nexts in zip(rows.tolist(), before, after, strict=True):
+                pool.index[row] = pool.put_pairs(address_of(stacks), memory, address_of(nexts), memory)
+                pool.note_row(row)
+        return pool
+
+    def transitions(self, rows: Pairs) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.generic]]:
+        """Observations and next observations of all environments, row by row."""
+        grid = np.repeat(rows, self.n_envs), np.tile(np.arange(self.n_envs), len(rows))
+        before, after = (np.empty((len(grid[0]), *self.layout.shape), dtype=self.layout.dtype) for _ in range(2))
+        self.get(*grid, before, after)
+        return before, after
 
     def _begin_row(self, row: int) -> None:
         """Notes that a row is being written, and that all before count."""
@@ -567,7 +665,7 @@ class FrameStore:
 
     def _forget(self, rows: Pairs) -> None:
         """Frees what lies in rows that do not count any more."""
-        if self._folder is not None and self._attached:
+        if self._folder is not None:
             self._note()
         self._pool.release_pairs(self._pool.index[rows].reshape(-1))
         self._pool.index[rows] = 0
@@ -607,8 +705,7 @@ class FrameStore:
             self.position, self.full, self.dropped, self._unfinished = 0, False, 0, False
             if self._folder is not None:
                 self._folder.check_ours()
-                if self._attached:
-                    self._note()
+                self._note()
             self._pool.clear()
             self._staged = None
 
@@ -667,7 +764,7 @@ class FrameStore:
     def close(self) -> None:
         """Writes what is not written yet, and lets another process open ``storage_dir``. Nothing can be read after."""
         folder = self._folder
-        if folder is None or folder.closed or not self._attached:
+        if folder is None or folder.closed:
             return
         with self._lock:
             try:
@@ -681,42 +778,6 @@ class FrameStore:
     def __del__(self) -> None:
         if getattr(self, "_folder", None) is not None:
             _close_quietly(self)
-
-    def emptied(self, layout: StackLayout, *, codec: str, block_length: int, **loss: int) -> FrameStore:
-        """A store for the same transitions, without them, that stores them in another way."""
-        return FrameStore(
-            self.capacity,
-            self.n_envs,
-            layout,
-            codec=codec,
-            block_length=block_length,
-            max_bytes=self.max_bytes,
-            storage_dir=self._folder,
-            takes_place=self._folder is not None,
-            **loss,
-        )
-
-    @contextlib.contextmanager
-    def taking_the_place_of(self, other: FrameStore) -> Iterator[None]:
-        """For the time in which the transitions of another store are added to this one, from the first row on.
-
-        Whatever is raised meanwhile, the other one stays in place.
-        """
-        folder = self._folder
-        try:
-            yield
-            if folder is not None:
-                folder.begin(self._settings(), next_generation=True)
-        except BaseException:
-            if folder is not None:
-                folder.frames(next_generation=True)  # removes it
-            raise
-        self._unfinished, self._was_full, self._rows = other._unfinished, other._was_full, other._rows
-        self.recovered = other.recovered
-        if folder is not None:
-            self._attached, other._attached = True, False
-            _in_folders.add(self)
-            _in_folders.discard(other)
 
     @uninterrupted
     def save(self, file: str | os.PathLike[str] | BinaryIO) -> None:
@@ -752,6 +813,7 @@ class FrameStore:
             "position": self.position,
             "full": self.full,
             "dropped": self.dropped,
+            **({} if self._chooser is None else {"asked": self._chooser.options}),
             "index": self._pool.index[: self.touched],
             "frames": self._pool.described(),
         }
@@ -765,7 +827,7 @@ class FrameStore:
         check_format(state)
         if _checksum(state) != state.get("checksum"):
             raise CorruptFileError("the frame store is damaged: its checksum does not match its contents")
-        frames = state["frames"]
+        frames, asked = state["frames"], state.get("asked")
         shape, dtype, n_stack, axis = frames["layout"]
         self.__init__(  # type: ignore[misc]
             state["capacity"],
@@ -776,10 +838,12 @@ class FrameStore:
             max_error=frames["max_error"],
             quality=frames.get("quality", DEFAULT_QUALITY),
             max_bytes=state.get("max_bytes"),
+            chooser=None if asked is None else Chooser.checked(tuple(shape), dtype, **asked),
         )
         self.position, self.full, self.dropped = state["position"], state["full"], state["dropped"]
         self._pool.take(frames)
         self._pool.index[: self.touched] = state["index"]
+        self.seen = self.size
 
 
 def _checksum(state: dict[str, Any]) -> int:
@@ -828,7 +892,8 @@ def salvage(storage_dir: str | os.PathLike[str]) -> Salvaged:
         raise InvalidArgumentError(f"storage_dir={str(path)!r} holds no store")
     folder = StoreFolder(path, {}, capacity=1, mend=True)
     try:
-        store = FrameStore(**stored_as(folder), storage_dir=folder)
+        capacity, n_envs, choice = stored_as(folder)
+        store = FrameStore(capacity, n_envs, **choice._asdict(), storage_dir=folder)
         found = Salvaged(*store.recovered[:2])  # type: ignore[index]
         store.close()
     finally:
@@ -837,14 +902,27 @@ def salvage(storage_dir: str | os.PathLike[str]) -> Salvaged:
     return found
 
 
-def stored_as(folder: StoreFolder) -> dict[str, Any]:
-    """How the frames in a folder are stored, as arguments of :class:`FrameStore`; nothing where there are none."""
-    found = dict(folder.settings or {})
-    if found:
-        with reading(f"{folder.path / MANIFEST} is"):
-            shape, dtype, n_stack, axis = found["layout"]
-            found["layout"] = StackLayout(tuple(shape), np.dtype(dtype), n_stack, axis)
-    return found
+def stored_as(folder: StoreFolder) -> tuple[int, int, Choice]:
+    """Capacity, number of environments, and how the frames in a folder are stored."""
+    with reading(f"{folder.path / MANIFEST} is"):
+        found = dict(folder.settings or {})
+        shape, dtype, n_stack, axis = found.pop("layout")
+        layout = StackLayout(tuple(shape), np.dtype(dtype), n_stack, axis)
+        return found.pop("capacity"), found.pop("n_envs"), Choice(layout, **found)
+
+
+def _checked(choice: Choice) -> Choice:
+    """The same with all that was left open, and what is wrong refused."""
+    codec = get_codec(choice.codec, quality=choice.quality) if isinstance(choice.codec, str) else choice.codec
+    codec = codec.for_frames(choice.layout)
+    block_length = checked_block_length(choice.block_length, codec)
+    if not 1 <= block_length <= MOST_PLACES or block_length & (block_length - 1):
+        raise InvalidArgumentError(
+            f"block_length={block_length} is not a power of two from 1 to {MOST_PLACES}; for example 16"
+        )
+    bound = checked_bound(choice.max_error, codec=codec, dtype=choice.layout.dtype)
+    quality = codec.options.get("quality", DEFAULT_QUALITY)
+    return Choice(choice.layout, codec, index(block_length), bound, quality)
 
 
 def longest_run(good: npt.NDArray[np.bool_]) -> tuple[int, int]:

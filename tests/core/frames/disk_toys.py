@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_ext_core.frames import AdaptiveStore, FrameStore, StackLayout
+from rl_ext_core.frames import FrameStore, StackLayout
 
 LAYOUT = StackLayout((3, 9, 8), np.dtype(np.uint8), 3, 0)
 N_ENVS = 2
@@ -50,7 +50,7 @@ def transition(number: int) -> Pair:
 def open_store(folder: Path | str, kind: str, capacity: int, **options: Any) -> tuple[Any, np.ndarray, np.ndarray]:
     """A store in a folder, and its row arrays: number of the transition, and something to go with it."""
     if kind == "adaptive":
-        store: Any = AdaptiveStore(capacity, N_ENVS, LAYOUT.shape, np.uint8, storage_dir=folder, **options)
+        store: Any = FrameStore.adaptive(capacity, N_ENVS, LAYOUT.shape, np.uint8, storage_dir=folder, **options)
     else:
         store = FrameStore(capacity, N_ENVS, LAYOUT, codec=kind, block_length=4, storage_dir=folder, **options)
     return store, store.rows("number", (), np.int64), store.rows("reward", (N_ENVS,), np.float32)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from rl_ext_core.frames import AdaptiveStore, FrameStore, StackLayout
+from rl_ext_core.frames import FrameStore, StackLayout
 from rl_ext_core.frames.checkpoint import FORMAT_VERSION
 
 DATA = Path(__file__).with_name("data")
@@ -47,9 +47,9 @@ def main() -> None:
     """Writes all files."""
     DATA.mkdir(exist_ok=True)
     for codec in CODECS:
-        stores: dict[str, FrameStore | AdaptiveStore] = {
+        stores: dict[str, FrameStore] = {
             "store": FrameStore(CAPACITY, N_ENVS, LAYOUT, codec=codec, block_length=BLOCK_LENGTH),
-            "adaptive": AdaptiveStore(CAPACITY, N_ENVS, LAYOUT.shape, LAYOUT.dtype, codec=codec),
+            "adaptive": FrameStore.adaptive(CAPACITY, N_ENVS, LAYOUT.shape, LAYOUT.dtype, codec=codec),
         }
         for kind, store in stores.items():
             for transition in steps():

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rl_ext_core.frames import AdaptiveStore, FrameStore, StackLayout
+from rl_ext_core.frames import FrameStore, StackLayout
 from rl_ext_core.frames.checkpoint import FORMAT_VERSION
 
 DATA = Path(__file__).with_name("data")
@@ -45,13 +45,13 @@ def stacks(time: int) -> npt.NDArray[np.uint8]:
     return np.array(every, dtype=np.uint8)
 
 
-def filled(way: str, kind: str) -> FrameStore | AdaptiveStore:
+def filled(way: str, kind: str) -> FrameStore:
     """A store with what is in the file."""
     if kind == "store":
-        store: FrameStore | AdaptiveStore = FrameStore(CAPACITY, N_ENVS, LAYOUT, **WAYS[way])
+        store: FrameStore = FrameStore(CAPACITY, N_ENVS, LAYOUT, **WAYS[way])
     else:
         options = {name: value for name, value in WAYS[way].items() if name != "block_length"}
-        store = AdaptiveStore(ADAPTIVE_CAPACITY, N_ENVS, LAYOUT.shape, LAYOUT.dtype, **options)
+        store = FrameStore.adaptive(ADAPTIVE_CAPACITY, N_ENVS, LAYOUT.shape, LAYOUT.dtype, **options)
     for time in range(N_STEPS if kind == "store" else ADAPTIVE_STEPS):
         store.append(stacks(time), stacks(time + 1))
     return store

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_ext_core.errors import InvalidArgumentError
-from rl_ext_core.frames import AdaptiveStore, FrameStore
+from rl_ext_core.frames import FrameStore
 from rl_ext_core.testing import LAYOUTS, PlainStore, check_contents, transitions
 
 GREY = LAYOUTS[0]
@@ -107,7 +107,7 @@ def test_a_store_with_a_budget_equals_plain_arrays(data: st.DataObject, capacity
 def test_an_adaptive_store_keeps_within_its_budget(tmp_path: Path) -> None:
     for where in ("memory", "disk"):
         options = folder(tmp_path, where)
-        store = AdaptiveStore(3000, 2, GREY.shape, np.uint8, max_bytes=BUDGET, **options)
+        store = FrameStore.adaptive(3000, 2, GREY.shape, np.uint8, max_bytes=BUDGET, **options)
         plain = PlainStore(3000, 2, GREY)
         for transition in transitions(GREY, n_steps=1200, contents="sparse", odd=0.02):
             store.append(*transition)
@@ -118,7 +118,7 @@ def test_an_adaptive_store_keeps_within_its_budget(tmp_path: Path) -> None:
         check_held(store, plain)
         store.close()
         if where == "disk":
-            store = AdaptiveStore(3000, 2, GREY.shape, np.uint8, max_bytes=BUDGET, **options)
+            store = FrameStore.adaptive(3000, 2, GREY.shape, np.uint8, max_bytes=BUDGET, **options)
             check_held(store, plain)
             store.close()
 

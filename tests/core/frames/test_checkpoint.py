@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rl_ext_core.errors import CorruptFileError, StorageError
-from rl_ext_core.frames import AdaptiveStore, FrameStore, StackLayout
+from rl_ext_core.frames import FrameStore, StackLayout
 from rl_ext_core.testing import LAYOUTS, PlainStore, check_contents, transitions
 from tests.core.frames.test_budget import check_held
 from tests.core.frames.test_disk_full import files_of_at_most
@@ -28,7 +28,7 @@ CODECS = ["raw", "patch", "patch+lz4"]
 def filled(kind: str, codec: str, n_steps: int, **options: Any) -> tuple[Any, PlainStore]:
     plain = PlainStore(60, 2, GREY)
     if kind == "adaptive":
-        store: Any = AdaptiveStore(60, 2, GREY.shape, np.uint8, codec=codec, **options)
+        store: Any = FrameStore.adaptive(60, 2, GREY.shape, np.uint8, codec=codec, **options)
     else:
         store = FrameStore(60, 2, GREY, codec=codec, block_length=4, **options)
     for transition in transitions(GREY, n_steps=n_steps, contents="mixed", odd=0.05):
@@ -183,7 +183,7 @@ def test_a_damaged_file_is_refused_or_harmless(saved: bytes, place: float, flip:
     at = int(place * len(saved))
     data = saved[:at] if flip == 0 else saved[:at] + bytes([saved[at] ^ flip]) + saved[at + 1 :]
     try:
-        loaded = AdaptiveStore.load(io.BytesIO(data))
+        loaded = FrameStore.load(io.BytesIO(data))
     except CorruptFileError:
         return
     check_contents(loaded, filled("adaptive", "patch", 50)[1])
@@ -200,14 +200,8 @@ class Evil:
 def test_a_foreign_file_is_refused(tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(CorruptFileError, match=rf"{tmp_path}/file .*"):
-        AdaptiveStore.load(tmp_path / "file")
+        FrameStore.load(tmp_path / "file")
     assert capsys.readouterr().out == ""
-
-
-def test_a_file_of_the_other_class_is_refused(tmp_path: Path) -> None:
-    filled("store", "raw", 5)[0].save(tmp_path / "file")
-    with pytest.raises(CorruptFileError, match="holds a FrameStore, expected a AdaptiveStore"):
-        AdaptiveStore.load(tmp_path / "file")
 
 
 def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, MissingDependencyError
-from rl_ext_core.frames import AdaptiveStore, Codec, FrameStore, codec_names, codecs, get_codec, register_codec
+from rl_ext_core.frames import Codec, FrameStore, codec_names, codecs, get_codec, register_codec
 from rl_ext_core.frames.arrays import FRAMES
 from rl_ext_core.testing import (
     LAYOUTS,
@@ -61,7 +61,9 @@ def test_a_codec_of_a_third_party_conforms() -> None:
 
 @pytest.mark.slow
 def test_an_adaptive_store_conforms() -> None:
-    check_frame_store(lambda capacity, n_envs, layout: AdaptiveStore(capacity, n_envs, layout.shape, layout.dtype))
+    check_frame_store(
+        lambda capacity, n_envs, layout: FrameStore.adaptive(capacity, n_envs, layout.shape, layout.dtype)
+    )
 
 
 class Flips(ZlibCodec):
@@ -160,7 +162,7 @@ def test_a_codec_that_is_no_name_is_refused(name: Any) -> None:
     with pytest.raises(InvalidTypeError, match="codec must be a name"):
         get_codec(name)
     with pytest.raises(InvalidTypeError, match="codec='auto'"):
-        AdaptiveStore(4, 1, (3,), np.uint8, codec=name)
+        FrameStore.adaptive(4, 1, (3,), np.uint8, codec=name)
 
 
 def test_a_name_is_given_once() -> None:
@@ -174,7 +176,7 @@ def test_a_codec_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "lz4" else find(name, *rest))
     with pytest.raises(MissingDependencyError) as caught:
-        AdaptiveStore(4, 1, (4, 9, 9), np.uint8, codec="patch+lz4")
+        FrameStore.adaptive(4, 1, (4, 9, 9), np.uint8, codec="patch+lz4")
     assert "codec 'patch+lz4' needs the package 'lz4'" in str(caught.value)
     assert '    pip install "rl-ext[frames]"' in str(caught.value).splitlines()
 
@@ -183,9 +185,9 @@ def test_a_codec_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch)
 def test_without_numba_one_sentence_says_what_to_install(codec: str) -> None:
     code = (
         "import sys; sys.modules['numba'] = None\n"
-        "from rl_ext_core.frames import AdaptiveStore, FrameStore, StackLayout\n"
+        "from rl_ext_core.frames import FrameStore, StackLayout\n"
         "from rl_ext_core.errors import MissingDependencyError\n"
-        f"try: AdaptiveStore(4, 1, (4, 9, 9), 'u1', codec={codec!r})\n"
+        f"try: FrameStore.adaptive(4, 1, (4, 9, 9), 'u1', codec={codec!r})\n"
         "except MissingDependencyError as error: print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -197,7 +199,7 @@ def test_without_numba_one_sentence_says_what_to_install(codec: str) -> None:
 
 def test_auto_suits_what_is_seen() -> None:
     def chosen(contents: str) -> str:
-        store = AdaptiveStore(200, 2, LAYOUTS[9].shape, np.uint8)
+        store = FrameStore.adaptive(200, 2, LAYOUTS[9].shape, np.uint8)
         for transition in transitions(LAYOUTS[9], n_steps=140, contents=contents):
             store.append(*transition)
         assert store.layout == LAYOUTS[9]

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, StorageError
-from rl_ext_core.frames import AdaptiveStore, FrameStore, journal, salvage
+from rl_ext_core.frames import FrameStore, journal, salvage
 from tests.core.frames.disk_toys import LAYOUT, N_ENVS, add, check, open_store, transition
 
 KINDS = ("patch", "raw", "patch+lz4")
@@ -343,9 +343,9 @@ def test_a_folder_of_another_store_is_refused(tmp_path: Path, change: dict[str, 
 
 @pytest.mark.parametrize("options", [{"codec": "raw"}, {"n_stack": 1}, {"block_length": 8}, {"n_envs": 3}])
 def test_a_folder_of_another_adaptive_store_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
-    def opened(**options: Any) -> AdaptiveStore:
+    def opened(**options: Any) -> FrameStore:
         n_envs = options.pop("n_envs", 2)
-        return AdaptiveStore(50, n_envs, LAYOUT.shape, np.uint8, storage_dir=tmp_path / "a", **options)
+        return FrameStore.adaptive(50, n_envs, LAYOUT.shape, np.uint8, storage_dir=tmp_path / "a", **options)
 
     opened().close()
     with pytest.raises(InvalidArgumentError, match=f"was made with {next(iter(options))}="):
@@ -541,11 +541,11 @@ def test_a_file_system_without_locks_is_said_to_be_one(tmp_path: Path, monkeypat
 
 
 def test_another_number_of_environments_is_named(tmp_path: Path) -> None:
-    AdaptiveStore(50, 2, LAYOUT.shape, np.uint8, storage_dir=tmp_path / "a").close()
+    FrameStore.adaptive(50, 2, LAYOUT.shape, np.uint8, storage_dir=tmp_path / "a").close()
     with pytest.raises(
         InvalidArgumentError, match="was made with n_envs=2 and capacity=50, not with n_envs=1 and capacity=100"
     ):
-        AdaptiveStore(100, 1, LAYOUT.shape, np.uint8, storage_dir=tmp_path / "a")
+        FrameStore.adaptive(100, 1, LAYOUT.shape, np.uint8, storage_dir=tmp_path / "a")
 
 
 @pytest.mark.parametrize("kind", ["patch", "patch+lz4", "adaptive"])

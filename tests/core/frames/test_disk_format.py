@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rl_ext_core.errors import CorruptFileError
-from rl_ext_core.frames import AdaptiveStore, FrameStore, folder, salvage
+from rl_ext_core.frames import FrameStore, folder, salvage
 from rl_ext_core.testing import LAYOUTS, transitions
 from tests.core.frames.disk_toys import add, check, open_store
 from tests.core.frames.make_disk_fixtures import CAPACITY, KINDS, N_STEPS, path_of
@@ -57,7 +57,7 @@ def test_a_store_that_is_not_exact_gives_the_same_from_disk(tmp_path: Path, kind
 
     def opened(**where: Any) -> Any:
         if kind == "adaptive":
-            return AdaptiveStore(300, 2, GREY.shape, np.uint8, n_stack=4, **options, **where)
+            return FrameStore.adaptive(300, 2, GREY.shape, np.uint8, n_stack=4, **options, **where)
         return FrameStore(300, 2, GREY, **options, **where)
 
     disk, ram = opened(storage_dir=tmp_path / "a"), opened()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl_ext_core.frames import AdaptiveStore, FrameStore
+from rl_ext_core.frames import FrameStore
 from tests.core.frames.disk_toys import LAYOUT, N_ENVS, transition
 from tests.interrupts import everywhere
 
@@ -22,7 +22,7 @@ NUMBERS = {(before[0].tobytes(), after[0].tobytes()): n for n in range(60) for b
 
 def make(kind: str, folder: Path | None) -> Any:
     if kind == "adaptive":
-        return AdaptiveStore(CAPACITY, N_ENVS, LAYOUT.shape, np.uint8, storage_dir=folder)
+        return FrameStore.adaptive(CAPACITY, N_ENVS, LAYOUT.shape, np.uint8, storage_dir=folder)
     return FrameStore(CAPACITY, N_ENVS, LAYOUT, codec=kind, block_length=4, storage_dir=folder)
 
 

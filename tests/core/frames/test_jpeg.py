@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, MissingDependencyError
-from rl_ext_core.frames import AdaptiveStore, FrameStore, JpegCodec, StackLayout, codec_names, get_codec
+from rl_ext_core.frames import FrameStore, JpegCodec, StackLayout, codec_names, get_codec
 from rl_ext_core.testing import ConformanceError, PlainStore, check_codec
 from tests.core.frames.test_bounded_error import drifting, everything
 
@@ -109,7 +109,7 @@ def test_what_is_no_image_is_refused(shape: tuple[int, ...], dtype: Any, n_stack
     with pytest.raises(error, match=text):
         FrameStore(10, 1, StackLayout(shape, np.dtype(dtype), n_stack, 0), codec="jpeg")
     with pytest.raises(error, match="codec='jpeg' stores images"):
-        AdaptiveStore(10, 1, shape, dtype, codec="jpeg", n_stack=n_stack)
+        FrameStore.adaptive(10, 1, shape, dtype, codec="jpeg", n_stack=n_stack)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_block_length_or_a_bound_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="block_length=16 is not for codec='jpeg'"):
         FrameStore(10, 1, LAYOUTS["one rgb frame"], codec="jpeg", block_length=16)
     with pytest.raises(InvalidArgumentError, match="block_length=4 is not for codec='jpeg'"):
-        AdaptiveStore(10, 1, (40, 48, 3), np.uint8, codec="jpeg", block_length=4)
+        FrameStore.adaptive(10, 1, (40, 48, 3), np.uint8, codec="jpeg", block_length=4)
     with pytest.raises(InvalidArgumentError, match="max_error=4 has no effect on codec='jpeg'"):
         FrameStore(10, 1, LAYOUTS["one rgb frame"], codec="jpeg", max_error=4)
 
@@ -152,7 +152,7 @@ def test_it_is_never_chosen_and_is_refused_by_name_where_it_is_missing(monkeypat
     with pytest.raises(MissingDependencyError, match=r"codec 'jpeg' needs(.|\n)*rl-ext\[frames-jpeg\]"):
         get_codec("jpeg")
     layout = LAYOUTS["rgb, channels first"]
-    store = AdaptiveStore(200, 2, layout.shape, layout.dtype)
+    store = FrameStore.adaptive(200, 2, layout.shape, layout.dtype)
     for transition in drifting(layout, 200):
         store.append(*transition)
     assert store.codec != "jpeg"
@@ -162,7 +162,7 @@ def test_it_is_never_chosen_and_is_refused_by_name_where_it_is_missing(monkeypat
 def test_an_adaptive_store_finds_the_stack_and_goes_over_to_jpeg(name: str) -> None:
     layout = LAYOUTS[name]
     plain = PlainStore(150, 2, layout)
-    store = AdaptiveStore(150, 2, layout.shape, layout.dtype, codec="jpeg", quality=90)
+    store = FrameStore.adaptive(150, 2, layout.shape, layout.dtype, codec="jpeg", quality=90)
     for step, transition in enumerate(drifting(layout, 150)):
         plain.append(*transition)
         store.append(*transition)
@@ -173,13 +173,13 @@ def test_an_adaptive_store_finds_the_stack_and_goes_over_to_jpeg(name: str) -> N
     assert "lossy: quality=90" in repr(store)
     again = pickle.loads(pickle.dumps(store))
     again.append(*next(iter(drifting(layout, 1, seed=5))))
-    assert again._inner.codec.quality == 90
+    assert again.choice.quality == 90
 
 
 def test_observations_that_do_not_stack_are_taken_apart() -> None:
     """Nine channels that have nothing to do with those before are stored as three images."""
     rng = np.random.default_rng(0)
-    store = AdaptiveStore(100, 1, (9, 40, 40), np.uint8, codec="jpeg")
+    store = FrameStore.adaptive(100, 1, (9, 40, 40), np.uint8, codec="jpeg")
     picture = np.kron(rng.integers(256, size=(120, 1, 9, 5, 5)), np.ones((8, 8))).astype(np.uint8)
     for before, after in itertools.pairwise(picture[:101]):
         store.append(before, after)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rl_ext_core.errors import InvalidArgumentError
-from rl_ext_core.frames import AdaptiveStore, StackLayout
+from rl_ext_core.frames import FrameStore, StackLayout
 from rl_ext_core.frames.layout import candidate_layouts, continues, find_layout, stacking_axes
 from rl_ext_core.testing import LAYOUTS, transitions
 
@@ -41,7 +41,7 @@ def test_sizes_follow_from_the_layout() -> None:
 @pytest.mark.parametrize("n_stack", [0, -1, 7, 256])
 def test_a_stack_size_that_does_not_divide_the_channels_is_refused(n_stack: int) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
-        AdaptiveStore(10, 1, (12, 8, 20), np.uint8, n_stack=n_stack)
+        FrameStore.adaptive(10, 1, (12, 8, 20), np.uint8, n_stack=n_stack)
     assert f"n_stack={n_stack}" in str(caught.value)
     assert "12 channels" in str(caught.value)
     assert "[1, 2, 3, 4, 6, 12]" in str(caught.value)
@@ -49,8 +49,8 @@ def test_a_stack_size_that_does_not_divide_the_channels_is_refused(n_stack: int)
 
 
 def test_a_stack_size_that_divides_one_axis_only_says_which_axis_it_is() -> None:
-    assert AdaptiveStore(10, 1, (12, 8, 20), np.uint8, n_stack=4).layout.axis == 0
-    assert AdaptiveStore(10, 1, (12, 8, 20), np.uint8, n_stack=5).layout.axis == 2
+    assert FrameStore.adaptive(10, 1, (12, 8, 20), np.uint8, n_stack=4).layout.axis == 0
+    assert FrameStore.adaptive(10, 1, (12, 8, 20), np.uint8, n_stack=5).layout.axis == 2
 
 
 def seen(layout: StackLayout, contents: str, n_steps: int = 16, **options: float) -> tuple[np.ndarray, np.ndarray]:

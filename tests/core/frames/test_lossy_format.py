@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from rl_ext_core.errors import CorruptFileError
-from rl_ext_core.frames import AdaptiveStore, FrameStore
+from rl_ext_core.frames import FrameStore
 from tests.core.frames import make_lossy_fixtures as fixtures
 
 # Of the bytes that come out. JPEG's depend on the library.
@@ -26,7 +26,7 @@ def capacity_of(kind: str) -> int:
     return fixtures.CAPACITY if kind == "store" else fixtures.ADAPTIVE_CAPACITY
 
 
-def read(store: FrameStore | AdaptiveStore, kind: str) -> npt.NDArray[np.uint8]:
+def read(store: FrameStore, kind: str) -> npt.NDArray[np.uint8]:
     rows = np.repeat(np.arange(capacity_of(kind)), fixtures.N_ENVS)
     envs = np.tile(np.arange(fixtures.N_ENVS), capacity_of(kind))
     out = np.empty((2, len(rows), *fixtures.LAYOUT.shape), np.uint8)
@@ -74,6 +74,6 @@ def test_a_changed_option_is_noticed(way: str, kind: str) -> None:
     store = pickle.loads(fixtures.path_of(way, kind).read_bytes())
     state = store.__getstate__()
     name = "quality" if way == "jpeg" else "max_error"
-    (state["frames"] if kind == "store" else state)[name] -= 1
+    state["frames" if kind == "store" else "asked"][name] -= 1
     with pytest.raises(CorruptFileError, match="checksum"):
         type(store).__new__(type(store)).__setstate__(state)

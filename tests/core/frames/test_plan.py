@@ -21,7 +21,7 @@ from rl_ext_core.errors import (
     InvalidTypeError,
     MissingDependencyError,
 )
-from rl_ext_core.frames import AdaptiveStore, Plan, StackLayout, measuring, plan, planning
+from rl_ext_core.frames import FrameStore, Plan, StackLayout, measuring, plan, planning
 from rl_ext_core.frames.planning import MemoryWatch, in_bytes, parse_bytes
 from rl_ext_core.resources import available_memory
 from tests.core.frames.test_bounded_error import drifting
@@ -69,7 +69,7 @@ def test_what_is_measured_is_what_a_store_takes() -> None:
     assert found.measured
     assert (found.shape, found.dtype, found.n_stack) == (LAYOUT.shape, "uint8", 3)
     for options in ({"codec": "patch"}, {"codec": "patch", "max_error": 4}, {"codec": "raw"}):
-        store = AdaptiveStore(600, 1, LAYOUT.shape, np.uint8, **options)
+        store = FrameStore.adaptive(600, 1, LAYOUT.shape, np.uint8, **options)
         for before, after in itertools.pairwise(frames):
             store.append(before[None], after[None])
         name = ", ".join([options["codec"], *(f"{key}={value}" for key, value in options.items() if key != "codec")])
@@ -138,7 +138,7 @@ def test_what_is_said_to_fit_fits() -> None:
     found = plan(None, 1, frames=observations(), max_bytes=2_000_000, codecs=["patch", "raw"])
     for codec in ("patch", "raw"):
         capacity = found.row(codec).capacity or 0
-        store = AdaptiveStore(capacity, 1, LAYOUT.shape, np.uint8, codec=codec)
+        store = FrameStore.adaptive(capacity, 1, LAYOUT.shape, np.uint8, codec=codec)
         for transition in drifting(LAYOUT, capacity, n_envs=1, seed=1):
             store.append(*transition)
         assert 0.6 * 2_000_000 < store.nbytes + 20 * capacity <= 2_000_000
@@ -267,7 +267,7 @@ def test_a_plan_is_close_or_says_how_far_off_it_may_be(env: type[Played]) -> Non
     with measuring.playing(env, steps=2400, shape=None, n_stack=None, seed=77) as sample:
         sample = measuring.channel_first(sample)
     for codec in ways:
-        store = AdaptiveStore(2400, 1, sample.before.shape[1:], np.uint8, codec=codec)
+        store = FrameStore.adaptive(2400, 1, sample.before.shape[1:], np.uint8, codec=codec)
         for t in range(2400):
             if t == 400:
                 begun = store.nbytes
@@ -430,7 +430,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         parse_bytes(text)
 
 
-def watched(monkeypatch: pytest.MonkeyPatch, free: int, store: AdaptiveStore) -> list[str]:
+def watched(monkeypatch: pytest.MonkeyPatch, free: int, store: FrameStore) -> list[str]:
     monkeypatch.setattr(planning, "available_memory", lambda: free)
     monkeypatch.setattr(MemoryWatch, "KNOWN_AT", 256)
     with warnings.catch_warnings(record=True) as caught:
@@ -446,7 +446,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, free: int, store: AdaptiveStore) ->
 
 
 def test_a_buffer_that_will_not_fit_is_said_once_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = AdaptiveStore(1_000_000, 1, LAYOUT.shape, np.uint8)
+    store = FrameStore.adaptive(1_000_000, 1, LAYOUT.shape, np.uint8)
     said = watched(monkeypatch, 10_000_000, store)
     assert len(said) == 1
     assert "1,000,000 transitions of (9, 24, 28) uint8 will take" in said[0]
@@ -456,7 +456,7 @@ def test_a_buffer_that_will_not_fit_is_said_once_when_it_is_made(monkeypatch: py
 
 def test_an_estimate_is_judged_again_by_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     # By the estimate half a gigabyte, which would fit; these frames take more.
-    store = AdaptiveStore(1_000_000, 1, LAYOUT.shape, np.uint8)
+    store = FrameStore.adaptive(1_000_000, 1, LAYOUT.shape, np.uint8)
     said = watched(monkeypatch, 700_000_000, store)
     assert len(said) == 1
     assert "by what it holds so far" in said[0]
@@ -464,4 +464,4 @@ def test_an_estimate_is_judged_again_by_what_is_held(monkeypatch: pytest.MonkeyP
 
 
 def test_a_buffer_that_fits_is_not_spoken_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert watched(monkeypatch, 10**13, AdaptiveStore(1_000_000, 1, LAYOUT.shape, np.uint8)) == []
+    assert watched(monkeypatch, 10**13, FrameStore.adaptive(1_000_000, 1, LAYOUT.shape, np.uint8)) == []

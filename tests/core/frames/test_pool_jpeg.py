@@ -12,7 +12,6 @@ import pytest
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
 from rl_ext_core.frames import JpegCodec
 from rl_ext_core.frames import arrays as state
-from rl_ext_core.frames.adaptive import AdaptivePool
 from rl_ext_core.frames.layout import StackLayout
 from rl_ext_core.frames.pool import FramePool
 from rl_ext_core.frames.recovery import recover
@@ -236,52 +235,12 @@ def test_a_pool_that_becomes_jpeg_or_something_else_forgets_what_it_was() -> Non
     np.testing.assert_array_equal(read(pool, pool.put(before)[0]), before)
 
 
-def test_an_adaptive_pool_finds_the_layout_by_what_it_is_given_and_keeps_to_it() -> None:
-    for kind in ("rgb, channels first", "grey, channels last", "one grey frame", "one rgb frame, channels first"):
-        layout = LAYOUTS[kind]
-        pool = AdaptivePool(400, layout.shape, layout.dtype, codec="jpeg", quality=70)
-        before, after, _ = Pictures(layout, n_envs=1).batch(70)
-        first = pool.put(before[:1], after[:1])
-        assert (pool.codec, pool.layout.n_stack) == ("jpeg", layout.n_stack)
-        np.testing.assert_array_equal(read(pool, first[0]), as_jpeg(before[:1], layout, 70))
-        rest = pool.put(before[1:], after[1:])
-        handles, next_handles = (np.concatenate(parts) for parts in zip(first, rest, strict=True))
-        assert pool.look_again(handles, next_handles) is None
-        assert (pool.codec, pool.block_length, pool.layout.n_stack) == ("jpeg", 1, layout.n_stack)
-        np.testing.assert_array_equal(read(pool, handles), as_jpeg(before, layout, 70))
-
-
 def test_stacks_that_no_frames_of_jpeg_could_make_are_refused() -> None:
     for layout, error, text in (
         (StackLayout((2, 40, 40), np.dtype(np.uint8), 1, 0), InvalidArgumentError, "1 or 3 channels"),
         (StackLayout((3, 40, 40), np.dtype(np.float32), 1, 0), InvalidTypeError, "dtype uint8, got float32"),
     ):
-        for make in (
-            lambda layout=layout: new_pool(layout),
-            lambda layout=layout: AdaptivePool(400, layout.shape, layout.dtype, codec="jpeg", n_stack=1),
-        ):
-            with pytest.raises(error, match=text):
-                make()
+        with pytest.raises(error, match=text):
+            new_pool(layout)
     with pytest.raises(InvalidArgumentError, match="block_length=4 is not for codec='jpeg'"):
         FramePool(400, RGB, codec="jpeg", block_length=4)
-
-
-def test_a_pool_that_may_lose_less_does_not_take_over_what_was_saved() -> None:
-    before = Pictures(RGB).batch(70)[0]
-
-    def saved(**options: Any) -> Any:
-        pool = AdaptivePool(400, RGB.shape, RGB.dtype, **options)
-        pool.put(before)
-        return pool.state()
-
-    jpeg, bounded = saved(codec="jpeg", quality=80), saved(max_error=4)
-    for state_of_pool, options, text in (
-        (jpeg, {}, "made with codec='jpeg', quality=80"),
-        (jpeg, {"codec": "jpeg"}, "made with codec='jpeg', quality=80"),
-        (bounded, {}, "made with max_error=4"),
-        (bounded, {"max_error": 3}, "made with max_error=4"),
-    ):
-        with pytest.raises(InvalidArgumentError, match=text):
-            AdaptivePool(400, RGB.shape, RGB.dtype, **options).restore(state_of_pool)
-    AdaptivePool(400, RGB.shape, RGB.dtype, codec="jpeg", quality=80).restore(jpeg)
-    AdaptivePool(400, RGB.shape, RGB.dtype, max_error=4).restore(bounded)

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_ext_core.frames import AdaptiveStore, FrameStore, StackLayout
+from rl_ext_core.frames import FrameStore, StackLayout
 from rl_ext_core.testing import CONTENTS, PlainStore, check_contents, transitions
 
 # A few, because compiled loops are made anew for no type but these.
@@ -45,7 +45,7 @@ def test_a_store_equals_plain_arrays(data: st.DataObject, layout: StackLayout, c
     plain = PlainStore(capacity, n_envs, layout)
     stores: list[Any] = [
         FrameStore(capacity, n_envs, layout, codec=codec, block_length=length),
-        AdaptiveStore(capacity, n_envs, layout.shape, layout.dtype),
+        FrameStore.adaptive(capacity, n_envs, layout.shape, layout.dtype),
     ]
     for _ in range(data.draw(st.integers(1, 3))):
         options = data.draw(episodes())

@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 
-from rl_ext_core.frames import AdaptiveStore, FrameStore
+from rl_ext_core.frames import FrameStore
 from rl_ext_core.testing import LAYOUTS, PlainStore, check_contents, transitions
 
 N_ENVS = 2
@@ -37,7 +37,7 @@ def test_what_comes_after_a_rest(layout: object, codec: str, capacity: int) -> N
 
 def test_an_adaptive_store_that_is_cleared_after_a_rest_keeps_what_it_found_out() -> None:
     layout = LAYOUTS[0]
-    store = AdaptiveStore(40, N_ENVS, layout.shape, layout.dtype)
+    store = FrameStore.adaptive(40, N_ENVS, layout.shape, layout.dtype)
     for _ in range(3):
         plain = PlainStore(40, N_ENVS, layout)
         for step in transitions(layout, n_envs=N_ENVS, n_steps=40, contents="sparse"):
@@ -51,7 +51,7 @@ def test_an_adaptive_store_that_is_cleared_after_a_rest_keeps_what_it_found_out(
 
 def test_single_stacks_in_place_of_transitions_show_their_layout_too() -> None:
     layout = LAYOUTS[0]
-    store = AdaptiveStore(40, N_ENVS, layout.shape, layout.dtype)
+    store = FrameStore.adaptive(40, N_ENVS, layout.shape, layout.dtype)
     for stacks, _ in transitions(layout, n_envs=N_ENVS, n_steps=40, contents="sparse"):
         store.append(stacks, stacks)
     assert store.layout == layout

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
-from rl_ext_core.frames import AdaptiveStore, FrameStore, StackLayout, codec_names, decode
+from rl_ext_core.frames import FrameStore, StackLayout, codec_names, decode
 from rl_ext_core.frames.arrays import FRAMES
 from rl_ext_core.testing import LAYOUTS, PlainStore, check_contents, transitions
 
@@ -87,7 +87,7 @@ def test_stacks_that_do_not_continue_are_stored_whole(codec: str, case: str) -> 
 def test_any_capacity_and_block_length(capacity: int, block_length: int) -> None:
     plain = PlainStore(capacity, 3, GREY)
     store = FrameStore(capacity, 3, GREY, codec="patch", block_length=block_length)
-    adaptive = AdaptiveStore(capacity, 3, GREY.shape, np.uint8, block_length=block_length)
+    adaptive = FrameStore.adaptive(capacity, 3, GREY.shape, np.uint8, block_length=block_length)
     for seed in range(4):
         fill([plain, store, adaptive], GREY, 23, n_envs=3, odd=0.1, seed=seed)
         check_contents(store, plain)
@@ -147,7 +147,7 @@ def test_a_store_loaded_from_read_only_buffers_can_be_appended_to() -> None:
     check_contents(loaded, plain)
 
 
-@pytest.mark.parametrize("make", [FrameStore, AdaptiveStore])
+@pytest.mark.parametrize("make", [FrameStore, FrameStore.adaptive])
 def test_bad_observations_are_refused_and_change_nothing(make: Any) -> None:
     layout = [GREY] if make is FrameStore else [GREY.shape, GREY.dtype]
     plain, store = PlainStore(20, 2, GREY), make(20, 2, *layout)
@@ -232,7 +232,7 @@ def test_threads_may_read_while_another_one_stores() -> None:
     assert not any(wrong)
 
 
-@pytest.mark.parametrize("cls", [FrameStore, AdaptiveStore])
+@pytest.mark.parametrize("cls", [FrameStore, FrameStore.adaptive])
 def test_numbers_may_be_of_numpys_types(cls: Any) -> None:
     args = (GREY,) if cls is FrameStore else (GREY.shape, GREY.dtype)
     store, plain = cls(8, 2, *args), PlainStore(8, 2, GREY)
@@ -242,17 +242,17 @@ def test_numbers_may_be_of_numpys_types(cls: Any) -> None:
     file = io.BytesIO()
     store.save(file)
     file.seek(0)
-    check_contents(cls.load(file), plain)
+    check_contents(FrameStore.load(file), plain)
     store.drop_oldest(np.int64(1))
     store.forget_newest(np.int32(1))
     file = io.BytesIO()
     store.save(file)
     file.seek(0)
-    assert (cls.load(file).size, cls.load(io.BytesIO(file.getvalue())).first) == (3, 1)
+    assert (FrameStore.load(file).size, FrameStore.load(io.BytesIO(file.getvalue())).first) == (3, 1)
 
 
 def test_a_copy_of_an_adaptive_store_is_one_of_its_own() -> None:
-    store = AdaptiveStore(8, 2, GREY.shape, GREY.dtype)
+    store = FrameStore.adaptive(8, 2, GREY.shape, GREY.dtype)
     steps = list(transitions(GREY, n_steps=6))
     for pair in steps[:5]:
         store.append(*pair)
@@ -317,7 +317,7 @@ def test_threads_are_not_more_than_were_asked_for() -> None:
     assert ours() <= 8
 
 
-@pytest.mark.parametrize("cls", [FrameStore, AdaptiveStore])
+@pytest.mark.parametrize("cls", [FrameStore, FrameStore.adaptive])
 @pytest.mark.parametrize("codec", ["patch", "patch+lz4"])
 def test_a_store_is_saved_while_another_thread_adds(cls: Any, codec: str, tmp_path: Path) -> None:
     store: Any = cls(40, 2, *((GREY,) if cls is FrameStore else (GREY.shape, GREY.dtype)), codec=codec)
@@ -339,7 +339,7 @@ def test_a_store_is_saved_while_another_thread_adds(cls: Any, codec: str, tmp_pa
                 copied = pickle.loads(pickle.dumps(store, 5))
             else:
                 store.save(tmp_path / "saved")
-                copied = cls.load(tmp_path / "saved")
+                copied = FrameStore.load(tmp_path / "saved")
             rows = np.arange(40)
             outs = [np.empty((40, *GREY.shape), GREY.dtype) for _ in range(2)]
             for env, out in enumerate(outs):
