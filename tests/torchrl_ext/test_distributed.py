@@ -127,3 +127,15 @@ def test_copies_of_what_only_the_script_registers_draw_differently_and_by_the_se
     others = [other["observation"] for other in ran.get("id:1", [])]
     drawn = np.concatenate([one["observation"], *others]).reshape(-1, 4)
     assert np.unique(drawn).size == drawn.size
+
+
+@pytest.mark.sample(quick=0, ci=2)
+@pytest.mark.parametrize("kind", ["rpc", "ray", "distributed"])
+def test_a_buffer_in_a_process_of_its_own_is_filled_by_two_others(kind: str) -> None:
+    """By RayReplayBuffer, with both transports, and by RemoteTensorDictReplayBuffer."""
+    if kind != "rpc" and find_spec("ray") is None and "CI" not in os.environ:
+        pytest.skip("ray is not installed: pip install 'rl-ext[ray]'")
+    with tempfile.TemporaryDirectory(prefix="rl-", dir="/tmp") as root:
+        script = str(SCRIPT.with_name("remote_buffers.py"))
+        output = output_of([script, str(Path(root, "ray")), kind], Path(root), limit_s=LIMIT_S)
+    assert json.loads(output.splitlines()[-1]) == 120
