@@ -236,6 +236,7 @@ class FrameStore:
         layout = pool.layout
         self._pool, self.layout, self.codec = pool, layout, pool.codec.name
         self.block_length, self.max_error = pool.block_length, pool.max_error
+        self._order = PLANAR if layout.planar else INTERLEAVED
         # The strides of views that VecTransposeImage makes: channel-first over channel-last memory.
         channel_last = np.empty((self.n_envs, *layout.shape[1:], layout.shape[0]), dtype=layout.dtype)
         self._transposed = np.moveaxis(channel_last, -1, 1).strides if layout.planar else None
@@ -481,10 +482,10 @@ class FrameStore:
                 )
             stacks = stacks.astype(layout.dtype)
         if stacks.flags.c_contiguous:
-            return stacks, PLANAR if layout.planar else INTERLEAVED
+            return stacks, self._order
         if stacks.strides == self._transposed:
             return stacks, INTERLEAVED
-        return np.ascontiguousarray(stacks), PLANAR if layout.planar else INTERLEAVED
+        return np.ascontiguousarray(stacks), self._order
 
     @uninterrupted
     def commit(self, staged: Pairs, *, row: int | None = None) -> None:
