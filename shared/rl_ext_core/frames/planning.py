@@ -14,6 +14,7 @@ import math
 import os
 import re
 import time
+import timeit
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -65,8 +66,7 @@ _WINDOW = 16  # transitions between two looks at what they take
 _PARTS = 10  # at most so many parts of what was seen are compared
 _SURE = 2.5  # standard errors of their mean: nineteen in twenty, for so few of them
 _CLOSE = 0.1  # of a figure: how far off it may be where more is played
-_BATCH = 32
-_TIMED_S = 0.05
+_BATCH, _TIMED = 32, 32  # transitions in a batch, and batches, that are read to see how long it takes
 _COMPARED = 256  # transitions
 
 
@@ -239,11 +239,9 @@ class Plan:
         # A Figure without pyplot: nothing is shown, and no state is left behind.
         figure = Figure(figsize=(8, 0.45 * len(self.rows) + 1.6), layout="constrained")
         axes = figure.subplots()
-        totals = [row.total_bytes for row in self.rows]
-        colours = ["tab:red" if row.fits is False else "tab:blue" for row in self.rows]
-        bars = axes.barh([row.name for row in self.rows], totals, color=colours)
-        axes.bar_label(bars, [in_bytes(total) for total in totals], padding=3)
         for at, row in enumerate(self.rows):
+            colour = "tab:red" if row.fits is False else "tab:blue"
+            axes.barh(f"{row.name}: {in_bytes(row.total_bytes)}", row.total_bytes, color=colour)
             if row.range is not None:
                 axes.plot([end * self.size for end in row.range], [at, at], color="black", linewidth=1, marker="|")
         if self.budget is not None:
@@ -599,15 +597,10 @@ def _cost(store: FrameStore, sample: _Sample, mean: float, error: float) -> _Cos
 
 def _read_us(read: Callable[[npt.NDArray[np.int64]], Any], n_rows: int) -> float:
     """CPU time to read a transition, in microseconds."""
-    rng, seconds, count = np.random.default_rng(0), 0.0, 0
-    read(np.zeros(_BATCH, np.int64))  # what it compiles or allocates at first is not counted
-    while seconds < _TIMED_S:
-        rows = rng.integers(n_rows, size=_BATCH)
-        start = time.thread_time()
-        read(rows)
-        seconds += time.thread_time() - start
-        count += _BATCH
-    return seconds / count * 1e6
+    rng = np.random.default_rng(0)
+    timer = timeit.Timer(lambda: read(rng.integers(n_rows, size=_BATCH)), timer=time.thread_time)
+    timer.timeit(1)  # what it compiles or allocates at first is not counted
+    return timer.timeit(_TIMED) / (_TIMED * _BATCH) * 1e6
 
 
 class MemoryWatch:
