@@ -25,7 +25,7 @@ from benchmarks import recordings
 from benchmarks.measure import machine, resident_bytes, sampling_speed, times_as_fast
 from benchmarks.processes import last_line_of
 from benchmarks.replay_buffer import GAMES, NATURAL
-from rl_ext_core.frames.measuring import Sample, layout_of, measure
+from rl_ext_core.frames.planning import _measured, _sampled
 from sb3_ext import CompressedReplayBuffer
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -121,13 +121,10 @@ def estimates(data: Path) -> None:
         found: dict[str, list[float]] = {}
         for name in tqdm(names, leave=False):
             recording = recordings.load(name, folder=data)
-            steps = [(before[0], after[0]) for before, after, *_ in recording.head(1_500).transitions()]
-            before, after = (np.stack(part) for part in zip(*steps, strict=True))
-            sample = Sample(before, after, name)
-            layout = layout_of(sample, n_stack=recording.n_stack)
-            for options in ESTIMATED:
-                taken = measure(sample, layout, options).frame_bytes / layout.frame_bytes
-                found.setdefault(str(options), []).append(taken)
+            steps = ((before[0], after[0]) for before, after, *_ in recording.head(1_500).transitions())
+            sample = _sampled(steps, name, recording.n_stack)
+            for options, cost in zip(ESTIMATED, _measured(sample, ESTIMATED)[0], strict=True):
+                found.setdefault(str(options), []).append(cost.frame_bytes / sample.layout.frame_bytes)
         for options_text, taken_by in found.items():
             middle = float(np.exp(np.log(taken_by).mean()))
             print(f"{kind:6} {options_text:40} {min(taken_by):.3f} {middle:.3f} {max(taken_by):.3f}")

@@ -8,9 +8,9 @@ itself was wrong.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from rl_ext_core._named_source import EXPECTED, named_source
@@ -71,43 +71,33 @@ def run(arguments: argparse.Namespace) -> int:
         dtype=dtype,
         n_stack=arguments.stack,
         n_envs=arguments.envs,
-        env=None if arguments.env is None else _factory(arguments.env),
+        env=None if arguments.env is None else functools.partial(_made, arguments.env),
         steps=arguments.steps,
         seed=arguments.seed,
         max_bytes=None if arguments.max_bytes is None else parse_bytes(arguments.max_bytes),
     )
     if arguments.plot is not None:
-        _plot(found, arguments.plot)
+        try:
+            found.plot(arguments.plot)
+        except (OSError, ValueError) as error:
+            raise InvalidArgumentError(
+                f"--plot {arguments.plot!r} cannot be written: {error}; for example --plot memory.png"
+            ) from error
     sys.stdout.write(f"{json.dumps(found.as_dict(), indent=2) if arguments.json else found}\n")
     return 0 if found.fits else 1
 
 
-def _plot(found: Any, path: str) -> None:
-    try:
-        found.plot(path)
-    except (OSError, ValueError) as error:
-        raise InvalidArgumentError(
-            f"--plot {path!r} cannot be written: {error}; for example --plot memory.png"
-        ) from error
-
-
-def _factory(name: str) -> Callable[[], Any]:
-    """What makes the environment of a name."""
+def _made(name: str) -> Any:
+    """The environment of a name."""
     found = named_source(name)
-    if callable(found):
-        return lambda: _made(found, name)
-    if not isinstance(found, str):
-        return lambda: found
+    if isinstance(found, str):
+        try:
+            import gymnasium
+        except ImportError:
+            raise missing_dependency("gymnasium", "sb3", "--env") from None
+        found = functools.partial(gymnasium.make, found)
     try:
-        import gymnasium
-    except ImportError:
-        raise missing_dependency("gymnasium", "sb3", "--env") from None
-    return lambda: _made(lambda: gymnasium.make(found), name)
-
-
-def _made(factory: Callable[[], Any], name: str) -> Any:
-    try:
-        return factory()
+        return found() if callable(found) else found
     except RlExtError:
         raise
     except Exception as error:  # environments raise anything

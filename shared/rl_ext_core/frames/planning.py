@@ -8,116 +8,86 @@ measures them anew.
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import itertools
 import math
 import os
 import re
+import time
+import timeit
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, missing_dependency
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, missing_dependency
 from rl_ext_core.frames.codecs import DEFAULT_QUALITY, Loss
-from rl_ext_core.frames.layout import StackLayout, candidate_layouts
-from rl_ext_core.frames.measuring import (
-    ROW_BYTES,
-    Case,
-    Measured,
-    Sample,
-    Suggestion,
-    channel_first,
-    from_frames,
-    layout_of,
-    measure_all,
-    plain_us,
-    playing,
-    suggestions,
-)
+from rl_ext_core.frames.layout import StackLayout, candidate_layouts, find_layout, stacking_axes
 from rl_ext_core.frames.store import FrameStore
 from rl_ext_core.resources import available_memory
 
 if TYPE_CHECKING:
     import gymnasium
 
+__all__ = ["MemoryWatch", "Plan", "Row", "in_bytes", "parse_bytes", "plan"]
 
-class Estimate(NamedTuple):
-    """Bytes a frame takes as a fraction of its raw size: of the smallest recording, in the geometric middle, of the
-    largest.
-    """
+_Array = npt.NDArray[Any]
+_Transitions = Iterator[tuple[_Array, _Array]]  # observations, and those that followed them
 
-    low: float
-    middle: float
-    high: float
-
-
-_GREY = {
-    ("raw", 0): Estimate(1.0, 1.0, 1.03),
-    ("patch", 0): Estimate(0.014, 0.024, 0.044),
-    ("patch+lz4", 0): Estimate(0.008, 0.014, 0.024),
-    ("patch", 4): Estimate(0.014, 0.023, 0.043),
-    ("patch+lz4", 4): Estimate(0.008, 0.014, 0.023),
-    ("jpeg", 0): Estimate(0.15, 0.32, 0.67),
+# Bytes that a frame takes as a fraction of its raw size, by codec and max_error: of grey frames, and of others. Each of
+# the smallest recording, in the geometric middle, of the largest.
+_RECORDED = {
+    ("raw", 0): ((1.0, 1.0, 1.03), (1.0, 1.02, 1.05)),
+    ("patch", 0): ((0.014, 0.024, 0.044), (0.049, 0.25, 0.90)),
+    ("patch+lz4", 0): ((0.008, 0.014, 0.024), (0.038, 0.17, 0.77)),
+    ("patch", 4): ((0.014, 0.023, 0.043), (0.040, 0.15, 0.38)),
+    ("patch+lz4", 4): ((0.008, 0.014, 0.023), (0.032, 0.12, 0.32)),
+    ("jpeg", 0): ((0.15, 0.32, 0.67), (0.17, 0.21, 0.31)),
 }
-_COLOUR = {
-    ("raw", 0): Estimate(1.0, 1.02, 1.05),
-    ("patch", 0): Estimate(0.049, 0.25, 0.90),
-    ("patch+lz4", 0): Estimate(0.038, 0.17, 0.77),
-    ("patch", 4): Estimate(0.040, 0.15, 0.38),
-    ("patch+lz4", 4): Estimate(0.032, 0.12, 0.32),
-    ("jpeg", 0): Estimate(0.17, 0.21, 0.31),
-}
+_INDEX_BYTES = 8  # of a transition
+_ROW_BYTES = 20  # beside the frames: one action of 8 bytes, reward, done and timeout
+_WAYS: tuple[dict[str, Any], ...] = (
+    *({"codec": name} for name in ("raw", "patch", "patch+lz4")),
+    *({"codec": name, "max_error": 4} for name in ("patch", "patch+lz4")),
+    {"codec": "jpeg", "quality": DEFAULT_QUALITY},
+)
 
-
-def likely_layout(shape: tuple[int, ...], dtype: Any, *, n_stack: int | None) -> StackLayout:
-    """How observations of a shape are likely to be stacked: images of RGB where that is possible, else of grey."""
-    layouts = list(candidate_layouts(shape, dtype, n_stack=n_stack))
-    if n_stack is not None or len(shape) != 3:
-        return layouts[0] if n_stack is not None else layouts[-1]
-    by_channels = {layout.frame_channels: layout for layout in layouts[:-1]}
-    if min(shape[0], shape[2]) <= 3:
-        return layouts[-1]
-    return by_channels.get(3) or by_channels.get(1) or layouts[-1]
-
-
-def estimate(layout: StackLayout, options: Mapping[str, Any]) -> Estimate | None:
-    """What a frame of such a layout is likely to take; None where the recordings say nothing about the options."""
-    channels = layout.frame_channels if layout.n_stack > 1 else min(layout.shape[0], layout.shape[-1])
-    codec = "patch" if options["codec"] == "auto" else options["codec"]
-    table = _GREY if channels == 1 else _COLOUR
-    return table.get((codec, options.get("max_error", 0)))
-
-
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
-_FACTORS = {
-    "": 1,
-    "b": 1,
-    **{f"{prefix}b": 1000 ** (power + 1) for power, prefix in enumerate("kmgt")},
-    **{f"{prefix}ib": 1024 ** (power + 1) for power, prefix in enumerate("kmgt")},
-    **{prefix: 1000 ** (power + 1) for power, prefix in enumerate("kmgt")},
-}
+_LEAST = 128  # transitions, below which nothing can be said
+_KEPT = 300  # steps that are kept as they are, for what is compared and timed
+_LEAST_PLAYED = 600  # steps
+_MOST_PLAYED = 3000  # steps, after which figures that are still uncertain are given as such
+_MOST_BYTES = 1 << 28  # in all stores, after which they are too
+_WINDOW = 16  # transitions between two looks at what they take
+_PARTS = 10  # at most so many parts of what was seen are compared
+_SURE = 2.5  # standard errors of their mean: nineteen in twenty, for so few of them
+_CLOSE = 0.1  # of a figure: how far off it may be where more is played
+_BATCH, _TIMED = 32, 32  # transitions in a batch, and batches, that are read to see how long it takes
+_COMPARED = 256  # transitions
 
 
 def in_bytes(n_bytes: float) -> str:
-    """A size with three digits and a decimal unit."""
-    unit = 0
-    while n_bytes >= 999.5 and unit < len(_UNITS) - 1:
-        n_bytes, unit = n_bytes / 1000, unit + 1
-    return f"{n_bytes:.3g} {_UNITS[unit]}"
+    """Return a size with three digits and a decimal unit: "12.3 kB"."""
+    units = ["B", "kB", "MB", "GB", "TB", "PB"]
+    while n_bytes >= 999.5 and len(units) > 1:
+        n_bytes /= 1000
+        del units[0]
+    return f"{n_bytes:.3g} {units[0]}"
 
 
 def parse_bytes(text: str) -> int:
-    """A size as people write it: "4GB", "512 MiB", "1e9".
+    """Return the bytes of a size as people write it: "4GB", "512 MiB", "1e9".
 
     :raises InvalidArgumentError: if it is none.
     """
-    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)\s*", text.lower())
+    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*(?:([kmgt])(i?b)?|b)?\s*", text.lower())
     try:
-        size = int(float(found[1]) * _FACTORS[found[2]]) if found else 0
-    except (KeyError, ValueError, OverflowError):
+        number, prefix, unit = found.groups() if found else ("0", None, None)
+        size = int(float(number) * (1024 if unit == "ib" else 1000) ** " kmgt".index(prefix or " "))
+    except (ValueError, OverflowError):
         size = 0
     if size < 1:
         raise InvalidArgumentError(f"{text!r} is no size; for example 4GB, 512MiB or 1000000000")
@@ -132,10 +102,9 @@ class Row:
     :param options: of ``FrameStore.adaptive`` and of the buffers; empty for Stable Baselines3's own.
     :param bytes_a_transition: with action, reward and flags; of an estimate the geometric middle.
     :param range: of an estimate, from the smallest to the largest of the recordings; where it was measured, what more
-        of the same may come to, as far as the parts of what was seen differ. None where there was too little to tell.
+        of the same may come to, as far as the parts of what was seen differ. None for Stable Baselines3's own.
     :param total_bytes: of all transitions.
     :param times_less: how many times less memory than Stable Baselines3's ``ReplayBuffer``.
-    :param times_less_optimized: likewise, with ``optimize_memory_usage=True``.
     :param sample_us: CPU time to read a transition, both observations; None where it was not measured.
     :param psnr: of what comes out, in dB; None where it is bit-exact, or was not measured.
     :param lossy: whether it is not bit-exact.
@@ -149,12 +118,40 @@ class Row:
     range: tuple[float, float] | None
     total_bytes: int
     times_less: float
-    times_less_optimized: float
     sample_us: float | None
     psnr: float | None
     lossy: bool
     capacity: int | None
     fits: bool | None
+
+    def _cells(self, plan: Plan) -> dict[str, str]:
+        """What the table of a plan says, by column."""
+        size, fits = in_bytes(self.bytes_a_transition), {None: "?", True: "yes", False: "NO"}[self.fits]
+        if self.range is not None:
+            low, high = self.range
+            size = f"{'' if plan.measured else '~'}{size} ({in_bytes(low)} to {in_bytes(high)})"
+            if plan.budget is not None and low * plan.size <= plan.budget < high * plan.size:
+                fits = "maybe"
+        quality = "lossy" if self.psnr is None else "no error" if math.isinf(self.psnr) else f"{self.psnr:.1f} dB"
+        return {
+            "": self.name,
+            "transition": size,
+            "all": in_bytes(self.total_bytes),
+            "fits": fits,
+            "that fit": "?" if self.capacity is None else f"{self.capacity:,}",
+            "less than SB3": f"{self.times_less:,.1f}x",
+            "read": "" if self.sample_us is None else f"{self.sample_us:.0f} us",
+            "PSNR": quality if self.lossy else "exact",
+        }
+
+
+_LEGEND = """
+transition: bytes with action, reward and flags; that fit: how many transitions fit into the budget;
+read: CPU time a transition, images only; they are channel-first, as VecTransposeImage and ToTensorImage make them;
+smaller or grey images take less in every row: gymnasium's ResizeObservation, GrayscaleObservation
+"""
+_MEASURED = "in brackets: what more of the same policy may come to; another one sees other frames"
+_ESTIMATED = "for figures of your own environment: rl-ext plan ... --env ID, or plan(..., env=make_env)"
 
 
 @dataclass(frozen=True)
@@ -171,7 +168,6 @@ class Plan:
     :param free_bytes: what the machine has now; None where it does not say.
     :param max_bytes: the budget that was given, or None.
     :param rows: one for each way of storing, Stable Baselines3's own first.
-    :param suggestions: what smaller observations would save; empty where nothing was measured.
     """
 
     shape: tuple[int, ...]
@@ -184,7 +180,6 @@ class Plan:
     free_bytes: int | None
     max_bytes: int | None
     rows: tuple[Row, ...]
-    suggestions: tuple[Suggestion, ...]
 
     @property
     def budget(self) -> int | None:
@@ -197,7 +192,7 @@ class Plan:
         return any(row.fits is not False for row in self.rows)
 
     def row(self, name: str) -> Row:
-        """The row of that name.
+        """Return the row of that name.
 
         :raises InvalidArgumentError: if there is none.
         """
@@ -207,19 +202,31 @@ class Plan:
         raise InvalidArgumentError(f"no row is named {name!r}; there are {[row.name for row in self.rows]}")
 
     def __str__(self) -> str:
-        return table(self)
+        free = "unknown" if self.free_bytes is None else in_bytes(self.free_bytes)
+        lines = [
+            f"{self.size:,} transitions of {'x'.join(map(str, self.shape))} {self.dtype}; n_stack {self.n_stack}, "
+            f"n_envs {self.n_envs}",
+            f"{'measured' if self.measured else 'ESTIMATES, not measured'}: {self.source}",
+            f"free memory: {free}{'' if self.max_bytes is None else f'; max_bytes: {in_bytes(self.max_bytes)}'}",
+            "",
+        ]
+        cells = [row._cells(self) for row in self.rows]
+        columns = [[heading, *(line[heading] for line in cells)] for heading in cells[0]]
+        widths = [max(map(len, column)) for column in columns]
+        for name, *numbers in zip(*columns, strict=True):
+            right = [number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True)]
+            lines.append("  ".join([name.ljust(widths[0]), *right]).rstrip())
+        return "\n".join(lines) + "\n" + _LEGEND + (_MEASURED if self.measured else _ESTIMATED)
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as plain values, for JSON."""
+        """Return all of it as plain values, for JSON."""
         values = asdict(self)
         for row in values["rows"]:
-            row["options"] = dict(row["options"])
-            # JSON knows no infinity.
-            row["psnr"] = None if row["psnr"] is not None and math.isinf(row["psnr"]) else row["psnr"]
+            row["psnr"] = None if row["psnr"] == math.inf else row["psnr"]  # JSON knows no infinity
         return values
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws the memory of each way of storing against what is free, and writes it to a file.
+        """Draw the memory of each way of storing against what is free, and write it to a file.
 
         :param path: its ending says which kind of file: ``.png``, ``.svg``, ``.pdf``.
         :raises MissingDependencyError: if matplotlib is not installed.
@@ -231,158 +238,20 @@ class Plan:
         # A Figure without pyplot: nothing is shown, and no state is left behind.
         figure = Figure(figsize=(8, 0.45 * len(self.rows) + 1.6), layout="constrained")
         axes = figure.subplots()
-        names, totals = [row.name for row in self.rows], [row.total_bytes for row in self.rows]
-        colours = ["tab:red" if row.fits is False else "tab:blue" for row in self.rows]
-        axes.barh(names, totals, color=colours)
         for at, row in enumerate(self.rows):
-            axes.annotate(f" {in_bytes(row.total_bytes)}", (row.total_bytes, at), va="center")
+            colour = "tab:red" if row.fits is False else "tab:blue"
+            axes.barh(f"{row.name}: {in_bytes(row.total_bytes)}", row.total_bytes, color=colour)
             if row.range is not None:
-                low, high = (bound * self.size for bound in row.range)
-                axes.plot([low, high], [at, at], color="black", linewidth=1, marker="|")
+                axes.plot([end * self.size for end in row.range], [at, at], color="black", linewidth=1, marker="|")
         if self.budget is not None:
             label = "free memory" if self.max_bytes is None else "max_bytes"
             axes.axvline(self.budget, color="black", linestyle="--", label=f"{label}: {in_bytes(self.budget)}")
             axes.legend(loc="lower right")
-        axes.set_xscale("log")
+        what = "bytes" if self.measured else "bytes (estimates; bars show the range of the recordings)"
+        axes.set(xscale="log", xlabel=what, title=f"{self.size:,} transitions of {self.shape} {self.dtype}")
         axes.margins(x=0.15)
         axes.invert_yaxis()
-        axes.set_xlabel("bytes" if self.measured else "bytes (estimates; bars show the range of the recordings)")
-        axes.set_title(f"{self.size:,} transitions of {self.shape} {self.dtype}")
         figure.savefig(path)
-
-
-PLAIN = "SB3 ReplayBuffer"
-OPTIMIZED = "SB3 optimize_memory_usage"
-
-
-def table(plan: Plan) -> str:
-    """The plan as text of at most 120 columns."""
-    of = "x".join(map(str, plan.shape))
-    free = "unknown" if plan.free_bytes is None else in_bytes(plan.free_bytes)
-    budget = "" if plan.max_bytes is None else f"; max_bytes: {in_bytes(plan.max_bytes)}"
-    lines = [
-        f"{plan.size:,} transitions of {of} {plan.dtype}; n_stack {plan.n_stack}, n_envs {plan.n_envs}",
-        f"measured: {plan.source}" if plan.measured else f"ESTIMATES, not measured: {plan.source}",
-        f"free memory: {free}{budget}",
-        "",
-    ]
-    cells = [["", "transition", "all", "fits", "that fit", "less than SB3", "optimized", "read", "PSNR"]]
-    cells += [_cells(row, plan.budget, plan.size) for row in plan.rows]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-    for name, *numbers in cells:
-        right = [number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True)]
-        lines.append("  ".join([name.ljust(widths[0]), *right]).rstrip())
-    lines += ["", *_legend(plan)]
-    if plan.suggestions:
-        lines += ["", "with smaller observations, lossless (gymnasium.wrappers, around a single environment):"]
-        for advice in plan.suggestions:
-            size = f"{in_bytes(advice.bytes_a_transition)} a transition, {in_bytes(advice.total_bytes)}"
-            lines.append(f"  {advice.line}\n    {advice.shape}: {size}, {advice.times_less:,.0f}x less than SB3 now")
-    return "\n".join(lines)
-
-
-def _cells(row: Row, budget: int | None, n_planned: int) -> list[str]:
-    size = in_bytes(row.bytes_a_transition)
-    fits = {None: "?", True: "yes", False: "NO"}[row.fits]
-    if row.range is not None:
-        estimated = "~" if row.sample_us is None else ""
-        size = f"{estimated}{size} ({in_bytes(row.range[0])} to {in_bytes(row.range[1])})"
-        if budget is not None and row.range[0] * n_planned <= budget < row.range[1] * n_planned:
-            fits = "maybe"
-    return [
-        row.name,
-        size,
-        in_bytes(row.total_bytes),
-        fits,
-        "?" if row.capacity is None else f"{row.capacity:,}",
-        f"{row.times_less:,.1f}x",
-        f"{row.times_less_optimized:,.1f}x",
-        "" if row.sample_us is None else f"{row.sample_us:.0f} us",
-        "exact" if not row.lossy else "lossy" if row.psnr is None else _decibels(row.psnr),
-    ]
-
-
-def _decibels(psnr: float) -> str:
-    return "no error" if math.isinf(psnr) else f"{psnr:.1f} dB"
-
-
-def _legend(plan: Plan) -> list[str]:
-    legend = [
-        "transition: bytes with action, reward and flags; that fit: how many transitions fit into the budget;",
-        "images are measured channel-first, as VecTransposeImage and ToTensorImage hand them over;",
-        "optimized: less than SB3's with optimize_memory_usage=True; read: CPU time a transition, images only",
-    ]
-    if plan.measured:
-        legend.append("in brackets: what more of the same policy may come to; another one sees other frames")
-    else:
-        legend.append("for figures of your own environment: rl-ext plan ... --env ID, or plan(..., env=make_env)")
-    return legend
-
-
-def priced(
-    case: Case,
-    ways: Sequence[Mapping[str, Any]],
-    sample: Sample | None,
-    measured: Sequence[Measured],
-    budget: int | None,
-) -> tuple[Row, ...]:
-    """One row for each way of storing, Stable Baselines3's own first.
-
-    :param ways: options of ``FrameStore.adaptive``.
-    :param sample: what was measured on, or None to estimate.
-    :param measured: what was, for each of the ways.
-    :param budget: bytes that there are, or None where nobody knows.
-    :raises InvalidArgumentError: if there is nothing to estimate from.
-    """
-    row_bytes = ROW_BYTES if sample is None else sample.row_bytes
-    plain = 2 * case.layout.stack_bytes + row_bytes
-    optimized = case.layout.stack_bytes + row_bytes
-
-    def row(name: str, per_transition: float, options: Mapping[str, Any], fixed: int = 0, **more: Any) -> Row:
-        total = int(per_transition * case.size) + fixed
-        return Row(
-            name=name,
-            options=dict(options),
-            bytes_a_transition=per_transition,
-            total_bytes=total,
-            times_less=plain / per_transition,
-            times_less_optimized=optimized / per_transition,
-            capacity=None if budget is None else max(int((budget - fixed) / per_transition), 0),
-            fits=None if budget is None else total <= budget,
-            **{"range": None, "sample_us": None, "psnr": None, "lossy": False, **more},
-        )
-
-    read: dict[str, Any] = {} if sample is None else {"sample_us": plain_us(sample)}
-    rows = [row(PLAIN, plain, {}, **read), row(OPTIMIZED, optimized, {}, **read)]
-    for place, options in enumerate(ways):
-        name = ", ".join([options["codec"], *(f"{key}={value}" for key, value in options.items() if key != "codec")])
-        lossy = bool(options.get("max_error")) or options["codec"] == "jpeg"
-        index_bytes = 8
-        if sample is not None:
-            found = measured[place]
-            per_transition = found.frame_bytes + row_bytes
-            span = found.range and tuple(end + row_bytes for end in found.range)
-            more = {"range": span, "sample_us": found.sample_us, "psnr": found.psnr, "lossy": lossy}
-        else:
-            likely = estimate(case.layout, options)
-            if likely is None:
-                raise InvalidArgumentError(
-                    f"there is no estimate for {dict(options)}; pass frames= or env= to measure it"
-                )
-            low, per_transition, high = (part * case.layout.frame_bytes + row_bytes + index_bytes for part in likely)
-            more = {"range": (low, high), "lossy": lossy}
-        rows.append(row(name, per_transition, options, case.fixed_bytes, **more))
-    return tuple(rows)
-
-
-__all__ = ["MemoryWatch", "Plan", "Row", "Suggestion", "plan"]
-
-_USUAL = ("raw", "patch", "patch+lz4")
-_LOSSY: tuple[dict[str, Any], ...] = (
-    {"codec": "patch", "max_error": 4},
-    {"codec": "patch+lz4", "max_error": 4},
-    {"codec": "jpeg", "quality": DEFAULT_QUALITY},
-)
 
 
 def plan(
@@ -399,7 +268,7 @@ def plan(
     max_bytes: int | None = None,
     codecs: Sequence[str | Mapping[str, Any]] | None = None,
 ) -> Plan:
-    """What each way of storing ``size`` transitions of images costs.
+    """Return what each way of storing ``size`` transitions of images costs.
 
     Measured on the frames given, or on those of a random policy in the environment given, with the range that more of
     the same may come to; without either the figures are estimates, marked as such, with the range of this project's
@@ -418,64 +287,61 @@ def plan(
     :param max_bytes: the budget; without it, what the machine has free counts.
     :param codecs: names of codecs, or mappings of options such as ``{"codec": "patch", "max_error": 4}``; by default
         all that suit the observations.
-    :return: the plan.
     :raises InvalidArgumentError: if something is out of range, or does not fit the observations.
     :raises InvalidTypeError: if something is of another type.
     :raises MissingDependencyError: if a codec that is named needs a package that is not installed.
     """
-    for name, value in (("size", size), ("n_envs", n_envs), ("max_bytes", 1 if max_bytes is None else max_bytes)):
+    for name, value in {"size": size, "n_envs": n_envs, "steps": steps, "max_bytes": max_bytes}.items():
+        if value is None and name in ("steps", "max_bytes"):
+            continue
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
             raise InvalidTypeError(f"{name}={value!r} must be a whole number, for example {name}=1_000_000")
         if value < 1:
             raise InvalidArgumentError(f"{name}={value} must be at least 1")
     if frames is not None and env is not None:
         raise InvalidArgumentError("frames and env exclude each other; pass the one that the figures are to be for")
+    if frames is None and env is None and shape is None:
+        raise InvalidArgumentError("shape=None needs frames or env to take it from; for example shape=(100, 100, 9)")
     given = None if shape is None else tuple(map(int, shape))
-    with contextlib.ExitStack() as stack:
-        sample: Sample | None = None
+    with ExitStack() as opened:
+        sample: _Sample | None = None
         if frames is not None:
-            sample = from_frames(frames, shape=given, n_stack=n_stack)
+            sample = _from_frames(frames, given, n_stack)
         elif env is not None:
-            sample = stack.enter_context(playing(env, steps=steps, shape=given, n_stack=n_stack, seed=seed))
-        elif given is None:
-            raise InvalidArgumentError(
-                "shape=None needs frames or env to take it from; for example shape=(100, 100, 9)"
-            )
-        if sample is not None:
-            given, sample = sample.before.shape[1:], channel_first(sample)
-            layout = layout_of(sample, n_stack=n_stack)
+            sample = _played(env, opened, steps, given, n_stack, seed)
+        layout = _likely_layout(given or (), dtype, n_stack) if sample is None else sample.layout
+        ways = _suiting(layout) if codecs is None else [_options(way) for way in codecs]
+        if sample is None:
+            costs, plain_us = [_estimated(layout, way) for way in ways], None
+            source = "the range of recordings of games and robots"
         else:
-            layout = likely_layout(given or (), dtype, n_stack=n_stack)
-        case = Case(layout, int(size), int(n_envs))
-        ways = [_options(way) for way in (_suiting(case) if codecs is None else codecs)]
-        # The last one is what suggestions are compared with.
-        measured = [] if sample is None else measure_all(sample, layout, [*ways, {"codec": "auto"}])
-    free = available_memory()
-    budget = free if max_bytes is None else int(max_bytes)
-    return Plan(
-        shape=tuple(map(int, given or layout.shape)),
+            costs, count = _measured(sample, ways)
+            plain_us = _read_us(lambda rows: (sample.before[rows], sample.after[rows]), len(sample.before))
+            source = sample.source if env is None else f"{sample.source}, {count} steps of a random policy"
+    head = Plan(
+        shape=layout.shape if sample is None else sample.shape,
         dtype=str(layout.dtype),
-        size=case.size,
-        n_envs=case.n_envs,
+        size=int(size),
+        n_envs=int(n_envs),
         n_stack=int(layout.n_stack),
         measured=sample is not None,
-        source=(
-            "the range of recordings of games and robots"
-            if sample is None
-            else sample.described(measured[-1].n_transitions)
-        ),
-        free_bytes=free,
+        source=source,
+        free_bytes=available_memory(),
         max_bytes=None if max_bytes is None else int(max_bytes),
-        rows=priced(case, ways, sample, measured, budget),
-        suggestions=() if sample is None else suggestions(sample, case, measured[-1]),
+        rows=(),
     )
+    row = functools.partial(_row, head, layout, _ROW_BYTES if sample is None else sample.row_bytes)
+    rows = [
+        row("SB3 ReplayBuffer", {}, _Cost(2 * layout.stack_bytes, sample_us=plain_us)),
+        row("SB3 optimize_memory_usage", {}, _Cost(layout.stack_bytes, sample_us=plain_us)),
+    ]
+    for options, cost in zip(ways, costs, strict=True):
+        name = ", ".join([options["codec"], *(f"{key}={value}" for key, value in options.items() if key != "codec")])
+        rows.append(row(name, options, cost))
+    return replace(head, rows=tuple(rows))
 
 
 def _options(way: str | Mapping[str, Any]) -> dict[str, Any]:
-    """The options of one way of storing.
-
-    :raises InvalidArgumentError: if one is unknown.
-    """
     options = {"codec": way} if isinstance(way, str) else dict(way)
     if unknown := sorted(set(options) - {"codec", "max_error", "quality", "block_length"}):
         raise InvalidArgumentError(
@@ -485,44 +351,255 @@ def _options(way: str | Mapping[str, Any]) -> dict[str, Any]:
     return {"codec": "auto", **options}
 
 
-def _suiting(case: Case) -> list[dict[str, Any]]:
+def _suiting(layout: StackLayout) -> list[dict[str, Any]]:
     """The usual ways that the observations and the packages installed allow."""
-    found = []
-    layouts = list(candidate_layouts(case.layout.shape, case.layout.dtype, n_stack=case.layout.n_stack))
-    for options in (*({"codec": name} for name in _USUAL), *_LOSSY):
-        loss = {"max_error": 0, "quality": DEFAULT_QUALITY, **options}
-        try:
-            Loss.asked_for(loss.pop("codec"), layouts, block_length=None, **loss)
-        except (InvalidArgumentError, InvalidTypeError, ImportError):
-            continue
-        found.append(options)
+    found, exact = [], {"max_error": 0, "quality": DEFAULT_QUALITY, "block_length": None}
+    layouts = list(candidate_layouts(layout.shape, layout.dtype, n_stack=layout.n_stack))
+    for way in _WAYS:
+        with suppress(InvalidArgumentError, InvalidTypeError, ImportError):
+            Loss.asked_for(layouts=layouts, **{**exact, **way})
+            found.append(way)
     return found
 
 
-class Forecast(NamedTuple):
-    """Bytes that stores will take when they are full: at least, probably, at most. All the same once that is known."""
-
-    low: int
-    middle: int
-    high: int
-
-
-def forecast(stores: Sequence[FrameStore]) -> Forecast:
-    """What stores will take: by what they hold where that says enough, else by this project's recordings."""
-    parts = [_forecast(store) for store in stores]
-    return Forecast(*(sum(part[at] for part in parts) for at in range(3)))
+def _likely_layout(shape: tuple[int, ...], dtype: npt.DTypeLike, n_stack: int | None) -> StackLayout:
+    """How observations of a shape are likely to be stacked: images of RGB where that is possible, else of grey."""
+    layouts = list(candidate_layouts(shape, dtype, n_stack=n_stack))
+    if len(shape) != 3 or min(shape[0], shape[2]) <= 3:
+        return layouts[-1]
+    by_channels = {layout.frame_channels: layout for layout in layouts}
+    return by_channels.get(3) or by_channels.get(1) or layouts[-1]
 
 
-def _forecast(store: FrameStore) -> Forecast:
-    n_transitions = store.capacity * store.n_envs
-    if store.size >= MemoryWatch.KNOWN_AT:
-        return Forecast(*[store.nbytes * store.capacity // store.size] * 3)
-    layout = store.layout
-    if layout.n_stack == 1:
-        layout = likely_layout(layout.shape, layout.dtype, n_stack=store.options["n_stack"])
-    likely = estimate(layout, store.options) if len(layout.shape) > 1 else None
-    parts = likely or (1.0, 1.0, 1.0)
-    return Forecast(*(int(n_transitions * part * layout.frame_bytes) for part in parts))
+def _likely_bytes(layout: StackLayout, options: Mapping[str, Any]) -> tuple[float, ...] | None:
+    """What a transition is likely to take, by recordings: at least, probably, at most; None where they do not say."""
+    channels = layout.frame_channels if layout.n_stack > 1 else min(layout.shape[0], layout.shape[-1])
+    codec = "patch" if options["codec"] == "auto" else options["codec"]
+    found = _RECORDED.get((codec, options.get("max_error", 0)))
+    return found and tuple(part * layout.frame_bytes + _INDEX_BYTES for part in found[channels != 1])
+
+
+def _estimated(layout: StackLayout, options: Mapping[str, Any]) -> _Cost:
+    if (likely := _likely_bytes(layout, options)) is None:
+        raise InvalidArgumentError(f"there is no estimate for {dict(options)}; pass frames= or env= to measure it")
+    low, middle, high = likely
+    return _Cost(middle, (low, high))
+
+
+class _Cost(NamedTuple):
+    """Of a transition."""
+
+    frame_bytes: float  # of both observations
+    range: tuple[float, float] | None = None  # what they may come to elsewhere
+    sample_us: float | None = None
+    psnr: float | None = None
+
+
+def _row(plan: Plan, layout: StackLayout, row_bytes: int, name: str, options: Mapping[str, Any], cost: _Cost) -> Row:
+    """What one way of storing costs; without options, Stable Baselines3's own."""
+    per_transition = cost.frame_bytes + row_bytes
+    # A store also has a newest stack and an open block for each environment.
+    fixed = plan.n_envs * (3 * layout.stack_bytes + 20 * layout.frame_bytes) if options else 0
+    total = int(per_transition * plan.size + fixed)
+    return Row(
+        name=name,
+        options=dict(options),
+        bytes_a_transition=per_transition,
+        range=cost.range and (cost.range[0] + row_bytes, cost.range[1] + row_bytes),
+        total_bytes=total,
+        times_less=(2 * layout.stack_bytes + row_bytes) / per_transition,
+        sample_us=cost.sample_us,
+        psnr=cost.psnr,
+        lossy=bool(options.get("max_error")) or options.get("codec") == "jpeg",
+        capacity=None if plan.budget is None else max(int((plan.budget - fixed) / per_transition), 0),
+        fits=None if plan.budget is None else total <= plan.budget,
+    )
+
+
+class _Sample(NamedTuple):
+    """Transitions of one environment, in order, as buffers get them: images channel-first."""
+
+    before: _Array
+    after: _Array  # terminal ones where an episode ends
+    layout: StackLayout
+    shape: tuple[int, ...]  # of an observation as it was given
+    source: str
+    row_bytes: int
+    rest: _Transitions  # those that follow, made as they are asked for and not kept
+
+
+def _sampled(
+    steps: _Transitions, source: str, n_stack: int | None, kept: int | None = None, row_bytes: int = _ROW_BYTES
+) -> _Sample:
+    """A sample of transitions, the first of which are kept."""
+    first = list(itertools.islice(steps, kept))
+    if len(first) < _LEAST:
+        raise InvalidArgumentError(
+            f"{source} gives {len(first)} transitions, and a plan needs at least {_LEAST}; pass more frames or steps"
+        )
+    before, after = (np.stack([_channel_first(stack) for stack in part]) for part in zip(*first, strict=True))
+    candidates = list(candidate_layouts(before.shape[1:], before.dtype, n_stack=n_stack))
+    found = find_layout(before.shape[1:], before.dtype, before, after) if n_stack is None else None
+    rest = ((_channel_first(one), _channel_first(other)) for one, other in steps)
+    return _Sample(before, after, found or candidates[-1], first[0][0].shape, source, row_bytes, rest)
+
+
+def _channel_first(image: _Array) -> _Array:
+    """As buffers get it: ``VecTransposeImage`` and ``ToTensorImage`` bring the channels of images to the front."""
+    is_last = image.dtype == np.uint8 and image.ndim == 3 and image.shape[0] > image.shape[2]
+    return np.ascontiguousarray(np.moveaxis(image, -1, 0) if is_last else image)
+
+
+def _from_frames(frames: Any, shape: tuple[int, ...] | None, n_stack: int | None) -> _Sample:
+    """The transitions that consecutive observations, or single frames, of one environment make."""
+    given = np.asarray(frames)
+    if given.ndim < 2:
+        raise InvalidArgumentError(
+            f"frames has shape {given.shape}, expected (n, *shape): consecutive observations of one environment"
+        )
+    stacks = itertools.accumulate([None, *given], _stacker(given.shape[1:], shape, n_stack, "frames"))
+    next(stacks)  # the None before the first
+    return _sampled(itertools.pairwise(stacks), f"frames ({len(given)} of them)", n_stack)
+
+
+def _played(
+    env: Any, opened: ExitStack, steps: int | None, shape: tuple[int, ...] | None, n_stack: int | None, seed: int
+) -> _Sample:
+    """The transitions of a random policy. An environment that is made here is closed with what is opened."""
+    if isinstance(env, type) or not hasattr(env, "observation_space"):  # a class may have its spaces already
+        if not callable(env):
+            raise InvalidTypeError(f"env={env!r} is neither a gymnasium environment nor what makes one")
+        env = env()
+        opened.callback(env.close)
+    space = env.observation_space
+    if not hasattr(space, "dtype") or not getattr(space, "shape", None):
+        raise InvalidTypeError(
+            f"the environment's observation_space is {space}, expected a Box; plan the image of a Dict by itself, "
+            "with frames=, or wrap the environment so that it gives the image alone"
+        )
+    source = getattr(getattr(env, "spec", None), "id", None) or type(env.unwrapped).__name__
+    stacked = _stacker(tuple(space.shape), shape, n_stack, source)
+    action = np.asarray(env.action_space.sample())
+    row_bytes = _ROW_BYTES - 8 + action.size * (4 if action.dtype.kind == "f" else 8)
+    played = itertools.islice(_transitions(env, stacked, seed), steps or _MOST_PLAYED)
+    return _sampled(played, source, n_stack, steps or _KEPT, row_bytes)
+
+
+def _transitions(env: Any, stacked: Callable[[Any, _Array], _Array], seed: int) -> _Transitions:
+    space = env.observation_space
+
+    def seen(observation: Any, older: _Array | None = None) -> _Array:
+        frame = np.array(observation)  # a copy: environments write into theirs
+        if frame.shape != space.shape:
+            raise EnvironmentOutputError(
+                f"the environment gave an observation of shape {frame.shape}, its observation_space says {space.shape}"
+            )
+        return stacked(older, frame.astype(space.dtype, copy=False))
+
+    env.action_space.seed(seed)
+    after = seen(env.reset(seed=seed)[0])
+    while True:
+        observation, _, terminated, truncated, _ = env.step(env.action_space.sample())
+        before, after = after, seen(observation, after)
+        yield before, after
+        if terminated or truncated:
+            after = seen(env.reset()[0])
+
+
+def _stacker(
+    frame: tuple[int, ...], shape: tuple[int, ...] | None, n_stack: int | None, source: str
+) -> Callable[[Any, _Array], _Array]:
+    """:func:`_stacked`, for observations of ``shape`` of the arrays that a source gives."""
+    if shape is None:
+        return functools.partial(_stacked, n_stack=n_stack or 1, axis=stacking_axes(frame)[0])
+    if frame == shape:
+        return functools.partial(_stacked, n_stack=1, axis=0)
+    for axis in (len(shape) - 1, 0) if len(frame) == len(shape) else ():
+        times = shape[axis] // frame[axis]
+        whole = (*frame[:axis], frame[axis] * times, *frame[axis + 1 :])
+        if whole == shape and n_stack in (None, times):
+            return functools.partial(_stacked, n_stack=times, axis=axis)
+    raise InvalidArgumentError(
+        f"{source} gives arrays of shape {frame}, which are neither observations of shape {shape} nor frames that make "
+        f"them when they are stacked; pass shape={frame}, or wrap the environment so that it gives what is stored"
+    )
+
+
+def _stacked(older: _Array | None, frame: _Array, *, n_stack: int, axis: int) -> _Array:
+    """The stack with one more frame, as ``VecFrameStack`` makes it: behind zeros where an episode begins."""
+    if n_stack == 1:
+        return frame
+    if older is None:
+        older = np.concatenate([np.zeros_like(frame)] * n_stack, axis)
+    return np.split(np.concatenate([older, frame], axis), [frame.shape[axis]], axis)[1]
+
+
+def _measured(sample: _Sample, ways: Sequence[Mapping[str, Any]]) -> tuple[list[_Cost], int]:
+    """What each way of storing a sample costs, and how many transitions were stored to know it.
+
+    Environments change as they go on: they are reset, a view moves or rests. So what a transition takes is looked at
+    part by part, and more of what follows the sample is stored until the parts agree.
+    """
+    stores, kept = [_store(sample, options) for options in ways], len(sample.before)
+    first, sizes, count = kept // 4, [], 0
+    transitions = itertools.chain(zip(sample.before, sample.after, strict=True), sample.rest)
+    for count, (before, after) in enumerate(transitions, start=1):
+        for store in stores:
+            store.append(before[None], after[None])
+        # The difference counts: what the first frames and the buffers take does not grow with the transitions.
+        if count < first or (count - first) % _WINDOW:
+            continue
+        sizes.append([store.nbytes for store in stores])
+        if count > kept:
+            means, errors = _taken(sizes)
+            known = count >= _LEAST_PLAYED and (errors <= _CLOSE * (means + sample.row_bytes)).all()
+            if known or sum(sizes[-1]) > _MOST_BYTES:
+                break
+    costs = zip(stores, *_taken(sizes), strict=True)
+    return [_cost(store, sample, float(mean), float(error)) for store, mean, error in costs], count
+
+
+def _store(sample: _Sample, options: Mapping[str, Any]) -> FrameStore:
+    """An empty store, with the codec and the block length that suit a sample where the options leave them open."""
+    layout, kept = sample.layout, len(sample.before)
+    chooser = FrameStore.adaptive(kept, 1, layout.shape, layout.dtype, n_stack=layout.n_stack, **options)
+    for before, after in zip(sample.before, sample.after, strict=True):
+        chooser.append(before[None], after[None])
+    chosen = {"codec": chooser.codec, "block_length": chooser.block_length}
+    return FrameStore(max(kept, _MOST_PLAYED), 1, layout, **{**options, **chosen})
+
+
+def _taken(sizes: Sequence[Sequence[int]]) -> tuple[_Array, _Array]:
+    """Bytes a transition in each store, and how far off that may be, as far as the parts of what was seen differ."""
+    looks, n_windows = np.array(sizes, dtype=np.float64), len(sizes) - 1
+    edges = np.linspace(0, n_windows, min(n_windows, _PARTS) + 1).astype(np.int64)
+    parts = np.diff(looks[edges], axis=0) / (_WINDOW * np.diff(edges)[:, None])
+    errors = _SURE * parts.std(axis=0, ddof=1) / np.sqrt(len(parts))
+    return (looks[-1] - looks[0]) / (_WINDOW * n_windows), errors
+
+
+def _cost(store: FrameStore, sample: _Sample, mean: float, error: float) -> _Cost:
+    def read(rows: npt.NDArray[np.int64], out: _Array) -> _Array:
+        store.get(rows, np.zeros_like(rows), out[0], out[1])
+        return out
+
+    psnr = None
+    if store.lossy:
+        rows = np.linspace(0, len(sample.before) - 1, _COMPARED).astype(np.int64)
+        true = np.stack([sample.before[rows], sample.after[rows]])
+        squares = np.subtract(read(rows, np.empty(true.shape, true.dtype)), true, dtype=np.float32) ** 2
+        psnr = 10 * math.log10(255**2 / squares.mean(dtype=np.float64)) if squares.any() else math.inf
+    batch = np.empty((2, _BATCH, *store.layout.shape), store.layout.dtype)
+    microseconds = _read_us(lambda rows: read(rows, batch), store.size)
+    return _Cost(mean, (mean / (1 + error / mean), mean + error), microseconds, psnr)
+
+
+def _read_us(read: Callable[[npt.NDArray[np.int64]], Any], n_rows: int) -> float:
+    """CPU time to read a transition, in microseconds."""
+    rng = np.random.default_rng(0)
+    timer = timeit.Timer(lambda: read(rng.integers(n_rows, size=_BATCH)), timer=time.thread_time)
+    timer.timeit(1)  # what it compiles or allocates at first is not counted
+    return timer.timeit(_TIMED) / (_TIMED * _BATCH) * 1e6
 
 
 class MemoryWatch:
@@ -538,27 +615,35 @@ class MemoryWatch:
         self._stores, self._other_bytes, self._warned = list(stores), other_bytes, False
 
     def look(self) -> None:
-        """Warns where the stores will probably not fit, unless it was said before."""
-        free, expected = available_memory(), forecast(self._stores)
-        held = sum(store.nbytes for store in self._stores)
-        if self._warned or free is None or expected.middle + self._other_bytes <= free + held:
+        """Warn where the stores will probably not fit, unless it was said before."""
+        free, held = available_memory(), sum(store.nbytes for store in self._stores)
+        low, middle, high = map(sum, zip(*map(self._when_full, self._stores), strict=True))
+        if self._warned or free is None or middle + self._other_bytes <= free + held:
             return
         self._warned = True
-        warnings.warn(self._text(free + held, expected), stacklevel=3)
+        known = all(store.size >= self.KNOWN_AT for store in self._stores)
+        how = "by what it holds so far" if known else f"{in_bytes(low)} to {in_bytes(high)} by estimate"
+        warnings.warn(self._text(free + held, middle + self._other_bytes, how), stacklevel=3)
 
-    def _text(self, free: int, expected: Forecast) -> str:
+    def _when_full(self, store: FrameStore) -> tuple[float, ...]:
+        """Bytes that it takes then, at least, probably, at most: by what it holds where that says enough."""
+        if store.size >= self.KNOWN_AT:
+            return (store.nbytes * store.capacity // store.size,) * 3
+        layout = store.layout
+        if layout.n_stack == 1:
+            layout = _likely_layout(layout.shape, layout.dtype, store.options["n_stack"])
+        likely = _likely_bytes(layout, store.options) if len(layout.shape) > 1 else None
+        return tuple(store.capacity * store.n_envs * part for part in likely or (layout.frame_bytes,) * 3)
+
+    def _text(self, free: int, expected: float, how: str) -> str:
         largest = max(self._stores, key=lambda store: store.layout.stack_bytes)
         layout, n_transitions = largest.layout, largest.capacity * largest.n_envs
-        size = in_bytes(expected.middle + self._other_bytes)
-        known = expected.low == expected.high
-        spread = f"{in_bytes(expected.low)} to {in_bytes(expected.high)} by estimate"
-        how = "by what it holds so far" if known else spread
         plain = in_bytes(2 * n_transitions * layout.stack_bytes)
         stack = f" --stack {layout.n_stack}" if layout.n_stack > 1 else ""
         envs = f" --envs {largest.n_envs}" if largest.n_envs > 1 else ""
         return (
-            f"{n_transitions:,} transitions of {layout.shape} {layout.dtype} will take {size} ({how}), and "
-            f"{in_bytes(free)} are free; uncompressed they would take {plain}. Pass a smaller buffer_size, max_bytes=, "
-            "storage_dir= or max_error=; what each of them costs in your environment says\n"
+            f"{n_transitions:,} transitions of {layout.shape} {layout.dtype} will take {in_bytes(expected)} ({how}), "
+            f"and {in_bytes(free)} are free; uncompressed they would take {plain}. Pass a smaller buffer_size, "
+            "max_bytes=, storage_dir= or max_error=; what each of them costs in your environment says\n"
             f"    rl-ext plan --shape {','.join(map(str, layout.shape))} --size {n_transitions}{stack}{envs} --env ID"
         )
