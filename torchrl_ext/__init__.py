@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from rl_ext_core.devices import resolve_device
+from torchrl_ext._compat import has_wrapper
 from torchrl_ext.factories import as_factory
 from torchrl_ext.frame_storage import FrameStorage
-from torchrl_ext.gym import GymEnv, GymWrapper
+
+if has_wrapper():
+    from torchrl_ext.gym import GymEnv, GymWrapper
+else:
+    from torchrl.envs import GymEnv, GymWrapper  # type: ignore[no-redef]
 from torchrl_ext.parallel import ParallelEnv
 
 __all__ = ["FrameStorage", "GymEnv", "GymWrapper", "ParallelEnv", "as_factory", "resolve_device"]

@@ -50,7 +50,7 @@ def _wrappers() -> Iterator[tuple[type, Callable[[Any], EnvBase]]]:
 
 
 def _gymnasium(environment: Any) -> EnvBase:
-    from torchrl_ext.gym import GymWrapper
+    from torchrl_ext import GymWrapper
 
     return GymWrapper(environment)
 

@@ -20,7 +20,8 @@ def metadata_of(environment: EnvBase) -> EnvMetaData:
 
     :raises RuntimeError: TorchRL's, for transforms that may not be in a worker
     """
-    BatchedEnvBase._validate_worker_env(environment)
+    if hasattr(BatchedEnvBase, "_validate_worker_env"):  # else the worker finds out
+        BatchedEnvBase._validate_worker_env(environment)
     return EnvMetaData.metadata_from_env(environment)
 
 

@@ -11,13 +11,12 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import EnvBase
 
 from rl_ext_core.errors import InvalidTypeError
+from torchrl_ext._compat import built
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["PlainSteps", "built"]
-
-_new = TensorDict._new_unsafe
+__all__ = ["PlainSteps"]
 
 _FLAGS = ("done", "terminated", "truncated")
 
@@ -199,14 +198,6 @@ class PlainSteps(EnvBase):
         """
         self.__dict__.pop("_is_compiled", None)
         return super().eager()
-
-
-def built(entries: dict[str, Any], batch_size: torch.Size, device: torch.device | None) -> TensorDict:
-    """Make a TensorDict of entries that are on its device and have its batch size."""
-    tensordict = _new(entries, batch_size=batch_size)
-    # As an argument it would be turned into a device once more, which takes longer than all the rest.
-    tensordict._device = device
-    return tensordict
 
 
 def _carried(entries: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, TensorDict
+from tensordict import NonTensorData
 from torchrl.data import Composite, NonTensor, OneHot, TensorSpec
 from torchrl.data.utils import torch_to_numpy_dtype_dict
 
 from rl_ext_core.errors import EnvironmentOutputError
+from torchrl_ext._compat import built
 from torchrl_ext._conversion import coerced, counted_from_zero, index_shape, one_hot
 
 if TYPE_CHECKING:
@@ -114,8 +115,8 @@ def _mapping(spec: Composite, sample: Any, path: tuple[str, ...], device: torch.
 
 
 def _nested(spec: Composite, sample: Any, path: tuple[str, ...], device: torch.device | None, copy: bool) -> Read:
-    read, new, batch_size = _mapping(spec, sample, path, device, copy), TensorDict._new_unsafe, spec.batch_size
-    return lambda observation: new(read(observation), batch_size=batch_size, device=device)
+    read, batch_size = _mapping(spec, sample, path, device, copy), spec.batch_size
+    return lambda observation: built(read(observation), batch_size, device)
 
 
 def _no_dict(found: Any, spec: Composite, path: tuple[str, ...]) -> EnvironmentOutputError:

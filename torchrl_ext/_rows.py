@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torchrl.data import Composite, OneHot
 
 from rl_ext_core.errors import EnvironmentOutputError
+from torchrl_ext._compat import built
 from torchrl_ext._conversion import coerced, one_hot
 
 __all__ = ["assigned", "equal", "invalid", "is_batch", "take", "where", "written"]
@@ -99,7 +100,7 @@ def _entry(values: Any, key: str, path: tuple[str, ...]) -> Any:
 
 
 def _like(old: TensorDictBase, entries: Entries) -> TensorDictBase:
-    return TensorDict._new_unsafe(entries, batch_size=old.batch_size, device=old.device)
+    return built(entries, old.batch_size, old.device)
 
 
 def invalid(spec: Composite, target: Any, rows: torch.Tensor) -> Entries:

@@ -49,10 +49,9 @@ class SupervisedEnv(upstream.ParallelEnv):
     _start_timeout: float | None
     _step_timeout: float | None
 
-    def _prepare(self, plan: Plan, start_timeout: float | None, step_timeout: float | None) -> None:
-        """Set attributes before upstream's constructor: torch's modules take none by assignment until then."""
+    def _prepare(self, start_timeout: float | None, step_timeout: float | None) -> None:
+        """Set attributes before upstream's constructor, which takes none by assignment."""
         self.__dict__.update(
-            _plan=plan,
             _watch=None,
             _failed=None,
             _closing=False,

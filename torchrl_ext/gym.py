@@ -17,10 +17,10 @@ from torchrl.envs.libs.gym import GymWrapper as UpstreamGymWrapper
 from rl_ext_core.errors import InvalidArgumentError
 from torchrl_ext._autoreset import find_mode, has_finite_horizon
 from torchrl_ext._batched import BatchedEngine
+from torchrl_ext._compat import built, has_short_steps
 from torchrl_ext._engine import Layout, SingleEngine
 from torchrl_ext._options import DEFAULTS, checked
 from torchrl_ext._partial import pair
-from torchrl_ext._plain import PlainSteps, built
 from torchrl_ext._readers import is_torch, owned
 from torchrl_ext._specs import (
     SingleSpaces,
@@ -34,6 +34,12 @@ from torchrl_ext._specs import (
 from torchrl_ext.parallel import ParallelEnv
 
 __all__ = ["GymEnv", "GymWrapper"]
+
+_Steps: Any
+if has_short_steps():
+    from torchrl_ext._plain import PlainSteps as _Steps
+else:
+    from torchrl_ext._compat import EverySteps as _Steps
 
 
 class _Meta(type(UpstreamGymWrapper)):  # type: ignore[misc]
@@ -68,7 +74,7 @@ class _Meta(type(UpstreamGymWrapper)):  # type: ignore[misc]
             super().__setattr__(name, value)
 
 
-class GymWrapper(PlainSteps, UpstreamGymWrapper, metaclass=_Meta):
+class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
     """TorchRL's ``GymWrapper`` for environments that speak NumPy or torch tensors, single or vectorised.
 
     In place of ``torchrl.envs.GymWrapper``, with its arguments and these:

@@ -11,17 +11,23 @@ from torchrl.envs import batched_envs as upstream
 
 from rl_ext_core import resources
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
+from torchrl_ext._compat import has_supervision
 from torchrl_ext._plan import Plan
-from torchrl_ext._supervised import SupervisedEnv
 
 __all__ = ["ParallelEnv"]
 
+_Base: Any
+if has_supervision():
+    from torchrl_ext._supervised import SupervisedEnv as _Base
+else:
+    _Base = upstream.ParallelEnv
 
-class _Meta(upstream._PEnvMeta):
+
+class _Meta(type(upstream.ParallelEnv)):  # type: ignore[misc]
     """Takes environments as they come; upstream's would build those of lambdas, in this process."""
 
     def __call__(
-        cls,  # noqa: N805 (the class is what a metaclass is called on)
+        cls,
         num_workers: int | None = None,
         create_env_fn: Any = None,
         *args: Any,
@@ -33,7 +39,7 @@ class _Meta(upstream._PEnvMeta):
         return super().__call__(num_workers, create_env_fn, *args, auto_wrap_envs=False, **kwargs)
 
 
-class ParallelEnv(SupervisedEnv, metaclass=_Meta):
+class ParallelEnv(_Base, metaclass=_Meta):
     """TorchRL's ``ParallelEnv`` that takes an environment: an instance, or anything else that stands for one.
 
     In place of ``torchrl.envs.ParallelEnv``, with its arguments and these:
@@ -91,18 +97,24 @@ class ParallelEnv(SupervisedEnv, metaclass=_Meta):
             num_threads=kwargs.get("num_sub_threads", 1),
             kwargs=create_env_kwargs,
         )
-        self._prepare(plan, start_timeout, step_timeout)
+        self.__dict__["_plan"] = plan  # torch's modules take no attribute by assignment until their constructor
+        if has_supervision():
+            self._prepare(start_timeout, step_timeout)
+            kwargs["shutdown_timeout"] = math.inf
+        if shutdown_timeout is not None:
+            kwargs["shutdown_timeout"] = shutdown_timeout
         super().__init__(
             num_workers,
             plan.functions,
             create_env_kwargs=plan.kwargs,
             mp_start_method=mp_start_method,
-            shutdown_timeout=math.inf if shutdown_timeout is None else shutdown_timeout,
             **kwargs,
         )
 
     def _get_metadata(self, create_env_fn: Any, create_env_kwargs: Any) -> None:
         """Set what buffers are allocated by: as a copy has it that was built elsewhere, or the instance itself."""
+        if not has_supervision():
+            return super()._get_metadata(create_env_fn, create_env_kwargs)
         metadata = self._plan.metadata()
         self._set_metadata(metadata[0] if self._single_task else metadata)
 

@@ -1,0 +1,80 @@
+"""A user's script, with a TorchRL that has given another name to one of its private names.
+
+    python tests/torchrl_ext/renamed.py NAME
+
+Every source file of TorchRL and TensorDict is read with NAME changed to another one throughout. Prints what was warned
+of, and what a rollout of each class gave.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import json
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+_LATER = "_of_later"
+
+
+class Renamed(importlib.machinery.SourceFileLoader):
+    """Reads a module's source with one name changed, and keeps nothing compiled of it."""
+
+    name_that_goes = ""
+
+    def get_code(self, fullname: str) -> Any:
+        source = self.get_data(self.get_filename(fullname)).decode()
+        changed = re.sub(rf"\b{self.name_that_goes}\b", self.name_that_goes + _LATER, source)
+        return compile(changed, self.get_filename(fullname), "exec", dont_inherit=True)
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Finds the modules of both libraries where they are."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        if fullname.partition(".")[0] not in ("torchrl", "tensordict"):
+            return None
+        # A module may have the name as well; its file has not been renamed.
+        spec = importlib.machinery.PathFinder.find_spec(fullname.replace(_LATER, ""), path, target)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.name, spec.loader = fullname, Renamed(fullname, spec.loader.path)
+        return spec
+
+
+def make_env() -> Any:
+    import gymnasium
+
+    return gymnasium.make("CartPole-v1")
+
+
+def rollout(env: Any) -> list[Any]:
+    """What is observed in five steps from a seed."""
+    import torch
+
+    env.set_seed(3)
+    torch.manual_seed(0)
+    found = env.rollout(5, break_when_any_done=False)["observation"].tolist()
+    env.close()
+    return list(found)
+
+
+def main() -> None:
+    Renamed.name_that_goes = sys.argv[1]
+    sys.meta_path.insert(0, Finder())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        import torchrl_ext
+    said = [str(warning.message) for warning in caught if "rl-ext" in str(warning.message)]
+    from torchrl.envs import GymWrapper, SerialEnv
+
+    single = rollout(torchrl_ext.GymWrapper(make_env())), rollout(GymWrapper(make_env()))
+    workers = rollout(torchrl_ext.ParallelEnv(2, make_env())), rollout(SerialEnv(2, lambda: GymWrapper(make_env())))
+    sys.stdout.write(json.dumps({"said": said, "single": single, "workers": workers}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Where TorchRL has renamed a private name that is used here, its public way is taken, and one warning says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchrl_ext import _compat
+
+SCRIPT = Path(__file__).with_name("renamed.py")
+NAMES = " ".join([_compat._SUPERVISION, _compat._SHORT_STEPS, _compat._TENSORDICT, _compat._WRAPPER]).split()
+# TensorDict makes this one of pieces, so that a source without it does not work.
+CANDIDATES = sorted(set(NAMES) - {"_device"})
+
+
+def outcome(name: str) -> dict[str, Any]:
+    """What the script prints."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), name],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([".", os.environ.get("PYTHONPATH", "")])},
+        cwd=SCRIPT.parents[2],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.sample(quick=1, ci=6)
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_a_name_that_is_gone_costs_speed_and_nothing_else(name: str) -> None:
+    found = outcome(name)
+    assert found["said"], f"nothing says that {name} is gone"
+    for text in found["said"]:
+        assert f"tensordict {_compat._version_of('tensordict')} has no " in text
+        assert name in text
+    assert len(set(found["said"])) == len(found["said"])
+    for ours, theirs in (found["single"], found["workers"]):
+        assert ours == theirs
+
+
+@pytest.mark.slow
+def test_nothing_is_said_where_all_names_are_there() -> None:
+    found = outcome("a_name_that_nobody_has")
+    assert found["said"] == []
+    for ours, theirs in (found["single"], found["workers"]):
+        assert ours == theirs
