@@ -117,10 +117,6 @@ class FrameColumn:
                 "cut short or written to; to keep what is intact, salvage it"
             )
 
-    def unlock(self) -> None:
-        """Let others use the file."""
-        self.pool.close()
-
     @property
     def nbytes(self) -> int:
         """Bytes held, the arrays that batches are decoded into included."""

@@ -51,18 +51,14 @@ class Journal:
 
     :param n_rows: places along the first dimension.
     :param files: the file of one note and of places, and that of the other note.
-    :raises StorageError: if the file cannot be used, or another process uses it.
+    :raises StorageError: if the file cannot be used.
     :raises CorruptFileError: if it has another size.
     """
 
     def __init__(self, n_rows: int, *, files: tuple[RegionFile, RegionFile] | None = None) -> None:
         self._n_rows = n_rows
         self._region: PrivateRegion = new_region(_PLACES + n_rows * _PLACE.itemsize, files and files[0])
-        try:
-            self._other = self._region if files is None else new_region(PAGE, files[1])
-        except BaseException:
-            self._region.unlock()
-            raise
+        self._other = self._region if files is None else new_region(PAGE, files[1])
         self._map()
 
     def _map(self) -> None:
@@ -144,11 +140,6 @@ class Journal:
         for _ in self._slots:
             self._note(exposed=0)
 
-    def unlock(self) -> None:
-        """Let others use the files."""
-        self._region.unlock()
-        self._other.unlock()
-
     def __getstate__(self) -> dict[str, Any]:
         return {"_n_rows": self._n_rows, "_region": self._region, "_other": self._other}
 
@@ -164,9 +155,5 @@ def noted_elements(paths: tuple[Path, Path]) -> int:
     if file is None or other is None or n_rows < 1:
         return 0
     with contextlib.suppress(CorruptFileError):
-        journal = Journal(n_rows, files=(file[0], other[0]))
-        try:
-            return journal.read()[0].length
-        finally:
-            journal.unlock()
+        return Journal(n_rows, files=(file[0], other[0])).read()[0].length
     return 0
