@@ -227,7 +227,7 @@ def test_a_folder_without_its_description_is_not_taken_for_a_half_made_one(tmp_p
     _made(folder, 30)
     description = (folder / "store.json").read_bytes()
     (folder / "store.json").unlink()
-    with pytest.raises(CorruptFileError, match=r"holds 30 elements, and store\.json is missing"):
+    with pytest.raises(CorruptFileError, match=r"holds a store, and store\.json is missing"):
         _open(folder)
     (folder / "store.json").write_bytes(description)
     assert len(_open(folder)) == 30

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import itertools
 import multiprocessing
 import os
 import resource
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -136,6 +139,33 @@ def test_a_folder_with_half_made_files_is_taken_over(tmp_path: Path, monkeypatch
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
     buffer.extend(Videos(1).collect(20).reshape(-1))
     assert len(buffer) == 20
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_process_that_is_killed_while_it_gives_a_folder_up_leaves_nothing_in_the_way(tmp_path: Path) -> None:
+    data = Videos(1).collect(5).reshape(-1)
+    for step in itertools.count():
+        folder = tmp_path / str(step)
+        if (child := os.fork()) == 0:
+            storage, left = FrameStorage(150, storage_dir=folder), step
+
+            def die(event: str, args: tuple[object, ...], folder: Path = folder) -> None:
+                nonlocal left
+                left -= event == "os.remove" and str(folder) in str(args)
+                if left < 0:
+                    os._exit(1)
+
+            sys.addaudithook(die)
+            with contextlib.suppress(InvalidArgumentError):
+                storage.set(torch.arange(3), data)  # there are more of them
+            os._exit(0)
+        ended = os.waitpid(child, 0)[1] == 0
+        storage = FrameStorage(150, storage_dir=folder)
+        storage.set(range(5), data.clone())
+        storage.close()
+        if ended:
+            break
+    assert step > 5
 
 
 def test_elements_that_would_overwrite_what_was_found_are_refused(tmp_path: Path) -> None:

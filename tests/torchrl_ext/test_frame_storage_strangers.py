@@ -211,7 +211,7 @@ def test_a_file_of_another_storage_is_refused(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "mixed")
 
 
-def test_a_manifest_with_a_dtype_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_manifest_that_leads_astray_is_refused(tmp_path: Path) -> None:
     folder = _stored(tmp_path / "storage")
     manifest = json.loads((folder / "store.json").read_text())
     del manifest["checksum"]
@@ -220,10 +220,10 @@ def test_a_manifest_with_a_dtype_that_is_none_is_refused(tmp_path: Path) -> None
         ("settings", "columns", 0, "shape", [-4, 28, 24]),
         ("settings", "elements", "leaves", [{}]),
         ("settings", "elements", "leaves", 0, "shape", [50, 10**6]),
-        ("frames", ["0/../../frames-0"]),
         ("rows", "files", {"../rows": {"0": [[4], "|u1"]}}),
         ("rows", "files", "rows", "0", [[10**9], "|u1"]),
         ("rows", "n_rows", 0),
+        ("frames", ["0/../../frames-0"]),
     ):
         changed = json.loads(json.dumps(manifest))
         part = changed
@@ -231,5 +231,7 @@ def test_a_manifest_with_a_dtype_that_is_none_is_refused(tmp_path: Path) -> None
             part = part[key]
         part[change[-2]] = change[-1]
         (folder / "store.json").write_text(json.dumps({**changed, "checksum": checksum(changed)}))
-        with pytest.raises(RlExtError):
-            FrameStorage(50, storage_dir=folder)
+        for read in (lambda: FrameStorage(50, storage_dir=folder), lambda: FrameStorage.salvage(folder)):
+            with pytest.raises(RlExtError):
+                read()
+    assert [path.name for path in tmp_path.iterdir()] == ["storage"], "a file was made outside"

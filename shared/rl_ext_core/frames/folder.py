@@ -5,6 +5,7 @@ file             contents
 ===============  =====================================================================================================
 ``lock``         number of the process that writes; locked while it lives, or any that it shares the store with
 ``store.json``   what the store is like; written last, so that what is half made is not taken for one
+``making``       nothing; it is there until ``store.json`` is, and what it lies beside may be deleted
 ``frames-<n>``   frames, and the index of a ring, with checksums: another file for each kind of frames, and for each
                  other way to store them
 ``rows``         arrays with one row an element, of the store's owner; where they come one by one, ``row-<name>``
@@ -13,7 +14,7 @@ file             contents
 ``journal-2``    the other one of the two latest notes of that; in a store that was closed they say the same
 ===============  =====================================================================================================
 
-All of it is arrays and plain values. Each file but the first two names the store that it belongs to, and grows with
+All of it is arrays and plain values. Each file but the first three names the store that it belongs to, and grows with
 what it holds.
 """
 
@@ -38,12 +39,12 @@ import numpy.typing as npt
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, RlExtError, StorageError
 from rl_ext_core.frames.checkpoint import checksum
-from rl_ext_core.frames.journal import Journal, Note, Places, noted_elements
+from rl_ext_core.frames.journal import Journal, Note, Places
 from rl_ext_core.frames.region import PrivateRegion, RegionFile, new_region, pages, refusal
 
 FORMAT_VERSION = 6
 MANIFEST = "store.json"
-_JOURNAL = ("journal", "journal-2")
+_MAKING, _JOURNAL = "making", ("journal", "journal-2")
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _FILES = re.compile(rf"rows|row-{_NAME.pattern}|sums|frames-\d+|journal(-2)?")
 _SUMS = ""  # in place of the name of an array, which is never that short
@@ -297,6 +298,11 @@ class StoreFolder:
     def _open(self) -> None:
         manifest = self.path / MANIFEST
         if not manifest.exists():
+            if self.mend or (self._has(*_JOURNAL) and not self._has(_MAKING)):
+                raise CorruptFileError(
+                    f"{self.path} holds a store, and {MANIFEST} is missing, which says what it is like; put it back, "
+                    "or pass another storage_dir. Nothing was deleted"
+                )
             self._clear()
             return
         found = read_json(manifest, FORMAT_VERSION)
@@ -340,18 +346,22 @@ class StoreFolder:
 
     def _clear(self) -> None:
         """Deletes what was half made."""
-        held = noted_elements((self.path / _JOURNAL[0], self.path / _JOURNAL[1]))
-        if held > 0 or self.mend:
-            raise CorruptFileError(
-                f"{self.path} holds {held} elements, and {MANIFEST} is missing, which says what they are like; put it "
-                "back, or pass another storage_dir. Nothing was deleted"
-            )
-        for entry in self.path.iterdir():
+        for entry in sorted(self.path.iterdir(), key=lambda entry: entry.name == _MAKING):
             if entry.name != "lock":
                 entry.unlink()
 
+    def _has(self, *names: str) -> bool:
+        return any((self.path / name).exists() for name in names)
+
+    def _mark_half_made(self) -> None:
+        try:
+            (self.path / _MAKING).touch()
+        except OSError as error:
+            raise refusal(self.path / _MAKING, error, doing="write") from error
+
     def begin_anew(self) -> None:
         """Deletes a store that holds nothing."""
+        self._mark_half_made()
         (self.path / MANIFEST).unlink(missing_ok=True)
         self._be_new(self.rows.n_rows)
         self._clear()
@@ -384,6 +394,7 @@ class StoreFolder:
         before = self._numbers
         try:
             if self.journal is None:
+                self._mark_half_made()
                 self.rows.add("sums", {_SUMS: ((), np.dtype(np.uint32))}, self._file("sums", new=True))
                 self.journal = self._new_journal()
                 self.journal.note(length=0, following=0, touched=0, exposed=False)
@@ -465,6 +476,7 @@ class StoreFolder:
         for path in self.path.glob("frames-*"):
             if path.name not in self._frames(self._numbers):
                 path.unlink(missing_ok=True)
+        (self.path / _MAKING).unlink(missing_ok=True)
 
     @property
     def ours(self) -> bool:
@@ -517,7 +529,7 @@ class StoreFolder:
 
 
 def _is_ours(entry: Path) -> bool:
-    known = entry.name in ("lock", MANIFEST, f"{MANIFEST}.new") or _FILES.fullmatch(entry.name)
+    known = entry.name in ("lock", MANIFEST, f"{MANIFEST}.new", _MAKING) or _FILES.fullmatch(entry.name)
     return bool(known) and not entry.is_dir()
 
 

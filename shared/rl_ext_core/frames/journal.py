@@ -4,17 +4,15 @@ made whole after a process was killed.
 
 from __future__ import annotations
 
-import contextlib
 import struct
 import zlib
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from rl_ext_core.errors import CorruptFileError
-from rl_ext_core.frames.region import PAGE, PrivateRegion, RegionFile, found_file, new_region
+from rl_ext_core.frames.region import PAGE, PrivateRegion, RegionFile, new_region
 
 Places = npt.NDArray[np.int64]
 _FIELDS = struct.Struct("<QQQQQQ")
@@ -146,14 +144,3 @@ class Journal:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._map()
-
-
-def noted_elements(paths: tuple[Path, Path]) -> int:
-    """Return how many elements count by the files of a journal; 0 where nothing in them is whole."""
-    file, other = map(found_file, paths)
-    n_rows = 0 if file is None else (file[1] - _PLACES) // _PLACE.itemsize
-    if file is None or other is None or n_rows < 1:
-        return 0
-    with contextlib.suppress(CorruptFileError):
-        return Journal(n_rows, files=(file[0], other[0])).read()[0].length
-    return 0

@@ -220,16 +220,6 @@ def new_region(n_bytes: int, file: RegionFile | None = None, *, private: bool = 
     return PrivateRegion(n_bytes) if private else Region(n_bytes)
 
 
-def found_file(path: Path) -> tuple[RegionFile, int] | None:
-    """What a file says that it is, and the size of its range; None where there is no such file."""
-    try:
-        with path.open("rb") as file:
-            magic, identity, n_bytes, _ = _HEAD.unpack(file.read(_HEAD.size))
-    except (OSError, struct.error):
-        return None
-    return (RegionFile(path, identity), n_bytes) if magic == _MAGIC else None
-
-
 class FileRegion(Region):
     """A region in a file that grows with what is held.
 

@@ -196,12 +196,31 @@ def test_a_folder_without_its_description_is_not_taken_for_a_half_made_one(tmp_p
     description = (folder / "store.json").read_bytes()
     (folder / "store.json").unlink()
     for use in (lambda: open_store(folder, "patch", CAPACITY), lambda: salvage(folder)):
-        with pytest.raises(CorruptFileError, match=r"holds 50 elements, and store\.json is missing.* put it back"):
+        with pytest.raises(CorruptFileError, match=r"holds a store, and store\.json is missing.* put it back"):
             use()
     (folder / "store.json").write_bytes(description)
     store, *rows = open_store(folder, "patch", CAPACITY)
     check(store, *rows, end=50)
     store.close()
+
+
+@pytest.mark.parametrize("wrong", [{"following": 61}, {"touched": 61}, {"length": 51}], ids=str)
+def test_notes_of_more_transitions_than_there_can_be_are_refused(tmp_path: Path, wrong: dict[str, int]) -> None:
+    store, *rows = open_store(tmp_path / "a", "patch", CAPACITY)
+    for number in range(50):
+        add(store, *rows, number)
+    store.flush()
+    store._folder.journal.note(**{"length": 50, "following": 50, "touched": 50, "exposed": False, **wrong})
+    store._folder.close()  # as where the process is killed
+    with pytest.raises(CorruptFileError, match="journal is damaged: it says that there are more elements than rows"):
+        open_store(tmp_path / "a", "patch", CAPACITY)
+
+
+def test_frames_that_never_took_the_place_of_others_are_removed(tmp_path: Path) -> None:
+    folder = in_one_folder(tmp_path)
+    (folder / "frames-1").write_bytes(b"of a process that was killed")
+    open_store(folder, "patch", CAPACITY)[0].close()
+    assert not (folder / "frames-1").exists()
 
 
 @pytest.mark.parametrize("count", [50, 130])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rl_ext_core.errors import StorageError
-from rl_ext_core.frames import FrameStore
+from rl_ext_core.frames import FrameStore, folder
 from tests.core.frames.disk_toys import LAYOUT, N_ENVS, add, check, open_store
 
 
@@ -118,6 +118,32 @@ def test_a_folder_that_cannot_be_made_is_none(tmp_path: Path) -> None:
     with files_of_at_most(10), pytest.raises(StorageError):
         FrameStore(100, N_ENVS, LAYOUT, storage_dir=tmp_path / "a")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_description_that_cannot_be_written_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    store, *rows = open_store(tmp_path / "a", "adaptive", 300)
+    first = store.layout
+    monkeypatch.setattr(folder, "write_json", full)
+    for number in range(100):
+        add(store, *rows, number)
+    assert store.layout == first != LAYOUT
+    assert [path.name for path in (tmp_path / "a").glob("frames-*")] == ["frames-0"]
+    with pytest.raises(StorageError, match=r"cannot write .*store\.json: No space left on device"):
+        open_store(tmp_path / "b", "adaptive", 300)
+    assert not (tmp_path / "b").exists()
+    monkeypatch.undo()
+    for number in range(100, 300):
+        add(store, *rows, number)
+    assert store.layout == LAYOUT
+    store.close()
+    store, *rows = open_store(tmp_path / "a", "adaptive", 300)
+    check(store, *rows, end=300)
+    store.close()
 
 
 def test_a_copy_with_holes_has_room_before_it_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
