@@ -122,7 +122,7 @@ def check_damage(tmp_path: Path, seed: int) -> str:
         buffer.storage._let_go()
     kept, refusal = _refused_by(lambda: FrameStorage.salvage(folder))
     if kept is None:
-        assert any(name in refusal for name in ("storage.json", "meta.json", "head", "rows")), what
+        assert any(name in refusal for name in ("store.json", "meta.json", "head", "rows")), what
         return "gone"
     buffer = _open(folder, **options)
     found, not_found = _read_one_by_one(buffer, folder)
@@ -142,7 +142,7 @@ def check_damage(tmp_path: Path, seed: int) -> str:
 
 
 def test_where_the_parts_of_a_file_lie_is_damaged(tmp_path: Path) -> None:
-    assert check_damage(tmp_path, 31) == "gone"  # one bit, and nothing can be named: refused, not taken for empty
+    assert check_damage(tmp_path, 358) == "gone"  # one bit, and nothing can be named: refused, not taken for empty
 
 
 @pytest.mark.slow
@@ -225,11 +225,11 @@ def test_sampling_hands_out_nothing_that_could_be_written_to(tmp_path: Path) -> 
 def test_a_folder_without_its_description_is_not_taken_for_a_half_made_one(tmp_path: Path) -> None:
     folder = tmp_path / "storage"
     _made(folder, 30)
-    description = (folder / "storage.json").read_bytes()
-    (folder / "storage.json").unlink()
-    with pytest.raises(CorruptFileError, match=r"holds 30 elements, and storage\.json is missing"):
+    description = (folder / "store.json").read_bytes()
+    (folder / "store.json").unlink()
+    with pytest.raises(CorruptFileError, match=r"holds a store, and store\.json is missing"):
         _open(folder)
-    (folder / "storage.json").write_bytes(description)
+    (folder / "store.json").write_bytes(description)
     assert len(_open(folder)) == 30
 
 
@@ -255,7 +255,9 @@ def test_without_any_note_an_order_that_is_not_known_is_not_made_up(n: int, tmp_
     for name in ("journal", "journal-2"):
         os.truncate(folder / name, 65546)
     if n > SIZE:
-        with pytest.raises(CorruptFileError, match="nor the order of its elements; put back one of the two files"):
+        with pytest.raises(
+            CorruptFileError, match=r"which row of a full store is the oldest is not known\. Put it back from a copy"
+        ):
             FrameStorage.salvage(folder)
         return
     assert FrameStorage.salvage(folder).kept == n
@@ -277,8 +279,8 @@ def test_what_is_intact_is_salvaged_as_it_is(tmp_path: Path) -> None:
 def test_a_folder_that_is_in_use_or_empty_is_not_salvaged(tmp_path: Path) -> None:
     buffer = _open(tmp_path / "storage")
     buffer.extend(batch_of(0, 30))
-    with pytest.raises(StorageError, match="is used by another buffer"):
+    with pytest.raises(StorageError, match=f"is in use by this process, {os.getpid()}"):
         FrameStorage.salvage(tmp_path / "storage")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InvalidArgumentError, match="holds no storage"):
+    with pytest.raises(InvalidArgumentError, match="holds no store"):
         FrameStorage.salvage(tmp_path / "empty")

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import itertools
 import multiprocessing
 import os
 import resource
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,10 +21,10 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictMaxValueWriter, TensorDictReplayBuffer
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, NotCopyableError, StorageError
+from rl_ext_core.frames.folder import StoreFolder
 from tests.torchrl_ext.frame_data import Videos, assert_same
 from tests.torchrl_ext.frame_workers import contents
 from torchrl_ext import FrameStorage
-from torchrl_ext.frame_storage.folder import StorageFolder
 
 KEYS = ["pixels", ("next", "pixels"), "action", ("next", "reward"), ("inner", "vector")]
 
@@ -120,21 +123,49 @@ def test_whatever_a_killed_process_leaves_is_whole(batch: int, tmp_path: Path) -
 
 
 def test_a_folder_with_half_made_files_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = _buffer(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", lambda *_: 1 / 0)
-        patch.setattr(StorageFolder, "clear", lambda _: None)  # as where the process is killed
+        patch.setattr(StoreFolder, "begin_anew", lambda folder: folder.close())  # as where the process is killed
         with pytest.raises(ZeroDivisionError):
-            _buffer(tmp_path).extend(Videos(1).collect(20).reshape(-1))
+            buffer.extend(Videos(1).collect(20).reshape(-1))
     assert (tmp_path / "rows").exists()
     buffer = _buffer(tmp_path)
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             buffer.extend(Videos(1).collect(20).reshape(-1))
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
     buffer.extend(Videos(1).collect(20).reshape(-1))
     assert len(buffer) == 20
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_process_that_is_killed_while_it_gives_a_folder_up_leaves_nothing_in_the_way(tmp_path: Path) -> None:
+    data = Videos(1).collect(5).reshape(-1)
+    for step in itertools.count():
+        folder = tmp_path / str(step)
+        if (child := os.fork()) == 0:
+            storage, left = FrameStorage(150, storage_dir=folder), step
+
+            def die(event: str, args: tuple[object, ...], folder: Path = folder) -> None:
+                nonlocal left
+                left -= event == "os.remove" and str(folder) in str(args)
+                if left < 0:
+                    os._exit(1)
+
+            sys.addaudithook(die)
+            with contextlib.suppress(InvalidArgumentError):
+                storage.set(torch.arange(3), data)  # there are more of them
+            os._exit(0)
+        ended = os.waitpid(child, 0)[1] == 0
+        storage = FrameStorage(150, storage_dir=folder)
+        storage.set(range(5), data.clone())
+        storage.close()
+        if ended:
+            break
+    assert step > 5
 
 
 def test_elements_that_would_overwrite_what_was_found_are_refused(tmp_path: Path) -> None:
@@ -166,7 +197,7 @@ def test_other_arguments_are_refused(options: Any, tmp_path: Path) -> None:
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     buffer = _buffer(tmp_path)
     buffer.extend(Videos(1).collect(20).reshape(-1))
-    with pytest.raises(StorageError, match="is used by another buffer"):
+    with pytest.raises(StorageError, match=f"is in use by this process, {os.getpid()}"):
         _buffer(tmp_path)
     buffer.extend(Videos(1).collect(20).reshape(-1))
 
@@ -180,12 +211,12 @@ def test_other_files_are_left_alone(tmp_path: Path) -> None:
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
     _filled(tmp_path, 120)
-    manifest = (tmp_path / "storage.json").read_text()
-    for damaged, text in ((manifest[:-5], "is damaged"), (manifest.replace('"format": 5', '"format": 9'), "format 9")):
-        (tmp_path / "storage.json").write_text(damaged)
+    manifest = (tmp_path / "store.json").read_text()
+    for damaged, text in ((manifest[:-5], "is damaged"), (manifest.replace('"format": 6', '"format": 9'), "format 9")):
+        (tmp_path / "store.json").write_text(damaged)
         with pytest.raises(CorruptFileError, match=text):
             _buffer(tmp_path)
-    (tmp_path / "storage.json").write_text(manifest)
+    (tmp_path / "store.json").write_text(manifest)
     frames = tmp_path / "frames-0"
     size = frames.stat().st_size
     os.truncate(frames, size - 1)
@@ -194,7 +225,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     with frames.open("rb") as file:
         head = file.read(4096)
     os.truncate(frames, 0)
-    with pytest.raises(CorruptFileError, match=r"frames-0 is missing or empty"):
+    with pytest.raises(CorruptFileError, match=r"frames-0 is damaged: it is gone, or empty"):
         _buffer(tmp_path)
     frames.write_bytes(head)
     os.truncate(frames, size)
@@ -329,10 +360,9 @@ def test_a_disk_without_locks_is_called_so(tmp_path: Path, monkeypatch: pytest.M
             raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
         locked(descriptor, operation)
 
-    buffer = _buffer(tmp_path)
     monkeypatch.setattr(fcntl, "flock", no_locks)
     with pytest.raises(StorageError, match=r"cannot lock .*: No locks available"):
-        buffer.extend(Videos(1).collect(5).reshape(-1))
+        _buffer(tmp_path)
 
 
 def test_saving_to_its_own_folder_and_loading_from_it_copies_nothing(tmp_path: Path) -> None:

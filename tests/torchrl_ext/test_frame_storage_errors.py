@@ -278,7 +278,7 @@ def test_elements_that_differ_in_shape_are_refused() -> None:
         ({"block_length": 7}, InvalidArgumentError, "block_length=7 is not a power of two"),
         ({"codec": "jpeg", "quality": 101}, InvalidArgumentError, "quality=101"),
         ({"quality": 80, "codec": "patch"}, InvalidArgumentError, "quality=80"),
-        ({"storage_dir": ""}, InvalidArgumentError, "storage_dir='' names no folder"),
+        ({"storage_dir": ""}, InvalidArgumentError, "storage_dir='' is empty"),
         ({"compilable": True}, InvalidArgumentError, "compilable=True is not possible"),
         ({"consolidated": True}, InvalidArgumentError, "consolidated=True is not possible"),
         ({"shared_init": True}, InvalidArgumentError, "shared_init=True is not possible.* add something"),

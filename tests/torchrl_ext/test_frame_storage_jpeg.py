@@ -190,7 +190,7 @@ def test_a_storage_in_a_folder_is_found_again_and_goes_on(tmp_path: Path) -> Non
             twin.extend(oracle(data, 60))
         check(buffer, twin)
         buffer.storage.close()
-    with pytest.raises(InvalidArgumentError, match="was made with quality=60, got 95"):
+    with pytest.raises(InvalidArgumentError, match="was made with quality=60, not with quality=95"):
         buffer_of(150, storage_dir=tmp_path)
 
 

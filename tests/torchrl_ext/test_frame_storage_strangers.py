@@ -63,7 +63,7 @@ def test_planted_pickles_are_not_read(reader: str, tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     bomb = np.array([Bomb(ran)], dtype=object)
     original = make(tmp_path / "original")
-    files = [file.relative_to(original) for file in original.rglob("*") if file.is_file()]
+    files = [file.relative_to(original) for file in original.rglob("*") if file.is_file() and file.name != "lock"]
     for number, name in enumerate(files):
         folder = tmp_path / str(number)
         shutil.copytree(original, folder)
@@ -100,7 +100,7 @@ def test_what_files_cannot_hold_is_refused_when_it_is_stored(tmp_path: Path) -> 
     storage = FrameStorage(50, storage_dir=tmp_path / "storage")
     with pytest.raises(InvalidTypeError, match=r"'task' holds NonTensor.* leave it out: data.exclude\('task'\)"):
         storage.set(range(20), data)
-    assert not list((tmp_path / "storage").iterdir())
+    assert [path.name for path in (tmp_path / "storage").iterdir()] == ["lock"]
     storage.set(range(20), _data())
     assert_same(storage[:].clone(), _data().to("cpu"))
 
@@ -148,7 +148,7 @@ def _alter_dumped(folder: Path, random: np.random.Generator) -> None:
 
 def _alter_stored(folder: Path, random: np.random.Generator) -> None:
     """Changes numbers in the files of a storage, which has checksums for most of them."""
-    files = [folder / name for name in ("rows", "journal", "frames-0", "frames-0")]
+    files = [folder / name for name in ("rows", "sums", "journal", "frames-0", "frames-0")]
     for _ in range(random.integers(1, 4)):
         data = np.memmap(files[random.integers(len(files))], mode="r+", dtype=np.uint32)
         used = np.flatnonzero(data)
@@ -203,7 +203,7 @@ def test_numbers_that_lead_astray_do_not_end_the_process(way: str, tmp_path: Pat
 
 def test_a_file_of_another_storage_is_refused(tmp_path: Path) -> None:
     ours, theirs = _stored(tmp_path / "ours"), _stored(tmp_path / "theirs")
-    for name in ("rows", "journal", "journal-2", "frames-0"):
+    for name in ("rows", "sums", "journal", "journal-2", "frames-0"):
         shutil.copytree(ours, tmp_path / "mixed")
         shutil.copy(theirs / name, tmp_path / "mixed" / name)
         with pytest.raises(RlExtError, match=f"{name} is of another storage than the files beside it"):
@@ -211,16 +211,27 @@ def test_a_file_of_another_storage_is_refused(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "mixed")
 
 
-def test_a_manifest_with_a_dtype_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_manifest_that_leads_astray_is_refused(tmp_path: Path) -> None:
     folder = _stored(tmp_path / "storage")
-    manifest = json.loads((folder / "storage.json").read_text())
+    manifest = json.loads((folder / "store.json").read_text())
     del manifest["checksum"]
-    for change in (("columns", 0, "dtype", "load"), ("columns", 0, "shape", [-4, 28, 24]), ("rows", "leaves", [{}])):
+    for change in (
+        ("settings", "columns", 0, "dtype", "load"),
+        ("settings", "columns", 0, "shape", [-4, 28, 24]),
+        ("settings", "elements", "leaves", [{}]),
+        ("settings", "elements", "leaves", 0, "shape", [50, 10**6]),
+        ("rows", "files", {"../rows": {"0": [[4], "|u1"]}}),
+        ("rows", "files", "rows", "0", [[10**9], "|u1"]),
+        ("rows", "n_rows", 0),
+        ("frames", ["0/../../frames-0"]),
+    ):
         changed = json.loads(json.dumps(manifest))
         part = changed
         for key in change[:-2]:
             part = part[key]
         part[change[-2]] = change[-1]
-        (folder / "storage.json").write_text(json.dumps({**changed, "checksum": checksum(changed)}))
-        with pytest.raises(RlExtError):
-            FrameStorage(50, storage_dir=folder)
+        (folder / "store.json").write_text(json.dumps({**changed, "checksum": checksum(changed)}))
+        for read in (lambda: FrameStorage(50, storage_dir=folder), lambda: FrameStorage.salvage(folder)):
+            with pytest.raises(RlExtError):
+                read()
+    assert [path.name for path in tmp_path.iterdir()] == ["storage"], "a file was made outside"

@@ -17,8 +17,7 @@ from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 
 from rl_ext_core._interrupts import check, uninterrupted
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, StorageError
-from rl_ext_core.frames.folder import read_json, reading, write_json
-from torchrl_ext.frame_storage.folder import MANIFEST
+from rl_ext_core.frames.folder import MANIFEST, read_json, reading, write_json
 from torchrl_ext.frame_storage.format import packed, unpacked
 
 FORMAT = 3

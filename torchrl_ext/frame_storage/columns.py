@@ -222,11 +222,6 @@ class FrameColumn:
             )
         self.pool, self._next_check = pool, LAST_CHECK + 1
 
-    def unlock(self) -> None:
-        """Let others use the file."""
-        if self._in_file:
-            self.pool.unlock()
-
     @property
     def nbytes(self) -> int:
         """Bytes held, the arrays that batches are decoded into included."""

@@ -1,25 +1,14 @@
-"""The folder of a frame storage whose elements lie in files, finding them again, and what is left of a damaged one.
+"""Elements that a later process finds in a folder, or that others share: tensors over arrays of files, made whole after
+a process was killed, and what is left of them in a damaged folder.
 
-=================  ===================================================================================================
-file               contents
-=================  ===================================================================================================
-``storage.json``   what the storage is like; written last, so that what is half made is not taken for one
-``rows``           the elements, with handles in place of images: one array a leaf, and their checksums
-``frames-<n>``     the images of a column, with checksums
-``journal``        how many elements count, and which are being written
-``journal-2``      the other one of the two latest notes of that; in a storage that was closed they say the same
-=================  ===================================================================================================
-
-All of it is arrays and plain values. Each file names the storage that it belongs to, and grows with what it holds.
+``rl_ext_core.frames.folder`` says what lies in a folder.
 """
 
 from __future__ import annotations
 
-import json
 import logging
+import math
 import os
-import shutil
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,215 +16,175 @@ import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 
-from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, StorageError
+from rl_ext_core.errors import InvalidTypeError
 from rl_ext_core.frames import Salvaged
-from rl_ext_core.frames.folder import read_json, reading, write_json
-from rl_ext_core.frames.journal import Journal, Note, Places, noted_elements
-from rl_ext_core.frames.region import RegionFile
+from rl_ext_core.frames.folder import Rows, StoreFolder, reading
+from rl_ext_core.frames.journal import Journal, Note, Places
 from rl_ext_core.frames.store import longest_run
 from torchrl_ext.frame_storage.columns import FrameColumn
-from torchrl_ext.frame_storage.format import described
-from torchrl_ext.frame_storage.rows import RowFile
+from torchrl_ext.frame_storage.format import described, dtype_named, rebuilt
 
 _logger = logging.getLogger("torchrl_ext")
 
-FORMAT = 5
-MANIFEST = "storage.json"
-_JOURNAL = ("journal", "journal-2")
+_FILE = "rows"
 _NOT_OPTIONS = ("max_size", "ndim", "pixels")
 
 
-class StorageFolder:
-    """A folder that holds the elements of one storage.
+def folder_at(path: str | os.PathLike[str], arguments: dict[str, Any], *, mend: bool = False) -> StoreFolder:
+    """Return the folder of a storage.
 
-    :param path: made where it does not exist.
     :param arguments: of the storage: ``max_size``, ``ndim``, ``pixels``, and the options of its pools.
-    :param mend: whether files that were cut short are made as long as they were.
-    :raises InvalidArgumentError: if there are other files in it.
-    :raises StorageError: if it cannot be made.
+    :param mend: whether it is damaged. What it was made with is not compared then.
     """
-
-    def __init__(self, path: str | os.PathLike[str], arguments: dict[str, Any], *, mend: bool = False) -> None:
-        if not os.fspath(path):
-            raise InvalidArgumentError(f"storage_dir={path!r} names no folder; for example storage_dir='buffer'")
-        self.path, self.arguments = Path(path).absolute(), arguments
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            entries = sorted(self.path.iterdir())
-        except OSError as error:
-            raise StorageError(f"cannot use {self.path}: {error.strerror}; pass another storage_dir") from error
-        if foreign := [entry.name for entry in entries if not _ours(entry.name)]:
-            raise InvalidArgumentError(
-                f"storage_dir={str(self.path)!r} holds {foreign[0]!r}, which is no part of a storage; pass an empty "
-                f"folder, for example storage_dir={str(self.path / 'buffer')!r}"
-            )
-        self._identity, self._mend = os.urandom(16), mend
-
-    def found(self) -> dict[str, Any] | None:
-        """Return what the storage in the folder is like, or None where there is none.
-
-        :raises InvalidArgumentError: if it was made with other arguments.
-        :raises CorruptFileError: if it cannot be read, or is of a later format.
-        """
-        if not (self.path / MANIFEST).exists():
-            self.clear()
-            return None
-        found = read_json(self.path / MANIFEST, FORMAT)
-        for name, given in json.loads(json.dumps(self.arguments)).items():
-            if found["arguments"].get(name) != given:
-                raise InvalidArgumentError(
-                    f"the storage in {self.path} was made with {name}={found['arguments'].get(name)!r}, got {given!r}; "
-                    "pass the same, or another storage_dir"
-                )
-        names = ["rows", *_JOURNAL, *(f"frames-{number}" for number in range(len(found["columns"])))]
-        files = [self.path / name for name in names]
-        missing = [file for file in files if not file.is_file() or file.stat().st_size == 0]
-        if missing and not self._mend:
-            raise CorruptFileError(
-                f"{missing[0]} is missing or empty: it was deleted, or cut short; to keep what is intact: "
-                f"FrameStorage.salvage({str(self.path)!r})"
-            )
-        self._identity = bytes.fromhex(found["identity"])
-        return found
-
-    def clear(self) -> None:
-        """Delete what was half made.
-
-        :raises CorruptFileError: if elements were stored, so that there was more than that.
-        """
-        if (held := noted_elements((self.path / _JOURNAL[0], self.path / _JOURNAL[1]))) > 0:
-            raise CorruptFileError(
-                f"{self.path} holds {held} elements, and {MANIFEST} is missing, which says what they are like; put it "
-                "back, or pass another storage_dir. Nothing was deleted"
-            )
-        for entry in self.path.iterdir():
-            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
-
-    def begin_anew(self) -> None:
-        """Delete a storage that holds nothing."""
-        (self.path / MANIFEST).unlink(missing_ok=True)
-        self.clear()
-        self._identity = os.urandom(16)
-
-    def _file(self, name: str) -> RegionFile:
-        return RegionFile(self.path / name, self._identity, self._mend)
-
-    def frames(self, number: int) -> RegionFile:
-        """Return the file of a column's images."""
-        return self._file(f"frames-{number}")
-
-    def journal(self, n_rows: int) -> Journal:
-        """Return the notes that are there, or else new ones."""
-        return Journal(n_rows, files=(self._file(_JOURNAL[0]), self._file(_JOURNAL[1])))
-
-    def rows(self, description: dict[str, Any]) -> RowFile:
-        """Return the elements that are there.
-
-        :raises CorruptFileError: if they are described in no way that is known.
-        """
-        with reading(f"{self.path / MANIFEST} is"):
-            return RowFile(description, self._file("rows"))
-
-    def new_rows(self, rows: Any) -> RowFile:
-        """Return elements like these, all zero.
-
-        :raises InvalidTypeError: if there is something in them that is no tensor.
-        """
-        if type(rows) is not TensorDict:
-            raise InvalidTypeError(
-                f"a storage in files holds TensorDicts, got {type(rows).__name__}; convert the data: "
-                "data.to_tensordict(), or store without storage_dir"
-            )
-        return self.rows(described(rows, values=False)[0])
-
-    def begin(self, columns: list[FrameColumn], rows: RowFile) -> None:
-        """Note that all files are there."""
-        manifest = {
-            "format": FORMAT,
-            "identity": self._identity.hex(),
-            "arguments": self.arguments,
-            "columns": [column.kind for column in columns],
-            "rows": rows.description,
-        }
-        write_json(self.path / MANIFEST, manifest)
+    return StoreFolder(path, arguments, mend=mend, salvage="FrameStorage.salvage")
 
 
-def _ours(name: str) -> bool:
-    return name in (MANIFEST, f"{MANIFEST}.new", "rows", *_JOURNAL) or name.startswith("frames-")
+def begin(folder: StoreFolder, columns: list[FrameColumn], rows: Any) -> None:
+    """Have a new folder hold elements like these, all zero.
+
+    :raises InvalidTypeError: if there is something in them that is no tensor.
+    :raises StorageError: if there is no room on the disk.
+    """
+    if type(rows) is not TensorDict:
+        raise InvalidTypeError(
+            f"a storage in files holds TensorDicts, got {type(rows).__name__}; convert the data: "
+            "data.to_tensordict(), or store without storage_dir"
+        )
+    description = described(rows, values=False)[0]
+    n_bytes = (math.prod(leaf["shape"][1:]) * dtype_named(leaf["dtype"]).itemsize for leaf in description["leaves"])
+    folder.rows = Rows(len(rows))
+    # NumPy does not know all dtypes, but their bytes.
+    folder.add_rows(_FILE, {str(number): ((n,), np.dtype(np.uint8)) for number, n in enumerate(n_bytes)})
+    settings = {"columns": [column.kind for column in columns], "elements": description}
+    folder.begin(settings, kinds=len(columns))
 
 
-def salvage(path: Path) -> Salvaged:
+def tensors_in(folder: StoreFolder) -> TensorDict:
+    """Return the elements of a folder as this process sees them. Keys cannot be added.
+
+    :raises CorruptFileError: if they are described in no way that is known.
+    """
+    assert folder.settings is not None
+
+    def view(number: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.from_numpy(folder.rows.arrays[str(number)].reshape(-1)).view(dtype).reshape(shape)
+
+    with reading(f"{folder.path} is"):
+        return rebuilt(folder.settings["elements"], view).lock_()
+
+
+def recover(
+    rows: Any, columns: list[FrameColumn], journal: Journal, folder: StoreFolder | None, *, who: str, alone: bool
+) -> tuple[int, int]:
+    """Make elements whole that another process left behind.
+
+    :param folder: where they lie, or None for memory.
+    :param who: what to log of that process.
+    :param alone: whether nobody used the files since; they are compared with their checksums then.
+    :return: how many elements count along the first dimension, and where the next one goes.
+    :raises CorruptFileError: if there are fewer than were noted, or they are not what was stored.
+    """
+    if folder is not None:
+        folder.rows.refresh()
+    note, writing = journal.read() if folder is None or not alone else _checked_note(folder)
+    length = _without_torn(rows, note, writing, who)
+    if folder is not None:
+        folder.rows.note(np.unique(writing))
+    for column in columns:
+        column.clear(rows, length, note.touched)
+        column.recover(rows, length, None if folder is None else folder.path)
+    following = note.following % len(rows) if length == len(rows) else length
+    journal.written(length, following)
+    if alone:
+        journal.settle()
+    return length, following
+
+
+def _checked_note(folder: StoreFolder) -> tuple[Note, Places]:
+    """What counts, of elements that are what they were."""
+    note, writing = folder.last_note()
+    places = np.arange(note.length)
+    if note.exposed:
+        message = "%s was not closed: whether elements without their images are what they were is not checked"
+        _logger.info(message, folder.path)
+        folder.rows.note(places)
+    elif n_wrong := len(folder.rows.wrong(np.setdiff1d(places, writing))):
+        raise folder.damage(
+            _FILE, f"{n_wrong} of {len(places)} elements have another checksum than when they were stored"
+        )
+    return note, writing
+
+
+def _without_torn(rows: Any, note: Note, writing: Places, who: str) -> int:
+    """Take out elements that were half written; return how many elements are left.
+
+    Those at the end are cut off. One in the middle of a full ring becomes a copy of the one before it, which counts.
+    """
+    length = min(note.length, len(rows))
+    torn = np.unique(writing[writing < min(len(rows), note.touched)])
+    if len(torn) == 0:
+        return length
+    inside = torn[torn < length]
+    whole = np.setdiff1d(np.arange(length), inside)
+    if len(whole) == 0:
+        length, inside = 0, inside[:0]
+    if len(inside):
+        before = whole[np.searchsorted(whole, inside) - 1]
+        rows[torch.from_numpy(inside)] = rows[torch.from_numpy(before)]
+    _logger.warning(
+        "%d elements were being written when %s ended: %d are lost, %d became copies of the one before",
+        len(torn),
+        who,
+        len(torn) - len(inside),
+        len(inside),
+    )
+    return length
+
+
+def salvage(path: str | os.PathLike[str]) -> Salvaged:
     """Keep the longest run of intact elements of a damaged folder; see ``FrameStorage.salvage``."""
-    if not path.is_dir() or not any(path.iterdir()):
-        raise InvalidArgumentError(f"storage_dir={str(path)!r} holds no storage")
-    folder = StorageFolder(path, {}, mend=True)
-    folder.arguments = read_json(path / MANIFEST, FORMAT)["arguments"]
-    opened: list[Any] = []
+    folder = folder_at(path, {}, mend=True)
     try:
-        with reading(f"{path} is"):
-            found = folder.found() or {}
-            opened.append(file := folder.rows(found["rows"]))
-            n_places = len(file.tensors)
-            opened.append(journal := folder.journal(n_places))
-            options = {name: value for name, value in folder.arguments.items() if name not in _NOT_OPTIONS}
-            columns = []
-            for number, kind in enumerate(found["columns"]):
-                columns.append(FrameColumn(kind, n_places, options, num_threads=None, file=folder.frames(number)))
-                opened.append(columns[-1])
-            kept, length = _keep_longest_run(file, columns, journal)
-            file.make_sure_of(journal.read()[0].touched)
+        with reading(f"{folder.path} is"):
+            rows, kinds = tensors_in(folder), (folder.settings or {})["columns"]
+            options = {name: value for name, value in folder.options.items() if name not in _NOT_OPTIONS}
+            columns = [
+                FrameColumn(kind, len(rows), options, num_threads=None, file=folder.frames(number))
+                for number, kind in enumerate(kinds)
+            ]
+            kept, length = _keep_longest_run(folder, rows, columns)
             # Of several dimensions, an element of the first one is as many as the others hold.
-            n = file.tensors.shape[1 : folder.arguments["ndim"]].numel()
+            n = rows.shape[1 : folder.options["ndim"]].numel()
     finally:
-        for each in opened:
-            each.unlock()
-    _logger.warning("%s: kept %d elements, gave up %d", path, kept * n, (length - kept) * n)
+        folder.close()
+    _logger.warning("%s: kept %d elements, gave up %d", folder.path, kept * n, (length - kept) * n)
     return Salvaged(kept * n, (length - kept) * n)
 
 
-def _keep_longest_run(file: RowFile, columns: list[FrameColumn], journal: Journal) -> tuple[int, int]:
+def _keep_longest_run(folder: StoreFolder, rows: Any, columns: list[FrameColumn]) -> tuple[int, int]:
     """Move the longest run of elements that are whole to the beginning; return how many it and all were."""
-    n_places, rows = len(file.tensors), file.tensors[: file.held]
-    note, writing = _last_note(file, journal)
-    if note.length and not len(rows):
-        raise CorruptFileError(
-            f"the head of {file._region.path} is damaged: where its parts lie is not known, so none of {note.length} "
-            "elements can be named; put the file back from a copy"
-        )
-    good = np.ones(min(note.length, len(rows)), dtype=np.bool_)
+    assert folder.journal is not None
+    n_places, held = len(rows), folder.rows.held
+    note, writing = folder.last_note(lambda: None if folder.rows.full else held)
+    rows = rows[:held]
+    good = np.ones(min(note.length, held), dtype=np.bool_)
     good[writing[writing < len(good)]] = False
     if not note.exposed:
-        good[file.wrong(np.arange(len(good)))] = False
+        good[folder.rows.wrong(np.arange(len(good)))] = False
     for column in columns:
         good &= _readable(column, rows, good)
     oldest = note.following % n_places if len(good) == n_places else 0
     order = (oldest + np.arange(len(good))) % max(len(good), 1)
     places = order[slice(*longest_run(good[order]))]
-    kept = rows[torch.from_numpy(places)].clone()
-    rows[: len(places)] = kept
+    rows[: len(places)] = rows[torch.from_numpy(places)].clone()
     for column in columns:
         column.clear(rows, len(places), len(rows))
         column.found_again(column.handles(rows, len(rows)))
-    file.update_sums(np.arange(len(places)))
-    journal.written(len(places), len(places))
-    journal.settle()
+    folder.rows.note(np.arange(len(places)))
+    folder.journal.written(len(places), len(places))
+    folder.journal.settle()
+    folder.rows.make_sure_of(folder.journal.read()[0].touched)
     return len(places), note.length
-
-
-def _last_note(file: RowFile, journal: Journal) -> tuple[Note, Places]:
-    """The latest note, and places that are being written; where none is whole, all places are looked at.
-
-    :raises CorruptFileError: if none is whole, and which element is the oldest cannot be known.
-    """
-    try:
-        return journal.read()
-    except CorruptFileError as error:
-        if file.full:
-            raise CorruptFileError(
-                f"{str(error).partition(';')[0]}, so where this full storage begins is not known, nor the order of its "
-                "elements; put back one of the two files from a copy"
-            ) from None
-        return Note(0, file.held, 0, file.held, 0, 0), np.zeros(0, dtype=np.int64)
 
 
 def _readable(column: FrameColumn, rows: Any, good: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:

@@ -21,7 +21,7 @@ from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyab
 from rl_ext_core.frames import Salvaged
 from rl_ext_core.frames.auto import LAST_CHECK
 from rl_ext_core.frames.codecs import DEFAULT_QUALITY, options_in_words
-from rl_ext_core.frames.folder import reading
+from rl_ext_core.frames.folder import Rows, StoreFolder, reading
 from rl_ext_core.frames.journal import Journal, Places
 from rl_ext_core.frames.region import ProcessLock, RegionFile
 from torchrl_ext.frame_storage.arguments import (
@@ -39,8 +39,7 @@ from torchrl_ext.frame_storage.arguments import (
 from torchrl_ext.frame_storage.buffers import Budget, bear_kills, go_back, go_on_at
 from torchrl_ext.frame_storage.checkpoint import FrameStorageCheckpointer, State, as_state, from_state
 from torchrl_ext.frame_storage.columns import FrameColumn, Key, encoded, image_kinds, release
-from torchrl_ext.frame_storage.folder import StorageFolder, salvage
-from torchrl_ext.frame_storage.rows import RowFile, recover
+from torchrl_ext.frame_storage.folder import begin, folder_at, recover, salvage, tensors_in
 from torchrl_ext.frame_storage.view import FrameView
 
 _logger = logging.getLogger("torchrl_ext")
@@ -102,8 +101,8 @@ class FrameStorage(TensorStorage):
     _len: int
     _storage: Any  # all elements, which TorchRL reads too; int64 handles are where the images would be
     _budget: Budget | None = None
-    _folder: StorageFolder | None = None
-    _rows: RowFile | None = None  # the elements, where they lie in a folder
+    _folder: StoreFolder | None = None
+    _rows: Rows | None = None  # the elements, where they lie in a folder
     _journal: Journal | None = None  # where other processes, or later ones, may have to make them whole
     _goes_on_at: int | None = None  # of a storage that was opened again, until the first element is added
     _most = 0  # places from here on were never written by this process
@@ -163,7 +162,7 @@ class FrameStorage(TensorStorage):
         if storage_dir is not None:
             keys = None if pixels is None else [unravel_key(key) for key in pixels]
             arguments = {"max_size": max_size, "ndim": ndim, "pixels": keys, **self._options}
-            self._folder = StorageFolder(storage_dir, arguments)
+            self._folder = folder_at(storage_dir, arguments)
             try:
                 self._reopen(self._folder)
             except BaseException:
@@ -259,28 +258,25 @@ class FrameStorage(TensorStorage):
         self._columns = columns
         self._hold(rows)
 
-    def _new_files(self, folder: StorageFolder, rows: Any) -> Any:
+    def _new_files(self, folder: StoreFolder, rows: Any) -> Any:
         if not self._columns:
             raise InvalidArgumentError(
                 "storage_dir is for data with images, and none were found; use LazyMemmapStorage, or name them: "
                 'FrameStorage(..., pixels=["pixels"])'
             )
-        self._rows = folder.new_rows(rows)
-        self._journal = folder.journal(len(rows))
-        self._journal.written(0, 0)
-        folder.begin(self._columns, self._rows)
-        return self._rows.tensors
+        begin(folder, self._columns, rows)
+        self._rows, self._journal = folder.rows, folder.journal
+        return tensors_in(folder)
 
-    def _reopen(self, folder: StorageFolder) -> None:
+    def _reopen(self, folder: StoreFolder) -> None:
         """Find again what is in the folder."""
-        if (found := folder.found()) is None:
+        if folder.settings is None:
             return
+        self._rows, self._journal, rows = folder.rows, folder.journal, tensors_in(folder)
         with reading(f"{folder.path} is"):
-            self._rows = folder.rows(found["rows"])
-            self._journal = folder.journal(len(self._rows.tensors))
-            self._add_columns(found["columns"], len(self._rows.tensors))
-            self._hold(self._rows.tensors)
-        self._goes_on_at = self._recover("their process", folder.path)
+            self._add_columns(folder.settings["columns"], len(rows))
+            self._hold(rows)
+        self._goes_on_at = self._recover("their process", alone=True)
 
     def _hold(self, rows: Any) -> None:
         self._storage = rows
@@ -291,9 +287,11 @@ class FrameStorage(TensorStorage):
 
     def _let_go(self) -> None:
         """Let others use the files, and hold nothing any more."""
-        for each in (*self._columns, self._journal, self._rows):
-            if each is not None:
-                each.unlock()
+        self._hold_nothing()
+        if self._folder is not None:
+            self._folder.close()
+
+    def _hold_nothing(self) -> None:
         self._columns, self._journal, self._rows = [], None, None
         self._storage, self.initialized = None, False
         self.max_size, self._most, self._exposed = self._asked_size, 0, False
@@ -301,7 +299,7 @@ class FrameStorage(TensorStorage):
 
     def _forget(self) -> None:
         """Be as if nothing was ever stored."""
-        self._let_go()
+        self._hold_nothing()
         if self._folder is not None:
             self._folder.begin_anew()
 
@@ -516,7 +514,7 @@ class FrameStorage(TensorStorage):
     def _written(self) -> None:
         """Note that all that was changed is whole, before anything that was replaced is freed."""
         if self._rows is not None:
-            self._rows.update_sums(self._places)
+            self._rows.note(self._places)
         if self._journal is not None:
             last = self._last_cursor_index
             self._journal.written(self._len_along_dim0, 0 if last is None or not len(self) else last + 1)
@@ -530,10 +528,10 @@ class FrameStorage(TensorStorage):
             self._journal.expose()
             self._exposed = True
 
-    def _recover(self, who: str, folder: Path | None = None) -> int:
+    def _recover(self, who: str, *, alone: bool = False) -> int:
         """Make whole what another process left behind; return where elements go on."""
         assert self._journal is not None
-        length, following = recover(self._storage, self._columns, self._journal, self._rows, who=who, folder=folder)
+        length, following = recover(self._storage, self._columns, self._journal, self._folder, who=who, alone=alone)
         self._len = length * (self.max_size // len(self._storage))
         self._set_last_cursor((following - 1) % length if length else None)
         return following
@@ -559,7 +557,7 @@ class FrameStorage(TensorStorage):
         self._check_open()
         self._refresh()
         if self._rows is not None and self._exposed:
-            self._rows.update_sums(np.arange(self._len_along_dim0))
+            self._rows.note(np.arange(self._len_along_dim0))
         if self._journal is not None:
             self._journal.settle()
 
@@ -618,8 +616,8 @@ class FrameStorage(TensorStorage):
             self.lock = ProcessLock()
             bear_kills(self)
         self._be_called()
-        if self._rows is not None:
-            self._storage = self._rows.tensors
+        if self._folder is not None:
+            self._storage = tensors_in(self._folder)
         if held is not None:
             self.take(*held)
 
@@ -715,4 +713,4 @@ class FrameStorage(TensorStorage):
         :raises CorruptFileError: if nothing can be read at all.
         :raises StorageError: if it is in use.
         """
-        return salvage(Path(storage_dir).absolute())
+        return salvage(storage_dir)

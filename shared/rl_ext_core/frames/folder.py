@@ -3,16 +3,19 @@
 ===============  =====================================================================================================
 file             contents
 ===============  =====================================================================================================
-``lock``         number of the process that writes; locked while it does
+``lock``         number of the process that writes; locked while it lives, or any that it shares the store with
 ``store.json``   what the store is like; written last, so that what is half made is not taken for one
-``frames-<n>``   frames and index, with checksums, as the ``n``-th way to store them has them
-``row-<name>``   an array with one row a transition, of the store's owner
+``making``       nothing; it is there until ``store.json`` is, and what it lies beside may be deleted
+``frames-<n>``   frames, and the index of a ring, with checksums: another file for each kind of frames, and for each
+                 other way to store them
+``rows``         arrays with one row an element, of the store's owner; where they come one by one, ``row-<name>``
 ``sums``         checksums of these rows
-``journal``      how many transitions count
+``journal``      how many elements count, and which are being written
 ``journal-2``    the other one of the two latest notes of that; in a store that was closed they say the same
 ===============  =====================================================================================================
 
-All of it is arrays and plain values.
+All of it is arrays and plain values. Each file but the first three names the store that it belongs to, and grows with
+what it holds.
 """
 
 from __future__ import annotations
@@ -22,12 +25,12 @@ import errno
 import fcntl
 import json
 import math
-import mmap
 import os
 import re
 import shutil
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
 
@@ -36,30 +39,19 @@ import numpy.typing as npt
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, RlExtError, StorageError
 from rl_ext_core.frames.checkpoint import checksum
-from rl_ext_core.frames.journal import Journal, noted_elements
-from rl_ext_core.frames.region import RegionFile
+from rl_ext_core.frames.journal import Journal, Note, Places
+from rl_ext_core.frames.region import PrivateRegion, RegionFile, new_region, pages, refusal
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 6
 MANIFEST = "store.json"
-_OURS = re.compile(r"lock|store\.json(\.new)?|journal(-2)?|sums|row-.*|frames-\d+")
+_MAKING, _JOURNAL = "making", ("journal", "journal-2")
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
+_FILES = re.compile(rf"rows|row-{_NAME.pattern}|sums|frames-\d+|journal(-2)?")
+_SUMS = ""  # in place of the name of an array, which is never that short
+
+Fields = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]  # name, shape of a row, and dtype
 
 _open_folders: weakref.WeakSet[StoreFolder] = weakref.WeakSet()
-
-
-def refusal(path: Path, error: OSError, *, doing: str) -> StorageError:
-    """The error for what the system refused."""
-    return StorageError(
-        f"cannot {doing} {path}: {error.strerror or error}. What was stored before is intact and nothing of this call "
-        "is; make room there, or pass a storage_dir elsewhere"
-    )
-
-
-def damage(path: Path, what: str) -> CorruptFileError:
-    """The error for a file that holds something else than was written."""
-    return CorruptFileError(
-        f"{path} is damaged: {what}. To keep what is intact: rl_ext_core.frames.salvage({str(path.parent)!r})"
-    )
 
 
 def checked_path(path: str | os.PathLike[str]) -> Path:
@@ -118,22 +110,35 @@ def read_json(path: Path, version: int) -> dict[str, Any]:
 
 
 class Rows:
-    """Arrays with one row a transition, in memory, or in mapped files where there is a folder.
+    """Arrays with one row an element, in memory; or in files, which have room for as many as were asked for by
+    :meth:`make_sure_of`, and a checksum of each row.
 
-    A file has room on the disk for as many rows as were asked for by :meth:`make_sure_of`; writing where there is none
-    ends the process.
-
-    :param capacity: rows.
-    :param path: the folder.
+    :param n_rows: the most that there may be.
+    :ivar arrays: of shape ``(n_rows, *shape)``, by name.
     """
 
-    def __init__(self, capacity: int, path: Path | None = None) -> None:
-        self._capacity, self._path = capacity, path
-        self._arrays: dict[str, npt.NDArray[Any]] = {}
-        self._files: list[tuple[int, int, Path]] = []  # descriptor, bytes of a row
+    def __init__(self, n_rows: int) -> None:
+        self.n_rows = n_rows
+        self._files: dict[str, tuple[PrivateRegion, Fields]] = {}
+        self._map()
+
+    def _map(self) -> None:
+        self.arrays: dict[str, npt.NDArray[Any]] = {}
+        self._parts: list[tuple[PrivateRegion, int, int]] = []  # where an array begins, bytes of a row
+        for region, fields in self._files.values():
+            self._map_fields(region, fields)
+
+    def _map_fields(self, region: PrivateRegion, fields: Fields) -> None:
+        start = 0
+        for name, (shape, dtype) in fields.items():
+            self.arrays[name] = region.array(start, (self.n_rows, *shape), dtype)
+            self._parts.append((region, start, math.prod(shape) * dtype.itemsize))
+            start += self._room(shape, dtype)
         self._held = 0
-        self._sums = np.zeros(0, dtype=np.uint32)
         self._summed: tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]] | None = None  # addresses, bytes of a row
+
+    def _room(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
+        return pages(max(self.n_rows * math.prod(shape) * dtype.itemsize, 1))
 
     def get(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any] | None:
         """The array of that name, if there is one.
@@ -142,7 +147,7 @@ class Rows:
         """
         if not _NAME.fullmatch(name):
             raise InvalidArgumentError(f"a row array cannot be named {name!r}; use letters, digits, '_', '-' and '.'")
-        array = self._arrays.get(name)
+        array = self.arrays.get(name)
         if array is not None and (array.shape[1:], array.dtype) != (tuple(shape), np.dtype(dtype)):
             raise InvalidArgumentError(
                 f"row array {name!r} holds rows of shape {array.shape[1:]} and dtype {array.dtype}, not {tuple(shape)} "
@@ -150,120 +155,126 @@ class Rows:
             )
         return array
 
-    def add(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, new: bool = True) -> npt.NDArray[Any]:
-        """A new array, zero; or one that is there.
+    def add(self, name: str, fields: Fields, file: RegionFile | None = None) -> None:
+        """Adds arrays, which are zero, or what the file holds.
 
+        :param name: of the file.
+        :param file: where they lie, or None for memory.
         :raises StorageError: if there is no room on the disk.
-        :raises CorruptFileError: if a file has another size.
+        :raises CorruptFileError: if the file is damaged, or has another size.
         """
-        self._arrays[name] = self._allocated(f"row-{name}", (self._capacity, *shape), np.dtype(dtype), new=new)
-        self._summed = None
-        return self._arrays[name]
+        region = new_region(sum(self._room(*field) for field in fields.values()), file, private=True)
+        self._files[name] = region, fields
+        self._map_fields(region, fields)
 
-    def open_sums(self, *, new: bool) -> None:
-        """Has the rows of files checked."""
-        self._sums = self._allocated("sums", (self._capacity,), np.dtype(np.uint32), new=new)
+    def described(self) -> dict[str, Any]:
+        """Which arrays there are in which files, in values that JSON knows."""
+        files = {
+            file: {name: [list(shape), dtype.str] for name, (shape, dtype) in fields.items()}
+            for file, (_, fields) in self._files.items()
+        }
+        return {"n_rows": self.n_rows, "files": files}
 
-    def _allocated(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], *, new: bool) -> npt.NDArray[Any]:
-        n_bytes = math.prod(shape) * dtype.itemsize
-        if self._path is None or n_bytes == 0:
-            return np.zeros(shape, dtype=dtype)
-        path = self._path / name
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise refusal(path, error, doing="open") from error
-        self._files.append((descriptor, n_bytes // self._capacity, path))
-        try:
-            if new:
-                os.ftruncate(descriptor, 0)
-                os.ftruncate(descriptor, n_bytes)
-            elif (size := os.fstat(descriptor).st_size) != n_bytes:
-                raise damage(path, f"it has {size:,} bytes, expected {n_bytes:,}")
-            mapped = mmap.mmap(descriptor, n_bytes)
-        except OSError as error:
-            raise refusal(path, error, doing=f"write {n_bytes:,} bytes to") from error
-        self._held = 0
-        # Not np.memmap: parts of it would be pickled by the name of that class.
-        return np.frombuffer(mapped, dtype=dtype).reshape(shape)
+    def shortest(self) -> tuple[int, str]:
+        """How many rows can be written to, and the name of the file that has no more."""
+        held = [(region.held(start) // n, region.path.name) for region, start, n in self._parts if n and region.path]
+        return min([(self.n_rows, ""), *held])
+
+    @property
+    def held(self) -> int:
+        """How many rows can be written to."""
+        return self.shortest()[0]
 
     def make_sure_of(self, n_rows: int) -> None:
-        """Takes room on the disk for the first rows, and a quarter more than there was.
+        """Makes sure that the first rows can be written to.
 
-        :raises StorageError: if there is none.
+        :raises StorageError: if there is no room on the disk.
         """
-        if n_rows <= self._held:
-            return
-        n_rows = min(max(n_rows, self._held + self._held // 4, 64), self._capacity)
-        for descriptor, row_bytes, path in self._files:
-            try:
-                os.posix_fallocate(descriptor, 0, n_rows * row_bytes)
-            except OSError as error:
-                raise refusal(path, error, doing=f"reserve {n_rows * row_bytes:,} bytes for") from error
-        self._held = n_rows
+        if n_rows > self._held:
+            for region, start, row_bytes in self._parts:
+                region.reserve(start, min(n_rows, self.n_rows) * row_bytes)
+            self._held = self.held
 
-    def described(self) -> dict[str, list[Any]]:
-        """Shape of a row and dtype of each."""
-        return {name: [list(array.shape[1:]), array.dtype.str] for name, array in self._arrays.items()}
+    def refresh(self) -> None:
+        """Learns what other processes have made sure of."""
+        for region, _ in self._files.values():
+            region.refresh()
 
-    def _sums_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
+    def _sums_of(self, rows: Places) -> npt.NDArray[np.uint32]:
         from rl_ext_core.frames.machine import sum_rows  # it loads numba
 
         if self._summed is None:
-            arrays = [array for _, array in sorted(self._arrays.items()) if array[:1].nbytes]
+            arrays = [array for name, array in self.arrays.items() if name != _SUMS]
             addresses = np.array([array.ctypes.data for array in arrays], dtype=np.uint64)
             self._summed = addresses, np.array([array[:1].nbytes for array in arrays], dtype=np.int64)
         found = np.zeros(len(rows), dtype=np.uint32)
         sum_rows(*self._summed, rows, found)
         return found
 
-    def note(self, row: int) -> None:
-        """Notes what a row is now."""
-        place = np.array([row])
-        self._sums[place] = self._sums_of(place)
+    def note(self, rows: Places) -> None:
+        """Notes what these rows are now."""
+        self.arrays[_SUMS][rows] = self._sums_of(rows)
 
-    def wrong(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def wrong(self, rows: Places) -> Places:
         """Those of these rows that are not what was noted."""
-        found: npt.NDArray[np.int64] = rows[self._sums_of(rows) != self._sums[rows]]
+        found: Places = rows[self._sums_of(rows) != self.arrays[_SUMS][rows]]
         return found
+
+    @property
+    def full(self) -> bool:
+        """Whether the last row was ever noted."""
+        return bool(self.arrays[_SUMS][-1])
 
     def nbytes(self, n_rows: int) -> int:
         """Bytes of that many rows."""
-        return sum(array[:n_rows].nbytes for array in (*self._arrays.values(), self._sums))
+        return sum(array[:n_rows].nbytes for array in self.arrays.values())
 
-    def close(self) -> None:
-        """Closes the files; the arrays can be read on."""
-        while self._files:
-            os.close(self._files.pop()[0])
+    def __getstate__(self) -> dict[str, Any]:
+        # Only on the way to a child process, which shares them.
+        return {"n_rows": self.n_rows, "_files": self._files}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._map()
 
 
 class StoreFolder:
-    """A folder that this process alone may write to.
+    """A folder that this process alone may write to, and those that it shares the store with.
 
     :param path: made where it does not exist.
     :param options: what the folder's owner is told, plain values; another owner has to be told the same.
-    :param capacity: rows.
+    :param capacity: rows. An owner that learns later how many there are has :attr:`rows` made anew.
     :param mend: whether files that were cut short are made as long as they were, and options are not compared.
+    :param salvage: the name of what keeps the intact rows of such a folder.
     :ivar mend: likewise.
-    :ivar settings: how the frames that are there are stored; None where there are none.
+    :ivar settings: how the frames that are there are stored, plain values of the owner; None where there are none.
     :ivar rows: the owner's arrays.
     :ivar journal: what counts, once there is anything.
-    :raises InvalidArgumentError: if there are other files in it, it was made with other options, or the path is empty.
+    :raises InvalidArgumentError: if there are other files in it, it was made with other options, or the path is empty;
+        with ``mend``, if there is no store in it.
     :raises StorageError: if another process writes to it, or it cannot be made.
     :raises CorruptFileError: if a file in it is damaged.
     """
 
-    journal: Journal | None = None
+    journal: Journal | None
 
     def __init__(
-        self, path: str | os.PathLike[str], options: dict[str, Any], *, capacity: int, mend: bool = False
+        self,
+        path: str | os.PathLike[str],
+        options: dict[str, Any],
+        *,
+        capacity: int = 1,
+        mend: bool = False,
+        salvage: str = "rl_ext_core.frames.salvage",
     ) -> None:
-        self.path, self.mend = checked_path(path).absolute(), mend
+        self.path, self.mend, self._salvage = checked_path(path).absolute(), mend, salvage
         self.options: dict[str, Any] = json.loads(json.dumps(options))
+        if mend and not any(self.path.glob("frames-*")):
+            raise InvalidArgumentError(f"storage_dir={str(self.path)!r} holds no store")
         self._made = not self.path.exists()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            foreign = sorted(entry.name for entry in self.path.iterdir() if not _OURS.fullmatch(entry.name))
+            foreign = sorted(entry.name for entry in self.path.iterdir() if not _is_ours(entry))
         except OSError as error:
             raise refusal(self.path, error, doing="use the folder") from error
         if foreign:
@@ -271,52 +282,47 @@ class StoreFolder:
                 f"storage_dir={str(self.path)!r} holds {foreign[0]!r}, which is no part of a store; pass an empty "
                 f"folder, for example storage_dir={str(self.path / 'buffer')!r}"
             )
-        self._lock = _locked(self.path / "lock")
-        self._pid = os.getpid()
-        self._identity, self._generation = os.urandom(16), 0
-        self.settings: dict[str, Any] | None = None
-        self.rows = Rows(capacity, self.path)
-        _open_folders.add(self)
+        self._hold_lock(_locked(self.path / "lock"))
+        self._be_new(capacity)
         try:
-            self._open(capacity)
+            self._open()
         except BaseException:
             self.abandon()
             raise
 
-    def _open(self, capacity: int) -> None:
-        if not (self.path / MANIFEST).exists():
-            if noted_elements((self.path / "journal", self.path / "journal-2")) > 0:
-                raise damage(self.path / MANIFEST, "it is gone, which says what the other files hold")
-            for path in self.path.iterdir():  # what was half made
-                if path.name != "lock":
-                    path.unlink()
+    def _be_new(self, capacity: int) -> None:
+        self._identity, self._numbers = os.urandom(16), [0]
+        self.settings: dict[str, Any] | None = None
+        self.rows, self.journal = Rows(capacity), None
+
+    def _open(self) -> None:
+        manifest = self.path / MANIFEST
+        if not manifest.exists():
+            if self.mend or (self._has(*_JOURNAL) and not self._has(_MAKING)):
+                raise CorruptFileError(
+                    f"{self.path} holds a store, and {MANIFEST} is missing, which says what it is like; put it back, "
+                    "or pass another storage_dir. Nothing was deleted"
+                )
+            self._clear()
             return
-        found = read_json(self.path / MANIFEST, FORMAT_VERSION)
+        found = read_json(manifest, FORMAT_VERSION)
         if self.mend:
             self.options = found["options"]
-            capacity = found["settings"]["capacity"]
-            self.rows = Rows(capacity, self.path)
         self._check_same(found["options"])
-        self._identity, self._generation = bytes.fromhex(found["identity"]), found["generation"]
-        self.settings = found["settings"]
-        rows = [f"row-{name}" for name, (shape, _) in found["rows"].items() if math.prod(shape)]
-        for name in (f"frames-{self._generation}", "sums", "journal", "journal-2", *rows):
-            file = self.path / name
-            if not self.mend and not (file.is_file() and file.stat().st_size):
-                raise damage(file, "it is gone, or empty")
-        with reading(f"{self.path / MANIFEST} is"):
-            for name, (shape, dtype) in found["rows"].items():
-                self._mend_size(f"row-{name}", capacity * math.prod(shape) * np.dtype(dtype).itemsize)
-                self.rows.add(name, tuple(shape), dtype, new=False)
-        self._mend_size("sums", capacity * np.dtype(np.uint32).itemsize)
-        self.rows.open_sums(new=False)
-        self.journal = self._new_journal()
+        with reading(f"{manifest} is"):
+            self._identity, self._numbers = bytes.fromhex(found["identity"]), found["frames"]
+            files = found["rows"]["files"]
+            for name in (*self._frames(self._numbers), *files, *_JOURNAL):
+                file = self._file(name).path
+                if not self.mend and not (file.is_file() and file.stat().st_size):
+                    raise self.damage(name, "it is gone, or empty")
+            self.rows = Rows(found["rows"]["n_rows"])
+            for name, arrays in files.items():
+                fields = {key: (tuple(shape), np.dtype(dtype)) for key, (shape, dtype) in arrays.items()}
+                self.rows.add(name, fields, self._file(name))
+            self.journal = self._new_journal()
+            self.settings = found["settings"]
         self._remove_others()
-
-    def _mend_size(self, name: str, n_bytes: int) -> None:
-        if self.mend and n_bytes:
-            with (self.path / name).open("ab") as file:
-                file.truncate(n_bytes)
 
     def _check_same(self, there: dict[str, Any]) -> None:
         # Those that are told to others too come first: another n_envs makes another capacity as well.
@@ -331,47 +337,99 @@ class StoreFolder:
                 "another storage_dir"
             )
 
-    def _file(self, name: str) -> RegionFile:
-        return RegionFile(self.path / name, self._identity, self.mend, locked=False)
+    def damage(self, name: str, what: str) -> CorruptFileError:
+        """The error for a file that holds something else than was written."""
+        cure = f"To keep what is intact: {self._salvage}({str(self.path)!r})"
+        return CorruptFileError(
+            f"{self.path / name} is damaged: {what}. {'Put it back from a copy' if self.mend else cure}"
+        )
+
+    def _clear(self) -> None:
+        """Deletes what was half made."""
+        for entry in sorted(self.path.iterdir(), key=lambda entry: entry.name == _MAKING):
+            if entry.name != "lock":
+                entry.unlink()
+
+    def _has(self, *names: str) -> bool:
+        return any((self.path / name).exists() for name in names)
+
+    def _mark_half_made(self) -> None:
+        try:
+            (self.path / _MAKING).touch()
+        except OSError as error:
+            raise refusal(self.path / _MAKING, error, doing="write") from error
+
+    def begin_anew(self) -> None:
+        """Deletes a store that holds nothing."""
+        self._mark_half_made()
+        (self.path / MANIFEST).unlink(missing_ok=True)
+        self._be_new(self.rows.n_rows)
+        self._clear()
+
+    def _file(self, name: str, *, new: bool = False) -> RegionFile:
+        if not _FILES.fullmatch(name):
+            raise CorruptFileError(f"{self.path / MANIFEST} is damaged: it names {name!r}, which is no file of a store")
+        if new:
+            (self.path / name).unlink(missing_ok=True)  # of a process that was killed
+        # Arrays that were asked for by name are in the hands of others, who may write anywhere.
+        return RegionFile(self.path / name, self._identity, self.mend, lenient=name.startswith("row-"))
 
     def _new_journal(self) -> Journal:
-        return Journal(1, files=(self._file("journal"), self._file("journal-2")))
+        return Journal(self.rows.n_rows, files=(self._file(_JOURNAL[0]), self._file(_JOURNAL[1])))
 
-    def frames(self, *, next_generation: bool = False) -> RegionFile:
-        """The file of the frames; or that of frames which will take their place."""
-        file = self._file(f"frames-{self._generation + next_generation}")
-        if next_generation or self.settings is None:
-            file.path.unlink(missing_ok=True)  # of a process that was killed
-        return file
+    def _frames(self, numbers: list[int]) -> list[str]:
+        return [f"frames-{number}" for number in numbers]
 
-    def begin(self, settings: dict[str, Any], *, next_generation: bool = False) -> None:
+    def frames(self, kind: int = 0, *, next_generation: bool = False) -> RegionFile:
+        """The file of one kind of frames; or that of frames which will take their place."""
+        name = f"frames-{self._numbers[0] + kind + next_generation}"
+        return self._file(name, new=next_generation or self.settings is None)
+
+    def begin(self, settings: dict[str, Any], *, kinds: int = 1, next_generation: bool = False) -> None:
         """Makes frames count that are stored in this way.
 
+        :param kinds: of frames. Where there are several, others cannot take their place.
         :raises StorageError: if it cannot be written.
         """
+        before = self._numbers
         try:
             if self.journal is None:
-                self.rows.open_sums(new=True)
+                self._mark_half_made()
+                self.rows.add("sums", {_SUMS: ((), np.dtype(np.uint32))}, self._file("sums", new=True))
                 self.journal = self._new_journal()
                 self.journal.note(length=0, following=0, touched=0, exposed=False)
-            self._generation += next_generation
+            first = self._numbers[0] + next_generation
+            self._numbers = [*range(first, first + kinds)]
             self._write(settings)
-        except OSError as error:
-            self._generation -= next_generation
-            raise refusal(self.path / MANIFEST, error, doing="write") from error
+        except BaseException:
+            self._numbers = before
+            raise
         self._remove_others()
 
     def _write(self, settings: dict[str, Any]) -> None:
         manifest = {
             "format": FORMAT_VERSION,
             "identity": self._identity.hex(),
-            "generation": self._generation,
+            "frames": self._numbers,
             "options": self.options,
             "settings": settings,
             "rows": self.rows.described(),
         }
-        write_json(self.path / MANIFEST, manifest)
+        try:
+            write_json(self.path / MANIFEST, manifest)
+        except OSError as error:
+            raise refusal(self.path / MANIFEST, error, doing="write") from error
         self.settings = settings
+
+    def add_rows(self, name: str, fields: Fields) -> None:
+        """Adds arrays to :attr:`rows`, which are zero.
+
+        :param name: of their file.
+        :raises StorageError: if they cannot be written.
+        """
+        self.rows.add(name, fields, self._file(name, new=True))
+        if self.settings is not None:
+            self._write(self.settings)
 
     def array(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, empty: bool) -> npt.NDArray[Any]:
         """A row array, made where there is none yet.
@@ -380,29 +438,49 @@ class StoreFolder:
         :raises InvalidArgumentError: if transitions were stored without it.
         """
         found = self.rows.get(name, shape, dtype)
-        if found is not None:
-            return found
-        if not empty:
+        if found is None and not empty:
             raise InvalidArgumentError(
                 f"{self.path} holds transitions and no row array {name!r}; pass another storage_dir, or ask for all "
                 "arrays before the first transition is added"
             )
-        found = self.rows.add(name, shape, dtype)
-        assert self.settings is not None
+        if found is None:
+            self.add_rows(f"row-{name}", {name: (tuple(shape), np.dtype(dtype))})
+        return self.rows.arrays[name]
+
+    def last_note(self, touched: Callable[[], int | None] = lambda: None) -> tuple[Note, Places]:
+        """What counts by the latest note, and the rows that were being written.
+
+        Where no note is whole, a folder that is mended holds all rows that were ever written, unless it was full.
+
+        :param touched: says how many these are, or None where the last row is among them.
+        :raises CorruptFileError: if that is not known, or rows are not there that were noted.
+        """
+        assert self.journal is not None
+        most = self.rows.n_rows
         try:
-            self._write(self.settings)
-        except OSError as error:
-            raise refusal(self.path / MANIFEST, error, doing="write") from error
-        return found
+            note, writing = self.journal.read()
+        except CorruptFileError:
+            if not self.mend or (found := touched()) is None:
+                what = "the checksums of both notes are wrong, so which row of a full store is the oldest is not known"
+                raise self.damage(_JOURNAL[0], what) from None
+            note, writing = Note(0, found, found, found, 0, 0), np.zeros(0, dtype=np.int64)
+        if not note.length <= note.touched <= most or note.following > most:
+            raise self.damage(_JOURNAL[0], "it says that there are more elements than rows")
+        needed = max(note.touched, int(writing.max(initial=-1)) + 1)
+        held, name = self.rows.shortest()
+        if held < (min(note.length, 1) if self.mend else needed):
+            raise self.damage(name, f"by its head there are {held} rows in it, expected {needed}")
+        return note, writing
 
     def _remove_others(self) -> None:
         for path in self.path.glob("frames-*"):
-            if path.name != f"frames-{self._generation}":
+            if path.name not in self._frames(self._numbers):
                 path.unlink(missing_ok=True)
+        (self.path / _MAKING).unlink(missing_ok=True)
 
     @property
     def ours(self) -> bool:
-        """Whether this is the process that opened it, and not one forked from that."""
+        """Whether this is a process that may write to it, and not one forked from that."""
         return self._pid == os.getpid()
 
     def check_ours(self) -> None:
@@ -419,7 +497,7 @@ class StoreFolder:
     @property
     def closed(self) -> bool:
         """Whether nothing can be read or written any more."""
-        return self._lock < 0 and self.ours
+        return not self.close.alive and self.ours
 
     def check_open(self) -> None:
         """
@@ -428,23 +506,31 @@ class StoreFolder:
         if self.closed:
             raise StorageError(f"{self.path} was closed; open it again, by another buffer with the same storage_dir")
 
-    def close(self) -> None:
-        """Lets others write to it."""
-        self.rows.close()
-        self.unlock()
-        _open_folders.discard(self)
-
-    def unlock(self) -> None:
-        """Gives up the lock, in this process: the one that it was forked from keeps its own."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+    def _hold_lock(self, descriptor: int) -> None:
+        self._pid, self._lock = os.getpid(), descriptor
+        # Lets others write to it, once no process that shares the store holds the lock.
+        self.close = weakref.finalize(self, os.close, descriptor)
+        self.close.atexit = False  # stores are closed then, and it with them
+        _open_folders.add(self)
 
     def abandon(self) -> None:
         """Closes it, and leaves nothing where nothing was."""
         self.close()
         if self._made:
             shutil.rmtree(self.path, ignore_errors=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Only on the way to a child process, which holds the lock as well.
+        return {**self.__dict__, "_lock": reduction.DupFd(self._lock), "close": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._hold_lock(state["_lock"].detach())
+
+
+def _is_ours(entry: Path) -> bool:
+    known = entry.name in ("lock", MANIFEST, f"{MANIFEST}.new", _MAKING) or _FILES.fullmatch(entry.name)
+    return bool(known) and not entry.is_dir()
 
 
 def _locked(path: Path) -> int:
@@ -467,8 +553,8 @@ def _locked(path: Path) -> int:
             ) from error
         who = "this process" if owner == str(os.getpid()) else "another process"
         raise StorageError(
-            f"{path.parent} is in use by {who}, {owner or 'of unknown number'}; close its buffer first, or pass "
-            "another storage_dir"
+            f"{path.parent} is in use by {who}, {owner or 'of unknown number'}, or one that shares its buffer; close "
+            "it first, or pass another storage_dir"
         ) from None
     return lock
 
@@ -476,7 +562,7 @@ def _locked(path: Path) -> int:
 def _unlock_in_child() -> None:
     # A forked child shares the lock: without this, the folder stays locked for as long as any child lives.
     for folder in list(_open_folders):
-        folder.unlock()
+        folder.close()
 
 
 os.register_at_fork(after_in_child=_unlock_in_child)

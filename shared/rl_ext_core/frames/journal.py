@@ -4,17 +4,15 @@ made whole after a process was killed.
 
 from __future__ import annotations
 
-import contextlib
 import struct
 import zlib
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from rl_ext_core.errors import CorruptFileError
-from rl_ext_core.frames.region import PAGE, PrivateRegion, RegionFile, found_file, new_region
+from rl_ext_core.frames.region import PAGE, PrivateRegion, RegionFile, new_region
 
 Places = npt.NDArray[np.int64]
 _FIELDS = struct.Struct("<QQQQQQ")
@@ -51,18 +49,14 @@ class Journal:
 
     :param n_rows: places along the first dimension.
     :param files: the file of one note and of places, and that of the other note.
-    :raises StorageError: if the file cannot be used, or another process uses it.
+    :raises StorageError: if the file cannot be used.
     :raises CorruptFileError: if it has another size.
     """
 
     def __init__(self, n_rows: int, *, files: tuple[RegionFile, RegionFile] | None = None) -> None:
         self._n_rows = n_rows
         self._region: PrivateRegion = new_region(_PLACES + n_rows * _PLACE.itemsize, files and files[0])
-        try:
-            self._other = self._region if files is None else new_region(PAGE, files[1])
-        except BaseException:
-            self._region.unlock()
-            raise
+        self._other = self._region if files is None else new_region(PAGE, files[1])
         self._map()
 
     def _map(self) -> None:
@@ -144,29 +138,9 @@ class Journal:
         for _ in self._slots:
             self._note(exposed=0)
 
-    def unlock(self) -> None:
-        """Let others use the files."""
-        self._region.unlock()
-        self._other.unlock()
-
     def __getstate__(self) -> dict[str, Any]:
         return {"_n_rows": self._n_rows, "_region": self._region, "_other": self._other}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._map()
-
-
-def noted_elements(paths: tuple[Path, Path]) -> int:
-    """Return how many elements count by the files of a journal; 0 where nothing in them is whole."""
-    file, other = map(found_file, paths)
-    n_rows = 0 if file is None else (file[1] - _PLACES) // _PLACE.itemsize
-    if file is None or other is None or n_rows < 1:
-        return 0
-    with contextlib.suppress(CorruptFileError):
-        journal = Journal(n_rows, files=(file[0], other[0]))
-        try:
-            return journal.read()[0].length
-        finally:
-            journal.unlock()
-    return 0

@@ -116,14 +116,9 @@ class FramePool:
                 streams=MOST_STREAMS,
                 grain=grain,
             )
-        region = new_region(state.region_bytes(self._sizes), file, private=self._in_turn)
         self._mend = file is not None and file.mend
-        try:
-            self._attach(region)
-            self._begin(layout, codec=codec, block_length=block_length, max_error=max_error, quality=quality)
-        except BaseException:
-            region.unlock()
-            raise
+        self._attach(new_region(state.region_bytes(self._sizes), file, private=self._in_turn))
+        self._begin(layout, codec=codec, block_length=block_length, max_error=max_error, quality=quality)
 
     def _begin(self, layout: StackLayout, **options: Any) -> None:
         if self._arrays["head"][state.KIND_OF_POOL] and not self.interrupted:  # found again in a file
@@ -157,10 +152,6 @@ class FramePool:
 
     def _sum_of_kind(self) -> int:
         return zlib.crc32(self._arrays["head"][state.N_STACK : state.QUALITY + 1].tobytes())
-
-    def unlock(self) -> None:
-        """Lets others use the file that the pool lies in. This pool must not be used any more."""
-        self._region.unlock()
 
     @uninterrupted
     def become(

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import fcntl
 import functools
 import mmap
@@ -29,6 +28,11 @@ PAGE = mmap.ALLOCATIONGRANULARITY
 _Pointer = ctypes.c_size_t
 _HEADER = object.__basicsize__
 _MOVED = 1 << 20  # bytes at a time
+
+
+def pages(n_bytes: int) -> int:
+    """As many bytes, rounded up to whole pages."""
+    return -(-n_bytes // PAGE) * PAGE
 
 
 def address_of(array: npt.NDArray[np.generic]) -> int:
@@ -54,6 +58,14 @@ def move_into(target: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
         first, last = -(-(start + at) // PAGE) * PAGE, (start + stop) // PAGE * PAGE
         if just_read and first < last:
             _libc().madvise(first, last - first, mmap.MADV_DONTNEED)
+
+
+def refusal(path: Path, error: OSError, *, doing: str) -> StorageError:
+    """The error for what the system refused."""
+    return StorageError(
+        f"cannot {doing} {path}: {error.strerror or error}. What was stored before is intact and nothing of this call "
+        "is; make room there, or pass a storage_dir elsewhere"
+    )
 
 
 def allocate(n_bytes: int) -> npt.NDArray[np.uint8]:
@@ -120,9 +132,6 @@ class PrivateRegion:
 
     def page_out(self, offset: int) -> None:
         """Has a part in a file count as resident no longer; it is the system's to keep it at hand."""
-
-    def unlock(self) -> None:
-        """Lets others use the file. This process must not any more."""
 
 
 class Region(PrivateRegion):
@@ -192,13 +201,13 @@ class RegionFile(NamedTuple):
     :ivar path: the file, made where it does not exist; what is there is found again.
     :ivar identity: 16 bytes, of the storage that the file belongs to.
     :ivar mend: whether a file that was cut short is made as long as it was.
-    :ivar locked: whether it is locked against others; else something else sees to that.
+    :ivar lenient: whether what is written where nothing was reserved is lost, instead of ending the process.
     """
 
     path: Path
     identity: bytes = bytes(16)
     mend: bool = False
-    locked: bool = True
+    lenient: bool = False
 
 
 def new_region(n_bytes: int, file: RegionFile | None = None, *, private: bool = False) -> PrivateRegion:
@@ -208,32 +217,30 @@ def new_region(n_bytes: int, file: RegionFile | None = None, *, private: bool = 
     return PrivateRegion(n_bytes) if private else Region(n_bytes)
 
 
-def found_file(path: Path) -> tuple[RegionFile, int] | None:
-    """What a file says that it is, and the size of its range; None where there is no such file."""
-    try:
-        with path.open("rb") as file:
-            magic, identity, n_bytes, _ = _HEAD.unpack(file.read(_HEAD.size))
-    except (OSError, struct.error):
-        return None
-    return (RegionFile(path, identity), n_bytes) if magic == _MAGIC else None
-
-
 class FileRegion(Region):
     """A region in a file that grows with what is held.
 
     The file consists of pieces, in the order in which they were needed; each is the continuation of a part, which is
-    what :meth:`array` was asked for. What was not reserved reads as zeros, and writing there ends the process.
+    what :meth:`array` was asked for. What was not reserved reads as zeros, and writing there ends the process. That no
+    other process has the file too is its owner's to see to.
 
     :param n_bytes: size of the range.
     :param file: the file.
-    :raises StorageError: if the file cannot be used, or another process uses it.
+    :raises StorageError: if the file cannot be used.
     :raises CorruptFileError: if the file is damaged, cut short, or of another storage.
     """
 
+    _unreserved = mmap.PROT_READ
+
     def __init__(self, n_bytes: int, file: RegionFile) -> None:
-        self.path, identity, mend, locked = file
-        n_bytes = -(-n_bytes // PAGE) * PAGE
-        descriptor = _opened_file(self.path, locked=locked)
+        self.path, identity, mend, lenient = file
+        if lenient:
+            self._unreserved = mmap.PROT_READ | mmap.PROT_WRITE
+        n_bytes = pages(n_bytes)
+        try:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            raise refusal(self.path, error, doing="open") from error
         try:
             head = _HEAD.pack(_MAGIC, identity, n_bytes, 0)
             head = _HEAD.pack(_MAGIC, identity, n_bytes, zlib.crc32(head))
@@ -273,6 +280,9 @@ class FileRegion(Region):
                 "intact, salvage it"
             )
         os.ftruncate(descriptor, end)  # what is behind was never used
+        if os.fstat(descriptor).st_blocks * 512 < end:  # a copy may have holes, which a full disk would not fill
+            assert self.path is not None
+            _allocate(descriptor, 0, end, self.path)
 
     def _entries(self, table: bytes, *, mend: bool) -> list[tuple[int, int]]:
         word = int(np.frombuffer(table, np.uint64, 1, _COUNTS_AT)[0])
@@ -290,7 +300,7 @@ class FileRegion(Region):
 
     def _mapped(self) -> Any:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        self._start = _map(None, self.n_bytes, mmap.PROT_READ, flags, -1, 0)
+        self._start = _map(None, self.n_bytes, self._unreserved, flags, -1, 0)
         memory = (ctypes.c_char * self.n_bytes).from_address(self._start)
         # Arrays refer to it, and may outlive the region.
         weakref.finalize(memory, _libc().munmap, self._start, self.n_bytes).atexit = False
@@ -307,7 +317,7 @@ class FileRegion(Region):
     def array(self, offset: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """See :meth:`Region.array`."""
         made = super().array(offset, shape, dtype)
-        self._limits[offset] = -(-made.nbytes // PAGE) * PAGE
+        self._limits[offset] = pages(made.nbytes)
         return made
 
     def held(self, offset: int) -> int:
@@ -321,7 +331,7 @@ class FileRegion(Region):
         self.refresh()
         held = self._parts.get(offset, 0)
         # A quarter more than there is, so that there are few pieces however large it becomes.
-        more = -(-max(n_bytes - held, held // 4) // PAGE) * PAGE
+        more = pages(max(n_bytes - held, held // 4))
         more = min(more, self._limits.get(offset, self.n_bytes - offset) - held)
         if more <= 0:
             return
@@ -361,7 +371,7 @@ class FileRegion(Region):
 
     def _forget(self) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        _map(self._start, self.n_bytes, mmap.PROT_READ, flags, -1, 0)
+        _map(self._start, self.n_bytes, self._unreserved, flags, -1, 0)
         self._parts.clear()
         self._end, self._crc, self._known = _TABLE_BYTES, 0, (_counts_of(int(self._word[0]))[0], 0)
 
@@ -381,10 +391,6 @@ class FileRegion(Region):
     def page_out(self, offset: int) -> None:
         """See :meth:`Region.page_out`."""
         _libc().madvise(self._start + offset, self._parts.get(offset, 0), mmap.MADV_DONTNEED)
-
-    def unlock(self) -> None:
-        """See :meth:`Region.unlock`."""
-        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
 
 def _counts(forgotten: int, count: int) -> int:
@@ -426,30 +432,7 @@ def _allocate(descriptor: int, offset: int, n_bytes: int, path: Path) -> None:
     try:
         os.posix_fallocate(descriptor, offset, n_bytes)
     except OSError as error:
-        raise StorageError(
-            f"cannot write to {path}: {error.strerror}. What was stored before is intact and nothing of this call is; "
-            "make room there, or pass a storage_dir elsewhere"
-        ) from error
-
-
-def _opened_file(path: Path, *, locked: bool) -> int:
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-    except OSError as error:
-        raise StorageError(f"cannot open {path}: {error.strerror}; pass another storage_dir") from error
-    if not locked:
-        return descriptor
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            raise StorageError(f"{path} is used by another buffer; end it, or pass another storage_dir") from error
-        raise StorageError(
-            f"cannot lock {path}: {error.strerror}, as on a network disk without locks; pass a storage_dir on a disk "
-            "of this machine"
-        ) from error
-    return descriptor
+        raise refusal(path, error, doing=f"write {n_bytes:,} bytes to") from error
 
 
 def _refused(n_bytes: int) -> OutOfMemoryError:

@@ -30,7 +30,7 @@ from rl_ext_core.frames.codecs import (
     get_codec,
     options_in_words,
 )
-from rl_ext_core.frames.folder import MANIFEST, Rows, StoreFolder, checked_path, damage, reading
+from rl_ext_core.frames.folder import MANIFEST, Rows, StoreFolder, reading
 from rl_ext_core.frames.geometry import INTERLEAVED, PLANAR
 from rl_ext_core.frames.layout import StackLayout
 from rl_ext_core.frames.region import RegionFile, address_of
@@ -306,9 +306,9 @@ class FrameStore:
         rows = self._held_rows()
         for what, wrong in (("row-*", self._rows.wrong(rows)), ("frames-*", self._pool.wrong_rows(rows))):
             if len(wrong):
-                raise damage(folder.path / what, f"{len(wrong)} rows have another checksum than when they were stored")
+                raise folder.damage(what, f"{len(wrong)} rows have another checksum than when they were stored")
         if lost := np.count_nonzero(~recover_pairs(self._pool, rows)):
-            raise damage(folder.frames().path, f"{lost} transitions lead nowhere")
+            raise folder.damage(folder.frames().path.name, f"{lost} transitions lead nowhere")
         others = np.ones(max(touched, self._pool.held_rows), dtype=np.bool_)
         others[rows] = False
         self._pool.index[: len(others)][others] = 0
@@ -325,20 +325,9 @@ class FrameStore:
 
     def _go_to_end(self, folder: StoreFolder) -> bool:
         """Goes to where the next transition goes; says whether one was being added."""
-        assert folder.journal is not None
-        try:
-            note, _ = folder.journal.read()
-        except CorruptFileError:
-            index = self._pool.index
-            if not folder.mend or index[-1].any():
-                raise damage(
-                    folder.path / "journal", "the checksums of both notes are wrong, so the oldest row is not known"
-                ) from None
-            self.position = int(np.count_nonzero(index.any(axis=1)))
-            return False
-        if note.following >= self.capacity or not note.length <= note.touched <= self.capacity:
-            raise damage(folder.path / "journal", "it says that there are more transitions than rows")
-        self.full, self.position = note.touched == self.capacity, note.following
+        index = self._pool.index
+        note, _ = folder.last_note(lambda: None if index[-1].any() else int(np.count_nonzero(index.any(axis=1))))
+        self.full, self.position = note.touched == self.capacity, note.following % self.capacity
         self.dropped = self.touched - note.length
         return bool(note.exposed)
 
@@ -581,8 +570,11 @@ class FrameStore:
 
     def _finish_newest(self) -> None:
         if self._unfinished:
-            self._rows.note((self.position - 1) % self.capacity)
+            self._note_newest()
         self._unfinished = False
+
+    def _note_newest(self) -> None:
+        self._rows.note(np.array([(self.position - 1) % self.capacity]))
 
     def _note(self, *, writing: bool = False) -> None:
         """Notes what counts. The newest transition does not, as long as its row may be half written."""
@@ -738,8 +730,9 @@ class FrameStore:
         with self._lock:
             if self._folder is not None:
                 return self._folder.array(name, shape, dtype, empty=self.touched == 0)
-            found = self._rows.get(name, shape, dtype)
-            return self._rows.add(name, shape, dtype) if found is None else found
+            if self._rows.get(name, shape, dtype) is None:
+                self._rows.add(name, {name: (tuple(shape), np.dtype(dtype))})
+            return self._rows.arrays[name]
 
     @uninterrupted
     def newest_row_changed(self) -> None:
@@ -750,7 +743,7 @@ class FrameStore:
         if self._folder is not None:
             with self._lock:
                 if self.size and not self._unfinished:
-                    self._rows.note((self.position - 1) % self.capacity)
+                    self._note_newest()
 
     @uninterrupted
     def flush(self) -> None:
@@ -888,10 +881,7 @@ def salvage(storage_dir: str | os.PathLike[str]) -> Salvaged:
     :raises CorruptFileError: if nothing can be read at all.
     :raises StorageError: if it is in use.
     """
-    path = checked_path(storage_dir).absolute()
-    if not any(path.glob("frames-*")):
-        raise InvalidArgumentError(f"storage_dir={str(path)!r} holds no store")
-    folder = StoreFolder(path, {}, capacity=1, mend=True)
+    folder = StoreFolder(storage_dir, {}, mend=True)
     try:
         capacity, n_envs, choice = stored_as(folder)
         store = FrameStore(capacity, n_envs, **choice._asdict(), storage_dir=folder)
@@ -899,7 +889,7 @@ def salvage(storage_dir: str | os.PathLike[str]) -> Salvaged:
         store.close()
     finally:
         folder.close()
-    _logger.warning("%s: kept %d transitions of each environment, gave up %d", path, *found)
+    _logger.warning("%s: kept %d transitions of each environment, gave up %d", folder.path, *found)
     return found
 
 

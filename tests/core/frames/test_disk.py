@@ -252,7 +252,7 @@ def someone_else(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_two_processes_cannot_write_to_one_folder(tmp_path: Path, someone_else: subprocess.Popen[str]) -> None:
-    with pytest.raises(StorageError, match=f"in use by another process, {someone_else.pid}; close"):
+    with pytest.raises(StorageError, match=f"in use by another process, {someone_else.pid}, or one that .*; close"):
         open_store(tmp_path / "a", "patch", 50)
     someone_else.kill()
     someone_else.wait()
@@ -381,6 +381,19 @@ def test_row_arrays_are_asked_for_before_the_first_transition(tmp_path: Path) ->
     with pytest.raises(InvalidArgumentError, match="cannot be named"):
         store.rows("../x", (), np.int64)
     assert store.rows("number", (), np.int64) is rows[0]
+    store.close()
+
+
+def test_writing_to_rows_that_are_no_transitions_does_not_end_the_process(tmp_path: Path) -> None:
+    store, numbers, rewards = open_store(tmp_path / "a", "patch", 100_000)
+    rewards[50_000:] = 7
+    for number in range(30):
+        add(store, numbers, rewards, number)
+    rewards[60_000:] = 7
+    check(store, numbers, rewards, end=30)
+    store.close()
+    store, numbers, rewards = open_store(tmp_path / "a", "patch", 100_000)
+    check(store, numbers, rewards, end=30)
     store.close()
 
 

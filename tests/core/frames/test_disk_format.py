@@ -33,17 +33,17 @@ def test_a_folder_of_this_format_is_opened(tmp_path: Path, kind: str) -> None:
 
 
 def test_there_are_folders_of_the_format_that_is_written() -> None:
-    assert folder.FORMAT_VERSION == 2
+    assert folder.FORMAT_VERSION == 6
 
 
 def test_a_folder_of_a_later_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(folder, "FORMAT_VERSION", 3)
+        patch.setattr(folder, "FORMAT_VERSION", 7)
         open_store(tmp_path / "a", "raw", CAPACITY)[0].close()
     before = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
     for opened in (lambda: open_store(tmp_path / "a", "raw", CAPACITY), lambda: salvage(tmp_path / "a")):
         with pytest.raises(
-            CorruptFileError, match="has format 3, this version reads 2; open the folder with the version"
+            CorruptFileError, match="has format 7, this version reads 6; open the folder with the version"
         ):
             opened()
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rl_ext_core.errors import StorageError
-from rl_ext_core.frames import FrameStore
+from rl_ext_core.frames import FrameStore, folder
 from tests.core.frames.disk_toys import LAYOUT, N_ENVS, add, check, open_store
 
 
@@ -105,9 +105,9 @@ def test_row_arrays_take_room_as_they_are_needed(tmp_path: Path) -> None:
     for number in range(300):
         add(store, *rows, number)
     store.close()
-    taken = {path.name: 512 * path.stat().st_blocks for path in (tmp_path / "a").iterdir()}
-    assert 300 * 8 <= taken["row-number"] <= 2 * 300 * 8 + 8192
-    assert sum(taken.values()) < 2e6
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "a").iterdir()}  # what cp and sync take
+    assert 300 * 8 <= sizes["row-number"] - 65536 <= 2 * 300 * 8 + 4096
+    assert sum(sizes.values()) < 1e6
     copied = shutil.copytree(tmp_path / "a", tmp_path / "copied")
     store, *rows = open_store(copied, "patch", 1_000_000)
     check(store, *rows, end=300)
@@ -120,14 +120,46 @@ def test_a_folder_that_cannot_be_made_is_none(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_description_that_cannot_be_written_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    store, *rows = open_store(tmp_path / "a", "adaptive", 300)
+    first = store.layout
+    monkeypatch.setattr(folder, "write_json", full)
+    for number in range(100):
+        add(store, *rows, number)
+    assert store.layout == first != LAYOUT
+    assert [path.name for path in (tmp_path / "a").glob("frames-*")] == ["frames-0"]
+    with pytest.raises(StorageError, match=r"cannot write .*store\.json: No space left on device"):
+        open_store(tmp_path / "b", "adaptive", 300)
+    assert not (tmp_path / "b").exists()
+    monkeypatch.undo()
+    for number in range(100, 300):
+        add(store, *rows, number)
+    assert store.layout == LAYOUT
+    store.close()
+    store, *rows = open_store(tmp_path / "a", "adaptive", 300)
+    check(store, *rows, end=300)
+    store.close()
+
+
 def test_a_copy_with_holes_has_room_before_it_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, *rows = open_store(tmp_path / "a", "patch", 5000)
-    add(store, *rows, 0)
+    for number in range(300):
+        add(store, *rows, number)
     store.close()
+    path = tmp_path / "a" / "row-number"
+    contents = path.read_bytes()
+    with path.open("wb") as file:
+        file.truncate(len(contents))
+        file.write(contents[:65536])  # the rest is a hole
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(StorageError, match=r"cannot reserve .* bytes for .*row-number: No space left"):
+    with pytest.raises(StorageError, match=r"cannot write .* bytes to .*row-number: No space left"):
         open_store(tmp_path / "a", "patch", 5000)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,6 +57,41 @@ def test_a_killed_process_leaves_all_but_one_transition(
     adder: Adder, tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     check_one_kill(adder, tmp_path / "buffer", seed, caplog)
+
+
+def _made_up_to(folder: Path, step: int, *, kind: str) -> bool:
+    """Has a process make a folder that ends when it comes to a file for so many times; says whether it did."""
+    child = os.fork()
+    if child == 0:
+        left = step
+
+        def die(event: str, args: tuple[object, ...]) -> None:
+            nonlocal left
+            left -= str(folder) in str(args)
+            if left < 0:
+                os._exit(1)
+
+        sys.addaudithook(die)
+        open_store(folder, kind, 25)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] != 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["raw", "adaptive"])
+def test_a_process_that_is_killed_while_it_makes_a_folder_leaves_nothing_in_the_way(tmp_path: Path, kind: str) -> None:
+    step = 0
+    while _made_up_to(folder := tmp_path / str(step), step, kind=kind):
+        for number in range(0, step, 5):  # and again while what it left is removed
+            _made_up_to(folder, number, kind=kind)
+        store, numbers, rewards = open_store(folder, kind, 25)
+        add(store, numbers, rewards, 0)
+        store.close()
+        store, numbers, rewards = open_store(folder, kind, 25)
+        check(store, numbers, rewards, end=1)
+        store.close()
+        step += 1
+    assert step > 20
 
 
 @pytest.mark.exhaustive

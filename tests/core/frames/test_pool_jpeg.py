@@ -183,7 +183,6 @@ def test_a_pool_in_a_file_is_found_again_and_made_whole(tmp_path: Path) -> None:
     pictures, pool = Pictures(RGB), new_pool(RGB, quality=30, path=tmp_path / "frames")
     before, after, _ = pictures.batch(60)
     handles, _ = pool.put(before, after)
-    pool._region.unlock()
     found = new_pool(RGB, path=tmp_path / "frames")
     assert found.quality == 30
     assert recover(found, handles[20:40]).all()
