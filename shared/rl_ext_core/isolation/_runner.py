@@ -37,7 +37,7 @@ from rl_ext_core.isolation._experiments import APART, RACE, Experiment, Operatio
 from rl_ext_core.isolation._trial import Task, Turns, follow, waited
 from rl_ext_core.isolation.cures import Mirrored
 from rl_ext_core.isolation.verdict import Declaration
-from rl_ext_core.processes import _child, _popen, _preload
+from rl_ext_core.processes import _child, _popen, _servers
 from rl_ext_core.processes.failures import signal_name
 
 _log = logging.getLogger("rl_ext_core.isolation")
@@ -333,7 +333,7 @@ def supervise() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _prctl(_SET_CHILD_SUBREAPER, 1)  # so that descendants that lose their parents can be found
         _dependencies.remember()
-        _preload.run(setup.preload, setup.variables)
+        _servers.preload_modules(setup.preload, setup.variables)
         _child._postponed.update(setup.main)
         caller.send("ready")
         supervisor = _Supervisor(setup, caller)
@@ -360,7 +360,7 @@ class _Supervisor:
 
     def run(self, experiment: Experiment) -> _Outcome:
         """Run the trials of an experiment at the same time."""
-        _preload.run(experiment.preload, {})
+        _servers.preload_modules(experiment.preload, {})
         cwd = self._mirrored.path()
         scratch = Path(tempfile.mkdtemp(dir=self._setup.scratch))
         (scratch / "tmp").mkdir()
