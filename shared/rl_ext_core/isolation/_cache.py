@@ -12,7 +12,6 @@ import functools
 import hashlib
 import json
 import logging
-import operator
 import os
 import platform
 import re
@@ -29,7 +28,7 @@ import numpy as np
 
 import rl_ext_core
 from rl_ext_core.errors import RlExtError
-from rl_ext_core.factory import EnvFactory
+from rl_ext_core.factory import EnvFactory, _code, _tokens
 from rl_ext_core.factory._fingerprint import fingerprint
 from rl_ext_core.isolation import _dependencies
 from rl_ext_core.isolation.verdict import Isolation, Verdict
@@ -340,7 +339,7 @@ class _Describer:
                 cells.append(self.describe(cell.cell_contents))
             except ValueError:  # not filled yet
                 cells.append("empty")
-        used = sorted(_names_in(function.__code__) & function.__globals__.keys())
+        used = sorted(_code.names_in(function.__code__) & function.__globals__.keys())
         return (
             "function",
             self.describe(function.__code__),
@@ -367,21 +366,11 @@ def _text(text: str | bytes) -> Any:
 
 def _by_name(value: Any) -> Any:
     """Describe what a worker imports; None: it does not, because it is not there under its name."""
-    module = sys.modules.get(value.__module__ or "")
-    if module is None or value.__module__ == "__main__":
+    if not _tokens.is_global(value):
         return None
-    try:
-        found = operator.attrgetter(value.__qualname__)(module)
-    except AttributeError:
-        return None
-    return ("named", value.__module__, value.__qualname__, _file_of(value.__module__)) if found is value else None
+    return "named", value.__module__, value.__qualname__, _file_of(value.__module__)
 
 
 def _file_of(module: str) -> Any:
     path = getattr(sys.modules.get(module), "__file__", None)
     return None if path is None else _text(str(Path(path).absolute()))
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    nested = [_names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return set(code.co_names).union(*nested)

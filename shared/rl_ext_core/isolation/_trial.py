@@ -20,7 +20,7 @@ import numpy as np
 
 from rl_ext_core import resources
 from rl_ext_core.errors import InvalidTypeError
-from rl_ext_core.factory import _drivers, _graft, _preload, _streams
+from rl_ext_core.factory import _drivers, _graft, _preload, _streams, _tokens
 from rl_ext_core.factory._drawing import plain
 from rl_ext_core.factory._fingerprint import fingerprint
 from rl_ext_core.factory._overrides import layers
@@ -40,7 +40,8 @@ _TIMED = 10
 # Of public arrays and entries of infos, so that the trial is not about them.
 _LARGEST_BYTES, _MOST_ENTRIES = 1 << 16, 200
 _STANDARD = {"reset", "step", "close", "render", "seed", "action_masks", "observation", "action", "reward"}
-_PLAIN = {int, float, complex, bool, str, bytes, type(None)}
+# Beyond that, what is returned is described path by path.
+_DEEP = 50
 _LIBRARIES = {"gymnasium", "builtins", "abc", "typing", "stable_baselines3", "rl_ext_core"}
 
 
@@ -222,10 +223,8 @@ class _Executor:
 
     def _reset(self, operation: Operation) -> None:
         instance = self._instances[operation.who]
-        options = instance.options(operation.like) if operation.options else None
         kept = instance.kept()
-        returned = instance.driver.reset(operation.seed) if options is None else instance.reset(operation.seed, options)
-        self._say("saw", operation.who, kept + instance.saw(returned))
+        self._say("saw", operation.who, kept + instance.saw(instance.reset(operation)))
 
     def _step(self, operation: Operation) -> None:
         instance = self._instances[operation.who]
@@ -266,7 +265,7 @@ class _Executor:
                 "imports_torch": "torch" in sys.modules and not self._had_torch,
                 "distributions": _dependencies.distributions(instance.environment),
                 "methods": instance.methods(),
-                "options": len(instance.all_options()),
+                "options": len(instance.options()),
                 "infos": isinstance(instance.driver, _drivers._Gymnasium),
             }
             self._say("measured", measured)
@@ -318,23 +317,22 @@ class _Instance:
             except Exception as error:
                 seen["action_masks()"] = type(error).__name__
         for name, array in _arrays(self._holders):
-            seen[name] = _short((str(array.dtype), array.shape, array.tobytes()))
+            seen[name] = _digest(array)
         return seen
 
-    def all_options(self) -> list[Any]:
+    def options(self) -> list[Any]:
         """Give the options of a reset that the environment names."""
         metadata = getattr(self._inner, "metadata", None)
         named = metadata.get("reset_options") if isinstance(metadata, Mapping) else None
         return list(named) if isinstance(named, (list, tuple)) else []
 
-    def options(self, like: str) -> Any:
-        """Give those that one like A, or like B, is reset with; None: the environment names none."""
-        named = self.all_options()
-        return None if not named else named[0 if like == "A" else len(named) - 1]
-
-    def reset(self, seed: int | None, options: Any) -> Any:
-        """Reset it with options."""
-        return plain(self._recorder.reset(seed=seed, options=options)[0])
+    def reset(self, operation: Operation) -> Any:
+        """Reset it: those like A with the first options that it names, those like B with the last ones."""
+        named = self.options() if operation.options else []
+        if not named:
+            return self.driver.reset(operation.seed)
+        options = named[0 if operation.like == "A" else -1]
+        return plain(self._recorder.reset(seed=operation.seed, options=options)[0])
 
     def methods(self) -> list[list[Any]]:
         """List public methods that are the environment's own, each with whether it is a setter of one value."""
@@ -427,34 +425,14 @@ def _least_average(times: list[float]) -> float:
     return float((sums[width:] - sums[:-width]).min() / width)
 
 
-def _short(token: Any) -> str:
-    return hashlib.blake2b(repr(token).encode("utf-8", "surrogatepass"), digest_size=6).hexdigest()
-
-
 def _digest(returned: Any) -> str:
     # Not its pickle: that depends on which of equal texts are the same object.
-    digest = hashlib.blake2b(digest_size=8)
-    _describe(returned, digest.update)
-    return digest.hexdigest()
+    token = _tokens.plain(returned, _DEEP)
+    return _short(sorted(fingerprint(returned).tokens.items()) if token is None else token)
 
 
-def _describe(value: Any, write: Callable[[bytes], Any]) -> None:
-    kind = type(value)
-    if kind is np.ndarray and not value.dtype.hasobject:
-        write(f"{value.dtype}{value.shape}".encode())
-        write(value.tobytes())
-    elif kind in _PLAIN or isinstance(value, np.generic):
-        write(f"{kind.__name__} {value!r}".encode("utf-8", "surrogatepass"))
-    elif kind is list or kind is tuple:
-        write(f"{kind.__name__} {len(value)}".encode())
-        for part in value:
-            _describe(part, write)
-    elif kind is dict and all(type(key) is str for key in value):
-        write(f"dict {list(value)}".encode("utf-8", "surrogatepass"))
-        for part in value.values():
-            _describe(part, write)
-    else:
-        write(repr(sorted(fingerprint(value).tokens.items())).encode("utf-8", "surrogatepass"))
+def _short(token: Any) -> str:
+    return hashlib.blake2b(repr(token).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 def _get_generators() -> Any:
