@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import itertools
 import json
 import logging
@@ -165,40 +166,6 @@ class Trial:
         return next((record[1] for record in reversed(self.records) if record[0] == kind), default)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Setup:
-    """What a supervisor is told first.
-
-    :ivar packed: what builds the environments
-    :ivar preload: harmless modules
-    :ivar variables: what they read at import; None unsets
-    :ivar main: how the caller's script is imported, where an environment turns out to need it
-    :ivar scratch: folder for everything
-    :ivar cwd: the caller's
-    """
-
-    packed: bytes
-    preload: tuple[str, ...]
-    variables: Mapping[str, str | None]
-    main: Mapping[str, str]
-    scratch: str
-    cwd: str
-
-
-@dataclasses.dataclass(frozen=True)
-class _Outcome:
-    """What a supervisor answers.
-
-    :ivar trials: of the experiment
-    :ivar opened: paths of the user's files that were opened
-    :ivar wrote: whether files in the working directory were written to, and read
-    """
-
-    trials: list[Trial]
-    opened: set[str]
-    wrote: bool
-
-
 class TrialRunner:
     """Runs experiments on what factories build, in a ``with`` statement; nothing is left of them after it.
 
@@ -252,7 +219,7 @@ class TrialRunner:
         try:
             prepared = _popen._preparation("probe")
             main = {name: prepared[name] for name in _child._OF_MAIN if name in prepared}
-            self._ask(_Setup(self._packed, self._preload, self._variables, main, self._scratch, os.getcwd()))
+            self._ask(_Supervisor(self._packed, self._preload, self._variables, main, self._scratch, os.getcwd()))
         except BaseException:
             self._end()
             raise
@@ -274,13 +241,14 @@ class TrialRunner:
         :raises WorkerError: the process that watches them has ended
         """
         limits = {kind: patience * self._limit(kind) for kind in _KINDS}
-        outcome: _Outcome = self._ask(Experiment(tuple(modes), steps, limits, globals=self.globals, **options))
-        self.opened |= outcome.opened
-        self.wrote |= outcome.wrote
-        for trial in outcome.trials:
+        trials: list[Trial]
+        trials, opened, wrote = self._ask(Experiment(tuple(modes), steps, limits, globals=self.globals, **options))
+        self.opened |= opened
+        self.wrote |= wrote
+        for trial in trials:
             for kind, seconds in trial.measured.get("longest", {}).items():
                 self._longest[kind] = max(seconds, self._longest.get(kind, 0.0))
-        return outcome.trials
+        return trials
 
     def _limit(self, kind: str) -> float:
         if self._timeout is not None:
@@ -325,59 +293,71 @@ class _GoneError(Exception):
 
 
 def supervise() -> None:
-    """Serve the caller, who is at the other end of the standard input: a setup, then experiments."""
+    """Serve the caller, who is at the other end of the standard input."""
     caller: Connection[Any, Any] = Connection(0)
-    setup = None
+    supervisor: _Supervisor | None = None
     try:
-        setup = caller.recv()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        _prctl(_SET_CHILD_SUBREAPER, 1)  # so that descendants that lose their parents can be found
-        _dependencies.remember()
-        _servers.preload_modules(setup.preload, setup.variables)
-        _child._postponed.update(setup.main)
+        supervisor = caller.recv()
+        supervisor.prepare()
         caller.send("ready")
-        supervisor = _Supervisor(setup, caller)
         while True:
-            caller.send(supervisor.run(caller.recv()))
+            caller.send(supervisor.run(caller.recv(), caller))
     except (_GoneError, EOFError, ConnectionError):
         return
     finally:
         _end_all()
-        if setup is not None:
-            shutil.rmtree(setup.scratch, ignore_errors=True)
+        if supervisor is not None:
+            shutil.rmtree(supervisor.scratch, ignore_errors=True)
 
 
+@dataclasses.dataclass
 class _Supervisor:
-    """Runs the trials of one caller.
+    """Runs the trials of one caller, who makes it, in a process of its own.
 
+    :ivar packed: what builds the environments
+    :ivar preload: harmless modules
+    :ivar variables: what they read at import; None unsets
+    :ivar main: how the caller's script is imported, where an environment turns out to need it
+    :ivar scratch: folder for everything
+    :ivar cwd: the caller's
     :ivar watched: folders of the user's to look at, for what is opened there
     """
 
-    def __init__(self, setup: _Setup, caller: Connection[Any, Any]) -> None:
-        self._setup, self._caller = setup, caller
-        self._mirrored = Mirrored(Path(setup.cwd), Path(setup.scratch, "folders"))
-        self._watched: dict[str, None] = {}
+    packed: bytes
+    preload: tuple[str, ...]
+    variables: Mapping[str, str | None]
+    main: Mapping[str, str]
+    scratch: str
+    cwd: str
+    watched: dict[str, None] = dataclasses.field(default_factory=dict)
 
-    def run(self, experiment: Experiment) -> _Outcome:
-        """Run the trials of an experiment at the same time."""
+    def prepare(self) -> None:
+        """Make this process the one that trials are forked from."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _prctl(_SET_CHILD_SUBREAPER, 1)  # so that descendants that lose their parents can be found
+        _dependencies.remember()
+        _servers.preload_modules(self.preload, self.variables)
+        _child._postponed.update(self.main)
+
+    @functools.cached_property
+    def _mirrored(self) -> Mirrored:
+        return Mirrored(Path(self.cwd), Path(self.scratch, "folders"))
+
+    def run(self, experiment: Experiment, caller: Connection[Any, Any]) -> tuple[list[Trial], set[str], bool]:
+        """Run the trials of an experiment at the same time.
+
+        :param experiment: what to do
+        :param caller: who ends this by hanging up
+        :return: what became of each trial; which of the user's files were opened; whether files in the working
+            directory were written to, and read
+        """
         _servers.preload_modules(experiment.preload, {})
         cwd = self._mirrored.path()
-        scratch = Path(tempfile.mkdtemp(dir=self._setup.scratch))
+        scratch = Path(tempfile.mkdtemp(dir=self.scratch))
         (scratch / "tmp").mkdir()
-        folders = _dependencies.FolderWatch([str(cwd), *self._watched])
-        turns = _turns(experiment.modes)
-        pipes = {descriptor for each in turns.values() for descriptor in (*each.theirs.values(), *each.ours)}
-        processes: list[_Process] = []
-        try:
-            for number, mode in enumerate(experiment.modes):
-                places = cwd, scratch / "tmp", scratch / f"own{number}"
-                task = Task(self._setup.packed, experiment, mode, *places, turns.get(mode))
-                others = {descriptor for process in processes for descriptor in (process.report, process.printed)}
-                processes.append(_fork(task, pipes | others))
-        finally:
-            for descriptor in pipes:
-                os.close(descriptor)
-        self._watch(processes, max(experiment.limits.values()), folders)
+        folders = _dependencies.FolderWatch([str(cwd), *self.watched])
+        processes = self._start(experiment, cwd, scratch)
+        _watch(processes, max(experiment.limits.values()), folders, caller)
         _end_all()
         folders.look()
         folders.close()
@@ -385,36 +365,29 @@ class _Supervisor:
             os.close(process.report)
             os.close(process.printed)
         shutil.rmtree(scratch, ignore_errors=True)
-        return self._outcome([process.trial for process in processes], cwd, folders)
-
-    def _watch(self, processes: list[_Process], patience: float, folders: _dependencies.FolderWatch) -> None:
-        """Wait for all of them, and end those that hang."""
-        while running := [process for process in processes if process.trial.status is None]:
-            if self._caller.poll(_TICK_S):
-                # Nothing is asked while an experiment runs: what can be read is the end.
-                raise _GoneError
-            folders.look()
-            for process in running:
-                ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-                process.read()
-                if ended:
-                    _kill_group(process.pid)
-                    process.trial.status = os.waitpid(process.pid, 0)[1]
-                elif process.limit is None and len(running) < len(processes):
-                    # It may wait for one that has ended, and whose own children hold on to its end of the pipe.
-                    process.give(patience)
-                elif process.is_late():
-                    process.trial.hung = True
-                    _kill_group(process.pid)
-
-    def _outcome(self, trials: list[Trial], cwd: Path, folders: _dependencies.FolderWatch) -> _Outcome:
-        stand_for = {str(cwd): self._setup.cwd, self._setup.scratch: "", **self._mirrored.parents}
+        trials = [process.trial for process in processes]
+        for trial in trials:
+            self.watched.update(dict.fromkeys(trial.measured.get("folders", ())))
+        stand_for = {str(cwd): self.cwd, self.scratch: "", **self._mirrored.parents}
         opened = folders.opened.union(*(trial.opened for trial in trials))
         originals = {_dependencies.original_of(path, stand_for) for path in opened}
-        for trial in trials:
-            self._watched.update(dict.fromkeys(trial.measured.get("folders", ())))
         wrote = any(path.startswith(f"{cwd}/") for path in folders.modified & folders.read)
-        return _Outcome(trials, {path for path in originals if path is not None}, wrote)
+        return trials, {path for path in originals if path is not None}, wrote
+
+    def _start(self, experiment: Experiment, cwd: Path, scratch: Path) -> list[_Process]:
+        turns = _turns(experiment.modes)
+        pipes = {descriptor for each in turns.values() for descriptor in (*each.theirs.values(), *each.ours)}
+        processes: list[_Process] = []
+        try:
+            for number, mode in enumerate(experiment.modes):
+                places = cwd, scratch / "tmp", scratch / f"own{number}"
+                task = Task(self.packed, experiment, mode, *places, turns.get(mode))
+                others = {descriptor for process in processes for descriptor in (process.report, process.printed)}
+                processes.append(_fork(task, pipes | others))
+        finally:
+            for descriptor in pipes:
+                os.close(descriptor)
+        return processes
 
 
 @dataclasses.dataclass
@@ -458,6 +431,29 @@ class _Process:
         if self.limit is None or time.monotonic() - self.since < self.limit:
             return False
         return time.monotonic() - self.since - (waited(self.pid) - self.waited) > self.limit
+
+
+def _watch(
+    processes: list[_Process], patience: float, folders: _dependencies.FolderWatch, caller: Connection[Any, Any]
+) -> None:
+    """Wait for all of them, and end those that hang."""
+    while running := [process for process in processes if process.trial.status is None]:
+        if caller.poll(_TICK_S):
+            # Nothing is asked while an experiment runs: what can be read is the end.
+            raise _GoneError
+        folders.look()
+        for process in running:
+            ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+            process.read()
+            if ended:
+                _kill_group(process.pid)
+                process.trial.status = os.waitpid(process.pid, 0)[1]
+            elif process.limit is None and len(running) < len(processes):
+                # It may wait for one that has ended, and whose own children hold on to its end of the pipe.
+                process.give(patience)
+            elif process.is_late():
+                process.trial.hung = True
+                _kill_group(process.pid)
 
 
 def _turns(modes: tuple[str, ...]) -> dict[str, Turns]:
