@@ -21,7 +21,7 @@ from typing import Any
 
 from rl_ext_core.factory import _kinds, _rules_caches, _tokens
 
-__all__ = ["import_own", "is_fixed", "is_installed", "names_in", "read_by"]
+__all__ = ["import_own", "is_fixed", "is_installed", "read_by"]
 
 # They are as they are in every process, or as what was called there has left them (TorchRL's, tensordict's).
 _FIXED = sys.stdlib_module_names | {"builtins", "numpy", "torch", "torchrl", "tensordict"}
@@ -117,7 +117,7 @@ class _Search:
 
     def _read_code(self, function: types.FunctionType) -> None:
         module = str(function.__globals__.get("__name__"))
-        names = names_in(function.__code__)
+        names = _tokens.names_in(function.__code__)
         for name in sorted(names):
             if name in function.__globals__:
                 self._global(module, name, function.__globals__[name], module, names)
@@ -189,12 +189,6 @@ def _functions_in(value: Any, depth: int = 4) -> Iterator[types.FunctionType]:
         yield from _functions_in(value.func, depth - 1)
     elif kind is functools._lru_cache_wrapper:
         yield from _functions_in(value.__wrapped__, depth - 1)
-
-
-def names_in(code: types.CodeType) -> set[str]:
-    """Give the names that code, and functions within it, look up in globals and attributes."""
-    within = (part for part in code.co_consts if isinstance(part, types.CodeType))
-    return set(code.co_names).union(*map(names_in, within))
 
 
 def _contents(cell: types.CellType) -> Any:

@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import resource
+import select
 import shutil
 import signal
 import subprocess
@@ -50,7 +51,7 @@ _TIMES, _LEAST_S = 20, 10.0
 _KINDS = ("build", "reset", "step", "call", "close", "meet", "done")
 _ENDING_S = 20.0
 _REAP_S = 5.0
-_TICK_S = 0.002
+_TICK_MS = 2
 _SAID_BYTES = 2000
 # linux/prctl.h
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
@@ -437,9 +438,11 @@ def _watch(
     processes: list[_Process], patience: float, folders: _dependencies.FolderWatch, caller: Connection[Any, Any]
 ) -> None:
     """Wait for all of them, and end those that hang."""
+    # Nothing is asked while an experiment runs: what can be read is the end.
+    hung_up = select.poll()
+    hung_up.register(caller.fileno(), select.POLLIN)
     while running := [process for process in processes if process.trial.status is None]:
-        if caller.poll(_TICK_S):
-            # Nothing is asked while an experiment runs: what can be read is the end.
+        if hung_up.poll(_TICK_MS):
             raise _GoneError
         folders.look()
         for process in running:
