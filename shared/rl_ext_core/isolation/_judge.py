@@ -137,17 +137,23 @@ class Finding:
         return "Keep all of them in one process." if self.in_process else "Only one can run at a time."
 
 
-def _finding(observed: str, alone: Trial | None = None, *, more: str = "", **words: Any) -> Finding:
+def _finding(
+    observed: str,
+    alone: Trial | None = None,
+    *,
+    in_process: bool = False,
+    cure: str | None = None,
+    more: str = "",
+    **words: Any,
+) -> Finding:
     """Look up what follows from an observation.
 
     :param observed: a key of the table
-    :param alone: see :class:`Finding`
     :param more: sentences that are added
-    :param words: for the sentence; those called "in_process" and "cure" are attributes of the finding
+    :param words: for the sentence
     """
     isolation, sentence = _SENTENCES[observed]
-    known = {name: words.pop(name) for name in ("in_process", "cure") if name in words}
-    return Finding(isolation, sentence.format(**words) + more, alone, **known)
+    return Finding(isolation, sentence.format(**words) + more, alone, in_process, cure)
 
 
 def declared(said: Declaration, alone: Trial | None = None) -> Finding:

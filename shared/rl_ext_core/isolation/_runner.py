@@ -218,9 +218,8 @@ class TrialRunner:
             self._clean()
             raise
         try:
-            prepared = _popen._preparation("probe")
-            main = {name: prepared[name] for name in _child._OF_MAIN if name in prepared}
-            self._ask(_Supervisor(self._packed, self._preload, self._variables, main, self._scratch, os.getcwd()))
+            places = _popen.main_module(), self._scratch, os.getcwd()
+            self._ask(_Supervisor(self._packed, self._preload, self._variables, *places))
         except BaseException:
             self._end()
             raise
@@ -338,7 +337,7 @@ class _Supervisor:
         _prctl(_SET_CHILD_SUBREAPER, 1)  # so that descendants that lose their parents can be found
         _dependencies.remember()
         _servers.preload_modules(self.preload, self.variables)
-        _child._postponed.update(self.main)
+        _child.postpone_main(self.main)
 
     @functools.cached_property
     def _mirrored(self) -> Mirrored:
