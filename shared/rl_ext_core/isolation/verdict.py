@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
-from rl_ext_core.factory import EnvFactory
+from rl_ext_core.factory import EnvFactory, _kinds
 
 __all__ = ["Isolation", "Verdict"]
 
@@ -187,13 +187,16 @@ def _class_of(build: Any) -> Any:
 
 def _fmi_flag(environment: Any) -> Declaration | None:
     for item in _reachable(environment):
-        if _attributes(item).get(_FMI) is True:
+        if _kinds.attributes(item).get(_FMI) is True:
             return Declaration(Isolation.SINGLE_INSTANCE.value, f"the FMI model description, by its flag {_FMI},")
     return None
 
 
 def _reachable(root: Any) -> Iterator[Any]:
-    """Give an object and what it holds in attributes, mappings, lists and tuples, the nearest first."""
+    """Give an object and what it holds in attributes, mappings, lists and tuples, the nearest first.
+
+    Nothing of its own runs, such as a ``__getattr__``.
+    """
     waiting, seen = collections.deque([root]), {id(root)}
     for _ in range(_LOOKED_AT):
         if not waiting:
@@ -203,19 +206,8 @@ def _reachable(root: Any) -> Iterator[Any]:
         if isinstance(item, Mapping):
             parts: Any = item.values()
         else:
-            parts = item if isinstance(item, (list, tuple)) else _attributes(item).values()
+            parts = item if isinstance(item, (list, tuple)) else _kinds.attributes(item).values()
         for part in itertools.islice(parts, _LOOKED_AT):
             if not isinstance(part, (str, bytes, int, float, type, types.ModuleType)) and id(part) not in seen:
                 seen.add(id(part))
                 waiting.append(part)
-
-
-def _attributes(item: Any) -> Mapping[str, Any]:
-    """Give what an object holds, past a ``__getattr__``, which may run anything."""
-    held: dict[str, Any] = {}
-    slots = (getattr(base, "__slots__", ()) for base in type(item).__mro__)
-    for name in ("__dict__", *(name for names in slots for name in ([names] if isinstance(names, str) else names))):
-        with contextlib.suppress(AttributeError):
-            value = object.__getattribute__(item, name)
-            held.update(value if name == "__dict__" else {name: value})
-    return held
