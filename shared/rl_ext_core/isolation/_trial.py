@@ -83,7 +83,7 @@ class Task:
     :ivar cwd: the folder to work in
     :ivar temporary: for temporary files
     :ivar own: a folder that no other process uses, to be made
-        :ivar turns: None: nobody else takes part
+    :ivar turns: None: nobody else takes part
     """
 
     packed: bytes
