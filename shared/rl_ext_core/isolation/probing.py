@@ -10,10 +10,9 @@ from typing import Any
 
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.factory import EnvFactory, as_factory
-from rl_ext_core.isolation import _dependencies, _judge
+from rl_ext_core.isolation import _dependencies
 from rl_ext_core.isolation._cache import Cache
 from rl_ext_core.isolation._experiments import ALONE, LEAST_STEPS
-from rl_ext_core.isolation._runner import TrialRunner
 from rl_ext_core.isolation.verdict import Isolation, Verdict, declared_by_source
 
 __all__ = ["check_timeout", "probe", "probe_all"]
@@ -118,15 +117,22 @@ def probe_all(
 def _declaration(factories: Sequence[EnvFactory[Any]]) -> Verdict | None:
     """Give what they say by themselves; the strictest of it, if all of them say something."""
     said = [declared_by_source(factory) for factory in factories]
+    if not any(said):
+        return None
+    from rl_ext_core.isolation import _judge  # which a kept verdict does without, and without all that makes trials
+
     verdicts = [_judge.declared(one).verdict() for one in said if one is not None]
     strict = [verdict for verdict in verdicts if not verdict.in_process]
-    return strict[0] if strict else verdicts[0] if verdicts and None not in said else None
+    return strict[0] if strict else verdicts[0] if None not in said else None
 
 
 def _found_out(
     factories: Sequence[EnvFactory[Any]], who: Sequence[int], steps: int, timeout: float | None, kept: Cache | None
 ) -> Verdict:
     """Probe, and keep what was found."""
+    from rl_ext_core.isolation import _judge
+    from rl_ext_core.isolation._runner import TrialRunner
+
     with TrialRunner(factories, timeout) as runner:
         finding = _judge.judge(runner, steps, who)
         fresh = {} if finding.alone is None else finding.alone.globals
@@ -148,6 +154,8 @@ def _timed(
     factories: Sequence[EnvFactory[Any]], timeout: float | None, verdict: Verdict, kept: Cache | None
 ) -> Verdict:
     """Measure the step of one alone, which was not kept because others had the machine."""
+    from rl_ext_core.isolation._runner import TrialRunner
+
     with TrialRunner(factories, timeout) as runner:
         (alone,) = runner.run([ALONE], 100, shorten=True)
     if not alone.done:
