@@ -117,7 +117,7 @@ class _Search:
 
     def _read_code(self, function: types.FunctionType) -> None:
         module = str(function.__globals__.get("__name__"))
-        names = _names_in(function.__code__)
+        names = _tokens.names_in(function.__code__)
         for name in sorted(names):
             if name in function.__globals__:
                 self._global(module, name, function.__globals__[name], module, names)
@@ -189,11 +189,6 @@ def _functions_in(value: Any, depth: int = 4) -> Iterator[types.FunctionType]:
         yield from _functions_in(value.func, depth - 1)
     elif kind is functools._lru_cache_wrapper:
         yield from _functions_in(value.__wrapped__, depth - 1)
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    within = (part for part in code.co_consts if isinstance(part, types.CodeType))
-    return set(code.co_names).union(*map(_names_in, within))
 
 
 def _contents(cell: types.CellType) -> Any:

@@ -102,7 +102,7 @@ def _of_function(function: types.FunctionType) -> Parts:
     yield from named(vars(function))
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         yield f".<{name}>", cell
-    for name in sorted(_names_in(function.__code__)):
+    for name in sorted(_tokens.names_in(function.__code__)):
         part = function.__globals__.get(name)
         if part is not None and not isinstance(part, types.ModuleType):
             yield f".<global {name}>", part
@@ -113,11 +113,6 @@ def _of_cell(cell: types.CellType) -> Parts:
         yield "", cell.cell_contents
     except ValueError:  # not filled yet
         return
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    within = (part for part in code.co_consts if isinstance(part, types.CodeType))
-    return set(code.co_names).union(*map(_names_in, within))
 
 
 def _of_rule(item: Any, rebuilder: _rebuilders.Rebuilder) -> Parts:

@@ -13,7 +13,7 @@ import numpy as np
 
 from rl_ext_core.factory import _kinds, _streams
 
-__all__ = ["by_version", "code_of", "digest", "is_global", "label", "plain", "scalar", "whole"]
+__all__ = ["by_version", "code_of", "digest", "is_global", "label", "names_in", "plain", "scalar", "whole"]
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented))
 _LONG = 200
@@ -126,6 +126,12 @@ def code_of(code: types.CodeType) -> str:
     parts += [code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount]
     parts += [code_of(part) if isinstance(part, types.CodeType) else plain(part, 50) for part in code.co_consts]
     return digest(repr(parts).encode("utf-8", "surrogatepass"))
+
+
+def names_in(code: types.CodeType) -> set[str]:
+    """Give the names that code, and functions within it, look up in globals and attributes."""
+    within = (part for part in code.co_consts if isinstance(part, types.CodeType))
+    return set(code.co_names).union(*map(names_in, within))
 
 
 def whole(item: Any) -> Any:

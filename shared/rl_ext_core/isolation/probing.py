@@ -10,11 +10,10 @@ from typing import Any
 
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.factory import EnvFactory, as_factory
-from rl_ext_core.isolation import _declared, _judge, _loaded
+from rl_ext_core.isolation import _dependencies
 from rl_ext_core.isolation._cache import Cache
-from rl_ext_core.isolation._runs import Laboratory
-from rl_ext_core.isolation._script import ALONE, LEAST_STEPS
-from rl_ext_core.isolation.verdict import Isolation, Verdict
+from rl_ext_core.isolation._experiments import ALONE, LEAST_STEPS
+from rl_ext_core.isolation.verdict import Isolation, Verdict, declared_by_source
 
 __all__ = ["check_timeout", "probe", "probe_all"]
 
@@ -117,53 +116,37 @@ def probe_all(
 
 def _declaration(factories: Sequence[EnvFactory[Any]]) -> Verdict | None:
     """Give what they say by themselves; the strictest of it, if all of them say something."""
-    found = [_declared.unbuilt(factory) for factory in factories]
-    verdicts = []
-    for said in found:
-        if said is None:
-            continue
-        isolation = _declared.isolation_of(said)
-        together = isolation is Isolation.INDEPENDENT
-        explanation = f"{_judge.declaration(said)} {_judge.what_follows(isolation, None, together)}"
-        verdicts.append(Verdict(isolation, explanation, "environment", in_process=together))
+    said = [declared_by_source(factory) for factory in factories]
+    if not any(said):
+        return None
+    from rl_ext_core.isolation import _judge  # which a kept verdict does without, and without all that makes trials
+
+    verdicts = [_judge.declared(one).verdict() for one in said if one is not None]
     strict = [verdict for verdict in verdicts if not verdict.in_process]
-    return strict[0] if strict else verdicts[0] if verdicts and None not in found else None
+    return strict[0] if strict else verdicts[0] if None not in said else None
 
 
 def _found_out(
     factories: Sequence[EnvFactory[Any]], who: Sequence[int], steps: int, timeout: float | None, kept: Cache | None
 ) -> Verdict:
     """Probe, and keep what was found."""
-    with Laboratory(factories, timeout) as laboratory:
-        finding = _judge.judge(laboratory, steps, who)
+    from rl_ext_core.isolation import _judge
+    from rl_ext_core.isolation._runner import TrialRunner
+
+    with TrialRunner(factories, timeout) as runner:
+        finding = _judge.judge(runner, steps, who)
         fresh = {} if finding.alone is None else finding.alone.globals
-        laboratory.globals = changed = _loaded.changed_globals(fresh)
+        runner.globals = changed = _dependencies.changed_globals(fresh)
         if changed and finding.isolation is Isolation.INDEPENDENT:
             # As it is in the processes of workers; and in this one?
-            finding = _judge.judge(laboratory, steps, who)
-    alone = finding.alone
-    measured = {} if alone is None else alone.measured
-    built = None if alone is None else alone.built
-    seen = finding.seen
+            finding = _judge.judge(runner, steps, who)
     if changed:
         names = [f"{module}.{name}" for module, values in changed.items() for name in values]
-        seen += (
-            f" {', '.join(names[:_NAMED])}{' and more' if len(names) > _NAMED else ''}: not here what importing gives, "
-            "as processes of their own do."
-        )
-    verdict = Verdict(
-        finding.isolation,
-        f"{seen} {_judge.what_follows(finding.isolation, finding.cure, finding.in_process)}",
-        finding.declared_by,
-        in_process=finding.in_process,
-        step_seconds=measured.get("step_seconds"),
-        build_seconds=None if built is None else built[0],
-        private_bytes=measured.get("private_bytes"),
-        cure=finding.cure,
-        libraries=tuple(measured.get("libraries", ())),
-    )
-    if kept is not None and measured and not changed:
-        kept.write(verdict, measured, laboratory.opened, fresh)
+        named = f"{', '.join(names[:_NAMED])}{' and more' if len(names) > _NAMED else ''}"
+        return finding.verdict(f" {named}: not here what importing gives, as processes of their own do.")
+    verdict = finding.verdict()
+    if kept is not None and finding.alone is not None:
+        kept.write(verdict, finding.alone.measured, runner.opened, fresh)
     return verdict
 
 
@@ -171,8 +154,10 @@ def _timed(
     factories: Sequence[EnvFactory[Any]], timeout: float | None, verdict: Verdict, kept: Cache | None
 ) -> Verdict:
     """Measure the step of one alone, which was not kept because others had the machine."""
-    with Laboratory(factories, timeout) as laboratory:
-        (alone,) = laboratory.run([ALONE], 100, thrifty=True)
+    from rl_ext_core.isolation._runner import TrialRunner
+
+    with TrialRunner(factories, timeout) as runner:
+        (alone,) = runner.run([ALONE], 100, shorten=True)
     if not alone.done:
         return verdict
     if kept is not None:

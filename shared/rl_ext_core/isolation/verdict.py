@@ -1,17 +1,29 @@
-"""What was found out about an environment."""
+"""What was found out about an environment, by a probe or by what it says of itself."""
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 import enum
+import functools
+import itertools
 import json
-from typing import Any
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
-from rl_ext_core.errors import CorruptFileError
+from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
+from rl_ext_core.factory import EnvFactory, _kinds
 
 __all__ = ["Isolation", "Verdict"]
 
 _FORMAT = 1
+# The name that the FMI standard gives its flag; FMPy's model descriptions carry it under this name.
+_FMI = "canBeInstantiatedOnlyOncePerProcess"
+_KEY = "isolation"
+_LOOKED_AT = 20_000
 _NUMBERS = {"step_seconds": float, "build_seconds": float, "private_bytes": int}
 
 
@@ -33,6 +45,14 @@ class Isolation(str, enum.Enum):
     NON_DETERMINISTIC = "non-deterministic"
     BROKEN = "broken"
     UNKNOWN = "unknown"
+
+
+_DECLARED = {
+    **{kind.value: kind for kind in (Isolation.INDEPENDENT, Isolation.SINGLE_INSTANCE, Isolation.SHARED_STATE)},
+    # As the option of make_vec_env says it.
+    "process": Isolation.SINGLE_INSTANCE,
+    "in-process": Isolation.INDEPENDENT,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,3 +116,98 @@ def _checked(data: dict[str, Any]) -> Verdict:
     if not all(isinstance(library, str) for library in data["libraries"]):
         raise ValueError("libraries are no texts")
     return Verdict(**data)
+
+
+class Declaration(NamedTuple):
+    """What an environment says of itself.
+
+    :ivar value: what it says
+    :ivar where: it says that
+    """
+
+    value: str
+    where: str
+
+    @property
+    def isolation(self) -> Isolation:
+        """What is meant.
+
+        :raises InvalidArgumentError: nothing that can be said
+        """
+        found = _DECLARED.get(self.value.lower().replace("_", "-"))
+        if found is not None:
+            return found
+        raise InvalidArgumentError(
+            f"{self.where} is {self.value!r}; expected one of {', '.join(map(repr, _DECLARED))}. Write "
+            f'metadata = {{..., "{_KEY}": "{Isolation.SINGLE_INSTANCE.value}"}} in the environment\'s class'
+        )
+
+
+def declared_by_instance(environment: Any) -> Declaration | None:
+    """Read what an instance says; None: nothing."""
+    return _in_metadata(environment) or _fmi_flag(environment)
+
+
+def declared_by_source(factory: EnvFactory[Any]) -> Declaration | None:
+    """Read what is known without building: from the instance that a factory was made from, or from the class.
+
+    :return: None: it says nothing, or has to be built for that
+    """
+    if factory.live is not None:
+        return declared_by_instance(factory.live)
+    if factory.origin == "graft" or factory.adapted:
+        return None
+    with contextlib.suppress(Exception):  # whatever is wrong with it will show when it is built
+        build, _ = factory._recipe.unpacked()
+        return _in_metadata(_class_of(build))
+    return None
+
+
+def _in_metadata(holder: Any) -> Declaration | None:
+    metadata = getattr(holder, "metadata", None)
+    if not isinstance(metadata, Mapping) or _KEY not in metadata:
+        return None
+    kind = holder if isinstance(holder, type) else type(getattr(holder, "unwrapped", holder))
+    value = metadata[_KEY]
+    value = value.value if isinstance(value, Isolation) else value
+    return Declaration(value if isinstance(value, str) else repr(value), f'{kind.__qualname__}.metadata["{_KEY}"]')
+
+
+def _class_of(build: Any) -> Any:
+    """Find the class that a function builds, without importing anything."""
+    if isinstance(build, functools.partial):
+        if build.args and hasattr(build.args[0], "entry_point"):
+            return _class_of(build.args[0].entry_point)
+        return _class_of(build.func)
+    if isinstance(build, str):
+        module, _, name = build.partition(":")
+        return getattr(sys.modules.get(module), name, None)
+    return build if isinstance(build, type) else None
+
+
+def _fmi_flag(environment: Any) -> Declaration | None:
+    for item in _reachable(environment):
+        if _kinds.attributes(item).get(_FMI) is True:
+            return Declaration(Isolation.SINGLE_INSTANCE.value, f"the FMI model description, by its flag {_FMI},")
+    return None
+
+
+def _reachable(root: Any) -> Iterator[Any]:
+    """Give an object and what it holds in attributes, mappings, lists and tuples, the nearest first.
+
+    Nothing of its own runs, such as a ``__getattr__``.
+    """
+    waiting, seen = collections.deque([root]), {id(root)}
+    for _ in range(_LOOKED_AT):
+        if not waiting:
+            return
+        item = waiting.popleft()
+        yield item
+        if isinstance(item, Mapping):
+            parts: Any = item.values()
+        else:
+            parts = item if isinstance(item, (list, tuple)) else _kinds.attributes(item).values()
+        for part in itertools.islice(parts, _LOOKED_AT):
+            if not isinstance(part, (str, bytes, int, float, type, types.ModuleType)) and id(part) not in seen:
+                seen.add(id(part))
+                waiting.append(part)

@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver, reduction, spawn
@@ -46,7 +46,7 @@ _CHAIN_LIMIT = 20
 _writer: Writer | None = None
 _notes: dict[str, Any] = {}
 # Where the parent's main module is, for as long as it was not imported.
-_OF_MAIN = ("init_main_from_name", "init_main_from_path")
+OF_MAIN = ("init_main_from_name", "init_main_from_path")
 _postponed: dict[str, Any] = {}
 _ending = _finished = False
 _to_close: list[Callable[[], object]] = []
@@ -161,7 +161,7 @@ def unpack(
             _receive(more.detach(), count)
         data = pickle.loads(preparation)
         if not needs_main:
-            _postponed.update({name: data.pop(name) for name in _OF_MAIN if name in data})
+            postpone_main({name: data.pop(name) for name in OF_MAIN if name in data})
         spawn.prepare(data)
     except BaseException as error:
         _end_with(error, unguarded=_is_unguarded(error))
@@ -179,6 +179,14 @@ def _receive(descriptor: int, count: int) -> None:
             received = reduction.recvfds(more, min(count, SENT_AT_ONCE))
             forkserver.get_inherited_fds().extend(received)  # type: ignore[union-attr]
             count -= len(received)
+
+
+def postpone_main(where: Mapping[str, str]) -> None:
+    """Leave the parent's main module to :func:`import_main`.
+
+    :param where: it is, of multiprocessing's preparation data
+    """
+    _postponed.update(where)
 
 
 def import_main() -> bool:

@@ -305,6 +305,12 @@ class _Envelope:
         return _child.unpack, self._parts
 
 
+def main_module() -> dict[str, str]:
+    """Say where the main module is, for :func:`~rl_ext_core.processes._child.postpone_main` in another process."""
+    prepared = _preparation("")
+    return {name: prepared[name] for name in _child.OF_MAIN if name in prepared}
+
+
 def _preparation(name: str) -> dict[str, Any]:
     chosen = get_start_method(allow_none=True)
     try:

@@ -14,6 +14,7 @@ import os
 import pickle
 import struct
 import sys
+import tempfile
 import threading
 import traceback
 from dataclasses import asdict, dataclass
@@ -22,7 +23,6 @@ from types import TracebackType
 from typing import Any
 
 from rl_ext_core._interrupts import uninterrupted
-from rl_ext_core.processes._files import unnamed_file
 
 _PAGE = 4096
 _STAGE = struct.Struct("=I")
@@ -215,6 +215,18 @@ class Writer:
         except Exception:  # no memory, no space: the caller has other ways to tell
             return False
         return True
+
+
+def unnamed_file(purpose: str) -> int:
+    """Open a new file without a name, which vanishes with the last process that has it open.
+
+    :param purpose: told by tools that list open files
+    :return: its descriptor; it is in memory where the system can
+    """
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(f"rl_ext_core-{purpose}")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def _everything(fd: int) -> bytes:

@@ -7,6 +7,9 @@ has client and server prove to each other that they know a key) is on both sides
 
 from __future__ import annotations
 
+import gc
+import importlib
+import logging
 import os
 import signal
 import threading
@@ -19,7 +22,9 @@ from typing import Any
 from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core.errors import WorkerError
 
-__all__ = ["connect", "interrupts_held", "stop_servers"]
+__all__ = ["connect", "interrupts_held", "preload_modules", "stop_servers"]
+
+_log = logging.getLogger("rl_ext_core.processes")
 
 _Key = tuple[tuple[str, ...], tuple[tuple[str, str | None], ...]]
 
@@ -122,8 +127,8 @@ def _running(key: _Key, sys_path: Sequence[str]) -> Any:
             server.set_forkserver_preload(
                 _Program(
                     f"import sys\nsys.path[:] = {[str(path) for path in sys_path]!r}\n"
-                    "from rl_ext_core.processes import _preload\n"
-                    f"_preload.run({list(preload)!r}, {dict(variables)!r})"
+                    "from rl_ext_core.processes import _servers\n"
+                    f"_servers.preload_modules({list(preload)!r}, {dict(variables)!r})"
                 )
             )
         resource_tracker.ensure_running()
@@ -183,6 +188,42 @@ def _stop(server: Any) -> int | None:
             os.unlink(server._forkserver_address)
     server._forkserver_pid = None
     return code
+
+
+def preload_modules(modules: Sequence[str], variables: Mapping[str, str | None]) -> None:
+    """Do what a fork server does before it serves: import modules, and leave them where forked workers share them.
+
+    :param modules: what to import; one that fails is left to the workers, which report it
+    :param variables: what libraries read at import; None unsets
+    """
+    # Ctrl-C in the terminal is the parent's affair. Held back by the parent until now.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    for module in modules:
+        before = threading.active_count()
+        try:
+            importlib.import_module(module)
+        except BaseException as error:  # an import may call sys.exit; the server has other modules to serve
+            _log.debug("preloading %s failed: %r", module, error)
+        if threading.active_count() > before:
+            _warn_of_threads(module)
+    gc.collect()
+    # A collection in a worker would write to every object that it looks at, and so copy every page.
+    gc.freeze()
+
+
+def _warn_of_threads(module: str) -> None:
+    names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    _log.warning(
+        "importing %s starts threads (%s), which do not exist in workers forked from here: leave it out of preload",
+        module,
+        ", ".join(names),
+    )
 
 
 def _forget() -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import math
 import multiprocessing
 import os
+import select
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import context as mp_context
+from multiprocessing import reduction
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.processes import _child
-from rl_ext_core.processes._events import KernelEvent
 from rl_ext_core.processes._popen import ForkPopen, ForkServerPopen, Settings, SpawnPopen
 
 if TYPE_CHECKING:
@@ -160,6 +162,52 @@ _CONTEXTS: dict[str, type[WorkerContext]] = {
     "spawn": _SpawnContext,
     "fork": _ForkContext,
 }
+
+
+class KernelEvent:
+    """Does what ``multiprocessing.Event`` does, with one counter in the kernel.
+
+    That one is a lock and four counters: a process that is killed while it sets or clears the event takes the lock
+    with it, and whoever sets the event next waits forever.
+    """
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
+        self._descriptor = os.eventfd(0, flags) if descriptor is None else descriptor
+
+    def is_set(self) -> bool:
+        """Tell whether it is set."""
+        return self.wait(0)
+
+    def set(self) -> None:
+        """Set it."""
+        os.eventfd_write(self._descriptor, 1)
+
+    def clear(self) -> None:
+        """Make it as if it had never been set."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._descriptor)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is set.
+
+        :param timeout: seconds
+        :return: whether it is set
+        """
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        return bool(poll.poll(None if timeout in (None, math.inf) else max(timeout, 0) * 1e3))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _inherited_event, (reduction.DupFd(self._descriptor),)
+
+    def __del__(self) -> None:
+        with suppress(OSError):
+            os.close(self._descriptor)
+
+
+def _inherited_event(descriptor: Any) -> KernelEvent:
+    return KernelEvent(descriptor.detach())
 
 
 def get_context(

@@ -1,4 +1,4 @@
-"""Why a worker failed, as data and as the text that users read."""
+"""Why a worker failed, as data and as the text that users read; of those that hang, by faulthandler's stacks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Any
 
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.processes._report import Contents, Raised, Stage
-from rl_ext_core.processes._stacks import without_our_frames
 
-__all__ = ["Failure", "Seat", "ended", "signal_name", "timed_out"]
+__all__ = ["FailedWorker", "Failure", "ended", "is_idle", "main_stack", "signal_name", "timed_out"]
 
 _GUARD = """\
 Each worker imports the main script, to find the functions that it defines, and this script starts workers when it is
@@ -28,6 +27,19 @@ _HINTS = {
     "SIGKILL": "The kernel's out-of-memory killer sends it: see dmesg, and free -h; fewer workers need less memory.",
     "SIGTERM": "Another process has sent it: a job scheduler, a supervisor, or a call of terminate().",
 }
+
+_MAIN = "Current thread"
+# Where Python code waits for other processes. What matters is who called these.
+_WAITING = (
+    "/selectors.py",
+    "/socket.py",
+    "/threading.py",
+    "/multiprocessing/connection.py",
+    "/multiprocessing/queues.py",
+    "/multiprocessing/synchronize.py",
+)
+# The last frame of ours before those of the user.
+_OURS = '/rl_ext_core/processes/_child.py", line '
 
 
 @dataclass(frozen=True)
@@ -71,8 +83,8 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Seat:
-    """Whose failure it is.
+class FailedWorker:
+    """A worker whose failure is described.
 
     :ivar worker: its number
     :ivar count: how many there are
@@ -106,10 +118,10 @@ class Seat:
         return Failure(self.worker, kind, phase, f"{who} {what}{when}{rest}", seed=seed, notes=notes, **more)
 
 
-def ended(seat: Seat, contents: Contents, exitcode: int | None, *, lost: bool) -> Failure:
+def ended(worker: FailedWorker, contents: Contents, exitcode: int | None, *, lost: bool) -> Failure:
     """Describe the failure of a worker that has ended.
 
-    :param seat: whose failure it is
+    :param worker: that has failed
     :param contents: of its report
     :param exitcode: of the process
     :param lost: its fork server died, and the exit code with it
@@ -124,7 +136,7 @@ def ended(seat: Seat, contents: Contents, exitcode: int | None, *, lost: bool) -
     }[contents.stage]
     if contents.raised is not None:
         kind = "exception" if started else "start"
-        return _raised(seat, contents, contents.raised, kind, while_it, exitcode)
+        return _raised(worker, contents, contents.raised, kind, while_it, exitcode)
     if lost:
         what, kind = f"is lost{while_it}", "signal"
         rest = ": the fork server that started it has died, and so it was ended too"
@@ -136,23 +148,27 @@ def ended(seat: Seat, contents: Contents, exitcode: int | None, *, lost: bool) -
         what, kind = f"ended with exit code {exitcode}{while_it}", "exit"
         rest = ": its function returned, or something called os._exit" if started else "; see what it has printed"
     kind = kind if started else "start"
-    return seat.failure(kind, contents, what, rest, traceback=without_our_frames(contents.text), exitcode=exitcode)
+    return worker.failure(kind, contents, what, rest, traceback=without_our_frames(contents.text), exitcode=exitcode)
 
 
-def _raised(seat: Seat, contents: Contents, raised: Raised, kind: str, while_it: str, exitcode: int | None) -> Failure:
+def _raised(
+    worker: FailedWorker, contents: Contents, raised: Raised, kind: str, while_it: str, exitcode: int | None
+) -> Failure:
     more: dict[str, Any] = {"exitcode": exitcode, "traceback": raised.traceback}
     if raised.unguarded:
-        return seat.failure("start", contents, "cannot start", f". {_GUARD}", **more)
+        return worker.failure("start", contents, "cannot start", f". {_GUARD}", **more)
     what = f"raised {raised.summary}{while_it}"
     if raised.exits:
         what, kind = f"exited by {raised.summary}{while_it}", "exit" if kind == "exception" else kind
-    return seat.failure(kind, contents, what, ":", exception=raised.exception(), **more)
+    return worker.failure(kind, contents, what, ":", exception=raised.exception(), **more)
 
 
-def timed_out(seat: Seat, contents: Contents, seconds: float, stack: str, others: Sequence[int] | None) -> Failure:
+def timed_out(
+    worker: FailedWorker, contents: Contents, seconds: float, stack: str, others: Sequence[int] | None
+) -> Failure:
     """Describe the failure of a worker that does not answer.
 
-    :param seat: whose failure it is
+    :param worker: that has failed
     :param contents: of its report
     :param seconds: how long the parent has waited
     :param stack: what the worker was at when it was asked; empty if it does not even react to signals
@@ -162,10 +178,10 @@ def timed_out(seat: Seat, contents: Contents, seconds: float, stack: str, others
     nor = f" (nor did {', '.join(map(str, others))})" if others else ""
     rest = f"{nor}; it is in:"
     if others is None:
-        rest = f", but no {seat.label} hangs: all wait for a command, so the time went by in the parent; it is in:"
+        rest = f", but no {worker.label} hangs: all wait for a command, so the time went by in the parent; it is in:"
     if not stack:
         rest = f"{nor}; it does not even react to signals" if contents.stage else f"{nor}; it is still being started"
-    return seat.failure(
+    return worker.failure(
         "timeout", contents, f"did not answer within {seconds:g} s", rest, traceback=without_our_frames(stack)
     )
 
@@ -176,3 +192,53 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def without_our_frames(text: str) -> str:
+    """Leave out the frames that are the same in all workers, from the function that they run outwards.
+
+    :param text: of faulthandler
+    :return: the rest
+    """
+    lines: list[str] = []
+    skipping = False
+    for line in text.splitlines():
+        skipping = line.startswith("  ") and (skipping or _OURS in line)
+        if skipping and lines and "/multiprocessing/process.py" in lines[-1]:
+            lines.pop()
+        if not skipping:
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def main_stack(text: str) -> list[str]:
+    """List the frames of the thread that got the signal, innermost first: the kernel picks the main thread.
+
+    :param text: of faulthandler
+    :return: lines of the form ``File "...", line 1 in name``
+    """
+    after = text.partition(_MAIN)[2].splitlines()[1:]
+    frames = []
+    for line in after:
+        if not line.startswith("  "):
+            break
+        frames.append(line.strip())
+    return frames
+
+
+def is_idle(frames: Sequence[str], idle_in: Sequence[str]) -> bool:
+    """Tell whether a worker waits for its next command.
+
+    An environment may wait for a process of its own with the same calls. So the frame counts that waits: the innermost
+    one that is not the standard library's.
+
+    :param frames: from :func:`main_stack`
+    :param idle_in: parts of lines that stand for waiting
+    :return: whether the line of that frame, or of one that it has called, contains one of them
+    """
+    for frame in frames:
+        if any(part in frame for part in idle_in):
+            return True
+        if not any(f'{file}"' in frame for file in _WAITING):
+            return False
+    return False

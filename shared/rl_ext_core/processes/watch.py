@@ -18,9 +18,8 @@ from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, WorkerErr
 from rl_ext_core.processes._child import CLOSE_S
 from rl_ext_core.processes._popen import WorkerPopen
 from rl_ext_core.processes._report import Contents, Stage
-from rl_ext_core.processes._stacks import is_idle, main_stack
 from rl_ext_core.processes.contexts import Worker
-from rl_ext_core.processes.failures import Failure, Seat, ended, timed_out
+from rl_ext_core.processes.failures import FailedWorker, Failure, ended, is_idle, main_stack, timed_out
 
 __all__ = ["Watch"]
 
@@ -188,7 +187,7 @@ class Watch:
         contents = {worker: self._popens[worker].report.read() for worker in unexpected}
         worker = min(unexpected, key=lambda worker: (*_rank(contents[worker], self._popens[worker]), worker))
         popen = self._popens[worker]
-        self._fail(ended(self._seat(worker), contents[worker], popen.final_exitcode(), lost=popen.lost))
+        self._fail(ended(self._describe(worker), contents[worker], popen.final_exitcode(), lost=popen.lost))
 
     def _find_hanging(self) -> None:
         operation = self._running
@@ -199,9 +198,9 @@ class Watch:
             return  # it was late, and has ended meanwhile
         busy = [worker for worker, stack in stacks.items() if not is_idle(main_stack(stack), self._idle_in)]
         worker, *others = busy or stacks
-        seat, contents = self._seat(worker), self._popens[worker].report.read()
+        failed, contents = self._describe(worker), self._popens[worker].report.read()
         seconds = operation.timeout or 0.0
-        self._fail(timed_out(seat, contents, seconds, stacks[worker], others if busy else None))
+        self._fail(timed_out(failed, contents, seconds, stacks[worker], others if busy else None))
 
     def _ask_for_stacks(self) -> dict[int, str]:
         """Have the workers write where they are, and read it when all have done so or some will not."""
@@ -245,10 +244,10 @@ class Watch:
         kill_families(left, [popen.pid for popen in living.values()])
         _wait_for([*living], _REAP_S)
 
-    def _seat(self, worker: int) -> Seat:
+    def _describe(self, worker: int) -> FailedWorker:
         operation = self._running
         seed = None if self._seeds is None else int(self._seeds[worker])
-        return Seat(worker, len(self._popens), self._label, seed, operation.name if operation else None)
+        return FailedWorker(worker, len(self._popens), self._label, seed, operation.name if operation else None)
 
     def _expect_within(self, timeout: float) -> None:
         """Look at the clock often enough for a time limit; costs something the first time only."""

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from rl_ext_core.factory import as_factory
-from rl_ext_core.isolation import Isolation, Verdict, _cache, _loaded, probe
-from rl_ext_core.isolation._key import key_of
+from rl_ext_core.isolation import Isolation, Verdict, _cache, _dependencies, probe
+from rl_ext_core.isolation._cache import key_of
 from rl_ext_core.isolation.probing import probe_all
 from tests.core.isolation import simulator
 from tests.core.isolation.conftest import Variant
@@ -116,8 +116,8 @@ def test_changed_code_is_probed_again(module: Callable[[str], Any]) -> None:
 def test_another_version_of_the_distribution_is_probed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert probe("CartPole-v1").declared_by == "probe"
     assert probe("CartPole-v1").declared_by == "cache"
-    versions = _loaded.version_of
-    monkeypatch.setattr(_loaded, "version_of", lambda name: "9" if name == "gymnasium" else versions(name))
+    versions = _dependencies.version_of
+    monkeypatch.setattr(_dependencies, "version_of", lambda name: "9" if name == "gymnasium" else versions(name))
     assert probe("CartPole-v1").declared_by == "probe"
 
 
@@ -338,7 +338,7 @@ SCRIPT = """
 import functools, sys
 import gymnasium, numpy as np
 from rl_ext_core.factory import as_factory
-from rl_ext_core.isolation._key import key_of
+from rl_ext_core.isolation._cache import key_of
 from rl_ext_core.isolation.probing import probe_all
 from tests.core.isolation import simulator
 SIZE = {size}

@@ -11,7 +11,8 @@ import pytest
 
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.factory import as_factory
-from rl_ext_core.isolation import Isolation, _declared, _runs, probe
+from rl_ext_core.isolation import Isolation, _runner, probe
+from rl_ext_core.isolation.verdict import declared_by_instance
 from tests.core.isolation import simulator
 
 SINGLE = Isolation.SINGLE_INSTANCE
@@ -22,7 +23,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: object) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(_runs.Laboratory, "__enter__", refuse)
+    monkeypatch.setattr(_runner.TrialRunner, "__enter__", refuse)
 
 
 @pytest.fixture
@@ -104,7 +105,7 @@ def test_the_flag_of_fmi_is_found_wherever_it_is_kept() -> None:
         env.model = types.SimpleNamespace(parts=({"cycle": cycle}, [Slotted(value)]))  # type: ignore[attr-defined]
         return gymnasium.wrappers.TimeLimit(env, 5)
 
-    assert _declared.by_instance(holds(True)) is not None
-    assert _declared.by_instance(holds(False)) is None
-    assert _declared.by_instance(holds("true")) is None
-    assert _declared.by_instance(simulator.Plain()) is None
+    assert declared_by_instance(holds(True)) is not None
+    assert declared_by_instance(holds(False)) is None
+    assert declared_by_instance(holds("true")) is None
+    assert declared_by_instance(simulator.Plain()) is None

@@ -17,8 +17,8 @@ import pytest
 
 from rl_ext_core.errors import InvalidTypeError, WorkerError
 from rl_ext_core.factory import as_factory
-from rl_ext_core.isolation import Isolation, _runs, probe
-from rl_ext_core.isolation._script import ALONE, APART, FIRST
+from rl_ext_core.isolation import Isolation, _runner, probe
+from rl_ext_core.isolation._experiments import ALONE, APART, FIRST
 from tests.boundaries import ROOT
 from tests.core.isolation import simulator
 
@@ -156,9 +156,9 @@ MEANWHILE = (
 def test_a_supervisor_that_is_killed_is_an_error_and_takes_its_processes_along(
     temporary: Path, others: set[psutil.Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with _runs.Laboratory([as_factory(simulator.hangs)]) as laboratory:
+    with _runner.TrialRunner([as_factory(simulator.hangs)]) as runner:
         (supervisor,) = set(psutil.Process().children()) - others
-        ask = laboratory._ask
+        ask = runner._ask
         found: list[int] = []
 
         def kill_meanwhile(message: object) -> object:
@@ -171,9 +171,9 @@ def test_a_supervisor_that_is_killed_is_an_error_and_takes_its_processes_along(
             finally:
                 found.extend(map(int, process.communicate()[0].split()))
 
-        monkeypatch.setattr(laboratory, "_ask", kill_meanwhile)
+        monkeypatch.setattr(runner, "_ask", kill_meanwhile)
         with pytest.raises(WorkerError, match="ended"):
-            laboratory.run([ALONE], 10)
+            runner.run([ALONE], 10)
     assert found
     wait_until_gone(*found)
     assert list(temporary.iterdir()) == []
@@ -182,7 +182,7 @@ def test_a_supervisor_that_is_killed_is_an_error_and_takes_its_processes_along(
 def test_python_that_does_not_start_is_an_error(
     temporary: Path, others: set[psutil.Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_runs, "_PROGRAM", "raise SystemExit('no {path!r}'[:5])")
+    monkeypatch.setattr(_runner, "_PROGRAM", "raise SystemExit('no {path!r}'[:5])")
     with pytest.raises(WorkerError, match="no"):
         probe(simulator.Plain, cache=False)
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
@@ -201,8 +201,8 @@ def test_what_cannot_be_packed_is_refused_by_name() -> None:
 
 @pytest.mark.slow
 def test_a_process_that_waits_for_a_dead_one_whose_child_lives_is_ended() -> None:
-    with _runs.Laboratory([as_factory(simulator.DiesWithALivingChild)], timeout=5) as laboratory:
-        first, second, third = laboratory.run(APART, 10)
+    with _runner.TrialRunner([as_factory(simulator.DiesWithALivingChild)], timeout=5) as runner:
+        first, second, third = runner.run(APART, 10)
     assert second.end == "ends the process with exit code 5"
     assert first.waited
     assert not second.waited
@@ -210,9 +210,9 @@ def test_a_process_that_waits_for_a_dead_one_whose_child_lives_is_ended() -> Non
 
 
 def test_scratch_folders_are_the_callers_of_each_round(temporary: Path) -> None:
-    with _runs.Laboratory([as_factory(simulator.Plain)]) as laboratory:
+    with _runner.TrialRunner([as_factory(simulator.Plain)]) as runner:
         (scratch,) = temporary.iterdir()
         for _ in range(2):
-            assert all(run.done for run in laboratory.run([ALONE, FIRST], 10))
+            assert all(run.done for run in runner.run([ALONE, FIRST], 10))
             assert [path.name for path in scratch.iterdir()] == ["folders"]
     assert list(temporary.iterdir()) == []

@@ -10,7 +10,7 @@ import pytest
 
 from rl_ext_core.processes import _report
 from rl_ext_core.processes._report import Report, Stage, Writer
-from rl_ext_core.processes._stacks import is_idle, main_stack, without_our_frames
+from rl_ext_core.processes.failures import is_idle, main_stack, without_our_frames
 
 STACKS = """\
 Thread 0x00007f0000000001 (most recent call first):

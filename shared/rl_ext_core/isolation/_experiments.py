@@ -1,32 +1,16 @@
-"""What is done with instances of an environment, in which order and in which of the processes.
+"""The experiments: what is done with instances of an environment, in which order and in which of the processes.
 
-Each instance has a life: resets and steps that are the same wherever it takes place, so that what it returned can be
-compared. A life does not depend on how long it is: a shorter one is the beginning of a longer one, but for its end.
+A trial is one process's part in an experiment, and follows a script. Each instance has a life: resets and steps that
+are the same wherever it takes place, so that what it returned can be compared. A life does not depend on how long it
+is: a shorter one is the beginning of a longer one, but for its end.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-
-__all__ = [
-    "ALONE",
-    "APART",
-    "ASKED_ALONE",
-    "ASKED_BESIDE",
-    "CROWD",
-    "FIRST",
-    "LEAST_STEPS",
-    "MOST_TOGETHER",
-    "RACE",
-    "SCRIPTS",
-    "SECOND",
-    "SHORT_STEPS",
-    "TOLD_AFTER",
-    "Operation",
-    "operations",
-]
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 LEAST_STEPS = 10
 # Of a life that is short because resets or steps take seconds.
@@ -65,6 +49,36 @@ class Operation:
     def like(self) -> str:
         """Whose seeds and actions it has."""
         return "B" if self.who[0] == "B" else "A"
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """Trials that run at the same time.
+
+    :ivar modes: keys of their scripts, one for each trial
+    :ivar steps: of instance A
+    :ivar limits: by kind of operation, seconds that it may take
+    :ivar cure: for each of them; None: none
+    :ivar generators: whether each instance is to find Python's, NumPy's and torch's generators as it left them
+    :ivar shorten: whether optional steps are left out when the others have taken long, and a slow life is a short one
+    :ivar preload: more harmless modules, for these processes and all later ones
+    :ivar sources: by instance, which of the factories builds it; the first one where nothing is said
+    :ivar crowd: names of the instances, where the script is about many
+    :ivar calls: names of the setters to call
+    :ivar globals: by module, values to set before anything is built
+    """
+
+    modes: tuple[str, ...]
+    steps: int
+    limits: Mapping[str, float]
+    cure: str | None = None
+    generators: bool = False
+    shorten: bool = False
+    preload: tuple[str, ...] = ()
+    sources: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    crowd: tuple[str, ...] = ()
+    calls: tuple[str, ...] = ()
+    globals: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
 
 def _life(who: str, steps: int) -> list[Operation]:
@@ -203,14 +217,12 @@ _SCRIPTS: dict[str, Callable[[int], list[Operation]]] = {
     ASKED_ALONE: lambda steps: [Operation("A", "build"), *_asked("A"), *_end("A")],
     ASKED_BESIDE: lambda steps: _asked_beside(),
 }
-# All scripts; those of APART take turns, and each of its processes has one of the instances.
-SCRIPTS = (*_SCRIPTS, CROWD)
 
 
 def operations(mode: str, steps: int, crowd: tuple[str, ...] = ()) -> list[Operation]:
     """Give a script.
 
-    :param mode: one of ``SCRIPTS``
+    :param mode: "alone", "crowd" and so on; those of ``APART`` take turns, each with one of the instances
     :param steps: of instance A: from ``LEAST_STEPS`` on, or ``SHORT_STEPS``
     :param crowd: names of the instances of ``CROWD``
     """

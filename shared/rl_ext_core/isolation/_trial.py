@@ -1,4 +1,4 @@
-"""What a process does that is thrown away: it follows a script and says what it is at, before it does it."""
+"""What a trial process does: its part in an experiment, and before each operation it says so."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tempfile
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,13 @@ import numpy as np
 
 from rl_ext_core import resources
 from rl_ext_core.errors import InvalidTypeError
-from rl_ext_core.factory import _drivers, _graft, _streams
+from rl_ext_core.factory import _drivers, _graft, _preload, _streams, _tokens
 from rl_ext_core.factory._drawing import plain
 from rl_ext_core.factory._fingerprint import fingerprint
 from rl_ext_core.factory._overrides import layers
-from rl_ext_core.isolation import _declared, _loaded, _opened, cures
-from rl_ext_core.isolation._reaping import waited
-from rl_ext_core.isolation._script import ALONE, SHORT_STEPS, TOLD_AFTER, Operation, operations
-
-__all__ = ["OVERWRITTEN", "Place", "Report", "Task", "Turns", "follow"]
+from rl_ext_core.isolation import _dependencies, cures
+from rl_ext_core.isolation._experiments import ALONE, SHORT_STEPS, TOLD_AFTER, Experiment, Operation, operations
+from rl_ext_core.isolation.verdict import declared_by_instance
 
 # Before the digest of what an instance returned: what it had returned before was changed by then.
 OVERWRITTEN = "overwritten "
@@ -42,50 +40,9 @@ _TIMED = 10
 # Of public arrays and entries of infos, so that the trial is not about them.
 _LARGEST_BYTES, _MOST_ENTRIES = 1 << 16, 200
 _STANDARD = {"reset", "step", "close", "render", "seed", "action_masks", "observation", "action", "reward"}
-_PLAIN = {int, float, complex, bool, str, bytes, type(None)}
+# Beyond that, what is returned is described path by path.
+_DEEP = 50
 _LIBRARIES = {"gymnasium", "builtins", "abc", "typing", "stable_baselines3", "rl_ext_core"}
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a process works.
-
-    :ivar cwd: the folder to work in
-    :ivar temporary: for temporary files
-    :ivar cure: to apply; None: none
-    :ivar own: a folder that no other process uses
-    """
-
-    cwd: str
-    temporary: str
-    cure: str | None
-    own: str
-
-    def enter(self) -> None:
-        """Go there."""
-        cures.write_to_copies(Path(self.cwd))
-        os.chdir(self.cwd)
-        os.environ.update(PWD=self.cwd, TMPDIR=self.temporary)
-        tempfile.tempdir = None
-        if self.cure is not None:
-            Path(self.own).mkdir()
-            cures.apply_cure(self.cure, Path(self.own))
-
-
-class Report:
-    """Says what happens, line by line, to whoever started this process.
-
-    :param descriptor: of a pipe
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def say(self, kind: str, *values: Any) -> None:
-        """Write a line, at once: the process may die of what it does next."""
-        left = json.dumps([kind, *values]).encode() + b"\n"
-        while left:
-            left = left[os.write(self._descriptor, left) :]
 
 
 @dataclass(frozen=True)
@@ -118,125 +75,134 @@ class Turns:
 
 @dataclass(frozen=True)
 class Task:
-    """A process's part of a script.
+    """A trial, before it is made.
 
     :ivar packed: what builds the environments, by :func:`~rl_ext_core.factory._graft.dumps`
+    :ivar experiment: that it is a part of
     :ivar mode: key of the script
-    :ivar steps: of instance A
-    :ivar place: where to work
-    :ivar limits: by kind of operation, seconds that it may take
-    :ivar sources: by instance, which of the factories builds it; the first one where nothing is said
-    :ivar crowd: names of the instances, where the script is about many
-    :ivar generators: whether each instance is to find Python's, NumPy's and torch's generators as it left them
-    :ivar thrifty: whether optional steps are left out when the others have taken long, and a slow life is a short one
-    :ivar calls: names of the setters to call
-    :ivar globals: by module, values to set before anything is built
+    :ivar cwd: the folder to work in
+    :ivar temporary: for temporary files
+    :ivar own: a folder that no other process uses, to be made
+    :ivar turns: None: nobody else takes part
     """
 
     packed: bytes
+    experiment: Experiment
     mode: str
-    steps: int
-    place: Place
-    limits: Mapping[str, float]
-    sources: Mapping[str, int] = field(default_factory=dict)
-    crowd: tuple[str, ...] = ()
-    generators: bool = False
-    thrifty: bool = False
-    calls: tuple[str, ...] = ()
-    globals: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    cwd: Path
+    temporary: Path
+    own: Path
+    turns: Turns | None
+
+    def enter(self) -> None:
+        """Go to the folders, and apply the cure."""
+        cures.write_to_copies(self.cwd)
+        os.chdir(self.cwd)
+        os.environ.update(PWD=str(self.cwd), TMPDIR=str(self.temporary))
+        tempfile.tempdir = None
+        if self.experiment.cure is not None:
+            self.own.mkdir()
+            cures.apply_cure(self.experiment.cure, self.own)
 
     def is_ours(self, who: str) -> bool:
         """Whether an instance lives in this process: where a script is for several, each has one."""
         return ":" not in self.mode or self.mode.endswith(f": {who}") or self.mode.startswith("asked")
 
 
-def follow(task: Task, turns: Turns | None, report: Report) -> None:
-    """Do a process's part of a script; whatever goes wrong is said.
+def follow(task: Task, report: int) -> None:
+    """Do a trial; whatever goes wrong is said.
 
     :param task: what to do
-    :param turns: None: nobody else takes part
+    :param report: descriptor to write to what happens, to whoever started this process
     """
-    noted = _opened.note()
-    stage = None
+
+    def say(kind: str, *values: Any) -> None:
+        # Each line at once: the process may die of what it does next.
+        left = json.dumps([kind, *values]).encode() + b"\n"
+        while left:
+            left = left[os.write(report, left) :]
+
+    opened = _dependencies.OpenedHere()
+    executor = None
     try:
-        task.place.enter()
-        stage = _Stage(task, report, turns)
-        for index, operation in stage.operations():
+        task.enter()
+        executor = _Executor(task, say)
+        for operation in executor.operations():
             if task.is_ours(operation.who):
-                stage.perform(index, operation)
-                if turns is not None and task.mode.startswith("apart"):
-                    turns.hand_over()
-            elif turns is not None:
-                report.say("waits", index)
-                turns.wait(operation.who)
-        report.say("done")
+                executor.perform(operation)
+                if task.turns is not None and task.mode.startswith("apart"):
+                    task.turns.hand_over()
+            elif task.turns is not None:
+                say("waits")
+                task.turns.wait(operation.who)
+        say("done", True)
     except BaseException as error:
-        report.say("raised", f"{type(error).__name__}: {_in_one_line(error)}")
-    noted.busy = True
-    report.say("opened", sorted(noted.read))
-    if stage is not None:
-        stage.close_all()
+        say("raised", f"{type(error).__name__}: {_in_one_line(error)}")
+    opened.paused = True
+    say("opened", sorted(opened.paths))
+    if executor is not None:
+        executor.close_all()
 
 
-class _Stage:
-    """The instances of this process; one that is alone is measured."""
+class _Executor:
+    """Does operations with the instances of this process; one that is alone is measured."""
 
-    def __init__(self, task: Task, report: Report, turns: Turns | None) -> None:
-        self._task, self._report, self._turns = task, report, turns
+    def __init__(self, task: Task, say: Callable[..., None]) -> None:
+        self._task, self._experiment, self._say = task, task.experiment, say
         self._alone = task.mode == ALONE
-        self._subjects: dict[str, _Subject] = {}
+        self._instances: dict[str, _Instance] = {}
         self._factories: Sequence[Any] | None = None
         self._generators: dict[str, Any] = {}
         self._times: dict[str, list[float]] = {}
         self._step_s: list[float] = []
-        self._steps = task.steps
+        self._steps = task.experiment.steps
         self._had_torch = "torch" in sys.modules
         self._waited = waited()
 
-    def operations(self) -> Iterator[tuple[int, Operation]]:
-        """Give what is to be done, with its place in the script."""
-        script = operations(self._task.mode, self._task.steps, self._task.crowd)
+    def operations(self) -> Iterator[Operation]:
+        """Give what is to be done."""
+        script = operations(self._task.mode, self._experiment.steps, self._experiment.crowd)
         index = 0
         while index < len(script):
-            yield index, script[index]
+            yield script[index]
             index += 1
             taken = sum(sum(self._times.get(what, ())) for what in ("reset", "step"))
-            if self._task.thrifty and index == TOLD_AFTER and taken > _SHORT_ABOVE_S:
+            if self._experiment.shorten and index == TOLD_AFTER and taken > _SHORT_ABOVE_S:
                 self._steps = SHORT_STEPS
                 script = operations(self._task.mode, SHORT_STEPS)
 
-    def perform(self, index: int, operation: Operation) -> None:
+    def perform(self, operation: Operation) -> None:
         """Do something with an instance, having said so."""
-        if operation.optional and self._task.thrifty and sum(self._times.get("step", ())) > _STEPPING_S:
+        if operation.optional and self._experiment.shorten and sum(self._times.get("step", ())) > _STEPPING_S:
             self._steps -= 1
             return
         if operation.what == "meet":
-            self._report.say("waits", index)
-            assert self._turns is not None
-            self._turns.meet()
+            self._say("waits")
+            assert self._task.turns is not None
+            self._task.turns.meet()
             return
         self._look(operation.who)
-        self._report.say("does", operation.who, operation.what, self._task.limits[operation.what])
-        if self._task.generators and operation.who in self._generators:
+        self._say("does", operation.who, operation.what, self._experiment.limits[operation.what])
+        if self._experiment.generators and operation.who in self._generators:
             _set_generators(self._generators[operation.who])
         begin = time.perf_counter()
         getattr(self, f"_{operation.what}")(operation)
         self._times.setdefault(operation.what, []).append(time.perf_counter() - begin)
-        if self._task.generators:
+        if self._experiment.generators:
             self._generators[operation.who] = _get_generators()
 
     def close_all(self) -> None:
         """Close what a failure has left open: a lock of it would keep others from starting."""
-        for who, subject in list(self._subjects.items()):
-            if not subject.closed:
-                self._report.say("tidies", self._task.limits["close"])
+        for who, instance in list(self._instances.items()):
+            if not instance.closed:
+                self._say("tidies", self._experiment.limits["close"])
                 with contextlib.suppress(BaseException):
                     self._close(Operation(who, "close"))
 
     def _look(self, who: str) -> None:
         """Say what there is to see of an instance, since others have had their turns."""
-        if who in self._subjects and (seen := self._subjects[who].look()):
-            self._report.say("found", who, seen)
+        if who in self._instances and (seen := self._instances[who].look()):
+            self._say("found", who, seen)
 
     def _build(self, operation: Operation) -> None:
         # What constructors draw is no sign of anything shared; what resets and steps draw is.
@@ -246,70 +212,67 @@ class _Stage:
             # Once: a class or function of the caller's script has its globals in common with itself.
             self._factories = _unpacked(self._task.packed)
             if self._alone:
-                self._report.say("globals", _loaded.globals_of_users())
-            _loaded.set_globals(self._task.globals)
-        environment = self._factories[self._task.sources.get(operation.who, 0)]()
+                self._say("globals", _dependencies.globals_of_users())
+            _dependencies.set_globals(self._experiment.globals)
+        environment = self._factories[self._experiment.sources.get(operation.who, 0)]()
         taken = time.perf_counter() - begin
-        self._subjects[operation.who] = _Subject(environment, _SEEDS[operation.like])
+        self._instances[operation.who] = _Instance(environment, _SEEDS[operation.like])
         if self._alone:
-            self._report.say("built", taken, _declared.by_instance(environment))
+            self._say("built", taken)
+            self._say("declared", declared_by_instance(environment))
 
     def _reset(self, operation: Operation) -> None:
-        subject = self._subjects[operation.who]
-        options = subject.options(operation.like) if operation.options else None
-        kept = subject.kept()
-        returned = subject.driver.reset(operation.seed) if options is None else subject.reset(operation.seed, options)
-        self._report.say("saw", operation.who, kept + subject.saw(returned))
+        instance = self._instances[operation.who]
+        kept = instance.kept()
+        self._say("saw", operation.who, kept + instance.saw(instance.reset(operation)))
 
     def _step(self, operation: Operation) -> None:
-        subject = self._subjects[operation.who]
-        kept = subject.kept()
+        instance = self._instances[operation.who]
+        kept = instance.kept()
         begin = time.perf_counter()
-        returned = subject.driver.step()
+        returned = instance.driver.step()
         self._step_s.append(time.perf_counter() - begin)
-        self._report.say("saw", operation.who, kept + subject.saw(returned))
+        self._say("saw", operation.who, kept + instance.saw(returned))
 
     def _call(self, operation: Operation) -> None:
-        subject = self._subjects[operation.who]
-        for name in self._task.calls:
-            self._report.say("saw", operation.who, subject.call(name, 1 if operation.like == "A" else 2))
+        instance = self._instances[operation.who]
+        for name in self._experiment.calls:
+            self._say("saw", operation.who, instance.call(name, 1 if operation.like == "A" else 2))
 
     def _close(self, operation: Operation) -> None:
-        subject = self._subjects[operation.who]
-        subject.closed = True
-        close = getattr(subject.environment, "close", None)
+        instance = self._instances[operation.who]
+        instance.closed = True
+        complaint = None
         try:
-            if close is not None:
-                close()
+            getattr(instance.environment, "close", lambda: None)()
         except Exception as error:
-            self._report.say("closed", operation.who, f"{type(error).__name__}: {_in_one_line(error)}")
-        else:
-            self._report.say("closed", operation.who, None)
+            complaint = f"{type(error).__name__}: {_in_one_line(error)}"
+        self._say("closed", operation.who, complaint)
 
     def _done(self, operation: Operation) -> None:
         if self._alone:
-            subject = self._subjects[operation.who]
+            instance = self._instances[operation.who]
             measured = {
                 "step_seconds": _least_average(self._step_s[1:]),  # the first one fills caches
                 "undisturbed": waited() - self._waited < 0.1 * sum(self._times["step"]),
                 "private_bytes": resources.private_memory(),
                 "steps": self._steps,
                 "longest": {what: max(times) for what, times in self._times.items()},
-                "libraries": _loaded.libraries(),
-                "sources": _loaded.sources(),
-                "folders": _loaded.folders(),
-                "harmless": _loaded.harmless(),
+                "libraries": _dependencies.libraries(),
+                "sources": _dependencies.sources(),
+                "folders": _dependencies.folders(),
+                "harmless": list(_preload.of_modules(list(sys.modules))),
                 "imports_torch": "torch" in sys.modules and not self._had_torch,
-                "distributions": _loaded.distributions(subject.environment),
-                "methods": subject.methods(),
-                "options": len(subject.all_options()),
-                "infos": isinstance(subject.driver, _drivers._Gymnasium),
+                "distributions": _dependencies.distributions(instance.environment),
+                "methods": instance.methods(),
+                "options": len(instance.options()),
+                "infos": isinstance(instance.driver, _drivers._Gymnasium),
             }
-            self._report.say("measured", measured)
-        self._report.say("done")
+            self._say("measured", measured)
+        self._say("done", True)
 
 
-class _Subject:
+class _Instance:
     """An environment and what steps it.
 
     :param seed: of the actions
@@ -322,27 +285,27 @@ class _Subject:
         self.closed = False
         self._inner = getattr(environment, "unwrapped", environment)
         self._holders = [getattr(self._inner, "__dict__", {}), *map(vars, _classes(self._inner))]
-        self._original = _Original(environment)
+        self._recorder = _Recorder(environment)
         self._digest = ""
         self._masks = _attribute(environment, "action_masks")
         if isinstance(self.driver, _drivers._Gymnasium):
-            self.driver._env = self._original
+            self.driver._env = self._recorder
 
     def saw(self, returned: Any) -> str:
         """Give a digest of what was returned."""
-        self._digest = _digest(self._original.last)
+        self._digest = _digest(self._recorder.last)
         return _digest(returned)
 
     def kept(self) -> str:
         """Give a mark if what was returned last is not any more what it was, though nothing was done with this one."""
-        return OVERWRITTEN if self._digest and _digest(self._original.last) != self._digest else ""
+        return OVERWRITTEN if self._digest and _digest(self._recorder.last) != self._digest else ""
 
     def look(self) -> dict[str, str]:
         """Give digests of what callers look at beside what is returned: infos, masks and public arrays."""
         if self.closed:
             return {}
         seen: dict[str, str] = {}
-        infos, self._original.infos = self._original.infos, []
+        infos, self._recorder.infos = self._recorder.infos, []
         if any(infos):
             tokens = fingerprint(plain(infos)).tokens
             if len(tokens) > _MOST_ENTRIES:
@@ -354,23 +317,22 @@ class _Subject:
             except Exception as error:
                 seen["action_masks()"] = type(error).__name__
         for name, array in _arrays(self._holders):
-            seen[name] = _short((str(array.dtype), array.shape, array.tobytes()))
+            seen[name] = _digest(array)
         return seen
 
-    def all_options(self) -> list[Any]:
+    def options(self) -> list[Any]:
         """Give the options of a reset that the environment names."""
         metadata = getattr(self._inner, "metadata", None)
         named = metadata.get("reset_options") if isinstance(metadata, Mapping) else None
         return list(named) if isinstance(named, (list, tuple)) else []
 
-    def options(self, like: str) -> Any:
-        """Give those that one like A, or like B, is reset with; None: the environment names none."""
-        named = self.all_options()
-        return None if not named else named[0 if like == "A" else len(named) - 1]
-
-    def reset(self, seed: int | None, options: Any) -> Any:
-        """Reset it with options."""
-        return plain(self._original.reset(seed=seed, options=options)[0])
+    def reset(self, operation: Operation) -> Any:
+        """Reset it: those like A with the first options that it names, those like B with the last ones."""
+        named = self.options() if operation.options else []
+        if not named:
+            return self.driver.reset(operation.seed)
+        options = named[0 if operation.like == "A" else -1]
+        return plain(self._recorder.reset(seed=operation.seed, options=options)[0])
 
     def methods(self) -> list[list[Any]]:
         """List public methods that are the environment's own, each with whether it is a setter of one value."""
@@ -395,7 +357,7 @@ class _Subject:
         return failure
 
 
-class _Original:
+class _Recorder:
     """Stands for an environment, and keeps what it returned last: the very arrays, not copies of them."""
 
     def __init__(self, environment: Any) -> None:
@@ -416,6 +378,14 @@ class _Original:
         self.last = result[:-1]
         self.infos.append(result[-1])
         return result
+
+
+def waited(pid: int | str = "self") -> float:
+    """Give seconds for which a process was ready to run and others had the cores; 0 where that is not known."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) * 1e-9
+    except (OSError, ValueError, IndexError):  # not Linux, or it has ended
+        return 0.0
 
 
 def _unpacked(packed: bytes) -> list[Any]:
@@ -455,34 +425,14 @@ def _least_average(times: list[float]) -> float:
     return float((sums[width:] - sums[:-width]).min() / width)
 
 
-def _short(token: Any) -> str:
-    return hashlib.blake2b(repr(token).encode("utf-8", "surrogatepass"), digest_size=6).hexdigest()
-
-
 def _digest(returned: Any) -> str:
     # Not its pickle: that depends on which of equal texts are the same object.
-    digest = hashlib.blake2b(digest_size=8)
-    _describe(returned, digest.update)
-    return digest.hexdigest()
+    token = _tokens.plain(returned, _DEEP)
+    return _short(sorted(fingerprint(returned).tokens.items()) if token is None else token)
 
 
-def _describe(value: Any, write: Callable[[bytes], Any]) -> None:
-    kind = type(value)
-    if kind is np.ndarray and not value.dtype.hasobject:
-        write(f"{value.dtype}{value.shape}".encode())
-        write(value.tobytes())
-    elif kind in _PLAIN or isinstance(value, np.generic):
-        write(f"{kind.__name__} {value!r}".encode("utf-8", "surrogatepass"))
-    elif kind is list or kind is tuple:
-        write(f"{kind.__name__} {len(value)}".encode())
-        for part in value:
-            _describe(part, write)
-    elif kind is dict and all(type(key) is str for key in value):
-        write(f"dict {list(value)}".encode("utf-8", "surrogatepass"))
-        for part in value.values():
-            _describe(part, write)
-    else:
-        write(repr(sorted(fingerprint(value).tokens.items())).encode("utf-8", "surrogatepass"))
+def _short(token: Any) -> str:
+    return hashlib.blake2b(repr(token).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 def _get_generators() -> Any:
