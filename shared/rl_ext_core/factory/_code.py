@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from rl_ext_core.factory import _kinds, _rules_caches, _tokens
+from rl_ext_core.factory import _kinds, _parts, _rules_basics
 
 __all__ = ["import_own", "is_fixed", "is_installed", "read_by"]
 
@@ -117,7 +117,7 @@ class _Search:
 
     def _read_code(self, function: types.FunctionType) -> None:
         module = str(function.__globals__.get("__name__"))
-        names = _names_in(function.__code__)
+        names = _parts.names_in(function.__code__)
         for name in sorted(names):
             if name in function.__globals__:
                 self._global(module, name, function.__globals__[name], module, names)
@@ -150,7 +150,7 @@ class _Search:
         functions = list(_functions_in(value))
         if functions or not is_installed(module.partition(".")[0]):
             self.tokens[label] = self._token(value, functions, module)
-        elif not name.startswith("_") and (token := _tokens.plain(value, _DEEP)) is not None:
+        elif not name.startswith("_") and (token := _parts.plain(value, _DEEP)) is not None:
             # Of libraries only what they offer to be set: what they keep for themselves differs by process.
             self.tokens[label] = token
         for function in functions:
@@ -165,12 +165,12 @@ class _Search:
         if is_installed(module.partition(".")[0]):
             # Which function stands there: libraries compile some anew when they are first called.
             token: list[Any] = [("function", one.__module__, one.__qualname__) for one in functions]
-            return token or _tokens.plain(value, _DEEP) or self._describe(value)
-        token = [("function", _tokens.code_of(one.__code__), _tokens.plain(one.__defaults__)) for one in functions]
+            return token or _parts.plain(value, _DEEP) or self._describe(value)
+        token = [("function", _parts.code_of(one.__code__), _parts.plain(one.__defaults__)) for one in functions]
         if type(value) is functools._lru_cache_wrapper:
             with contextlib.suppress(pickle.PicklingError):
-                return token, self._describe(_rules_caches.kept(value))
-        return token or _tokens.plain(value, _DEEP) or self._describe(value)
+                return token, self._describe(_rules_basics.kept(value))
+        return token or _parts.plain(value, _DEEP) or self._describe(value)
 
 
 def _functions_in(value: Any, depth: int = 4) -> Iterator[types.FunctionType]:
@@ -191,11 +191,6 @@ def _functions_in(value: Any, depth: int = 4) -> Iterator[types.FunctionType]:
         yield from _functions_in(value.__wrapped__, depth - 1)
 
 
-def _names_in(code: types.CodeType) -> set[str]:
-    within = (part for part in code.co_consts if isinstance(part, types.CodeType))
-    return set(code.co_names).union(*map(_names_in, within))
-
-
 def _contents(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
@@ -211,11 +206,11 @@ def _settings(libraries: set[str]) -> Iterator[tuple[str, Any]]:
         context = decimal.getcontext()
         names = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
         traps = sorted(kind.__name__ for kind, trapped in context.traps.items() if trapped)
-        yield "<setting decimal.getcontext()>", _tokens.plain([*(getattr(context, name) for name in names), traps])
+        yield "<setting decimal.getcontext()>", _parts.plain([*(getattr(context, name) for name in names), traps])
     if "numpy" in libraries:
         import numpy as np
 
-        yield "<setting numpy.geterr()>", _tokens.plain(sorted(np.geterr().items()))
+        yield "<setting numpy.geterr()>", _parts.plain(sorted(np.geterr().items()))
     if "torch" in libraries and "torch" in sys.modules:
         torch = sys.modules["torch"]
         yield "<setting torch.get_default_dtype()>", repr(torch.get_default_dtype())

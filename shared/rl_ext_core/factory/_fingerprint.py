@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_ext_core.factory import _code, _kinds, _memory, _parts, _rebuilders, _rules_threads, _tokens
+from rl_ext_core.factory import _code, _kinds, _memory, _parts, _rules
 
 __all__ = ["Fingerprint", "fingerprint"]
 
@@ -108,7 +108,7 @@ class _Walk:
                 return
 
     def _visit(self, path: str, item: Any) -> None:
-        token = _tokens.scalar(item) or _tokens.by_version(item)
+        token = _parts.scalar(item) or _parts.by_version(item)
         if token is not None:
             self.tokens[path] = token
             if issubclass(type(item), (int, np.integer)) and item > _BEYOND:
@@ -123,7 +123,7 @@ class _Walk:
             self._waiting.extendleft((path + step, part) for step, part in _parts.parts(item))
             return
         if len(path) > _LONGEST:
-            path = f"{path[:60]}...{_tokens.digest(path.encode('utf-8', 'surrogatepass'))}"
+            path = f"{path[:60]}...{_parts.digest(path.encode('utf-8', 'surrogatepass'))}"
         if self._is_named(path, item):
             return
         self._classes.add(type(item))
@@ -139,8 +139,8 @@ class _Walk:
     def _is_named(self, path: str, item: Any) -> bool:
         """Name what was met before by where that was; what is the same in all processes by its name."""
         kind = type(item)
-        if issubclass(kind, (type, types.ModuleType)) or (kind is types.FunctionType and _tokens.is_global(item)):
-            self.tokens[path] = _tokens.whole(item)
+        if issubclass(kind, (type, types.ModuleType)) or (kind is types.FunctionType and _parts.is_global(item)):
+            self.tokens[path] = _parts.whole(item)
             if issubclass(kind, type):
                 self._classes.add(item)
             elif kind is types.FunctionType:
@@ -149,7 +149,7 @@ class _Walk:
         if kind is frozenset and not item:
             self.tokens[path] = ("frozenset", None)
             return True
-        if kind is tuple and None not in (token := tuple(map(_tokens.scalar, item))):
+        if kind is tuple and None not in (token := tuple(map(_parts.scalar, item))):
             self.tokens[path] = ("tuple", token)  # which one it is does not matter
             self._numbers += [
                 (f"{path}[{i}]", part) for i, part in enumerate(item) if type(part) is int and part > _BEYOND
@@ -170,8 +170,8 @@ class _Walk:
 
     def _open(self, path: str, item: Any) -> None:
         kind = type(item)
-        rebuilder = _rebuilders.find(item)
-        token = _tokens.whole(item) if rebuilder is None else None
+        rebuilder = _rules.find(item)
+        token = _parts.whole(item) if rebuilder is None else None
         if kind is types.FunctionType:
             self._functions.append(item)
         if self._careful and rebuilder is None and _is_foreign(kind):
@@ -181,12 +181,10 @@ class _Walk:
             found = list(_parts.parts(item))
         except Exception:
             found, self.opaque[path] = list(_parts.named(_kinds.attributes(item))), _kinds.full_name(kind)
-        if rebuilder is not None and rebuilder.settings is None and _rebuilders.is_registered(kind):
+        if rebuilder is not None and rebuilder.settings is None and _rules.is_registered(kind):
             self.opaque[path] = _kinds.full_name(kind)
         if not _code.is_installed(_kinds.name_of(kind)[0].partition(".")[0]):
             self._own.add(path)
-        if (lost := _rules_threads.lost_by(item)) is not None:
-            self.notes[path] = lost
         if issubclass(kind, (set, frozenset)):
             self._sets.append((path, item))
             if path.rpartition(".")[0] in self._own and _varies(item):
@@ -194,7 +192,7 @@ class _Walk:
         order = (
             [step for step, _ in found] if issubclass(kind, dict) else len(found) if issubclass(kind, list) else None
         )
-        self.tokens[path] = token or (_kinds.full_name(kind), order and _tokens.digest(repr(order).encode()))
+        self.tokens[path] = token or (_kinds.full_name(kind), order and _parts.digest(repr(order).encode()))
         self._waiting.extend((path + step, part) for step, part in found)
 
     def _enter_set(self, path: str, item: Any) -> None:
@@ -202,9 +200,9 @@ class _Walk:
         kind = set if issubclass(type(item), set) else frozenset
         objects = []
         for part in kind.__iter__(item):
-            text = _tokens.label(part)
+            text = _parts.label(part)
             if text is not None:
-                self.tokens[f"{path}{{{text}}}"] = _tokens.scalar(part)
+                self.tokens[f"{path}{{{text}}}"] = _parts.scalar(part)
             else:
                 objects.append((self._seen.get(id(part), ""), self._sketch(part), part))
         objects.sort(key=lambda entry: entry[:2])
@@ -248,7 +246,7 @@ class _Walk:
                     continue
                 if isinstance(part, type):
                     waiting |= {part} - done if part.__qualname__.startswith(f"{kind.__qualname__}.") else set()
-                elif (token := _tokens.plain(part)) is not None:
+                elif (token := _parts.plain(part)) is not None:
                     self.tokens[f"<class {_kinds.full_name(kind)}>.{name}"] = token
 
     def add_code(self) -> None:
@@ -269,7 +267,7 @@ def _described(item: Any) -> Any:
     walk.through(item)
     # A space that was drawn from has a generator; each process is to draw from its own in any case.
     lasting = sorted(pair for pair in walk.tokens.items() if not any(late in pair[0] for late in _MADE_LATE))
-    return _kinds.full_name(type(item)), _tokens.digest(repr(lasting).encode("utf-8", "replace"))
+    return _kinds.full_name(type(item)), _parts.digest(repr(lasting).encode("utf-8", "replace"))
 
 
 def _varies(parts: Any) -> bool:
@@ -282,7 +280,7 @@ def _flat(item: Any) -> Any:
     """Give the token of a long list of numbers and texts."""
     kind = type(item)
     if kind is list and len(item) > _LONG and {type(part) for part in item} <= _FLAT:
-        return _kinds.full_name(kind), len(item), _tokens.digest(repr(item).encode("utf-8", "surrogatepass"))
+        return _kinds.full_name(kind), len(item), _parts.digest(repr(item).encode("utf-8", "surrogatepass"))
     if kind is dict and len(item) > _LONG and {type(part) for pair in item.items() for part in pair} <= _FLAT:
-        return _kinds.full_name(kind), len(item), _tokens.digest(repr(item).encode("utf-8", "surrogatepass"))
+        return _kinds.full_name(kind), len(item), _parts.digest(repr(item).encode("utf-8", "surrogatepass"))
     return None

@@ -12,7 +12,12 @@ import gc
 import importlib
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from rl_ext_core.factory import _rules
+
+if TYPE_CHECKING:
+    from rl_ext_core.factory._rules import Rules
 
 __all__ = ["RULES"]
 
@@ -49,10 +54,6 @@ def _read(item: Any, names: tuple[str, ...]) -> dict[str, Any]:
 def _held(item: Any) -> dict[str, Any]:
     """Give what somebody has put on one of Box2D's objects."""
     return {name: value for name, value in vars(item).items() if name not in ("this", "_b2World__data")}
-
-
-def _set(copy: Any, state: dict[str, Any]) -> None:
-    vars(copy).update(state)
 
 
 def _owner(world: Any) -> Any:
@@ -225,7 +226,7 @@ def _placed(place: Callable[[Any], tuple[Any, str, int]]) -> tuple[Callable[[Any
     """Give rule and settings of what is found in a list of its owner's."""
 
     def rule(item: Any) -> tuple[Any, ...]:
-        return _part_of, place(item), _held(item), None, None, _set
+        return _part_of, place(item), _held(item), None, None, _rules.set_state
 
     def settings(item: Any) -> dict[str, Any]:
         return {**_held(item), "<place>": list(place(item))}
@@ -256,7 +257,7 @@ def _make_loose_fixture(cls: Any, named: dict[str, Any]) -> Any:
 
 
 def _callback(callback: Any) -> tuple[Any, ...]:
-    return _make_callback, (type(callback),), _held(callback), None, None, _set
+    return _make_callback, (type(callback),), _held(callback), None, None, _rules.set_state
 
 
 def _make_callback(cls: Any) -> Any:
@@ -269,7 +270,7 @@ def _make_callback(cls: Any) -> Any:
 _CALLBACKS = ("b2ContactListener", "b2ContactFilter", "b2DestructionListener", "b2QueryCallback", "b2RayCastCallback")
 
 # Class, rule, and what a copy has in common with the original; None: what the rule keeps.
-RULES: list[tuple[str, Callable[[Any], tuple[Any, ...]], Callable[[Any], Any] | None]] = [
+RULES: Rules = [
     (f"{_KINDS}:b2World", _world, _world_settings),
     (f"{_KINDS}:b2Body", *_placed(_body_place)),
     (f"{_KINDS}:b2Joint", *_placed(_joint_place)),

@@ -21,9 +21,9 @@ import numpy as np
 from rl_ext_core import resources
 from rl_ext_core.errors import InvalidTypeError
 from rl_ext_core.factory import _drivers, _graft, _streams
-from rl_ext_core.factory._drawing import plain
+from rl_ext_core.factory._drivers import plain
 from rl_ext_core.factory._fingerprint import fingerprint
-from rl_ext_core.factory._overrides import layers
+from rl_ext_core.factory._rules import layers
 from rl_ext_core.isolation import _declared, _loaded, _opened, cures
 from rl_ext_core.isolation._reaping import waited
 from rl_ext_core.isolation._script import ALONE, SHORT_STEPS, TOLD_AFTER, Operation, operations

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_ext_core.factory import _preload
-from rl_ext_core.factory._overrides import layers
+from rl_ext_core.factory._rules import layers
 
 __all__ = [
     "changed_globals",

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from gymnasium.utils import EzPickle
 
-from rl_ext_core.factory import _graft, _rebuilders, _streams, register_rebuilder
+from rl_ext_core.factory import _graft, _rules, _streams, register_rebuilder
 from rl_ext_core.factory._fingerprint import fingerprint
 from tests.core.factory.grafting import copied, different, made
 from tests.core.factory.test_fingerprint import Holder
@@ -58,8 +58,7 @@ class Easy(Simulated, EzPickle):
 
 @pytest.fixture(autouse=True)
 def no_rules_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_rebuilders, "_rebuilders", dict(_rebuilders._rebuilders))
-    monkeypatch.setattr(_rebuilders, "_registered", set())
+    monkeypatch.setattr(_rules, "_registered", {})
 
 
 @pytest.fixture
@@ -129,8 +128,7 @@ def test_a_rule_of_the_user_s_tells_how_it_is_made(monkeypatch: pytest.MonkeyPat
     copy.simulator.pointer.contents.value = 6.0
     assert fingerprint(environment).differences(fingerprint(copy)) == [".simulator.gain"]
     # A process that has not registered it learns it from the pickle.
-    monkeypatch.setattr(_rebuilders, "_rebuilders", {})
-    monkeypatch.setattr(_rebuilders, "_registered", set())
+    monkeypatch.setattr(_rules, "_registered", {})
     assert ".simulator.gain" in fingerprint(_graft.loads(packed)).tokens
 
 

@@ -16,6 +16,8 @@ from rl_ext_core.errors import InvalidTypeError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rl_ext_core.factory._rules import Rules
+
 __all__ = ["RULES", "EnvSeeds"]
 
 _SEEDS, _SETTINGS = "env_seeds", "lab2d_settings_dict"
@@ -99,7 +101,7 @@ def _bare_simulator_settings(simulator: Any) -> dict[str, Any]:
 
 
 # Class, rule, and what a copy has in common with the original.
-RULES: list[tuple[str, Callable[[Any], tuple[Any, ...]], Callable[[Any], Any]]] = [
+RULES: Rules = [
     ("meltingpot.utils.substrates.wrappers.reset_wrapper:ResetWrapper", _reset_wrapper, _reset_wrapper_settings),
     ("dmlab2d.dmlab2d_pybind:Lab2d", _bare_simulator, _bare_simulator_settings),
 ]
