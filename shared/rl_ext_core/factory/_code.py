@@ -123,8 +123,8 @@ class _Search:
                 self._global(module, name, function.__globals__[name], module, names)
             elif name in sys.modules and not is_installed(name):  # imported where it is needed
                 self._global(module, name, sys.modules[name], module, names)
-        for cell in function.__closure__ or ():
-            for inner in _functions_in(_contents(cell)):
+        for part in _parts.variables(function):
+            for inner in _functions_in(part):
                 self._follow(inner, inner.__module__, module)
 
     def _global(self, module: str, name: str, value: Any, reader: str, names: set[str]) -> None:
@@ -189,13 +189,6 @@ def _functions_in(value: Any, depth: int = 4) -> Iterator[types.FunctionType]:
         yield from _functions_in(value.func, depth - 1)
     elif kind is functools._lru_cache_wrapper:
         yield from _functions_in(value.__wrapped__, depth - 1)
-
-
-def _contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing is in it yet
-        return None
 
 
 def _settings(libraries: set[str]) -> Iterator[tuple[str, Any]]:

@@ -31,6 +31,7 @@ __all__ = [
     "parts",
     "plain",
     "scalar",
+    "variables",
     "whole",
 ]
 
@@ -211,7 +212,7 @@ def parts(item: Any) -> Parts:
         yield from ((".func", item.func), (".args", item.args), (".keywords", item.keywords))
         yield from named(vars(item))
     elif kind is types.CellType:
-        yield from _of_cell(item)
+        yield from (("", part) for part in _contents(item))
     elif issubclass(kind, np.ndarray):
         yield from _of_array(item)
     elif _streams.is_generator(item):
@@ -277,17 +278,22 @@ def _of_function(function: types.FunctionType) -> Parts:
             yield f".<global {name}>", part
 
 
-def _of_cell(cell: types.CellType) -> Parts:
-    try:
-        yield "", cell.cell_contents
-    except ValueError:  # not filled yet
-        return
-
-
 def names_in(code: types.CodeType) -> set[str]:
     """Give the names that code reads beside its variables, that of functions within it too."""
     within = (part for part in code.co_consts if isinstance(part, types.CodeType))
     return set(code.co_names).union(*map(names_in, within))
+
+
+def variables(function: types.FunctionType) -> list[Any]:
+    """Give what is in the variables of a function's own, as far as anything is."""
+    return [part for cell in function.__closure__ or () for part in _contents(cell)]
+
+
+def _contents(cell: types.CellType) -> tuple[Any, ...]:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:  # nothing is in it yet
+        return ()
 
 
 def _of_rule(item: Any, rebuilder: _rules.Rebuilder) -> Parts:

@@ -9,9 +9,9 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from rl_ext_core.factory import _rules
+from rl_ext_core.factory import _parts, _rules
 
-__all__ = ["filled", "merged", "named_by", "of_callable", "of_instance", "of_modules", "register"]
+__all__ = ["merged", "named_by", "of_callable", "of_instance", "of_modules", "referred", "register"]
 
 # Packages that import without starting a thread, a display or CUDA, and without asking which device to use. The user's
 # own modules are never among them: they change between two runs of a notebook cell.
@@ -73,39 +73,32 @@ def of_instance(environment: Any) -> tuple[str, ...]:
 
 def of_callable(build: Any) -> tuple[str, ...]:
     """Name the modules of what a function refers to, as far as its code shows."""
-    return of_modules(_mentioned(build))
+    return of_modules(module for value in referred(build) for module in _modules_of(value))
 
 
-def _mentioned(build: Any) -> Iterator[str]:
-    if isinstance(build, functools.partial):
-        for part in (build.func, *build.args, *build.keywords.values()):
-            yield from _mentioned(part)
-    elif isinstance(build, types.FunctionType):
-        yield build.__module__ or ""
-        for name in build.__code__.co_names:
-            yield from _mentioned_by_name(build.__globals__.get(name))
-    elif isinstance(build, type):
-        yield from (base.__module__ for base in build.__mro__)
-    elif hasattr(build, "entry_point"):  # gymnasium's specification
-        if isinstance(build.entry_point, str):
-            yield build.entry_point.partition(":")[0]
-    else:
-        yield type(build).__module__
-
-
-def _mentioned_by_name(value: Any) -> Iterator[str]:
+def _modules_of(value: Any) -> Iterator[str]:
     if isinstance(value, types.ModuleType):
         yield value.__name__
-    elif isinstance(value, (type, types.FunctionType)):
+    elif isinstance(value, type):
+        yield from (base.__module__ for base in value.__mro__)
+    elif isinstance(value, types.FunctionType):
         yield value.__module__ or ""
+    elif isinstance(getattr(value, "entry_point", None), str):  # gymnasium's specification
+        yield value.entry_point.partition(":")[0]
+    else:
+        yield type(value).__module__
 
 
 def named_by(build: Any) -> list[Any]:
-    """Give the specifications of ids that stand in a function's code, as far as gymnasium does not bring them."""
+    """Give the specifications of ids that stand in a function's code, as far as gymnasium does not bring them.
+
+    Where a script or a notebook has registered them, a worker has not.
+    """
     gymnasium = sys.modules.get("gymnasium")
     if gymnasium is None:
         return []
-    found = {name: gymnasium.registry[name] for name in _texts(build) if name in gymnasium.registry}
+    names = (value for value in referred(build) if isinstance(value, str))
+    found = {name: gymnasium.registry[name] for name in names if name in gymnasium.registry}
     return [copy.deepcopy(spec) for spec in found.values() if not str(spec.entry_point).startswith("gymnasium.")]
 
 
@@ -117,32 +110,27 @@ def register(specs: Iterable[Any]) -> None:
         gymnasium.registry.setdefault(spec.id, spec)
 
 
-def _texts(build: Any) -> Iterator[str]:
-    if isinstance(build, functools.partial):
-        for part in (build.func, *build.args, *build.keywords.values()):
-            yield from _texts(part)
-    elif isinstance(build, str):
-        yield build
-    elif isinstance(build, types.FunctionType):
-        yield from _constants(build.__code__)
-        for part in (*(build.__defaults__ or ()), *(cell.cell_contents for cell in filled(build))):
-            if isinstance(part, (str, types.FunctionType)):
-                yield from _texts(part)
+def referred(build: Any) -> Iterator[Any]:
+    """Give what a callable is and refers to: a partial's arguments; a function's constants, variables and globals."""
+    waiting, seen = [build], set[int]()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:  # a function may be among its own variables
+            continue
+        seen.add(id(value))
+        if isinstance(value, functools.partial):
+            waiting += [value.func, *value.args, *value.keywords.values()]
+            continue
+        yield value
+        if isinstance(value, types.FunctionType):
+            yield from _texts_in(value.__code__)
+            yield from (value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__)
+            waiting += [*(value.__defaults__ or ()), *_parts.variables(value)]
 
 
-def _constants(code: types.CodeType) -> Iterator[str]:
+def _texts_in(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, str):
             yield constant
         elif isinstance(constant, types.CodeType):
-            yield from _constants(constant)
-
-
-def filled(function: types.FunctionType) -> Iterator[types.CellType]:
-    """Give the variables of a function's own that have a value."""
-    for cell in function.__closure__ or ():
-        try:
-            cell.cell_contents  # noqa: B018 (raises if there is nothing in it yet)
-        except ValueError:
-            continue
-        yield cell
+            yield from _texts_in(constant)

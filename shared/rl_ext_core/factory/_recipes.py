@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import inspect
 import sys
-import types
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -119,13 +117,7 @@ def by_calling(build: Any, origin: str, line: str, *, takes_arguments: bool) -> 
 
 
 def _holds_environment(build: Any) -> bool:
-    if isinstance(build, functools.partial):
-        return any(map(_holds_environment, (build.func, *build.args, *build.keywords.values())))
-    if isinstance(build, types.FunctionType):
-        held = [cell.cell_contents for cell in _preload.filled(build)] + list(build.__defaults__ or ())
-        held += [build.__globals__.get(name) for name in build.__code__.co_names]
-        return any(not isinstance(part, type) and _rules.is_layer(part) for part in held)
-    return not isinstance(build, type) and _rules.is_layer(build)
+    return any(not isinstance(part, type) and _rules.is_layer(part) for part in _preload.referred(build))
 
 
 def _parameters(build: Any) -> tuple[str, ...]:

@@ -49,3 +49,12 @@ def test_the_users_own_modules_are_never_among_them() -> None:
 
 def test_each_is_named_once() -> None:
     assert of_modules(["gymnasium.core", "gymnasium", "gymnasium.envs.toy_text"]) == ("gymnasium",)
+
+
+def test_a_function_that_calls_itself_is_looked_into_once() -> None:
+    def make(depth: int = 1) -> Any:
+        return make(depth - 1) if depth else gym.make("CartPole-v1")
+
+    factory = as_factory(make)
+    assert factory.preload == ("gymnasium",)
+    assert factory().spec.id == "CartPole-v1"
