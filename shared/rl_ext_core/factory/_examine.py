@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from rl_ext_core import processes, resources
 from rl_ext_core.devices import READ_AT_IMPORT
-from rl_ext_core.factory import _byvalue, _code, _sources, _streams
+from rl_ext_core.factory import _byvalue, _sources, _streams
 from rl_ext_core.factory._drivers import driver_for
-from rl_ext_core.factory._fingerprint import Fingerprint, fingerprint
+from rl_ext_core.factory._fingerprint import Fingerprint, fingerprint, import_own
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -183,7 +183,7 @@ def _copy_of(recipe: Recipe) -> Iterator[Any]:
 
 def _against(original: Fingerprint, copy: Any) -> tuple[list[str], list[str]]:
     """Say in what a copy differs from the original, and name the attributes of classes that do."""
-    _code.import_own(original.tokens)
+    import_own(original.tokens)
     mine = snapshot(copy, code=True)
     different = original.differences(mine)
     classes = [path for path in different if original.is_of_class(path)]

@@ -11,7 +11,7 @@ from typing import Any
 
 from rl_ext_core import processes
 from rl_ext_core.errors import InvalidArgumentError
-from rl_ext_core.factory import _graft, _kinds, _preload, _rules
+from rl_ext_core.factory import _graft, _kinds, _rules, _sources
 
 __all__ = ["Recipe", "by_calling", "by_grafting", "make"]
 
@@ -90,7 +90,7 @@ class Recipe:
 
 
 def _called(build: Any, specs: Iterable[Any], arguments: Mapping[str, Any]) -> Any:
-    _preload.register(specs)
+    _sources.register_specs(specs)
     try:
         return build(**arguments)
     except Exception as error:
@@ -107,7 +107,7 @@ def by_calling(build: Any, origin: str, line: str, *, takes_arguments: bool) -> 
 
     :raises Refused: it holds what cannot be copied
     """
-    called = (build, _preload.named_by(build))
+    called = (build, _sources.specs_named_by(build))
     packed = _graft.dumps(called)
     if not takes_arguments or _holds_environment(build):
         # What an instance was made by is unpickled each time too: copies do not share what they are made of.
@@ -117,7 +117,7 @@ def by_calling(build: Any, origin: str, line: str, *, takes_arguments: bool) -> 
 
 
 def _holds_environment(build: Any) -> bool:
-    return any(not isinstance(part, type) and _rules.is_layer(part) for part in _preload.referred(build))
+    return any(not issubclass(type(part), type) and _rules.is_layer(part) for part in _sources.referred(build))
 
 
 def _parameters(build: Any) -> tuple[str, ...]:

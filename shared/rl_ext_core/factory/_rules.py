@@ -9,6 +9,7 @@ from __future__ import annotations
 import copyreg
 import dataclasses
 import importlib
+import pickle
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ __all__ = [
     "layers",
     "new",
     "reduce",
+    "refusal",
     "register_rebuilder",
     "registered",
     "set_state",
@@ -259,6 +261,18 @@ def new(kind: type, state: Any, fill: Callable[[Any, Any], None] | None = None) 
     :param fill: takes the new object and the state; None: puts attributes past ``__setattr__``
     """
     return copyreg.__newobj__, (kind,), state, None, None, fill or set_state  # type: ignore[attr-defined]
+
+
+def refusal(reason: str, error: type[pickle.PicklingError] = pickle.PicklingError) -> Rule:
+    """Give the rule of what cannot be copied.
+
+    :param reason: what it says of an instance, and what to write instead
+    """
+
+    def rule(_: Any) -> Any:
+        raise error(reason)
+
+    return rule
 
 
 def set_state(copy: Any, state: dict[str, Any]) -> None:

@@ -13,7 +13,6 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -250,13 +249,6 @@ def _factory_settings(factory: Any) -> dict[str, Any]:
     return {"recipe": state["_recipe"].packed, "worker": own, "given": state["_given"]}
 
 
-def _refuse(reason: str, error: type[Exception] = pickle.PicklingError) -> Callable[[Any], tuple[Any, ...]]:
-    def rule(_: Any) -> tuple[Any, ...]:
-        raise error(reason)
-
-    return rule
-
-
 # Arguments, arguments by name, and what was returned.
 _Call = tuple[tuple[Any, ...], dict[str, Any], Any]
 # The key, the result and the class of the link; the cache's own class is in front of them.
@@ -408,24 +400,24 @@ RULES: Rules = [
     ("_io:BufferedRandom", _stream, _stream_settings),
     ("_io:FileIO", _stream, _stream_settings),
     ("builtins:generator", _generator, _generator_settings),
-    ("ctypes:CDLL", _refuse(_LIBRARY), None),
-    ("mmap:mmap", _refuse(_SHARED), None),
-    ("multiprocessing.shared_memory:SharedMemory", _refuse(_SHARED, _graft.NoCopy), None),
-    ("multiprocessing.sharedctypes:SynchronizedBase", _refuse(_SHARED, _graft.NoCopy), None),
-    ("multiprocessing.synchronize:SemLock", _refuse(_SHARED, _graft.NoCopy), None),
-    ("multiprocessing.synchronize:Condition", _refuse(_SHARED, _graft.NoCopy), None),
-    ("multiprocessing.synchronize:Event", _refuse(_SHARED, _graft.NoCopy), None),
-    ("multiprocessing.queues:Queue", _refuse(_SHARED, _graft.NoCopy), None),
-    ("multiprocessing.connection:_ConnectionBase", _refuse(_PROCESS, _graft.NoCopy), None),
-    ("multiprocessing.process:BaseProcess", _refuse(_PROCESS, _graft.NoCopy), None),
-    ("multiprocessing.managers:BaseProxy", _refuse(_PROCESS, _graft.NoCopy), None),
-    ("multiprocessing.pool:Pool", _refuse(_PROCESS, _graft.NoCopy), None),
-    ("concurrent.futures.process:ProcessPoolExecutor", _refuse(_PROCESS, _graft.NoCopy), None),
-    ("subprocess:Popen", _refuse(_PROCESS, _graft.NoCopy), None),
-    ("socket:socket", _refuse("it is a connection, which a copy cannot use as well; connect in the copy"), None),
-    ("tempfile:TemporaryDirectory", _refuse(_FOLDER), None),
-    ("tempfile:_TemporaryFileWrapper", _refuse(_FOLDER), None),
-    ("weakref:finalize", _refuse("what it does in the end would be done for every copy"), None),
+    ("ctypes:CDLL", _rules.refusal(_LIBRARY), None),
+    ("mmap:mmap", _rules.refusal(_SHARED), None),
+    ("multiprocessing.shared_memory:SharedMemory", _rules.refusal(_SHARED, _graft.NoCopy), None),
+    ("multiprocessing.sharedctypes:SynchronizedBase", _rules.refusal(_SHARED, _graft.NoCopy), None),
+    ("multiprocessing.synchronize:SemLock", _rules.refusal(_SHARED, _graft.NoCopy), None),
+    ("multiprocessing.synchronize:Condition", _rules.refusal(_SHARED, _graft.NoCopy), None),
+    ("multiprocessing.synchronize:Event", _rules.refusal(_SHARED, _graft.NoCopy), None),
+    ("multiprocessing.queues:Queue", _rules.refusal(_SHARED, _graft.NoCopy), None),
+    ("multiprocessing.connection:_ConnectionBase", _rules.refusal(_PROCESS, _graft.NoCopy), None),
+    ("multiprocessing.process:BaseProcess", _rules.refusal(_PROCESS, _graft.NoCopy), None),
+    ("multiprocessing.managers:BaseProxy", _rules.refusal(_PROCESS, _graft.NoCopy), None),
+    ("multiprocessing.pool:Pool", _rules.refusal(_PROCESS, _graft.NoCopy), None),
+    ("concurrent.futures.process:ProcessPoolExecutor", _rules.refusal(_PROCESS, _graft.NoCopy), None),
+    ("subprocess:Popen", _rules.refusal(_PROCESS, _graft.NoCopy), None),
+    ("socket:socket", _rules.refusal("it is a connection, which a copy cannot use as well; connect in the copy"), None),
+    ("tempfile:TemporaryDirectory", _rules.refusal(_FOLDER), None),
+    ("tempfile:_TemporaryFileWrapper", _rules.refusal(_FOLDER), None),
+    ("weakref:finalize", _rules.refusal("what it does in the end would be done for every copy"), None),
     ("weakref:ProxyType", _proxy, None),
     ("weakref:CallableProxyType", _proxy, None),
     *((f"builtins:{kind}dict_{name}", _view, None) for kind in ("", "o") for name in ("keys", "values", "items")),

@@ -6,7 +6,6 @@ https://mujoco.readthedocs.io/en/stable/python.html
 from __future__ import annotations
 
 import importlib
-import pickle
 import sys
 import threading
 import types
@@ -140,14 +139,9 @@ def _set_fields(structure: Any, fields: dict[str, Any]) -> None:
             setattr(structure, name, value)
 
 
-def _refuse(_: Any) -> tuple[Any, ...]:
-    raise pickle.PicklingError("it is a part of a model; keep the model, and write model.vis where it is used")
-
-
 def _viewer(viewer: Any) -> tuple[Any, ...]:
     size = viewer.viewport.width, viewer.viewport.height, viewer.scn.maxgeom
-    made = (type(viewer), viewer.model, viewer.data, *size)
-    return _make_viewer, made, _viewer_settings(viewer), None, None, _fill_viewer
+    return type(viewer), (viewer.model, viewer.data, *size), _viewer_settings(viewer), None, None, _fill_drawer
 
 
 def _viewer_settings(viewer: Any) -> dict[str, Any]:
@@ -155,19 +149,9 @@ def _viewer_settings(viewer: Any) -> dict[str, Any]:
     return {**held, "<flags>": viewer.scn.flags.copy(), "<size>": (viewer.viewport.width, viewer.viewport.height)}
 
 
-def _make_viewer(cls: Any, model: Any, data: Any, width: int, height: int, max_geom: int) -> Any:
-    return cls(model, data, width, height, max_geom)
-
-
-def _fill_viewer(viewer: Any, state: dict[str, Any]) -> None:
-    viewer.scn.flags[...] = state.pop("<flags>")
-    state.pop("<size>")
-    vars(viewer).update(state)
-
-
 def _renderer(renderer: Any) -> tuple[Any, ...]:
-    made = (type(renderer), renderer._model, renderer._height, renderer._width, renderer._scene.maxgeom)
-    return _make_renderer, made, _renderer_settings(renderer), None, None, _fill_renderer
+    made = renderer._model, renderer._height, renderer._width, renderer._scene.maxgeom
+    return type(renderer), made, _renderer_settings(renderer), None, None, _fill_drawer
 
 
 def _renderer_settings(renderer: Any) -> dict[str, Any]:
@@ -176,20 +160,15 @@ def _renderer_settings(renderer: Any) -> dict[str, Any]:
     return {**held, "<flags>": renderer._scene.flags.copy(), "<size>": (renderer._width, renderer._height)}
 
 
-def _make_renderer(cls: Any, model: Any, height: int, width: int, max_geom: int) -> Any:
-    return cls(model, height, width, max_geom)
+def _fill_drawer(drawer: Any, state: dict[str, Any]) -> None:
+    scene = drawer._scene if hasattr(drawer, "_scene") else drawer.scn
+    scene.flags[...] = state.pop("<flags>")
+    del state["<size>"]
+    vars(drawer).update(state)
 
 
-def _fill_renderer(renderer: Any, state: dict[str, Any]) -> None:
-    renderer._scene.flags[...] = state.pop("<flags>")
-    state.pop("<size>")
-    vars(renderer).update(state)
-
-
-def _context(_: Any) -> tuple[Any, ...]:
-    raise pickle.PicklingError(
-        "it belongs to a context of OpenGL, which other processes do not have; draw once the copy is made"
-    )
+_PART_OF_A_MODEL = "it is a part of a model; keep the model, and write model.vis where it is used"
+_OF_OPENGL = "it belongs to a context of OpenGL, which other processes do not have; draw once the copy is made"
 
 
 # dm_control.
@@ -316,12 +295,12 @@ RULES: Rules = [
     ("mujoco._structs:MjData", _data, _data_settings),
     ("mujoco._structs:MjOption", _structure, _fields),
     ("mujoco._structs:MjStatistic", _structure, _fields),
-    ("mujoco._structs:MjVisual", _refuse, _fields),
+    ("mujoco._structs:MjVisual", _rules.refusal(_PART_OF_A_MODEL), _fields),
     ("mujoco._structs:MjvCamera", _structure, _fields),
     ("mujoco._structs:MjvOption", _structure, _fields),
     ("mujoco._structs:MjvPerturb", _structure, _fields),
-    ("mujoco._render:MjrContext", _context, None),
-    ("mujoco._structs:MjvScene", _context, None),
+    ("mujoco._render:MjrContext", _rules.refusal(_OF_OPENGL), None),
+    ("mujoco._structs:MjvScene", _rules.refusal(_OF_OPENGL), None),
     ("mujoco._structs:MjrRect", _rectangle, _fields),
     ("mujoco.rendering.classic.renderer:Renderer", _renderer, _renderer_settings),
     ("mujoco.renderer:Renderer", _renderer, _renderer_settings),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from rl_ext_core.factory import _rules
 
 if TYPE_CHECKING:
     from rl_ext_core.factory._rules import Rules
@@ -96,13 +96,6 @@ def _make_clock(was_begun: bool) -> Any:
     return _begin(was_begun).time.Clock()
 
 
-def _refuse(reason: str) -> Callable[[Any], Any]:
-    def rule(_: Any) -> Any:
-        raise pickle.PicklingError(reason)
-
-    return rule
-
-
 _FONT = "from which file it comes cannot be read; make it where it is used"
 _MASK = "it is made from a picture; keep the picture, and write pygame.mask.from_surface(picture) where it is used"
 _SOUND = "a copy would be played in every worker; make it where it is used"
@@ -118,10 +111,10 @@ RULES: Rules = [
     ("pygame:Surface", _surface, _surface_settings),
     ("pygame.time:Clock", _clock, lambda _: {}),
     ("pygame:Clock", _clock, lambda _: {}),
-    ("pygame.font:Font", _refuse(_FONT), None),
-    ("pygame.mask:Mask", _refuse(_MASK), None),
-    ("pygame:Mask", _refuse(_MASK), None),
-    ("pygame.mixer:Sound", _refuse(_SOUND), None),
+    ("pygame.font:Font", _rules.refusal(_FONT), None),
+    ("pygame.mask:Mask", _rules.refusal(_MASK), None),
+    ("pygame:Mask", _rules.refusal(_MASK), None),
+    ("pygame.mixer:Sound", _rules.refusal(_SOUND), None),
     ("pygame.color:Color", _color, lambda color: {"values": tuple(color)}),
     ("pygame:Color", _color, lambda color: {"values": tuple(color)}),
 ]

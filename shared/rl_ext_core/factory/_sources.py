@@ -1,4 +1,8 @@
-"""Where environments come from: a specification, the arguments of a constructor, a game's name; and the source line."""
+"""Where environments come from, and what those bring along who build them elsewhere.
+
+A specification, the arguments of a constructor, a game's name; ids that a script has registered, and modules that a
+fork server may import; and the source line that a person would write.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,15 @@ import functools
 import importlib
 import inspect
 import sys
+import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, also
-from rl_ext_core.factory import _kinds, _rules
+from rl_ext_core.factory import _kinds, _parts, _rules
 
 __all__ = [
     "capture_constructors",
@@ -25,9 +30,16 @@ __all__ = [
     "line_of_callable",
     "line_of_instance",
     "line_of_spec",
+    "merged_modules",
+    "modules_of_callable",
+    "modules_of_instance",
     "recorded",
+    "referred",
+    "register_specs",
+    "safe_to_preload",
     "spec_of",
     "spec_of_id",
+    "specs_named_by",
     "without_notes",
 ]
 
@@ -110,7 +122,7 @@ _NOTES: dict[str, dict[str, Any]] = {
 def is_spec(value: Any) -> bool:
     """Whether this is a specification."""
     gymnasium = sys.modules.get("gymnasium")
-    return gymnasium is not None and isinstance(value, gymnasium.envs.registration.EnvSpec)
+    return gymnasium is not None and issubclass(type(value), gymnasium.envs.registration.EnvSpec)
 
 
 def spec_of(environment: Any) -> Any:
@@ -189,6 +201,130 @@ def _make_game(game: str, **kwargs: Any) -> Any:
 
     # Its own default opens a window.
     return stable_retro.make(game, **{"render_mode": "rgb_array", **kwargs})
+
+
+def specs_named_by(build: Any) -> list[Any]:
+    """Give the specifications of ids that stand in a function's code, as far as gymnasium does not bring them.
+
+    Where a script or a notebook has registered them, a worker has not.
+    """
+    gymnasium = sys.modules.get("gymnasium")
+    if gymnasium is None:
+        return []
+    names = (value for value in referred(build) if issubclass(type(value), str))
+    found = {name: gymnasium.registry[name] for name in names if name in gymnasium.registry}
+    return [copy.deepcopy(spec) for spec in found.values() if not str(spec.entry_point).startswith("gymnasium.")]
+
+
+def register_specs(specs: Iterable[Any]) -> None:
+    """Register specifications of ids that this process does not know."""
+    for spec in specs:
+        import gymnasium
+
+        gymnasium.registry.setdefault(spec.id, spec)
+
+
+def referred(build: Any) -> Iterator[Any]:
+    """Give what a callable is and refers to: a partial's arguments; a function's constants, variables and globals."""
+    waiting, seen = [build], set[int]()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:  # a function may be among its own variables
+            continue
+        seen.add(id(value))
+        if issubclass(type(value), functools.partial):
+            waiting += [value.func, *value.args, *value.keywords.values()]
+            continue
+        yield value
+        if type(value) is types.FunctionType:
+            yield from _texts_in(value.__code__)
+            yield from (value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__)
+            waiting += [*(value.__defaults__ or ()), *_parts.variables(value)]
+
+
+def _texts_in(code: types.CodeType) -> Iterator[str]:
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, types.CodeType):
+            yield from _texts_in(constant)
+
+
+# Packages that import without starting a thread, a display or CUDA, and without asking which device to use. The user's
+# own modules are never among them: they change between two runs of a notebook cell.
+_SAFE = {
+    "ale_py",
+    "dm_control",
+    "dm_env",
+    "dmlab2d",
+    "gymnasium",
+    "meltingpot",
+    "mujoco",
+    "pettingzoo",
+    "rl_ext_core",
+    "tensordict",
+    "torch",
+    "torchrl",
+    "torchrl_ext",
+    "vmas",
+}
+
+
+# What one import brings along needs no other name: each list has a fork server of its own, which takes time to start
+# and memory to keep.
+_WHOLE = {
+    "gymnasium": "gymnasium",
+    "tensordict": "tensordict",
+    "torch": "torch",
+    "torchrl": "torchrl.envs",
+    "torchrl_ext": "torchrl_ext",
+}
+_BRINGS = {
+    "torchrl_ext": {"gymnasium", "tensordict", "torch", "torchrl.envs"},
+    "torchrl.envs": {"tensordict", "torch"},
+}
+
+
+def merged_modules(*lists: Iterable[str]) -> tuple[str, ...]:
+    """Give one list for several, the same one whatever their order is."""
+    names = {name for names in lists for name in names}
+    brought = {other for name in names for other in _BRINGS.get(name, ())}
+    return tuple(sorted(names - brought))
+
+
+def safe_to_preload(names: Iterable[str]) -> tuple[str, ...]:
+    """Keep those that a fork server may import once for all workers."""
+    return merged_modules(_whole(name) for name in names if name.partition(".")[0] in _SAFE)
+
+
+def _whole(name: str) -> str:
+    if name.startswith("gymnasium.envs.mujoco"):
+        return "gymnasium.envs.mujoco"
+    return _WHOLE.get(name.partition(".")[0], name)
+
+
+def modules_of_instance(environment: Any) -> tuple[str, ...]:
+    """Name the modules of an environment's layers."""
+    return safe_to_preload([base.__module__ for layer in _rules.layers(environment) for base in type(layer).__mro__])
+
+
+def modules_of_callable(build: Any) -> tuple[str, ...]:
+    """Name the modules of what a function refers to, as far as its code shows."""
+    return safe_to_preload(module for value in referred(build) for module in _modules_of(value))
+
+
+def _modules_of(value: Any) -> Iterator[str]:
+    kind = type(value)
+    if issubclass(kind, types.ModuleType):
+        yield value.__name__
+    elif issubclass(kind, type):
+        yield from (_kinds.name_of(base)[0] for base in value.__mro__)
+    elif kind is types.FunctionType:
+        yield value.__module__ or ""
+    elif is_spec(value):
+        yield str(value.entry_point).partition(":")[0]
+    else:
+        yield _kinds.name_of(kind)[0]
 
 
 _LONGEST = 60

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rl_ext_core.errors import InvalidTypeError, NotCopyableError, missing_dependency
-from rl_ext_core.factory import _examine, _preload, _recipes, _sources
+from rl_ext_core.factory import _examine, _recipes, _sources
 from rl_ext_core.factory._examine import Examination
 from rl_ext_core.factory._graft import Refused
 from rl_ext_core.factory._recipes import Recipe
@@ -123,13 +123,13 @@ def _of_callable(build: Any) -> EnvFactory[Any]:
             f"{line} cannot be copied into another process: it holds {refused.path.lstrip('.') or 'something'} "
             f"({type(refused.value).__name__}: {refused.reason}). Create that inside of the function"
         ) from refused
-    return EnvFactory(recipe, preload=_preload.of_callable(build))
+    return EnvFactory(recipe, preload=_sources.modules_of_callable(build))
 
 
 def _of_spec(spec: Any, origin: str) -> EnvFactory[Any]:
     build = functools.partial(_recipes.make, copy.deepcopy(spec))
     recipe = _recipes.by_calling(build, origin, _sources.line_of_spec(spec), takes_arguments=True)
-    return EnvFactory(recipe, preload=("gymnasium", *_preload.of_callable(spec)))
+    return EnvFactory(recipe, preload=("gymnasium", *_sources.modules_of_callable(spec)))
 
 
 def _of_id(name: str) -> EnvFactory[Any]:
@@ -157,14 +157,14 @@ def _of_instance(
     if not recipes:
         assert refused is not None
         raise NotCopyableError(_not_copyable(line, refused)) from refused
-    preload = _preload.of_instance(environment)
+    preload = _sources.modules_of_instance(environment)
     if not verify:
         best = next((recipe for recipe in recipes if recipe.origin == "graft"), recipes[0])
         return EnvFactory(best, live=environment, preload=preload)
     original = _examine.snapshot(environment, code=True)
     task = functools.partial(_examine.examine, recipes, original, adapt, read)
     examination = _examine.in_subprocess(
-        task, preload=_preload.merged(preload, adapts), start_method=start_method, timeout=timeout
+        task, preload=_sources.merged_modules(preload, adapts), start_method=start_method, timeout=timeout
     )
     if examination.chosen is None:
         raise NotCopyableError(_unfaithful(line, recipes, examination.lost, refused)) from refused

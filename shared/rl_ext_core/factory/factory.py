@@ -14,7 +14,7 @@ import numpy as np
 from rl_ext_core import _identity
 from rl_ext_core.devices import Decision, resolve
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
-from rl_ext_core.factory import _byvalue, _preload, _rules, _streams
+from rl_ext_core.factory import _byvalue, _rules, _sources, _streams
 
 if TYPE_CHECKING:
     import uuid
@@ -74,7 +74,7 @@ class EnvFactory(Generic[_Env]):
         self._adapters: tuple[Callable[[Any], Any], ...] = ()
         self._worker: _Worker | None = None
         self._live = live
-        self.preload = _preload.merged(preload)
+        self.preload = _sources.merged_modules(preload)
         self.examination = examination
 
     @property
@@ -119,7 +119,7 @@ class EnvFactory(Generic[_Env]):
         """
         other: EnvFactory[Any] = self._copy()
         other._adapters = (*self._adapters, adapt)
-        other.preload = _preload.merged(self.preload, preload)
+        other.preload = _sources.merged_modules(self.preload, preload)
         return other
 
     def for_workers(

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_ext_core.factory import _preload
 from rl_ext_core.factory._rules import layers
+from rl_ext_core.factory._sources import safe_to_preload
 
 __all__ = [
     "changed_globals",
@@ -138,7 +138,7 @@ def _users_modules() -> list[Any]:
 
 def harmless() -> list[str]:
     """List the loaded modules that may be imported before a process is forked."""
-    return list(_preload.of_modules(list(sys.modules)))
+    return list(safe_to_preload(list(sys.modules)))
 
 
 def distributions(environment: Any) -> dict[str, str]:
