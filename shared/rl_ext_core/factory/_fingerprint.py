@@ -203,6 +203,8 @@ class _Walk:
             self.opaque[path] = _kinds.full_name(kind)
         if not _is_installed(_kinds.name_of(kind)[0].partition(".")[0]):
             self._own.add(path)
+        if (lost := _rules_basics.lost_by(item)) is not None:
+            self.notes[path] = lost
         if issubclass(kind, (set, frozenset)):
             self._sets.append((path, item))
             if path.rpartition(".")[0] in self._own and _varies(item):
@@ -298,11 +300,12 @@ def _varies(parts: Any) -> bool:
 def _flat(item: Any) -> Any:
     """Give the token of a long list of numbers and texts."""
     kind = type(item)
-    if kind is list and len(item) > _LONG and {type(part) for part in item} <= _FLAT:
-        return _kinds.full_name(kind), len(item), _parts.digest(repr(item).encode("utf-8", "surrogatepass"))
-    if kind is dict and len(item) > _LONG and {type(part) for pair in item.items() for part in pair} <= _FLAT:
-        return _kinds.full_name(kind), len(item), _parts.digest(repr(item).encode("utf-8", "surrogatepass"))
-    return None
+    if kind not in (list, dict) or len(item) <= _LONG:
+        return None
+    kinds = set(map(type, item)) | (set(map(type, item.values())) if kind is dict else set())
+    if not kinds <= _FLAT:
+        return None
+    return _kinds.full_name(kind), len(item), _parts.digest(repr(item).encode("utf-8", "surrogatepass"))
 
 
 class _Search:

@@ -35,7 +35,7 @@ Reduced = tuple[Any, ...]
 Dump = Callable[[Any, Mapping[int, Reduced]], object]
 _STUB: Reduced = (str, ())
 
-# Called when the copy is complete, e.g. to start the threads that the original had.
+# Called when the copy is complete, e.g. to draw a renderer's scene for it.
 _after: list[Callable[[], object]] = []
 
 
@@ -119,7 +119,7 @@ def dumps(environment: Any) -> bytes:
         except Exception as error:
             failure = error
         if not _is_recursion(failure):
-            replaced.update(_worked_around(environment, failure, replaced, dump))
+            replaced.update(_with_layer_made_anew(environment, failure, replaced, dump))
         elif dump is shallow:
             dump = functools.partial(_dump_deep, packing)
         else:
@@ -192,7 +192,7 @@ def _is_recursion(error: BaseException | None) -> bool:
     return error is not None and (isinstance(error, RecursionError) or _is_recursion(error.__cause__))
 
 
-def _worked_around(
+def _with_layer_made_anew(
     environment: Any, failure: Exception, replaced: Mapping[int, Reduced], dump: Dump
 ) -> dict[int, Reduced]:
     """Find what fails, and reduce the layer that holds it to one that is built anew.
@@ -203,15 +203,15 @@ def _worked_around(
     :return: how that layer is reduced, by its id
     :raises Refused: none of those that hold it can be built anew
     """
-    trail = _trail(environment, replaced, dump)
+    trail = _path_to_failure(environment, replaced, dump)
     cause = _failure_of(trail[-1][1], replaced, dump) or failure
     path, value = "".join(step for step, _ in trail), trail[-1][1]
     for index in () if isinstance(cause, NoCopy) else reversed(range(len(trail) - 1)):
         item = trail[index][1]
-        make = None if id(item) in replaced else _maker(item)
+        make = None if id(item) in replaced else _constructor_of(item)
         if make is None:
             continue
-        kept, lost = _sorted_out(item, replaced, dump)
+        kept, lost = _attributes_to_keep(item, replaced, dump)
         final = next((name for name, error in lost.items() if isinstance(error, NoCopy)), None)
         if final is not None:
             above = "".join(step for step, _ in trail[: index + 1])
@@ -228,7 +228,7 @@ def _failure_of(value: Any, replaced: Mapping[int, Reduced], dump: Dump) -> Exce
     return None
 
 
-def _trail(environment: Any, replaced: Mapping[int, Reduced], dump: Dump) -> list[tuple[str, Any]]:
+def _path_to_failure(environment: Any, replaced: Mapping[int, Reduced], dump: Dump) -> list[tuple[str, Any]]:
     """Find the innermost part that fails by itself, with all that lead to it."""
     trail: list[tuple[str, Any]] = [("", environment)]
     passed = {id(environment)}
@@ -258,7 +258,7 @@ def _parts_of(item: Any) -> list[tuple[str, Any]]:
         return list(_parts.named(_kinds.attributes(item)))
 
 
-def _maker(item: Any) -> Reduced | None:
+def _constructor_of(item: Any) -> Reduced | None:
     """Give how a layer like this is made anew; None: that is not known, or it is a wrapper, which is given a layer."""
     held = _kinds.dictionary(item) or {}
     if not _rules.is_layer(item):
@@ -277,7 +277,9 @@ def _maker(item: Any) -> Reduced | None:
     return (_make_env if isinstance(item, gymnasium.Env) else _make_vec), (spec,)
 
 
-def _sorted_out(item: Any, replaced: Mapping[int, Reduced], dump: Dump) -> tuple[dict[str, Any], dict[str, Exception]]:
+def _attributes_to_keep(
+    item: Any, replaced: Mapping[int, Reduced], dump: Dump
+) -> tuple[dict[str, Any], dict[str, Exception]]:
     """Give the attributes of a layer that can be pickled, to be put back into one that is made anew, and why not."""
     stubs = {**replaced, id(item): _STUB}
     held = _kinds.dictionary(item) or {}

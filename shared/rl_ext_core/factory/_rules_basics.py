@@ -22,7 +22,7 @@ from rl_ext_core.factory import _graft, _kinds, _parts, _rules
 if TYPE_CHECKING:
     from rl_ext_core.factory._rules import Rules
 
-__all__ = ["RULES", "kept"]
+__all__ = ["RULES", "kept", "lost_by"]
 
 # Somebody else holds a lock for a moment only, as a rule.
 _PATIENCE_S = 0.2
@@ -71,24 +71,53 @@ def _set_attributes(copy: Any, state: dict[str, Any]) -> None:
 
 
 _STARTED = (
-    "it is a thread that runs, or has run, and what it is doing has no copy; start it in reset(), or hand over the "
-    "function that builds the environment"
+    "it is a thread that runs, or has run, and what it is doing has no copy; start it in reset(), and hand the "
+    "environment over before that"
 )
+# What it runs; Python deletes these when it has run.
+_RUN = {"_target", "_args", "_kwargs"}
 
 
 def _thread(thread: threading.Thread) -> tuple[Any, ...]:
     if thread is threading.main_thread():
         return threading.main_thread, ()
     if thread.ident is not None:
-        raise pickle.PicklingError(_STARTED)
-    return _make_thread, (type(thread), thread.name, thread.daemon), _thread_settings(thread)
+        # Not by constructing what holds it either: its thread would wait for other locks than the copied ones.
+        raise _graft.NoCopy(_STARTED)
+    return _make_thread, (type(thread), thread.name, thread.daemon), _held_by_thread(thread)
+
+
+def _held_by_thread(thread: threading.Thread) -> dict[str, Any]:
+    own = vars(threading.Thread()).keys() - _RUN
+    return {name: value for name, value in vars(thread).items() if name not in own}
 
 
 def _thread_settings(thread: threading.Thread) -> dict[str, Any]:
     if thread is threading.main_thread():
         return {"name": "main"}
-    own = vars(threading.Thread()).keys() - {"_target", "_args", "_kwargs"}
-    return {name: value for name, value in vars(thread).items() if name not in own}
+    return {**_held_by_thread(thread), "<started>": thread.ident is not None, "<running>": thread.is_alive()}
+
+
+def lost_by(thread: Any) -> str | None:
+    """Say what a thread of a newly constructed copy will not have: what its function keeps in variables of its own."""
+    # By its type: a weak proxy is asked for the class of what it stands for, which may be gone.
+    if not issubclass(type(thread), threading.Thread) or not thread.is_alive() or thread is threading.main_thread():
+        return None
+    ran = vars(thread).get("_target") or type(thread).run
+    code = getattr(getattr(ran, "__func__", ran), "__code__", None)
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    if frame is None or code is None or code is threading.Thread.run.__code__:
+        return None
+    given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    names = sorted(set(frame.f_locals) - set(given) - set(code.co_freevars))
+    if not names:
+        return None
+    return (
+        f"a copy starts the thread's function from its beginning, without what is in {', '.join(names)} now: keep that "
+        "in attributes"
+    )
 
 
 def _make_thread(cls: type[threading.Thread], name: str, daemon: bool) -> threading.Thread:

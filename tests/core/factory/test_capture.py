@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import threading
 from typing import Any
 
 import cloudpickle
@@ -39,6 +40,26 @@ class Equal(Kept):
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Equal)
+
+
+class Threaded(Line):
+    """Its constructor starts a thread."""
+
+    def __init__(self, variables: bool) -> None:
+        super().__init__()
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self.count if variables else self.wait, daemon=True)
+        self.thread.start()
+
+    def wait(self) -> None:
+        """Wait for the end."""
+        self.ended.wait()
+
+    def count(self) -> None:
+        """Count until it ends."""
+        counted = 0
+        while not self.ended.wait(0.01):
+            counted += 1
 
 
 class Slotted:
@@ -171,3 +192,24 @@ def test_a_class_that_travels_with_its_instances_can_be_sources() -> None:
 def test_what_is_no_class_is_refused(thing: Any) -> None:
     with pytest.raises(InvalidTypeError, match=r"is not a class; write capture_constructors\(MyEnv\)"):
         capture_constructors(thing)
+
+
+SAID = (
+    ".thread: a copy starts the thread's function from its beginning, without what is in counted now: keep that in "
+    "attributes"
+)
+
+
+@pytest.mark.parametrize("variables", [False, True])
+def test_what_the_thread_of_a_copy_will_not_have_is_said(variables: bool, caplog: pytest.LogCaptureFixture) -> None:
+    capture_constructors(Threaded)
+    env = Threaded(variables)
+    try:
+        assert as_factory(env).origin == "constructor"
+        said = [record.getMessage() for record in caplog.records]
+        assert [text for text in said if text.startswith(".thread")] == ([SAID] if variables else [])
+    finally:
+        env.ended.set()
+        env.thread.join()
+    with pytest.raises(NotCopyableError, match="<running> is False in the instance and True in a copy"):
+        as_factory(env)
