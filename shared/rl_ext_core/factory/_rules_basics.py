@@ -53,11 +53,7 @@ def _make_lock_of_processes(name: str) -> Any:
 
 def _condition(condition: Any) -> tuple[Any, ...]:
     # Threads that wait for it do so anew in the copy.
-    return _rules.new(type(condition), _condition_settings(condition))
-
-
-def _condition_settings(condition: Any) -> dict[str, Any]:
-    return {**_kinds.attributes(condition), "_waiters": deque[Any]()}
+    return _rules.new(type(condition), {**_kinds.attributes(condition), "_waiters": deque[Any]()})
 
 
 def _local(local: Any) -> tuple[Any, ...]:
@@ -209,20 +205,12 @@ def _count(count: Any) -> tuple[Any, ...]:
 
 
 def _path(path: Any) -> tuple[Any, ...]:
-    return type(path), tuple(path.__reduce__()[1])
-
-
-def _path_settings(path: Any) -> dict[str, Any]:
     # Not its attributes: what it was asked for is kept in them.
-    return {"parts": _path(path)[1]}
+    return type(path), tuple(path.__reduce__()[1])
 
 
 def _logger(logger: Any) -> tuple[Any, ...]:
     return logging.getLogger, (() if isinstance(logger, logging.RootLogger) else (logger.name,))
-
-
-def _logger_settings(logger: Any) -> dict[str, Any]:
-    return {"name": logger.name}
 
 
 def _memmap(array: Any) -> tuple[Any, ...]:
@@ -409,19 +397,19 @@ RULES: Rules = [
     ("rl_ext_core.factory.factory:EnvFactory", _factory, _factory_settings),
     ("_thread:lock", _lock, _nothing),
     ("_thread:RLock", _lock, _nothing),
-    ("threading:Condition", _condition, _condition_settings),
-    ("_thread:_local", _local, lambda local: dict(local.__dict__)),
+    ("threading:Condition", _condition, None),
+    ("_thread:_local", _local, None),
     ("multiprocessing.synchronize:Lock", _lock_of_processes, _nothing),
     ("multiprocessing.synchronize:RLock", _lock_of_processes, _nothing),
     ("weakref:ReferenceType", _weakref, None),
     ("weakref:WeakValueDictionary", _weak_collection, lambda found: {"parts": _strong(found)}),
     ("weakref:WeakKeyDictionary", _weak_collection, lambda found: {"parts": _strong(found)}),
     ("_weakrefset:WeakSet", _weak_collection, lambda found: {"parts": _strong(found)}),
-    ("weakref:WeakMethod", _weak_method, lambda reference: {"target": reference()}),
+    ("weakref:WeakMethod", _weak_method, None),
     ("itertools:count", _count, None),
-    ("pathlib:PurePath", _path, _path_settings),
-    ("pathlib._local:PurePath", _path, _path_settings),  # Python 3.13
-    ("logging:Logger", _logger, _logger_settings),
+    ("pathlib:PurePath", _path, None),
+    ("pathlib._local:PurePath", _path, None),  # Python 3.13
+    ("logging:Logger", _logger, None),
     ("numpy:memmap", _memmap, _memmap_settings),
     ("_io:TextIOWrapper", _stream, _stream_settings),
     ("_io:BufferedReader", _stream, _stream_settings),
@@ -452,7 +440,7 @@ RULES: Rules = [
     *((f"builtins:{kind}dict_{name}", _view, None) for kind in ("", "o") for name in ("keys", "values", "items")),
     ("functools:_lru_cache_wrapper", _cache, _cache_settings),
     ("threading:Thread", _thread, _thread_settings),
-    ("concurrent.futures.thread:ThreadPoolExecutor", _executor, lambda executor: {"made": _executor(executor)[1]}),
+    ("concurrent.futures.thread:ThreadPoolExecutor", _executor, None),
     ("_queue:SimpleQueue", _queue, lambda queue: {"empty": queue.empty()}),
     ("pandas:DataFrame", _table, _frame),
     ("pandas.core.frame:DataFrame", _table, _frame),

@@ -222,16 +222,13 @@ def _part_of(owner: Any, listed: str, number: int) -> Any:
     return getattr(owner, listed)[number]
 
 
-def _placed(place: Callable[[Any], tuple[Any, str, int]]) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """Give rule and settings of what is found in a list of its owner's."""
+def _placed(place: Callable[[Any], tuple[Any, str, int]]) -> Callable[[Any], Any]:
+    """Give the rule of what is found in a list of its owner's."""
 
     def rule(item: Any) -> tuple[Any, ...]:
         return _part_of, place(item), _held(item), None, None, _rules.set_state
 
-    def settings(item: Any) -> dict[str, Any]:
-        return {**_held(item), "<place>": list(place(item))}
-
-    return rule, settings
+    return rule
 
 
 def _vector(vector: Any) -> tuple[Any, ...]:
@@ -272,12 +269,12 @@ _CALLBACKS = ("b2ContactListener", "b2ContactFilter", "b2DestructionListener", "
 # Class, rule, and what a copy has in common with the original; None: what the rule keeps.
 RULES: Rules = [
     (f"{_KINDS}:b2World", _world, _world_settings),
-    (f"{_KINDS}:b2Body", *_placed(_body_place)),
-    (f"{_KINDS}:b2Joint", *_placed(_joint_place)),
-    (f"{_KINDS}:b2Fixture", *_placed(_fixture_place)),
-    (f"{_KINDS}:b2FixtureDef", _loose_fixture, _loose_fixture_settings),
-    (f"{_KINDS}:b2Shape", _shape, _shape_definition),
-    (f"{_KINDS}:b2Vec2", _vector, lambda vector: {"values": tuple(vector)}),
-    (f"{_KINDS}:b2Vec3", _vector, lambda vector: {"values": tuple(vector)}),
-    *((f"{_KINDS}:{name}", _callback, _held) for name in _CALLBACKS),
+    (f"{_KINDS}:b2Body", _placed(_body_place), None),
+    (f"{_KINDS}:b2Joint", _placed(_joint_place), None),
+    (f"{_KINDS}:b2Fixture", _placed(_fixture_place), None),
+    (f"{_KINDS}:b2FixtureDef", _loose_fixture, None),
+    (f"{_KINDS}:b2Shape", _shape, None),
+    (f"{_KINDS}:b2Vec2", _vector, None),
+    (f"{_KINDS}:b2Vec3", _vector, None),
+    *((f"{_KINDS}:{name}", _callback, None) for name in _CALLBACKS),
 ]

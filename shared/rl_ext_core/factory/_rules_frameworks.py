@@ -35,11 +35,8 @@ _OF_WRAPPER = "class_attributes"
 
 
 def _wrapper(wrapper: Any) -> tuple[Any, ...]:
-    return _rules.new(type(wrapper), _wrapper_settings(wrapper), _fill_wrapper)
-
-
-def _wrapper_settings(wrapper: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(wrapper).items() if name != _OF_WRAPPER}
+    held = {name: value for name, value in vars(wrapper).items() if name != _OF_WRAPPER}
+    return _rules.new(type(wrapper), held, _fill_wrapper)
 
 
 def _fill_wrapper(copy: Any, state: dict[str, Any]) -> None:
@@ -75,6 +72,6 @@ def _fill_vmas(environment: Any, state: tuple[dict[str, Any], tuple[Any, Any, An
 # Class, rule, and what a copy has in common with the original; None: what the rule keeps.
 RULES: Rules = [
     ("torchrl.envs.common:EnvBase", _env_base, None),
-    ("stable_baselines3.common.vec_env.base_vec_env:VecEnvWrapper", _wrapper, _wrapper_settings),
+    ("stable_baselines3.common.vec_env.base_vec_env:VecEnvWrapper", _wrapper, None),
     ("vmas.simulator.environment.environment:Environment", _vmas, None),
 ]

@@ -115,6 +115,6 @@ RULES: Rules = [
     ("pygame.mask:Mask", _rules.refusal(_MASK), None),
     ("pygame:Mask", _rules.refusal(_MASK), None),
     ("pygame.mixer:Sound", _rules.refusal(_SOUND), None),
-    ("pygame.color:Color", _color, lambda color: {"values": tuple(color)}),
-    ("pygame:Color", _color, lambda color: {"values": tuple(color)}),
+    ("pygame.color:Color", _color, None),
+    ("pygame:Color", _color, None),
 ]
