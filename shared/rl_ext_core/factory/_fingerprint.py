@@ -283,7 +283,7 @@ def _is_foreign(kind: type) -> bool:
 
 
 def _described(item: Any) -> Any:
-    """Give one token for all that an object of a class or a module consists of."""
+    """Return one token for all that an object of a class or a module consists of."""
     walk = _Walk(nested=1, careful=True)
     walk.through(item)
     # A space that was drawn from has a generator; each process is to draw from its own in any case.
@@ -298,7 +298,7 @@ def _varies(parts: Any) -> bool:
 
 
 def _flat(item: Any) -> Any:
-    """Give the token of a long list of numbers and texts."""
+    """Return the token of a long list of numbers and texts."""
     kind = type(item)
     if kind not in (list, dict) or len(item) <= _LONG:
         return None
@@ -411,7 +411,7 @@ class _Search:
 
 
 def _functions_in(value: Any, depth: int = 4) -> Iterator[types.FunctionType]:
-    """Give the Python functions that something is, or wraps."""
+    """Return the Python functions that something is, or wraps."""
     kind = type(value)
     if kind is types.FunctionType:
         yield value
@@ -429,7 +429,7 @@ def _functions_in(value: Any, depth: int = 4) -> Iterator[types.FunctionType]:
 
 
 def _settings(libraries: set[str]) -> Iterator[tuple[str, Any]]:
-    """Give what is set for a whole thread or process, of those libraries that the code names."""
+    """Return what is set for a whole thread or process, of those libraries that the code names."""
     if "decimal" in libraries:
         import decimal
 

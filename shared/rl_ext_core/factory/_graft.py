@@ -259,7 +259,7 @@ def _parts_of(item: Any) -> list[tuple[str, Any]]:
 
 
 def _constructor_of(item: Any) -> Reduced | None:
-    """Give how a layer like this is made anew; None: that is not known, or it is a wrapper, which is given a layer."""
+    """Return how a layer like this is made anew; None: not known, or it is a wrapper, which is given a layer."""
     held = _kinds.dictionary(item) or {}
     if not _rules.is_layer(item):
         return None
@@ -280,7 +280,7 @@ def _constructor_of(item: Any) -> Reduced | None:
 def _attributes_to_keep(
     item: Any, replaced: Mapping[int, Reduced], dump: Dump
 ) -> tuple[dict[str, Any], dict[str, Exception]]:
-    """Give the attributes of a layer that can be pickled, to be put back into one that is made anew, and why not."""
+    """Return the attributes of a layer that can be pickled, to be put back into one that is made anew, and why not."""
     stubs = {**replaced, id(item): _STUB}
     held = _kinds.dictionary(item) or {}
     failures = {name: _failure_of(value, stubs, dump) for name, value in held.items()}

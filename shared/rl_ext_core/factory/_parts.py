@@ -59,7 +59,7 @@ def digest(data: Any) -> str:
 
 
 def scalar(item: Any) -> Any:
-    """Give the token of an immutable value whose identity does not matter; None: it is none."""
+    """Return the token of an immutable value whose identity does not matter; None: it is none."""
     kind = type(item)
     if kind in _SCALARS:
         return kind.__name__, _text(item)
@@ -88,7 +88,7 @@ def _text(item: Any) -> Any:
 
 
 def label(key: Any) -> str | None:
-    """Give a text for a dictionary's key or a set's part; None: it is an object, of which there may be others alike."""
+    """Return a text for a dictionary's key or a set's part; None: it is an object, and others may be like it."""
     if type(key) in (str, int, float, bool, type(None), bytes):
         text = repr(key)
         return text if len(text) <= _LONG else f"{text[:20]}...{digest(text.encode('utf-8', 'surrogatepass'))}"
@@ -102,7 +102,7 @@ def label(key: Any) -> str | None:
 
 
 def plain(item: Any, depth: int = 4) -> Any:
-    """Give the token of scalars, arrays and plain containers of them; None: there is something else in it."""
+    """Return the token of scalars, arrays and plain containers of them; None: there is something else in it."""
     token = scalar(item)
     if token is None and type(item) is np.ndarray and not item.dtype.hasobject:
         token = whole(item)
@@ -130,7 +130,7 @@ def is_global(function: Any) -> bool:
 
 
 def by_version(function: Any) -> Any:
-    """Give the token of a function of TorchRL's that it replaces by another at its first call; None: it is none.
+    """Return the token of a function of TorchRL's that it replaces by another at its first call; None: it is none.
 
     Which of its forms a process has depends on what was called there, not on what an environment is.
     """
@@ -151,7 +151,7 @@ def code_of(code: types.CodeType) -> str:
 
 
 def whole(item: Any) -> Any:
-    """Give the token of a value that is not looked into further, but for attributes of its own; None: it is none."""
+    """Return the token of a value that is not looked into further, but for attributes of its own; None: it is none."""
     kind = type(item)
     if issubclass(kind, (type, types.ModuleType)):
         return "name", *(_kinds.name_of(item) if issubclass(kind, type) else (item.__name__,))
@@ -188,7 +188,7 @@ def _tensor(item: Any, torch: Any) -> Any:
 
 
 def parts(item: Any) -> Parts:
-    """Give what an object holds, but for the parts of a set: those have no order.
+    """Return what an object holds, but for the parts of a set: those have no order.
 
     Nothing of the object's own code runs but, if it is of a class in C, its way of being pickled: its state can be read
     in no other way.
@@ -228,7 +228,7 @@ def parts(item: Any) -> Parts:
 
 
 def named(found: Mapping[str, Any]) -> Parts:
-    """Give attributes in an order that does not vary."""
+    """Return attributes in an order that does not vary."""
     yield from ((f".{name}", found[name]) for name in sorted(found, key=str))
 
 
@@ -279,13 +279,13 @@ def _of_function(function: types.FunctionType) -> Parts:
 
 
 def names_in(code: types.CodeType) -> set[str]:
-    """Give the names that code reads beside its variables, that of functions within it too."""
+    """Return the names that code reads beside its variables, that of functions within it too."""
     within = (part for part in code.co_consts if isinstance(part, types.CodeType))
     return set(code.co_names).union(*map(names_in, within))
 
 
 def variables(function: types.FunctionType) -> list[Any]:
-    """Give what is in the variables of a function's own, as far as anything is."""
+    """Return what is in the variables of a function's own, as far as anything is."""
     return [part for cell in function.__closure__ or () for part in _contents(cell)]
 
 
@@ -308,7 +308,7 @@ def _of_rule(item: Any, rebuilder: _rules.Rebuilder) -> Parts:
 
 
 def _of_reduced(item: Any, reduced: Any, known: Mapping[str, Any]) -> Parts:
-    """Give what a reduction holds, but for the attributes that are known already."""
+    """Return what a reduction holds, but for the attributes that are known already."""
     if isinstance(reduced, str):  # the name of something global
         yield ".<name>", reduced
         return

@@ -53,7 +53,7 @@ class Recipe:
         return environment
 
     def unpacked(self) -> tuple[Any, Iterable[Any]]:
-        """Give the callable, with specifications of ids that it names."""
+        """Return the callable, with specifications of ids that it names."""
         if self.called is not None:
             return self.called
         called: tuple[Any, Iterable[Any]] = _graft.loads(self.packed)

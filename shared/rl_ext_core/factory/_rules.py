@@ -116,7 +116,7 @@ def register_rebuilder(cls: type | str, rule: Rule, *, settings: Settings | None
 
 
 def registered() -> dict[tuple[str, str], Rebuilder]:
-    """Give what users have registered: a worker needs it too, to look into the copy."""
+    """Return what users have registered: a worker needs it too, to look into the copy."""
     return dict(_registered)
 
 
@@ -264,7 +264,7 @@ def new(kind: type, state: Any, fill: Callable[[Any, Any], None] | None = None) 
 
 
 def refusal(reason: str, error: type[pickle.PicklingError] = pickle.PicklingError) -> Rule:
-    """Give the rule of what cannot be copied.
+    """Return the rule of what cannot be copied.
 
     :param reason: what it says of an instance, and what to write instead
     """
@@ -316,13 +316,13 @@ def _loses(owner: Any) -> bool:
 
 
 def _defining(kind: type, name: str) -> type | None:
-    """Give the class, other than those built in, that defines a name."""
+    """Return the class, other than those built in, that defines a name."""
     owner = next((base for base in kind.__mro__ if name in vars(base)), None)
     return owner if owner is not None and _kinds.made_in_python(owner) else None
 
 
 def layers(environment: Any) -> Iterator[Any]:
-    """Give an environment and those that it wraps, the outermost first."""
+    """Return an environment and those that it wraps, the outermost first."""
     waiting, seen = [environment], {id(environment)}
     while waiting:
         layer = waiting.pop(0)

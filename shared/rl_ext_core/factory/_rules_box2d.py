@@ -52,12 +52,12 @@ def _read(item: Any, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _held(item: Any) -> dict[str, Any]:
-    """Give what somebody has put on one of Box2D's objects."""
+    """Return what somebody has put on one of Box2D's objects."""
     return {name: value for name, value in vars(item).items() if name not in ("this", "_b2World__data")}
 
 
 def _owner(world: Any) -> Any:
-    """Give the object that a world was made as: asked for its world, a body makes a new one every time."""
+    """Return the object that a world was made as: asked for its world, a body makes a new one every time."""
     if world.thisown:
         return world
     address = int(world.this)
@@ -223,7 +223,7 @@ def _part_of(owner: Any, listed: str, number: int) -> Any:
 
 
 def _placed(place: Callable[[Any], tuple[Any, str, int]]) -> Callable[[Any], Any]:
-    """Give the rule of what is found in a list of its owner's."""
+    """Return the rule of what is found in a list of its owner's."""
 
     def rule(item: Any) -> tuple[Any, ...]:
         return _part_of, place(item), _held(item), None, None, _rules.set_state

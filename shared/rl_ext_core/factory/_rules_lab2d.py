@@ -70,7 +70,7 @@ def _lasting(wrapper: Any) -> dict[str, Any]:
 
 
 def _held(function: Any, name: str) -> Any:
-    """Give what a closure holds under a name; None: it is no closure, or one of somebody's own."""
+    """Return what a closure holds under a name; None: it is no closure, or one of somebody's own."""
     if isinstance(function, types.FunctionType) and name in function.__code__.co_freevars:
         return (function.__closure__ or ())[function.__code__.co_freevars.index(name)].cell_contents
     return None

@@ -84,7 +84,7 @@ def _data(data: Any) -> tuple[Any, ...]:
 
 
 def _lost(data: Any) -> dict[str, Any]:
-    """Give what MuJoCo's own pickle of the data leaves out: flags, and counts of the solver."""
+    """Return what MuJoCo's own pickle of the data leaves out: flags, and counts of the solver."""
     numbers = {name: value for name, value in _data_settings(data).items() if isinstance(value, (bool, int, float))}
     counts = {name: getattr(data, name).copy() for name in _names(data) if name.startswith("solver_")}
     return {**numbers, **counts}

@@ -72,7 +72,7 @@ def capture_constructors(cls: type) -> None:
 
 
 def recorded(instance: Any) -> _Call | None:
-    """Give the class, the arguments and the keyword arguments that made an instance, if they are known."""
+    """Return the class, the arguments and the keyword arguments that made an instance, if they are known."""
     known = _calls.get(id(instance))
     return None if known is None else known[1]
 
@@ -187,7 +187,7 @@ def spec_of_id(name: str) -> Any:
 
 
 def game_of_id(name: str) -> Callable[..., Any] | None:
-    """Give what builds a game, if stable-retro is installed and has one of this name."""
+    """Return what builds a game, if stable-retro is installed and has one of this name."""
     found = find_spec("stable_retro")
     places = (found.submodule_search_locations if found else None) or ()
     folders = [Path(place, "data", kind, name) for place in places for kind in ("stable", "contrib", "experimental")]
@@ -204,7 +204,7 @@ def _make_game(game: str, **kwargs: Any) -> Any:
 
 
 def specs_named_by(build: Any) -> list[Any]:
-    """Give the specifications of ids that stand in a function's code, as far as gymnasium does not bring them.
+    """Return the specifications of ids that stand in a function's code, as far as gymnasium does not bring them.
 
     Where a script or a notebook has registered them, a worker has not.
     """
@@ -225,7 +225,7 @@ def register_specs(specs: Iterable[Any]) -> None:
 
 
 def referred(build: Any) -> Iterator[Any]:
-    """Give what a callable is and refers to: a partial's arguments; a function's constants, variables and globals."""
+    """Return what a callable is and refers to: a partial's arguments; a function's constants, variables and globals."""
     waiting, seen = [build], set[int]()
     while waiting:
         value = waiting.pop()
@@ -286,7 +286,7 @@ _BRINGS = {
 
 
 def merged_modules(*lists: Iterable[str]) -> tuple[str, ...]:
-    """Give one list for several, the same one whatever their order is."""
+    """Return one list for several, the same one whatever their order is."""
     names = {name for names in lists for name in names}
     brought = {other for name in names for other in _BRINGS.get(name, ())}
     return tuple(sorted(names - brought))
@@ -333,7 +333,7 @@ _INNER = ("base_env", "env", "_env")
 
 
 def line_of_callable(build: Any) -> str:
-    """Give the line of a function, a class or a partial."""
+    """Return the line of a function, a class or a partial."""
     if isinstance(build, functools.partial):
         return f"lambda: {_name(build.func)}({_arguments(build.args, build.keywords)})"
     if isinstance(build, type):
@@ -368,7 +368,7 @@ def _is_of(node: ast.Lambda, code: Any) -> bool:
 
 
 def line_of_spec(spec: Any) -> str:
-    """Give the line of a gymnasium specification."""
+    """Return the line of a gymnasium specification."""
     line = f"gymnasium.make({_arguments((spec.id,), dict(_told(spec)))})"
     for wrapper in spec.additional_wrappers:
         line = f"{wrapper.name}({', '.join(filter(None, [line, _arguments((), wrapper.kwargs or {})]))})"
@@ -376,7 +376,7 @@ def line_of_spec(spec: Any) -> str:
 
 
 def _told(spec: Any) -> Iterator[tuple[str, Any]]:
-    """Give the arguments that make this of what is registered under the id."""
+    """Return the arguments that make this of what is registered under the id."""
     known = sys.modules["gymnasium"].registry.get(spec.id)
     usual = {} if known is None else known.kwargs
     yield from (pair for pair in spec.kwargs.items() if repr(pair[1]) != repr(usual.get(pair[0], pair)))
@@ -387,7 +387,7 @@ def _told(spec: Any) -> Iterator[tuple[str, Any]]:
 
 
 def line_of_instance(environment: Any) -> str:
-    """Give the line of an instance: by its specification or what is known of its constructor, else with dots."""
+    """Return the line of an instance: by its specification or what is known of its constructor, else with dots."""
     return f"lambda: {_expression(environment)}"
 
 

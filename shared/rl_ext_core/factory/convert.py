@@ -192,7 +192,7 @@ def _of_code(path: str) -> str:
 
 
 def _candidates(environment: Any, line: str) -> tuple[list[Recipe], Refused | None]:
-    """Give the ways to build a copy, in order of preference, and why there is no graft."""
+    """Return the ways to build a copy, in order of preference, and why there is no graft."""
     recipes, refused = [], None
     for origin, build in _builders(environment):
         with contextlib.suppress(Refused):
@@ -205,7 +205,7 @@ def _candidates(environment: Any, line: str) -> tuple[list[Recipe], Refused | No
 
 
 def _builders(environment: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Give what may build the instance anew."""
+    """Return what may build the instance anew."""
     spec = _sources.spec_of(environment)
     if spec is not None:
         yield "spec", functools.partial(_recipes.make, spec)

@@ -108,11 +108,11 @@ class EnvFactory(Generic[_Env]):
         return bool(self._adapters)
 
     def line(self) -> str:
-        """Give the source line that a person would write in place of it, as well as it can be told."""
+        """Return the source line that a person would write in place of it, as well as it can be told."""
         return self._recipe.line
 
     def then(self, adapt: Callable[[Any], Any], *, preload: Sequence[str] = ()) -> EnvFactory[Any]:
-        """Give a factory whose environments go through a function, e.g. a wrapper's class.
+        """Return a factory whose environments go through a function, e.g. a wrapper's class.
 
         :param adapt: takes the environment; picklable
         :param preload: modules that it needs and that a fork server may import
@@ -130,7 +130,7 @@ class EnvFactory(Generic[_Env]):
         overrides: Sequence[Mapping[str, Any]] | None = None,
         devices: str | Decision | Sequence[Decision] | None = None,
     ) -> list[EnvFactory[_Env]]:
-        """Give a factory for each of several workers.
+        """Return a factory for each of several workers.
 
         In a process other than this one they seed the generators that environments may draw from, before they build:
         Python's, NumPy's, torch's and the C library's, differently in each worker. So are those that the environment
@@ -165,7 +165,7 @@ class EnvFactory(Generic[_Env]):
         return factories
 
     def again(self, attempt: int) -> EnvFactory[_Env]:
-        """Give the worker's factory for when it is started anew: the environment draws differently.
+        """Return the worker's factory for when it is started anew: the environment draws differently.
 
         :param attempt: how often it was started before
         """
@@ -272,7 +272,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _decisions(devices: Any, num_workers: int, environment: Any) -> list[Decision | None]:
-    """Give a decision for each worker.
+    """Return a decision for each worker.
 
     :param devices: as for :meth:`EnvFactory.for_workers`
     :param environment: an instance whose renderer decides the rule; None: nothing is known about it
