@@ -13,8 +13,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 from rl_ext_core import resources
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.factory import EnvFactory, as_factory
-from rl_ext_core.factory._retro import builder_of
-from rl_ext_core.factory.convert import spec_of_id
+from rl_ext_core.factory._sources import game_of_id, spec_of_id
 from rl_ext_core.vector import environments
 from sb3_ext._arguments import at_least_one
 from sb3_ext.auto_vec_env import IsolationChoice, choose
@@ -150,7 +149,7 @@ def factories_for(
 def _or_game(env_id: Any) -> Any:
     """Give what builds a game of stable-retro where the id is one, which gymnasium does not know."""
     named = isinstance(env_id, str) and env_id not in gymnasium.registry
-    return (builder_of(env_id) if named else None) or env_id
+    return (game_of_id(env_id) if named else None) or env_id
 
 
 def _base(env_id: Any, env_kwargs: dict[str, Any]) -> EnvFactory[Any]:

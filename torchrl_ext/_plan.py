@@ -12,7 +12,7 @@ from torchrl.envs.common import EnvMetaData
 from rl_ext_core import processes
 from rl_ext_core.devices import READ_AT_IMPORT
 from rl_ext_core.errors import InvalidArgumentError
-from rl_ext_core.factory._preload import merged
+from rl_ext_core.factory._sources import merged_modules
 from rl_ext_core.factory.convert import examined
 from torchrl_ext._advice import SpeedCheck, warn_of_memory
 from torchrl_ext._metadata import metadata_of, schema
@@ -73,7 +73,7 @@ class Plan:
         """Give what starts the workers: with the variables of their device decisions."""
         return processes.get_context(
             method,
-            preload=merged(*(factory.preload for factory in self.factories)),
+            preload=merged_modules(*(factory.preload for factory in self.factories)),
             environs=[{} if factory.decision is None else factory.decision.variables for factory in self.factories],
             import_time=READ_AT_IMPORT,
             on_start=on_start,

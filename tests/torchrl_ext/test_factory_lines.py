@@ -14,7 +14,7 @@ from torchrl.envs import Compose, RewardSum, SerialEnv, StepCounter, Transformed
 
 import torchrl_ext
 from rl_ext_core.factory import capture_constructors
-from rl_ext_core.factory._lines import of_instance
+from rl_ext_core.factory._sources import line_of_instance
 from tests.core.factory.main_script import DEFINED, USED, in_pools
 from tests.ways import WAYS, run_as
 
@@ -43,7 +43,7 @@ CASES = [
 @pytest.mark.parametrize(("make", "line"), CASES, ids=[line for _, line in CASES])
 def test_lines(make: Any, line: str) -> None:
     env = make()
-    assert of_instance(env) == line
+    assert line_of_instance(env) == line
     env.close()
 
 
@@ -67,7 +67,7 @@ def test_the_arguments_of_the_constructor_are_known_where_they_are_remembered(mo
     monkeypatch.setattr(meta, "__call__", meta.__call__)  # puts it back
     capture_constructors(torchrl.envs.EnvBase)
     env = SerialEnv(2, torchrl.envs.GymEnv, create_env_kwargs={"env_name": "CartPole-v1"})
-    assert of_instance(env) == "lambda: SerialEnv(2, GymEnv, create_env_kwargs={'env_name': 'CartPole-v1'})"
+    assert line_of_instance(env) == "lambda: SerialEnv(2, GymEnv, create_env_kwargs={'env_name': 'CartPole-v1'})"
     env.close(raise_if_closed=False)
 
 

@@ -83,7 +83,7 @@ def test_round_robin_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> No
         asked.append(kwargs)
         return resolve(*args, **kwargs, inventory=machine(2), environ={})
 
-    monkeypatch.setattr("rl_ext_core.factory._devices.resolve", resolve_there)
+    monkeypatch.setattr("rl_ext_core.factory.factory.resolve", resolve_there)
     env = ParallelEnv(3, Looking, devices="round-robin")
     env.reset()
     assert [device for *_, device in env.seen()] == ["cuda:0", "cuda:1", "cuda:0"]

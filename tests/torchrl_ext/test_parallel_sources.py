@@ -16,8 +16,8 @@ from torchrl.envs import ParallelEnv as Upstream
 from torchrl.envs import RewardSum, SerialEnv, StepCounter, TransformedEnv
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, WorkerError
+from rl_ext_core.factory._examine import in_subprocess
 from rl_ext_core.factory._fingerprint import fingerprint
-from rl_ext_core.factory._scout import run
 from tests.torchrl_ext.parallel_checks import diary, no_workers_left, workers
 from tests.torchrl_ext.parallel_environments import Native, Well, Wide, told
 from torchrl_ext import GymWrapper, ParallelEnv, as_factory
@@ -112,7 +112,8 @@ def test_an_instance_is_examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that compares a copy with it reads of that copy what buffers are made by."""
     asked = []
     monkeypatch.setattr(
-        "rl_ext_core.factory._scout.run", lambda *args, **kwargs: asked.append(1) or run(*args, **kwargs)
+        "rl_ext_core.factory._examine.in_subprocess",
+        lambda *args, **kwargs: asked.append(1) or in_subprocess(*args, **kwargs),
     )
     ParallelEnv(2, changed())
     assert len(asked) == 1

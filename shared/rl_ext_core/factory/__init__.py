@@ -6,9 +6,9 @@ changed since. :func:`as_factory` finds a way that keeps everything, or says wha
 
 from __future__ import annotations
 
-from rl_ext_core.factory import _rules as _rules
-from rl_ext_core.factory._captured import capture_constructors
-from rl_ext_core.factory._rebuilders import register_rebuilder
+from rl_ext_core.factory import _rules_basics as _rules_basics  # registers its rules
+from rl_ext_core.factory._rules import register_rebuilder
+from rl_ext_core.factory._sources import capture_constructors
 from rl_ext_core.factory.convert import as_factory
 from rl_ext_core.factory.factory import EnvFactory
 

@@ -111,7 +111,7 @@ class _Pickler(ByValue, cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def new_packing() -> bytes:
-    """Give a name for what is packed together."""
+    """Return a name for what is packed together."""
     return _processes[-1] + uuid.uuid4().bytes
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from rl_ext_core.factory import _drivers_batched
-from rl_ext_core.factory._drawing import OfSpaces, plain, within
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Driver", "driver_for"]
+__all__ = ["Driver", "Spaces", "driver_for", "plain", "within"]
 
 
 class Driver(Protocol):
@@ -52,7 +51,72 @@ def driver_for(env: Any, *, seed: int) -> Driver | None:
     return None
 
 
-class _Gymnasium(OfSpaces):
+class Spaces:
+    """Actions of gymnasium's spaces, and of those like them: drawn by copies, with generators of their own.
+
+    :param rng: seeds them
+    """
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self._rng = rng
+        self._copies: dict[str, Any] = {}
+
+    def draw(self, name: str, space: Any, mask: Any = None) -> Any:
+        """Draw from a space.
+
+        :param name: of the space, the same whenever it is drawn from
+        :param mask: of the actions that are allowed; None: all
+        """
+        if name not in self._copies:
+            self._copies[name] = copy.deepcopy(space)
+            self._copies[name].seed(int(self._rng.integers(2**31)))
+        return self._copies[name].sample() if mask is None else self._copies[name].sample(np.asarray(mask, np.int8))
+
+
+class _OfSpaces:
+    """What drivers have in common whose environments have such spaces, and take seeds.
+
+    :param env: an environment
+    :param rng: of the actions
+    """
+
+    seeded = True
+
+    def __init__(self, env: Any, rng: np.random.Generator) -> None:
+        self._env, self._spaces = env, Spaces(rng)
+
+
+def within(rng: np.random.Generator, low: Any, high: Any, shape: Any, dtype: Any) -> Any:
+    """Draw numbers between limits: evenly, or where one limit is infinite from a normal distribution, cut off.
+
+    :param low: least numbers, of a shape that can be broadcast
+    :param high: greatest ones, which may be drawn too
+    """
+    low, high = np.broadcast_to(low, shape), np.broadcast_to(high, shape)
+    if np.issubdtype(dtype, np.integer):
+        return np.asarray(rng.integers(low, high, size=shape, endpoint=True), dtype)
+    finite = np.isfinite(low) & np.isfinite(high)
+    even = rng.uniform(np.where(finite, low, 0), np.where(finite, high, 1))
+    return np.clip(np.where(finite, even, rng.standard_normal(shape)), low, high).astype(dtype)
+
+
+def plain(value: Any) -> Any:
+    """Copy into plain nested data: dicts, lists, tuples, arrays and tensors, which later steps do not write to."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, Mapping) or hasattr(value, "batch_size"):  # a TensorDict
+        return {key: plain(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(part) for part in value]
+    if hasattr(value, "__array__") and not isinstance(value, np.generic):
+        return np.array(value)
+    return value
+
+
+class _Gymnasium(_OfSpaces):
     """gymnasium.Env."""
 
     def reset(self, seed: int | None) -> Any:
@@ -65,7 +129,7 @@ class _Gymnasium(OfSpaces):
         return plain(result)
 
 
-class _Turns(OfSpaces):
+class _Turns(_OfSpaces):
     """PettingZoo's AECEnv: one agent after the other."""
 
     def reset(self, seed: int | None) -> Any:
@@ -87,7 +151,7 @@ class _Turns(OfSpaces):
         return [self._env.agent_selection, *plain(self._env.last()[:4])]
 
 
-class _Together(OfSpaces):
+class _Together(_OfSpaces):
     """PettingZoo's ParallelEnv: all agents at once."""
 
     def __init__(self, env: Any, rng: np.random.Generator) -> None:
@@ -177,11 +241,93 @@ class _Robosuite:
         return [plain(result), self.reset(None)] if result[2] else plain(result)
 
 
+class _TorchRL:
+    """torchrl.envs.EnvBase."""
+
+    seeded = True
+
+    def __init__(self, env: Any, rng: np.random.Generator) -> None:
+        self._env, self._rng = env, rng
+        self._data: Any = None
+
+    def reset(self, seed: int | None) -> Any:
+        if seed is not None:
+            try:
+                self._env.set_seed(seed)
+                self.seeded = True
+            except NotImplementedError:
+                self.seeded = False
+        self._data = self._env.reset()
+        return plain(self._data)
+
+    def step(self) -> Any:
+        if self._data is None:
+            self._data = self._env.reset()
+        torch = sys.modules["torch"]
+        # Specs draw from torch's own generator, which the environment may draw from too.
+        with torch.random.fork_rng(devices=_gpus(self._env.device)):
+            torch.manual_seed(int(self._rng.integers(2**31)))
+            drawn = self._env.rand_action(self._data)
+        taken, self._data = self._env.step_and_maybe_reset(drawn)
+        return [plain(taken.get("next")), plain(self._data)]
+
+
+def _gpus(device: Any) -> list[Any]:
+    return [device] if device is not None and device.type == "cuda" else []
+
+
+class _GymnasiumVector(_OfSpaces):
+    """gymnasium.vector.VectorEnv."""
+
+    def reset(self, seed: int | None) -> Any:
+        return plain(self._env.reset(seed=seed)[0])
+
+    def step(self) -> Any:
+        result = plain(self._env.step(self._spaces.draw("", self._env.action_space))[:4])
+        ended = np.asarray(result[2]) | np.asarray(result[3])
+        mode: Mapping[str, Any] = self._env.metadata or {}
+        if ended.any() and getattr(mode.get("autoreset_mode"), "name", "") == "DISABLED":
+            return [result, plain(self._env.reset(options={"reset_mask": ended})[0])]
+        return result
+
+
+class _SB3Vector(_OfSpaces):
+    """Stable Baselines3's VecEnv."""
+
+    def reset(self, seed: int | None) -> Any:
+        if seed is not None:
+            self._env.seed(seed)
+        return plain(self._env.reset())
+
+    def step(self) -> Any:
+        drawn = [self._spaces.draw("", self._env.action_space) for _ in range(self._env.num_envs)]
+        return plain(self._env.step(np.stack(drawn))[:3])
+
+
+class _Vmas(_OfSpaces):
+    """VMAS's Environment."""
+
+    def reset(self, seed: int | None) -> Any:
+        return plain(self._env.reset(seed=seed))
+
+    def step(self) -> Any:
+        *result, _ = self._env.step([self._draw(agent) for agent in self._env.agents])
+        result = plain(result)
+        ended = result[2] if len(result) == 3 else result[2] | result[3]
+        again = [plain(self._env.reset_at(int(index))) for index in ended.nonzero()]
+        return [*result, again]
+
+    def _draw(self, agent: Any) -> Any:
+        space = self._env.get_agent_action_space(agent)
+        drawn = np.stack([self._spaces.draw(agent.name, space) for _ in range(self._env.num_envs)])
+        return sys.modules["torch"].as_tensor(drawn, device=self._env.device)
+
+
 _DRIVERS: dict[str, Callable[[Any, np.random.Generator], Driver]] = {
-    "torchrl.envs.common:EnvBase": _drivers_batched.TorchRL,
-    "gymnasium.vector.vector_env:VectorEnv": _drivers_batched.GymnasiumVector,
-    "stable_baselines3.common.vec_env.base_vec_env:VecEnv": _drivers_batched.SB3Vector,
-    "vmas.simulator.environment.environment:Environment": _drivers_batched.Vmas,
+    "torchrl.envs.common:EnvBase": _TorchRL,
+    "gymnasium.vector.vector_env:VectorEnv": _GymnasiumVector,
+    "stable_baselines3.common.vec_env.base_vec_env:VecEnv": _SB3Vector,
+    "vmas.simulator.environment.environment:Environment": _Vmas,
     "gymnasium.core:Env": _Gymnasium,
     "pettingzoo.utils.env:AECEnv": _Turns,
     "pettingzoo.utils.env:ParallelEnv": _Together,

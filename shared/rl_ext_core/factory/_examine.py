@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pickle
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from rl_ext_core import resources
-from rl_ext_core.factory import _code, _lives, _streams
+from rl_ext_core import processes, resources
+from rl_ext_core.devices import READ_AT_IMPORT
+from rl_ext_core.factory import _byvalue, _sources, _streams
 from rl_ext_core.factory._drivers import driver_for
-from rl_ext_core.factory._fingerprint import Fingerprint
-from rl_ext_core.factory._recipes import Recipe
+from rl_ext_core.factory._fingerprint import Fingerprint, fingerprint, import_own
 
-__all__ = ["Examination", "examine", "measure"]
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
+    from rl_ext_core.factory._recipes import Recipe
+
+__all__ = ["Examination", "Rollout", "examine", "in_subprocess", "measure", "rollout", "snapshot"]
+
+_LABEL = "trial copy"
+_SEED = 20_231
+_STEPS, _ROLLOUT_SECONDS = 12, 3.0
 _TIMING_SECONDS, _TIMING_STEPS = 0.1, 200
 # Of the time nothing depends but advice.
 _TIMING_PATIENCE_S = 10.0
@@ -50,6 +59,50 @@ class Examination:
     read: Any = None
 
 
+def in_subprocess(
+    task: Callable[[], Examination],
+    *,
+    preload: Sequence[str] = (),
+    start_method: str | None = None,
+    environ: Mapping[str, str | None] | None = None,
+    timeout: float | None = None,
+) -> Examination:
+    """Call a function in a process that ends with it.
+
+    :param task: classes and functions in it may be of the main module
+    :param preload: modules for the fork server
+    :param start_method: of the process
+    :param environ: variables to set, and to unset (None), in the process
+    :param timeout: seconds that it may take
+    :raises WorkerError: it has raised, which is the cause, or its process has died
+    """
+    context = processes.get_context(
+        start_method, preload=preload, environs=[environ or {}], import_time=READ_AT_IMPORT, label=_LABEL
+    )
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_main, args=(sender, _byvalue.dumps(task)))
+    try:
+        process.start()
+        sender.close()
+        watch = processes.Watch([process], label=_LABEL)
+        try:
+            with watch.operation("building and stepping a copy", timeout=timeout):
+                examination: Examination = pickle.loads(receiver.recv_bytes())
+                watch.closing()
+        finally:
+            watch.kill()
+            watch.stop()
+    finally:
+        sender.close()
+        receiver.close()
+    return examination
+
+
+def _main(sender: Connection, packed: bytes) -> None:
+    sender.send_bytes(_byvalue.dumps(pickle.loads(packed)()))
+    sender.close()
+
+
 def examine(
     recipes: Sequence[Recipe], original: Fingerprint, adapt: Reader | None, read: Reader | None = None
 ) -> Examination:
@@ -61,7 +114,7 @@ def examine(
     stands too.
 
     :param recipes: in order of preference
-    :param original: of the instance that is copied, as :func:`_lives.look` gives it
+    :param original: of the instance that is copied, as :func:`snapshot` gives it
     :param adapt: turns an environment into what will be stepped, e.g. one of TorchRL
     :param read: called with that; what it returns is in the result
     :raises Exception: no recipe builds anything; what the last one raised
@@ -69,16 +122,16 @@ def examine(
     lost: dict[str, list[str]] = {}
     raised: list[Exception] = []
     classes: list[str] = []
-    life = None
+    expected = None
     for recipe in sorted(recipes, key=lambda recipe: recipe.origin != "graft"):
         try:
             with _copy_of(recipe) as copy:
-                if life is not None:
-                    lost[recipe.origin] = _unlike(life, copy)
+                if expected is not None:
+                    lost[recipe.origin] = _unlike(expected, copy)
                 else:
                     lost[recipe.origin], classes = _against(original, copy)
                     if recipe.origin == "graft" and not lost["graft"] and len(recipes) > 1:
-                        life = _lives.live(copy)
+                        expected = rollout(copy)
         except Exception as error:
             raised.append(error)
             lost[recipe.origin] = [f"building one raises {error!r}"]
@@ -119,7 +172,7 @@ def measure(
 
 @contextlib.contextmanager
 def _copy_of(recipe: Recipe) -> Iterator[Any]:
-    _streams.seed_process(_streams.sequence(_lives.SEED, 0))
+    _streams.seed_process(_streams.sequence(_SEED, 0))
     with _streams.keeping():
         copy = recipe.build()
     try:
@@ -130,26 +183,26 @@ def _copy_of(recipe: Recipe) -> Iterator[Any]:
 
 def _against(original: Fingerprint, copy: Any) -> tuple[list[str], list[str]]:
     """Say in what a copy differs from the original, and name the attributes of classes that do."""
-    _code.import_own(original.tokens)
-    mine = _lives.look(copy, code=True)
+    import_own(original.tokens)
+    mine = snapshot(copy, code=True)
     different = original.differences(mine)
     classes = [path for path in different if original.is_of_class(path)]
     return [_said(path, original, mine) for path in different if not original.is_of_class(path)], classes
 
 
-def _unlike(life: _lives.Life, copy: Any) -> list[str]:
-    """Say in what a copy's life differs from that of the graft."""
-    drawing = [path for path, token in _lives.look(copy).tokens.items() if token[0] == "generator"]
+def _unlike(expected: Rollout, copy: Any) -> list[str]:
+    """Say in what a copy's rollout differs from that of the graft."""
+    drawing = [path for path, token in snapshot(copy).tokens.items() if token[0] == "generator"]
     if drawing:
         return [f"{drawing[0]} may draw the same in all copies: the constructor makes it"]
-    other = _lives.live(copy, len(life.returned) - 1)
+    other = rollout(copy, len(expected.returned) - 1)
     if other is None:
         return ["how to step it is not known"]
-    for moment, (mine, its) in enumerate(zip(life.returned, other.returned, strict=False)):
+    for moment, (mine, its) in enumerate(zip(expected.returned, other.returned, strict=False)):
         if mine != its:
             return [f"{f'step {moment}' if moment else 'reset'} gives something else than in the instance"]
     said: dict[str, str] = {}
-    for mine, its in ((life.begin, other.begin), (life.end, other.end)):
+    for mine, its in ((expected.begin, other.begin), (expected.end, other.end)):
         said |= {path: _said(path, mine, its) for path in mine.differences(its) if not mine.is_of_class(path)}
     return list(said.values())
 
@@ -170,8 +223,58 @@ def _value(of: Fingerprint, path: str) -> str:
     return "other data"
 
 
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    """What a copy did, and what it was.
+
+    :ivar returned: tokens of what it returned for a reset and each step, or the class of the exception that ended it
+    :ivar begin: what it was after the reset
+    :ivar end: what it was at last
+    """
+
+    returned: list[Any]
+    begin: Fingerprint
+    end: Fingerprint
+
+
+def snapshot(environment: Any, *, code: bool = False) -> Fingerprint:
+    """Fingerprint an environment; what its wrappers have noted and do not go by is no difference.
+
+    :param code: whether what its methods read beside it belongs to it
+    """
+    with _sources.without_notes(environment):
+        return fingerprint(environment, code=code)
+
+
+def rollout(environment: Any, steps: int | None = None) -> Rollout | None:
+    """Reset a copy and step it.
+
+    :param steps: how often; by default as often as a short time allows
+    :return: None if how to step it is not known
+    """
+    driver = driver_for(environment, seed=_SEED)
+    if driver is None:
+        return None
+    # Building has drawn from the process's generators in one way of building, and has not in another.
+    _streams.seed_process(_streams.sequence(_SEED, 1))
+    returned, begin = [_tokens(driver.reset, _SEED)], snapshot(environment)
+    until = time.monotonic() + _ROLLOUT_SECONDS
+    while not isinstance(returned[-1], str) and len(returned) <= (_STEPS if steps is None else steps):
+        if steps is None and time.monotonic() > until:
+            break
+        returned.append(_tokens(driver.step))
+    return Rollout(returned, begin, snapshot(environment))
+
+
+def _tokens(act: Any, *args: Any) -> Any:
+    try:
+        return fingerprint(act(*args)).tokens
+    except Exception as error:  # a copy is to raise what the original raises
+        return type(error).__qualname__
+
+
 def _timed(environment: Any) -> float | None:
-    driver = driver_for(environment, seed=_lives.SEED)
+    driver = driver_for(environment, seed=_SEED)
     if driver is None:
         return None
     try:

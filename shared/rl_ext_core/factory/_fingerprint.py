@@ -1,18 +1,31 @@
-"""What an environment consists of, path by path: two of them are compared without asking either what matters."""
+"""What an environment consists of, path by path: two of them are compared without asking either what matters.
+
+What its code reads beside it belongs to that: attributes of classes, globals, settings of the process. A copy in
+another process has the classes and modules as they are imported there; what was changed since the import, by the user
+or by the code itself, is not part of a pickle.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import importlib
 import os
+import pickle
+import sys
+import sysconfig
 import types
+import weakref
 from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
-from rl_ext_core.factory import _code, _kinds, _memory, _parts, _rebuilders, _rules_threads, _tokens
+from rl_ext_core.factory import _kinds, _memory, _parts, _rules, _rules_basics
 
-__all__ = ["Fingerprint", "fingerprint"]
+__all__ = ["Fingerprint", "fingerprint", "import_own"]
 
 # Lists of numbers and texts that are longer get one token: a recording of them would take minutes.
 _LONG = 256
@@ -23,6 +36,11 @@ _BEYOND = 1 << 32
 _FLAT = {int, float, bool, str, type(None)}
 # gymnasium makes these when they are first asked for.
 _MADE_LATE = ("._np_random", "._np_random_seed")
+# They are as they are in every process, or as what was called there has left them (TorchRL's, tensordict's).
+_FIXED = sys.stdlib_module_names | {"builtins", "numpy", "torch", "torchrl", "tensordict"}
+_DEEP = 6
+# What was registered is found by who asks for it.
+_REGISTRIES = {"<global gymnasium.envs.registration.registry>"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +126,7 @@ class _Walk:
                 return
 
     def _visit(self, path: str, item: Any) -> None:
-        token = _tokens.scalar(item) or _tokens.by_version(item)
+        token = _parts.scalar(item) or _parts.by_version(item)
         if token is not None:
             self.tokens[path] = token
             if issubclass(type(item), (int, np.integer)) and item > _BEYOND:
@@ -123,7 +141,7 @@ class _Walk:
             self._waiting.extendleft((path + step, part) for step, part in _parts.parts(item))
             return
         if len(path) > _LONGEST:
-            path = f"{path[:60]}...{_tokens.digest(path.encode('utf-8', 'surrogatepass'))}"
+            path = f"{path[:60]}...{_parts.digest(path.encode('utf-8', 'surrogatepass'))}"
         if self._is_named(path, item):
             return
         self._classes.add(type(item))
@@ -139,8 +157,8 @@ class _Walk:
     def _is_named(self, path: str, item: Any) -> bool:
         """Name what was met before by where that was; what is the same in all processes by its name."""
         kind = type(item)
-        if issubclass(kind, (type, types.ModuleType)) or (kind is types.FunctionType and _tokens.is_global(item)):
-            self.tokens[path] = _tokens.whole(item)
+        if issubclass(kind, (type, types.ModuleType)) or (kind is types.FunctionType and _parts.is_global(item)):
+            self.tokens[path] = _parts.whole(item)
             if issubclass(kind, type):
                 self._classes.add(item)
             elif kind is types.FunctionType:
@@ -149,7 +167,7 @@ class _Walk:
         if kind is frozenset and not item:
             self.tokens[path] = ("frozenset", None)
             return True
-        if kind is tuple and None not in (token := tuple(map(_tokens.scalar, item))):
+        if kind is tuple and None not in (token := tuple(map(_parts.scalar, item))):
             self.tokens[path] = ("tuple", token)  # which one it is does not matter
             self._numbers += [
                 (f"{path}[{i}]", part) for i, part in enumerate(item) if type(part) is int and part > _BEYOND
@@ -170,8 +188,8 @@ class _Walk:
 
     def _open(self, path: str, item: Any) -> None:
         kind = type(item)
-        rebuilder = _rebuilders.find(item)
-        token = _tokens.whole(item) if rebuilder is None else None
+        rebuilder = _rules.find(item)
+        token = _parts.whole(item) if rebuilder is None else None
         if kind is types.FunctionType:
             self._functions.append(item)
         if self._careful and rebuilder is None and _is_foreign(kind):
@@ -181,11 +199,11 @@ class _Walk:
             found = list(_parts.parts(item))
         except Exception:
             found, self.opaque[path] = list(_parts.named(_kinds.attributes(item))), _kinds.full_name(kind)
-        if rebuilder is not None and rebuilder.settings is None and _rebuilders.is_registered(kind):
+        if rebuilder is not None and rebuilder.settings is None and _rules.is_registered(kind):
             self.opaque[path] = _kinds.full_name(kind)
-        if not _code.is_installed(_kinds.name_of(kind)[0].partition(".")[0]):
+        if not _is_installed(_kinds.name_of(kind)[0].partition(".")[0]):
             self._own.add(path)
-        if (lost := _rules_threads.lost_by(item)) is not None:
+        if (lost := _rules_basics.lost_by(item)) is not None:
             self.notes[path] = lost
         if issubclass(kind, (set, frozenset)):
             self._sets.append((path, item))
@@ -194,7 +212,7 @@ class _Walk:
         order = (
             [step for step, _ in found] if issubclass(kind, dict) else len(found) if issubclass(kind, list) else None
         )
-        self.tokens[path] = token or (_kinds.full_name(kind), order and _tokens.digest(repr(order).encode()))
+        self.tokens[path] = token or (_kinds.full_name(kind), order and _parts.digest(repr(order).encode()))
         self._waiting.extend((path + step, part) for step, part in found)
 
     def _enter_set(self, path: str, item: Any) -> None:
@@ -202,9 +220,9 @@ class _Walk:
         kind = set if issubclass(type(item), set) else frozenset
         objects = []
         for part in kind.__iter__(item):
-            text = _tokens.label(part)
+            text = _parts.label(part)
             if text is not None:
-                self.tokens[f"{path}{{{text}}}"] = _tokens.scalar(part)
+                self.tokens[f"{path}{{{text}}}"] = _parts.scalar(part)
             else:
                 objects.append((self._seen.get(id(part), ""), self._sketch(part), part))
         objects.sort(key=lambda entry: entry[:2])
@@ -241,35 +259,36 @@ class _Walk:
         while waiting:
             kind = waiting.pop()
             done.add(kind)
-            if _code.is_fixed(_kinds.name_of(kind)[0]) or not _kinds.made_in_python(kind):
+            if _is_fixed(_kinds.name_of(kind)[0]) or not _kinds.made_in_python(kind):
                 continue
             for name, part in _kinds.namespace(kind).items():
                 if (name.startswith("__") and name.endswith("__")) or _kinds.is_inherited(kind, name, part):
                     continue
                 if isinstance(part, type):
                     waiting |= {part} - done if part.__qualname__.startswith(f"{kind.__qualname__}.") else set()
-                elif (token := _tokens.plain(part)) is not None:
+                elif (token := _parts.plain(part)) is not None:
                     self.tokens[f"<class {_kinds.full_name(kind)}>.{name}"] = token
 
     def add_code(self) -> None:
         """Add what the code of classes and functions reads."""
-        classes = {base for kind in self._classes for base in kind.__mro__}
-        self.tokens |= _code.read_by(classes, self._functions, _described)
+        search = _Search()
+        search.run({base for kind in self._classes for base in kind.__mro__}, self._functions)
+        self.tokens |= search.tokens
 
 
 def _is_foreign(kind: type) -> bool:
     """Whether it takes code of a library in C to look into instances."""
     base = _kinds.foreign_base(kind)
-    return base is not None and not _code.is_fixed(_kinds.name_of(base)[0])
+    return base is not None and not _is_fixed(_kinds.name_of(base)[0])
 
 
 def _described(item: Any) -> Any:
-    """Give one token for all that an object of a class or a module consists of."""
+    """Return one token for all that an object of a class or a module consists of."""
     walk = _Walk(nested=1, careful=True)
     walk.through(item)
     # A space that was drawn from has a generator; each process is to draw from its own in any case.
     lasting = sorted(pair for pair in walk.tokens.items() if not any(late in pair[0] for late in _MADE_LATE))
-    return _kinds.full_name(type(item)), _tokens.digest(repr(lasting).encode("utf-8", "replace"))
+    return _kinds.full_name(type(item)), _parts.digest(repr(lasting).encode("utf-8", "replace"))
 
 
 def _varies(parts: Any) -> bool:
@@ -279,10 +298,181 @@ def _varies(parts: Any) -> bool:
 
 
 def _flat(item: Any) -> Any:
-    """Give the token of a long list of numbers and texts."""
+    """Return the token of a long list of numbers and texts."""
     kind = type(item)
-    if kind is list and len(item) > _LONG and {type(part) for part in item} <= _FLAT:
-        return _kinds.full_name(kind), len(item), _tokens.digest(repr(item).encode("utf-8", "surrogatepass"))
-    if kind is dict and len(item) > _LONG and {type(part) for pair in item.items() for part in pair} <= _FLAT:
-        return _kinds.full_name(kind), len(item), _tokens.digest(repr(item).encode("utf-8", "surrogatepass"))
-    return None
+    if kind not in (list, dict) or len(item) <= _LONG:
+        return None
+    kinds = set(map(type, item)) | (set(map(type, item.values())) if kind is dict else set())
+    if not kinds <= _FLAT:
+        return None
+    return _kinds.full_name(kind), len(item), _parts.digest(repr(item).encode("utf-8", "surrogatepass"))
+
+
+class _Search:
+    """A search for what methods and functions read beside their arguments.
+
+    Functions and classes that they name are followed within a package, and into whatever is not installed.
+
+    :ivar tokens: by paths such as ``"<class module.Name>.attribute"`` and ``"<global module.name>"``
+    """
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, Any] = {}
+        self._done: set[int] = set()
+        self._libraries: set[str] = set()
+        self._waiting: deque[Any] = deque()
+
+    def run(self, classes: Iterable[type], functions: Iterable[types.FunctionType]) -> None:
+        for found in (*sorted(classes, key=_kinds.full_name), *functions):
+            self._add(found)
+        while self._waiting:
+            found = self._waiting.popleft()
+            self._read_class(found) if isinstance(found, type) else self._read_code(found)
+        self.tokens.update(_settings(self._libraries))
+
+    def _add(self, found: Any) -> None:
+        key = id(found if isinstance(found, type) else found.__code__)
+        if key not in self._done:
+            self._done.add(key)
+            self._waiting.append(found)
+
+    def _read_class(self, kind: type) -> None:
+        module = _kinds.name_of(kind)[0]
+        if _is_fixed(module) or not _kinds.made_in_python(kind):
+            return
+        for name, part in _kinds.namespace(kind).items():
+            functions = list(_functions_in(part))
+            for function in functions:
+                self._add(function)
+            special = name.startswith("__") and name.endswith("__")
+            if (special and not functions) or name in ("_abc_impl",) or _kinds.is_inherited(kind, name, part):
+                continue
+            if isinstance(part, type):
+                self._follow(part, part.__module__, module)
+            elif functions or not (name.startswith("_") and _is_installed(module.partition(".")[0])):
+                self.tokens[f"<class {_kinds.full_name(kind)}>.{name}"] = self._token(part, functions, module)
+
+    def _read_code(self, function: types.FunctionType) -> None:
+        module = str(function.__globals__.get("__name__"))
+        names = _parts.names_in(function.__code__)
+        for name in sorted(names):
+            if name in function.__globals__:
+                self._global(module, name, function.__globals__[name], module, names)
+            elif name in sys.modules and not _is_installed(name):  # imported where it is needed
+                self._global(module, name, sys.modules[name], module, names)
+        for part in _parts.variables(function):
+            for inner in _functions_in(part):
+                self._follow(inner, inner.__module__, module)
+
+    def _global(self, module: str, name: str, value: Any, reader: str, names: set[str]) -> None:
+        if type(value) in weakref.ProxyTypes:  # of what class it is, what is gone would say
+            return
+        of = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+        self._libraries.add(str(of).partition(".")[0])
+        if isinstance(value, types.ModuleType):
+            if not _is_fixed(value.__name__):
+                for attribute in sorted(names & vars(value).keys()):
+                    inner = vars(value)[attribute]
+                    if not isinstance(inner, types.ModuleType) or attribute != name:
+                        self._global(value.__name__, attribute, inner, reader, names - {name})
+            return
+        label = f"<global {module}.{name}>"
+        if label in self.tokens or label in _REGISTRIES:
+            return
+        if isinstance(value, type):
+            # Which one stands there; what is in it where it is followed.
+            self.tokens[label] = ("class", _kinds.full_name(value))
+            self._follow(value, str(of), reader)
+            return
+        functions = list(_functions_in(value))
+        if functions or not _is_installed(module.partition(".")[0]):
+            self.tokens[label] = self._token(value, functions, module)
+        elif not name.startswith("_") and (token := _parts.plain(value, _DEEP)) is not None:
+            # Of libraries only what they offer to be set: what they keep for themselves differs by process.
+            self.tokens[label] = token
+        for function in functions:
+            self._follow(function, function.__module__, reader)
+
+    def _follow(self, found: Any, module: str | None, reader: str) -> None:
+        package = str(module).partition(".")[0]
+        if package == reader.partition(".")[0] or not _is_installed(package):
+            self._add(found)
+
+    def _token(self, value: Any, functions: list[types.FunctionType], module: str) -> Any:
+        if _is_installed(module.partition(".")[0]):
+            # Which function stands there: libraries compile some anew when they are first called.
+            token: list[Any] = [("function", one.__module__, one.__qualname__) for one in functions]
+            return token or _parts.plain(value, _DEEP) or _described(value)
+        token = [("function", _parts.code_of(one.__code__), _parts.plain(one.__defaults__)) for one in functions]
+        if type(value) is functools._lru_cache_wrapper:
+            with contextlib.suppress(pickle.PicklingError):
+                return token, _described(_rules_basics.kept(value))
+        return token or _parts.plain(value, _DEEP) or _described(value)
+
+
+def _functions_in(value: Any, depth: int = 4) -> Iterator[types.FunctionType]:
+    """Return the Python functions that something is, or wraps."""
+    kind = type(value)
+    if kind is types.FunctionType:
+        yield value
+    elif depth == 0:
+        return
+    elif kind is property:
+        for part in (value.fget, value.fset, value.fdel):
+            yield from _functions_in(part, depth - 1)
+    elif kind in (staticmethod, classmethod, types.MethodType):
+        yield from _functions_in(value.__func__, depth - 1)
+    elif kind in (functools.partial, functools.partialmethod, functools.cached_property):
+        yield from _functions_in(value.func, depth - 1)
+    elif kind is functools._lru_cache_wrapper:
+        yield from _functions_in(value.__wrapped__, depth - 1)
+
+
+def _settings(libraries: set[str]) -> Iterator[tuple[str, Any]]:
+    """Return what is set for a whole thread or process, of those libraries that the code names."""
+    if "decimal" in libraries:
+        import decimal
+
+        context = decimal.getcontext()
+        names = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
+        traps = sorted(kind.__name__ for kind, trapped in context.traps.items() if trapped)
+        yield "<setting decimal.getcontext()>", _parts.plain([*(getattr(context, name) for name in names), traps])
+    if "numpy" in libraries:
+        import numpy as np
+
+        yield "<setting numpy.geterr()>", _parts.plain(sorted(np.geterr().items()))
+    if "torch" in libraries and "torch" in sys.modules:
+        torch = sys.modules["torch"]
+        yield "<setting torch.get_default_dtype()>", repr(torch.get_default_dtype())
+
+
+def _is_fixed(module: str) -> bool:
+    """Whether a module is one that nobody changes, as far as environments are concerned."""
+    return module.partition(".")[0] in _FIXED
+
+
+_OURS = {"rl_ext_core", "torchrl_ext", "sb3_ext"}  # may run from a checkout
+
+
+@functools.lru_cache(maxsize=1000)
+def _is_installed(package: str) -> bool:
+    """Whether a package was installed, and is not the user's own."""
+    if package in _FIXED or package in _OURS:
+        return True
+    module = sys.modules.get(package)
+    file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)
+    return file is not None and str(file).startswith(_PLACES)
+
+
+_PLACES = tuple(
+    os.path.join(place, "") for name in ("purelib", "platlib") if (place := sysconfig.get_paths().get(name))
+)
+
+
+def import_own(paths: Iterable[str]) -> None:
+    """Import the user's own modules whose globals have these paths: a function may do so when it is first called."""
+    for path in paths:
+        module = path.removeprefix("<global ").rpartition(".")[0]
+        if path.startswith("<global ") and module not in sys.modules and not _is_installed(module.partition(".")[0]):
+            with contextlib.suppress(Exception):
+                importlib.import_module(module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import copy
 import functools
 import io
 import pickle
@@ -14,10 +15,9 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from rl_ext_core.factory import _byvalue, _culprits, _memory, _rebuilders, _state
-from rl_ext_core.factory._refused import Refused
+from rl_ext_core.factory import _byvalue, _kinds, _memory, _parts, _rules, _sources
 
-__all__ = ["Refused", "after_loading", "dumps", "loads"]
+__all__ = ["NoCopy", "Refused", "after_loading", "dumps", "loads"]
 
 _TOO_DEEP = (
     "objects in it refer to one another in a chain that is longer than pickle can follow; keep them in a list, or "
@@ -31,8 +31,29 @@ _STACK, _CALLS = 512 << 20, 400_000
 # The pickle, all arrays and tensors in it, and all objects that show their memory by their attributes.
 Dumped = tuple[bytes, list[Any], list[Any]]
 
-# Called when the copy is complete, e.g. to start the threads that the original had.
+Reduced = tuple[Any, ...]
+Dump = Callable[[Any, Mapping[int, Reduced]], object]
+_STUB: Reduced = (str, ())
+
+# Called when the copy is complete, e.g. to draw a renderer's scene for it.
 _after: list[Callable[[], object]] = []
+
+
+class NoCopy(pickle.PicklingError):
+    """A rule's word that what holds this cannot be copied by making it anew either: its state is somewhere else."""
+
+
+class Refused(Exception):  # noqa: N818
+    """Something that an environment holds has neither a way to be pickled nor a rule.
+
+    :ivar path: where it is, from the environment on, e.g. ``".unwrapped._sim"``
+    :ivar value: what it is
+    :ivar reason: why it cannot be copied
+    """
+
+    def __init__(self, path: str, value: object, reason: str) -> None:
+        super().__init__(f"{path} ({_kinds.full_name(type(value))}): {reason}")
+        self.path, self.value, self.reason = path, value, reason
 
 
 class _Grafting(_byvalue.ByValue):
@@ -59,9 +80,9 @@ class _Grafting(_byvalue.ByValue):
             raise pickle.PicklingError("it lies in memory that processes share, and a copy would not; clone() it")
         if kind is np.ndarray or (torch is not None and kind is torch.Tensor):
             self.arrays.append(value)
-        elif (rebuilder := _rebuilders.find(value)) is not None and rebuilder.settings is not None:
+        elif (rebuilder := _rules.find(value)) is not None and rebuilder.settings is not None:
             self.owners.append(value)
-        given = _state.reduce(value)
+        given = _rules.reduce(value)
         return super().reducer_override(value) if given is None else given
 
 
@@ -98,7 +119,7 @@ def dumps(environment: Any) -> bytes:
         except Exception as error:
             failure = error
         if not _is_recursion(failure):
-            replaced.update(_culprits.mend(environment, failure, replaced, dump))
+            replaced.update(_with_layer_made_anew(environment, failure, replaced, dump))
         elif dump is shallow:
             dump = functools.partial(_dump_deep, packing)
         else:
@@ -114,7 +135,7 @@ def loads(packed: bytes) -> Any:
     file = io.BytesIO(packed)
     try:
         environment = pickle.load(file)
-        _rebuilders.adopt(pickle.load(file))
+        _rules.adopt(pickle.load(file))
         for action in _after[before:]:
             action()
     finally:
@@ -137,7 +158,7 @@ def _dump(
 
 
 def _dump_rules(dump: Callable[[Any, Mapping[int, tuple[Any, ...]]], Dumped]) -> bytes:
-    rules = _rebuilders.registered()
+    rules = _rules.registered()
     try:
         return dump(rules, {})[0]
     except Exception as error:
@@ -159,13 +180,127 @@ def _dump_deep(packing: bytes, value: Any, replaced: Mapping[int, tuple[Any, ...
 def _shared(arrays: list[Any], owners: list[Any]) -> dict[int, tuple[Any, ...]]:
     fields = []
     for owner in {id(owner): owner for owner in owners}.values() if arrays else ():
-        rebuilder = _rebuilders.find(owner)
+        rebuilder = _rules.find(owner)
         if rebuilder is not None and rebuilder.settings is not None:
             settings = rebuilder.settings(owner)
-            if isinstance(settings, _rebuilders.Fields):
+            if isinstance(settings, _rules.Fields):
                 fields.append((owner, settings))
     return _memory.reductions(arrays, fields)
 
 
 def _is_recursion(error: BaseException | None) -> bool:
     return error is not None and (isinstance(error, RecursionError) or _is_recursion(error.__cause__))
+
+
+def _with_layer_made_anew(
+    environment: Any, failure: Exception, replaced: Mapping[int, Reduced], dump: Dump
+) -> dict[int, Reduced]:
+    """Find what fails, and reduce the layer that holds it to one that is built anew.
+
+    :param failure: of pickling the environment
+    :param replaced: how objects are reduced already, by their id
+    :param dump: pickles something
+    :return: how that layer is reduced, by its id
+    :raises Refused: none of those that hold it can be built anew
+    """
+    trail = _path_to_failure(environment, replaced, dump)
+    cause = _failure_of(trail[-1][1], replaced, dump) or failure
+    path, value = "".join(step for step, _ in trail), trail[-1][1]
+    for index in () if isinstance(cause, NoCopy) else reversed(range(len(trail) - 1)):
+        item = trail[index][1]
+        make = None if id(item) in replaced else _constructor_of(item)
+        if make is None:
+            continue
+        kept, lost = _attributes_to_keep(item, replaced, dump)
+        final = next((name for name, error in lost.items() if isinstance(error, NoCopy)), None)
+        if final is not None:
+            above = "".join(step for step, _ in trail[: index + 1])
+            raise Refused(f"{above}.{final}", vars(item)[final], str(lost[final])) from lost[final]
+        return {id(item): (*make, kept, None, None, _rules.set_state)}
+    raise Refused(path, value, str(cause) or type(cause).__name__) from cause
+
+
+def _failure_of(value: Any, replaced: Mapping[int, Reduced], dump: Dump) -> Exception | None:
+    try:
+        dump(value, replaced)
+    except Exception as error:
+        return error
+    return None
+
+
+def _path_to_failure(environment: Any, replaced: Mapping[int, Reduced], dump: Dump) -> list[tuple[str, Any]]:
+    """Find the innermost part that fails by itself, with all that lead to it."""
+    trail: list[tuple[str, Any]] = [("", environment)]
+    passed = {id(environment)}
+    while True:
+        # What leads here is left out: by way of a cycle, everything holds what fails.
+        stubs = {**replaced, **{id(item): _STUB for _, item in trail}}
+        for step, part in _parts_of(trail[-1][1]):
+            if id(part) not in passed and _failure_of(part, stubs, dump) is not None:
+                passed.add(id(part))
+                trail.append((step, part))
+                break
+        else:
+            return trail
+
+
+def _parts_of(item: Any) -> list[tuple[str, Any]]:
+    try:
+        if _rules.reduce(item) is None:
+            _rules.by_pickle(item)
+    except Exception:
+        return []  # its rule, or its own way of pickling, refuses
+    if issubclass(type(item), (set, frozenset)):
+        return [("{}", part) for part in item]
+    try:
+        return list(_parts.parts(item))
+    except Exception:
+        return list(_parts.named(_kinds.attributes(item)))
+
+
+def _constructor_of(item: Any) -> Reduced | None:
+    """Return how a layer like this is made anew; None: not known, or it is a wrapper, which is given a layer."""
+    held = _kinds.dictionary(item) or {}
+    if not _rules.is_layer(item):
+        return None
+    call = _sources.recorded(item)
+    if call is not None:
+        return _construct, call
+    if "env" in held or "venv" in held:
+        return None
+    if "_ezpickle_args" in held:
+        return _construct, (type(item), held["_ezpickle_args"], held["_ezpickle_kwargs"])
+    spec = held.get("spec")
+    gymnasium = sys.modules.get("gymnasium")
+    if gymnasium is None or not isinstance(spec, gymnasium.envs.registration.EnvSpec):
+        return None
+    return (_make_env if isinstance(item, gymnasium.Env) else _make_vec), (spec,)
+
+
+def _attributes_to_keep(
+    item: Any, replaced: Mapping[int, Reduced], dump: Dump
+) -> tuple[dict[str, Any], dict[str, Exception]]:
+    """Return the attributes of a layer that can be pickled, to be put back into one that is made anew, and why not."""
+    stubs = {**replaced, id(item): _STUB}
+    held = _kinds.dictionary(item) or {}
+    failures = {name: _failure_of(value, stubs, dump) for name, value in held.items()}
+    kept = {name: held[name] for name, error in failures.items() if error is None}
+    return kept, {name: error for name, error in failures.items() if error is not None}
+
+
+def _construct(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return cls(*args, **kwargs)
+
+
+def _make_env(spec: Any) -> Any:
+    import gymnasium
+
+    bare = copy.deepcopy(spec)
+    bare.additional_wrappers, bare.order_enforce, bare.disable_env_checker = (), False, True
+    return gymnasium.make(bare).unwrapped
+
+
+def _make_vec(spec: Any) -> Any:
+    import gymnasium
+
+    return gymnasium.make_vec(copy.deepcopy(spec)).unwrapped

@@ -48,17 +48,17 @@ def per_class(function: Callable[[type], _Found]) -> Callable[[type], _Found]:
 
 
 def full_name(kind: type) -> str:
-    """Give module and name of a class."""
+    """Return module and name of a class."""
     return ".".join(name_of(kind))
 
 
 def name_of(kind: type) -> tuple[str, str]:
-    """Give module and qualified name of a class."""
+    """Return module and qualified name of a class."""
     return str(getattr(kind, "__module__", "builtins")), kind.__qualname__  # SWIG's has no module
 
 
 def namespace(kind: type) -> dict[str, Any]:
-    """Give what a class statement has defined, but for weak proxies: of what class they are, what is gone would say."""
+    """Return what a class statement has defined, but for weak proxies: their class would be asked of what is gone."""
     return {name: part for name, part in vars(kind).items() if type(part) not in weakref.ProxyTypes}
 
 
@@ -85,13 +85,13 @@ def is_inherited(kind: type, name: str, part: Any) -> bool:
 
 @per_class
 def foreign_base(kind: type) -> type | None:
-    """Give the class in C, other than the plain containers, whose memory instances have; None: there is none."""
+    """Return the class in C, other than the plain containers, whose memory instances have; None: there is none."""
     return next((base for base in kind.__mro__ if base not in _TRANSPARENT and not made_in_python(base)), None)
 
 
 @per_class
 def container(kind: type) -> type | None:
-    """Give the plain container that instances are."""
+    """Return the plain container that instances are."""
     return next((base for base in kind.__mro__ if base in CONTAINERS), None)
 
 
@@ -117,14 +117,14 @@ def _slots_of(kind: type) -> dict[str, Any]:
 
 
 def dictionary(instance: Any) -> dict[str, Any] | None:
-    """Give an instance's own ``__dict__``, whatever its class says of that name; None: it has none."""
+    """Return an instance's own ``__dict__``, whatever its class says of that name; None: it has none."""
     part = _dictionary_of(type(instance))
     found = None if part is None else part.__get__(instance)
     return found if isinstance(found, dict) else None
 
 
 def slots(instance: Any) -> dict[str, Any]:
-    """Give what is in an instance's ``__slots__``, past properties and ``__getattr__``."""
+    """Return what is in an instance's ``__slots__``, past properties and ``__getattr__``."""
     found = {}
     for name, part in _slots_of(type(instance)).items():
         try:
@@ -135,5 +135,5 @@ def slots(instance: Any) -> dict[str, Any]:
 
 
 def attributes(instance: Any) -> dict[str, Any]:
-    """Give all attributes that are an instance's own."""
+    """Return all attributes that are an instance's own."""
     return {**slots(instance), **(dictionary(instance) or {})}

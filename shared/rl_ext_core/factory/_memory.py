@@ -19,7 +19,7 @@ _ALIGNMENT = 16
 
 
 def extent(item: Any) -> Extent | None:
-    """Give where an array's or a tensor's values lie; None: it is neither, or it has none."""
+    """Return where an array's or a tensor's values lie; None: it is neither, or it has none."""
     kind = type(item)
     if issubclass(kind, np.ndarray):
         return _span("host", item.__array_interface__["data"][0], item.itemsize, item.shape, item.strides)

@@ -1,24 +1,194 @@
-"""What an object holds, and by which step of a path it is found there: in the original and in a copy alike."""
+"""What an object is and what it holds: its token, and the parts to which the steps of a path lead.
+
+The pickler's search for what it cannot copy, and the comparison of a copy with the original, walk by these. A token is
+equal for equal values, in every process: there is no address and no hash() in it.
+"""
 
 from __future__ import annotations
 
+import enum
 import functools
+import hashlib
+import sys
 import types
+import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from rl_ext_core.factory import _kinds, _rebuilders, _state, _streams, _tokens
+from rl_ext_core.factory import _kinds, _rules, _streams
 
-__all__ = ["Parts", "named", "parts"]
+__all__ = [
+    "Parts",
+    "by_version",
+    "code_of",
+    "digest",
+    "is_global",
+    "label",
+    "named",
+    "names_in",
+    "parts",
+    "plain",
+    "scalar",
+    "variables",
+    "whole",
+]
 
 Parts = Iterator[tuple[str, Any]]
 _BEYOND = 1 << 32
+_SCALARS = (bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented))
+_LONG = 200
+_NAMED_IN_C = (
+    types.BuiltinFunctionType,
+    types.WrapperDescriptorType,
+    types.MethodDescriptorType,
+    types.ClassMethodDescriptorType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+    types.MethodWrapperType,
+)
+# Their text has neither an address nor an order in it.
+_TYPING = (types.GenericAlias, types.UnionType, typing.TypeVar, type(typing.Any), type(typing.List[int]))  # noqa: UP006
+_OF_TORCH = ("dtype", "device", "layout", "memory_format", "Size")
+
+
+def digest(data: Any) -> str:
+    """Shorten bytes, or what shows its memory."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def scalar(item: Any) -> Any:
+    """Return the token of an immutable value whose identity does not matter; None: it is none."""
+    kind = type(item)
+    if kind in _SCALARS:
+        return kind.__name__, _text(item)
+    if issubclass(kind, enum.Enum):
+        return "enum", _kinds.full_name(kind), str(item._name_), scalar(item._value_)
+    if issubclass(kind, np.generic):
+        return kind.__name__, item.tobytes() if kind is np.void else repr(item)
+    if issubclass(kind, np.dtype):
+        return "dtype", repr(item), item.isalignedstruct
+    torch = sys.modules.get("torch")
+    if torch is not None and any(kind is getattr(torch, name) for name in _OF_TORCH):
+        return kind.__name__, repr(item)
+    if kind in (slice, range):
+        return kind.__name__, tuple(scalar(part) for part in (item.start, item.stop, item.step))
+    if issubclass(kind, _TYPING):
+        return "typing", repr(item)
+    return None
+
+
+def _text(item: Any) -> Any:
+    if isinstance(item, (str, bytes)):
+        data = item.encode("utf-8", "surrogatepass") if isinstance(item, str) else item
+        return item if len(item) <= _LONG else f"{item[:20]!r}... {len(item)} {digest(data)}"
+    # NaN is equal to itself in this form, and 1, 1.0 and True are not one another.
+    return hex(item) if type(item) is int and item.bit_length() > _LONG else repr(item)
+
+
+def label(key: Any) -> str | None:
+    """Return a text for a dictionary's key or a set's part; None: it is an object, and others may be like it."""
+    if type(key) in (str, int, float, bool, type(None), bytes):
+        text = repr(key)
+        return text if len(text) <= _LONG else f"{text[:20]}...{digest(text.encode('utf-8', 'surrogatepass'))}"
+    if type(key) is tuple:
+        parts = [label(part) for part in key]
+        return None if None in parts else f"({', '.join(map(str, parts))})"
+    if issubclass(type(key), type):
+        return f"<{_kinds.full_name(key)}>"
+    token = scalar(key)
+    return None if token is None else f"<{token}>"
+
+
+def plain(item: Any, depth: int = 4) -> Any:
+    """Return the token of scalars, arrays and plain containers of them; None: there is something else in it."""
+    token = scalar(item)
+    if token is None and type(item) is np.ndarray and not item.dtype.hasobject:
+        token = whole(item)
+    if token is not None or depth == 0:
+        return token
+    if type(item) in (list, tuple, set, frozenset):
+        parts = [plain(part, depth - 1) for part in item]
+        ordered = sorted(parts, key=repr) if isinstance(item, (set, frozenset)) else parts
+        return None if None in parts else (type(item).__name__, tuple(ordered))
+    if type(item) is dict:
+        pairs = [(plain(key, depth - 1), plain(part, depth - 1)) for key, part in item.items()]
+        return None if any(None in pair for pair in pairs) else ("dict", tuple(pairs))
+    return None
+
+
+def is_global(function: Any) -> bool:
+    """Whether a function or class is pickled by its name, as one that another process imports."""
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    if module is None or module.__name__ in ("__main__", "__mp_main__"):
+        return False
+    found: Any = module
+    for name in function.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is function
+
+
+def by_version(function: Any) -> Any:
+    """Return the token of a function of TorchRL's that it replaces by another at its first call; None: it is none.
+
+    Which of its forms a process has depends on what was called there, not on what an environment is.
+    """
+    # What stands there before the first call is an object of the package that makes the choice.
+    if type(function) is not types.FunctionType and not type(function).__module__.startswith("pyvers"):
+        return None
+    choices = getattr(getattr(sys.modules.get("torchrl._utils"), "implement_for", None), "_lazy_impl", None)
+    name = f"{getattr(function, '__module__', None)}.{getattr(function, '__qualname__', None)}"
+    return ("by version", name) if choices and name in choices else None
+
+
+def code_of(code: types.CodeType) -> str:
+    """Shorten what a function does, whatever the file and the lines are."""
+    parts = [code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, code.co_flags]
+    parts += [code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount]
+    parts += [code_of(part) if isinstance(part, types.CodeType) else plain(part, 50) for part in code.co_consts]
+    return digest(repr(parts).encode("utf-8", "surrogatepass"))
+
+
+def whole(item: Any) -> Any:
+    """Return the token of a value that is not looked into further, but for attributes of its own; None: it is none."""
+    kind = type(item)
+    if issubclass(kind, (type, types.ModuleType)):
+        return "name", *(_kinds.name_of(item) if issubclass(kind, type) else (item.__name__,))
+    if issubclass(kind, types.FunctionType):
+        return "function", item.__module__, item.__qualname__, code_of(item.__code__)
+    if kind is types.CodeType:
+        return "code", code_of(item)
+    if issubclass(kind, _NAMED_IN_C):
+        owner = getattr(item, "__self__", None)
+        return "builtin", getattr(item, "__module__", None), item.__qualname__, _kinds.full_name(type(owner))
+    if issubclass(kind, np.ndarray):
+        data = "objects" if item.dtype.hasobject else digest(np.ascontiguousarray(item))
+        return _kinds.full_name(kind), item.shape, repr(item.dtype), item.flags.writeable, data
+    if issubclass(kind, (bytearray, memoryview)):
+        return kind.__name__, digest(bytes(item))
+    if _streams.is_generator(item):
+        source = getattr(item, "bit_generator", None)
+        return "generator", _kinds.full_name(kind), type(source).__name__
+    torch = sys.modules.get("torch")
+    if torch is not None and issubclass(kind, torch.Tensor) and item.layout is torch.strided:
+        return _tensor(item, torch)
+    return None
+
+
+def _tensor(item: Any, torch: Any) -> Any:
+    state = (item.requires_grad, item.grad_fn is None, item.is_shared())
+    name = (_kinds.full_name(type(item)), tuple(item.shape), str(item.dtype), str(item.device), state)
+    if item.device.type == "meta":
+        return name
+    flat = item.detach().resolve_conj().resolve_neg().cpu().reshape(-1)
+    # A copy, because of one part only may have any stride.
+    flat = torch.empty_like(flat, memory_format=torch.contiguous_format).copy_(flat)
+    return (*name, digest(flat.view(torch.uint8).numpy()))
 
 
 def parts(item: Any) -> Parts:
-    """Give what an object holds, but for the parts of a set: those have no order.
+    """Return what an object holds, but for the parts of a set: those have no order.
 
     Nothing of the object's own code runs but, if it is of a class in C, its way of being pickled: its state can be read
     in no other way.
@@ -26,10 +196,10 @@ def parts(item: Any) -> Parts:
     :raises Exception: it cannot be looked into
     """
     kind = type(item)
-    rebuilder = _rebuilders.find(item)
+    rebuilder = _rules.find(item)
     if rebuilder is not None:
         yield from _of_rule(item, rebuilder)
-    elif kind is _rebuilders.Fields:
+    elif kind is _rules.Fields:
         yield from named(item)
     elif kind is types.FunctionType:
         yield from _of_function(item)
@@ -42,14 +212,14 @@ def parts(item: Any) -> Parts:
         yield from ((".func", item.func), (".args", item.args), (".keywords", item.keywords))
         yield from named(vars(item))
     elif kind is types.CellType:
-        yield from _of_cell(item)
+        yield from (("", part) for part in _contents(item))
     elif issubclass(kind, np.ndarray):
         yield from _of_array(item)
     elif _streams.is_generator(item):
         if issubclass(kind, np.random.Generator):
             yield ".bit_generator", item.bit_generator
         yield from named({name: part for name, part in _kinds.attributes(item).items() if name != "gauss_next"})
-    elif _tokens.whole(item) is not None:
+    elif whole(item) is not None:
         yield from named(_kinds.attributes(item))
         if getattr(item, "is_leaf", False) and item.grad is not None:
             yield ".grad", item.grad
@@ -58,7 +228,7 @@ def parts(item: Any) -> Parts:
 
 
 def named(found: Mapping[str, Any]) -> Parts:
-    """Give attributes in an order that does not vary."""
+    """Return attributes in an order that does not vary."""
     yield from ((f".{name}", found[name]) for name in sorted(found, key=str))
 
 
@@ -68,7 +238,7 @@ def _of_object(item: Any, kind: type) -> Parts:
         yield ".__traceback__", item.__traceback__ is not None
         yield from ((f".{name}", getattr(item, name)) for name in ("__cause__", "__context__"))
     if _kinds.foreign_base(kind) is not None:
-        yield from _of_reduced(item, _state.by_pickle(item), _kinds.attributes(item))
+        yield from _of_reduced(item, _rules.by_pickle(item), _kinds.attributes(item))
     elif issubclass(kind, dict):
         yield from _of_pairs(dict.items(item))
     elif issubclass(kind, (list, tuple)):
@@ -78,7 +248,7 @@ def _of_object(item: Any, kind: type) -> Parts:
 
 def _of_pairs(pairs: Any) -> Parts:
     for index, (key, part) in enumerate(pairs):
-        text = _tokens.label(key)
+        text = label(key)
         step = f"[{text}]" if text is not None else f"[#{index}]"
         yield step, part
         # A number so large may be somebody's id().
@@ -95,27 +265,38 @@ def _of_array(array: Any) -> Parts:
 
 
 def _of_function(function: types.FunctionType) -> Parts:
-    if _tokens.is_global(function):
+    if is_global(function):
         return
     yield ".__defaults__", function.__defaults__
     yield ".__kwdefaults__", function.__kwdefaults__
     yield from named(vars(function))
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         yield f".<{name}>", cell
-    for name in sorted(_tokens.names_in(function.__code__)):
+    for name in sorted(names_in(function.__code__)):
         part = function.__globals__.get(name)
         if part is not None and not isinstance(part, types.ModuleType):
             yield f".<global {name}>", part
 
 
-def _of_cell(cell: types.CellType) -> Parts:
+def names_in(code: types.CodeType) -> set[str]:
+    """Return the names that code reads beside its variables, that of functions within it too."""
+    within = (part for part in code.co_consts if isinstance(part, types.CodeType))
+    return set(code.co_names).union(*map(names_in, within))
+
+
+def variables(function: types.FunctionType) -> list[Any]:
+    """Return what is in the variables of a function's own, as far as anything is."""
+    return [part for cell in function.__closure__ or () for part in _contents(cell)]
+
+
+def _contents(cell: types.CellType) -> tuple[Any, ...]:
     try:
-        yield "", cell.cell_contents
-    except ValueError:  # not filled yet
-        return
+        return (cell.cell_contents,)
+    except ValueError:  # nothing is in it yet
+        return ()
 
 
-def _of_rule(item: Any, rebuilder: _rebuilders.Rebuilder) -> Parts:
+def _of_rule(item: Any, rebuilder: _rules.Rebuilder) -> Parts:
     if rebuilder.settings is None:
         yield from _of_reduced(item, rebuilder.rule(item), {})
         return
@@ -127,7 +308,7 @@ def _of_rule(item: Any, rebuilder: _rebuilders.Rebuilder) -> Parts:
 
 
 def _of_reduced(item: Any, reduced: Any, known: Mapping[str, Any]) -> Parts:
-    """Give what a reduction holds, but for the attributes that are known already."""
+    """Return what a reduction holds, but for the attributes that are known already."""
     if isinstance(reduced, str):  # the name of something global
         yield ".<name>", reduced
         return

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import difflib
 import inspect
 import sys
-import types
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rl_ext_core import processes
 from rl_ext_core.errors import InvalidArgumentError
-from rl_ext_core.factory import _graft, _overrides, _registered, _state
+from rl_ext_core.factory import _graft, _kinds, _rules, _sources
 
 __all__ = ["Recipe", "by_calling", "by_grafting", "make"]
 
@@ -50,11 +49,11 @@ class Recipe:
         if self.takes_arguments:
             return _called(*self.unpacked(), overrides)
         environment = _graft.loads(self.packed) if self.origin == "graft" else _called(*self.unpacked(), {})
-        _overrides.apply(environment, overrides)
+        _apply(environment, overrides)
         return environment
 
     def unpacked(self) -> tuple[Any, Iterable[Any]]:
-        """Give the callable, with specifications of ids that it names."""
+        """Return the callable, with specifications of ids that it names."""
         if self.called is not None:
             return self.called
         called: tuple[Any, Iterable[Any]] = _graft.loads(self.packed)
@@ -73,7 +72,7 @@ class Recipe:
         """
         for name, value in overrides.items():
             if not self.takes_arguments and live is not None:
-                _overrides.owner(live, name, value)
+                _owner(live, name, value)
             if self.takes_arguments and name not in self.parameters and not self._takes_any:
                 raise InvalidArgumentError(
                     f"{self.line} takes no argument {name}={value!r}; it takes {', '.join(self.parameters) or 'none'}. "
@@ -91,7 +90,7 @@ class Recipe:
 
 
 def _called(build: Any, specs: Iterable[Any], arguments: Mapping[str, Any]) -> Any:
-    _registered.register(specs)
+    _sources.register_specs(specs)
     try:
         return build(**arguments)
     except Exception as error:
@@ -108,7 +107,7 @@ def by_calling(build: Any, origin: str, line: str, *, takes_arguments: bool) -> 
 
     :raises Refused: it holds what cannot be copied
     """
-    called = (build, _registered.named_by(build))
+    called = (build, _sources.specs_named_by(build))
     packed = _graft.dumps(called)
     if not takes_arguments or _holds_environment(build):
         # What an instance was made by is unpickled each time too: copies do not share what they are made of.
@@ -118,13 +117,7 @@ def by_calling(build: Any, origin: str, line: str, *, takes_arguments: bool) -> 
 
 
 def _holds_environment(build: Any) -> bool:
-    if isinstance(build, functools.partial):
-        return any(map(_holds_environment, (build.func, *build.args, *build.keywords.values())))
-    if isinstance(build, types.FunctionType):
-        held = [cell.cell_contents for cell in _registered.filled(build)] + list(build.__defaults__ or ())
-        held += [build.__globals__.get(name) for name in build.__code__.co_names]
-        return any(not isinstance(part, type) and _state.is_layer(part) for part in held)
-    return not isinstance(build, type) and _state.is_layer(build)
+    return any(not issubclass(type(part), type) and _rules.is_layer(part) for part in _sources.referred(build))
 
 
 def _parameters(build: Any) -> tuple[str, ...]:
@@ -151,3 +144,63 @@ def make(spec: Any, **kwargs: Any) -> Any:
     import gymnasium
 
     return gymnasium.make(spec, **kwargs)
+
+
+def _owner(environment: Any, name: str, value: Any) -> Any:
+    """Find the outermost layer that has an attribute.
+
+    :param value: for the message
+    :raises InvalidArgumentError: there is none
+    """
+    found = next((layer for layer in _rules.layers(environment) if _has(layer, name)), None)
+    if found is None:
+        raise InvalidArgumentError(_unknown(environment, name, value))
+    return found
+
+
+def _apply(environment: Any, overrides: Mapping[str, Any]) -> None:
+    """Set attributes, each on the outermost layer that has it.
+
+    :param environment: an environment
+    :param overrides: names of attributes and their values
+    :raises InvalidArgumentError: no layer has such an attribute, or it does not keep the value
+    """
+    for name, value in overrides.items():
+        layer = _owner(environment, name, value)
+        try:
+            setattr(layer, name, value)
+        except AttributeError as error:
+            raise InvalidArgumentError(
+                f"overrides: {name}={value!r} cannot be set on {type(layer).__name__}: {error}. {_CONSTRUCT}"
+            ) from error
+        kept = getattr(layer, name)
+        if kept is not value and not _equal(kept, value):
+            raise InvalidArgumentError(
+                f"overrides: {name}={value!r} was set on {type(layer).__name__}, which keeps {kept!r}. {_CONSTRUCT}"
+            )
+
+
+_CONSTRUCT = (
+    "What only the constructor takes needs the constructor: hand over the class, the id or a function, e.g. "
+    "as_factory(lambda **kwargs: MyEnv(**kwargs)).for_workers(2, overrides=[...])"
+)
+
+
+def _has(layer: Any, name: str) -> bool:
+    return name in _kinds.attributes(layer) or any(name in vars(base) for base in type(layer).__mro__)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return bool((one == other) if not hasattr(one, "shape") else (one == other).all())
+    except (TypeError, ValueError):
+        return False
+
+
+def _unknown(environment: Any, name: str, value: Any) -> str:
+    names = sorted({known for layer in _rules.layers(environment) for known in _kinds.attributes(layer)})
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5) or names[:8]
+    return (
+        f"overrides: no layer of {type(environment).__name__} has the attribute {name}={value!r}; there are "
+        f"{', '.join(near)}. {_CONSTRUCT}"
+    )

@@ -1,8 +1,11 @@
-"""How those objects of the standard library and of NumPy are copied that pickle cannot copy, or would copy wrongly."""
+"""How those objects of the standard library and its kin are copied that pickle cannot copy, or would copy wrongly."""
 
 from __future__ import annotations
 
 import ast
+import copyreg
+import functools
+import gc
 import logging
 import pickle
 import sys
@@ -10,15 +13,16 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl_ext_core.factory import _kinds
-from rl_ext_core.factory._refused import NoCopy
+from rl_ext_core.factory import _graft, _kinds, _parts, _rules
 
-__all__ = ["RULES"]
+if TYPE_CHECKING:
+    from rl_ext_core.factory._rules import Rules
+
+__all__ = ["RULES", "kept", "lost_by"]
 
 # Somebody else holds a lock for a moment only, as a rule.
 _PATIENCE_S = 0.2
@@ -49,29 +53,97 @@ def _make_lock_of_processes(name: str) -> Any:
 
 def _condition(condition: Any) -> tuple[Any, ...]:
     # Threads that wait for it do so anew in the copy.
-    return _blank, (type(condition),), _condition_settings(condition), None, None, _set
-
-
-def _condition_settings(condition: Any) -> dict[str, Any]:
-    return {**_kinds.attributes(condition), "_waiters": deque[Any]()}
-
-
-def _blank(cls: Any) -> Any:
-    return object.__new__(cls)
-
-
-def _set(copy: Any, state: dict[str, Any]) -> None:
-    vars(copy).update(state)
+    return _rules.new(type(condition), {**_kinds.attributes(condition), "_waiters": deque[Any]()})
 
 
 def _local(local: Any) -> tuple[Any, ...]:
     if type(local).__init__ is not object.__init__:
         raise pickle.PicklingError("each thread calls its __init__ with arguments that cannot be read")
-    return _make_local, (type(local),), dict(local.__dict__), None, None, _set
+    return type(local), (), dict(local.__dict__), None, None, _set_attributes
 
 
-def _make_local(cls: Any) -> Any:
-    return cls()
+def _set_attributes(copy: Any, state: dict[str, Any]) -> None:
+    vars(copy).update(state)
+
+
+_STARTED = (
+    "it is a thread that runs, or has run, and what it is doing has no copy; start it in reset(), and hand the "
+    "environment over before that"
+)
+# What it runs; Python deletes these when it has run.
+_RUN = {"_target", "_args", "_kwargs"}
+
+
+def _thread(thread: threading.Thread) -> tuple[Any, ...]:
+    if thread is threading.main_thread():
+        return threading.main_thread, ()
+    if thread.ident is not None:
+        # Not by constructing what holds it either: its thread would wait for other locks than the copied ones.
+        raise _graft.NoCopy(_STARTED)
+    return _make_thread, (type(thread), thread.name, thread.daemon), _held_by_thread(thread)
+
+
+def _held_by_thread(thread: threading.Thread) -> dict[str, Any]:
+    own = vars(threading.Thread()).keys() - _RUN
+    return {name: value for name, value in vars(thread).items() if name not in own}
+
+
+def _thread_settings(thread: threading.Thread) -> dict[str, Any]:
+    if thread is threading.main_thread():
+        return {"name": "main"}
+    return {**_held_by_thread(thread), "<started>": thread.ident is not None, "<running>": thread.is_alive()}
+
+
+def lost_by(thread: Any) -> str | None:
+    """Say what a thread of a newly constructed copy will not have: what its function keeps in variables of its own."""
+    # By its type: a weak proxy is asked for the class of what it stands for, which may be gone.
+    if not issubclass(type(thread), threading.Thread) or not thread.is_alive() or thread is threading.main_thread():
+        return None
+    ran = vars(thread).get("_target") or type(thread).run
+    code = getattr(getattr(ran, "__func__", ran), "__code__", None)
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    if frame is None or code is None or code is threading.Thread.run.__code__:
+        return None
+    given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    names = sorted(set(frame.f_locals) - set(given) - set(code.co_freevars))
+    if not names:
+        return None
+    return (
+        f"a copy starts the thread's function from its beginning, without what is in {', '.join(names)} now: keep that "
+        "in attributes"
+    )
+
+
+def _make_thread(cls: type[threading.Thread], name: str, daemon: bool) -> threading.Thread:
+    thread = cls.__new__(cls)
+    threading.Thread.__init__(thread, name=name, daemon=daemon)
+    return thread
+
+
+def _executor(executor: Any) -> tuple[Any, ...]:
+    if executor._work_queue.qsize():
+        raise pickle.PicklingError("work is waiting in it that has not begun; wait until it is done")
+    names = ("_max_workers", "_thread_name_prefix", "_initializer", "_initargs")
+    return type(executor), tuple(getattr(executor, name) for name in names)
+
+
+def _queue(queue: Any) -> tuple[Any, ...]:
+    if not queue.empty():
+        raise pickle.PicklingError("what is in it cannot be read without taking it out; empty it, or use queue.Queue")
+    return type(queue), ()
+
+
+class _Gone:
+    """What is referred to for a moment."""
+
+
+class _GoneFunction(_Gone):
+    """The same of what could be called: proxies of that are of another class."""
+
+    def __call__(self) -> None:
+        """Do nothing."""
 
 
 def _weakref(reference: Any) -> tuple[Any, ...]:
@@ -82,7 +154,7 @@ def _weakref(reference: Any) -> tuple[Any, ...]:
 
 
 def _dead_weakref() -> Any:
-    return weakref.ref(type("Gone", (), {})())
+    return weakref.ref(_Gone())
 
 
 def _weak_method(reference: Any) -> tuple[Any, ...]:
@@ -102,6 +174,27 @@ def _fill(collection: Any, items: Any) -> None:
     collection.update(items)
 
 
+def _proxy(proxy: Any) -> tuple[Any, ...]:
+    try:
+        # Everything that is asked of a proxy is answered by its target; so is what a method is bound to.
+        return weakref.proxy, (proxy.__reduce_ex__.__self__,)
+    except ReferenceError:
+        return _dead_proxy, (type(proxy) is weakref.CallableProxyType,)
+
+
+def _dead_proxy(callable: bool) -> Any:
+    return weakref.proxy(_GoneFunction() if callable else _Gone())
+
+
+def _view(view: Any) -> tuple[Any, ...]:
+    (viewed,) = gc.get_referents(view)
+    return _view_of, (viewed, type(view).__name__.rpartition("_")[2])
+
+
+def _view_of(viewed: Any, name: str) -> Any:
+    return getattr(viewed, name)()
+
+
 def _count(count: Any) -> tuple[Any, ...]:
     # Its text is all that tells where it is; its own way of pickling is gone from Python 3.14 on.
     text = repr(count).removeprefix("count(").removesuffix(")")
@@ -112,20 +205,12 @@ def _count(count: Any) -> tuple[Any, ...]:
 
 
 def _path(path: Any) -> tuple[Any, ...]:
-    return type(path), tuple(path.__reduce__()[1])
-
-
-def _path_settings(path: Any) -> dict[str, Any]:
     # Not its attributes: what it was asked for is kept in them.
-    return {"parts": _path(path)[1]}
+    return type(path), tuple(path.__reduce__()[1])
 
 
 def _logger(logger: Any) -> tuple[Any, ...]:
     return logging.getLogger, (() if isinstance(logger, logging.RootLogger) else (logger.name,))
-
-
-def _logger_settings(logger: Any) -> dict[str, Any]:
-    return {"name": logger.name}
 
 
 def _memmap(array: Any) -> tuple[Any, ...]:
@@ -171,7 +256,7 @@ def _generator_settings(generator: Any) -> dict[str, Any]:
 
 
 def _factory(factory: Any) -> tuple[Any, ...]:
-    return _blank, (type(factory),), factory.__getstate__()
+    return copyreg.__newobj__, (type(factory),), factory.__getstate__()  # type: ignore[attr-defined]
 
 
 def _factory_settings(factory: Any) -> dict[str, Any]:
@@ -181,11 +266,125 @@ def _factory_settings(factory: Any) -> dict[str, Any]:
     return {"recipe": state["_recipe"].packed, "worker": own, "given": state["_given"]}
 
 
-def _refuse(reason: str, error: type[Exception] = pickle.PicklingError) -> Callable[[Any], tuple[Any, ...]]:
-    def rule(_: Any) -> tuple[Any, ...]:
-        raise error(reason)
+# Arguments, arguments by name, and what was returned.
+_Call = tuple[tuple[Any, ...], dict[str, Any], Any]
+# The key, the result and the class of the link; the cache's own class is in front of them.
+_OF_A_LINK = 3
 
-    return rule
+
+def kept(cache: Any) -> list[_Call]:
+    """Read what a cache keeps, the oldest use first.
+
+    :raises PicklingError: this interpreter does not show it
+    """
+    size, parameters = cache.cache_info().currsize, cache.cache_parameters()
+    if not size:
+        return []
+    found = gc.get_referents(cache)[1:]
+    end = 0 if parameters["maxsize"] is None else _OF_A_LINK * size
+    links, (store, _, mark) = found[:end], found[end : end + 3]
+    if type(store) is not dict or len(store) != size or any(key not in store for key in links[::_OF_A_LINK]):
+        raise pickle.PicklingError("what it keeps cannot be read; call its cache_clear() first")
+    pairs = zip(links[::_OF_A_LINK], links[1::_OF_A_LINK], strict=True) if end else store.items()
+    return [(*_arguments_of(key, mark, parameters["typed"]), result) for key, result in pairs]
+
+
+def _arguments_of(key: Any, mark: Any, typed: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if type(key) is not tuple:
+        return (key,), {}
+    at = next((index for index, part in enumerate(key) if part is mark), None)
+    if at is None:
+        return key[: len(key) // 2] if typed else key, {}
+    named = key[at + 1 :]
+    if typed:  # for each argument a class behind them
+        named = named[: (len(named) - at) // 3 * 2]
+    return key[:at], dict(zip(named[::2], named[1::2], strict=True))
+
+
+class _Recalling:
+    """Calls a function, or gives what it has returned in the original."""
+
+    __slots__ = ("_function", "result")
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self.result: list[Any] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.result.pop() if self.result else self._function(*args, **kwargs)
+
+
+def _cache(cache: Any) -> tuple[Any, ...] | str:
+    if _parts.is_global(cache):
+        return str(cache.__qualname__)
+    state = (_cache_attributes(cache), kept(cache))
+    return _make_cache, (cache.__wrapped__, cache.cache_parameters()), state, None, None, _fill_cache
+
+
+def _make_cache(function: Any, parameters: dict[str, Any]) -> Any:
+    cache: Any = functools.lru_cache(**parameters)(_Recalling(function))
+    return functools.update_wrapper(cache, function)
+
+
+def _fill_cache(cache: Any, state: tuple[dict[str, Any], list[_Call]]) -> None:
+    attributes, calls = state
+    vars(cache).update(attributes)
+    # Later: arguments have a hash when they are complete.
+    _graft.after_loading(lambda: _recall(cache, calls))
+
+
+def _recall(cache: Any, calls: list[_Call]) -> None:
+    # It shows what it calls in no other way.
+    recalling = next(part for part in gc.get_referents(cache) if type(part) is _Recalling)
+    for args, kwargs, result in calls:
+        recalling.result.append(result)
+        cache(*args, **kwargs)
+
+
+def _cache_attributes(cache: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(cache).items() if name not in ("__wrapped__", "cache_parameters")}
+
+
+def _cache_settings(cache: Any) -> dict[str, Any]:
+    if _parts.is_global(cache):
+        return {"name": (cache.__module__, cache.__qualname__)}
+    own = {"wrapped": cache.__wrapped__, "parameters": cache.cache_parameters(), "kept": kept(cache)}
+    return {**own, **_cache_attributes(cache)}
+
+
+def _own_way(item: Any) -> Any:
+    return item.__reduce_ex__(4)
+
+
+def _table(table: Any) -> Any:
+    # From pandas 3 on, tables share memory until one is written to; copies would not know of one another.
+    return _own_way(table.copy() if int(sys.modules["pandas"].__version__.partition(".")[0]) >= 3 else table)
+
+
+def _values(column: Any) -> tuple[str, Any]:
+    return str(column.dtype), np.array(column)  # not a view, for the same reason
+
+
+def _index(index: Any) -> dict[str, Any]:
+    return {"values": _values(index), "names": list(index.names)}
+
+
+def _more(table: Any) -> dict[str, Any]:
+    return {"attrs": table.attrs, "flags": table.flags.allows_duplicate_labels}
+
+
+def _series(series: Any) -> dict[str, Any]:
+    return {"index": _index(series.index), "name": series.name, "values": _values(series), **_more(series)}
+
+
+def _frame(frame: Any) -> dict[str, Any]:
+    columns = [_values(frame.iloc[:, number]) for number in range(frame.shape[1])]
+    return {"index": _index(frame.index), "names": _index(frame.columns), "columns": columns, **_more(frame)}
+
+
+def _picture(picture: Any) -> dict[str, Any]:
+    what = {"mode": picture.mode, "size": picture.size, "palette": picture.getpalette() if picture.palette else None}
+    return {**what, "info": picture.info, "pixels": picture.tobytes()}
 
 
 _SHARED = "it is memory that processes share: a copy would change the original, or no longer share it"
@@ -194,23 +393,23 @@ _FOLDER = "it deletes its file or folder, and a copy would delete the same; make
 _LIBRARY = "what a library in C holds cannot be read; say how the class that uses it is made, with register_rebuilder"
 
 # Class, rule, and what a copy has in common with the original; None: what the rule keeps.
-RULES: list[tuple[str, Callable[[Any], Any], Callable[[Any], Any] | None]] = [
+RULES: Rules = [
     ("rl_ext_core.factory.factory:EnvFactory", _factory, _factory_settings),
     ("_thread:lock", _lock, _nothing),
     ("_thread:RLock", _lock, _nothing),
-    ("threading:Condition", _condition, _condition_settings),
-    ("_thread:_local", _local, lambda local: dict(local.__dict__)),
+    ("threading:Condition", _condition, None),
+    ("_thread:_local", _local, None),
     ("multiprocessing.synchronize:Lock", _lock_of_processes, _nothing),
     ("multiprocessing.synchronize:RLock", _lock_of_processes, _nothing),
     ("weakref:ReferenceType", _weakref, None),
     ("weakref:WeakValueDictionary", _weak_collection, lambda found: {"parts": _strong(found)}),
     ("weakref:WeakKeyDictionary", _weak_collection, lambda found: {"parts": _strong(found)}),
     ("_weakrefset:WeakSet", _weak_collection, lambda found: {"parts": _strong(found)}),
-    ("weakref:WeakMethod", _weak_method, lambda reference: {"target": reference()}),
+    ("weakref:WeakMethod", _weak_method, None),
     ("itertools:count", _count, None),
-    ("pathlib:PurePath", _path, _path_settings),
-    ("pathlib._local:PurePath", _path, _path_settings),  # Python 3.13
-    ("logging:Logger", _logger, _logger_settings),
+    ("pathlib:PurePath", _path, None),
+    ("pathlib._local:PurePath", _path, None),  # Python 3.13
+    ("logging:Logger", _logger, None),
     ("numpy:memmap", _memmap, _memmap_settings),
     ("_io:TextIOWrapper", _stream, _stream_settings),
     ("_io:BufferedReader", _stream, _stream_settings),
@@ -218,22 +417,38 @@ RULES: list[tuple[str, Callable[[Any], Any], Callable[[Any], Any] | None]] = [
     ("_io:BufferedRandom", _stream, _stream_settings),
     ("_io:FileIO", _stream, _stream_settings),
     ("builtins:generator", _generator, _generator_settings),
-    ("ctypes:CDLL", _refuse(_LIBRARY), None),
-    ("mmap:mmap", _refuse(_SHARED), None),
-    ("multiprocessing.shared_memory:SharedMemory", _refuse(_SHARED, NoCopy), None),
-    ("multiprocessing.sharedctypes:SynchronizedBase", _refuse(_SHARED, NoCopy), None),
-    ("multiprocessing.synchronize:SemLock", _refuse(_SHARED, NoCopy), None),
-    ("multiprocessing.synchronize:Condition", _refuse(_SHARED, NoCopy), None),
-    ("multiprocessing.synchronize:Event", _refuse(_SHARED, NoCopy), None),
-    ("multiprocessing.queues:Queue", _refuse(_SHARED, NoCopy), None),
-    ("multiprocessing.connection:_ConnectionBase", _refuse(_PROCESS, NoCopy), None),
-    ("multiprocessing.process:BaseProcess", _refuse(_PROCESS, NoCopy), None),
-    ("multiprocessing.managers:BaseProxy", _refuse(_PROCESS, NoCopy), None),
-    ("multiprocessing.pool:Pool", _refuse(_PROCESS, NoCopy), None),
-    ("concurrent.futures.process:ProcessPoolExecutor", _refuse(_PROCESS, NoCopy), None),
-    ("subprocess:Popen", _refuse(_PROCESS, NoCopy), None),
-    ("socket:socket", _refuse("it is a connection, which a copy cannot use as well; connect in the copy"), None),
-    ("tempfile:TemporaryDirectory", _refuse(_FOLDER), None),
-    ("tempfile:_TemporaryFileWrapper", _refuse(_FOLDER), None),
-    ("weakref:finalize", _refuse("what it does in the end would be done for every copy"), None),
+    ("ctypes:CDLL", _rules.refusal(_LIBRARY), None),
+    ("mmap:mmap", _rules.refusal(_SHARED), None),
+    ("multiprocessing.shared_memory:SharedMemory", _rules.refusal(_SHARED, _graft.NoCopy), None),
+    ("multiprocessing.sharedctypes:SynchronizedBase", _rules.refusal(_SHARED, _graft.NoCopy), None),
+    ("multiprocessing.synchronize:SemLock", _rules.refusal(_SHARED, _graft.NoCopy), None),
+    ("multiprocessing.synchronize:Condition", _rules.refusal(_SHARED, _graft.NoCopy), None),
+    ("multiprocessing.synchronize:Event", _rules.refusal(_SHARED, _graft.NoCopy), None),
+    ("multiprocessing.queues:Queue", _rules.refusal(_SHARED, _graft.NoCopy), None),
+    ("multiprocessing.connection:_ConnectionBase", _rules.refusal(_PROCESS, _graft.NoCopy), None),
+    ("multiprocessing.process:BaseProcess", _rules.refusal(_PROCESS, _graft.NoCopy), None),
+    ("multiprocessing.managers:BaseProxy", _rules.refusal(_PROCESS, _graft.NoCopy), None),
+    ("multiprocessing.pool:Pool", _rules.refusal(_PROCESS, _graft.NoCopy), None),
+    ("concurrent.futures.process:ProcessPoolExecutor", _rules.refusal(_PROCESS, _graft.NoCopy), None),
+    ("subprocess:Popen", _rules.refusal(_PROCESS, _graft.NoCopy), None),
+    ("socket:socket", _rules.refusal("it is a connection, which a copy cannot use as well; connect in the copy"), None),
+    ("tempfile:TemporaryDirectory", _rules.refusal(_FOLDER), None),
+    ("tempfile:_TemporaryFileWrapper", _rules.refusal(_FOLDER), None),
+    ("weakref:finalize", _rules.refusal("what it does in the end would be done for every copy"), None),
+    ("weakref:ProxyType", _proxy, None),
+    ("weakref:CallableProxyType", _proxy, None),
+    *((f"builtins:{kind}dict_{name}", _view, None) for kind in ("", "o") for name in ("keys", "values", "items")),
+    ("functools:_lru_cache_wrapper", _cache, _cache_settings),
+    ("threading:Thread", _thread, _thread_settings),
+    ("concurrent.futures.thread:ThreadPoolExecutor", _executor, None),
+    ("_queue:SimpleQueue", _queue, lambda queue: {"empty": queue.empty()}),
+    ("pandas:DataFrame", _table, _frame),
+    ("pandas.core.frame:DataFrame", _table, _frame),
+    ("pandas:Series", _table, _series),
+    ("pandas.core.series:Series", _table, _series),
+    ("pandas:Index", _own_way, _index),
+    ("pandas.core.indexes.base:Index", _own_way, _index),
+    ("PIL.Image:Image", _own_way, _picture),
 ]
+
+_rules.add(RULES)

@@ -12,7 +12,12 @@ import gc
 import importlib
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from rl_ext_core.factory import _rules
+
+if TYPE_CHECKING:
+    from rl_ext_core.factory._rules import Rules
 
 __all__ = ["RULES"]
 
@@ -47,16 +52,12 @@ def _read(item: Any, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _held(item: Any) -> dict[str, Any]:
-    """Give what somebody has put on one of Box2D's objects."""
+    """Return what somebody has put on one of Box2D's objects."""
     return {name: value for name, value in vars(item).items() if name not in ("this", "_b2World__data")}
 
 
-def _set(copy: Any, state: dict[str, Any]) -> None:
-    vars(copy).update(state)
-
-
 def _owner(world: Any) -> Any:
-    """Give the object that a world was made as: asked for its world, a body makes a new one every time."""
+    """Return the object that a world was made as: asked for its world, a body makes a new one every time."""
     if world.thisown:
         return world
     address = int(world.this)
@@ -221,16 +222,13 @@ def _part_of(owner: Any, listed: str, number: int) -> Any:
     return getattr(owner, listed)[number]
 
 
-def _placed(place: Callable[[Any], tuple[Any, str, int]]) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """Give rule and settings of what is found in a list of its owner's."""
+def _placed(place: Callable[[Any], tuple[Any, str, int]]) -> Callable[[Any], Any]:
+    """Return the rule of what is found in a list of its owner's."""
 
     def rule(item: Any) -> tuple[Any, ...]:
-        return _part_of, place(item), _held(item), None, None, _set
+        return _part_of, place(item), _held(item), None, None, _rules.set_state
 
-    def settings(item: Any) -> dict[str, Any]:
-        return {**_held(item), "<place>": list(place(item))}
-
-    return rule, settings
+    return rule
 
 
 def _vector(vector: Any) -> tuple[Any, ...]:
@@ -256,7 +254,7 @@ def _make_loose_fixture(cls: Any, named: dict[str, Any]) -> Any:
 
 
 def _callback(callback: Any) -> tuple[Any, ...]:
-    return _make_callback, (type(callback),), _held(callback), None, None, _set
+    return _make_callback, (type(callback),), _held(callback), None, None, _rules.set_state
 
 
 def _make_callback(cls: Any) -> Any:
@@ -269,14 +267,14 @@ def _make_callback(cls: Any) -> Any:
 _CALLBACKS = ("b2ContactListener", "b2ContactFilter", "b2DestructionListener", "b2QueryCallback", "b2RayCastCallback")
 
 # Class, rule, and what a copy has in common with the original; None: what the rule keeps.
-RULES: list[tuple[str, Callable[[Any], tuple[Any, ...]], Callable[[Any], Any] | None]] = [
+RULES: Rules = [
     (f"{_KINDS}:b2World", _world, _world_settings),
-    (f"{_KINDS}:b2Body", *_placed(_body_place)),
-    (f"{_KINDS}:b2Joint", *_placed(_joint_place)),
-    (f"{_KINDS}:b2Fixture", *_placed(_fixture_place)),
-    (f"{_KINDS}:b2FixtureDef", _loose_fixture, _loose_fixture_settings),
-    (f"{_KINDS}:b2Shape", _shape, _shape_definition),
-    (f"{_KINDS}:b2Vec2", _vector, lambda vector: {"values": tuple(vector)}),
-    (f"{_KINDS}:b2Vec3", _vector, lambda vector: {"values": tuple(vector)}),
-    *((f"{_KINDS}:{name}", _callback, _held) for name in _CALLBACKS),
+    (f"{_KINDS}:b2Body", _placed(_body_place), None),
+    (f"{_KINDS}:b2Joint", _placed(_joint_place), None),
+    (f"{_KINDS}:b2Fixture", _placed(_fixture_place), None),
+    (f"{_KINDS}:b2FixtureDef", _loose_fixture, None),
+    (f"{_KINDS}:b2Shape", _shape, None),
+    (f"{_KINDS}:b2Vec2", _vector, None),
+    (f"{_KINDS}:b2Vec3", _vector, None),
+    *((f"{_KINDS}:{name}", _callback, None) for name in _CALLBACKS),
 ]

@@ -1,4 +1,4 @@
-"""How MuJoCo's structures are copied, and what gymnasium draws its MuJoCo environments by.
+"""How MuJoCo's structures are copied, and what gymnasium, dm_control and robosuite hold beside them.
 
 https://mujoco.readthedocs.io/en/stable/python.html
 """
@@ -6,15 +6,19 @@ https://mujoco.readthedocs.io/en/stable/python.html
 from __future__ import annotations
 
 import importlib
-import pickle
+import sys
+import threading
 import types
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl_ext_core.factory import _kinds
-from rl_ext_core.factory._rebuilders import Fields
+from rl_ext_core.factory import _graft, _kinds, _rules
+from rl_ext_core.factory._rules import Fields
+
+if TYPE_CHECKING:
+    from rl_ext_core.factory._rules import Rules
 
 __all__ = ["RULES"]
 
@@ -80,7 +84,7 @@ def _data(data: Any) -> tuple[Any, ...]:
 
 
 def _lost(data: Any) -> dict[str, Any]:
-    """Give what MuJoCo's own pickle of the data leaves out: flags, and counts of the solver."""
+    """Return what MuJoCo's own pickle of the data leaves out: flags, and counts of the solver."""
     numbers = {name: value for name, value in _data_settings(data).items() if isinstance(value, (bool, int, float))}
     counts = {name: getattr(data, name).copy() for name in _names(data) if name.startswith("solver_")}
     return {**numbers, **counts}
@@ -135,14 +139,9 @@ def _set_fields(structure: Any, fields: dict[str, Any]) -> None:
             setattr(structure, name, value)
 
 
-def _refuse(_: Any) -> tuple[Any, ...]:
-    raise pickle.PicklingError("it is a part of a model; keep the model, and write model.vis where it is used")
-
-
 def _viewer(viewer: Any) -> tuple[Any, ...]:
     size = viewer.viewport.width, viewer.viewport.height, viewer.scn.maxgeom
-    made = (type(viewer), viewer.model, viewer.data, *size)
-    return _make_viewer, made, _viewer_settings(viewer), None, None, _fill_viewer
+    return type(viewer), (viewer.model, viewer.data, *size), _viewer_settings(viewer), None, None, _fill_drawer
 
 
 def _viewer_settings(viewer: Any) -> dict[str, Any]:
@@ -150,19 +149,9 @@ def _viewer_settings(viewer: Any) -> dict[str, Any]:
     return {**held, "<flags>": viewer.scn.flags.copy(), "<size>": (viewer.viewport.width, viewer.viewport.height)}
 
 
-def _make_viewer(cls: Any, model: Any, data: Any, width: int, height: int, max_geom: int) -> Any:
-    return cls(model, data, width, height, max_geom)
-
-
-def _fill_viewer(viewer: Any, state: dict[str, Any]) -> None:
-    viewer.scn.flags[...] = state.pop("<flags>")
-    state.pop("<size>")
-    vars(viewer).update(state)
-
-
 def _renderer(renderer: Any) -> tuple[Any, ...]:
-    made = (type(renderer), renderer._model, renderer._height, renderer._width, renderer._scene.maxgeom)
-    return _make_renderer, made, _renderer_settings(renderer), None, None, _fill_renderer
+    made = renderer._model, renderer._height, renderer._width, renderer._scene.maxgeom
+    return type(renderer), made, _renderer_settings(renderer), None, None, _fill_drawer
 
 
 def _renderer_settings(renderer: Any) -> dict[str, Any]:
@@ -171,36 +160,156 @@ def _renderer_settings(renderer: Any) -> dict[str, Any]:
     return {**held, "<flags>": renderer._scene.flags.copy(), "<size>": (renderer._width, renderer._height)}
 
 
-def _make_renderer(cls: Any, model: Any, height: int, width: int, max_geom: int) -> Any:
-    return cls(model, height, width, max_geom)
+def _fill_drawer(drawer: Any, state: dict[str, Any]) -> None:
+    scene = drawer._scene if hasattr(drawer, "_scene") else drawer.scn
+    scene.flags[...] = state.pop("<flags>")
+    del state["<size>"]
+    vars(drawer).update(state)
 
 
-def _fill_renderer(renderer: Any, state: dict[str, Any]) -> None:
-    renderer._scene.flags[...] = state.pop("<flags>")
-    state.pop("<size>")
-    vars(renderer).update(state)
+_PART_OF_A_MODEL = "it is a part of a model; keep the model, and write model.vis where it is used"
+_OF_OPENGL = "it belongs to a context of OpenGL, which other processes do not have; draw once the copy is made"
 
 
-def _context(_: Any) -> tuple[Any, ...]:
-    raise pickle.PicklingError(
-        "it belongs to a context of OpenGL, which other processes do not have; draw once the copy is made"
+# dm_control.
+
+# Made anew from the simulator's data: the names by which its fields are indexed, a view into it, what draws it, and
+# views that are kept because making them takes time.
+_DERIVED = ("_contexts", "_contexts_lock", "_named", "_warnings", "_bindings")
+
+_DM_CONTROL = ("mujoco.engine", "mujoco.index", "mjcf.physics")
+_SCHEMAS = ("MUJOCO", "ATTACHMENT_FRAME", "WORLD_ATTACHMENT_FRAME")
+
+
+def _wrapper(value: Any) -> tuple[Any, ...]:
+    # Its own __setstate__ wraps the model a second time.
+    return _rules.new(type(value), dict(vars(value)))
+
+
+def _physics(physics: Any) -> tuple[Any, ...]:
+    state = {name: value for name, value in vars(physics).items() if name not in _DERIVED}
+    return _rules.new(type(physics), state, _fill_physics)
+
+
+def _fill_physics(physics: Any, state: dict[str, Any]) -> None:
+    engine, index, bindings = (importlib.import_module(f"dm_control.{name}") for name in _DM_CONTROL)
+    vars(physics).update(state, _contexts_lock=threading.Lock())
+    if isinstance(physics, bindings.Physics):
+        physics._bindings = {(): bindings._EMPTY_BINDING}
+    if "_data" not in state:  # it was freed
+        return
+    # As upstream's own __setstate__, but without the call of the solver, which would change the data.
+    axes = index.make_axis_indexers(physics.model)
+    physics._warnings = physics.data.warning.number
+    physics._named = engine.NamedIndexStructs(
+        model=index.struct_indexer(physics.model, "mjmodel", axes),
+        data=index.struct_indexer(physics.data, "mjdata", axes),
     )
 
 
+def _binding(binding: Any) -> tuple[Any, ...]:
+    kept = {name: getattr(binding, name) for name in ("_physics", "_namespace", "_named_index")}
+    return _rules.new(type(binding), kept, _fill_binding)
+
+
+def _fill_binding(binding: Any, state: dict[str, Any]) -> None:
+    binding.__init__(*(state[name] for name in ("_physics", "_namespace", "_named_index")))
+
+
+def _empty_binding(binding: Any) -> tuple[Any, ...]:
+    return _the_empty_binding, ()
+
+
+def _the_empty_binding() -> Any:
+    return importlib.import_module("dm_control.mjcf.physics")._EMPTY_BINDING
+
+
+def _spec(spec: Any) -> tuple[Any, ...]:
+    # A part of the schema of XML files, which recurs into itself: two copies of it cannot even be compared.
+    schema = sys.modules["dm_control.mjcf.schema"]
+    for root in _SCHEMAS:
+        path = _path_to(spec, getattr(schema, root), ())
+        if path is not None:
+            return _spec_at, (root, path)
+    return type(spec), tuple(spec)
+
+
+def _path_to(spec: Any, root: Any, above: tuple[str, ...]) -> tuple[str, ...] | None:
+    if spec is root:
+        return above
+    for name, child in root.children.items():
+        path = None if child is root else _path_to(spec, child, (*above, name))
+        if path is not None:
+            return path
+    return None
+
+
+def _spec_at(root: str, path: tuple[str, ...]) -> Any:
+    spec = getattr(importlib.import_module("dm_control.mjcf.schema"), root)
+    for name in path:
+        spec = spec.children[name]
+    return spec
+
+
+# robosuite: what draws its cameras is made anew, around the copied simulator.
+
+# Handles of OpenGL's.
+_GL_HANDLES = ("gl_ctx", "con", "scn")
+# What may be set of a scene; the rest is written whenever it is drawn.
+_SCENE = ("enabletransform", "flags", "rotate", "scale", "stereo", "translate")
+
+
+def _robosuite_context(context: Any) -> tuple[Any, ...]:
+    state = {name: value for name, value in vars(context).items() if name not in _GL_HANDLES}
+    scene = {name: _copied(getattr(context.scn, name)) for name in _SCENE}
+    size = {"max_width": context.con.offWidth, "max_height": context.con.offHeight}
+    return _rules.new(type(context), {"attributes": state, "scene": scene, "size": size}, _fill_context)
+
+
+def _copied(value: Any) -> Any:
+    return value.copy() if hasattr(value, "copy") else value
+
+
+def _fill_context(context: Any, state: dict[str, Any]) -> None:
+    # The simulator that it is made for holds it, and is not complete yet.
+    _graft.after_loading(lambda: _make_context(context, **state))
+
+
+def _make_context(context: Any, attributes: dict[str, Any], scene: dict[str, Any], size: dict[str, int]) -> None:
+    made = importlib.import_module("robosuite.utils.binding_utils").MjRenderContext.__init__
+    # The constructor calls these two, and the first changes the state of the simulator.
+    calls = {"forward": lambda: None, "add_render_context": lambda _: None}
+    simulator = types.SimpleNamespace(model=attributes["model"], data=attributes["data"], **calls)
+    made(context, simulator, device_id=attributes["device_id"], **size)
+    vars(context).update(attributes)
+    for name, value in scene.items():
+        if hasattr(value, "shape"):
+            getattr(context.scn, name)[...] = value
+        else:
+            setattr(context.scn, name, value)
+
+
 # Class, rule, and what a copy has in common with the original; None: what the rule keeps.
-RULES: list[tuple[str, Callable[[Any], tuple[Any, ...]], Callable[[Any], Any] | None]] = [
+RULES: Rules = [
     ("mujoco._structs:MjModel", _model, _model_settings),
     ("mujoco._structs:MjData", _data, _data_settings),
     ("mujoco._structs:MjOption", _structure, _fields),
     ("mujoco._structs:MjStatistic", _structure, _fields),
-    ("mujoco._structs:MjVisual", _refuse, _fields),
+    ("mujoco._structs:MjVisual", _rules.refusal(_PART_OF_A_MODEL), _fields),
     ("mujoco._structs:MjvCamera", _structure, _fields),
     ("mujoco._structs:MjvOption", _structure, _fields),
     ("mujoco._structs:MjvPerturb", _structure, _fields),
-    ("mujoco._render:MjrContext", _context, None),
-    ("mujoco._structs:MjvScene", _context, None),
+    ("mujoco._render:MjrContext", _rules.refusal(_OF_OPENGL), None),
+    ("mujoco._structs:MjvScene", _rules.refusal(_OF_OPENGL), None),
     ("mujoco._structs:MjrRect", _rectangle, _fields),
     ("mujoco.rendering.classic.renderer:Renderer", _renderer, _renderer_settings),
     ("mujoco.renderer:Renderer", _renderer, _renderer_settings),
     ("gymnasium.envs.mujoco.mujoco_rendering:BaseRender", _viewer, _viewer_settings),
+    ("dm_control.mujoco.engine:Physics", _physics, None),
+    ("dm_control.mujoco.wrapper.core:MjModel", _wrapper, None),
+    ("dm_control.mujoco.wrapper.core:MjData", _wrapper, None),
+    ("dm_control.mjcf.physics:Binding", _binding, None),
+    ("dm_control.mjcf.physics:_EmptyBinding", _empty_binding, None),
+    ("dm_control.mjcf.schema:ElementSpec", _spec, None),
+    ("robosuite.utils.binding_utils:MjRenderContext", _robosuite_context, None),
 ]

@@ -1,15 +1,15 @@
-"""How pygame's objects are copied: pictures with what is on them, the window as a window, fonts if they are known."""
+"""How pygame's objects are copied: pictures with what is on them, and the window as a window."""
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from rl_ext_core.factory import _rules
+
+if TYPE_CHECKING:
+    from rl_ext_core.factory._rules import Rules
 
 __all__ = ["RULES"]
-
-_STYLE = ("bold", "italic", "underline", "strikethrough", "align", "outline")
-_SAMPLE = "Hxg 0.8?"
 
 
 def _begin(was_begun: bool) -> Any:
@@ -96,70 +96,9 @@ def _make_clock(was_begun: bool) -> Any:
     return _begin(was_begun).time.Clock()
 
 
-def _font(font: Any) -> tuple[Any, ...]:
-    wanted = _font_settings(font)
-    for file, size in _fonts(font):
-        made = _make_font(_begun(), file, size, wanted)
-        if _font_settings(made) == wanted and _look(made) == _look(font):
-            return _make_font, (_begun(), file, size, wanted)
-    raise pickle.PicklingError("from which file it comes cannot be read; make it where it is used")
-
-
-def _look(font: Any) -> bytes:
-    return bytes(font.render(_SAMPLE, False, "white", "black").get_buffer().raw)
-
-
-def _fonts(font: Any) -> Iterator[tuple[str | None, int]]:
-    import pygame
-
-    size = getattr(font, "point_size", 0)
-    # pygame makes its own font smaller than it is asked to.
-    sizes = range(size, 2 * size + 1)
-    yield from ((None, asked) for asked in sizes if pygame.font.Font(None, asked).point_size == size)
-    file = pygame.font.match_font(getattr(font, "name", ""))
-    if file is not None:
-        yield file, size
-
-
-def _make_font(was_begun: bool, file: str | None, size: int, wanted: dict[str, Any]) -> Any:
-    pygame = _begin(was_begun)
-    pygame.font.init()
-    font = pygame.font.Font(file, size)
-    for name in _STYLE:
-        if wanted[name] is not None and getattr(font, name) != wanted[name]:
-            setattr(font, name, wanted[name])
-    return font
-
-
-def _font_settings(font: Any) -> dict[str, Any]:
-    names = ("name", "style_name", "point_size", *_STYLE)
-    return {**{name: getattr(font, name, None) for name in names}, "height": font.get_height()}
-
-
-def _mask(mask: Any) -> tuple[Any, ...]:
-    return _make_mask, (mask.to_surface(),)
-
-
-def _make_mask(surface: Any) -> Any:
-    import pygame
-
-    return pygame.mask.from_threshold(surface, "white", (1, 1, 1, 255))
-
-
-def _sound(sound: Any) -> tuple[Any, ...]:
-    import pygame
-
-    return _make_sound, (pygame.mixer.get_init(), sound.get_raw(), sound.get_volume())
-
-
-def _make_sound(mixer: Any, data: bytes, volume: float) -> Any:
-    import pygame
-
-    if mixer is not None and pygame.mixer.get_init() is None:
-        pygame.mixer.init(*mixer)
-    sound = pygame.mixer.Sound(buffer=data)
-    sound.set_volume(volume)
-    return sound
+_FONT = "from which file it comes cannot be read; make it where it is used"
+_MASK = "it is made from a picture; keep the picture, and write pygame.mask.from_surface(picture) where it is used"
+_SOUND = "a copy would be played in every worker; make it where it is used"
 
 
 def _color(color: Any) -> tuple[Any, ...]:
@@ -167,15 +106,15 @@ def _color(color: Any) -> tuple[Any, ...]:
 
 
 # Class, rule, and what a copy has in common with the original; None: what the rule keeps.
-RULES: list[tuple[str, Callable[[Any], tuple[Any, ...]], Callable[[Any], Any] | None]] = [
+RULES: Rules = [
     ("pygame.surface:Surface", _surface, _surface_settings),
     ("pygame:Surface", _surface, _surface_settings),
     ("pygame.time:Clock", _clock, lambda _: {}),
     ("pygame:Clock", _clock, lambda _: {}),
-    ("pygame.font:Font", _font, _font_settings),
-    ("pygame.mask:Mask", _mask, lambda mask: {"size": mask.get_size(), "bits": mask.to_surface()}),
-    ("pygame:Mask", _mask, lambda mask: {"size": mask.get_size(), "bits": mask.to_surface()}),
-    ("pygame.mixer:Sound", _sound, lambda sound: {"data": sound.get_raw(), "volume": sound.get_volume()}),
-    ("pygame.color:Color", _color, lambda color: {"values": tuple(color)}),
-    ("pygame:Color", _color, lambda color: {"values": tuple(color)}),
+    ("pygame.font:Font", _rules.refusal(_FONT), None),
+    ("pygame.mask:Mask", _rules.refusal(_MASK), None),
+    ("pygame:Mask", _rules.refusal(_MASK), None),
+    ("pygame.mixer:Sound", _rules.refusal(_SOUND), None),
+    ("pygame.color:Color", _color, None),
+    ("pygame:Color", _color, None),
 ]

@@ -36,7 +36,7 @@ _stream_here: contextvars.ContextVar[np.random.SeedSequence | None] = contextvar
 
 
 def sequence(seed: int | None, worker: int, attempt: int = 0) -> np.random.SeedSequence:
-    """Give a worker's source of seeds.
+    """Return a worker's source of seeds.
 
     :param seed: of the whole group; None takes entropy from the operating system
     :param worker: its index in the group
@@ -121,7 +121,7 @@ def keeping() -> Iterator[None]:
 
 
 def _entropy(state: Any) -> np.random.SeedSequence:
-    """Give the seed of a copied generator: of its worker's stream, distinct for generators that were distinct."""
+    """Return the seed of a copied generator: of its worker's stream, distinct for generators that were distinct."""
     stream = _stream_here.get() or _stream
     if stream is None:
         return np.random.SeedSequence()
@@ -237,7 +237,7 @@ def _torch_default(index: int) -> Any:
 
 
 def own_seed(seed: int) -> int:
-    """Give the seed of a generator inside a simulator: the worker's own, or that of the original under :func:`keeping`.
+    """Return the seed of a generator inside a simulator: the worker's, or the original's under :func:`keeping`.
 
     :param seed: of the original
     """

@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import importlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, also, missing_dependency
-from rl_ext_core.factory import _captured, _examine, _lines, _lives, _preload, _recipes, _retro, _scout, _specs
+from rl_ext_core.errors import InvalidTypeError, NotCopyableError, missing_dependency
+from rl_ext_core.factory import _examine, _recipes, _sources
 from rl_ext_core.factory._examine import Examination
 from rl_ext_core.factory._graft import Refused
 from rl_ext_core.factory._recipes import Recipe
 from rl_ext_core.factory.factory import EnvFactory
 
-__all__ = ["as_factory", "convert", "examined", "spec_of_id"]
+__all__ = ["as_factory", "convert", "examined"]
 
 _log = logging.getLogger("rl_ext_core.factory")
 
@@ -70,7 +69,7 @@ def convert(
         factory = source
     elif isinstance(source, str):
         factory = _of_id(source)
-    elif _specs.is_spec(source):
+    elif _sources.is_spec(source):
         factory = _of_spec(source, "spec")
     elif _is_environment(source):
         factory = _of_instance(source, verify, start_method, adapt, preload, read, timeout)
@@ -103,7 +102,9 @@ def examined(
     """
     environ = None if factory.decision is None else factory.decision.variables
     task = functools.partial(_examine.measure, functools.partial(factory, **overrides), read, begin)
-    return _scout.run(task, preload=factory.preload, start_method=start_method, environ=environ, timeout=timeout)
+    return _examine.in_subprocess(
+        task, preload=factory.preload, start_method=start_method, environ=environ, timeout=timeout
+    )
 
 
 def _is_environment(source: Any) -> bool:
@@ -112,7 +113,7 @@ def _is_environment(source: Any) -> bool:
 
 
 def _of_callable(build: Any) -> EnvFactory[Any]:
-    line = _lines.of_callable(build)
+    line = _sources.line_of_callable(build)
     try:
         recipe = _recipes.by_calling(
             build, "class" if isinstance(build, type) else "callable", line, takes_arguments=True
@@ -122,13 +123,13 @@ def _of_callable(build: Any) -> EnvFactory[Any]:
             f"{line} cannot be copied into another process: it holds {refused.path.lstrip('.') or 'something'} "
             f"({type(refused.value).__name__}: {refused.reason}). Create that inside of the function"
         ) from refused
-    return EnvFactory(recipe, preload=_preload.of_callable(build))
+    return EnvFactory(recipe, preload=_sources.modules_of_callable(build))
 
 
 def _of_spec(spec: Any, origin: str) -> EnvFactory[Any]:
     build = functools.partial(_recipes.make, copy.deepcopy(spec))
-    recipe = _recipes.by_calling(build, origin, _lines.of_spec(spec), takes_arguments=True)
-    return EnvFactory(recipe, preload=("gymnasium", *_preload.of_callable(spec)))
+    recipe = _recipes.by_calling(build, origin, _sources.line_of_spec(spec), takes_arguments=True)
+    return EnvFactory(recipe, preload=("gymnasium", *_sources.modules_of_callable(spec)))
 
 
 def _of_id(name: str) -> EnvFactory[Any]:
@@ -136,35 +137,10 @@ def _of_id(name: str) -> EnvFactory[Any]:
         import gymnasium
     except ImportError as error:
         raise missing_dependency("gymnasium", "sb3", f"the id {name!r}") from error
-    game = None if name in gymnasium.registry else _retro.builder_of(name)
+    game = None if name in gymnasium.registry else _sources.game_of_id(name)
     if game is None:
-        return _of_spec(spec_of_id(name), "id")
+        return _of_spec(_sources.spec_of_id(name), "id")
     return EnvFactory(_recipes.by_calling(game, "id", f"stable_retro.make({name!r})", takes_arguments=True))
-
-
-def spec_of_id(name: str) -> Any:
-    """Find gymnasium's specification by an id, as its ``make`` does: ``"package:Env-v0"``, ``"Env"`` for the latest.
-
-    :raises InvalidArgumentError: there is none; it can be caught as what gymnasium raises, too
-    """
-    import gymnasium
-
-    module, _, env_id = name.rpartition(":")
-    try:
-        if module:
-            importlib.import_module(module)
-        versions = {
-            spec.version: spec
-            for spec in list(gymnasium.registry.values())
-            if spec.version is not None and spec.id == f"{env_id}-v{spec.version}"
-        }
-        # The specification itself travels: a worker has not registered what a script or a notebook has.
-        return versions[max(versions)] if versions else gymnasium.spec(env_id)
-    except (gymnasium.error.Error, ImportError) as error:
-        raise also(InvalidArgumentError, error)(
-            f"gymnasium does not know the id {name!r}: {str(error).rstrip('.')}. Import the package that registers it "
-            f'above this line, or name it in the id: "package:{env_id}"'
-        ) from error
 
 
 def _of_instance(
@@ -176,18 +152,20 @@ def _of_instance(
     read: Callable[[Any], Any] | None,
     timeout: float | None,
 ) -> EnvFactory[Any]:
-    line = _lines.of_instance(environment)
+    line = _sources.line_of_instance(environment)
     recipes, refused = _candidates(environment, line)
     if not recipes:
         assert refused is not None
         raise NotCopyableError(_not_copyable(line, refused)) from refused
-    preload = _preload.of_instance(environment)
+    preload = _sources.modules_of_instance(environment)
     if not verify:
         best = next((recipe for recipe in recipes if recipe.origin == "graft"), recipes[0])
         return EnvFactory(best, live=environment, preload=preload)
-    original = _lives.look(environment, code=True)
+    original = _examine.snapshot(environment, code=True)
     task = functools.partial(_examine.examine, recipes, original, adapt, read)
-    examination = _scout.run(task, preload=_preload.merged(preload, adapts), start_method=start_method, timeout=timeout)
+    examination = _examine.in_subprocess(
+        task, preload=_sources.merged_modules(preload, adapts), start_method=start_method, timeout=timeout
+    )
     if examination.chosen is None:
         raise NotCopyableError(_unfaithful(line, recipes, examination.lost, refused)) from refused
     for path, note in original.notes.items():
@@ -214,7 +192,7 @@ def _of_code(path: str) -> str:
 
 
 def _candidates(environment: Any, line: str) -> tuple[list[Recipe], Refused | None]:
-    """Give the ways to build a copy, in order of preference, and why there is no graft."""
+    """Return the ways to build a copy, in order of preference, and why there is no graft."""
     recipes, refused = [], None
     for origin, build in _builders(environment):
         with contextlib.suppress(Refused):
@@ -227,11 +205,11 @@ def _candidates(environment: Any, line: str) -> tuple[list[Recipe], Refused | No
 
 
 def _builders(environment: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Give what may build the instance anew."""
-    spec = _specs.spec_of(environment)
+    """Return what may build the instance anew."""
+    spec = _sources.spec_of(environment)
     if spec is not None:
         yield "spec", functools.partial(_recipes.make, spec)
-    call = _captured.recorded(environment)
+    call = _sources.recorded(environment)
     if call is not None:
         cls, args, kwargs = call
         yield "constructor", functools.partial(cls, *args, **kwargs)

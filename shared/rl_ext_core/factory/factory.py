@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from rl_ext_core import _identity
+from rl_ext_core.devices import Decision, resolve
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
-from rl_ext_core.factory import _byvalue, _devices, _preload, _streams
-from rl_ext_core.factory._overrides import layers
+from rl_ext_core.factory import _byvalue, _rules, _sources, _streams
 
 if TYPE_CHECKING:
     import uuid
 
-    from rl_ext_core.devices import Decision
     from rl_ext_core.factory._examine import Examination
     from rl_ext_core.factory._recipes import Recipe
 
 __all__ = ["EnvFactory"]
+
+_RENDERERS = {"robosuite": "robosuite", "dm_control": "dm_control"}
 
 _Env = TypeVar("_Env")
 
@@ -73,7 +74,7 @@ class EnvFactory(Generic[_Env]):
         self._adapters: tuple[Callable[[Any], Any], ...] = ()
         self._worker: _Worker | None = None
         self._live = live
-        self.preload = _preload.merged(preload)
+        self.preload = _sources.merged_modules(preload)
         self.examination = examination
 
     @property
@@ -107,18 +108,18 @@ class EnvFactory(Generic[_Env]):
         return bool(self._adapters)
 
     def line(self) -> str:
-        """Give the source line that a person would write in place of it, as well as it can be told."""
+        """Return the source line that a person would write in place of it, as well as it can be told."""
         return self._recipe.line
 
     def then(self, adapt: Callable[[Any], Any], *, preload: Sequence[str] = ()) -> EnvFactory[Any]:
-        """Give a factory whose environments go through a function, e.g. a wrapper's class.
+        """Return a factory whose environments go through a function, e.g. a wrapper's class.
 
         :param adapt: takes the environment; picklable
         :param preload: modules that it needs and that a fork server may import
         """
         other: EnvFactory[Any] = self._copy()
         other._adapters = (*self._adapters, adapt)
-        other.preload = _preload.merged(self.preload, preload)
+        other.preload = _sources.merged_modules(self.preload, preload)
         return other
 
     def for_workers(
@@ -129,7 +130,7 @@ class EnvFactory(Generic[_Env]):
         overrides: Sequence[Mapping[str, Any]] | None = None,
         devices: str | Decision | Sequence[Decision] | None = None,
     ) -> list[EnvFactory[_Env]]:
-        """Give a factory for each of several workers.
+        """Return a factory for each of several workers.
 
         In a process other than this one they seed the generators that environments may draw from, before they build:
         Python's, NumPy's, torch's and the C library's, differently in each worker. So are those that the environment
@@ -151,7 +152,7 @@ class EnvFactory(Generic[_Env]):
         before = None if self._worker is None else self._worker.entropy
         entropy = before if seed is None else int(seed)
         factories = []
-        for index, decision in enumerate(_devices.decisions(devices, num_workers, self._live)):
+        for index, decision in enumerate(_decisions(devices, num_workers, self._live)):
             factory = self._copy()
             own = {**self.overrides, **(overrides[index] if overrides is not None else {})}
             decision = decision or self.decision
@@ -164,7 +165,7 @@ class EnvFactory(Generic[_Env]):
         return factories
 
     def again(self, attempt: int) -> EnvFactory[_Env]:
-        """Give the worker's factory for when it is started anew: the environment draws differently.
+        """Return the worker's factory for when it is started anew: the environment draws differently.
 
         :param attempt: how often it was started before
         """
@@ -234,7 +235,7 @@ def _seed_gymnasium(environment: Any, stream: np.random.SeedSequence) -> None:
     gymnasium = sys.modules.get("gymnasium")
     if gymnasium is None:
         return
-    for index, layer in enumerate(layers(environment)):
+    for index, layer in enumerate(_rules.layers(environment)):
         own = isinstance(layer, gymnasium.Env) and not isinstance(layer, gymnasium.Wrapper)
         if own and getattr(layer, "_np_random", stream) is None:
             # The base class's own: it does nothing but seed. Other words of the stream are the process's seeds.
@@ -268,3 +269,38 @@ def _check_workers(num_workers: Any, seed: Any, overrides: Any, devices: Any) ->
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _decisions(devices: Any, num_workers: int, environment: Any) -> list[Decision | None]:
+    """Return a decision for each worker.
+
+    :param devices: as for :meth:`EnvFactory.for_workers`
+    :param environment: an instance whose renderer decides the rule; None: nothing is known about it
+    :raises InvalidArgumentError: another value
+    """
+    if devices is None:
+        return [None] * num_workers
+    if isinstance(devices, Decision):
+        return [devices] * num_workers
+    if devices == "round-robin":
+        renderer = None if environment is None else _renderer_of(environment)
+        render = {} if renderer is None else {"render": "same", "renderer": renderer}
+        return [resolve("auto", worker=worker, **render) for worker in range(num_workers)]  # type: ignore[arg-type]
+    if isinstance(devices, Sequence) and not isinstance(devices, str) and all(isinstance(d, Decision) for d in devices):
+        return list(devices)
+    raise InvalidArgumentError(
+        f'devices={devices!r} is no decision; expected "round-robin", a decision or one for each worker. Write '
+        'devices=[resolve("cuda", render="same", worker=worker) for worker in range(num_workers)]'
+    )
+
+
+def _renderer_of(environment: Any) -> str | None:
+    """Tell by which renderer's rule an environment picks a GPU; None: it does not render on one."""
+    for layer in _rules.layers(environment):
+        for base in type(layer).__mro__:
+            if base.__module__.partition(".")[0] in _RENDERERS:
+                return _RENDERERS[base.__module__.partition(".")[0]]
+    gymnasium = sys.modules.get("gymnasium.envs.mujoco")
+    if gymnasium is not None and any(isinstance(layer, gymnasium.MujocoEnv) for layer in _rules.layers(environment)):
+        return "gymnasium"
+    return None

@@ -28,7 +28,7 @@ import numpy as np
 
 import rl_ext_core
 from rl_ext_core.errors import RlExtError
-from rl_ext_core.factory import EnvFactory, _tokens
+from rl_ext_core.factory import EnvFactory, _parts
 from rl_ext_core.factory._fingerprint import fingerprint
 from rl_ext_core.isolation import _dependencies
 from rl_ext_core.isolation.verdict import Isolation, Verdict
@@ -339,7 +339,7 @@ class _Describer:
                 cells.append(self.describe(cell.cell_contents))
             except ValueError:  # not filled yet
                 cells.append("empty")
-        used = sorted(_tokens.names_in(function.__code__) & function.__globals__.keys())
+        used = sorted(_parts.names_in(function.__code__) & function.__globals__.keys())
         return (
             "function",
             self.describe(function.__code__),
@@ -366,7 +366,7 @@ def _text(text: str | bytes) -> Any:
 
 def _by_name(value: Any) -> Any:
     """Describe what a worker imports; None: it does not, because it is not there under its name."""
-    if not _tokens.is_global(value):
+    if not _parts.is_global(value):
         return None
     return "named", value.__module__, value.__qualname__, _file_of(value.__module__)
 

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_ext_core.factory._overrides import layers
+from rl_ext_core.factory._rules import layers
 
 _OWN_PACKAGE = "rl_ext_core"
 _BIG = {"jax", "matplotlib", "numba", "numpy", "pandas", "scipy", "sklearn", "sympy", "tensordict", "torch", "torchrl"}

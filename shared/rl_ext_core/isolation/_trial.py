@@ -20,10 +20,11 @@ import numpy as np
 
 from rl_ext_core import resources
 from rl_ext_core.errors import InvalidTypeError
-from rl_ext_core.factory import _drivers, _graft, _preload, _streams, _tokens
-from rl_ext_core.factory._drawing import plain
+from rl_ext_core.factory import _drivers, _graft, _parts, _streams
+from rl_ext_core.factory._drivers import plain
 from rl_ext_core.factory._fingerprint import fingerprint
-from rl_ext_core.factory._overrides import layers
+from rl_ext_core.factory._rules import layers
+from rl_ext_core.factory._sources import safe_to_preload
 from rl_ext_core.isolation import _dependencies, cures
 from rl_ext_core.isolation._experiments import ALONE, SHORT_STEPS, TOLD_AFTER, Experiment, Operation, operations
 from rl_ext_core.isolation.verdict import declared_by_instance
@@ -261,7 +262,7 @@ class _Executor:
                 "libraries": _dependencies.libraries(),
                 "sources": _dependencies.sources(),
                 "folders": _dependencies.folders(),
-                "harmless": list(_preload.of_modules(list(sys.modules))),
+                "harmless": list(safe_to_preload(list(sys.modules))),
                 "imports_torch": "torch" in sys.modules and not self._had_torch,
                 "distributions": _dependencies.distributions(instance.environment),
                 "methods": instance.methods(),
@@ -427,7 +428,7 @@ def _least_average(times: list[float]) -> float:
 
 def _digest(returned: Any) -> str:
     # Not its pickle: that depends on which of equal texts are the same object.
-    token = _tokens.plain(returned, _DEEP)
+    token = _parts.plain(returned, _DEEP)
     return _short(sorted(fingerprint(returned).tokens.items()) if token is None else token)
 
 

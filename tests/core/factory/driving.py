@@ -10,13 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from rl_ext_core.factory import _graft, _rules, _streams
+from rl_ext_core.factory import _graft, _streams
 from rl_ext_core.factory._drivers import driver_for
 from rl_ext_core.factory._fingerprint import fingerprint
 
 __all__ = ["assert_copied", "begin", "life"]
-
-assert _rules  # the rules are registered
 
 
 def begin(environment: Any, steps: int = 3) -> None:

@@ -7,12 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from rl_ext_core.factory import _graft, _rules, _streams
+from rl_ext_core.factory import _graft, _streams
 from rl_ext_core.factory._fingerprint import fingerprint
 
 __all__ = ["act", "assert_faithful", "copied", "different", "episode", "equal", "made"]
-
-assert _rules  # the rules are registered
 
 
 def copied(value: Any) -> Any:

@@ -105,7 +105,7 @@ def _of_library(owner: Any, module: str) -> Iterator[tuple[str, Any, Callable[[A
 
 
 def _of_emulator(emulator: Any) -> Iterator[tuple[str, Any, Callable[[Any], object]]]:
-    from rl_ext_core.factory._rules_atari import _SETTINGS
+    from rl_ext_core.factory._rules_ale import _SETTINGS
 
     for kind, names in _SETTINGS.items():
         for name in names:

@@ -987,7 +987,7 @@ class HeldLock(Lock):
         self.lock.acquire()
 
 
-@expect(WARNED)
+@expect(REFUSED)
 class Thread(State):
     def make(self) -> None:
         self.n = 0.0
@@ -1013,13 +1013,32 @@ class Thread(State):
         return self.n
 
 
-@expect(SAME)
-class ThreadWithoutVariables(Thread):
+@expect(REFUSED)
+class ThreadThatEnded(Thread):
     def run(self) -> None:
-        while True:
-            self.go.acquire()
-            self.n += 1
-            self.done.release()
+        self.n += 1
+
+    def change(self, patch: Any) -> None:
+        self.thread.join()
+
+    def tick(self) -> float:
+        return float(self.thread.is_alive())
+
+
+@expect(SAME)
+class ThreadNotStarted(State):
+    def make(self) -> None:
+        self.n = 0.0
+        self.thread = threading.Thread(target=self.count)
+
+    def count(self) -> None:
+        self.n += 1
+
+    def tick(self) -> float:
+        self.thread.start()
+        self.thread.join()
+        self.thread = threading.Thread(target=self.count)
+        return self.n
 
 
 @expect(SAME)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import threading
 from typing import Any
 
 import cloudpickle
@@ -11,8 +12,8 @@ import gymnasium as gym
 import pytest
 
 from rl_ext_core.errors import InvalidTypeError, NotCopyableError
-from rl_ext_core.factory import _captured, as_factory, capture_constructors
-from rl_ext_core.factory._captured import recorded
+from rl_ext_core.factory import _sources, as_factory, capture_constructors
+from rl_ext_core.factory._sources import recorded
 from tests.core.factory.worlds import Line, Sealed, rollout
 
 
@@ -39,6 +40,26 @@ class Equal(Kept):
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Equal)
+
+
+class Threaded(Line):
+    """Its constructor starts a thread."""
+
+    def __init__(self, variables: bool) -> None:
+        super().__init__()
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self.count if variables else self.wait, daemon=True)
+        self.thread.start()
+
+    def wait(self) -> None:
+        """Wait for the end."""
+        self.ended.wait()
+
+    def count(self) -> None:
+        """Count until it ends."""
+        counted = 0
+        while not self.ended.wait(0.01):
+            counted += 1
 
 
 class Slotted:
@@ -100,7 +121,7 @@ def test_what_was_changed_since_is_kept(lived: int) -> None:
     assert rollout(factory()) == rollout(env)
 
 
-def test_a_wrapper_can_be_captured_too() -> None:
+def test_a_wrapper_can_be_sources_too() -> None:
     env = Outer(Line(), 3)
     env.unwrapped.gain = 7.0
     copy = as_factory(env)()
@@ -116,7 +137,7 @@ def test_arguments_of_a_class_are_those_of_its_own_instances() -> None:
     assert recorded(object()) is None
 
 
-def test_a_metaclass_is_captured_before_it_takes_its_options() -> None:
+def test_a_metaclass_is_sources_before_it_takes_its_options() -> None:
     env = Doubled(3.0, doubled=True)
     assert recorded(env) == (Doubled, (3.0,), {"doubled": True})
     assert rollout(as_factory(env)()) == rollout(env)
@@ -135,12 +156,12 @@ def test_instances_that_cannot_be_referred_to_weakly_are_made_as_ever() -> None:
 
 def test_nothing_is_kept_alive() -> None:
     gc.collect()
-    before = len(_captured._calls)
+    before = len(_sources._calls)
     env = Kept()
-    assert len(_captured._calls) == before + 1
+    assert len(_sources._calls) == before + 1
     del env
     gc.collect()
-    assert len(_captured._calls) == before
+    assert len(_sources._calls) == before
 
 
 def test_capturing_twice_is_capturing_once() -> None:
@@ -157,7 +178,7 @@ def test_the_constructor_looks_as_it_did() -> None:
     assert Kept.__init__.__name__ == "__init__"
 
 
-def test_a_class_that_travels_with_its_instances_can_be_captured() -> None:
+def test_a_class_that_travels_with_its_instances_can_be_sources() -> None:
     # As one of a script or a notebook does.
     own: Any = type("Own", (Kept,), {"__module__": "__main__"})
     capture_constructors(own)
@@ -171,3 +192,24 @@ def test_a_class_that_travels_with_its_instances_can_be_captured() -> None:
 def test_what_is_no_class_is_refused(thing: Any) -> None:
     with pytest.raises(InvalidTypeError, match=r"is not a class; write capture_constructors\(MyEnv\)"):
         capture_constructors(thing)
+
+
+SAID = (
+    ".thread: a copy starts the thread's function from its beginning, without what is in counted now: keep that in "
+    "attributes"
+)
+
+
+@pytest.mark.parametrize("variables", [False, True])
+def test_what_the_thread_of_a_copy_will_not_have_is_said(variables: bool, caplog: pytest.LogCaptureFixture) -> None:
+    capture_constructors(Threaded)
+    env = Threaded(variables)
+    try:
+        assert as_factory(env).origin == "constructor"
+        said = [record.getMessage() for record in caplog.records]
+        assert [text for text in said if text.startswith(".thread")] == ([SAID] if variables else [])
+    finally:
+        env.ended.set()
+        env.thread.join()
+    with pytest.raises(NotCopyableError, match="<running> is False in the instance and True in a copy"):
+        as_factory(env)

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from rl_ext_core.factory._drawing import Spaces, plain, within
-from rl_ext_core.factory._drivers import driver_for
+from rl_ext_core.factory._drivers import Spaces, driver_for, plain, within
 from tests.core.factory.driving import life
 from tests.core.factory.grafting import equal
 

@@ -16,9 +16,8 @@ import pytest
 
 from rl_ext_core import resources
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
-from rl_ext_core.factory import EnvFactory, _examine, _lives, _streams, as_factory
-from rl_ext_core.factory._examine import examine, measure
-from rl_ext_core.factory._lives import live, look
+from rl_ext_core.factory import EnvFactory, _examine, _streams, as_factory
+from rl_ext_core.factory._examine import examine, measure, snapshot
 from rl_ext_core.factory._recipes import by_calling, by_grafting
 from rl_ext_core.factory.convert import examined
 from tests.core.factory import worlds
@@ -128,22 +127,22 @@ def test_the_first_that_is_faithful_is_chosen() -> None:
         by_calling(good, "spec", "", takes_arguments=False),
         by_grafting(env, ""),
     ]
-    found = examine(recipes, look(env), None)
+    found = examine(recipes, snapshot(env), None)
     assert found.chosen == 1
     # The step shows it first.
     assert [len(lost) for lost in found.lost] == [1, 0, 0]
     assert found.lost[0][0].startswith("reset gives something else")
-    found = examine([recipes[0], recipes[2]], look(env), None)
+    found = examine([recipes[0], recipes[2]], snapshot(env), None)
     assert found.chosen == 1
 
 
 def test_without_a_graft_the_other_has_to_be_as_the_original_stands() -> None:
     env = gym.make("worlds/Line-v0")
     recipe = by_calling(functools.partial(gym.make, "worlds/Line-v0"), "spec", "", takes_arguments=False)
-    assert examine([recipe], look(env), None).chosen == 0
+    assert examine([recipe], snapshot(env), None).chosen == 0
     env.unwrapped.weights[2] = 3.0
     env.unwrapped.rewards.bonus = 2.0
-    found = examine([recipe], look(env), None)
+    found = examine([recipe], snapshot(env), None)
     assert found.chosen is None
     assert found.lost == (
         (
@@ -155,37 +154,37 @@ def test_without_a_graft_the_other_has_to_be_as_the_original_stands() -> None:
 
 def test_what_is_adapted_is_stepped() -> None:
     env = Line()
-    found = examine([by_grafting(env, "")], look(env), lambda copy: Slow())
+    found = examine([by_grafting(env, "")], snapshot(env), lambda copy: Slow())
     assert found.step_seconds is not None
     assert found.step_seconds >= 0.01
 
 
-def test_a_life_ends_with_what_it_raises() -> None:
-    life = live(Raising())
-    assert life is not None
-    assert life.returned[1:] == ["ArithmeticError"]
-    assert live(Turned()) is None
+def test_a_rollout_ends_with_what_it_raises() -> None:
+    taken = _examine.rollout(Raising())
+    assert taken is not None
+    assert taken.returned[1:] == ["ArithmeticError"]
+    assert _examine.rollout(Turned()) is None
 
 
-def test_lives_of_one_length_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollouts_of_one_length_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     class Sluggish(Line):
         def step(self, action: Any) -> Any:
             time.sleep(0.06)
             return super().step(action)
 
-    monkeypatch.setattr(_lives, "_LIFE_SECONDS", 0.3)
-    life = live(Sluggish())
-    assert life is not None
-    assert 3 <= len(life.returned) < 10
-    other = live(Line(), len(life.returned) - 1)
+    monkeypatch.setattr(_examine, "_ROLLOUT_SECONDS", 0.3)
+    taken = _examine.rollout(Sluggish())
+    assert taken is not None
+    assert 3 <= len(taken.returned) < 10
+    other = _examine.rollout(Line(), len(taken.returned) - 1)
     assert other is not None
-    assert other.returned == life.returned
+    assert other.returned == taken.returned
 
 
 def test_texts_of_large_values_are_short() -> None:
     env = worlds.Forgetful()
     env.gain = "long " * 1_000  # type: ignore[assignment]
-    found = examine([by_grafting(env, "")], look(env), None)
+    found = examine([by_grafting(env, "")], snapshot(env), None)
     [[text]] = found.lost
     assert len(text) < 150
 

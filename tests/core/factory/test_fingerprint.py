@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_ext_core.factory import _rebuilders, register_rebuilder
+from rl_ext_core.factory import _rules, register_rebuilder
 from rl_ext_core.factory._fingerprint import Fingerprint, fingerprint
 from tests.core.factory.grafting import copied, different
 
@@ -323,8 +323,7 @@ def test_cycles_and_chains_come_to_an_end() -> None:
 
 
 def test_what_a_rule_without_settings_rebuilds_is_opaque(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_rebuilders, "_rebuilders", dict(_rebuilders._rebuilders))
-    monkeypatch.setattr(_rebuilders, "_registered", set())
+    monkeypatch.setattr(_rules, "_registered", {})
 
     class Known:
         def __init__(self, gain: float) -> None:

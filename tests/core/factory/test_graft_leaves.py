@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import multiprocessing
 import pickle
 import subprocess
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from gymnasium.utils import EzPickle
 
-from rl_ext_core.factory import _graft, _rebuilders, _streams, register_rebuilder
+from rl_ext_core.factory import _graft, _rules, _streams, register_rebuilder
 from rl_ext_core.factory._fingerprint import fingerprint
 from tests.core.factory.grafting import copied, different, made
 from tests.core.factory.test_fingerprint import Holder
@@ -58,8 +59,7 @@ class Easy(Simulated, EzPickle):
 
 @pytest.fixture(autouse=True)
 def no_rules_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_rebuilders, "_rebuilders", dict(_rebuilders._rebuilders))
-    monkeypatch.setattr(_rebuilders, "_registered", set())
+    monkeypatch.setattr(_rules, "_registered", {})
 
 
 @pytest.fixture
@@ -129,8 +129,7 @@ def test_a_rule_of_the_user_s_tells_how_it_is_made(monkeypatch: pytest.MonkeyPat
     copy.simulator.pointer.contents.value = 6.0
     assert fingerprint(environment).differences(fingerprint(copy)) == [".simulator.gain"]
     # A process that has not registered it learns it from the pickle.
-    monkeypatch.setattr(_rebuilders, "_rebuilders", {})
-    monkeypatch.setattr(_rebuilders, "_registered", set())
+    monkeypatch.setattr(_rules, "_registered", {})
     assert ".simulator.gain" in fingerprint(_graft.loads(packed)).tokens
 
 
@@ -205,7 +204,9 @@ def test_a_copy_in_another_process_is_the_original_s_equal(name: str) -> None:
 
 
 def test_importing_the_rules_imports_no_library() -> None:
-    code = "import rl_ext_core.factory, sys; print([name for name in sys.argv[1:] if name in sys.modules])"
+    code = "import importlib, sys; from rl_ext_core.factory import _rules; "
+    code += "[importlib.import_module(f'rl_ext_core.factory.{name}') for name in _rules._MODULES.values()]; "
+    code += "print([name for name in sys.argv[1:] if name in sys.modules])"
     names = ["gymnasium", "torch", "mujoco", "ale_py", "pygame", "Box2D", "stable_baselines3", "torchrl", "dm_control"]
     done = subprocess.run([sys.executable, "-c", code, *names], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "[]"
@@ -222,3 +223,22 @@ def test_dumping_leaves_no_trace_in_the_original(tmp_path: Path) -> None:
     assert before.tokens == fingerprint(environment).tokens
     assert environment.unwrapped.np_random.bit_generator.state == state
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_rules_of_every_simulator_are_found() -> None:
+    folder = Path(_rules.__file__).parent
+    modules = {path.stem for path in folder.glob("_rules_*.py")} - {"_rules_basics"}
+    assert modules == set(_rules._MODULES.values())
+    for name in modules:
+        for cls, _, _ in importlib.import_module(f"rl_ext_core.factory.{name}").RULES:
+            module = cls.partition(":")[0]
+            found = _rules._MODULES.get(module) or _rules._MODULES.get(module.partition(".")[0])
+            assert found == name, f"{cls} is not looked for in {name}"
+
+
+def test_the_rules_of_a_simulator_that_is_not_met_are_not_read() -> None:
+    code = "import sys, gymnasium as gym; from rl_ext_core.factory import _graft; "
+    code += "_graft.dumps(gym.make('CartPole-v1')); "
+    code += "print([name.rpartition('.')[2] for name in sys.modules if 'factory._rules_' in name])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['_rules_basics']"

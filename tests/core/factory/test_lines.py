@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rl_ext_core.factory import as_factory, capture_constructors
-from rl_ext_core.factory._lines import of_callable, of_instance
+from rl_ext_core.factory._sources import line_of_callable, line_of_instance
 from tests.core.factory import worlds
 from tests.core.factory.worlds import EzLine, Line, Scaled, Told, Warming, rollout
 
@@ -72,12 +72,12 @@ LAMBDAS = [
 
 @pytest.mark.parametrize(("build", "line"), LAMBDAS)
 def test_lambdas_are_shown_as_they_are_written(build: Any, line: str) -> None:
-    assert of_callable(build) == line
+    assert line_of_callable(build) == line
     assert as_factory(build).line() == line
 
 
 def test_a_lambda_without_a_source_is_shown_with_dots() -> None:
-    assert of_callable(eval("lambda: Line(2.0)")) == "lambda: ..."
+    assert line_of_callable(eval("lambda: Line(2.0)")) == "lambda: ..."
 
 
 def test_a_lambda_of_a_notebook_cell_is_shown() -> None:
@@ -86,7 +86,7 @@ def test_a_lambda_of_a_notebook_cell_is_shown() -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(source, "<cell 1>", "exec"), names)
     try:
-        assert of_callable(names["make"]) == "lambda: Line(9.0)"
+        assert line_of_callable(names["make"]) == "lambda: Line(9.0)"
     finally:
         del linecache.cache["<cell 1>"]
 
@@ -106,7 +106,7 @@ def test_a_lambda_of_a_notebook_cell_is_shown() -> None:
     ],
 )
 def test_what_else_can_be_called_is_named(build: Any, line: str) -> None:
-    assert of_callable(build) == line
+    assert line_of_callable(build) == line
 
 
 INSTANCES = [
@@ -141,7 +141,7 @@ def _line_of(part: Any) -> str:
 
 @pytest.mark.parametrize(("env", "line"), INSTANCES, ids=_line_of)
 def test_lines_of_instances(env: Any, line: str) -> None:
-    assert of_instance(env) == line
+    assert line_of_instance(env) == line
 
 
 @pytest.mark.parametrize(("env", "line"), [case for case in INSTANCES if "..." not in case[1]], ids=_line_of)
@@ -151,12 +151,12 @@ def test_a_line_without_dots_builds_an_equal(env: Any, line: str) -> None:
 
 
 def test_a_class_that_takes_no_arguments_has_a_line_without_dots() -> None:
-    assert of_instance(worlds.Turned()) == "lambda: Turned()"
+    assert line_of_instance(worlds.Turned()) == "lambda: Turned()"
 
 
 def test_a_made_environment_that_gymnasium_no_longer_knows_has_a_line() -> None:
     gym.register("worlds/Gone-v0", entry_point="tests.core.factory.worlds:Line", max_episode_steps=5)
     env = gym.make("worlds/Gone-v0", gain=2.0)
     del gym.registry["worlds/Gone-v0"]
-    assert of_instance(env) == "lambda: gymnasium.make('worlds/Gone-v0', gain=2.0)"
+    assert line_of_instance(env) == "lambda: gymnasium.make('worlds/Gone-v0', gain=2.0)"
     assert as_factory(env)().unwrapped.gain == 2.0

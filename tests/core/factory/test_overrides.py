@@ -11,7 +11,7 @@ import pytest
 
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.factory import as_factory
-from rl_ext_core.factory._overrides import layers
+from rl_ext_core.factory._rules import layers
 from tests.core.factory.worlds import Line, Scaled, rollout
 
 

@@ -10,7 +10,7 @@ import pytest
 from gymnasium.envs.classic_control import CartPoleEnv
 
 from rl_ext_core.factory import as_factory
-from rl_ext_core.factory._preload import of_callable, of_modules
+from rl_ext_core.factory._sources import modules_of_callable, safe_to_preload
 from tests.core.factory.worlds import Line, Scaled
 
 
@@ -43,9 +43,18 @@ def test_the_packages_of_an_environment_are_found(source: Any) -> None:
 
 
 def test_the_users_own_modules_are_never_among_them() -> None:
-    assert of_callable(lambda: pytest.approx(1)) == ()
-    assert of_modules(["tests.core.factory.worlds", "__main__", "matplotlib.pyplot", "gymnasium_robotics"]) == ()
+    assert modules_of_callable(lambda: pytest.approx(1)) == ()
+    assert safe_to_preload(["tests.core.factory.worlds", "__main__", "matplotlib.pyplot", "gymnasium_robotics"]) == ()
 
 
 def test_each_is_named_once() -> None:
-    assert of_modules(["gymnasium.core", "gymnasium", "gymnasium.envs.toy_text"]) == ("gymnasium",)
+    assert safe_to_preload(["gymnasium.core", "gymnasium", "gymnasium.envs.toy_text"]) == ("gymnasium",)
+
+
+def test_a_function_that_calls_itself_is_looked_into_once() -> None:
+    def make(depth: int = 1) -> Any:
+        return make(depth - 1) if depth else gym.make("CartPole-v1")
+
+    factory = as_factory(make)
+    assert factory.preload == ("gymnasium",)
+    assert factory().spec.id == "CartPole-v1"

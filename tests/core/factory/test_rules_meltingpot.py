@@ -10,7 +10,7 @@ import cloudpickle
 import pytest
 
 from rl_ext_core.errors import InvalidTypeError
-from rl_ext_core.factory._rules_meltingpot import RULES, EnvSeeds
+from rl_ext_core.factory._rules_lab2d import RULES, EnvSeeds
 
 (_, RULE, SETTINGS), (_, BARE, _) = RULES
 LARGEST = 2**32 - 1

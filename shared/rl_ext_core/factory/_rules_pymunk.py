@@ -7,8 +7,11 @@ such as the mass of a shape, is compared, so that a copy without it is not taken
 
 from __future__ import annotations
 
-from collections.abc import Callable, KeysView
-from typing import Any
+from collections.abc import KeysView
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rl_ext_core.factory._rules import Rules
 
 __all__ = ["RULES"]
 
@@ -61,7 +64,7 @@ def _properties(value: Any) -> dict[str, Any]:
 
 
 # Class, rule, and what a copy has in common with the original.
-RULES: list[tuple[str, Callable[[Any], tuple[Any, ...]], Callable[[Any], Any]]] = [
+RULES: Rules = [
     ("pymunk.space:Space", _by_itself, _space_settings),
     ("pymunk.body:Body", _by_itself, _settings),
     ("pymunk.shapes:Shape", _by_itself, _settings),

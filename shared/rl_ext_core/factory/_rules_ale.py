@@ -9,10 +9,12 @@ https://github.com/Farama-Foundation/Arcade-Learning-Environment
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_ext_core.factory import _streams
+
+if TYPE_CHECKING:
+    from rl_ext_core.factory._rules import Rules
 
 __all__ = ["RULES"]
 
@@ -71,6 +73,6 @@ def _common(emulator: Any) -> dict[str, Any]:
 
 
 # Class, rule, and what a copy has in common with the original; None: what the rule keeps.
-RULES: list[tuple[str, Callable[[Any], tuple[Any, ...]], Callable[[Any], Any] | None]] = [
+RULES: Rules = [
     ("ale_py._ale_py:ALEInterface", _emulator, _common),
 ]

@@ -16,6 +16,8 @@ from rl_ext_core.errors import InvalidTypeError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rl_ext_core.factory._rules import Rules
+
 __all__ = ["RULES", "EnvSeeds"]
 
 _SEEDS, _SETTINGS = "env_seeds", "lab2d_settings_dict"
@@ -68,7 +70,7 @@ def _lasting(wrapper: Any) -> dict[str, Any]:
 
 
 def _held(function: Any, name: str) -> Any:
-    """Give what a closure holds under a name; None: it is no closure, or one of somebody's own."""
+    """Return what a closure holds under a name; None: it is no closure, or one of somebody's own."""
     if isinstance(function, types.FunctionType) and name in function.__code__.co_freevars:
         return (function.__closure__ or ())[function.__code__.co_freevars.index(name)].cell_contents
     return None
@@ -99,7 +101,7 @@ def _bare_simulator_settings(simulator: Any) -> dict[str, Any]:
 
 
 # Class, rule, and what a copy has in common with the original.
-RULES: list[tuple[str, Callable[[Any], tuple[Any, ...]], Callable[[Any], Any]]] = [
+RULES: Rules = [
     ("meltingpot.utils.substrates.wrappers.reset_wrapper:ResetWrapper", _reset_wrapper, _reset_wrapper_settings),
     ("dmlab2d.dmlab2d_pybind:Lab2d", _bare_simulator, _bare_simulator_settings),
 ]
