@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from rl_ext_core.devices import resolve_device
-from torchrl_ext._compat import has_wrapper
+from torchrl_ext import _compat
 from torchrl_ext.factories import as_factory
 from torchrl_ext.frame_storage import FrameStorage
 
-if has_wrapper():
+if _compat.has_wrapper():
     from torchrl_ext.gym import GymEnv, GymWrapper
 else:
     from torchrl.envs import GymEnv, GymWrapper  # type: ignore[no-redef]

@@ -652,7 +652,7 @@ class FramePool:
 
         :raises CorruptFileError: if it is damaged, or of a later format.
         """
-        _check(description)
+        check_description(description)
         shape, dtype, n_stack, axis = description["layout"]
         pool = cls(
             n_handles,
@@ -670,9 +670,9 @@ class FramePool:
     def take(self, description: Any) -> None:
         """Becomes the pool that was described, one of the same settings.
 
-        :raises CorruptFileError: if it is damaged, or of a later format.
+        :param description: what :func:`check_description` has found nothing wrong with.
+        :raises CorruptFileError: if it is damaged all the same.
         """
-        _check(description)
         self._take(description["arrays"])
 
     def _take(self, stored: dict[str, Any]) -> None:
@@ -719,7 +719,10 @@ def _in_one_place(blocks: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return rows
 
 
-def _check(description: Any) -> None:
+def check_description(description: Any) -> None:
+    """
+    :raises CorruptFileError: if what :meth:`FramePool.described` gave is damaged, or of a later format.
+    """
     version = description.get("format") if isinstance(description, dict) else None
     if version != POOL_FORMAT:
         raise CorruptFileError(
