@@ -369,7 +369,7 @@ class _Comparison:
             return _finding("several in a process fail", self.alone, how=together.text)
         own = self.together(generators=True) is None and self._asked(generators=True) is None
         more = _GENERATORS if own else ""
-        return _finding("several in a process differ", self.alone, how=together.text, more=more)
+        return self._unless_files_meet("several in a process differ", how=together.text, more=more)
 
     def _unclear(self, apart: _Problem) -> Finding:
         """Tell processes that disturb each other from an environment that never does the same twice."""
@@ -398,11 +398,11 @@ class _Comparison:
         observed = "one in each process fails" if apart.fails else "one in each process differs"
         return _finding(observed, self.alone, how=apart.text, more=more, in_process=in_process, cure=cure)
 
-    def _unless_files_meet(self, observed: str, **words: Any) -> Finding:
+    def _unless_files_meet(self, observed: str, more: str = "", **words: Any) -> Finding:
         if self.runner.wrote:
             # Whether two processes meet there is chance.
-            words |= {"cure": "working directory", "more": _FILES}
-        return _finding(observed, self.alone, **words)
+            more, words["cure"] = more + _FILES, "working directory"
+        return _finding(observed, self.alone, more=more, **words)
 
     def _asked(self, **options: Any) -> _Problem | None:
         """Look for a problem when setters are called, and when the options that the environment names are varied."""
