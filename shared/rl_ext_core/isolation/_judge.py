@@ -267,7 +267,7 @@ class _Comparison:
     def _independent(self) -> Finding:
         count = max(2, min(len(self.who), MOST_TOGETHER))
         several, not_tried = "Two" if count == 2 else f"Up to {count}", self._not_tried()
-        words = {"steps": self.steps, "count": count, "several": several, "not_tried": not_tried}
+        words: dict[str, Any] = {"steps": self.steps, "count": count, "several": several, "not_tried": not_tried}
         return self._unless_files_meet("nothing differs", in_process=True, **words)
 
     def _crowd(self, first: int = 0) -> dict[str, Any]:
