@@ -7,7 +7,6 @@ the versions. Each list names what one thing builds on.
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 import types
 import warnings
@@ -15,7 +14,9 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import tensordict
 import torch
+import torchrl
 from tensordict import TensorDict
 from torchrl.envs import EnvBase, batched_envs
 from torchrl.envs.libs.gym import GymWrapper
@@ -83,20 +84,13 @@ def _names_of(cls: type) -> frozenset[str]:
 def _has(cls: type, names: str, without: str) -> bool:
     missing = [name for name in names.split() if name not in _names_of(cls)]
     if missing:
-        versions = ", ".join(f"{name} {_version_of(name)}" for name in ("torchrl", "tensordict"))
+        versions = f"torchrl {torchrl.__version__}, tensordict {tensordict.__version__}"
         warnings.warn(
             f"{cls.__name__} of {versions} has no {', '.join(missing)}: {without}. Install a version of rl-ext that "
             "knows this one, or an earlier one of TorchRL; the README lists those that were tested",
             stacklevel=3,
         )
     return not missing
-
-
-def _version_of(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "of unknown version"
 
 
 def has_supervision() -> bool:
@@ -112,9 +106,8 @@ def has_short_steps() -> bool:
 
 def has_wrapper() -> bool:
     """Return whether upstream's wrapper can be built on; else there is just upstream's."""
-    return _has(
-        GymWrapper, _WRAPPER, "torchrl_ext.GymWrapper is TorchRL's own, and takes none of this package's options"
-    )
+    without = "torchrl_ext.GymWrapper is TorchRL's own, and takes none of this package's options"
+    return _has(GymWrapper, _WRAPPER, without)
 
 
 class EverySteps(EnvBase):
@@ -125,13 +118,14 @@ class EverySteps(EnvBase):
 
 
 if _has(TensorDict, _TENSORDICT, _LONGER):
+    _new = TensorDict._new_unsafe
 
     def built(entries: dict[str, Any], batch_size: torch.Size, device: torch.device | None) -> TensorDict:
         """Make a TensorDict of entries that are on its device and have its batch size."""
-        tensordict = TensorDict._new_unsafe(entries, batch_size=batch_size)
+        made = _new(entries, batch_size=batch_size)
         # As an argument it would be turned into a device once more, which takes longer than all the rest.
-        tensordict._device = device
-        return tensordict
+        made._device = device
+        return made
 
 else:
 

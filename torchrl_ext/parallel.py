@@ -111,12 +111,12 @@ class ParallelEnv(_Base, metaclass=_Meta):
             **kwargs,
         )
 
-    def _get_metadata(self, create_env_fn: Any, create_env_kwargs: Any) -> None:
-        """Set what buffers are allocated by: as a copy has it that was built elsewhere, or the instance itself."""
-        if not has_supervision():
-            return super()._get_metadata(create_env_fn, create_env_kwargs)
-        metadata = self._plan.metadata()
-        self._set_metadata(metadata[0] if self._single_task else metadata)
+    if has_supervision():  # else upstream reads it of an environment that it builds here
+
+        def _get_metadata(self, create_env_fn: Any, create_env_kwargs: Any) -> None:
+            """Set what buffers are allocated by: as a copy has it that was built elsewhere, or the instance itself."""
+            metadata = self._plan.metadata()
+            self._set_metadata(metadata[0] if self._single_task else metadata)
 
 
 def _checked(num_workers: Any, create_env_fn: Any) -> int:
@@ -149,7 +149,8 @@ class _Single(SerialEnv):
         self.__dict__["_plan"] = plan
         super().__init__(1, plan.functions, create_env_kwargs=plan.kwargs, **kwargs)
 
-    _get_metadata = ParallelEnv._get_metadata
+    if has_supervision():
+        _get_metadata = ParallelEnv._get_metadata
 
 
 def _serial(create_env_fn: Any, kwargs: dict[str, Any]) -> SerialEnv:

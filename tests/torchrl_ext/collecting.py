@@ -181,8 +181,12 @@ def main() -> None:
     sys.stdout.write(json.dumps(results) + "\n")
 
 
-if __name__ == "__main__":
+def have_warnings_be_errors() -> None:
     warnings.simplefilter("error")
     for message, category in EXPECTED:
         warnings.filterwarnings("ignore", message, category)
+
+
+if __name__ == "__main__":
+    have_warnings_be_errors()
     main()

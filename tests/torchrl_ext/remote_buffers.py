@@ -12,7 +12,6 @@ import json
 import multiprocessing
 import os
 import sys
-import warnings
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from torch.distributed import rpc
 from torchrl.data import LazyTensorStorage, RemoteTensorDictReplayBuffer, TensorDictReplayBuffer
 
-from tests.torchrl_ext.collecting import EXPECTED, free_port, ray_here
+from tests.torchrl_ext.collecting import free_port, have_warnings_be_errors, ray_here
 from tests.torchrl_ext.frame_data import Videos
 from tests.torchrl_ext.frame_workers import contents
 from torchrl_ext import FrameStorage
@@ -122,7 +121,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("error")
-    for message, category in EXPECTED:
-        warnings.filterwarnings("ignore", message, category)
+    have_warnings_be_errors()
     main()
