@@ -43,7 +43,7 @@ class Choice(NamedTuple):
 
     layout: StackLayout
     codec: str | Codec
-    block_length: int | None
+    block_length: int
     max_error: int = 0
     quality: int = DEFAULT_QUALITY
 

@@ -271,10 +271,11 @@ def checked_bound(max_error: int, *, codec: Codec, dtype: npt.DTypeLike) -> int:
     return int(max_error)
 
 
-def checked_block_length(block_length: int | None, codec: Codec) -> int:
+def checked_block_length(block_length: int | None, codec: Codec, *, most: int | None = None) -> int:
     """Frames in a block, where nothing is said the codec's usual number.
 
-    :raises InvalidArgumentError: if the codec cannot have blocks of that many.
+    :param most: that a block may hold, where there are frames already.
+    :raises InvalidArgumentError: if it cannot be used, or the codec cannot have blocks of that many.
     """
     if block_length is None:
         return 1 if codec.lossy else _USUAL_BLOCK
@@ -282,6 +283,10 @@ def checked_block_length(block_length: int | None, codec: Codec) -> int:
         raise InvalidArgumentError(
             f"block_length={block_length} is not for codec={codec.name!r}, whose frames are read one by one; leave "
             "block_length out"
+        )
+    if most is not None and (not 1 <= block_length <= most or block_length & (block_length - 1)):
+        raise InvalidArgumentError(
+            f"block_length={block_length} is not a power of two from 1 to {most}; for example 16"
         )
     return block_length
 

@@ -168,13 +168,8 @@ class FramePool:
         :param layout: another one of the same shape and dtype.
         :raises MissingDependencyError: if the codec needs a package that is not installed.
         """
-        if not 1 <= block_length <= self._sizes.block_frames or block_length & (block_length - 1):
-            raise InvalidArgumentError(
-                f"block_length={block_length} is not a power of two from 1 to {self._sizes.block_frames}; for example "
-                "16"
-            )
         codec = self._usable(codec, quality).for_frames(layout)
-        checked_block_length(block_length, codec)
+        checked_block_length(block_length, codec, most=self._sizes.block_frames)
         max_error = checked_bound(max_error, codec=codec, dtype=layout.dtype)
         head = self._arrays["head"]
         head[state.BECOMING] = 1

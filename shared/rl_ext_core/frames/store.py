@@ -168,7 +168,7 @@ class FrameStore:
         # Plain integers: those of NumPy are written in a way that depends on its version.
         self.capacity, self.n_envs = index(capacity), index(n_envs)
         self.max_bytes = max_bytes if max_bytes is None else index(max_bytes)
-        choice = _checked(Choice(layout, codec, block_length, max_error, quality))
+        choice = _checked(layout, codec=codec, block_length=block_length, max_error=max_error, quality=quality)
         self._chooser, self.seen = chooser, 0
         self._shape = (self.n_envs, *layout.shape)
         # The kernels release the GIL: a thread that samples must not read a block while another one fills it.
@@ -271,7 +271,7 @@ class FrameStore:
             return
         layout = choice.layout
         stack = layout.stack_bytes + layout.frame_bytes
-        least = (stack + _LEAST_BLOCKS * (choice.block_length or 1) * layout.frame_bytes) * self.n_envs
+        least = (stack + _LEAST_BLOCKS * choice.block_length * layout.frame_bytes) * self.n_envs
         if self.max_bytes < least:
             raise InvalidArgumentError(
                 f"max_bytes={self.max_bytes:,} is too little for {self.n_envs} environments with observations of shape "
@@ -905,18 +905,14 @@ def stored_as(folder: StoreFolder) -> tuple[int, int, Choice]:
         return found.pop("capacity"), found.pop("n_envs"), Choice(layout, **found)
 
 
-def _checked(choice: Choice) -> Choice:
-    """The same with all that was left open, and what is wrong refused."""
-    codec = get_codec(choice.codec, quality=choice.quality) if isinstance(choice.codec, str) else choice.codec
-    codec = codec.for_frames(choice.layout)
-    block_length = checked_block_length(choice.block_length, codec)
-    if not 1 <= block_length <= MOST_PLACES or block_length & (block_length - 1):
-        raise InvalidArgumentError(
-            f"block_length={block_length} is not a power of two from 1 to {MOST_PLACES}; for example 16"
-        )
-    bound = checked_bound(choice.max_error, codec=codec, dtype=choice.layout.dtype)
-    quality = codec.options.get("quality", DEFAULT_QUALITY)
-    return Choice(choice.layout, codec, index(block_length), bound, quality)
+def _checked(
+    layout: StackLayout, *, codec: str | Codec, block_length: int | None, max_error: int, quality: int
+) -> Choice:
+    """How to store, with what was left open, and what is wrong refused."""
+    codec = (get_codec(codec, quality=quality) if isinstance(codec, str) else codec).for_frames(layout)
+    length = index(checked_block_length(block_length, codec, most=MOST_PLACES))
+    bound = checked_bound(max_error, codec=codec, dtype=layout.dtype)
+    return Choice(layout, codec, length, bound, codec.options.get("quality", DEFAULT_QUALITY))
 
 
 def longest_run(good: npt.NDArray[np.bool_]) -> tuple[int, int]:
