@@ -20,7 +20,7 @@ from rl_ext_core.errors import InvalidArgumentError
 from tests.torchrl_ext.comparing import vector
 from tests.torchrl_ext.environments import ForeignBox, ForeignDict, Isaac, Sampled, Walk, box
 from torchrl_ext import GymWrapper
-from torchrl_ext._specs import HalfBounded, finite, to_gymnasium
+from torchrl_ext.gym.specs import HalfBounded, finite, to_gymnasium
 
 INF = float("inf")
 LOW, HIGH = np.array([-INF, 0, -INF, -1], np.float32), np.array([INF, INF, 2, 1], np.float32)

@@ -15,14 +15,10 @@ from torchrl.envs.libs.gym import GymEnv as UpstreamGymEnv
 from torchrl.envs.libs.gym import GymWrapper as UpstreamGymWrapper
 
 from rl_ext_core.errors import InvalidArgumentError
-from torchrl_ext._autoreset import find_mode, has_finite_horizon
-from torchrl_ext._batched import BatchedEngine
 from torchrl_ext._compat import built, has_short_steps
-from torchrl_ext._engine import Layout, SingleEngine
-from torchrl_ext._options import DEFAULTS, checked
-from torchrl_ext._partial import pair
-from torchrl_ext._readers import is_torch, owned
-from torchrl_ext._specs import (
+from torchrl_ext.gym.engine import BatchedEngine, Layout, SingleEngine
+from torchrl_ext.gym.io import is_torch, owned
+from torchrl_ext.gym.specs import (
     SingleSpaces,
     batched_specs,
     count_of,
@@ -31,13 +27,14 @@ from torchrl_ext._specs import (
     has_space,
     starts,
 )
+from torchrl_ext.gym.vector import find_mode, has_finite_horizon, pair
 from torchrl_ext.parallel import ParallelEnv
 
-__all__ = ["GymEnv", "GymWrapper"]
+__all__ = ["DEFAULTS", "GymEnv", "GymWrapper", "checked"]
 
 _Steps: Any
 if has_short_steps():
-    from torchrl_ext._plain import PlainSteps as _Steps
+    from torchrl_ext.gym.fast_path import PlainSteps as _Steps
 else:
     from torchrl_ext._compat import EverySteps as _Steps
 
@@ -442,3 +439,41 @@ class GymEnv(GymWrapper, UpstreamGymEnv):
         options = {name: kwargs.pop(name, default) for name, default in DEFAULTS.items()}
         self._take_options(kwargs, **options)
         UpstreamGymEnv.__init__(self, env_name, **kwargs)
+
+
+_VALUES = {
+    "env_type": ("auto", "numpy", "torch"),
+    "copy": (True, False, "auto"),
+    "missing_final_obs": ("nan", "previous", "error"),
+    "finite_horizon": (None, True, False),
+}
+DEFAULTS = {
+    "env_type": "auto",
+    "copy": True,
+    "missing_final_obs": "nan",
+    "clip_actions": None,
+    "autoreset_mode": None,
+    "finite_horizon": None,
+}
+
+
+def checked(options: dict[str, Any], convert_actions_to_numpy: bool | None) -> dict[str, Any]:
+    """Check the options.
+
+    :param options: as given
+    :param convert_actions_to_numpy: TorchRL's switch: False hands over tensors
+    :return: the options to go by
+    :raises InvalidArgumentError: one has a value that it cannot have
+    """
+    for name, values in _VALUES.items():
+        found = options[name]
+        if not any(found is value or (isinstance(value, str) and found == value) for value in values):
+            expected = ", ".join(map(repr, values))
+            raise InvalidArgumentError(f"{name}={found!r} is none of {expected}. Write {name}={values[0]!r}")
+    clip = options["clip_actions"]
+    if clip is not None and not (isinstance(clip, (int, float)) and clip > 0):
+        raise InvalidArgumentError(f"clip_actions={clip!r} is not a positive number. Write clip_actions=1.0")
+    if convert_actions_to_numpy is not None and options["env_type"] == "auto":
+        # It tells what the environment takes, and nothing about what it returns.
+        return {**options, "env_type": "numpy" if convert_actions_to_numpy else "torch", "returns_it": False}
+    return {**options, "returns_it": True}
