@@ -1,4 +1,9 @@
-"""The short way of a step, for TensorDicts that are as plain as those of rollouts and collectors."""
+"""The fast path of a step, for TensorDicts that are as plain as those of rollouts and collectors.
+
+``EnvBase.step_and_maybe_reset`` spends most of its time on what a plain TensorDict does not need. The fast path is
+taken where nobody can tell the difference: all that it leaves out, in TorchRL's class, in this wrapper's and on the
+instance, is still what it was when this package was imported. That is looked up at every step.
+"""
 
 from __future__ import annotations
 
@@ -8,36 +13,30 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torchrl.envs import EnvBase
+from torchrl.envs import EnvBase, GymWrapper
 
 from rl_ext_core.errors import InvalidTypeError
 from torchrl_ext._compat import built
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
-__all__ = ["PlainSteps"]
+__all__ = ["FastSteps"]
 
 _FLAGS = ("done", "terminated", "truncated")
 
-# What the short way takes for granted, and what no way of this package calls. Looked up at every step, as they may be
-# replaced in a subclass, in a mixin, in TorchRL's own class and on the instance.
-_LONG = ["_step", "_reset", "_step_mdp", "_step_proc_data", "_reset_proc_data", "_step_and_maybe_reset"]
-_LONG += ["step", "reset", "maybe_reset", "any_done", "step_mdp", "step_and_maybe_reset"]
-_READ = ("read_action", "read_done", "read_obs", "read_reward")
-_PARTS = {*_LONG, *_READ}
-_of_class = attrgetter(*_LONG, *_READ)
-_reading = attrgetter(*_READ)
+# What a step consists of, which may be replaced in a subclass, a mixin, and on the instance.
+_STEPS = ["_step", "_reset", "_step_mdp", "_step_proc_data", "_reset_proc_data", "_step_and_maybe_reset", "step"]
+_STEPS += ["reset", "maybe_reset", "any_done", "step_mdp", "step_and_maybe_reset"]
+# What of it is overridden here, which hides replacements in TorchRL's class.
 _of_base = attrgetter("step", "step_and_maybe_reset", "rand_action", "_step_proc_data")
 _BASE = _of_base(EnvBase)
-# These TorchRL itself replaces, in its own class and on every instance.
-_TRANSFORMS = ("_output_transform", "_reset_output_transform")
-
-
-def _refuse_unheard(cls: type[PlainSteps], own: Iterable[str]) -> None:
-    for name, found, known in zip(_READ, _reading(cls), cls._readers, strict=True):
-        if found is not known or name in own:
-            raise _unheard(cls, name)
+# What neither path calls: replacing it is refused. The last two TorchRL itself replaces on every instance.
+_READERS = ("read_action", "read_done", "read_obs", "read_reward")
+_readers_of = attrgetter(*_READERS)
+_READ = _readers_of(GymWrapper)
+_parts_of, _NAMES = attrgetter(*_STEPS, *_READERS), {*_STEPS, *_READERS}
+_UNHEARD = (*_READERS, "_output_transform", "_reset_output_transform")
 
 
 def _unheard(cls: type, name: str) -> InvalidTypeError:
@@ -57,39 +56,30 @@ class _RandAction:
         return EnvBase.rand_action if env is None else partial(_rand_action, env)
 
 
-def _rand_action(env: Any, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+def _rand_action(env: Any, tensordict: Any = None) -> TensorDictBase:
     """Draw an action, as :meth:`torchrl.envs.EnvBase.rand_action` does, from the same random numbers."""
     key = env.__dict__.get("_action_key")
-    if (
-        tensordict is None
-        or type(key) is not str
-        or type(tensordict) is not TensorDict
-        or tensordict.is_locked
-        or EnvBase.rand_action is not _BASE[2]
-    ):
+    is_plain = type(tensordict) is TensorDict and not tensordict.is_locked
+    if not is_plain or type(key) is not str or _of_base(EnvBase) != _BASE:
         return EnvBase.rand_action(env, tensordict)
     # Past Composite.rand, which looks for a package on the disk every time.
     tensordict._tensordict[key] = env.input_spec["full_action_spec"][key].rand()
     return tensordict
 
 
-class PlainSteps(EnvBase):
+class FastSteps(EnvBase):
     """Overrides ``step`` and ``step_and_maybe_reset`` where nothing asks for more than the engine gives.
 
     Whatever is not plain (a lock, a ``next`` that is there already, partial steps, infos, hooks, a compiled step, an
     override of a part) goes the way of :class:`torchrl.envs.EnvBase`.
     """
 
-    # The parts as they are in the class that has this for a base, and those of them that read.
-    _parts: ClassVar[tuple[Any, ...]] = ()
-    _readers: ClassVar[tuple[Any, ...]] = ()
+    _parts: ClassVar[tuple[Any, ...]] = ()  # as they are in the wrapper's class
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if not PlainSteps._parts:
-            PlainSteps._parts, PlainSteps._readers = _of_class(cls), _reading(cls)
-        _refuse_unheard(cls, ())
-        for name in _TRANSFORMS:
+        FastSteps._parts = FastSteps._parts or _parts_of(cls)
+        for name in _UNHEARD:
             if not next(base for base in cls.__mro__ if name in vars(base)).__module__.startswith("torchrl."):
                 raise _unheard(cls, name)
 
@@ -98,14 +88,19 @@ class PlainSteps(EnvBase):
 
         :raises InvalidTypeError: something was
         """
-        if not self.__dict__.keys().isdisjoint(_READ) or _reading(type(self)) != self._readers:
-            _refuse_unheard(type(self), self.__dict__)
+        own, cls = self.__dict__, type(self)
+        if not own.keys().isdisjoint(_READERS) or _readers_of(cls) != _READ:
+            for name, known in zip(_READERS, _READ, strict=True):
+                if name in own or getattr(cls, name) is not known:
+                    raise _unheard(cls, name)
 
-    def _entries(self, tensordict: TensorDictBase) -> dict[str, Any] | None:
-        """Give the entries of a TensorDict that the short way can take; None for any other."""
+    def _plain_entries(self, tensordict: TensorDictBase) -> dict[str, Any] | None:
+        """Give the entries of a TensorDict if this step can take the fast path; None if not."""
         own = self.__dict__
         engine = own["_engine"]
-        if engine is None or engine.env is not own["_env"] or type(tensordict) is not TensorDict:
+        if engine is None or engine.env is not own["_env"] or engine.frame_skip != self.wrapper_frame_skip:
+            return None
+        if type(tensordict) is not TensorDict or not self.is_spec_locked:
             return None
         entries: dict[str, Any] = tensordict._tensordict
         if "next" in entries or "_step" in entries or "_reset" in entries or tensordict.is_locked:
@@ -114,13 +109,13 @@ class PlainSteps(EnvBase):
             return None
         if self.info_dict_reader or self.run_type_checks or tensordict._td_dim_names is not None:
             return None
-        if not own.keys().isdisjoint(_PARTS) or _of_class(type(self)) != self._parts or _of_base(EnvBase) != _BASE:
+        if not own.keys().isdisjoint(_NAMES) or _parts_of(type(self)) != self._parts or _of_base(EnvBase) != _BASE:
             return None
         return entries
 
-    def _action_in(self, entries: dict[str, Any], tensordict: TensorDictBase) -> Any:
+    def _stepped(self, entries: dict[str, Any], tensordict: TensorDictBase) -> tuple[dict[str, Any], bool, Any]:
         action = entries.get(self.__dict__["_action_key"])
-        return self._action_of(tensordict) if action is None else action
+        return self.__dict__["_engine"].step(self._action_of(tensordict) if action is None else action)
 
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Take a step, as :meth:`torchrl.envs.EnvBase.step` does.
@@ -128,11 +123,11 @@ class PlainSteps(EnvBase):
         :param tensordict: with the action; gets the entry ``next``
         :return: the same TensorDict
         """
-        entries = self._entries(tensordict)
+        entries = self._plain_entries(tensordict)
         if entries is None:
             return super().step(tensordict)
         engine = self.__dict__["_engine"]
-        data, _, _ = engine.step(self._action_in(entries, tensordict))
+        data, _, _ = self._stepped(entries, tensordict)
         entries["next"] = built(data, engine.batch_size, engine.device)
         return tensordict
 
@@ -142,18 +137,14 @@ class PlainSteps(EnvBase):
         :param tensordict: with the action; gets the entry ``next``
         :return: the same TensorDict, and the one that the next step starts from
         """
-        entries = self._entries(tensordict)
-        if (
-            entries is None
-            or "_is_compiled" in self.__dict__
-            or getattr(self, "_post_step_mdp_hooks", None) is not None
-        ):
-            return super().step_and_maybe_reset(tensordict)
-        root = _carried(entries)
-        if root is None:
+        compiled = "_compiled_step_and_maybe_reset" in self.__dict__
+        hooked = getattr(self, "_post_step_mdp_hooks", None) is not None
+        entries = None if compiled or hooked else self._plain_entries(tensordict)
+        root = None if entries is None else _carried(entries)
+        if entries is None or root is None:
             return super().step_and_maybe_reset(tensordict)
         engine = self.__dict__["_engine"]
-        data, done, _ = engine.step(self._action_in(entries, tensordict))
+        data, done, _ = self._stepped(entries, tensordict)
         batch_size, device = engine.batch_size, engine.device
         entries["next"] = built(data, batch_size, device)
         _place(root, data, engine.containers)
@@ -161,7 +152,11 @@ class PlainSteps(EnvBase):
         if done:
             fresh = engine.reset_done(data)
             if batch_size:
-                _forget(root, fresh, data["done"].view(-1), engine.rows)
+                mask, rows = data["done"].view(-1), engine.rows
+                if rows is None:  # a GPU need not answer which, and whether all
+                    _forget(root, fresh, mask & ~mask.all(), None)
+                elif len(rows) < len(mask):
+                    _forget(root, fresh, mask, rows)
             _place(root, fresh, engine.containers)
             root["done"], root["terminated"], root["truncated"] = engine.not_done()
         return tensordict, built(root, batch_size, device)
@@ -173,7 +168,7 @@ class PlainSteps(EnvBase):
         # Transforms ask for this at every step, and the engine's flags are complete.
         entries = data._tensordict if type(data) is TensorDict else {}
         wide = data.batch_dims + 1
-        if all(name in entries and entries[name].ndim == wide for name in ("done", "terminated", "truncated")):
+        if all(name in entries and entries[name].ndim == wide for name in _FLAGS):
             return data
         return super()._complete_done(done_spec, data)
 
@@ -182,22 +177,6 @@ class PlainSteps(EnvBase):
         if self.run_type_checks or _of_base(EnvBase) != _BASE:
             return super()._step_proc_data(next_tensordict_out)
         return next_tensordict_out
-
-    def compile(self, **kwargs: Any) -> Any:
-        """Compile ``step_and_maybe_reset``, as :meth:`torchrl.envs.EnvBase.compile` does.
-
-        :return: the environment
-        """
-        self.__dict__["_is_compiled"] = True
-        return super().compile(**kwargs)
-
-    def eager(self) -> Any:
-        """Undo it, as :meth:`torchrl.envs.EnvBase.eager` does.
-
-        :return: the environment
-        """
-        self.__dict__.pop("_is_compiled", None)
-        return super().eager()
 
 
 def _carried(entries: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -224,30 +203,21 @@ def _place(root: dict[str, Any], data: dict[str, Any], containers: tuple[str, ..
     if not containers:
         root.update(data)
         return
-    old = {key: root[key] for key in containers if type(root.get(key)) is TensorDict}
+    old: dict[str, Any] = {key: root.get(key) for key in containers}
     root.update(data)
     for key in containers:
-        new = data[key].copy()
-        root[key] = old[key].update(new) if key in old else new
+        new, before = data[key].copy(), old[key]
+        root[key] = before.update(new) if type(before) is TensorDict else new
 
 
-def _forget(root: dict[str, Any], fresh: Mapping[str, Any], done: torch.Tensor, rows: torch.Tensor | None) -> None:
+def _forget(entries: dict[str, Any], fresh: Mapping[str, Any], done: torch.Tensor, rows: torch.Tensor | None) -> None:
     """Set to zero what sub-environments that are reset leave behind: actions, hidden states.
 
     As :meth:`torchrl.envs.EnvBase.reset` does, which keeps all of it where all are reset.
     """
-    if rows is None:  # a GPU need not answer which, and whether all
-        _set_to_zero(root, fresh, done & ~done.all(), None)
-    elif len(rows) < len(done):
-        _set_to_zero(root, fresh, done, rows)
-
-
-def _set_to_zero(
-    entries: dict[str, Any], fresh: Mapping[str, Any], done: torch.Tensor, rows: torch.Tensor | None
-) -> None:
     for key, value in entries.items():
         if type(value) is TensorDict:
-            _set_to_zero(value._tensordict, fresh[key]._tensordict if key in fresh else {}, done, rows)
+            _forget(value._tensordict, fresh[key]._tensordict if key in fresh else {}, done, rows)
         elif key in fresh or key in _FLAGS:
             continue
         elif rows is not None:

@@ -1,6 +1,8 @@
-"""Conversions: actions for the environment, and observations, rewards and flags from it.
+"""Conversions, each compiled once from its spec: actions for the environment; observations, rewards and flags from it.
 
-Each way is compiled once from its spec. What is converted never shares memory by accident.
+Environments write into their arrays again, and edit the actions that they get: what comes out never shares their
+memory, unless that is asked for. A value that is as its spec says takes a short way; any other is converted where
+nothing is lost, and what is wrong with the rest is said.
 """
 
 from __future__ import annotations
@@ -19,52 +21,107 @@ from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
 from torchrl_ext._compat import built
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
-    Decode = Callable[[Any], Any]
-    Read = Callable[[Any], Any]
+    Convert = Callable[[Any], Any]
+    Flags = tuple[torch.Tensor, ...]
 
 __all__ = [
-    "coerced",
+    "RESET",
+    "STEP",
     "compile_action",
     "compile_flags",
     "compile_observation",
+    "compile_one_hot",
     "compile_reward",
-    "counted",
+    "compile_value",
     "counted_from_zero",
-    "index_shape",
     "is_torch",
-    "keep_when_freed",
-    "no_end",
-    "no_flags",
-    "one_hot",
     "owned",
-    "without_need",
+    "unless_sole",
+    "unpacked",
+    "unset_flags",
 ]
 
+# What the methods of an environment return, as gymnasium's do.
+RESET = ("reset", "observation", "info")
+STEP = ("step", "observation", "reward", "terminated", "truncated", "info")
 
-def coerced(
-    value: Any, shape: tuple[int, ...], dtype: torch.dtype, *, name: str, device: torch.device | None, copy: bool = True
-) -> torch.Tensor:
-    """Make a tensor of a value.
 
-    :param value: what an environment returned
+def is_torch(observation: Any) -> bool:
+    """Tell whether an environment speaks torch, by one of its observations."""
+    if isinstance(observation, (dict, tuple, list)):
+        return any(map(is_torch, observation.values() if isinstance(observation, dict) else observation))
+    return isinstance(observation, torch.Tensor)
+
+
+def owned(info: Any) -> Any:
+    """Copy the arrays and tensors of an info, which environments write into again."""
+    if isinstance(info, dict):
+        return {key: owned(value) for key, value in info.items()}
+    if isinstance(info, np.ndarray):
+        return info.copy()
+    return info.detach().clone() if isinstance(info, torch.Tensor) else info
+
+
+def unpacked(result: Any, expected: tuple[str, ...]) -> tuple[Any, ...]:
+    """Check that a method of the environment returned as many values as gymnasium's does.
+
+    :param expected: RESET or STEP
+    :raises EnvironmentOutputError: it did not
+    """
+    if isinstance(result, (tuple, list)) and len(result) == len(expected) - 1:
+        return tuple(result)
+    found = f"{len(result)} values" if isinstance(result, (tuple, list)) else f"a value of type {type(result).__name__}"
+    method, *names = expected
+    raise EnvironmentOutputError(
+        f"{method}() returned {found}; expected the {len(names)} of gymnasium: {', '.join(names)}"
+    )
+
+
+# -- one value
+
+
+def compile_value(
+    shape: tuple[int, ...], dtype: torch.dtype, *, name: str, device: torch.device | None, copy: bool = True
+) -> Convert:
+    """Compile the way from an array, a tensor, a number or a list to a tensor.
+
     :param shape: which it must have, but for axes of one; -1 stands for any length
     :param dtype: which it must fit
     :param name: of the entry, for messages
     :param device: of the tensor; None: where the value is
     :param copy: whether it may not share the value's memory
-    :raises EnvironmentOutputError: it does not fit
+    :return: a function that raises :class:`EnvironmentOutputError` for what does not fit
     """
-    found = _tensor(value, shape, dtype, name)
-    if _may_lose(found.dtype, dtype) and _loses(found, dtype):
-        raise EnvironmentOutputError(
-            f"{name!r} has the dtype {found.dtype}, which loses information as {dtype}, the dtype of its space. "
-            "Write the space with the dtype that the environment returns"
-        )
-    if found.shape != shape:
-        found = _reshaped(found, shape, name)
-    return found.to(device=device, dtype=dtype, copy=copy and isinstance(value, torch.Tensor))
+    array, tensor, from_numpy, wanted = np.ndarray, torch.Tensor, torch.from_numpy, torch_to_numpy_dtype_dict.get(dtype)
+    moves = device is not None and device.type != "cpu"
+    castable = "fiub" if dtype.is_floating_point and wanted is not None else ""
+
+    def convert(value: Any) -> torch.Tensor:
+        if type(value) is array and value.dtype is wanted and value.shape == shape:
+            # torch takes neither read-only arrays nor negative strides.
+            if copy or not value.flags.writeable or min(value.strides, default=0) < 0:
+                value = value.copy()
+            return from_numpy(value).to(device) if moves else from_numpy(value)
+        if type(value) is tensor and value.dtype is dtype and value.shape == shape:
+            if device is not None and value.device != device:
+                return value.detach().to(device)
+            return value.detach().clone() if copy else value.detach()
+        if type(value) is array and value.shape == shape and value.dtype.kind in castable:
+            found = from_numpy(value.astype(wanted, order="C"))
+            return found.to(device) if moves else found
+        found = _tensor(value, shape, dtype, name)
+        if _may_lose(found.dtype, dtype) and _loses(found, dtype):
+            raise EnvironmentOutputError(
+                f"{name!r} has the dtype {found.dtype}, which loses information as {dtype}, the dtype of its space. "
+                "Write the space with the dtype that the environment returns"
+            )
+        if found.shape != shape:
+            found = _reshaped(found, shape, name)
+        return found.to(device=device, dtype=dtype, copy=copy and isinstance(value, tensor))
+
+    return convert
 
 
 def _tensor(value: Any, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
@@ -75,7 +132,6 @@ def _tensor(value: Any, shape: tuple[int, ...], dtype: torch.dtype, name: str) -
     try:
         if isinstance(value, (list, tuple)) and any(isinstance(part, torch.Tensor) for part in value):
             return torch.stack([torch.as_tensor(part).detach() for part in value])
-        # A copy: torch takes neither read-only arrays nor negative strides.
         array = np.array(value, order="C")
         return torch.from_numpy(array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("=")))
     except (TypeError, ValueError, RuntimeError) as error:
@@ -86,14 +142,13 @@ def _tensor(value: Any, shape: tuple[int, ...], dtype: torch.dtype, name: str) -
 
 
 def _reshaped(found: torch.Tensor, shape: tuple[int, ...], name: str) -> torch.Tensor:
-    wanted = tuple(shape)
-    if len(found.shape) == len(wanted) and all(n in (-1, m) for n, m in zip(wanted, found.shape, strict=True)):
+    if len(found.shape) == len(shape) and all(n in (-1, m) for n, m in zip(shape, found.shape, strict=True)):
         return found
     # A trailing axis of one comes and goes between libraries; nothing else does without a mistake.
-    if tuple(n for n in found.shape if n != 1) == tuple(n for n in wanted if n != 1):
-        return found.reshape(wanted)
-    hint = " (the batch axis is lost)" if tuple(found.shape) == wanted[1:] else ""
-    raise EnvironmentOutputError(f"{name!r} has the shape {tuple(found.shape)}{hint}; its space has {wanted}")
+    if [n for n in found.shape if n != 1] == [n for n in shape if n != 1]:
+        return found.reshape(shape)
+    hint = " (the batch axis is lost)" if tuple(found.shape) == shape[1:] else ""
+    raise EnvironmentOutputError(f"{name!r} has the shape {tuple(found.shape)}{hint}; its space has {tuple(shape)}")
 
 
 def _may_lose(found: torch.dtype, wanted: torch.dtype) -> bool:
@@ -119,44 +174,41 @@ def _loses(found: torch.Tensor, wanted: torch.dtype) -> bool:
     return not torch.equal(found.to(wanted).to(found.dtype), found)
 
 
-def index_shape(spec: OneHot) -> tuple[int, ...]:
+def compile_one_hot(spec: OneHot, shape: tuple[int, ...], *, name: str, device: torch.device | None) -> Convert:
+    """Compile the way from indices to one-hot vectors.
+
+    :param spec: tells how many classes there are
+    :param shape: of the indices
+    :param name: of the entry, for messages
+    :param device: of the tensor
+    :return: a function that raises :class:`EnvironmentOutputError` for what does not fit
+    """
+    read, encode = compile_value(shape, torch.int64, name=name, device=device), torch.nn.functional.one_hot
+    several = [int(n) for n in spec.nvec] if isinstance(spec, MultiOneHot) else None
+
+    def convert(value: Any) -> torch.Tensor:
+        index = read(value)
+        try:
+            if several is not None:
+                return torch.cat([encode(index[..., place], n) for place, n in enumerate(several)], -1).to(spec.dtype)
+            return encode(index, spec.space.n).to(spec.dtype)
+        except RuntimeError:
+            raise EnvironmentOutputError(
+                f"{name!r} is {index.tolist()}, which is not below the number of classes of its space, "
+                f"{spec.space.n if several is None else several}, or negative"
+            ) from None
+
+    return convert
+
+
+def _index_shape(spec: OneHot) -> tuple[int, ...]:
     """Give the shape of the indices that a one-hot spec encodes."""
     lead = tuple(spec.shape[:-1])
     return (*lead, len(spec.nvec)) if isinstance(spec, MultiOneHot) else lead
 
 
-def one_hot(
-    value: Any, spec: OneHot, shape: tuple[int, ...], *, name: str, device: torch.device | None
-) -> torch.Tensor:
-    """Encode indices.
-
-    :param value: what an environment returned
-    :param spec: tells how many classes there are
-    :param shape: of the indices
-    :param name: of the entry, for messages
-    :param device: of the tensor
-    :raises EnvironmentOutputError: they do not fit
-    """
-    index = coerced(value, shape, torch.int64, name=name, device=device)
-    encode = torch.nn.functional.one_hot
-    try:
-        if isinstance(spec, MultiOneHot):
-            parts = [encode(index[..., place], int(n)) for place, n in enumerate(spec.nvec)]
-            return torch.cat(parts, -1).to(spec.dtype)
-        return encode(index, spec.space.n).to(spec.dtype)
-    except RuntimeError:
-        raise EnvironmentOutputError(
-            f"{name!r} is {index.tolist()}, which is not below the number of classes of its space, "
-            f"{list(spec.nvec) if isinstance(spec, MultiOneHot) else spec.space.n}, or negative"
-        ) from None
-
-
-def counted(values: Any, start: Any) -> Any:
-    """Count integers from where a space does, which TorchRL's specs do from zero.
-
-    :param values: a number, an array or a tensor
-    :param start: a number or an array
-    """
+def _counted(values: Any, start: Any) -> Any:
+    """Count integers from where a space does, which TorchRL's specs do from zero."""
     if isinstance(values, torch.Tensor):
         return values + torch.as_tensor(start, dtype=values.dtype, device=values.device)
     return values + start
@@ -175,7 +227,10 @@ def counted_from_zero(values: Any, start: Any) -> Any:
     if not isinstance(values, torch.Tensor):
         array = np.asarray(values)
         return array.astype(np.int64) - start if array.dtype.kind in "iu" else values
-    return values if values.is_floating_point() else counted(values, -np.asarray(start))
+    return values if values.is_floating_point() else _counted(values, -np.asarray(start))
+
+
+# -- actions
 
 
 def compile_action(
@@ -187,10 +242,8 @@ def compile_action(
     device: torch.device | None,
     start: Any = None,
     in_dict: bool = False,
-) -> Decode:
+) -> Convert:
     """Compile the way from an action tensor (or TensorDict) to the environment's action.
-
-    What comes out never shares memory with the TensorDict: environments edit their actions in place.
 
     :param spec: of the action, with the batch
     :param env_type: ``"numpy"`` or ``"torch"``
@@ -201,43 +254,31 @@ def compile_action(
     :param in_dict: whether it is an entry of a Dict, where TorchRL gives arrays for integers
     :raises InvalidArgumentError: they do not fit the spec
     """
+    again = partial(compile_action, env_type=env_type, batched=batched, clip=clip, device=device)
     if isinstance(spec, Composite):
-        parts = {
-            key: compile_action(
-                part,
-                env_type=env_type,
-                batched=batched,
-                clip=clip,
-                device=device,
-                start=(start or {}).get(key),
-                in_dict=True,
-            )
-            for key, part in spec.items()
-        }
+        parts = {key: again(part, start=(start or {}).get(key), in_dict=True) for key, part in spec.items()}
         return lambda action: {key: decode(action[key]) for key, decode in parts.items()}
     if not isinstance(spec.zero(), torch.Tensor):
         return lambda action: getattr(action, "data", action)  # text, which nobody edits in place
     if start is not None:
-        shape = index_shape(spec) if isinstance(spec, OneHot) else tuple(spec.shape)
+        shape = _index_shape(spec) if isinstance(spec, OneHot) else tuple(spec.shape)
         if np.broadcast_shapes(shape, np.shape(start)) != shape:
             raise InvalidArgumentError(
                 f"the action space counts from {start}, and TorchRL makes one {type(spec).__name__} of the shape "
                 f"{tuple(spec.shape)} of it. Write it with start=0"
             )
-        plain = compile_action(spec, env_type=env_type, batched=batched, clip=clip, device=device, in_dict=in_dict)
-        return lambda action: counted(plain(action), start)
-    clip = clip if spec.dtype.is_floating_point else None
-    decode = _decoder(spec, clip)
+        plain = again(spec, in_dict=in_dict)
+        return lambda action: _counted(plain(action), start)
+    decode = _decoder(spec, clip if spec.dtype.is_floating_point else None)
     if env_type == "torch":
         return decode if device is None else lambda action: decode(action).to(device)
-    if not (batched or in_dict) and isinstance(spec, (OneHot, Categorical)) and not isinstance(spec, MultiOneHot):
+    is_choice = isinstance(spec, (OneHot, Categorical)) and not isinstance(spec, MultiOneHot)
+    if is_choice and not (batched or in_dict):
         if isinstance(spec, OneHot) and spec.ndim == 1 and not spec.dtype.is_floating_point:
             return _place_of_one
         if spec.zero().numel() in (1, spec.shape[-1:].numel()):
-            return _single_integer(decode)
-    if isinstance(spec, OneHot) and not isinstance(spec, MultiOneHot):
-        return _places_of_ones
-    return lambda action: decode(action).cpu().numpy()
+            return lambda action: _integer(decode(action))
+    return _places_of_ones if isinstance(spec, OneHot) and is_choice else lambda action: decode(action).cpu().numpy()
 
 
 def _places_of_ones(action: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -247,7 +288,7 @@ def _places_of_ones(action: torch.Tensor) -> np.ndarray[Any, Any]:
     return np.asarray((values.astype(np.int64) if values.dtype.kind == "f" else values).argmax(-1))
 
 
-def _decoder(spec: TensorSpec, clip: float | None) -> Decode:
+def _decoder(spec: TensorSpec, clip: float | None) -> Convert:
     """Compile the way to a tensor that is new: an index for one-hot actions, the same values for others."""
     if isinstance(spec, MultiOneHot):
         return lambda action: spec.to_categorical(action.detach(), safe=False)
@@ -267,297 +308,93 @@ def _place_of_one(action: torch.Tensor) -> int:
         return int(action.long().argmax(-1))
 
 
-def _single_integer(decode: Decode) -> Decode:
+def _integer(decoded: torch.Tensor) -> Any:
     """Give a plain integer where there is one: environments index with it."""
-
-    def read(action: torch.Tensor) -> Any:
-        decoded = decode(action)
-        return int(decoded) if decoded.numel() == 1 else decoded.cpu().numpy()
-
-    return read
+    return int(decoded) if decoded.numel() == 1 else decoded.cpu().numpy()
 
 
-def is_torch(observation: Any) -> bool:
-    """Tell whether an environment speaks torch, by one of its observations."""
-    if isinstance(observation, dict):
-        return any(is_torch(part) for part in observation.values())
-    if isinstance(observation, (tuple, list)):
-        return any(is_torch(part) for part in observation)
-    return isinstance(observation, torch.Tensor)
-
-
-def owned(info: Any) -> Any:
-    """Copy the arrays and tensors of an info, which environments write into again."""
-    if isinstance(info, dict):
-        return {key: owned(value) for key, value in info.items()}
-    if isinstance(info, np.ndarray):
-        return info.copy()
-    return info.detach().clone() if isinstance(info, torch.Tensor) else info
+# -- observations
 
 
 def compile_observation(
-    spec: Composite, sample: Any, *, key: str | None, device: torch.device | None, copy: bool, starts: Any = None
-) -> Read:
+    spec: Composite, *, key: str | None, device: torch.device | None, copy: bool, starts: Any = None
+) -> Convert:
     """Compile the way from an observation to a dict of tensors, nested as the spec is.
 
     :param spec: of the observation alone, with the batch
-    :param sample: an observation: tells which library it speaks; None: the first one that is read
     :param key: of the one entry, where observations are no dicts; None where they are
     :param device: of the tensors
     :param copy: whether tensors may never share the environment's memory
-    :param starts: what integers count from, where that is not zero: a dict, nested as the environment's observations
+    :param starts: what integers count from, where that is not zero: a dict, nested as the spec
     """
     if starts is not None:
-        plain = compile_observation(spec, sample, key=key, device=device, copy=copy)
+        plain = compile_observation(spec, key=key, device=device, copy=copy)
         starts = starts if key is None else starts[key]
         return lambda observation: plain(counted_from_zero(observation, starts))
-    if sample is None:
-        return _later(spec, key, device, copy)
-    if key is not None:
-        read = _leaf(spec[key], sample, key, device, copy)
-        return lambda observation: {key: read(observation)}
-    return _mapping(spec, sample, (), device, copy)
+    if key is None:
+        return _mapping(spec, (), device, copy)
+    read = _leaf(spec[key], key, device, copy)
+    return lambda observation: {key: read(observation)}
 
 
-def _later(spec: Composite, key: str | None, device: torch.device | None, copy: bool) -> Read:
-    found: list[Read] = []
-
-    def read(observation: Any) -> Any:
-        if observation is None:
-            raise EnvironmentOutputError(f"the observation is None; its space has {sorted(spec.keys())}")
-        if not found:
-            found.append(compile_observation(spec, observation, key=key, device=device, copy=copy))
-        return found[0](observation)
-
-    return read
-
-
-def _mapping(spec: Composite, sample: Any, path: tuple[str, ...], device: torch.device | None, copy: bool) -> Read:
-    if not isinstance(sample, dict):
-        raise _no_dict(sample, spec, path)
-    # TorchRL calls a lone "state" what others call it.
-    names = {"observation": "state"} if "state" in sample and "observation" not in sample else {}
-    pairs = []
+def _mapping(spec: Composite, path: tuple[str, ...], device: torch.device | None, copy: bool) -> Convert:
+    readers = []
     for name, part in spec.items():
-        source = names.get(name, name)
-        if source not in sample:
-            raise _missing(source, path, sample)
-        here = (*path, name)
-        read = (
-            _nested(part, sample[source], here, device, copy)
-            if isinstance(part, Composite)
-            else _leaf(part, sample[source], ".".join(here), device, copy)
-        )
-        pairs.append((name, source, read))
+        if isinstance(part, Composite):
+            readers.append((name, _nested(part, (*path, name), device, copy)))
+        else:
+            readers.append((name, _leaf(part, ".".join((*path, name)), device, copy)))
 
-    def read_all(observation: Mapping[str, Any]) -> dict[str, Any]:
+    def read_all(observation: Any) -> dict[str, Any]:
+        if not isinstance(observation, dict):
+            raise EnvironmentOutputError(
+                f"observation{_at(path)} is of type {type(observation).__name__}; its space is a Dict of "
+                f"{sorted(spec.keys())}"
+            )
         try:
-            return {name: read(observation[source]) for name, source, read in pairs}
-        except (KeyError, IndexError, TypeError):
-            if not isinstance(observation, dict):
-                raise _no_dict(observation, spec, path) from None
-            for _, source, _ in pairs:
-                if source not in observation:
-                    raise _missing(source, path, observation) from None
-            raise
+            return {name: read(observation[name]) for name, read in readers}
+        except KeyError:
+            missing = next((name for name, _ in readers if name not in observation), None)
+            if missing is None:
+                raise
+            if missing == "observation" and "state" in observation:  # as TorchRL calls a lone "state"
+                return read_all({**observation, "observation": observation["state"]})
+            raise EnvironmentOutputError(
+                f"observation{_at((*path, missing))} is missing: the environment returned "
+                f"{sorted(map(str, observation))}"
+            ) from None
 
     return read_all
 
 
-def _nested(spec: Composite, sample: Any, path: tuple[str, ...], device: torch.device | None, copy: bool) -> Read:
-    read, batch_size = _mapping(spec, sample, path, device, copy), spec.batch_size
+def _nested(spec: Composite, path: tuple[str, ...], device: torch.device | None, copy: bool) -> Convert:
+    read, batch_size = _mapping(spec, path, device, copy), spec.batch_size
     return lambda observation: built(read(observation), batch_size, device)
-
-
-def _no_dict(found: Any, spec: Composite, path: tuple[str, ...]) -> EnvironmentOutputError:
-    return EnvironmentOutputError(
-        f"observation{_at(path)} is of type {type(found).__name__}; its space is a Dict of {sorted(spec.keys())}"
-    )
-
-
-def _missing(key: str, path: tuple[str, ...], found: Mapping[str, Any]) -> EnvironmentOutputError:
-    return EnvironmentOutputError(
-        f"observation{_at((*path, key))} is missing: the environment returned {sorted(map(str, found))}"
-    )
 
 
 def _at(path: tuple[str, ...]) -> str:
     return f" {'.'.join(path)!r}" if path else ""
 
 
-def _leaf(spec: TensorSpec, sample: Any, name: str, device: torch.device | None, copy: bool) -> Read:
+def _leaf(spec: TensorSpec, name: str, device: torch.device | None, copy: bool) -> Convert:
     if isinstance(spec, NonTensor):
         return partial(NonTensorData, device=device)
     if isinstance(spec, OneHot):
-        indices = index_shape(spec)
-        return lambda value: one_hot(value, spec, indices, name=name, device=device)
-    shape, dtype = tuple(spec.shape), spec.dtype
-
-    def coerce(value: Any) -> torch.Tensor:
-        return coerced(value, shape, dtype, name=name, device=device)
-
-    if isinstance(sample, torch.Tensor):
-        return _torch_leaf(torch.Size(shape), dtype, device, copy, coerce)
-    return _numpy_leaf(shape, dtype, device, copy, coerce)
+        return compile_one_hot(spec, _index_shape(spec), name=name, device=device)
+    return compile_value(tuple(spec.shape), spec.dtype, name=name, device=device, copy=copy)
 
 
-def _numpy_leaf(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None, copy: bool, coerce: Read
-) -> Read:
-    wanted, from_numpy, array = torch_to_numpy_dtype_dict.get(dtype), torch.from_numpy, np.ndarray
-    moves = device is not None and device.type != "cpu"
-
-    def read(value: Any) -> torch.Tensor:
-        if type(value) is not array or value.dtype is not wanted or value.shape != shape:
-            return coerce(value)
-        if copy:
-            value = value.copy()
-        elif not value.flags.writeable or min(value.strides, default=0) < 0:
-            return coerce(value)  # torch takes neither
-        tensor = from_numpy(value)
-        return tensor.to(device) if moves else tensor
-
-    return read
-
-
-def _torch_leaf(shape: torch.Size, dtype: torch.dtype, device: torch.device | None, copy: bool, coerce: Read) -> Read:
-    def read(value: Any) -> torch.Tensor:
-        if type(value) is not torch.Tensor or value.dtype is not dtype or value.shape != shape:
-            return coerce(value)
-        if device is not None and value.device != device:
-            return value.detach().to(device)
-        return value.detach().clone() if copy else value.detach()
-
-    return read
-
-
-def compile_reward(spec: TensorSpec, *, batched: bool, device: torch.device | None) -> Read:
-    """Compile the way from a reward to a new tensor of the spec."""
-    shape, dtype = tuple(spec.shape), spec.dtype
-
-    def coerce(value: Any) -> torch.Tensor:
-        return coerced(value, shape, dtype, name="reward", device=device)
-
-    if not batched:
-        if shape != (1,):
-            return coerce
-        # By way of NumPy, which makes small arrays in half of torch's time.
-        scalars, array, from_numpy = (float, int, np.floating), np.array, torch.from_numpy
-        wanted = torch_to_numpy_dtype_dict[dtype]
-        moves = device is not None and device.type != "cpu"
-
-        def read_scalar(value: Any) -> torch.Tensor:
-            if isinstance(value, scalars):
-                tensor = from_numpy(array((value,), wanted))
-                return tensor.to(device) if moves else tensor
-            return coerce(value)
-
-        return read_scalar
-    if shape[-1:] != (1,):
-        return coerce
-    return _batch_reader(shape[:-1], dtype, device, coerce)
-
-
-def no_end(shape: tuple[int, ...], device: torch.device | None) -> tuple[torch.Tensor, ...]:
-    """Make flags of which none is set: done, terminated, truncated.
-
-    :param shape: of each, with its trailing axis
-    """
-    tensor = torch.from_numpy(np.zeros((3, *shape), np.bool_))
-    return (tensor if device is None or device.type == "cpu" else tensor.to(device)).unbind(0)
-
-
-def _batch_reader(flat: tuple[int, ...], dtype: torch.dtype, device: torch.device | None, coerce: Read) -> Read:
-    array, from_numpy = np.ndarray, torch.from_numpy
-    wanted = torch_to_numpy_dtype_dict[dtype]
-    moves = device is not None and device.type != "cpu"
-
-    def read(value: Any) -> torch.Tensor:
-        if type(value) is array and value.shape == flat and value.dtype.kind in "fiub":
-            tensor = from_numpy(value.astype(wanted)).unsqueeze(-1)
-            return tensor.to(device) if moves else tensor
-        if type(value) is torch.Tensor and value.shape == flat:
-            return value.detach().to(device=device, dtype=dtype, copy=True).unsqueeze(-1)
-        return coerce(value)
-
-    return read
-
-
-def no_flags(terminated: Any, truncated: Any) -> EnvironmentOutputError:
-    """Say that two values are not flags of one environment."""
-    found = " and ".join(_described(value) for value in (terminated, truncated))
-    return EnvironmentOutputError(f"'terminated' and 'truncated' are {found}; expected one boolean each")
-
-
-def _described(value: Any) -> str:
-    shape = getattr(value, "shape", None)
-    return f"{value!r}" if shape is None else f"of the shape {tuple(shape)}"
-
-
-def compile_flags(shape: torch.Size, *, device: torch.device | None) -> Callable[[Any, Any], tuple[torch.Tensor, ...]]:
-    """Compile the way from two batches of flags to new tensors of booleans: done, terminated, truncated.
-
-    :param shape: of each with its trailing axis, (n, 1)
-    """
-    flat, array, boolean = tuple(shape[:-1]), np.ndarray, np.dtype(bool)
-    moves = device is not None and device.type != "cpu"
-
-    three, column, size = (3, *shape), tuple(shape), shape[:-1]
-    from_numpy = torch.from_numpy
-
-    def read(terminated: Any, truncated: Any) -> tuple[torch.Tensor, ...]:
-        if (
-            type(terminated) is type(truncated) is array
-            and terminated.dtype is truncated.dtype is boolean
-            and terminated.shape == truncated.shape == flat
-        ):
-            if moves:
-                flags = np.stack((terminated | truncated, terminated, truncated)).reshape(three)
-                return from_numpy(flags).to(device).unbind(0)
-            done = from_numpy((terminated | truncated).reshape(column))
-            return done, from_numpy(terminated.copy().reshape(column)), from_numpy(truncated.copy().reshape(column))
-        if (
-            type(terminated) is type(truncated) is torch.Tensor
-            and terminated.dtype is truncated.dtype is torch.bool
-            and terminated.shape == truncated.shape == size
-            and (device is None or terminated.device == truncated.device == device)
-        ):
-            return torch.stack((terminated | truncated, terminated, truncated)).unsqueeze(-1).unbind(0)
-        one, other = (
-            coerced(value, shape, torch.bool, name=name, device=device)
-            for name, value in (("terminated", terminated), ("truncated", truncated))
-        )
-        return one | other, one, other
-
-    return read
-
-
-_MAPPED_FROM, _MAPPED_TO = 128 << 10, 31 << 20
-
-
-def keep_when_freed(nbytes: int) -> None:
-    """Let the C library keep blocks of this size when they are freed, rather than give them back at every step.
-
-    glibc maps pages for a block above a threshold, and the page faults of 3 MB take longer than to fill them. The
-    threshold rises to the largest such block that was freed, up to 32 MB: one that nobody touches will do.
-    Source: mallopt(3), M_MMAP_THRESHOLD.
-    """
-    size = min(4 * nbytes, _MAPPED_TO)
-    if size > _MAPPED_FROM:
-        torch.empty(size, dtype=torch.uint8)
-
-
-def without_need(copied: Read, shared: Read) -> Read:
-    """Compile a reader that copies an array unless nobody else can write into it: it owns its memory and is held here
-    alone.
+def unless_sole(copied: Convert, shared: Convert) -> Convert:
+    """Compile a reader that copies an array unless nobody else can write into it: it owns its memory, and the step that
+    calls the reader holds it alone.
 
     :param copied: a reader that copies
     :param shared: one that does not
     """
 
-    def read(observation: Any) -> dict[str, Any]:
-        alone = type(observation) is np.ndarray and observation.base is None and getrefcount(observation) <= held
-        return shared(observation) if alone else copied(observation)
+    def read(observation: Any) -> Any:
+        sole = type(observation) is np.ndarray and observation.base is None and getrefcount(observation) <= held
+        return shared(observation) if sole else copied(observation)
 
     held = _references()
     return read
@@ -569,9 +406,88 @@ def _references() -> int:
     def read(observation: Any) -> int:
         return getrefcount(observation)
 
-    observation, _ = _returned()
+    def stepped() -> tuple[Any, None]:
+        return np.empty(1), None
+
+    observation, _ = stepped()
     return read(observation)
 
 
-def _returned() -> tuple[Any, None]:
-    return np.empty(1), None
+# -- rewards and flags
+
+
+def compile_reward(spec: TensorSpec, *, device: torch.device | None) -> Convert:
+    """Compile the way from a reward to a tensor of the spec: from a number, or from one per sub-environment."""
+    read = _compile_column(tuple(spec.shape), spec.dtype, "reward", device)
+    if spec.shape != (1,):
+        return read
+    moves, scalars = device is not None and device.type != "cpu", (float, int, np.floating)
+    array, from_numpy, wanted = np.array, torch.from_numpy, torch_to_numpy_dtype_dict[spec.dtype]
+
+    def read_scalar(value: Any) -> Any:
+        if not isinstance(value, scalars):
+            return read(value)
+        # By way of NumPy, which makes small arrays in half of torch's time.
+        tensor = from_numpy(array((value,), wanted))
+        return tensor.to(device) if moves else tensor
+
+    return read_scalar
+
+
+def _compile_column(shape: tuple[int, ...], dtype: torch.dtype, name: str, device: torch.device | None) -> Convert:
+    """Compile the way from what lacks a trailing axis of one, or has it."""
+    convert, flat = compile_value(shape, dtype, name=name, device=device), shape[:-1]
+    if shape[-1:] != (1,):
+        return convert
+    return lambda value: convert(value.reshape(shape) if getattr(value, "shape", None) == flat else value)
+
+
+def unset_flags(shape: tuple[int, ...], device: torch.device | None) -> Flags:
+    """Make flags of which none is set: done, terminated, truncated.
+
+    :param shape: of each, with its trailing axis
+    """
+    zeros, from_numpy = np.zeros, torch.from_numpy
+    if device is None or device.type == "cpu":  # in less than half of the time of torch's own zeros
+        return from_numpy(zeros(shape, "?")), from_numpy(zeros(shape, "?")), from_numpy(zeros(shape, "?"))
+    return torch.zeros((3, *shape), dtype=torch.bool, device=device).unbind(0)
+
+
+def compile_flags(
+    batch_size: torch.Size, *, device: torch.device | None, finite_horizon: bool
+) -> Callable[[Any, Any], tuple[Flags, bool | None]]:
+    """Compile the way from ``terminated`` and ``truncated`` to new tensors: done, terminated, truncated.
+
+    It says as well whether an environment is done; of a batch nobody has looked, and it says None.
+
+    :param finite_horizon: whether time-outs are terminations
+    """
+    shape = (*batch_size, 1)
+    read_end, read_cut = (_compile_column(shape, torch.bool, name, device) for name in ("terminated", "truncated"))
+
+    def read(terminated: Any, truncated: Any) -> tuple[Flags, bool]:
+        try:
+            end, cut = bool(terminated), bool(truncated)
+        except (ValueError, RuntimeError):  # of arrays
+            raise _no_flags(terminated, truncated) from None
+        if terminated is None or truncated is None:
+            raise _no_flags(terminated, truncated)
+        if not (end or cut):
+            return unset_flags(shape, device), False
+        flags = ((True,), (end or finite_horizon,), (cut and not finite_horizon,))
+        return torch.tensor(flags, device=device).unbind(0), True
+
+    def read_batch(terminated: Any, truncated: Any) -> tuple[Flags, None]:
+        end, cut = read_end(terminated), read_cut(truncated)
+        done = end | cut
+        return (done, done.clone(), torch.zeros_like(done)) if finite_horizon else (done, end, cut), None
+
+    return read_batch if batch_size else read
+
+
+def _no_flags(terminated: Any, truncated: Any) -> EnvironmentOutputError:
+    found = " and ".join(
+        f"{value!r}" if getattr(value, "shape", None) is None else f"of the shape {tuple(value.shape)}"
+        for value in (terminated, truncated)
+    )
+    return EnvironmentOutputError(f"'terminated' and 'truncated' are {found}; expected one boolean each")

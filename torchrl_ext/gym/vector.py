@@ -1,4 +1,8 @@
-"""Vectorised environments: when they reset themselves, partial resets, and the last observations of episodes."""
+"""Vectorised environments: when they reset themselves, how some are reset, and what was last before an episode's end.
+
+Source: gymnasium's ``AutoresetMode`` (https://farama.org/Vector-Autoreset-Mode). Environments in Isaac Lab's style
+reset within the step as well, and say so nowhere.
+"""
 
 from __future__ import annotations
 
@@ -17,37 +21,37 @@ from torchrl.data import Composite, OneHot
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
 from torchrl_ext._compat import built
-from torchrl_ext.gym.io import coerced, one_hot
+from torchrl_ext.gym.io import compile_one_hot, compile_value
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     PartialReset = Callable[..., tuple[Any, Any]]
 
 __all__ = [
     "Autoreset",
     "assigned",
-    "equal",
     "final_observation",
     "find_mode",
     "has_finite_horizon",
-    "invalid",
     "is_batch",
-    "is_maniskill",
-    "is_one_each",
+    "keep_when_freed",
     "last_info",
-    "layers",
+    "leaves_of",
     "merged_info",
-    "pair",
+    "overwritten",
     "partial_reset",
     "rows_of",
-    "take",
-    "where",
+    "same_rows",
     "without_final",
-    "written",
 ]
 
+Entries = dict[str, Any]
+Leaves = dict[str, Any]  # specs, in dicts that are nested as the observations are
+
 _FINAL = ("final_obs", "final_observation", "final_info")
+_STATISTICS = ("episode_returns", "episode_lengths", "episode_start_times", "prev_dones")
+_MAPPED_FROM, _MAPPED_TO = 128 << 10, 31 << 20
 
 
 class Autoreset(Enum):
@@ -66,28 +70,22 @@ def find_mode(env: Any, asked: object, *, speaks_torch: bool) -> Autoreset:
     metadata = getattr(env, "metadata", None) or {}
     base = getattr(env, "unwrapped", env)
     attributes = (getattr(owner, "autoreset_mode", None) for owner in (env, base))
-    for found in (asked, *attributes, metadata.get("autoreset_mode")):
-        if found is not None:
-            return _mode(found)
-    # ManiSkill's wrapper, and mjlab's setting.
-    said = [*(getattr(layer, "__dict__", {}).get("auto_reset") for layer in layers(env)), _setting(base, "auto_reset")]
-    resets = next((value for value in said if isinstance(value, bool)), not is_maniskill(base))
-    # Isaac Lab and those after its fashion; without one of gymnasium's modes no other convention is left.
-    return Autoreset.SAME_STEP if speaks_torch and resets else Autoreset.DISABLED
-
-
-def layers(env: Any) -> list[Any]:
-    """Give an environment and the wrappers around it, the outermost first."""
-    found = [env]
-    while len(found) < 100 and getattr(found[-1], "__dict__", {}).get("env") is not None:
-        found.append(found[-1].env)
-    base = getattr(env, "unwrapped", env)
-    return found if found[-1] is base else [*found, base]
-
-
-def is_maniskill(base: Any) -> bool:
-    """Tell whether an environment is ManiSkill's: reset by the option ``env_idx``, and never by itself."""
-    return any(kind.__module__.startswith("mani_skill") for kind in type(base).__mro__)
+    said = next((mode for mode in (asked, *attributes, metadata.get("autoreset_mode")) if mode is not None), None)
+    if said is None:
+        # ManiSkill's wrapper, and mjlab's setting.
+        settings = [getattr(layer, "__dict__", {}).get("auto_reset") for layer in _layers(env)]
+        settings.append(_setting(base, "auto_reset"))
+        resets = next((value for value in settings if isinstance(value, bool)), not _is_maniskill(base))
+        # Isaac Lab and those after its fashion; without one of gymnasium's modes no other convention is left.
+        return Autoreset.SAME_STEP if speaks_torch and resets else Autoreset.DISABLED
+    text = str(getattr(said, "value", said))
+    for mode in Autoreset:
+        if text in (mode.value, mode.name):
+            return mode
+    raise InvalidArgumentError(
+        f"autoreset_mode={said!r} is none of {', '.join(repr(mode.value) for mode in Autoreset)}. "
+        'Write autoreset_mode="SameStep"'
+    )
 
 
 def has_finite_horizon(env: Any, asked: bool | None) -> bool:
@@ -102,15 +100,132 @@ def _setting(base: Any, name: str) -> Any:
     return getattr(getattr(base, "cfg", None), name, None)
 
 
-def _mode(found: object) -> Autoreset:
-    text = str(getattr(found, "value", found))
-    for mode in Autoreset:
-        if text in (mode.value, mode.name):
-            return mode
-    raise InvalidArgumentError(
-        f"autoreset_mode={found!r} is none of {', '.join(repr(mode.value) for mode in Autoreset)}. "
-        'Write autoreset_mode="SameStep"'
-    )
+def _is_maniskill(base: Any) -> bool:
+    """Tell whether an environment is ManiSkill's: reset by the option ``env_idx``, and never by itself."""
+    return any(kind.__module__.startswith("mani_skill") for kind in type(base).__mro__)
+
+
+def _layers(env: Any) -> list[Any]:
+    """Give an environment and the wrappers around it, the outermost first."""
+    found = [env]
+    while len(found) < 100 and getattr(found[-1], "__dict__", {}).get("env") is not None:
+        found.append(found[-1].env)
+    base = getattr(env, "unwrapped", env)
+    return found if found[-1] is base else [*found, base]
+
+
+def keep_when_freed(nbytes: int) -> None:
+    """Let the C library keep blocks of this size when they are freed, rather than give them back at every step.
+
+    glibc maps pages for a block above a threshold, and the page faults of 3 MB take longer than to fill them. The
+    threshold rises to the largest such block that was freed, up to 32 MB: one that nobody touches will do.
+    Source: mallopt(3), M_MMAP_THRESHOLD.
+    """
+    size = min(4 * nbytes, _MAPPED_TO)
+    if size > _MAPPED_FROM:
+        torch.empty(size, dtype=torch.uint8)
+
+
+# -- resets of some
+
+
+def partial_reset(env: Any, mode: Autoreset) -> tuple[PartialReset, bool]:
+    """Find the way to reset some sub-environments and leave the others.
+
+    By a keyword argument ``env_ids`` (Isaac Lab, mjlab), by ManiSkill's option ``env_idx``, else by gymnasium's option
+    ``reset_mask``; through all wrappers, which may change what is returned.
+
+    :return: ``(mask, **kwargs) -> (observation, info)``, and whether it is known to leave the others alone
+    :raises InvalidArgumentError: the environment is known to do it wrongly
+    """
+    base = getattr(env, "unwrapped", env)
+    if "env_ids" in _parameters(base.reset):
+        return _by_keyword(env, base), True
+    if _is_maniskill(base):
+        return _by_option(env, "env_idx", lambda mask: _indices(mask, base)), True
+    if isinstance(base, CartPoleVectorEnv) and "reset" not in vars(base):
+        # It ignores the option: taught here, so that wrappers around it can pass it on.
+        base.reset = partial(_reset_cartpole, base)  # type: ignore[method-assign]
+    if isinstance(base, gymnasium.vector.AsyncVectorEnv) and mode is Autoreset.NEXT_STEP and not base.shared_memory:
+        raise InvalidArgumentError(
+            "AsyncVectorEnv(shared_memory=False) resets a sub-environment once more after a reset by reset_mask. Write "
+            'autoreset_mode="SameStep", or leave shared_memory at True'
+        )
+    known = (gymnasium.vector.SyncVectorEnv, gymnasium.vector.AsyncVectorEnv, CartPoleVectorEnv)
+    return _by_option(env, "reset_mask", lambda mask: mask.cpu().numpy()), isinstance(base, known)
+
+
+def _parameters(function: Any) -> Any:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def _indices(mask: torch.Tensor, env: Any) -> torch.Tensor:
+    return mask.nonzero().squeeze(-1).to(getattr(env, "device", mask.device))
+
+
+def _by_keyword(env: Any, base: Any) -> PartialReset:
+    """Call the outermost reset that may change anything, if all from there on pass the keyword on."""
+    chain = _layers(env)
+    while len(chain) > 1 and _is_passive(chain[0]):
+        del chain[0]
+    stops = next((layer for layer in chain if not _takes_env_ids(layer.reset)), None)
+
+    def reset(mask: torch.Tensor, **kwargs: Any) -> tuple[Any, Any]:
+        if stops is not None:
+            raise InvalidArgumentError(
+                f"{type(stops).__name__}.reset takes no env_ids, so that sub-environments cannot be reset alone "
+                "through it. Write def reset(self, **kwargs) and self.env.reset(**kwargs) in it"
+            )
+        return chain[0].reset(env_ids=_indices(mask, base), **kwargs)
+
+    return reset
+
+
+def _is_passive(layer: Any) -> bool:
+    """Tell whether a wrapper leaves resets as they are: gymnasium's own that only look, and those without a reset."""
+    if not isinstance(layer, gymnasium.Wrapper) or "reset" in vars(layer) or _takes_env_ids(layer.reset):
+        return False
+    owner = next(cls for cls in type(layer).__mro__ if "reset" in vars(cls))
+    return owner in (gymnasium.Wrapper, gymnasium.wrappers.OrderEnforcing, gymnasium.wrappers.PassiveEnvChecker)
+
+
+def _takes_env_ids(function: Any) -> bool:
+    parameters = _parameters(function)
+    return "env_ids" in parameters or any(part.kind is part.VAR_KEYWORD for part in parameters.values())
+
+
+def _by_option(env: Any, option: str, value: Callable[[torch.Tensor], Any]) -> PartialReset:
+    layers = [layer for layer in _layers(env) if isinstance(layer, gymnasium.vector.VectorWrapper)]
+    recorders = [layer for layer in layers if isinstance(layer, RecordEpisodeStatistics)]
+
+    def reset(mask: torch.Tensor, *, options: dict[str, Any] | None = None, **kwargs: Any) -> tuple[Any, Any]:
+        kept = [{name: getattr(recorder, name).copy() for name in _STATISTICS} for recorder in recorders]
+        result = env.reset(options={**(options or {}), option: value(mask)}, **kwargs)
+        # What is below this wrapper takes the mask out of the options, before the wrapper reads it.
+        for recorder, values in zip(recorders, kept, strict=True):
+            for name, old in values.items():
+                setattr(recorder, name, np.where(mask.cpu().numpy(), getattr(recorder, name), old))
+        return result
+
+    return reset
+
+
+def _reset_cartpole(env: Any, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
+    """Do now what gymnasium's vectorised CartPole would do in the next step, from the same random numbers."""
+    if not options or "reset_mask" not in options:
+        return type(env).reset(env, seed=seed, options=options)
+    rows = options["reset_mask"]
+    gymnasium.vector.VectorEnv.reset(env, seed=seed)
+    env.state[:, rows] = env.np_random.uniform(low=env.low, high=env.high, size=(4, int(rows.sum())))
+    env.steps[rows] = 0
+    env.prev_done[rows] = False
+    return env.state.T.astype(np.float32), {}
+
+
+# -- what was last before a reset, in infos
 
 
 def final_observation(info: Any) -> Any:
@@ -151,27 +266,20 @@ def merged_info(info: Any, other: Any, rows: list[int], count: int) -> Any:
     for key, new in other.items():
         if key.startswith("_"):
             continue
-        old = info.get(key)
+        old: Any = info.get(key)
         if isinstance(new, dict):
             result[key] = merged_info(old if isinstance(old, dict) else {}, new, rows, count)
         elif isinstance(new, (np.ndarray, torch.Tensor)) and new.shape[:1] == (count,):
-            values = _copied(old, new)
+            fits = type(old) is type(new) and old.shape == new.shape and old.dtype == new.dtype
+            if not fits:
+                old = np.zeros_like(new) if isinstance(new, np.ndarray) else torch.zeros_like(new)
+            values = old.copy() if isinstance(new, np.ndarray) else old.clone()
             values[rows] = new[rows]
             result[key] = values
     return result
 
 
-def _copied(old: Any, new: Any) -> Any:
-    """Copy an array or tensor; where there is none that is like the new one, make one of zeros."""
-    fits = type(old) is type(new) and old.shape == new.shape and old.dtype == new.dtype
-    if isinstance(new, torch.Tensor):
-        return old.clone() if fits else torch.zeros_like(new)
-    return old.copy() if fits else np.zeros_like(new)
-
-
-def is_one_each(final: Any) -> bool:
-    """Tell whether last observations came one by one: an array of objects, or a list, with None between them."""
-    return isinstance(final, list) or (isinstance(final, np.ndarray) and final.dtype == object)
+# -- rows of observations
 
 
 def rows_of(final: Any, rows: list[int], count: int) -> Any:
@@ -213,125 +321,6 @@ def _stacked(singles: list[Any]) -> Any:
         raise EnvironmentOutputError(f"final_obs holds observations of several shapes ({error})") from None
 
 
-_STATISTICS = ("episode_returns", "episode_lengths", "episode_start_times", "prev_dones")
-
-
-def pair(result: Any) -> tuple[Any, Any]:
-    """Check what a reset returned.
-
-    :raises EnvironmentOutputError: it is no pair
-    """
-    if isinstance(result, (tuple, list)) and len(result) == 2:
-        return result[0], result[1]
-    found = f"{len(result)} values" if isinstance(result, (tuple, list)) else f"a value of type {type(result).__name__}"
-    raise EnvironmentOutputError(f"reset() returned {found}; expected the 2 of gymnasium: observation, info")
-
-
-def partial_reset(env: Any, mode: Autoreset) -> tuple[PartialReset, bool]:
-    """Find the way to reset some sub-environments and leave the others.
-
-    By a keyword argument ``env_ids`` (Isaac Lab, mjlab), by ManiSkill's option ``env_idx``, else by gymnasium's option
-    ``reset_mask``; through all wrappers, which may change what is returned.
-
-    :return: ``(mask, **kwargs) -> (observation, info)``, and whether it is known to leave the others alone
-    :raises InvalidArgumentError: the environment is known to do it wrongly
-    """
-    base = getattr(env, "unwrapped", env)
-    if "env_ids" in _parameters(base.reset):
-        return _by_keyword(env, base), True
-    if is_maniskill(base):
-        return _by_option(env, "env_idx", lambda mask: _indices(mask, base)), True
-    if isinstance(base, CartPoleVectorEnv) and "reset" not in vars(base):
-        # It ignores the option: taught here, so that wrappers around it can pass it on.
-        base.reset = partial(_reset_cartpole, base)  # type: ignore[method-assign]
-    if isinstance(base, gymnasium.vector.AsyncVectorEnv) and mode is Autoreset.NEXT_STEP and not base.shared_memory:
-        raise InvalidArgumentError(
-            "AsyncVectorEnv(shared_memory=False) resets a sub-environment once more after a reset by reset_mask. Write "
-            'autoreset_mode="SameStep", or leave shared_memory at True'
-        )
-    known = (gymnasium.vector.SyncVectorEnv, gymnasium.vector.AsyncVectorEnv, CartPoleVectorEnv)
-    return _by_option(env, "reset_mask", lambda mask: mask.cpu().numpy()), isinstance(base, known)
-
-
-def _parameters(function: Any) -> Any:
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return {}
-
-
-def _by_keyword(env: Any, base: Any) -> PartialReset:
-    """Call the outermost reset that may change anything, if all from there on pass the keyword on."""
-    chain = layers(env)
-    while len(chain) > 1 and _is_passive(chain[0]):
-        del chain[0]
-    stops = next((layer for layer in chain if not _takes_env_ids(layer.reset)), None)
-
-    def reset(mask: torch.Tensor, **kwargs: Any) -> tuple[Any, Any]:
-        if stops is not None:
-            raise InvalidArgumentError(
-                f"{type(stops).__name__}.reset takes no env_ids, so that sub-environments cannot be reset alone "
-                "through it. Write def reset(self, **kwargs) and self.env.reset(**kwargs) in it"
-            )
-        return pair(chain[0].reset(env_ids=_indices(mask, base), **kwargs))
-
-    return reset
-
-
-def _is_passive(layer: Any) -> bool:
-    """Tell whether a wrapper leaves resets as they are: gymnasium's own that only look, and those without a reset."""
-    if not isinstance(layer, gymnasium.Wrapper) or "reset" in vars(layer) or _takes_env_ids(layer.reset):
-        return False
-    owner = next(cls for cls in type(layer).__mro__ if "reset" in vars(cls))
-    return owner in (gymnasium.Wrapper, gymnasium.wrappers.OrderEnforcing, gymnasium.wrappers.PassiveEnvChecker)
-
-
-def _takes_env_ids(function: Any) -> bool:
-    parameters = _parameters(function)
-    return "env_ids" in parameters or any(part.kind is part.VAR_KEYWORD for part in parameters.values())
-
-
-def _by_option(env: Any, option: str, value: Callable[[torch.Tensor], Any]) -> PartialReset:
-    recorders = list(_recorders(env))
-
-    def reset(mask: torch.Tensor, *, options: dict[str, Any] | None = None, **kwargs: Any) -> tuple[Any, Any]:
-        kept = [{name: getattr(recorder, name).copy() for name in _STATISTICS} for recorder in recorders]
-        result = pair(env.reset(options={**(options or {}), option: value(mask)}, **kwargs))
-        # What is below this wrapper takes the mask out of the options, before the wrapper reads it.
-        for recorder, values in zip(recorders, kept, strict=True):
-            for name, old in values.items():
-                setattr(recorder, name, np.where(mask.cpu().numpy(), getattr(recorder, name), old))
-        return result
-
-    return reset
-
-
-def _recorders(env: Any) -> Iterator[RecordEpisodeStatistics[Any, Any]]:
-    while isinstance(env, gymnasium.vector.VectorWrapper):
-        if isinstance(env, RecordEpisodeStatistics):
-            yield env
-        env = env.env
-
-
-def _reset_cartpole(env: Any, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
-    """Do now what gymnasium's vectorised CartPole would do in the next step, from the same random numbers."""
-    if not options or "reset_mask" not in options:
-        return type(env).reset(env, seed=seed, options=options)
-    rows = options["reset_mask"]
-    gymnasium.vector.VectorEnv.reset(env, seed=seed)
-    env.state[:, rows] = env.np_random.uniform(low=env.low, high=env.high, size=(4, int(rows.sum())))
-    env.steps[rows] = 0
-    env.prev_done[rows] = False
-    return env.state.T.astype(np.float32), {}
-
-
-def _indices(mask: torch.Tensor, env: Any) -> torch.Tensor:
-    return mask.nonzero().squeeze(-1).to(getattr(env, "device", mask.device))
-
-
-Entries = dict[str, Any]
-
-
 def is_batch(final: Any, count: int) -> bool:
     """Tell whether last observations are tensors with a row for every sub-environment."""
     if isinstance(final, dict):
@@ -339,61 +328,40 @@ def is_batch(final: Any, count: int) -> bool:
     return isinstance(final, torch.Tensor) and final.shape[:1] == (count,)
 
 
-def take(spec: Composite, source: Any, rows: torch.Tensor) -> Entries:
-    """Take rows."""
-    taken: Entries = {}
-    for key, part in spec.items():
-        value = source[key]
-        taken[key] = take(part, value, rows) if isinstance(part, Composite) else value.index_select(0, rows)
-    return taken
+def leaves_of(spec: Composite) -> Leaves:
+    """Give the specs of a Composite in plain dicts, which are much faster to walk through."""
+    return {key: leaves_of(part) if isinstance(part, Composite) else part for key, part in spec.items()}
 
 
-def equal(spec: Composite, one: Any, other: Any) -> bool:
-    """Tell whether observations are the same; NaN equals NaN."""
-    return all(
-        equal(part, one[key], other[key])
-        if isinstance(part, Composite)
-        else torch.equal(one[key].nan_to_num(), other[key].nan_to_num())
-        for key, part in spec.items()
-    )
+def overwritten(
+    leaves: Leaves, target: Any, mask: torch.Tensor, rows: torch.Tensor | None, values: Any, path: tuple[str, ...] = ()
+) -> Entries:
+    """Copy observations, and write others into some rows of the copies.
 
-
-def written(spec: Composite, target: Any, rows: torch.Tensor, values: Any, path: tuple[str, ...] = ()) -> Entries:
-    """Copy the observations and write rows into the copies.
-
+    :param leaves: of the specs of the observations
+    :param target: the observations
+    :param mask: (n,) booleans: which rows
+    :param rows: the same as indices; None: not looked at, so that a GPU need not answer
+    :param values: observations of all rows, or of those ``rows`` alone; None: lost, which makes them NaN, or zero
+        where there is no NaN
     :raises EnvironmentOutputError: the values do not fit
     """
     result: Entries = {}
-    for key, part in spec.items():
-        old, new, here = target[key], _entry(values, key, path), (*path, key)
-        if isinstance(part, Composite):
-            result[key] = _like(old, written(part, old, rows, new, here))
+    for key, part in leaves.items():
+        old, new, here = target[key], None if values is None else _entry(values, key, path), (*path, key)
+        if isinstance(part, dict):
+            result[key] = built(overwritten(part, old, mask, rows, new, here), old.batch_size, old.device)
+            continue
+        if new is None:
+            new = torch.full((), float("nan") if old.is_floating_point() else 0, dtype=old.dtype, device=old.device)
+            new = new.expand_as(old)
+        if rows is None:
+            wide = mask.view(-1, *([1] * (old.ndim - 1)))
+            result[key] = torch.where(wide, _fitted(part, old, new, len(mask), here), old)
         else:
-            result[key] = old.index_copy(0, rows, _leaf(part, old, new, len(rows), here))
-    return result
-
-
-def _leaf(spec: Any, old: torch.Tensor, new: Any, count: int, path: tuple[str, ...]) -> torch.Tensor:
-    shape = (count, *old.shape[1:])
-    if type(new) is torch.Tensor and new.shape == shape and new.dtype is old.dtype and new.device == old.device:
-        return new.detach()
-    name = f"final_obs {'.'.join(path)}"
-    # One-hot entries come as indices from environments, as they are from those that were read already.
-    if isinstance(spec, OneHot) and tuple(getattr(new, "shape", ())) != shape:
-        return one_hot(new, spec, shape[:-1], name=name, device=old.device)
-    return coerced(new, shape, old.dtype, name=name, device=old.device, copy=False)
-
-
-def assigned(target: torch.Tensor, rows: list[int], final: Any) -> torch.Tensor | None:
-    """Do what :func:`written` does for one leaf and few rows in a third of the time; None where it cannot."""
-    result = target.clone()
-    view = result.numpy()
-    shape, dtype = view.shape[1:], view.dtype
-    for row in rows:
-        single = final[row]
-        if type(single) is not np.ndarray or single.shape != shape or single.dtype is not dtype:
-            return None
-        view[row] = single
+            if type(new) is torch.Tensor and new.shape == old.shape:
+                new = new.index_select(0, rows)
+            result[key] = old.index_copy(0, rows, _fitted(part, old, new, len(rows), here))
     return result
 
 
@@ -413,33 +381,37 @@ def _entry(values: Any, key: str, path: tuple[str, ...]) -> Any:
     return values[key]
 
 
-def _like(old: TensorDictBase, entries: Entries) -> TensorDictBase:
-    return built(entries, old.batch_size, old.device)
+def _fitted(spec: Any, old: torch.Tensor, new: Any, count: int, path: tuple[str, ...]) -> torch.Tensor:
+    shape = (count, *old.shape[1:])
+    if type(new) is torch.Tensor and new.shape == shape and new.dtype is old.dtype and new.device == old.device:
+        return new.detach()
+    name = f"final_obs {'.'.join(path)}"
+    # One-hot entries come as indices from environments, as they are from those that were read already.
+    if isinstance(spec, OneHot) and tuple(getattr(new, "shape", ())) != shape:
+        return compile_one_hot(spec, shape[:-1], name=name, device=old.device)(new)
+    return compile_value(shape, old.dtype, name=name, device=old.device, copy=False)(new)
 
 
-def invalid(spec: Composite, target: Any, rows: torch.Tensor) -> Entries:
-    """Mark rows as lost: NaN, and zero where there is no NaN."""
-    result: Entries = {}
-    for key, part in spec.items():
-        old = target[key]
-        if isinstance(part, Composite):
-            result[key] = _like(old, invalid(part, old, rows))
-        else:
-            result[key] = old.index_fill(0, rows, float("nan") if old.is_floating_point() else 0)
+def assigned(target: torch.Tensor, rows: list[int], final: Any) -> torch.Tensor | None:
+    """Do what :func:`overwritten` does with one leaf, and last observations one by one, in a third of the time.
+
+    :return: None where it cannot
+    """
+    result = target.clone()
+    view = result.numpy()
+    for row in rows:
+        single = final[row]
+        if type(single) is not np.ndarray or single.shape != view.shape[1:] or single.dtype is not view.dtype:
+            return None
+        view[row] = single
     return result
 
 
-def where(spec: Composite, target: Any, mask: torch.Tensor, values: Any, path: tuple[str, ...] = ()) -> Entries:
-    """Do what :func:`written` and :func:`invalid` do without asking which rows, so that a GPU need not answer."""
-    result: Entries = {}
-    for key, part in spec.items():
-        old, new = target[key], None if values is None else _entry(values, key, path)
-        if isinstance(part, Composite):
-            result[key] = _like(old, where(part, old, mask, new, (*path, key)))
-            continue
-        wide = mask.view(-1, *([1] * (old.ndim - 1)))
-        if new is None:
-            result[key] = old.masked_fill(wide, float("nan") if old.is_floating_point() else 0)
-        else:
-            result[key] = torch.where(wide, _leaf(part, old, new, len(mask), (*path, key)), old)
-    return result
+def same_rows(leaves: Leaves, one: Any, other: Any, rows: torch.Tensor) -> bool:
+    """Tell whether rows of observations are the same; NaN equals NaN."""
+    return all(
+        same_rows(part, one[key], other[key], rows)
+        if isinstance(part, dict)
+        else torch.equal(*(data[key].index_select(0, rows).nan_to_num() for data in (one, other)))
+        for key, part in leaves.items()
+    )

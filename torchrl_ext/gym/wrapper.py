@@ -16,27 +16,35 @@ from torchrl.envs.libs.gym import GymWrapper as UpstreamGymWrapper
 
 from rl_ext_core.errors import InvalidArgumentError
 from torchrl_ext._compat import built, has_short_steps
-from torchrl_ext.gym.engine import BatchedEngine, Layout, SingleEngine
-from torchrl_ext.gym.io import is_torch, owned
-from torchrl_ext.gym.specs import (
-    SingleSpaces,
-    batched_specs,
-    count_of,
-    device_of,
-    finite,
-    has_space,
-    starts,
-)
-from torchrl_ext.gym.vector import find_mode, has_finite_horizon, pair
+from torchrl_ext.gym.engine import Engine
+from torchrl_ext.gym.io import RESET, is_torch, owned, unpacked
+from torchrl_ext.gym.specs import SingleSpaces, batched_specs, count_of, device_of, finite, has_space, starts
+from torchrl_ext.gym.vector import find_mode, has_finite_horizon
 from torchrl_ext.parallel import ParallelEnv
 
-__all__ = ["DEFAULTS", "GymEnv", "GymWrapper", "checked"]
+__all__ = ["GymEnv", "GymWrapper"]
 
 _Steps: Any
 if has_short_steps():
-    from torchrl_ext.gym.fast_path import PlainSteps as _Steps
+    from torchrl_ext.gym.fast_path import FastSteps as _Steps
 else:
     from torchrl_ext._compat import EverySteps as _Steps
+
+# The options that TorchRL's wrappers have not, with their defaults, and the values that some of them can have.
+_DEFAULTS = {
+    "env_type": "auto",
+    "copy": True,
+    "missing_final_obs": "nan",
+    "clip_actions": None,
+    "autoreset_mode": None,
+    "finite_horizon": None,
+}
+_VALUES = {
+    "env_type": ("auto", "numpy", "torch"),
+    "copy": (True, False, "auto"),
+    "missing_final_obs": ("nan", "previous", "error"),
+    "finite_horizon": (None, True, False),
+}
 
 
 class _Meta(type(UpstreamGymWrapper)):  # type: ignore[misc]
@@ -121,10 +129,25 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
         super().__init__(env, *args, **kwargs)
 
     def _take_options(self, kwargs: dict[str, Any], **options: Any) -> None:
-        options = checked(options, kwargs.get("convert_actions_to_numpy"))
+        """Check the options and keep them.
+
+        :param kwargs: those of TorchRL's class
+        :raises InvalidArgumentError: an option has a value that it cannot have
+        """
+        for name, values in _VALUES.items():
+            found = options[name]
+            if not any(found is value or (isinstance(value, str) and found == value) for value in values):
+                expected = ", ".join(map(repr, values))
+                raise InvalidArgumentError(f"{name}={found!r} is none of {expected}. Write {name}={values[0]!r}")
+        clip, takes_numpy = options["clip_actions"], kwargs.get("convert_actions_to_numpy")
+        if clip is not None and not (isinstance(clip, (int, float)) and clip > 0):
+            raise InvalidArgumentError(f"clip_actions={clip!r} is not a positive number. Write clip_actions=1.0")
+        # TorchRL's switch tells what the environment takes, and nothing about what it returns.
+        options["returns_it"] = takes_numpy is None or options["env_type"] != "auto"
+        if not options["returns_it"]:
+            options["env_type"] = "numpy" if takes_numpy else "torch"
         # Past nn.Module, whose attributes take ten times as long.
-        self.__dict__["_options"] = options
-        self.__dict__["_engine"] = self.__dict__["_resume"] = None
+        self.__dict__.update(_options=options, _engine=None, _resume=None)
 
     def _own_device(self, env: Any) -> torch.device | None:
         """Find out on which device to be where none was asked for: that of an environment that speaks torch.
@@ -227,37 +250,32 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
 
     # -- steps and resets
 
-    def _compile(self, sample: Any) -> SingleEngine | BatchedEngine:
+    def _compile(self, sample: Any) -> Engine:
         """Compile the engine from the first observation, which tells whether the environment speaks torch."""
-        own = self.__dict__
+        own, env = self.__dict__, self._env
         options, keys = own["_options"], self.action_keys
         one_action = len(keys) == 1 and not own["_takes_dict"]
         env_type = self._env_type(options["env_type"], sample)
         observation, key = self._read_specs()
-        observed_starts, action_starts = own["_starts"]
-        layout = Layout(
-            env=self._env,
+        observed, acted = own["_starts"]
+        engine = Engine(
+            env,
             observation=observation,
             key=key,
-            observation_starts=observed_starts if key is None or observed_starts is None else {key: observed_starts},
             action=self.full_action_spec[keys[0]] if one_action else self.full_action_spec,
-            action_starts=action_starts,
+            starts=(observed if key is None or observed is None else {key: observed}, acted),
             reward=self.reward_spec,
             batch_size=self.batch_size,
             device=self.device,
             env_type=env_type,
-            env_device=device_of(self._env),
+            env_device=device_of(env),
             copy=options["copy"],
             clip_actions=options["clip_actions"],
             frame_skip=self.wrapper_frame_skip,
-            finite_horizon=has_finite_horizon(self._env, options["finite_horizon"]),
+            finite_horizon=has_finite_horizon(env, options["finite_horizon"]),
+            mode=find_mode(env, options["autoreset_mode"], speaks_torch=env_type == "torch"),
+            missing=options["missing_final_obs"],
         )
-        engine: SingleEngine | BatchedEngine
-        if self.batch_size:
-            mode = find_mode(self._env, options["autoreset_mode"], speaks_torch=env_type == "torch")
-            engine = BatchedEngine(layout, sample, mode=mode, missing=options["missing_final_obs"])
-        else:
-            engine = SingleEngine(layout, sample)
         own["_action_key"] = keys[0] if one_action else None
         return engine
 
@@ -349,8 +367,8 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
                 return tensordict.exclude("_reset")
         own = self.__dict__
         if self._current() is None and (mask is None or (not partial_mask and (kwargs or own["_resume"] is None))):
-            result = pair(self._env.reset(**kwargs))
-            engine = self._compile(result[0])
+            result = self._env.reset(**kwargs)
+            engine = self._compile(unpacked(result, RESET)[0])
             data, info = engine.begin(result)
             own["_engine"], own["_resume"] = engine, None
         else:
@@ -436,44 +454,6 @@ class GymEnv(GymWrapper, UpstreamGymEnv):
     """
 
     def __init__(self, env_name: str, **kwargs: Any) -> None:
-        options = {name: kwargs.pop(name, default) for name, default in DEFAULTS.items()}
+        options = {name: kwargs.pop(name, default) for name, default in _DEFAULTS.items()}
         self._take_options(kwargs, **options)
         UpstreamGymEnv.__init__(self, env_name, **kwargs)
-
-
-_VALUES = {
-    "env_type": ("auto", "numpy", "torch"),
-    "copy": (True, False, "auto"),
-    "missing_final_obs": ("nan", "previous", "error"),
-    "finite_horizon": (None, True, False),
-}
-DEFAULTS = {
-    "env_type": "auto",
-    "copy": True,
-    "missing_final_obs": "nan",
-    "clip_actions": None,
-    "autoreset_mode": None,
-    "finite_horizon": None,
-}
-
-
-def checked(options: dict[str, Any], convert_actions_to_numpy: bool | None) -> dict[str, Any]:
-    """Check the options.
-
-    :param options: as given
-    :param convert_actions_to_numpy: TorchRL's switch: False hands over tensors
-    :return: the options to go by
-    :raises InvalidArgumentError: one has a value that it cannot have
-    """
-    for name, values in _VALUES.items():
-        found = options[name]
-        if not any(found is value or (isinstance(value, str) and found == value) for value in values):
-            expected = ", ".join(map(repr, values))
-            raise InvalidArgumentError(f"{name}={found!r} is none of {expected}. Write {name}={values[0]!r}")
-    clip = options["clip_actions"]
-    if clip is not None and not (isinstance(clip, (int, float)) and clip > 0):
-        raise InvalidArgumentError(f"clip_actions={clip!r} is not a positive number. Write clip_actions=1.0")
-    if convert_actions_to_numpy is not None and options["env_type"] == "auto":
-        # It tells what the environment takes, and nothing about what it returns.
-        return {**options, "env_type": "numpy" if convert_actions_to_numpy else "torch", "returns_it": False}
-    return {**options, "returns_it": True}
