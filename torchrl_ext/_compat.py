@@ -31,7 +31,7 @@ _SUPERVISION = """
     _dispatch_caller_parallel
 """
 
-# What a step of EnvBase's does, which the short way leaves out.
+# What a step of EnvBase's does, which the fast path leaves out.
 _SHORT_STEPS = """
     _step _reset _step_mdp _step_proc_data _reset_proc_data _step_and_maybe_reset _complete_done
     step reset maybe_reset any_done step_mdp step_and_maybe_reset rand_action

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torchrl.data import Composite, OneHot, TensorSpec
+from torchrl.data import Composite, OneHot
 
 from rl_ext_core.errors import EnvironmentOutputError
 from torchrl_ext.gym import vector
@@ -23,7 +23,7 @@ from torchrl_ext.gym.io import (
     unpacked,
     unset_flags,
 )
-from torchrl_ext.gym.vector import Autoreset
+from torchrl_ext.gym.specs import device_of
 
 if TYPE_CHECKING:
     pass
@@ -49,63 +49,39 @@ class Engine:
     A step and a reset forget what was pending before they call the environment, so that what interrupts them leaves
     nothing behind that is no longer true.
 
-    :param env: the environment
-    :param observation: spec of what it returns, with the batch, without infos
+    :param wrapper: whose environment, options and specs these are, as they are now
+    :param observation: spec of what the environment returns, with the batch, without infos
     :param key: of the one entry, where observations are no dicts
-    :param action: spec of its action
-    :param starts: what the integers in observations and in actions count from, where that is not zero
-    :param reward: spec of its reward
-    :param batch_size: of the wrapper; empty for a single environment
-    :param device: of the tensors
     :param env_type: ``"numpy"`` or ``"torch"``
-    :param env_device: where a torch environment lives
-    :param copy: True, False or ``"auto"``
-    :param clip_actions: bound on the magnitude of continuous actions
-    :param frame_skip: environment steps to a step
-    :param finite_horizon: whether time-outs are terminations
-    :param mode: when a vectorised environment resets itself
-    :param missing: what stands for a last observation that it does not give: ``"nan"``, ``"previous"`` or ``"error"``
     """
 
-    def __init__(
-        self,
-        env: Any,
-        *,
-        observation: Composite,
-        key: str | None,
-        action: TensorSpec,
-        starts: tuple[Any, Any],
-        reward: TensorSpec,
-        batch_size: torch.Size,
-        device: torch.device | None,
-        env_type: str,
-        env_device: torch.device | None,
-        copy: bool | str,
-        clip_actions: float | None,
-        frame_skip: int,
-        finite_horizon: bool,
-        mode: Autoreset,
-        missing: str,
-    ) -> None:
-        self.env, self.batch_size, self.device, self.frame_skip = env, batch_size, device, frame_skip
-        self._leaves, self._key, self._starts, self._missing = vector.leaves_of(observation), key, starts[0], missing
-        self._keys = tuple(observation.keys())
-        self.containers = tuple(key for key, part in observation.items() if isinstance(part, Composite))
+    def __init__(self, wrapper: Any, observation: Composite, key: str | None, env_type: str) -> None:
+        options, (self._starts, action_starts) = wrapper.__dict__["_options"], wrapper.__dict__["_starts"]
+        self.env, self.frame_skip = wrapper._env, wrapper.wrapper_frame_skip
+        self.batch_size, self.device = wrapper.batch_size, wrapper.device
+        env, batch_size, device, keys = self.env, self.batch_size, self.device, wrapper.action_keys
+        self._leaves, self._key, self._missing = vector.leaves_of(observation), key, options["missing_final_obs"]
+        self._keys = tuple(self._leaves)
+        self.containers = tuple(name for name, part in self._leaves.items() if isinstance(part, dict))
+        # None: the environment's action is a dict.
+        self.action_key = keys[0] if len(keys) == 1 and not wrapper.__dict__["_takes_dict"] else None
+        env_device = device_of(env)
         self._decode = compile_action(
-            action,
+            wrapper.full_action_spec if self.action_key is None else wrapper.full_action_spec[self.action_key],
             env_type=env_type,
             batched=bool(batch_size),
-            clip=clip_actions,
+            clip=options["clip_actions"],
             device=env_device if env_device != device else None,
-            start=starts[1],
+            start=action_starts,
         )
-        read = partial(compile_observation, observation, key=key, device=device, starts=starts[0])
-        self._read = read(copy=copy is not False)
-        if copy == "auto" and key is not None:
+        read = partial(compile_observation, observation, key=key, device=device, starts=self._starts)
+        self._read = read(copy=options["copy"] is not False)
+        if options["copy"] == "auto" and key is not None:
             self._read = unless_sole(self._read, read(copy=False))
-        self._reward = compile_reward(reward, device=device)
-        self._flags = compile_flags(batch_size, device=device, finite_horizon=finite_horizon)
-        self._take = self._step_once if frame_skip == 1 else self._step_often
+        self._reward = compile_reward(wrapper.reward_spec, device=device)
+        is_finite = vector.has_finite_horizon(env, options["finite_horizon"])
+        self._flags = compile_flags(batch_size, device=device, finite_horizon=is_finite)
+        self._take = self._step_once if self.frame_skip == 1 else self._step_often
         # Which were done in the last step, where that was looked at.
         self.rows: torch.Tensor | None = None
         # What the environment returned last, where that is asked for later.
@@ -113,15 +89,16 @@ class Engine:
         # Which rows have reset themselves, every observation that now holds, and the info.
         self._pending: tuple[torch.Tensor, Entries, Any] | None = None
         if batch_size:
-            self._count, self._same_step = batch_size[0], mode is Autoreset.SAME_STEP
+            mode = vector.find_mode(env, options["autoreset_mode"], speaks_torch=env_type == "torch")
+            self._count, self._same_step = batch_size[0], mode is vector.Autoreset.SAME_STEP
             # Asking a GPU whether anything is done makes the step wait for it.
             self._looks = device is None or device.type == "cpu"
             if self._looks:
                 vector.keep_when_freed(sum(leaf.nbytes for leaf in observation.zero().values(True, True)))
             self._reset_rows, self._trusted = vector.partial_reset(env, mode)
-            is_array = key is not None and starts[0] is None and not isinstance(observation[key], OneHot)
+            is_array = key is not None and self._starts is None and not isinstance(observation[key], OneHot)
             self._array = key if self._looks and is_array else None
-            self._remembers = not self._trusted or missing == "previous"
+            self._remembers = not self._trusted or self._missing == "previous"
 
     # -- steps
 
@@ -196,7 +173,8 @@ class Engine:
                 if quick is not None:
                     return {self._array: quick}
             final = vector.rows_of(final, each, self._count)
-        values = counted_from_zero(final if self._key is None else {self._key: final}, self._starts)
+        final = counted_from_zero(final, self._starts)
+        values = final if self._key is None else {self._key: final}
         return vector.overwritten(self._leaves, observations, mask, rows, values)
 
     def closing(self, info: Any) -> Any:

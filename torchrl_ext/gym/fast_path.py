@@ -58,7 +58,7 @@ class _RandAction:
 
 def _rand_action(env: Any, tensordict: Any = None) -> TensorDictBase:
     """Draw an action, as :meth:`torchrl.envs.EnvBase.rand_action` does, from the same random numbers."""
-    key = env.__dict__.get("_action_key")
+    key = getattr(env.__dict__["_engine"], "action_key", None)
     is_plain = type(tensordict) is TensorDict and not tensordict.is_locked
     if not is_plain or type(key) is not str or _of_base(EnvBase) != _BASE:
         return EnvBase.rand_action(env, tensordict)
@@ -114,8 +114,9 @@ class FastSteps(EnvBase):
         return entries
 
     def _stepped(self, entries: dict[str, Any], tensordict: TensorDictBase) -> tuple[dict[str, Any], bool, Any]:
-        action = entries.get(self.__dict__["_action_key"])
-        return self.__dict__["_engine"].step(self._action_of(tensordict) if action is None else action)
+        engine = self.__dict__["_engine"]
+        action = entries.get(engine.action_key)
+        return engine.step(self._action_of(tensordict) if action is None else action)
 
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Take a step, as :meth:`torchrl.envs.EnvBase.step` does.

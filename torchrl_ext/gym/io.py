@@ -273,19 +273,24 @@ def compile_action(
     if env_type == "torch":
         return decode if device is None else lambda action: decode(action).to(device)
     is_choice = isinstance(spec, (OneHot, Categorical)) and not isinstance(spec, MultiOneHot)
-    if is_choice and not (batched or in_dict):
-        if isinstance(spec, OneHot) and spec.ndim == 1 and not spec.dtype.is_floating_point:
-            return _place_of_one
-        if spec.zero().numel() in (1, spec.shape[-1:].numel()):
-            return lambda action: _integer(decode(action))
-    return _places_of_ones if isinstance(spec, OneHot) and is_choice else lambda action: decode(action).cpu().numpy()
+    to_numpy = (
+        _places_of_ones if isinstance(spec, OneHot) and is_choice else lambda action: decode(action).cpu().numpy()
+    )
+    if is_choice and not (batched or in_dict) and spec.zero().numel() in (1, spec.shape[-1:].numel()):
+        return lambda action: _integer(to_numpy(action))
+    return to_numpy
 
 
 def _places_of_ones(action: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Give the indices of a batch of one-hot vectors, in a third of torch's time."""
+    """Give the indices of one-hot vectors, in a third of torch's time."""
     values = action.detach().cpu().numpy()
     # TorchRL's argmax is that of integers.
     return np.asarray((values.astype(np.int64) if values.dtype.kind == "f" else values).argmax(-1))
+
+
+def _integer(decoded: Any) -> Any:
+    """Give a plain integer where there is one: environments index with it."""
+    return int(decoded.item()) if decoded.size == 1 else decoded
 
 
 def _decoder(spec: TensorSpec, clip: float | None) -> Convert:
@@ -300,19 +305,6 @@ def _decoder(spec: TensorSpec, clip: float | None) -> Convert:
     return lambda action: action.detach().clone()
 
 
-def _place_of_one(action: torch.Tensor) -> int:
-    values = action.tolist()
-    try:
-        return values.index(1)
-    except ValueError:  # no one-hot vector: what argmax makes of it, as upstream
-        return int(action.long().argmax(-1))
-
-
-def _integer(decoded: torch.Tensor) -> Any:
-    """Give a plain integer where there is one: environments index with it."""
-    return int(decoded) if decoded.numel() == 1 else decoded.cpu().numpy()
-
-
 # -- observations
 
 
@@ -325,11 +317,10 @@ def compile_observation(
     :param key: of the one entry, where observations are no dicts; None where they are
     :param device: of the tensors
     :param copy: whether tensors may never share the environment's memory
-    :param starts: what integers count from, where that is not zero: a dict, nested as the spec
+    :param starts: what integers count from, where that is not zero: a number, an array, or a dict of them
     """
     if starts is not None:
         plain = compile_observation(spec, key=key, device=device, copy=copy)
-        starts = starts if key is None else starts[key]
         return lambda observation: plain(counted_from_zero(observation, starts))
     if key is None:
         return _mapping(spec, (), device, copy)

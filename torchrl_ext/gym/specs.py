@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -15,9 +16,6 @@ from torchrl.data.utils import torch_to_numpy_dtype_dict
 from torchrl.envs.libs import gym as upstream
 
 from rl_ext_core.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = [
     "HalfBounded",
@@ -223,11 +221,13 @@ def finite(spec: TensorSpec) -> TensorSpec:
 
 
 def _clipped(space: Any, bound: float) -> Any:
-    """Narrow continuous actions to ``[-bound, bound]``."""
+    """Narrow continuous actions to ``[-bound, bound]``; the same space where there are none."""
     if isinstance(space, spaces.Dict):
-        return spaces.Dict({key: _clipped(part, bound) for key, part in space.spaces.items()})
+        parts = {key: _clipped(part, bound) for key, part in space.spaces.items()}
+        return space if all(parts[key] is part for key, part in space.spaces.items()) else spaces.Dict(parts)
     if isinstance(space, spaces.Tuple):
-        return spaces.Tuple([_clipped(part, bound) for part in space.spaces])
+        several = [_clipped(part, bound) for part in space.spaces]
+        return space if all(map(operator.is_, several, space.spaces)) else spaces.Tuple(several)
     if not isinstance(space, spaces.Box) or space.dtype.kind != "f":
         return space
     low, high = np.clip(space.low, -bound, bound), np.clip(space.high, -bound, bound)
@@ -248,7 +248,7 @@ class SingleSpaces:
         told = any(_space(env, f"single_{name}") is not None for name in names)
         self.is_batched = bool(batch) and not told and all(_leads_with(space, batch) for space in spaces_of_all)
         self.action_space = action_space if clip is None else _clipped(action_space, clip)
-        if clip is not None and not any(space.dtype.kind == "f" for space in _boxes(action_space)):
+        if clip is not None and self.action_space is action_space:
             raise InvalidArgumentError(
                 f"clip_actions={clip} was given, and the action space {action_space} has nothing continuous to clip. "
                 "Leave it out"
@@ -276,14 +276,6 @@ def _leads_with(space: Any, batch: torch.Size) -> bool:
     if isinstance(space, spaces.Dict):
         return all(_leads_with(part, batch) for part in space.spaces.values())
     return tuple(getattr(space, "shape", None) or ())[: len(batch)] == tuple(batch)
-
-
-def _boxes(space: Any) -> Iterator[spaces.Box]:
-    if isinstance(space, (spaces.Dict, spaces.Tuple)):
-        for part in space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces:
-            yield from _boxes(part)
-    elif isinstance(space, spaces.Box):
-        yield space
 
 
 def starts(space: Any, *, of_batch: bool) -> Any:

@@ -19,7 +19,6 @@ from torchrl_ext._compat import built, has_short_steps
 from torchrl_ext.gym.engine import Engine
 from torchrl_ext.gym.io import RESET, is_torch, owned, unpacked
 from torchrl_ext.gym.specs import SingleSpaces, batched_specs, count_of, device_of, finite, has_space, starts
-from torchrl_ext.gym.vector import find_mode, has_finite_horizon
 from torchrl_ext.parallel import ParallelEnv
 
 __all__ = ["GymEnv", "GymWrapper"]
@@ -252,32 +251,8 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
 
     def _compile(self, sample: Any) -> Engine:
         """Compile the engine from the first observation, which tells whether the environment speaks torch."""
-        own, env = self.__dict__, self._env
-        options, keys = own["_options"], self.action_keys
-        one_action = len(keys) == 1 and not own["_takes_dict"]
-        env_type = self._env_type(options["env_type"], sample)
-        observation, key = self._read_specs()
-        observed, acted = own["_starts"]
-        engine = Engine(
-            env,
-            observation=observation,
-            key=key,
-            action=self.full_action_spec[keys[0]] if one_action else self.full_action_spec,
-            starts=(observed if key is None or observed is None else {key: observed}, acted),
-            reward=self.reward_spec,
-            batch_size=self.batch_size,
-            device=self.device,
-            env_type=env_type,
-            env_device=device_of(env),
-            copy=options["copy"],
-            clip_actions=options["clip_actions"],
-            frame_skip=self.wrapper_frame_skip,
-            finite_horizon=has_finite_horizon(env, options["finite_horizon"]),
-            mode=find_mode(env, options["autoreset_mode"], speaks_torch=env_type == "torch"),
-            missing=options["missing_final_obs"],
-        )
-        own["_action_key"] = keys[0] if one_action else None
-        return engine
+        env_type = self._env_type(self.__dict__["_options"]["env_type"], sample)
+        return Engine(self, *self._read_specs(), env_type)
 
     def _read_specs(self) -> tuple[Composite, str | None]:
         """Give the specs of what the environment returns, as they are now, and the key where that is no dict.
@@ -348,7 +323,7 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
         return engine
 
     def _action_of(self, tensordict: TensorDictBase) -> Any:
-        key = self.__dict__["_action_key"]
+        key = self.__dict__["_engine"].action_key
         return tensordict if key is None else tensordict[key]
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:

@@ -1,4 +1,4 @@
-"""The short way of a step is taken where it can be, and elsewhere upstream's, with the same results."""
+"""The fast path of a step is taken where it can be, and elsewhere upstream's, with the same results."""
 
 from __future__ import annotations
 
