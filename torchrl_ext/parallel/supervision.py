@@ -17,8 +17,7 @@ from torchrl.envs import batched_envs as upstream
 
 from rl_ext_core import processes
 from rl_ext_core.errors import WorkerError
-from torchrl_ext._advice import SpeedCheck
-from torchrl_ext._plan import Plan
+from torchrl_ext.parallel.plan import Plan, SpeedCheck
 
 __all__ = ["SupervisedEnv"]
 
@@ -211,7 +210,7 @@ class SupervisedEnv(upstream.ParallelEnv):
             return super().set_seed(seed, static_seed=static_seed)
 
     def state_dict(self) -> Any:
-        """Give the workers' states, as upstream's does."""
+        """Return the workers' states, as upstream's does."""
         with self._operation("state_dict"):
             return super().state_dict()
 

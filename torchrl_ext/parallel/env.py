@@ -12,13 +12,13 @@ from torchrl.envs import batched_envs as upstream
 from rl_ext_core import resources
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from torchrl_ext._compat import has_supervision
-from torchrl_ext._plan import Plan
+from torchrl_ext.parallel.plan import Plan
 
 __all__ = ["ParallelEnv"]
 
 _Base: Any
 if has_supervision():
-    from torchrl_ext._supervised import SupervisedEnv as _Base
+    from torchrl_ext.parallel.supervision import SupervisedEnv as _Base
 else:
     _Base = upstream.ParallelEnv
 
