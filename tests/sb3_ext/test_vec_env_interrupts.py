@@ -22,7 +22,7 @@ from tests.interrupts import everywhere
 from tests.sb3_ext.vec_checks import FAST, no_workers
 from tests.sb3_ext.vec_worlds import Counting, Failing
 
-BELOW = ("rl_ext_core/vector", "rl_ext_core/processes/watch", "sb3_ext/_pool_vec_env", "sb3_ext/_restarts")
+BELOW = ("rl_ext_core/vector", "rl_ext_core/processes/watch", "sb3_ext/vec_env")
 ACTIONS = np.zeros(3, np.int64)
 OPTIONS: dict[str, dict[str, Any]] = {
     "one each": {},
