@@ -13,10 +13,12 @@ import dataclasses
 import mmap
 import os
 import pickle
+import time
 import traceback
 from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any
 
+from rl_ext_core import resources
 from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core.factory import _byvalue
 from rl_ext_core.processes._report import unnamed_file
@@ -35,12 +37,14 @@ __all__ = [
     "TOLD_SIZE",
     "Memory",
     "Raised",
+    "Spin",
     "WorkerHandle",
     "cells_of",
     "pack",
     "pack_by_value",
     "ring",
     "unpack",
+    "worth_spinning",
 ]
 
 # A worker's cells: the environment that it is at, among its own, and the phase; number and size of the last command;
@@ -122,6 +126,39 @@ def ring(pipe: int) -> None:
         pass  # nobody is there, which the watch tells; or it was rung often enough
 
 
+def worth_spinning(num_workers: int) -> bool:
+    """Return whether workers and their parent have a core each, so that one that spins takes it from nobody."""
+    return resources.usable_cores() > num_workers
+
+
+class Spin:
+    """Looks again and again for a number before a wait blocks: to be woken takes longer than a short step.
+
+    A wait that is longer than :attr:`SECONDS` has spun for nothing. After such a one so many waits block at once, and
+    after the next four times as many: steps that take long, and cores that others use, are found out that way.
+    """
+
+    SECONDS = 200e-6
+    _LONGEST_PAUSE = 4096
+
+    def __init__(self) -> None:
+        self._pause = self._left = 0
+
+    def sees(self, cells: memoryview, place: int, number: int) -> bool:
+        """Wait a little for a cell to have a value, and return whether it has."""
+        if self._left:
+            self._left -= 1
+            return False
+        clock = time.perf_counter
+        end = clock() + self.SECONDS
+        while cells[place] != number:
+            if clock() > end:
+                self._left = self._pause = min(4 * self._pause + 4, self._LONGEST_PAUSE)
+                return False
+        self._pause //= 2
+        return True
+
+
 def pack(value: Any) -> bytes:
     """Pickle what a worker answers, or is told by numbers alone.
 
@@ -201,6 +238,7 @@ class WorkerHandle:
     :param number: of the worker
     :param first: number of its first environment
     :param last: one past that of its last
+    :param spin: how this process waits for it; None: without spinning
 
     :ivar process: that it is now
     :ivar watch: over this process; of all together where they fail together; None: there is no process
@@ -209,7 +247,7 @@ class WorkerHandle:
     :ivar lost: the failure of the process that is to be replaced; None once that is done
     """
 
-    def __init__(self, number: int, first: int, last: int) -> None:
+    def __init__(self, number: int, first: int, last: int, spin: Spin | None = None) -> None:
         self.number, self.first, self.last = number, first, last
         self.process: Any = None
         self.watch: Watch | None = None
@@ -217,6 +255,7 @@ class WorkerHandle:
         self.answer: Any = None
         self.lost: WorkerError | None = None
         self.ends: tuple[Any, ...] = ()
+        self._spin = spin
         self._mail: Memory | None = None
         self.cells = cells_of(bytearray(CELL_BYTES), 0)
         self._read = self._told = 0
@@ -295,10 +334,11 @@ class WorkerHandle:
         number, cells = self._told, self.cells
         if number == self._read:
             return
-        while cells[ANSWERED] != number:
-            if self.has_failed():
-                raise EOFError("a worker is gone")
-            os.read(self.replies, 256)
+        if cells[ANSWERED] != number and (self._spin is None or not self._spin.sees(cells, ANSWERED, number)):
+            while cells[ANSWERED] != number:
+                if self.has_failed():
+                    raise EOFError("a worker is gone")
+                os.read(self.replies, 256)
         size = cells[ANSWER_SIZE]
         if size == 0:  # nothing, as after most steps
             self.answer = None

@@ -20,7 +20,7 @@ from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core.devices import READ_AT_IMPORT
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.vector import channel
-from rl_ext_core.vector.channel import Memory, Raised, WorkerHandle
+from rl_ext_core.vector.channel import Memory, Raised, Spin, WorkerHandle
 from rl_ext_core.vector.layout import Layout, common_spaces
 from rl_ext_core.vector.worker import IDLE_IN, PHASES, main
 
@@ -235,7 +235,11 @@ class Pool(WorkerPool):
         apart: bool = False,
         cure: str | None = None,
     ) -> None:
-        workers = [WorkerHandle(number, *ends) for number, ends in enumerate(shares(len(factories), num_workers))]
+        self._spins = channel.worth_spinning(num_workers)
+        workers = [
+            WorkerHandle(number, *ends, Spin() if self._spins else None)
+            for number, ends in enumerate(shares(len(factories), num_workers))
+        ]
         super().__init__(workers, step_timeout, close_timeout)
         self._factories, self._start_method, self._apart, self._cure = factories, start_method, apart, cure
         self._start_timeout, self._last_first = start_timeout, workers[::-1]
@@ -318,7 +322,7 @@ class Pool(WorkerPool):
                 cure = self._cure, Path(self._scratch.name, f"{worker.number}-{worker.attempt}")
                 cure[1].mkdir()
             args = (command_reader, reply_writer, self._memory, mail, worker.number, worker.first, factories)
-            process = context.Process(target=main, args=(*args, foreign, cure))
+            process = context.Process(target=main, args=(*args, foreign, self._spins, cure))
             process.start()
             worker.connect(process, commands, replies, reply_writer, mail, cells)
             ours.pop_all()

@@ -22,6 +22,7 @@ from rl_ext_core.vector.channel import (
     TOLD_SIZE,
     Memory,
     Raised,
+    Spin,
     cells_of,
     pack,
     unpack,
@@ -70,6 +71,7 @@ def main(
     first: int,
     env_fns: Sequence[Callable[[], Any]],
     foreign: Sequence[Connection],
+    spins: bool,
     cure: tuple[str, Path] | None,
 ) -> None:
     """Build environments and do what is asked of them until the parent closes its end.
@@ -82,6 +84,7 @@ def main(
     :param first: number of the first environment among all
     :param env_fns: build this worker's
     :param foreign: ends that belong to the parent, which a forked worker inherits
+    :param spins: whether it waits for commands with a core of its own
     :param cure: what keeps this process from disturbing others, and a folder of its own for it
     """
     if cure is not None:
@@ -103,13 +106,13 @@ def main(
             pass  # as in ring, which is a call more
 
     mine = Environments(reply, memory, cells, first, env_fns)
-    _serve_commands(mine, commands.fileno(), cells, mail)
+    _serve_commands(mine, commands.fileno(), cells, mail, Spin() if spins else None)
     mine.close_what_is_open()
 
 
-def _serve_commands(mine: Environments, doorbell: int, cells: memoryview, mail: Memory) -> None:
+def _serve_commands(mine: Environments, doorbell: int, cells: memoryview, mail: Memory, spin: Spin | None) -> None:
     told, size, answered = TOLD, TOLD_SIZE, ANSWERED
-    while os.read(doorbell, 256):
+    while (spin is not None and spin.sees(cells, told, cells[answered] + 1)) or os.read(doorbell, 256):
         if cells[told] == cells[answered]:
             continue  # it was rung twice
         if not cells[size]:
