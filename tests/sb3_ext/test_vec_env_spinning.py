@@ -46,19 +46,19 @@ def test_each_has_a_core(cores: int, num_workers: int, expected: bool, monkeypat
 
 def test_waits_that_do_not_pay_are_left_out_for_a_while() -> None:
     cells, spin = cells_of(bytearray(channel.CELL_BYTES), 0), Spin()
-    cells[channel.ANSWERED] = 7
+    cells[channel.Cell.ANSWERED] = 7
 
     def spins(number: int) -> bool:
         began = time.perf_counter()
-        assert spin.sees(cells, channel.ANSWERED, number) in (number == 7, False)
+        assert spin.sees(cells, channel.Cell.ANSWERED, number) in (number == 7, False)
         return time.perf_counter() - began >= Spin.SECONDS
 
     assert not spins(7), "it is there"
     assert [spins(8) for _ in range(27)] == [True, *[False] * 4, True, *[False] * 20, True]
     for _ in range(84):
-        assert not spin.sees(cells, channel.ANSWERED, 7), "it blocks at once"
+        assert not spin.sees(cells, channel.Cell.ANSWERED, 7), "it blocks at once"
     for _ in range(10):
-        assert spin.sees(cells, channel.ANSWERED, 7), "one that pays is followed by others"
+        assert spin.sees(cells, channel.Cell.ANSWERED, 7), "one that pays is followed by others"
     assert [spins(8) for _ in range(6)] == [True, *[False] * 4, True]
 
 

@@ -54,14 +54,14 @@ class Plan:
         source: Any,
         num_workers: int,
         *,
-        seed: int | None,
-        overrides: Sequence[Mapping[str, Any]] | None,
-        devices: Any,
-        verify: bool,
-        start_method: str | None,
-        timeout: float | None,
-        num_threads: int | None,
-        kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+        seed: int | None = None,
+        overrides: Sequence[Mapping[str, Any]] | None = None,
+        devices: Any = None,
+        verify: bool = True,
+        start_method: str | None = None,
+        timeout: float | None = None,
+        num_threads: int | None = None,
+        kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         sources = list(source) if isinstance(source, (list, tuple)) else [source] * num_workers
         factories: dict[int, list[EnvFactory[Any]]] = {}

@@ -28,13 +28,8 @@ if TYPE_CHECKING:
     from rl_ext_core.processes import Watch
 
 __all__ = [
-    "ANSWERED",
-    "ANSWER_SIZE",
     "CELL_BYTES",
-    "ENVIRONMENT",
-    "PHASE",
-    "TOLD",
-    "TOLD_SIZE",
+    "Cell",
     "Memory",
     "Raised",
     "Spin",
@@ -47,12 +42,14 @@ __all__ = [
     "worth_spinning",
 ]
 
-# A worker's cells: the environment that it is at, among its own, and the phase; number and size of the last command;
-# number and size of the last answer.
-ENVIRONMENT, PHASE, TOLD, TOLD_SIZE, ANSWERED, ANSWER_SIZE = range(6)
+_KEPT = 1 << 20  # bytes of a message that stay allocated until the next one
 CELL_BYTES = 64  # a cache line for each worker, at the beginning of the shared memory
 
-_KEPT = 1 << 20  # bytes of a message that stay allocated until the next one
+
+class Cell:
+    """Places of a worker's cells: what it is at, and the numbers and sizes of the last command and the last answer."""
+
+    ENVIRONMENT, PHASE, TOLD, TOLD_SIZE, ANSWERED, ANSWER_SIZE = range(6)
 
 
 def cells_of(block: Any, worker: int) -> memoryview:
@@ -269,7 +266,7 @@ class WorkerHandle:
         :param mail: for messages
         :param cells: of the worker
         """
-        self.cells, self._read, self._told, self._mail = cells, 0, cells[TOLD], mail
+        self.cells, self._read, self._told, self._mail = cells, 0, cells[Cell.TOLD], mail
         self._commands, self.replies, self._own_reply = commands.fileno(), replies.fileno(), own_reply.fileno()
         self.process, self.ends = process, (commands, replies, own_reply)
 
@@ -284,12 +281,12 @@ class WorkerHandle:
 
     def await_nothing(self) -> None:
         """Await no answer any more."""
-        self._read = self._told = self.cells[TOLD]
+        self._read = self._told = self.cells[Cell.TOLD]
 
     def step(self) -> None:
         """Have it step with the actions in shared memory."""
         # The worker has cleared the size of the last message.
-        self.cells[TOLD] = self._told = self._told + 1
+        self.cells[Cell.TOLD] = self._told = self._told + 1
         if self.ends:
             try:  # noqa: SIM105 a context manager takes as long as the rest of this
                 os.write(self._commands, b"\0")
@@ -305,8 +302,8 @@ class WorkerHandle:
         message = (pack if name == "step" else pack_by_value)((name, data))
         if self.ends and self._mail is not None:
             self._mail.write(message)
-        self.cells[TOLD_SIZE] = len(message)
-        self.cells[TOLD] = self._told = self._told + 1
+        self.cells[Cell.TOLD_SIZE] = len(message)
+        self.cells[Cell.TOLD] = self._told = self._told + 1
         self._ring()
 
     def _ring(self) -> None:
@@ -320,11 +317,11 @@ class WorkerHandle:
 
     def settle(self) -> None:
         """Find out what was done of a command: Ctrl-C may have come between any two lines of it."""
-        self._told = self.cells[TOLD]
+        self._told = self.cells[Cell.TOLD]
         if self.is_awaited():
             self._ring()
         else:
-            self.cells[TOLD_SIZE] = 0
+            self.cells[Cell.TOLD_SIZE] = 0
 
     def receive(self) -> None:
         """Wait for the answer, if one is awaited.
@@ -334,12 +331,12 @@ class WorkerHandle:
         number, cells = self._told, self.cells
         if number == self._read:
             return
-        if cells[ANSWERED] != number and (self._spin is None or not self._spin.sees(cells, ANSWERED, number)):
-            while cells[ANSWERED] != number:
+        if cells[Cell.ANSWERED] != number and (self._spin is None or not self._spin.sees(cells, Cell.ANSWERED, number)):
+            while cells[Cell.ANSWERED] != number:
                 if self.has_failed():
                     raise EOFError("a worker is gone")
                 os.read(self.replies, 256)
-        size = cells[ANSWER_SIZE]
+        size = cells[Cell.ANSWER_SIZE]
         if size == 0:  # nothing, as after most steps
             self.answer = None
         else:
@@ -354,7 +351,7 @@ class WorkerHandle:
 
     def is_awaited(self) -> bool:
         """Return whether an answer is awaited."""
-        return bool(self._read != self.cells[TOLD])
+        return bool(self._read != self.cells[Cell.TOLD])
 
     def has_failed(self) -> bool:
         """Return whether the worker has failed, or is gone."""
@@ -362,7 +359,7 @@ class WorkerHandle:
 
     def is_over(self) -> bool:
         """Return whether there is nothing to wait for: the answer is there, or the worker has failed."""
-        return bool(self.cells[ANSWERED] == self.cells[TOLD]) or self.has_failed()
+        return bool(self.cells[Cell.ANSWERED] == self.cells[Cell.TOLD]) or self.has_failed()
 
     def is_busy(self) -> bool:
         """Return whether the worker is at a command, or has died of it and the watch does not know yet."""

@@ -20,7 +20,7 @@ from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core.devices import READ_AT_IMPORT
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.vector import channel
-from rl_ext_core.vector.channel import Memory, Raised, Spin, WorkerHandle
+from rl_ext_core.vector.channel import Cell, Memory, Raised, Spin, WorkerHandle
 from rl_ext_core.vector.layout import Layout, common_spaces
 from rl_ext_core.vector.worker import IDLE_IN, PHASES, main
 
@@ -303,7 +303,7 @@ class Pool(WorkerPool):
         cells = channel.cells_of(self._cells, worker.number)
         for place in range(len(cells)):
             cells[place] = 0
-        cells[channel.TOLD] = 1  # to build its environments
+        cells[Cell.TOLD] = 1  # to build its environments
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             command_reader, commands = context.Pipe(duplex=False)
             theirs.enter_context(command_reader)
@@ -424,8 +424,8 @@ class Pool(WorkerPool):
         worker = watched[failure.worker]
         error = self._failed(
             worker,
-            worker.cells[channel.ENVIRONMENT],
-            PHASES[worker.cells[channel.PHASE]],
+            worker.cells[Cell.ENVIRONMENT],
+            PHASES[worker.cells[Cell.PHASE]],
             failure.summary.removeprefix(f"worker {failure.worker} of {len(watched)} "),
             kind=failure.kind,
             exitcode=failure.exitcode,
@@ -495,7 +495,7 @@ class Pool(WorkerPool):
             [worker for worker in self.workers if worker not in late], WorkerHandle.is_alive, begin, limit
         )
         if late:
-            number, at = late[0].cells[channel.ENVIRONMENT], PHASES[late[0].cells[channel.PHASE]]
+            number, at = late[0].cells[Cell.ENVIRONMENT], PHASES[late[0].cells[Cell.PHASE]]
             where = "in threads that go on after its close" if at == "idle" else f"in {at}"
             self._warn_of_late(late[0].first + number, where, begin)
         return failures

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_ext_core.errors import WorkerError, missing_dependency
 from rl_ext_core.vector import channel
-from rl_ext_core.vector.channel import Memory, Raised
+from rl_ext_core.vector.channel import Cell, Memory, Raised
 from rl_ext_core.vector.layout import Layout, common_spaces
 from rl_ext_core.vector.pool import WorkerPool, shares
 from rl_ext_core.vector.worker import PHASES, Environments
@@ -59,7 +59,7 @@ class Actor:
             else:
                 self._envs.do(name, data)
         except BaseException as error:  # Ray takes SystemExit for a wish to end the actor
-            at = self._cells[channel.ENVIRONMENT], self._cells[channel.PHASE]
+            at = self._cells[Cell.ENVIRONMENT], self._cells[Cell.PHASE]
             raise ActorFailure(*at, Raised.of(error)) from None
         sent = {key: array for key, array in self._arrays.items() if key != "action"}
         return self._messages.pop(), sent if name in ("step", "reset") else {}

@@ -12,21 +12,7 @@ import numpy as np
 from rl_ext_core.errors import EnvironmentOutputError
 from rl_ext_core.processes import at_end
 from rl_ext_core.vector import environments
-from rl_ext_core.vector.channel import (
-    ANSWER_SIZE,
-    ANSWERED,
-    CELL_BYTES,
-    ENVIRONMENT,
-    PHASE,
-    TOLD,
-    TOLD_SIZE,
-    Memory,
-    Raised,
-    Spin,
-    cells_of,
-    pack,
-    unpack,
-)
+from rl_ext_core.vector.channel import CELL_BYTES, Cell, Memory, Raised, Spin, cells_of, pack, unpack
 from rl_ext_core.vector.layout import Layout, Row, kept
 
 if TYPE_CHECKING:
@@ -98,8 +84,8 @@ def main(
     def reply(message: bytes) -> None:
         if message:
             mail.write(message)
-        cells[ANSWER_SIZE] = len(message)
-        cells[ANSWERED] = cells[TOLD]
+        cells[Cell.ANSWER_SIZE] = len(message)
+        cells[Cell.ANSWERED] = cells[Cell.TOLD]
         try:  # noqa: SIM105 a context manager takes as long as the rest of this
             os.write(doorbell, b"\0")
         except (BrokenPipeError, BlockingIOError):
@@ -111,7 +97,7 @@ def main(
 
 
 def _serve_commands(mine: Environments, doorbell: int, cells: memoryview, mail: Memory, spin: Spin | None) -> None:
-    told, size, answered = TOLD, TOLD_SIZE, ANSWERED
+    told, size, answered = Cell.TOLD, Cell.TOLD_SIZE, Cell.ANSWERED
     while (spin is not None and spin.sees(cells, told, cells[answered] + 1)) or os.read(doorbell, 256):
         if cells[told] == cells[answered]:
             continue  # it was rung twice
@@ -152,11 +138,11 @@ class Environments:
         self._answer(pack([(env.observation_space, env.action_space) for env in self._envs]))
 
     def _is_at(self, number: int, phase: int) -> None:
-        self._cells[ENVIRONMENT], self._cells[PHASE] = number, phase
+        self._cells[Cell.ENVIRONMENT], self._cells[Cell.PHASE] = number, phase
 
     def _answer(self, message: bytes) -> None:
         # Before the parent knows, so that it finds this if the worker ends while it waits.
-        self._cells[PHASE] = _IDLE
+        self._cells[Cell.PHASE] = _IDLE
         self._reply(message)
 
     def do(self, name: str, data: Any) -> None:
@@ -196,7 +182,7 @@ class Environments:
                 failed = failed or error
         self._envs.clear()
         # Said rather than raised, so that the others are closed in peace.
-        self._answer(b"" if failed is None else pack((self._cells[ENVIRONMENT], Raised.of(failed))))
+        self._answer(b"" if failed is None else pack((self._cells[Cell.ENVIRONMENT], Raised.of(failed))))
 
     def _map(self, layout: Layout) -> None:
         arrays: dict[str, Any] = layout.arrays(self._memory.map(layout.size))
@@ -227,7 +213,7 @@ class Environments:
         self._step(self._own_actions.copy())
 
     def _step(self, actions: Iterable[Any]) -> None:
-        cells, phase_at, environment_at = self._cells, PHASE, ENVIRONMENT
+        cells, phase_at, environment_at = self._cells, Cell.PHASE, Cell.ENVIRONMENT
         rewards, kinds, flags, all_rows = self._rewards, self._kinds, self._flags, self._rows
         array = np.ndarray
         entries: list[Any] | None = None
