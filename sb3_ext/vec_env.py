@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
 import warnings
@@ -40,9 +41,9 @@ def _is_like(actions: Any, shared: np.ndarray[Any, Any]) -> bool:
 class PoolVecEnv(VecEnv):
     """A vectorised environment over workers.
 
-    :param pool: of the workers
-    :param timings: where steps are counted
-    :param restarts: replaces workers; None: the failure of one is the failure of all
+    :param env_fns: build the environments
+    :param n_workers: how many share them; None: one each
+    :param new_pool: makes the pool, given factories and ``num_workers``
 
     :ivar reward_dtype: of rewards; None: what environments return, as with ``SubprocVecEnv``. ``DummyVecEnv`` gives
         32-bit floats, and so does what is chosen in its place
@@ -50,10 +51,14 @@ class PoolVecEnv(VecEnv):
 
     reward_dtype: type[np.float32] | None = None
 
-    def __init__(self, pool: WorkerPool, timings: Timings, *, restarts: Restarts | None = None) -> None:
-        self._pool = pool
+    def __init__(
+        self, env_fns: Sequence[Callable[[], Any]], n_workers: int | None, new_pool: Callable[..., WorkerPool]
+    ) -> None:
+        check_env_fns(env_fns)
+        began = time.perf_counter()
+        pool = self._pool = new_pool(factories_of(env_fns), num_workers=min(n_workers or len(env_fns), len(env_fns)))
+        self.timings = Timings(time.perf_counter() - began)
         self.closed = self.waiting = False
-        self.timings = timings
         arrays, layout = pool.arrays, pool.layout
         # Taken out of the dict once: this is the path of every step.
         self._observations = [arrays[f"observation {index}"] for index in range(len(layout.keys))]
@@ -61,7 +66,7 @@ class PoolVecEnv(VecEnv):
         self._rewards, self._reward_kinds, self._flags = arrays["reward"], arrays["reward kind"], arrays["flags"]
         self._flag_bytes, self._kind_bytes = self._flags.data, self._reward_kinds.data
         self._zeros = bytes(len(pool.worker_of))
-        self._restarts = restarts
+        self._restarts: Restarts | None = None  # the failure of one is the failure of all
         self._changes_told = False
         try:
             super().__init__(len(pool.worker_of), *pool.spaces)
@@ -291,7 +296,7 @@ class Restarts:
     def replace(self, worker: WorkerHandle, failure: WorkerError) -> list[tuple[dict[str, Any], dict[str, Any], None]]:
         """Put a new worker in, with its environments reset.
 
-        :param worker: of the worker that has failed
+        :param worker: that has failed
         :param failure: what it died of
         :return: what the worker would have answered: its environments' episodes are truncated
         :raises WorkerError: the limit is reached; the other workers are gone then as well
@@ -368,31 +373,14 @@ class SharedMemoryVecEnv(PoolVecEnv):
         max_restarts: int = 100,
         cure: str | None = None,
     ) -> None:
-        check_env_fns(env_fns)
-        check_options(
-            start_method=start_method,
-            n_workers=n_workers,
-            start_timeout=start_timeout,
-            step_timeout=step_timeout,
-            close_timeout=close_timeout,
-            restart=restart,
-            max_restarts=max_restarts,
-            cure=cure,
-        )
-        began = time.perf_counter()
-        pool = Pool(
-            factories_of(env_fns),
-            num_workers=min(n_workers or len(env_fns), len(env_fns)),
-            start_method=start_method,
-            start_timeout=start_timeout,
-            step_timeout=step_timeout,
-            close_timeout=close_timeout,
-            apart=restart is not None,
-            cure=cure,
-        )
-        timings = Timings(time.perf_counter() - began)
-        super().__init__(pool, timings, restarts=None if restart is None else Restarts(pool, max_restarts, timings))
-        _warn_of_memory([worker.process.pid for worker in pool.workers])
+        timeouts = {"start_timeout": start_timeout, "step_timeout": step_timeout, "close_timeout": close_timeout}
+        of_pool: dict[str, Any] = {"start_method": start_method, **timeouts, "cure": cure}
+        check_options(**of_pool, n_workers=n_workers, restart=restart, max_restarts=max_restarts)
+        apart = restart is not None
+        super().__init__(env_fns, n_workers, functools.partial(Pool, **of_pool, apart=apart))
+        if isinstance(self._pool, Pool) and apart:
+            self._restarts = Restarts(self._pool, max_restarts, self.timings)
+        _warn_of_memory([worker.process.pid for worker in self._pool.workers])
 
 
 def _warn_of_memory(pids: Sequence[int]) -> None:
@@ -446,20 +434,11 @@ class RayVecEnv(PoolVecEnv):
         close_timeout: float | None = None,
         actor_options: Mapping[str, Any] | None = None,
     ) -> None:
-        check_env_fns(env_fns)
-        check_options(
-            n_workers=n_workers, start_timeout=start_timeout, step_timeout=step_timeout, close_timeout=close_timeout
-        )
-        began = time.perf_counter()
-        pool = RayPool(
-            factories_of(env_fns),
-            num_workers=min(n_workers or len(env_fns), len(env_fns)),
-            actor_options=actor_options or {},
-            start_timeout=start_timeout,
-            step_timeout=step_timeout,
-            close_timeout=close_timeout,
-        )
-        super().__init__(pool, Timings(time.perf_counter() - began))
+        timeouts: dict[str, Any]
+        timeouts = {"start_timeout": start_timeout, "step_timeout": step_timeout, "close_timeout": close_timeout}
+        check_options(n_workers=n_workers, **timeouts)
+        new_pool = functools.partial(RayPool, **timeouts, actor_options=actor_options or {})
+        super().__init__(env_fns, n_workers, new_pool)
 
 
 def factories_of(env_fns: Sequence[Callable[[], Any]]) -> list[EnvFactory[Any]]:
