@@ -73,7 +73,8 @@ def make_vec_env(
     Source: https://github.com/openai/retro/issues/2
     """
     n_envs = resources.usable_cores() if n_envs is None else at_least_one("n_envs", n_envs)
-    env_id = _or_game(env_id)
+    if isinstance(env_id, str) and env_id not in gymnasium.registry:
+        env_id = game_of_id(env_id) or env_id  # what builds a game of stable-retro, which gymnasium does not know
     base = functools.cache(lambda: _base(env_id, env_kwargs or {}).then(environments.checked))
     wrapper = None if wrapper_class is None else functools.partial(wrapper_class, **(wrapper_kwargs or {}))
     seeded = False
@@ -84,20 +85,18 @@ def make_vec_env(
         return [factory if wrapper is None else factory.then(wrapper)] * n_envs
 
     def factories() -> list[EnvFactory[Any]]:
-        return factories_for(
-            base(),
-            n_envs,
-            seed=seed,
-            start_index=start_index,
-            monitor_dir=monitor_dir,
-            wrapper=wrapper,
-            monitor_kwargs=monitor_kwargs or {},
-            devices=devices,
-        )
+        made = []
+        for rank, factory in enumerate(base().for_workers(n_envs, seed=seed, devices=devices), start_index):
+            if seed is not None:
+                factory = factory.then(functools.partial(environments.seeded, seed=seed + rank))
+            factory = factory.then(_monitor(rank, monitor_dir, monitor_kwargs or {}))
+            made.append(factory if wrapper is None else factory.then(wrapper))
+        return made
 
     def here() -> VecEnv:
         nonlocal seeded
-        if devices is not None or not _is_theirs(env_id):
+        theirs = isinstance(env_id, str) or (callable(env_id) and not isinstance(env_id, EnvFactory))
+        if devices is not None or not theirs:
             return DummyVecEnv(list(factories()))
         # The caller's own function, which may share objects with the training: a factory would unpickle copies.
         if isinstance(env_id, str):
@@ -129,39 +128,6 @@ def make_vec_env(
     if not seeded:  # without a seed, each time draws one from NumPy's generator
         vec_env.seed(seed)
     return vec_env
-
-
-def _is_theirs(env_id: Any) -> bool:
-    """Whether Stable Baselines3's function takes it."""
-    return isinstance(env_id, str) or (callable(env_id) and not isinstance(env_id, EnvFactory))
-
-
-def factories_for(
-    base: EnvFactory[Any],
-    n_envs: int,
-    *,
-    seed: int | None,
-    start_index: int,
-    monitor_dir: str | None,
-    wrapper: Any,
-    monitor_kwargs: dict[str, Any],
-    devices: Any,
-) -> list[EnvFactory[Any]]:
-    """Give a factory for each environment, with its monitor and its wrapper around it."""
-    factories = []
-    for index, factory in enumerate(base.for_workers(n_envs, seed=seed, devices=devices)):
-        rank = start_index + index
-        if seed is not None:
-            factory = factory.then(functools.partial(environments.seeded, seed=seed + rank))
-        factory = factory.then(_monitor(rank, monitor_dir, monitor_kwargs))
-        factories.append(factory if wrapper is None else factory.then(wrapper))
-    return factories
-
-
-def _or_game(env_id: Any) -> Any:
-    """Give what builds a game of stable-retro where the id is one, which gymnasium does not know."""
-    named = isinstance(env_id, str) and env_id not in gymnasium.registry
-    return (game_of_id(env_id) if named else None) or env_id
 
 
 def _base(env_id: Any, env_kwargs: dict[str, Any]) -> EnvFactory[Any]:
