@@ -131,29 +131,44 @@ def worth_spinning(num_workers: int) -> bool:
 class Spin:
     """Looks again and again for a number before a wait blocks: to be woken takes longer than a short step.
 
-    A wait that is longer than :attr:`SECONDS` has spun for nothing. After such a one so many waits block at once, and
-    after the next four times as many: steps that take long, and cores that others use, are found out that way.
+    A wait that takes longer has spun for nothing, and one in which this process was put aside has taken a core from
+    others. After such a one so many waits block at once, and after the next four times as many, unless there were a
+    hundred good ones in between: long steps and loaded machines are found out that way.
+
+    :param seconds: how long
     """
 
-    SECONDS = 200e-6
+    # The parent has nothing else to do while workers step. A worker that spins may slow the parent down, which computes
+    # actions meanwhile: cores share what they are made of.
+    FOR_ANSWERS, FOR_COMMANDS = 500e-6, 150e-6
     _LONGEST_PAUSE = 4096
+    _PUT_ASIDE_SECONDS = 30e-6  # between two looks at the clock, which take a tenth of a microsecond
 
-    def __init__(self) -> None:
-        self._pause = self._left = 0
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._pause = 0.0
+        self._left = 0
 
     def sees(self, cells: memoryview, place: int, number: int) -> bool:
         """Wait a little for a cell to have a value, and return whether it has."""
         if self._left:
             self._left -= 1
             return False
-        clock = time.perf_counter
-        end = clock() + self.SECONDS
-        while cells[place] != number:
-            if clock() > end:
-                self._left = self._pause = min(4 * self._pause + 4, self._LONGEST_PAUSE)
-                return False
-        self._pause //= 2
-        return True
+        clock, longest = time.perf_counter, self._PUT_ASIDE_SECONDS
+        before = clock()
+        end = before + self._seconds
+        while True:
+            now = clock()
+            seen = cells[place] == number
+            if seen or now > end or now - before > longest:
+                break
+            before = now
+        if seen and now - before <= longest:
+            self._pause *= 0.97
+        else:
+            self._pause = min(4 * self._pause + 4, self._LONGEST_PAUSE)
+            self._left = int(self._pause)
+        return seen
 
 
 def pack(value: Any) -> bytes:

@@ -237,7 +237,7 @@ class Pool(WorkerPool):
     ) -> None:
         self._spins = channel.worth_spinning(num_workers)
         workers = [
-            WorkerHandle(number, *ends, Spin() if self._spins else None)
+            WorkerHandle(number, *ends, Spin(Spin.FOR_ANSWERS) if self._spins else None)
             for number, ends in enumerate(shares(len(factories), num_workers))
         ]
         super().__init__(workers, step_timeout, close_timeout)

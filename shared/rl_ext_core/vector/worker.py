@@ -92,7 +92,7 @@ def main(
             pass  # as in ring, which is a call more
 
     mine = Environments(reply, memory, cells, first, env_fns)
-    _serve_commands(mine, commands.fileno(), cells, mail, Spin() if spins else None)
+    _serve_commands(mine, commands.fileno(), cells, mail, Spin(Spin.FOR_COMMANDS) if spins else None)
     mine.close_what_is_open()
 
 
