@@ -12,13 +12,13 @@ from torchrl.envs import batched_envs as upstream
 from rl_ext_core import resources
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from torchrl_ext._compat import has_supervision
-from torchrl_ext._plan import Plan
+from torchrl_ext.parallel.plan import Plan
 
 __all__ = ["ParallelEnv"]
 
 _Base: Any
 if has_supervision():
-    from torchrl_ext._supervised import SupervisedEnv as _Base
+    from torchrl_ext.parallel.supervision import SupervisedEnv as _Base
 else:
     _Base = upstream.ParallelEnv
 
@@ -97,9 +97,9 @@ class ParallelEnv(_Base, metaclass=_Meta):
             num_threads=kwargs.get("num_sub_threads", 1),
             kwargs=create_env_kwargs,
         )
-        self.__dict__["_plan"] = plan  # torch's modules take no attribute by assignment until their constructor
+        # Torch's modules take no attribute by assignment until their constructor.
+        self.__dict__.update(_plan=plan, _start_timeout=start_timeout, _step_timeout=step_timeout)
         if has_supervision():
-            self._prepare(start_timeout, step_timeout)
             kwargs["shutdown_timeout"] = math.inf
         if shutdown_timeout is not None:
             kwargs["shutdown_timeout"] = shutdown_timeout
@@ -154,17 +154,9 @@ class _Single(SerialEnv):
 
 
 def _serial(create_env_fn: Any, kwargs: dict[str, Any]) -> SerialEnv:
-    ours: dict[str, Any] = {name: kwargs.pop(name, None) for name in ("seed", "overrides", "devices")}
     for name in ("step_timeout", "metadata_from_workers", "shutdown_timeout"):
         kwargs.pop(name, None)
-    plan = Plan(
-        create_env_fn,
-        _checked(1, create_env_fn),
-        **ours,
-        verify=kwargs.pop("verify", True),
-        start_method=kwargs.pop("mp_start_method", None),
-        timeout=kwargs.pop("start_timeout", None),
-        num_threads=None,
-        kwargs=kwargs.pop("create_env_kwargs", None),
-    )
-    return _Single(plan, **kwargs)
+    named = {"mp_start_method": "start_method", "start_timeout": "timeout", "create_env_kwargs": "kwargs"}
+    ours = {name: name for name in ("seed", "overrides", "devices", "verify")}
+    options = {option: kwargs.pop(name) for name, option in {**ours, **named}.items() if name in kwargs}
+    return _Single(Plan(create_env_fn, _checked(1, create_env_fn), **options), **kwargs)

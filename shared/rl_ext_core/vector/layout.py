@@ -1,21 +1,16 @@
-"""Where observations, actions, rewards and flags of all environments lie in shared memory."""
+"""Where observations, actions, rewards and flags of all environments lie in shared memory, and how they get there."""
 
 from __future__ import annotations
 
 import dataclasses
-import mmap
-import os
 from collections.abc import Sequence
-from multiprocessing import reduction
 from typing import Any
 
 import numpy as np
 
-from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
-from rl_ext_core.processes._report import unnamed_file
 
-__all__ = ["Layout", "Memory", "Progress", "common_spaces", "leaves_of"]
+__all__ = ["Layout", "Row", "common_spaces", "kept", "leaves_of"]
 
 _LINE = 64  # bytes of a cache line: arrays do not share one
 
@@ -93,8 +88,12 @@ class Layout:
         return cls(kind, tuple(leaf[0] for leaf in leaves), tuple(fields), max(offset, 1))
 
     def arrays(self, block: Any) -> dict[str, np.ndarray[Any, Any]]:
-        """Give the arrays that lie in a block of memory."""
+        """Return the arrays that lie in a block of memory."""
         return {name: np.ndarray(shape, dtype, block, offset) for name, offset, shape, dtype in self.fields}
+
+    def rows(self, arrays: dict[str, np.ndarray[Any, Any]], environment: int) -> list[Row]:
+        """Return the rows of an environment, by its number."""
+        return [Row(key, arrays[f"observation {index}"][environment, ...]) for index, key in enumerate(self.keys)]
 
     def joined(self, parts: list[Any]) -> Any:
         """Make an observation of its arrays."""
@@ -104,7 +103,7 @@ class Layout:
 
 
 def common_spaces(found: Sequence[Any]) -> Any:
-    """Give the spaces that all environments have.
+    """Return the spaces that all environments have.
 
     :param found: observation and action space of each
     :raises EnvironmentOutputError: one has others than the first
@@ -119,79 +118,61 @@ def common_spaces(found: Sequence[Any]) -> Any:
     return found[0]
 
 
-class Progress:
-    """What each worker is at, what it was told last and what it has answered: readable however it ends.
+class Row:
+    """Where one array of an environment's observations goes.
 
-    Every cell is written at once, by one of the two sides. So each finds out where the other is at any time, also after
-    Ctrl-C has come between two lines: what goes through pipes only wakes.
+    :param key: of the array in the observation; None: it is the observation
+    :param place: in shared memory
 
-    :param block: of shared memory; this is at its beginning
-    :param num_workers: how many there are
+    :ivar changed: whether values had to be changed, at any time
     """
 
-    # Places of a worker's cells: the environment that it is at, among its own, and the phase; number and size of the
-    # last command; number, kind and size of the last answer.
-    ENVIRONMENT, PHASE, TOLD, TOLD_SIZE, ANSWERED, ANSWER_KIND, ANSWER_SIZE = range(7)
-    _CELLS = 8
+    def __init__(self, key: Any, place: np.ndarray[Any, Any]) -> None:
+        self.key, self.place, self.changed = key, place, False
+        self.shape, self.dtype = place.shape, place.dtype
+        whole = (int,) if self.dtype == np.int64 else ()
+        self.scalars = (self.dtype.type, *whole) if self.shape == () else ()
 
-    def __init__(self, block: Any, num_workers: int) -> None:
-        self.cells = memoryview(block).cast("B")[: self.size(num_workers)].cast("Q")
+    def write(self, value: Any) -> None:
+        """Write a value.
 
-    @classmethod
-    def size(cls, num_workers: int) -> int:
-        """Give the bytes that it takes."""
-        return 8 * cls._CELLS * num_workers
+        Values that the dtype cannot hold are changed to such that it can.
 
-    def of(self, worker: int) -> memoryview:
-        """Give a worker's cells."""
-        return self.cells[self._CELLS * worker : self._CELLS * (worker + 1)]
+        :raises EnvironmentOutputError: it has another shape
+        """
+        kind = type(value)
+        if kind is np.ndarray:
+            if value.shape == self.shape and value.dtype == self.dtype:
+                self.place[...] = value
+                return
+        elif kind in self.scalars:
+            self.place[...] = value
+            return
+        self._convert(np.asarray(value))
 
-    def read(self, worker: int) -> tuple[int, int]:
-        """Give the number of the environment, among its worker's, and the phase."""
-        cells = self.of(worker)
-        return cells[self.ENVIRONMENT], cells[self.PHASE]
+    def _convert(self, value: np.ndarray[Any, Any]) -> None:
+        if value.shape != self.shape:
+            raise EnvironmentOutputError(
+                f"{self._name} has the shape {value.shape} where the observation space says {self.shape}; give the "
+                "space the shape of what reset and step return"
+            )
+        with np.errstate(all="ignore"):  # what does not fit is found below
+            self.place[...] = value
+        # Rounding between floats is nobody's surprise: policies compute with 32 bits.
+        if self.dtype.kind != "f" and not self.changed and not np.array_equal(self.place, value):
+            self.changed = True
 
-    def write(self, worker: int, number: int, phase: int) -> None:
-        """Say it, in the worker."""
-        cells = self.of(worker)
-        cells[self.ENVIRONMENT] = number
-        cells[self.PHASE] = phase
-
-
-class Memory:
-    """Shared memory without a name: nothing is left of it when the last process is gone.
-
-    :param size: in bytes
-
-    :ivar descriptor: of the file that it is
-    """
-
-    @uninterrupted
-    def __init__(self, size: int, descriptor: int | None = None) -> None:
-        self.descriptor = unnamed_file("vector") if descriptor is None else descriptor
-        if descriptor is None:
-            self.grow(size)
-
-    def grow(self, size: int) -> None:
-        """Make it that large."""
-        os.ftruncate(self.descriptor, size)
-
-    def map(self, size: int) -> mmap.mmap:
-        """Map its first bytes into this process."""
-        return mmap.mmap(self.descriptor, size)
-
-    def close(self) -> None:
-        """Close it here; what is mapped stays."""
-        descriptor, self.descriptor = self.descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-
-    def __del__(self) -> None:
-        self.close()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _inherited, (reduction.DupFd(self.descriptor),)
+    @property
+    def _name(self) -> str:
+        return "the observation" if self.key is None else f"observation[{self.key!r}]"
 
 
-def _inherited(descriptor: Any) -> Memory:
-    return Memory(0, descriptor.detach())
+def kept(observation: Any) -> Any:
+    """Copy an observation: an environment may write the next one to the same place."""
+    if isinstance(observation, np.ndarray):
+        return observation.copy()
+    if type(observation) is dict:
+        return {key: kept(value) for key, value in observation.items()}
+    if type(observation) is tuple:
+        return tuple(kept(value) for value in observation)
+    return observation

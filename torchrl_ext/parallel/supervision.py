@@ -17,8 +17,7 @@ from torchrl.envs import batched_envs as upstream
 
 from rl_ext_core import processes
 from rl_ext_core.errors import WorkerError
-from torchrl_ext._advice import SpeedCheck
-from torchrl_ext._plan import Plan
+from torchrl_ext.parallel.plan import Plan, SpeedCheck
 
 __all__ = ["SupervisedEnv"]
 
@@ -39,28 +38,17 @@ class SupervisedEnv(upstream.ParallelEnv):
     is_closed: bool
     _mp_start_method: str | None
     _events: Any
-    _plan: Plan
-    _watch: processes.Watch | None
-    _failed: str | None
-    _closing: bool
-    _unfinished: bool
-    _speed: SpeedCheck | None
     _threads: int
-    _start_timeout: float | None
-    _step_timeout: float | None
 
-    def _prepare(self, start_timeout: float | None, step_timeout: float | None) -> None:
-        """Set attributes before upstream's constructor, which takes none by assignment."""
-        self.__dict__.update(
-            _watch=None,
-            _failed=None,
-            _closing=False,
-            _unfinished=False,
-            _speed=None,
-            _method=None,
-            _start_timeout=start_timeout,
-            _step_timeout=step_timeout,
-        )
+    # Before upstream's constructor, torch's modules take no attribute by assignment.
+    _plan: Plan
+    _start_timeout: float | None = None
+    _step_timeout: float | None = None
+    _method: str | None = None
+    _watch: processes.Watch | None = None
+    _failed: str | None = None
+    _speed: SpeedCheck | None = None
+    _closing = _unfinished = False
 
     def _start_workers(self) -> None:
         if not isinstance(self._mp_start_method, _Registered):  # it is where the last start was interrupted
@@ -211,7 +199,7 @@ class SupervisedEnv(upstream.ParallelEnv):
             return super().set_seed(seed, static_seed=static_seed)
 
     def state_dict(self) -> Any:
-        """Give the workers' states, as upstream's does."""
+        """Return the workers' states, as upstream's does."""
         with self._operation("state_dict"):
             return super().state_dict()
 
