@@ -25,8 +25,6 @@ import numpy as np
 
 from rl_ext_core.factory import _kinds, _memory, _parts, _rules, _rules_basics
 
-__all__ = ["Fingerprint", "fingerprint", "import_own"]
-
 # Lists of numbers and texts that are longer get one token: a recording of them would take minutes.
 _LONG = 256
 # A path that is longer is shortened: in a chain of objects, all together would fill the memory.

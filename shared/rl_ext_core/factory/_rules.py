@@ -26,22 +26,6 @@ if TYPE_CHECKING:
     # Class, rule, and what a copy has in common with the original; None: what the rule keeps.
     Rules = list[tuple[str, Rule, Settings | None]]
 
-__all__ = [
-    "Fields",
-    "Rebuilder",
-    "adopt",
-    "by_pickle",
-    "find",
-    "is_layer",
-    "is_registered",
-    "layers",
-    "new",
-    "reduce",
-    "refusal",
-    "register_rebuilder",
-    "registered",
-    "set_state",
-]
 
 # Where the rules are for what a package, or a module, defines.
 _MODULES = {

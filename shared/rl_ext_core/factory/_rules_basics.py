@@ -22,7 +22,6 @@ from rl_ext_core.factory import _graft, _kinds, _parts, _rules
 if TYPE_CHECKING:
     from rl_ext_core.factory._rules import Rules
 
-__all__ = ["RULES", "kept", "lost_by"]
 
 # Somebody else holds a lock for a moment only, as a rule.
 _PATIENCE_S = 0.2

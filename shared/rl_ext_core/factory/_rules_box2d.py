@@ -19,7 +19,6 @@ from rl_ext_core.factory import _rules
 if TYPE_CHECKING:
     from rl_ext_core.factory._rules import Rules
 
-__all__ = ["RULES"]
 
 _WORLD = ("gravity", "allowSleeping", "warmStarting", "continuousPhysics", "subStepping", "autoClearForces")
 _LISTENERS = ("contactListener", "contactFilter", "destructionListener", "renderer")

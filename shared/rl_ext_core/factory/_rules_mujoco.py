@@ -20,7 +20,6 @@ from rl_ext_core.factory._rules import Fields
 if TYPE_CHECKING:
     from rl_ext_core.factory._rules import Rules
 
-__all__ = ["RULES"]
 
 # Which compilation of an XML file it comes from; a pickle of the model leaves it out.
 _SIGNATURE = "signature"

@@ -9,8 +9,6 @@ from rl_ext_core.factory import _rules
 if TYPE_CHECKING:
     from rl_ext_core.factory._rules import Rules
 
-__all__ = ["RULES"]
-
 
 def _begin(was_begun: bool) -> Any:
     """Prepare pygame where the original's process had: environments do so with their first picture only."""

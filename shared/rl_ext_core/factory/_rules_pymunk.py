@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rl_ext_core.factory._rules import Rules
 
-__all__ = ["RULES"]
 
 _PLAIN = (bool, int, float, str, type(None))
 # Written before the solver reads it, but for the two shapes.
