@@ -1,4 +1,5 @@
-"""What an environment consists of, path by path: two of them are compared without asking either what matters.
+"""What an environment consists of, path by path: two of them are compared without asking either what matters, and what
+builds one is recognized in another process.
 
 What its code reads beside it belongs to that: attributes of classes, globals, settings of the process. A copy in
 another process has the classes and modules as they are imported there; what was changed since the import, by the user
@@ -78,13 +79,37 @@ def fingerprint(value: Any, *, code: bool = False) -> Fingerprint:
     :param value: an environment, or anything else; only read
     :param code: whether what methods and functions read beside it belongs to it
     """
+    walk = _walked(value)
+    beside = _Beside(code=code)
+    beside.run(walk)
+    settings = dict(_settings(beside.libraries)) if code else {}
+    return Fingerprint({**walk.tokens, **beside.tokens, **settings}, walk.opaque, walk.notes)
+
+
+def description(value: Any) -> list[tuple[str, Any]]:
+    """Describe a value as plain data that is equal for equal values, in every process.
+
+    Classes and functions that are imported are described by their names, others by what they consist of.
+
+    :return: paths and tokens
+    :raises ValueError: something in it cannot be described
+    """
+    walk = _walked(value)
+    beside = _Beside(code=True, imported=False)
+    beside.run(walk)
+    tokens = {**walk.tokens, **beside.tokens}
+    unknown = [*walk.opaque, *(path for path, token in tokens.items() if token[0] in ("generator", "address"))]
+    if unknown:
+        raise ValueError(f"{unknown[0]} cannot be described")
+    return sorted(tokens.items())
+
+
+def _walked(value: Any) -> _Walk:
     walk = _Walk()
     walk.through(value)
     walk.name_shared_memory()
     walk.name_addresses()
-    beside = _Beside(code=code)
-    beside.run({base for kind in walk.classes for base in kind.__mro__}, walk.functions)
-    return Fingerprint({**walk.tokens, **beside.tokens}, walk.opaque, walk.notes)
+    return walk
 
 
 class _Walk:
@@ -281,28 +306,30 @@ class _Beside:
     Functions and classes that they name are followed within a package, and into whatever is not installed.
 
     :param code: whether code is looked into; else only the plain data of classes is
+    :param imported: whether classes and functions are looked into that other processes import by their names
     :ivar tokens: by paths such as ``"<class module.Name>.attribute"`` and ``"<global module.name>"``
+    :ivar libraries: that the code names
     """
 
-    def __init__(self, *, code: bool) -> None:
-        self._code = code
+    def __init__(self, *, code: bool, imported: bool = True) -> None:
+        self._code, self._imported = code, imported
         self.tokens: dict[str, Any] = {}
         self._done: set[int] = set()
-        self._libraries: set[str] = set()
+        self.libraries: set[str] = set()
         self._waiting: deque[Any] = deque()
 
-    def run(self, classes: Iterable[type], functions: Iterable[types.FunctionType]) -> None:
-        for found in (*sorted(classes, key=_kinds.full_name), *(functions if self._code else ())):
+    def run(self, walk: _Walk) -> None:
+        """Begin with the classes and functions that a walk has met."""
+        classes = {base for kind in walk.classes for base in kind.__mro__}
+        for found in (*sorted(classes, key=_kinds.full_name), *(walk.functions if self._code else ())):
             self._add(found)
         while self._waiting:
             found = self._waiting.popleft()
             self._read_class(found) if isinstance(found, type) else self._read_code(found)
-        if self._code:
-            self.tokens.update(_settings(self._libraries))
 
     def _add(self, found: Any) -> None:
         key = id(found if isinstance(found, type) else found.__code__)
-        if key not in self._done:
+        if key not in self._done and (self._imported or not _parts.is_global(found)):
             self._done.add(key)
             self._waiting.append(found)
 
@@ -344,7 +371,7 @@ class _Beside:
         if type(value) in weakref.ProxyTypes:  # of what class it is, what is gone would say
             return
         of = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
-        self._libraries.add(str(of).partition(".")[0])
+        self.libraries.add(str(of).partition(".")[0])
         if isinstance(value, types.ModuleType):
             if not _is_fixed(value.__name__):
                 for attribute in sorted(names & vars(value).keys()):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copyreg
 import functools
 import gc
 import logging
@@ -227,10 +226,6 @@ def _generator_settings(generator: Any) -> dict[str, Any]:
     return {"function": generator.__qualname__, "at": at}
 
 
-def _factory(factory: Any) -> tuple[Any, ...]:
-    return copyreg.__newobj__, (type(factory),), factory.__getstate__()  # type: ignore[attr-defined]
-
-
 def _factory_settings(factory: Any) -> dict[str, Any]:
     # What it has unpickled, and the instance that it was made from, are each process's own.
     state, worker = factory.__getstate__(), factory._worker
@@ -315,7 +310,7 @@ _PROCESS_KINDS = (
 
 # Class, rule, and what a copy has in common with the original; None: what the rule keeps.
 RULES: Rules = [
-    ("rl_ext_core.factory.factory:EnvFactory", _factory, _factory_settings),
+    ("rl_ext_core.factory.factory:EnvFactory", _rules.own_way, _factory_settings),
     ("_thread:lock", _lock, _nothing),
     ("_thread:RLock", _lock, _nothing),
     ("threading:Condition", _condition, None),
