@@ -314,14 +314,15 @@ class _Beside:
     def __init__(self, *, code: bool, imported: bool = True) -> None:
         self._code, self._imported = code, imported
         self.tokens: dict[str, Any] = {}
+        self._met: set[type] = set()
         self._done: set[int] = set()
         self.libraries: set[str] = set()
         self._waiting: deque[Any] = deque()
 
     def run(self, walk: _Walk) -> None:
         """Begin with the classes and functions that a walk has met."""
-        classes = {base for kind in walk.classes for base in kind.__mro__}
-        for found in (*sorted(classes, key=_kinds.full_name), *(walk.functions if self._code else ())):
+        self._met = {base for kind in walk.classes for base in kind.__mro__}
+        for found in (*sorted(self._met, key=_kinds.full_name), *(walk.functions if self._code else ())):
             self._add(found)
         while self._waiting:
             found = self._waiting.popleft()
@@ -345,14 +346,17 @@ class _Beside:
             if (special and not functions) or name == "_abc_impl" or _kinds.is_inherited(kind, name, part):
                 continue
             label = f"<class {_kinds.full_name(kind)}>.{name}"
+            # What libraries keep for themselves differs by process.
+            private = name.startswith("_") and _is_installed(module.partition(".")[0])
             if isinstance(part, type):
                 if part.__qualname__.startswith(f"{kind.__qualname__}."):
+                    self._met.add(part)
                     self._add(part)
                 elif self._code:
                     self._follow(part, part.__module__, module)
-            elif (token := _parts.plain(part)) is not None:
+            elif (kind in self._met or not private) and (token := _parts.plain(part)) is not None:
                 self.tokens[label] = token
-            elif functions or (self._code and not (name.startswith("_") and _is_installed(module.partition(".")[0]))):
+            elif functions or (self._code and not private):
                 self.tokens[label] = self._token(part, functions, module)
 
     def _read_code(self, function: types.FunctionType) -> None:
