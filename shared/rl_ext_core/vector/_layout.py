@@ -13,7 +13,7 @@ import numpy as np
 
 from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
-from rl_ext_core.processes._report import unnamed_file
+from rl_ext_core.processes.report import unnamed_file
 
 __all__ = ["Layout", "Memory", "Progress", "common_spaces", "leaves_of"]
 

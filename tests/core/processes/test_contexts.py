@@ -180,15 +180,3 @@ def test_what_cannot_be_pickled_fails_in_the_parent_and_leaves_nothing() -> None
             process.start()
         assert process.exitcode is None
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_a_subclass_brings_its_own_run(method: str) -> None:
-    process = Mine()
-    process.start()
-    process.join()
-    assert process.exitcode == 5
-
-
-class Mine(get_context("spawn").Process):  # type: ignore[misc]
-    def run(self) -> None:
-        raise SystemExit(5)

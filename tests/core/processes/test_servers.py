@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from rl_ext_core.errors import WorkerError
-from rl_ext_core.processes import _servers, get_context
-from rl_ext_core.processes._servers import stop_servers
+from rl_ext_core.processes import get_context, servers
+from rl_ext_core.processes.servers import stop_servers
 from tests.core.processes.groups import group
 
 
@@ -36,7 +36,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def server_pids() -> list[int]:
-    return [server._forkserver_pid for server in _servers._servers.values()]  # type: ignore[attr-defined]
+    return [server._forkserver_pid for server in servers._servers.values()]  # type: ignore[attr-defined]
 
 
 def parent_of_worker(**options: object) -> int:
@@ -95,7 +95,7 @@ def test_a_module_that_ends_the_server_is_named(module: Path) -> None:
     module.write_text("import os\nos._exit(5)")
     with pytest.raises(WorkerError, match=r"ended with exit code 5 while it imported \['preloaded_module'\]"):
         get_context("forkserver", preload=["preloaded_module"]).Process().start()
-    assert not _servers._servers
+    assert not servers._servers
 
 
 def test_threads_started_by_a_preloaded_module_are_reported(module: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -143,7 +143,7 @@ def test_stopped_servers_leave_no_process_no_socket_and_no_descriptor() -> None:
     parent_of_worker()
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
-    (server,) = _servers._servers.values()
+    (server,) = servers._servers.values()
     socket = Path(server._forkserver_address)  # type: ignore[attr-defined]
     assert socket.is_socket()
     stop_servers()
@@ -157,7 +157,7 @@ def test_a_forked_child_has_servers_of_its_own() -> None:
     if child == 0:
         code = 1
         try:
-            code = 2 if _servers._servers or parent_of_worker() == of_parent else 0
+            code = 2 if servers._servers or parent_of_worker() == of_parent else 0
             stop_servers()
         finally:
             os._exit(code)

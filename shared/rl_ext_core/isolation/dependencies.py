@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import importlib.metadata
 import os
 import site
 import struct
@@ -19,8 +18,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
-
-from rl_ext_core.factory._rules import layers
 
 _OWN_PACKAGE = "rl_ext_core"
 _BIG = {"jax", "matplotlib", "numba", "numpy", "pandas", "scipy", "sklearn", "sympy", "tensordict", "torch", "torchrl"}
@@ -128,27 +125,6 @@ def _users_modules() -> list[Any]:
         and isinstance(path := getattr(module, "__file__", None), str)
         and not path.startswith(fixed)
     ]
-
-
-def distributions(environment: Any) -> dict[str, str]:
-    """Give the versions of the distributions that the classes of an environment's layers come from.
-
-    Where a distribution is not called like its package, the files that :func:`sources` lists have to do.
-    """
-    found = {}
-    for name in {type(layer).__module__.partition(".")[0] for layer in layers(environment)}:
-        version = version_of(name)
-        if version is not None:
-            found[name] = version
-    return found
-
-
-def version_of(name: str) -> str | None:
-    """Give the version of a distribution; None: there is none of this name."""
-    try:
-        return importlib.metadata.version(name)
-    except (importlib.metadata.PackageNotFoundError, ValueError):
-        return None
 
 
 @functools.cache
