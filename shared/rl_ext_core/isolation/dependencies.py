@@ -139,10 +139,7 @@ def _folders_of_packages() -> tuple[str, ...]:
 
 
 def _mapped() -> set[str]:
-    try:
-        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:  # not Linux
-        return set()
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     paths = (line.split(None, 5)[5] for line in lines if line.count(" ") >= 5 and "/" in line)
     return {path for path in paths if ".so" in os.path.basename(path) and not path.endswith(" (deleted)")}
 
@@ -205,10 +202,7 @@ class FolderWatch:
         self.modified: set[str] = set()
         self._library = ctypes.CDLL(None, use_errno=True)
         self._names: dict[int, str] = {}
-        try:
-            self._descriptor = self._library.inotify_init1(_NON_BLOCKING | os.O_CLOEXEC)
-        except AttributeError:  # not Linux
-            self._descriptor = -1
+        self._descriptor = self._library.inotify_init1(_NON_BLOCKING | os.O_CLOEXEC)
         waiting = deque(folders)
         while waiting and self._descriptor >= 0 and len(self._names) < _MOST_FOLDERS:
             waiting.extend(self._add(waiting.popleft()))

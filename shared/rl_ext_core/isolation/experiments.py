@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import os
 import random
@@ -18,7 +17,7 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -145,64 +144,11 @@ def _together(one: list[Operation], other: list[Operation]) -> Iterator[Operatio
         yield right
 
 
-def _end(who: str) -> list[Operation]:
-    # Many a library crashes when the process is about to end, and nobody minds.
-    return [Operation(who, "done"), Operation(who, "close")]
-
-
-def _alone(steps: int) -> list[Operation]:
-    return [Operation("A", "build"), *_life("A", steps), *_end("A")]
-
-
-def _first(steps: int) -> list[Operation]:
-    """A is built first. B is built, lives and is closed while A is at it."""
-    a, b = _life("A", steps), _life("B", steps)
-    shared = max(2 * len(a) // 3, 5)
-    return [
-        Operation("A", "build"),
-        *a[:3],
-        Operation("B", "build"),
-        *_together(a[3:shared], b[: shared - 3]),
-        Operation("B", "close"),
-        *a[shared:],
-        *_end("A"),
-    ]
-
-
-def _second(steps: int) -> list[Operation]:
-    """B is built first, and closed while A is at it. When both are closed, C lives like A did."""
-    a, b = _life("A", steps), _life("B", steps)
-    shared, ahead = len(a) // 2, min(6, len(b) - len(a) // 2)
-    return [
-        Operation("B", "build"),
-        *b[:ahead],
-        Operation("A", "build"),
-        *_together(a[:shared], b[ahead : shared + ahead]),
-        Operation("B", "close"),
-        *a[shared:],
-        Operation("A", "close"),
-        Operation("C", "build"),
-        *_life("C", steps),
-        *_end("C"),
-    ]
-
-
-def _apart(steps: int) -> list[Operation]:
-    """Each in its process: B is built and lives when A is there, and C, which is built after B, when B is."""
-    a, c = _life("A", steps), _life("C", steps)
-    b = 2 * _life("B", steps) if steps < LEAST_STEPS else _life("B", 2 * steps)
-    return [
-        Operation("A", "build"),
-        *a[:3],
-        Operation("B", "build"),
-        *_together(a[3:], b[: len(a) - 3]),
-        Operation("A", "close"),
-        Operation("C", "build"),
-        *_together(c[: len(c) // 2], b[len(a) - 3 : len(a) - 3 + len(c) // 2]),
-        Operation("B", "close"),
-        *c[len(c) // 2 :],
-        *_end("C"),
-    ]
+def _asked(who: str) -> list[Operation]:
+    """A life in which setters are called, and resets have options."""
+    base, step = 1000 if who == "B" else 0, Operation(who, "step")
+    first, again = Operation(who, "reset", base + 1, options=True), Operation(who, "reset")
+    return [first, step, Operation(who, "call"), *[step] * 3, again, *[step] * 2]
 
 
 def _crowd(steps: int, names: tuple[str, ...]) -> list[Operation]:
@@ -218,44 +164,6 @@ def _crowd(steps: int, names: tuple[str, ...]) -> list[Operation]:
     return [*(Operation(who, "build") for who in names), *order[:-1], Operation(names[-1], "done"), order[-1]]
 
 
-def _race(who: str, steps: int) -> list[Operation]:
-    """As one alone, but at the same time as another process does that, and not in turns."""
-    return [Operation(who, "build"), Operation(who, "meet"), *_life(who, steps), *_end(who)]
-
-
-def _asked(who: str) -> list[Operation]:
-    base, step = 1000 if who == "B" else 0, Operation(who, "step")
-    return [
-        Operation(who, "reset", base + 1, options=True),
-        step,
-        Operation(who, "call"),
-        *[step] * 3,
-        Operation(who, "reset"),
-        *[step] * 2,
-    ]
-
-
-def _asked_beside() -> list[Operation]:
-    return [
-        Operation("A", "build"),
-        Operation("B", "build"),
-        *_together(_asked("A"), _asked("B")),
-        *_end("A"),
-        Operation("B", "close"),
-    ]
-
-
-_SCRIPTS: dict[str, Callable[[int], list[Operation]]] = {
-    ALONE: _alone,
-    FIRST: _first,
-    SECOND: _second,
-    **dict.fromkeys(APART, _apart),
-    **{mode: functools.partial(_race, mode[-1]) for mode in RACE},
-    ASKED_ALONE: lambda steps: [Operation("A", "build"), *_asked("A"), *_end("A")],
-    ASKED_BESIDE: lambda steps: _asked_beside(),
-}
-
-
 def operations(mode: str, steps: int, crowd: tuple[str, ...] = ()) -> list[Operation]:
     """Give a script.
 
@@ -263,7 +171,38 @@ def operations(mode: str, steps: int, crowd: tuple[str, ...] = ()) -> list[Opera
     :param steps: of instance A: from ``LEAST_STEPS`` on, or ``SHORT_STEPS``
     :param crowd: names of the instances of ``CROWD``
     """
-    return _crowd(steps, crowd) if mode == CROWD else _SCRIPTS[mode](steps)
+    if mode == CROWD:
+        return _crowd(steps, crowd)
+    build, close = ({who: Operation(who, what) for who in "ABC"} for what in ("build", "close"))
+    # Many a library crashes when the process is about to end, and nobody minds.
+    end = {who: [Operation(who, "done"), close[who]] for who in "ABC"}
+    if mode == ASKED_ALONE:
+        return [build["A"], *_asked("A"), *end["A"]]
+    if mode == ASKED_BESIDE:
+        return [build["A"], build["B"], *_together(_asked("A"), _asked("B")), *end["A"], close["B"]]
+    a, b, c = (_life(who, steps) for who in "ABC")
+    half, most = len(a) // 2, max(2 * len(a) // 3, 5)
+    if mode == ALONE:
+        return [build["A"], *a, *end["A"]]
+    if mode in RACE:
+        # As one alone, but at the same time as another process does that, and not in turns.
+        who = mode[-1]
+        return [build[who], Operation(who, "meet"), *(a if who == "A" else b), *end[who]]
+    if mode == FIRST:
+        # A is built first. B is built, lives and is closed while A is at it.
+        beside = _together(a[3:most], b[: most - 3])
+        return [build["A"], *a[:3], build["B"], *beside, close["B"], *a[most:], *end["A"]]
+    if mode == SECOND:
+        # B is built first, and closed while A is at it. When both are closed, C lives like A did.
+        ahead = min(6, len(b) - half)
+        beside = _together(a[:half], b[ahead : half + ahead])
+        until_closed = [build["B"], *b[:ahead], build["A"], *beside, close["B"], *a[half:], close["A"]]
+        return [*until_closed, build["C"], *c, *end["C"]]
+    # Each in its process: B is built and lives when A is there, and C, which is built after B, when B is.
+    b, of_b = 2 * b if steps < LEAST_STEPS else _life("B", 2 * steps), len(a) - 3
+    until_closed = [build["A"], *a[:3], build["B"], *_together(a[3:], b[:of_b]), close["A"]]
+    beside = _together(c[:half], b[of_b : of_b + half])
+    return [*until_closed, build["C"], *beside, close["B"], *c[half:], *end["C"]]
 
 
 @dataclasses.dataclass(frozen=True)

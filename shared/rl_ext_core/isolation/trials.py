@@ -175,7 +175,9 @@ class TrialRunner:
         self.globals: Mapping[str, Mapping[str, Any]] = {}
 
     def __enter__(self) -> TrialRunner:
-        context = processes.get_context("spawn", environs=[self._variables], label="probe", dies_with_parent=False)
+        context = processes.get_context(
+            "spawn", environs=[self._variables], label="probe", dies_with_parent=False, own_session=True
+        )
         self._scratch = tempfile.mkdtemp(prefix="rl-ext-probe-")
         self._caller, theirs = context.Pipe()
         path = [os.path.abspath(entry) for entry in sys.path]
@@ -273,9 +275,8 @@ def supervise(
         with open(os.devnull, "r+b", buffering=0) as nothing:
             for descriptor in range(3):
                 os.dup2(nothing.fileno(), descriptor)
-        with contextlib.suppress(OSError, AttributeError):  # not Linux
-            # So that descendants that lose their parents can be found.
-            ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        # So that descendants that lose their parents can be found.
+        ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         sys.path[:] = path
         dependencies.remember()
         preload_modules(preload, {})
@@ -296,7 +297,7 @@ class _Supervisor:
 
     def __init__(self, caller: Connection[Any, Any], packed: bytes, scratch: str) -> None:
         self._packed, self._scratch, self._cwd = packed, scratch, os.getcwd()
-        self._context = processes.get_context("fork")
+        self._context = processes.get_context("fork", own_session=True)
         # Nothing is asked while an experiment runs: what can be read is the end.
         self._hung_up = select.poll()
         self._hung_up.register(caller.fileno(), select.POLLIN)

@@ -77,12 +77,13 @@ class Settings:
     import_time: Sequence[str]
     on_start: Callable[[BaseProcess], None] | None
     dies_with_parent: bool
+    own_session: bool
 
     def start(self, report: int, lifeline: int) -> worker.Start:
         """Say what a worker is given that is started now."""
         together = {**os.environ, **self.environ}
         environ = {name: value for name, value in together.items() if value is not None}
-        return worker.Start(report, lifeline, environ, self.dies_with_parent)
+        return worker.Start(report, lifeline, environ, self.dies_with_parent, self.own_session)
 
 
 class Worker(BaseProcess):
@@ -160,7 +161,7 @@ class WorkerPopen(popen_fork.Popen):
 
     def _watch_process(self) -> None:
         """Have the sentinel tell the end of the process; multiprocessing's waits for all that it has forked, too."""
-        with suppress(AttributeError, OSError):  # not Linux, or an old one
+        with suppress(AttributeError, OSError):  # an old Linux
             self.sentinel = os.pidfd_open(self.pid)
             self._closing.append(util.Finalize(self, os.close, (self.sentinel,)))
 
@@ -328,7 +329,7 @@ class WorkerContext(mp_context.BaseContext):
 
     def Event(self) -> Any:  # noqa: N802 multiprocessing's name
         """Make an event that stays usable when a process is killed while it sets it."""
-        return KernelEvent() if hasattr(os, "eventfd") else super().Event()
+        return KernelEvent()
 
 
 class _ForkContext(WorkerContext, mp_context.ForkContext):  # type: ignore[misc]
@@ -359,6 +360,7 @@ def get_context(
     label: str = "worker",
     on_start: Callable[[BaseProcess], None] | None = None,
     dies_with_parent: bool = True,
+    own_session: bool = False,
 ) -> WorkerContext:
     """Make a context of multiprocessing whose processes are workers.
 
@@ -380,6 +382,8 @@ def get_context(
     :param label: what a worker is called in names and messages
     :param on_start: called in the parent with each process that has started; what it raises ends the process
     :param dies_with_parent: False for those that have to tidy up: they see the end of a pipe, and end by themselves
+    :param own_session: whether each has a session, and so no terminal, and a share of the processor that does not
+        depend on how many there are; what they wait for in other sessions comes later, see ``_families``
     :return: a context, with ``Process``, ``Pipe``, ``Event`` and all else; processes have the attribute ``worker``
     :raises InvalidArgumentError: there is no such method
     :raises InvalidTypeError: a list of names or of mappings is something else
@@ -392,9 +396,8 @@ def get_context(
             f'Write method="{available[0]}"'
         )
     checked = None if environs is None else tuple(_checked_environ(environ) for environ in environs)
-    settings = Settings(
-        {}, _checked_names("preload", preload), _checked_names("import_time", import_time), on_start, dies_with_parent
-    )
+    names = _checked_names("preload", preload), _checked_names("import_time", import_time)
+    settings = Settings({}, *names, on_start, dies_with_parent, own_session)
     return _CONTEXTS[method](settings, checked, label)
 
 
@@ -499,7 +502,7 @@ def _pack(popen: Any, process_obj: Any, start: worker.Start, more: int | None = 
             lifeline,
             others,
             0 if more is None else max(0, len(popen._fds) - worker.SENT_AT_ONCE),
-            (start.environ, start.dies_with_parent),
+            (start.environ, start.dies_with_parent, start.own_session),
             bytes(reduction.ForkingPickler.dumps(preparation)),
             file.getvalue(),
             noting.needs_main,

@@ -15,7 +15,6 @@ import os
 import pickle
 import struct
 import sys
-import tempfile
 import threading
 import traceback
 from dataclasses import asdict, dataclass
@@ -212,15 +211,12 @@ class Writer:
 
 
 def unnamed_file(purpose: str) -> int:
-    """Open a new file without a name, which vanishes with the last process that has it open.
+    """Open a new file without a name in memory, which vanishes with the last process that has it open.
 
     :param purpose: told by tools that list open files
-    :return: its descriptor; it is in memory where the system can
+    :return: its descriptor
     """
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create(f"rl_ext_core-{purpose}")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
+    return os.memfd_create(f"rl_ext_core-{purpose}")
 
 
 def _parted(data: bytes) -> tuple[str, list[Any], int]:

@@ -12,7 +12,6 @@ import select
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -103,17 +102,19 @@ class Start:
     :param lifeline: reading end of a pipe that the parent never writes to and alone holds open
     :param environ: all of its environment variables
     :param dies_with_parent: whether it is killed then; else it goes on, and ends by itself
+    :param own_session: whether it leads a session, not only a group
     """
 
     report: int
     lifeline: int
     environ: dict[str, str]
     dies_with_parent: bool
+    own_session: bool
 
     def begin(self) -> None:
         """Set the process up; called before anything that is not the standard library's or ours is imported."""
         global _writer
-        lead_group()
+        os.setsid() if self.own_session else lead_group()
         _writer = None
         _set_signals()
         for name in os.environ.keys() - self.environ.keys():
@@ -156,7 +157,7 @@ class Envelope:
     lifeline: Any
     more: Any
     count: int
-    rest: tuple[dict[str, str], bool]
+    rest: tuple[dict[str, str], bool, bool]
     preparation: bytes
     process: bytes
     needs_main: bool
@@ -305,22 +306,14 @@ def _end_if_asked(number: int = 0, frame: object = None) -> None:
 
 def _die_with_parent(lifeline: int) -> None:
     """Have this process and its group killed when its parent is gone, even if it hangs in C."""
-    if hasattr(fcntl, "F_SETSIG"):
-        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-        # The signal is for what happens from now on.
-        poll = select.poll()
-        poll.register(lifeline, select.POLLIN)
-        if poll.poll(0):
-            os.killpg(0, signal.SIGKILL)
-    else:
-        threading.Thread(target=_exit_after, args=(lifeline,), name="rl_ext_core-lifeline", daemon=True).start()
-
-
-def _exit_after(lifeline: int) -> None:
-    os.read(lifeline, 1)
-    os.killpg(0, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    # The signal is for what happens from now on.
+    poll = select.poll()
+    poll.register(lifeline, select.POLLIN)
+    if poll.poll(0):
+        os.killpg(0, signal.SIGKILL)
 
 
 def _forget() -> None:
