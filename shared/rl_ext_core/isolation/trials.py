@@ -178,8 +178,8 @@ class TrialRunner:
         context = processes.get_context(
             "spawn", environs=[self._variables], label="probe", dies_with_parent=False, own_session=True
         )
-        self._scratch = tempfile.mkdtemp(prefix="rl-ext-probe-")
         self._caller, theirs = context.Pipe()
+        self._scratch = tempfile.mkdtemp(prefix="rl-ext-probe-")
         path = [os.path.abspath(entry) for entry in sys.path]
         task = (theirs, path, self._preload, self._packed, self._scratch)
         self._process = context.Process(target=supervise, args=task)

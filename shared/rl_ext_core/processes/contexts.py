@@ -102,7 +102,12 @@ class Worker(BaseProcess):
         return popen
 
     def start(self) -> None:
-        """Start the process; it is killed if that is interrupted, or if ``on_start`` raises."""
+        """Start the process; it is killed if that is interrupted, or if ``on_start`` raises.
+
+        Daemons may start it, such as the workers of a ``Pool``: it ends with them, whoever waits for it.
+        """
+        config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+        daemon = {name: config.pop(name) for name in ("daemon",) if name in config}
         try:
             super().start()
             if self.settings.on_start is not None:
@@ -112,6 +117,8 @@ class Worker(BaseProcess):
                 self.kill()
                 self.join()
             raise
+        finally:
+            config.update(daemon)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "settings"}

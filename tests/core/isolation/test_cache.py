@@ -250,13 +250,6 @@ def test_more_steps_are_probed_again_where_that_may_show_more(variant: Variant) 
     assert probe(variant("SHARED_LATER"), steps=1000).declared_by == "cache"
 
 
-def test_a_library_that_is_gone_makes_no_entry(own_cache: Path, variant: Variant) -> None:
-    assert probe(functools.partial(simulator.unpacks_its_library, variant("GOOD").args[0])).isolation is (
-        Isolation.INDEPENDENT
-    )
-    assert not own_cache.exists() or not list(own_cache.iterdir())
-
-
 @pytest.mark.parametrize(
     "damage",
     [

@@ -52,12 +52,6 @@ def test_the_error_says_why_the_worker_died(method: str, command: str) -> None:
     assert "rl_ext_core/processes/worker.py" not in str(error)
 
 
-def test_the_workers_exception_is_the_cause(method: str) -> None:
-    error = failure_of(method, "raise_bad_level")
-    assert type(error.__cause__) is ValueError
-    assert error.__cause__.args == ("bad level",)
-
-
 def test_causes_of_the_cause_come_along(method: str) -> None:
     cause = failure_of(method, "raise_from_cause").__cause__
     assert isinstance(cause, ValueError)

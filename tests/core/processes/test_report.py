@@ -52,13 +52,6 @@ def test_all_of_it_is_read(report: Report) -> None:
     assert report.read() == contents
 
 
-def test_text_is_read_from_a_point_in_time(report: Report) -> None:
-    os.write(report.fd, b"old\n")
-    size = report.size()
-    os.write(report.fd, b"new\n")
-    assert report.since(size)[0] == "new\n"
-
-
 def test_a_record_that_was_cut_short_by_death_is_none(report: Report) -> None:
     assert Writer(report.fd).raised(ValueError("whole"), 0.0, unguarded=False)
     os.ftruncate(report.fd, report.size() - 1)

@@ -76,14 +76,6 @@ def test_each_value_that_is_read_at_import_has_its_server(module: Path, monkeypa
     assert [text.count("DEVICE") for text in environments] == [1, 1, 1, 1]
 
 
-def test_the_preloading_server_sees_the_workers_value(module: Path) -> None:
-    module.write_text("import os, sys\nsys.modules['seen_' + os.environ.get('DEVICE', 'none')] = sys\n")
-    for value, name in (("7", "seen_7"), (None, "seen_none")):
-        environs = [{"DEVICE": value}]
-        with group("forkserver", 1, preload=["preloaded_module"], import_time=["DEVICE"], environs=environs) as workers:
-            assert name in workers.ask(0, "modules")
-
-
 @pytest.mark.parametrize("source", ["import no_such_module", "1 / 0", "raise SystemExit(3)", "a b"])
 def test_a_module_that_cannot_be_preloaded_is_left_out(module: Path, source: str) -> None:
     module.write_text(source)
