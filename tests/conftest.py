@@ -65,8 +65,8 @@ def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         patch.setenv("TMPDIR", str(scratch))
         patch.setattr(tempfile, "tempdir", None)
         yield
-        if "rl_ext_core.processes._servers" in sys.modules:
-            sys.modules["rl_ext_core.processes._servers"].stop_servers()  # they are kept until the interpreter ends
+        if "rl_ext_core.processes.servers" in sys.modules:
+            sys.modules["rl_ext_core.processes.servers"].stop_servers()  # they are kept until the interpreter ends
         left = [f"process {child}" for child in children_left()]
         for place in places:
             left += [f"file {path}" for path in files_below(place) - before[place]]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_ext_core.processes._servers import stop_servers
+from rl_ext_core.processes.servers import stop_servers
 from tests.leaks import children_left, files_below
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]

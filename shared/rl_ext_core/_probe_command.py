@@ -43,7 +43,7 @@ def _seconds(text: str) -> float:
 
 
 def _steps(text: str) -> int:
-    from rl_ext_core.isolation._experiments import LEAST_STEPS
+    from rl_ext_core.isolation.verdict import LEAST_STEPS
 
     if not (text.isascii() and text.isdigit() and int(text[:10]) >= LEAST_STEPS):
         raise argparse.ArgumentTypeError(f"{text!r} is no number from {LEAST_STEPS} on")

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import ctypes
 import itertools
+import math
 import os
 import shutil
 import sys
@@ -15,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from rl_ext_core.errors import InvalidArgumentError
-
-__all__ = ["CURES", "Mirrored", "apply_cure", "mirror", "write_to_copies"]
 
 # A lock or a log beside the program is copied, so that nobody else's is touched; a file of data is read where it is.
 _SMALL_BYTES = 1 << 20
@@ -55,7 +54,8 @@ def mirror(source: Path, target: Path) -> None:
     :param source: what it is like; entries that cannot be read are left out
     :param target: the folder to make
     """
-    left, itself = _Budget(), {target.absolute(), *target.absolute().parents}
+    bytes_left, entries_left = _COPIED_BYTES, _COPIED_ENTRIES
+    itself = {target.absolute(), *target.absolute().parents}
     target.mkdir(parents=True, exist_ok=True)
     waiting = collections.deque([(Path(source).absolute(), target)])
     while waiting:
@@ -63,9 +63,10 @@ def mirror(source: Path, target: Path) -> None:
         with contextlib.suppress(OSError), os.scandir(one) as scanned:
             entries = sorted(scanned, key=lambda entry: entry.name)
             if other != target:
-                if not left.bears(len(entries)):
+                if entries_left <= len(entries):
                     other.symlink_to(one)
                     continue
+                entries_left -= 1
                 other.mkdir()
             for entry in entries:
                 # Sockets and the like, and what disappears meanwhile.
@@ -74,29 +75,13 @@ def mirror(source: Path, target: Path) -> None:
                         continue
                     if entry.is_dir(follow_symlinks=False):
                         waiting.append((Path(entry.path), other / entry.name))
-                    elif entry.is_file() and left.take(entry.stat().st_size):
+                        continue
+                    size = entry.stat().st_size if entry.is_file() and entries_left else math.inf
+                    if size <= min(bytes_left, _SMALL_BYTES):
+                        bytes_left, entries_left = bytes_left - int(size), entries_left - 1
                         shutil.copy2(entry.path, other / entry.name)
                     else:
                         (other / entry.name).symlink_to(entry.path)
-
-
-class _Budget:
-    def __init__(self) -> None:
-        self._bytes, self._entries = _COPIED_BYTES, _COPIED_ENTRIES
-
-    def bears(self, entries: int) -> bool:
-        """Take a folder with so many entries, if that is not too much."""
-        if self._entries <= entries:
-            return False
-        self._entries -= 1
-        return True
-
-    def take(self, size: int) -> bool:
-        """Take what copying a file costs, if there is enough."""
-        if self._entries < 1 or size > self._bytes or size > _SMALL_BYTES:
-            return False
-        self._bytes, self._entries = self._bytes - size, self._entries - 1
-        return True
 
 
 class Mirrored:

@@ -10,10 +10,9 @@ from typing import Any
 
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.factory import EnvFactory, as_factory
-from rl_ext_core.isolation import _dependencies
-from rl_ext_core.isolation._cache import Cache
-from rl_ext_core.isolation._experiments import ALONE, LEAST_STEPS
-from rl_ext_core.isolation.verdict import Isolation, Verdict, declared_by_source
+from rl_ext_core.isolation import dependencies
+from rl_ext_core.isolation.cache import Cache
+from rl_ext_core.isolation.verdict import LEAST_STEPS, Isolation, Verdict, declared_by_source
 
 __all__ = ["check_timeout", "probe", "probe_all"]
 
@@ -119,9 +118,9 @@ def _declaration(factories: Sequence[EnvFactory[Any]]) -> Verdict | None:
     said = [declared_by_source(factory) for factory in factories]
     if not any(said):
         return None
-    from rl_ext_core.isolation import _judge  # which a kept verdict does without, and without all that makes trials
+    from rl_ext_core.isolation import judge  # which a kept verdict does without, and without all that makes trials
 
-    verdicts = [_judge.declared(one).verdict() for one in said if one is not None]
+    verdicts = [judge.declared(one).verdict() for one in said if one is not None]
     strict = [verdict for verdict in verdicts if not verdict.in_process]
     return strict[0] if strict else verdicts[0] if None not in said else None
 
@@ -130,16 +129,16 @@ def _found_out(
     factories: Sequence[EnvFactory[Any]], who: Sequence[int], steps: int, timeout: float | None, kept: Cache | None
 ) -> Verdict:
     """Probe, and keep what was found."""
-    from rl_ext_core.isolation import _judge
-    from rl_ext_core.isolation._runner import TrialRunner
+    from rl_ext_core.isolation import judge
+    from rl_ext_core.isolation.trials import TrialRunner
 
     with TrialRunner(factories, timeout) as runner:
-        finding = _judge.judge(runner, steps, who)
-        fresh = {} if finding.alone is None else finding.alone.globals
-        runner.globals = changed = _dependencies.changed_globals(fresh)
+        finding = judge.judge(runner, steps, who)
+        fresh = {} if finding.alone is None else finding.alone.facts["globals"]
+        runner.globals = changed = dependencies.changed_globals(fresh)
         if changed and finding.isolation is Isolation.INDEPENDENT:
             # As it is in the processes of workers; and in this one?
-            finding = _judge.judge(runner, steps, who)
+            finding = judge.judge(runner, steps, who)
     if changed:
         names = [f"{module}.{name}" for module, values in changed.items() for name in values]
         named = f"{', '.join(names[:_NAMED])}{' and more' if len(names) > _NAMED else ''}"
@@ -154,7 +153,8 @@ def _timed(
     factories: Sequence[EnvFactory[Any]], timeout: float | None, verdict: Verdict, kept: Cache | None
 ) -> Verdict:
     """Measure the step of one alone, which was not kept because others had the machine."""
-    from rl_ext_core.isolation._runner import TrialRunner
+    from rl_ext_core.isolation.experiments import ALONE
+    from rl_ext_core.isolation.trials import TrialRunner
 
     with TrialRunner(factories, timeout) as runner:
         (alone,) = runner.run([ALONE], 100, shorten=True)

@@ -20,11 +20,15 @@ from rl_ext_core.factory import EnvFactory, _kinds
 __all__ = ["Isolation", "Verdict"]
 
 _FORMAT = 1
+# That are compared, at least.
+LEAST_STEPS = 10
 # The name that the FMI standard gives its flag; FMPy's model descriptions carry it under this name.
 _FMI = "canBeInstantiatedOnlyOncePerProcess"
 _KEY = "isolation"
 _LOOKED_AT = 20_000
-_NUMBERS = {"step_seconds": float, "build_seconds": float, "private_bytes": int}
+_KINDS: dict[str, Any] = {"explanation": str, "declared_by": str, "in_process": bool, "seconds": (int, float)}
+_KINDS |= dict.fromkeys(("step_seconds", "build_seconds"), (float, int, type(None)))
+_KINDS |= {"private_bytes": (int, type(None)), "cure": (str, type(None)), "libraries": (list, tuple)}
 
 
 class Isolation(str, enum.Enum):
@@ -98,24 +102,24 @@ class Verdict:
             data = json.loads(text)
             if data.pop("format") != _FORMAT:
                 raise ValueError("another format")
-            return _checked(data)
+            return cls.from_dict(data)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CorruptFileError(
                 f"{text[:60]!r} is no verdict ({error}); expected what Verdict.to_json() wrote. Write probe(source)"
             ) from error
 
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Verdict:
+        """Read what ``dataclasses.asdict`` gave.
 
-def _checked(data: dict[str, Any]) -> Verdict:
-    data["isolation"] = Isolation(data["isolation"])
-    data["libraries"] = tuple(data["libraries"])
-    expected: dict[str, Any] = {"explanation": str, "declared_by": str, "in_process": bool, "seconds": (int, float)}
-    expected |= {name: (kind, int, type(None)) for name, kind in _NUMBERS.items()} | {"cure": (str, type(None))}
-    for name, kind in expected.items():
-        if not isinstance(data[name], kind):
-            raise ValueError(f"{name} is {data[name]!r}")
-    if not all(isinstance(library, str) for library in data["libraries"]):
-        raise ValueError("libraries are no texts")
-    return Verdict(**data)
+        :raises Exception: it is none
+        """
+        for name, kinds in _KINDS.items():
+            if not isinstance(data[name], kinds):
+                raise ValueError(f"{name} is {data[name]!r}")
+        if not all(isinstance(library, str) for library in data["libraries"]):
+            raise ValueError("libraries are no texts")
+        return cls(**{**data, "isolation": Isolation(data["isolation"]), "libraries": tuple(data["libraries"])})
 
 
 class Declaration(NamedTuple):

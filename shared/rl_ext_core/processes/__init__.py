@@ -8,9 +8,9 @@ the main thread: when one ends that should not, it finds out why, ends the other
 
 from __future__ import annotations
 
-from rl_ext_core.processes._child import at_end, fail, import_main, note
 from rl_ext_core.processes.contexts import get_context, registered
 from rl_ext_core.processes.failures import Failure
 from rl_ext_core.processes.watch import Watch
+from rl_ext_core.processes.worker import at_end, fail, import_main, note
 
 __all__ = ["Failure", "Watch", "at_end", "fail", "get_context", "import_main", "note", "registered"]

@@ -1,29 +1,89 @@
-"""Contexts of multiprocessing whose processes are workers."""
+"""Contexts of multiprocessing whose processes are workers, and how these are started.
+
+They are multiprocessing's own contexts, with processes and their starting (``Popen``) in a version that can do what
+those cannot:
+
+- A worker has all of its environment variables before it imports anything but the standard library and this package.
+- What goes wrong before its function runs, such as while it is unpickled, is reported, as is what ends it later.
+- It imports the main module only if what it runs refers to that: most scripts need no ``__main__`` guard.
+- A pipe that its parent alone holds open, the lifeline, ends it with its parent.
+- There are fork servers of our own, as many as there are kinds of workers, see ``servers``; and as many descriptors
+  as anybody sends.
+"""
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 import multiprocessing
 import os
 import select
+import socket
+import threading
+import time
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from multiprocessing import (
+    connection,
+    forkserver,
+    popen_fork,
+    popen_forkserver,
+    popen_spawn_posix,
+    reduction,
+    resource_tracker,
+    spawn,
+    util,
+)
 from multiprocessing import context as mp_context
-from multiprocessing import reduction
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from rl_ext_core._families import kill_families
+from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
-from rl_ext_core.processes import _child
-from rl_ext_core.processes._popen import ForkPopen, ForkServerPopen, Settings, SpawnPopen
+from rl_ext_core.processes import servers, worker
+from rl_ext_core.processes.report import Report
 
-if TYPE_CHECKING:
-    from rl_ext_core.processes._popen import WorkerPopen
+__all__ = ["Worker", "WorkerContext", "WorkerPopen", "get_context", "registered"]
 
-__all__ = ["Worker", "WorkerContext", "get_context", "registered"]
+# multiprocessing's exit code for a process whose fork server has died.
+_LOST = 255
+# After the children were joined: until then they may still write their reports.
+_EXIT_PRIORITY = -10
+_KILL_S = 1.0
 
 _names = itertools.count()
+# Writing ends of all lifelines. A forked child must not hold them: it would keep its siblings from seeing the end.
+_lifelines: set[int] = set()
+
+
+def _close_lifelines() -> None:
+    while _lifelines:
+        os.close(_lifelines.pop())
+
+
+os.register_at_fork(after_in_child=_close_lifelines)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What distinguishes one worker from another, besides its function; see :func:`get_context`."""
+
+    environ: Mapping[str, str | None]
+    preload: Sequence[str]
+    import_time: Sequence[str]
+    on_start: Callable[[BaseProcess], None] | None
+    dies_with_parent: bool
+    own_session: bool
+
+    def start(self, report: int, lifeline: int) -> worker.Start:
+        """Say what a worker is given that is started now."""
+        together = {**os.environ, **self.environ}
+        environ = {name: value for name, value in together.items() if value is not None}
+        return worker.Start(report, lifeline, environ, self.dies_with_parent, self.own_session)
 
 
 class Worker(BaseProcess):
@@ -34,22 +94,6 @@ class Worker(BaseProcess):
 
     worker: int
     settings: Settings
-    _context: ClassVar[Any]
-    _plain: ClassVar[type[Worker]]
-
-    def __init__(
-        self,
-        group: None = None,
-        target: Callable[..., object] | None = None,
-        name: str | None = None,
-        args: Any = (),
-        kwargs: Mapping[str, Any] | None = None,
-        *,
-        daemon: bool | None = None,
-    ) -> None:
-        self.worker, self.settings = self._context.next_worker()
-        name = name or f"{self._context.label}-{self.worker}"
-        super().__init__(group, target, name, args, kwargs or {}, daemon=daemon)
 
     @property
     def popen(self) -> WorkerPopen | None:
@@ -58,91 +102,241 @@ class Worker(BaseProcess):
         return popen
 
     def start(self) -> None:
-        """Start the process; it is killed if that is interrupted, or if ``on_start`` raises."""
+        """Start the process; it is killed if that is interrupted, or if ``on_start`` raises.
+
+        Daemons may start it, such as the workers of a ``Pool``: it ends with them, whoever waits for it.
+        """
+        config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+        daemon = {name: config.pop(name) for name in ("daemon",) if name in config}
         try:
             super().start()
-            if self._context.on_start is not None:
-                self._context.on_start(self)
+            if self.settings.on_start is not None:
+                self.settings.on_start(self)
         except BaseException:
             if self.popen is not None:
                 self.kill()
                 self.join()
             raise
+        finally:
+            config.update(daemon)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # The class that belongs to one context exists in the parent only.
-        cls = self._plain if type(self) is self._context.Process else type(self)
-        state = {name: value for name, value in vars(self).items() if name != "settings"}
-        return _blank, (cls,), state
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "settings"}
 
     def _bootstrap(self, parent_sentinel: int | None = None) -> int:
-        start: _child.Start | None = vars(self).pop("start_in_fork", None)
+        start: worker.Start | None = vars(self).pop("start_in_fork", None)
         if start is not None:
             start.begin()
-        vars(self)["run"] = _child.reporting(self.run)
+        vars(self)["run"] = worker.reporting(self.run)
         code: int = super()._bootstrap(parent_sentinel)  # type: ignore[misc]
-        return _child.leave(code, forked=not isinstance(self, _SpawnWorker))
+        return worker.leave(code, forked=not isinstance(self, _SpawnWorker))
+
+
+class WorkerPopen(popen_fork.Popen):
+    """A started worker, as its parent sees it.
+
+    :ivar report: what it says of its end
+    :ivar lost: its fork server died, so that its exit code is not known
+    """
+
+    _fds: list[int]
+    _send_signal: Callable[[int], None]
+
+    def _launch(self, process_obj: Any) -> None:
+        self.lost = self._cleared = False
+        self._polling = threading.Lock()
+        reading, writing = os.pipe()
+        _lifelines.add(writing)
+        # At exit the kernel closes it, after the children that are waited for have ended.
+        self._closing = [util.Finalize(self, _close_lifeline, (writing,))]
+        try:
+            self.report = Report()
+            self._closing.append(util.Finalize(self, _end_report, (self.report,), exitpriority=_EXIT_PRIORITY))
+            self._start(process_obj, process_obj.settings.start(self.report.fd, reading))
+        except BaseException:
+            if hasattr(self, "pid"):
+                # Interrupted. Half a pickle would make the worker complain.
+                self.kill()
+                self.wait(_KILL_S)
+            self.close()
+            raise
+        finally:
+            os.close(reading)
+
+    def _start(self, process_obj: Any, start: worker.Start) -> None:
+        raise NotImplementedError
+
+    def _watch_process(self) -> None:
+        """Have the sentinel tell the end of the process; multiprocessing's waits for all that it has forked, too."""
+        with suppress(AttributeError, OSError):  # an old Linux
+            self.sentinel = os.pidfd_open(self.pid)
+            self._closing.append(util.Finalize(self, os.close, (self.sentinel,)))
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        """Fetch the exit code; what a worker that has failed leaves behind is killed."""
+        if flag != os.WNOHANG and self.returncode is None:
+            connection.wait([self.sentinel])
+        return self._fetched()
+
+    @uninterrupted  # the lock would stay locked
+    def _fetched(self) -> int | None:
+        # One thread at a time gets it from the system.
+        with self._polling:
+            if self.returncode is None:
+                self._read_exitcode()
+            if self.returncode and not self._cleared:
+                self._cleared = True
+                kill_families([], [self.pid])
+            code: int | None = self.returncode
+            return code
+
+    def _read_exitcode(self) -> None:
+        super().poll(os.WNOHANG)
+
+    def ask_to_end(self) -> bool:
+        """Ask the worker to close what it has and to end, if it has something; tell whether it was asked."""
+        asked = self.report.ask_to_end()
+        if asked:
+            self._send_signal(worker.END_SIGNAL)
+        return asked
+
+    def kill(self) -> None:
+        """Kill the worker, and what it has started."""
+        if self.returncode is None:
+            kill_families([self.pid])
+
+    def final_exitcode(self) -> int | None:
+        """Fetch the exit code of a process that has ended; the main thread may be fetching it at the same time."""
+        for _ in range(100):
+            code = self.poll()
+            if code is not None:
+                return code
+            time.sleep(0.002)
+        return None
+
+    def close(self) -> None:
+        """Close the descriptors; a worker that still lives dies."""
+        super().close()
+        for close in self._closing:
+            close()
+
+
+class _ForkPopen(WorkerPopen):
+    method = "fork"
+
+    def _start(self, process_obj: Any, start: worker.Start) -> None:
+        process_obj.start_in_fork = start
+        # A worker that had to start one would take it with it.
+        resource_tracker.ensure_running()
+        with servers.interrupts_held():
+            super(WorkerPopen, self)._launch(process_obj)  # type: ignore[misc]
+        del process_obj.start_in_fork
+        self._watch_process()
+
+
+class _SpawnPopen(WorkerPopen, popen_spawn_posix.Popen):
+    method = "spawn"
+
+    def _start(self, process_obj: Any, start: worker.Start) -> None:
+        tracker = resource_tracker.getfd()
+        assert tracker is not None
+        self._fds.append(tracker)
+        pickled, _ = _pack(self, process_obj, start)
+        parent_r, child_w, child_r, parent_w = _two_pipes()
+        self.finalizer = util.Finalize(self, _close_all, (parent_r, parent_w))
+        self.sentinel = parent_r
+        try:
+            command = spawn.get_command_line(tracker_fd=tracker, pipe_handle=child_r)
+            with servers.interrupts_held():
+                self.pid = util.spawnv_passfds(
+                    os.fsencode(spawn.get_executable()), command, [*self._fds, child_r, child_w]
+                )
+        finally:
+            _close_all(child_r, child_w)
+        self._watch_process()
+        _send(parent_w, pickled)
+
+
+class _ForkServerPopen(WorkerPopen, popen_forkserver.Popen):
+    method = "forkserver"
+
+    def _start(self, process_obj: Any, start: worker.Start) -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            pickled, sys_path = _pack(self, process_obj, start, theirs.fileno())
+            settings = process_obj.settings
+            read_at_import = {name: start.environ.get(name) for name in settings.import_time}
+            first, more = self._fds[: worker.SENT_AT_ONCE], self._fds[worker.SENT_AT_ONCE :]
+            servers.connect(settings.preload, read_at_import, sys_path, first, self._accept)
+            _send(self._data, pickled)
+            with suppress(ConnectionError):  # a worker that is dead already is found like any other
+                for at in range(0, len(more), worker.SENT_AT_ONCE):
+                    reduction.sendfds(ours, more[at : at + worker.SENT_AT_ONCE])
+
+    def _accept(self, status: int, data: int, pid: int) -> None:
+        self.sentinel, self._data, self.pid = status, data, pid
+        # The worker sees the other end of its data as multiprocessing's sentinel of its parent: it stays open.
+        self.finalizer = util.Finalize(self, _close_all, (data, status))
+
+    def _read_exitcode(self) -> None:
+        if connection.wait([self.sentinel], 0):
+            try:
+                self.returncode = forkserver.read_signed(self.sentinel)
+            except (OSError, EOFError):
+                self.returncode = _LOST
+                self.lost = True
+                # The worker may live, and nobody would wait for it; its id may be another's soon.
+                self._closing[0]()
 
 
 class _ForkWorker(Worker, mp_context.ForkProcess):
-    @staticmethod
-    def _Popen(process_obj: BaseProcess) -> ForkPopen:  # noqa: N802 multiprocessing calls it
-        return ForkPopen(process_obj)
+    _Popen = staticmethod(_ForkPopen)
 
 
 class _SpawnWorker(Worker, mp_context.SpawnProcess):
-    @staticmethod
-    def _Popen(process_obj: BaseProcess) -> SpawnPopen:  # noqa: N802 multiprocessing calls it
-        return SpawnPopen(process_obj)
+    _Popen = staticmethod(_SpawnPopen)
 
 
 class _ForkServerWorker(Worker, mp_context.ForkServerProcess):
-    @staticmethod
-    def _Popen(process_obj: BaseProcess) -> ForkServerPopen:  # noqa: N802 multiprocessing calls it
-        return ForkServerPopen(process_obj)
+    _Popen = staticmethod(_ForkServerPopen)
 
 
 class WorkerContext(mp_context.BaseContext):
-    """What the contexts of all methods have in common; made by :func:`get_context`.
-
-    :ivar Process: the class of its workers
-    """
-
-    Process: type[Worker]
+    """What the contexts of all methods have in common; made by :func:`get_context`."""
 
     _worker_class: ClassVar[type[Worker]]
 
-    def __init__(
-        self,
-        preload: tuple[str, ...],
-        environs: tuple[Mapping[str, str | None], ...] | None,
-        import_time: tuple[str, ...],
-        label: str,
-        on_start: Callable[[BaseProcess], None] | None,
-    ) -> None:
+    def __init__(self, settings: Settings, environs: tuple[Mapping[str, str | None], ...] | None, label: str) -> None:
         self.label = label
-        self.on_start = on_start
-        self._preload, self._environs, self._import_time = preload, environs, import_time
+        self._settings, self._environs = settings, environs
         self._count = itertools.count()
-        # multiprocessing's objects take the class from the context and call it without naming the context.
-        attributes = {"_context": self, "_plain": self._worker_class}
-        self.Process = type("Worker", (self._worker_class,), attributes)
+
+    def Process(  # noqa: N802 multiprocessing's name
+        self,
+        group: None = None,
+        target: Callable[..., object] | None = None,
+        name: str | None = None,
+        args: Any = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        daemon: bool | None = None,
+    ) -> Worker:
+        """Make a process, as multiprocessing's contexts do."""
+        number, settings = next(self._count), self._settings
+        if self._environs is not None:
+            if number >= len(self._environs):
+                raise InvalidArgumentError(
+                    f"environs has variables for {len(self._environs)} workers, and this context makes process number "
+                    f"{number + 1}: give one mapping for each process, get_context(environs=[{{}}] * {number + 1})"
+                )
+            settings = replace(settings, environ=self._environs[number])
+        process = self._worker_class(group, target, name or f"{self.label}-{number}", args, kwargs or {}, daemon=daemon)
+        process.worker, process.settings = number, settings
+        return process
 
     def Event(self) -> Any:  # noqa: N802 multiprocessing's name
         """Make an event that stays usable when a process is killed while it sets it."""
-        return KernelEvent() if hasattr(os, "eventfd") else super().Event()
-
-    def next_worker(self) -> tuple[int, Settings]:
-        """Number a process that is made, and give its settings."""
-        worker = next(self._count)
-        if self._environs is None:
-            return worker, Settings({}, self._preload, self._import_time)
-        if worker >= len(self._environs):
-            raise InvalidArgumentError(
-                f"environs has variables for {len(self._environs)} workers, and this context makes process number "
-                f"{worker + 1}: give one mapping for each process, get_context(environs=[{{}}] * {worker + 1})"
-            )
-        return worker, Settings(self._environs[worker], self._preload, self._import_time)
+        return KernelEvent()
 
 
 class _ForkContext(WorkerContext, mp_context.ForkContext):  # type: ignore[misc]
@@ -162,6 +356,88 @@ _CONTEXTS: dict[str, type[WorkerContext]] = {
     "spawn": _SpawnContext,
     "fork": _ForkContext,
 }
+
+
+def get_context(
+    method: str | None = None,
+    *,
+    preload: Sequence[str] = (),
+    environs: Sequence[Mapping[str, str | None]] | None = None,
+    import_time: Sequence[str] = (),
+    label: str = "worker",
+    on_start: Callable[[BaseProcess], None] | None = None,
+    dies_with_parent: bool = True,
+    own_session: bool = False,
+) -> WorkerContext:
+    """Make a context of multiprocessing whose processes are workers.
+
+    Its processes get the parent's environment variables as they are when they start, whatever the method, before
+    anything of the user's is imported, and the default signal handlers. They lead a process group each, pass over
+    Ctrl-C, and die when the parent does, however it does, with all that they have started, even while they hang in C.
+    What ends them goes to a :class:`Watch`; where none takes it, it is printed as usual.
+
+    Fork servers are the context's own: one for each list of preloaded modules and values of the variables that these
+    read at import. They are kept for later contexts and end with the interpreter. Variables that the dynamic linker
+    or the interpreter read at their start (``LD_LIBRARY_PATH``, ``PYTHONHASHSEED``) are those of the parent.
+
+    :param method: "forkserver", "spawn" or "fork"; None is "forkserver" where there is one, else "spawn"
+    :param preload: modules that fork servers import once for all workers; other methods have no use for it. Name
+        modules whose import starts no threads and changes nothing but themselves. One that cannot be imported is
+        left to the workers
+    :param environs: for each process in the order of their making, variables to set; None unsets
+    :param import_time: names of the variables that preloaded modules read at import
+    :param label: what a worker is called in names and messages
+    :param on_start: called in the parent with each process that has started; what it raises ends the process
+    :param dies_with_parent: False for those that have to tidy up: they see the end of a pipe, and end by themselves
+    :param own_session: whether each has a session, and so no terminal, and a share of the processor that does not
+        depend on how many there are; what they wait for in other sessions comes later, see ``_families``
+    :return: a context, with ``Process``, ``Pipe``, ``Event`` and all else; processes have the attribute ``worker``
+    :raises InvalidArgumentError: there is no such method
+    :raises InvalidTypeError: a list of names or of mappings is something else
+    """
+    available = [name for name in _CONTEXTS if name in multiprocessing.get_all_start_methods()]
+    method = available[0] if method is None else method
+    if method not in available:
+        raise InvalidArgumentError(
+            f"method={method!r} is no way to start processes here; expected one of {', '.join(available)}. "
+            f'Write method="{available[0]}"'
+        )
+    checked = None if environs is None else tuple(_checked_environ(environ) for environ in environs)
+    names = _checked_names("preload", preload), _checked_names("import_time", import_time)
+    settings = Settings({}, *names, on_start, dies_with_parent, own_session)
+    return _CONTEXTS[method](settings, checked, label)
+
+
+def _checked_names(option: str, names: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise InvalidTypeError(f'{option}={names!r} is no list of names; write {option}=["a_name"]')
+    return tuple(names)
+
+
+def _checked_environ(environ: Mapping[Any, Any]) -> dict[str, str | None]:
+    for name, value in environ.items():
+        if not isinstance(name, str) or not isinstance(value, str | None):
+            raise InvalidTypeError(
+                f"environs sets {name!r} to {value!r}; expected strings, or None to unset. Write {{{str(name)!r}: "
+                f"{str(value)!r}}}"
+            )
+    return dict(environ)
+
+
+@contextmanager
+def registered(context: mp_context.BaseContext) -> Iterator[str]:
+    """Give a context a name for ``multiprocessing.get_context``, for libraries that take only names.
+
+    :param context: made by :func:`get_context`
+    :return: a context manager; the name, which no other context has, is known while it is open
+    """
+    name = f"{context.get_start_method()}-workers-{os.getpid()}-{next(_names)}"
+    contexts = mp_context._concrete_contexts  # type: ignore[attr-defined]
+    contexts[name] = context
+    try:
+        yield name
+    finally:
+        del contexts[name]
 
 
 class KernelEvent:
@@ -210,83 +486,95 @@ def _inherited_event(descriptor: Any) -> KernelEvent:
     return KernelEvent(descriptor.detach())
 
 
-def get_context(
-    method: str | None = None,
-    *,
-    preload: Sequence[str] = (),
-    environs: Sequence[Mapping[str, str | None]] | None = None,
-    import_time: Sequence[str] = (),
-    label: str = "worker",
-    on_start: Callable[[BaseProcess], None] | None = None,
-) -> WorkerContext:
-    """Make a context of multiprocessing whose processes are workers.
+def _pack(popen: Any, process_obj: Any, start: worker.Start, more: int | None = None) -> tuple[bytes, list[str]]:
+    """Pickle a process such that our part runs first, then the main module's, then that of its function.
 
-    Its processes get the parent's environment variables as they are when they start, whatever the method, before
-    anything of the user's is imported, and the default signal handlers. They lead a process group each, pass over
-    Ctrl-C, and die when the parent does, however it does, with all that they have started, even while they hang in C.
-    What ends them goes to a :class:`Watch`; where none takes it, it is printed as usual.
-
-    Fork servers are the context's own: one for each list of preloaded modules and values of the variables that these
-    read at import. They are kept for later contexts and end with the interpreter. Variables that the dynamic linker
-    or the interpreter read at their start (``LD_LIBRARY_PATH``, ``PYTHONHASHSEED``) are those of the parent.
-
-    :param method: "forkserver", "spawn" or "fork"; None is "forkserver" where there is one, else "spawn"
-    :param preload: modules that fork servers import once for all workers; other methods have no use for it. Name
-        modules whose import starts no threads and changes nothing but themselves. One that cannot be imported is
-        left to the workers
-    :param environs: for each process in the order of their making, variables to set; None unsets
-    :param import_time: names of the variables that preloaded modules read at import
-    :param label: what a worker is called in names and messages
-    :param on_start: called in the parent with each process that has started
-    :return: a context, with ``Process``, ``Pipe``, ``Event`` and all else; processes have the attribute ``worker``
-    :raises InvalidArgumentError: there is no such method
-    :raises InvalidTypeError: a list of names or of mappings is something else
+    :param more: descriptor by which those come that a fork server does not take
+    :return: what the interpreter reads that multiprocessing starts, and ``sys.path`` for it
     """
-    available = [name for name in _CONTEXTS if name in multiprocessing.get_all_start_methods()]
-    method = available[0] if method is None else method
-    if method not in available:
-        raise InvalidArgumentError(
-            f"method={method!r} is no way to start processes here; expected one of {', '.join(available)}. "
-            f'Write method="{available[0]}"'
-        )
-    checked = None if environs is None else tuple(_checked_environ(environ) for environ in environs)
-    context_class = _CONTEXTS[method]
-    return context_class(
-        _checked_names("preload", preload), checked, _checked_names("import_time", import_time), label, on_start
-    )
-
-
-def _checked_names(option: str, names: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise InvalidTypeError(f'{option}={names!r} is no list of names; write {option}=["a_name"]')
-    return tuple(names)
-
-
-def _checked_environ(environ: Mapping[Any, Any]) -> dict[str, str | None]:
-    for name, value in environ.items():
-        if not isinstance(name, str) or not isinstance(value, str | None):
-            raise InvalidTypeError(
-                f"environs sets {name!r} to {value!r}; expected strings, or None to unset. Write {{{str(name)!r}: "
-                f"{str(value)!r}}}"
-            )
-    return dict(environ)
-
-
-@contextmanager
-def registered(context: mp_context.BaseContext) -> Iterator[str]:
-    """Give a context a name for ``multiprocessing.get_context``, for libraries that take only names.
-
-    :param context: made by :func:`get_context`
-    :return: a context manager; the name, which no other context has, is known while it is open
-    """
-    name = f"{context.get_start_method()}-workers-{os.getpid()}-{next(_names)}"
-    contexts = mp_context._concrete_contexts  # type: ignore[attr-defined]
-    contexts[name] = context
+    pickled = io.BytesIO()
+    preparation = _preparation(process_obj.name)
+    mp_context.set_spawning_popen(popen)
     try:
-        yield name
+        # Before those of its arguments, which may be many.
+        report, lifeline = reduction.DupFd(start.report), reduction.DupFd(start.lifeline)
+        others = None if more is None else reduction.DupFd(more)
+        file = io.BytesIO()
+        noting = _NotingPickler(file)
+        noting.dump(process_obj)
+        # The path alone comes first: this package may be found by it only.
+        reduction.dump({"sys_path": preparation["sys_path"]}, pickled)
+        envelope = worker.Envelope(
+            report,
+            lifeline,
+            others,
+            0 if more is None else max(0, len(popen._fds) - worker.SENT_AT_ONCE),
+            (start.environ, start.dies_with_parent, start.own_session),
+            bytes(reduction.ForkingPickler.dumps(preparation)),
+            file.getvalue(),
+            noting.needs_main,
+        )
+        reduction.dump(envelope, pickled)
     finally:
-        del contexts[name]
+        mp_context.set_spawning_popen(None)
+    return pickled.getvalue(), preparation["sys_path"]
 
 
-def _blank(cls: type[Worker]) -> Worker:
-    return cls.__new__(cls)
+class _NotingPickler(reduction.ForkingPickler):
+    """Notes whether a worker has to import the main module to unpickle this.
+
+    What cloudpickle has packed brings the main module's functions and classes along: most workers need not run the
+    user's script again, with all that it imports.
+    """
+
+    needs_main = False
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (type, types.FunctionType)) and value.__module__ == "__main__":
+            self.needs_main = True
+        return NotImplemented
+
+
+def _preparation(name: str) -> dict[str, Any]:
+    chosen = multiprocessing.get_start_method(allow_none=True)
+    try:
+        return spawn.get_preparation_data(name)
+    finally:
+        if not chosen:
+            # Asking for the default has fixed it: the user could not set another any more.
+            multiprocessing.set_start_method(None, force=True)
+
+
+def _send(descriptor: int, data: bytes) -> None:
+    # A worker that is dead already is found like any other.
+    with suppress(BrokenPipeError), open(descriptor, "wb", closefd=False) as file:
+        file.write(data)
+
+
+@uninterrupted
+def _close_all(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _two_pipes() -> tuple[int, int, int, int]:
+    first = os.pipe()
+    try:
+        return *first, *os.pipe()
+    except BaseException:
+        _close_all(*first)
+        raise
+
+
+@uninterrupted
+def _close_lifeline(writing: int) -> None:
+    _lifelines.discard(writing)
+    os.close(writing)
+
+
+@uninterrupted
+def _end_report(report: Report) -> None:
+    try:
+        report.print_if_untaken()
+    finally:
+        report.close()

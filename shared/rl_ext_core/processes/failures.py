@@ -9,9 +9,7 @@ from textwrap import indent
 from typing import Any
 
 from rl_ext_core.errors import WorkerError
-from rl_ext_core.processes._report import Contents, Raised, Stage
-
-__all__ = ["FailedWorker", "Failure", "ended", "is_idle", "main_stack", "signal_name", "timed_out"]
+from rl_ext_core.processes.report import Contents, Progress, Raised
 
 _GUARD = """\
 Each worker imports the main script, to find the functions that it defines, and this script starts workers when it is
@@ -39,7 +37,7 @@ _WAITING = (
     "/multiprocessing/synchronize.py",
 )
 # The last frame of ours before those of the user.
-_OURS = '/rl_ext_core/processes/_child.py", line '
+_OURS = '/rl_ext_core/processes/worker.py", line '
 
 
 @dataclass(frozen=True)
@@ -84,14 +82,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class FailedWorker:
-    """A worker whose failure is described.
-
-    :ivar worker: its number
-    :ivar count: how many there are
-    :ivar label: what a worker is called
-    :ivar seed: of its environments
-    :ivar phase: what the parent waits for
-    """
+    """A worker whose failure is described: its number of so many, what it is called, and what the parent waits for."""
 
     worker: int
     count: int
@@ -102,12 +93,9 @@ class FailedWorker:
     def failure(self, kind: str, contents: Contents, what: str, rest: str = "", **more: Any) -> Failure:
         """Describe a failure.
 
-        :param kind: see :class:`Failure`
-        :param contents: of the worker's report
         :param what: the worker did, as a sentence without its subject
         :param rest: of the sentence, after what the worker was at
         :param more: other attributes of the failure
-        :return: the failure
         """
         notes = dict(contents.notes)
         seed, phase = notes.get("seed", self.seed), notes.get("phase") or self.phase
@@ -119,21 +107,14 @@ class FailedWorker:
 
 
 def ended(worker: FailedWorker, contents: Contents, exitcode: int | None, *, lost: bool) -> Failure:
-    """Describe the failure of a worker that has ended.
-
-    :param worker: that has failed
-    :param contents: of its report
-    :param exitcode: of the process
-    :param lost: its fork server died, and the exit code with it
-    :return: the failure
-    """
-    started = contents.stage is Stage.RUNNING
+    """Describe the failure of a worker that has ended; it is lost where its fork server has died."""
+    started = contents.progress is Progress.RUNNING
     while_it = {
-        Stage.LAUNCHED: " before it ran anything of yours",
-        Stage.IMPORTING: " while it imported the main script",
-        Stage.UNPICKLING: " while it unpickled its function and arguments",
-        Stage.RUNNING: "",
-    }[contents.stage]
+        Progress.LAUNCHED: " before it ran anything of yours",
+        Progress.IMPORTING: " while it imported the main script",
+        Progress.UNPICKLING: " while it unpickled its function and arguments",
+        Progress.RUNNING: "",
+    }[contents.progress]
     if contents.raised is not None:
         kind = "exception" if started else "start"
         return _raised(worker, contents, contents.raised, kind, while_it, exitcode)
@@ -166,21 +147,17 @@ def _raised(
 def timed_out(
     worker: FailedWorker, contents: Contents, seconds: float, stack: str, others: Sequence[int] | None
 ) -> Failure:
-    """Describe the failure of a worker that does not answer.
+    """Describe the failure of a worker that does not answer within so many seconds.
 
-    :param worker: that has failed
-    :param contents: of its report
-    :param seconds: how long the parent has waited
     :param stack: what the worker was at when it was asked; empty if it does not even react to signals
     :param others: numbers of more workers that do not answer; None if all of them, and this one, wait for a command
-    :return: the failure
     """
     nor = f" (nor did {', '.join(map(str, others))})" if others else ""
     rest = f"{nor}; it is in:"
     if others is None:
         rest = f", but no {worker.label} hangs: all wait for a command, so the time went by in the parent; it is in:"
     if not stack:
-        rest = f"{nor}; it does not even react to signals" if contents.stage else f"{nor}; it is still being started"
+        rest = f"{nor}; it does not even react to signals" if contents.progress else f"{nor}; it is still being started"
     return worker.failure(
         "timeout", contents, f"did not answer within {seconds:g} s", rest, traceback=without_our_frames(stack)
     )
@@ -195,11 +172,7 @@ def signal_name(number: int) -> str:
 
 
 def without_our_frames(text: str) -> str:
-    """Leave out the frames that are the same in all workers, from the function that they run outwards.
-
-    :param text: of faulthandler
-    :return: the rest
-    """
+    """Leave out the frames that are the same in all workers, from the function that they run outwards."""
     lines: list[str] = []
     skipping = False
     for line in text.splitlines():
@@ -212,11 +185,7 @@ def without_our_frames(text: str) -> str:
 
 
 def main_stack(text: str) -> list[str]:
-    """List the frames of the thread that got the signal, innermost first: the kernel picks the main thread.
-
-    :param text: of faulthandler
-    :return: lines of the form ``File "...", line 1 in name``
-    """
+    """List the frames of the thread that got faulthandler's signal, innermost first: the kernel picks the main one."""
     after = text.partition(_MAIN)[2].splitlines()[1:]
     frames = []
     for line in after:
@@ -232,9 +201,7 @@ def is_idle(frames: Sequence[str], idle_in: Sequence[str]) -> bool:
     An environment may wait for a process of its own with the same calls. So the frame counts that waits: the innermost
     one that is not the standard library's.
 
-    :param frames: from :func:`main_stack`
-    :param idle_in: parts of lines that stand for waiting
-    :return: whether the line of that frame, or of one that it has called, contains one of them
+    :param idle_in: parts of lines that stand for waiting, of which that frame's or one that it has called contains one
     """
     for frame in frames:
         if any(part in frame for part in idle_in):

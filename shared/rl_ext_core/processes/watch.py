@@ -15,11 +15,10 @@ from types import TracebackType
 from rl_ext_core._families import kill_families
 from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, WorkerError
-from rl_ext_core.processes._child import CLOSE_S
-from rl_ext_core.processes._popen import WorkerPopen
-from rl_ext_core.processes._report import Contents, Stage
-from rl_ext_core.processes.contexts import Worker
+from rl_ext_core.processes.contexts import Worker, WorkerPopen
 from rl_ext_core.processes.failures import FailedWorker, Failure, ended, is_idle, main_stack, timed_out
+from rl_ext_core.processes.report import Contents, Progress
+from rl_ext_core.processes.worker import CLOSE_S
 
 __all__ = ["Watch"]
 
@@ -210,8 +209,8 @@ class Watch:
             if popen.poll() is None:
                 sizes[worker] = popen.report.size()
                 # One that has only just been launched would die of the signal.
-                if popen.report.stage() > Stage.LAUNCHED:
-                    popen._send_signal(signal.SIGUSR1)  # type: ignore[attr-defined]
+                if popen.report.read().progress > Progress.LAUNCHED:
+                    popen._send_signal(signal.SIGUSR1)
                     asked.append(worker)
         before: dict[int, int] = {}
         end = time.monotonic() + _STACKS_S
@@ -221,7 +220,7 @@ class Watch:
             if now == before and all(size > sizes[worker] for worker, size in now.items()):
                 break
             before = now
-        return {worker: self._popens[worker].report.text(since) for worker, since in sizes.items()}
+        return {worker: self._popens[worker].report.since(since)[0] for worker, since in sizes.items()}
 
     def _fail(self, failure: Failure) -> None:
         self.failure = failure

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from rl_ext_core import resources
 from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core.factory import _byvalue
-from rl_ext_core.processes._report import unnamed_file
+from rl_ext_core.processes.report import unnamed_file
 
 if TYPE_CHECKING:
     from rl_ext_core.errors import WorkerError

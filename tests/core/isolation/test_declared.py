@@ -11,7 +11,7 @@ import pytest
 
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.factory import as_factory
-from rl_ext_core.isolation import Isolation, _runner, probe
+from rl_ext_core.isolation import Isolation, probe, trials
 from rl_ext_core.isolation.verdict import declared_by_instance
 from tests.core.isolation import simulator
 
@@ -23,7 +23,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: object) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(_runner.TrialRunner, "__enter__", refuse)
+    monkeypatch.setattr(trials.TrialRunner, "__enter__", refuse)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing.spawn
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import psutil
@@ -17,8 +19,8 @@ import pytest
 
 from rl_ext_core.errors import InvalidTypeError, WorkerError
 from rl_ext_core.factory import as_factory
-from rl_ext_core.isolation import Isolation, _runner, probe
-from rl_ext_core.isolation._experiments import ALONE, APART, FIRST
+from rl_ext_core.isolation import Isolation, probe, trials
+from rl_ext_core.isolation.experiments import ALONE, APART, FIRST
 from tests.boundaries import ROOT
 from tests.core.isolation import simulator
 
@@ -53,7 +55,8 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def others() -> set[psutil.Process]:
-    """Children that earlier tests have left on purpose, such as fork servers."""
+    """Children that earlier tests have left on purpose, such as fork servers, and multiprocessing's own."""
+    resource_tracker.ensure_running()
     return set(psutil.Process().children(recursive=True))
 
 
@@ -156,22 +159,22 @@ MEANWHILE = (
 def test_a_supervisor_that_is_killed_is_an_error_and_takes_its_processes_along(
     temporary: Path, others: set[psutil.Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with _runner.TrialRunner([as_factory(simulator.hangs)]) as runner:
+    with trials.TrialRunner([as_factory(simulator.hangs)]) as runner:
         (supervisor,) = set(psutil.Process().children()) - others
-        ask = runner._ask
+        answer = runner._answer
         found: list[int] = []
 
-        def kill_meanwhile(message: object) -> object:
+        def kill_meanwhile() -> object:
             process = subprocess.Popen(
                 ["bash", "-c", MEANWHILE.format(supervisor.pid)],
                 stdout=subprocess.PIPE,
             )
             try:
-                return ask(message)
+                return answer()
             finally:
                 found.extend(map(int, process.communicate()[0].split()))
 
-        monkeypatch.setattr(runner, "_ask", kill_meanwhile)
+        monkeypatch.setattr(runner, "_answer", kill_meanwhile)
         with pytest.raises(WorkerError, match="ended"):
             runner.run([ALONE], 10)
     assert found
@@ -182,11 +185,11 @@ def test_a_supervisor_that_is_killed_is_an_error_and_takes_its_processes_along(
 def test_python_that_does_not_start_is_an_error(
     temporary: Path, others: set[psutil.Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_runner, "_PROGRAM", "raise SystemExit('no {path!r}'[:5])")
-    with pytest.raises(WorkerError, match="no"):
+    monkeypatch.setattr(trials, "supervise", functools.partial(os._exit, 5))
+    with pytest.raises(WorkerError, match=r"first, ended without an answer:\nit raised TypeError"):
         probe(simulator.Plain, cache=False)
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with pytest.raises(FileNotFoundError):
+    monkeypatch.setattr(multiprocessing.spawn, "_python_exe", b"/nowhere/python")
+    with pytest.raises(WorkerError, match="it ended with exit code 255 before it ran anything of yours"):
         probe(simulator.Plain, cache=False)
     assert list(temporary.iterdir()) == []
     assert set(psutil.Process().children(recursive=True)) <= others
@@ -201,7 +204,7 @@ def test_what_cannot_be_packed_is_refused_by_name() -> None:
 
 @pytest.mark.slow
 def test_a_process_that_waits_for_a_dead_one_whose_child_lives_is_ended() -> None:
-    with _runner.TrialRunner([as_factory(simulator.DiesWithALivingChild)], timeout=5) as runner:
+    with trials.TrialRunner([as_factory(simulator.DiesWithALivingChild)], timeout=5) as runner:
         first, second, third = runner.run(APART, 10)
     assert second.end == "ends the process with exit code 5"
     assert first.waited
@@ -210,7 +213,7 @@ def test_a_process_that_waits_for_a_dead_one_whose_child_lives_is_ended() -> Non
 
 
 def test_scratch_folders_are_the_callers_of_each_round(temporary: Path) -> None:
-    with _runner.TrialRunner([as_factory(simulator.Plain)]) as runner:
+    with trials.TrialRunner([as_factory(simulator.Plain)]) as runner:
         (scratch,) = temporary.iterdir()
         for _ in range(2):
             assert all(run.done for run in runner.run([ALONE, FIRST], 10))

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from rl_ext_core.factory import as_factory
-from rl_ext_core.isolation import Isolation, _runner, probe
-from rl_ext_core.isolation._experiments import APART, operations
+from rl_ext_core.isolation import Isolation, probe, trials
+from rl_ext_core.isolation.experiments import APART, operations
 from tests.boundaries import ROOT
 from tests.core.isolation import simulator
 from tests.core.isolation.conftest import Variant
@@ -118,7 +118,7 @@ def test_state_that_is_shared_later_than_was_looked_shows_with_more_steps(varian
 def test_instances_are_used_in_the_order_of_the_script(modes: Sequence[str], tmp_path: Path) -> None:
     notes = tmp_path / "notes.txt"
     source = as_factory(functools.partial(simulator.WritesDown, str(notes)))
-    with _runner.TrialRunner([source]) as runner:
+    with trials.TrialRunner([source]) as runner:
         runs = runner.run(modes, 12)
     expected = [operation for operation in operations(modes[0], 12) if operation.what != "done"]
     lines = [line.split() for line in notes.read_text().splitlines()]
@@ -153,7 +153,7 @@ def test_an_id_that_only_the_script_registers_is_known(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_only_the_first_run_leaves_steps_out() -> None:
-    with _runner.TrialRunner([as_factory(simulator.Slow)]) as runner:
+    with trials.TrialRunner([as_factory(simulator.Slow)]) as runner:
         (first,) = runner.run(["alone"], 20, shorten=True)
         (again,) = runner.run(["alone"], first.measured["steps"] + 1)
     assert 10 < first.measured["steps"] < 17

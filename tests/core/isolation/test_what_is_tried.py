@@ -15,8 +15,8 @@ import pytest
 
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.factory import as_factory
-from rl_ext_core.isolation import Isolation, _runner, probe
-from rl_ext_core.isolation._experiments import RACE
+from rl_ext_core.isolation import Isolation, probe, trials
+from rl_ext_core.isolation.experiments import RACE
 from tests.core.isolation import simulator
 from tests.core.isolation.conftest import Variant
 from tests.load import busy
@@ -236,7 +236,7 @@ class Meets(simulator.Plain):
 @pytest.mark.slow
 def test_processes_run_at_the_same_time_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with _runner.TrialRunner([as_factory(Meets)]) as runner:
+    with trials.TrialRunner([as_factory(Meets)]) as runner:
         assert [run.end for run in runner.run(RACE, 10) if not run.done] == []
 
 

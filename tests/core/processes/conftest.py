@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rl_ext_core.processes._servers import stop_servers
+from rl_ext_core.processes.servers import stop_servers
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.process import BaseProcess
@@ -182,13 +183,15 @@ def test_what_cannot_be_pickled_fails_in_the_parent_and_leaves_nothing() -> None
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_subclass_brings_its_own_run(method: str) -> None:
-    process = Mine()
-    process.start()
-    process.join()
-    assert process.exitcode == 5
+def _starts_another(method: str) -> None:
+    worker = get_context(method).Process(target=targets.pid)
+    worker.start()
+    worker.join(LIMIT_S)
+    sys.exit(worker.exitcode or 7 * (not multiprocessing.current_process().daemon))
 
 
-class Mine(get_context("spawn").Process):  # type: ignore[misc]
-    def run(self) -> None:
-        raise SystemExit(5)
+def test_daemons_may_start_workers(method: str) -> None:
+    daemon = multiprocessing.get_context("fork").Process(target=_starts_another, args=(method,), daemon=True)
+    daemon.start()
+    daemon.join(LIMIT_S)
+    assert daemon.exitcode == 0

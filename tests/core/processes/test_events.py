@@ -19,11 +19,6 @@ def set_and_clear(event: Any) -> None:
         event.clear()
 
 
-def answer(asked: Any, answered: Any) -> None:
-    if asked.wait(LIMIT_S):
-        answered.set()
-
-
 def test_it_does_what_multiprocessings_does() -> None:
     for event in (get_context("fork").Event(), multiprocessing.Event()):
         assert not event.is_set()
@@ -39,17 +34,6 @@ def test_it_does_what_multiprocessings_does() -> None:
         assert not event.wait(-1)
         threading.Timer(0.05, event.set).start()
         assert event.wait(LIMIT_S)
-
-
-def test_it_reaches_workers_and_back(method: str) -> None:
-    context = get_context(method)
-    asked, answered = context.Event(), context.Event()
-    worker = context.Process(target=answer, args=(asked, answered))
-    worker.start()
-    asked.set()
-    assert answered.wait(LIMIT_S)
-    worker.join(LIMIT_S)
-    assert worker.exitcode == 0
 
 
 @pytest.mark.parametrize("turn", range(5))

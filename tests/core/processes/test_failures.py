@@ -49,13 +49,7 @@ def test_the_error_says_why_the_worker_died(method: str, command: str) -> None:
     kind, pattern = CAUSES[command]
     assert re.match(r"worker 1 of 3 " + pattern, str(error)), str(error)
     assert (error.worker, error.kind, error.phase) == (1, kind, "step")
-    assert "rl_ext_core/processes/_child.py" not in str(error)
-
-
-def test_the_workers_exception_is_the_cause(method: str) -> None:
-    error = failure_of(method, "raise_bad_level")
-    assert type(error.__cause__) is ValueError
-    assert error.__cause__.args == ("bad level",)
+    assert "rl_ext_core/processes/worker.py" not in str(error)
 
 
 def test_causes_of_the_cause_come_along(method: str) -> None:

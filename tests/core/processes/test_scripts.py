@@ -141,28 +141,6 @@ def test_an_error_of_the_main_module_reaches_the_parent(method: str, line: str, 
     assert errors.count(line) == 1
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
-def test_no_worker_outlives_its_parent(method: str, end: signal.Signals, program: Program) -> None:
-    body = """
-        with group(METHOD) as workers:
-            for worker in range(3):
-                workers.ask(worker, "pid")
-            workers.pipes[1].send("hang_in_c")
-            time.sleep(0.1)
-            print("ready")
-            time.sleep(60)
-    """
-    process = program.start(method, body)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    assert len(psutil.Process(process.pid).children(recursive=True)) >= 3
-    process.send_signal(end)
-    process.wait(LIMIT_S)
-    assert not session_of(process.pid)
-    clear_sockets(program)
-
-
 def clear_sockets(program: Program) -> None:
     # multiprocessing's folder, which nobody is left to remove
     for folder in (program.folder / "tmp").glob("pymp-*"):

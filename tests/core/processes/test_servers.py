@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from rl_ext_core.errors import WorkerError
-from rl_ext_core.processes import _servers, get_context
-from rl_ext_core.processes._servers import stop_servers
+from rl_ext_core.processes import get_context, servers
+from rl_ext_core.processes.servers import stop_servers
 from tests.core.processes.groups import group
 
 
@@ -36,7 +36,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def server_pids() -> list[int]:
-    return [server._forkserver_pid for server in _servers._servers.values()]  # type: ignore[attr-defined]
+    return [server._forkserver_pid for server in servers._servers.values()]  # type: ignore[attr-defined]
 
 
 def parent_of_worker(**options: object) -> int:
@@ -76,14 +76,6 @@ def test_each_value_that_is_read_at_import_has_its_server(module: Path, monkeypa
     assert [text.count("DEVICE") for text in environments] == [1, 1, 1, 1]
 
 
-def test_the_preloading_server_sees_the_workers_value(module: Path) -> None:
-    module.write_text("import os, sys\nsys.modules['seen_' + os.environ.get('DEVICE', 'none')] = sys\n")
-    for value, name in (("7", "seen_7"), (None, "seen_none")):
-        environs = [{"DEVICE": value}]
-        with group("forkserver", 1, preload=["preloaded_module"], import_time=["DEVICE"], environs=environs) as workers:
-            assert name in workers.ask(0, "modules")
-
-
 @pytest.mark.parametrize("source", ["import no_such_module", "1 / 0", "raise SystemExit(3)", "a b"])
 def test_a_module_that_cannot_be_preloaded_is_left_out(module: Path, source: str) -> None:
     module.write_text(source)
@@ -95,7 +87,7 @@ def test_a_module_that_ends_the_server_is_named(module: Path) -> None:
     module.write_text("import os\nos._exit(5)")
     with pytest.raises(WorkerError, match=r"ended with exit code 5 while it imported \['preloaded_module'\]"):
         get_context("forkserver", preload=["preloaded_module"]).Process().start()
-    assert not _servers._servers
+    assert not servers._servers
 
 
 def test_threads_started_by_a_preloaded_module_are_reported(module: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -143,7 +135,7 @@ def test_stopped_servers_leave_no_process_no_socket_and_no_descriptor() -> None:
     parent_of_worker()
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
-    (server,) = _servers._servers.values()
+    (server,) = servers._servers.values()
     socket = Path(server._forkserver_address)  # type: ignore[attr-defined]
     assert socket.is_socket()
     stop_servers()
@@ -157,7 +149,7 @@ def test_a_forked_child_has_servers_of_its_own() -> None:
     if child == 0:
         code = 1
         try:
-            code = 2 if _servers._servers or parent_of_worker() == of_parent else 0
+            code = 2 if servers._servers or parent_of_worker() == of_parent else 0
             stop_servers()
         finally:
             os._exit(code)

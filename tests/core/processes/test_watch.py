@@ -92,15 +92,6 @@ def test_a_death_is_seen_although_a_grandchild_holds_the_descriptors(method: str
         os.kill(workers.watch.failure.notes["grandchild"], signal.SIGKILL)
 
 
-def test_of_two_failures_one_is_told(method: str) -> None:
-    with group(method) as workers:
-        workers.pipes[0].send("raise_bad_level")
-        workers.pipes[1].send("segfault")
-        with pytest.raises(WorkerError) as caught, workers.watch.operation("step"):
-            workers.pipes[2].recv()
-        assert re.match(r"worker 0 of 3 raised ValueError|worker 1 of 3 was killed by SIGSEGV", str(caught.value))
-
-
 def test_the_first_of_several_exceptions_is_told_even_if_found_late() -> None:
     context = get_context("fork")
     barriers = [context.Event() for _ in range(3)]

@@ -1,4 +1,4 @@
-"""The file in which a worker says why it dies, shared with its parent and without a name.
+"""The file in which a worker says how far it got and why it dies, shared with its parent and without a name.
 
 A file in memory rather than a pipe: writing it never blocks, whoever reads it or not, it takes what is large, it can be
 read after the death and more than once. It starts with a page that is overwritten in place (how far the worker got,
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import mmap
 import os
 import pickle
 import struct
 import sys
-import tempfile
 import threading
 import traceback
 from dataclasses import asdict, dataclass
@@ -24,26 +24,23 @@ from typing import Any
 
 from rl_ext_core._interrupts import uninterrupted
 
-_PAGE = 4096
-_STAGE = struct.Struct("=I")
-_LENGTH = struct.Struct("=Q")
-_FLAG = struct.Struct("=I")
-_CLOSES_AT = _STAGE.size
-_ASKED_AT = _CLOSES_AT + _FLAG.size
-_NOTES_AT = _ASKED_AT + _FLAG.size
+PAGE = 4096
+_NUMBER, _LENGTH = struct.Struct("=I"), struct.Struct("=Q")
+# Of the page: how far it got, whether it has something to close, whether it was asked to end, and its notes.
+_CLOSES_AT, _ASKED_AT, _NOTES_AT = 4, 8, 12
 _NOTES_FROM = _NOTES_AT + _LENGTH.size
-_NOTES_LIMIT = _PAGE - _NOTES_FROM
+_NOTES_LIMIT = PAGE - _NOTES_FROM
 _MARK = b"\0report\0"
 _TEXT_LIMIT = 100_000
 _PICKLE_LIMIT = 1_000_000
 _SUMMARY_LIMIT = 300
 _CAUSES_LIMIT = 10
 # Where every worker's traceback starts; the user's code comes after it.
-_OUR_FILES = ("/multiprocessing/process.py", "/multiprocessing/spawn.py", "/rl_ext_core/processes/_child.py")
+_OUR_FILES = ("/multiprocessing/process.py", "/multiprocessing/spawn.py", "/rl_ext_core/processes/worker.py")
 _encode = json.JSONEncoder(default=repr).encode
 
 
-class Stage(IntEnum):
+class Progress(IntEnum):
     """How far a worker got."""
 
     LAUNCHED = 0
@@ -57,6 +54,7 @@ class Raised:
     """An exception that ended a worker, as it was in the worker.
 
     :ivar pickled: it, its cause, the cause's, and so on; pickle leaves causes out
+    :ivar unguarded: the main script starts processes when it is imported
     """
 
     summary: str
@@ -80,7 +78,7 @@ class Raised:
 class Contents:
     """What a worker has left in its report."""
 
-    stage: Stage
+    progress: Progress
     notes: dict[str, Any]
     raised: Raised | None
     text: str
@@ -100,53 +98,57 @@ class Report:
         # It may be closed by the main thread while another one reads it.
         self._lock = threading.Lock()
         try:
-            os.ftruncate(self.fd, _PAGE)
+            os.ftruncate(self.fd, PAGE)
             # The offset is shared with the worker: here, nothing is read or written with it afterwards.
-            os.lseek(self.fd, _PAGE, os.SEEK_SET)
+            os.lseek(self.fd, PAGE, os.SEEK_SET)
         except BaseException:
             os.close(self.fd)
             raise
 
-    def stage(self) -> Stage:
-        """Tell how far the worker got."""
-        return self.read().stage
-
     @uninterrupted
     def ask_to_end(self) -> bool:
-        """Note that the worker is to end, which a signal will tell it.
-
-        :return: whether it has something to close before
-        """
+        """Note that the worker is to end, which a signal will tell it; tell whether it has something to close then."""
         with self._lock:
             if self._closed:
                 return False
-            os.pwrite(self.fd, _FLAG.pack(1), _ASKED_AT)
-            return bool(*_FLAG.unpack(os.pread(self.fd, _FLAG.size, _CLOSES_AT)))
+            os.pwrite(self.fd, _NUMBER.pack(1), _ASKED_AT)
+            return bool(*_NUMBER.unpack(os.pread(self.fd, _NUMBER.size, _CLOSES_AT)))
 
     @uninterrupted
     def size(self) -> int:
-        """Give the number of bytes, for :meth:`text`."""
+        """Give the number of bytes, for :meth:`since`."""
         with self._lock:
             return 0 if self._closed else os.fstat(self.fd).st_size
 
     @uninterrupted
-    def text(self, since: int) -> str:
-        """Read faulthandler's text that was written after the report had ``since`` bytes."""
+    def since(self, start: int) -> tuple[str, list[tuple[Any, ...]], int]:
+        """Read faulthandler's text and the worker's own records from a place on; give the place after the last one."""
         with self._lock:
-            return "" if self._closed else _split(_everything(self.fd)[since:])[0]
+            if self._closed:
+                return "", [], start
+            text, records, read = _parted(os.pread(self.fd, os.fstat(self.fd).st_size, start))
+            return text, [record for record in records if isinstance(record, tuple)], start + read
 
     @uninterrupted
     def read(self) -> Contents:
         """Read everything, also after :meth:`close`."""
         with self._lock:
-            return self._closed or _parse(_everything(self.fd))
+            return self._closed or self._contents()
 
     @uninterrupted
     def close(self) -> None:
         """Close the file."""
         with self._lock:
-            self._closed = _parse(_everything(self.fd))
+            self._closed = self._contents()
             os.close(self.fd)
+
+    def _contents(self) -> Contents:
+        data = os.pread(self.fd, os.fstat(self.fd).st_size, 0)
+        (progress,), (length,) = _NUMBER.unpack_from(data), _LENGTH.unpack_from(data, _NOTES_AT)
+        notes = json.loads(data[_NOTES_FROM : _NOTES_FROM + length]) if length else {}
+        text, records, _ = _parted(data[PAGE:])
+        raised = next((record for record in records if isinstance(record, dict)), None)
+        return Contents(Progress(progress), notes, None if raised is None else Raised(**raised), text)
 
     def print_if_untaken(self) -> None:
         """Write the worker's traceback where multiprocessing would have: nobody asked for the report."""
@@ -156,27 +158,24 @@ class Report:
 
 
 class Writer:
-    """The worker's end.
-
-    :param fd: the file
-    """
+    """The worker's end."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self._page = mmap.mmap(fd, _PAGE)
+        self._page = mmap.mmap(fd, PAGE)
 
-    def enter(self, stage: Stage) -> None:
+    def enter(self, progress: Progress) -> None:
         """Say how far the worker is."""
         # In one go: pack_into() writes zeros first, and a process that ends in between would have got nowhere.
-        self._page[: _STAGE.size] = _STAGE.pack(stage)
+        self._page[: _NUMBER.size] = _NUMBER.pack(progress)
 
     def is_asked_to_end(self) -> bool:
         """Tell whether the parent wants an end: anybody may send a signal."""
-        return bool(*_FLAG.unpack_from(self._page, _ASKED_AT))
+        return bool(*_NUMBER.unpack_from(self._page, _ASKED_AT))
 
     def has_to_close(self) -> None:
         """Say that this worker has something to close before it ends."""
-        _FLAG.pack_into(self._page, _CLOSES_AT, 1)
+        _NUMBER.pack_into(self._page, _CLOSES_AT, 1)
 
     def write_notes(self, notes: dict[str, Any]) -> None:
         """Replace the notes; what JSON does not know arrives as its ``repr``."""
@@ -191,54 +190,52 @@ class Writer:
         self._page[_NOTES_FROM : _NOTES_FROM + len(data)] = data
         _LENGTH.pack_into(self._page, _NOTES_AT, len(data))
 
-    def raised(self, error: BaseException, time: float, *, unguarded: bool) -> bool:
-        """Report an exception that ends this worker.
+    def append(self, record: Any) -> None:
+        """Append a record at once: this process may die of what it does next."""
+        payload = pickle.dumps(record)
+        rest = memoryview(_MARK + _LENGTH.pack(len(payload)) + payload)
+        while rest:
+            rest = rest[os.write(self.fd, rest) :]
 
-        :param error: the exception
+    def raised(self, error: BaseException, time: float, *, unguarded: bool = False) -> bool:
+        """Report an exception that ends this worker, and tell whether the report has arrived.
+
         :param time: when, by a clock that all processes share
-        :param unguarded: the main script starts processes when it is imported
-        :return: whether the report has arrived
         """
+        exits, pickled = isinstance(error, SystemExit), _pickled_causes(error)
         try:
-            raised = Raised(
-                _summary(error),
-                _formatted(error),
-                _pickled_causes(error),
-                time,
-                isinstance(error, SystemExit),
-                unguarded,
-            )
-            payload = pickle.dumps(asdict(raised))
-            rest = memoryview(_MARK + _LENGTH.pack(len(payload)) + payload)
-            while rest:
-                rest = rest[os.write(self.fd, rest) :]
+            self.append(asdict(Raised(_summary(error), _formatted(error), pickled, time, exits, unguarded)))
         except Exception:  # no memory, no space: the caller has other ways to tell
             return False
         return True
 
 
 def unnamed_file(purpose: str) -> int:
-    """Open a new file without a name, which vanishes with the last process that has it open.
+    """Open a new file without a name in memory, which vanishes with the last process that has it open.
 
     :param purpose: told by tools that list open files
-    :return: its descriptor; it is in memory where the system can
+    :return: its descriptor
     """
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create(f"rl_ext_core-{purpose}")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
+    return os.memfd_create(f"rl_ext_core-{purpose}")
 
 
-def _everything(fd: int) -> bytes:
-    return os.pread(fd, os.fstat(fd).st_size, 0)
+def _parted(data: bytes) -> tuple[str, list[Any], int]:
+    """Part faulthandler's text from the records; one that was cut short by the worker's death is none."""
+    text, at = b"", 0
+    records: list[Any] = []
+    while (mark := data.find(_MARK, at)) >= 0:
+        begin = mark + len(_MARK) + _LENGTH.size
+        end = begin + _LENGTH.unpack_from(data, begin - _LENGTH.size)[0] if begin <= len(data) else math.inf
+        if end > len(data):
+            return _decoded(text + data[at:mark]), records, at
+        text += data[at:mark]
+        records.append(pickle.loads(data[begin : int(end)]))
+        at = int(end)
+    return _decoded(text + data[at:]), records, at
 
 
-def _parse(data: bytes) -> Contents:
-    (stage,) = _STAGE.unpack_from(data)
-    (length,) = _LENGTH.unpack_from(data, _NOTES_AT)
-    notes = json.loads(data[_NOTES_FROM : _NOTES_FROM + length]) if length else {}
-    text, raised = _split(data[_PAGE:])
-    return Contents(Stage(stage), notes, raised, text)
+def _decoded(text: bytes) -> str:
+    return _cut(text.decode(errors="replace"), _TEXT_LIMIT)
 
 
 def _shortened(notes: dict[str, Any]) -> bytes:
@@ -250,19 +247,6 @@ def _shortened(notes: dict[str, Any]) -> bytes:
             break
         data = longer
     return data
-
-
-def _split(data: bytes) -> tuple[str, Raised | None]:
-    """Part faulthandler's text from the first record; one that was cut short by the worker's death is none."""
-    text, mark, rest = data.partition(_MARK)
-    raised = None
-    if mark and len(rest) >= _LENGTH.size:
-        (length,) = _LENGTH.unpack_from(rest)
-        payload = rest[_LENGTH.size : _LENGTH.size + length]
-        if len(payload) == length:
-            raised = Raised(**pickle.loads(payload))
-            text += rest[_LENGTH.size + length :].split(_MARK)[0]
-    return _cut(text.decode(errors="replace"), _TEXT_LIMIT), raised
 
 
 def _summary(error: BaseException) -> str:
@@ -296,7 +280,12 @@ def _cut(text: str, limit: int) -> str:
 def _pickled_causes(error: BaseException | None) -> list[bytes | None]:
     found: list[bytes | None] = []
     while error is not None and len(found) < _CAUSES_LIMIT:
-        found.append(_pickled(error))
+        sink = _BoundedSink()
+        try:
+            pickle.Pickler(sink).dump(error)
+            found.append(sink.getvalue())
+        except Exception:  # whatever the exception's own code raises; its text still goes
+            found.append(None)
         error = error.__cause__
     return found
 
@@ -307,15 +296,6 @@ def _unpickled(packed: bytes | None) -> BaseException | None:
     except Exception:  # whatever the exception's own code raises
         return None
     return found if isinstance(found, BaseException) else None
-
-
-def _pickled(error: BaseException) -> bytes | None:
-    sink = _BoundedSink()
-    try:
-        pickle.Pickler(sink).dump(error)
-    except Exception:  # whatever the exception's own code raises; its text still goes
-        return None
-    return sink.getvalue()
 
 
 class _BoundedSink(io.BytesIO):

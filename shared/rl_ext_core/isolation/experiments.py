@@ -1,20 +1,25 @@
-"""What a trial process does: its part in an experiment, and before each operation it says so."""
+"""The experiments: what is done with instances of an environment, in which order and in which of the processes.
+
+A trial is one process's part in an experiment, and follows a script. Each instance has a life: resets and steps that
+are the same wherever it takes place, so that what it returned can be compared. A life does not depend on how long it
+is: a shorter one is the beginning of a longer one, but for its end.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
-import json
 import os
 import random
+import resource
 import sys
 import tempfile
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -25,10 +30,17 @@ from rl_ext_core.factory._drivers import plain
 from rl_ext_core.factory._fingerprint import fingerprint
 from rl_ext_core.factory._rules import layers
 from rl_ext_core.factory._sources import safe_to_preload
-from rl_ext_core.isolation import _dependencies, cures
-from rl_ext_core.isolation._experiments import ALONE, SHORT_STEPS, TOLD_AFTER, Experiment, Operation, operations
-from rl_ext_core.isolation.verdict import declared_by_instance
+from rl_ext_core.isolation import cures, dependencies
+from rl_ext_core.isolation.verdict import LEAST_STEPS, declared_by_instance
+from rl_ext_core.processes.worker import record
 
+# Of a life that is short because resets or steps take seconds.
+SHORT_STEPS = 6
+# Operations after which one alone tells whether it has to be short: it is built, reset, and has taken three steps.
+TOLD_AFTER = 5
+# Instances that are alive at once, at most.
+MOST_TOGETHER = 8
+_CROWDED = 40
 # Before the digest of what an instance returned: what it had returned before was changed by then.
 OVERWRITTEN = "overwritten "
 _SEEDS = {"A": 71, "B": 72}
@@ -44,9 +56,156 @@ _STANDARD = {"reset", "step", "close", "render", "seed", "action_masks", "observ
 # Beyond that, what is returned is described path by path.
 _DEEP = 50
 _LIBRARIES = {"gymnasium", "builtins", "abc", "typing", "stable_baselines3", "rl_ext_core"}
+ALONE, FIRST, SECOND, CROWD = "alone", "first", "second", "crowd"
+APART = ("apart: A", "apart: B", "apart: C")
+RACE = ("race: A", "race: B")
+ASKED_ALONE, ASKED_BESIDE = "asked: alone", "asked: beside"
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """Something that is done with one instance.
+
+    :ivar who: "A", which is compared; "B", which lives beside it; "C", which lives like A, later; "A0", "B1" and so on
+        in a crowd
+    :ivar what: "build", "reset", "step", "call" (its setters), "close", "meet" (wait until the others are as far), or
+        "done": from here on failures do not count
+    :ivar seed: of a reset
+    :ivar optional: may be left out where steps take long
+    :ivar options: whether a reset has options, where the environment names some
+    """
+
+    who: str
+    what: str
+    seed: int | None = None
+    optional: bool = False
+    options: bool = False
+
+    @property
+    def like(self) -> str:
+        """Whose seeds and actions it has."""
+        return "B" if self.who[0] == "B" else "A"
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """Trials that run at the same time.
+
+    :ivar modes: keys of their scripts, one for each trial
+    :ivar steps: of instance A
+    :ivar limits: by kind of operation, seconds that it may take
+    :ivar cure: for each of them; None: none
+    :ivar generators: whether each instance is to find Python's, NumPy's and torch's generators as it left them
+    :ivar shorten: whether optional steps are left out when the others have taken long, and a slow life is a short one
+    :ivar preload: more harmless modules, for these processes and all later ones
+    :ivar sources: by instance, which of the factories builds it; the first one where nothing is said
+    :ivar crowd: names of the instances, where the script is about many
+    :ivar calls: names of the setters to call
+    :ivar globals: by module, values to set before anything is built
+    """
+
+    modes: tuple[str, ...]
+    steps: int
+    limits: Mapping[str, float]
+    cure: str | None = None
+    generators: bool = False
+    shorten: bool = False
+    preload: tuple[str, ...] = ()
+    sources: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    crowd: tuple[str, ...] = ()
+    calls: tuple[str, ...] = ()
+    globals: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+
+
+def _life(who: str, steps: int) -> list[Operation]:
+    """Three short episodes with all kinds of beginnings, a long one, and two more that begin after B is gone."""
+    base = 1000 if who[0] == "B" else 0
+    step = Operation(who, "step")
+    if steps < LEAST_STEPS:
+        return [Operation(who, "reset", base + 1), *[step] * 3, Operation(who, "reset", base + 2), *[step] * 3]
+    return [
+        Operation(who, "reset", base + 1),
+        *[step] * 3,
+        Operation(who, "reset"),
+        *[step] * 3,
+        Operation(who, "reset", base + 2),
+        *[step] * (LEAST_STEPS - 6),
+        *[Operation(who, "step", optional=True)] * (steps - LEAST_STEPS),
+        Operation(who, "reset"),
+        *[step] * 2,
+        Operation(who, "reset", base + 3),
+        *[step] * 2,
+    ]
+
+
+def _together(one: list[Operation], other: list[Operation]) -> Iterator[Operation]:
+    for left, right in zip(one, other, strict=True):
+        yield left
+        yield right
+
+
+def _asked(who: str) -> list[Operation]:
+    """A life in which setters are called, and resets have options."""
+    base, step = 1000 if who == "B" else 0, Operation(who, "step")
+    first, again = Operation(who, "reset", base + 1, options=True), Operation(who, "reset")
+    return [first, step, Operation(who, "call"), *[step] * 3, again, *[step] * 2]
+
+
+def _crowd(steps: int, names: tuple[str, ...]) -> list[Operation]:
+    """All are built; each is a little further in its life than the next one, and closed while those go on."""
+    lives = [[*_life(who, steps)[:_CROWDED], Operation(who, "close")] for who in names]
+    lag = 2
+    turns = [
+        (turn + lag * index, index, operation)
+        for index, life in enumerate(lives)
+        for turn, operation in enumerate(life)
+    ]
+    order = [operation for *_, operation in sorted(turns, key=lambda entry: entry[:2])]
+    return [*(Operation(who, "build") for who in names), *order[:-1], Operation(names[-1], "done"), order[-1]]
+
+
+def operations(mode: str, steps: int, crowd: tuple[str, ...] = ()) -> list[Operation]:
+    """Give a script.
+
+    :param mode: "alone", "crowd" and so on; those of ``APART`` take turns, each with one of the instances
+    :param steps: of instance A: from ``LEAST_STEPS`` on, or ``SHORT_STEPS``
+    :param crowd: names of the instances of ``CROWD``
+    """
+    if mode == CROWD:
+        return _crowd(steps, crowd)
+    build, close = ({who: Operation(who, what) for who in "ABC"} for what in ("build", "close"))
+    # Many a library crashes when the process is about to end, and nobody minds.
+    end = {who: [Operation(who, "done"), close[who]] for who in "ABC"}
+    if mode == ASKED_ALONE:
+        return [build["A"], *_asked("A"), *end["A"]]
+    if mode == ASKED_BESIDE:
+        return [build["A"], build["B"], *_together(_asked("A"), _asked("B")), *end["A"], close["B"]]
+    a, b, c = (_life(who, steps) for who in "ABC")
+    half, most = len(a) // 2, max(2 * len(a) // 3, 5)
+    if mode == ALONE:
+        return [build["A"], *a, *end["A"]]
+    if mode in RACE:
+        # As one alone, but at the same time as another process does that, and not in turns.
+        who = mode[-1]
+        return [build[who], Operation(who, "meet"), *(a if who == "A" else b), *end[who]]
+    if mode == FIRST:
+        # A is built first. B is built, lives and is closed while A is at it.
+        beside = _together(a[3:most], b[: most - 3])
+        return [build["A"], *a[:3], build["B"], *beside, close["B"], *a[most:], *end["A"]]
+    if mode == SECOND:
+        # B is built first, and closed while A is at it. When both are closed, C lives like A did.
+        ahead = min(6, len(b) - half)
+        beside = _together(a[:half], b[ahead : half + ahead])
+        until_closed = [build["B"], *b[:ahead], build["A"], *beside, close["B"], *a[half:], close["A"]]
+        return [*until_closed, build["C"], *c, *end["C"]]
+    # Each in its process: B is built and lives when A is there, and C, which is built after B, when B is.
+    b, of_b = 2 * b if steps < LEAST_STEPS else _life("B", 2 * steps), len(a) - 3
+    until_closed = [build["A"], *a[:3], build["B"], *_together(a[3:], b[:of_b]), close["A"]]
+    beside = _together(c[:half], b[of_b : of_b + half])
+    return [*until_closed, build["C"], *beside, close["B"], *c[half:], *end["C"]]
+
+
+@dataclasses.dataclass(frozen=True)
 class Turns:
     """The other processes of a script that takes several, which do what is not done here.
 
@@ -58,23 +217,17 @@ class Turns:
     ours: Sequence[int]
 
     def wait(self, who: str) -> None:
-        """Wait until another has done an operation, or has ended."""
+        """Wait until another has done an operation."""
+        record("waits")
         os.read(self.theirs[who], 1)
 
     def hand_over(self) -> None:
         """Say that an operation is done here."""
         for descriptor in self.ours:
-            with contextlib.suppress(OSError):
-                os.write(descriptor, b".")
-
-    def meet(self) -> None:
-        """Wait until all are here."""
-        self.hand_over()
-        for who in self.theirs:
-            self.wait(who)
+            os.write(descriptor, b".")
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Task:
     """A trial, before it is made.
 
@@ -84,6 +237,7 @@ class Task:
     :ivar cwd: the folder to work in
     :ivar temporary: for temporary files
     :ivar own: a folder that no other process uses, to be made
+    :ivar prints: descriptor for what it prints
     :ivar turns: None: nobody else takes part
     """
 
@@ -93,10 +247,15 @@ class Task:
     cwd: Path
     temporary: Path
     own: Path
+    prints: int
     turns: Turns | None
 
     def enter(self) -> None:
-        """Go to the folders, and apply the cure."""
+        """Print where that is looked at, go to the folders, and apply the cure."""
+        for descriptor in (1, 2):
+            os.dup2(self.prints, descriptor)
+        os.close(self.prints)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         cures.write_to_copies(self.cwd)
         os.chdir(self.cwd)
         os.environ.update(PWD=str(self.cwd), TMPDIR=str(self.temporary))
@@ -110,46 +269,35 @@ class Task:
         return ":" not in self.mode or self.mode.endswith(f": {who}") or self.mode.startswith("asked")
 
 
-def follow(task: Task, report: int) -> None:
-    """Do a trial; whatever goes wrong is said.
-
-    :param task: what to do
-    :param report: descriptor to write to what happens, to whoever started this process
-    """
-
-    def say(kind: str, *values: Any) -> None:
-        # Each line at once: the process may die of what it does next.
-        left = json.dumps([kind, *values]).encode() + b"\n"
-        while left:
-            left = left[os.write(report, left) :]
-
-    opened = _dependencies.OpenedHere()
+def follow(task: Task) -> NoReturn:
+    """Do a trial, and end the process; whatever goes wrong is recorded."""
+    opened = dependencies.OpenedHere()
     executor = None
     try:
-        task.enter()
-        executor = _Executor(task, say)
-        for operation in executor.operations():
-            if task.is_ours(operation.who):
-                executor.perform(operation)
-                if task.turns is not None and task.mode.startswith("apart"):
-                    task.turns.hand_over()
-            elif task.turns is not None:
-                say("waits")
-                task.turns.wait(operation.who)
-        say("done", True)
-    except BaseException as error:
-        say("raised", f"{type(error).__name__}: {_in_one_line(error)}")
-    opened.paused = True
-    say("opened", sorted(opened.paths))
-    if executor is not None:
-        executor.close_all()
+        try:
+            task.enter()
+            executor = _Executor(task)
+            for operation in executor.operations():
+                if task.is_ours(operation.who):
+                    executor.perform(operation)
+                elif task.turns is not None:
+                    task.turns.wait(operation.who)
+            record("fact", "done", True)
+        except BaseException as error:
+            record("fact", "raised", f"{type(error).__name__}: {_in_one_line(error)}")
+        opened.paused = True
+        record("fact", "opened", sorted(opened.paths))
+        if executor is not None:
+            executor.close_all()
+    finally:
+        os._exit(0)
 
 
 class _Executor:
     """Does operations with the instances of this process; one that is alone is measured."""
 
-    def __init__(self, task: Task, say: Callable[..., None]) -> None:
-        self._task, self._experiment, self._say = task, task.experiment, say
+    def __init__(self, task: Task) -> None:
+        self._task, self._experiment = task, task.experiment
         self._alone = task.mode == ALONE
         self._instances: dict[str, _Instance] = {}
         self._factories: Sequence[Any] | None = None
@@ -177,13 +325,14 @@ class _Executor:
         if operation.optional and self._experiment.shorten and sum(self._times.get("step", ())) > _STEPPING_S:
             self._steps -= 1
             return
-        if operation.what == "meet":
-            self._say("waits")
-            assert self._task.turns is not None
-            self._task.turns.meet()
+        turns = self._task.turns
+        if operation.what == "meet" and turns is not None:
+            turns.hand_over()
+            for who in turns.theirs:
+                turns.wait(who)
             return
         self._look(operation.who)
-        self._say("does", operation.who, operation.what, self._experiment.limits[operation.what])
+        record("does", operation.who, operation.what, self._experiment.limits[operation.what])
         if self._experiment.generators and operation.who in self._generators:
             _set_generators(self._generators[operation.who])
         begin = time.perf_counter()
@@ -191,19 +340,21 @@ class _Executor:
         self._times.setdefault(operation.what, []).append(time.perf_counter() - begin)
         if self._experiment.generators:
             self._generators[operation.who] = _get_generators()
+        if turns is not None and self._task.mode in APART:
+            turns.hand_over()
 
     def close_all(self) -> None:
         """Close what a failure has left open: a lock of it would keep others from starting."""
         for who, instance in list(self._instances.items()):
             if not instance.closed:
-                self._say("tidies", self._experiment.limits["close"])
+                record("tidies", self._experiment.limits["close"])
                 with contextlib.suppress(BaseException):
                     self._close(Operation(who, "close"))
 
     def _look(self, who: str) -> None:
         """Say what there is to see of an instance, since others have had their turns."""
         if who in self._instances and (seen := self._instances[who].look()):
-            self._say("found", who, seen)
+            record("found", who, seen)
 
     def _build(self, operation: Operation) -> None:
         # What constructors draw is no sign of anything shared; what resets and steps draw is.
@@ -213,19 +364,19 @@ class _Executor:
             # Once: a class or function of the caller's script has its globals in common with itself.
             self._factories = _unpacked(self._task.packed)
             if self._alone:
-                self._say("globals", _dependencies.globals_of_users())
-            _dependencies.set_globals(self._experiment.globals)
+                record("fact", "globals", dependencies.globals_of_users())
+            dependencies.set_globals(self._experiment.globals)
         environment = self._factories[self._experiment.sources.get(operation.who, 0)]()
         taken = time.perf_counter() - begin
         self._instances[operation.who] = _Instance(environment, _SEEDS[operation.like])
         if self._alone:
-            self._say("built", taken)
-            self._say("declared", declared_by_instance(environment))
+            record("fact", "built", taken)
+            record("fact", "declared", declared_by_instance(environment))
 
     def _reset(self, operation: Operation) -> None:
         instance = self._instances[operation.who]
         kept = instance.kept()
-        self._say("saw", operation.who, kept + instance.saw(instance.reset(operation)))
+        record("saw", operation.who, kept + instance.saw(instance.reset(operation)))
 
     def _step(self, operation: Operation) -> None:
         instance = self._instances[operation.who]
@@ -233,12 +384,12 @@ class _Executor:
         begin = time.perf_counter()
         returned = instance.driver.step()
         self._step_s.append(time.perf_counter() - begin)
-        self._say("saw", operation.who, kept + instance.saw(returned))
+        record("saw", operation.who, kept + instance.saw(returned))
 
     def _call(self, operation: Operation) -> None:
         instance = self._instances[operation.who]
         for name in self._experiment.calls:
-            self._say("saw", operation.who, instance.call(name, 1 if operation.like == "A" else 2))
+            record("saw", operation.who, instance.call(name, 1 if operation.like == "A" else 2))
 
     def _close(self, operation: Operation) -> None:
         instance = self._instances[operation.who]
@@ -248,7 +399,7 @@ class _Executor:
             getattr(instance.environment, "close", lambda: None)()
         except Exception as error:
             complaint = f"{type(error).__name__}: {_in_one_line(error)}"
-        self._say("closed", operation.who, complaint)
+        record("closed", operation.who, complaint)
 
     def _done(self, operation: Operation) -> None:
         if self._alone:
@@ -259,18 +410,17 @@ class _Executor:
                 "private_bytes": resources.private_memory(),
                 "steps": self._steps,
                 "longest": {what: max(times) for what, times in self._times.items()},
-                "libraries": _dependencies.libraries(),
-                "sources": _dependencies.sources(),
-                "folders": _dependencies.folders(),
+                "libraries": dependencies.libraries(),
+                "sources": dependencies.sources(),
+                "folders": dependencies.folders(),
                 "harmless": list(safe_to_preload(list(sys.modules))),
                 "imports_torch": "torch" in sys.modules and not self._had_torch,
-                "distributions": _dependencies.distributions(instance.environment),
                 "methods": instance.methods(),
                 "options": len(instance.options()),
                 "infos": isinstance(instance.driver, _drivers._Gymnasium),
             }
-            self._say("measured", measured)
-        self._say("done", True)
+            record("fact", "measured", measured)
+        record("fact", "done", True)
 
 
 class _Instance:

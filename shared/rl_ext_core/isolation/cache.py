@@ -25,11 +25,11 @@ import rl_ext_core
 from rl_ext_core.errors import RlExtError
 from rl_ext_core.factory import EnvFactory
 from rl_ext_core.factory._fingerprint import description, fingerprint
-from rl_ext_core.isolation import _dependencies
+from rl_ext_core.isolation import dependencies
 from rl_ext_core.isolation.verdict import Isolation, Verdict
 
 _log = logging.getLogger("rl_ext_core.isolation")
-_FORMAT = 2
+_FORMAT = 3
 # Another time it may be otherwise.
 _NOT_KEPT = (Isolation.NON_DETERMINISTIC, Isolation.BROKEN, Isolation.UNKNOWN)
 # A bigger file is known by its time and its size alone.
@@ -55,19 +55,16 @@ class Cache:
 
     path: Path
     steps: int
-
     began: int = dataclasses.field(default_factory=time.time_ns)
 
     @classmethod
     def of(
         cls, factories: Sequence[EnvFactory[Any]], who: Sequence[int], where: bool | str | os.PathLike[str], steps: int
     ) -> Cache | None:
-        """Find the place.
+        """Find the place; None: nothing is kept of it.
 
-        :param factories: build the environments
-        :param who: which of them is used for each environment
+        :param who: which of the factories is used for each environment
         :param where: True is the user's cache folder, a path another one, False none
-        :return: None: nothing is kept of it
         """
         folder = _users_folder() if where is True else None if where is False else Path(where).absolute()
         key = None if folder is None else key_of(factories, who, _FORMAT)
@@ -79,14 +76,13 @@ class Cache:
             kept = _of_this_process.get(self.path) or json.loads(self.path.read_text(encoding="utf-8"))
             if kept["format"] != _FORMAT:
                 return None
-            verdict = Verdict.from_json(json.dumps(kept["verdict"]))
+            verdict = Verdict.from_dict(kept["verdict"])
             holds = (
                 verdict.isolation not in _NOT_KEPT
                 and (kept["steps"] >= self.steps or verdict.isolation is not Isolation.INDEPENDENT)
                 and kept["variables"] == _variables()
                 and all(_is_as(path, state) for path, state in kept["files"].items())
-                and all(_dependencies.version_of(name) == version for name, version in kept["distributions"].items())
-                and not _dependencies.changed_globals(kept["globals"])
+                and not dependencies.changed_globals(kept["globals"])
             )
             machine, seconds = kept["step"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RlExtError) as error:
@@ -105,21 +101,20 @@ class Cache:
         """Keep a verdict.
 
         :param verdict: of a probe
-        :param measured: by it: which files and distributions it depends on
+        :param measured: by it: which files it depends on
         :param opened: files that were opened besides
         :param fresh: by module, plain globals as they were imported
         """
-        if verdict.isolation in _NOT_KEPT or "distributions" not in measured:
+        if verdict.isolation in _NOT_KEPT or "sources" not in measured:
             return
-        loaded = {path: _state_of(path) for path in (*measured.get("libraries", ()), *measured.get("sources", ()))}
+        loaded = {path: _state_of(path) for path in (*measured["libraries"], *measured["sources"])}
         files = {**{path: _state_of(path) for path in opened if not os.path.isdir(path)}, **loaded}
         kept = {
             "format": _FORMAT,
             "steps": self.steps,
-            "verdict": json.loads(dataclasses.replace(verdict, step_seconds=None).to_json()),
-            "step": [_machine(), verdict.step_seconds if measured.get("undisturbed") else None],
+            "verdict": {**dataclasses.asdict(verdict), "step_seconds": None},
+            "step": [_machine(), verdict.step_seconds if measured["undisturbed"] else None],
             "files": files,
-            "distributions": measured["distributions"],
             "variables": _variables(),
             "globals": fresh or {},
         }
@@ -138,10 +133,13 @@ class Cache:
                 self._write({**kept, "step": [_machine(), measured["step_seconds"]]})
 
     def _write(self, kept: Mapping[str, Any]) -> None:
+        """Write the file whole or not at all."""
         _of_this_process.pop(self.path, None)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _write(self.path, json.dumps(kept))
+            with tempfile.TemporaryDirectory(dir=self.path.parent, prefix=self.path.stem) as folder:
+                Path(folder, "part").write_text(json.dumps(kept), encoding="utf-8")
+                os.replace(Path(folder, "part"), self.path)
         except OSError as error:
             _log.debug("%s cannot be written: %r", self.path, error)
 
@@ -163,19 +161,6 @@ def _users_folder() -> Path | None:
     except RuntimeError:  # nobody's
         return None
     return base / "rl-ext" / "isolation"
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
-    try:
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 def _state_of(path: str) -> list[Any] | None:
@@ -204,18 +189,17 @@ def _is_as(path: str, state: list[Any] | None) -> bool:
 
 
 def key_of(factories: Sequence[EnvFactory[Any]], who: Sequence[int], format_version: int) -> str | None:
-    """Give a name that differs where the recipes, the interpreter or this package do.
+    """Give a name that differs where the recipes, the interpreter or this package do; None: it has to hold too much.
 
     Whether the code is still the same is not for the name to say: that shows in the files that are loaded.
 
-    :param factories: build the environments
-    :param who: which factory is used for each
+    :param who: which of the factories is used for each environment
     :param format_version: of what is kept under the name
-    :return: a name for a file; None: what the recipe holds cannot be described
     """
     try:
         recipe = [description(_essence(factory)) for factory in factories]
-    except ValueError:
+    except Exception as error:  # of the user's own code, perhaps
+        _log.debug("%r cannot be recognized in another process: %r", factories, error)
         return None
     files = [state for tokens in recipe for _, token in tokens for state in _files_in(token) if state is not None]
     here = (format_version, rl_ext_core.__version__, sys.version, sys.prefix, os.getcwd(), *who)
@@ -226,18 +210,9 @@ def _essence(factory: EnvFactory[Any]) -> tuple[Any, ...]:
     common = (factory.origin, factory._adapters, dict(factory.overrides))
     if factory.live is not None:
         return *common, repr(sorted(fingerprint(factory.live).tokens.items()))
-    if factory.origin == "graft":
+    if factory.origin == "graft" or not factory._recipe.takes_arguments:  # what an instance was made by
         raise ValueError("what is copied is not told by what made it")
-    try:
-        return *common, _called(factory)
-    except Exception as error:
-        raise ValueError("it cannot be unpickled") from error
-
-
-def _called(factory: EnvFactory[Any]) -> Any:
-    if not factory._recipe.takes_arguments:  # what an instance was made by
-        raise ValueError("its arguments are those of an instance")
-    return factory._recipe.unpacked()
+    return *common, factory._recipe.unpacked()
 
 
 def _files_in(token: Any) -> Iterator[Any]:

@@ -22,8 +22,6 @@ from typing import Any
 from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core.errors import WorkerError
 
-__all__ = ["connect", "interrupts_held", "preload_modules", "stop_servers"]
-
 _log = logging.getLogger("rl_ext_core.processes")
 
 _Key = tuple[tuple[str, ...], tuple[tuple[str, str | None], ...]]
@@ -33,6 +31,7 @@ _EXIT_PRIORITY = -50
 _DIED = (ChildProcessError, ConnectionError, EOFError, FileNotFoundError)
 
 _servers: dict[_Key, ForkServer] = {}
+# Those that have answered.
 _served: set[_Key] = set()
 _lock = threading.Lock()
 _at_exit: util.Finalize | None = None
@@ -45,9 +44,13 @@ class _Program(list[str]):
     server needs its environment and, where this package is not installed, ``sys.path`` before it imports anything.
     """
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, key: _Key, sys_path: Sequence[str]) -> None:
         super().__init__()
-        self._source = source
+        self._source = (
+            f"import sys\nsys.path[:] = {[str(path) for path in sys_path]!r}\n"
+            "from rl_ext_core.processes import servers\n"
+            f"servers.preload_modules({list(key[0])!r}, {dict(key[1])!r})"
+        )
 
     def __repr__(self) -> str:
         return f"(exec({self._source!r}), [])[1]"
@@ -64,7 +67,6 @@ def connect(
 
     :param preload: modules that the server has imported
     :param variables: what they read at import; None is unset
-    :param sys_path: where the server looks for them
     :param fds: descriptors for the new process
     :param accept: called with descriptors to read its exit code from and to write its pickle to, and its id
     :raises WorkerError: the server dies whenever it is started
@@ -76,8 +78,10 @@ def connect(
             # It answers at once when it has answered before; a worker that nobody talks to would complain.
             with interrupts_held() if key in _served else nullcontext():
                 accept(*_ask(server, fds))
+            _served.add(key)
+            return
         except _DIED as error:
-            code = _stop(_take(key))
+            code = _drop(key)
             if last_try:
                 raise WorkerError(
                     f"the fork server of the workers ended with exit code {code} while it imported {list(preload)}: "
@@ -88,18 +92,8 @@ def connect(
         except BaseException:
             if key not in _served:
                 # Interrupted while it imports, after which it would start that worker.
-                _stop(_take(key))
+                _drop(key)
             raise
-        else:
-            _served.add(key)
-            return
-
-
-@uninterrupted
-def _take(key: _Key) -> ForkServer | None:
-    with _lock:
-        _served.discard(key)
-        return _servers.pop(key, None)
 
 
 def _ask(server: ForkServer, fds: Sequence[int]) -> tuple[int, int, int]:
@@ -123,14 +117,7 @@ def _running(key: _Key, sys_path: Sequence[str]) -> Any:
             _stop(server)
             _served.discard(key)
             server = _servers[key] = ForkServer()
-            preload, variables = key
-            server.set_forkserver_preload(
-                _Program(
-                    f"import sys\nsys.path[:] = {[str(path) for path in sys_path]!r}\n"
-                    "from rl_ext_core.processes import _servers\n"
-                    f"_servers.preload_modules({list(preload)!r}, {dict(variables)!r})"
-                )
-            )
+            server.set_forkserver_preload(_Program(key, sys_path))
         resource_tracker.ensure_running()
         with interrupts_held():
             server.ensure_running()
@@ -145,6 +132,13 @@ def interrupts_held() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@uninterrupted
+def _drop(key: _Key) -> int | None:
+    with _lock:
+        _served.discard(key)
+        return _stop(_servers.pop(key, None))
 
 
 @uninterrupted
@@ -171,6 +165,7 @@ def _has_died(server: Any) -> bool:
 
 
 def _stop(server: Any) -> int | None:
+    """End a server, and give its exit code."""
     if server is None or server._forkserver_pid is None:
         return None
     code = None
@@ -191,7 +186,7 @@ def _stop(server: Any) -> int | None:
 
 
 def preload_modules(modules: Sequence[str], variables: Mapping[str, str | None]) -> None:
-    """Do what a fork server does before it serves: import modules, and leave them where forked workers share them.
+    """Do what a process does before others are forked from it: import modules, and leave them where all share them.
 
     :param modules: what to import; one that fails is left to the workers, which report it
     :param variables: what libraries read at import; None unsets
@@ -211,19 +206,16 @@ def preload_modules(modules: Sequence[str], variables: Mapping[str, str | None])
         except BaseException as error:  # an import may call sys.exit; the server has other modules to serve
             _log.debug("preloading %s failed: %r", module, error)
         if threading.active_count() > before:
-            _warn_of_threads(module)
+            names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+            _log.warning(
+                "importing %s starts threads (%s), which do not exist in workers forked from here: leave it out of "
+                "preload",
+                module,
+                ", ".join(names),
+            )
     gc.collect()
     # A collection in a worker would write to every object that it looks at, and so copy every page.
     gc.freeze()
-
-
-def _warn_of_threads(module: str) -> None:
-    names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-    _log.warning(
-        "importing %s starts threads (%s), which do not exist in workers forked from here: leave it out of preload",
-        module,
-        ", ".join(names),
-    )
 
 
 def _forget() -> None:

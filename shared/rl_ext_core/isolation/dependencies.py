@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import importlib.metadata
 import os
 import site
 import struct
@@ -19,8 +18,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
-
-from rl_ext_core.factory._rules import layers
 
 _OWN_PACKAGE = "rl_ext_core"
 _BIG = {"jax", "matplotlib", "numba", "numpy", "pandas", "scipy", "sklearn", "sympy", "tensordict", "torch", "torchrl"}
@@ -130,27 +127,6 @@ def _users_modules() -> list[Any]:
     ]
 
 
-def distributions(environment: Any) -> dict[str, str]:
-    """Give the versions of the distributions that the classes of an environment's layers come from.
-
-    Where a distribution is not called like its package, the files that :func:`sources` lists have to do.
-    """
-    found = {}
-    for name in {type(layer).__module__.partition(".")[0] for layer in layers(environment)}:
-        version = version_of(name)
-        if version is not None:
-            found[name] = version
-    return found
-
-
-def version_of(name: str) -> str | None:
-    """Give the version of a distribution; None: there is none of this name."""
-    try:
-        return importlib.metadata.version(name)
-    except (importlib.metadata.PackageNotFoundError, ValueError):
-        return None
-
-
 @functools.cache
 def _standard_folders() -> tuple[str, ...]:
     return tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
@@ -163,10 +139,7 @@ def _folders_of_packages() -> tuple[str, ...]:
 
 
 def _mapped() -> set[str]:
-    try:
-        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:  # not Linux
-        return set()
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     paths = (line.split(None, 5)[5] for line in lines if line.count(" ") >= 5 and "/" in line)
     return {path for path in paths if ".so" in os.path.basename(path) and not path.endswith(" (deleted)")}
 
@@ -229,10 +202,7 @@ class FolderWatch:
         self.modified: set[str] = set()
         self._library = ctypes.CDLL(None, use_errno=True)
         self._names: dict[int, str] = {}
-        try:
-            self._descriptor = self._library.inotify_init1(_NON_BLOCKING | os.O_CLOEXEC)
-        except AttributeError:  # not Linux
-            self._descriptor = -1
+        self._descriptor = self._library.inotify_init1(_NON_BLOCKING | os.O_CLOEXEC)
         waiting = deque(folders)
         while waiting and self._descriptor >= 0 and len(self._names) < _MOST_FOLDERS:
             waiting.extend(self._add(waiting.popleft()))

@@ -7,24 +7,23 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from rl_ext_core.isolation._experiments import (
+from rl_ext_core.isolation.cures import CURES
+from rl_ext_core.isolation.experiments import (
     ALONE,
     APART,
     ASKED_ALONE,
     ASKED_BESIDE,
     CROWD,
     FIRST,
-    LEAST_STEPS,
     MOST_TOGETHER,
+    OVERWRITTEN,
     RACE,
     SECOND,
     Operation,
     operations,
 )
-from rl_ext_core.isolation._runner import Trial, TrialRunner
-from rl_ext_core.isolation._trial import OVERWRITTEN
-from rl_ext_core.isolation.cures import CURES
-from rl_ext_core.isolation.verdict import Declaration, Isolation, Verdict
+from rl_ext_core.isolation.trials import Trial, TrialRunner
+from rl_ext_core.isolation.verdict import LEAST_STEPS, Declaration, Isolation, Verdict
 
 # What was observed, the verdict, and the sentences on it; "how" is a clause on the trial that shows it.
 _SENTENCES = {
@@ -112,7 +111,7 @@ class Finding:
             self.declared_by,
             in_process=self.in_process,
             step_seconds=measured.get("step_seconds"),
-            build_seconds=None if self.alone is None else self.alone.build_seconds,
+            build_seconds=None if self.alone is None else self.alone.facts.get("built"),
             private_bytes=measured.get("private_bytes"),
             cure=self.cure,
             libraries=tuple(measured.get("libraries", ())),
@@ -185,8 +184,8 @@ def judge(runner: TrialRunner, steps: int, who: Sequence[int]) -> Finding:
     (alone,) = runner.run([ALONE], steps, shorten=True)
     if not alone.done:
         return _does_not_work(runner, alone, steps)
-    if alone.declaration is not None and len(set(who)) == 1:
-        return declared(alone.declaration, alone)
+    if alone.facts["declared"] is not None and len(set(who)) == 1:
+        return declared(alone.facts["declared"], alone)
     steps = alone.measured["steps"]
     preload = tuple(alone.measured["harmless"])
     reference = alone

@@ -12,16 +12,15 @@ import select
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver, reduction, spawn
 from typing import Any, NoReturn
 
 from rl_ext_core._families import kill_own_family, lead_group
-from rl_ext_core.processes._report import Stage, Writer
+from rl_ext_core.processes.report import Progress, Writer
 
 # How long a worker that ends early may take to close what it has.
 CLOSE_S = 3.0
@@ -31,22 +30,15 @@ _EXIT_GRACE_S = 0.25
 SENT_AT_ONCE = 240
 # By which the parent asks a worker to end.
 END_SIGNAL = signal.SIGUSR2
-# faulthandler's, and those that nobody can handle.
-_NOT_RESET = {
-    signal.SIGSEGV,
-    signal.SIGFPE,
-    signal.SIGABRT,
-    signal.SIGBUS,
-    signal.SIGILL,
-    signal.SIGKILL,
-    signal.SIGSTOP,
-}
+# Not reset: faulthandler's, and those that nobody can handle.
+_KEPT = {getattr(signal, f"SIG{name}") for name in ("SEGV", "FPE", "ABRT", "BUS", "ILL", "KILL", "STOP")}
 _CHAIN_LIMIT = 20
+# Where the parent's main module is, of multiprocessing's preparation data.
+_OF_MAIN = ("init_main_from_name", "init_main_from_path")
 
 _writer: Writer | None = None
 _notes: dict[str, Any] = {}
-# Where the parent's main module is, for as long as it was not imported.
-OF_MAIN = ("init_main_from_name", "init_main_from_path")
+# For as long as the parent's main module was not imported.
 _postponed: dict[str, Any] = {}
 _ending = _finished = False
 _to_close: list[Callable[[], object]] = []
@@ -96,6 +88,12 @@ def note(**values: Any) -> None:
         _writer.write_notes(_notes)
 
 
+def record(kind: str, *values: Any) -> None:
+    """Append plain values to this worker's report, where the parent reads them by ``report.since()``, in order."""
+    assert _writer is not None
+    _writer.append((kind, *values))
+
+
 @dataclass(frozen=True)
 class Start:
     """What a worker is given by its parent.
@@ -103,19 +101,27 @@ class Start:
     :param report: descriptor of its report
     :param lifeline: reading end of a pipe that the parent never writes to and alone holds open
     :param environ: all of its environment variables
+    :param dies_with_parent: whether it is killed then; else it goes on, and ends by itself
+    :param own_session: whether it leads a session, not only a group
     """
 
     report: int
     lifeline: int
     environ: dict[str, str]
+    dies_with_parent: bool
+    own_session: bool
 
     def begin(self) -> None:
         """Set the process up; called before anything that is not the standard library's or ours is imported."""
         global _writer
-        lead_group()
+        os.setsid() if self.own_session else lead_group()
         _writer = None
         _set_signals()
-        _replace_environment(self.environ)
+        for name in os.environ.keys() - self.environ.keys():
+            del os.environ[name]
+        for name, value in self.environ.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value
         for descriptor in (self.report, self.lifeline):
             os.set_inheritable(descriptor, False)
         _notes.clear()
@@ -124,50 +130,58 @@ class Start:
         # Straight to the descriptor, from C: fatal signals, and stacks when the parent asks.
         faulthandler.enable(file=self.report, all_threads=True)
         faulthandler.register(signal.SIGUSR1, file=self.report, all_threads=True)
-        _die_with_parent(self.lifeline)
-        _writer.enter(Stage.IMPORTING)
+        if self.dies_with_parent:
+            _die_with_parent(self.lifeline)
+        _writer.enter(Progress.IMPORTING)
         _end_if_asked()  # before it could hear
 
 
-def unpack(
-    report: Any,
-    lifeline: Any,
-    more: Any,
-    count: int,
-    environ: dict[str, str],
-    preparation: bytes,
-    process: bytes,
-    needs_main: bool,
-) -> Any:
-    """Do what ``multiprocessing.spawn._main`` does to start a process, and report what goes wrong.
+@dataclass(frozen=True)
+class Envelope:
+    """A process on its way to a worker: unpickling it does what ``multiprocessing.spawn._main`` does, and gives it.
 
-    The pickle of a process calls this in place of building the process: everything was read from the parent's pipe
-    before it, and all that belongs to the user is unpickled within it.
+    All was read from the parent's pipe before that, and all that belongs to the user is unpickled within it, so that
+    what goes wrong is reported.
 
     :param report: multiprocessing's wrapper of a descriptor
     :param lifeline: another one
     :param more: one of a socket, by which descriptors come that the fork server has not taken
     :param count: of these
-    :param environ: all environment variables of the worker
+    :param rest: of a :class:`Start`
     :param preparation: pickle of multiprocessing's preparation data
     :param process: pickle of the process
     :param needs_main: whether that refers to the main module; if not, it is left to :func:`import_main`
-    :return: the process
     """
-    Start(report.detach(), lifeline.detach(), environ).begin()
+
+    report: Any
+    lifeline: Any
+    more: Any
+    count: int
+    rest: tuple[dict[str, str], bool, bool]
+    preparation: bytes
+    process: bytes
+    needs_main: bool
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _opened, tuple(vars(self).values())
+
+
+def _opened(*parts: Any) -> Any:
+    envelope = Envelope(*parts)
+    Start(envelope.report.detach(), envelope.lifeline.detach(), *envelope.rest).begin()
     assert _writer is not None
     try:
-        if more is not None:
-            _receive(more.detach(), count)
-        data = pickle.loads(preparation)
-        if not needs_main:
-            postpone_main({name: data.pop(name) for name in OF_MAIN if name in data})
+        if envelope.more is not None:
+            _receive(envelope.more.detach(), envelope.count)
+        data = pickle.loads(envelope.preparation)
+        if not envelope.needs_main:
+            _postponed.update({name: data.pop(name) for name in _OF_MAIN if name in data})
         spawn.prepare(data)
     except BaseException as error:
         _end_with(error, unguarded=_is_unguarded(error))
-    _writer.enter(Stage.UNPICKLING)
+    _writer.enter(Progress.UNPICKLING)
     try:
-        return pickle.loads(process)
+        return pickle.loads(envelope.process)
     except BaseException as error:
         _end_with(error)
 
@@ -179,14 +193,6 @@ def _receive(descriptor: int, count: int) -> None:
             received = reduction.recvfds(more, min(count, SENT_AT_ONCE))
             forkserver.get_inherited_fds().extend(received)  # type: ignore[union-attr]
             count -= len(received)
-
-
-def postpone_main(where: Mapping[str, str]) -> None:
-    """Leave the parent's main module to :func:`import_main`.
-
-    :param where: it is, of multiprocessing's preparation data
-    """
-    _postponed.update(where)
 
 
 def import_main() -> bool:
@@ -209,16 +215,12 @@ def import_main() -> bool:
 
 
 def reporting(run: Callable[[], object]) -> Callable[[], None]:
-    """Wrap a worker's function so that what it raises reaches the parent.
-
-    :param run: what the worker runs
-    :return: what it runs instead
-    """
+    """Wrap a worker's function so that what it raises reaches the parent."""
 
     def run_and_report() -> None:
         assert _writer is not None
         global _finished
-        _writer.enter(Stage.RUNNING)
+        _writer.enter(Progress.RUNNING)
         try:
             run()
             _finished = True  # nobody needs to ask any more
@@ -253,14 +255,12 @@ def _end_with(error: BaseException, *, unguarded: bool = False) -> NoReturn:
 
 
 def leave(code: int, *, forked: bool) -> int:
-    """End a worker that has reported a failure, without taking the interpreter down.
+    """End a worker that has reported a failure, without taking the interpreter down; else give its exit code back.
 
     That may take a large library half a second. Forked workers never do it.
 
-    :param code: the exit code
     :param forked: by the parent or by a fork server, whose exit handlers are not the worker's: they would close what
         is not open here. From Python 3.13 on, multiprocessing has removed them
-    :return: the exit code of a worker without a failure, which ends as multiprocessing has it
     """
     if _ending:
         if not forked or sys.version_info >= (3, 13):
@@ -284,14 +284,14 @@ def _set_signals() -> None:
     What is ignored stays so, as for any program that is started.
     """
     signal.set_wakeup_fd(-1)
-    for number in signal.valid_signals() - _NOT_RESET:
+    for number in signal.valid_signals() - _KEPT:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
     # A KeyboardInterrupt here would be a second, misleading error. Not ignored, which programs that are started from
     # here would inherit: some are to be ended by it.
     signal.signal(signal.SIGINT, _pass)
     signal.signal(END_SIGNAL, _end_if_asked)
-    # Ctrl-C was held back by the parent until now, see _popen; and who knows what a forking thread holds back.
+    # Ctrl-C was held back by the parent until now; and who knows what a forking thread holds back.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
@@ -304,32 +304,16 @@ def _end_if_asked(number: int = 0, frame: object = None) -> None:
         raise _Asked(1)
 
 
-def _replace_environment(environ: dict[str, str]) -> None:
-    for name in os.environ.keys() - environ.keys():
-        del os.environ[name]
-    for name, value in environ.items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value
-
-
 def _die_with_parent(lifeline: int) -> None:
     """Have this process and its group killed when its parent is gone, even if it hangs in C."""
-    if hasattr(fcntl, "F_SETSIG"):
-        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-        # The signal is for what happens from now on.
-        poll = select.poll()
-        poll.register(lifeline, select.POLLIN)
-        if poll.poll(0):
-            os.killpg(0, signal.SIGKILL)
-    else:
-        threading.Thread(target=_exit_after, args=(lifeline,), name="rl_ext_core-lifeline", daemon=True).start()
-
-
-def _exit_after(lifeline: int) -> None:
-    os.read(lifeline, 1)
-    os.killpg(0, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    # The signal is for what happens from now on.
+    poll = select.poll()
+    poll.register(lifeline, select.POLLIN)
+    if poll.poll(0):
+        os.killpg(0, signal.SIGKILL)
 
 
 def _forget() -> None:
