@@ -60,16 +60,19 @@ class SupervisedEnv(upstream.ParallelEnv):
         try:
             with contextlib.ExitStack() as stack:
 
+                starting = [self]  # emptied below: workers would keep this object alive for as long as they live
+
                 def watch(process: Any) -> None:
                     # Upstream starts all of them and then waits: from here on somebody looks after them.
                     started.append(process)
-                    if len(started) == self.num_workers:
-                        stack.enter_context(self._watched(started).operation("start", self._start_timeout))
+                    for env in starting:
+                        if len(started) == env.num_workers:
+                            stack.enter_context(env._watched(started).operation("start", env._start_timeout))
 
                 context = self._plan.context(self._method, watch)
                 self._mp_start_method = _Registered(stack.enter_context(processes.registered(context)))
                 super()._start_workers()
-                context.on_start = None  # it would keep this object alive for as long as the workers live
+                starting.clear()
             self._failed, self._unfinished = None, False
         except BaseException:
             if self._watch is None and started:
