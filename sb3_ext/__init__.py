@@ -18,6 +18,7 @@ from sb3_ext.buffers import (
     CompressedReplayBuffer,
     CompressedRolloutBuffer,
 )
+from sb3_ext.gym_vec_env import GymVecEnv
 from sb3_ext.make_vec_env import make_vec_env
 from sb3_ext.ray_vec_env import RayVecEnv
 from sb3_ext.shared_memory_vec_env import SharedMemoryVecEnv
@@ -32,6 +33,7 @@ __all__ = [
     "CompressedReplayBuffer",
     "CompressedRolloutBuffer",
     "EnvFactory",
+    "GymVecEnv",
     "RayVecEnv",
     "SharedMemoryVecEnv",
     "VecEnvTimings",
