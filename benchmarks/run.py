@@ -34,6 +34,7 @@ def main() -> None:
         "benchmarks.factories",
         "benchmarks.isolation",
         "benchmarks.vec_env",
+        "benchmarks.gym_vec_env",
     ):
         print("\n$ python -m", line, flush=True)
         subprocess.run([sys.executable, "-m", *line.split()], check=True)

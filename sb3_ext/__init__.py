@@ -18,6 +18,7 @@ from sb3_ext.buffers import (
     CompressedReplayBuffer,
     CompressedRolloutBuffer,
 )
+from sb3_ext.gym_vec_env import GymVecEnv
 from sb3_ext.vec_env import RayVecEnv, SharedMemoryVecEnv, VecEnvTimings
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "CompressedReplayBuffer",
     "CompressedRolloutBuffer",
     "EnvFactory",
+    "GymVecEnv",
     "RayVecEnv",
     "SharedMemoryVecEnv",
     "VecEnvTimings",

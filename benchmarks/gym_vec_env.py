@@ -1,0 +1,137 @@
+"""``sb3_ext.GymVecEnv`` over environments that are vectorised already, against what users have for them today.
+
+Competitors take turns in one process, with the same actions, and are measured by the CPU time of the calling thread;
+ratios are medians of the ratios of turns. *Bare* is the environment alone: the difference is what an adapter takes.
+Beside each figure stands the bar that it has to reach.
+
+    python -m benchmarks.gym_vec_env [cartpole torch] [--rounds 15] [--isaac-wrapper PATH]
+
+The path is that of Isaac Lab's ``source/isaaclab_rl/isaaclab_rl/sb3.py``; without it, ``torch`` shows ours alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import time
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.vector import SyncVectorEnv, VectorWrapper
+from stable_baselines3.common.vec_env import DummyVecEnv
+
+from benchmarks.measure import interleaved, judged, machine, options_with_names, times_as_fast
+from sb3_ext import GymVecEnv
+
+Run = Callable[[], object]
+COUNT, MANY = 16, 4096
+
+
+def build() -> Any:
+    """Make a CartPole."""
+    return gymnasium.make("CartPole-v1")
+
+
+def stepping(env: Any, actions: Any) -> Run:
+    """Give what steps it once with each of the actions."""
+    env.reset()
+
+    def run() -> None:
+        for action in actions:
+            env.step(action)
+
+    run()
+    return run
+
+
+def one_by_one(actions: Any) -> Run:
+    """Give what steps single environments and does nothing else: no vectorised environment can be faster."""
+    envs = [build() for _ in range(COUNT)]
+    for seed, env in enumerate(envs):
+        env.reset(seed=seed)
+
+    def run() -> None:
+        for action in actions:
+            for env, mine in zip(envs, action, strict=True):
+                _, _, terminated, truncated, _ = env.step(mine)
+                if terminated or truncated:
+                    env.reset()
+
+    run()
+    return run
+
+
+def cartpole(options: argparse.Namespace) -> None:
+    """Environments of Python: through the batches of SyncVectorEnv, or around them."""
+    actions = np.random.default_rng(0).integers(2, size=(200, COUNT))
+    seconds = interleaved(
+        {
+            "DummyVecEnv": stepping(DummyVecEnv([build] * COUNT), actions),
+            "ours": stepping(GymVecEnv(SyncVectorEnv([build] * COUNT)), actions),
+            "ours, by its own step": stepping(GymVecEnv(VectorWrapper(SyncVectorEnv([build] * COUNT))), actions),
+            "SyncVectorEnv, bare": stepping(SyncVectorEnv([build] * COUNT), actions),
+            "environments, bare": one_by_one(actions),
+        },
+        rounds=options.rounds,
+        clock=time.thread_time,
+    )
+    print(f"\ncartpole: steps a second of {COUNT} environments")
+    for name, found in seconds.items():
+        verdict = judged(times_as_fast(seconds, name, than="DummyVecEnv"), 1.5 if name == "ours" else None)
+        print(f"{name:28}{len(actions) * COUNT / np.median(found):>12,.0f}  {verdict}")
+
+
+def tensors(options: argparse.Namespace) -> None:
+    """An environment in Isaac Lab's style, 4096 at once."""
+    from benchmarks import isaac_like
+
+    isaac_like.install()
+    torch.set_num_threads(1)
+    actions = list(np.random.default_rng(0).uniform(-1, 1, (20, MANY, isaac_like.ACTED)).astype(np.float32))
+
+    def env() -> Any:
+        return isaac_like.IsaacLike(MANY, final_obs=True)
+
+    competitors = {
+        "bare": stepping(env(), [torch.from_numpy(action) for action in actions]),
+        "ours": stepping(GymVecEnv(env(), clip_actions=100.0), actions),
+        "ours, copy=False": stepping(GymVecEnv(env(), clip_actions=100.0, copy=False), actions),
+    }
+    if options.isaac_wrapper:
+        spec = importlib.util.spec_from_file_location("isaac_wrapper", options.isaac_wrapper)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        competitors["Sb3VecEnvWrapper"] = stepping(
+            module.Sb3VecEnvWrapper(env(), action_low=-100.0, action_high=100.0), actions
+        )
+    seconds = interleaved(competitors, rounds=options.rounds, clock=time.thread_time)
+    print(f"\ntorch: microseconds of an adapter for a step of {MANY} environments")
+    added = {name: (found - seconds["bare"]) / len(actions) * 1e6 for name, found in seconds.items()}
+    for name, found in list(added.items())[1:]:
+        verdict = ""
+        if options.isaac_wrapper and name.startswith("ours"):
+            verdict = judged(times_as_fast(added, name, than="Sb3VecEnvWrapper"), 3.0 if name == "ours" else None)
+        print(f"{name:28}{np.median(found):>12,.0f}  {verdict}")
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], None]] = {"cartpole": cartpole, "torch": tensors}
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gym_vec_env", description=main.__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--isaac-wrapper", metavar="PATH", help="Isaac Lab's isaaclab_rl/sb3.py")
+    options = options_with_names(parser, PARTS)
+    print(machine())
+    for name in options.names:
+        PARTS[name](options)
+
+
+if __name__ == "__main__":
+    main()

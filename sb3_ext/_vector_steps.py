@@ -1,0 +1,488 @@
+"""What steps a vectorised environment for :class:`GymVecEnv`: its sub-environments one by one, or in batches."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
+from rl_ext_core.vector.autoreset import Autoreset, PartialReset, partial_reset
+
+__all__ = ["Batched", "Layout", "Separate"]
+
+Array = np.ndarray[Any, Any]
+_LAST = ("final_obs", "final_observation", "final_info")
+
+
+class Layout:
+    """What observations are made of: one array, a dict or a tuple of arrays, as in ``DummyVecEnv``.
+
+    :raises InvalidArgumentError: they are nested deeper
+    """
+
+    def __init__(self, space: spaces.Space[Any]) -> None:
+        self._space = space
+        self.keys: list[Any] = [None]
+        inner: list[spaces.Space[Any]] = [space]
+        if isinstance(space, spaces.Dict):
+            self.keys, inner = list(space.spaces), list(space.spaces.values())
+        elif isinstance(space, spaces.Tuple):
+            self.keys, inner = list(range(len(space.spaces))), list(space.spaces)
+        for part in inner:
+            if part.shape is None or part.dtype is None:
+                raise InvalidArgumentError(
+                    f"observations hold {part}, which is no array of fixed shape. Stable Baselines3 takes a Dict or "
+                    "Tuple of Box, Discrete, MultiDiscrete and MultiBinary; name a part with observation_key=..., or "
+                    "flatten it: gymnasium.wrappers.FlattenObservation"
+                )
+        self.shapes = [(tuple(part.shape or ()), part.dtype) for part in inner]
+        self._single = self.keys == [None]
+        # One array of rows, as most environments have it.
+        self._flat = self._single and self.shapes[0][0] != ()
+        self.write: Callable[[Any, Any], None] = _write_row if self._flat else self._write_all
+
+    def empty(self, count: int) -> list[Array]:
+        return [np.empty((count, *shape), dtype) for shape, dtype in self.shapes]
+
+    def parts(self, observation: Any) -> list[Any]:
+        return [observation] if self._single else [observation[key] for key in self.keys]
+
+    def joined(self, leaves: Sequence[Any]) -> Any:
+        if self._single:
+            return leaves[0]
+        return dict(zip(self.keys, leaves, strict=True)) if isinstance(self._space, spaces.Dict) else tuple(leaves)
+
+    def rows(self, leaves: Sequence[Array]) -> Iterable[Any]:
+        """Take batches apart."""
+        return leaves[0] if self._single else [self.joined(parts) for parts in zip(*leaves, strict=True)]
+
+    def copied(self, observation: Any) -> Any:
+        """Copy an observation of one environment, with its own dtype."""
+        return self.joined(
+            [np.array(part) if isinstance(part, np.ndarray) else part for part in self.parts(observation)]
+        )
+
+    def keep_freed_memory(self, count: int) -> None:
+        """Let glibc keep blocks of this size when they are freed: mapping them anew takes longer than filling them.
+
+        Its threshold rises to the largest block that was freed, up to 32 MB. Source: mallopt(3), M_MMAP_THRESHOLD.
+        """
+        size = min(4 * sum(leaf.nbytes for leaf in self.empty(count)), 31 << 20)
+        if size > 128 << 10:
+            np.empty(size, np.uint8)
+
+    def empty_rows(self, count: int) -> tuple[list[Array], Iterable[Any]]:
+        """Make arrays for all, and what :meth:`write` takes for each: views, which cost less than indices."""
+        leaves = self.empty(count)
+        # An Ellipsis keeps rows of no dimensions arrays.
+        rows = [[leaf[index, ...] for leaf in leaves] for index in range(count)] if not self._flat else leaves[0]
+        return leaves, rows
+
+    def _write_all(self, row: list[Array], observation: Any) -> None:
+        for leaf, part in zip(row, self.parts(observation), strict=True):
+            leaf[...] = part
+
+
+def _write_row(row: Array, observation: Any) -> None:
+    row[...] = observation
+
+
+class Separate:
+    """Steps the sub-environments of a ``SyncVectorEnv``, as ``DummyVecEnv`` does.
+
+    :param all_infos: whether to return informations of environments whose episodes go on
+    """
+
+    def __init__(self, envs: list[Any], layout: Layout, all_infos: bool) -> None:
+        self._envs, self._layout, self._all_infos = envs, layout, all_infos
+
+    def step(self, actions: Any) -> tuple[Any, Array, Array, list[Any], list[int], list[Any] | None]:
+        leaves, rows = self._layout.empty_rows(len(self._envs))
+        write, all_infos = self._layout.write, self._all_infos
+        rewards: list[Any] = []
+        infos: list[Any] = [_QUIET] * len(self._envs)
+        ended: list[int] = []
+        reset_infos: list[Any] = []
+        for env, action, row in zip(self._envs, actions, rows, strict=True):
+            observation, reward, terminated, truncated, info = env.step(action)
+            if terminated or truncated:
+                index = len(rewards)
+                infos[index] = {
+                    **info,
+                    "TimeLimit.truncated": bool(truncated and not terminated),
+                    # Copied before the reset, which may write into it.
+                    "terminal_observation": self._layout.copied(observation),
+                }
+                observation, reset_info = env.reset()
+                ended.append(index)
+                reset_infos.append(reset_info)
+            elif all_infos and info:
+                infos[len(rewards)] = {**info, "TimeLimit.truncated": False}
+            rewards.append(reward)
+            write(row, observation)
+        dones = np.zeros(len(rewards), bool)
+        if ended:
+            dones[ended] = True
+        return self._layout.joined(leaves), np.array(rewards, np.float32), dones, infos, ended, reset_infos
+
+    def reset(self, seeds: Sequence[int | None], options: Sequence[dict[str, Any]]) -> tuple[Any, list[Any]]:
+        leaves, rows = self._layout.empty_rows(len(self._envs))
+        infos = []
+        for env, seed, given, row in zip(self._envs, seeds, options, rows, strict=True):
+            observation, info = env.reset(seed=seed, **({"options": given} if given else {}))
+            self._layout.write(row, observation)
+            infos.append(info)
+        return self._layout.joined(leaves), infos
+
+
+class Batched:
+    """Steps environments that return batches, of arrays or of tensors.
+
+    :param device: where actions go; None: they stay arrays
+    :param key: the part of the observations that is returned
+    :param mode: None: the first step that ends an episode shows it
+    :param previous: whether the observation before stands for a last one that is missing
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        layout: Layout,
+        *,
+        num_envs: int,
+        device: torch.device | None,
+        key: str | None,
+        mode: Autoreset | None,
+        previous: bool,
+        all_infos: bool,
+        copy: bool,
+        action_space: spaces.Space[Any],
+    ) -> None:
+        self._env, self._layout, self._count, self._device = env, layout, num_envs, device
+        self._key, self._mode, self._previous, self._all_infos, self._copy = key, mode, previous, all_infos, copy
+        self._action_dtype = action_space.dtype
+        self._last: list[Array] | None = None
+        self._partial: PartialReset | None = None
+        self._trusted = True
+        if mode in (Autoreset.NEXT_STEP, Autoreset.DISABLED):
+            self._partial, self._trusted = partial_reset(env, mode)
+        layout.keep_freed_memory(num_envs)
+
+    def step(self, actions: Any) -> tuple[Any, Array, Array, list[Any], Sequence[int], list[Any] | None]:
+        if self._device is not None:
+            # Its own copy: environments that clip do so in place.
+            actions = torch.from_numpy(np.array(actions, dtype=self._action_dtype)).to(self._device)
+        before, self._last = self._last, None
+        observation, reward, terminated, truncated, info = self._env.step(actions)
+        parts = [*self._parts(observation), reward, terminated, truncated]
+        *leaves, reward, terminated, truncated = _on_cpu(parts)
+        leaves = self._checked(leaves)
+        rewards = self._flat(reward, "rewards").astype(np.float32)
+        terminated = self._flat(terminated, "terminations").astype(bool, copy=False)
+        truncated = self._flat(truncated, "truncations").astype(bool, copy=False)
+        dones = terminated | truncated
+        rows = dones.nonzero()[0]
+        ended: list[int] = rows.tolist()
+        infos: list[Any] = [_QUIET] * self._count
+        reset_infos = None
+        if ended:
+            leaves, lasts, own, reset_infos = self._finish(leaves, dones, rows, info, before)
+            overdue = (truncated & ~terminated)[rows].tolist()
+            lasts_joined = self._layout.rows(lasts)
+            for index, time_out, last, found in zip(ended, overdue, lasts_joined, own, strict=True):
+                found["TimeLimit.truncated"] = time_out
+                found["terminal_observation"] = last
+                infos[index] = found
+        if self._all_infos and info:
+            for index in np.flatnonzero(~dones).tolist():
+                infos[index] = {**_info_of(info, index, self._count), "TimeLimit.truncated": False}
+        if self._previous:
+            self._last = [leaf.copy() for leaf in leaves]
+        return self._layout.joined(leaves), rewards, dones, infos, ended, reset_infos
+
+    def _finish(
+        self, leaves: list[Array], dones: Array, rows: Array, info: Any, before: list[Array] | None
+    ) -> tuple[list[Array], list[Array], list[dict[str, Any]], list[Any] | None]:
+        """Give the observations of all after resets; last observations, infos and infos of resets of those ended."""
+        final, ended = _final(info), rows.tolist()
+        if self._mode is None:
+            self._mode = self._guessed(final)
+        if self._partial is not None:
+            lasts = [leaf[rows] for leaf in leaves]
+            fresh, fresh_info = self._reset_some(leaves, dones)
+            for leaf, new in zip(leaves, fresh, strict=True):
+                leaf[rows] = new
+            own = [_info_of(info, index, self._count) for index in ended]
+            return leaves, lasts, own, [_info_of(fresh_info, index, self._count) for index in ended]
+        if final is not None:
+            lasts = self._last_rows(final, rows)
+        elif self._previous and before is not None:
+            lasts = [leaf[rows] for leaf in before]
+        else:
+            raise EnvironmentOutputError(
+                f"episodes have ended, {type(self._env).__name__} has reset itself, and its info holds no final_obs: "
+                "their last observations are lost. Make it return them (Isaac Lab: cfg.compute_final_obs = True), or "
+                'write missing_final_obs="previous", which takes the observations before'
+            )
+        rest = {key: value for key, value in info.items() if key.removeprefix("_") not in _LAST}
+        final_info = info.get("final_info")
+        if self._device is not None:  # Rows of what was logged; what concerns all is not repeated for each.
+            found = {**_taken(rest, rows, self._count), **_taken(final_info, rows, self._count)}
+            return leaves, lasts, _rows_of(found, ended), None
+        own, resets = [], []
+        for index in ended:
+            reset = _info_of(rest, index, self._count)
+            mine = final_info[index] if _one_each(final_info) else _info_of(final_info or {}, index, self._count)
+            # Wrappers put what they record beside the infos of resets.
+            episode = {"episode": reset.pop("episode")} if "episode" in reset else {}
+            own.append({**(mine or ({} if final_info is not None else reset)), **episode})
+            resets.append(reset)
+        return leaves, lasts, own, resets
+
+    def _guessed(self, final: Any) -> Autoreset:
+        if final is not None:
+            return Autoreset.SAME_STEP
+        raise InvalidArgumentError(
+            f"{type(self._env).__name__} says nowhere when it resets sub-environments whose episodes have ended, and "
+            'its info holds no final_obs. Write autoreset_mode="SameStep", "Disabled" (it resets those of '
+            "reset(options={'reset_mask': ...})), or give it metadata[\"autoreset_mode\"]"
+        )
+
+    def _reset_some(self, leaves: list[Array], dones: Array) -> tuple[list[Array], Any]:
+        assert self._partial is not None
+        observation, info = self._partial(dones)
+        found = _on_cpu(self._parts(observation))
+        count = int(dones.sum())
+        if count < self._count and all(len(leaf) == count for leaf in found):
+            return self._checked(found, count), info
+        fresh = self._checked(found)
+        if not self._trusted:
+            for old, new in zip(leaves, fresh, strict=True):
+                if old[~dones].tobytes() != new[~dones].tobytes():
+                    raise EnvironmentOutputError(
+                        f"{type(self._env).__name__}.reset(options={{'reset_mask': ...}}) also changed "
+                        "sub-environments that it was not to reset: it cannot reset some of them alone. Write "
+                        'gymnasium.make_vec(..., vectorization_mode="sync"), or give its reset an argument env_ids'
+                    )
+        return [leaf[dones] for leaf in fresh], info
+
+    def _last_rows(self, final: Any, rows: Array) -> list[Array]:
+        if _one_each(final):
+            each = [[np.asarray(_array(part)) for part in self._parts(final[index])] for index in rows.tolist()]
+            stacked = [np.stack(parts) for parts in zip(*each, strict=True)]
+        else:
+            stacked = _on_cpu([_some(part, rows) for part in self._parts(final)])
+        return self._checked(stacked, len(rows), copy=False)
+
+    def reset(self, seeds: Sequence[int | None], options: Sequence[dict[str, Any]]) -> tuple[Any, list[Any]]:
+        given: dict[str, Any] = {}
+        if any(option != options[0] for option in options):
+            raise InvalidArgumentError(
+                f"the options differ between environments, and {type(self._env).__name__} resets all of them with the "
+                "same. Write set_options({...}) with one dict"
+            )
+        if options[0]:
+            given["options"] = dict(options[0])
+        if any(seed is not None for seed in seeds):
+            given["seed"] = _seed(seeds)
+        try:
+            result = self._env.reset(**given)
+        except TypeError:
+            if "seed" not in given or _takes_seed(self._env):
+                raise
+            warnings.warn(
+                f"{type(self._env).__name__}.reset takes no seed: the seed is not used. Give it where the environment "
+                "is made",
+                stacklevel=3,
+            )
+            del given["seed"]
+            result = self._env.reset(**given)
+        observation, info = result
+        leaves = self._checked(_on_cpu(self._parts(observation)))
+        if self._previous:
+            self._last = [leaf.copy() for leaf in leaves]
+        return self._layout.joined(leaves), [_info_of(info, index, self._count) for index in range(self._count)]
+
+    def _parts(self, observation: Any) -> list[Any]:
+        if self._key is not None:
+            observation = observation[self._key]
+        return self._layout.parts(observation)
+
+    def _checked(self, leaves: list[Array], count: int | None = None, *, copy: bool | None = None) -> list[Array]:
+        """Cast leaves to what the space promises, and copy what is the environment's."""
+        count = self._count if count is None else count
+        copy = self._copy if copy is None else copy
+        found = []
+        for leaf, (shape, dtype) in zip(leaves, self._layout.shapes, strict=True):
+            if leaf.shape != (count, *shape):
+                raise EnvironmentOutputError(
+                    f"{type(self._env).__name__} returned observations of shape {leaf.shape}; its space promises "
+                    f"{(count, *shape)}"
+                )
+            found.append(leaf.astype(dtype, order="C", copy=copy or not leaf.flags.writeable))
+        return found
+
+    def _flat(self, values: Array, name: str) -> Array:
+        if values.size != self._count:
+            raise EnvironmentOutputError(
+                f"{type(self._env).__name__} returned {name} of shape {values.shape}; expected ({self._count},)"
+            )
+        return values.reshape(self._count)
+
+
+# -- infos
+
+
+class _Quiet(dict[str, Any]):
+    """The information of environments whose episodes go on: one dict for all of them, so nobody may write into it."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise InvalidTypeError(
+            "this info belongs to all environments whose episodes go on and cannot be changed. Change a copy of it, "
+            'info.copy(), or write GymVecEnv(..., infos="all")'
+        )
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __missing__(self, key: str) -> Any:
+        raise KeyError(
+            f"{key!r}: infos are built for environments whose episodes have ended. For all of them write "
+            'GymVecEnv(..., infos="all")'
+        )
+
+    def __copy__(self) -> dict[str, Any]:
+        return dict(self)
+
+    def __deepcopy__(self, memo: Any) -> dict[str, Any]:
+        return dict(self)
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+_QUIET = _Quiet({"TimeLimit.truncated": False})
+
+
+def _final(info: Any) -> Any:
+    """Take the last observations out of a step's info; None where it holds none."""
+    found = info.get("final_obs")
+    return info.get("final_observation") if found is None else found
+
+
+def _one_each(values: Any) -> bool:
+    return isinstance(values, list) or (isinstance(values, np.ndarray) and values.dtype == object)
+
+
+def _info_of(info: Any, index: int, count: int) -> dict[str, Any]:
+    """Give the information of one environment, from what gymnasium makes of all: arrays with masks beside them."""
+    if _one_each(info):
+        return dict(info[index] or {})
+    found: dict[str, Any] = {}
+    for key, value in info.items():
+        mask = info.get(f"_{key}")
+        if (key.startswith("_") and key[1:] in info) or (mask is not None and len(mask) == count and not mask[index]):
+            continue
+        if isinstance(value, dict):
+            found[key] = _info_of(value, index, count)
+        elif (
+            isinstance(value, np.ndarray | torch.Tensor | list | tuple) and len(np.shape(value)) and len(value) == count
+        ):
+            row = _array(value[index])
+            found[key] = row.copy() if isinstance(row, np.ndarray) else row
+        else:
+            found[key] = value
+    return found
+
+
+def _taken(info: Any, rows: Array, count: int) -> dict[str, Any]:
+    """Take the rows of those ended out of the tensors and arrays of an info, to the CPU together."""
+    flat: dict[tuple[str, ...], Any] = {}
+
+    def collect(part: Any, path: tuple[str, ...]) -> None:
+        for key, value in part.items():
+            if isinstance(value, dict):
+                collect(value, (*path, key))
+            elif isinstance(value, torch.Tensor | np.ndarray) and value.shape[:1] == (count,) and value.dtype != object:
+                flat[(*path, key)] = _some(value, rows)
+
+    collect(info if isinstance(info, dict) else {}, ())
+    found: dict[str, Any] = {}
+    for path, value in zip(flat, _on_cpu(list(flat.values())), strict=True):
+        part = found
+        for key in path[:-1]:
+            part = part.setdefault(key, {})
+        part[path[-1]] = value
+    return found
+
+
+def _rows_of(info: dict[str, Any], ended: list[int]) -> list[dict[str, Any]]:
+    """Take apart what :func:`_taken` has gathered."""
+    rows: list[dict[str, Any]] = [{} for _ in ended]
+    for key, value in info.items():
+        parts = _rows_of(value, ended) if isinstance(value, dict) else value
+        for row, part in zip(rows, parts, strict=True):
+            row[key] = part
+    return rows
+
+
+# -- tensors
+
+
+def _array(value: Any) -> Any:
+    return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
+
+
+def _some(batch: Any, rows: Array) -> Any:
+    """Take rows of an array or tensor, where it is."""
+    if not isinstance(batch, torch.Tensor):
+        return batch[rows]
+    return _array(batch)[rows] if batch.device.type == "cpu" else batch[torch.from_numpy(rows).to(batch.device)]
+
+
+def _on_cpu(parts: list[Any]) -> list[Array]:
+    """Turn tensors into arrays: those on other devices in one copy, those here without one."""
+    away = [index for index, part in enumerate(parts) if isinstance(part, torch.Tensor) and part.device.type != "cpu"]
+    if len(away) < 2:
+        return [np.asarray(_array(part)) for part in parts]
+    found: list[Any] = [None if index in away else np.asarray(_array(part)) for index, part in enumerate(parts)]
+    for index, array in zip(away, _unpacked([parts[index] for index in away]), strict=True):
+        found[index] = array
+    return found
+
+
+def _unpacked(tensors: list[torch.Tensor]) -> list[Array]:
+    """Copy tensors of one device into one block on the CPU, and give arrays in it."""
+    # The widest first: each then begins at a multiple of its size.
+    order = sorted(range(len(tensors)), key=lambda index: -tensors[index].element_size())
+    block = torch.cat([tensors[index].detach().contiguous().view(-1).view(torch.uint8) for index in order]).cpu()
+    found: list[Any] = [None] * len(tensors)
+    start = 0
+    for index in order:
+        tensor = tensors[index]
+        end = start + tensor.numel() * tensor.element_size()
+        found[index] = block[start:end].view(tensor.dtype).view(tensor.shape).numpy()
+        start = end
+    return found
+
+
+def _seed(seeds: Sequence[int | None]) -> Any:
+    """Give one number where environments number on from it themselves, as gymnasium's do."""
+    first = seeds[0]
+    if first is not None and all(seed == first + index for index, seed in enumerate(seeds)):
+        return int(first)
+    return [None if seed is None else int(seed) for seed in seeds]
+
+
+def _takes_seed(env: Any) -> bool:
+    with contextlib.suppress(TypeError, ValueError):
+        parameters = inspect.signature(env.reset).parameters.values()
+        return any(part.name == "seed" or part.kind is part.VAR_KEYWORD for part in parameters)
+    return True

@@ -1,0 +1,510 @@
+"""GymVecEnv gives what DummyVecEnv gives, over vectorised environments of every kind."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import pickle
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
+from gymnasium.wrappers.vector import (
+    ClipReward,
+    NormalizeReward,
+    RecordEpisodeStatistics,
+)
+from stable_baselines3 import DQN, PPO, SAC, HerReplayBuffer
+from stable_baselines3.common.envs import BitFlippingEnv
+from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.vec_env import (
+    DummyVecEnv,
+    VecEnv,
+    VecFrameStack,
+    VecMonitor,
+    VecNormalize,
+    VecTransposeImage,
+    VecVideoRecorder,
+)
+
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
+from sb3_ext import GymVecEnv
+from tests.sb3_ext.toys import silenced
+from tests.sb3_ext.vec_checks import action_of, assert_equal
+from tests.sb3_ext.vec_worlds import OBSERVATIONS, Drawn
+
+MODES = list(AutoresetMode)
+
+
+class Images(gym.Env[Any, Any]):
+    """Draws images from its generator, with episodes of different lengths, into one buffer that it reuses."""
+
+    observation_space = spaces.Box(0, 255, (12, 12, 3), np.uint8)
+    action_space = spaces.Discrete(2)
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 7}  # noqa: RUF012
+    render_mode = "rgb_array"
+    mark = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.left = int(self.np_random.integers(3, 9))
+        self.options = options
+        return self._image(), {"fresh": self.left}
+
+    def _image(self) -> Any:
+        return self.np_random.integers(0, 256, (12, 12, 3), np.uint8)
+
+    def step(self, action: Any) -> Any:
+        self.left -= 1
+        ends = self.left == 0
+        truncated = ends and bool(self.np_random.integers(2))
+        return self._image(), float(action) + 0.1, ends and not truncated, truncated, {"left": self.left}
+
+    def render(self) -> Any:
+        return self._image()
+
+    def double(self, value: int) -> int:
+        return 2 * value + self.mark
+
+
+def cart_pole() -> Any:
+    return gym.make("CartPole-v1", max_episode_steps=30)
+
+
+class Thin(VectorWrapper[Any, Any, Any, Any, Any]):
+    """Stands between, so that batches are stepped."""
+
+
+def made(kind: str, build: Callable[[], Any], n_envs: int, mode: AutoresetMode) -> Any:
+    if kind == "async":
+        return AsyncVectorEnv([build] * n_envs, autoreset_mode=mode, context="fork")
+    sync = SyncVectorEnv([build] * n_envs, autoreset_mode=mode, copy=kind != "not copied")
+    return sync if kind in ("sync", "not copied") else Thin(sync)
+
+
+def ends(venv: VecEnv, actions: list[Any], seed: int = 3) -> list[Any]:
+    """What can be compared: all but infos of environments that go on, and what is told of episodes."""
+    venv.seed(seed)
+    kept: list[Any] = [venv.reset()]
+    copies = copy.deepcopy(kept)
+    for action in actions:
+        observations, rewards, dones, infos = venv.step(action)
+        last = [
+            (info["terminal_observation"], info["TimeLimit.truncated"]) if done else info["TimeLimit.truncated"]
+            for done, info in zip(dones, infos, strict=True)
+        ]
+        kept.append([observations, rewards, dones, last])
+        copies.append(copy.deepcopy(kept[-1]))
+    assert_equal(kept, copies, "what the caller keeps")
+    return copies
+
+
+def compared(ours: GymVecEnv, build: Callable[[], Any], steps: int = 60) -> list[Any]:
+    theirs = DummyVecEnv([build] * ours.num_envs)
+    theirs.action_space.seed(0)
+    actions = [action_of(theirs.action_space, ours.num_envs) for _ in range(steps)]
+    seen = ends(ours, actions)
+    assert_equal(seen, ends(theirs, actions))
+    theirs.close()
+    ours.close()
+    return seen
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["sync", "not copied", "wrapped", "async"])
+@pytest.mark.parametrize("build", [cart_pole, Images])
+def test_the_rollouts_of_dummy_vec_env(kind: str, mode: AutoresetMode, build: Callable[[], Any]) -> None:
+    seen = compared(GymVecEnv(made(kind, build, 3, mode)), build)
+    dones = np.array([step[2] for step in seen[1:]])
+    assert 3 < dones.sum() < dones.size
+
+
+@pytest.mark.parametrize("n_envs", [1, 4])
+@pytest.mark.parametrize("kind", ["sync", "wrapped"])
+@pytest.mark.parametrize("observations", list(OBSERVATIONS))
+def test_spaces(observations: str, kind: str, n_envs: int) -> None:
+    build = functools.partial(Drawn, observations)
+    try:
+        theirs = DummyVecEnv([build])
+    except (NotImplementedError, AttributeError, AssertionError):
+        pytest.skip("SB3 does not take it")
+    theirs.close()
+    if observations == "Box without dimensions" and kind == "wrapped":
+        pytest.skip("rows of an array without dimensions are scalars")
+    compared(GymVecEnv(made(kind, build, n_envs, AutoresetMode.SAME_STEP)), build, steps=25)
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED])
+def test_episode_statistics_of_wrappers(mode: AutoresetMode) -> None:
+    venv = VecMonitor(GymVecEnv(RecordEpisodeStatistics(SyncVectorEnv([cart_pole] * 3, autoreset_mode=mode))))
+    inner = GymVecEnv(RecordEpisodeStatistics(SyncVectorEnv([cart_pole] * 3, autoreset_mode=mode)))
+    found: list[list[tuple[float, int]]] = []
+    for each in (venv, inner, VecMonitor(DummyVecEnv([cart_pole] * 3))):
+        each.seed(0)
+        each.reset()
+        episodes = []
+        for turn in range(60):
+            _, _, dones, infos = each.step(np.array([turn % 2, 0, 1]))
+            assert [index for index, info in enumerate(infos) if "episode" in info] == list(np.flatnonzero(dones))
+            episodes += [
+                (float(info["episode"]["r"]), int(info["episode"]["l"])) for info in infos if "episode" in info
+            ]
+        found.append(episodes)
+    assert len(found[0]) > 5
+    assert found[0] == found[1] == found[2]
+
+
+def test_wrappers_that_keep_sums_of_each_environment() -> None:
+    def rewards(env: Any) -> Any:
+        venv = GymVecEnv(NormalizeReward(env))
+        venv.seed(0)
+        venv.reset()
+        return [venv.step(np.zeros(3, int))[1] for _ in range(40)]
+
+    # SAME_STEP is gymnasium's own way to count; resets by mask have to come to the same.
+    one, other = (rewards(SyncVectorEnv([cart_pole] * 3, autoreset_mode=mode)) for mode in (MODES[1], MODES[0]))
+    assert {MODES[0], MODES[1]} == {AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP}
+    np.testing.assert_array_equal(one, other)
+
+
+def test_gymnasiums_vectorised_cart_pole() -> None:
+    venv = GymVecEnv(gym.make_vec("CartPole-v1", 4, vectorization_mode="vector_entry_point"))
+    venv.seed(1)
+    before = venv.reset()
+    for turn in range(60):
+        after, rewards, dones, infos = venv.step(np.array([turn % 2, 0, 1, turn % 2]))
+        for index in np.flatnonzero(dones):
+            last = infos[index]["terminal_observation"]
+            assert np.abs(last - before[index]).max() < 2
+            assert abs(last[0]) > 2.4 or abs(last[2]) > 0.2
+            assert np.abs(after[index]).max() <= 0.05
+        assert (rewards == 1).all()
+        before = after
+    venv.close()
+
+
+# -- conventions
+
+
+class Announced(VectorEnv[Any, Any, Any]):
+    """Counts and resets itself within the step, in the forms that libraries have for last observations."""
+
+    single_observation_space = spaces.Box(-100, 100, (2,), np.float32)
+    single_action_space = spaces.Discrete(3, start=1)
+
+    def __init__(self, form: str, mode: Any = None) -> None:
+        self.num_envs, self.form = 3, form
+        self.observation_space = spaces.Box(-100, 100, (3, 2), np.float32)
+        self.action_space = spaces.MultiDiscrete([3] * 3, start=[1] * 3)
+        self.metadata = {} if mode is None else {"autoreset_mode": mode}
+        self._observations = np.zeros((3, 2), np.float32)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self._observations[:] = np.arange(3)[:, None]
+        return self._observations, {}
+
+    def step(self, actions: Any) -> Any:
+        self.given = actions
+        self._observations += 1
+        dones = self._observations[:, 0] >= 5
+        info: dict[str, Any] = {"batch": 7}
+        if dones.any() and self.form != "none":
+            each = np.array([None] * 3, object)
+            for index in np.flatnonzero(dones):
+                each[index] = self._observations[index].copy()
+            details = np.array([{"kept": index} if done else None for index, done in enumerate(dones)], object)
+            new = {"kept": np.arange(3), "_kept": dones}
+            info |= {
+                "new": {"final_obs": each, "_final_obs": dones, "final_info": new, "_final_info": dones},
+                "old": {"final_observation": each, "final_info": details, "_final_info": dones},
+                "batch": {"final_obs": self._observations.copy()},
+            }[self.form]
+        self._observations[dones] = 0
+        return self._observations, np.ones(3), np.zeros(3, bool), dones, info
+
+
+@pytest.mark.parametrize("mode", [None, AutoresetMode.SAME_STEP])
+@pytest.mark.parametrize("form", ["new", "old", "batch"])
+def test_forms_of_last_observations(form: str, mode: Any) -> None:
+    venv = GymVecEnv(Announced(form, mode))
+    first = venv.reset()
+    ended = 0
+    for _ in range(9):
+        observations, rewards, dones, infos = venv.step(np.array([1, 2, 3]))
+        assert rewards.dtype == np.float32
+        for index in np.flatnonzero(dones):
+            ended += 1
+            np.testing.assert_array_equal(infos[index]["terminal_observation"], [5, 5])
+            assert infos[index]["TimeLimit.truncated"] is True
+            assert infos[index].get("kept") == (None if form == "batch" else index)
+            assert infos[index]["episode"]["l"] in (3, 4, 5)
+            assert not observations[index].any()
+    assert ended == 5
+    np.testing.assert_array_equal(first, np.arange(3)[:, None] * [1, 1])  # though the environment writes into it
+    np.testing.assert_array_equal(venv.env.given, [1, 2, 3])
+
+
+def test_last_observations_that_are_missing() -> None:
+    venv = GymVecEnv(Announced("none", AutoresetMode.SAME_STEP))
+    venv.reset()
+    with pytest.raises(EnvironmentOutputError, match='missing_final_obs="previous"'):
+        [venv.step(np.ones(3, int)) for _ in range(9)]
+    venv = GymVecEnv(Announced("none", AutoresetMode.SAME_STEP), missing_final_obs="previous")
+    venv.reset()
+    infos = [venv.step(np.ones(3, int))[3] for _ in range(3)][-1]
+    np.testing.assert_array_equal(infos[2]["terminal_observation"], [4, 4])
+
+
+def test_what_is_refused() -> None:
+    venv = GymVecEnv(Announced("none"))
+    venv.reset()
+    with pytest.raises(InvalidArgumentError, match="says nowhere when it resets"):
+        [venv.step(np.ones(3, int)) for _ in range(9)]
+    with pytest.raises(InvalidArgumentError, match='write autoreset_mode="Disabled"'):
+        GymVecEnv(Announced("none", AutoresetMode.NEXT_STEP))
+    venv = GymVecEnv(Announced("none", AutoresetMode.NEXT_STEP), autoreset_mode="Disabled")
+    venv.reset()  # its resets reset all
+    with pytest.raises(EnvironmentOutputError, match="cannot reset some of them alone"):
+        [venv.step(np.ones(3, int)) for _ in range(9)]
+    with pytest.raises(InvalidTypeError, match="make_vec_env"):
+        GymVecEnv(gym.make("CartPole-v1"))
+    with pytest.raises(InvalidTypeError, match="use it as it is"):
+        GymVecEnv(DummyVecEnv([cart_pole]))
+    for option in ("env_type", "missing_final_obs", "infos"):
+        with pytest.raises(InvalidArgumentError, match=f"{option}='x'"):
+            GymVecEnv(Announced("new"), **{option: "x"})
+    with pytest.raises(InvalidArgumentError, match="autoreset_mode='x'"):
+        GymVecEnv(Announced("new"), autoreset_mode="x")
+    env = AsyncVectorEnv([cart_pole], shared_memory=False, context="fork")
+    with pytest.raises(InvalidArgumentError, match='autoreset_mode="SameStep"'):
+        GymVecEnv(env)
+    env.close()
+
+
+# -- the methods of a VecEnv
+
+
+@pytest.mark.parametrize("kind", ["sync", "wrapped", "async"])
+def test_methods_and_attributes(kind: str) -> None:
+    venv = GymVecEnv(made(kind, Images, 3, AutoresetMode.SAME_STEP))
+    venv.reset()
+    assert venv.env_method("double", 4) == [8, 8, 8]
+    venv.set_attr("mark", 1, indices=[0, 2])
+    assert venv.get_attr("mark") == [1, 0, 1]
+    assert venv.get_attr("mark", indices=-1) == [1]
+    assert venv.env_method("double", 4, indices=1) == [8]
+    assert venv.has_attr("double")
+    assert not venv.has_attr("missing")
+    with pytest.raises(AttributeError):
+        venv.get_attr("missing")
+    with pytest.raises(AttributeError):
+        venv.env_method("missing")
+    assert venv.env_is_wrapped(Monitor) == [False] * 3
+    assert venv.env_is_wrapped(Thin) == [kind == "wrapped"] * 3
+    assert [image.shape for image in venv.get_images()] == [(12, 12, 3)] * 3
+    frame = venv.render()
+    assert frame is not None
+    assert frame.shape == (24, 24, 3)
+    assert venv.metadata["render_fps"] == 7
+    venv.set_options({"a": 1})
+    venv.reset()
+    assert venv.get_attr("options") == [{"a": 1}] * 3
+    venv.reset()
+    assert venv.get_attr("options", 0) == [None]
+    venv.close()
+    venv.close()
+    for call in (venv.reset, lambda: venv.step(np.zeros(3, int)), lambda: venv.get_attr("mark")):
+        with pytest.raises(InvalidArgumentError, match="closed"):
+            call()
+
+
+def test_options_for_each() -> None:
+    venv = GymVecEnv(made("sync", Images, 2, AutoresetMode.SAME_STEP))
+    venv.set_options([{"a": 1}, {"a": 2}])
+    venv.reset()
+    assert venv.get_attr("options") == [{"a": 1}, {"a": 2}]
+    venv = GymVecEnv(made("wrapped", Images, 2, AutoresetMode.SAME_STEP))
+    venv.set_options([{"a": 1}, {"a": 2}])
+    with pytest.raises(InvalidArgumentError, match="one dict"):
+        venv.reset()
+
+
+@pytest.mark.parametrize("kind", ["async", "sync"])
+def test_monitors_around_each(kind: str) -> None:
+    venv = GymVecEnv(made(kind, lambda: Monitor(cart_pole()), 2, AutoresetMode.SAME_STEP))
+    assert venv.env_is_wrapped(Monitor) == [True, True]
+    venv.seed(0)
+    venv.reset()
+    infos = [info for _ in range(40) for info in venv.step(np.zeros(2, int))[3] if "episode" in info]
+    assert infos
+    assert all(isinstance(info["episode"]["r"], float) and info["episode"]["l"] > 5 for info in infos)
+    venv.close()
+
+
+@pytest.mark.parametrize("kind", ["wrapped", "sync"])
+def test_infos(kind: str) -> None:
+    venv = GymVecEnv(made(kind, Images, 3, AutoresetMode.NEXT_STEP))
+    venv.seed(0)
+    venv.reset()
+    assert all(set(info) == {"fresh"} for info in venv.reset_infos)
+    _, _, dones, infos = venv.step(np.zeros(3, int))
+    assert not dones.any()
+    assert infos[0] == {"TimeLimit.truncated": False}
+    with pytest.raises(InvalidTypeError, match="cannot be changed"):
+        infos[0]["mine"] = 1
+    with pytest.raises(KeyError, match='infos="all"'):
+        infos[0]["left"]
+    for copied in (infos[0].copy(), copy.deepcopy(infos[0]), copy.copy(infos[0]), pickle.loads(pickle.dumps(infos[0]))):
+        assert type(copied) is dict
+        assert copied == infos[0]
+    while not dones.any():
+        held = venv.reset_infos
+        _, _, dones, infos = venv.step(np.zeros(3, int))
+    index = int(dones.argmax())
+    assert infos[index]["left"] == 0
+    assert set(venv.reset_infos[index]) == {"fresh"}
+    assert venv.reset_infos is not held
+    venv = GymVecEnv(made(kind, Images, 3, AutoresetMode.NEXT_STEP), infos="all")
+    venv.seed(0)
+    venv.reset()
+    infos = venv.step(np.zeros(3, int))[3]
+    assert all(set(info) == {"left", "TimeLimit.truncated"} for info in infos)
+
+
+def test_steps_out_of_order() -> None:
+    venv = GymVecEnv(made("sync", cart_pole, 2, AutoresetMode.SAME_STEP))
+    venv.reset()
+    with pytest.raises(InvalidArgumentError, match="no step was begun"):
+        venv.step_wait()
+    with pytest.raises(InvalidArgumentError, match="3 actions for 2 environments"):
+        venv.step(np.zeros(3, int))
+    venv.step_async(np.zeros(2, int))
+    venv.reset()  # gives the step up
+    with pytest.raises(InvalidArgumentError, match="no step was begun"):
+        venv.step_wait()
+
+
+def test_an_interrupted_step_can_be_followed_by_a_reset() -> None:
+    class Interrupted(Images):
+        def step(self, action: Any) -> Any:
+            if action == 1:
+                raise KeyboardInterrupt
+            return super().step(action)
+
+    venv = GymVecEnv(made("wrapped", Interrupted, 2, AutoresetMode.NEXT_STEP))
+    venv.reset()
+    with pytest.raises(KeyboardInterrupt):
+        venv.step(np.array([0, 1]))
+    compared(venv, Images, 0)
+
+
+# -- under SB3's wrappers and algorithms
+
+
+def test_sb3s_wrappers() -> None:
+    def wrapped(venv: VecEnv) -> VecEnv:
+        return VecNormalize(VecMonitor(VecTransposeImage(VecFrameStack(venv, 3))), norm_obs=False)
+
+    ours = wrapped(GymVecEnv(made("wrapped", Images, 3, AutoresetMode.NEXT_STEP)))
+    theirs = wrapped(DummyVecEnv([Images] * 3))
+    actions = [np.random.default_rng(0).integers(2, size=3) for _ in range(30)]
+    assert_equal(ends(ours, actions), ends(theirs, actions))
+
+
+def test_videos_have_the_environments_frame_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # SB3 asks for it before it records; nothing is encoded here.
+    monkeypatch.setitem(sys.modules, "moviepy", types.ModuleType("moviepy"))
+    venv = GymVecEnv(made("wrapped", Images, 2, MODES[0]))
+    assert VecVideoRecorder(venv, str(tmp_path), lambda step: False).frames_per_sec == 7
+
+
+def test_ppo_learns_the_same(tmp_path: Path) -> None:
+    def trained(venv: VecEnv) -> Any:
+        model = PPO("MlpPolicy", venv, n_steps=64, batch_size=64, n_epochs=2, seed=0, device="cpu")
+        return silenced(model).learn(512)
+
+    ours = trained(GymVecEnv(gym.make_vec("CartPole-v1", 4, vectorization_mode="sync")))
+    theirs = trained(DummyVecEnv([lambda: gym.make("CartPole-v1")] * 4))
+    for mine, other in zip(ours.policy.parameters(), theirs.policy.parameters(), strict=True):
+        np.testing.assert_array_equal(mine.detach().numpy(), other.detach().numpy())
+    assert len(ours.ep_info_buffer) > 3
+    ours.save(tmp_path / "model")
+    env = GymVecEnv(gym.make_vec("CartPole-v1", 4, vectorization_mode="vector_entry_point"))
+    loaded = PPO.load(tmp_path / "model", env=env, device="cpu")
+    silenced(loaded).learn(256)
+    mean, _ = evaluate_policy(loaded, VecMonitor(env), n_eval_episodes=4)
+    assert mean > 5
+
+
+@pytest.mark.parametrize("kind", ["sync", "wrapped"])
+def test_off_policy_algorithms(kind: str) -> None:
+    venv = GymVecEnv(made(kind, cart_pole, 2, AutoresetMode.NEXT_STEP))
+    model = DQN("MlpPolicy", venv, learning_starts=20, buffer_size=500, seed=0, device="cpu")
+    silenced(model).learn(120)
+    assert model.replay_buffer is not None
+    assert model.replay_buffer.dones.sum() > 1
+
+    def pendulum() -> Any:
+        return gym.make("Pendulum-v1", max_episode_steps=20)
+
+    venv = GymVecEnv(made(kind, pendulum, 2, AutoresetMode.NEXT_STEP))
+    continuous = SAC("MlpPolicy", venv, learning_starts=20, buffer_size=500, seed=0, device="cpu")
+    silenced(continuous).learn(100)
+    assert continuous.replay_buffer is not None
+    assert continuous.replay_buffer.timeouts.sum() >= 4
+
+    def flipping() -> Any:
+        return BitFlippingEnv(n_bits=4, continuous=False, max_steps=4)
+
+    for options in ({}, {"copy_info_dict": True}):
+        venv = GymVecEnv(made(kind, flipping, 2, AutoresetMode.NEXT_STEP))
+        relabelled = DQN(
+            "MultiInputPolicy",
+            venv,
+            replay_buffer_class=HerReplayBuffer,
+            replay_buffer_kwargs=options,
+            learning_starts=20,
+            buffer_size=500,
+            device="cpu",
+        )
+        silenced(relabelled).learn(60)
+
+
+def test_sb3_contribs_algorithms() -> None:
+    contrib = pytest.importorskip("sb3_contrib")
+    from sb3_contrib.common.envs import InvalidActionEnvDiscrete
+
+    masked = GymVecEnv(
+        made("wrapped", lambda: InvalidActionEnvDiscrete(dim=8, n_invalid_actions=3), 2, AutoresetMode.NEXT_STEP)
+    )
+    silenced(contrib.MaskablePPO("MlpPolicy", masked, n_steps=32, batch_size=32, n_epochs=1, device="cpu")).learn(64)
+    for algorithm in (contrib.RecurrentPPO, contrib.QRDQN, contrib.TRPO):
+        venv = GymVecEnv(made("wrapped", cart_pole, 2, AutoresetMode.NEXT_STEP))
+        policy = "MlpLstmPolicy" if algorithm is contrib.RecurrentPPO else "MlpPolicy"
+        options = {} if algorithm is contrib.QRDQN else {"n_steps": 32, "batch_size": 32}
+        silenced(algorithm(policy, venv, device="cpu", **options)).learn(64)
+
+
+def test_vector_wrappers_around_rewards() -> None:
+    venv = GymVecEnv(ClipReward(SyncVectorEnv([cart_pole] * 2), 0.0, 0.5))
+    venv.reset()
+    for _ in range(40):
+        assert (venv.step(np.zeros(2, int))[1] == 0.5).all()
+
+
+def test_no_warnings_and_no_leftovers() -> None:
+    with warnings.catch_warnings(), contextlib.closing(GymVecEnv(made("async", cart_pole, 2, MODES[0]))) as venv:
+        warnings.simplefilter("error")
+        venv.reset()
+        venv.step(np.zeros(2, int))
+    assert not any(process.is_alive() for process in venv.env.processes)

@@ -1,0 +1,210 @@
+"""GymVecEnv over environments that step on tensors, after the fashions of Isaac Lab, mjlab and ManiSkill."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from stable_baselines3 import PPO, SAC
+from stable_baselines3.common.vec_env import VecMonitor
+
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
+from sb3_ext import GymVecEnv, _vector_steps
+from tests.sb3_ext.toys import silenced
+
+
+class Isaac:
+    """Counts in buffers that it writes into again; row i ends after i + 3 steps and alternates in how.
+
+    :param final: how it tells last observations: ``"batch"``, ``"objects"`` (ManiSkill's), or None
+    :param auto_reset: whether it resets itself
+    """
+
+    metadata: dict[str, Any] = {}  # noqa: RUF012
+    render_mode = None
+    spec = None
+    device = "cpu"
+
+    def __init__(self, num_envs: int = 4, final: str | None = "batch", *, auto_reset: bool = True) -> None:
+        self.num_envs, self.final = num_envs, final
+        self.cfg = SimpleNamespace(auto_reset=auto_reset)
+        box = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+        self.single_observation_space: Any = spaces.Dict({"policy": box, "critic": box})
+        self.single_action_space: Any = box
+        self.buffers = {"policy": torch.zeros(num_envs, 2), "critic": torch.zeros(num_envs, 2)}
+        self.rewards = torch.zeros(num_envs, 1)
+        self.terminated = torch.zeros(num_envs, dtype=torch.bool)
+        self.truncated = torch.zeros(num_envs, dtype=torch.bool)
+        self.lengths = torch.arange(num_envs) + 3
+        self.episode_length_buf = torch.zeros(num_envs, dtype=torch.long)
+        self.episodes = torch.zeros(num_envs, dtype=torch.long)
+
+    @property
+    def unwrapped(self) -> Isaac:
+        return self
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def count(self, factor: int) -> torch.Tensor:
+        return torch.arange(self.num_envs) * factor
+
+    def _reset(self, rows: torch.Tensor) -> None:
+        self.episodes[rows] += 1
+        self.episode_length_buf[rows] = 0
+        self.buffers["policy"][rows] = 0
+        self.buffers["policy"][rows, 0] = self.episodes[rows].float()
+
+    def reset(self, seed: Any = None, options: Any = None, env_ids: Any = None) -> Any:
+        self._reset(torch.arange(self.num_envs) if env_ids is None else env_ids)
+        return dict(self.buffers), {}
+
+    def step(self, action: torch.Tensor) -> Any:
+        self.given = action.clone()
+        action.fill_(99)
+        self.episode_length_buf += 1
+        self.buffers["policy"][:, 1] += 1
+        self.rewards.fill_(2)
+        ended = self.episode_length_buf >= self.lengths
+        torch.logical_and(ended, self.episodes % 2 == 0, out=self.terminated)
+        torch.logical_and(ended, self.episodes % 2 == 1, out=self.truncated)
+        rows = ended.nonzero().squeeze(-1)
+        info: dict[str, Any] = {"log": {"mean": torch.tensor(1.0)}, "success": self.terminated}
+        if len(rows) and self.cfg.auto_reset:
+            if self.final == "batch":
+                info["final_obs"] = {name: buffer.clone() for name, buffer in self.buffers.items()}
+            elif self.final == "objects":
+                each = np.array([None] * self.num_envs, object)
+                for row in rows.tolist():
+                    each[row] = {name: buffer[row].clone() for name, buffer in self.buffers.items()}
+                info["final_observation"] = each
+                info["final_info"] = {"success": self.terminated.clone(), "episode": {"return": self.rewards[:, 0]}}
+            self._reset(rows)
+        return dict(self.buffers), self.rewards, self.terminated, self.truncated, info
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Isaac(final="batch"),
+        lambda: Isaac(final="objects"),
+        lambda: Isaac(auto_reset=False),  # mjlab's setting; reset by env_ids
+    ],
+)
+def test_steps(build: Any) -> None:
+    venv = GymVecEnv(build(), clip_actions=1.0)
+    assert venv.observation_space == spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    assert venv.action_space == spaces.Box(-1, 1, (2,), np.float32)
+    lengths, episodes = np.zeros(4), np.ones(4)
+    kept = venv.reset()
+    held = [(kept, kept.copy())]
+    for turn in range(20):
+        actions = np.full((4, 2), turn, np.float64)
+        observations, rewards, dones, infos = venv.step(actions)
+        lengths += 1
+        assert (actions == turn).all()  # though the environment writes into its own
+        assert venv.env.given.dtype == torch.float32
+        np.testing.assert_array_equal(rewards, np.full(4, 2, np.float32))
+        np.testing.assert_array_equal(dones, lengths == np.arange(4) + 3)
+        for row in np.flatnonzero(dones):
+            np.testing.assert_array_equal(infos[row]["terminal_observation"], [episodes[row], lengths[row]])
+            assert infos[row]["TimeLimit.truncated"] == (episodes[row] % 2 == 1)
+            assert bool(infos[row]["success"]) != infos[row]["TimeLimit.truncated"]
+            episodes[row] += 1
+            lengths[row] = 0
+        assert [bool("terminal_observation" in info) for info in infos] == dones.tolist()
+        np.testing.assert_array_equal(observations, np.stack([episodes, lengths], 1))
+        assert observations.dtype == np.float32
+        held.append((observations, observations.copy()))
+    for now, then in held:
+        np.testing.assert_array_equal(now, then)
+    venv.close()
+
+
+def test_episodes_are_counted() -> None:
+    venv = GymVecEnv(Isaac(2), clip_actions=1)
+    venv.reset()
+    infos = [venv.step(np.zeros((2, 2)))[3] for _ in range(4)]
+    assert {name: infos[2][0]["episode"][name] for name in "rl"} == {"r": 6.0, "l": 3}
+    assert {name: infos[3][1]["episode"][name] for name in "rl"} == {"r": 8.0, "l": 4}
+
+
+def test_methods_and_attributes() -> None:
+    venv = GymVecEnv(Isaac(3), clip_actions=1.0)
+    venv.reset()
+    venv.step(np.zeros((3, 2)))
+    assert venv.get_attr("episode_length_buf") == [1, 1, 1]
+    assert venv.get_attr("final", indices=[0]) == ["batch"]
+    assert venv.env_method("count", 3) == [0, 3, 6]
+    (whole,) = venv.env_method("count", 3, indices=[1])
+    np.testing.assert_array_equal(whole, [0, 3, 6])
+    venv.set_attr("final", None)
+    assert venv.env.final is None
+    with pytest.raises(InvalidArgumentError, match="Set it for all"):
+        venv.set_attr("final", None, indices=[1])
+    assert not venv.has_attr("missing")
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"clip_actions=1\.0"):
+        GymVecEnv(Isaac())
+    with pytest.raises(InvalidArgumentError, match="clip_actions=-1"):
+        GymVecEnv(Isaac(), clip_actions=-1)
+    with pytest.raises(InvalidArgumentError, match=r"'(policy|critic)', '(policy|critic)'"):
+        GymVecEnv(Isaac(), clip_actions=1, observation_key="x")
+    env = Isaac()
+    env.single_observation_space = object()
+    with pytest.raises(InvalidTypeError, match="expected one of gymnasium's"):
+        GymVecEnv(env, clip_actions=1)
+    venv = GymVecEnv(Isaac(final=None), clip_actions=1)
+    venv.reset()
+    with pytest.raises(EnvironmentOutputError, match="compute_final_obs"):
+        [venv.step(np.zeros((4, 2))) for _ in range(3)]
+    env = Isaac()
+    env.single_observation_space = spaces.Dict({"policy": spaces.Box(0, 1, (3,))})
+    with pytest.raises(EnvironmentOutputError, match="its space promises"):
+        GymVecEnv(env, clip_actions=1).reset()
+
+
+def test_spaces_of_other_libraries() -> None:
+    env = Isaac()
+    box = SimpleNamespace(shape=(2,), low=-3.0, high=3.0, dtype=None)
+    env.single_observation_space = SimpleNamespace(spaces={"policy": box})
+    env.single_action_space = box
+    venv = GymVecEnv(env)
+    assert venv.action_space == venv.observation_space == spaces.Box(-3, 3, (2,), np.float32)
+    venv.reset()
+
+
+def test_all_parts_of_observations() -> None:
+    venv = GymVecEnv(Isaac(), clip_actions=1, env_type="numpy", observation_key="critic")
+    assert venv.reset().shape == (4, 2)
+    env = Isaac()
+    del env.single_observation_space.spaces["policy"]
+    venv = GymVecEnv(env, clip_actions=1)
+    assert set(venv.reset()) == {"critic"}
+
+
+def test_tensors_cross_in_one_block() -> None:
+    tensors = [
+        torch.tensor([True, False, True]),
+        torch.arange(6.0).view(3, 2).t(),
+        torch.arange(3, dtype=torch.float64),
+        torch.zeros(0),
+        torch.tensor(7, dtype=torch.int16),
+    ]
+    arrays = _vector_steps._unpacked(tensors)
+    for array, tensor in zip(arrays, tensors, strict=True):
+        assert array.dtype == tensor.numpy().dtype
+        np.testing.assert_array_equal(array, tensor.numpy())
+
+
+def test_ppo_and_sac_train() -> None:
+    venv = VecMonitor(GymVecEnv(Isaac(8), clip_actions=1.0))
+    model = silenced(PPO("MlpPolicy", venv, n_steps=16, batch_size=64, n_epochs=1, device="cpu", seed=0)).learn(256)
+    assert model.ep_info_buffer
+    silenced(SAC("MlpPolicy", venv, learning_starts=16, buffer_size=400, device="cpu")).learn(64)
