@@ -437,7 +437,7 @@ def _rows_of(info: dict[str, Any], ended: list[int]) -> list[dict[str, Any]]:
 
 
 def _array(value: Any) -> Any:
-    return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
+    return value.numpy(force=True) if isinstance(value, torch.Tensor) else value
 
 
 def _some(batch: Any, rows: Array) -> Any:

@@ -133,6 +133,13 @@ def test_episodes_are_counted() -> None:
     assert {name: infos[3][1]["episode"][name] for name in "rl"} == {"r": 8.0, "l": 4}
 
 
+def test_episodes_of_other_names_are_completed() -> None:
+    venv = GymVecEnv(Isaac(2, final="objects"), clip_actions=1)
+    venv.reset()
+    infos = [venv.step(np.zeros((2, 2)))[3] for _ in range(3)]
+    assert {name: infos[2][0]["episode"][name] for name in ("r", "l", "return")} == {"r": 6.0, "l": 3, "return": 2.0}
+
+
 def test_methods_and_attributes() -> None:
     venv = GymVecEnv(Isaac(3), clip_actions=1.0)
     venv.reset()
