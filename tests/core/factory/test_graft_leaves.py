@@ -18,7 +18,7 @@ from gymnasium.utils import EzPickle
 
 from rl_ext_core.factory import _graft, _rules, _streams, register_rebuilder
 from rl_ext_core.factory._fingerprint import fingerprint
-from tests.core.factory.grafting import copied, different, made
+from tests.core.factory.grafting import copied, different
 from tests.core.factory.test_fingerprint import Holder
 
 
@@ -167,33 +167,6 @@ def test_an_endless_one_is_refused_with_a_reason() -> None:
         _graft.dumps(chain)
     assert sys.getrecursionlimit() == limit
     _taken_apart(chain)
-
-
-_IN_WORKER = """
-import pickle, sys
-from rl_ext_core.factory import _graft, _streams
-from rl_ext_core.factory._fingerprint import fingerprint
-with _streams.keeping():
-    copy = _graft.loads(sys.stdin.buffer.read())
-pickle.dump(fingerprint(copy), sys.stdout.buffer)
-"""
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize("name", ["CartPole-v1", "HalfCheetah-v5", "LunarLander-v3"])
-def test_a_copy_in_another_process_is_the_original_s_equal(name: str) -> None:
-    environment = made(name)
-    environment.reset(seed=1)
-    environment.words = {"a", "b", "c", ("d", 1)}  # type: ignore[attr-defined]
-    environment.parts = {Holder(gain=gain) for gain in range(9)}  # type: ignore[attr-defined]
-    environment.rule = lambda value: value * environment.gain  # type: ignore[attr-defined]
-    environment.gain = 3.0  # type: ignore[attr-defined]
-    packed = _graft.dumps(environment)
-    command = [sys.executable, "-W", "ignore", "-c", _IN_WORKER]
-    done = subprocess.run(command, input=packed, check=True, capture_output=True)
-    found = fingerprint(environment)
-    assert found.differences(pickle.loads(done.stdout)) == []
-    assert len(found.tokens) > 90
 
 
 def test_importing_the_rules_imports_no_library() -> None:

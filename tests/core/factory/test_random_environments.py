@@ -41,7 +41,15 @@ def _change(env: Any, changes: dict[str, int]) -> None:
         setattr(owner, name.rpartition(".")[2], value)
 
 
-def _check(program: Program, kinds: dict[str, bool], lived: int, changes: dict[str, int]) -> None:
+_KINDS = st.fixed_dictionaries({"sealed": st.booleans(), "registered": st.booleans(), "wrapped": st.booleans()})
+
+
+@pytest.mark.slow
+@settings(max_examples=40)
+@given(program=_PROGRAMS, kinds=_KINDS, lived=st.sampled_from([0, 1, 7, 25]), changes=_CHANGES)
+def test_copies_are_faithful_or_refused(
+    program: Program, kinds: dict[str, bool], lived: int, changes: dict[str, int]
+) -> None:
     env = _make(program, **kinds)
     if lived:
         rollout(env, steps=lived)
@@ -54,20 +62,3 @@ def _check(program: Program, kinds: dict[str, bool], lived: int, changes: dict[s
         return
     for seed in (1, 2):
         assert rollout(copy, seed, steps=70) == rollout(env, seed, steps=70)
-
-
-_KINDS = st.fixed_dictionaries({"sealed": st.booleans(), "registered": st.booleans(), "wrapped": st.booleans()})
-
-
-@pytest.mark.slow
-@settings(max_examples=40)
-@given(program=_PROGRAMS, kinds=_KINDS, lived=st.sampled_from([0, 1, 7, 25]), changes=_CHANGES)
-def test_copies_are_faithful_or_refused(program: Program, kinds: Any, lived: int, changes: Any) -> None:
-    _check(program, kinds, lived, changes)
-
-
-@pytest.mark.exhaustive
-@settings(max_examples=300)
-@given(program=_PROGRAMS, kinds=_KINDS, lived=st.integers(0, 65), changes=_CHANGES)
-def test_copies_are_faithful_or_refused_at_length(program: Program, kinds: Any, lived: int, changes: Any) -> None:
-    _check(program, kinds, lived, changes)
