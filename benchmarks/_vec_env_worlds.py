@@ -10,7 +10,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from rl_ext_core.vector.monitor import EpisodeMonitor
+from rl_ext_core.vector.environments import EpisodeMonitor
 
 FRAME = (210, 160, 3)
 BUSY_S = 0.001

@@ -6,15 +6,18 @@ the bare environment, which takes its turn too; ratios of overheads and of total
 Beside each stands the bar that it has to reach.
 
     python -m benchmarks.gym_wrapper [CartPole HalfCheetah image vector torch] [--rounds 15]
+        [--isaac-wrapper IsaacLab/source/isaaclab_rl/isaaclab_rl/torchrl/vecenv_wrapper.py]
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -33,6 +36,7 @@ from benchmarks.measure import interleaved, judged, machine, options_with_names,
 from torchrl_ext import GymWrapper
 
 Run = Callable[[], object]
+Pair = tuple[str, str, float | None]  # TorchRL's competitor, ours, and the bar
 ACTIONS = 64  # prepared ones, taken in turn
 DEVICES = {'device="cpu"': {"device": "cpu"}, "device=None": {}}
 HEADER = f"{'':49}{'bare':>8} {'TorchRL':>8} {'ours':>8}"
@@ -153,7 +157,9 @@ LOOPS: dict[str, tuple[Callable[[EnvBase, list[torch.Tensor], int], Run], float]
 # -- the rows
 
 
-def overheads(competitors: Mapping[str, Run], pairs: Mapping[str, tuple[str, str, float]], **counts: int) -> None:
+def overheads(
+    competitors: Mapping[str, Run], pairs: Mapping[str, tuple[str, str, float | None]], **counts: int
+) -> None:
     """Print what TorchRL's wrappers add to the bare environment over what ours adds.
 
     :param competitors: one of them called "bare"
@@ -173,8 +179,8 @@ def timed(competitors: Mapping[str, Run], rounds: int) -> dict[str, np.ndarray]:
     return interleaved(competitors, rounds=rounds, clock=time.thread_time)
 
 
-def line(label: str, seconds: list[np.ndarray], ratio: float, bar: float, steps: int) -> None:
-    """Print microseconds a step, a ratio and its bar."""
+def line(label: str, seconds: list[np.ndarray], ratio: float, bar: float | None, steps: int) -> None:
+    """Print microseconds a step, a ratio and its bar, if it has one."""
     columns = " ".join(f"{np.median(column) / steps * 1e6:8.1f}" for column in seconds)
     print(f"  {label:46} {columns:>26} {judged(ratio, bar)}", flush=True)
 
@@ -231,16 +237,39 @@ def vector(rounds: int) -> None:
 TORCH_BARS = {64: (7, 5), 4096: (5, 3), 16384: (3, None)}
 
 
-def torch_environment(rounds: int) -> None:
+def wrapper_in(path: Path) -> Callable[..., EnvBase]:
+    """Load Isaac Lab's own wrapper for TorchRL from its source file, which imports nothing of Isaac Sim.
+
+    Source: https://github.com/isaac-sim/IsaacLab/pull/7502
+    """
+    spec = importlib.util.spec_from_file_location("isaaclab_torchrl_wrapper", path)
+    if spec is None or spec.loader is None:
+        raise SystemExit(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    wrapper: Callable[..., EnvBase] = module.IsaacLabTorchRLWrapper
+    return wrapper
+
+
+def torch_environment(rounds: int, isaac_wrapper: Path | None = None) -> None:
     """An environment in Isaac Lab's style, without and with final observations, which TorchRL's wrapper ignores."""
     isaac_like.install()
+    their_own = None if isaac_wrapper is None else wrapper_in(isaac_wrapper)
     settle_malloc()
     for final_obs in (False, True):
         for count, (bar, native_bar) in TORCH_BARS.items():
-            one_torch_environment(count, final_obs, bar=bar, native_bar=native_bar, rounds=rounds)
+            one_torch_environment(count, final_obs, their_own, bar=bar, native_bar=native_bar, rounds=rounds)
 
 
-def one_torch_environment(count: int, final_obs: bool, *, bar: float, native_bar: float | None, rounds: int) -> None:
+def one_torch_environment(
+    count: int,
+    final_obs: bool,
+    their_own: Callable[..., EnvBase] | None,
+    *,
+    bar: float,
+    native_bar: float | None,
+    rounds: int,
+) -> None:
     """So many sub-environments."""
     steps = max(15, min(200, 160_000 // count))
     actions = list(torch.randn(ACTIONS, count, isaac_like.ACTED))
@@ -254,11 +283,14 @@ def one_torch_environment(count: int, final_obs: bool, *, bar: float, native_bar
         "ours": stepping(GymWrapper(make()), actions, steps),
     }
     name = f"torch, N={count}{', final_obs' if final_obs else ''}"
-    pairs = {name: ("TorchRL", "ours", bar)}
+    pairs: dict[str, Pair] = {name: ("TorchRL", "ours", bar)}
     if native_bar is not None:
         env = IsaacLabWrapper(make(), device="cpu", native_autoreset=True)
         competitors["native"] = stepping(env, actions, steps)
         pairs[f"{name}, native_autoreset"] = ("native", "ours", native_bar)
+    if their_own is not None:
+        competitors["Isaac Lab's"] = stepping(their_own(make()), actions, steps)
+        pairs[f"{name}, Isaac Lab's own wrapper"] = ("Isaac Lab's", "ours", None)
     overheads(competitors, pairs, steps=steps, rounds=rounds)
 
 
@@ -275,6 +307,7 @@ def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gym_wrapper", description=main.__doc__)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--isaac-wrapper", type=Path, help="vecenv_wrapper.py of Isaac Lab's isaaclab_rl.torchrl")
     options = options_with_names(parser, [*SMALL, "vector", "torch"], metavar="environment")
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -286,8 +319,10 @@ def main() -> None:
     for name in options.names:
         if name in SMALL:
             small(name, options.rounds)
+        elif name == "vector":
+            vector(options.rounds)
         else:
-            {"vector": vector, "torch": torch_environment}[name](options.rounds)
+            torch_environment(options.rounds, options.isaac_wrapper)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ step, and ``final_obs`` where asked for. There is no simulation: what a step tak
 from __future__ import annotations
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import gymnasium
@@ -51,8 +51,9 @@ class IsaacLike(ManagerBasedEnv):
         self.single_action_space = _box(ACTED)
         self.observation_space = gymnasium.spaces.Dict({"policy": _box(num_envs, OBSERVED)})
         self.action_space = _box(num_envs, ACTED)
+        self.cfg = SimpleNamespace(is_finite_horizon=False, compute_final_obs=final_obs)
         self._final_obs, self._episode_length = final_obs, episode_length
-        self._obs_buf = {"policy": torch.zeros(num_envs, OBSERVED)}
+        self.obs_buf = {"policy": torch.zeros(num_envs, OBSERVED)}
         self._reward_buf = torch.zeros(num_envs)
         self._terminated = torch.zeros(num_envs, dtype=torch.bool)
         self._time_outs = torch.zeros(num_envs, dtype=torch.bool)
@@ -76,18 +77,18 @@ class IsaacLike(ManagerBasedEnv):
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Reset all, or some. The first episodes get different lengths, so that some end at every step."""
         if env_ids is None:
-            self._obs_buf["policy"].zero_()
+            self.obs_buf["policy"].zero_()
             torch.remainder(torch.arange(self.num_envs), self._episode_length, out=self._lengths)
         else:
-            self._obs_buf["policy"][env_ids] = 0
+            self.obs_buf["policy"][env_ids] = 0
             self._lengths[env_ids] = 0
-        return dict(self._obs_buf), self._extras
+        return dict(self.obs_buf), self._extras
 
     def step(
         self, action: torch.Tensor
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Count, and reset what has reached its time limit."""
-        observation = self._obs_buf["policy"]
+        observation = self.obs_buf["policy"]
         self._lengths += 1
         observation += 1
         observation[:, :ACTED].add_(action, alpha=1e-3)
@@ -100,7 +101,7 @@ class IsaacLike(ManagerBasedEnv):
                 self._extras["final_obs"] = {"policy": observation.clone()}
             observation[done] = 0
             self._lengths[done] = 0
-        return dict(self._obs_buf), self._reward_buf, self._terminated, self._time_outs, self._extras
+        return dict(self.obs_buf), self._reward_buf, self._terminated, self._time_outs, self._extras
 
     def close(self) -> None:
         """Close nothing."""

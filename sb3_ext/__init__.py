@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rl_ext_core.devices import resolve_device
 from rl_ext_core.factory import EnvFactory, as_factory
 from sb3_ext import buffers
-from sb3_ext.auto_vec_env import AutoVecEnv
+from sb3_ext.auto_vec_env import AutoVecEnv, make_vec_env
 from sb3_ext.buffers import (
     CompressedDictReplayBuffer,
     CompressedDictRolloutBuffer,
@@ -18,10 +18,7 @@ from sb3_ext.buffers import (
     CompressedReplayBuffer,
     CompressedRolloutBuffer,
 )
-from sb3_ext.make_vec_env import make_vec_env
-from sb3_ext.ray_vec_env import RayVecEnv
-from sb3_ext.shared_memory_vec_env import SharedMemoryVecEnv
-from sb3_ext.timings import VecEnvTimings
+from sb3_ext.vec_env import RayVecEnv, SharedMemoryVecEnv, VecEnvTimings
 
 __all__ = [
     "AutoVecEnv",

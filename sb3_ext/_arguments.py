@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import operator
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.frames.planning import parse_bytes
+from rl_ext_core.isolation.cures import CURES
+
+__all__ = ["at_least_one", "check_env_fns", "check_options"]
 
 
 def _like(value: Any) -> str:
@@ -27,3 +34,57 @@ def at_least_one(name: str, value: Any) -> int:
     if number < 1:
         raise InvalidArgumentError(f"{name}={number} must be at least 1")
     return number
+
+
+def check_env_fns(env_fns: Any) -> None:
+    """Check that it is a list with something in it.
+
+    :raises InvalidTypeError: it is no list
+    :raises InvalidArgumentError: it is empty
+    """
+    if not isinstance(env_fns, Sequence) or isinstance(env_fns, str):
+        raise InvalidTypeError(f"env_fns={env_fns!r} is no list; expected a list of functions. Write [make_env] * 4")
+    if not env_fns:
+        raise InvalidArgumentError("env_fns is empty; expected a function for each environment. Write [make_env] * 4")
+
+
+def check_options(
+    *,
+    start_method: Any = None,
+    n_workers: Any = None,
+    start_timeout: Any = None,
+    step_timeout: Any = None,
+    close_timeout: Any = None,
+    restart: Any = None,
+    max_restarts: Any = 0,
+    cure: Any = None,
+) -> None:
+    """Check what can be checked before a process is started.
+
+    :raises InvalidArgumentError: an option with another value
+    """
+    methods = multiprocessing.get_all_start_methods()
+    if start_method is not None and start_method not in methods:
+        raise InvalidArgumentError(
+            f"start_method={start_method!r}: cannot find context for {start_method!r}, for here processes are started "
+            f"by one of {', '.join(methods)}. "
+            f'Write start_method="{methods[0]}", or leave it out'
+        )
+    if n_workers is not None and not _is_count(n_workers, 1):
+        raise InvalidArgumentError(f"n_workers={n_workers!r} is not a number of processes; expected 1 or more, or None")
+    limits = {"start_timeout": start_timeout, "step_timeout": step_timeout, "close_timeout": close_timeout}
+    for name, seconds in limits.items():
+        if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
+            raise InvalidArgumentError(
+                f"{name}={seconds!r} is no time; expected seconds above 0, or None for no limit. Write {name}=60"
+            )
+    if restart not in (None, "truncate"):
+        raise InvalidArgumentError(f'restart={restart!r} is neither "truncate" nor None. Write restart="truncate"')
+    if not _is_count(max_restarts, 0):
+        raise InvalidArgumentError(f"max_restarts={max_restarts!r} is no number; expected 0 or more")
+    if cure is not None and cure not in CURES:
+        raise InvalidArgumentError(f"cure={cure!r} is not known; expected one of {', '.join(CURES)}, or None")
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= least)

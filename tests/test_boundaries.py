@@ -108,7 +108,7 @@ def test_only_the_devices_package_decides_on_devices(package: str, path: Path) -
 
 
 def test_the_devices_package_itself_would_be_found() -> None:
-    source = (FOLDERS["rl_ext_core"] / "devices" / "_mask.py").read_text(encoding="utf-8")
+    source = (FOLDERS["rl_ext_core"] / "devices" / "_cuda.py").read_text(encoding="utf-8")
     assert any("CUDA_VISIBLE_DEVICES" in line for line in device_decisions(source))
 
 

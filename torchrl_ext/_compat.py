@@ -31,11 +31,12 @@ _SUPERVISION = """
     _dispatch_caller_parallel
 """
 
-# What a step of EnvBase's does, which the short way leaves out.
+# What a step of EnvBase's does, which the fast path leaves out.
 _SHORT_STEPS = """
     _step _reset _step_mdp _step_proc_data _reset_proc_data _step_and_maybe_reset _complete_done
     step reset maybe_reset any_done step_mdp step_and_maybe_reset rand_action
     read_action read_done read_obs read_reward _post_step_mdp_hooks _output_transform _reset_output_transform
+    _compiled_step_and_maybe_reset
 """
 _TENSORDICT = "_new_unsafe _tensordict _td_dim_names _device"
 _LONGER = "torchrl_ext.GymWrapper steps as EnvBase does, which takes longer"

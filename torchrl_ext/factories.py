@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from torchrl.envs import EnvBase
+from torchrl.envs.batched_envs import BatchedEnvBase
+from torchrl.envs.common import EnvMetaData
+
+from rl_ext_core.errors import InvalidTypeError
 from rl_ext_core.factory import EnvFactory
 from rl_ext_core.factory.convert import convert
-from torchrl_ext._adapt import adapt
-from torchrl_ext._metadata import metadata_of
 
-__all__ = ["as_factory", "factory_of"]
+__all__ = ["adapt", "as_factory", "factory_of", "metadata_of"]
 
 
 def as_factory(source: Any, *, verify: bool = True, start_method: str | None = None) -> EnvFactory[Any]:
@@ -44,3 +49,79 @@ def factory_of(source: Any, *, verify: bool, start_method: str | None, timeout: 
         read=metadata_of,
         timeout=timeout,
     )
+
+
+def metadata_of(environment: EnvBase) -> EnvMetaData:
+    """Read it of an environment, which caches what it is made from.
+
+    :raises RuntimeError: TorchRL's, for transforms that may not be in a worker
+    """
+    if hasattr(BatchedEnvBase, "_validate_worker_env"):  # else the worker finds out
+        BatchedEnvBase._validate_worker_env(environment)
+    return EnvMetaData.metadata_from_env(environment)
+
+
+def adapt(environment: Any) -> EnvBase:
+    """Wrap an environment for TorchRL, unless it is one of TorchRL's already.
+
+    :param environment: of gymnasium, single or vectorised, PettingZoo, dm_control, Melting Pot or VMAS
+    :raises InvalidTypeError: of none of these
+    """
+    if isinstance(environment, EnvBase):
+        return environment
+    for kind, wrap in _wrappers():
+        if isinstance(environment, kind):
+            return wrap(environment)
+    cls = type(environment)
+    raise InvalidTypeError(
+        f"an environment of {cls.__module__}.{cls.__qualname__} is none that TorchRL has a wrapper for; expected one "
+        "of torchrl.envs, or of gymnasium, PettingZoo, dm_control, Melting Pot or VMAS. Hand over one that is wrapped: "
+        f"ParallelEnv(2, lambda: MyWrapper({cls.__name__}(...)))"
+    )
+
+
+def _wrappers() -> Iterator[tuple[type, Callable[[Any], EnvBase]]]:
+    """Return the classes of environments whose packages are loaded, and what wraps them."""
+    for module, name, wrap in (
+        ("gymnasium", "Env", _gymnasium),
+        ("gymnasium.vector", "VectorEnv", _gymnasium),
+        ("pettingzoo.utils.env", "ParallelEnv", _pettingzoo),
+        ("pettingzoo.utils.env", "AECEnv", _pettingzoo),
+        ("meltingpot.utils.substrates.substrate", "Substrate", _meltingpot),
+        ("dm_control.rl.control", "Environment", _dm_control),
+        ("dm_control.composer.environment", "Environment", _dm_control),
+        ("vmas.simulator.environment.environment", "Environment", _vmas),
+    ):
+        kind = getattr(sys.modules.get(module), name, None)
+        if kind is not None:
+            yield kind, wrap
+
+
+def _gymnasium(environment: Any) -> EnvBase:
+    from torchrl_ext import GymWrapper
+
+    return GymWrapper(environment)
+
+
+def _pettingzoo(environment: Any) -> EnvBase:
+    from torchrl.envs import PettingZooWrapper
+
+    return PettingZooWrapper(environment)
+
+
+def _meltingpot(environment: Any) -> EnvBase:
+    from torchrl.envs import MeltingpotWrapper
+
+    return MeltingpotWrapper(environment)
+
+
+def _dm_control(environment: Any) -> EnvBase:
+    from torchrl.envs import DMControlWrapper
+
+    return DMControlWrapper(environment)
+
+
+def _vmas(environment: Any) -> EnvBase:
+    from torchrl.envs import VmasWrapper
+
+    return VmasWrapper(environment)

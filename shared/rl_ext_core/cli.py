@@ -23,7 +23,7 @@ __all__ = ["main"]
 
 COMMANDS = {
     "doctor": (
-        "rl_ext_core.devices.doctor._command",
+        "rl_ext_core.devices.doctor",
         "which GPU computes, which one renders, why, and what to type to fix it",
     ),
     "plan": (

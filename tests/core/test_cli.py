@@ -14,11 +14,11 @@ import pytest
 
 import rl_ext_core
 from rl_ext_core.cli import main
-from rl_ext_core.devices import Inventory
-from rl_ext_core.devices.doctor import _command, replay
+from rl_ext_core.devices import Inventory, doctor
+from rl_ext_core.devices.doctor import replay
 from tests.boundaries import loaded_by
 from tests.core.devices.machines import machine
-from tests.core.devices.patients import CASES, EGL, fake_nvml
+from tests.core.devices.patients import CASES, EGL
 from tests.core.devices.processes import environment
 
 Out = pytest.CaptureFixture[str]
@@ -129,7 +129,7 @@ def test_a_decision_is_explained(put: Put, capsys: Out) -> None:
     assert "compute  cuda:0 = NVIDIA H100" in text
     assert "set      MUJOCO_EGL_DEVICE_ID=1" in text
     # Its own import would refuse that under this mask; hence Python alone.
-    assert "export" not in text.split("to copy")[-1]
+    assert 'resolve("auto", render="same", renderer="robosuite").apply()' in text.splitlines()
 
 
 def test_a_device_that_is_not_there_is_shown_as_the_refusal(put: Put, capsys: Out) -> None:
@@ -161,12 +161,6 @@ def test_a_renderer_that_is_not_installed_is_shown_as_the_refusal(put: Put, caps
         ("doctor", "--replay", sys.executable),
         ("doctor", "--replay", "a\0b"),
         ("doctor", "--replay", "x", "--verify"),
-        ("doctor", "--watch", "0"),
-        ("doctor", "--watch", "nan"),
-        ("doctor", "--watch", "soon"),
-        ("doctor", "--watch", "--json"),
-        ("doctor", "--watch", "--count", "0"),
-        ("doctor", "--count", "1"),
         ("doctor", "--verify", "--render", "none"),
     ],
 )
@@ -210,45 +204,11 @@ def test_what_fails_when_it_is_tried_is_an_error() -> None:
     assert finding["fix"] == "rl-ext doctor --renderer mujoco"
 
 
-def test_watching_needs_a_gpu(put: Put, capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rl_ext_core.devices import _nvml
-    from rl_ext_core.devices.doctor import _processes
-
-    def nothing() -> None:
-        raise _nvml.UnavailableError("no NVIDIA driver is installed")
-
-    monkeypatch.setattr(_processes, "read", nothing)
-    assert main(["doctor", "--watch"]) == 1
-    printed = capsys.readouterr()
-    assert printed.err == "rl-ext doctor: no GPU to watch: no NVIDIA driver is installed\n"
-    assert printed.out == ""
-
-
-def test_watching_shows_memory_and_processes_as_often_as_asked(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
-    assert main(["doctor", "--watch", "0.01", "--count", "2"]) == 0
-    text = said(capsys)
-    assert text.count("NVIDIA H100") == 2
-    assert text.split().count("C+G") == 2
-    assert " 1024 " in text  # MiB used
-    assert " 80896" in text  # MiB free
-
-
-def test_watching_ends_with_ctrl_c(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(seconds: float) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
-    monkeypatch.setattr("time.sleep", interrupted)
-    assert main(["doctor", "--watch"]) == 0
-    assert "NVIDIA H100" in said(capsys)
-
-
 def test_ctrl_c_elsewhere_is_no_traceback(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_command, "_report", interrupted)
+    monkeypatch.setattr(doctor, "_report", interrupted)
     assert main(["doctor"]) == 130
     assert said(capsys) == ""
 

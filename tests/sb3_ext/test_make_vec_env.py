@@ -186,7 +186,7 @@ def pids(venv: VecEnv) -> list[int]:
     if isinstance(venv, DummyVecEnv):
         return [os.getpid()] * venv.num_envs
     assert isinstance(venv, SharedMemoryVecEnv)
-    return [seat.process.pid for seat in venv._pool.of_env]
+    return [worker.process.pid for worker in venv._pool.worker_of]
 
 
 @pytest.mark.sample(ci=8)

@@ -19,7 +19,7 @@ import pytest
 from gymnasium import spaces
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, WorkerError
-from sb3_ext.shared_memory_vec_env import SharedMemoryVecEnv
+from sb3_ext.vec_env import SharedMemoryVecEnv
 from tests.sb3_ext.vec_checks import FAST, no_workers
 from tests.sb3_ext.vec_worlds import Counting, Drawn, Failing, Returning, Unpicklable
 

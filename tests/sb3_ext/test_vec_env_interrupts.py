@@ -17,16 +17,18 @@ import pytest
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
+from rl_ext_core.vector import channel
 from sb3_ext import SharedMemoryVecEnv
 from tests.interrupts import everywhere
 from tests.sb3_ext.vec_checks import FAST, no_workers
 from tests.sb3_ext.vec_worlds import Counting, Failing
 
-BELOW = ("rl_ext_core/vector", "rl_ext_core/processes/watch", "sb3_ext/_pool_vec_env", "sb3_ext/_restarts")
+BELOW = ("rl_ext_core/vector", "rl_ext_core/processes/watch", "sb3_ext/vec_env")
 ACTIONS = np.zeros(3, np.int64)
 OPTIONS: dict[str, dict[str, Any]] = {
     "one each": {},
     "sharing": {"n_workers": 2},
+    "spinning": {"n_workers": 2},
     "with a time limit": {"step_timeout": 100},
     "restarting": {"restart": "truncate"},
     "restarting, with a time limit": {"restart": "truncate", "step_timeout": 100},
@@ -93,7 +95,8 @@ def as_dummy(venv: VecEnv, model: VecEnv) -> None:
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.exhaustive), 13])
 @pytest.mark.parametrize("options", list(OPTIONS))
 @pytest.mark.parametrize("call", list(CALLS))
-def test_calls_after_an_interrupted_one(call: str, options: str, every: int) -> None:
+def test_calls_after_an_interrupted_one(call: str, options: str, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "worth_spinning", lambda num_workers: options == "spinning")
     venv, model = SharedMemoryVecEnv([World] * 3, FAST, **OPTIONS[options]), DummyVecEnv([World] * 3)
 
     def prepare() -> Callable[[], Any]:

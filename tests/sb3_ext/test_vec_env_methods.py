@@ -27,9 +27,8 @@ from stable_baselines3.common.vec_env import (
     VecTransposeImage,
 )
 
-from rl_ext_core.vector.monitor import EpisodeMonitor
-from sb3_ext.shared_memory_vec_env import SharedMemoryVecEnv
-from sb3_ext.timings import VecEnvTimings
+from rl_ext_core.vector.environments import EpisodeMonitor
+from sb3_ext.vec_env import SharedMemoryVecEnv, VecEnvTimings
 from tests.sb3_ext.toys import Sprite, silenced
 from tests.sb3_ext.vec_checks import FAST, action_of, assert_equal, both, rollout
 from tests.sb3_ext.vec_worlds import Drawn

@@ -21,7 +21,7 @@ from stable_baselines3.common.utils import set_random_seed
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize, VecVideoRecorder
 
 from sb3_ext import AutoVecEnv, make_vec_env
-from sb3_ext.shared_memory_vec_env import SharedMemoryVecEnv
+from sb3_ext.vec_env import SharedMemoryVecEnv
 from tests.sb3_ext.toys import silenced
 from tests.sb3_ext.vec_checks import FAST, action_of, assert_equal, both, rollout
 from tests.sb3_ext.vec_worlds import ACTIONS, OBSERVATIONS, REWARDS, Counting, Drawn, Returning, Reusing

@@ -16,7 +16,7 @@ from stable_baselines3 import PPO
 
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
 from sb3_ext import as_factory
-from sb3_ext.shared_memory_vec_env import SharedMemoryVecEnv
+from sb3_ext.vec_env import SharedMemoryVecEnv
 from tests.sb3_ext.toys import silenced
 from tests.sb3_ext.vec_checks import FAST, no_workers
 from tests.sb3_ext.vec_worlds import Counting, Drawn, Failing, FailingOften, FailingOnce

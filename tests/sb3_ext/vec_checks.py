@@ -13,7 +13,7 @@ import psutil
 from gymnasium import spaces
 from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnv
 
-from sb3_ext.shared_memory_vec_env import SharedMemoryVecEnv
+from sb3_ext.vec_env import SharedMemoryVecEnv
 
 FAST = "fork"  # SB3's workers import torch with the other methods
 

@@ -230,7 +230,7 @@ def test_seeds() -> None:
 @pytest.mark.parametrize("cls", [GymEnv, GymWrapper])
 def test_workers_of_one_environment(cls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr("torchrl_ext.gym.ParallelEnv", lambda *args, **kwargs: asked.append((*args, kwargs)))
+    monkeypatch.setattr("torchrl_ext.gym.wrapper.ParallelEnv", lambda *args, **kwargs: asked.append((*args, kwargs)))
     env: Any = "CartPole-v1" if cls is GymEnv else Walk(5, 5)
     cls(env, num_workers=3, copy="auto")
     ((count, make, options),) = asked

@@ -15,7 +15,7 @@ import pytest
 from tests.torchrl_ext.parallel_checks import no_workers_left
 from tests.torchrl_ext.parallel_environments import Native, Well
 from torchrl_ext import ParallelEnv, as_factory
-from torchrl_ext._advice import SpeedCheck, warn_of_memory
+from torchrl_ext.parallel.plan import SpeedCheck, warn_of_memory
 
 __all__ = ["no_workers_left"]
 
@@ -70,7 +70,9 @@ def test_the_largest_of_them_counts(
 @pytest.mark.slow
 def test_workers_that_cost_more_time_than_they_save(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     # On a busy machine, what the environment takes by itself may be measured as too much.
-    monkeypatch.setattr("torchrl_ext._advice.time", types.SimpleNamespace(perf_counter=lambda: 20 * perf_counter()))
+    monkeypatch.setattr(
+        "torchrl_ext.parallel.plan.time", types.SimpleNamespace(perf_counter=lambda: 20 * perf_counter())
+    )
     env = ParallelEnv(2, Well, use_buffers=False)
     env.rollout(60, break_when_any_done=False)
     (text,) = said()

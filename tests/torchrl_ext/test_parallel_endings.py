@@ -149,7 +149,7 @@ def make_slow(**options: Any) -> GymWrapper:
 def test_closing_takes_as_long_as_it_takes(
     use_buffers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("torchrl_ext._supervised._LONG_S", 0.2)
+    monkeypatch.setattr("torchrl_ext.parallel.supervision._LONG_S", 0.2)
     kwargs = {"file": str(tmp_path / "video"), "seconds": 1.5}
     env = ParallelEnv(2, make_slow, create_env_kwargs=kwargs, use_buffers=use_buffers)
     env.rollout(3)
@@ -289,7 +289,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-BELOW = ("/torchrl_ext/_supervised.py", "/torchrl_ext/parallel.py", "/rl_ext_core/processes/", "/batched_envs.py")
+BELOW = ("/torchrl_ext/parallel/", "/rl_ext_core/processes/", "/batched_envs.py")
 
 # What is raised while Python finalizes an object ends there, and is told as a warning.
 in_finalizers = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -307,7 +307,7 @@ def test_ctrl_c_anywhere(call: str, every: int, use_buffers: bool) -> None:
 @pytest.mark.exhaustive
 @in_finalizers
 def test_ctrl_c_at_every_line_of_close() -> None:
-    check_interrupts("close", True, below=("/torchrl_ext/_supervised.py", "/batched_envs.py"), every=1)
+    check_interrupts("close", True, below=("/torchrl_ext/parallel/supervision.py", "/batched_envs.py"), every=1)
 
 
 def check_interrupts(call: str, use_buffers: bool, *, below: tuple[str, ...], every: int) -> None:

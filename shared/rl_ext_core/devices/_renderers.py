@@ -11,21 +11,30 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rl_ext_core.devices._mask import MASK
-from rl_ext_core.devices._versions import major
-from rl_ext_core.errors import DeviceUnavailableError, InvalidArgumentError, missing_dependency
+from rl_ext_core.devices._cuda import MASK
+from rl_ext_core.errors import (
+    DeviceUnavailableError,
+    InvalidArgumentError,
+    MissingDependencyError,
+    missing_dependency,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from rl_ext_core.devices.inventory import EglDevice
+    from rl_ext_core.devices._cuda import Machine
+    from rl_ext_core.devices.inventory import EglDevice, Gpu
 
 BACKEND = "MUJOCO_GL"
 INDEX = "MUJOCO_EGL_DEVICE_ID"
 PLATFORM = "PYOPENGL_PLATFORM"
+PYRENDER_INDEX = "EGL_DEVICE_ID"
 # What libraries read once, when they are imported: a process that has imported them is bound to it.
 READ_AT_IMPORT = (BACKEND, PLATFORM)
-NAMES = ("mujoco", "gymnasium", "dm_control", "robosuite")
+MUJOCO_NAMES = ("mujoco", "gymnasium", "dm_control", "robosuite")
+NAMES = (*MUJOCO_NAMES, "pyrender", "sapien")
+# Suites that render through another one's package.
+_THROUGH = {"libero": "robosuite", "mani_skill": "sapien"}
 
 # mujoco's, robosuite's and dm_control's eglQueryDevicesEXT() ask for no more.
 _EGL_LIMIT = 10
@@ -34,7 +43,16 @@ _OFF = ("disable", "disabled", "off", "false", "0")
 
 
 class RefusedError(Exception):
-    """The renderer would fail on these variables; the text says how, and names variable and value."""
+    """The renderer fails on these variables.
+
+    :ivar variable: the one to blame
+    :ivar text: how it ends, as the end of a sentence that begins with the renderer
+    """
+
+    def __init__(self, variable: str, text: str) -> None:
+        super().__init__(text)
+        self.variable = variable
+        self.text = text
 
 
 @dataclass(frozen=True)
@@ -48,6 +66,15 @@ class EglWorld:
     devices: tuple[EglDevice, ...]
     visible: tuple[str, ...] | None
 
+    @classmethod
+    def of(cls, machine: Machine) -> EglWorld:
+        """Give what a renderer finds on a machine under the variables that are in force."""
+        try:
+            visible: tuple[str, ...] | None = machine.visible.uuids
+        except DeviceUnavailableError:
+            visible = None  # most rules need no CUDA
+        return cls(machine.with_egl.egl or (), visible)
+
     @property
     def reachable(self) -> tuple[EglDevice, ...]:
         """The devices that a renderer gets to see: it asks for ten."""
@@ -59,7 +86,7 @@ class EglWorld:
         :raises RefusedError: CUDA's order is unknown
         """
         if self.visible is None:
-            raise RefusedError("the GPUs differ, and in which order CUDA counts them could not be found out")
+            raise RefusedError(INDEX, "the GPUs differ, and in which order CUDA counts them could not be found out")
         uuids = {device.uuid: device.index for device in self.reachable if device.cuda and device.uuid}
         return {ordinal: uuids[uuid] for ordinal, uuid in enumerate(self.visible) if uuid in uuids}
 
@@ -70,17 +97,27 @@ class Renderer:
 
     :param name: one of ``NAMES``
     :param version: of the package whose rule counts
-    :param selects: gives the EGL index that these variables lead to; raises RefusedError where they lead to a failure
-    :param backend: gives ``"egl"``, ``"osmesa"``, ``"glfw"`` or ``"none"``; raises RefusedError for other values
+    :param backend: gives ``"egl"``, ``"osmesa"``, ``"glfw"``, ``"vulkan"`` or ``"none"``; raises RefusedError for
+        other values
+    :param selects: gives the EGL index that these variables lead to; raises RefusedError where they lead to a failure.
+        None for a renderer that does not use EGL
+    :param switches: the variables that choose the backend
+    :param index: the variable that chooses the EGL device
     """
 
     name: str
     version: str
-    selects: Callable[[Mapping[str, str], EglWorld], int]
     backend: Callable[[Mapping[str, str]], str]
+    selects: Callable[[Mapping[str, str], EglWorld], int] | None
+    switches: tuple[str, ...] = (BACKEND, PLATFORM)
+    index: str = INDEX
 
     def __str__(self) -> str:
         return f"{self.name} {self.version}"
+
+    def variables(self, backend: str, index: str | None) -> dict[str, str | None]:
+        """Give what to set (text) and what to unset (None) for a backend: ``"egl"`` or ``"osmesa"``."""
+        return {**dict.fromkeys(self.switches, backend), self.index: index}
 
 
 def find(name: str, versions: Mapping[str, str]) -> Renderer:
@@ -89,26 +126,44 @@ def find(name: str, versions: Mapping[str, str]) -> Renderer:
     :raises InvalidArgumentError: no such renderer is known
     :raises MissingDependencyError: it is not installed
     """
-    if name not in NAMES:
+    if name not in (*NAMES, *_THROUGH):
         raise InvalidArgumentError(
-            f"renderer={name!r} is not known here; expected one of {', '.join(map(repr, NAMES))}. Environments that "
-            'are built on MuJoCo\'s Python package follow its rule: write renderer="mujoco"'
+            f"renderer={name!r} is not known here; expected one of {', '.join(map(repr, (*NAMES, *_THROUGH)))}. "
+            'Environments that are built on MuJoCo\'s Python package follow its rule: write renderer="mujoco"'
         )
-    if name not in versions or "mujoco" not in versions:
-        missing = name if name not in versions else "mujoco"
-        extra = "mujoco" if name == "gymnasium" else name
-        raise missing_dependency(missing, extra, f"renderer={name!r}")
-    mujoco = _mujoco_4 if major(versions["mujoco"]) >= 4 else _raw
-    if name == "robosuite":
-        return Renderer(name, versions[name], _robosuite, _robosuite_backend)
-    if name == "dm_control":
-        return Renderer(name, versions[name], _raw, _dm_control_backend)
-    backend = _gymnasium_backend if name == "gymnasium" else _mujoco_backend
-    return Renderer(name, f"{versions[name]}{_on_mujoco(name, versions)}", mujoco, backend)
+    found = _THROUGH.get(name, name)
+    missing = next((package for package in _packages(found) if package not in versions), None)
+    if missing is not None:
+        extra = "mujoco" if found == "gymnasium" else found
+        if found in MUJOCO_NAMES:
+            raise missing_dependency(missing, extra, f"renderer={name!r}")
+        raise MissingDependencyError(
+            f"renderer={name!r} needs the package {missing!r}, which is not installed. Install it with:\n"
+            f"    pip install {missing}",
+            name=missing,
+        )
+    version = versions[found]
+    if found == "sapien":
+        return Renderer(found, version, lambda environ: "vulkan", None, (), "")
+    if found == "pyrender":
+        return Renderer(found, version, _pyrender_backend, _pyrender, (PLATFORM,), PYRENDER_INDEX)
+    if found == "robosuite":
+        return Renderer(found, version, _robosuite_backend, _robosuite)
+    if found == "dm_control":
+        return Renderer(found, version, _dm_control_backend, _raw)
+    through_cuda = int(re.match(r"\d*", versions["mujoco"])[0] or 0) >= 4  # type: ignore[index]
+    backend = mujoco_backend if found == "mujoco" else _gymnasium_backend
+    version = version if found == "mujoco" else f"{version} (mujoco {versions['mujoco']})"
+    return Renderer(found, version, backend, mujoco_4 if through_cuda else _raw)
 
 
-def _on_mujoco(name: str, versions: Mapping[str, str]) -> str:
-    return "" if name == "mujoco" else f" (mujoco {versions['mujoco']})"
+def installed(versions: Mapping[str, str]) -> tuple[Renderer, ...]:
+    """Give the rules of all renderers that are installed: gymnasium alone renders nothing that is decided on here."""
+    return tuple(find(name, versions) for name in NAMES if all(package in versions for package in _packages(name)))
+
+
+def _packages(name: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((name, "mujoco"))) if name in MUJOCO_NAMES else (name,)
 
 
 def index_for(renderer: Renderer, target: EglDevice, world: EglWorld, environ: Mapping[str, str]) -> str:
@@ -119,9 +174,9 @@ def index_for(renderer: Renderer, target: EglDevice, world: EglWorld, environ: M
     # Its own index first: for all rules but one that is the answer.
     numbers = [target.index, *(n for n in range(len(world.devices)) if n != target.index)]
     for number in numbers:
-        candidate = {**environ, BACKEND: "egl", INDEX: str(number)}
+        candidate = {**environ, **dict.fromkeys(renderer.switches, "egl"), renderer.index: str(number)}
         try:
-            if renderer.selects(candidate, world) == target.index:
+            if renderer.selects is not None and renderer.selects(candidate, world) == target.index:
                 return str(number)
         except RefusedError:
             continue
@@ -131,22 +186,29 @@ def index_for(renderer: Renderer, target: EglDevice, world: EglWorld, environ: M
             "Hide others from EGL (in a container: NVIDIA_VISIBLE_DEVICES), or choose another GPU"
         )
     raise DeviceUnavailableError(
-        f"{renderer} reaches EGL device {target.index} by no value of {INDEX} under {MASK}={environ.get(MASK)!r}. "
-        f"Let {MASK} name that GPU, and only it"
+        f"{renderer} reaches EGL device {target.index} by no value of {renderer.index} under "
+        f"{MASK}={environ.get(MASK)!r}. Let {MASK} name that GPU, and only it"
     )
 
 
-def variables(backend: str, index: str | None) -> dict[str, str | None]:
-    """Give what to set (text) and what to unset (None) for a backend: ``"egl"`` or ``"osmesa"``."""
-    return {BACKEND: backend, PLATFORM: backend, INDEX: index}
+def vulkan_device(gpu: Gpu, visible: tuple[str, ...]) -> str:
+    """Name a GPU as SAPIEN does, in releases 2 and 3: as CUDA counts where CUDA shows it, else by its PCI address.
+
+    Its default is the first that Vulkan lists, or in release 3 the first of those that CUDA shows, which need not be
+    ``cuda:0`` (haosulab/SAPIEN#101, #139, mani-skill/ManiSkill#161, #447, #746). An address with its domain that no
+    device has is taken for bus 0 there, hence the short form.
+    """
+    if gpu.uuid in visible:
+        return f"cuda:{visible.index(gpu.uuid)}"
+    return f"pci:{gpu.pci.removeprefix('0000:')}"
 
 
 def _raw(environ: Mapping[str, str], world: EglWorld) -> int:
     """Follow mujoco up to 3 and dm_control: EGL's own index, else the first device that starts."""
     value = environ.get(INDEX)
     if value is None:
-        return _index(0, "the first EGL device", world)
-    return _index(_integer(INDEX, value), f"{INDEX}={value!r}", world)
+        return _index(INDEX, 0, world)
+    return _index(INDEX, _integer(INDEX, value), world)
 
 
 def _robosuite(environ: Mapping[str, str], world: EglWorld) -> int:
@@ -154,14 +216,13 @@ def _robosuite(environ: Mapping[str, str], world: EglWorld) -> int:
     name = INDEX if environ.get(INDEX) is not None else MASK
     value = environ.get(name)
     if value is None:
-        return _index(0, "the first EGL device", world)
-    first = value if value.isdigit() else value.split(",")[0]
+        return _index(INDEX, 0, world)
     # The whole list must be numbers, though one of them is used.
     numbers = [_integer(name, entry) for entry in ([value] if value.isdigit() else value.split(","))]
-    return _index(numbers[0], f"{name}={value!r}" if first == value else f"{first!r} of {name}={value!r}", world)
+    return _index(name, numbers[0], world)
 
 
-def _mujoco_4(environ: Mapping[str, str], world: EglWorld) -> int:
+def mujoco_4(environ: Mapping[str, str], world: EglWorld) -> int:
     """Follow mujoco 4: through EGL_CUDA_DEVICE_NV, where a number means a visible device or a CUDA id."""
     by_ordinal = world.by_ordinal()
     mask = _mujoco_4_mask(environ.get(MASK))
@@ -171,7 +232,7 @@ def _mujoco_4(environ: Mapping[str, str], world: EglWorld) -> int:
     value = environ.get(INDEX)
     if value is None:
         if not ordered:
-            raise RefusedError("EGL lists no device")
+            raise RefusedError(INDEX, "EGL lists no device")
         return ordered[0]
     number = _integer(INDEX, value)
     if 0 <= number < len(shown):
@@ -181,8 +242,17 @@ def _mujoco_4(environ: Mapping[str, str], world: EglWorld) -> int:
     if number in by_ordinal:
         return by_ordinal[number]
     if not 0 <= number < len(ordered):
-        raise RefusedError(f"{INDEX}={value!r} is beyond EGL's devices, 0 to {len(ordered) - 1}")
+        raise _beyond(INDEX, number, len(ordered), world)
     return ordered[number]
+
+
+def _pyrender(environ: Mapping[str, str], world: EglWorld) -> int:
+    """Follow pyrender 0.1: EGL's own index among all devices, as Python counts in a list."""
+    value = environ.get(PYRENDER_INDEX, "0")
+    number, count = _integer(PYRENDER_INDEX, value), len(world.devices)
+    if not -count <= number < count:
+        raise RefusedError(PYRENDER_INDEX, f'rendering ends in "ValueError: Invalid device ID ({number})"')
+    return number % count
 
 
 def _mujoco_4_mask(value: str | None) -> list[int] | None:
@@ -207,19 +277,26 @@ def _integer(name: str, value: str) -> int:
     try:
         return int(value)
     except ValueError:
-        raise RefusedError(f"{name} holds {value!r}, which is not a number") from None
+        text = f'rendering ends in "ValueError: invalid literal for int() with base 10: {value!r}"'
+        raise RefusedError(name, text) from None
 
 
-def _index(number: int, source: str, world: EglWorld) -> int:
+def _index(name: str, number: int, world: EglWorld) -> int:
     count = len(world.reachable)
     if not count:
-        raise RefusedError("EGL lists no device")
+        raise RefusedError(name, "EGL lists no device")
     if not 0 <= number < count:
-        raise RefusedError(f"{source} is beyond EGL's devices, 0 to {count - 1}")
+        raise _beyond(name, number, count, world)
     return number
 
 
-def _mujoco_backend(environ: Mapping[str, str]) -> str:
+def _beyond(name: str, number: int, count: int, world: EglWorld) -> RefusedError:
+    error = f'"RuntimeError: ... must be an integer between 0 and {count - 1} (inclusive), got {number}"'
+    asked = f" (it asks EGL for {count} devices of {len(world.devices)})" if count < len(world.devices) else ""
+    return RefusedError(name, f"rendering ends in {error}{asked}")
+
+
+def mujoco_backend(environ: Mapping[str, str]) -> str:
     return _canonical(environ.get(BACKEND, "").lower().strip())
 
 
@@ -227,21 +304,29 @@ def _gymnasium_backend(environ: Mapping[str, str]) -> str:
     """Follow gymnasium: exact names; without one glfw comes first, and takes the process down without a display."""
     value = environ.get(BACKEND, "glfw")
     if value not in ("glfw", "egl", "osmesa"):
-        raise RefusedError(f"{BACKEND}={value!r} is none of 'glfw', 'egl', 'osmesa'")
+        error = f'"RuntimeError: Environment variable MUJOCO_GL must be one of ...: got {value!r}"'
+        raise RefusedError(BACKEND, f"rendering ends in {error}")
     return value
 
 
 def _dm_control_backend(environ: Mapping[str, str]) -> str:
     value = environ.get(BACKEND, "glfw")
     if value == "glx":
-        raise RefusedError(f"{BACKEND}={value!r} is none of 'egl', 'osmesa', 'glfw', 'off'")
+        raise RefusedError(BACKEND, _no_backend(value))
     return _canonical(value)
 
 
 def _robosuite_backend(environ: Mapping[str, str]) -> str:
     """Follow robosuite: it imports mujoco, which refuses unknown values, and then overwrites every value but two."""
-    _mujoco_backend(environ)
+    mujoco_backend(environ)
     return {"osmesa": "osmesa", "glx": "glfw"}.get(environ.get(BACKEND, ""), "egl")
+
+
+def _pyrender_backend(environ: Mapping[str, str]) -> str:
+    value = environ.get(PLATFORM)
+    if value in (None, "egl", "osmesa"):
+        return value or "glfw"  # pyglet's window, which needs a display likewise
+    raise RefusedError(PLATFORM, f'rendering ends in "ValueError: Unsupported PyOpenGL platform: {value}"')
 
 
 def _canonical(value: str) -> str:
@@ -251,7 +336,11 @@ def _canonical(value: str) -> str:
         return "none"
     if value in ("egl", "osmesa"):
         return value
-    raise RefusedError(f"{BACKEND}={value!r} is none of 'egl', 'osmesa', 'glfw', 'off'")
+    raise RefusedError(BACKEND, _no_backend(value))
+
+
+def _no_backend(value: str) -> str:
+    return f'import ends in "RuntimeError: invalid value for environment variable MUJOCO_GL: {value}"'
 
 
 def has_display(environ: Mapping[str, str]) -> bool:

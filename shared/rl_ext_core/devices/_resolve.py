@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
+import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from rl_ext_core.devices import _compute, _renderers, _rendering, _requests
-from rl_ext_core.devices._machine import Machine
-from rl_ext_core.devices._picks import Pick, Picker
-from rl_ext_core.devices.decision import Decision
-from rl_ext_core.errors import DeviceUnavailableError, InvalidArgumentError
+from rl_ext_core.devices import _cuda, _renderers
+from rl_ext_core.devices._cuda import MASK, Machine, Pick, Picker
+from rl_ext_core.devices._renderers import EglWorld, Renderer
+from rl_ext_core.devices.decision import Decision, Step
+from rl_ext_core.errors import DeviceUnavailableError, InvalidArgumentError, InvalidTypeError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch
 
-    from rl_ext_core.devices._compute import Computing
-    from rl_ext_core.devices._rendering import Rendering
-    from rl_ext_core.devices._requests import Request
-    from rl_ext_core.devices.inventory import Inventory
+    from rl_ext_core.devices.inventory import EglDevice, Gpu, Inventory
+
+Kind = Literal["auto", "cpu", "cuda", "uuid", "nvidia-smi", "pci", "egl", "same", "none"]
+
+_NUMBER = "(0|[1-9][0-9]{0,8})"
+_BEYOND = 10**9
+_HEX = "[0-9a-fA-F]"
+_FORMS: dict[Kind, str] = {
+    "auto": "auto",
+    "cpu": "cpu",
+    "cuda": f"cuda(?::{_NUMBER})?",
+    "uuid": "(GPU-[0-9a-fA-F-]+)",
+    "nvidia-smi": f"nvidia-smi:{_NUMBER}",
+    "pci": rf"pci:((?:{_HEX}{{1,8}}:)?{_HEX}{{2}}:{_HEX}{{2}}\.{_HEX})",
+}
+_FOR_RENDERING: dict[Kind, str] = {"egl": f"egl:{_NUMBER}", "same": "same", "none": "none"}
+_EXPECTED = (
+    '"auto", "cpu", "cuda", "cuda:<index>", an index, "GPU-<uuid>", "nvidia-smi:<index>", "pci:<address>" '
+    "or a torch.device of type cpu or cuda"
+)
+_ON_THE_CPU = 'Write render="cpu" to render there on purpose'
 
 _log = logging.getLogger("rl_ext_core.devices")
 
@@ -49,8 +69,9 @@ def resolve(
         ``"nvidia-smi:3"``, ``"pci:0000:3b:00.0"`` or the beginning of a UUID, ``"GPU-3f2a"``: a GPU by its identity
     :param render: what renders. ``"none"``; ``"same"``: the GPU that computes, or the CPU if that computes; ``"cpu"``:
         Mesa or OSMesa; or a GPU in any of the forms above, or ``"egl:<index>"``
-    :param renderer: ``"robosuite"``, ``"mujoco"``, ``"gymnasium"`` (its MuJoCo environments) or ``"dm_control"``:
-        each has its own rule, which depends on its version
+    :param renderer: ``"robosuite"`` (or ``"libero"``, which renders through it), ``"mujoco"``, ``"gymnasium"`` (its
+        MuJoCo environments), ``"dm_control"``, ``"pyrender"``, or ``"sapien"`` (or ``"mani_skill"``): each has its own
+        rule, which depends on its version. For SAPIEN see :attr:`Decision.render_device`
     :param pick: how ``"auto"`` chooses: ``"rank"``, by ``LOCAL_RANK`` or ``SLURM_LOCALID`` where a launcher has set
         one, else torch's current device; or ``"free-memory"``
     :param rank: this process among those that train together on this machine, in place of what a launcher says
@@ -67,13 +88,26 @@ def resolve(
     """
     if on_missing not in ("error", "cpu"):
         raise InvalidArgumentError(f'on_missing={on_missing!r} is neither "error" nor "cpu". Write on_missing="error"')
-    asked, shown = _requests.parse(device, "device"), _requests.parse(render, "render")
+    asked, shown = parse(device, "device"), parse(render, "render")
     picker = Picker(pick, rank, worker)
     machine = Machine(inventory, os.environ if environ is None else environ)
-    computing = _computing(asked, machine, picker, on_missing)
-    rendering = _rendering_of(shown, renderer, machine, computing, picker, on_missing)
-    decision = _joined(computing, rendering)
-    _say(asked, decision)
+    try:
+        decision = decide_compute(asked, machine, picker)
+    except DeviceUnavailableError as error:
+        if on_missing == "error":
+            raise
+        decision = Decision("cpu", f"the CPU in place of {device}", warnings=(f"on_missing: {error}",))
+    try:
+        decision = decide_render(shown, renderer, machine, decision, picker)
+    except DeviceUnavailableError as error:
+        if on_missing == "error" or shown.kind == "cpu":
+            raise
+        rule = _renderers.find(renderer, machine.inventory.versions)
+        decision = _on_cpu(rule, machine, shown, decision, (f"on_missing: {error}",))
+    if asked.kind == "auto" and decision.device == "cpu":
+        _say_once(logging.INFO, decision.reason)
+    for warning in decision.warnings:
+        _say_once(logging.WARNING, warning)
     return decision
 
 
@@ -93,51 +127,332 @@ def resolve_device(
     return resolve(device, on_missing=on_missing).compute
 
 
-def _computing(request: Request, machine: Machine, picker: Picker, on_missing: str) -> Computing:
-    try:
-        return _compute.decide(request, machine, picker)
-    except DeviceUnavailableError as error:
-        if on_missing == "error":
-            raise
-        return _compute.Computing("cpu", f"the CPU in place of {request.asked}", warnings=(f"on_missing: {error}",))
-
-
-def _rendering_of(
-    request: Request, renderer: str, machine: Machine, computing: Computing, picker: Picker, on_missing: str
-) -> Rendering:
-    try:
-        return _rendering.decide(request, renderer, machine, computing, picker)
-    except DeviceUnavailableError as error:
-        if on_missing == "error" or request.kind == "cpu":
-            raise
-        rule = _renderers.find(renderer, machine.inventory.versions)
-        return _rendering.on_cpu(rule, machine, request, (f"on_missing: {error}",))
-
-
-def _joined(computing: Computing, rendering: Rendering) -> Decision:
-    return Decision(
-        device=computing.device,
-        reason=computing.reason,
-        gpu=computing.gpu,
-        mig=computing.mig,
-        render=rendering.render,
-        render_gpu=rendering.gpu,
-        egl=rendering.egl,
-        renderer=rendering.renderer,
-        variables=rendering.variables,
-        steps=computing.steps + rendering.steps,
-        warnings=computing.warnings + rendering.warnings,
-    )
-
-
-def _say(request: Request, decision: Decision) -> None:
-    if request.kind == "auto" and decision.device == "cpu":
-        _once(logging.INFO, decision.reason)
-    for warning in decision.warnings:
-        _once(logging.WARNING, warning)
-
-
-def _once(level: int, sentence: str) -> None:
+def _say_once(level: int, sentence: str) -> None:
     if sentence not in _said:
         _said.add(sentence)
         _log.log(level, sentence)
+
+
+# What was asked
+
+
+@dataclass(frozen=True)
+class Request:
+    """A device as somebody asked for it.
+
+    :param kind: the form that was used
+    :param value: its index, UUID or address, as text; empty where the form has none
+    :param argument: the argument's name, for errors
+    :param asked: what was written
+    """
+
+    kind: Kind
+    value: str
+    argument: str
+    asked: object
+
+    def __str__(self) -> str:
+        return f"{self.argument}={self.asked!r}"
+
+    @property
+    def index(self) -> int | None:
+        """The index, where there is one."""
+        return int(self.value) if self.value.isdigit() else None
+
+    def step(self, verdict: str) -> Step:
+        """Make the step of a decision that answers this."""
+        return Step("asked", self.argument, repr(self.asked), verdict)
+
+
+def parse(asked: object, argument: str) -> Request:
+    """Read what the argument ``argument`` (``"device"`` or ``"render"``) was given.
+
+    :raises InvalidArgumentError: the text has none of the forms
+    :raises InvalidTypeError: neither text, an index, nor a ``torch.device``
+    """
+    if type(asked) is int and abs(asked) >= _BEYOND:  # Python does not write the longest ones in decimal
+        raise InvalidArgumentError(f'{argument}={asked:#x} is no index of a device. Write {argument}="auto"')
+    for kind, form in (_FORMS | (_FOR_RENDERING if argument == "render" else {})).items():
+        match = re.fullmatch(form, _text(asked, argument), re.ASCII)
+        if match:
+            return Request(kind, (match[1] or "") if match.lastindex else "", argument, asked)
+    raise InvalidArgumentError(
+        f"{argument}={str(asked)!r} names no device that is known here; expected {_expected(argument)}. "
+        f'Write {argument}="{_likely(str(asked), argument)}"'
+    )
+
+
+def _text(asked: object, argument: str) -> str:
+    if isinstance(asked, str):
+        return asked
+    if type(asked) is int and asked >= 0:
+        return f"cuda:{asked}"
+    # torch.device, without importing torch for those who do not use it.
+    if type(asked).__module__ == "torch" and type(asked).__name__ == "device":
+        return "cpu" if asked.type == "cpu" else str(asked)  # type: ignore[attr-defined]
+    likely = "auto" if argument == "device" else "same" if asked else "none"
+    what = "negative" if type(asked) is int else f"of type {type(asked).__name__}"
+    raise InvalidTypeError(
+        f'{argument}={asked!r} is {what}; expected {_expected(argument)}. Write {argument}="{likely}"'
+    )
+
+
+def _expected(argument: str) -> str:
+    return f'{_EXPECTED}, or for rendering "same", "none" or "egl:<index>"' if argument == "render" else _EXPECTED
+
+
+def _likely(asked: str, argument: str) -> str:
+    """Guess which form was meant, so that the line to write is one that is understood."""
+    text = asked.strip().strip("'\"[]").lower().replace(" ", "")
+    for guess in (text, f"cuda:{text}", text.replace("gpu:", "cuda:").replace("gpu-", "GPU-")):
+        if any(re.fullmatch(form, guess, re.ASCII) for form in _FORMS.values()):
+            return guess
+    return "same" if argument == "render" else "auto"
+
+
+def _find_gpu(request: Request, inventory: Inventory) -> Gpu:
+    """Find the GPU that a UUID, a PCI address or an index of nvidia-smi names, visible to CUDA or not."""
+    if not inventory.gpus:
+        raise DeviceUnavailableError(
+            f"{request} was asked for, but this machine shows no GPU: {inventory.nvml_error or 'NVML lists none'}. "
+            f'Write {request.argument}="cpu"'
+        )
+    if request.kind == "nvidia-smi":
+        found = [gpu for gpu in inventory.gpus if gpu.index == request.index]
+    elif request.kind == "pci":
+        domain, _, rest = (request.value if request.value.count(":") == 2 else f"0:{request.value}").partition(":")
+        address = f"{int(domain, 16):04x}:{rest.lower()}"
+        found = [gpu for gpu in inventory.gpus if gpu.pci == address]
+    else:
+        found = [gpu for gpu in inventory.gpus if gpu.uuid.lower().startswith(request.value.lower())]
+    if len(found) > 1:
+        uuids = " and ".join(gpu.uuid for gpu in found)
+        raise InvalidArgumentError(
+            f'{request} fits {len(found)} GPUs: {uuids}. Write {request.argument}="{found[0].uuid}"'
+        )
+    if not found:
+        form = {"nvidia-smi": "nvidia-smi:{0.index}", "pci": "pci:{0.pci}"}.get(request.kind, "{0.uuid}")
+        names = [form.format(gpu) for gpu in inventory.gpus]
+        raise DeviceUnavailableError(
+            f'{request} was asked for, but the GPUs here are {", ".join(names)}. Write {request.argument}="{names[0]}"'
+        )
+    return found[0]
+
+
+# What computes
+
+
+def decide_compute(request: Request, machine: Machine, picker: Picker) -> Decision:
+    """Decide which device computes; nothing renders so far.
+
+    :raises DeviceUnavailableError: a GPU was named that this process cannot compute on
+    """
+    if request.kind == "cpu":
+        return Decision("cpu", "the CPU was asked for", steps=(request.step("cpu"),))
+    if machine.torch_without_cuda or not machine.count:
+        why = machine.why_none()
+        if request.kind == "auto":
+            return Decision("cpu", f"auto: the CPU, because {why}", steps=(request.step(f"cpu, because {why}"),))
+        raise DeviceUnavailableError(
+            f"{request.argument}={str(request.asked)!r} was asked for, but {why}. "
+            f'Write {request.argument}="cpu", or {request.argument}="auto" to use a GPU wherever there is one'
+        )
+    if request.kind == "auto" and machine.visible.uuids:
+        ordinal, why = _cuda.pick(picker, machine)
+        reason = f"auto: cuda:{ordinal}, because {why}"
+    elif request.kind in ("auto", "cuda"):
+        ordinal, why = _ordinal(request, machine), f"{request.asked} was asked for"
+        reason = f"auto: cuda:{ordinal} of {machine.count}" if request.kind == "auto" else why
+    else:
+        ordinal, why = _visible_ordinal(request, machine), f"{request.asked} was asked for"
+        reason = why
+    device = f"cuda:{ordinal}"
+    if not machine.visible.uuids:
+        warning = f"NVML does not know {device} ({machine.inventory.nvml_error}), so rendering cannot be matched to it"
+        return Decision(device, reason, steps=(request.step(device),), warnings=(warning,))
+    mask = machine.environ.get(MASK)
+    shown = ", ".join(f"cuda:{i} = nvidia-smi {machine.gpu(i).index}" for i in range(len(machine.visible.uuids)))
+    masked = Step("no mask", MASK, "", shown) if mask is None else Step("mask", MASK, repr(mask), shown)
+    warnings: tuple[str, ...] = ()
+    if machine.visible.ended is not None:
+        how = f"without {MASK} torch sees" if mask is None else f"{MASK}={mask!r} shows"
+        warnings = (f"{how} {_counted(len(machine.visible.uuids))}: {machine.visible.ended}",)
+    steps = (masked, request.step(f"{device}, because {why}"))
+    return Decision(device, reason, machine.gpu(ordinal), machine.visible.mig, steps=steps, warnings=warnings)
+
+
+def _ordinal(request: Request, machine: Machine) -> int:
+    index = request.index if request.index is not None else _cuda.current_of_torch() or 0
+    if index < machine.count:
+        return index
+    mask = machine.environ.get(MASK)
+    raise DeviceUnavailableError(
+        f"{request.argument}={str(request.asked)!r} was asked for, but this process sees {_counted(machine.count)}, "
+        f"counted from 0{'' if mask is None else f' ({MASK}={mask!r})'}. "
+        f'Write {request.argument}="cuda:{machine.count - 1}", or {request.argument}="auto"'
+    )
+
+
+def _visible_ordinal(request: Request, machine: Machine) -> int:
+    gpu = _find_gpu(request, machine.inventory)
+    if gpu.uuid in machine.visible.uuids:
+        return machine.visible.uuids.index(gpu.uuid)
+    mask = machine.environ.get(MASK)
+    hidden = "CUDA does not show beside a MIG slice" if mask is None else f"{MASK}={mask!r} hides from CUDA"
+    raise DeviceUnavailableError(
+        f"{request} is {gpu.uuid}, which {hidden}. Write: export {MASK}={gpu.mig[0] if gpu.mig else gpu.uuid}"
+    )
+
+
+def _counted(count: int) -> str:
+    return f"{count} CUDA device{'' if count == 1 else 's'}"
+
+
+# What renders
+
+
+def decide_render(request: Request, name: str, machine: Machine, computing: Decision, picker: Picker) -> Decision:
+    """Decide which device renders beside the one that computes.
+
+    :raises DeviceUnavailableError: it cannot be made to render
+    """
+    if request.kind == "none":
+        return computing
+    renderer = _renderers.find(name, machine.inventory.versions)
+    if request.kind == "cpu" or (request.kind == "same" and computing.device == "cpu"):
+        gpus = machine.inventory.gpus if request.kind == "same" else ()
+        notes = tuple(
+            'render="same" renders on the CPU, because that is what computes; for a GPU write '
+            f'render="nvidia-smi:{gpu.index}"'
+            for gpu in gpus[:1]
+        )
+        return _on_cpu(renderer, machine, request, computing, notes)
+    if request.kind == "egl":
+        if renderer.selects is None:
+            raise DeviceUnavailableError(f'{request}: {renderer} does not render through EGL. Write render="same"')
+        return _through_egl(renderer, _egl_device(request, machine), machine, request, computing)
+    gpu = _rendering_gpu(request, machine, computing, picker)
+    if gpu.mig:
+        raise DeviceUnavailableError(
+            f"{request}: {gpu.uuid} is cut into MIG slices ({gpu.mig[0]}), which do not render. {_ON_THE_CPU}"
+        )
+    if renderer.selects is None:
+        return _through_vulkan(renderer, gpu, machine, request, computing)
+    return _through_egl(renderer, _egl_of(gpu, machine, request), machine, request, computing)
+
+
+def _on_cpu(
+    renderer: Renderer, machine: Machine, request: Request, computing: Decision, notes: tuple[str, ...] = ()
+) -> Decision:
+    """Render on the CPU: on Mesa's software device of EGL where there is one, else with OSMesa."""
+    if renderer.selects is None:
+        raise DeviceUnavailableError(
+            f"{request}: {renderer} renders on GPUs only, as Mesa's Vulkan for the CPU lacks what it needs. "
+            'Write render="none", and leave images out of the observations'
+        )
+    inventory = machine.with_egl
+    computing = dataclasses.replace(computing, warnings=computing.warnings + notes)
+    device = next((device for device in inventory.egl or () if device.software), None)
+    if device is not None:
+        try:
+            return _through_egl(renderer, device, machine, request, computing)
+        except DeviceUnavailableError:
+            if not inventory.osmesa:
+                raise
+    if not inventory.osmesa:
+        raise DeviceUnavailableError(
+            f"{request} needs a renderer on the CPU, and neither Mesa's EGL nor OSMesa is installed"
+            f"{f' ({inventory.egl_error})' if inventory.egl_error else ''}. Write: apt-get install libegl1 libegl-mesa0"
+        )
+    return dataclasses.replace(
+        computing,
+        render="cpu",
+        renderer=str(renderer),
+        variables=renderer.variables("osmesa", None),
+        steps=(*computing.steps, request.step("the CPU, OSMesa")),
+    )
+
+
+def _rendering_gpu(request: Request, machine: Machine, computing: Decision, picker: Picker) -> Gpu:
+    if request.kind == "same":
+        if computing.gpu is None:
+            raise DeviceUnavailableError(f"{request}: {computing.warnings[0]}. {_ON_THE_CPU}")
+        return computing.gpu
+    if request.kind in ("uuid", "nvidia-smi", "pci"):
+        # No renderer heeds the mask where it is told a device: a GPU that is hidden from CUDA renders if it is named.
+        return _find_gpu(request, machine.inventory)
+    count = len(machine.visible.uuids)
+    if not count:
+        why = machine.inventory.nvml_error or "NVML lists no GPU on this machine"
+        if machine.inventory.gpus:
+            why = machine.why_none()
+        raise DeviceUnavailableError(f"{request} was asked for, but {why}. {_ON_THE_CPU}")
+    if request.kind == "auto":
+        return machine.gpu(_cuda.pick(picker, machine)[0])
+    ordinal = request.index or 0
+    if ordinal >= count:
+        raise DeviceUnavailableError(
+            f'{request} was asked for, but this process sees {count}, counted from 0. Write render="cuda:{count - 1}"'
+        )
+    return machine.gpu(ordinal)
+
+
+def _egl_device(request: Request, machine: Machine) -> EglDevice:
+    devices = machine.with_egl.egl or ()
+    for device in devices:
+        if device.index == request.index:
+            return device
+    seen = machine.with_egl.egl_error or f"EGL lists {len(devices)}, counted from 0"
+    raise DeviceUnavailableError(f'{request} was asked for, but {seen}. Write render="same"')
+
+
+def _egl_of(gpu: Gpu, machine: Machine, request: Request) -> EglDevice:
+    inventory = machine.with_egl
+    device = inventory.egl_of(gpu.uuid)
+    if device is not None:
+        return device
+    if inventory.egl_error:
+        why = inventory.egl_error
+    elif any(found.uuid for found in inventory.egl or ()):
+        why = f"EGL lists other GPUs, but not {gpu.uuid}"
+    else:
+        why = (
+            "NVIDIA's EGL is not installed (10_nvidia.json in /usr/share/glvnd/egl_vendor.d; a container needs "
+            "NVIDIA_DRIVER_CAPABILITIES=all), so that EGL lists no GPU"
+        )
+    raise DeviceUnavailableError(f"{request}: {gpu.name} ({gpu.uuid}) does not render here: {why}. {_ON_THE_CPU}")
+
+
+def _through_egl(
+    renderer: Renderer, device: EglDevice, machine: Machine, request: Request, computing: Decision
+) -> Decision:
+    try:
+        index = _renderers.index_for(renderer, device, EglWorld.of(machine), machine.environ)
+    except DeviceUnavailableError as error:
+        raise DeviceUnavailableError(f"{request}: {error}") from error
+    gpu = machine.inventory.gpu(device.uuid) if device.uuid else None
+    who = "the CPU" if device.software else gpu.uuid if gpu else "a device that NVML does not know"
+    rule = Step(f"rule of {renderer}", renderer.index, index, f"EGL device {device.index}")
+    return dataclasses.replace(
+        computing,
+        render="cpu" if device.software else "gpu",
+        render_gpu=gpu,
+        egl=device,
+        renderer=str(renderer),
+        variables=renderer.variables("egl", index),
+        steps=(*computing.steps, request.step(f"EGL device {device.index}, {who}"), rule),
+    )
+
+
+def _through_vulkan(renderer: Renderer, gpu: Gpu, machine: Machine, request: Request, computing: Decision) -> Decision:
+    """Name the GPU as an argument: Vulkan reads no variable, and lists GPUs in an order of its own."""
+    name = _renderers.vulkan_device(gpu, machine.visible.uuids)
+    rule = Step(f"rule of {renderer}", "device", name, gpu.uuid)
+    return dataclasses.replace(
+        computing,
+        render="gpu",
+        render_gpu=gpu,
+        renderer=str(renderer),
+        render_device=name,
+        steps=(*computing.steps, request.step(gpu.uuid), rule),
+    )

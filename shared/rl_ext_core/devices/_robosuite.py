@@ -17,7 +17,7 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rl_ext_core.devices import _display
+from rl_ext_core.devices import _apply
 from rl_ext_core.devices._renderers import BACKEND, INDEX
 from rl_ext_core.errors import DeviceConflictError, DeviceUnavailableError, InvalidArgumentError
 
@@ -99,7 +99,7 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        _display.forget_failed("robosuite")
+        _apply.forget_failed("robosuite")
         why = " ".join(str(error).split()).rstrip(".") or type(error).__name__  # PyOpenGL's are tables of many lines
         raise DeviceUnavailableError(
             f"robosuite cannot render on {_target()}: {why}. See what EGL offers: rl-ext doctor --verify"
@@ -136,7 +136,7 @@ def _mend_context(module: ModuleType) -> None:
     def make_as_decided(self: Any, max_width: int, max_height: int, device_id: int = -1) -> None:
         self._context = None  # free() asks for it, also after a failure
         _check(INDEX)
-        hangs = _display.inherited()
+        hangs = _apply.inherited()
         if hangs:
             raise DeviceConflictError(hangs)
         _warn_of(device_id)
@@ -202,12 +202,11 @@ def import_robosuite(decision: Decision | None = None) -> ModuleType:
     :raises DeviceUnavailableError: the default decision is impossible here
     :raises InvalidArgumentError: the decision is for another renderer
     """
-    from rl_ext_core.devices._applied import renderer_of
     from rl_ext_core.devices._resolve import resolve
     from rl_ext_core.errors import missing_dependency
 
     chosen = resolve("auto", render="same", renderer="robosuite") if decision is None else decision
-    if renderer_of(chosen) not in ("robosuite", ""):
+    if _apply.renderer_of(chosen) not in ("robosuite", ""):
         raise InvalidArgumentError(
             f"this decision is for {chosen.renderer}, which picks its device by another rule than robosuite. "
             'Write resolve(..., renderer="robosuite")'

@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rl_ext_core.devices.inventory import EglDevice, Gpu
 from rl_ext_core.errors import missing_dependency
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     import torch
 
-    from rl_ext_core.devices.inventory import EglDevice, Gpu
     from rl_ext_core.devices.workers import BoundFactory
 
 __all__ = ["Decision", "Step"]
@@ -55,6 +56,8 @@ class Decision:
     :param egl: the EGL device that renders; None for OSMesa and where nothing renders
     :param renderer: what renders, with its version
     :param variables: what :meth:`apply` sets (text) and unsets (None)
+    :param render_device: the device's name where a renderer takes it as an argument and reads no variable, as SAPIEN
+        does: ``sapien.render.RenderSystem(render_device)``, ``gymnasium.make(..., render_backend=render_device)``
     :param steps: what was asked and found, in order
     :param warnings: what to know about it, one sentence each
     """
@@ -68,6 +71,7 @@ class Decision:
     egl: EglDevice | None = None
     renderer: str | None = None
     variables: Mapping[str, str | None] = field(default_factory=dict)
+    render_device: str | None = None
     steps: tuple[Step, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -96,6 +100,8 @@ class Decision:
         ]
         lines += [f"set      {name}={value}" for name, value in self.variables.items() if value is not None]
         lines += [f"unset    {name}" for name, value in self.variables.items() if value is None]
+        if self.render_device is not None:
+            lines.append(f"pass     {self.render_device!r} as the device to render on")
         lines += [f"because  {step}" for step in self.steps]
         lines += [f"warning  {warning}" for warning in self.warnings]
         return "\n".join(lines)
@@ -104,12 +110,12 @@ class Decision:
         if self.render == "none":
             return "nothing"
         through = f" through {self.renderer}"
+        same = "the same GPU" if self.gpu and self.render_gpu == self.gpu else "a GPU"
         if self.egl is None:
-            return f"the CPU (OSMesa){through}"
+            return f"{same}{_named(self.render_gpu)}{through}" if self.render_gpu else f"the CPU (OSMesa){through}"
         place = f"EGL device {self.egl.index}{f', {self.egl.drm}' if self.egl.drm else ''}"
         if self.render == "cpu":
             return f"the CPU (Mesa, {place}){through}"
-        same = "the same GPU" if self.gpu and self.render_gpu == self.gpu else "a GPU"
         return f"{same}{_named(self.render_gpu)}, {place}{through}"
 
     def to_json(self) -> str:
@@ -135,9 +141,9 @@ class Decision:
         :raises DeviceConflictError: a library has read other values already, or has made its display elsewhere; no
             variable is changed then
         """
-        from rl_ext_core.devices import _applied
+        from rl_ext_core.devices import _apply
 
-        _applied.apply(self, os.environ)
+        _apply.apply(self, os.environ)
 
     def bind(self, env_fn: Callable[[], _Env]) -> BoundFactory[_Env]:
         """Make a factory for worker processes that applies this decision before it unpickles and calls ``env_fn``.

@@ -7,23 +7,27 @@ initialised here, because a process that has done so can no longer fork.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import re
 import threading
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import cache
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from rl_ext_core.devices import _nvml, _probe, _versions
+from rl_ext_core.devices import _probe
 from rl_ext_core.errors import CorruptFileError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
 __all__ = ["EglDevice", "Gpu", "Inventory"]
 
 _FORMAT = 1
-_Record = TypeVar("_Record", "EglDevice", "Gpu", "Inventory")
+PACKAGES = ("torch", "mujoco", "robosuite", "dm_control", "gymnasium", "pyrender", "sapien")
 
 
 @dataclass(frozen=True)
@@ -118,17 +122,19 @@ class Inventory:
             data = json.loads(text)
             if data.pop("format") != _FORMAT:
                 raise CorruptFileError(f"this inventory is not of format {_FORMAT}, the one that this version reads")
-            egl, order = data.pop("egl"), data.pop("fastest_first")
-            gpus = [_checked(Gpu(**{**entry, "mig": _tuple(entry["mig"])})) for entry in _tuple(data.pop("gpus"))]
-            devices = None if egl is None else tuple(_checked(EglDevice(**entry)) for entry in _tuple(egl))
-            fastest_first = None if order is None else _tuple(order)
-            return _checked(cls(**{**data, "gpus": tuple(gpus), "egl": devices, "fastest_first": fastest_first}))
+            # What stands for "not asked" and "not found out" has to be said, not left out.
+            for name in ("gpus", "egl", "fastest_first"):
+                if name not in data:
+                    raise KeyError(name)
+            inventory: Inventory = read_record(cls, data, "it")
+        except CorruptFileError:
+            raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            if isinstance(error, CorruptFileError):
-                raise
+            said = f"{error} is missing" if isinstance(error, KeyError) else error
             raise CorruptFileError(
-                f"not an inventory: {error}. Expected what Inventory.current().to_json() wrote"
+                f"not an inventory: {said}. Expected what Inventory.current().to_json() wrote"
             ) from error
+        return inventory
 
     def to_json(self) -> str:
         """Write it down for a bug report or a test.
@@ -165,40 +171,33 @@ class Inventory:
         return next((device for device in devices if device.cuda), devices[0] if devices else None)
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+def read_record(hint: Any, value: Any, where: str) -> Any:
+    """Build what a type hint declares from plain values of JSON, which may hold anything.
 
-
-def _are_texts(values: Any) -> bool:
-    return all(map(_is_text, values))
-
-
-# By the annotation of a field that is read from JSON.
-_FITS: dict[str, Callable[[Any], bool]] = {
-    "str": _is_text,
-    "str | None": lambda value: value is None or _is_text(value),
-    "int": lambda value: type(value) is int,
-    "bool": lambda value: type(value) is bool,
-    "bool | None": lambda value: value is None or type(value) is bool,
-    "tuple[str, ...]": _are_texts,
-    "tuple[str, ...] | None": lambda value: value is None or _are_texts(value),
-    "Mapping[str, str]": lambda value: isinstance(value, dict) and _are_texts(value.values()),
-}
-
-
-def _checked(record: _Record) -> _Record:
-    """See that the fields are of the types that they are declared with."""
-    for field in dataclasses.fields(record):
-        fits, value = _FITS.get(str(field.type)), getattr(record, field.name)
-        if fits is not None and not fits(value):
-            raise TypeError(f"{field.name} is {value!r}, expected {field.type}")
-    return record
-
-
-def _tuple(value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, list):
-        raise TypeError(f"a list is expected in place of {value!r}")
-    return tuple(value)
+    :param hint: a dataclass, or a type that stands in a field of one
+    :param value: what JSON gave
+    :param where: what it was found in, for the error
+    :return: an instance of ``hint``
+    :raises TypeError: the value is not what the hint declares
+    """
+    origin, arguments = get_origin(hint), get_args(hint)
+    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
+        hints = get_type_hints(hint)
+        unknown = [name for name in value if name not in hints]
+        if unknown:
+            raise TypeError(f"{where} has no field {unknown[0][:60]!r}")
+        return hint(**{name: read_record(hints[name], entry, name) for name, entry in value.items()})  # type: ignore[operator]
+    if origin in (Union, types.UnionType):
+        for argument in arguments:
+            with contextlib.suppress(TypeError):
+                return read_record(argument, value, where)
+    elif origin is tuple and isinstance(value, list):
+        return tuple(read_record(arguments[0], entry, where) for entry in value)
+    elif origin is Mapping and isinstance(value, dict):
+        return {name: read_record(arguments[1], entry, where) for name, entry in value.items()}
+    elif type(value) is hint or (origin is Literal and value in arguments):  # True is no number here
+        return value
+    raise TypeError(f"{where} holds {str(value)[:60]!r}")
 
 
 _lock = threading.Lock()
@@ -209,10 +208,10 @@ os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.Lock
 
 
 def _read_gpus() -> Inventory:
-    versions = _versions.installed()
+    versions = installed_versions()
     try:
-        gpus = tuple(Gpu(**entry) for entry in _nvml.read())
-    except _nvml.UnavailableError as error:
+        gpus = read_gpus()
+    except NvmlUnavailableError as error:
         return Inventory(versions=versions, nvml_error=str(error))
     order = tuple(gpu.uuid for gpu in gpus)
     if len({gpu.name for gpu in gpus}) > 1:
@@ -240,3 +239,135 @@ def _egl_device(entry: Mapping[str, Any], gpus: Sequence[Gpu]) -> EglDevice:
     return EglDevice(
         index=entry["index"], software=entry["software"], uuid=uuid, drm=entry["drm"], cuda=ordinal is not None
     )
+
+
+class NvmlUnavailableError(Exception):
+    """NVML cannot be asked; the text says why."""
+
+
+@contextlib.contextmanager
+def nvml_session() -> Iterator[types.ModuleType]:
+    """Initialise NVML for the length of a block, as a process that forks should."""
+    try:
+        import pynvml
+    except ModuleNotFoundError as error:
+        raise NvmlUnavailableError('the package nvidia-ml-py is not installed: pip install "nvidia-ml-py"') from error
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError_LibraryNotFound as error:
+        raise NvmlUnavailableError("no NVIDIA driver is installed (libnvidia-ml.so.1 is not there)") from error
+    except pynvml.NVMLError as error:
+        raise NvmlUnavailableError(f"the NVIDIA driver does not answer: {error}") from error
+    try:
+        yield pynvml
+    except pynvml.NVMLError as error:
+        raise NvmlUnavailableError(f"the NVIDIA driver refused a question: {error}") from error
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+def read_gpus() -> tuple[Gpu, ...]:
+    """Read all GPUs as they are now, in nvidia-smi's order. CUDA is neither initialised nor its mask heeded.
+
+    :raises NvmlUnavailableError: NVML cannot be asked
+    """
+    with nvml_session() as nvml:
+        count = nvml.nvmlDeviceGetCount()
+        return tuple(_gpu(nvml, nvml.nvmlDeviceGetHandleByIndex(index), index) for index in range(count))
+
+
+def _gpu(nvml: types.ModuleType, handle: Any, index: int) -> Gpu:
+    total, free = _memory(nvml, handle)
+    return Gpu(
+        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
+        name=_text(nvml.nvmlDeviceGetName(handle)),
+        pci=pci_address(_text(nvml.nvmlDeviceGetPciInfo(handle).busId)),
+        index=index,
+        memory_total=total,
+        memory_free=free,
+        mig=_slices(nvml, handle),
+    )
+
+
+def _memory(nvml: types.ModuleType, handle: Any) -> tuple[int, int]:
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    except nvml.NVMLError_NotSupported:  # the GPU shares the CPU's
+        return 0, 0
+    return int(memory.total), int(memory.free)
+
+
+def _slices(nvml: types.ModuleType, handle: Any) -> tuple[str, ...]:
+    """List the MIG slices. Most GPUs know nothing of MIG and answer with an error."""
+    try:
+        if nvml.nvmlDeviceGetMigMode(handle)[0] != nvml.NVML_DEVICE_MIG_ENABLE:
+            return ()
+        count = nvml.nvmlDeviceGetMaxMigDeviceCount(handle)
+    except nvml.NVMLError:
+        return ()
+    found = []
+    for index in range(count):
+        try:
+            slice_ = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+        except nvml.NVMLError:  # places between slices are empty
+            continue
+        found.append(_text(nvml.nvmlDeviceGetUUID(slice_)))
+    return tuple(found)
+
+
+def pci_address(bus_id: str) -> str:
+    """Write NVML's ``00000000:3B:00.0`` as Linux does: ``0000:3b:00.0``."""
+    domain, _, rest = bus_id.lower().partition(":")
+    return f"{int(domain, 16):04x}:{rest}"
+
+
+def _text(value: str | bytes) -> str:
+    # Releases of nvidia-ml-py before 11.515 return bytes.
+    return value.decode() if isinstance(value, bytes) else value
+
+
+@cache
+def _installed() -> tuple[tuple[str, str], ...]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    if "torch" in found:
+        found["torch.cuda"] = _torch_cuda()
+    return tuple(found.items())
+
+
+def installed_versions() -> dict[str, str]:
+    """Give the versions of the packages that matter, without importing them, and what torch was built for.
+
+    :return: by package; ``"torch.cuda"`` is ``""`` for a build without CUDA and ``"rocm <version>"`` for AMD's
+    """
+    return dict(_installed())
+
+
+def major(version: str) -> int:
+    """Give the first number of a version.
+
+    :param version: such as ``"3.9.0"``
+    :return: such as 3; 0 if there is none
+    """
+    match = re.match(r"\d+", version)
+    return int(match[0]) if match else 0
+
+
+def _torch_cuda() -> str:
+    spec = util.find_spec("torch")
+    source = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
+    if source is None or not source.is_file():
+        return ""
+    text = source.read_text(encoding="utf-8")
+    hip = _assigned(text, "hip")
+    return f"rocm {hip}" if hip else _assigned(text, "cuda")
+
+
+def _assigned(source: str, name: str) -> str:
+    match = re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", source, re.MULTILINE)
+    return match[1] if match else ""

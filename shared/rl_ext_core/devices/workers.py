@@ -8,7 +8,7 @@ import pickle
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from rl_ext_core import _identity
-from rl_ext_core.devices import _applied
+from rl_ext_core.devices import _apply
 from rl_ext_core.errors import DeviceConflictError, InvalidTypeError
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class BoundFactory(Generic[_Env]):
         :raises DeviceConflictError: a library in this process has read other settings already, or this worker has built
             an environment under another decision
         """
-        applied = _applied.current
+        applied = _apply.current
         if applied is None or _same(applied, self.decision):
             self.decision.apply()
         elif self._made_in == _identity.process():

@@ -20,8 +20,6 @@ from typing import Any
 
 import cloudpickle
 
-__all__ = ["ByValue", "InPython", "dumps", "new_packing"]
-
 # In the globals of functions that were loaded: keeps the namespace for as long as one of them lives.
 _NAME = "__rl_ext_namespace__"
 # In place of a packing's name.

@@ -12,8 +12,6 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Driver", "Spaces", "driver_for", "plain", "within"]
-
 
 class Driver(Protocol):
     """Resets and steps one environment, with actions of its own generator.

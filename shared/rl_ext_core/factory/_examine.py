@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from rl_ext_core.factory._recipes import Recipe
 
-__all__ = ["Examination", "Rollout", "examine", "in_subprocess", "measure", "rollout", "snapshot"]
 
 _LABEL = "trial copy"
 _SEED = 20_231

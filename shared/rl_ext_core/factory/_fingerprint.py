@@ -1,4 +1,5 @@
-"""What an environment consists of, path by path: two of them are compared without asking either what matters.
+"""What an environment consists of, path by path: two of them are compared without asking either what matters, and what
+builds one is recognized in another process.
 
 What its code reads beside it belongs to that: attributes of classes, globals, settings of the process. A copy in
 another process has the classes and modules as they are imported there; what was changed since the import, by the user
@@ -12,7 +13,6 @@ import dataclasses
 import functools
 import importlib
 import os
-import pickle
 import sys
 import sysconfig
 import types
@@ -24,8 +24,6 @@ from typing import Any
 import numpy as np
 
 from rl_ext_core.factory import _kinds, _memory, _parts, _rules, _rules_basics
-
-__all__ = ["Fingerprint", "fingerprint", "import_own"]
 
 # Lists of numbers and texts that are longer get one token: a recording of them would take minutes.
 _LONG = 256
@@ -58,19 +56,14 @@ class Fingerprint:
 
     def differences(self, other: Fingerprint) -> list[str]:
         """List the paths at which two differ, those of generators' states left out; the shortest first."""
-        paths = [
-            path for path in {**self.tokens, **other.tokens} if not _alike(path, *map(_token_at(path), (self, other)))
-        ]
+        mine, its = self.tokens, other.tokens
+        paths = [path for path in {**mine, **its} if not _alike(path, mine.get(path), its.get(path))]
         return sorted(paths, key=lambda path: (self.is_of_class(path), path.count(".") + path.count("["), path))
 
     @staticmethod
     def is_of_class(path: str) -> bool:
         """Whether a path leads to what classes and modules hold: other processes import them as they were written."""
         return path.startswith("<")
-
-
-def _token_at(path: str) -> Any:
-    return lambda fingerprint: fingerprint.tokens.get(path)
 
 
 def _alike(path: str, one: Any, other: Any) -> bool:
@@ -86,14 +79,37 @@ def fingerprint(value: Any, *, code: bool = False) -> Fingerprint:
     :param value: an environment, or anything else; only read
     :param code: whether what methods and functions read beside it belongs to it
     """
+    walk = _walked(value)
+    beside = _Beside(code=code)
+    beside.run(walk)
+    settings = dict(_settings(beside.libraries)) if code else {}
+    return Fingerprint({**walk.tokens, **beside.tokens, **settings}, walk.opaque, walk.notes)
+
+
+def description(value: Any) -> list[tuple[str, Any]]:
+    """Describe a value as plain data that is equal for equal values, in every process.
+
+    Classes and functions that are imported are described by their names, others by what they consist of.
+
+    :return: paths and tokens
+    :raises ValueError: something in it cannot be described
+    """
+    walk = _walked(value)
+    beside = _Beside(code=True, imported=False)
+    beside.run(walk)
+    tokens = {**walk.tokens, **beside.tokens}
+    unknown = [*walk.opaque, *(path for path, token in tokens.items() if token[0] in ("generator", "address"))]
+    if unknown:
+        raise ValueError(f"{unknown[0]} cannot be described")
+    return sorted(tokens.items())
+
+
+def _walked(value: Any) -> _Walk:
     walk = _Walk()
     walk.through(value)
     walk.name_shared_memory()
     walk.name_addresses()
-    walk.add_classes()
-    if code:
-        walk.add_code()
-    return Fingerprint(walk.tokens, walk.opaque, walk.notes)
+    return walk
 
 
 class _Walk:
@@ -112,8 +128,8 @@ class _Walk:
         self._sets: deque[tuple[str, Any]] = deque()
         self._arrays: list[tuple[str, _memory.Extent]] = []
         self._numbers: list[tuple[str, int]] = []
-        self._classes: set[type] = set()
-        self._functions: list[types.FunctionType] = []
+        self.classes: set[type] = set()
+        self.functions: list[types.FunctionType] = []
 
     def through(self, value: Any) -> None:
         self._waiting.append(("", value))
@@ -144,7 +160,7 @@ class _Walk:
             path = f"{path[:60]}...{_parts.digest(path.encode('utf-8', 'surrogatepass'))}"
         if self._is_named(path, item):
             return
-        self._classes.add(type(item))
+        self.classes.add(type(item))
         place = _memory.extent(item)
         if place is not None:
             self._arrays.append((path, place))
@@ -160,9 +176,9 @@ class _Walk:
         if issubclass(kind, (type, types.ModuleType)) or (kind is types.FunctionType and _parts.is_global(item)):
             self.tokens[path] = _parts.whole(item)
             if issubclass(kind, type):
-                self._classes.add(item)
+                self.classes.add(item)
             elif kind is types.FunctionType:
-                self._functions.append(item)
+                self.functions.append(item)
             return True
         if kind is frozenset and not item:
             self.tokens[path] = ("frozenset", None)
@@ -191,7 +207,7 @@ class _Walk:
         rebuilder = _rules.find(item)
         token = _parts.whole(item) if rebuilder is None else None
         if kind is types.FunctionType:
-            self._functions.append(item)
+            self.functions.append(item)
         if self._careful and rebuilder is None and _is_foreign(kind):
             self.tokens[path] = token or _kinds.full_name(kind)
             return
@@ -199,12 +215,11 @@ class _Walk:
             found = list(_parts.parts(item))
         except Exception:
             found, self.opaque[path] = list(_parts.named(_kinds.attributes(item))), _kinds.full_name(kind)
-        if rebuilder is not None and rebuilder.settings is None and _rules.is_registered(kind):
+        untold = rebuilder is not None and rebuilder.settings is None and _rules.is_registered(kind)
+        if untold or _rules_basics.runs(item):
             self.opaque[path] = _kinds.full_name(kind)
         if not _is_installed(_kinds.name_of(kind)[0].partition(".")[0]):
             self._own.add(path)
-        if (lost := _rules_basics.lost_by(item)) is not None:
-            self.notes[path] = lost
         if issubclass(kind, (set, frozenset)):
             self._sets.append((path, item))
             if path.rpartition(".")[0] in self._own and _varies(item):
@@ -252,29 +267,6 @@ class _Walk:
                 # Equal to no other: another process may have something else there.
                 self.tokens[path] = ("address", os.urandom(8).hex())
 
-    def add_classes(self) -> None:
-        """Add what classes have as attributes, as far as it is plain data."""
-        waiting = {base for kind in self._classes for base in kind.__mro__}
-        done: set[type] = set()
-        while waiting:
-            kind = waiting.pop()
-            done.add(kind)
-            if _is_fixed(_kinds.name_of(kind)[0]) or not _kinds.made_in_python(kind):
-                continue
-            for name, part in _kinds.namespace(kind).items():
-                if (name.startswith("__") and name.endswith("__")) or _kinds.is_inherited(kind, name, part):
-                    continue
-                if isinstance(part, type):
-                    waiting |= {part} - done if part.__qualname__.startswith(f"{kind.__qualname__}.") else set()
-                elif (token := _parts.plain(part)) is not None:
-                    self.tokens[f"<class {_kinds.full_name(kind)}>.{name}"] = token
-
-    def add_code(self) -> None:
-        """Add what the code of classes and functions reads."""
-        search = _Search()
-        search.run({base for kind in self._classes for base in kind.__mro__}, self._functions)
-        self.tokens |= search.tokens
-
 
 def _is_foreign(kind: type) -> bool:
     """Whether it takes code of a library in C to look into instances."""
@@ -308,31 +300,37 @@ def _flat(item: Any) -> Any:
     return _kinds.full_name(kind), len(item), _parts.digest(repr(item).encode("utf-8", "surrogatepass"))
 
 
-class _Search:
-    """A search for what methods and functions read beside their arguments.
+class _Beside:
+    """What classes have as attributes, and what methods and functions read beside their arguments.
 
     Functions and classes that they name are followed within a package, and into whatever is not installed.
 
+    :param code: whether code is looked into; else only the plain data of classes is
+    :param imported: whether classes and functions are looked into that other processes import by their names
     :ivar tokens: by paths such as ``"<class module.Name>.attribute"`` and ``"<global module.name>"``
+    :ivar libraries: that the code names
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, code: bool, imported: bool = True) -> None:
+        self._code, self._imported = code, imported
         self.tokens: dict[str, Any] = {}
+        self._met: set[type] = set()
         self._done: set[int] = set()
-        self._libraries: set[str] = set()
+        self.libraries: set[str] = set()
         self._waiting: deque[Any] = deque()
 
-    def run(self, classes: Iterable[type], functions: Iterable[types.FunctionType]) -> None:
-        for found in (*sorted(classes, key=_kinds.full_name), *functions):
+    def run(self, walk: _Walk) -> None:
+        """Begin with the classes and functions that a walk has met."""
+        self._met = {base for kind in walk.classes for base in kind.__mro__}
+        for found in (*sorted(self._met, key=_kinds.full_name), *(walk.functions if self._code else ())):
             self._add(found)
         while self._waiting:
             found = self._waiting.popleft()
             self._read_class(found) if isinstance(found, type) else self._read_code(found)
-        self.tokens.update(_settings(self._libraries))
 
     def _add(self, found: Any) -> None:
         key = id(found if isinstance(found, type) else found.__code__)
-        if key not in self._done:
+        if key not in self._done and (self._imported or not _parts.is_global(found)):
             self._done.add(key)
             self._waiting.append(found)
 
@@ -341,16 +339,25 @@ class _Search:
         if _is_fixed(module) or not _kinds.made_in_python(kind):
             return
         for name, part in _kinds.namespace(kind).items():
-            functions = list(_functions_in(part))
+            functions = list(_functions_in(part)) if self._code else []
             for function in functions:
                 self._add(function)
             special = name.startswith("__") and name.endswith("__")
-            if (special and not functions) or name in ("_abc_impl",) or _kinds.is_inherited(kind, name, part):
+            if (special and not functions) or name == "_abc_impl" or _kinds.is_inherited(kind, name, part):
                 continue
+            label = f"<class {_kinds.full_name(kind)}>.{name}"
+            # What libraries keep for themselves differs by process.
+            private = name.startswith("_") and _is_installed(module.partition(".")[0])
             if isinstance(part, type):
-                self._follow(part, part.__module__, module)
-            elif functions or not (name.startswith("_") and _is_installed(module.partition(".")[0])):
-                self.tokens[f"<class {_kinds.full_name(kind)}>.{name}"] = self._token(part, functions, module)
+                if part.__qualname__.startswith(f"{kind.__qualname__}."):
+                    self._met.add(part)
+                    self._add(part)
+                elif self._code:
+                    self._follow(part, part.__module__, module)
+            elif (kind in self._met or not private) and (token := _parts.plain(part)) is not None:
+                self.tokens[label] = token
+            elif functions or (self._code and not private):
+                self.tokens[label] = self._token(part, functions, module)
 
     def _read_code(self, function: types.FunctionType) -> None:
         module = str(function.__globals__.get("__name__"))
@@ -368,7 +375,7 @@ class _Search:
         if type(value) in weakref.ProxyTypes:  # of what class it is, what is gone would say
             return
         of = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
-        self._libraries.add(str(of).partition(".")[0])
+        self.libraries.add(str(of).partition(".")[0])
         if isinstance(value, types.ModuleType):
             if not _is_fixed(value.__name__):
                 for attribute in sorted(names & vars(value).keys()):
@@ -405,8 +412,7 @@ class _Search:
             return token or _parts.plain(value, _DEEP) or _described(value)
         token = [("function", _parts.code_of(one.__code__), _parts.plain(one.__defaults__)) for one in functions]
         if type(value) is functools._lru_cache_wrapper:
-            with contextlib.suppress(pickle.PicklingError):
-                return token, _described(_rules_basics.kept(value))
+            return token, value.cache_info().currsize
         return token or _parts.plain(value, _DEEP) or _described(value)
 
 

@@ -17,8 +17,6 @@ import numpy as np
 
 from rl_ext_core.factory import _byvalue, _kinds, _memory, _parts, _rules, _sources
 
-__all__ = ["NoCopy", "Refused", "after_loading", "dumps", "loads"]
-
 _TOO_DEEP = (
     "objects in it refer to one another in a chain that is longer than pickle can follow; keep them in a list, or "
     "leave them out"

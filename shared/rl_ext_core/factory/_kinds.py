@@ -9,21 +9,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = [
-    "CONTAINERS",
-    "attributes",
-    "container",
-    "dictionary",
-    "foreign_base",
-    "full_name",
-    "is_inherited",
-    "made_in_python",
-    "name_of",
-    "namespace",
-    "per_class",
-    "slots",
-]
-
 _Found = TypeVar("_Found")
 
 CONTAINERS = (dict, list, set, frozenset, tuple)

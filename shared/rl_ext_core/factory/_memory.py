@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Extent", "extent", "mapped", "overlapping", "reductions"]
-
 # Which memory (of the host, or of a device), the first byte, and the one behind the last.
 Extent = tuple[str, int, int]
 # So that a copy is aligned as the original: the C library aligns what is large to this.

@@ -19,22 +19,6 @@ import numpy as np
 
 from rl_ext_core.factory import _kinds, _rules, _streams
 
-__all__ = [
-    "Parts",
-    "by_version",
-    "code_of",
-    "digest",
-    "is_global",
-    "label",
-    "named",
-    "names_in",
-    "parts",
-    "plain",
-    "scalar",
-    "variables",
-    "whole",
-]
-
 Parts = Iterator[tuple[str, Any]]
 _BEYOND = 1 << 32
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented))

@@ -13,8 +13,6 @@ from rl_ext_core import processes
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.factory import _graft, _kinds, _rules, _sources
 
-__all__ = ["Recipe", "by_calling", "by_grafting", "make"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:

@@ -26,22 +26,6 @@ if TYPE_CHECKING:
     # Class, rule, and what a copy has in common with the original; None: what the rule keeps.
     Rules = list[tuple[str, Rule, Settings | None]]
 
-__all__ = [
-    "Fields",
-    "Rebuilder",
-    "adopt",
-    "by_pickle",
-    "find",
-    "is_layer",
-    "is_registered",
-    "layers",
-    "new",
-    "reduce",
-    "refusal",
-    "register_rebuilder",
-    "registered",
-    "set_state",
-]
 
 # Where the rules are for what a package, or a module, defines.
 _MODULES = {
@@ -211,6 +195,16 @@ def by_pickle(value: Any) -> Any:
 
     reducer = cloudpickle.Pickler.dispatch_table.get(type(value))
     return value.__reduce_ex__(4) if reducer is None else reducer(value)
+
+
+def own_way(value: Any) -> Any:
+    """Reduce an object as its class says: the rule of what is compared in a way of ours alone."""
+    return value.__reduce_ex__(4)
+
+
+def by_parts(value: Any) -> tuple[Any, ...]:
+    """Reduce what is made of the numbers that it lists."""
+    return type(value), tuple(value)
 
 
 def raw(value: Any) -> tuple[Any, ...]:

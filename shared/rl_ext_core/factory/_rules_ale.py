@@ -16,7 +16,6 @@ from rl_ext_core.factory import _streams
 if TYPE_CHECKING:
     from rl_ext_core.factory._rules import Rules
 
-__all__ = ["RULES"]
 
 # The settings of ale::stella::Settings. It does not list them; one that it does not know reads as its default.
 _SETTINGS = {

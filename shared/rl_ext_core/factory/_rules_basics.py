@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copyreg
 import functools
 import gc
 import logging
@@ -22,7 +21,6 @@ from rl_ext_core.factory import _graft, _kinds, _parts, _rules
 if TYPE_CHECKING:
     from rl_ext_core.factory._rules import Rules
 
-__all__ = ["RULES", "kept", "lost_by"]
 
 # Somebody else holds a lock for a moment only, as a rule.
 _PATIENCE_S = 0.2
@@ -94,26 +92,10 @@ def _thread_settings(thread: threading.Thread) -> dict[str, Any]:
     return {**_held_by_thread(thread), "<started>": thread.ident is not None, "<running>": thread.is_alive()}
 
 
-def lost_by(thread: Any) -> str | None:
-    """Say what a thread of a newly constructed copy will not have: what its function keeps in variables of its own."""
+def runs(item: Any) -> bool:
+    """Whether this is a thread that runs: where it is, and what its function keeps in variables, cannot be read."""
     # By its type: a weak proxy is asked for the class of what it stands for, which may be gone.
-    if not issubclass(type(thread), threading.Thread) or not thread.is_alive() or thread is threading.main_thread():
-        return None
-    ran = vars(thread).get("_target") or type(thread).run
-    code = getattr(getattr(ran, "__func__", ran), "__code__", None)
-    frame = sys._current_frames().get(thread.ident or 0)
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    if frame is None or code is None or code is threading.Thread.run.__code__:
-        return None
-    given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    names = sorted(set(frame.f_locals) - set(given) - set(code.co_freevars))
-    if not names:
-        return None
-    return (
-        f"a copy starts the thread's function from its beginning, without what is in {', '.join(names)} now: keep that "
-        "in attributes"
-    )
+    return issubclass(type(item), threading.Thread) and item.is_alive() and item is not threading.main_thread()
 
 
 def _make_thread(cls: type[threading.Thread], name: str, daemon: bool) -> threading.Thread:
@@ -137,13 +119,6 @@ def _queue(queue: Any) -> tuple[Any, ...]:
 
 class _Gone:
     """What is referred to for a moment."""
-
-
-class _GoneFunction(_Gone):
-    """The same of what could be called: proxies of that are of another class."""
-
-    def __call__(self) -> None:
-        """Do nothing."""
 
 
 def _weakref(reference: Any) -> tuple[Any, ...]:
@@ -178,12 +153,8 @@ def _proxy(proxy: Any) -> tuple[Any, ...]:
     try:
         # Everything that is asked of a proxy is answered by its target; so is what a method is bound to.
         return weakref.proxy, (proxy.__reduce_ex__.__self__,)
-    except ReferenceError:
-        return _dead_proxy, (type(proxy) is weakref.CallableProxyType,)
-
-
-def _dead_proxy(callable: bool) -> Any:
-    return weakref.proxy(_GoneFunction() if callable else _Gone())
+    except ReferenceError as error:
+        raise pickle.PicklingError("what it stands for is gone; leave it out, or put None in its place") from error
 
 
 def _view(view: Any) -> tuple[Any, ...]:
@@ -255,10 +226,6 @@ def _generator_settings(generator: Any) -> dict[str, Any]:
     return {"function": generator.__qualname__, "at": at}
 
 
-def _factory(factory: Any) -> tuple[Any, ...]:
-    return copyreg.__newobj__, (type(factory),), factory.__getstate__()  # type: ignore[attr-defined]
-
-
 def _factory_settings(factory: Any) -> dict[str, Any]:
     # What it has unpickled, and the instance that it was made from, are each process's own.
     state, worker = factory.__getstate__(), factory._worker
@@ -266,79 +233,17 @@ def _factory_settings(factory: Any) -> dict[str, Any]:
     return {"recipe": state["_recipe"].packed, "worker": own, "given": state["_given"]}
 
 
-# Arguments, arguments by name, and what was returned.
-_Call = tuple[tuple[Any, ...], dict[str, Any], Any]
-# The key, the result and the class of the link; the cache's own class is in front of them.
-_OF_A_LINK = 3
-
-
-def kept(cache: Any) -> list[_Call]:
-    """Read what a cache keeps, the oldest use first.
-
-    :raises PicklingError: this interpreter does not show it
-    """
-    size, parameters = cache.cache_info().currsize, cache.cache_parameters()
-    if not size:
-        return []
-    found = gc.get_referents(cache)[1:]
-    end = 0 if parameters["maxsize"] is None else _OF_A_LINK * size
-    links, (store, _, mark) = found[:end], found[end : end + 3]
-    if type(store) is not dict or len(store) != size or any(key not in store for key in links[::_OF_A_LINK]):
-        raise pickle.PicklingError("what it keeps cannot be read; call its cache_clear() first")
-    pairs = zip(links[::_OF_A_LINK], links[1::_OF_A_LINK], strict=True) if end else store.items()
-    return [(*_arguments_of(key, mark, parameters["typed"]), result) for key, result in pairs]
-
-
-def _arguments_of(key: Any, mark: Any, typed: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if type(key) is not tuple:
-        return (key,), {}
-    at = next((index for index, part in enumerate(key) if part is mark), None)
-    if at is None:
-        return key[: len(key) // 2] if typed else key, {}
-    named = key[at + 1 :]
-    if typed:  # for each argument a class behind them
-        named = named[: (len(named) - at) // 3 * 2]
-    return key[:at], dict(zip(named[::2], named[1::2], strict=True))
-
-
-class _Recalling:
-    """Calls a function, or gives what it has returned in the original."""
-
-    __slots__ = ("_function", "result")
-
-    def __init__(self, function: Any) -> None:
-        self._function = function
-        self.result: list[Any] = []
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.result.pop() if self.result else self._function(*args, **kwargs)
-
-
 def _cache(cache: Any) -> tuple[Any, ...] | str:
     if _parts.is_global(cache):
         return str(cache.__qualname__)
-    state = (_cache_attributes(cache), kept(cache))
-    return _make_cache, (cache.__wrapped__, cache.cache_parameters()), state, None, None, _fill_cache
+    if cache.cache_info().currsize:
+        raise pickle.PicklingError("what it keeps cannot be read; call its cache_clear() first")
+    made = (cache.__wrapped__, cache.cache_parameters())
+    return _make_cache, made, _cache_attributes(cache), None, None, _set_attributes
 
 
 def _make_cache(function: Any, parameters: dict[str, Any]) -> Any:
-    cache: Any = functools.lru_cache(**parameters)(_Recalling(function))
-    return functools.update_wrapper(cache, function)
-
-
-def _fill_cache(cache: Any, state: tuple[dict[str, Any], list[_Call]]) -> None:
-    attributes, calls = state
-    vars(cache).update(attributes)
-    # Later: arguments have a hash when they are complete.
-    _graft.after_loading(lambda: _recall(cache, calls))
-
-
-def _recall(cache: Any, calls: list[_Call]) -> None:
-    # It shows what it calls in no other way.
-    recalling = next(part for part in gc.get_referents(cache) if type(part) is _Recalling)
-    for args, kwargs, result in calls:
-        recalling.result.append(result)
-        cache(*args, **kwargs)
+    return functools.lru_cache(**parameters)(function)
 
 
 def _cache_attributes(cache: Any) -> dict[str, Any]:
@@ -348,17 +253,13 @@ def _cache_attributes(cache: Any) -> dict[str, Any]:
 def _cache_settings(cache: Any) -> dict[str, Any]:
     if _parts.is_global(cache):
         return {"name": (cache.__module__, cache.__qualname__)}
-    own = {"wrapped": cache.__wrapped__, "parameters": cache.cache_parameters(), "kept": kept(cache)}
+    own = {"wrapped": cache.__wrapped__, "parameters": cache.cache_parameters(), "kept": cache.cache_info().currsize}
     return {**own, **_cache_attributes(cache)}
-
-
-def _own_way(item: Any) -> Any:
-    return item.__reduce_ex__(4)
 
 
 def _table(table: Any) -> Any:
     # From pandas 3 on, tables share memory until one is written to; copies would not know of one another.
-    return _own_way(table.copy() if int(sys.modules["pandas"].__version__.partition(".")[0]) >= 3 else table)
+    return _rules.own_way(table.copy() if int(sys.modules["pandas"].__version__.partition(".")[0]) >= 3 else table)
 
 
 def _values(column: Any) -> tuple[str, Any]:
@@ -392,9 +293,24 @@ _PROCESS = "it belongs to another process, which has no copy; start that in the 
 _FOLDER = "it deletes its file or folder, and a copy would delete the same; make it where the environment is built"
 _LIBRARY = "what a library in C holds cannot be read; say how the class that uses it is made, with register_rebuilder"
 
+_SHARED_KINDS = (
+    "multiprocessing.shared_memory:SharedMemory",
+    "multiprocessing.sharedctypes:SynchronizedBase",
+    *(f"multiprocessing.synchronize:{name}" for name in ("SemLock", "Condition", "Event")),
+    "multiprocessing.queues:Queue",
+)
+_PROCESS_KINDS = (
+    "multiprocessing.connection:_ConnectionBase",
+    "multiprocessing.process:BaseProcess",
+    "multiprocessing.managers:BaseProxy",
+    "multiprocessing.pool:Pool",
+    "concurrent.futures.process:ProcessPoolExecutor",
+    "subprocess:Popen",
+)
+
 # Class, rule, and what a copy has in common with the original; None: what the rule keeps.
 RULES: Rules = [
-    ("rl_ext_core.factory.factory:EnvFactory", _factory, _factory_settings),
+    ("rl_ext_core.factory.factory:EnvFactory", _rules.own_way, _factory_settings),
     ("_thread:lock", _lock, _nothing),
     ("_thread:RLock", _lock, _nothing),
     ("threading:Condition", _condition, None),
@@ -411,26 +327,15 @@ RULES: Rules = [
     ("pathlib._local:PurePath", _path, None),  # Python 3.13
     ("logging:Logger", _logger, None),
     ("numpy:memmap", _memmap, _memmap_settings),
-    ("_io:TextIOWrapper", _stream, _stream_settings),
-    ("_io:BufferedReader", _stream, _stream_settings),
-    ("_io:BufferedWriter", _stream, _stream_settings),
-    ("_io:BufferedRandom", _stream, _stream_settings),
-    ("_io:FileIO", _stream, _stream_settings),
+    *(
+        (f"_io:{kind}", _stream, _stream_settings)
+        for kind in ("TextIOWrapper", "BufferedReader", "BufferedWriter", "BufferedRandom", "FileIO")
+    ),
     ("builtins:generator", _generator, _generator_settings),
     ("ctypes:CDLL", _rules.refusal(_LIBRARY), None),
     ("mmap:mmap", _rules.refusal(_SHARED), None),
-    ("multiprocessing.shared_memory:SharedMemory", _rules.refusal(_SHARED, _graft.NoCopy), None),
-    ("multiprocessing.sharedctypes:SynchronizedBase", _rules.refusal(_SHARED, _graft.NoCopy), None),
-    ("multiprocessing.synchronize:SemLock", _rules.refusal(_SHARED, _graft.NoCopy), None),
-    ("multiprocessing.synchronize:Condition", _rules.refusal(_SHARED, _graft.NoCopy), None),
-    ("multiprocessing.synchronize:Event", _rules.refusal(_SHARED, _graft.NoCopy), None),
-    ("multiprocessing.queues:Queue", _rules.refusal(_SHARED, _graft.NoCopy), None),
-    ("multiprocessing.connection:_ConnectionBase", _rules.refusal(_PROCESS, _graft.NoCopy), None),
-    ("multiprocessing.process:BaseProcess", _rules.refusal(_PROCESS, _graft.NoCopy), None),
-    ("multiprocessing.managers:BaseProxy", _rules.refusal(_PROCESS, _graft.NoCopy), None),
-    ("multiprocessing.pool:Pool", _rules.refusal(_PROCESS, _graft.NoCopy), None),
-    ("concurrent.futures.process:ProcessPoolExecutor", _rules.refusal(_PROCESS, _graft.NoCopy), None),
-    ("subprocess:Popen", _rules.refusal(_PROCESS, _graft.NoCopy), None),
+    *((name, _rules.refusal(_SHARED, _graft.NoCopy), None) for name in _SHARED_KINDS),
+    *((name, _rules.refusal(_PROCESS, _graft.NoCopy), None) for name in _PROCESS_KINDS),
     ("socket:socket", _rules.refusal("it is a connection, which a copy cannot use as well; connect in the copy"), None),
     ("tempfile:TemporaryDirectory", _rules.refusal(_FOLDER), None),
     ("tempfile:_TemporaryFileWrapper", _rules.refusal(_FOLDER), None),
@@ -446,9 +351,9 @@ RULES: Rules = [
     ("pandas.core.frame:DataFrame", _table, _frame),
     ("pandas:Series", _table, _series),
     ("pandas.core.series:Series", _table, _series),
-    ("pandas:Index", _own_way, _index),
-    ("pandas.core.indexes.base:Index", _own_way, _index),
-    ("PIL.Image:Image", _own_way, _picture),
+    ("pandas:Index", _rules.own_way, _index),
+    ("pandas.core.indexes.base:Index", _rules.own_way, _index),
+    ("PIL.Image:Image", _rules.own_way, _picture),
 ]
 
 _rules.add(RULES)

@@ -19,7 +19,6 @@ from rl_ext_core.factory import _rules
 if TYPE_CHECKING:
     from rl_ext_core.factory._rules import Rules
 
-__all__ = ["RULES"]
 
 _WORLD = ("gravity", "allowSleeping", "warmStarting", "continuousPhysics", "subStepping", "autoClearForces")
 _LISTENERS = ("contactListener", "contactFilter", "destructionListener", "renderer")
@@ -203,36 +202,19 @@ def _world_settings(world: Any) -> dict[str, Any]:
     return {**_held(world), **_read(world, _LISTENERS), "<user>": _user_data(world), "<made>": _definition(world)}
 
 
-def _body_place(body: Any) -> tuple[Any, str, int]:
-    world, address = _owner(body.world), int(body.this)
-    return world, "bodies", next(n for n, other in enumerate(world.bodies) if int(other.this) == address)
-
-
-def _joint_place(joint: Any) -> tuple[Any, str, int]:
-    world, address = _owner(joint.bodyA.world), int(joint.this)
-    return world, "joints", next(n for n, other in enumerate(world.joints) if int(other.this) == address)
-
-
-def _fixture_place(fixture: Any) -> tuple[Any, str, int]:
-    body, address = fixture.body, int(fixture.this)
-    return body, "fixtures", next(n for n, other in enumerate(body.fixtures) if int(other.this) == address)
-
-
 def _part_of(owner: Any, listed: str, number: int) -> Any:
     return getattr(owner, listed)[number]
 
 
-def _placed(place: Callable[[Any], tuple[Any, str, int]]) -> Callable[[Any], Any]:
+def _placed(listed: str, owner_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return the rule of what is found in a list of its owner's."""
 
     def rule(item: Any) -> tuple[Any, ...]:
-        return _part_of, place(item), _held(item), None, None, _rules.set_state
+        owner, address = owner_of(item), int(item.this)
+        number = next(n for n, other in enumerate(getattr(owner, listed)) if int(other.this) == address)
+        return _part_of, (owner, listed, number), _held(item), None, None, _rules.set_state
 
     return rule
-
-
-def _vector(vector: Any) -> tuple[Any, ...]:
-    return type(vector), tuple(vector)
 
 
 def _shape(shape: Any) -> tuple[Any, ...]:
@@ -269,12 +251,12 @@ _CALLBACKS = ("b2ContactListener", "b2ContactFilter", "b2DestructionListener", "
 # Class, rule, and what a copy has in common with the original; None: what the rule keeps.
 RULES: Rules = [
     (f"{_KINDS}:b2World", _world, _world_settings),
-    (f"{_KINDS}:b2Body", _placed(_body_place), None),
-    (f"{_KINDS}:b2Joint", _placed(_joint_place), None),
-    (f"{_KINDS}:b2Fixture", _placed(_fixture_place), None),
+    (f"{_KINDS}:b2Body", _placed("bodies", lambda body: _owner(body.world)), None),
+    (f"{_KINDS}:b2Joint", _placed("joints", lambda joint: _owner(joint.bodyA.world)), None),
+    (f"{_KINDS}:b2Fixture", _placed("fixtures", lambda fixture: fixture.body), None),
     (f"{_KINDS}:b2FixtureDef", _loose_fixture, None),
     (f"{_KINDS}:b2Shape", _shape, None),
-    (f"{_KINDS}:b2Vec2", _vector, None),
-    (f"{_KINDS}:b2Vec3", _vector, None),
+    (f"{_KINDS}:b2Vec2", _rules.by_parts, None),
+    (f"{_KINDS}:b2Vec3", _rules.by_parts, None),
     *((f"{_KINDS}:{name}", _callback, None) for name in _CALLBACKS),
 ]

@@ -13,7 +13,6 @@ from rl_ext_core.factory import _rules
 if TYPE_CHECKING:
     from rl_ext_core.factory._rules import Rules
 
-__all__ = ["RULES"]
 
 # TorchRL's ``__new__`` puts these on the class; in a process that has constructed no environment it has none or others.
 _OF_ENV_BASE = ("_inplace_update", "_batch_locked", "_device", "_cache_in_keys")

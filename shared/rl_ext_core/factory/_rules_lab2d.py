@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from rl_ext_core.factory._rules import Rules
 
-__all__ = ["RULES", "EnvSeeds"]
 
 _SEEDS, _SETTINGS = "env_seeds", "lab2d_settings_dict"
 _LARGEST_SEED = 2**32 - 1

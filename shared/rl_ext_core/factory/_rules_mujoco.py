@@ -20,7 +20,6 @@ from rl_ext_core.factory._rules import Fields
 if TYPE_CHECKING:
     from rl_ext_core.factory._rules import Rules
 
-__all__ = ["RULES"]
 
 # Which compilation of an XML file it comes from; a pickle of the model leaves it out.
 _SIGNATURE = "signature"
@@ -65,11 +64,6 @@ def _fields(structure: Any) -> Fields:
             value = _fields(value)
         found[name] = value
     return found
-
-
-def _model(model: Any) -> tuple[Any, ...]:
-    reduced: tuple[Any, ...] = model.__reduce_ex__(4)
-    return reduced
 
 
 def _model_settings(model: Any) -> Fields:
@@ -291,7 +285,7 @@ def _make_context(context: Any, attributes: dict[str, Any], scene: dict[str, Any
 
 # Class, rule, and what a copy has in common with the original; None: what the rule keeps.
 RULES: Rules = [
-    ("mujoco._structs:MjModel", _model, _model_settings),
+    ("mujoco._structs:MjModel", _rules.own_way, _model_settings),
     ("mujoco._structs:MjData", _data, _data_settings),
     ("mujoco._structs:MjOption", _structure, _fields),
     ("mujoco._structs:MjStatistic", _structure, _fields),

@@ -9,8 +9,6 @@ from rl_ext_core.factory import _rules
 if TYPE_CHECKING:
     from rl_ext_core.factory._rules import Rules
 
-__all__ = ["RULES"]
-
 
 def _begin(was_begun: bool) -> Any:
     """Prepare pygame where the original's process had: environments do so with their first picture only."""
@@ -101,10 +99,6 @@ _MASK = "it is made from a picture; keep the picture, and write pygame.mask.from
 _SOUND = "a copy would be played in every worker; make it where it is used"
 
 
-def _color(color: Any) -> tuple[Any, ...]:
-    return type(color), tuple(color)
-
-
 # Class, rule, and what a copy has in common with the original; None: what the rule keeps.
 RULES: Rules = [
     ("pygame.surface:Surface", _surface, _surface_settings),
@@ -115,6 +109,6 @@ RULES: Rules = [
     ("pygame.mask:Mask", _rules.refusal(_MASK), None),
     ("pygame:Mask", _rules.refusal(_MASK), None),
     ("pygame.mixer:Sound", _rules.refusal(_SOUND), None),
-    ("pygame.color:Color", _color, None),
-    ("pygame:Color", _color, None),
+    ("pygame.color:Color", _rules.by_parts, None),
+    ("pygame:Color", _rules.by_parts, None),
 ]

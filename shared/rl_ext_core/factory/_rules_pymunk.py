@@ -10,21 +10,17 @@ from __future__ import annotations
 from collections.abc import KeysView
 from typing import TYPE_CHECKING, Any
 
+from rl_ext_core.factory import _rules
+
 if TYPE_CHECKING:
     from rl_ext_core.factory._rules import Rules
 
-__all__ = ["RULES"]
 
 _PLAIN = (bool, int, float, str, type(None))
 # Written before the solver reads it, but for the two shapes.
 _OF_THE_STEP = ("a", "b", "swapped")
 # An address; and what is made when it is read first.
 _ADDRESS, _MADE_LATE = "id", "static_body"
-
-
-def _by_itself(value: Any) -> tuple[Any, ...]:
-    reduced: tuple[Any, ...] = value.__reduce_ex__(4)
-    return reduced
 
 
 def _settings(value: Any) -> dict[str, Any]:
@@ -65,8 +61,8 @@ def _properties(value: Any) -> dict[str, Any]:
 
 # Class, rule, and what a copy has in common with the original.
 RULES: Rules = [
-    ("pymunk.space:Space", _by_itself, _space_settings),
-    ("pymunk.body:Body", _by_itself, _settings),
-    ("pymunk.shapes:Shape", _by_itself, _settings),
-    ("pymunk.constraints:Constraint", _by_itself, _settings),
+    ("pymunk.space:Space", _rules.own_way, _space_settings),
+    ("pymunk.body:Body", _rules.own_way, _settings),
+    ("pymunk.shapes:Shape", _rules.own_way, _settings),
+    ("pymunk.constraints:Constraint", _rules.own_way, _settings),
 ]

@@ -23,26 +23,6 @@ from typing import Any
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, also
 from rl_ext_core.factory import _kinds, _parts, _rules
 
-__all__ = [
-    "capture_constructors",
-    "game_of_id",
-    "is_spec",
-    "line_of_callable",
-    "line_of_instance",
-    "line_of_spec",
-    "merged_modules",
-    "modules_of_callable",
-    "modules_of_instance",
-    "recorded",
-    "referred",
-    "register_specs",
-    "safe_to_preload",
-    "spec_of",
-    "spec_of_id",
-    "specs_named_by",
-    "without_notes",
-]
-
 _Call = tuple[type, tuple[Any, ...], dict[str, Any]]
 
 # Not an attribute of the instance: copies and comparisons are to see what the environment's author put there. By id:

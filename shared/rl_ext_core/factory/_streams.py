@@ -18,16 +18,6 @@ from rl_ext_core.factory import _kinds
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = [
-    "copies_from",
-    "is_generator",
-    "is_keeping",
-    "keeping",
-    "own_seed",
-    "reduce_generator",
-    "seed_process",
-    "sequence",
-]
 
 _keep: contextvars.ContextVar[bool] = contextvars.ContextVar("keep", default=False)
 # Of this process, and what goes before it where an environment is built: several may be, in threads.

@@ -1,19 +1,20 @@
-"""What workers do to an environment before it is stepped: kept here, where it loads no framework."""
+"""What workers put around an environment before it is stepped: kept here, where it loads no framework."""
 
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
-from rl_ext_core.errors import InvalidTypeError
+import gymnasium
 
-__all__ = ["checked", "make", "monitored", "seeded"]
+from rl_ext_core.errors import EnvironmentOutputError, InvalidTypeError
+
+__all__ = ["EpisodeMonitor", "call", "checked", "make", "monitored", "seeded"]
 
 
 def make(spec: Any, env_kwargs: dict[str, Any]) -> Any:
     """Let gymnasium make an environment that renders images, if it takes a render mode: as Stable Baselines3 does."""
-    import gymnasium
-
     try:
         return gymnasium.make(spec, **{"render_mode": "rgb_array", **env_kwargs})
     except TypeError:
@@ -21,12 +22,10 @@ def make(spec: Any, env_kwargs: dict[str, Any]) -> Any:
 
 
 def checked(environment: Any) -> Any:
-    """Give back an environment of gymnasium.
+    """Return an environment of gymnasium as it is.
 
     :raises InvalidTypeError: it is another one
     """
-    import gymnasium
-
     if isinstance(environment, gymnasium.Env):
         return environment
     kind = type(environment)
@@ -45,8 +44,102 @@ def seeded(environment: Any, seed: int) -> Any:
 def monitored(environment: Any) -> Any:
     """Record returns and lengths of episodes: by Stable Baselines3's own class where that is loaded already."""
     theirs = sys.modules.get("stable_baselines3.common.monitor")
-    if theirs is not None:
-        return theirs.Monitor(environment)
-    from rl_ext_core.vector.monitor import EpisodeMonitor
+    return EpisodeMonitor(environment) if theirs is None else theirs.Monitor(environment)
 
-    return EpisodeMonitor(environment)
+
+class EpisodeMonitor(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Does what Stable Baselines3's ``Monitor`` does without a file.
+
+    ``info["episode"]`` of an episode's last step is its return (``"r"``), its length (``"l"``) and the seconds since
+    this object was made (``"t"``).
+
+    :param env: the environment
+    """
+
+    # What ``env_is_wrapped`` is asked for.
+    stands_for = (("stable_baselines3.common.monitor", "Monitor"),)
+
+    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+        super().__init__(env)
+        self.t_start = time.time()
+        self.rewards: list[float] = []
+        self.needs_reset = True
+        self.episode_returns: list[float] = []
+        self.episode_lengths: list[int] = []
+        self.episode_times: list[float] = []
+        self.total_steps = 0
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode."""
+        self.rewards = []
+        self.needs_reset = False
+        return self.env.reset(**kwargs)
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Step, and say what the episode was where it ends."""
+        if self.needs_reset:
+            raise EnvironmentOutputError("this environment needs a reset before it is stepped; write env.reset() first")
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        self.rewards.append(float(reward))
+        if terminated or truncated:
+            self.needs_reset = True
+            total, taken = sum(self.rewards), time.time() - self.t_start
+            self.episode_returns.append(total)
+            self.episode_lengths.append(len(self.rewards))
+            self.episode_times.append(taken)
+            info["episode"] = {"r": round(total, 6), "l": len(self.rewards), "t": round(taken, 6)}
+        self.total_steps += 1
+        return observation, reward, terminated, truncated, info
+
+    def get_total_steps(self) -> int:
+        """Return the number of steps."""
+        return self.total_steps
+
+    def get_episode_rewards(self) -> list[float]:
+        """Return the returns of all episodes."""
+        return self.episode_returns
+
+    def get_episode_lengths(self) -> list[int]:
+        """Return the lengths of all episodes."""
+        return self.episode_lengths
+
+    def get_episode_times(self) -> list[float]:
+        """Return the seconds from the start to the end of each episode."""
+        return self.episode_times
+
+
+def call(env: Any, name: str, data: Any) -> Any:
+    """Do what a method of ``VecEnv`` does to one of its environments, beside steps and resets.
+
+    :param env: the environment
+    :param name: of the method; ``"render"`` is part of ``get_images``
+    :param data: its arguments
+    """
+    if name == "render":
+        return env.render()
+    if name == "env_method":
+        method, args, kwargs = data
+        return env.get_wrapper_attr(method)(*args, **kwargs)
+    if name == "get_attr":
+        return env.get_wrapper_attr(data)
+    if name == "has_attr":
+        try:
+            env.get_wrapper_attr(data)
+        except AttributeError:
+            return False
+        return True
+    if name == "set_attr":
+        return setattr(env, *data)
+    if name == "env_is_wrapped":
+        while isinstance(env, gymnasium.Wrapper):
+            if _is(env, data):
+                return True
+            env = env.env
+        return False
+    raise NotImplementedError(name)
+
+
+def _is(layer: Any, name: tuple[str, str]) -> bool:
+    """Return whether a layer is of a class, given by module and name: naming it must not import the framework here."""
+    own = [(base.__module__, base.__qualname__) for base in type(layer).__mro__]
+    return name in own or name in getattr(type(layer), "stands_for", ())

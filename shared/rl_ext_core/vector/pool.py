@@ -4,37 +4,210 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import select
+import tempfile
 import time
+import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_ext_core import processes
 from rl_ext_core._interrupts import uninterrupted
+from rl_ext_core.devices import READ_AT_IMPORT
 from rl_ext_core.errors import WorkerError
-from rl_ext_core.factory import _byvalue
-from rl_ext_core.vector import _messages
-from rl_ext_core.vector._failures import described, failed_to_close, warn_of_late
-from rl_ext_core.vector._launcher import Launcher
-from rl_ext_core.vector._layout import Layout, Memory, Progress, common_spaces
-from rl_ext_core.vector._rounds import call_in_rounds, shares
-from rl_ext_core.vector._seat import Seat
-from rl_ext_core.vector._worker import IDLE_IN, PHASES
+from rl_ext_core.vector import channel
+from rl_ext_core.vector.channel import Cell, Memory, Raised, Spin, WorkerHandle
+from rl_ext_core.vector.layout import Layout, common_spaces
+from rl_ext_core.vector.worker import IDLE_IN, PHASES, main
 
 if TYPE_CHECKING:
     import numpy as np
 
     from rl_ext_core.factory import EnvFactory
 
-__all__ = ["INTERRUPTED_SECONDS", "Pool"]
+__all__ = ["INTERRUPTED_SECONDS", "Pool", "WorkerPool", "shares"]
 
 # How long a step that was interrupted may go on before its environment is closed.
 INTERRUPTED_SECONDS = 5.0
 
+# What a worker needs whatever its environment is.
+_PRELOAD = ("numpy", "gymnasium.wrappers", "rl_ext_core.factory", "rl_ext_core.vector.worker")
+_WHEN = {"start": "at its start", "idle": "between two calls", "constructor": "in its constructor"}
 
-class Pool:
+
+class WorkerPool:
+    """What pools of processes and of Ray's actors have in common.
+
+    :param workers: each with its numbers of environments, ``first`` and ``last``, and the ``answer`` that it has given
+    :param step_timeout: seconds until workers must have answered any command
+    :param close_timeout: seconds until workers must have closed their environments and ended
+
+    :ivar worker_of: the worker of each environment
+    :ivar seeds: of each environment's last reset
+    :ivar spaces: observation and action space
+    :ivar layout: of the arrays
+    :ivar arrays: what environments have answered last, and the next actions
+    """
+
+    spaces: Any
+    layout: Layout
+
+    def __init__(self, workers: Sequence[Any], step_timeout: float | None, close_timeout: float | None) -> None:
+        self.workers, self._step_timeout, self._close_timeout = workers, step_timeout, close_timeout
+        self.worker_of = [worker for worker in workers for _ in range(worker.first, worker.last)]
+        self.seeds: list[int | None] = [None] * len(self.worker_of)
+        self.arrays: dict[str, np.ndarray[Any, Any]] = {}
+        self._failure: WorkerError | None = None
+        self._interrupted = self._ended = False
+
+    def send(self, worker: Any, name: str, data: Any) -> None:
+        """Give a worker a command; that it is gone shows where its answer is waited for.
+
+        :raises Exception: the data cannot be pickled
+        """
+        worker.send(name, data)
+
+    def step(self) -> None:
+        """Have all step with the actions in the arrays."""
+        raise NotImplementedError
+
+    def reset(self, worker: Any, asked: Sequence[tuple[int | None, dict[str, Any]]]) -> None:
+        """Have a worker's environments reset, each with a seed and options."""
+        self.seeds[worker.first : worker.last] = [seed for seed, _ in asked]
+        self.send(worker, "reset", list(asked))
+
+    def wait(self, timeout: float | None, *, failing: bool = False) -> None:
+        """Wait for all answers that workers owe.
+
+        Where workers fail apart from each other, the answer of one that has failed is a :class:`WorkerError`.
+
+        :param timeout: seconds; None: forever
+        :param failing: raise such an answer
+        :raises WorkerError: a worker has failed
+        """
+        raise NotImplementedError
+
+    def wait_for_step(self) -> None:
+        """Wait for all answers, as long as a step may take: see :meth:`wait`."""
+        self.wait(self._step_timeout)
+
+    def settle(self) -> None:
+        """Get ready for a command: drop answers that were not read because the reading was interrupted.
+
+        :raises WorkerError: the workers were ended because of it
+        """
+        raise NotImplementedError
+
+    def raise_failure(self) -> None:
+        """Raise what has ended the workers.
+
+        :raises WorkerError: that
+        """
+        if self._failure is not None:
+            raise self._failure
+
+    def call(self, environments: Sequence[int], name: str, data: Any) -> list[Any]:
+        """Have something done with environments: see :func:`rl_ext_core.vector.environments.call`.
+
+        :param environments: their numbers
+        :raises Exception: what an environment raised, when all have answered; it lives on
+        :raises WorkerError: a worker has failed
+        """
+        self.settle()
+        results: list[Any] = [None] * len(environments)
+        raised: Exception | None = None
+        pending = dict(enumerate(environments))
+        while pending:
+            # One command per worker at a time: there is one message between the two.
+            round_ = {self.worker_of[pending[place]].number: place for place in reversed(pending)}
+            for number, place in round_.items():
+                worker = self.workers[number]
+                self.send(worker, name, (pending.pop(place) - worker.first, data))
+            self.wait(self._step_timeout, failing=True)
+            for number, place in round_.items():
+                results[place] = answer = self.workers[number].answer
+                if isinstance(answer, Raised):
+                    raised = raised or answer.exception()
+        if raised is not None:
+            raise raised
+        return results
+
+    def close(self) -> None:
+        """Have the environments closed, and end the workers. Ctrl-C makes that short.
+
+        :raises WorkerError: one of them fails in ``close``; all workers are gone all the same
+        """
+        failures: list[WorkerError] = []
+        try:
+            if not self._ended:
+                # Nobody knows whether what was interrupted would ever have ended.
+                limit = self._close_timeout
+                failures = self._close_environments(
+                    INTERRUPTED_SECONDS if self._interrupted and limit is None else limit
+                )
+        finally:
+            self.end()
+        if failures:
+            raise failures[0]
+
+    def _close_environments(self, patience: float | None) -> list[WorkerError]:
+        """Have workers close their environments, and return what fails in that.
+
+        :param patience: seconds that they may take for what they are at
+        """
+        raise NotImplementedError
+
+    def end(self, failure: WorkerError | None = None) -> None:
+        """End the workers without further ado; done again if it was interrupted.
+
+        :param failure: why: raised by whatever is called later
+        """
+        raise NotImplementedError
+
+    def _failed(self, worker: Any, environment: int, phase: str, what: str, **more: Any) -> WorkerError:
+        """Make the exception that says what has happened to an environment.
+
+        :param environment: its number among its worker's
+        :param phase: what the worker was at
+        :param what: has happened
+        :param more: of :class:`WorkerError`
+        """
+        environment += worker.first
+        seed = self.seeds[environment]
+        who = f"environment {environment} of {len(self.seeds)}" + ("" if seed is None else f" (seed {seed})")
+        lines = [f"{who}, {_WHEN.get(phase, f'in {phase}')}: {what}"]
+        lines += [f"    {line}" for line in more.get("traceback", "").strip("\n").splitlines()]
+        notes = {**more.pop("notes", {}), "environment": environment}
+        return WorkerError("\n".join(lines), worker=worker.number, phase=phase, seed=seed, notes=notes, **more)
+
+    def _failed_to_close(self, worker: Any) -> WorkerError | None:
+        """Make the exception for what an environment has raised in ``close``, if its worker's answer says so."""
+        if worker.answer is None:
+            return None
+        environment, raised = worker.answer
+        return self._raised(worker, environment, "close", raised)
+
+    def _raised(self, worker: Any, environment: int, phase: str, raised: Raised) -> WorkerError:
+        what = f"raised {raised.summary}:"
+        error = self._failed(worker, environment, phase, what, kind="exception", traceback=raised.traceback)
+        error.__cause__ = raised.exception()
+        return error
+
+    def _warn_of_late(self, environment: int, where: str, begin: float) -> None:
+        """Say that the time to close environments was up."""
+        warnings.warn(
+            f"environment {environment} of {len(self.seeds)} was still {where} after {time.monotonic() - begin:.3g} s "
+            "of closing, and its worker was ended: what it writes may be incomplete. Write close_timeout=None to wait "
+            "as long as it takes, or more",
+            stacklevel=5,
+        )
+
+
+class Pool(WorkerPool):
     """Processes that hold environments and share one block of memory with this one.
 
     :param factories: build the environments, one each
@@ -48,13 +221,6 @@ class Pool:
     :raises WorkerError: an environment cannot be built
     :raises EnvironmentOutputError: their spaces differ
     :raises InvalidArgumentError: their observations are not arrays of fixed shape
-
-    :ivar seats: the workers; their answers are there after :meth:`wait`
-    :ivar of_env: the seat of each environment
-    :ivar seeds: of each environment's last reset
-    :ivar spaces: observation and action space
-    :ivar layout: of the shared memory
-    :ivar arrays: that lie in it
     """
 
     def __init__(
@@ -69,297 +235,294 @@ class Pool:
         apart: bool = False,
         cure: str | None = None,
     ) -> None:
-        self._start_timeout, self._step_timeout, self._apart = start_timeout, step_timeout, apart
-        self._close_timeout = close_timeout
-        self.seats = [Seat(number, *ends) for number, ends in enumerate(shares(len(factories), num_workers))]
-        self._last_first = self.seats[::-1]
-        self.of_env = [seat for seat in self.seats for _ in range(seat.first, seat.last)]
-        self.seeds: list[int | None] = [None] * len(self.of_env)
-        self._failure: WorkerError | None = None
-        # Until all answers to what was begun were read; Ctrl-C leaves it so.
-        self._unsettled = self._interrupted = False
-        self._memory = Memory(Progress.size(num_workers))
-        self._progress = Progress(self._memory.map(Progress.size(num_workers)), num_workers)
-        self._launcher = Launcher(factories, self.seats, self._memory, self._progress, start_method, cure)
+        self._spins = channel.worth_spinning(num_workers)
+        workers = [
+            WorkerHandle(number, *ends, Spin(Spin.FOR_ANSWERS) if self._spins else None)
+            for number, ends in enumerate(shares(len(factories), num_workers))
+        ]
+        super().__init__(workers, step_timeout, close_timeout)
+        self._factories, self._start_method, self._apart, self._cure = factories, start_method, apart, cure
+        self._start_timeout, self._last_first = start_timeout, workers[::-1]
+        self._unsettled = False  # until all answers to what was begun were read; Ctrl-C leaves it so
+        cell_bytes = channel.CELL_BYTES * num_workers
+        self._memory = Memory(cell_bytes)
+        self._cells = self._memory.map(cell_bytes)
+        # Folders of the workers' own.
+        self._scratch = None if cure is None else tempfile.TemporaryDirectory(prefix="rl-ext-")
         # Not by a method: whoever drops this object ends the workers.
-        self._end = weakref.finalize(self, _end, self.seats, self._memory, self._launcher)
+        self._end = weakref.finalize(self, _end, self.workers, self._memory, self._scratch)
         self._end.atexit = False
-        self.arrays: dict[str, np.ndarray[Any, Any]] = {}
-        self.layout: Layout
         try:
-            self._start()
+            self._start(cell_bytes)
         except BaseException:
             self.end()
             raise
 
-    def _start(self) -> None:
-        self._launch(self.seats)
+    def _start(self, cell_bytes: int) -> None:
+        self._launch(self.workers)
         self.wait(self._start_timeout, failing=True)
-        self.spaces = common_spaces([spaces for seat in self.seats for spaces in seat.said])
-        self.layout = Layout.of(len(self.of_env), *self.spaces, after=Progress.size(len(self.seats)))
+        self.spaces = common_spaces([spaces for worker in self.workers for spaces in worker.answer])
+        self.layout = Layout.of(len(self.worker_of), *self.spaces, after=cell_bytes)
         self._memory.grow(self.layout.size)
         self.arrays = self.layout.arrays(self._memory.map(self.layout.size))
-        for seat in self.seats:
-            self.send(seat, "map", self.layout)
+        for worker in self.workers:
+            self.send(worker, "map", self.layout)
         self.wait(self._start_timeout, failing=True)
 
     @uninterrupted
-    def _launch(self, seats: Sequence[Seat]) -> None:
-        self._launcher.launch(seats)
-        for together in [[seat] for seat in seats] if self._apart else [seats]:
+    def _launch(self, workers: Sequence[WorkerHandle]) -> None:
+        """Start processes; if that fails, there is none."""
+        preload = dict.fromkeys([*_PRELOAD, *(name for factory in self._factories for name in factory.preload)])
+        decisions = [self._factories[worker.first].decision for worker in workers]
+        environs: list[Mapping[str, str | None]] = [
+            {} if decision is None else decision.variables for decision in decisions
+        ]
+        context = processes.get_context(
+            self._start_method, preload=tuple(preload), environs=environs, import_time=READ_AT_IMPORT
+        )
+        started: list[Any] = []
+        try:
+            for worker in workers:
+                started.append(self._launch_one(context, worker))
+        except BaseException:
+            for process in started:
+                process.kill()
+                process.join()
+            for worker in workers:
+                worker.disconnect()
+            raise
+        for together in [[worker] for worker in workers] if self._apart else [workers]:
             watch = processes.Watch(
-                [seat.process for seat in together],
-                idle_in=(IDLE_IN,),
-                on_failure=functools.partial(_wake, together),
+                [worker.process for worker in together], idle_in=IDLE_IN, on_failure=functools.partial(_wake, together)
             )
-            for seat in together:
-                seat.watch = watch
+            for worker in together:
+                worker.watch = watch
 
-    def send(self, seat: Seat, name: str, data: Any) -> None:
-        """Give a worker a command; that it is gone shows where its answer is read.
+    def _launch_one(self, context: Any, worker: WorkerHandle) -> Any:
+        worker.disconnect()
+        cells = channel.cells_of(self._cells, worker.number)
+        for place in range(len(cells)):
+            cells[place] = 0
+        cells[Cell.TOLD] = 1  # to build its environments
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            command_reader, commands = context.Pipe(duplex=False)
+            theirs.enter_context(command_reader)
+            ours.enter_context(commands)
+            replies, reply_writer = context.Pipe(duplex=False)
+            ours.enter_context(reply_writer)
+            ours.enter_context(replies)
+            for ringing in (commands, reply_writer):
+                os.set_blocking(ringing.fileno(), False)
+            mail = Memory(0)
+            forked = context.get_start_method() == "fork"
+            foreign = [end for other in self.workers for end in other.ends] + [commands, replies] if forked else []
+            factories = [factory.again(worker.attempt) for factory in self._factories[worker.first : worker.last]]
+            cure = None
+            if self._cure is not None and self._scratch is not None:
+                cure = self._cure, Path(self._scratch.name, f"{worker.number}-{worker.attempt}")
+                cure[1].mkdir()
+            args = (command_reader, reply_writer, self._memory, mail, worker.number, worker.first, factories)
+            process = context.Process(target=main, args=(*args, foreign, self._spins, cure))
+            process.start()
+            worker.connect(process, commands, replies, reply_writer, mail, cells)
+            ours.pop_all()
+        return process
 
-        :raises Exception: the data cannot be pickled
-        """
+    def send(self, worker: WorkerHandle, name: str, data: Any) -> None:
+        """Give a worker a command."""
         self._unsettled = True
-        # Actions are plain, and sent in every step.
-        seat.send(_messages.packed((name, data)) if name == "step" else _byvalue.dumps((name, data), message=True))
+        worker.send(name, data)
 
     def step(self) -> None:
         """Have all step with the actions in shared memory."""
         self._unsettled = True
-        for seat in self.seats:
-            seat.step()
-
-    def wait_for_step(self) -> None:
-        """Wait for all answers that workers owe, as long as a step may take: see :meth:`wait`."""
-        self.wait(self._step_timeout)
-
-    def wait_for_answers(self) -> None:
-        """Wait likewise, and raise what is no answer."""
-        self.wait(self._step_timeout, failing=True)
+        for worker in self.workers:
+            worker.step()
 
     def wait(self, timeout: float | None, *, failing: bool = False) -> None:
-        """Wait for all answers that workers owe.
-
-        Where workers fail apart from each other, the answer of one that has failed is a :class:`WorkerError`.
-
-        :param timeout: seconds; None: forever
-        :param failing: raise such an answer
-        :raises WorkerError: a worker has failed
-        """
+        """Wait for all answers that workers owe: see :meth:`WorkerPool.wait`."""
         try:
-            if self._apart:
-                self._wait_apart([seat for seat in self.seats if seat.owes], timeout)
+            if timeout is None:
+                self._receive_all()
+            elif self._apart:
+                self._wait_apart([worker for worker in self.workers if worker.is_awaited()], timeout)
             else:
                 self._wait_together(timeout)
         except KeyboardInterrupt:
             self._interrupted = True
             raise
         self._unsettled = False
-        for seat in self.seats if failing else ():
-            if isinstance(seat.said, WorkerError):
-                raise seat.said
+        if failing:
+            for worker in self.workers:
+                if isinstance(worker.answer, WorkerError):
+                    raise worker.answer
 
-    def _wait_together(self, timeout: float | None) -> None:
-        watch = self.seats[0].watch
-        try:
-            if timeout is None or watch is None:
-                # The last to be asked is the last to answer: it alone is waited for, where others' turns come.
-                for seat in self._last_first:
-                    seat.read()
-            else:
-                with watch.operation("", timeout):
-                    for seat in self._last_first:
-                        seat.read()
-        except (EOFError, WorkerError):
-            if watch is None or watch.failure is None:
-                raise
-            error = self._described(watch, self.seats)
+    def _receive_all(self) -> None:
+        # The last to be asked is the last to answer: it alone is waited for, where others' turns come.
+        for worker in self._last_first:
+            try:
+                worker.receive()
+            except EOFError:
+                if not worker.has_failed():
+                    raise
+                self._fail(worker)
+
+    def _fail(self, worker: WorkerHandle) -> None:
+        """Take a worker's failure for its answer, or for the end of all."""
+        if self._apart:
+            worker.answer = worker.lost if worker.watch is None else self._described(worker)
+            worker.await_nothing()
+        else:
+            error = self._described(worker)
             self.end(error)
             raise error from error.__cause__
 
-    def _wait_apart(self, seats: Sequence[Seat], timeout: float | None) -> None:
-        if timeout is None:
-            for seat in reversed(seats):
-                self._read_apart(seat)
+    def _wait_together(self, timeout: float) -> None:
+        watch = self.workers[0].watch
+        if watch is None:
+            self._receive_all()
             return
+        try:
+            with watch.operation("", timeout):
+                self._receive_all()
+        except WorkerError:
+            if self._failure is None:  # it has failed before it was waited for, which is told in a better way
+                self._fail(self.workers[0])
+            raise
+
+    def _wait_apart(self, workers: Sequence[WorkerHandle], timeout: float) -> None:
         # Each has its own limit, which ends as soon as it answers, however long another takes.
-        limits = {seat.replies: (seat, contextlib.ExitStack()) for seat in seats if not seat.is_over()}
+        limits = {worker.replies: (worker, contextlib.ExitStack()) for worker in workers if not worker.is_over()}
         poll = select.poll()
         try:
-            for descriptor, (seat, limit) in limits.items():
-                assert seat.watch is not None
+            for descriptor, (worker, limit) in limits.items():
+                assert worker.watch is not None
                 poll.register(descriptor, select.POLLIN)
                 with contextlib.suppress(WorkerError):  # it has failed just now: that is told where its answer is read
-                    limit.enter_context(seat.watch.operation("", timeout))
+                    limit.enter_context(worker.watch.operation("", timeout))
             while limits:
                 for descriptor, _ in poll.poll():
-                    seat, limit = limits[descriptor]
-                    if not seat.is_over():
+                    worker, limit = limits[descriptor]
+                    if not worker.is_over():
                         os.read(descriptor, 4096)  # of before; the answer's own may be among it
-                    if seat.is_over():
+                    if worker.is_over():
                         del limits[descriptor]
                         poll.unregister(descriptor)
                         limit.close()
         finally:
             for _, limit in limits.values():
                 limit.close()
-        for seat in seats:
-            self._read_apart(seat)
+        self._receive_all()
 
-    def _read_apart(self, seat: Seat) -> None:
-        try:
-            seat.read()
-        except EOFError:
-            watch = seat.watch
-            if watch is not None and watch.failure is None:
-                raise
-            seat.said = seat.lost if watch is None else self._described(watch, [seat])
-            seat.forgive()
-
-    def _described(self, watch: processes.Watch, watched: Sequence[Seat]) -> WorkerError:
+    def _described(self, worker: WorkerHandle) -> WorkerError:
+        watch = worker.watch
+        assert watch is not None
         assert watch.failure is not None
         with contextlib.suppress(WorkerError), watch.operation(""):
             pass  # waits until the workers are gone
-        error = described(watch.failure, watched, self._progress, self.seeds)
-        error.__cause__ = watch.failure.exception
+        failure, watched = watch.failure, [worker] if self._apart else self.workers
+        worker = watched[failure.worker]
+        error = self._failed(
+            worker,
+            worker.cells[Cell.ENVIRONMENT],
+            PHASES[worker.cells[Cell.PHASE]],
+            failure.summary.removeprefix(f"worker {failure.worker} of {len(watched)} "),
+            kind=failure.kind,
+            exitcode=failure.exitcode,
+            traceback=failure.traceback,
+            notes=failure.notes,
+        )
+        error.__cause__ = failure.exception
         return error
 
     def settle(self) -> None:
-        """Get ready for a command: drop answers that were not read because the reading was interrupted.
-
-        :raises WorkerError: the workers were ended because of it
-        """
+        """Get ready for a command: see :meth:`WorkerPool.settle`."""
         self.raise_failure()
         if self._unsettled:
-            self._settle()
+            for worker in self.workers:
+                if worker.lost is not None:
+                    worker.end()
+                else:
+                    worker.settle()
+            self.wait_for_step()
+            self._interrupted = False
 
-    def raise_failure(self) -> None:
-        """Raise what has ended the workers.
+    def restart(self, worker: WorkerHandle, failure: WorkerError) -> Any:
+        """Put a new process in the place of one that has failed, and have its environments reset.
 
-        :raises WorkerError: that
-        """
-        if self._failure is not None:
-            raise self._failure
-
-    def _settle(self) -> None:
-        for seat in self.seats:
-            if seat.lost is not None:
-                self._end_worker(seat)
-            else:
-                seat.settle()
-        self.wait_for_step()
-        self._interrupted = False
-
-    def _end_worker(self, seat: Seat) -> None:
-        if seat.watch is not None:
-            seat.watch.kill()
-            seat.watch.stop()
-        seat.watch = None
-        seat.give_up()
-
-    def restart(self, seat: Seat, failure: WorkerError) -> Any:
-        """Put a new worker in the place of one that has failed, and have its environments reset.
-
-        :return: the informations of the resets
+        :return: its answer to that
         :raises WorkerError: it fails in that
         """
-        seat.lost, self._unsettled = failure, True
-        self._end_worker(seat)
-        seat.attempt += 1
-        self._launch([seat])
-        self._wait_for(seat, self._start_timeout)
-        self.send(seat, "map", self.layout)
-        self._wait_for(seat, self._start_timeout)
-        self.reset(seat, [(None, {})] * (seat.last - seat.first))
-        self._wait_for(seat, self._step_timeout)
-        return seat.said
+        worker.lost, self._unsettled = failure, True
+        worker.end()
+        worker.attempt += 1
+        self._launch([worker])
+        self._wait_for(worker, self._start_timeout)
+        self.send(worker, "map", self.layout)
+        self._wait_for(worker, self._start_timeout)
+        self.reset(worker, [(None, {})] * (worker.last - worker.first))
+        self._wait_for(worker, self._step_timeout)
+        return worker.answer
 
-    def replaced(self, seat: Seat, answer: Any) -> None:
+    def replaced(self, worker: WorkerHandle, answer: Any) -> None:
         """Take this for the answer of a worker that was restarted: all is well again."""
-        seat.said, seat.lost = answer, None
+        worker.answer, worker.lost = answer, None
 
-    def reset(self, seat: Seat, asked: Sequence[tuple[int | None, dict[str, Any]]]) -> None:
-        """Have a worker's environments reset, each with a seed and options."""
-        self.seeds[seat.first : seat.last] = [seed for seed, _ in asked]
-        self.send(seat, "reset", asked)
+    def _wait_for(self, worker: WorkerHandle, timeout: float | None) -> None:
+        if timeout is None:
+            self._receive_all()
+        else:
+            self._wait_apart([worker], timeout)
+        if isinstance(worker.answer, WorkerError):
+            raise worker.answer
 
-    def _wait_for(self, seat: Seat, timeout: float | None) -> None:
-        self._wait_apart([seat], timeout)
-        if isinstance(seat.said, WorkerError):
-            raise seat.said
-
-    def call(self, numbers: Sequence[int], name: str, data: Any) -> list[Any]:
-        """Have something done with environments: see :func:`rl_ext_core.vector._calls.call`.
-
-        :param numbers: of the environments
-        :raises Exception: what an environment raised, when all have answered; it lives on
-        :raises WorkerError: a worker has failed
-        """
-        return call_in_rounds(self, numbers, name, data)
-
-    def close(self) -> None:
-        """Have the environments closed, and end the workers. Ctrl-C makes that short.
-
-        :raises WorkerError: one of them fails in ``close``; all workers are gone all the same
-        """
-        failures: list[WorkerError] = []
-        try:
-            if self._failure is None and self._end.alive:
-                failures = self._close_environments()
-        finally:
-            self.end()
-        if failures:
-            raise failures[0]
-
-    def _close_environments(self) -> list[WorkerError]:
+    def _close_environments(self, patience: float | None) -> list[WorkerError]:
         begin, limit = time.monotonic(), self._close_timeout
-        for seat in self.seats:
-            if seat.watch is not None:
-                seat.watch.closing()
-            seat.settle()
-        # Nobody knows whether what was interrupted would ever have ended.
-        patience = INTERRUPTED_SECONDS if self._interrupted and limit is None else limit
-        late = _wait_while(self.seats, Seat.is_busy, begin, patience)
-        for seat in self.seats:
-            if seat.is_there() and seat not in late:
-                seat.forgive()
-                self.send(seat, "close", None)
-        late += _wait_while([seat for seat in self.seats if seat not in late], Seat.is_busy, begin, limit)
-        failures = [found for seat in self.seats if seat.is_over() and (found := self._failure_to_close(seat))]
-        late += _wait_while([seat for seat in self.seats if seat not in late], Seat.lives, begin, limit)
+        for worker in self.workers:
+            if worker.watch is not None:
+                worker.watch.closing()
+            worker.settle()
+        late = _wait_while(self.workers, WorkerHandle.is_busy, begin, patience)
+        for worker in self.workers:
+            if worker not in late and worker.is_over() and not worker.has_failed():
+                worker.await_nothing()
+                self.send(worker, "close", None)
+        late += _wait_while(
+            [worker for worker in self.workers if worker not in late], WorkerHandle.is_busy, begin, limit
+        )
+        failures = [found for worker in self.workers if worker.is_over() and (found := self._failure_to_close(worker))]
+        late += _wait_while(
+            [worker for worker in self.workers if worker not in late], WorkerHandle.is_alive, begin, limit
+        )
         if late:
-            number, at = self._progress.read(late[0].number)
-            where = "in threads that go on after its close" if PHASES[at] == "idle" else f"in {PHASES[at]}"
-            warn_of_late(late[0].first + number, len(self.of_env), where, time.monotonic() - begin)
+            number, at = late[0].cells[Cell.ENVIRONMENT], PHASES[late[0].cells[Cell.PHASE]]
+            where = "in threads that go on after its close" if at == "idle" else f"in {at}"
+            self._warn_of_late(late[0].first + number, where, begin)
         return failures
 
-    def _failure_to_close(self, seat: Seat) -> WorkerError | None:
-        """Give what an environment has failed of in ``close``; what has happened before concerns nobody any more."""
-        if seat.watch is None or not seat.owes:
+    def _failure_to_close(self, worker: WorkerHandle) -> WorkerError | None:
+        """Return what an environment has failed of in ``close``; what has happened before concerns nobody any more."""
+        if worker.watch is None or not worker.is_awaited():
             return None
-        if seat.watch.failure is None:
-            seat.read()
-            return failed_to_close(seat, self.seeds)
-        error = self._described(seat.watch, [seat] if self._apart else self.seats)
+        if worker.watch.failure is None:
+            worker.receive()
+            return self._failed_to_close(worker)
+        error = self._described(worker)
         return error if error.phase == "close" else None
 
     def end(self, failure: WorkerError | None = None) -> None:
-        """End the workers without further ado, and give everything back.
-
-        :param failure: why: raised by whatever is called later
-        """
-        self._failure = self._failure or failure
-        _end(self.seats, self._memory, self._launcher)
+        """End the workers, and give everything back: see :meth:`WorkerPool.end`."""
+        self._ended, self._failure = True, self._failure or failure
+        _end(self.workers, self._memory, self._scratch)
         self._end.detach()
 
 
 def _wait_while(
-    seats: Sequence[Seat], condition: Callable[[Seat], bool], begin: float, limit: float | None
-) -> list[Seat]:
-    """Wait as long as something is true of workers, and give those of which it is still true after a time."""
+    workers: Sequence[WorkerHandle], condition: Callable[[WorkerHandle], bool], begin: float, limit: float | None
+) -> list[WorkerHandle]:
+    """Wait as long as something is true of workers, and return those of which it is still true after a time."""
     pause = 0.0005
-    while waiting := [seat for seat in seats if condition(seat)]:
+    while waiting := [worker for worker in workers if condition(worker)]:
         if limit is not None and time.monotonic() - begin > limit:
             break
         time.sleep(pause)
@@ -367,18 +530,24 @@ def _wait_while(
     return waiting
 
 
-def _wake(seats: Sequence[Seat]) -> None:
-    for seat in seats:
-        seat.wake()
+def _wake(workers: Sequence[WorkerHandle]) -> None:
+    for worker in workers:
+        worker.wake()
 
 
-def _end(seats: Sequence[Seat], memory: Memory, launcher: Launcher) -> None:
+def _end(workers: Sequence[WorkerHandle], memory: Memory, scratch: Any) -> None:
     """End workers; done again if it was interrupted."""
-    for watch in {id(seat.watch): seat.watch for seat in seats}.values():
+    for watch in {id(worker.watch): worker.watch for worker in workers}.values():
         if watch is not None:
             watch.kill()
             watch.stop()
-    for seat in seats:
-        seat.give_up()
+    for worker in workers:
+        worker.disconnect()
     memory.close()
-    launcher.close()
+    if scratch is not None:
+        scratch.cleanup()
+
+
+def shares(num_envs: int, num_workers: int) -> list[tuple[int, int]]:
+    """Return the first environment of each worker and the one behind its last: in order, as evenly as that goes."""
+    return list(itertools.pairwise(round(worker * num_envs / num_workers) for worker in range(num_workers + 1)))

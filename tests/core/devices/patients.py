@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from rl_ext_core.devices import Inventory
-from rl_ext_core.devices.doctor import Report, _text, examine
+from rl_ext_core.devices.doctor import Report, examine, show
 from tests.core.devices.machines import egl, gpus, machine, uuid
 
 EGL = {"MUJOCO_GL": "egl", "PYOPENGL_PLATFORM": "egl"}
@@ -58,7 +58,7 @@ def report_of(case: str, **options: Any) -> Report:
 
 def shown(report: Report, width: int = 120) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    _text.show(report, console)
+    show(report, console)
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     return text
 

@@ -129,8 +129,8 @@ def test_too_late_names_the_module_and_the_line_and_changes_nothing(
         try:
             {ON_MESA.format(renderer=renderer)}.apply()
         except RuntimeError as error:
-            from rl_ext_core.devices import _applied
-            answer = [repr(error), environ == dict(os.environ), finders == sys.meta_path, _applied.current is None]
+            from rl_ext_core.devices import _apply
+            answer = [repr(error), environ == dict(os.environ), finders == sys.meta_path, _apply.current is None]
         """,
         **({} if backend is None else {"MUJOCO_GL": backend}),
     )
@@ -204,8 +204,8 @@ def test_a_display_of_unknown_device_is_refused() -> None:
     ended = run(
         f"""
         {DISPLAY["mujoco"]}
-        from rl_ext_core.devices import _display
-        _display.index_of = lambda display: None
+        from rl_ext_core.devices import _apply
+        _apply.index_of = lambda display: None
         {ON_MESA.format(renderer="mujoco")}.apply()
         """,
         MUJOCO_GL="egl",
@@ -214,7 +214,7 @@ def test_a_display_of_unknown_device_is_refused() -> None:
 
 
 def test_egl_does_not_tell_the_device_of_a_display_that_is_none() -> None:
-    assert run("from rl_ext_core.devices import _display\nanswer = [_display.index_of(0)]").answer == [None]
+    assert run("from rl_ext_core.devices import _apply\nanswer = [_apply.index_of(0)]").answer == [None]
 
 
 def test_a_display_that_could_not_be_made_is_tried_again() -> None:
@@ -280,8 +280,8 @@ def test_a_process_forked_before_any_display_may_decide_otherwise() -> None:
         import mujoco
         {ON_GPU_2.format(renderer="mujoco")}.apply()
         def other():
-            from rl_ext_core.devices import _applied
-            assert _applied.current is None
+            from rl_ext_core.devices import _apply
+            assert _apply.current is None
             {ON_MESA.format(renderer="mujoco")}.apply()
             return variables(), draw() > 10
         answer = [in_child(other), variables()]
@@ -303,8 +303,8 @@ def test_mujoco_4_keeps_what_it_has_read_where_it_is_looked_for() -> None:
         f"""
         import mujoco
         {ON_MESA.format(renderer="mujoco")}.apply()
-        from rl_ext_core.devices import _display
-        answer = [draw() > 10, _display.index_of(_display.of("mujoco"))]
+        from rl_ext_core.devices import _apply
+        answer = [draw() > 10, _apply.index_of(_apply.display_of("mujoco"))]
         """,
         python=python,
         MUJOCO_GL="egl",

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from rl_ext_core.cli import main
-from rl_ext_core.devices import Inventory, _versions
-from rl_ext_core.devices.doctor import Fix, Question, Report, _words, examine, replay
+from rl_ext_core.devices import Inventory
+from rl_ext_core.devices.doctor import Question, Report, examine, replay
+from rl_ext_core.devices.inventory import installed_versions
 from tests.core.devices import processes
 from tests.core.devices.fakes import build
 from tests.core.devices.machines import egl, machine, uuid
@@ -25,18 +26,16 @@ def places(report: Report) -> dict[str, tuple[str, int | None, str | None, bool 
 
 def test_a_machine_without_a_gpu_computes_on_the_cpu_and_says_why_and_how_it_renders() -> None:
     report = report_of("no GPU")
-    assert (report.compute.device, report.compute.identity) == ("cpu", "cpu")
-    assert NO_GPU in report.compute.reason
-    assert [entry.text for entry in report.advice] == [
-        "the CPU renders through Mesa's EGL (MUJOCO_GL=egl, EGL device 0) or OSMesa (MUJOCO_GL=osmesa)"
-    ]
+    assert report.decision is not None
+    assert report.decision.device == "cpu"
+    assert NO_GPU in report.decision.reason
     assert places(report)["robosuite"] == ("cpu", 0, None, True)
-    assert "export MUJOCO_GL=egl" in shell(report)
+    assert "export MUJOCO_GL=egl PYOPENGL_PLATFORM=egl MUJOCO_EGL_DEVICE_ID=0" in lines_to_copy(report)
 
 
 def test_where_nothing_renders_it_says_what_to_install() -> None:
     report = report_of("no GPU, nothing that renders")
-    assert "apt-get install libegl1 libegl-mesa0" in [entry.line for entry in report.advice]
+    assert "apt-get install libegl1 libegl-mesa0" in lines_to_copy(report)
     assert {found.where for found in report.renderers} == {"fails"}
     assert not report.healthy
 
@@ -65,39 +64,41 @@ def test_osmesa_is_the_cpu_without_egl() -> None:
 
 def test_a_wrong_mask_is_shown_with_every_name_of_the_gpus() -> None:
     report = report_of("wrong mask")
-    assert [names.torch for names in report.gpus] == ["hidden", "cuda:0", "hidden", "hidden"]
-    assert [names.egl for names in report.gpus] == [2, 3, 0, 1]
-    assert report.compute.uuid == uuid(1)
+    rows = [line.split() for line in shown(report, 300).splitlines() if "NVIDIA H100" in line][:4]
+    assert [row[-7:-5] for row in rows] == [["hidden", "2"], ["cuda:0", "3"], ["hidden", "0"], ["hidden", "1"]]
+    assert report.decision is not None
+    assert report.decision.gpu == report.inventory.gpus[1]
     # mujoco takes the first EGL device, robosuite the mask's first entry for an EGL index.
     assert places(report)["mujoco"] == ("gpu", 0, uuid(2), False)
     assert places(report)["robosuite"] == ("gpu", 1, uuid(3), False)
     assert not report.healthy
-    assert shell(report)[0] == "export CUDA_VISIBLE_DEVICES=1"
-    assert "export MUJOCO_EGL_DEVICE_ID=3" in shell(report)
+    assert "export CUDA_VISIBLE_DEVICES=1" in lines_to_copy(report)
+    assert any("MUJOCO_EGL_DEVICE_ID=3" in line for line in lines_to_copy(report))
 
 
 def test_a_machine_on_which_all_is_well_has_nothing_to_copy() -> None:
     report = report_of("all is well")
     assert report.healthy
     assert {found.with_compute for found in report.renderers} == {True}
-    assert report.fixes == ()
+    assert lines_to_copy(report) == []
     assert "nothing is wrong with the variables" in shown(report)
 
 
 def test_a_torch_without_cuda_computes_on_the_cpu_beside_idle_gpus() -> None:
     report = report_of("CPU torch")
-    assert report.compute.device == "cpu"
-    assert {names.torch for names in report.gpus} == {"none"}
+    assert report.decision is not None
+    assert report.decision.device == "cpu"
     assert places(report)["mujoco"] == ("gpu", 0, uuid(0), False)
     assert any("pip install" in finding.fix for finding in report.findings)
 
 
 def test_a_mig_slice_computes_and_its_gpu_does_not_render() -> None:
     report = report_of("MIG")
-    assert (report.compute.uuid, report.compute.mig) == (uuid(0), "MIG-22222222-0000")
+    assert report.decision is not None
+    assert (report.decision.gpu, report.decision.mig) == (report.inventory.gpus[0], "MIG-22222222-0000")
     assert {found.where for found in report.renderers} == {"fails"}
     assert "cut into MIG slices: MIG-11111111-0000, MIG-22222222-0000" in shown(report)
-    assert all('render="cpu"' in line for line in python(report)[1:])
+    assert any('render="cpu"' in line for line in lines_to_copy(report))
 
 
 def test_egl_that_is_missing_is_why_renderers_fail() -> None:
@@ -108,16 +109,17 @@ def test_egl_that_is_missing_is_why_renderers_fail() -> None:
 
 def test_a_refused_decision_leaves_open_where_it_is_computed() -> None:
     report = report_of("a rank too many")
-    assert report.compute.device is None
-    assert "LOCAL_RANK='5'" in report.compute.reason
+    assert report.decision is None
+    assert "LOCAL_RANK='5'" in (report.refusal or "")
     assert {found.with_compute for found in report.renderers} == {None}
     assert not report.healthy
 
 
 def test_ranks_of_a_launcher_are_told_python_and_not_one_line_of_the_shell() -> None:
     report = report_of("a launcher")
-    assert report.compute.device == "cuda:2"
-    assert {fix.language for fix in report.fixes} == {"python"}
+    assert report.decision is not None
+    assert report.decision.device == "cuda:2"
+    assert all(line.startswith(("from", "resolve")) for line in lines_to_copy(report))
 
 
 @every_case
@@ -130,30 +132,19 @@ def test_lines_to_copy_stand_whole_on_a_terminal_of_any_width(case: str, width: 
     assert all("…" not in line for line in printed)
 
 
-def lines_to_copy(report: Report) -> Iterator[str]:
-    yield from (line for fix in report.fixes for line in fix.lines)
-    yield from (line for finding in report.findings for line in finding.fix.splitlines())
-    yield from (entry.line for entry in report.advice if entry.line)
+def lines_to_copy(report: Report) -> list[str]:
+    return [line for finding in report.findings for line in finding.fix.splitlines()]
 
 
-def shell(report: Report) -> list[str]:
-    return [line for fix in report.fixes if fix.language == "shell" for line in fix.lines]
-
-
-def python(report: Report) -> list[str]:
-    return [line for fix in report.fixes if fix.language == "python" for line in fix.lines]
-
-
-# What a shell makes of the lines is what Python's environ makes of them: there is no quoting in these.
-def typed(environ: Mapping[str, str], lines: Sequence[str]) -> dict[str, str]:
+def typed(environ: Mapping[str, str], line: str) -> dict[str, str]:
+    """Do what a shell does with such a line."""
     after = dict(environ)
-    for line in lines:
-        verb, _, rest = line.partition(" ")
-        if verb == "unset":
-            after.pop(rest, None)
-        elif verb == "export":
-            name, _, value = rest.partition("=")
-            after[name] = value
+    for command in line.split("; "):
+        verb, *words = shlex.split(command)
+        for name, _, value in (word.partition("=") for word in words if verb in ("export", "unset")):
+            after.pop(name, None)
+            if verb == "export":
+                after[name] = value
     return after
 
 
@@ -167,42 +158,32 @@ def test_typing_the_block_makes_every_renderer_that_it_names_render_where_it_is_
     inventory = machine(4, order=order, versions={"mujoco": mujoco})
     given = {"MUJOCO_GL": "egl", "CUDA_VISIBLE_DEVICES": mask, "MUJOCO_EGL_DEVICE_ID": index}
     environ = {name: value for name, value in given.items() if value is not None}
-    report = examine(inventory, environ)
-    common = [fix.lines for fix in report.fixes if fix.language == "shell" and fix.purpose == "in the shell"]
-    blocks = [fix for fix in report.fixes if fix.language == "shell" and fix.purpose != "in the shell"]
-    mended = typed(environ, list(itertools.chain(*common)))
-    for block in blocks:
-        after = examine(inventory, typed(mended, block.lines))
-        named = [found for found in after.renderers if found.name in named_in(block)]
+    mended = environ
+    alternatives = []
+    for finding in examine(inventory, environ).findings:
+        if finding.variable.startswith("CUDA"):
+            mended = typed(mended, finding.fix)
+        elif finding.fix.startswith("export"):
+            alternatives.append(finding)
+    for finding in alternatives:
+        names = finding.effect.partition(": ")[0].split(", ")
+        after = examine(inventory, typed(mended, finding.fix))
+        named = [found for found in after.renderers if found.renderer in names]
         assert named
-        assert all(found.with_compute for found in named), (block, named)
-    if not blocks:
-        after = examine(inventory, mended)
-        assert all(found.with_compute for found in after.renderers if f'"{found.name}"' not in "".join(python(report)))
-        assert after.healthy or python(report)
-
-
-def named_in(block: Fix) -> list[str]:
-    return block.purpose.partition("render with ")[2].split(" or ")
+        assert all(found.with_compute for found in named), (finding, named)
 
 
 def test_uuids_are_as_short_as_can_be_told_apart() -> None:
-    alike = ("GPU-aaaabbbb-0001", "GPU-aaaabbbb-0002", "GPU-cccc0000-0001")
-    assert list(_words.short_uuids(alike).values()) == ["GPU-aaaabbbb-0001", "GPU-aaaabbbb-0002", "GPU-cccc0000-0001"]
-    assert list(_words.short_uuids((uuid(0), uuid(1))).values()) == ["GPU-aaaa0000", "GPU-aaaa1111"]
+    text = shown(report_of("all is well"), 300)
+    assert " GPU-aaaa0000 " in text
+    assert uuid(2) not in text.split("resolve(")[0]
 
 
 def test_the_drivers_of_four_gpus_are_examined(drivers: build.Drivers) -> None:
     settings = build.configuration(4, egl_order=[2, 3, 0, 1]) | EGL | {"CUDA_VISIBLE_DEVICES": "1"}
     report = replay(drivers.python("from rl_ext_core.cli import main; main(['doctor', '--json'])", settings))
-    assert [names.egl for names in report.gpus] == [2, 3, 0, 1]
+    assert [device.uuid for device in report.inventory.egl or ()] == [uuid(n) for n in (2, 3, 0, 1)]
     assert places(report)["robosuite"][:3] == ("gpu", 1, uuid(3))
-
-
-def test_processes_on_the_drivers_gpus_are_watched(drivers: build.Drivers) -> None:
-    settings = build.configuration(2, processes=[(1, 4242, 300, "C"), (1, 4242, 200, "G")])
-    text = drivers.python("from rl_ext_core.cli import main; main(['doctor', '--watch', '--count', '1'])", settings)
-    assert text.splitlines()[-1].split() == ["?", "4242", "C+G", "300"]
 
 
 # Under which a plain import and a plain context are tried beside what is predicted for them.
@@ -235,16 +216,15 @@ ENVIRONS: list[dict[str, str]] = [
 def test_what_is_predicted_is_what_happens(name: str, environ: dict[str, str]) -> None:
     draw = f"""
     import importlib
-    from rl_ext_core.devices import _display
-    from rl_ext_core.devices.doctor import _verify_child
+    from rl_ext_core.devices import _apply, _verify
     importlib.import_module("{name}")
-    image, alive = _verify_child._DRAW["{name}"](lambda: None)
-    display = _display.of("{name}")
-    answer = None if display is None else _display.index_of(display)
+    context = _verify._open("{name}", lambda: None)
+    display = _apply.display_of("{name}")
+    answer = None if display is None else _apply.index_of(display)
     sys.stdout.write(json.dumps(answer)); sys.stdout.flush(); os._exit(0)
     """
     ended = processes.run("import json, sys", draw, **environ)
-    inventory = Inventory((), egl((), software=True), (), _versions.installed(), True, NO_GPU)
+    inventory = Inventory((), egl((), software=True), (), installed_versions(), True, NO_GPU)
     (predicted,) = (found for found in examine(inventory, environ).renderers if found.name == name)
     assert (ended.error != "") == (predicted.where == "fails"), (ended.error, predicted)
     if not ended.error:

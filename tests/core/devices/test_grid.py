@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rl_ext_core.devices import Inventory, _renderers, resolve
-from rl_ext_core.devices._machine import Machine
+from rl_ext_core.devices._cuda import Machine
 from tests.core.devices import machines
 from tests.core.devices.fakes import build
 
@@ -101,7 +101,7 @@ def test_each_rule_picks_what_the_renderer_picks_or_fails_with_it(renderer: str,
     cases, expected = [], []
     for order, mask in grid():
         environ = {"CUDA_VISIBLE_DEVICES": str(build.numbers(mask))}
-        world = Machine(machine_of(order, renderer), environ).world
+        world = _renderers.EglWorld.of(Machine(machine_of(order, renderer), environ))
         for value in VALUES:
             steering = environ if value is None else {**environ, _renderers.INDEX: value}
             cases.append(case(order, steering))
@@ -134,7 +134,7 @@ def test_each_rule_reads_odd_masks_as_the_renderer_does(renderer: str, lacks: st
         machine = machine_of(order, renderer, 8)
         egl = tuple(dataclasses.replace(device, cuda=device.cuda and not lacks) for device in machine.egl or ())
         environ = {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}
-        world = Machine(dataclasses.replace(machine, egl=egl), environ).world
+        world = _renderers.EglWorld.of(Machine(dataclasses.replace(machine, egl=egl), environ))
         steering = environ if value is None else {**environ, _renderers.INDEX: value}
         cases.append(case(order, steering, FAKE_GPUS="8", FAKE_EGL_LACKS=lacks))
         expected.append(picked(rule, steering, world, order))
@@ -200,12 +200,12 @@ def visible_to_torch(mask: str, counted: Sequence[int], monkeypatch: pytest.Monk
 
 CONTEXT = """
 import importlib, sys
-from rl_ext_core.devices import _display, resolve
+from rl_ext_core.devices import _apply, resolve
 renderer, module, name = sys.argv[1:]
 decision = resolve("cpu", render="nvidia-smi:3", renderer=renderer)
 decision.apply()
 context = getattr(importlib.import_module(module), name)(64, 64)
-print(decision.egl.index, _display.index_of(_display.of(renderer)))
+print(decision.egl.index, _apply.index_of(_apply.display_of(renderer)))
 """
 
 

@@ -175,10 +175,11 @@ def test_a_driver_that_fails_leaves_the_inventory_empty_and_says_why(
 def test_nvml_is_shut_down_as_often_as_it_is_started(drivers: build.Drivers, tmp_path: Path) -> None:
     log = tmp_path / "log"
     code = """
-from rl_ext_core.devices import Inventory, _nvml
+from rl_ext_core.devices import Inventory
+from rl_ext_core.devices.inventory import read_gpus
 for _ in range(3):
     Inventory.current(refresh=True, egl=False)
-_nvml.free_memory()
+read_gpus()
 """
     drivers.python(code, build.configuration(log=log))
     assert {line.split()[0]: count for line, count in calls(log).items()} == {"nvmlInitWithFlags": 4, "nvmlShutdown": 4}
@@ -300,9 +301,9 @@ def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent(drivers: buil
 RESOLVE = """
 import itertools, os
 import torch
-from rl_ext_core.devices import Inventory, _versions, resolve
+from rl_ext_core.devices import Inventory, inventory, resolve
 from tests.core.devices.machines import VERSIONS, uuid
-_versions.installed = lambda: dict(VERSIONS)
+inventory.installed_versions = lambda: dict(VERSIONS)
 devices = ["auto", "cpu", "cuda", "cuda:1", 1, torch.device("cuda:0"), uuid(2), "GPU-bbbb", "nvidia-smi:2"]
 devices += ["pci:0000:3a:00.0"]
 renders = ["none", "same", "auto", "cpu", "cuda:0", 1, "egl:4", "egl:0", uuid(3), "nvidia-smi:1", "pci:1a:00.0"]

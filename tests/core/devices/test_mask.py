@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rl_ext_core.devices import _mask
+from rl_ext_core.devices import _cuda
 from rl_ext_core.errors import DeviceUnavailableError
 from tests.core.devices import machines
 from tests.core.devices.fakes import build
@@ -26,7 +26,7 @@ def shown_by_torch(mask: str | None, by_pci: tuple[str, ...], in_order: tuple[st
     :param by_pci: UUIDs in NVML's order
     :param in_order: UUIDs in the order that indices count in
     """
-    with mock.patch.dict("os.environ", {} if mask is None else {_mask.MASK: mask}, clear=mask is None):
+    with mock.patch.dict("os.environ", {} if mask is None else {_cuda.MASK: mask}, clear=mask is None):
         entries = torch.cuda._parse_visible_devices()
     if entries and isinstance(entries[0], str):
         ordinals = torch.cuda._transform_uuid_to_ordinals([str(entry) for entry in entries], list(by_pci))
@@ -66,8 +66,8 @@ masks = st.one_of(
 def test_any_mask_shows_what_torch_shows(mask: str | None, count: int, order: str | None) -> None:
     fastest_first = [number for number in FASTEST_FIRST if number < count]
     machine = machines.machine(count, fastest_first=fastest_first)
-    environ = {name: text for name, text in ((_mask.MASK, mask), (_mask.ORDER, order)) if text is not None}
-    visible = _mask.visible(machine, environ)
+    environ = {name: text for name, text in ((_cuda.MASK, mask), (_cuda.ORDER, order)) if text is not None}
+    visible = _cuda.visible(machine, environ)
     by_pci = tuple(gpu.uuid for gpu in machine.gpus)
     counted = by_pci if order == "PCI_BUS_ID" else tuple(by_pci[number] for number in fastest_first)
     try:
@@ -94,7 +94,7 @@ def test_a_mask_that_torch_fails_on_is_read_as_far_as_it_makes_sense(mask: str, 
     by_pci = tuple(gpu.uuid for gpu in machine.gpus)
     with pytest.raises(ValueError, match="int"):
         shown_by_torch(mask, by_pci, by_pci)
-    visible = _mask.visible(machine, {_mask.MASK: mask})
+    visible = _cuda.visible(machine, {_cuda.MASK: mask})
     assert len(visible.uuids) == shown
     assert (visible.ended is not None) == ends
 
@@ -125,7 +125,7 @@ def test_a_mask_that_torch_fails_on_is_read_as_far_as_it_makes_sense(mask: str, 
     ],
 )
 def test_what_had_no_effect_is_said(mask: str | None, shown: tuple[int, ...], why: str | None) -> None:
-    visible = _mask.visible(machines.machine(), {} if mask is None else {_mask.MASK: mask})
+    visible = _cuda.visible(machines.machine(), {} if mask is None else {_cuda.MASK: mask})
     assert visible.uuids == tuple(machines.uuid(number) for number in shown)
     assert (visible.ended is None) if why is None else (why in str(visible.ended))
 
@@ -157,8 +157,8 @@ def test_a_mask_shows_one_mig_slice_at_most(
     mask: str | None, gpu: int | None, mig: str | None, complete: bool, order: str
 ) -> None:
     machine = machines.machine(mig={1: [FIRST, SECOND]})
-    environ = {_mask.ORDER: order} if mask is None else {_mask.MASK: mask, _mask.ORDER: order}
-    visible = _mask.visible(machine, environ)
+    environ = {_cuda.ORDER: order} if mask is None else {_cuda.MASK: mask, _cuda.ORDER: order}
+    visible = _cuda.visible(machine, environ)
     assert visible.uuids == (() if gpu is None else (machines.uuid(gpu),))
     assert visible.mig == mig
     assert (visible.ended is None) == complete
@@ -167,12 +167,12 @@ def test_a_mask_shows_one_mig_slice_at_most(
 @pytest.mark.parametrize("mask", [None, "", "0", "1,0", "x"])
 def test_an_unknown_order_matters_only_to_indices(mask: str | None) -> None:
     machine = dataclasses.replace(machines.machine(), fastest_first=None)
-    environ = {} if mask is None else {_mask.MASK: mask}
+    environ = {} if mask is None else {_cuda.MASK: mask}
     with pytest.raises(DeviceUnavailableError, match="export CUDA_DEVICE_ORDER=PCI_BUS_ID"):
-        _mask.visible(machine, environ)
-    assert _mask.visible(machine, {**environ, _mask.ORDER: "PCI_BUS_ID"}) == _mask.visible(machines.machine(), environ)
-    by_uuid = {_mask.MASK: f"{machines.uuid(2)},GPU-aaaa1"}
-    assert _mask.visible(machine, by_uuid).uuids == (machines.uuid(2), machines.uuid(1))
+        _cuda.visible(machine, environ)
+    assert _cuda.visible(machine, {**environ, _cuda.ORDER: "PCI_BUS_ID"}) == _cuda.visible(machines.machine(), environ)
+    by_uuid = {_cuda.MASK: f"{machines.uuid(2)},GPU-aaaa1"}
+    assert _cuda.visible(machine, by_uuid).uuids == (machines.uuid(2), machines.uuid(1))
 
 
 ASK_TORCH = """
@@ -221,5 +221,5 @@ def test_torch_itself_finds_the_same_gpus_through_nvml(drivers: build.Drivers) -
 def by_nvml(count: int, mask: str | None) -> list[int]:
     """Give NVML's numbers of the visible GPUs, by CUDA ordinal."""
     machine = machines.machine(count)
-    visible = _mask.visible(machine, {} if mask is None else {_mask.MASK: mask})
+    visible = _cuda.visible(machine, {} if mask is None else {_cuda.MASK: mask})
     return [machine.gpu(uuid).index for uuid in visible.uuids]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rl_ext_core import devices
-from rl_ext_core.devices import Decision, Inventory, _machine, _picks, _resolve
+from rl_ext_core.devices import Decision, Inventory, _cuda, _resolve
 from rl_ext_core.errors import (
     DeviceConflictError,
     DeviceUnavailableError,
@@ -196,14 +196,14 @@ def test_without_torch_a_decision_can_be_made_and_its_torch_device_says_what_to_
 
 
 def test_the_current_device_is_kept_once_cuda_is_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_picks, "_current_of_torch", lambda: 2)
+    monkeypatch.setattr(_cuda, "current_of_torch", lambda: 2)
     assert resolve("auto").device == "cuda:2"
     assert resolve("cuda").device == "cuda:2"
 
 
 def test_a_mask_that_was_changed_after_torch_had_started_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Inventory, "current", lambda **_: FOUR)
-    monkeypatch.setattr(_machine, "_started_uuids", lambda: (uuid(0), uuid(1)))
+    monkeypatch.setattr(_cuda, "_started_uuids", lambda: (uuid(0), uuid(1)))
     assert devices.resolve("auto", environ={"CUDA_VISIBLE_DEVICES": "0,1"}).device == "cuda:0"
     with pytest.raises(DeviceConflictError, match=r"CUDA_VISIBLE_DEVICES='1'.*before the program starts"):
         devices.resolve("auto", environ={"CUDA_VISIBLE_DEVICES": "1"})

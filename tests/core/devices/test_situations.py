@@ -321,7 +321,7 @@ RENDERING = {
         MISSING, "'mujoco'", "pip install", machine(1, without=("mujoco",)), render="cpu", renderer="gymnasium"
     ),
     "another renderer": refused(
-        WRONG, "renderer='pyrender'", 'renderer="mujoco"', FOUR, render="same", renderer="pyrender"
+        WRONG, "renderer='pyrenderer'", 'renderer="mujoco"', FOUR, render="same", renderer="pyrenderer"
     ),
     "another word for rendering": refused(WRONG, "render='yes'", 'render="same"', FOUR, render="yes"),
     "a switch for rendering": refused(TYPE, "render=True", 'render="same"', FOUR, render=True),

@@ -699,42 +699,31 @@ class Dispatched(State):
         return self.f(1.0)
 
 
-@expect(SAME)
+@expect(REFUSED)
 class Cache(State):
     """What is kept was computed before the change."""
 
-    maxsize: ClassVar[int | None] = None
-    typed: ClassVar[bool] = False
-
     def make(self) -> None:
         self.level = 1.0
-        self.cell = functools.lru_cache(self.maxsize, self.typed)(self._cell)
+        self.cell = functools.lru_cache(None)(self._cell)
 
-    def _cell(self, i: float, j: int = 0, *, k: str = "") -> float:
-        return self.level * 10 + i + j + len(k)
+    def _cell(self, i: float) -> float:
+        return self.level * 10 + i
 
     def change(self, patch: Any) -> None:
-        for i in range(4):
-            self.cell(i)
-            self.cell(i, 2)
-            self.cell(float(i) + 0.5, j=3, k="k")
+        self.cell(3)
         self.level = 7.0
 
     def tick(self) -> float:
-        self.level += 1
-        return self.cell(3) + self.cell(0, 2) + self.cell(3.5, j=3, k="k") + self.cell(11)
+        return self.cell(3)
 
 
 @expect(SAME)
-class SmallCache(Cache):
-    """The oldest are dropped first, by their last use."""
-
-    maxsize: ClassVar[int | None] = 5
-
-
-@expect(SAME)
-class TypedCache(Cache):
-    typed: ClassVar[bool] = True
+class EmptyCache(Cache):
+    def change(self, patch: Any) -> None:
+        self.cell(3)
+        self.cell.cache_clear()
+        self.level = 7.0
 
 
 @expect(WARNED)

@@ -39,13 +39,6 @@ class Slow(Line):
         return super().step(action)
 
 
-class Closing(Line):
-    """Cannot be closed."""
-
-    def close(self) -> None:
-        raise OSError("closed already")
-
-
 @pytest.fixture(autouse=True)
 def this_process_draws_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is called here directly seeds the process: elsewhere, that one ends with it."""
@@ -69,20 +62,10 @@ def test_a_copy_is_timed_and_weighed_in_another_process() -> None:
     assert pid != os.getpid()
 
 
-def test_it_is_read_before_it_is_stepped() -> None:
-    found = examined(as_factory(Line), read=lambda env: env.ticks, overrides={"gain": 2.0}, start_method=None)
-    assert found.read == 0
-
-
 def test_its_overrides_are_added_to_the_workers() -> None:
     [factory] = as_factory(Line()).for_workers(1, overrides=[{"gain": 4.0, "length": 3}])
     found = examined(factory, read=lambda env: (env.gain, env.length), overrides={"length": 5}, start_method=None)
     assert found.read == (4.0, 5)
-
-
-def test_an_adapted_environment_is_what_is_measured() -> None:
-    factory = as_factory(Line).then(functools.partial(worlds.Scaled, scale=3.0))
-    assert examined(factory, read=lambda env: env.scale, overrides={}, start_method=None).read == 3.0
 
 
 def test_what_building_raises_is_the_cause() -> None:
@@ -104,36 +87,9 @@ def test_what_an_override_raises_is_the_cause() -> None:
     assert isinstance(caught.value.__cause__, InvalidArgumentError)
 
 
-def test_what_reading_raises_is_the_cause() -> None:
-    with pytest.raises(WorkerError, match="ZeroDivisionError"):
-        examined(as_factory(Line), read=lambda env: 1 / env.ticks, overrides={}, start_method=None)
-
-
 def test_what_raises_when_it_is_stepped_has_no_speed() -> None:
     assert measure(Raising).step_seconds is None
     assert measure(Turned).step_seconds is None
-
-
-def test_what_cannot_be_closed_is_measured() -> None:
-    assert measure(Closing).step_seconds is not None
-
-
-def test_the_first_that_is_faithful_is_chosen() -> None:
-    env = gym.make("worlds/Line-v0")
-    good = functools.partial(gym.make, "worlds/Line-v0")
-    bad = functools.partial(gym.make, "worlds/Line-v0", gain=2.0)
-    recipes = [
-        by_calling(bad, "constructor", "", takes_arguments=False),
-        by_calling(good, "spec", "", takes_arguments=False),
-        by_grafting(env, ""),
-    ]
-    found = examine(recipes, snapshot(env), None)
-    assert found.chosen == 1
-    # The step shows it first.
-    assert [len(lost) for lost in found.lost] == [1, 0, 0]
-    assert found.lost[0][0].startswith("reset gives something else")
-    found = examine([recipes[0], recipes[2]], snapshot(env), None)
-    assert found.chosen == 1
 
 
 def test_without_a_graft_the_other_has_to_be_as_the_original_stands() -> None:
@@ -150,35 +106,6 @@ def test_without_a_graft_the_other_has_to_be_as_the_original_stands() -> None:
             ".env.env.rewards.bonus is 2.0 in the instance and 1.0 in a copy",
         ),
     )
-
-
-def test_what_is_adapted_is_stepped() -> None:
-    env = Line()
-    found = examine([by_grafting(env, "")], snapshot(env), lambda copy: Slow())
-    assert found.step_seconds is not None
-    assert found.step_seconds >= 0.01
-
-
-def test_a_rollout_ends_with_what_it_raises() -> None:
-    taken = _examine.rollout(Raising())
-    assert taken is not None
-    assert taken.returned[1:] == ["ArithmeticError"]
-    assert _examine.rollout(Turned()) is None
-
-
-def test_rollouts_of_one_length_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Sluggish(Line):
-        def step(self, action: Any) -> Any:
-            time.sleep(0.06)
-            return super().step(action)
-
-    monkeypatch.setattr(_examine, "_ROLLOUT_SECONDS", 0.3)
-    taken = _examine.rollout(Sluggish())
-    assert taken is not None
-    assert 3 <= len(taken.returned) < 10
-    other = _examine.rollout(Line(), len(taken.returned) - 1)
-    assert other is not None
-    assert other.returned == taken.returned
 
 
 def test_texts_of_large_values_are_short() -> None:

@@ -168,15 +168,6 @@ def test_a_change_that_a_reset_undoes_is_no_hindrance(make: Callable[[], Env]) -
     assert rollout(copy) == rollout(env)
 
 
-def test_what_varies_within_an_episode_and_was_set_by_hand_is_kept_where_resets_keep_it() -> None:
-    env = _make_line()
-    _midway(env)
-    env.unwrapped.ticks, env.unwrapped.left = 500, 2
-    copy = as_factory(env)()
-    observation, _ = copy.reset(seed=0)
-    assert (observation[2], observation[3]) == (500, 30)
-
-
 def test_what_has_come_to_its_limit_is_not_taken_for_what_will() -> None:
     # After enough episodes one that starts anew comes to the same level: it is not the same.
     env = worlds.Curriculum(gym.make("CartPole-v1", max_episode_steps=2))
@@ -227,14 +218,6 @@ def test_masses_of_mujoco_are_kept() -> None:
     its = rollout(copy)
     assert its == rollout(env)
     assert its != rollout(gym.make("HalfCheetah-v5", max_episode_steps=20))
-
-
-def test_mujoco_unmodified_after_a_life_is_built_by_its_specification() -> None:
-    env = gym.make("HalfCheetah-v5", max_episode_steps=20)
-    rollout(env)
-    factory = as_factory(env)
-    assert factory.origin == "spec"
-    assert rollout(factory()) == rollout(env)
 
 
 @pytest.mark.sample

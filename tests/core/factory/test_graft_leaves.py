@@ -81,13 +81,6 @@ def test_a_layer_with_a_simulator_is_made_anew_by_its_specification(registered: 
     assert list(found.opaque) == [".env.env.env.simulator.pointer"]
 
 
-def test_so_is_one_that_remembers_its_arguments() -> None:
-    environment = Easy(3.0)
-    environment.bonus = 2.0
-    copy = copied(environment)
-    assert (copy.bonus, copy.step(0)[0].tolist()) == (2.0, environment.step(0)[0].tolist())
-
-
 class Connected(Easy):
     """Has a state somewhere else, too."""
 

@@ -47,10 +47,6 @@ def test_the_users_own_modules_are_never_among_them() -> None:
     assert safe_to_preload(["tests.core.factory.worlds", "__main__", "matplotlib.pyplot", "gymnasium_robotics"]) == ()
 
 
-def test_each_is_named_once() -> None:
-    assert safe_to_preload(["gymnasium.core", "gymnasium", "gymnasium.envs.toy_text"]) == ("gymnasium",)
-
-
 def test_a_function_that_calls_itself_is_looked_into_once() -> None:
     def make(depth: int = 1) -> Any:
         return make(depth - 1) if depth else gym.make("CartPole-v1")

@@ -76,21 +76,6 @@ def test_the_original_goes_on_counting() -> None:
     assert seeds(original, 3) == [5, 6, 7]
 
 
-def test_a_copy_of_a_copy_has_seeds_of_its_own() -> None:
-    copy = copy_of(builder(5))
-    first, second = seeds(copy, 2), seeds(copy_of(copy), 2)
-    assert not set(first) & set(second)
-
-
-def test_a_copy_builds_once_until_its_second_episode() -> None:
-    original = builder(5)
-    seeds(original, 4)  # in the midst of its fourth
-    copy = copy_of(original)
-    first = copy._env
-    copy.reset()
-    assert copy._env is first
-
-
 def test_the_chain_goes_on_at_zero_as_melting_pots_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random, "randint", lambda low, high: high)
     chain = EnvSeeds()
@@ -103,12 +88,6 @@ def test_settings_tell_everything_but_the_seed() -> None:
     assert SETTINGS(one) == SETTINGS(copy_of(one))
     one.note = "mine"  # type: ignore[attr-defined]
     assert SETTINGS(one) != SETTINGS(other)
-
-
-def test_somebodys_own_function_is_kept() -> None:
-    wrapper = ResetWrapper(dict)
-    assert copy_of(wrapper)._rebuild_environment is dict
-    assert SETTINGS(wrapper)["build"] is dict
 
 
 def test_a_simulator_alone_is_refused_with_the_way_out() -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import gymnasium as gym
-import numpy as np
 import pytest
 
 from rl_ext_core.factory import _graft
@@ -226,8 +225,3 @@ def test_what_is_made_of_files_and_pictures_is_refused(pygame: Any, make: Callab
         pygame.mixer.init()
     with pytest.raises(_graft.Refused, match=reason):
         _graft.dumps(Holder(held=make(pygame)))
-
-
-def test_views_of_arrays_inside_structures_are_arrays(mujoco: Any) -> None:
-    copy = copied(Holder(options=mujoco.MjOption()))
-    assert isinstance(copy.options.gravity, np.ndarray)

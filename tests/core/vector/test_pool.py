@@ -11,10 +11,9 @@ from gymnasium import spaces
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, WorkerError
 from rl_ext_core.factory import as_factory
-from rl_ext_core.vector._layout import Layout, leaves_of
-from rl_ext_core.vector._messages import RAISED, Raised, answer, packed_error
-from rl_ext_core.vector._rows import Row, kept
-from rl_ext_core.vector.monitor import EpisodeMonitor
+from rl_ext_core.vector.channel import Raised, pack, unpack
+from rl_ext_core.vector.environments import EpisodeMonitor
+from rl_ext_core.vector.layout import Layout, Row, kept, leaves_of
 from rl_ext_core.vector.pool import Pool
 from tests.sb3_ext.vec_worlds import Counting, UnpicklableError
 
@@ -25,8 +24,8 @@ from tests.sb3_ext.vec_worlds import Counting, UnpicklableError
 )
 def test_environments_are_shared_out_in_order_and_evenly(n_envs: int, n_workers: int, expected: list[int]) -> None:
     pool = Pool(as_factory(Counting).for_workers(n_envs), num_workers=n_workers, start_method="fork")
-    assert [seat.last - seat.first for seat in pool.seats] == expected
-    assert [pool.seats[0].first, *(seat.last for seat in pool.seats)][-1] == n_envs
+    assert [worker.last - worker.first for worker in pool.workers] == expected
+    assert [pool.workers[0].first, *(worker.last for worker in pool.workers)][-1] == n_envs
     pool.close()
     pool.close()
 
@@ -64,11 +63,10 @@ def test_errors_cross_processes_whatever_they_are() -> None:
         try:
             raise error
         except Exception as raised:
-            message = packed_error(raised)
-        found = answer(RAISED, message)
-        assert isinstance(found, Raised)
-        assert "in crossed" in str(found.error.__cause__)
-        return found.error
+            message = pack(Raised.of(raised))
+        found = unpack(message).exception()
+        assert "in crossed" in str(found.__cause__)
+        return found
 
     assert repr(crossed(ValueError("a", 1))) == "ValueError('a', 1)"
     assert repr(crossed(UnpicklableError("rope"))) == "RuntimeError('UnpicklableError: rope')"
@@ -95,13 +93,13 @@ def test_kept_observations_are_copies() -> None:
 
 def test_workers_that_fail_apart_leave_the_others_alive() -> None:
     pool = Pool(as_factory(Counting).for_workers(2), num_workers=2, start_method="fork", apart=True)
-    pool.seats[1].process.kill()
-    for seat in pool.seats:
-        pool.reset(seat, [(3, {})])
+    pool.workers[1].process.kill()
+    for worker in pool.workers:
+        pool.reset(worker, [(3, {})])
     pool.wait(None)
-    assert set(pool.seats[0].said[0]) == {"world"}
-    assert isinstance(pool.seats[1].said, WorkerError)
-    assert set(pool.restart(pool.seats[1], pool.seats[1].said)[0]) == {"world"}
+    assert set(pool.workers[0].answer[0][1]) == {"world"}
+    assert isinstance(pool.workers[1].answer, WorkerError)
+    assert set(pool.restart(pool.workers[1], pool.workers[1].answer)[0][1]) == {"world"}
     pool.close()
 
 

@@ -1,0 +1,185 @@
+"""Put a decision into force in this process, or refuse where a library has read other settings already."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from rl_ext_core.devices._renderers import BACKEND, INDEX, PLATFORM
+from rl_ext_core.errors import DeviceConflictError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, MutableMapping
+
+    from rl_ext_core.devices.decision import Decision
+
+# Modules that read MUJOCO_GL once, when they are imported, and where each keeps what it read.
+_READ_AT_IMPORT = {
+    "mujoco": ("mujoco.rendering.classic.gl_context", "mujoco.gl_context"),
+    "dm_control": ("dm_control._render",),
+    "robosuite": ("robosuite.utils.binding_utils",),
+}
+_PLATFORMS = {"EGLPlatform": "egl", "OSMesaPlatform": "osmesa", "GLXPlatform": "glx"}
+
+# Where each renderer keeps its display, for the whole process.
+_HOLDERS = {
+    "mujoco": "mujoco.egl",
+    "gymnasium": "mujoco.egl",
+    "dm_control": "dm_control._render.pyopengl.egl_renderer",
+    "robosuite": "robosuite.renderers.context.egl_context",
+}
+_EGL_DEVICE_EXT = 0x322C
+_MOST_DEVICES = 64
+
+_inherited: set[str] = set()
+
+current: Decision | None = None
+
+
+def _forked() -> None:
+    # What the parent's libraries have read, this process's may read anew; a worker gets a decision of its own.
+    global current
+    current = None
+    # What a parent's display has started (Mesa: threads) is not there in a child, where every use of it hangs.
+    _inherited.update(name for name in set(_HOLDERS.values()) if _held(name))
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def apply(decision: Decision, environ: MutableMapping[str, str]) -> None:
+    """Set and unset the decision's variables in ``environ``.
+
+    :raises DeviceConflictError: too late; nothing is changed then
+    """
+    global current
+    if not decision.variables:
+        return
+    for _, conflict in (*display_conflicts(decision), *import_conflicts(decision)):
+        raise DeviceConflictError(conflict)
+    for name, value in decision.variables.items():
+        if value is None:
+            environ.pop(name, None)
+        else:
+            environ[name] = value
+    current = decision
+    forget_failed(renderer_of(decision))
+    if renderer_of(decision) == "robosuite":
+        from rl_ext_core.devices import _robosuite
+
+        _robosuite.guard(decision)
+
+
+def renderer_of(decision: Decision) -> str:
+    """Give the renderer's name without its version."""
+    return (decision.renderer or "").split(" ")[0]
+
+
+def import_conflicts(decision: Decision, needs: str = "this decision needs") -> Iterator[tuple[str, str]]:
+    """Say which modules were imported under other variables than a decision's: the variable, and one sentence.
+
+    :param needs: who wants it otherwise, as the beginning of a clause
+    """
+    renderer, wanted = renderer_of(decision), decision.variables[PLATFORM]
+    for name in _READ_AT_IMPORT.get(renderer, ()):
+        taken = getattr(sys.modules.get(name), "BACKEND" if renderer == "dm_control" else "_MUJOCO_GL", wanted)
+        if taken != wanted:
+            yield (
+                BACKEND,
+                f"{name} took {BACKEND}={taken!r} when it was imported, and {needs} {wanted!r}: "
+                f"write resolve(...).apply() above {_import_of(name.split('.')[0])}",
+            )
+            return
+    platform = _PLATFORMS.get(type(getattr(sys.modules.get("OpenGL.platform"), "PLATFORM", None)).__name__)
+    if platform is not None and platform != wanted:
+        yield (
+            PLATFORM,
+            f"PyOpenGL was imported for {platform}, and {needs} {wanted}: "
+            f"write resolve(...).apply() above the first import of mujoco, robosuite or OpenGL",
+        )
+
+
+def _import_of(package: str) -> str:
+    if package == "mujoco" and "torchrl" in sys.modules:
+        return "`import torchrl`, which imports mujoco, in the script that starts the workers"
+    return f"`import {package}`"
+
+
+def display_conflicts(decision: Decision, needs: str = "this decision needs") -> Iterator[tuple[str, str]]:
+    """Say whether this process has a display on another device already: the variable, and one sentence."""
+    renderer, wanted = renderer_of(decision), decision.egl.index if decision.egl else None
+    hangs = inherited()
+    if hangs and wanted is not None:
+        yield INDEX, hangs
+        return
+    display = display_of(renderer)
+    made = None if display is None else index_of(display)
+    if display is not None and (made is None or made != wanted):
+        where = "another device" if made is None else f"EGL device {made}"
+        target = "OSMesa" if wanted is None else f"EGL device {wanted}"
+        yield (
+            INDEX,
+            f"{_HOLDERS[renderer]} renders on {where} already, and a process keeps its first display; {needs} {target}"
+            ": write resolve(...).apply() above the first environment, or use one process each",
+        )
+
+
+def _held(module: str) -> Any:
+    return getattr(sys.modules.get(module), "EGL_DISPLAY", None)
+
+
+def display_of(renderer: str) -> Any:
+    """Give the display that a renderer has made in this process, None if it has not."""
+    return _held(_HOLDERS.get(renderer, "")) or None
+
+
+def forget_failed(renderer: str) -> None:
+    """Let a renderer try again that could not make its display: it would keep the null that it got."""
+    holder = _HOLDERS.get(renderer, "")
+    if _held(holder) is not None and display_of(renderer) is None:
+        sys.modules[holder].EGL_DISPLAY = None  # type: ignore[attr-defined]
+
+
+def inherited() -> str | None:
+    """Say why EGL hangs in this process: its parent had made a display before it forked it. None if it does not.
+
+    Which library made that display does not matter: those of other libraries on the same device are the same one.
+    """
+    if not _inherited:
+        return None
+    return (
+        f"{min(_inherited)} had made its display before this process was forked, so that rendering would hang here: "
+        'start workers with start_method="forkserver" or "spawn" (gymnasium: context=, TorchRL: mp_start_method=), or '
+        "render in workers only"
+    )
+
+
+def index_of(display: Any) -> int | None:
+    """Find the EGL index of the device that a display is on.
+
+    :param display: PyOpenGL's or ctypes' pointer
+    :return: its place in EGL's order; None where EGL does not tell
+    """
+    try:
+        library = ctypes.CDLL("libEGL.so.1")
+    except OSError:
+        return None
+    get = library.eglGetProcAddress
+    get.restype, get.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
+    addresses = get(b"eglQueryDisplayAttribEXT"), get(b"eglQueryDevicesEXT")
+    if not all(addresses):
+        return None
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
+    query = ctypes.CFUNCTYPE(ctypes.c_uint, pointer, integer, ctypes.POINTER(pointer))(addresses[0])
+    devices_of = ctypes.CFUNCTYPE(ctypes.c_uint, integer, ctypes.POINTER(pointer), ctypes.POINTER(integer))(
+        addresses[1]
+    )
+    device, devices, count = pointer(), (pointer * _MOST_DEVICES)(), integer()
+    if not query(ctypes.cast(display, pointer), _EGL_DEVICE_EXT, ctypes.byref(device)):
+        return None
+    if not devices_of(_MOST_DEVICES, devices, ctypes.byref(count)):
+        return None
+    found = [devices[index] for index in range(count.value)]
+    return found.index(device.value) if device.value in found else None

@@ -1,0 +1,639 @@
+"""What the variables that steer devices will do, against what was decided; and the lines to type where they differ.
+
+Where each renderer renders is predicted by its rule. Sentences of their own have only the mistakes that people report:
+masks, ranks and orders that CUDA reads otherwise than they look, and what containers lack.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, TypeAlias
+
+from rl_ext_core.devices import _apply, _cuda, _renderers
+from rl_ext_core.devices._cuda import LOCAL_RANK, MASK, ORDER, SLURM_RANK, Machine, Picker
+from rl_ext_core.devices._renderers import BACKEND, INDEX, PLATFORM, PYRENDER_INDEX, EglWorld, RefusedError, Renderer
+from rl_ext_core.devices._resolve import decide_compute, decide_render, parse
+from rl_ext_core.devices.decision import Decision
+from rl_ext_core.devices.inventory import Gpu, Inventory
+from rl_ext_core.errors import DeviceConflictError, RlExtError
+
+Severity: TypeAlias = Literal["error", "warning"]
+Changes: TypeAlias = Mapping[str, "str | None"]
+
+_KNOWN = (MASK, ORDER, BACKEND, INDEX, PLATFORM, LOCAL_RANK)
+# Names of their own right that are close to these.
+_NEIGHBOURS = ("MUSA_VISIBLE_DEVICES", PYRENDER_INDEX)
+_QUOTES = " \t\r\n'\"`[](){}<>"
+_NO_CUDA = 'torch.device("cuda") ends in "RuntimeError: No CUDA GPUs are available"'
+_NO_DISPLAY = "mujoco.FatalError: an OpenGL platform library has not been loaded into this process"
+_CONTAINER, _CAPABILITIES = "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES"
+_VENDOR_FILES = ("__EGL_VENDOR_LIBRARY_FILENAMES", "__EGL_VENDOR_LIBRARY_DIRS")
+_MESA = "apt-get install libegl1 libegl-mesa0"
+_DOCKER = f"docker run --gpus all -e {_CAPABILITIES}=all ..."
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One mistake.
+
+    :param variable: its name as it stands in the environment; ``"torch"`` and ``"EGL"`` where no variable is to blame
+    :param value: what it holds; None where it is not set
+    :param effect: what that does, one sentence
+    :param fix: the line to type instead, for the shell or for Python; two where Python has to import first
+    :param severity: ``"error"``: something fails or lands on another device; ``"warning"``: it may surprise
+    """
+
+    variable: str
+    value: str | None
+    effect: str
+    fix: str
+    severity: Literal["error", "warning"] = "error"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Where a renderer renders when a program imports it plainly.
+
+    :param renderer: its name with its version
+    :param where: ``"gpu"``, ``"cpu"``, ``"window"`` (the display's device), ``"nothing"``, ``"fails"`` or ``"unknown"``
+    :param why: by which variables, or how it fails
+    :param variable: the one that decides it
+    :param egl: the EGL device; None where EGL is not used
+    :param uuid: the GPU's
+    :param with_compute: whether that is the device that computes; None where that cannot be told
+    """
+
+    renderer: str
+    where: Literal["gpu", "cpu", "window", "nothing", "fails", "unknown"]
+    why: str
+    variable: str = BACKEND
+    egl: int | None = None
+    uuid: str | None = None
+    with_compute: bool | None = None
+
+    @property
+    def name(self) -> str:
+        """The renderer's name without its version."""
+        return self.renderer.split(" ")[0]
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Variables on a machine.
+
+    :param inventory: the machine
+    :param environ: the variables as they are once the lines of the errors that were found before are typed: what
+        follows from one mistake is not told as another one
+    :param original: the variables as they are
+    """
+
+    inventory: Inventory
+    environ: Mapping[str, str]
+    original: Mapping[str, str]
+
+    @cached_property
+    def machine(self) -> Machine:
+        """The same as a decision is made for."""
+        return Machine(self.inventory, self.environ)
+
+    @cached_property
+    def visible(self) -> _cuda.Visible | None:
+        """What CUDA shows; None where its order is unknown."""
+        try:
+            return self.machine.visible
+        except RlExtError:
+            return None
+
+    @cached_property
+    def computing(self) -> Decision | None:
+        """What ``resolve("auto")`` would compute on; None where it would refuse."""
+        try:
+            return decide_compute(parse("auto", "device"), self.machine, Picker())
+        except RlExtError:
+            return None
+
+    def with_changes(self, changes: Changes) -> Situation:
+        """Give the situation after some variables are set (text) or unset (None)."""
+        kept = {name: value for name, value in self.environ.items() if name not in changes}
+        environ = kept | {name: value for name, value in changes.items() if value is not None}
+        return Situation(self.inventory, environ, self.original)
+
+    def finding(
+        self, variable: str, effect: str, fix: Changes | str, severity: Severity = "error"
+    ) -> tuple[Finding, Changes]:
+        """Make a finding, and what typing its line changes: nothing where somebody else's line is the fix."""
+        line = fix if isinstance(fix, str) else _shell(fix)
+        found = Finding(variable, self.original.get(variable), effect, line, severity)
+        return found, {} if isinstance(fix, str) else fix
+
+
+Findings: TypeAlias = Iterator[tuple[Finding, Changes]]
+
+
+def check_environment(
+    environ: Mapping[str, str] | None = None, *, inventory: Inventory | None = None
+) -> tuple[Finding, ...]:
+    """Find mistakes in the variables that steer compute and rendering devices.
+
+    It sets nothing, logs nothing and starts neither CUDA nor a renderer. Without arguments it looks at this process
+    too: at variables that were set after a library had read them.
+
+    :param environ: the variables; default: this process's
+    :param inventory: the machine; default: this one
+    :return: the findings, errors first
+    """
+    variables = dict(os.environ if environ is None else environ)
+    machine = Inventory.current() if inventory is None else inventory
+    original = situation = Situation(machine, variables, variables)
+    ours = environ is None and inventory is None
+    applied = _apply.current.variables if ours and _apply.current else {}
+    # A decision that is in force in this process has seen to the renderers.
+    settled = bool(applied) and all(variables.get(name) == value for name, value in applied.items())
+    findings: list[Finding] = []
+    for stage in (_names, _order, _mask, _rank, _lacks, *(() if settled else (_render,))):
+        for finding, changes in list(stage(situation)):
+            findings.append(finding)
+            if finding.severity == "error":
+                situation = situation.with_changes(changes)
+    if ours:
+        findings += [finding for finding, _ in _late(original, settled)]
+    return tuple(sorted(dict.fromkeys(findings), key=lambda finding: finding.severity))
+
+
+def _shell(changes: Changes) -> str:
+    sets = [f"{name}={shlex.quote(value)}" for name, value in changes.items() if value is not None]
+    unsets = [name for name, value in changes.items() if value is None]
+    return "; ".join(
+        [*(["export " + " ".join(sets)] if sets else []), *(["unset " + " ".join(unsets)] if unsets else [])]
+    )
+
+
+def named(gpu: Gpu) -> str:
+    """Name a GPU as a sentence does."""
+    return f"{gpu.name} {gpu.uuid} (nvidia-smi {gpu.index})"
+
+
+# Names
+
+
+def meant_by(name: str) -> str | None:
+    """Tell which variable was meant by a misspelt name; None if it is one, or none."""
+    if name in (*_KNOWN, *_NEIGHBOURS):
+        return None
+    # Env files leave blanks and a leading "export" in names.
+    letters = "".join(re.sub(r"^\s*export\s+", "", name).split()).replace("-", "_").upper()
+    return next(iter(difflib.get_close_matches(letters, _KNOWN, 1, 0.88)), None)
+
+
+def _names(situation: Situation) -> Findings:
+    for name, value in situation.original.items():
+        known = meant_by(name)
+        right = situation.original.get(known or "")
+        text = value.strip(_QUOTES)
+        if known == MASK:
+            text = _meant(value, situation)[0] or text
+        elif known == BACKEND:
+            text = text.lower() if text.lower() in ("egl", "osmesa", "glfw") else "egl"
+        if known is None or right == text:
+            continue
+        effect = f"{known} is read, and never {name!r}"
+        if right is None:
+            yield situation.finding(name, f"{effect}, so that it has no effect", {known: text})
+        else:
+            effect = f"{effect}, so that {known}={right!r} is in force alone"
+            yield situation.finding(name, effect, {known: right}, "warning")
+
+
+# CUDA's order, the mask, ranks
+
+
+def _order(situation: Situation) -> Findings:
+    value, inventory = situation.environ.get(ORDER), situation.inventory
+    by_speed = inventory.fastest_first
+    unlike = bool(inventory.gpus) and by_speed != tuple(gpu.uuid for gpu in inventory.gpus)
+    first = f": number 0 is {named(inventory.gpu(by_speed[0]))}" if unlike and by_speed else ""
+    if value is not None and value.strip() and value not in ("PCI_BUS_ID", "FASTEST_FIRST"):
+        fix = {ORDER: "FASTEST_FIRST" if "FAST" in value.upper() else "PCI_BUS_ID"}
+        effect = f"CUDA does not know it and counts the fastest first{first}"
+        yield situation.finding(ORDER, effect, fix, "error" if unlike else "warning")
+    # A mask of UUIDs does not count.
+    elif unlike and value != "PCI_BUS_ID" and not situation.environ.get(MASK, "").startswith(("GPU-", "MIG-")):
+        if by_speed is None:
+            effect = (
+                "the GPUs differ, CUDA counts the fastest first, and which one that is could not be found out, so that "
+                "resolve() refuses to guess which GPU is cuda:0"
+            )
+            yield situation.finding(ORDER, effect, {ORDER: "PCI_BUS_ID"})
+        elif value is None:
+            effect = f"the GPUs differ, and CUDA counts the fastest first{first}"
+            yield situation.finding(ORDER, effect, {ORDER: "PCI_BUS_ID"}, "warning")
+
+
+def _mask(situation: Situation) -> Findings:
+    """Find what CUDA reads otherwise than it looks. On a machine without GPUs that is what stands there twice."""
+    shown, mask, gpus = situation.visible, situation.environ.get(MASK), situation.inventory.gpus
+    if shown is None:
+        return
+    if not gpus:
+        if shown.once is not None:
+            yield situation.finding(MASK, f"{shown.ended}, on any machine", {MASK: shown.once}, "warning")
+        return
+    if mask is None:
+        if shown.ended:
+            yield situation.finding(MASK, f"it is not set, and {shown.ended}", {MASK: shown.mig}, "warning")
+        return
+    word = mask.split(",")[0].strip(_QUOTES).lower()
+    slices = [slice_ for gpu in gpus for slice_ in gpu.mig]
+    some = (*slices, "0") if "mig" in mask.lower() else ("0", *slices)
+    one = {MASK: next((text for text in some if _meant(text, situation)[0]), gpus[0].uuid)}
+    if not word or word == "nodevfiles":
+        yield _hidden(mask, word, one, situation)
+    elif re.fullmatch(r"-\d+", word) or word in ("none", "void", "no", "off", "null", "nil", "false", "cpu"):
+        effect = f"{word!r} hides all {len(gpus)} GPUs, so that the CPU computes and {_NO_CUDA}"
+        yield situation.finding(MASK, effect, {MASK: None}, "warning")
+    elif word in ("all", "*", "any", "auto"):
+        effect = f"CUDA knows no such word and shows no GPU, though that is how Docker names all of them: {_NO_CUDA}"
+        yield situation.finding(MASK, effect, {MASK: None})
+    else:
+        oddity = shown.ended or _oddity(mask)
+        if oddity is None:
+            return
+        if re.search(r"[][(){}'\"]", mask):
+            oddity += " (quotes and brackets are part of the value)"
+        meant, complete = _meant(mask, situation)
+        harmless = complete and situation.with_changes({MASK: meant}).machine.visible.uuids == shown.uuids
+        effect = f"{oddity}; torch sees {_seen(shown, situation)}"
+        yield situation.finding(MASK, effect, {MASK: meant} if meant else one, "warning" if harmless else "error")
+
+
+def _hidden(mask: str, word: str, one: Changes, situation: Situation) -> tuple[Finding, Changes]:
+    """Tell an empty mask: by a launcher that gave no GPU, or by a blank in the shell."""
+    ray = any(name.startswith("RAY_") for name in situation.environ)
+    slurm = any(name.startswith("SLURM_") for name in situation.environ)
+    line = "srun --gpus-per-task=1 python train.py" if slurm else "@ray.remote(num_gpus=1)"
+    if word:
+        effect = f"a launcher (Ray, SLURM) sets it for a process that has asked for no GPU: {_NO_CUDA}"
+    elif ray:
+        effect = f"Ray hides all GPUs from an actor that asks for none: {_NO_CUDA}"
+    else:
+        effect = (
+            f"it is empty and hides all {len(situation.inventory.gpus)} GPUs: {_NO_CUDA}; a blank in "
+            f'"export {MASK}= 1" leaves it like that, and "export {MASK} = 1" sets nothing at all'
+        )
+        return situation.finding(MASK, effect, one)
+    return situation.finding(MASK, effect, line)[0], one
+
+
+def _oddity(mask: str) -> str | None:
+    """Say what CUDA skips or cuts off without an error; None if nothing."""
+    for entry in mask.split(","):
+        text = entry.strip()
+        if not text.startswith(("GPU-", "MIG-")) and not re.fullmatch(r"\d+", text, re.ASCII):
+            return f"CUDA reads {entry!r} as {_cuda.leading_number(text)}"
+        if entry != text:
+            return f"CUDA skips the blank in {entry!r}, and not everybody does"
+    return None
+
+
+def _seen(shown: _cuda.Visible, situation: Situation) -> str:
+    gpus = [situation.inventory.gpu(uuid) for uuid in shown.uuids]
+    if not gpus:
+        return f"no GPU and {_NO_CUDA}"
+    if len(gpus) == 1:
+        return f"one GPU, {named(gpus[0])}{f', its slice {shown.mig}' if shown.mig else ''}"
+    return f"{len(gpus)} GPUs, nvidia-smi {', '.join(str(gpu.index) for gpu in gpus)}"
+
+
+def _meant(mask: str, situation: Situation) -> tuple[str | None, bool]:
+    """Read a mask generously: a valid one that says what was meant, None if nobody can tell; and whether it says all.
+
+    Numbers with words, ranges and other separators around them, and UUIDs in any case, with or without their prefix.
+    """
+    inventory = situation.inventory
+    try:
+        order = _cuda.cuda_order(inventory, situation.environ)
+    except RlExtError:
+        order = tuple(gpu.uuid for gpu in inventory.gpus)
+    entries: list[str] = []  # UUIDs of GPUs or slices
+    by_name, complete = False, True
+    for token in filter(None, (part.strip(_QUOTES) for part in re.split(r"[,;|\s]+", mask))):
+        if re.fullmatch(r"-\d+", token):  # what stands behind is hidden, as CUDA documents it
+            break
+        if token.lower() in ("gpu", "gpus", "cuda", "device", "devices"):
+            continue
+        numbers = re.fullmatch(
+            r"(?:[a-z/+-]*?[:=_#-]?)(\d{1,6})(?:(?:-|\.\.)(\d{1,3}))?", token, re.ASCII | re.IGNORECASE
+        )
+        if numbers and not token.lower().startswith(("gpu-", "mig-")):
+            wanted = range(int(numbers[1]), int(numbers[2] or numbers[1]) + 1)
+            found = [order[number] for number in wanted if number < len(order)]
+            complete &= len(found) == len(wanted)
+        else:
+            found = _named_by(token, inventory)
+            complete &= bool(found)
+            by_name |= bool(found)
+        entries += [uuid for uuid in found if uuid not in entries]
+    slices = {gpu.uuid: gpu.mig[0] for gpu in inventory.gpus if gpu.mig}
+    cut = next((slices.get(entry, entry) for entry in entries if entry in slices or entry.startswith("MIG-")), None)
+    if cut is not None:  # CUDA shows nothing beside a slice
+        text, complete = cut, complete and (len(entries) == 1 or all(entry.startswith("MIG-") for entry in entries))
+    else:
+        text = ",".join(entries if by_name else (str(order.index(entry)) for entry in entries))
+    shown = situation.with_changes({MASK: text}).visible
+    return (text, complete) if shown and shown.uuids and shown.ended is None else (None, False)
+
+
+def _named_by(token: str, inventory: Inventory) -> list[str]:
+    """Find the GPU or slice whose UUID begins like this; of several GPUs the first."""
+    lower = token.lower()
+    slices = [slice_ for gpu in inventory.gpus for slice_ in gpu.mig]
+    if lower.startswith("mig-") and not lower.startswith("mig-gpu-"):
+        return [slice_ for slice_ in slices if len(token) > len("mig-") and slice_.lower().startswith(lower)][:1]
+    begin = re.sub(r"^(mig-)?(gpu-)?", "", lower).split("/")[0]
+    # Without a prefix a few letters may be anything.
+    if not re.fullmatch("[0-9a-f-]{4,}" if begin == lower else "[0-9a-f-]+", begin):
+        return []
+    return [gpu.uuid for gpu in inventory.gpus if gpu.uuid.lower().startswith(f"gpu-{begin}")][:1]
+
+
+def _rank(situation: Situation) -> Findings:
+    """Find ranks that are none, or that stand for a GPU which is not visible."""
+    name = next((name for name in (LOCAL_RANK, SLURM_RANK) if name in situation.environ), None)
+    if name is None:
+        return
+    value, shown = situation.environ[name], situation.visible
+    if not _cuda.is_rank(value):
+        text = value.strip(_QUOTES)
+        effect = f'{value!r} is no rank: int(os.environ["{name}"]) and resolve("auto") refuse it'
+        yield situation.finding(name, effect, {name: text if _cuda.is_rank(text) else None})
+    elif shown and shown.uuids and situation.computing is None:
+        count = len(shown.uuids)
+        effect = (
+            f"it asks for cuda:{int(value)}, and torch sees {count} GPU{'' if count == 1 else 's'} counted from 0: "
+            f'torch.cuda.set_device({int(value)}) ends in "CUDA error: invalid device ordinal"'
+        )
+        slurm = name == SLURM_RANK
+        line = f"srun --ntasks-per-node={count} python" if slurm else f"torchrun --nproc-per-node={count}"
+        yield situation.finding(name, effect, f"{line} train.py")[0], {name: "0"}
+
+
+# What the machine lacks
+
+
+def _lacks(situation: Situation) -> Findings:
+    """Find a torch without CUDA, a container without GPUs, and a GPU that computes and that EGL does not list."""
+    inventory, environ = situation.inventory, situation.environ
+    if situation.machine.torch_without_cuda and situation.visible and situation.visible.uuids:
+        version = inventory.versions["torch"]
+        effect = (
+            f"torch {version} is built without CUDA, so that networks run on the CPU though "
+            f'{len(situation.visible.uuids)} of this machine\'s GPUs are visible, and "cuda" ends in '
+            '"AssertionError: Torch not compiled with CUDA enabled"'
+        )
+        line = f"pip install --force-reinstall torch=={version.partition('+')[0]}"
+        yield Finding("torch", version, effect, line), {}
+    if _CONTAINER in environ and not inventory.gpus:
+        effect = (
+            "the container's image asks for GPUs, but none is here, so that the CPU computes: the container was "
+            "started without them"
+        )
+        if environ[_CONTAINER].strip() in ("", "void", "none"):
+            effect = "it keeps NVIDIA's container runtime from giving this container a GPU, so that the CPU computes"
+        yield situation.finding(_CONTAINER, effect, _DOCKER, "warning")
+    gpu = situation.computing.gpu if situation.computing else None
+    if gpu and not gpu.mig and inventory.egl is not None and inventory.egl_of(gpu.uuid) is None:
+        using = [renderer for renderer in _installed(situation) if _backend(renderer, environ) == "egl"]
+        if any(renderer.selects for renderer in _installed(situation)):
+            yield _unlisted(gpu, situation, "error" if using else "warning")
+
+
+def _unlisted(gpu: Gpu, situation: Situation, severity: Severity) -> tuple[Finding, Changes]:
+    inventory, environ = situation.inventory, situation.environ
+    where = "lands on Mesa's CPU device" if any(device.software for device in inventory.egl or ()) else "fails"
+    others = any(device.uuid for device in inventory.egl or ())
+    effect = f"EGL does not list {named(gpu)}, which computes, so that rendering "
+    effect += "lands on another GPU" if others else where
+    if inventory.egl_error:
+        return situation.finding("EGL", f"{effect}: {inventory.egl_error}", "apt-get install libegl1", severity)
+    overridden = next((name for name in _VENDOR_FILES if environ.get(name)), None)
+    if overridden:
+        effect = f"it replaces the drivers that EGL would find: {effect}"
+        return situation.finding(overridden, effect, {overridden: None}, severity)
+    if _CAPABILITIES in environ and not {"all", "graphics"} & set(re.split(r"[\s,]+", environ[_CAPABILITIES])):
+        effect = f"the container has no graphics driver: {effect}"
+        return situation.finding(_CAPABILITIES, effect, _DOCKER, severity)
+    if others:
+        return situation.finding("EGL", f"{effect} (/dev/dri is shared in part)", _DOCKER, severity)
+    effect += "; NVIDIA's part of EGL is not installed (/usr/share/glvnd/egl_vendor.d/10_nvidia.json)"
+    if _CONTAINER in environ:
+        return situation.finding(_CAPABILITIES, effect, _DOCKER, severity)
+    line = "apt-get install nvidia-egl-icd  # Ubuntu: libnvidia-gl-<version of the driver>"
+    return situation.finding("EGL", effect, line, severity)
+
+
+# What renders, against what computes
+
+
+def _installed(situation: Situation) -> tuple[Renderer, ...]:
+    return _renderers.installed(situation.inventory.versions)
+
+
+def _backend(renderer: Renderer, environ: Mapping[str, str]) -> str | None:
+    """Tell which backend a renderer takes; None where it refuses the variable.
+
+    Without the variable MuJoCo's try GLFW first, and take it with or without a display: glfw's Python package, which
+    mujoco requires, only warns that there is none.
+    """
+    try:
+        if renderer.name in _renderers.MUJOCO_NAMES:
+            _renderers.mujoco_backend(environ)  # all of them import mujoco, which refuses what it does not know
+        return renderer.backend(environ)
+    except RefusedError:
+        return None
+
+
+def predict(renderer: Renderer, situation: Situation) -> Prediction:
+    """Predict where a renderer renders with the present variables."""
+    computing, title = situation.computing, str(renderer)
+    computes = None
+    if computing is not None:
+        computes = "cpu" if computing.device == "cpu" else computing.gpu.uuid if computing.gpu else None
+    try:
+        found = _predicted(renderer, situation)
+    except RefusedError as refused:
+        return Prediction(title, "fails", refused.text, refused.variable)
+    place = "cpu" if found.where == "cpu" else found.uuid if found.where == "gpu" else None
+    unknown = computes is None or (place is None and computes != "cpu") or found.where not in ("gpu", "cpu")
+    return dataclasses.replace(found, with_compute=None if unknown else place == computes)
+
+
+def _predicted(renderer: Renderer, situation: Situation) -> Prediction:
+    inventory, environ, title = situation.inventory, situation.environ, str(renderer)
+    if renderer.selects is None:
+        return _predicted_vulkan(title, situation)
+    if renderer.name in _renderers.MUJOCO_NAMES:
+        _renderers.mujoco_backend(environ)
+    switch, backend = renderer.switches[0], renderer.backend(environ)
+    how = f"{switch}={environ[switch]!r}" if switch in environ else f"{switch} is not set"
+    if backend == "none":
+        return Prediction(title, "nothing", f"{how} turns rendering off")
+    if backend == "glfw":
+        if not _renderers.has_display(environ):
+            error = f': "{_NO_DISPLAY}"' if switch == BACKEND else ""
+            raise RefusedError(switch, f"{how}: it takes {_window(switch)}, and there is no display{error}")
+        return Prediction(title, "window", f"{how}: it takes {_window(switch)}, and so the display's device")
+    platform = environ.get(PLATFORM, "")
+    # In capitals it passes mujoco's own check, and PyOpenGL knows no such platform.
+    if platform not in ("", backend):
+        error = f'"ImportError: Cannot use {"EGL" if backend == "egl" else "OSMesa"} rendering platform"'
+        error += " or \"AttributeError: module 'mujoco' has no attribute 'Renderer'\""
+        raise RefusedError(PLATFORM, f"it contradicts {switch}={backend}, and rendering ends in {error}")
+    if renderer.name == "robosuite" and import_refused(environ):
+        error = f"AssertionError: {INDEX} needs to be set to one of the device id specified in {MASK}"
+        raise RefusedError(INDEX, f'import robosuite ends in "{error}", as it is no part of {MASK}={environ[MASK]!r}')
+    if backend == "osmesa":
+        if inventory.osmesa is False:
+            raise RefusedError(switch, f"{how}, and OSMesa's library is not installed")
+        return Prediction(title, "cpu", f"{how}: OSMesa", switch)
+    if inventory.egl is None:
+        return Prediction(title, "unknown", "EGL was not asked when this was recorded")
+    if not inventory.egl:
+        raise RefusedError("EGL", inventory.egl_error or "EGL lists no device")
+    device = inventory.egl[renderer.selects(environ, EglWorld.of(situation.machine))]
+    variable, why = _why(renderer, environ, device.index)
+    if device.software:
+        return Prediction(title, "cpu", f"{why}, Mesa's on the CPU", variable, device.index)
+    if device.uuid is None:
+        return Prediction(title, "gpu", f"{why}; which GPU that is, EGL does not tell", variable, device.index)
+    gpu = inventory.gpu(device.uuid)
+    if gpu.mig:
+        raise RefusedError(variable, f"{why}, {named(gpu)}, is cut into MIG slices, which do not render")
+    return Prediction(title, "gpu", f"{why}, {named(gpu)}", variable, device.index, device.uuid)
+
+
+def _window(switch: str) -> str:
+    return "GLFW" if switch == BACKEND else "a window of pyglet"
+
+
+def import_refused(environ: Mapping[str, str]) -> bool:
+    """Tell whether robosuite's assertion at import fails: the index has to be a substring of the mask."""
+    mask, index = environ.get(MASK), environ.get(INDEX)
+    return bool(mask) and index is not None and not (index.isdigit() and index in (mask or ""))
+
+
+def _predicted_vulkan(title: str, situation: Situation) -> Prediction:
+    visible = situation.visible.uuids if situation.visible else ()
+    if len(visible) == 1:
+        return Prediction(title, "gpu", "the only GPU that CUDA shows", MASK, None, visible[0])
+    if not visible:
+        return Prediction(title, "unknown", "CUDA shows no GPU; where Vulkan lists none either, it fails", MASK)
+    why = "unless it is told a device, it takes the first of CUDA's that Vulkan lists, which need not be cuda:0"
+    return Prediction(title, "unknown", why, MASK)
+
+
+def _why(renderer: Renderer, environ: Mapping[str, str], index: int) -> tuple[str, str]:
+    """Say which variable has chosen EGL device ``index``."""
+    mask, value = environ.get(MASK), environ.get(renderer.index)
+    through_cuda = renderer.selects is _renderers.mujoco_4
+    where = f"EGL device {index}"
+    if value is not None:
+        meaning = "which it looks for among CUDA's numbers first" if through_cuda else "EGL's own index"
+        return renderer.index, f"{renderer.index}={value!r}, {meaning}, is {where}"
+    if renderer.name == "robosuite" and mask is not None:
+        return MASK, f"it takes the first entry of {MASK}={mask!r} for EGL's own index: {where}"
+    if through_cuda:
+        shows = "CUDA" if mask is None else f"{MASK}={mask!r}"
+        return renderer.index, f"the first device that {shows} shows, where EGL tells it, is {where}"
+    return (
+        renderer.index,
+        f"{renderer.index} is not set, so that it takes the first{', whatever the mask' if mask else ''}: {where}",
+    )
+
+
+def _render(situation: Situation) -> Findings:
+    """Find renderers that fail, or render elsewhere than where it is computed; those that fare alike in one finding."""
+    alike: dict[tuple[Prediction, str, Severity], list[Renderer]] = {}
+    computing = situation.computing
+    gpu = computing.gpu if computing else None
+    for renderer in _installed(situation):
+        found = predict(renderer, situation)
+        if found.where != "fails" and found.with_compute is not False:
+            continue
+        listed = gpu is None or gpu.mig or situation.inventory.egl_of(gpu.uuid)
+        if (found.where != "fails" and not listed) or (found.variable == "EGL" and gpu and not gpu.mig):
+            continue  # that EGL does not list the GPU is told already
+        if found.where != "fails" and (found.egl is None or (computing and computing.device == "cpu")):
+            continue  # OSMesa was asked for by name, and a GPU may render where the CPU computes
+        if gpu and gpu.mig and found.where == "cpu":
+            continue  # a slice does not render
+        unset = found.variable not in situation.environ and found.variable in renderer.switches
+        # Who sets nothing may render nothing, and who writes a number may want it.
+        harmless = unset or (found.where == "cpu" and renderer.index in situation.environ)
+        severity: Severity = "warning" if harmless else "error"
+        key = (dataclasses.replace(found, renderer=""), _remedy(renderer, situation), severity)
+        alike.setdefault(key, []).append(renderer)
+    once = "" if situation.environ == situation.original else "once the other lines are typed, "
+    for (found, fix, severity), renderers in alike.items():
+        effect = f"{', '.join(map(str, renderers))}: {once}{found.why}"
+        if found.where != "fails" and computing:
+            effect += f", while {computing.device}{f', {named(gpu)},' if gpu else ''} computes"
+        # The last one stands for all: a decision for robosuite, which comes last, suits the others.
+        yield situation.finding(found.variable, effect, fix.format(renderers[-1].name), severity)
+
+
+def _remedy(renderer: Renderer, situation: Situation) -> str:
+    """Find what leads a renderer to the device that computes, or to the CPU where that cannot render.
+
+    :return: a line for the shell, or for Python with a gap for the renderer's name
+    """
+    environ = situation.environ
+    for render in ("same", "cpu"):
+        line = f'resolve("auto", render="{render}", renderer="{{}}").apply()'
+        python = f"from rl_ext_core.devices import resolve\n{line}"
+        if situation.computing is None:
+            return python  # which will say what is in the way
+        try:
+            request = parse(render, "render")
+            decision = decide_render(request, renderer.name, situation.machine, situation.computing, Picker())
+        except RlExtError:
+            continue
+        changes = {name: value for name, value in decision.variables.items() if environ.get(name) != value}
+        launched = LOCAL_RANK in environ or SLURM_RANK in environ
+        by_process = launched and situation.visible is not None and len(situation.visible.uuids) > 1
+        refused = renderer.name == "robosuite" and import_refused(situation.with_changes(changes).environ)
+        return python if refused or by_process or render == "cpu" or not changes else _shell(changes)
+    return _MESA
+
+
+# What came too late in this process
+
+
+def _late(situation: Situation, settled: bool) -> Findings:
+    """Find variables that were set in this process after the library that reads them had read others."""
+    environ = situation.environ
+    try:
+        # Without an inventory, torch is looked at too.
+        _ = Machine(None, environ).visible
+    except DeviceConflictError as error:
+        yield situation.finding(MASK, str(error), {MASK: environ.get(MASK)})
+    except RlExtError:
+        pass  # the order is unknown, which is another finding
+    for renderer in () if settled else _installed(situation):
+        backend = _backend(renderer, environ)
+        if backend not in ("egl", "osmesa") or not any(name in environ for name in renderer.switches):
+            continue
+        found = predict(renderer, situation)
+        egl = None if found.egl is None else (situation.inventory.egl or ())[found.egl]
+        asked = Decision("cpu", "", egl=egl, renderer=str(renderer), variables=renderer.variables(backend, None))
+        late = [*_apply.import_conflicts(asked, "the variables ask for")]
+        if found.variable in environ and found.variable not in renderer.switches and egl:
+            late += _apply.display_conflicts(asked, "the variables ask for")
+        for variable, sentence in late:
+            yield situation.finding(variable, sentence, {variable: environ.get(variable)})

@@ -1,0 +1,364 @@
+"""What CUDA shows to this process, and which of that ``"auto"`` means.
+
+The mask is read by CUDA's rules, as torch replicates them. Sources: ``torch.cuda._parse_visible_devices`` and
+``_transform_uuid_to_ordinals``, which the tests hold this against, and the CUDA C++ Programming Guide, "CUDA
+Environment Variables".
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+from rl_ext_core.devices.inventory import Gpu, Inventory, NvmlUnavailableError, read_gpus
+from rl_ext_core.errors import (
+    DeviceConflictError,
+    DeviceUnavailableError,
+    InvalidArgumentError,
+    InvalidTypeError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MASK = "CUDA_VISIBLE_DEVICES"
+ORDER = "CUDA_DEVICE_ORDER"
+Pick = Literal["rank", "free-memory"]
+LOCAL_RANK = "LOCAL_RANK"
+SLURM_RANK = "SLURM_LOCALID"
+# Where one of these is set, SLURM shows each task GPUs of its own.
+_SLURM_OWN_GPUS = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK")
+
+
+@dataclass(frozen=True)
+class Visible:
+    """What CUDA shows to a process.
+
+    :param uuids: of the visible GPUs by torch ordinal: ``cuda:0`` is the first
+    :param ended: why entries of the mask had no effect; None if all of them did
+    :param mig: the MIG slice that is the only device, where the mask names one; its GPU is in ``uuids``
+    :param once: the mask without what stands there twice, which hides all devices; None where nothing does
+    """
+
+    uuids: tuple[str, ...]
+    ended: str | None = None
+    mig: str | None = None
+    once: str | None = None
+
+
+def visible(inventory: Inventory, environ: Mapping[str, str]) -> Visible:
+    """Apply the mask and the order that are in force to the machine's GPUs.
+
+    :raises DeviceUnavailableError: the mask counts in an order that nobody knows
+    """
+    return _one_slice(_masked(inventory, environ), inventory)
+
+
+def _masked(inventory: Inventory, environ: Mapping[str, str]) -> Visible:
+    mask = environ.get(MASK)
+    if mask is not None and mask.startswith("GPU-"):
+        return _by_uuid(mask, [gpu.uuid for gpu in inventory.gpus])
+    if mask is not None and mask.startswith("MIG-"):
+        return _by_slice(mask, inventory.gpus)
+    order = cuda_order(inventory, environ)
+    if mask is None:
+        return Visible(order)
+    return _by_number(mask, order)
+
+
+def cuda_order(inventory: Inventory, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Give the UUIDs in the order in which CUDA counts without a mask.
+
+    :raises DeviceUnavailableError: CUDA puts the fastest first, and which one that is could not be found out
+    """
+    if environ.get(ORDER) == "PCI_BUS_ID":
+        return tuple(gpu.uuid for gpu in inventory.gpus)
+    if inventory.fastest_first is None:
+        raise DeviceUnavailableError(
+            f"the GPUs differ and {ORDER}={environ.get(ORDER)!r} lets CUDA count the fastest first, which could not be "
+            f"found out here. Write: export {ORDER}=PCI_BUS_ID"
+        )
+    return inventory.fastest_first
+
+
+def _one_slice(shown: Visible, inventory: Inventory) -> Visible:
+    """Show one MIG slice alone where a GPU that is cut into slices is visible.
+
+    Source: NVIDIA's MIG User Guide, "CUDA Device Enumeration": CUDA takes the first slice, and no other GPU beside it.
+    """
+    slices = {gpu.uuid: gpu.mig[0] for gpu in inventory.gpus if gpu.mig}
+    cut = next((uuid for uuid in shown.uuids if uuid in slices), None)
+    if shown.mig or cut is None:
+        return shown
+    ended = f"CUDA shows the first MIG slice of {cut}, {slices[cut]}, and nothing beside it"
+    return Visible((cut,), ended, slices[cut])
+
+
+def _by_number(mask: str, order: tuple[str, ...]) -> Visible:
+    numbers: list[int] = []
+    ended = None
+    for entry in mask.split(","):
+        number = leading_number(entry.strip())
+        if number < 0:
+            ended = f"CUDA stops reading at {entry!r}, {_no_number(entry.strip())}"
+            break
+        if number in numbers:
+            once = ",".join(map(str, numbers))
+            return Visible((), f"{number} stands there twice, so CUDA shows no device at all", once=once)
+        numbers.append(number)
+    for place, number in enumerate(numbers):
+        if number >= len(order):
+            return _shown(numbers[:place], order, f"CUDA stops reading at '{number}', {_beyond(len(order))}")
+    return _shown(numbers, order, ended)
+
+
+def _no_number(entry: str) -> str:
+    if not entry:
+        return "where nothing stands"
+    return "as at any negative number" if entry.startswith("-") else "which is not a number"
+
+
+def _shown(numbers: list[int], order: tuple[str, ...], ended: str | None) -> Visible:
+    return Visible(tuple(order[number] for number in numbers), ended)
+
+
+def _beyond(count: int) -> str:
+    return f"because the GPUs are 0 to {count - 1}" if count else "because there is no GPU"
+
+
+def leading_number(text: str) -> int:
+    """Read digits up to the first other character, as ``strtoul`` does; -1 if there is none."""
+    # No machine counts further, and Python refuses to read thousands of digits.
+    match = re.match(r"[+-]?0*\d{0,18}", text)
+    digits = match[0] if match else ""
+    return int(digits) if digits.strip("+-") else -1
+
+
+def _by_uuid(mask: str, uuids: list[str]) -> Visible:
+    entries: list[str] = []
+    ended = None
+    for entry in mask.split(","):
+        if entry in entries:
+            return Visible((), f"{entry!r} stands there twice, so CUDA shows no device at all", once=",".join(entries))
+        if not entry.startswith("GPU-"):
+            ended = f"CUDA stops reading at {entry!r}, which is no UUID like those before it"
+            break
+        entries.append(entry)
+    found: list[str] = []
+    for entry in entries:
+        matches = [uuid for uuid in uuids if uuid.startswith(entry)]
+        if len(matches) != 1:
+            why = f"fits {len(matches)} GPUs" if matches else "fits no GPU"
+            return Visible(tuple(found), f"CUDA stops reading at {entry!r}, which {why}")
+        if matches[0] in found:
+            return Visible((), f"{entry!r} names a GPU that stands there already, so CUDA shows no device at all")
+        found += matches
+    return Visible(tuple(found), ended)
+
+
+def _by_slice(mask: str, gpus: tuple[Gpu, ...]) -> Visible:
+    """One slice at most: CUDA shows no more, whatever else the mask lists."""
+    entry, _, more = mask.partition(",")
+    ended = "CUDA shows one MIG slice to a process, the first" if more else None
+    for gpu in gpus:
+        # MIG-<uuid> since driver 470; before that MIG-GPU-<uuid of the GPU>/<instance>/<compute instance>.
+        if entry in gpu.mig or (gpu.mig and entry.startswith(f"MIG-{gpu.uuid}/")):
+            return Visible((gpu.uuid,), ended, entry)
+    return Visible((), f"CUDA stops reading at {entry!r}, which is no MIG slice of this machine")
+
+
+class Machine:
+    """This machine, or another one whose inventory is given.
+
+    :param inventory: None for this machine's
+    :param environ: the variables that are in force
+    """
+
+    def __init__(self, inventory: Inventory | None, environ: Mapping[str, str]) -> None:
+        self._given = inventory
+        self.environ = environ
+
+    @cached_property
+    def inventory(self) -> Inventory:
+        """GPUs and versions; EGL's devices only if they are known already."""
+        return Inventory.current(egl=False) if self._given is None else self._given
+
+    @cached_property
+    def with_egl(self) -> Inventory:
+        """The inventory with EGL's devices."""
+        return Inventory.current() if self._given is None else self._given
+
+    @cached_property
+    def visible(self) -> Visible:
+        """What CUDA shows to a process with these variables.
+
+        :raises DeviceUnavailableError: the mask counts in an order that nobody knows
+        :raises DeviceConflictError: torch has started CUDA under another mask
+        """
+        shown = visible(self.inventory, self.environ)
+        started = None if self._given is not None else _started_uuids()
+        if started is not None and self.inventory.gpus and not shown.mig and started != shown.uuids:
+            raise DeviceConflictError(
+                f"{MASK}={self.environ.get(MASK)!r} shows {len(shown.uuids)} GPUs, but torch started CUDA in this "
+                f"process with {len(started)}, other ones or another order: the variable was changed afterwards. "
+                f"Set {MASK} before the program starts"
+            )
+        return shown
+
+    @cached_property
+    def unlisted(self) -> int:
+        """Count CUDA devices where NVML does not answer though torch is built for a GPU: ROCm, embedded boards.
+
+        Only then is torch asked, which may start CUDA.
+        """
+        inventory = self.inventory
+        if self._given is not None or inventory.nvml_error is None or not inventory.versions.get("torch.cuda"):
+            return 0
+        import torch
+
+        return int(torch.cuda.device_count())
+
+    def gpu(self, ordinal: int) -> Gpu:
+        """Give the GPU that torch calls ``cuda:<ordinal>``."""
+        return self.inventory.gpu(self.visible.uuids[ordinal])
+
+    @property
+    def count(self) -> int:
+        """How many CUDA devices torch finds."""
+        return len(self.visible.uuids) or self.unlisted
+
+    def why_none(self) -> str:
+        """Say why torch finds no CUDA device, as the end of a sentence."""
+        versions = self.inventory.versions
+        if self.torch_without_cuda:
+            return f"the installed torch {versions['torch']} is built without CUDA"
+        mask = self.environ.get(MASK)
+        if mask is not None and (self.inventory.gpus or not self.inventory.nvml_error):
+            return f"{MASK}={mask!r} shows none{f': {self.visible.ended}' if self.visible.ended and mask else ''}"
+        return self.inventory.nvml_error or "NVML lists no GPU on this machine"
+
+    @property
+    def torch_without_cuda(self) -> bool:
+        """Whether torch is installed in a build for the CPU."""
+        versions = self.inventory.versions
+        return "torch" in versions and not versions.get("torch.cuda")
+
+
+def _started_uuids() -> tuple[str, ...] | None:
+    """Ask a torch that has started CUDA what it sees. None if it has not, or is too old to tell UUIDs."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    if not all(hasattr(device, "uuid") for device in devices):
+        return None
+    return tuple(f"GPU-{device.uuid}" for device in devices)
+
+
+@dataclass(frozen=True)
+class Picker:
+    """How ``"auto"`` chooses.
+
+    :param pick: the rule where neither ``rank`` nor ``worker`` is given
+    :param rank: this process among those of this machine that train together
+    :param worker: this environment worker, counted from 0; workers share GPUs in turn
+    """
+
+    pick: Pick = "rank"
+    rank: int | None = None
+    worker: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.pick not in ("rank", "free-memory"):
+            raise InvalidArgumentError(f'pick={self.pick!r} is none of "rank", "free-memory". Write pick="rank"')
+        for name in ("rank", "worker"):
+            value = getattr(self, name)
+            if value is not None and type(value) is not int:
+                raise InvalidTypeError(f"{name}={value!r} is not an index. Write {name}=0 for the first")
+            if value is not None and value < 0:
+                raise InvalidArgumentError(f"{name}={value!r} is negative. Write {name}=0 for the first")
+
+
+def pick(picker: Picker, machine: Machine) -> tuple[int, str]:
+    """Choose among the visible GPUs, of which there is at least one.
+
+    :return: the torch ordinal, and the reason as the end of a sentence
+    :raises DeviceUnavailableError: the rank is beyond the visible GPUs
+    :raises InvalidArgumentError: a launcher's variable holds no rank
+    """
+    count = len(machine.visible.uuids)
+    if picker.worker is not None:
+        ordinal = picker.worker % count
+        return ordinal, f"worker {picker.worker} takes GPU {ordinal} of the {count} visible ones in turn"
+    if picker.rank is not None:
+        return _of_rank(picker.rank, f"rank={picker.rank}", count, machine)
+    if picker.pick == "free-memory":
+        return _most_free(machine)
+    launched = _launched_rank(machine.environ)
+    if launched is not None:
+        return _of_rank(*launched, count, machine)
+    current = current_of_torch()
+    if current is not None and current < count:
+        return current, "it is torch's current device"
+    return 0, f"it is the first of {count} visible" if count > 1 else "it is the only one visible"
+
+
+def _launched_rank(environ: Mapping[str, str]) -> tuple[int, str] | None:
+    """Read the rank that a launcher gave: torchrun's or Ray Train's, then SLURM's."""
+    for name in (LOCAL_RANK, SLURM_RANK):
+        value = environ.get(name)
+        if value is None:
+            continue
+        if not is_rank(value):
+            raise InvalidArgumentError(
+                f"{name}={value!r} holds no rank: expected an index from 0. Write: unset {name}, or {name}=0"
+            )
+        return int(value), f"{name}={value!r}"
+    return None
+
+
+def is_rank(value: str) -> bool:
+    """Tell whether a launcher's variable holds an index from 0."""
+    return value.isascii() and value.isdigit() and len(value) < 10
+
+
+def _of_rank(rank: int, source: str, count: int, machine: Machine) -> tuple[int, str]:
+    environ = machine.environ
+    if rank < count:
+        return rank, f"{source} is this process's place on this machine"
+    own = next((name for name in _SLURM_OWN_GPUS if environ.get(name)), None)
+    if count == 1 and own:
+        return 0, f"{source}, and SLURM shows each task its own GPU ({own}={environ[own]!r})"
+    mask = environ.get(MASK)
+    start = f"srun --ntasks-per-node={count}" if source.startswith(SLURM_RANK) else f"torchrun --nproc-per-node={count}"
+    more = f", or let {MASK} name {rank + 1} GPUs" if rank < len(machine.inventory.gpus) else ""
+    raise DeviceUnavailableError(
+        f"{source} asks for GPU {rank}, but this process sees {count}, counted from 0"
+        f"{'' if mask is None else f' ({MASK}={mask!r})'}. Start {count} process{'es' if count > 1 else ''} a machine: "
+        f"{start}{more}"
+    )
+
+
+def _most_free(machine: Machine) -> tuple[int, str]:
+    free = {gpu.uuid: gpu.memory_free for gpu in machine.inventory.gpus}
+    uuids = machine.visible.uuids
+    try:
+        # Free memory is the one thing that an inventory does not keep true.
+        now = {gpu.uuid: gpu.memory_free for gpu in read_gpus()}
+    except NvmlUnavailableError:
+        now = {}
+    if now.keys() == free.keys():
+        free = now
+    ordinal = max(range(len(uuids)), key=lambda place: free[uuids[place]])
+    return ordinal, f"it has the most free memory: {free[uuids[ordinal]] / 2**30:.1f} GiB"
+
+
+def current_of_torch() -> int | None:
+    """Give the current CUDA device if this process uses CUDA already; asking must not start it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    return int(torch.cuda.current_device())

@@ -1,0 +1,275 @@
+"""Try a renderer for real, in a fresh interpreter of its own, because a process keeps its first display.
+
+This is also the program that runs there: ``python -m rl_ext_core.devices._verify NAME DEVICE RENDER``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from rl_ext_core.devices import _apply
+from rl_ext_core.devices._resolve import resolve
+from rl_ext_core.devices._robosuite import import_robosuite
+from rl_ext_core.devices.decision import Decision
+from rl_ext_core.devices.inventory import NvmlUnavailableError, nvml_session
+from rl_ext_core.errors import MissingDependencyError, RlExtError
+
+LIMIT_S = 60.0
+# Libraries print to the same stream.
+_MARK = "rl-ext saw: "
+_SOFTWARE = ("llvmpipe", "softpipe", "swrast", "software")
+_MODEL = "<mujoco><worldbody><geom size='1'/></worldbody></mujoco>"
+_SIDE = 64
+
+
+@dataclass(frozen=True)
+class Verified:
+    """One renderer, tried in a process of its own.
+
+    :param name: one of the renderers' names
+    :param decided: where the decision wanted it: ``"gpu"``, ``"cpu"``, or empty where it was refused
+    :param uuid: the GPU that was decided on
+    :param predicted: the EGL index that was decided on; None for OSMesa
+    :param egl: the EGL index of the display that was made; None where EGL was not used or did not tell
+    :param gl_renderer: OpenGL's ``GL_RENDERER``; empty where there was no context
+    :param gl_vendor: OpenGL's ``GL_VENDOR``
+    :param nvml: UUIDs of the GPUs on which NVML lists the process; None where it lists it nowhere
+    :param failure: how it failed; None if it rendered
+    :param missing: whether that was for want of a package
+    :param seconds: how long it took
+    """
+
+    name: str
+    decided: str = ""
+    uuid: str | None = None
+    predicted: int | None = None
+    egl: int | None = None
+    gl_renderer: str = ""
+    gl_vendor: str = ""
+    nvml: tuple[str, ...] | None = None
+    failure: str | None = None
+    missing: bool = False
+    seconds: float = 0.0
+
+    @property
+    def problem(self) -> str | None:
+        """What differs from the decision, one sentence; None if nothing does."""
+        if self.failure is not None:
+            return self.failure
+        if self.decided == "gpu" and any(word in self.gl_renderer.lower() for word in _SOFTWARE):
+            return f"a GPU was decided on, and the CPU rendered ({self.gl_renderer})"
+        if self.egl is not None and self.egl != self.predicted:
+            return f"EGL device {self.predicted} was decided on, and EGL device {self.egl} rendered"
+        if self.uuid is not None and self.nvml is not None and self.uuid not in self.nvml:
+            return f"{self.uuid} was decided on, and NVML lists the process on {', '.join(self.nvml)}"
+        return None
+
+    @property
+    def line(self) -> str:
+        """What to type about the problem."""
+        if self.missing:
+            # gymnasium's own extra brings what its viewers import.
+            package = {"gymnasium": "gymnasium[mujoco]", "pyrender": "pyrender"}.get(self.name, f"rl-ext[{self.name}]")
+            return f'pip install "{package}"'
+        if not self.decided:
+            return f"rl-ext doctor --renderer {self.name}"
+        if self.decided == "gpu":
+            line = f'resolve("auto", render="cpu", renderer="{self.name}").apply()'
+            return f"from rl_ext_core.devices import resolve\n{line}"
+        return "apt-get install libosmesa6" if self.predicted is None else "apt-get install libegl1 libegl-mesa0"
+
+    @property
+    def place(self) -> str:
+        """The EGL device that was seen, or OSMesa."""
+        if self.egl is not None:
+            return str(self.egl)
+        return "OSMesa" if self.predicted is None and self.gl_renderer else "-"
+
+    @property
+    def result(self) -> str:
+        """How it went, for a table."""
+        if self.problem is not None:
+            return f"FAILS: {self.problem}" if self.failure else f"DIFFERS: {self.problem}"
+        seen = "" if self.nvml is None or self.uuid is None else ", NVML lists the process there"
+        return f"as predicted{seen} ({self.seconds:.1f} s)"
+
+
+def verify(name: str, device: str = "auto", render: str = "same", *, limit_s: float = LIMIT_S) -> Verified:
+    """Let a renderer make a context under ``resolve(device, render=render, renderer=name)``.
+
+    :param name: of a renderer that is installed
+    :param device: what computes
+    :param render: what renders
+    :param limit_s: seconds after which the process is ended
+    :return: what was seen; whatever fails, fails in there
+    """
+    began = time.monotonic()
+    seen = _run([sys.executable, "-m", "rl_ext_core.devices._verify", name, device, render], limit_s)
+    return Verified(name=name, **seen, seconds=round(time.monotonic() - began, 2))
+
+
+def _run(command: Sequence[str], limit_s: float) -> dict[str, Any]:
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=limit_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        said = error.stdout or ""
+        told = _told(said if isinstance(said, str) else said.decode(errors="replace"))
+        return {**told, "failure": f"it did not end within {limit_s:.0f} s"}
+    except OSError as error:
+        return {"failure": f"{sys.executable} could not be started: {error}"}
+    told = _told(done.stdout)
+    if told and not done.returncode:
+        return told
+    last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    return {**told, "failure": f"the process ended {_ending(done.returncode)}: {last}"}
+
+
+def _told(output: str) -> dict[str, Any]:
+    """Read what the process told: first what was decided, then what it saw."""
+    told: dict[str, Any] = {}
+    for line in output.splitlines():
+        if line.startswith(_MARK):
+            told |= json.loads(line[len(_MARK) :])
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in told.items()}
+
+
+def _ending(status: int) -> str:
+    if status >= 0:
+        return f"with exit status {status}"
+    try:
+        return f"by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"by signal {-status}"
+
+
+# In that interpreter
+
+
+def main() -> None:
+    """Try the renderer; write what was decided, which shall be known if the driver ends this, and what was seen."""
+    name, device, render = sys.argv[1:]
+    try:
+        decision = resolve(device, render=render, renderer=name)
+        _tell(_decided(decision))
+        _tell(_see(name, decision))
+    except (ModuleNotFoundError, MissingDependencyError) as error:
+        _tell({"failure": _said(error), "missing": True})
+    except Exception as error:
+        _tell({"failure": _said(error)})
+    # What drivers and libraries do to an interpreter that ends is not what was asked.
+    os._exit(0)
+
+
+def _tell(seen: dict[str, Any]) -> None:
+    sys.stdout.write(f"\n{_MARK}{json.dumps(seen)}\n")
+    sys.stdout.flush()
+
+
+def _decided(decision: Decision) -> dict[str, Any]:
+    return {
+        "decided": decision.render,
+        "uuid": decision.render_gpu.uuid if decision.render_gpu else None,
+        "predicted": decision.egl.index if decision.egl else None,
+    }
+
+
+def _said(error: Exception) -> str:
+    first = (str(error).strip().splitlines() or [""])[0]
+    return first if isinstance(error, RlExtError) else f"{type(error).__name__}: {first}"
+
+
+def _see(name: str, decision: Decision) -> dict[str, Any]:
+    """Apply the decision, make a context, and look at what it is on."""
+    # A process of another container may go by this number; it does so before, too.
+    before = _gpus_of_this_process()
+    if name == "robosuite":
+        import_robosuite(decision)
+    else:
+        decision.apply()
+    strings: list[str] = []
+    context = _open(name, lambda: strings.extend(_gl_strings()))
+    display = _apply.display_of(name)
+    after = _gpus_of_this_process()
+    del context
+    return {
+        "gl_renderer": strings[0],
+        "gl_vendor": strings[1],
+        "egl": None if display is None else _apply.index_of(display),
+        "nvml": after if after and not before else None,
+    }
+
+
+def _gpus_of_this_process() -> tuple[str, ...]:
+    """Give the UUIDs of the GPUs on which NVML lists this process; none where it cannot be asked."""
+    found = []
+    with contextlib.suppress(NvmlUnavailableError), nvml_session() as nvml:
+        for index in range(nvml.nvmlDeviceGetCount()):
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            for ask in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses):
+                with contextlib.suppress(nvml.NVMLError):  # a GPU without graphics, or a driver without permission
+                    if any(entry.pid == os.getpid() for entry in ask(handle)):
+                        uuid = nvml.nvmlDeviceGetUUID(handle)
+                        found.append(uuid if isinstance(uuid, str) else uuid.decode())
+    return tuple(dict.fromkeys(found))
+
+
+def _gl_strings() -> tuple[str, str]:
+    gl: Any = import_module("OpenGL.GL")
+    return tuple((gl.glGetString(name) or b"").decode() for name in (gl.GL_RENDERER, gl.GL_VENDOR))  # type: ignore[return-value]
+
+
+def _open(name: str, look: Callable[[], None]) -> object:
+    """Make a renderer's context, look at what it is on while it is current, and return what keeps it alive."""
+    if name == "pyrender":
+        renderer = import_module("pyrender").OffscreenRenderer(_SIDE, _SIDE)  # and leaves it current
+        look()
+        return renderer
+    mujoco: Any = import_module("mujoco")
+    model = mujoco.MjModel.from_xml_string(_MODEL)
+
+    def look_inside() -> None:
+        mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150)  # fails where OpenGL is not loaded
+        look()
+
+    if name == "dm_control":
+        context: Any = import_module("dm_control._render").Renderer(_SIDE, _SIDE)
+        with context.make_current() as thread:  # it renders in a thread of its own
+            thread.call(look_inside)
+        return context
+    if name == "robosuite":
+        binding: Any = import_module("robosuite.utils.binding_utils")
+        simulation = binding.MjSim.from_xml_string(_MODEL)
+        context = binding.MjRenderContextOffscreen(simulation, device_id=-1, max_width=_SIDE, max_height=_SIDE)
+    elif name == "gymnasium":
+        viewer: Any = import_module("gymnasium.envs.mujoco.mujoco_rendering").OffScreenViewer
+        # Releases before 1.0 take the size from the model.
+        sized = "width" in inspect.signature(viewer).parameters
+        context = viewer(model, mujoco.MjData(model), **({"width": _SIDE, "height": _SIDE} if sized else {}))
+    else:
+        context = mujoco.GLContext(_SIDE, _SIDE)
+        context.make_current()
+    look_inside()
+    return context
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Where observations, actions, rewards and flags of all environments lie in shared memory, and how they get there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
+
+__all__ = ["Layout", "Row", "common_spaces", "kept", "leaves_of"]
+
+_LINE = 64  # bytes of a cache line: arrays do not share one
+
+Leaf = tuple[Any, tuple[int, ...], np.dtype[Any]]
+
+
+def leaves_of(space: Any) -> tuple[str, list[Leaf]] | None:
+    """Take a space apart into arrays.
+
+    :param space: of gymnasium
+    :return: ``"array"``, ``"dict"`` or ``"tuple"``, and each array's key, shape and dtype; None if it does not consist
+        of arrays of fixed shape
+    """
+    spaces = getattr(space, "spaces", None)
+    if isinstance(spaces, dict):
+        kind, parts = "dict", list(spaces.items())
+    elif spaces is not None:
+        kind, parts = "tuple", list(enumerate(spaces))
+    else:
+        kind, parts = "array", [(None, space)]
+    leaves = []
+    for key, part in parts:
+        if getattr(part, "spaces", None) is not None or part.shape is None or part.dtype is None:
+            return None
+        dtype = np.dtype(part.dtype)
+        if dtype.kind not in "biuf":
+            return None
+        leaves.append((key, tuple(part.shape), dtype))
+    return kind, leaves
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The arrays of one block of shared memory; each has the environments first.
+
+    :ivar kind: what observations are: ``"array"``, ``"dict"`` or ``"tuple"``
+    :ivar keys: of the observation's arrays
+    :ivar fields: per array its name, offset in bytes, shape and dtype
+    :ivar size: of the block, in bytes
+    """
+
+    kind: str
+    keys: tuple[Any, ...]
+    fields: tuple[tuple[str, int, tuple[int, ...], np.dtype[Any]], ...]
+    size: int
+
+    @classmethod
+    def of(cls, num_envs: int, observation_space: Any, action_space: Any, *, after: int) -> Layout:
+        """Lay out what environments of these spaces exchange.
+
+        :param after: bytes at the beginning that are taken
+        :raises InvalidArgumentError: observations that do not consist of arrays of fixed shape
+        """
+        observations = leaves_of(observation_space)
+        if observations is None:
+            raise InvalidArgumentError(
+                f"observation_space={observation_space} has no fixed arrays to share; expected Box, Discrete, "
+                "MultiDiscrete, MultiBinary, or one Dict or Tuple of these. Flatten it: "
+                "gymnasium.wrappers.FlattenObservation(env)"
+            )
+        kind, leaves = observations
+        wanted: list[tuple[str, tuple[int, ...], np.dtype[Any]]] = [
+            (f"observation {index}", shape, dtype) for index, (_, shape, dtype) in enumerate(leaves)
+        ]
+        actions = leaves_of(action_space)
+        if actions is not None and actions[0] == "array":
+            wanted.append(("action", actions[1][0][1], actions[1][0][2]))
+        wanted += [("reward", (), np.dtype(np.float64)), ("reward kind", (), np.dtype(np.uint8))]
+        wanted += [("flags", (), np.dtype(np.uint8))]
+        fields, offset = [], after
+        for name, shape, dtype in wanted:
+            offset = -(-offset // _LINE) * _LINE
+            fields.append((name, offset, (num_envs, *shape), dtype))
+            offset += num_envs * int(np.prod(shape)) * dtype.itemsize
+        return cls(kind, tuple(leaf[0] for leaf in leaves), tuple(fields), max(offset, 1))
+
+    def arrays(self, block: Any) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the arrays that lie in a block of memory."""
+        return {name: np.ndarray(shape, dtype, block, offset) for name, offset, shape, dtype in self.fields}
+
+    def rows(self, arrays: dict[str, np.ndarray[Any, Any]], environment: int) -> list[Row]:
+        """Return the rows of an environment, by its number."""
+        return [Row(key, arrays[f"observation {index}"][environment, ...]) for index, key in enumerate(self.keys)]
+
+    def joined(self, parts: list[Any]) -> Any:
+        """Make an observation of its arrays."""
+        if self.kind == "array":
+            return parts[0]
+        return dict(zip(self.keys, parts, strict=True)) if self.kind == "dict" else tuple(parts)
+
+
+def common_spaces(found: Sequence[Any]) -> Any:
+    """Return the spaces that all environments have.
+
+    :param found: observation and action space of each
+    :raises EnvironmentOutputError: one has others than the first
+    """
+    for number, spaces in enumerate(found):
+        for name, one, other in zip(("observation_space", "action_space"), found[0], spaces, strict=True):
+            if one != other:
+                raise EnvironmentOutputError(
+                    f"environment {number} has {name}={other}, and environment 0 has {one}; the environments of one "
+                    "VecEnv have the same spaces. Build them alike"
+                )
+    return found[0]
+
+
+class Row:
+    """Where one array of an environment's observations goes.
+
+    :param key: of the array in the observation; None: it is the observation
+    :param place: in shared memory
+
+    :ivar changed: whether values had to be changed, at any time
+    """
+
+    def __init__(self, key: Any, place: np.ndarray[Any, Any]) -> None:
+        self.key, self.place, self.changed = key, place, False
+        self.shape, self.dtype = place.shape, place.dtype
+        whole = (int,) if self.dtype == np.int64 else ()
+        self.scalars = (self.dtype.type, *whole) if self.shape == () else ()
+
+    def write(self, value: Any) -> None:
+        """Write a value.
+
+        Values that the dtype cannot hold are changed to such that it can.
+
+        :raises EnvironmentOutputError: it has another shape
+        """
+        kind = type(value)
+        if kind is np.ndarray:
+            if value.shape == self.shape and value.dtype == self.dtype:
+                self.place[...] = value
+                return
+        elif kind in self.scalars:
+            self.place[...] = value
+            return
+        self._convert(np.asarray(value))
+
+    def _convert(self, value: np.ndarray[Any, Any]) -> None:
+        if value.shape != self.shape:
+            raise EnvironmentOutputError(
+                f"{self._name} has the shape {value.shape} where the observation space says {self.shape}; give the "
+                "space the shape of what reset and step return"
+            )
+        with np.errstate(all="ignore"):  # what does not fit is found below
+            self.place[...] = value
+        # Rounding between floats is nobody's surprise: policies compute with 32 bits.
+        if self.dtype.kind != "f" and not self.changed and not np.array_equal(self.place, value):
+            self.changed = True
+
+    @property
+    def _name(self) -> str:
+        return "the observation" if self.key is None else f"observation[{self.key!r}]"
+
+
+def kept(observation: Any) -> Any:
+    """Copy an observation: an environment may write the next one to the same place."""
+    if isinstance(observation, np.ndarray):
+        return observation.copy()
+    if type(observation) is dict:
+        return {key: kept(value) for key, value in observation.items()}
+    if type(observation) is tuple:
+        return tuple(kept(value) for value in observation)
+    return observation

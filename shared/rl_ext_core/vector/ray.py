@@ -1,0 +1,229 @@
+"""Environments in Ray actors, which need no memory in common: a pool like :class:`~rl_ext_core.vector.pool.Pool`."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rl_ext_core.errors import WorkerError, missing_dependency
+from rl_ext_core.vector import channel
+from rl_ext_core.vector.channel import Cell, Memory, Raised
+from rl_ext_core.vector.layout import Layout, common_spaces
+from rl_ext_core.vector.pool import WorkerPool, shares
+from rl_ext_core.vector.worker import PHASES, Environments
+
+if TYPE_CHECKING:
+    from rl_ext_core.factory import EnvFactory
+
+__all__ = ["RayPool"]
+
+_PHASES_OF = {"build": "constructor", "map": "start"}
+
+# A message, empty if there is nothing to say, and what of the arrays goes with it, (environments, ...) each.
+Answer = tuple[bytes, dict[str, Any]]
+
+
+class ActorFailure(Exception):  # noqa: N818 - on its way to the driver, which raises a WorkerError
+    """An environment has failed.
+
+    :param environment: its number among this actor's
+    :param phase: number of what it was at
+    :param raised: the exception
+    """
+
+    def __init__(self, environment: int, phase: int, raised: Raised) -> None:
+        super().__init__(environment, phase, raised)
+
+
+class Actor:
+    """Holds a worker's environments."""
+
+    def __init__(self) -> None:
+        self._messages: list[bytes] = []
+        self._memory = Memory(channel.CELL_BYTES)
+        self._cells = channel.cells_of(self._memory.map(channel.CELL_BYTES), 0)
+        self._arrays: dict[str, Any] = {}
+        self._envs: Environments | None = None
+
+    def do(self, command: bytes) -> Answer:
+        """Do what a command says."""
+        name, data = channel.unpack(command)
+        try:
+            if name == "map":
+                self._memory.grow(data.size)
+                self._arrays = data.arrays(self._memory.map(data.size))
+            if self._envs is None:
+                self._envs = Environments(self._messages.append, self._memory, self._cells, 0, data)
+            else:
+                self._envs.do(name, data)
+        except BaseException as error:  # Ray takes SystemExit for a wish to end the actor
+            at = self._cells[Cell.ENVIRONMENT], self._cells[Cell.PHASE]
+            raise ActorFailure(*at, Raised.of(error)) from None
+        sent = {key: array for key, array in self._arrays.items() if key != "action"}
+        return self._messages.pop(), sent if name in ("step", "reset") else {}
+
+
+class ActorHandle:
+    """An actor, seen from the driver.
+
+    :ivar at: the command that it was given last
+    :ivar pending: its answer to that, as long as it is awaited
+    :ivar answer: the last one
+    """
+
+    def __init__(self, number: int, first: int, last: int, actor: Any) -> None:
+        self.number, self.first, self.last, self.actor = number, first, last, actor
+        self.at = ""
+        self.pending: Any = None
+        self.answer: Any = None
+
+    def send(self, name: str, data: Any) -> None:
+        """Give a command."""
+        message = (channel.pack if name == "step" else channel.pack_by_value)((name, data))
+        self.at, self.pending = name, self.actor.do.remote(message)
+
+    def receive(self, answer: Answer) -> dict[str, Any]:
+        """Take an answer, and return its arrays."""
+        message, arrays = answer
+        self.answer = channel.unpack(message) if message else None
+        # Not awaited any more once it was understood: Ctrl-C may come in between.
+        self.pending = None
+        return arrays
+
+
+class RayPool(WorkerPool):
+    """Actors that hold environments.
+
+    :param factories: build the environments, one each
+    :param num_workers: how many actors share them, in order and as evenly as that goes
+    :param actor_options: of each actor, as ``ray.remote`` takes them
+    :param start_timeout: seconds until all environments must be built
+    :param step_timeout: seconds until actors must have answered any later command
+    :param close_timeout: seconds until they must have closed their environments
+    :raises MissingDependencyError: Ray is not installed
+    :raises WorkerError: an environment cannot be built
+    :raises EnvironmentOutputError: their spaces differ
+    :raises InvalidArgumentError: their observations are not arrays of fixed shape
+    """
+
+    def __init__(
+        self,
+        factories: Sequence[EnvFactory[Any]],
+        *,
+        num_workers: int,
+        actor_options: Mapping[str, Any],
+        start_timeout: float | None = None,
+        step_timeout: float | None = None,
+        close_timeout: float | None = None,
+    ) -> None:
+        try:
+            import ray
+        except ImportError:
+            raise missing_dependency("ray", "ray", "RayVecEnv") from None
+        self._ray = ray
+        new = ray.remote(Actor).options(**actor_options).remote
+        ends = enumerate(shares(len(factories), num_workers))
+        workers = [ActorHandle(number, first, last, new()) for number, (first, last) in ends]
+        super().__init__(workers, step_timeout, close_timeout)
+        try:
+            for worker in workers:
+                worker.send("build", list(factories[worker.first : worker.last]))
+            self.wait(start_timeout)
+            self.spaces = common_spaces([spaces for worker in workers for spaces in worker.answer])
+            self.layout = Layout.of(len(factories), *self.spaces, after=0)
+            self.arrays = self.layout.arrays(bytearray(self.layout.size))
+            for worker in workers:
+                layout = Layout.of(worker.last - worker.first, *self.spaces, after=channel.CELL_BYTES)
+                worker.send("map", layout)
+            self.wait(start_timeout)
+        except BaseException:
+            self.end()
+            raise
+
+    def step(self) -> None:
+        """Have all step with the actions in the arrays."""
+        actions = self.arrays["action"]
+        for worker in self.workers:
+            worker.send("step", actions[worker.first : worker.last])
+
+    def wait(self, timeout: float | None, *, failing: bool = False) -> None:
+        """Wait for all answers that actors owe; when one has failed, all are gone."""
+        asked = [worker for worker in self.workers if worker.pending is not None]
+        try:
+            # It raises as soon as one has failed, however long others take.
+            answers = self._ray.get([worker.pending for worker in asked], timeout=timeout)
+        except (self._ray.exceptions.RayError, ActorFailure) as error:
+            failure = self._described(asked, error, timeout)
+            self.end(failure)
+            raise failure from failure.__cause__
+        except KeyboardInterrupt:
+            self._interrupted = True
+            raise
+        for worker, answer in zip(asked, answers, strict=True):
+            for name, array in worker.receive(answer).items():
+                self.arrays[name][worker.first : worker.last] = array
+
+    def _described(self, asked: Sequence[ActorHandle], error: Exception, timeout: float | None) -> WorkerError:
+        ray = self._ray
+        if isinstance(error, ray.exceptions.GetTimeoutError):
+            done = set(ray.wait([worker.pending for worker in asked], num_returns=len(asked), timeout=0)[0])
+            worker = next((worker for worker in asked if worker.pending not in done), asked[0])
+            kind, what = "timeout", f"did not answer within {timeout:g} s"
+        else:
+            worker = next(worker for worker in asked if self._has_failed(worker))
+            raised = getattr(error, "cause", error)
+            if isinstance(raised, ActorFailure):
+                environment, phase, told = raised.args
+                return self._raised(worker, environment, PHASES[phase], told)
+            which = (
+                "" if worker.last - worker.first == 1 else f", with environments {worker.first} to {worker.last - 1},"
+            )
+            kind, what = "exit", f"its actor{which} has died: {error}"
+        return self._failed(worker, 0, _PHASES_OF.get(worker.at, worker.at), what, kind=kind)
+
+    def _has_failed(self, worker: ActorHandle) -> bool:
+        try:
+            self._ray.get(worker.pending, timeout=0)
+        except self._ray.exceptions.GetTimeoutError:
+            return False
+        except (self._ray.exceptions.RayError, ActorFailure):
+            return True
+        return False
+
+    def settle(self) -> None:
+        """Get ready for a command: see :meth:`WorkerPool.settle`."""
+        self.raise_failure()
+        if any(worker.pending is not None for worker in self.workers):
+            self.wait_for_step()
+        self._interrupted = False
+
+    def _close_environments(self, patience: float | None) -> list[WorkerError]:
+        ray, begin = self._ray, time.monotonic()
+        for worker in self.workers:
+            worker.send("close", None)  # when it has done what it is at
+        pending = [worker.pending for worker in self.workers]
+        ready = set(ray.wait(pending, num_returns=len(pending), timeout=patience)[0])
+        failures = []
+        for worker in self.workers:
+            if worker.pending in ready:
+                try:
+                    worker.receive(ray.get(worker.pending))
+                    found = self._failed_to_close(worker)
+                except (ray.exceptions.RayError, ActorFailure) as error:
+                    found = self._described([worker], error, patience)
+                # What has happened before concerns nobody any more.
+                failures += [found] if found is not None and found.phase == "close" else []
+        late = [worker for worker in self.workers if worker.pending is not None and worker.pending not in ready]
+        if late:
+            self._warn_of_late(late[0].first, "in close", begin)
+        return failures
+
+    def end(self, failure: WorkerError | None = None) -> None:
+        """End the actors: see :meth:`WorkerPool.end`."""
+        self._ended, self._failure = True, self._failure or failure
+        for worker in self.workers:
+            # Ray may have been shut down before.
+            with contextlib.suppress(self._ray.exceptions.RaySystemError, ValueError):
+                self._ray.kill(worker.actor)

@@ -1,0 +1,277 @@
+"""A worker: environments on one side, shared memory and two pipes on the other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rl_ext_core.errors import EnvironmentOutputError
+from rl_ext_core.processes import at_end
+from rl_ext_core.vector import environments
+from rl_ext_core.vector.channel import CELL_BYTES, Cell, Memory, Raised, Spin, cells_of, pack, unpack
+from rl_ext_core.vector.layout import Layout, Row, kept
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from pathlib import Path
+
+__all__ = ["CHANGED", "DONE", "IDLE_IN", "KINDS", "OTHER", "PHASES", "TRUNCATED", "Environments", "main"]
+
+PHASES = (
+    "start",
+    "idle",
+    "constructor",
+    "reset",
+    "step",
+    "close",
+    "render",
+    "env_method",
+    "get_attr",
+    "has_attr",
+    "set_attr",
+    "env_is_wrapped",
+)
+_IDLE, _CONSTRUCTOR, _RESET, _STEP, _CLOSE = (
+    PHASES.index(phase) for phase in ("idle", "constructor", "reset", "step", "close")
+)
+# Where it waits for commands, by which a worker that hangs is told from one that does not.
+IDLE_IN = ("in _serve_commands", "/rl_ext_core/vector/channel.py")
+# What rewards are that 64-bit floats hold exactly; Stable Baselines3's SubprocVecEnv hands over what it got.
+KINDS: dict[type, int] = {float: 0, np.float64: 0, np.float32: 1, int: 2, np.int64: 2, bool: 3, np.bool_: 3}
+OTHER = 4
+_EXACT = 2**53
+# What flags say: the episode has ended; by a limit; the observation's dtype could not hold its values.
+DONE, TRUNCATED, CHANGED = 1, 2, 4
+
+
+def main(
+    commands: Connection,
+    replies: Connection,
+    memory: Memory,
+    mail: Memory,
+    worker: int,
+    first: int,
+    env_fns: Sequence[Callable[[], Any]],
+    foreign: Sequence[Connection],
+    spins: bool,
+    cure: tuple[str, Path] | None,
+) -> None:
+    """Build environments and do what is asked of them until the parent closes its end.
+
+    :param commands: the parent rings here
+    :param replies: where the parent waits for a ring
+    :param memory: that all workers share
+    :param mail: that this one shares with the parent, for messages
+    :param worker: number of this worker
+    :param first: number of the first environment among all
+    :param env_fns: build this worker's
+    :param foreign: ends that belong to the parent, which a forked worker inherits
+    :param spins: whether it waits for commands with a core of its own
+    :param cure: what keeps this process from disturbing others, and a folder of its own for it
+    """
+    if cure is not None:
+        from rl_ext_core.isolation.cures import apply_cure
+
+        apply_cure(*cure)
+    for connection in foreign:
+        connection.close()
+    cells, doorbell = cells_of(memory.map(CELL_BYTES * (worker + 1)), worker), replies.fileno()
+
+    def reply(message: bytes) -> None:
+        if message:
+            mail.write(message)
+        cells[Cell.ANSWER_SIZE] = len(message)
+        cells[Cell.ANSWERED] = cells[Cell.TOLD]
+        try:  # noqa: SIM105 a context manager takes as long as the rest of this
+            os.write(doorbell, b"\0")
+        except (BrokenPipeError, BlockingIOError):
+            pass  # as in ring, which is a call more
+
+    mine = Environments(reply, memory, cells, first, env_fns)
+    _serve_commands(mine, commands.fileno(), cells, mail, Spin(Spin.FOR_COMMANDS) if spins else None)
+    mine.close_what_is_open()
+
+
+def _serve_commands(mine: Environments, doorbell: int, cells: memoryview, mail: Memory, spin: Spin | None) -> None:
+    told, size, answered = Cell.TOLD, Cell.TOLD_SIZE, Cell.ANSWERED
+    while (spin is not None and spin.sees(cells, told, cells[answered] + 1)) or os.read(doorbell, 256):
+        if cells[told] == cells[answered]:
+            continue  # it was rung twice
+        if not cells[size]:
+            mine.step_as_shared()
+            continue
+        name, data = unpack(mail.read(cells[size]))
+        cells[size] = 0  # the next may be a step, which has none
+        mine.do(name, data)
+        if name == "close":
+            return
+
+
+class Environments:
+    """Those of one worker, and what is done with them.
+
+    :param reply: given the message of each answer; empty: there is nothing more to say
+    :param memory: for what is not in the answers
+    :param cells: for what it is at
+    :param first: number of its first environment in the memory
+    :param env_fns: build its environments
+    """
+
+    def __init__(
+        self,
+        reply: Callable[[bytes], None],
+        memory: Memory,
+        cells: memoryview,
+        first: int,
+        env_fns: Sequence[Callable[[], Any]],
+    ) -> None:
+        self._reply, self._memory, self._cells, self._first = reply, memory, cells, first
+        self._envs: list[Any] = []
+        at_end(self.close_what_is_open)
+        for number, env_fn in enumerate(env_fns):
+            self._is_at(number, _CONSTRUCTOR)
+            self._envs.append(environments.checked(env_fn()))
+        self._answer(pack([(env.observation_space, env.action_space) for env in self._envs]))
+
+    def _is_at(self, number: int, phase: int) -> None:
+        self._cells[Cell.ENVIRONMENT], self._cells[Cell.PHASE] = number, phase
+
+    def _answer(self, message: bytes) -> None:
+        # Before the parent knows, so that it finds this if the worker ends while it waits.
+        self._cells[Cell.PHASE] = _IDLE
+        self._reply(message)
+
+    def do(self, name: str, data: Any) -> None:
+        """Do what a command says."""
+        if name == "step":
+            self._step(data)
+        elif name == "close":
+            self._close()
+        elif name == "map":
+            self._map(data)
+        elif name == "reset":
+            self._answer_infos([({}, self._reset(number, *how), None) for number, how in enumerate(data)])
+        else:
+            number, argument = data
+            self._is_at(number, PHASES.index(name))
+            try:
+                message = pack(environments.call(self._envs[number], name, argument))
+            except Exception as error:
+                # The environment is as it was; the caller may try something else.
+                message = pack(Raised.of(error))
+            self._answer(message)
+
+    def close_what_is_open(self) -> None:
+        """Close the environments as well as that goes: this process ends, and nobody listens."""
+        while self._envs:
+            with contextlib.suppress(Exception):
+                self._envs.pop().close()
+
+    def _close(self) -> None:
+        failed: Exception | None = None
+        for number, env in enumerate(self._envs):
+            if failed is None:
+                self._is_at(number, _CLOSE)
+            try:
+                env.close()
+            except Exception as error:
+                failed = failed or error
+        self._envs.clear()
+        # Said rather than raised, so that the others are closed in peace.
+        self._answer(b"" if failed is None else pack((self._cells[Cell.ENVIRONMENT], Raised.of(failed))))
+
+    def _map(self, layout: Layout) -> None:
+        arrays: dict[str, Any] = layout.arrays(self._memory.map(layout.size))
+        self._memory.close()
+        part = slice(self._first, self._first + len(self._envs))
+        self._rows: list[list[Row]] = [layout.rows(arrays, index) for index in range(part.start, part.stop)]
+        # Items of memoryviews are written in a third of the time that items of arrays take.
+        self._rewards = memoryview(arrays["reward"][part])
+        self._kinds = memoryview(arrays["reward kind"][part])
+        self._flags = memoryview(arrays["flags"][part])
+        self._own_actions: Any = arrays["action"][part] if "action" in arrays else None
+        self._answer(b"")
+
+    def _reset(self, number: int, seed: int | None, options: dict[str, Any]) -> dict[str, Any]:
+        self._is_at(number, _RESET)
+        maybe = {"options": options} if options else {}
+        observation, info = self._envs[number].reset(seed=seed, **maybe)
+        for row in self._rows[number]:
+            row.write(observation if row.key is None else observation[row.key])
+            if row.changed:
+                self._flags[number] |= CHANGED
+        found: dict[str, Any] = info
+        return found
+
+    def step_as_shared(self) -> None:
+        """Step with the actions in the memory."""
+        # The environment may keep what it gets, and the next actions are written to the same place.
+        self._step(self._own_actions.copy())
+
+    def _step(self, actions: Iterable[Any]) -> None:
+        cells, phase_at, environment_at = self._cells, Cell.PHASE, Cell.ENVIRONMENT
+        rewards, kinds, flags, all_rows = self._rewards, self._kinds, self._flags, self._rows
+        array = np.ndarray
+        entries: list[Any] | None = None
+        for number, (env, action) in enumerate(zip(self._envs, actions, strict=True)):
+            cells[environment_at] = number
+            cells[phase_at] = _STEP
+            observation, reward, terminated, truncated, info = env.step(action)
+            reset_info = None
+            if terminated or truncated:
+                flags[number] = DONE if terminated else DONE | TRUNCATED
+                info["terminal_observation"] = kept(observation)
+                cells[phase_at] = _RESET
+                observation, reset_info = env.reset()
+            else:
+                flags[number] = 0
+            kind = KINDS.get(type(reward), OTHER)
+            if kind == 2 and not -_EXACT <= reward <= _EXACT:
+                kind = OTHER
+            kinds[number] = kind
+            if kind != OTHER:
+                rewards[number] = reward
+            for row in all_rows[number]:
+                part = observation if row.key is None else observation[row.key]
+                # What row.write does first, without the call.
+                if type(part) is array and part.dtype is row.dtype and part.shape == row.shape:
+                    row.place[...] = part
+                else:
+                    row.write(part)
+                    if row.changed:
+                        flags[number] |= CHANGED
+            if info or reset_info is not None or kind == OTHER:
+                entries = entries or [None] * len(self._envs)
+                entries[number] = (info, reset_info, reward if kind == OTHER else None)
+        if entries is None:
+            cells[phase_at] = _IDLE
+            self._reply(b"")
+        else:
+            self._answer_infos(entries)
+
+    def _answer_infos(self, entries: Sequence[tuple[Any, Any, Any] | None]) -> None:
+        """Answer with an entry for each environment: information, that of a reset, a reward that is no plain number."""
+        try:
+            message = pack(entries)
+        except Exception as error:
+            self._blame(entries, error)
+            raise
+        self._answer(message)
+
+    def _blame(self, entries: Sequence[tuple[Any, Any, Any] | None], error: Exception) -> None:
+        """Raise what says which entry of an information cannot be sent."""
+        for number, entry in enumerate(entries):
+            for where, info in zip(("info", "the info of reset"), entry or (), strict=False):
+                for key, value in dict(info or {}).items():
+                    try:
+                        pack(value)
+                    except Exception:
+                        self._is_at(number, _STEP if where == "info" else _RESET)
+                        raise EnvironmentOutputError(
+                            f"{where}[{key!r}] cannot be pickled, and so cannot leave its process: {error}. Leave it "
+                            f"out: info.pop({key!r})"
+                        ) from error

@@ -1,0 +1,72 @@
+"""How many of this project's files a reader passes who follows one call with a debugger."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = """
+import sys, threading
+import gymnasium
+{imports}
+
+class Shared(gymnasium.Env):
+    metadata = {{"isolation": "shared-state"}}
+    observation_space = gymnasium.spaces.Box(0, 1)
+    action_space = gymnasium.spaces.Discrete(2)
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {{}}
+    def step(self, action):
+        return self.observation_space.sample(), 0.0, False, False, {{}}
+
+def main():
+    env = gymnasium.make("CartPole-v1")
+    passed = set()
+    def note(frame, event, argument):
+        if event == "call" and frame.f_code.co_name != "<module>":  # what is imported on the way is not read
+            passed.add(frame.f_code.co_filename)
+    threading.setprofile(note)
+    sys.setprofile(note)
+    made = {call}
+    sys.setprofile(None)
+    threading.setprofile(None)
+    if hasattr(type(made), "step_wait"):  # else its workers start with the first reset
+        made.close()
+    print(*passed, sep="\\n")
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("imports", "call", "bar"),
+    [
+        ("from torchrl_ext import ParallelEnv", "ParallelEnv(2, env)", 25),
+        ("from sb3_ext import make_vec_env", 'make_vec_env("CartPole-v1", 2)', 30),
+        ("from sb3_ext import make_vec_env", "make_vec_env(Shared, 2)", 30),
+    ],
+    ids=["ParallelEnv", "make_vec_env, in process", "make_vec_env, in workers"],
+)
+def test_a_first_call_passes_few_files(imports: str, call: str, bar: int, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(imports=imports, call=call), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script)],
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'shared'}"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    folders = tuple(f"{ROOT / name}{os.sep}" for name in ("shared/rl_ext_core", "torchrl_ext", "sb3_ext"))
+    ours = sorted(line.removeprefix(f"{ROOT}/") for line in done.stdout.splitlines() if line.startswith(folders))
+    assert 5 < len(ours) <= bar, "\n".join(ours)

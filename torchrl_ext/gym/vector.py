@@ -1,0 +1,417 @@
+"""Vectorised environments: when they reset themselves, how some are reset, and what was last before an episode's end.
+
+Source: gymnasium's ``AutoresetMode`` (https://farama.org/Vector-Autoreset-Mode). Environments in Isaac Lab's style
+reset within the step as well, and say so nowhere.
+"""
+
+from __future__ import annotations
+
+import inspect
+from enum import Enum
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from tensordict import TensorDictBase
+from torchrl.data import Composite, OneHot
+
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
+from torchrl_ext._compat import built
+from torchrl_ext.gym.io import compile_one_hot, compile_value
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    PartialReset = Callable[..., tuple[Any, Any]]
+
+__all__ = [
+    "Autoreset",
+    "assigned",
+    "final_observation",
+    "find_mode",
+    "has_finite_horizon",
+    "is_batch",
+    "keep_when_freed",
+    "last_info",
+    "leaves_of",
+    "merged_info",
+    "overwritten",
+    "partial_reset",
+    "rows_of",
+    "same_rows",
+    "without_final",
+]
+
+Entries = dict[str, Any]
+Leaves = dict[str, Any]  # specs, in dicts that are nested as the observations are
+
+_FINAL = ("final_obs", "final_observation", "final_info")
+_STATISTICS = ("episode_returns", "episode_lengths", "episode_start_times", "prev_dones")
+_MAPPED_FROM, _MAPPED_TO = 128 << 10, 31 << 20
+
+
+class Autoreset(Enum):
+    """When a sub-environment that is done resets itself; the values are gymnasium's."""
+
+    NEXT_STEP = "NextStep"
+    SAME_STEP = "SameStep"
+    DISABLED = "Disabled"
+
+
+def find_mode(env: Any, asked: object, *, speaks_torch: bool) -> Autoreset:
+    """Find the mode of a vectorised environment: as asked for, its attribute, its metadata.
+
+    :raises InvalidArgumentError: no such mode
+    """
+    metadata = getattr(env, "metadata", None) or {}
+    base = getattr(env, "unwrapped", env)
+    attributes = (getattr(owner, "autoreset_mode", None) for owner in (env, base))
+    said = next((mode for mode in (asked, *attributes, metadata.get("autoreset_mode")) if mode is not None), None)
+    if said is None:
+        # ManiSkill's wrapper, and mjlab's setting.
+        settings = [getattr(layer, "__dict__", {}).get("auto_reset") for layer in _layers(env)]
+        settings.append(_setting(base, "auto_reset"))
+        resets = next((value for value in settings if isinstance(value, bool)), not _is_maniskill(base))
+        # Isaac Lab and those after its fashion; without one of gymnasium's modes no other convention is left.
+        return Autoreset.SAME_STEP if speaks_torch and resets else Autoreset.DISABLED
+    text = str(getattr(said, "value", said))
+    for mode in Autoreset:
+        if text in (mode.value, mode.name):
+            return mode
+    raise InvalidArgumentError(
+        f"autoreset_mode={said!r} is none of {', '.join(repr(mode.value) for mode in Autoreset)}. "
+        'Write autoreset_mode="SameStep"'
+    )
+
+
+def has_finite_horizon(env: Any, asked: bool | None) -> bool:
+    """Tell whether time-outs are terminations: as asked for, else as Isaac Lab's configuration says.
+
+    Source: ``is_finite_horizon`` of isaaclab.envs.ManagerBasedRLEnvCfg, https://github.com/isaac-sim/IsaacLab/pull/7502
+    """
+    return _setting(getattr(env, "unwrapped", env), "is_finite_horizon") is True if asked is None else asked
+
+
+def _setting(base: Any, name: str) -> Any:
+    return getattr(getattr(base, "cfg", None), name, None)
+
+
+def _is_maniskill(base: Any) -> bool:
+    """Tell whether an environment is ManiSkill's: reset by the option ``env_idx``, and never by itself."""
+    return any(kind.__module__.startswith("mani_skill") for kind in type(base).__mro__)
+
+
+def _layers(env: Any) -> list[Any]:
+    """Give an environment and the wrappers around it, the outermost first."""
+    found = [env]
+    while len(found) < 100 and getattr(found[-1], "__dict__", {}).get("env") is not None:
+        found.append(found[-1].env)
+    base = getattr(env, "unwrapped", env)
+    return found if found[-1] is base else [*found, base]
+
+
+def keep_when_freed(nbytes: int) -> None:
+    """Let the C library keep blocks of this size when they are freed, rather than give them back at every step.
+
+    glibc maps pages for a block above a threshold, and the page faults of 3 MB take longer than to fill them. The
+    threshold rises to the largest such block that was freed, up to 32 MB: one that nobody touches will do.
+    Source: mallopt(3), M_MMAP_THRESHOLD.
+    """
+    size = min(4 * nbytes, _MAPPED_TO)
+    if size > _MAPPED_FROM:
+        torch.empty(size, dtype=torch.uint8)
+
+
+# -- resets of some
+
+
+def partial_reset(env: Any, mode: Autoreset) -> tuple[PartialReset, bool]:
+    """Find the way to reset some sub-environments and leave the others.
+
+    By a keyword argument ``env_ids`` (Isaac Lab, mjlab), by ManiSkill's option ``env_idx``, else by gymnasium's option
+    ``reset_mask``; through all wrappers, which may change what is returned.
+
+    :return: ``(mask, **kwargs) -> (observation, info)``, and whether it is known to leave the others alone
+    :raises InvalidArgumentError: the environment is known to do it wrongly
+    """
+    base = getattr(env, "unwrapped", env)
+    if "env_ids" in _parameters(base.reset):
+        return _by_keyword(env, base), True
+    if _is_maniskill(base):
+        return _by_option(env, "env_idx", lambda mask: _indices(mask, base)), True
+    if isinstance(base, CartPoleVectorEnv) and "reset" not in vars(base):
+        # It ignores the option: taught here, so that wrappers around it can pass it on.
+        base.reset = partial(_reset_cartpole, base)  # type: ignore[method-assign]
+    if isinstance(base, gymnasium.vector.AsyncVectorEnv) and mode is Autoreset.NEXT_STEP and not base.shared_memory:
+        raise InvalidArgumentError(
+            "AsyncVectorEnv(shared_memory=False) resets a sub-environment once more after a reset by reset_mask. Write "
+            'autoreset_mode="SameStep", or leave shared_memory at True'
+        )
+    known = (gymnasium.vector.SyncVectorEnv, gymnasium.vector.AsyncVectorEnv, CartPoleVectorEnv)
+    return _by_option(env, "reset_mask", lambda mask: mask.cpu().numpy()), isinstance(base, known)
+
+
+def _parameters(function: Any) -> Any:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def _indices(mask: torch.Tensor, env: Any) -> torch.Tensor:
+    return mask.nonzero().squeeze(-1).to(getattr(env, "device", mask.device))
+
+
+def _by_keyword(env: Any, base: Any) -> PartialReset:
+    """Call the outermost reset that may change anything, if all from there on pass the keyword on."""
+    chain = _layers(env)
+    while len(chain) > 1 and _is_passive(chain[0]):
+        del chain[0]
+    stops = next((layer for layer in chain if not _takes_env_ids(layer.reset)), None)
+
+    def reset(mask: torch.Tensor, **kwargs: Any) -> tuple[Any, Any]:
+        if stops is not None:
+            raise InvalidArgumentError(
+                f"{type(stops).__name__}.reset takes no env_ids, so that sub-environments cannot be reset alone "
+                "through it. Write def reset(self, **kwargs) and self.env.reset(**kwargs) in it"
+            )
+        return chain[0].reset(env_ids=_indices(mask, base), **kwargs)
+
+    return reset
+
+
+def _is_passive(layer: Any) -> bool:
+    """Tell whether a wrapper leaves resets as they are: gymnasium's own that only look, and those without a reset."""
+    if not isinstance(layer, gymnasium.Wrapper) or "reset" in vars(layer) or _takes_env_ids(layer.reset):
+        return False
+    owner = next(cls for cls in type(layer).__mro__ if "reset" in vars(cls))
+    return owner in (gymnasium.Wrapper, gymnasium.wrappers.OrderEnforcing, gymnasium.wrappers.PassiveEnvChecker)
+
+
+def _takes_env_ids(function: Any) -> bool:
+    parameters = _parameters(function)
+    return "env_ids" in parameters or any(part.kind is part.VAR_KEYWORD for part in parameters.values())
+
+
+def _by_option(env: Any, option: str, value: Callable[[torch.Tensor], Any]) -> PartialReset:
+    layers = [layer for layer in _layers(env) if isinstance(layer, gymnasium.vector.VectorWrapper)]
+    recorders = [layer for layer in layers if isinstance(layer, RecordEpisodeStatistics)]
+
+    def reset(mask: torch.Tensor, *, options: dict[str, Any] | None = None, **kwargs: Any) -> tuple[Any, Any]:
+        kept = [{name: getattr(recorder, name).copy() for name in _STATISTICS} for recorder in recorders]
+        result = env.reset(options={**(options or {}), option: value(mask)}, **kwargs)
+        # What is below this wrapper takes the mask out of the options, before the wrapper reads it.
+        for recorder, values in zip(recorders, kept, strict=True):
+            for name, old in values.items():
+                setattr(recorder, name, np.where(mask.cpu().numpy(), getattr(recorder, name), old))
+        return result
+
+    return reset
+
+
+def _reset_cartpole(env: Any, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
+    """Do now what gymnasium's vectorised CartPole would do in the next step, from the same random numbers."""
+    if not options or "reset_mask" not in options:
+        return type(env).reset(env, seed=seed, options=options)
+    rows = options["reset_mask"]
+    gymnasium.vector.VectorEnv.reset(env, seed=seed)
+    env.state[:, rows] = env.np_random.uniform(low=env.low, high=env.high, size=(4, int(rows.sum())))
+    env.steps[rows] = 0
+    env.prev_done[rows] = False
+    return env.state.T.astype(np.float32), {}
+
+
+# -- what was last before a reset, in infos
+
+
+def final_observation(info: Any) -> Any:
+    """Take the last observations out of a step's info. None where it holds none."""
+    if isinstance(info, list):  # one info a sub-environment
+        each = [final_observation(part) for part in info]
+        return each if any(part is not None for part in each) else None
+    if not isinstance(info, dict):
+        return None
+    found = info.get("final_obs")
+    return info.get("final_observation") if found is None else found
+
+
+def last_info(info: Any, rows: list[int], count: int) -> Any:
+    """Give the info that belongs to the last observations: that of ``final_info`` where sub-environments were reset.
+
+    :param info: of the step
+    :param rows: which were reset
+    :param count: of all sub-environments
+    """
+    final = info.get("final_info") if isinstance(info, dict) else None
+    rest = without_final(info)
+    return merged_info(rest, final, rows, count) if isinstance(final, dict) else rest
+
+
+def without_final(info: Any) -> Any:
+    """Leave out of an info what belongs to the last observations."""
+    if not isinstance(info, dict):
+        return info
+    return {key: value for key, value in info.items() if key.removeprefix("_") not in _FINAL}
+
+
+def merged_info(info: Any, other: Any, rows: list[int], count: int) -> Any:
+    """Take some rows of an info from another one; the masks that gymnasium puts beside its entries are left out."""
+    if not isinstance(info, dict) or not isinstance(other, dict):
+        return other
+    result = dict(info)
+    for key, new in other.items():
+        if key.startswith("_"):
+            continue
+        old: Any = info.get(key)
+        if isinstance(new, dict):
+            result[key] = merged_info(old if isinstance(old, dict) else {}, new, rows, count)
+        elif isinstance(new, (np.ndarray, torch.Tensor)) and new.shape[:1] == (count,):
+            fits = type(old) is type(new) and old.shape == new.shape and old.dtype == new.dtype
+            if not fits:
+                old = np.zeros_like(new) if isinstance(new, np.ndarray) else torch.zeros_like(new)
+            values = old.copy() if isinstance(new, np.ndarray) else old.clone()
+            values[rows] = new[rows]
+            result[key] = values
+    return result
+
+
+# -- rows of observations
+
+
+def rows_of(final: Any, rows: list[int], count: int) -> Any:
+    """Give the last observations of some rows, whatever form they have: a batch, one array a row, or those rows alone.
+
+    :param final: what the info holds
+    :param rows: which sub-environments are done
+    :param count: of all sub-environments
+    :return: as a single observation is nested, with the rows stacked along the first axis
+    :raises EnvironmentOutputError: a row that is done has none
+    """
+    if isinstance(final, dict):
+        # gymnasium puts a mask "_key" beside each "key".
+        masks = {f"_{key}" for key in final}
+        return {key: rows_of(part, rows, count) for key, part in final.items() if key not in masks}
+    length = len(final) if hasattr(final, "__len__") else None
+    if length not in (count, len(rows)):
+        raise EnvironmentOutputError(
+            f"final_obs is of type {type(final).__name__} and holds {length} rows; expected {count}, or {len(rows)}, "
+            "those that are done"
+        )
+    if isinstance(final, torch.Tensor) or (isinstance(final, np.ndarray) and final.dtype != object):
+        return final if length != count else final[rows]
+    singles = [final[row] for row in rows] if length == count else list(final)
+    absent = [row for row, single in zip(rows, singles, strict=True) if single is None]
+    if absent:
+        raise EnvironmentOutputError(f"final_obs holds nothing for the sub-environments {absent}, which are done")
+    return _stacked(singles)
+
+
+def _stacked(singles: list[Any]) -> Any:
+    if isinstance(singles[0], dict):
+        return {key: _stacked([single[key] for single in singles]) for key in singles[0]}
+    if isinstance(singles[0], torch.Tensor):
+        return torch.stack([single.detach() for single in singles])
+    try:
+        return np.array(singles)
+    except ValueError as error:
+        raise EnvironmentOutputError(f"final_obs holds observations of several shapes ({error})") from None
+
+
+def is_batch(final: Any, count: int) -> bool:
+    """Tell whether last observations are tensors with a row for every sub-environment."""
+    if isinstance(final, dict):
+        return all(is_batch(part, count) for part in final.values())
+    return isinstance(final, torch.Tensor) and final.shape[:1] == (count,)
+
+
+def leaves_of(spec: Composite) -> Leaves:
+    """Give the specs of a Composite in plain dicts, which are much faster to walk through."""
+    return {key: leaves_of(part) if isinstance(part, Composite) else part for key, part in spec.items()}
+
+
+def overwritten(
+    leaves: Leaves, target: Any, mask: torch.Tensor, rows: torch.Tensor | None, values: Any, path: tuple[str, ...] = ()
+) -> Entries:
+    """Copy observations, and write others into some rows of the copies.
+
+    :param leaves: of the specs of the observations
+    :param target: the observations
+    :param mask: (n,) booleans: which rows
+    :param rows: the same as indices; None: not looked at, so that a GPU need not answer
+    :param values: observations of all rows, or of those ``rows`` alone; None: lost, which makes them NaN, or zero
+        where there is no NaN
+    :raises EnvironmentOutputError: the values do not fit
+    """
+    result: Entries = {}
+    for key, part in leaves.items():
+        old, new, here = target[key], None if values is None else _entry(values, key, path), (*path, key)
+        if isinstance(part, dict):
+            result[key] = built(overwritten(part, old, mask, rows, new, here), old.batch_size, old.device)
+            continue
+        if new is None:
+            new = torch.full((), float("nan") if old.is_floating_point() else 0, dtype=old.dtype, device=old.device)
+            new = new.expand_as(old)
+        if rows is None:
+            wide = mask.view(-1, *([1] * (old.ndim - 1)))
+            result[key] = torch.where(wide, _fitted(part, old, new, len(mask), here), old)
+        else:
+            if type(new) is torch.Tensor and new.shape == old.shape:
+                new = new.index_select(0, rows)
+            result[key] = old.index_copy(0, rows, _fitted(part, old, new, len(rows), here))
+    return result
+
+
+def _entry(values: Any, key: str, path: tuple[str, ...]) -> Any:
+    if not isinstance(values, (dict, TensorDictBase)):
+        raise EnvironmentOutputError(
+            f"final_obs{' ' if path else ''}{'.'.join(path)} is of type {type(values).__name__}; expected a dict with "
+            f"the key {key!r}"
+        )
+    keys = values.keys()
+    if key not in keys and key == "observation" and "state" in keys:
+        return values["state"]
+    if key not in keys:
+        raise EnvironmentOutputError(
+            f"final_obs has no {'.'.join((*path, key))!r}, which the observations have; it holds {sorted(keys)}"
+        )
+    return values[key]
+
+
+def _fitted(spec: Any, old: torch.Tensor, new: Any, count: int, path: tuple[str, ...]) -> torch.Tensor:
+    shape = (count, *old.shape[1:])
+    if type(new) is torch.Tensor and new.shape == shape and new.dtype is old.dtype and new.device == old.device:
+        return new.detach()
+    name = f"final_obs {'.'.join(path)}"
+    # One-hot entries come as indices from environments, as they are from those that were read already.
+    if isinstance(spec, OneHot) and tuple(getattr(new, "shape", ())) != shape:
+        return compile_one_hot(spec, shape[:-1], name=name, device=old.device)(new)
+    return compile_value(shape, old.dtype, name=name, device=old.device, copy=False)(new)
+
+
+def assigned(target: torch.Tensor, rows: list[int], final: Any) -> torch.Tensor | None:
+    """Do what :func:`overwritten` does with one leaf, and last observations one by one, in a third of the time.
+
+    :return: None where it cannot
+    """
+    result = target.clone()
+    view = result.numpy()
+    for row in rows:
+        single = final[row]
+        if type(single) is not np.ndarray or single.shape != view.shape[1:] or single.dtype is not view.dtype:
+            return None
+        view[row] = single
+    return result
+
+
+def same_rows(leaves: Leaves, one: Any, other: Any, rows: torch.Tensor) -> bool:
+    """Tell whether rows of observations are the same; NaN equals NaN."""
+    return all(
+        same_rows(part, one[key], other[key], rows)
+        if isinstance(part, dict)
+        else torch.equal(*(data[key].index_select(0, rows).nan_to_num() for data in (one, other)))
+        for key, part in leaves.items()
+    )

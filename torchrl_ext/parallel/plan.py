@@ -1,0 +1,244 @@
+"""What the workers of a ``ParallelEnv`` will build, and what has to be known of it before."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchrl._utils import seed_generator
+from torchrl.envs import EnvBase
+from torchrl.envs.common import EnvMetaData
+
+from rl_ext_core import processes, resources
+from rl_ext_core.devices import READ_AT_IMPORT
+from rl_ext_core.errors import InvalidArgumentError
+from rl_ext_core.factory._sources import merged_modules
+from rl_ext_core.factory.convert import examined
+from torchrl_ext.factories import factory_of, metadata_of
+
+if TYPE_CHECKING:
+    from rl_ext_core.factory import EnvFactory
+    from rl_ext_core.factory._examine import Examination
+    from rl_ext_core.processes.contexts import WorkerContext
+
+__all__ = ["Plan", "SpeedCheck", "WorkerEnvs", "warn_of_memory"]
+
+_log = logging.getLogger("torchrl_ext")
+
+# The first steps of workers fault their pages in.
+_SKIPPED, _TIMED = 10, 40
+# Below this, noise decides.
+_SLOWER = 1.2
+
+Schema = tuple[tuple[Any, ...], ...]
+
+
+class Plan:
+    """Turns what users hand over into what TorchRL takes.
+
+    :ivar factories: one per worker
+    :ivar seeds: one per worker; None: none
+    :ivar functions: a function for all workers, or a list if their environments differ in kind
+    :ivar kwargs: per worker, what TorchRL passes to it
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        num_workers: int,
+        *,
+        seed: int | None = None,
+        overrides: Sequence[Mapping[str, Any]] | None = None,
+        devices: Any = None,
+        verify: bool = True,
+        start_method: str | None = None,
+        timeout: float | None = None,
+        num_threads: int | None = None,
+        kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        sources = list(source) if isinstance(source, (list, tuple)) else [source] * num_workers
+        factories: dict[int, list[EnvFactory[Any]]] = {}
+        for item in sources:
+            if id(item) not in factories:
+                factory = factory_of(item, verify=verify, start_method=start_method, timeout=timeout)
+                factories[id(item)] = factory.for_workers(num_workers, seed=seed, overrides=overrides, devices=devices)
+        self.factories = [factories[id(item)][index] for index, item in enumerate(sources)]
+        self.seeds = _chain(seed, num_workers)
+        alike = {key: WorkerEnvs(own, self.seeds) for key, own in factories.items()}
+        self._envs = [alike[id(item)] for item in sources]
+        self.functions: Any = self._envs[0] if len(alike) == 1 else self._envs
+        self.kwargs = _per_worker(kwargs, num_workers)
+        # As upstream's workers: environments may ask how many threads there are when they are built.
+        begin = None if num_threads is None else functools.partial(torch.set_num_threads, num_threads)
+        self._examined = functools.partial(
+            examined, read=metadata_of, start_method=start_method, begin=begin, timeout=timeout
+        )
+        self._examinations: list[Examination] = []
+
+    def context(self, method: str | None, on_start: Callable[[Any], None]) -> WorkerContext:
+        """Return what starts the workers: with the variables of their device decisions."""
+        return processes.get_context(
+            method,
+            preload=merged_modules(*(factory.preload for factory in self.factories)),
+            environs=[{} if factory.decision is None else factory.decision.variables for factory in self.factories],
+            import_time=READ_AT_IMPORT,
+            on_start=on_start,
+        )
+
+    def advice(self) -> SpeedCheck:
+        """Warn of what was measured of copies, if anything; of their speed, once there is something to compare with."""
+        warn_of_memory([found.private_bytes for found in self._examinations], len(self.factories))
+        return SpeedCheck([found.step_seconds for found in self._examinations] or [None], len(self.factories))
+
+    def metadata(self) -> list[EnvMetaData]:
+        """Read what TorchRL allocates buffers by, one per worker, without building an environment here."""
+        known: dict[int, Examination] = {}
+        for index, envs in enumerate(self._envs):
+            if id(envs) not in known:
+                known[id(envs)] = found = self._examination(index)
+                envs.schema = _schema(found.read)
+        self._examinations = [known[id(envs)] for envs in self._envs]
+        return [found.read.clone() for found in self._examinations]
+
+    def _examination(self, index: int) -> Examination:
+        factory, overrides = self.factories[index], dict(self.kwargs[index])
+        del overrides["worker"]
+        known, its_own = factory.examination, {**factory.overrides, **overrides}
+        if known is not None and isinstance(known.read, EnvMetaData) and not its_own and factory.decision is None:
+            return known
+        return self._examined(factory, overrides=overrides)
+
+
+def _per_worker(kwargs: Any, num_workers: int) -> list[dict[str, Any]]:
+    entries = [kwargs or {}] * num_workers if kwargs is None or isinstance(kwargs, Mapping) else list(kwargs)
+    if len(entries) != num_workers:
+        raise InvalidArgumentError(
+            f"create_env_kwargs has {len(entries)} entries for {num_workers} workers; expected one for each"
+        )
+    return [{**entry, "worker": index} for index, entry in enumerate(entries)]
+
+
+class WorkerEnvs:
+    """Builds the environment of each worker; one object for all, as TorchRL wants it for environments that are alike.
+
+    :param factories: one per worker
+    :param seeds: one per worker, for ``set_seed``; None: none
+    """
+
+    def __init__(self, factories: Sequence[EnvFactory[EnvBase]], seeds: Sequence[int] | None) -> None:
+        self.factories, self.seeds = list(factories), seeds
+        self.schema: Schema | None = None
+
+    def __call__(self, *, worker: int, **overrides: Any) -> EnvBase:
+        """Build the environment of a worker.
+
+        :param worker: its index
+        :param overrides: in addition to the factory's
+        :raises InvalidArgumentError: it has other specs than the buffers were made for
+        """
+        seed = None if self.seeds is None else self.seeds[worker]
+        processes.note(phase="building the environment", **({} if seed is None else {"seed": seed}))
+        try:
+            environment = self.factories[worker](**overrides)
+            processes.at_end(functools.partial(_close, weakref.ref(environment)))
+            # In upstream's worker, where metadata come from there, these errors would be lost likewise.
+            found = metadata_of(environment)
+            if self.schema is not None:
+                _check(self.schema, _schema(found), worker)
+            if seed is not None:
+                # Melting Pot's environments, among others, take no seed; the process's generators are seeded all the
+                # same.
+                with contextlib.suppress(NotImplementedError):
+                    environment.set_seed(seed)
+        except Exception as error:
+            processes.fail(error)
+        processes.note(phase="")
+        return environment
+
+
+def _close(reference: weakref.ref[EnvBase]) -> None:
+    environment = reference()
+    if environment is not None:
+        environment.close()
+
+
+def _chain(seed: int | None, num_workers: int) -> list[int] | None:
+    """Return the seeds that TorchRL's ``set_seed`` gives to the workers."""
+    if seed is None:
+        return None
+    seeds = [seed]
+    while len(seeds) < num_workers:
+        seeds.append(seed_generator(seeds[-1]))
+    return seeds
+
+
+def _schema(metadata: EnvMetaData) -> Schema:
+    """Return the part of it that buffers depend on."""
+    specs = metadata.specs.items(True, True)
+    return tuple((key, tuple(spec.shape), str(getattr(spec, "dtype", None))) for key, spec in specs)
+
+
+def _check(expected: Schema, found: Schema, worker: int) -> None:
+    """Compare what buffers were made for with what a worker's environment has.
+
+    :raises InvalidArgumentError: it does not fit
+    """
+    if expected == found:
+        return
+    lines = [f"{key} is {rest}" for key, *rest in found if (key, *rest) not in expected]
+    missing = [f"no {key}" for key, *_ in expected if key not in {key for key, *_ in found}]
+    raise InvalidArgumentError(
+        f"the environment of worker {worker} differs from what the buffers are for: {'; '.join([*lines, *missing])}. "
+        "Overrides that change specs need environments of their own: ParallelEnv(2, [make_small, make_large])"
+    )
+
+
+def warn_of_memory(measured: Sequence[int | None], num_workers: int) -> None:
+    """Warn where the workers would need more memory than there is.
+
+    :param measured: what some of the workers take for themselves, in bytes, as far as it is known
+    """
+    private_bytes = max((size for size in measured if size is not None), default=0)
+    if sentence := resources.shortage(private_bytes, num_workers):
+        _log.warning("%s", sentence)
+
+
+class SpeedCheck:
+    """Times the first steps, and warns once if the environments one after the other would be faster.
+
+    :param step_seconds: what a step of each environment takes in one process; None: not known
+    """
+
+    def __init__(self, step_seconds: Sequence[float | None], num_workers: int) -> None:
+        self._serial = None if None in step_seconds else sum(seconds or 0.0 for seconds in step_seconds)
+        self._num_workers = num_workers
+        self._taken: list[float] = []
+        self._begin = 0.0
+
+    def __enter__(self) -> None:
+        self._begin = time.perf_counter()
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        if self._serial is None or kind is not None or len(self._taken) >= _SKIPPED + _TIMED:
+            return
+        self._taken.append(time.perf_counter() - self._begin)
+        if len(self._taken) == _SKIPPED + _TIMED:
+            self._judge(statistics.median(self._taken[_SKIPPED:]), self._serial)
+
+    def _judge(self, parallel: float, serial: float) -> None:
+        if parallel > _SLOWER * serial:
+            _log.warning(
+                "these %d workers take %.2f ms for a step that takes about %.2f ms in one process (both measured): "
+                "SerialEnv(%d, as_factory(env)) is faster",
+                self._num_workers,
+                parallel * 1e3,
+                serial * 1e3,
+                self._num_workers,
+            )
