@@ -60,6 +60,8 @@ ALONE, FIRST, SECOND, CROWD = "alone", "first", "second", "crowd"
 APART = ("apart: A", "apart: B", "apart: C")
 RACE = ("race: A", "race: B")
 ASKED_ALONE, ASKED_BESIDE = "asked: alone", "asked: beside"
+# What is read in place of a process that has ended.
+GONE = b"x"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,15 +213,19 @@ class Turns:
 
     :ivar theirs: by instance, descriptors to read from: a byte for each operation that is done there
     :ivar ours: descriptors to write to
+    :ivar gone: whose process has ended, which the supervisor says in its place
     """
 
     theirs: Mapping[str, int]
     ours: Sequence[int]
+    gone: set[str] = dataclasses.field(default_factory=set)
 
     def wait(self, who: str) -> None:
-        """Wait until another has done an operation."""
-        record("waits")
-        os.read(self.theirs[who], 1)
+        """Wait until another has done an operation, or has ended."""
+        if who not in self.gone:
+            record("waits")
+            if os.read(self.theirs[who], 1) == GONE:
+                self.gone.add(who)
 
     def hand_over(self) -> None:
         """Say that an operation is done here."""
@@ -331,7 +337,9 @@ class _Executor:
             for who in turns.theirs:
                 turns.wait(who)
             return
-        self._look(operation.who)
+        # What there is to see of it, since others have had their turns.
+        if operation.who in self._instances and (seen := self._instances[operation.who].look()):
+            record("found", operation.who, seen)
         record("does", operation.who, operation.what, self._experiment.limits[operation.what])
         if self._experiment.generators and operation.who in self._generators:
             _set_generators(self._generators[operation.who])
@@ -351,11 +359,6 @@ class _Executor:
                 with contextlib.suppress(BaseException):
                     self._close(Operation(who, "close"))
 
-    def _look(self, who: str) -> None:
-        """Say what there is to see of an instance, since others have had their turns."""
-        if who in self._instances and (seen := self._instances[who].look()):
-            record("found", who, seen)
-
     def _build(self, operation: Operation) -> None:
         # What constructors draw is no sign of anything shared; what resets and steps draw is.
         _streams.seed_process(_streams.sequence(_SEEDS[operation.like], 0))
@@ -373,18 +376,16 @@ class _Executor:
             record("fact", "built", taken)
             record("fact", "declared", declared_by_instance(environment))
 
-    def _reset(self, operation: Operation) -> None:
-        instance = self._instances[operation.who]
-        kept = instance.kept()
-        record("saw", operation.who, kept + instance.saw(instance.reset(operation)))
-
     def _step(self, operation: Operation) -> None:
         instance = self._instances[operation.who]
         kept = instance.kept()
         begin = time.perf_counter()
-        returned = instance.driver.step()
-        self._step_s.append(time.perf_counter() - begin)
+        returned = instance.driver.step() if operation.what == "step" else instance.reset(operation)
+        if operation.what == "step":
+            self._step_s.append(time.perf_counter() - begin)
         record("saw", operation.who, kept + instance.saw(returned))
+
+    _reset = _step
 
     def _call(self, operation: Operation) -> None:
         instance = self._instances[operation.who]
@@ -467,8 +468,10 @@ class _Instance:
                 seen["action_masks()"] = _digest(self._masks())
             except Exception as error:
                 seen["action_masks()"] = type(error).__name__
-        for name, array in _arrays(self._holders):
-            seen[name] = _digest(array)
+        for name, value in (pair for holder in self._holders for pair in list(holder.items())):
+            known = isinstance(value, np.ndarray) and not value.dtype.hasobject
+            if known and name[0] != "_" and value.nbytes <= _LARGEST_BYTES:
+                seen[name] = _digest(value)
         return seen
 
     def options(self) -> list[Any]:
@@ -562,14 +565,6 @@ def _classes(environment: Any) -> list[type]:
     return [base for base in type(environment).__mro__ if base.__module__.partition(".")[0] not in _LIBRARIES]
 
 
-def _arrays(holders: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, np.ndarray]]:
-    for holder in holders:
-        for name, value in list(holder.items()):
-            known = isinstance(value, np.ndarray) and not value.dtype.hasobject
-            if known and name[0] != "_" and value.nbytes <= _LARGEST_BYTES:
-                yield name, value
-
-
 def _least_average(times: list[float]) -> float:
     sums = np.cumsum([0.0, *times])
     width = min(_TIMED, len(times))
@@ -592,11 +587,10 @@ def _get_generators() -> Any:
 
 
 def _set_generators(states: Any) -> None:
-    ours, numpys, torchs = states
-    random.setstate(ours)
-    np.random.set_state(numpys)
-    if torchs is not None:
-        sys.modules["torch"].set_rng_state(torchs)
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    if states[2] is not None:
+        sys.modules["torch"].set_rng_state(states[2])
 
 
 def _in_one_line(error: BaseException) -> str:

@@ -100,10 +100,7 @@ class Finding:
     declared_by: str = "probe"
 
     def verdict(self, note: str = "") -> Verdict:
-        """Give the verdict.
-
-        :param note: one more sentence on what was seen
-        """
+        """Give the verdict; a note is one more sentence on what was seen."""
         measured = {} if self.alone is None else self.alone.measured
         return Verdict(
             self.isolation,
@@ -145,12 +142,7 @@ def _finding(
     more: str = "",
     **words: Any,
 ) -> Finding:
-    """Look up what follows from an observation.
-
-    :param observed: a key of the table
-    :param more: sentences that are added
-    :param words: for the sentence
-    """
+    """Look up what follows from an observation; sentences may be added to the table's."""
     isolation, sentence = _SENTENCES[observed]
     return Finding(isolation, sentence.format(**words) + more, alone, in_process, cure)
 
@@ -164,11 +156,7 @@ def declared(said: Declaration, alone: Trial | None = None) -> Finding:
 
 @dataclasses.dataclass(frozen=True)
 class _Problem:
-    """Something that instances do not do beside each other, and one alone does.
-
-    :ivar fails: whether one failed; else one returned something else
-    :ivar text: a clause
-    """
+    """What instances do beside each other and one alone does not: fail, or else return something else."""
 
     fails: bool
     text: str
@@ -312,7 +300,7 @@ class _Comparison:
 
     def problem(self, trials: Sequence[Trial]) -> _Problem | None:
         """Find what is different from one alone; failures weigh more."""
-        for trial in sorted(trials, key=lambda trial: trial.waited):
+        for trial in trials:
             if not trial.done:
                 return _Problem(True, _clause(trial))
             if trial.complaints and not self.alone.complaints:

@@ -14,6 +14,7 @@ import ctypes
 import dataclasses
 import itertools
 import logging
+import math
 import os
 import select
 import shutil
@@ -33,7 +34,7 @@ from rl_ext_core.errors import InvalidTypeError, WorkerError
 from rl_ext_core.factory import EnvFactory, _graft
 from rl_ext_core.isolation import dependencies
 from rl_ext_core.isolation.cures import Mirrored
-from rl_ext_core.isolation.experiments import APART, RACE, Experiment, Operation, Task, Turns, follow, waited
+from rl_ext_core.isolation.experiments import APART, GONE, RACE, Experiment, Operation, Task, Turns, follow, waited
 from rl_ext_core.processes.failures import FailedWorker, ended, signal_name
 from rl_ext_core.processes.report import PAGE
 from rl_ext_core.processes.servers import preload_modules
@@ -113,11 +114,6 @@ class Trial:
     def performed(self) -> list[Operation]:
         """What it did, in order; the last one may not have come to its end."""
         return [Operation(who, what) for who, what, _ in self._all("does")]
-
-    @property
-    def waited(self) -> bool:
-        """Whether it was ended while it waited for another process, and because of that."""
-        return self.hung and self.events[-1][0] == "waits"
 
     @property
     def end(self) -> str:
@@ -272,9 +268,9 @@ def supervise(
     :param scratch: folder for everything, which is removed at the end
     """
     try:
-        with open(os.devnull, "r+b", buffering=0) as nothing:
-            for descriptor in range(3):
-                os.dup2(nothing.fileno(), descriptor)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for descriptor in range(3):
+            os.dup2(nothing, descriptor)
         # So that descendants that lose their parents can be found.
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         sys.path[:] = path
@@ -348,9 +344,9 @@ class _Supervisor:
             process = self._context.Process(target=follow, args=(task,))
             process.start()
             os.close(prints)
-            running.append(_Running(process, Trial(mode), printed, experiment.limits["build"]))
-        for descriptor in itertools.chain(*pipes.values()):
-            os.close(descriptor)
+            running.append(_Running(process, Trial(mode), printed, ours, experiment.limits["build"]))
+        for reading, _ in pipes.values():
+            os.close(reading)
         return running
 
     def _watch(self, started: list[_Running], folders: dependencies.FolderWatch) -> None:
@@ -359,25 +355,22 @@ class _Supervisor:
             if self._hung_up.poll(_TICK_MS):
                 raise _GoneError
             folders.look()
-            failed = {process.group for process in started if process.has_failed()}
             for process in running:
                 process.look()
-                # Nobody is to wait for what one that has failed would have done.
-                if process.is_late() or (process.waits and process.group in failed):
+                if process.is_late():
                     process.trial.hung = True
                     process.worker.kill()
 
 
 class _Running:
-    """A trial that runs.
+    """A trial that runs, or has run.
 
-    :ivar group: of those that wait for one another
-    :ivar waits: whether it waits for another one, which has no limit
+    :param turns: descriptors that others read from, who wait for this one
     """
 
-    def __init__(self, worker: Any, trial: Trial, printed: int, limit: float) -> None:
-        self.worker, self.trial, self.group = worker, trial, trial.mode.partition(":")[0]
-        self._printed, self._read = printed, PAGE
+    def __init__(self, worker: Any, trial: Trial, printed: int, turns: Sequence[int], limit: float) -> None:
+        self.worker, self.trial = worker, trial
+        self._printed, self._turns, self._read = printed, turns, PAGE
         os.set_blocking(printed, False)
         self._give(limit)
 
@@ -394,27 +387,26 @@ class _Running:
                 continue
             self.trial.events.append((kind, *values))
             if kind == "waits":
-                self.waits = True
+                self._limit = math.inf
             elif kind in ("does", "tidies"):
                 self._give(values[-1])
         if exitcode is not None:
             self.trial.exitcode = exitcode
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.worker.pid, signal.SIGKILL)  # what one that ended well has left behind
+            for descriptor in self._turns:
+                with contextlib.suppress(BrokenPipeError):  # nobody is left to read it
+                    os.write(descriptor, GONE)
+                os.close(descriptor)
 
     def _give(self, limit: float) -> None:
         """Give it so many seconds from now on."""
-        self.waits = False
         self._limit, self._since, self._waited = limit, time.monotonic(), waited(self.worker.pid)
-
-    def has_failed(self) -> bool:
-        """Whether it has ended before it was done."""
-        return self.trial.exitcode is not None and not self.trial.done
 
     def is_late(self) -> bool:
         """Whether its time is over. That which it spent waiting for a core does not count."""
         taken = time.monotonic() - self._since
-        if self.waits or self.trial.exitcode is not None or taken < self._limit:
+        if self.trial.exitcode is not None or taken < self._limit:
             return False
         return taken - (waited(self.worker.pid) - self._waited) > self._limit
 

@@ -11,7 +11,7 @@ import itertools
 import json
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
@@ -190,28 +190,23 @@ def _class_of(build: Any) -> Any:
 
 
 def _fmi_flag(environment: Any) -> Declaration | None:
-    for item in _reachable(environment):
-        if _kinds.attributes(item).get(_FMI) is True:
-            return Declaration(Isolation.SINGLE_INSTANCE.value, f"the FMI model description, by its flag {_FMI},")
-    return None
+    """Look for FMI's flag in what is held in attributes, mappings, lists and tuples, the nearest first.
 
-
-def _reachable(root: Any) -> Iterator[Any]:
-    """Give an object and what it holds in attributes, mappings, lists and tuples, the nearest first.
-
-    Nothing of its own runs, such as a ``__getattr__``.
+    Nothing of the environment's own runs, such as a ``__getattr__``.
     """
-    waiting, seen = collections.deque([root]), {id(root)}
+    waiting, seen = collections.deque([environment]), {id(environment)}
     for _ in range(_LOOKED_AT):
         if not waiting:
-            return
+            break
         item = waiting.popleft()
-        yield item
-        if isinstance(item, Mapping):
-            parts: Any = item.values()
-        else:
-            parts = item if isinstance(item, (list, tuple)) else _kinds.attributes(item).values()
+        held = _kinds.attributes(item)
+        if held.get(_FMI) is True:
+            return Declaration(Isolation.SINGLE_INSTANCE.value, f"the FMI model description, by its flag {_FMI},")
+        parts = (
+            item.values() if isinstance(item, Mapping) else item if isinstance(item, (list, tuple)) else held.values()
+        )
         for part in itertools.islice(parts, _LOOKED_AT):
             if not isinstance(part, (str, bytes, int, float, type, types.ModuleType)) and id(part) not in seen:
                 seen.add(id(part))
                 waiting.append(part)
+    return None

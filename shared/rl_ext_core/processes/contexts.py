@@ -75,7 +75,6 @@ class Settings:
     environ: Mapping[str, str | None]
     preload: Sequence[str]
     import_time: Sequence[str]
-    on_start: Callable[[BaseProcess], None] | None
     dies_with_parent: bool
     own_session: bool
 
@@ -94,6 +93,7 @@ class Worker(BaseProcess):
 
     worker: int
     settings: Settings
+    on_start: Callable[[BaseProcess], None] | None
 
     @property
     def popen(self) -> WorkerPopen | None:
@@ -108,10 +108,12 @@ class Worker(BaseProcess):
         """
         config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
         daemon = {name: config.pop(name) for name in ("daemon",) if name in config}
+        # What it holds is not to live for as long as the worker.
+        on_start, self.on_start = self.on_start, None
         try:
             super().start()
-            if self.settings.on_start is not None:
-                self.settings.on_start(self)
+            if on_start is not None:
+                on_start(self)
         except BaseException:
             if self.popen is not None:
                 self.kill()
@@ -306,8 +308,14 @@ class WorkerContext(mp_context.BaseContext):
 
     _worker_class: ClassVar[type[Worker]]
 
-    def __init__(self, settings: Settings, environs: tuple[Mapping[str, str | None], ...] | None, label: str) -> None:
-        self.label = label
+    def __init__(
+        self,
+        settings: Settings,
+        environs: tuple[Mapping[str, str | None], ...] | None,
+        label: str,
+        on_start: Callable[[BaseProcess], None] | None,
+    ) -> None:
+        self.label, self.on_start = label, on_start
         self._settings, self._environs = settings, environs
         self._count = itertools.count()
 
@@ -331,7 +339,7 @@ class WorkerContext(mp_context.BaseContext):
                 )
             settings = replace(settings, environ=self._environs[number])
         process = self._worker_class(group, target, name or f"{self.label}-{number}", args, kwargs or {}, daemon=daemon)
-        process.worker, process.settings = number, settings
+        process.worker, process.settings, process.on_start = number, settings, self.on_start
         return process
 
     def Event(self) -> Any:  # noqa: N802 multiprocessing's name
@@ -404,8 +412,8 @@ def get_context(
         )
     checked = None if environs is None else tuple(_checked_environ(environ) for environ in environs)
     names = _checked_names("preload", preload), _checked_names("import_time", import_time)
-    settings = Settings({}, *names, on_start, dies_with_parent, own_session)
-    return _CONTEXTS[method](settings, checked, label)
+    settings = Settings({}, *names, dies_with_parent, own_session)
+    return _CONTEXTS[method](settings, checked, label, on_start)
 
 
 def _checked_names(option: str, names: Sequence[str]) -> tuple[str, ...]:

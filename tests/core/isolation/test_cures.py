@@ -126,20 +126,6 @@ def test_nothing_of_the_users_folder_is_written_to(tmp_path: Path, monkeypatch: 
     assert {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")} == before
 
 
-def test_a_mirror_of_what_cannot_be_read_is_empty(tmp_path: Path) -> None:
-    mirror(tmp_path / "nowhere", tmp_path / "target")
-    assert list((tmp_path / "target").iterdir()) == []
-
-
-def test_only_many_files_are_too_many_to_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_ext_core.isolation.cures._COPIED_ENTRIES", 3)
-    (tmp_path / "source").mkdir()
-    for index in range(5):
-        (tmp_path / "source" / str(index)).write_text(str(index))
-    mirror(tmp_path / "source", tmp_path / "target")
-    assert sum(path.is_symlink() for path in (tmp_path / "target").iterdir()) == 2
-
-
 def test_much_is_linked_and_a_folder_that_nothing_was_written_to_is_used_again(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
