@@ -7,6 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from rl_ext_core.devices import _probe
 from rl_ext_core.devices._renderers import BACKEND, INDEX, PLATFORM
 from rl_ext_core.errors import DeviceConflictError
 
@@ -166,16 +167,12 @@ def index_of(display: Any) -> int | None:
         library = ctypes.CDLL("libEGL.so.1")
     except OSError:
         return None
-    get = library.eglGetProcAddress
-    get.restype, get.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
-    addresses = get(b"eglQueryDisplayAttribEXT"), get(b"eglQueryDevicesEXT")
-    if not all(addresses):
-        return None
     pointer, integer = ctypes.c_void_p, ctypes.c_int
-    query = ctypes.CFUNCTYPE(ctypes.c_uint, pointer, integer, ctypes.POINTER(pointer))(addresses[0])
-    devices_of = ctypes.CFUNCTYPE(ctypes.c_uint, integer, ctypes.POINTER(pointer), ctypes.POINTER(integer))(
-        addresses[1]
-    )
+    to_pointer, to_integer = ctypes.POINTER(pointer), ctypes.POINTER(integer)
+    query = _probe.function(library, "eglQueryDisplayAttribEXT", ctypes.c_uint, pointer, integer, to_pointer)
+    devices_of = _probe.function(library, "eglQueryDevicesEXT", ctypes.c_uint, integer, to_pointer, to_integer)
+    if query is None or devices_of is None:
+        return None
     device, devices, count = pointer(), (pointer * _MOST_DEVICES)(), integer()
     if not query(ctypes.cast(display, pointer), _EGL_DEVICE_EXT, ctypes.byref(device)):
         return None

@@ -157,7 +157,7 @@ def check_environment(
     # A decision that is in force in this process has seen to the renderers.
     settled = bool(applied) and all(variables.get(name) == value for name, value in applied.items())
     findings: list[Finding] = []
-    for stage in (_names, _order, _mask, _rank, _lacks, *(() if settled else (_render,))):
+    for stage in (_names, _order, _mask, _rank, _lacks, *(() if settled else (_egl, _render))):
         for finding, changes in list(stage(situation)):
             findings.append(finding)
             if finding.severity == "error":
@@ -388,7 +388,7 @@ def _rank(situation: Situation) -> Findings:
 
 
 def _lacks(situation: Situation) -> Findings:
-    """Find a torch without CUDA, a container without GPUs, and a GPU that computes and that EGL does not list."""
+    """Find a torch without CUDA, and a container without GPUs."""
     inventory, environ = situation.inventory, situation.environ
     if situation.machine.torch_without_cuda and situation.visible and situation.visible.uuids:
         version = inventory.versions["torch"]
@@ -407,6 +407,11 @@ def _lacks(situation: Situation) -> Findings:
         if environ[_CONTAINER].strip() in ("", "void", "none"):
             effect = "it keeps NVIDIA's container runtime from giving this container a GPU, so that the CPU computes"
         yield situation.finding(_CONTAINER, effect, _DOCKER, "warning")
+
+
+def _egl(situation: Situation) -> Findings:
+    """Find a GPU that computes and that EGL does not list."""
+    inventory, environ = situation.inventory, situation.environ
     gpu = situation.computing.gpu if situation.computing else None
     if gpu and not gpu.mig and inventory.egl is not None and inventory.egl_of(gpu.uuid) is None:
         using = [renderer for renderer in _installed(situation) if _backend(renderer, environ) == "egl"]
@@ -477,7 +482,7 @@ def predict(renderer: Renderer, situation: Situation) -> Prediction:
 def _predicted(renderer: Renderer, situation: Situation) -> Prediction:
     inventory, environ, title = situation.inventory, situation.environ, str(renderer)
     if renderer.selects is None:
-        return _predicted_vulkan(title, situation)
+        return _predicted_vulkan(renderer, situation)
     if renderer.name in _renderers.MUJOCO_NAMES:
         _renderers.mujoco_backend(environ)
     switch, backend = renderer.switches[0], renderer.backend(environ)
@@ -528,14 +533,15 @@ def import_refused(environ: Mapping[str, str]) -> bool:
     return bool(mask) and index is not None and not (index.isdigit() and index in (mask or ""))
 
 
-def _predicted_vulkan(title: str, situation: Situation) -> Prediction:
+def _predicted_vulkan(renderer: Renderer, situation: Situation) -> Prediction:
     visible = situation.visible.uuids if situation.visible else ()
-    if len(visible) == 1:
-        return Prediction(title, "gpu", "the only GPU that CUDA shows", MASK, None, visible[0])
-    if not visible:
-        return Prediction(title, "unknown", "CUDA shows no GPU; where Vulkan lists none either, it fails", MASK)
-    why = "unless it is told a device, it takes the first of CUDA's that Vulkan lists, which need not be cuda:0"
-    return Prediction(title, "unknown", why, MASK)
+    if renderer.version.startswith(("0.", "1.", "2.")):
+        why = f"unless it is told a device, it takes the first GPU that Vulkan lists, whatever {MASK} says"
+    elif len(visible) == 1:
+        return Prediction(str(renderer), "gpu", "the only GPU that CUDA shows", MASK, None, visible[0])
+    else:
+        why = "unless it is told a device, it takes the first of CUDA's GPUs that Vulkan lists, which may not be cuda:0"
+    return Prediction(str(renderer), "unknown", why, MASK)
 
 
 def _why(renderer: Renderer, environ: Mapping[str, str], index: int) -> tuple[str, str]:
@@ -564,6 +570,10 @@ def _render(situation: Situation) -> Findings:
     gpu = computing.gpu if computing else None
     for renderer in _installed(situation):
         found = predict(renderer, situation)
+        if renderer.selects is None and found.where == "unknown" and gpu and len(situation.inventory.gpus) > 1:
+            line = f'resolve("auto", render="same", renderer="{renderer.name}").render_device'
+            fix = f"from rl_ext_core.devices import resolve\nrender_device = {line}"
+            yield situation.finding(found.variable, f"{renderer}: {found.why}", fix, "warning")
         if found.where != "fails" and found.with_compute is not False:
             continue
         listed = gpu is None or gpu.mig or situation.inventory.egl_of(gpu.uuid)

@@ -84,7 +84,8 @@ class _MissingError(Exception):
     """A function that this EGL does not have."""
 
 
-def _function(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Any:
+def function(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Any:
+    """Look up a function of EGL and declare its types; None if this EGL has none of the name."""
     get = library.eglGetProcAddress
     get.restype, get.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
     address = get(name.encode())
@@ -93,10 +94,10 @@ def _function(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> 
 
 def _egl_devices(library: ctypes.CDLL) -> list[dict[str, Any]]:
     pointer, integer = ctypes.c_void_p, ctypes.c_int
-    query = _function(
+    query = function(
         library, "eglQueryDevicesEXT", ctypes.c_uint, integer, ctypes.POINTER(pointer), ctypes.POINTER(integer)
     )
-    text = _function(library, "eglQueryDeviceStringEXT", ctypes.c_char_p, pointer, integer)
+    text = function(library, "eglQueryDeviceStringEXT", ctypes.c_char_p, pointer, integer)
     if query is None or text is None:
         raise _MissingError("eglQueryDevicesEXT" if query is None else "eglQueryDeviceStringEXT")
     count = integer()
@@ -137,16 +138,8 @@ def _pci_of(node: str | None) -> str | None:
 
 def _uuid(library: ctypes.CDLL, device: int | None) -> str | None:
     integer = ctypes.c_int
-    query = _function(
-        library,
-        "eglQueryDeviceBinaryEXT",
-        ctypes.c_uint,
-        ctypes.c_void_p,
-        integer,
-        integer,
-        ctypes.c_void_p,
-        ctypes.POINTER(integer),
-    )
+    types = (ctypes.c_void_p, integer, integer, ctypes.c_void_p, ctypes.POINTER(integer))
+    query = function(library, "eglQueryDeviceBinaryEXT", ctypes.c_uint, *types)
     raw, size = (ctypes.c_ubyte * 16)(), integer()
     if query is None or not query(device, _EGL_DEVICE_UUID, 16, raw, ctypes.byref(size)):
         return None
@@ -154,14 +147,8 @@ def _uuid(library: ctypes.CDLL, device: int | None) -> str | None:
 
 
 def _cuda_ordinal(library: ctypes.CDLL, device: int | None) -> int | None:
-    query = _function(
-        library,
-        "eglQueryDeviceAttribEXT",
-        ctypes.c_uint,
-        ctypes.c_void_p,
-        ctypes.c_int,
-        ctypes.POINTER(ctypes.c_ssize_t),
-    )
+    types = (ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(ctypes.c_ssize_t))
+    query = function(library, "eglQueryDeviceAttribEXT", ctypes.c_uint, *types)
     value = ctypes.c_ssize_t(-1)
     if query is None or not query(device, _EGL_CUDA_DEVICE_NV, ctypes.byref(value)):
         return None

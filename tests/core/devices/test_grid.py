@@ -8,7 +8,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import metadata
+from importlib import metadata, util
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,11 @@ MUJOCO_4 = ROOT / ".venv-mujoco4" / "bin" / "python"
 # Those of the environment of the tests as they are installed, and mujoco 4 from one of its own.
 INSTALLED = {name: metadata.version(name) for name in ("mujoco", "dm_control", "robosuite")}
 VERSIONS = dict.fromkeys(INSTALLED, INSTALLED) | {"mujoco 4": {"mujoco": "4.0.0"}}
-every_renderer = pytest.mark.parametrize("renderer", sorted(VERSIONS))
+without_pyrender = pytest.mark.skipif(util.find_spec("pyrender") is None, reason="pyrender is not installed")
+every_renderer = pytest.mark.parametrize(
+    "renderer", [*sorted(VERSIONS), pytest.param("pyrender", marks=without_pyrender)]
+)
+VERSIONS["pyrender"] = {"pyrender": "0.1.45"}
 
 # 24 orders, in all of which Mesa's software device is the last, and 64 masks.
 ORDERS = list(itertools.permutations(range(4)))
@@ -103,7 +107,7 @@ def test_each_rule_picks_what_the_renderer_picks_or_fails_with_it(renderer: str,
         environ = {"CUDA_VISIBLE_DEVICES": str(build.numbers(mask))}
         world = _renderers.EglWorld.of(Machine(machine_of(order, renderer), environ))
         for value in VALUES:
-            steering = environ if value is None else {**environ, _renderers.INDEX: value}
+            steering = environ if value is None else {**environ, rule.index: value}
             cases.append(case(order, steering))
             expected.append(picked(rule, steering, world, order))
     assert len(cases) == 15360
@@ -135,7 +139,7 @@ def test_each_rule_reads_odd_masks_as_the_renderer_does(renderer: str, lacks: st
         egl = tuple(dataclasses.replace(device, cuda=device.cuda and not lacks) for device in machine.egl or ())
         environ = {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}
         world = _renderers.EglWorld.of(Machine(dataclasses.replace(machine, egl=egl), environ))
-        steering = environ if value is None else {**environ, _renderers.INDEX: value}
+        steering = environ if value is None else {**environ, rule.index: value}
         cases.append(case(order, steering, FAKE_GPUS="8", FAKE_EGL_LACKS=lacks))
         expected.append(picked(rule, steering, world, order))
     assert {None, -1, 0, 1} <= set(expected)

@@ -21,7 +21,7 @@ from rl_ext_core.errors import (
     InvalidTypeError,
     MissingDependencyError,
 )
-from tests.core.devices.machines import GIB, egl, machine, uuid
+from tests.core.devices.machines import egl, machine, uuid
 
 FOUR = machine(4, order=(2, 3, 0, 1))
 NONE = machine(0)
@@ -34,11 +34,6 @@ def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def resolve(device: Any = "auto", *, inventory: Inventory = FOUR, environ: Any = None, **options: Any) -> Decision:
     return devices.resolve(device, inventory=inventory, environ=environ or {}, **options)
-
-
-@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), torch.device("cpu", 0)])
-def test_the_cpu_is_the_cpu(device: str | torch.device) -> None:
-    assert resolve(device).compute == torch.device("cpu")
 
 
 def test_the_cpu_needs_no_look_at_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,14 +84,6 @@ def test_every_form_of_request_finds_its_gpu_under_a_mask(device: str | int | to
     assert decision.gpu == FOUR.gpus[numbers[ordinal]]
 
 
-def test_a_gpu_that_the_mask_hides_is_refused_for_compute_and_renders_if_named() -> None:
-    environ = {"CUDA_VISIBLE_DEVICES": "1"}
-    with pytest.raises(DeviceUnavailableError, match=rf"CUDA_VISIBLE_DEVICES='1' hides.*VISIBLE_DEVICES={uuid(3)}"):
-        resolve("nvidia-smi:3", environ=environ)
-    decision = resolve("cuda:0", render="nvidia-smi:3", environ=environ)
-    assert (decision.gpu, decision.render_gpu) == (FOUR.gpus[1], FOUR.gpus[3])
-
-
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:99", 0, torch.device("cuda:0"), "nvidia-smi:0", "GPU-aa"])
 def test_a_gpu_by_name_without_one_is_refused(device: str | int | torch.device) -> None:
     with pytest.raises(DeviceUnavailableError, match='Write device="cpu"') as caught:
@@ -117,23 +104,6 @@ def test_a_rendering_gpu_that_is_missing_becomes_the_cpu_only_where_asked(caplog
     decision = resolve("cuda:1", render="same", inventory=bare, on_missing="cpu")
     assert (decision.device, decision.render) == ("cuda:1", "cpu")
     assert "10_nvidia.json" in caplog.text
-
-
-def test_an_index_beyond_the_visible_devices_is_refused() -> None:
-    with pytest.raises(DeviceUnavailableError, match=r"'cuda:2'.*sees 2 CUDA devices.*'0,1'.*device=\"cuda:1\""):
-        resolve("cuda:2", environ={"CUDA_VISIBLE_DEVICES": "0,1"})
-
-
-def test_the_reason_names_the_mask_that_hides_the_devices() -> None:
-    assert "CUDA_VISIBLE_DEVICES='7'" in resolve(environ={"CUDA_VISIBLE_DEVICES": "7"}).reason
-    assert "CUDA_VISIBLE_DEVICES=''" in resolve(environ={"CUDA_VISIBLE_DEVICES": ""}).reason
-
-
-def test_the_reason_names_a_torch_without_cuda() -> None:
-    built = machine(4, versions={"torch": "2.13.0+cpu", "torch.cuda": ""})
-    assert "torch 2.13.0+cpu is built without CUDA" in resolve(inventory=built).reason
-    with pytest.raises(DeviceUnavailableError, match="built without CUDA"):
-        resolve("cuda:0", inventory=built)
 
 
 @pytest.mark.parametrize(
@@ -209,36 +179,6 @@ def test_a_mask_that_was_changed_after_torch_had_started_cuda_is_refused(monkeyp
         devices.resolve("auto", environ={"CUDA_VISIBLE_DEVICES": "1"})
 
 
-@pytest.mark.parametrize(
-    ("environ", "options", "ordinal"),
-    [
-        ({"LOCAL_RANK": "3"}, {}, 3),
-        ({"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "2"}, {}, 0),  # torchrun --virtual-local-rank
-        ({"SLURM_LOCALID": "2"}, {}, 2),
-        ({"SLURM_LOCALID": "2", "LOCAL_RANK": "1"}, {}, 1),
-        ({"SLURM_LOCALID": "3", "SLURM_GPUS_PER_TASK": "1", "CUDA_VISIBLE_DEVICES": "3"}, {}, 0),
-        ({"LOCAL_RANK": "3"}, {"rank": 1}, 1),
-        ({"LOCAL_RANK": "3"}, {"worker": 6}, 2),
-        ({"LOCAL_RANK": "3"}, {"pick": "free-memory"}, 0),
-    ],
-)
-def test_auto_picks_by_rank_worker_or_memory(environ: dict[str, str], options: dict[str, Any], ordinal: int) -> None:
-    assert resolve(environ=environ, **options).device == f"cuda:{ordinal}"
-
-
-def test_free_memory_is_compared_among_the_visible() -> None:
-    gpus = tuple(dataclasses.replace(gpu, memory_free=gpu.index * GIB) for gpu in FOUR.gpus)
-    inventory = dataclasses.replace(FOUR, gpus=gpus)
-    decision = resolve(pick="free-memory", inventory=inventory, environ={"CUDA_VISIBLE_DEVICES": "0,2,1"})
-    assert decision.device == "cuda:1"
-    assert "2.0 GiB" in decision.reason
-
-
-def test_a_rank_beyond_the_visible_gpus_is_refused() -> None:
-    with pytest.raises(DeviceUnavailableError, match=r"LOCAL_RANK='2'.*sees 2.*'0,1'.*--nproc-per-node=2"):
-        resolve(environ={"LOCAL_RANK": "2", "CUDA_VISIBLE_DEVICES": "0,1"})
-
-
 @pytest.mark.parametrize("renderer", ["robosuite", "mujoco", "gymnasium", "dm_control"])
 def test_the_gpu_that_computes_renders(renderer: str) -> None:
     decision = resolve("cuda:1", render="same", renderer=renderer, environ={"CUDA_VISIBLE_DEVICES": "3,1"})
@@ -246,46 +186,6 @@ def test_the_gpu_that_computes_renders(renderer: str) -> None:
     assert decision.egl is not None
     assert decision.egl.index == 3
     assert decision.variables == {"MUJOCO_GL": "egl", "PYOPENGL_PLATFORM": "egl", "MUJOCO_EGL_DEVICE_ID": "3"}
-
-
-def test_mujoco_4_is_led_by_its_own_rule() -> None:
-    four = machine(4, order=(2, 3, 0, 1), versions={"mujoco": "4.0.0"})
-    decision = resolve("cuda:1", render="same", inventory=four, environ={"CUDA_VISIBLE_DEVICES": "3,1"})
-    assert decision.egl is not None
-    assert decision.egl.index == 3
-    assert decision.variables["MUJOCO_EGL_DEVICE_ID"] == "1"
-
-
-def test_rendering_on_the_cpu_takes_mesa_and_else_osmesa() -> None:
-    assert resolve(render="cpu").variables["MUJOCO_EGL_DEVICE_ID"] == "4"
-    bare = machine(4, software=False)
-    osmesa = {"MUJOCO_GL": "osmesa", "PYOPENGL_PLATFORM": "osmesa", "MUJOCO_EGL_DEVICE_ID": None}
-    assert resolve(render="cpu", inventory=bare).variables == osmesa
-    with pytest.raises(DeviceUnavailableError, match="apt-get install"):
-        resolve(render="cpu", inventory=machine(4, software=False, osmesa=False))
-
-
-def test_nothing_is_set_where_nothing_renders() -> None:
-    assert resolve("cuda:1").variables == {}
-
-
-def test_a_device_beyond_the_ten_that_renderers_ask_for_is_refused() -> None:
-    crowd = machine(8)
-    others = tuple(devices.EglDevice(place, software=True) for place in range(3))
-    behind = tuple(dataclasses.replace(device, index=device.index + 3) for device in egl(range(8), software=False))
-    crowd = dataclasses.replace(crowd, egl=others + behind)
-    assert resolve("cuda:6", render="same", inventory=crowd).variables["MUJOCO_EGL_DEVICE_ID"] == "9"
-    with pytest.raises(DeviceUnavailableError, match="asks EGL for 10 devices, and this one is number 10"):
-        resolve("cuda:7", render="same", inventory=crowd)
-
-
-def test_mig_slices_compute_and_do_not_render() -> None:
-    sliced = machine(2, mig={1: ["MIG-11111111-0000-4000-8000-000000000000"]})
-    environ = {"CUDA_VISIBLE_DEVICES": "MIG-11111111-0000-4000-8000-000000000000"}
-    decision = resolve(inventory=sliced, environ=environ)
-    assert (decision.device, decision.gpu, decision.mig) == ("cuda:0", sliced.gpus[1], *environ.values())
-    with pytest.raises(DeviceUnavailableError, match=r"do not render.*render=\"cpu\""):
-        resolve(inventory=sliced, environ=environ, render="same")
 
 
 def test_the_explanation_names_every_numbering_and_each_step() -> None:
