@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import TYPE_CHECKING
 
+from rl_ext_core._system import after_fork
 from rl_ext_core.devices import _display, _robosuite
 from rl_ext_core.devices._renderers import BACKEND
 from rl_ext_core.errors import DeviceConflictError
@@ -32,7 +32,7 @@ def _forget() -> None:
     current = None
 
 
-os.register_at_fork(after_in_child=_forget)
+after_fork(_forget)
 
 
 def apply(decision: Decision, environ: MutableMapping[str, str]) -> None:

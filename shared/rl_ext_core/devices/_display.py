@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 from typing import Any
+
+from rl_ext_core._system import after_fork
 
 # Where each renderer keeps its display, for the whole process.
 _HOLDERS = {
@@ -25,7 +26,7 @@ def _note_inherited() -> None:
 
 
 # What a parent's display has started (Mesa: threads) is not there in a forked child, where every use of it hangs.
-os.register_at_fork(after_in_child=_note_inherited)
+after_fork(_note_inherited)
 
 
 def _held(module: str) -> Any:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rl_ext_core._system import after_fork
 from rl_ext_core.devices import _nvml, _probe, _versions
 from rl_ext_core.errors import CorruptFileError
 
@@ -205,7 +205,7 @@ _lock = threading.Lock()
 _cached: Inventory | None = None
 
 # A thread may hold the lock while another one forks.
-os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.Lock()))
+after_fork(lambda: globals().update(_lock=threading.Lock()))
 
 
 def _read_gpus() -> Inventory:

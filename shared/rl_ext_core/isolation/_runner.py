@@ -16,7 +16,6 @@ import itertools
 import json
 import logging
 import os
-import resource
 import select
 import shutil
 import signal
@@ -503,6 +502,8 @@ def _become(task: Task, reports: int, prints: int, others: set[int]) -> NoReturn
             os.dup2(source, target)
         for descriptor in (*others, nothing, prints):
             os.close(descriptor)
+        import resource
+
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         follow(task, reports)
     finally:

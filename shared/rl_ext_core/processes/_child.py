@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import fcntl
 import multiprocessing
 import os
 import pickle
@@ -21,6 +20,7 @@ from multiprocessing import forkserver, reduction, spawn
 from typing import Any, NoReturn
 
 from rl_ext_core._families import kill_own_family, lead_group
+from rl_ext_core._system import after_fork
 from rl_ext_core.processes._report import Stage, Writer
 
 # How long a worker that ends early may take to close what it has.
@@ -30,16 +30,10 @@ _EXIT_GRACE_S = 0.25
 # Descriptors in one message: Linux takes 253, of which multiprocessing's fork servers need four.
 SENT_AT_ONCE = 240
 # By which the parent asks a worker to end.
-END_SIGNAL = signal.SIGUSR2
+END_SIGNAL = getattr(signal, "SIGUSR2", signal.SIGTERM)
 # faulthandler's, and those that nobody can handle.
 _NOT_RESET = {
-    signal.SIGSEGV,
-    signal.SIGFPE,
-    signal.SIGABRT,
-    signal.SIGBUS,
-    signal.SIGILL,
-    signal.SIGKILL,
-    signal.SIGSTOP,
+    getattr(signal, name, None) for name in ("SIGSEGV", "SIGFPE", "SIGABRT", "SIGBUS", "SIGILL", "SIGKILL", "SIGSTOP")
 }
 _CHAIN_LIMIT = 20
 
@@ -314,6 +308,8 @@ def _replace_environment(environ: dict[str, str]) -> None:
 
 def _die_with_parent(lifeline: int) -> None:
     """Have this process and its group killed when its parent is gone, even if it hangs in C."""
+    import fcntl
+
     if hasattr(fcntl, "F_SETSIG"):
         fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
@@ -343,4 +339,4 @@ def _forget() -> None:
         faulthandler.enable(file=sys.__stderr__) if sys.__stderr__ is not None else faulthandler.disable()
 
 
-os.register_at_fork(after_in_child=_forget)
+after_fork(_forget)

@@ -29,6 +29,7 @@ from typing import Any, ClassVar
 
 from rl_ext_core._families import kill_families
 from rl_ext_core._interrupts import uninterrupted
+from rl_ext_core._system import after_fork
 from rl_ext_core.processes import _child, _servers
 from rl_ext_core.processes._report import Report
 
@@ -49,7 +50,7 @@ def _close_lifelines() -> None:
         os.close(_lifelines.pop())
 
 
-os.register_at_fork(after_in_child=_close_lifelines)
+after_fork(_close_lifelines)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rl_ext_core import processes
 from rl_ext_core.errors import EnvironmentOutputError
-from rl_ext_core.processes import at_end
 from rl_ext_core.vector import _messages, environments
 from rl_ext_core.vector._calls import call
 from rl_ext_core.vector._layout import Layout, Memory, Progress
@@ -139,7 +139,7 @@ class Worker:
         self._progress, self._worker = progress, worker
         self._cells = progress.of(worker)
         self._envs: list[Any] = []
-        at_end(self.close_what_is_open)
+        processes.at_end(self.close_what_is_open)
         for number, env_fn in enumerate(env_fns):
             progress.write(worker, number, _CONSTRUCTOR)
             self._envs.append(environments.checked(env_fn()))
