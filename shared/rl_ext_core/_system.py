@@ -51,7 +51,7 @@ _fcntl: Any = None if WINDOWS else importlib.import_module("fcntl")
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _WRITTEN = 1 << 20  # bytes at a time
-_LOCKED_BYTE = 1 << 62  # of Windows' locks, which keep others from reading what they cover
+_LOCKED_BYTE = 1 << 30  # of Windows' locks, which keep others from reading what they cover; it counts in 31 bits
 _POLL_S = 0.0005
 
 
