@@ -27,7 +27,7 @@ core = re.search(r"\ndependencies = \[(.*?)\n\]", text, re.S)[1]
 frames = re.findall(r"^frames(?:-jpeg)? = \[(.*)\]", text, re.M)
 for name in re.findall(r'"([^"]+)"', core + " ".join(frames)):
     if not name.startswith("rl-ext["):
-        print(name.replace(">=", "==") + (".*" if "." in name else "") if sys.argv[1] == "lowest" else name)
+        print(name.replace(">=", "==") + ".*" if sys.argv[1] == "lowest" else name)
 PYTHON
 }
 
