@@ -6,8 +6,8 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 # Many tests wait for processes: one worker for each core.
 WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
-# With CI set, slow tests run too. What tries every case of something takes hours, and has a target of its own.
-SELECT := -m "not exhaustive$(if $(CI),, and not slow)"
+# What the targets run is in tasks.py, for systems without make.
+RUN := $(BIN)/python tasks.py --installed
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-exhaustive lint bench format clean
@@ -41,21 +41,19 @@ $(VENV)/.extra-%: pyproject.toml constraints.txt $(VENV)/.torch
 .PRECIOUS: $(VENV)/.extra-%
 
 demo: $(VENV)/.extra-demo
-	$(BIN)/python examples/dqn_atari_memory.py
+	$(RUN) demo
 
 test: $(VENV)/.extra-test
 	scripts/install_system_packages.sh
 	$(if $(CI),scripts/make_mujoco4_venv.sh)
 	$(if $(CI),scripts/make_meltingpot_venv.sh --if-possible)
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(SELECT)
+	$(RUN) test --numprocesses $(WORKERS) $(SELECT)
 
 test-exhaustive:
-	$(MAKE) test CI=true SELECT=
+	$(MAKE) test CI=true SELECT='-m ""'
 
 lint: $(VENV)/.extra-dev
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/mypy
+	$(RUN) lint
 
 bench: $(VENV)/.extra-test
 	$(BIN)/python -m benchmarks.run

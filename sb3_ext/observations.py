@@ -39,6 +39,10 @@ _DROPPED = 16  # transitions an environment that are given up at a time
 _COUNT_BITS = 32
 
 
+def _places(numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    return numbers.astype(np.int64, copy=False)  # on Windows, NumPy draws numbers of 32 bits
+
+
 class Part:
     """What has a store of its own: an observation that is no ``Dict``, or one key of a ``Dict``."""
 
@@ -277,12 +281,14 @@ class Observations:
         before, after = {}, {}
         for key, part in self.parts.items():
             before[key], after[key] = part.empty(n), part.empty(n)
-            part.store.get(rows, envs, before[key], after[key], num_threads=num_threads)
+            part.store.get(_places(rows), _places(envs), before[key], after[key], num_threads=num_threads)
         return before.get(_ALONE, before), after.get(_ALONE, after)
 
     def _decode_part(self, part: Part, following: bool, rows: Places, envs: Places) -> Array:
         found = part.empty(len(rows))
-        part.store.get(rows, envs, *((None, found) if following else (found, None)), num_threads=self._threads())
+        part.store.get(
+            _places(rows), _places(envs), *((None, found) if following else (found, None)), num_threads=self._threads()
+        )
         return found
 
     def _threads(self) -> int:

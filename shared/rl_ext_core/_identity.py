@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import uuid
+
+from rl_ext_core._system import after_fork
 
 __all__ = ["process"]
 
@@ -15,7 +16,7 @@ def _renew() -> None:
     _here = uuid.uuid4()
 
 
-os.register_at_fork(after_in_child=_renew)
+after_fork(_renew)
 
 
 def process() -> uuid.UUID:

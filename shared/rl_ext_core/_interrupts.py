@@ -11,7 +11,6 @@ Signals without a handler in Python do what they always do.
 from __future__ import annotations
 
 import functools
-import os
 import signal
 import sys
 import threading
@@ -19,6 +18,8 @@ from collections.abc import Callable
 from threading import get_ident
 from types import FrameType
 from typing import Any, TypeVar
+
+from rl_ext_core._system import after_fork
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -47,8 +48,7 @@ def _after_fork() -> None:
         _put_back(_aside)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+after_fork(_after_fork)
 
 
 def _note(number: int, frame: FrameType | None) -> None:

@@ -59,7 +59,6 @@ class SupervisedEnv(upstream.ParallelEnv):
         started: list[Any] = []
         try:
             with contextlib.ExitStack() as stack:
-
                 starting = [self]  # emptied below: workers would keep this object alive for as long as they live
 
                 def watch(process: Any) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from rl_ext_core._system import after_fork
 from rl_ext_core.devices import _probe
 from rl_ext_core.devices._renderers import BACKEND, INDEX, PLATFORM
 from rl_ext_core.errors import DeviceConflictError
@@ -47,7 +47,7 @@ def _forked() -> None:
     _inherited.update(name for name in set(_HOLDERS.values()) if _held(name))
 
 
-os.register_at_fork(after_in_child=_forked)
+after_fork(_forked)
 
 
 def apply(decision: Decision, environ: MutableMapping[str, str]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import re
 import threading
 import types
@@ -21,6 +20,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from rl_ext_core._system import after_fork
 from rl_ext_core.devices import _probe
 from rl_ext_core.errors import CorruptFileError
 
@@ -204,7 +204,7 @@ _lock = threading.Lock()
 _cached: Inventory | None = None
 
 # A thread may hold the lock while another one forks.
-os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.Lock()))
+after_fork(lambda: globals().update(_lock=threading.Lock()))
 
 
 def _read_gpus() -> Inventory:

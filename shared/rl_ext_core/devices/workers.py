@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from rl_ext_core import _identity
+from rl_ext_core._system import after_fork
 from rl_ext_core.devices import _apply
 from rl_ext_core.errors import DeviceConflictError, InvalidTypeError
 
@@ -29,7 +29,7 @@ def _say_again() -> None:
     _said = False
 
 
-os.register_at_fork(after_in_child=_say_again)
+after_fork(_say_again)
 
 
 class BoundFactory(Generic[_Env]):

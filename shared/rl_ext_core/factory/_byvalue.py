@@ -10,7 +10,6 @@ are there where they were packed; and functions that share a variable go on shar
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import types
 import uuid
@@ -19,6 +18,8 @@ from collections import deque
 from typing import Any
 
 import cloudpickle
+
+from rl_ext_core._system import after_fork
 
 # In the globals of functions that were loaded: keeps the namespace for as long as one of them lives.
 _NAME = "__rl_ext_namespace__"
@@ -59,7 +60,7 @@ _newest: deque[Any] = deque(maxlen=64)
 
 # Of this process, and of those that it was forked from: the beginnings of their packings.
 _processes = [uuid.uuid4().bytes]
-os.register_at_fork(after_in_child=lambda: _processes.append(uuid.uuid4().bytes))
+after_fork(lambda: _processes.append(uuid.uuid4().bytes))
 
 
 class InPython(pickle._Pickler):

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from rl_ext_core.errors import OutOfMemoryError
 from rl_ext_core.frames.geometry import ENTRY_HEADER, SLACK, Bytes, Counts, Geometry
 from rl_ext_core.frames.layout import StackLayout
-from rl_ext_core.frames.region import PrivateRegion
+from rl_ext_core.frames.region import PrivateRegion, pages
 
 Numbers = npt.NDArray[np.uint32]
 
@@ -236,15 +236,12 @@ def _fields(sizes: Sizes) -> dict[str, tuple[tuple[int, ...], type[np.generic]]]
     }
 
 
-_ALIGNMENT = 4096
-
-
 @functools.cache
 def _offsets(sizes: Sizes) -> tuple[dict[str, int], int]:
     offsets, end = {}, 0
     for name, (shape, dtype) in _fields(sizes).items():
         offsets[name] = end
-        end += -(-math.prod(shape) * np.dtype(dtype).itemsize // _ALIGNMENT) * _ALIGNMENT
+        end += pages(math.prod(shape) * np.dtype(dtype).itemsize)
     return offsets, end
 
 
@@ -292,6 +289,8 @@ class Room:
         # a block again and again, the first time with a single frame.
         turns = -(-layout.n_stack // block_length)
         self._block_length = block_length
+        most = sizes.blocks, sizes.grains, sizes.references, sizes.streams
+        self._limits: npt.NDArray[np.int64] = np.array(most, dtype=np.int64)
         grains = -(-arrays["open"].shape[1] // sizes.grain)
         self.step = np.array([turns, turns * grains, turns, 1], dtype=np.int64)
         self.most = self._reserved()
@@ -359,6 +358,13 @@ class Room:
         more = -(-n_bytes // self._sizes.grain)
         self._reserve(*(int(self._head[kind]) + (more if kind == GRAINS else 0) for kind in _KINDS))
 
+    def holds(self, counts: npt.NDArray[np.int64]) -> bool:
+        """Says whether there can be so many of each kind, and makes sure of room for them if so."""
+        if ((counts < 0) | (counts > self._limits)).any():
+            return False
+        self._reserve(*counts.tolist())
+        return True
+
     def _reserve(self, blocks: int, grains: int, references: int, streams: int) -> None:
         sizes = self._sizes
         if blocks > sizes.blocks or grains > sizes.grains or references > sizes.references:
@@ -390,8 +396,7 @@ class Room:
             ("streams", "last", "frame", "open", "entry_sums"),
         )
         most = [min(rows[name] for name in names) for names in kinds]
-        limits = self._sizes.blocks, self._sizes.grains, self._sizes.references, self._sizes.streams
-        return np.minimum(most, limits).astype(np.int64)
+        return np.minimum(np.array(most, dtype=np.int64), self._limits)
 
     def _refuse(self) -> None:
         raise OutOfMemoryError(

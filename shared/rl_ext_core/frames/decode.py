@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 from numba import int64, njit, uint64
 
+from rl_ext_core._system import after_fork
 from rl_ext_core.frames.allocator import address_of_grain, grains_of
 from rl_ext_core.frames.arrays import (
     BLOCKS,
@@ -505,7 +505,7 @@ def _begin() -> None:
     _pool, _changing = (0, ThreadPoolExecutor(1)), threading.Lock()
 
 
-os.register_at_fork(after_in_child=_begin)  # threads do not survive a fork
+after_fork(_begin)  # threads do not survive a fork
 
 
 def _submit(work: Callable[[], None], times: int) -> list[Future[None]]:

@@ -21,8 +21,6 @@ what it holds.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import math
 import os
@@ -30,13 +28,13 @@ import re
 import shutil
 import weakref
 from collections.abc import Callable, Iterator
-from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from rl_ext_core import _system
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, RlExtError, StorageError
 from rl_ext_core.frames.checkpoint import checksum
 from rl_ext_core.frames.journal import Journal, Note, Places
@@ -88,7 +86,7 @@ def write_json(path: Path, fields: dict[str, Any]) -> None:
         file.write(json.dumps({**fields, "checksum": checksum(fields)}))
         file.flush()
         os.fsync(file.fileno())
-    beside.rename(path)
+    beside.replace(path)
 
 
 def read_json(path: Path, version: int) -> dict[str, Any]:
@@ -133,6 +131,8 @@ class Rows:
         for name, (shape, dtype) in fields.items():
             self.arrays[name] = region.array(start, (self.n_rows, *shape), dtype)
             self._parts.append((region, start, math.prod(shape) * dtype.itemsize))
+            if not _system.LAZY:
+                region.reserve(start, self._room(shape, dtype))  # their owner may read all of them
             start += self._room(shape, dtype)
         self._held = 0
         self._summed: tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]] | None = None  # addresses, bytes of a row
@@ -322,7 +322,7 @@ class StoreFolder:
                 self.rows.add(name, fields, self._file(name))
             self.journal = self._new_journal()
             self.settings = found["settings"]
-        self._remove_others()
+        self.remove_others()
 
     def _check_same(self, there: dict[str, Any]) -> None:
         # Those that are told to others too come first: another n_envs makes another capacity as well.
@@ -348,7 +348,7 @@ class StoreFolder:
         """Deletes what was half made."""
         for entry in sorted(self.path.iterdir(), key=lambda entry: entry.name == _MAKING):
             if entry.name != "lock":
-                entry.unlink()
+                _delete(entry)
 
     def _has(self, *names: str) -> bool:
         return any((self.path / name).exists() for name in names)
@@ -370,7 +370,7 @@ class StoreFolder:
         if not _FILES.fullmatch(name):
             raise CorruptFileError(f"{self.path / MANIFEST} is damaged: it names {name!r}, which is no file of a store")
         if new:
-            (self.path / name).unlink(missing_ok=True)  # of a process that was killed
+            _delete(self.path / name)  # of a process that was killed
         # Arrays that were asked for by name are in the hands of others, who may write anywhere.
         return RegionFile(self.path / name, self._identity, self.mend, lenient=name.startswith("row-"))
 
@@ -404,7 +404,7 @@ class StoreFolder:
         except BaseException:
             self._numbers = before
             raise
-        self._remove_others()
+        self.remove_others()
 
     def _write(self, settings: dict[str, Any]) -> None:
         manifest = {
@@ -472,10 +472,11 @@ class StoreFolder:
             raise self.damage(name, f"by its head there are {held} rows in it, expected {needed}")
         return note, writing
 
-    def _remove_others(self) -> None:
+    def remove_others(self) -> None:
+        """Deletes frames in whose place others are."""
         for path in self.path.glob("frames-*"):
             if path.name not in self._frames(self._numbers):
-                path.unlink(missing_ok=True)
+                _system.remove(path)
         (self.path / _MAKING).unlink(missing_ok=True)
 
     @property
@@ -521,7 +522,7 @@ class StoreFolder:
 
     def __getstate__(self) -> dict[str, Any]:
         # Only on the way to a child process, which holds the lock as well.
-        return {**self.__dict__, "_lock": reduction.DupFd(self._lock), "close": None}
+        return {**self.__dict__, "_lock": _system.sent(self._lock), "close": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -533,29 +534,35 @@ def _is_ours(entry: Path) -> bool:
     return bool(known) and not entry.is_dir()
 
 
+def _delete(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise refusal(path, error, doing="delete") from error
+
+
 def _locked(path: Path) -> int:
     """A descriptor of the locked file."""
     try:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise refusal(path, error, doing="open") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, str(os.getpid()).encode(), 0)
-    except OSError as error:
-        owner = os.pread(lock, 32, 0).decode(errors="replace")
-        os.close(lock)
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            raise StorageError(
-                f"cannot lock {path}: {error.strerror or error}; nobody else is known to use it. Pass a storage_dir "
-                "on a file system that has locks, as local disks do and some network drives do not"
-            ) from error
+        lock = _system.open_locked(path)
+    except BlockingIOError:
+        owner = ""
+        with contextlib.suppress(OSError):
+            owner = path.read_text(errors="replace")[:32]
         who = "this process" if owner == str(os.getpid()) else "another process"
         raise StorageError(
             f"{path.parent} is in use by {who}, {owner or 'of unknown number'}, or one that shares its buffer; close "
             "it first, or pass another storage_dir"
         ) from None
+    except OSError as error:
+        if error.filename is not None:
+            raise refusal(path, error, doing="open") from error
+        raise StorageError(
+            f"cannot lock {path}: {error.strerror or error}; nobody else is known to use it. Pass a storage_dir "
+            "on a file system that has locks, as local disks do and some network drives do not"
+        ) from error
+    os.ftruncate(lock, 0)
+    _system.write_at(lock, str(os.getpid()).encode(), 0)
     return lock
 
 
@@ -565,4 +572,4 @@ def _unlock_in_child() -> None:
         folder.close()
 
 
-os.register_at_fork(after_in_child=_unlock_in_child)
+_system.after_fork(_unlock_in_child)

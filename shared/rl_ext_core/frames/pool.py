@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_ext_core._interrupts import uninterrupted
+from rl_ext_core._system import LAZY
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
 from rl_ext_core.frames import arrays as state
 from rl_ext_core.frames.allocator import list_free
@@ -252,6 +253,8 @@ class FramePool:
         )
         self._places = address_of(self._kept), address_of(self._scratch)
         self._known = int(head[state.KIND_OF_POOL])
+        if not LAZY:
+            self.make_sure_of_rows(len(self._arrays["index"]))  # rows that were never written are read too
 
     def _usable(self, codec: str | Codec, quality: int) -> Codec:
         if isinstance(codec, str):
@@ -676,17 +679,20 @@ class FramePool:
         for name in (*COUNTS, "last", "frame", "entry_sums", "contents", "references"):
             target = self._arrays[name]
             part = stored[name][: len(target)]  # in memory of this process alone there are no checksums
+            self._region.reserve(state.offset_of(name, self._sizes), target[: len(part)].nbytes)
             target = target[: len(part)] if part.ndim == 1 else target[: len(part), : part.shape[1]]
             move_into(target, part) if name in ("contents", "references") else np.copyto(target, part)
         start = 0
         opened_bytes = stored["streams"][:, state.OPEN_BYTES].tolist()
-        for row, n_bytes in zip(self._arrays["open"], opened_bytes, strict=False):
+        opened = self._arrays["open"][: len(opened_bytes)]
+        self._region.reserve(state.offset_of("open", self._sizes), opened.nbytes)
+        for row, n_bytes in zip(opened, opened_bytes, strict=False):
             row[:n_bytes] = stored["open"][start : start + n_bytes]
             start += n_bytes
         head = self._arrays["head"]
         head[: state.KIND_OF_POOL] = stored["head"][: state.KIND_OF_POOL]
         kinds = head[[state.BLOCKS, state.GRAINS, state.REFERENCES, state.STREAMS]]
-        if ((kinds < 0) | (kinds > self._room.most)).any() or not free_others(
+        if not self._room.holds(kinds) or not free_others(
             self._state, np.zeros(int(head[state.GRAINS]), dtype=np.bool_)
         ):
             raise CorruptFileError("the frames are damaged: blocks lie where there is nothing")

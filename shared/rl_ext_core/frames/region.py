@@ -4,10 +4,7 @@ between processes that the system frees when its holder dies.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import fcntl
-import functools
 import mmap
 import os
 import struct
@@ -15,16 +12,31 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable
-from multiprocessing import context, reduction
+from multiprocessing import context
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from rl_ext_core import _system
+from rl_ext_core._system import PAGE
 from rl_ext_core.errors import CorruptFileError, NotCopyableError, OutOfMemoryError, StorageError
 
-PAGE = mmap.ALLOCATIONGRANULARITY
+__all__ = [
+    "PAGE",
+    "PrivateRegion",
+    "ProcessLock",
+    "Region",
+    "RegionFile",
+    "address_of",
+    "allocate",
+    "move_into",
+    "new_region",
+    "pages",
+    "refusal",
+]
+
 _Pointer = ctypes.c_size_t
 _HEADER = object.__basicsize__
 _MOVED = 1 << 20  # bytes at a time
@@ -57,10 +69,10 @@ def move_into(target: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
         target[at:stop] = source[at:stop]
         first, last = -(-(start + at) // PAGE) * PAGE, (start + stop) // PAGE * PAGE
         if just_read and first < last:
-            _libc().madvise(first, last - first, mmap.MADV_DONTNEED)
+            _system.give_back(first, last - first)
 
 
-def refusal(path: Path, error: OSError, *, doing: str) -> StorageError:
+def refusal(path: Path | str, error: OSError, *, doing: str) -> StorageError:
     """The error for what the system refused."""
     return StorageError(
         f"cannot {doing} {path}: {error.strerror or error}. What was stored before is intact and nothing of this call "
@@ -76,10 +88,14 @@ def allocate(n_bytes: int) -> npt.NDArray[np.uint8]:
     try:
         return np.empty(n_bytes, dtype=np.uint8)
     except MemoryError:
-        raise OutOfMemoryError(
-            f"no memory for another {n_bytes:,} bytes. What was stored before is intact and nothing of this call is; "
-            "pass a smaller buffer_size."
-        ) from None
+        raise _no_memory(n_bytes) from None
+
+
+def _no_memory(n_bytes: int) -> OutOfMemoryError:
+    return OutOfMemoryError(
+        f"no memory for another {n_bytes:,} bytes. What was stored before is intact and nothing of this call is; "
+        "pass a smaller buffer_size."
+    )
 
 
 class PrivateRegion:
@@ -93,16 +109,15 @@ class PrivateRegion:
     turn = 0  # another number when it has grown
     n_bytes: int
     _map: Any
+    _parts: dict[int, int]  # by where they begin, how much of them can be used; where memory has to be asked for
 
     def __init__(self, n_bytes: int) -> None:
-        self.n_bytes = n_bytes
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        self.n_bytes, self._parts = n_bytes, {}
         try:
-            self._map = mmap.mmap(-1, n_bytes, flags=flags)
+            self._addresses = _system.Addresses(pages(n_bytes), writable=True)
         except OSError:
             raise _refused(n_bytes) from None
-        with contextlib.suppress(OSError):  # of a kernel without them
-            self._map.madvise(mmap.MADV_NOHUGEPAGE)  # most arrays are far shorter than such a page
+        self._map = self._addresses.memory
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """A view of a part, which keeps the memory alive."""
@@ -110,14 +125,24 @@ class PrivateRegion:
 
     def held(self, offset: int) -> int:
         """How many bytes of the part that begins there can be used."""
-        return self.n_bytes - offset
+        return self.n_bytes - offset if _system.LAZY else self._parts.get(offset, 0)
 
     def reserve(self, offset: int, n_bytes: int) -> None:
         """Makes sure that the first bytes of a part can be used.
 
         :param offset: where the part begins, as in :meth:`array`.
         :raises StorageError: if there is no room.
+        :raises OutOfMemoryError: if there is no memory.
         """
+        held = self.held(offset)
+        if held >= n_bytes:
+            return
+        more = _more(held, n_bytes)
+        try:
+            self._addresses.use(offset + held, min(more, pages(self.n_bytes) - offset - held))
+        except OSError:
+            raise _no_memory(more) from None
+        self._parts[offset] = held + more
 
     def refresh(self) -> None:
         """Learns what other processes have made sure of."""
@@ -128,7 +153,7 @@ class PrivateRegion:
 
     def forget(self, start: int, n_bytes: int) -> None:
         """Gives whole pages back whose contents do not matter any more."""
-        self._map.madvise(mmap.MADV_DONTNEED, start, n_bytes)
+        self._addresses.forget(start, n_bytes)
 
     def page_out(self, offset: int) -> None:
         """Has a part in a file count as resident no longer; it is the system's to keep it at hand."""
@@ -145,7 +170,7 @@ class Region(PrivateRegion):
     """
 
     def __init__(self, n_bytes: int) -> None:
-        descriptor = os.memfd_create("rl-ext-frames")
+        descriptor, _ = _system.new_memory_file("rl-ext-frames")
         try:
             os.ftruncate(descriptor, n_bytes)
         except OSError:
@@ -175,7 +200,7 @@ class Region(PrivateRegion):
         """Likewise, in all processes."""
         try:
             self._map.madvise(mmap.MADV_REMOVE, start)
-        except OSError:
+        except (OSError, AttributeError):
             os.ftruncate(self._descriptor, start)
             os.ftruncate(self._descriptor, self.n_bytes)
 
@@ -183,7 +208,7 @@ class Region(PrivateRegion):
         """Nothing: others may use the pages."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _sent, (type(self), reduction.DupFd(self._descriptor), self.n_bytes, self.path)
+        return _sent, (type(self), _system.sent(self._descriptor), self.n_bytes, self.path)
 
 
 # A file begins with the first two of these; then come the entries of a table, one for each piece behind the table.
@@ -214,7 +239,9 @@ def new_region(n_bytes: int, file: RegionFile | None = None, *, private: bool = 
     """A region in memory, which only this process sees or its children too, or in a file."""
     if file is not None:
         return FileRegion(n_bytes, file)
-    return PrivateRegion(n_bytes) if private else Region(n_bytes)
+    if private:
+        return PrivateRegion(n_bytes)
+    return Region(n_bytes) if _system.LAZY else GrowingRegion(n_bytes)
 
 
 class FileRegion(Region):
@@ -230,24 +257,26 @@ class FileRegion(Region):
     :raises CorruptFileError: if the file is damaged, cut short, or of another storage.
     """
 
-    _unreserved = mmap.PROT_READ
+    _writable = False  # where nothing was reserved
+    _name: Path | str
 
     def __init__(self, n_bytes: int, file: RegionFile) -> None:
         self.path, identity, mend, lenient = file
-        if lenient:
-            self._unreserved = mmap.PROT_READ | mmap.PROT_WRITE
-        n_bytes = pages(n_bytes)
+        self._name, self._writable = file.path, lenient
         try:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            descriptor = _system.open_file(file.path)
         except OSError as error:
-            raise refusal(self.path, error, doing="open") from error
+            raise refusal(self._name, error, doing="open") from error
+        self._begin(descriptor, pages(n_bytes), identity, mend=mend)
+
+    def _begin(self, descriptor: int, n_bytes: int, identity: bytes, *, mend: bool = False) -> None:
         try:
             head = _HEAD.pack(_MAGIC, identity, n_bytes, 0)
             head = _HEAD.pack(_MAGIC, identity, n_bytes, zlib.crc32(head))
             size = os.fstat(descriptor).st_size
             if size == 0:
-                _allocate(descriptor, 0, _TABLE_BYTES, self.path)
-                os.pwrite(descriptor, head + struct.pack("<Q", _counts(0, 0)), 0)
+                self._take_room(descriptor, 0, _TABLE_BYTES)
+                _system.write_at(descriptor, head + struct.pack("<Q", _counts(0, 0)), 0)
             else:
                 self._check(descriptor, size, head, mend=mend)
         except BaseException:
@@ -255,14 +284,20 @@ class FileRegion(Region):
             raise
         self._open(descriptor, n_bytes)
 
+    def _take_room(self, descriptor: int, offset: int, n_bytes: int) -> None:
+        try:
+            _system.take_room(descriptor, offset, n_bytes)
+        except OSError as error:
+            raise refusal(self._name, error, doing=f"write {n_bytes:,} bytes to") from error
+
     def _check(self, descriptor: int, size: int, expected: bytes, *, mend: bool) -> None:
         if size < _TABLE_BYTES and mend:
             os.ftruncate(descriptor, _TABLE_BYTES)
-        table = os.pread(descriptor, _TABLE_BYTES, 0)
+        table = _system.read_at(descriptor, _TABLE_BYTES, 0)
         head = table[: _HEAD.size].ljust(_HEAD.size)
         magic, identity, n_bytes, crc = _HEAD.unpack(head)
         if mend and crc != zlib.crc32(_HEAD.pack(magic, identity, n_bytes, 0)):
-            os.pwrite(descriptor, expected, 0)
+            _system.write_at(descriptor, expected, 0)
             magic, identity, n_bytes, crc = _HEAD.unpack(expected)
         if crc != zlib.crc32(_HEAD.pack(magic, identity, n_bytes, 0)) or magic != _MAGIC:
             raise CorruptFileError(f"{self.path} is damaged: the checksum of its head does not match its contents")
@@ -272,17 +307,17 @@ class FileRegion(Region):
             )
         entries = self._entries(table.ljust(_TABLE_BYTES, b"\0"), mend=mend)
         if mend:
-            os.pwrite(descriptor, struct.pack("<Q", _counts(0, len(entries))), _COUNTS_AT)
+            _system.write_at(descriptor, struct.pack("<Q", _counts(0, len(entries))), _COUNTS_AT)
         end = _TABLE_BYTES + sum(n for _, n in entries)
         if size < end and not mend:
             raise CorruptFileError(
                 f"{self.path} has {size:,} bytes, expected {end:,}: it was cut short, or written to; to keep what is "
                 "intact, salvage it"
             )
-        os.ftruncate(descriptor, end)  # what is behind was never used
-        if os.fstat(descriptor).st_blocks * 512 < end:  # a copy may have holes, which a full disk would not fill
-            assert self.path is not None
-            _allocate(descriptor, 0, end, self.path)
+        _system.shorten(descriptor, end)  # what is behind was never used
+        # A copy may have holes, which a full disk would not fill.
+        if size < end or getattr(os.fstat(descriptor), "st_blocks", end) * 512 < end:
+            self._take_room(descriptor, 0, end)
 
     def _entries(self, table: bytes, *, mend: bool) -> list[tuple[int, int]]:
         word = int(np.frombuffer(table, np.uint64, 1, _COUNTS_AT)[0])
@@ -299,20 +334,16 @@ class FileRegion(Region):
         return found
 
     def _mapped(self) -> Any:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        self._start = _map(None, self.n_bytes, self._unreserved, flags, -1, 0)
-        memory = (ctypes.c_char * self.n_bytes).from_address(self._start)
-        # Arrays refer to it, and may outlive the region.
-        weakref.finalize(memory, _libc().munmap, self._start, self.n_bytes).atexit = False
+        self._addresses = _system.Addresses(self.n_bytes, writable=self._writable)
         self._table = mmap.mmap(self._descriptor, _TABLE_BYTES)
         self._word = np.frombuffer(self._table, np.uint64, 1, _COUNTS_AT)
         self.turn, self._known = 0, (0, 0)
-        self._parts: dict[int, int] = {}
+        self._parts = {}
         self._limits: dict[int, int] = {}
         self._end, self._crc = _TABLE_BYTES, 0
-        self._map = memory
+        self._map = self._addresses.memory
         self.refresh()
-        return memory
+        return self._map
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """See :meth:`Region.array`."""
@@ -330,19 +361,16 @@ class FileRegion(Region):
             return
         self.refresh()
         held = self._parts.get(offset, 0)
-        # A quarter more than there is, so that there are few pieces however large it becomes.
-        more = pages(max(n_bytes - held, held // 4))
-        more = min(more, self._limits.get(offset, self.n_bytes - offset) - held)
+        more = min(_more(held, n_bytes), self._limits.get(offset, self.n_bytes - offset) - held)
         if more <= 0:
             return
-        assert self.path is not None
         forgotten, count = self._known
         if count >= _MOST:
-            raise StorageError(f"{self.path} has too many pieces; make a new one from a checkpoint")
+            raise StorageError(f"{self._name} has too many pieces; make a new one from a checkpoint")
         try:
-            _allocate(self._descriptor, self._end, more, self.path)
+            self._take_room(self._descriptor, self._end, more)
         except BaseException:
-            os.ftruncate(self._descriptor, self._end)
+            _system.shorten(self._descriptor, self._end)
             raise
         crc = zlib.crc32(_ENTRY.pack(offset, more, 0), self._crc)
         _ENTRY.pack_into(self._table, _TABLE_AT + count * _ENTRY.size, offset, more, crc)
@@ -362,16 +390,14 @@ class FileRegion(Region):
             held = self._parts.get(part, 0)
             if part + held + n_bytes > self.n_bytes or part % PAGE or n_bytes % PAGE:
                 raise CorruptFileError(f"{self.path} is damaged: its head names more than there is")
-            flags, address = mmap.MAP_SHARED, self._start + part + held
-            _map(address, n_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, self._descriptor, self._end)
+            self._addresses.map(part + held, n_bytes, self._descriptor, self._end)
             self._parts[part] = held + n_bytes
             self._end += n_bytes
             self._known = forgotten, number + 1
         self._known, self.turn = (forgotten, count), word
 
     def _forget(self) -> None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        _map(self._start, self.n_bytes, self._unreserved, flags, -1, 0)
+        self._addresses.empty()
         self._parts.clear()
         self._end, self._crc, self._known = _TABLE_BYTES, 0, (_counts_of(int(self._word[0]))[0], 0)
 
@@ -386,11 +412,25 @@ class FileRegion(Region):
             kept, end = number + 1, end + n_bytes
         self._word[0] = _counts((forgotten + 1) % (1 << 16), kept)
         self.refresh()
-        os.ftruncate(self._descriptor, end)
+        _system.shorten(self._descriptor, end)
 
     def page_out(self, offset: int) -> None:
         """See :meth:`Region.page_out`."""
-        _libc().madvise(self._start + offset, self._parts.get(offset, 0), mmap.MADV_DONTNEED)
+        self._addresses.page_out(offset, self._parts.get(offset, 0))
+
+
+class GrowingRegion(FileRegion):
+    """A :class:`Region` where memory has to be asked for: a file that is deleted when nobody has it open any more.
+
+    :param n_bytes: its size.
+    :raises StorageError: if there is no room among temporary files.
+    """
+
+    path = None
+    _name = "memory that processes share"
+
+    def __init__(self, n_bytes: int) -> None:
+        self._begin(_system.new_memory_file("rl-ext-frames")[0], pages(n_bytes), bytes(16))
 
 
 def _counts(forgotten: int, count: int) -> int:
@@ -403,36 +443,11 @@ def _counts_of(word: int) -> tuple[int, int]:
 
 
 _MOST = (_TABLE_BYTES - _TABLE_AT) // _ENTRY.size
-_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 
 
-@functools.cache
-def _libc() -> Any:
-    libc = ctypes.CDLL(None, use_errno=True)
-    size = ctypes.c_size_t
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-    libc.munmap.argtypes = [ctypes.c_void_p, size]
-    libc.madvise.argtypes = [ctypes.c_void_p, size, ctypes.c_int]
-    return libc
-
-
-def _map(address: int | None, n_bytes: int, protection: int, flags: int, descriptor: int, offset: int) -> int:
-    """``mmap``, at an address or wherever there is room."""
-    if address is not None:
-        flags |= _MAP_FIXED
-    found: int | None = _libc().mmap(address, n_bytes, protection, flags, descriptor, offset)
-    if found is None or found == ctypes.c_void_p(-1).value:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return found
-
-
-def _allocate(descriptor: int, offset: int, n_bytes: int, path: Path) -> None:
-    """Takes room on the disk: writing to a mapping where there is none kills."""
-    try:
-        os.posix_fallocate(descriptor, offset, n_bytes)
-    except OSError as error:
-        raise refusal(path, error, doing=f"write {n_bytes:,} bytes to") from error
+def _more(held: int, wanted: int) -> int:
+    """How much to add to a part: a quarter of it at least, so that there are few pieces however large it becomes."""
+    return pages(max(wanted - held, held // 4))
 
 
 def _refused(n_bytes: int) -> OutOfMemoryError:
@@ -464,21 +479,22 @@ class ProcessLock:
     """
 
     def __init__(self) -> None:
-        self._open(Region(np.dtype(np.int64).itemsize))
+        self._open(new_region(np.dtype(np.int64).itemsize))  # type: ignore[arg-type]
 
     def _open(self, region: Region) -> None:
         self.recover: Callable[[int], None] | None = None
         self._region = region
-        self._holder = region.array(0, (1,), np.int64).data
+        holder = region.array(0, (1,), np.int64)
+        region.reserve(0, holder.nbytes)
+        self._holder = holder.data
         self._threads = threading.RLock()
         self._depth = 0
         self._pid = os.getpid()
-        path = f"/proc/self/fd/{region.descriptor}"
         try:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            self._descriptor = _system.own_description(region.descriptor)
         except OSError as error:
             raise StorageError(
-                f"cannot open {path}: {error.strerror}; processes share memory by way of /proc"
+                f"cannot open {error.filename}: {error.strerror}; processes share memory by way of /proc"
             ) from error
         self._close = weakref.finalize(self, os.close, self._descriptor)
         self._close.atexit = False  # threads may use it until the very end
@@ -493,12 +509,12 @@ class ProcessLock:
             self._depth += 1
         except BaseException:
             if self._depth == 0:
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+                _system.unlock(self._descriptor)
             self._threads.release()
             raise
 
     def _take(self) -> None:
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        _system.lock(self._descriptor)
         if (dead := self._holder[0]) and self.recover is not None:
             self._depth += 1  # it may use the lock
             try:
@@ -511,7 +527,7 @@ class ProcessLock:
         self._depth -= 1
         if self._depth == 0:
             self._holder[0] = 0
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            _system.unlock(self._descriptor)
         self._threads.release()
 
     def check_process(self) -> None:
@@ -541,4 +557,4 @@ def _close_in_child() -> None:
         lock._close()
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+_system.after_fork(_close_in_child)

@@ -536,9 +536,11 @@ class FrameStore:
             pool = self.stored_anew(choice, folder.frames(next_generation=True))
             folder.begin(self._settings(choice), next_generation=True)
         except BaseException:
-            folder.frames(next_generation=True)  # removes it
+            with contextlib.suppress(StorageError):
+                folder.frames(next_generation=True)  # removes it
             raise
         self._use(pool)
+        folder.remove_others()  # Windows has kept what was still mapped
 
     def stored_anew(self, choice: Choice, file: RegionFile | None = None) -> FramePool:
         """A pool with the same transitions in the same rows, which must not have wrapped."""

@@ -8,9 +8,37 @@ the main thread: when one ends that should not, it finds out why, ends the other
 
 from __future__ import annotations
 
-from rl_ext_core.processes.contexts import get_context, registered
-from rl_ext_core.processes.failures import Failure
-from rl_ext_core.processes.watch import Watch
-from rl_ext_core.processes.worker import at_end, fail, import_main, note
+import importlib
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rl_ext_core.processes.contexts import get_context, registered
+    from rl_ext_core.processes.failures import Failure
+    from rl_ext_core.processes.watch import Watch
+    from rl_ext_core.processes.worker import at_end, fail, import_main, note
 
 __all__ = ["Failure", "Watch", "at_end", "fail", "get_context", "import_main", "note", "registered"]
+
+# Imported when they are used: other systems than Linux lack what workers are made of, and have all else.
+_MODULES = {"Failure": "failures", "Watch": "watch", "get_context": "contexts", "registered": "contexts"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _MODULES and not hasattr(os, "memfd_create"):
+        from rl_ext_core.errors import WorkerError
+
+        raise WorkerError(
+            f"worker processes of this package need Linux, and this is {sys.platform!r}. Take Stable Baselines3's "
+            "SubprocVecEnv or TorchRL's ParallelEnv, or write make_vec_env(..., isolation='in-process')"
+        )
+    found = getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'worker')}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -43,6 +43,7 @@ from typing import Any, ClassVar
 
 from rl_ext_core._families import kill_families
 from rl_ext_core._interrupts import uninterrupted
+from rl_ext_core._system import after_fork
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.processes import servers, worker
 from rl_ext_core.processes.report import Report
@@ -65,7 +66,7 @@ def _close_lifelines() -> None:
         os.close(_lifelines.pop())
 
 
-os.register_at_fork(after_in_child=_close_lifelines)
+after_fork(_close_lifelines)
 
 
 @dataclass(frozen=True)

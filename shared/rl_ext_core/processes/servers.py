@@ -20,6 +20,7 @@ from multiprocessing.forkserver import ForkServer, read_signed
 from typing import Any
 
 from rl_ext_core._interrupts import uninterrupted
+from rl_ext_core._system import after_fork
 from rl_ext_core.errors import WorkerError
 
 _log = logging.getLogger("rl_ext_core.processes")
@@ -231,4 +232,4 @@ def _forget() -> None:
     _served.clear()
 
 
-os.register_at_fork(after_in_child=_forget)
+after_fork(_forget)

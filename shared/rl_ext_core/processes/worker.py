@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import fcntl
 import multiprocessing
 import os
 import pickle
@@ -20,6 +19,7 @@ from multiprocessing import forkserver, reduction, spawn
 from typing import Any, NoReturn
 
 from rl_ext_core._families import kill_own_family, lead_group
+from rl_ext_core._system import after_fork
 from rl_ext_core.processes.report import Progress, Writer
 
 # How long a worker that ends early may take to close what it has.
@@ -29,9 +29,9 @@ _EXIT_GRACE_S = 0.25
 # Descriptors in one message: Linux takes 253, of which multiprocessing's fork servers need four.
 SENT_AT_ONCE = 240
 # By which the parent asks a worker to end.
-END_SIGNAL = signal.SIGUSR2
+END_SIGNAL = getattr(signal, "SIGUSR2", signal.SIGTERM)  # Windows imports this, and starts none
 # Not reset: faulthandler's, and those that nobody can handle.
-_KEPT = {getattr(signal, f"SIG{name}") for name in ("SEGV", "FPE", "ABRT", "BUS", "ILL", "KILL", "STOP")}
+_KEPT = {getattr(signal, f"SIG{name}", None) for name in ("SEGV", "FPE", "ABRT", "BUS", "ILL", "KILL", "STOP")}
 _CHAIN_LIMIT = 20
 # Where the parent's main module is, of multiprocessing's preparation data.
 _OF_MAIN = ("init_main_from_name", "init_main_from_path")
@@ -306,6 +306,8 @@ def _end_if_asked(number: int = 0, frame: object = None) -> None:
 
 def _die_with_parent(lifeline: int) -> None:
     """Have this process and its group killed when its parent is gone, even if it hangs in C."""
+    import fcntl
+
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
@@ -327,4 +329,4 @@ def _forget() -> None:
         faulthandler.enable(file=sys.__stderr__) if sys.__stderr__ is not None else faulthandler.disable()
 
 
-os.register_at_fork(after_in_child=_forget)
+after_fork(_forget)

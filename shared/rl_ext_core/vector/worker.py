@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rl_ext_core import processes
 from rl_ext_core.errors import EnvironmentOutputError
-from rl_ext_core.processes import at_end
 from rl_ext_core.vector import environments
 from rl_ext_core.vector.channel import CELL_BYTES, Cell, Memory, Raised, Spin, cells_of, pack, unpack
 from rl_ext_core.vector.layout import Layout, Row, kept
@@ -131,7 +131,7 @@ class Environments:
     ) -> None:
         self._reply, self._memory, self._cells, self._first = reply, memory, cells, first
         self._envs: list[Any] = []
-        at_end(self.close_what_is_open)
+        processes.at_end(self.close_what_is_open)
         for number, env_fn in enumerate(env_fns):
             self._is_at(number, _CONSTRUCTOR)
             self._envs.append(environments.checked(env_fn()))

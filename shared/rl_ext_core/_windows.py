@@ -1,0 +1,134 @@
+"""What Windows is asked for by ``_system``: ranges of addresses, and files that others must not have.
+
+Sources: the pages of VirtualAlloc, MapViewOfFileEx, CreateFileW and _locking in Microsoft's documentation. From version
+1803 on, Windows can map over what is reserved (MapViewOfFile3), which older ones and Wine 8 cannot.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import msvcrt
+import os
+import sys
+from multiprocessing import reduction
+from pathlib import Path
+from typing import Any
+
+assert sys.platform == "win32"  # mypy knows what it has only there
+
+_RESERVE, _COMMIT, _TOP_DOWN = 0x2000, 0x1000, 0x100000
+_RELEASE, _DECOMMIT = 0x8000, 0x4000
+_NOACCESS, _READWRITE = 0x01, 0x04
+_MAP_READ_WRITE = 0x06
+_GENERIC_READ, _GENERIC_WRITE = 0x80000000, 0x40000000
+_SHARE_READ, _OPEN_ALWAYS, _NORMAL = 1, 4, 0x80
+_SHARING_VIOLATION = 32
+_INVALID = ctypes.c_void_p(-1).value
+
+_kernel = ctypes.WinDLL("kernel32", use_last_error=True)
+_pointer, _size, _word = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_ulong
+for _name, _result, _arguments in (
+    ("VirtualAlloc", _pointer, [_pointer, _size, _word, _word]),
+    ("VirtualFree", ctypes.c_int, [_pointer, _size, _word]),
+    ("CreateFileMappingW", _pointer, [_pointer, _pointer, _word, _word, _word, ctypes.c_wchar_p]),
+    ("MapViewOfFileEx", _pointer, [_pointer, _word, _word, _word, _size, _pointer]),
+    ("UnmapViewOfFile", ctypes.c_int, [_pointer]),
+    ("CloseHandle", ctypes.c_int, [_pointer]),
+    ("CreateFileW", _pointer, [ctypes.c_wchar_p, _word, _word, _pointer, _word, _word, _pointer]),
+):
+    getattr(_kernel, _name).restype = _result
+    getattr(_kernel, _name).argtypes = _arguments
+
+
+def _checked(result: Any) -> Any:
+    if not result or result == _INVALID:
+        raise ctypes.WinError(ctypes.get_last_error())
+    return result
+
+
+def reserve(address: int | None, n_bytes: int) -> int:
+    """Reserve addresses, at the top where none is named. They cannot be used before memory is put there."""
+    where = 0 if address is not None else _TOP_DOWN
+    start: int = _checked(_kernel.VirtualAlloc(address, n_bytes, _RESERVE | where, _NOACCESS))
+    return start
+
+
+def release(address: int) -> None:
+    """Give up what :func:`reserve` reserved there, and the memory in it."""
+    _checked(_kernel.VirtualFree(address, 0, _RELEASE))
+
+
+def commit(address: int, n_bytes: int) -> None:
+    """Put memory into addresses that are reserved; where there is some already, it stays as it is."""
+    _checked(_kernel.VirtualAlloc(address, n_bytes, _COMMIT, _READWRITE))
+
+
+def decommit(address: int, n_bytes: int) -> None:
+    """Take memory out of addresses, which stay reserved."""
+    _checked(_kernel.VirtualFree(address, n_bytes, _DECOMMIT))
+
+
+def map_file(descriptor: int, offset: int, n_bytes: int, address: int) -> None:
+    """Have a part of a file lie at addresses that are free."""
+    end = offset + n_bytes
+    file = msvcrt.get_osfhandle(descriptor)
+    section = _checked(_kernel.CreateFileMappingW(file, None, _READWRITE, end >> 32, end & 0xFFFFFFFF, None))
+    try:
+        high, low = offset >> 32, offset & 0xFFFFFFFF
+        _checked(_kernel.MapViewOfFileEx(section, _MAP_READ_WRITE, high, low, n_bytes, address))
+    finally:
+        _kernel.CloseHandle(section)
+
+
+def unmap(address: int) -> None:
+    """Take away what :func:`map_file` put there."""
+    _checked(_kernel.UnmapViewOfFile(address))
+
+
+def open_temporary(path: str) -> int:
+    """Open a file that is deleted when nobody has it open any more, and is written to the disk only in need."""
+    return os.open(path, os.O_RDWR | os.O_BINARY | os.O_NOINHERIT | os.O_TEMPORARY | os.O_SHORT_LIVED)
+
+
+def open_alone(path: Path) -> int:
+    """Open a file so that others may only read it.
+
+    :raises BlockingIOError: if another process has opened it so.
+    """
+    access = _GENERIC_READ | _GENERIC_WRITE
+    try:
+        handle = _checked(_kernel.CreateFileW(str(path), access, _SHARE_READ, None, _OPEN_ALWAYS, _NORMAL, None))
+    except OSError as error:
+        if error.winerror == _SHARING_VIOLATION:
+            raise BlockingIOError(errno.EWOULDBLOCK, error.strerror) from error
+        error.filename = str(path)
+        raise
+    return msvcrt.open_osfhandle(handle, os.O_RDWR | os.O_BINARY | os.O_NOINHERIT)
+
+
+def lock(descriptor: int, at: int) -> None:
+    """Lock a byte of a file.
+
+    :raises OSError: at once, if another process has locked it.
+    """
+    os.lseek(descriptor, at, os.SEEK_SET)
+    msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+
+
+def unlock(descriptor: int, at: int) -> None:
+    """Let others lock it."""
+    os.lseek(descriptor, at, os.SEEK_SET)
+    msvcrt.locking(descriptor, msvcrt.LK_UNLCK, 1)
+
+
+class Sent:
+    """A file on its way to another process."""
+
+    def __init__(self, descriptor: int) -> None:
+        # All that this one may do.
+        self._handle = reduction.DupHandle(msvcrt.get_osfhandle(descriptor), 0x0012019F)
+
+    def detach(self) -> int:
+        """Return a descriptor of it in the process that it was sent to."""
+        return msvcrt.open_osfhandle(self._handle.detach(), os.O_RDWR | os.O_BINARY | os.O_NOINHERIT)

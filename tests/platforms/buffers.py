@@ -1,0 +1,281 @@
+"""What the public buffers do on any operating system; run by ``test_stand_ins.py`` where much of Linux is hidden, and
+by ``scripts/windows_under_wine.sh`` on Windows. It needs no pytest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl_ext_core.errors import CorruptFileError, StorageError
+from rl_ext_core.frames import FrameStore, StackLayout, salvage
+from rl_ext_core.frames.region import ProcessLock, new_region
+
+CAPACITY, N_ENVS, SHAPE = 60, 2, (20, 20, 4)
+ADDED = 150
+
+
+def frames(number: int) -> np.ndarray:
+    """A frame an environment: few pixels change from one to the next."""
+    frame = np.zeros((N_ENVS, 20, 20), np.uint8)
+    for env in range(N_ENVS):
+        frame[env, number % 20, (3 * number + env) % 20] = 200 + env
+        frame[env, :3] = 7 * env
+    return frame
+
+
+def stack(number: int) -> np.ndarray:
+    return np.stack([frames(max(number + i, 0)) for i in range(-3, 1)], axis=-1)
+
+
+def fill(store: FrameStore, start: int, stop: int) -> None:
+    rewards = store.rows("reward", (N_ENVS,), np.float32)
+    for number in range(start, stop):
+        store.append(stack(number), stack(number + 1))
+        rewards[number % CAPACITY] = number
+
+
+def check(store: FrameStore, start: int, stop: int, *, off: int = 0) -> None:
+    rows = np.arange(CAPACITY, dtype=np.int64)
+    outs = [np.empty((CAPACITY, *SHAPE), np.uint8) for _ in range(2)]
+    for env in range(N_ENVS):
+        store.get(rows, np.full(CAPACITY, env, dtype=np.int64), *outs)
+        for number in range(max(start, stop - CAPACITY), stop):
+            for out, expected in zip(outs, (stack(number), stack(number + 1)), strict=True):
+                wrong = np.abs(out[number % CAPACITY].astype(int) - expected[env].astype(int)).max()
+                assert wrong <= off, (env, number, wrong)
+
+
+def new(codec: str = "auto", **options: Any) -> FrameStore:
+    return FrameStore.adaptive(CAPACITY, N_ENVS, SHAPE, np.uint8, codec=codec, **options)
+
+
+@contextlib.contextmanager
+def folder() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp())
+    yield path
+    shutil.rmtree(path)  # nothing in it may be in use any more
+
+
+def refused(kind: type[Exception], words: str, function: Callable[[], Any]) -> None:
+    said = None
+    try:
+        function()
+    except kind as error:
+        said = str(error)
+    assert said is not None, f"no {kind.__name__}"
+    assert words in said, said
+
+
+def test_in_memory() -> None:
+    for codec in ("auto", "raw", "patch", "patch+lz4"):
+        store = new(codec)
+        fill(store, 0, ADDED)
+        check(store, 0, ADDED)
+        store.clear()
+        fill(store, 0, 10)
+        check(store, 0, 10)
+
+
+def test_with_a_budget() -> None:
+    store = FrameStore(CAPACITY, N_ENVS, StackLayout(SHAPE, np.dtype(np.uint8), 4, 2), block_length=4, max_bytes=60_000)
+    noise = np.random.default_rng(0)
+    for _ in range(CAPACITY):
+        store.append(*noise.integers(256, size=(2, N_ENVS, *SHAPE), dtype=np.uint8))
+    assert store.nbytes <= 60_000
+    assert 0 < store.size < CAPACITY
+
+
+def test_bounded_error_and_jpeg() -> None:
+    store = new("patch", max_error=3)
+    fill(store, 0, ADDED)
+    check(store, 0, ADDED, off=3)
+    with contextlib.suppress(ImportError):
+        import simplejpeg  # noqa: F401
+
+        shape = (16, 16, 3)
+        jpeg = FrameStore(8, 1, StackLayout(shape, np.dtype(np.uint8), 1, 2), codec="jpeg")
+        image = np.full((1, *shape), 90, np.uint8)
+        jpeg.append(image, image)
+        out = np.empty((1, *shape), np.uint8)
+        jpeg.get(np.zeros(1, np.int64), np.zeros(1, np.int64), out)
+        assert abs(int(out.mean()) - 90) < 4
+
+
+def test_a_checkpoint() -> None:
+    with folder() as path:
+        store = new()
+        fill(store, 0, ADDED)
+        for _ in range(2):  # the second one replaces the first
+            store.save(path / "store")
+        loaded = FrameStore.load(path / "store")
+        check(loaded, 0, ADDED)
+        fill(loaded, ADDED, ADDED + 20)
+        check(loaded, 0, ADDED + 20)
+        (path / "store").write_bytes((path / "store").read_bytes()[:-100])
+        refused(CorruptFileError, "damaged", lambda: FrameStore.load(path / "store"))
+
+
+def _use_a_folder(path: Path, codec: str) -> None:
+    store = new(codec, storage_dir=path)
+    fill(store, 0, ADDED)
+    check(store, 0, ADDED)
+    refused(StorageError, f"in use by this process, {os.getpid()}", lambda: new(codec, storage_dir=path))
+    store.close()
+    refused(StorageError, "was closed", lambda: check(store, 0, ADDED))
+
+
+def test_a_folder() -> None:
+    with folder() as path:
+        for codec in ("auto", "patch+lz4"):
+            _use_a_folder(path / codec, codec)
+            store = new(codec, storage_dir=path / codec)
+            assert store.recovered is not None
+            assert store.recovered.kept == CAPACITY
+            check(store, 0, ADDED)
+            assert (store.rows("reward", (N_ENVS,), np.float32).max(axis=1) >= ADDED - CAPACITY).all()
+            fill(store, ADDED, ADDED + 7)
+            check(store, 0, ADDED + 7)
+            store.close()
+            del store
+
+
+def test_a_folder_is_cleared_and_salvaged() -> None:
+    with folder() as path:
+        store = new("patch", storage_dir=path / "a")
+        fill(store, 0, ADDED)
+        store.clear()
+        fill(store, 0, 20)
+        check(store, 0, 20)
+        store.close()
+        del store
+        whole = bytearray((path / "a" / "row-reward").read_bytes())
+        whole[1 << 16] ^= 1  # behind the table, in the first row
+        (path / "a" / "row-reward").write_bytes(whole)
+        refused(CorruptFileError, "salvage", lambda: new("patch", storage_dir=path / "a"))
+        assert salvage(path / "a").kept == 19
+
+
+def _add_until_killed(path: Path) -> None:
+    store = new("patch", storage_dir=path)
+    fill(store, 0, ADDED)
+    (path.parent / "added").touch()
+    while True:
+        time.sleep(1)
+
+
+def _kill_when(path: Path, process: Any) -> None:
+    for _ in range(6000):
+        if path.exists():
+            break
+        assert process.is_alive()
+        time.sleep(0.05)
+    process.kill()
+    process.join()
+
+
+def test_a_process_that_is_killed_leaves_what_it_had_added() -> None:
+    with folder() as path:
+        process = multiprocessing.get_context("spawn").Process(target=_add_until_killed, args=(path / "a",))
+        process.start()
+        for _ in range(6000):
+            if (path / "added").exists():
+                break
+            time.sleep(0.05)
+        refused(StorageError, f"in use by another process, {process.pid}", lambda: new("patch", storage_dir=path / "a"))
+        _kill_when(path / "added", process)
+        store = new("patch", storage_dir=path / "a")
+        assert store.recovered is not None
+        assert store.recovered.kept >= CAPACITY - 1
+        check(store, ADDED - CAPACITY + 1, ADDED - 1)
+        store.close()
+        del store
+
+
+def _count(lock: ProcessLock, region: Any, times: int) -> None:
+    number = region.array(0, (1,), np.int64)
+    for _ in range(times):
+        with lock:
+            seen = int(number[0])
+            time.sleep(0)
+            number[0] = seen + 1
+
+
+def _hold(lock: ProcessLock, path: Path) -> None:
+    with lock:
+        path.touch()
+        time.sleep(600)
+
+
+def test_processes_share_memory_and_take_turns() -> None:
+    context, lock, region = multiprocessing.get_context("spawn"), ProcessLock(), new_region(1 << 20)
+    number = region.array(0, (1,), np.int64)
+    region.reserve(0, number.nbytes)
+    process = context.Process(target=_count, args=(lock, region, 500))
+    process.start()
+    _count(lock, region, 500)
+    process.join()
+    assert number[0] == 1000
+    with folder() as path:
+        holder = context.Process(target=_hold, args=(lock, path / "held"))
+        holder.start()
+        dead: list[int] = []
+        lock.recover = dead.append
+        _kill_when(path / "held", holder)
+        with lock:
+            assert dead == [holder.pid]
+
+
+def test_sb3s_buffer() -> None:
+    try:
+        import torch  # noqa: F401
+        from gymnasium import spaces
+        from stable_baselines3.common.buffers import ReplayBuffer
+
+        from sb3_ext import CompressedReplayBuffer
+    except ImportError as error:  # under Wine
+        print(f"not run: {error}")
+        return
+    space = spaces.Box(0, 255, SHAPE, np.uint8), spaces.Discrete(4)
+    buffers = [kind(CAPACITY, *space, n_envs=N_ENVS, device="cpu") for kind in (ReplayBuffer, CompressedReplayBuffer)]
+    for number in range(ADDED):
+        done = np.array([number % 30 == 29, number % 25 == 24])
+        for buffer in buffers:
+            buffer.add(
+                stack(number), stack(number + 1), np.full(N_ENVS, number % 4), np.ones(N_ENVS), done, [{}] * N_ENVS
+            )
+    theirs, ours = ([] for _ in range(2))
+    for buffer, seen in zip(buffers, (theirs, ours), strict=True):
+        np.random.seed(0)
+        seen.extend(buffer.sample(64))
+    assert all((a == b).all() for a, b in zip(theirs, ours, strict=True) if a is not None)
+
+
+def main() -> int:
+    """Run all that is here without pytest."""
+    failed = 0
+    for name, test in list(globals().items()):
+        if name.startswith("test_"):
+            start = time.perf_counter()
+            try:
+                test()
+            except Exception as error:
+                failed += 1
+                print(f"FAILED {name}: {type(error).__name__}: {error}", flush=True)
+            else:
+                print(f"ok     {name} {time.perf_counter() - start:.1f} s", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""The calls of ``rl_ext_core._windows``, made of Linux's: what is reserved cannot be read, and mapped over nothing.
+
+Imported before anything is hidden.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+_NONE, _BOTH = 0, mmap.PROT_READ | mmap.PROT_WRITE
+_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000
+_SHARED, _FIXED, _FIXED_NOREPLACE = mmap.MAP_SHARED, 0x10, 0x100000
+_libc = ctypes.CDLL(None, use_errno=True)
+_pointer, _size = ctypes.c_void_p, ctypes.c_size_t
+_libc.mmap.restype = _pointer
+_libc.mmap.argtypes = [_pointer, _size, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [_pointer, _size]
+_libc.mprotect.argtypes = [_pointer, _size, ctypes.c_int]
+_open, _flock, _lockf, _unlink = os.open, fcntl.flock, fcntl.lockf, os.unlink
+_lock, _at_once, _free = fcntl.LOCK_EX, fcntl.LOCK_NB, fcntl.LOCK_UN
+_sizes: dict[int, int] = {}
+
+
+def _map(address: int | None, n_bytes: int, protection: int, flags: int, descriptor: int, offset: int) -> int:
+    found: int | None = _libc.mmap(address, n_bytes, protection, flags, descriptor, offset)
+    if found is None or found == _pointer(-1).value:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return found
+
+
+def _granular(*numbers: int) -> None:
+    if any(number % mmap.ALLOCATIONGRANULARITY for number in numbers):
+        raise OSError(errno.EINVAL, "no multiple of the allocation granularity")
+
+
+def reserve(address: int | None, n_bytes: int) -> int:
+    start = _map(address, n_bytes, _NONE, _ANONYMOUS | (_FIXED_NOREPLACE if address else 0), -1, 0)
+    _sizes[start] = n_bytes
+    return start
+
+
+def release(address: int) -> None:
+    _libc.munmap(address, _sizes.pop(address))
+
+
+def _in_reserved(address: int, n_bytes: int) -> None:
+    if not any(start <= address and address + n_bytes <= start + size for start, size in _sizes.items()):
+        raise OSError(errno.EINVAL, "not reserved")
+
+
+def commit(address: int, n_bytes: int) -> None:
+    _in_reserved(address, n_bytes)
+    _libc.mprotect(address, n_bytes, _BOTH)
+
+
+def decommit(address: int, n_bytes: int) -> None:
+    _in_reserved(address, n_bytes)
+    _map(address, n_bytes, _NONE, _ANONYMOUS | _FIXED, -1, 0)
+
+
+def map_file(descriptor: int, offset: int, n_bytes: int, address: int) -> None:
+    _granular(offset, address)
+    if os.fstat(descriptor).st_size < offset + n_bytes:
+        raise OSError(errno.EINVAL, "behind the end of the file")
+    _sizes[_map(address, n_bytes, _BOTH, _SHARED | _FIXED_NOREPLACE, descriptor, offset)] = n_bytes
+
+
+def unmap(address: int) -> None:
+    release(address)
+
+
+def open_temporary(path: str) -> int:
+    descriptor = _open(path, os.O_RDWR)
+    _unlink(path)
+    return descriptor
+
+
+def open_alone(path: Path) -> int:
+    descriptor = _open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        _flock(descriptor, _lock | _at_once)
+    except OSError as error:
+        os.close(descriptor)
+        raise BlockingIOError(errno.EWOULDBLOCK, "in use", str(path)) from error
+    return descriptor
+
+
+def lock(descriptor: int, at: int) -> None:
+    _lockf(descriptor, _lock | _at_once, 1, at)
+
+
+def unlock(descriptor: int, at: int) -> None:
+    _lockf(descriptor, _free, 1, at)
+
+
+def Sent(descriptor: int) -> Any:  # noqa: N802 (a class there)
+    from multiprocessing import reduction
+
+    return reduction.DupFd(descriptor)

@@ -1,0 +1,170 @@
+"""Hides from a process, and from all that it starts, what another operating system lacks: see ``test_stand_ins.py``.
+
+``RL_EXT_STAND_IN`` says which: ``windows`` or ``macos``. What ``sys.platform`` and ``os.name`` say stays, since the
+standard library decides by them what it is made of; ``imitated_windows`` takes the place of Windows' own calls.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import importlib.util
+import io
+import mmap
+import os
+import signal
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+_SYSTEM = os.environ.get("RL_EXT_STAND_IN", "")
+_OF_LINUX = {
+    os: "memfd_create eventfd eventfd_read eventfd_write posix_fallocate posix_fadvise sched_getaffinity pidfd_open "
+    "waitid",
+    mmap: "MADV_REMOVE MADV_NOHUGEPAGE MADV_HUGEPAGE",
+}
+_OF_POSIX = {
+    os: "register_at_fork fork forkpty killpg getpgrp getpgid setpgid setsid pread pwrite mkfifo O_NOFOLLOW O_CLOEXEC",
+    signal: "SIGUSR1 SIGUSR2 SIGALRM SIGHUP SIGCHLD SIGBUS SIGSTOP pthread_sigmask setitimer sigwait",
+    mmap: "MADV_DONTNEED MADV_FREE MAP_PRIVATE MAP_SHARED MAP_ANONYMOUS MAP_ANON MAP_NORESERVE PROT_READ PROT_WRITE",
+}
+_OURS = ("rl_ext_core", "sb3_ext", "torchrl_ext", "__main__")
+_hidden: dict[tuple[str, str], Any] = {}
+_MODULES_OF_POSIX = ("fcntl", "resource", "termios", "pwd", "grp")
+
+
+class _Lacking(types.ModuleType):
+    """A module without some names. Other libraries, which go by ``sys.platform``, find them all the same."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            if _root(sys._getframe(1)) not in _OURS:
+                return _hidden[self.__name__, name]
+        except KeyError:
+            pass
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+
+def _hide(names: dict[Any, str]) -> None:
+    for module, words in names.items():
+        module.__class__ = _Lacking
+        for name in words.split():
+            if name in vars(module):
+                _hidden[module.__name__, name] = vars(module).pop(name)
+
+
+def _hide_modules() -> None:
+    plain_import, plain_find = builtins.__import__, importlib.util.find_spec
+
+    def import_one(name: str, globals: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if name in _MODULES_OF_POSIX and (globals or {}).get("__name__", "").partition(".")[0] in _OURS:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return plain_import(name, globals, *args, **kwargs)
+
+    def find_spec(name: str, package: str | None = None) -> Any:
+        return None if name in _MODULES_OF_POSIX else plain_find(name, package)
+
+    builtins.__import__, importlib.util.find_spec = import_one, find_spec
+
+
+def _is_ours() -> bool:
+    """Whether the call before the last comes from the project, by way of paths or not."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and _root(frame) in ("pathlib", "genericpath", "posixpath", "os", "contextlib"):
+        frame = frame.f_back
+    return _root(frame) in _OURS
+
+
+def _root(frame: types.FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _hide_proc() -> None:
+    def without(function: Any) -> Any:
+        def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(path, (str, os.PathLike)) and os.fspath(path).startswith("/proc") and _is_ours():
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
+            return function(path, *args, **kwargs)
+
+        return call
+
+    for module, names in ((os, "open stat lstat listdir scandir readlink"), (io, "open")):
+        for name in names.split():
+            setattr(module, name, without(getattr(module, name)))
+    builtins.open = io.open
+
+
+def _in_use(file: os.stat_result, *, mapped_only: bool = False) -> bool:
+    """Whether this process has the file open, or mapped."""
+    for line in _maps():
+        if line[4] == str(file.st_ino) and line[3] == f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}":
+            return True
+    return not mapped_only and any((s.st_ino, s.st_dev) == (file.st_ino, file.st_dev) for s in _opened())
+
+
+def _maps(_open: Any = open) -> list[list[str]]:
+    with _open("/proc/self/maps") as lines:
+        return [line.split() for line in lines]
+
+
+def _opened(_listdir: Any = os.listdir) -> list[os.stat_result]:
+    found = []
+    for name in _listdir("/proc/self/fd"):
+        try:
+            found.append(os.fstat(int(name)))
+        except OSError:
+            continue  # that of the list itself
+    return found
+
+
+def _keep_what_is_in_use() -> None:
+    def refusing(function: Any, which: tuple[int, ...]) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for path in (args[i] for i in which if i < len(args)):
+                try:
+                    file = os.stat(path, dir_fd=kwargs.get("dir_fd"))
+                except OSError:
+                    continue
+                if not os.path.isdir(path) and _in_use(file):
+                    raise PermissionError(errno.EACCES, "the file is in use (as on Windows)", os.fspath(path))
+            return function(*args, **kwargs)
+
+        return call
+
+    unlink = refusing(os.unlink, (0,))
+    os.unlink, os.remove = unlink, unlink
+    os.rename, plain = refusing(os.rename, (0, 1)), os.rename
+
+    def rename(source: Any, target: Any, **kwargs: Any) -> None:
+        if os.path.exists(target):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(target))
+        os_rename(source, target, **kwargs)
+
+    os_rename, os.rename = os.rename, rename
+    os.replace = refusing(plain, (0, 1))
+    ftruncate = os.ftruncate
+
+    def shortened(descriptor: int, length: int) -> None:
+        file = os.fstat(descriptor)
+        if length < file.st_size and _in_use(file, mapped_only=True):
+            raise OSError(errno.EINVAL, "the file is mapped (as on Windows)")
+        ftruncate(descriptor, length)
+
+    os.ftruncate = shortened
+
+
+if _SYSTEM:
+    sys.path.insert(0, str(HERE))
+    if _SYSTEM == "windows":
+        import imitated_windows
+
+        # The same module, which has taken what it needs before it is hidden.
+        sys.modules["rl_ext_core._windows"] = imitated_windows
+        _hide_modules()
+        _keep_what_is_in_use()
+        _hide(_OF_POSIX)
+    _hide(_OF_LINUX)
+    _hide_proc()
+    sys.path.remove(str(HERE))

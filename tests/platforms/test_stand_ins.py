@@ -1,0 +1,68 @@
+"""The buffers where the operating system lacks what Linux has: Windows and macOS, imitated here.
+
+``stand_in/sitecustomize.py`` hides it in the process of the tests and in all that they start. ``buffers.py`` holds what
+is tested there. ``scripts/windows_under_wine.sh`` runs on a Windows Python what is imitated here.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STAND_IN = Path(__file__).parent / "stand_in"
+# On other systems than Linux nothing is imitated.
+MISSING = {"windows": ("fcntl", "resource"), "macos": ()} if sys.platform == "linux" else {"": ()}
+IMPORTS = """
+import importlib.util, os, sys
+for name in sys.argv[1:]:
+    try:
+        __import__(name, globals())
+    except ImportError:
+        continue
+    raise SystemExit(f"{name} is there")
+assert sys.platform != "linux" or not hasattr(os, "memfd_create")
+import rl_ext_core.frames, sb3_ext
+if importlib.util.find_spec("torchrl") is not None:
+    import torchrl_ext
+from rl_ext_core import processes
+from rl_ext_core.errors import WorkerError
+try:
+    processes.get_context
+except WorkerError as error:
+    assert "isolation='in-process'" in str(error)
+else:
+    raise SystemExit("workers are there")
+from rl_ext_core.cli import main
+main(["--help"])
+"""
+
+
+def run(system: str, *command: str) -> subprocess.CompletedProcess[str]:
+    paths = [str(STAND_IN), str(ROOT), str(ROOT / "shared"), os.environ.get("PYTHONPATH", "")]
+    environ = {**os.environ, "RL_EXT_STAND_IN": system, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environ = {name: value for name, value in environ.items() if not name.startswith(("PYTEST_", "COV_"))}
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environ, capture_output=True, text=True, check=False, timeout=600
+    )
+
+
+@pytest.mark.parametrize("system", MISSING)
+def test_imports_and_help(system: str) -> None:
+    done = run(system, "-c", IMPORTS, *MISSING[system])
+
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "doctor" in done.stdout
+
+
+@pytest.mark.parametrize("system", MISSING)
+def test_buffers(system: str) -> None:
+    """Processes that share memory, and some that are killed, among them."""
+    done = run(system, "tests/platforms/buffers.py")
+
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert "ok     test_sb3s_buffer" in done.stdout
