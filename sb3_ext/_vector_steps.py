@@ -173,6 +173,15 @@ class Batched:
         self._trusted = True
         if mode in (Autoreset.NEXT_STEP, Autoreset.DISABLED):
             self._partial, self._trusted = partial_reset(env, mode)
+            if mode is Autoreset.NEXT_STEP and not self._trusted:
+                raise InvalidArgumentError(
+                    f"{type(getattr(env, 'unwrapped', env)).__name__} resets sub-environments one step after their "
+                    "episodes have ended (autoreset_mode NextStep), and is not known to reset some of them when asked "
+                    "to: the step in between would be a transition that never happened. If its "
+                    "reset(options={'reset_mask': ...}) resets those of the mask at once, write "
+                    'autoreset_mode="Disabled"; else make it of single environments: '
+                    'gymnasium.make_vec(..., vectorization_mode="sync")'
+                )
         layout.keep_freed_memory(num_envs)
 
     def step(self, actions: Any) -> tuple[Any, Array, Array, list[Any], Sequence[int], list[Any] | None]:
@@ -180,7 +189,7 @@ class Batched:
             # Its own copy: environments that clip do so in place.
             actions = torch.from_numpy(np.array(actions, dtype=self._action_dtype)).to(self._device)
         before, self._last = self._last, None
-        observation, reward, terminated, truncated, info = self._env.step(actions)
+        observation, reward, terminated, truncated, info = _returned("step", self._env.step(actions))
         parts = [*self._parts(observation), reward, terminated, truncated]
         *leaves, reward, terminated, truncated = _on_cpu(parts)
         leaves = self._checked(leaves)
@@ -257,7 +266,7 @@ class Batched:
 
     def _reset_some(self, leaves: list[Array], dones: Array) -> tuple[list[Array], Any]:
         assert self._partial is not None
-        observation, info = self._partial(dones)
+        observation, info = _returned("reset", self._partial(dones))
         found = _on_cpu(self._parts(observation))
         count = int(dones.sum())
         if count < self._count and all(len(leaf) == count for leaf in found):
@@ -304,7 +313,7 @@ class Batched:
             )
             del given["seed"]
             result = self._env.reset(**given)
-        observation, info = result
+        observation, info = _returned("reset", result)
         leaves = self._checked(_on_cpu(self._parts(observation)))
         if self._previous:
             self._last = [leaf.copy() for leaf in leaves]
@@ -456,6 +465,19 @@ def _on_cpu(parts: list[Any]) -> list[Array]:
     for index, array in zip(away, _unpacked([parts[index] for index in away]), strict=True):
         found[index] = array
     return found
+
+
+_RETURNED = {"reset": ("observation", "info"), "step": ("observation", "reward", "terminated", "truncated", "info")}
+
+
+def _returned(method: str, result: Any) -> Any:
+    expected = _RETURNED[method]
+    if isinstance(result, tuple | list) and len(result) == len(expected):
+        return result
+    found = f"{len(result)} values" if isinstance(result, tuple | list) else f"a value of type {type(result).__name__}"
+    raise EnvironmentOutputError(
+        f"{method}() returned {found}; expected the {len(expected)} of gymnasium: {', '.join(expected)}"
+    )
 
 
 def _unpacked(tensors: list[torch.Tensor]) -> list[Array]:

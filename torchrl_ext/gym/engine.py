@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torchrl.data import Composite, OneHot
 
 from rl_ext_core.errors import EnvironmentOutputError
+from rl_ext_core.vector import autoreset
 from torchrl_ext.gym import vector
 from torchrl_ext.gym.io import (
     RESET,
@@ -24,9 +25,6 @@ from torchrl_ext.gym.io import (
     unset_flags,
 )
 from torchrl_ext.gym.specs import device_of
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Engine"]
 
@@ -89,13 +87,14 @@ class Engine:
         # Which rows have reset themselves, every observation that now holds, and the info.
         self._pending: tuple[torch.Tensor, Entries, Any] | None = None
         if batch_size:
-            mode = vector.find_mode(env, options["autoreset_mode"], speaks_torch=env_type == "torch")
-            self._count, self._same_step = batch_size[0], mode is vector.Autoreset.SAME_STEP
+            said = autoreset.find_mode(env, options["autoreset_mode"], speaks_torch=env_type == "torch")
+            mode = said or autoreset.Autoreset.DISABLED
+            self._count, self._same_step = batch_size[0], mode is autoreset.Autoreset.SAME_STEP
             # Asking a GPU whether anything is done makes the step wait for it.
             self._looks = device is None or device.type == "cpu"
             if self._looks:
                 vector.keep_when_freed(sum(leaf.nbytes for leaf in observation.zero().values(True, True)))
-            self._reset_rows, self._trusted = vector.partial_reset(env, mode)
+            self._reset_rows, self._trusted = autoreset.partial_reset(env, mode)
             is_array = key is not None and self._starts is None and not isinstance(observation[key], OneHot)
             self._array = key if self._looks and is_array else None
             self._remembers = not self._trusted or self._missing == "previous"
@@ -241,7 +240,7 @@ class Engine:
     def _partially(self, mask: torch.Tensor, **kwargs: Any) -> tuple[Entries, Any]:
         """Reset some, and see to it that the others were left alone, where nobody vouches for that."""
         before, self._now, self._pending = self._now, None, None
-        fresh, info = self.begin(self._reset_rows(mask, **kwargs))
+        fresh, info = self.begin(self._reset_rows(mask.cpu().numpy(), **kwargs))
         if self._trusted or before is None:
             return fresh, info
         if not vector.same_rows(self._leaves, fresh, before, (~mask).nonzero().view(-1)):

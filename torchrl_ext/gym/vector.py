@@ -1,38 +1,21 @@
-"""Vectorised environments: when they reset themselves, how some are reset, and what was last before an episode's end.
-
-Source: gymnasium's ``AutoresetMode`` (https://farama.org/Vector-Autoreset-Mode). Environments in Isaac Lab's style
-reset within the step as well, and say so nowhere.
-"""
+"""Vectorised environments: what was last before an episode's end, in infos, and rows of observations."""
 
 from __future__ import annotations
 
-import inspect
-from enum import Enum
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import gymnasium
 import numpy as np
 import torch
-from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
-from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from tensordict import TensorDictBase
 from torchrl.data import Composite, OneHot
 
-from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
+from rl_ext_core.errors import EnvironmentOutputError
 from torchrl_ext._compat import built
 from torchrl_ext.gym.io import compile_one_hot, compile_value
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    PartialReset = Callable[..., tuple[Any, Any]]
-
 __all__ = [
-    "Autoreset",
     "assigned",
     "final_observation",
-    "find_mode",
     "has_finite_horizon",
     "is_batch",
     "keep_when_freed",
@@ -40,7 +23,6 @@ __all__ = [
     "leaves_of",
     "merged_info",
     "overwritten",
-    "partial_reset",
     "rows_of",
     "same_rows",
     "without_final",
@@ -50,42 +32,7 @@ Entries = dict[str, Any]
 Leaves = dict[str, Any]  # specs, in dicts that are nested as the observations are
 
 _FINAL = ("final_obs", "final_observation", "final_info")
-_STATISTICS = ("episode_returns", "episode_lengths", "episode_start_times", "prev_dones")
 _MAPPED_FROM, _MAPPED_TO = 128 << 10, 31 << 20
-
-
-class Autoreset(Enum):
-    """When a sub-environment that is done resets itself; the values are gymnasium's."""
-
-    NEXT_STEP = "NextStep"
-    SAME_STEP = "SameStep"
-    DISABLED = "Disabled"
-
-
-def find_mode(env: Any, asked: object, *, speaks_torch: bool) -> Autoreset:
-    """Find the mode of a vectorised environment: as asked for, its attribute, its metadata.
-
-    :raises InvalidArgumentError: no such mode
-    """
-    metadata = getattr(env, "metadata", None) or {}
-    base = getattr(env, "unwrapped", env)
-    attributes = (getattr(owner, "autoreset_mode", None) for owner in (env, base))
-    said = next((mode for mode in (asked, *attributes, metadata.get("autoreset_mode")) if mode is not None), None)
-    if said is None:
-        # ManiSkill's wrapper, and mjlab's setting.
-        settings = [getattr(layer, "__dict__", {}).get("auto_reset") for layer in _layers(env)]
-        settings.append(_setting(base, "auto_reset"))
-        resets = next((value for value in settings if isinstance(value, bool)), not _is_maniskill(base))
-        # Isaac Lab and those after its fashion; without one of gymnasium's modes no other convention is left.
-        return Autoreset.SAME_STEP if speaks_torch and resets else Autoreset.DISABLED
-    text = str(getattr(said, "value", said))
-    for mode in Autoreset:
-        if text in (mode.value, mode.name):
-            return mode
-    raise InvalidArgumentError(
-        f"autoreset_mode={said!r} is none of {', '.join(repr(mode.value) for mode in Autoreset)}. "
-        'Write autoreset_mode="SameStep"'
-    )
 
 
 def has_finite_horizon(env: Any, asked: bool | None) -> bool:
@@ -93,25 +40,9 @@ def has_finite_horizon(env: Any, asked: bool | None) -> bool:
 
     Source: ``is_finite_horizon`` of isaaclab.envs.ManagerBasedRLEnvCfg, https://github.com/isaac-sim/IsaacLab/pull/7502
     """
-    return _setting(getattr(env, "unwrapped", env), "is_finite_horizon") is True if asked is None else asked
-
-
-def _setting(base: Any, name: str) -> Any:
-    return getattr(getattr(base, "cfg", None), name, None)
-
-
-def _is_maniskill(base: Any) -> bool:
-    """Tell whether an environment is ManiSkill's: reset by the option ``env_idx``, and never by itself."""
-    return any(kind.__module__.startswith("mani_skill") for kind in type(base).__mro__)
-
-
-def _layers(env: Any) -> list[Any]:
-    """Give an environment and the wrappers around it, the outermost first."""
-    found = [env]
-    while len(found) < 100 and getattr(found[-1], "__dict__", {}).get("env") is not None:
-        found.append(found[-1].env)
-    base = getattr(env, "unwrapped", env)
-    return found if found[-1] is base else [*found, base]
+    if asked is not None:
+        return asked
+    return getattr(getattr(getattr(env, "unwrapped", env), "cfg", None), "is_finite_horizon", None) is True
 
 
 def keep_when_freed(nbytes: int) -> None:
@@ -124,105 +55,6 @@ def keep_when_freed(nbytes: int) -> None:
     size = min(4 * nbytes, _MAPPED_TO)
     if size > _MAPPED_FROM:
         torch.empty(size, dtype=torch.uint8)
-
-
-# -- resets of some
-
-
-def partial_reset(env: Any, mode: Autoreset) -> tuple[PartialReset, bool]:
-    """Find the way to reset some sub-environments and leave the others.
-
-    By a keyword argument ``env_ids`` (Isaac Lab, mjlab), by ManiSkill's option ``env_idx``, else by gymnasium's option
-    ``reset_mask``; through all wrappers, which may change what is returned.
-
-    :return: ``(mask, **kwargs) -> (observation, info)``, and whether it is known to leave the others alone
-    :raises InvalidArgumentError: the environment is known to do it wrongly
-    """
-    base = getattr(env, "unwrapped", env)
-    if "env_ids" in _parameters(base.reset):
-        return _by_keyword(env, base), True
-    if _is_maniskill(base):
-        return _by_option(env, "env_idx", lambda mask: _indices(mask, base)), True
-    if isinstance(base, CartPoleVectorEnv) and "reset" not in vars(base):
-        # It ignores the option: taught here, so that wrappers around it can pass it on.
-        base.reset = partial(_reset_cartpole, base)  # type: ignore[method-assign]
-    if isinstance(base, gymnasium.vector.AsyncVectorEnv) and mode is Autoreset.NEXT_STEP and not base.shared_memory:
-        raise InvalidArgumentError(
-            "AsyncVectorEnv(shared_memory=False) resets a sub-environment once more after a reset by reset_mask. Write "
-            'autoreset_mode="SameStep", or leave shared_memory at True'
-        )
-    known = (gymnasium.vector.SyncVectorEnv, gymnasium.vector.AsyncVectorEnv, CartPoleVectorEnv)
-    return _by_option(env, "reset_mask", lambda mask: mask.cpu().numpy()), isinstance(base, known)
-
-
-def _parameters(function: Any) -> Any:
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return {}
-
-
-def _indices(mask: torch.Tensor, env: Any) -> torch.Tensor:
-    return mask.nonzero().squeeze(-1).to(getattr(env, "device", mask.device))
-
-
-def _by_keyword(env: Any, base: Any) -> PartialReset:
-    """Call the outermost reset that may change anything, if all from there on pass the keyword on."""
-    chain = _layers(env)
-    while len(chain) > 1 and _is_passive(chain[0]):
-        del chain[0]
-    stops = next((layer for layer in chain if not _takes_env_ids(layer.reset)), None)
-
-    def reset(mask: torch.Tensor, **kwargs: Any) -> tuple[Any, Any]:
-        if stops is not None:
-            raise InvalidArgumentError(
-                f"{type(stops).__name__}.reset takes no env_ids, so that sub-environments cannot be reset alone "
-                "through it. Write def reset(self, **kwargs) and self.env.reset(**kwargs) in it"
-            )
-        return chain[0].reset(env_ids=_indices(mask, base), **kwargs)
-
-    return reset
-
-
-def _is_passive(layer: Any) -> bool:
-    """Tell whether a wrapper leaves resets as they are: gymnasium's own that only look, and those without a reset."""
-    if not isinstance(layer, gymnasium.Wrapper) or "reset" in vars(layer) or _takes_env_ids(layer.reset):
-        return False
-    owner = next(cls for cls in type(layer).__mro__ if "reset" in vars(cls))
-    return owner in (gymnasium.Wrapper, gymnasium.wrappers.OrderEnforcing, gymnasium.wrappers.PassiveEnvChecker)
-
-
-def _takes_env_ids(function: Any) -> bool:
-    parameters = _parameters(function)
-    return "env_ids" in parameters or any(part.kind is part.VAR_KEYWORD for part in parameters.values())
-
-
-def _by_option(env: Any, option: str, value: Callable[[torch.Tensor], Any]) -> PartialReset:
-    layers = [layer for layer in _layers(env) if isinstance(layer, gymnasium.vector.VectorWrapper)]
-    recorders = [layer for layer in layers if isinstance(layer, RecordEpisodeStatistics)]
-
-    def reset(mask: torch.Tensor, *, options: dict[str, Any] | None = None, **kwargs: Any) -> tuple[Any, Any]:
-        kept = [{name: getattr(recorder, name).copy() for name in _STATISTICS} for recorder in recorders]
-        result = env.reset(options={**(options or {}), option: value(mask)}, **kwargs)
-        # What is below this wrapper takes the mask out of the options, before the wrapper reads it.
-        for recorder, values in zip(recorders, kept, strict=True):
-            for name, old in values.items():
-                setattr(recorder, name, np.where(mask.cpu().numpy(), getattr(recorder, name), old))
-        return result
-
-    return reset
-
-
-def _reset_cartpole(env: Any, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
-    """Do now what gymnasium's vectorised CartPole would do in the next step, from the same random numbers."""
-    if not options or "reset_mask" not in options:
-        return type(env).reset(env, seed=seed, options=options)
-    rows = options["reset_mask"]
-    gymnasium.vector.VectorEnv.reset(env, seed=seed)
-    env.state[:, rows] = env.np_random.uniform(low=env.low, high=env.high, size=(4, int(rows.sum())))
-    env.steps[rows] = 0
-    env.prev_done[rows] = False
-    return env.state.T.astype(np.float32), {}
 
 
 # -- what was last before a reset, in infos

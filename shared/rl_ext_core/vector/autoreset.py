@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
+from rl_ext_core.errors import InvalidArgumentError
 
 __all__ = ["Autoreset", "PartialReset", "find_mode", "layers", "partial_reset"]
 
-# (n,) booleans -> observation and info; of all sub-environments, or of those rows alone.
-PartialReset = Callable[[Any], tuple[Any, Any]]
+# (n,) booleans of NumPy, and arguments of a reset -> what that returns: of all sub-environments, or of those rows only.
+PartialReset = Callable[..., Any]
 
 
 class Autoreset(Enum):
@@ -81,57 +81,83 @@ def partial_reset(env: Any, mode: Autoreset) -> tuple[PartialReset, bool]:
     By the argument ``env_ids`` (Isaac Lab, mjlab), ManiSkill's option ``env_idx``, EnvPool's ``env_id``, else
     gymnasium's option ``reset_mask``.
 
-    :param mode: NEXT_STEP or DISABLED
     :return: the way, and whether it is known to leave the others alone
-    :raises InvalidArgumentError: none is known for an environment that would reset itself in its next step as well
+    :raises InvalidArgumentError: the environment is known to do it wrongly
     """
     base = getattr(env, "unwrapped", env)
     if _is_envpool(base):
-        return lambda mask: _pair(env.reset(np.flatnonzero(mask))), True
+        return lambda mask, **kwargs: env.reset(np.flatnonzero(mask), **kwargs), True
     if "env_ids" in _parameters(base.reset):
-        return lambda mask: _pair(env.reset(env_ids=_indices(mask, base))), True
+        return _by_keyword(env, base), True
     if _is_maniskill(base):
-        return lambda mask: _pair(env.reset(options={"env_idx": _indices(mask, base)})), True
+        return _by_option(env, "env_idx", lambda mask: _indices(mask, base)), True
 
     from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
     from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
-    known = (SyncVectorEnv, AsyncVectorEnv, CartPoleVectorEnv)
     if isinstance(base, CartPoleVectorEnv) and "reset" not in vars(base):
         # It ignores the option: taught here, so that wrappers around it can pass it on.
         base.reset = partial(_reset_cartpole, base)  # type: ignore[method-assign]
-    if mode is Autoreset.NEXT_STEP:
-        if isinstance(base, AsyncVectorEnv) and not base.shared_memory:
-            raise InvalidArgumentError(
-                "AsyncVectorEnv(shared_memory=False) resets a sub-environment once more after a reset by reset_mask. "
-                'Write autoreset_mode="SameStep", or leave shared_memory at True'
-            )
-        if not isinstance(base, known):
-            raise InvalidArgumentError(
-                f"{type(base).__name__} resets sub-environments one step after their episodes have ended "
-                "(autoreset_mode NextStep), and is not known to reset some of them when asked to: the step in between "
-                "would be a transition that never happened. If its reset(options={'reset_mask': ...}) resets those "
-                'of the mask at once, write autoreset_mode="Disabled"; else make it of single environments: '
-                'gymnasium.make_vec(..., vectorization_mode="sync")'
-            )
-    return partial(_reset_by_mask, env), isinstance(base, known)
+    if isinstance(base, AsyncVectorEnv) and mode is Autoreset.NEXT_STEP and not base.shared_memory:
+        raise InvalidArgumentError(
+            "AsyncVectorEnv(shared_memory=False) resets a sub-environment once more after a reset by reset_mask. Write "
+            'autoreset_mode="SameStep", or leave shared_memory at True'
+        )
+    known = isinstance(base, (SyncVectorEnv, AsyncVectorEnv, CartPoleVectorEnv))
+    return _by_option(env, "reset_mask", lambda mask: mask.copy()), known
 
 
-def _reset_by_mask(env: Any, mask: Any) -> tuple[Any, Any]:
-    # gymnasium takes the mask out of the options before wrappers around it can read it: they reset what they keep of
-    # every sub-environment, such as the sums of RecordEpisodeStatistics and NormalizeReward.
-    kept = [
-        (layer, name, value.copy())
-        for layer in layers(env)[:-1]
-        for name, value in vars(layer).items()
-        if isinstance(value, np.ndarray) and value.shape[:1] == mask.shape
-    ]
-    result = _pair(env.reset(options={"reset_mask": mask.copy()}))
-    for layer, name, old in kept:
-        new = getattr(layer, name)
-        if isinstance(new, np.ndarray) and new.shape == old.shape:
-            setattr(layer, name, np.where(mask.reshape(-1, *[1] * (old.ndim - 1)), new, old))
-    return result
+def _by_keyword(env: Any, base: Any) -> PartialReset:
+    """Call the outermost reset that may change anything, if all from there on pass the keyword on."""
+    chain = layers(env)
+    while len(chain) > 1 and _is_passive(chain[0]):
+        del chain[0]
+    stops = next((layer for layer in chain if not _takes_env_ids(layer.reset)), None)
+
+    def reset(mask: Any, **kwargs: Any) -> Any:
+        if stops is not None:
+            raise InvalidArgumentError(
+                f"{type(stops).__name__}.reset takes no env_ids, so that sub-environments cannot be reset alone "
+                "through it. Write def reset(self, **kwargs) and self.env.reset(**kwargs) in it"
+            )
+        return chain[0].reset(env_ids=_indices(mask, base), **kwargs)
+
+    return reset
+
+
+def _is_passive(layer: Any) -> bool:
+    """Tell whether a wrapper leaves resets as they are: gymnasium's own that only look, and those without a reset."""
+    import gymnasium
+
+    if not isinstance(layer, gymnasium.Wrapper) or "reset" in vars(layer) or _takes_env_ids(layer.reset):
+        return False
+    owner = next(cls for cls in type(layer).__mro__ if "reset" in vars(cls))
+    return owner in (gymnasium.Wrapper, gymnasium.wrappers.OrderEnforcing, gymnasium.wrappers.PassiveEnvChecker)
+
+
+def _takes_env_ids(function: Any) -> bool:
+    parameters = _parameters(function)
+    return "env_ids" in parameters or any(part.kind is part.VAR_KEYWORD for part in parameters.values())
+
+
+def _by_option(env: Any, option: str, value: Callable[[Any], Any]) -> PartialReset:
+    def reset(mask: Any, *, options: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        # gymnasium takes the mask out of the options before wrappers around it can read it: they reset what they keep
+        # of every sub-environment, such as the sums of RecordEpisodeStatistics and NormalizeReward.
+        kept = [
+            (layer, name, old.copy())
+            for layer in layers(env)[:-1]
+            for name, old in vars(layer).items()
+            if isinstance(old, np.ndarray) and old.shape[:1] == mask.shape
+        ]
+        result = env.reset(options={**(options or {}), option: value(mask)}, **kwargs)
+        for layer, name, old in kept:
+            new = getattr(layer, name)
+            if isinstance(new, np.ndarray) and new.shape == old.shape:
+                setattr(layer, name, np.where(mask.reshape(-1, *[1] * (old.ndim - 1)), new, old))
+        return result
+
+    return reset
 
 
 def _reset_cartpole(env: Any, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
@@ -139,18 +165,14 @@ def _reset_cartpole(env: Any, *, seed: int | None = None, options: dict[str, Any
     if not options or "reset_mask" not in options:
         result: tuple[Any, Any] = type(env).reset(env, seed=seed, options=options)
         return result
+    from gymnasium.vector import VectorEnv
+
+    VectorEnv.reset(env, seed=seed)
     rows = options["reset_mask"]
     env.state[:, rows] = env.np_random.uniform(low=env.low, high=env.high, size=(4, int(rows.sum())))
     env.steps[rows] = 0
     env.prev_done[rows] = False
     return env.state.T.astype(np.float32), {}
-
-
-def _pair(result: Any) -> tuple[Any, Any]:
-    if isinstance(result, tuple | list) and len(result) == 2:
-        return result[0], result[1]
-    found = f"{len(result)} values" if isinstance(result, tuple | list) else f"a value of type {type(result).__name__}"
-    raise EnvironmentOutputError(f"reset() returned {found}; expected the 2 of gymnasium: observation, info")
 
 
 def _parameters(function: Any) -> Any:
@@ -172,4 +194,4 @@ def _is_envpool(base: Any) -> bool:
 def _indices(mask: Any, base: Any) -> Any:
     import torch
 
-    return torch.from_numpy(np.flatnonzero(mask)).to(base.device)
+    return torch.from_numpy(np.flatnonzero(mask)).to(getattr(base, "device", "cpu"))
