@@ -5,10 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from torchrl.data import Unbounded
 
 from rl_ext_core.errors import EnvironmentOutputError
 from tests.torchrl_ext.environments import DictWalk, Faulty, Isaac, SameStep, Sampled, Walk, box
@@ -263,3 +265,16 @@ def test_a_missing_action_is_named() -> None:
     for env in (GymWrapper(Walk()), GymWrapper(Isaac(2))):
         with pytest.raises(KeyError, match="action"):
             env.step(env.reset())
+
+
+class Halved(gymnasium.vector.VectorWrapper):
+    def step(self, actions: Any) -> Any:
+        observation, reward, *rest = self.env.step(actions)
+        return observation, 0.5 * reward, *rest
+
+
+def test_a_reward_with_a_fraction_does_not_fit_a_specification_of_whole_numbers() -> None:
+    env = GymWrapper(Halved(gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync")))
+    env.reward_spec = Unbounded((2, 1), dtype=torch.int64)
+    with pytest.raises(EnvironmentOutputError, match=r"'reward' has the dtype torch\.float64, which loses"):
+        env.rand_step(env.reset())
