@@ -13,6 +13,7 @@ import dataclasses
 import mmap
 import os
 import pickle
+import platform
 import time
 import traceback
 from multiprocessing import reduction
@@ -125,7 +126,8 @@ def ring(pipe: int) -> None:
 
 def worth_spinning(num_workers: int) -> bool:
     """Return whether workers and their parent have a core each, so that one that spins takes it from nobody."""
-    return resources.usable_cores() > num_workers
+    # Other processors may show a number before the arrays that were written ahead of it; the kernel keeps the order.
+    return platform.machine() in ("x86_64", "AMD64") and resources.usable_cores() > num_workers
 
 
 class Spin:
