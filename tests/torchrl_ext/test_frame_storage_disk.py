@@ -125,7 +125,7 @@ def test_whatever_a_killed_process_leaves_is_whole(batch: int, tmp_path: Path) -
 def test_a_folder_with_half_made_files_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = _buffer(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", lambda *_: 1 / 0)
+        patch.setattr(Path, "replace", lambda *_: 1 / 0)
         patch.setattr(StoreFolder, "begin_anew", lambda folder: folder.close())  # as where the process is killed
         with pytest.raises(ZeroDivisionError):
             buffer.extend(Videos(1).collect(20).reshape(-1))
@@ -133,7 +133,7 @@ def test_a_folder_with_half_made_files_is_taken_over(tmp_path: Path, monkeypatch
     buffer = _buffer(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", lambda *_: 1 / 0)
+        patch.setattr(Path, "replace", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             buffer.extend(Videos(1).collect(20).reshape(-1))
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]

@@ -366,12 +366,15 @@ def test_a_slow_constructor_is_no_hang() -> None:
 
 @pytest.mark.slow
 def test_a_busy_machine_changes_no_verdict(variant: Variant) -> None:
+    before = probe("CartPole-v1", cache=False).step_seconds
     with busy():
         assert probe(functools.partial(SlowReset, 0.3), cache=False).isolation is INDEPENDENT
         assert probe(variant("GOOD"), cache=False).isolation is INDEPENDENT
         assert probe(variant("SHARED_RANDOM"), cache=False).isolation is SHARED
         steps = [probe("CartPole-v1", cache=False).step_seconds for _ in range(3)]
-    assert all(seconds is not None and seconds < 150e-6 / 4 for seconds in steps), steps
+    # Of its own time only: those that are busy leave it a fraction of the machine.
+    assert before is not None
+    assert all(seconds is not None and seconds < 2.5 * before for seconds in steps), (before, steps)
 
 
 class LeavesALock(simulator.Plain):
