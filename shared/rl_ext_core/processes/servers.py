@@ -200,7 +200,8 @@ def preload_modules(modules: Sequence[str], variables: Mapping[str, str | None])
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    for module in modules:
+    # What every worker is made of comes first: without it here, each would import it for itself.
+    for module in ("rl_ext_core.processes.contexts", *modules):
         before = threading.active_count()
         try:
             importlib.import_module(module)
