@@ -13,12 +13,20 @@ import torch
 from gymnasium import spaces
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
-from rl_ext_core.vector.autoreset import Autoreset, PartialReset, partial_reset
+from rl_ext_core.vector.autoreset import (
+    RESET,
+    STEP,
+    Autoreset,
+    PartialReset,
+    final_observation,
+    partial_reset,
+    unpacked,
+    without_final,
+)
 
 __all__ = ["Batched", "Layout", "Separate"]
 
 Array = np.ndarray[Any, Any]
-_LAST = ("final_obs", "final_observation", "final_info")
 
 
 class Layout:
@@ -189,7 +197,7 @@ class Batched:
             # Its own copy: environments that clip do so in place.
             actions = torch.from_numpy(np.array(actions, dtype=self._action_dtype)).to(self._device)
         before, self._last = self._last, None
-        observation, reward, terminated, truncated, info = _returned("step", self._env.step(actions))
+        observation, reward, terminated, truncated, info = unpacked(self._env.step(actions), STEP)
         parts = [*self._parts(observation), reward, terminated, truncated]
         *leaves, reward, terminated, truncated = _on_cpu(parts)
         leaves = self._checked(leaves)
@@ -220,7 +228,7 @@ class Batched:
         self, leaves: list[Array], dones: Array, rows: Array, info: Any, before: list[Array] | None
     ) -> tuple[list[Array], list[Array], list[dict[str, Any]], list[Any] | None]:
         """Give the observations of all after resets; last observations, infos and infos of resets of those ended."""
-        final, ended = _final(info), rows.tolist()
+        final, ended = final_observation(info), rows.tolist()
         if self._mode is None:
             self._mode = self._guessed(final)
         if self._partial is not None:
@@ -240,7 +248,7 @@ class Batched:
                 "their last observations are lost. Make it return them (Isaac Lab: cfg.compute_final_obs = True), or "
                 'write missing_final_obs="previous", which takes the observations before'
             )
-        rest = {key: value for key, value in info.items() if key.removeprefix("_") not in _LAST}
+        rest = without_final(info)
         final_info = info.get("final_info")
         if self._device is not None:  # Rows of what was logged; what concerns all is not repeated for each.
             found = {**_taken(rest, rows, self._count), **_taken(final_info, rows, self._count)}
@@ -266,7 +274,7 @@ class Batched:
 
     def _reset_some(self, leaves: list[Array], dones: Array) -> tuple[list[Array], Any]:
         assert self._partial is not None
-        observation, info = _returned("reset", self._partial(dones))
+        observation, info = unpacked(self._partial(dones), RESET)
         found = _on_cpu(self._parts(observation))
         count = int(dones.sum())
         if count < self._count and all(len(leaf) == count for leaf in found):
@@ -313,7 +321,7 @@ class Batched:
             )
             del given["seed"]
             result = self._env.reset(**given)
-        observation, info = _returned("reset", result)
+        observation, info = unpacked(result, RESET)
         leaves = self._checked(_on_cpu(self._parts(observation)))
         if self._previous:
             self._last = [leaf.copy() for leaf in leaves]
@@ -378,12 +386,6 @@ class _Quiet(dict[str, Any]):
 
 
 _QUIET = _Quiet({"TimeLimit.truncated": False})
-
-
-def _final(info: Any) -> Any:
-    """Take the last observations out of a step's info; None where it holds none."""
-    found = info.get("final_obs")
-    return info.get("final_observation") if found is None else found
 
 
 def _one_each(values: Any) -> bool:
@@ -465,19 +467,6 @@ def _on_cpu(parts: list[Any]) -> list[Array]:
     for index, array in zip(away, _unpacked([parts[index] for index in away]), strict=True):
         found[index] = array
     return found
-
-
-_RETURNED = {"reset": ("observation", "info"), "step": ("observation", "reward", "terminated", "truncated", "info")}
-
-
-def _returned(method: str, result: Any) -> Any:
-    expected = _RETURNED[method]
-    if isinstance(result, tuple | list) and len(result) == len(expected):
-        return result
-    found = f"{len(result)} values" if isinstance(result, tuple | list) else f"a value of type {type(result).__name__}"
-    raise EnvironmentOutputError(
-        f"{method}() returned {found}; expected the {len(expected)} of gymnasium: {', '.join(expected)}"
-    )
 
 
 def _unpacked(tensors: list[torch.Tensor]) -> list[Array]:

@@ -11,17 +11,15 @@ from torchrl.data import Composite, OneHot
 
 from rl_ext_core.errors import EnvironmentOutputError
 from rl_ext_core.vector import autoreset
+from rl_ext_core.vector.autoreset import RESET, STEP, unpacked
 from torchrl_ext.gym import vector
 from torchrl_ext.gym.io import (
-    RESET,
-    STEP,
     compile_action,
     compile_flags,
     compile_observation,
     compile_reward,
     counted_from_zero,
     unless_sole,
-    unpacked,
     unset_flags,
 )
 from torchrl_ext.gym.specs import device_of
@@ -123,7 +121,7 @@ class Engine:
                 return data, False, info
         if self._same_step:
             observations = {key: data[key] for key in self._keys}
-            data.update(self._last(observations, mask, vector.final_observation(info), before))
+            data.update(self._last(observations, mask, autoreset.final_observation(info), before))
             self._pending = (mask.clone(), observations, info)
         return data, True, info
 
@@ -211,7 +209,7 @@ class Engine:
         self._pending = None
         done, observations, info = pending
         left = mask & ~done
-        info = vector.without_final(info)
+        info = autoreset.without_final(info)
         if not left.any():
             return observations, info
         fresh, new_info = self._partially(left)

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     Flags = tuple[torch.Tensor, ...]
 
 __all__ = [
-    "RESET",
-    "STEP",
     "compile_action",
     "compile_flags",
     "compile_observation",
@@ -39,13 +37,8 @@ __all__ = [
     "is_torch",
     "owned",
     "unless_sole",
-    "unpacked",
     "unset_flags",
 ]
-
-# What the methods of an environment return, as gymnasium's do.
-RESET = ("reset", "observation", "info")
-STEP = ("step", "observation", "reward", "terminated", "truncated", "info")
 
 
 def is_torch(observation: Any) -> bool:
@@ -62,21 +55,6 @@ def owned(info: Any) -> Any:
     if isinstance(info, np.ndarray):
         return info.copy()
     return info.detach().clone() if isinstance(info, torch.Tensor) else info
-
-
-def unpacked(result: Any, expected: tuple[str, ...]) -> tuple[Any, ...]:
-    """Check that a method of the environment returned as many values as gymnasium's does.
-
-    :param expected: RESET or STEP
-    :raises EnvironmentOutputError: it did not
-    """
-    if isinstance(result, (tuple, list)) and len(result) == len(expected) - 1:
-        return tuple(result)
-    found = f"{len(result)} values" if isinstance(result, (tuple, list)) else f"a value of type {type(result).__name__}"
-    method, *names = expected
-    raise EnvironmentOutputError(
-        f"{method}() returned {found}; expected the {len(names)} of gymnasium: {', '.join(names)}"
-    )
 
 
 # -- one value

@@ -10,12 +10,12 @@ from tensordict import TensorDictBase
 from torchrl.data import Composite, OneHot
 
 from rl_ext_core.errors import EnvironmentOutputError
+from rl_ext_core.vector.autoreset import without_final
 from torchrl_ext._compat import built
 from torchrl_ext.gym.io import compile_one_hot, compile_value
 
 __all__ = [
     "assigned",
-    "final_observation",
     "has_finite_horizon",
     "is_batch",
     "keep_when_freed",
@@ -25,13 +25,11 @@ __all__ = [
     "overwritten",
     "rows_of",
     "same_rows",
-    "without_final",
 ]
 
 Entries = dict[str, Any]
 Leaves = dict[str, Any]  # specs, in dicts that are nested as the observations are
 
-_FINAL = ("final_obs", "final_observation", "final_info")
 _MAPPED_FROM, _MAPPED_TO = 128 << 10, 31 << 20
 
 
@@ -60,17 +58,6 @@ def keep_when_freed(nbytes: int) -> None:
 # -- what was last before a reset, in infos
 
 
-def final_observation(info: Any) -> Any:
-    """Take the last observations out of a step's info. None where it holds none."""
-    if isinstance(info, list):  # one info a sub-environment
-        each = [final_observation(part) for part in info]
-        return each if any(part is not None for part in each) else None
-    if not isinstance(info, dict):
-        return None
-    found = info.get("final_obs")
-    return info.get("final_observation") if found is None else found
-
-
 def last_info(info: Any, rows: list[int], count: int) -> Any:
     """Give the info that belongs to the last observations: that of ``final_info`` where sub-environments were reset.
 
@@ -81,13 +68,6 @@ def last_info(info: Any, rows: list[int], count: int) -> Any:
     final = info.get("final_info") if isinstance(info, dict) else None
     rest = without_final(info)
     return merged_info(rest, final, rows, count) if isinstance(final, dict) else rest
-
-
-def without_final(info: Any) -> Any:
-    """Leave out of an info what belongs to the last observations."""
-    if not isinstance(info, dict):
-        return info
-    return {key: value for key, value in info.items() if key.removeprefix("_") not in _FINAL}
 
 
 def merged_info(info: Any, other: Any, rows: list[int], count: int) -> Any:

@@ -15,9 +15,10 @@ from torchrl.envs.libs.gym import GymEnv as UpstreamGymEnv
 from torchrl.envs.libs.gym import GymWrapper as UpstreamGymWrapper
 
 from rl_ext_core.errors import InvalidArgumentError
+from rl_ext_core.vector.autoreset import RESET, unpacked
 from torchrl_ext._compat import built, has_short_steps
 from torchrl_ext.gym.engine import Engine
-from torchrl_ext.gym.io import RESET, is_torch, owned, unpacked
+from torchrl_ext.gym.io import is_torch, owned
 from torchrl_ext.gym.specs import SingleSpaces, batched_specs, count_of, device_of, finite, has_space, starts
 from torchrl_ext.parallel import ParallelEnv
 

@@ -348,16 +348,6 @@ def installed_versions() -> dict[str, str]:
     return dict(_installed())
 
 
-def major(version: str) -> int:
-    """Give the first number of a version.
-
-    :param version: such as ``"3.9.0"``
-    :return: such as 3; 0 if there is none
-    """
-    match = re.match(r"\d+", version)
-    return int(match[0]) if match else 0
-
-
 def _torch_cuda() -> str:
     spec = util.find_spec("torch")
     source = Path(spec.origin).with_name("version.py") if spec and spec.origin else None

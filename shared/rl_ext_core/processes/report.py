@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from rl_ext_core._interrupts import uninterrupted
+from rl_ext_core._system import new_memory_file
 
 PAGE = 4096
 _NUMBER, _LENGTH = struct.Struct("=I"), struct.Struct("=Q")
@@ -92,7 +93,7 @@ class Report:
     """
 
     def __init__(self) -> None:
-        self.fd = unnamed_file("report")
+        self.fd, _ = new_memory_file("rl_ext_core-report")
         self.taken = False
         self._closed: Contents | None = None
         # It may be closed by the main thread while another one reads it.
@@ -208,15 +209,6 @@ class Writer:
         except Exception:  # no memory, no space: the caller has other ways to tell
             return False
         return True
-
-
-def unnamed_file(purpose: str) -> int:
-    """Open a new file without a name in memory, which vanishes with the last process that has it open.
-
-    :param purpose: told by tools that list open files
-    :return: its descriptor
-    """
-    return os.memfd_create(f"rl_ext_core-{purpose}")
 
 
 def _parted(data: bytes) -> tuple[str, list[Any], int]:

@@ -1,4 +1,4 @@
-"""When vectorised environments reset themselves, and how some sub-environments are reset while the others go on.
+"""When vectorised environments reset themselves, how some are reset while the others go on, and what both return.
 
 Source: gymnasium's ``AutoresetMode`` (https://farama.org/Vector-Autoreset-Mode). Environments in Isaac Lab's style
 reset within the step as well, and older ones say so nowhere.
@@ -14,9 +14,25 @@ from typing import Any
 
 import numpy as np
 
-from rl_ext_core.errors import InvalidArgumentError
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
 
-__all__ = ["Autoreset", "PartialReset", "find_mode", "layers", "partial_reset"]
+__all__ = [
+    "RESET",
+    "STEP",
+    "Autoreset",
+    "PartialReset",
+    "final_observation",
+    "find_mode",
+    "layers",
+    "partial_reset",
+    "unpacked",
+    "without_final",
+]
+
+# What a method of an environment returns, after its name.
+RESET = ("reset", "observation", "info")
+STEP = ("step", "observation", "reward", "terminated", "truncated", "info")
+_FINAL = ("final_obs", "final_observation", "final_info")
 
 # (n,) booleans of NumPy, and arguments of a reset -> what that returns: of all sub-environments, or of those rows only.
 PartialReset = Callable[..., Any]
@@ -195,3 +211,39 @@ def _indices(mask: Any, base: Any) -> Any:
     import torch
 
     return torch.from_numpy(np.flatnonzero(mask)).to(getattr(base, "device", "cpu"))
+
+
+# -- what resets and steps return
+
+
+def unpacked(result: Any, expected: tuple[str, ...]) -> tuple[Any, ...]:
+    """Check that a method of the environment returned as many values as gymnasium's does.
+
+    :param expected: RESET or STEP
+    :raises EnvironmentOutputError: it did not
+    """
+    if isinstance(result, (tuple, list)) and len(result) == len(expected) - 1:
+        return tuple(result)
+    found = f"{len(result)} values" if isinstance(result, (tuple, list)) else f"a value of type {type(result).__name__}"
+    method, *names = expected
+    raise EnvironmentOutputError(
+        f"{method}() returned {found}; expected the {len(names)} of gymnasium: {', '.join(names)}"
+    )
+
+
+def final_observation(info: Any) -> Any:
+    """Take the last observations out of a step's info. None where it holds none."""
+    if isinstance(info, list):  # one info a sub-environment
+        each = [final_observation(part) for part in info]
+        return each if any(part is not None for part in each) else None
+    if not isinstance(info, dict):
+        return None
+    found = info.get("final_obs")
+    return info.get("final_observation") if found is None else found
+
+
+def without_final(info: Any) -> Any:
+    """Leave out of an info what belongs to the last observations."""
+    if not isinstance(info, dict):
+        return info
+    return {key: value for key, value in info.items() if key.removeprefix("_") not in _FINAL}

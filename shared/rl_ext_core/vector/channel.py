@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from rl_ext_core import resources
 from rl_ext_core._interrupts import uninterrupted
+from rl_ext_core._system import new_memory_file
 from rl_ext_core.factory import _byvalue
-from rl_ext_core.processes.report import unnamed_file
 
 if TYPE_CHECKING:
     from rl_ext_core.errors import WorkerError
@@ -68,7 +68,7 @@ class Memory:
 
     @uninterrupted
     def __init__(self, size: int, descriptor: int | None = None) -> None:
-        self.descriptor = unnamed_file("vector") if descriptor is None else descriptor
+        self.descriptor = new_memory_file("rl_ext_core-vector")[0] if descriptor is None else descriptor
         if descriptor is None:
             self.grow(size)
 
