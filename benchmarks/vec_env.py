@@ -4,7 +4,7 @@ The vectorised environments take turns in one process, with the same actions; ra
 *Bare* is what the same workers step when they talk to nobody. Every start is measured in a fresh process: the first of
 ours starts a fork server, later ones find it running. Beside each figure stands the bar that it has to reach.
 
-    python -m benchmarks.vec_env [steps frames busy learn start restart ray] [--rounds 15] [--envs 8]
+    python -m benchmarks.vec_env [steps frames busy vector learn start restart ray] [--rounds 15] [--envs 8]
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gymnasium.vector import AsyncVectorEnv
 from stable_baselines3 import PPO
 from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.monitor import Monitor
@@ -26,6 +27,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 from benchmarks import _vec_env_worlds as worlds
 from benchmarks.measure import interleaved, judged, machine, options_with_names, times_as_fast
 from benchmarks.processes import last_line_of
+from rl_ext_core.vector import SharedMemoryVectorEnv
 from sb3_ext import RayVecEnv, SharedMemoryVecEnv
 
 THEIRS, OURS, SHARING, HERE = "SubprocVecEnv", "one each", "2 workers", "DummyVecEnv"
@@ -129,6 +131,36 @@ def ray(rounds: int, n_envs: int) -> None:
     cluster.shutdown()
 
 
+def vector(rounds: int, n_envs: int) -> None:
+    """Gymnasium's own interface, against its ``AsyncVectorEnv``."""
+    for name, build, count in (("CartPole", worlds.cart_pole, 400), ("frames of 100 KB", worlds.frames, 100)):
+        print(f"\nvector, {name}: steps a second of {n_envs} environments")
+        env_fns = [build] * n_envs
+        made: dict[str, Any] = {
+            "AsyncVectorEnv": AsyncVectorEnv(env_fns),
+            OURS: SharedMemoryVectorEnv(env_fns),
+            SHARING: SharedMemoryVectorEnv(env_fns, n_workers=2),
+        }
+        seconds = interleaved({whose: _stepping_vector(env, count) for whose, env in made.items()}, rounds=rounds)
+        for whose, found in seconds.items():
+            bar = None if whose == "AsyncVectorEnv" else 3.0
+            verdict = judged(times_as_fast(seconds, whose, than="AsyncVectorEnv"), bar)
+            row(whose, f"{count * n_envs / np.median(found):,.0f}", verdict=verdict)
+            made[whose].close()
+
+
+def _stepping_vector(env: Any, steps: int) -> Callable[[], None]:
+    actions = np.random.default_rng(0).integers(2, size=(steps, env.num_envs))
+    env.reset(seed=0)
+
+    def run() -> None:
+        for action in actions:
+            env.step(action)
+
+    run()
+    return run
+
+
 def _with_their_monitor() -> Any:
     return Monitor(worlds.cart_pole())
 
@@ -195,7 +227,7 @@ def restart(rounds: int, n_envs: int) -> None:
 
 
 PARTS: dict[str, Callable[[int, int], None]] = {
-    part.__name__: part for part in (steps, frames, busy, learn, start, restart, ray)
+    part.__name__: part for part in (steps, frames, busy, vector, learn, start, restart, ray)
 }
 
 

@@ -20,8 +20,8 @@ from rl_ext_core.factory._sources import game_of_id, spec_of_id
 from rl_ext_core.isolation import Isolation, Verdict
 from rl_ext_core.isolation.probing import check_timeout, probe_all
 from rl_ext_core.vector import environments
-from sb3_ext._arguments import at_least_one, check_env_fns, check_options
-from sb3_ext.vec_env import SharedMemoryVecEnv, factories_of
+from rl_ext_core.vector.arguments import at_least_one, check_env_fns, check_options, factories_of
+from sb3_ext.vec_env import SharedMemoryVecEnv
 
 __all__ = ["AutoVecEnv", "make_vec_env"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import time
@@ -16,15 +15,13 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
 from rl_ext_core import resources
-from rl_ext_core.errors import InvalidArgumentError, WorkerError
-from rl_ext_core.factory import EnvFactory, as_factory
-from rl_ext_core.vector.channel import WorkerHandle
-from rl_ext_core.vector.pool import Pool, WorkerPool
+from rl_ext_core.errors import InvalidArgumentError
+from rl_ext_core.vector.arguments import check_env_fns, check_options, factories_of, is_like
+from rl_ext_core.vector.pool import Pool, Timings, WorkerPool
 from rl_ext_core.vector.ray import RayPool
-from rl_ext_core.vector.worker import CHANGED, DONE, OTHER, TRUNCATED
-from sb3_ext._arguments import check_env_fns, check_options
+from rl_ext_core.vector.worker import ENDED, OTHER, TRUNCATED
 
-__all__ = ["PoolVecEnv", "RayVecEnv", "SharedMemoryVecEnv", "Timings", "VecEnvTimings", "factories_of"]
+__all__ = ["PoolVecEnv", "RayVecEnv", "SharedMemoryVecEnv", "VecEnvTimings"]
 
 _log = logging.getLogger("sb3_ext")
 
@@ -32,10 +29,6 @@ _log = logging.getLogger("sb3_ext")
 _REWARD_DTYPES = [np.dtype(np.float64), np.dtype(np.float32), np.dtype(np.int64), np.dtype(bool)]
 
 Indices = int | Iterable[int] | None
-
-
-def _is_like(actions: Any, shared: np.ndarray[Any, Any]) -> bool:
-    return type(actions) is np.ndarray and actions.dtype == shared.dtype and actions.shape == shared.shape
 
 
 class PoolVecEnv(VecEnv):
@@ -55,19 +48,16 @@ class PoolVecEnv(VecEnv):
         self, env_fns: Sequence[Callable[[], Any]], n_workers: int | None, new_pool: Callable[..., WorkerPool]
     ) -> None:
         check_env_fns(env_fns)
-        began = time.perf_counter()
         pool = self._pool = new_pool(factories_of(env_fns), num_workers=min(n_workers or len(env_fns), len(env_fns)))
-        self.timings = Timings(time.perf_counter() - began)
+        self.timings = pool.timings
         self.closed = self.waiting = False
         arrays, layout = pool.arrays, pool.layout
         # Taken out of the dict once: this is the path of every step.
-        self._observations = [arrays[f"observation {index}"] for index in range(len(layout.keys))]
+        self._observations = [arrays[f"observation {index}"] for index in range(len(layout.paths))]
         self._actions = arrays.get("action")
         self._rewards, self._reward_kinds, self._flags = arrays["reward"], arrays["reward kind"], arrays["flags"]
         self._flag_bytes, self._kind_bytes = self._flags.data, self._reward_kinds.data
         self._zeros = bytes(len(pool.worker_of))
-        self._restarts: Restarts | None = None  # the failure of one is the failure of all
-        self._changes_told = False
         try:
             super().__init__(len(pool.worker_of), *pool.spaces)
             # What records videos takes the frames per second from it.
@@ -87,7 +77,7 @@ class PoolVecEnv(VecEnv):
         self._pool.settle()
         self._began = time.perf_counter()
         shared = self._actions
-        if shared is not None and _is_like(actions, shared):
+        if shared is not None and is_like(actions, shared):
             shared[...] = actions
             self._pool.step()
         elif len(actions) != self.num_envs:
@@ -122,11 +112,12 @@ class PoolVecEnv(VecEnv):
             rewards = self._rewards.copy() if dtype is None else self._rewards.astype(dtype)
             result = self._returned(), rewards, np.zeros(self.num_envs, bool), quiet
         else:
-            self._tell_of_changes()
+            pool.tell_of_changes("DummyVecEnv")
             infos, others = self._informations()
-            for info, value in zip(infos, (self._flags & TRUNCATED).tolist(), strict=True):
-                info["TimeLimit.truncated"] = value != 0
-            result = self._returned(), self._rewards_of_step(others), (self._flags & DONE).astype(bool), infos
+            ended = self._flags & ENDED
+            for info, value in zip(infos, ended.tolist(), strict=True):
+                info["TimeLimit.truncated"] = value == TRUNCATED  # and not terminated as well
+            result = self._returned(), self._rewards_of_step(others), ended.astype(bool), infos
         self.timings.add_step(time.perf_counter() - self._began)
         return result
 
@@ -136,11 +127,11 @@ class PoolVecEnv(VecEnv):
         reset_infos = list(self.reset_infos)  # those before are the caller's to keep
         rewards: dict[int, Any] = {}
         for worker in self._pool.workers:
-            for index, entry in enumerate(self._answer_of(worker) or (), worker.first):
+            for index, entry in enumerate(self._pool.answer_of(worker) or (), worker.first):
                 if entry is not None:
-                    infos[index], reset_info, rewards[index] = entry
+                    infos[index], reset_info, rewards[index], final = entry
                     if reset_info is not None:
-                        reset_infos[index] = reset_info
+                        reset_infos[index], infos[index]["terminal_observation"] = reset_info, final
         self.reset_infos = reset_infos
         return infos, rewards
 
@@ -154,37 +145,16 @@ class PoolVecEnv(VecEnv):
         pool = self._pool
         pool.settle()
         self.waiting = False
-        asked = list(zip(self._seeds, self._options, strict=True))
+        asked = [(seed, options or None) for seed, options in zip(self._seeds, self._options, strict=True)]
         for worker in pool.workers:
             pool.reset(worker, asked[worker.first : worker.last])
         pool.wait_for_step()
-        infos = [reset_info for worker in pool.workers for _, reset_info, _ in self._answer_of(worker)]
-        self._tell_of_changes()
+        infos = [reset_info for worker in pool.workers for _, reset_info, _, _ in pool.answer_of(worker)]
+        pool.tell_of_changes("DummyVecEnv")
         self.reset_infos = infos
         self._reset_seeds()
         self._reset_options()
         return self._returned()
-
-    def _tell_of_changes(self) -> None:
-        if self._changes_told or not (self._flags & CHANGED).any():
-            return
-        self._changes_told = True
-        who = int(np.argmax(self._flags & CHANGED))
-        warnings.warn(
-            f"environment {who} returns observations with values that the dtype of its observation space, "
-            f"{self.observation_space}, cannot hold: they are changed to such that it can, as DummyVecEnv does. Give "
-            "the space the dtype of what reset and step return",
-            stacklevel=4,
-        )
-
-    def _answer_of(self, worker: Any) -> Any:
-        """Return a worker's answer to a step or a reset; if it has failed, that of the one in its place."""
-        answer = worker.answer
-        if not isinstance(answer, WorkerError):
-            return answer
-        if self._restarts is None:
-            raise answer
-        return self._restarts.replace(worker, answer)
 
     def close(self) -> None:
         """Close the environments and end the workers; it always returns.
@@ -240,8 +210,7 @@ class PoolVecEnv(VecEnv):
         return self._pool.call(chosen, name, data)
 
     def _returned(self) -> Any:
-        if self._restarts is not None:
-            self._restarts.remember(self._observations)
+        self._pool.remember()
         return self._pool.layout.joined([array.copy() for array in self._observations])
 
     def _rewards_of_step(self, others: dict[int, Any]) -> Any:
@@ -275,60 +244,6 @@ class PoolVecEnv(VecEnv):
             raise InvalidArgumentError(
                 "a step was begun, and what it returns was not taken yet; write step_wait(), or reset(), first"
             )
-
-
-class Restarts:
-    """Replaces workers, up to a limit.
-
-    :param pool: of the workers
-    :param limit: how many times
-    :param timings: where it is counted
-    """
-
-    def __init__(self, pool: Pool, limit: int, timings: Timings) -> None:
-        self._pool, self._limit, self._timings = pool, limit, timings
-        self._last: list[np.ndarray[Any, Any]] = []
-
-    def remember(self, observations: Sequence[np.ndarray[Any, Any]]) -> None:
-        """Keep what is returned: the last that anybody has seen of an episode, should its worker fail."""
-        self._last = [array.copy() for array in observations]
-
-    def replace(self, worker: WorkerHandle, failure: WorkerError) -> list[tuple[dict[str, Any], dict[str, Any], None]]:
-        """Put a new worker in, with its environments reset.
-
-        :param worker: that has failed
-        :param failure: what it died of
-        :return: what the worker would have answered: its environments' episodes are truncated
-        :raises WorkerError: the limit is reached; the other workers are gone then as well
-        """
-        pool, first = self._pool, failure
-        while True:
-            if self._timings.restarts >= self._limit:
-                pool.end(failure)
-                raise failure
-            self._timings.restarts += 1
-            _log.warning("%s\n(restart %d of %d)", failure, self._timings.restarts, self._limit)
-            try:
-                infos = pool.restart(worker, first)
-                break
-            except WorkerError as again:
-                failure = again
-            finally:
-                # Ctrl-C may come at any time: then all of this is done again.
-                worker.answer = first
-        rows = slice(worker.first, worker.last)
-        pool.arrays["reward"][rows], pool.arrays["reward kind"][rows] = 0.0, 0
-        pool.arrays["flags"][rows] = DONE | TRUNCATED
-        answer = [
-            ({"terminal_observation": self._last_of(index), "worker_error": str(first)}, info, None)
-            for index, (_, info, _) in enumerate(infos, worker.first)
-        ]
-        pool.replaced(worker, answer)
-        return answer
-
-    def _last_of(self, index: int) -> Any:
-        # Nothing was returned yet where the first reset fails: then nobody reads this.
-        return self._pool.layout.joined([array[index].copy() for array in self._last]) if self._last else None
 
 
 class SharedMemoryVecEnv(PoolVecEnv):
@@ -376,10 +291,8 @@ class SharedMemoryVecEnv(PoolVecEnv):
         timeouts = {"start_timeout": start_timeout, "step_timeout": step_timeout, "close_timeout": close_timeout}
         of_pool: dict[str, Any] = {"start_method": start_method, **timeouts, "cure": cure}
         check_options(**of_pool, n_workers=n_workers, restart=restart, max_restarts=max_restarts)
-        apart = restart is not None
-        super().__init__(env_fns, n_workers, functools.partial(Pool, **of_pool, apart=apart))
-        if isinstance(self._pool, Pool) and apart:
-            self._restarts = Restarts(self._pool, max_restarts, self.timings)
+        restarts = None if restart is None else max_restarts
+        super().__init__(env_fns, n_workers, functools.partial(Pool, **of_pool, max_restarts=restarts))
         _warn_of_memory([worker.process.pid for worker in self._pool.workers])
 
 
@@ -439,49 +352,6 @@ class RayVecEnv(PoolVecEnv):
         check_options(n_workers=n_workers, **timeouts)
         new_pool = functools.partial(RayPool, **timeouts, actor_options=actor_options or {})
         super().__init__(env_fns, n_workers, new_pool)
-
-
-def factories_of(env_fns: Sequence[Callable[[], Any]]) -> list[EnvFactory[Any]]:
-    """Turn functions, or what else stands for an environment, into factories, each for its place in the list.
-
-    Those that are for a worker already stay as they are. The same object several times is turned only once.
-    """
-    made: dict[int, list[EnvFactory[Any]]] = {}
-    factories = []
-    for index, env_fn in enumerate(env_fns):
-        if isinstance(env_fn, EnvFactory) and env_fn.worker is not None:
-            factories.append(env_fn)
-            continue
-        if id(env_fn) not in made:
-            made[id(env_fn)] = as_factory(env_fn).for_workers(len(env_fns))
-        factories.append(made[id(env_fn)][index])
-    return factories
-
-
-@dataclasses.dataclass
-class Timings:
-    """What a :class:`SharedMemoryVecEnv` has taken.
-
-    :ivar start_seconds: until all environments were built
-    :ivar steps: how many it has done, each of all environments
-    :ivar total_step_seconds: of all of them, from the actions to what is returned
-    :ivar restarts: workers that were put in the place of others
-    """
-
-    start_seconds: float
-    steps: int = 0
-    total_step_seconds: float = 0.0
-    restarts: int = 0
-
-    @property
-    def step_seconds(self) -> float:
-        """The mean of a step; 0 before the first."""
-        return self.total_step_seconds / self.steps if self.steps else 0.0
-
-    def add_step(self, seconds: float) -> None:
-        """Count one."""
-        self.steps += 1
-        self.total_step_seconds += seconds
 
 
 class VecEnvTimings(BaseCallback):

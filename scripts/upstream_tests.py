@@ -61,7 +61,9 @@ _TORCHRL = {
     "torchrl.envs.batched_envs:ParallelEnv": "torchrl_ext:ParallelEnv",
     "torchrl.data.replay_buffers.storages:LazyTensorStorage": "torchrl_ext:FrameStorage",
 }
+_GYMNASIUM = {"gymnasium.vector.async_vector_env:AsyncVectorEnv": "rl_ext_core.vector:SharedMemoryVectorEnv"}
 SUITES = {
+    "gymnasium": Suite("tests", ("vector/test_*.py", "wrappers/vector/test_*.py"), _GYMNASIUM),
     "sb3": Suite("tests", ("test_*.py",), _SB3),
     "sb3-contrib": Suite("tests", ("test_*.py",), {**_SB3, **_CONTRIB}),
     "torchrl": Suite(

@@ -4,6 +4,7 @@
 #   scripts/upstream_tests.sh sb3 ~/src/stable-baselines3 [FILE…] [-- PYTEST OPTION…]
 #   scripts/upstream_tests.sh sb3-contrib ~/src/stable-baselines3-contrib
 #   scripts/upstream_tests.sh torchrl ~/src/rl
+#   scripts/upstream_tests.sh gymnasium ~/src/Gymnasium
 #
 # The checkout is read, never written to: take the tag nearest to the installed version. What passes with the
 # library's own classes and fails with ours is printed, but for what scripts/upstream_differences.txt explains.

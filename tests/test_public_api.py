@@ -22,6 +22,7 @@ PACKAGES = [
     "rl_ext_core.processes",
     "rl_ext_core.resources",
     "rl_ext_core.testing",
+    "rl_ext_core.vector",
     "torchrl_ext",
     "sb3_ext",
     "sb3_ext.contrib",

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.vector import SyncVectorEnv
 from torchrl import envs as upstream
 from torchrl.envs import check_env_specs
 
+from rl_ext_core.vector import SharedMemoryVectorEnv
 from tests.torchrl_ext.comparing import assert_same, assert_same_rollouts, seeded_rollout, vector
 from tests.torchrl_ext.environments import DictWalk, Sampled, VectorRewards, Walk, box
 from torchrl_ext import GymEnv, GymWrapper
@@ -89,6 +91,14 @@ def test_worker_processes(mode: str) -> None:
     finally:
         ours.close()
         theirs.close()
+
+
+@pytest.mark.parametrize("mode", ["SameStep", "NextStep"])
+def test_workers_that_share_memory(mode: str) -> None:
+    ours = GymWrapper(SharedMemoryVectorEnv([cartpole] * 3, n_workers=2, autoreset_mode=mode, context="fork"))
+    theirs = GymWrapper(SyncVectorEnv([cartpole] * 3, autoreset_mode=mode))
+    assert_same_rollouts(ours, theirs, 60)
+    ours.close()
 
 
 @pytest.mark.parametrize("copy", [True, "auto"])

@@ -1,1 +1,21 @@
 """Environments in worker processes, stepped through shared memory: what vectorised environments are made of."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rl_ext_core.vector.vector_env import SharedMemoryVectorEnv
+
+__all__ = ["SharedMemoryVectorEnv"]
+
+
+def __getattr__(name: str) -> Any:
+    # Workers import this package, and have no use for vectorised environments.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from rl_ext_core.vector.vector_env import SharedMemoryVectorEnv
+
+    return SharedMemoryVectorEnv
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

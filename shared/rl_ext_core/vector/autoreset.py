@@ -111,6 +111,8 @@ def partial_reset(env: Any, mode: Autoreset) -> tuple[PartialReset, bool]:
     from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
     from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
+    from rl_ext_core.vector import SharedMemoryVectorEnv
+
     if isinstance(base, CartPoleVectorEnv) and "reset" not in vars(base):
         # It ignores the option: taught here, so that wrappers around it can pass it on.
         base.reset = partial(_reset_cartpole, base)  # type: ignore[method-assign]
@@ -119,7 +121,7 @@ def partial_reset(env: Any, mode: Autoreset) -> tuple[PartialReset, bool]:
             "AsyncVectorEnv(shared_memory=False) resets a sub-environment once more after a reset by reset_mask. Write "
             'autoreset_mode="SameStep", or leave shared_memory at True'
         )
-    known = isinstance(base, (SyncVectorEnv, AsyncVectorEnv, CartPoleVectorEnv))
+    known = isinstance(base, (SyncVectorEnv, AsyncVectorEnv, SharedMemoryVectorEnv, CartPoleVectorEnv))
     return _by_option(env, "reset_mask", lambda mask: mask.copy()), known
 
 

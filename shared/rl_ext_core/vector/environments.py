@@ -109,7 +109,7 @@ class EpisodeMonitor(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 def call(env: Any, name: str, data: Any) -> Any:
-    """Do what a method of ``VecEnv`` does to one of its environments, beside steps and resets.
+    """Do what a method of ``VecEnv`` or ``VectorEnv`` does to one of its environments, beside steps and resets.
 
     :param env: the environment
     :param name: of the method; ``"render"`` is part of ``get_images``
@@ -130,6 +130,12 @@ def call(env: Any, name: str, data: Any) -> Any:
         return True
     if name == "set_attr":
         return setattr(env, *data)
+    if name == "call":
+        attribute, args, kwargs = data
+        found = env.get_wrapper_attr(attribute)
+        return found(*args, **kwargs) if callable(found) else found
+    if name == "set_wrapper_attr":
+        return env.set_wrapper_attr(*data)
     if name == "env_is_wrapped":
         while isinstance(env, gymnasium.Wrapper):
             if _is(env, data):

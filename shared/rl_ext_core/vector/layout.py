@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from gymnasium import spaces
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
 
@@ -14,46 +15,50 @@ __all__ = ["Layout", "Row", "common_spaces", "kept", "leaves_of"]
 
 _LINE = 64  # bytes of a cache line: arrays do not share one
 
-Leaf = tuple[Any, tuple[int, ...], np.dtype[Any]]
+Leaf = tuple[tuple[Any, ...], tuple[int, ...], np.dtype[Any]]
 
 
-def leaves_of(space: Any) -> tuple[str, list[Leaf]] | None:
+def leaves_of(space: Any) -> tuple[Any, list[Leaf]] | None:
     """Take a space apart into arrays.
 
     :param space: of gymnasium
-    :return: ``"array"``, ``"dict"`` or ``"tuple"``, and each array's key, shape and dtype; None if it does not consist
-        of arrays of fixed shape
+    :return: dicts and tuples as in the space, with an array's number in its place, and each array's path of keys, shape
+        and dtype; None if it does not consist of arrays of fixed shape
     """
-    spaces = getattr(space, "spaces", None)
-    if isinstance(spaces, dict):
-        kind, parts = "dict", list(spaces.items())
-    elif spaces is not None:
-        kind, parts = "tuple", list(enumerate(spaces))
-    else:
-        kind, parts = "array", [(None, space)]
-    leaves = []
-    for key, part in parts:
-        if getattr(part, "spaces", None) is not None or part.shape is None or part.dtype is None:
-            return None
-        dtype = np.dtype(part.dtype)
-        if dtype.kind not in "biuf":
-            return None
-        leaves.append((key, tuple(part.shape), dtype))
-    return kind, leaves
+    leaves: list[Leaf] = []
+
+    def taken_apart(part: Any, path: tuple[Any, ...]) -> Any:
+        if isinstance(part, spaces.Dict):
+            return {key: taken_apart(inner, (*path, key)) for key, inner in part.spaces.items()}
+        if isinstance(part, spaces.Tuple):
+            return tuple(taken_apart(inner, (*path, index)) for index, inner in enumerate(part.spaces))
+        if part.shape is None or part.dtype is None or np.dtype(part.dtype).kind not in "biuf":
+            raise _NoArrayError
+        leaves.append((path, tuple(part.shape), np.dtype(part.dtype)))
+        return len(leaves) - 1
+
+    try:
+        return taken_apart(space, ()), leaves
+    except _NoArrayError:
+        return None
+
+
+class _NoArrayError(Exception):
+    """A space's values are no arrays of one shape."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """The arrays of one block of shared memory; each has the environments first.
 
-    :ivar kind: what observations are: ``"array"``, ``"dict"`` or ``"tuple"``
-    :ivar keys: of the observation's arrays
+    :ivar tree: dicts and tuples as in observations, with an array's number in its place
+    :ivar paths: keys that lead to each of the observation's arrays
     :ivar fields: per array its name, offset in bytes, shape and dtype
     :ivar size: of the block, in bytes
     """
 
-    kind: str
-    keys: tuple[Any, ...]
+    tree: Any
+    paths: tuple[tuple[Any, ...], ...]
     fields: tuple[tuple[str, int, tuple[int, ...], np.dtype[Any]], ...]
     size: int
 
@@ -68,15 +73,15 @@ class Layout:
         if observations is None:
             raise InvalidArgumentError(
                 f"observation_space={observation_space} has no fixed arrays to share; expected Box, Discrete, "
-                "MultiDiscrete, MultiBinary, or one Dict or Tuple of these. Flatten it: "
+                "MultiDiscrete, MultiBinary, or Dict and Tuple of these. Flatten it: "
                 "gymnasium.wrappers.FlattenObservation(env)"
             )
-        kind, leaves = observations
+        tree, leaves = observations
         wanted: list[tuple[str, tuple[int, ...], np.dtype[Any]]] = [
             (f"observation {index}", shape, dtype) for index, (_, shape, dtype) in enumerate(leaves)
         ]
         actions = leaves_of(action_space)
-        if actions is not None and actions[0] == "array":
+        if actions is not None and actions[0] == 0:
             wanted.append(("action", actions[1][0][1], actions[1][0][2]))
         wanted += [("reward", (), np.dtype(np.float64)), ("reward kind", (), np.dtype(np.uint8))]
         wanted += [("flags", (), np.dtype(np.uint8))]
@@ -85,7 +90,7 @@ class Layout:
             offset = -(-offset // _LINE) * _LINE
             fields.append((name, offset, (num_envs, *shape), dtype))
             offset += num_envs * int(np.prod(shape)) * dtype.itemsize
-        return cls(kind, tuple(leaf[0] for leaf in leaves), tuple(fields), max(offset, 1))
+        return cls(tree, tuple(leaf[0] for leaf in leaves), tuple(fields), max(offset, 1))
 
     def arrays(self, block: Any) -> dict[str, np.ndarray[Any, Any]]:
         """Return the arrays that lie in a block of memory."""
@@ -93,13 +98,17 @@ class Layout:
 
     def rows(self, arrays: dict[str, np.ndarray[Any, Any]], environment: int) -> list[Row]:
         """Return the rows of an environment, by its number."""
-        return [Row(key, arrays[f"observation {index}"][environment, ...]) for index, key in enumerate(self.keys)]
+        return [Row(path, arrays[f"observation {index}"][environment, ...]) for index, path in enumerate(self.paths)]
 
     def joined(self, parts: list[Any]) -> Any:
         """Make an observation of its arrays."""
-        if self.kind == "array":
-            return parts[0]
-        return dict(zip(self.keys, parts, strict=True)) if self.kind == "dict" else tuple(parts)
+        return parts[0] if self.tree == 0 else _joined(self.tree, parts)
+
+
+def _joined(tree: Any, parts: list[Any]) -> Any:
+    if isinstance(tree, dict):
+        return {key: _joined(inner, parts) for key, inner in tree.items()}
+    return tuple(_joined(inner, parts) for inner in tree) if isinstance(tree, tuple) else parts[tree]
 
 
 def common_spaces(found: Sequence[Any]) -> Any:
@@ -108,12 +117,12 @@ def common_spaces(found: Sequence[Any]) -> Any:
     :param found: observation and action space of each
     :raises EnvironmentOutputError: one has others than the first
     """
-    for number, spaces in enumerate(found):
-        for name, one, other in zip(("observation_space", "action_space"), found[0], spaces, strict=True):
+    for number, pair in enumerate(found):
+        for name, one, other in zip(("observation_space", "action_space"), found[0], pair, strict=True):
             if one != other:
                 raise EnvironmentOutputError(
-                    f"environment {number} has {name}={other}, and environment 0 has {one}; the environments of one "
-                    "VecEnv have the same spaces. Build them alike"
+                    f"environment {number} has {name}={other}, and environment 0 has {one}; environments that are "
+                    "stepped together have the same spaces. Build them alike"
                 )
     return found[0]
 
@@ -121,14 +130,14 @@ def common_spaces(found: Sequence[Any]) -> Any:
 class Row:
     """Where one array of an environment's observations goes.
 
-    :param key: of the array in the observation; None: it is the observation
+    :param path: keys that lead to the array in the observation; empty: it is the observation
     :param place: in shared memory
 
     :ivar changed: whether values had to be changed, at any time
     """
 
-    def __init__(self, key: Any, place: np.ndarray[Any, Any]) -> None:
-        self.key, self.place, self.changed = key, place, False
+    def __init__(self, path: tuple[Any, ...], place: np.ndarray[Any, Any]) -> None:
+        self.path, self.place, self.changed = path, place, False
         self.shape, self.dtype = place.shape, place.dtype
         whole = (int,) if self.dtype == np.int64 else ()
         self.scalars = (self.dtype.type, *whole) if self.shape == () else ()
@@ -164,7 +173,7 @@ class Row:
 
     @property
     def _name(self) -> str:
-        return "the observation" if self.key is None else f"observation[{self.key!r}]"
+        return f"observation{''.join(f'[{key!r}]' for key in self.path)}" if self.path else "the observation"
 
 
 def kept(observation: Any) -> Any:

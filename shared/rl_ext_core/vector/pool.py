@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
+import logging
 import os
 import select
 import tempfile
@@ -20,16 +22,19 @@ from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core.devices import READ_AT_IMPORT
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.vector import channel
+from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.channel import Cell, Memory, Raised, Spin, WorkerHandle
 from rl_ext_core.vector.layout import Layout, common_spaces
-from rl_ext_core.vector.worker import IDLE_IN, PHASES, main
+from rl_ext_core.vector.worker import CHANGED, IDLE_IN, PHASES, TRUNCATED, Entry, main
 
 if TYPE_CHECKING:
     import numpy as np
 
     from rl_ext_core.factory import EnvFactory
 
-__all__ = ["INTERRUPTED_SECONDS", "Pool", "WorkerPool", "shares"]
+__all__ = ["INTERRUPTED_SECONDS", "Pool", "Timings", "WorkerPool", "shares"]
+
+_log = logging.getLogger("rl_ext_core.vector")
 
 # How long a step that was interrupted may go on before its environment is closed.
 INTERRUPTED_SECONDS = 5.0
@@ -37,6 +42,32 @@ INTERRUPTED_SECONDS = 5.0
 # What a worker needs whatever its environment is.
 _PRELOAD = ("numpy", "gymnasium.wrappers", "rl_ext_core.factory", "rl_ext_core.vector.worker")
 _WHEN = {"start": "at its start", "idle": "between two calls", "constructor": "in its constructor"}
+
+
+@dataclasses.dataclass
+class Timings:
+    """What a pool's environments have taken.
+
+    :ivar start_seconds: until all environments were built
+    :ivar steps: how many it has done, each of all environments
+    :ivar total_step_seconds: of all of them, from the actions to what is returned
+    :ivar restarts: workers that were put in the place of others
+    """
+
+    start_seconds: float = 0.0
+    steps: int = 0
+    total_step_seconds: float = 0.0
+    restarts: int = 0
+
+    @property
+    def step_seconds(self) -> float:
+        """The mean of a step; 0 before the first."""
+        return self.total_step_seconds / self.steps if self.steps else 0.0
+
+    def add_step(self, seconds: float) -> None:
+        """Count one."""
+        self.steps += 1
+        self.total_step_seconds += seconds
 
 
 class WorkerPool:
@@ -51,6 +82,7 @@ class WorkerPool:
     :ivar spaces: observation and action space
     :ivar layout: of the arrays
     :ivar arrays: what environments have answered last, and the next actions
+    :ivar timings: how long the start and the steps have taken
     """
 
     spaces: Any
@@ -61,8 +93,10 @@ class WorkerPool:
         self.worker_of = [worker for worker in workers for _ in range(worker.first, worker.last)]
         self.seeds: list[int | None] = [None] * len(self.worker_of)
         self.arrays: dict[str, np.ndarray[Any, Any]] = {}
+        self.timings = Timings()
+        self._begin = time.perf_counter()
         self._failure: WorkerError | None = None
-        self._interrupted = self._ended = False
+        self._interrupted = self._ended = self._changes_told = False
 
     def send(self, worker: Any, name: str, data: Any) -> None:
         """Give a worker a command; that it is gone shows where its answer is waited for.
@@ -75,10 +109,45 @@ class WorkerPool:
         """Have all step with the actions in the arrays."""
         raise NotImplementedError
 
-    def reset(self, worker: Any, asked: Sequence[tuple[int | None, dict[str, Any]]]) -> None:
-        """Have a worker's environments reset, each with a seed and options."""
-        self.seeds[worker.first : worker.last] = [seed for seed, _ in asked]
-        self.send(worker, "reset", list(asked))
+    def started(self) -> None:
+        """Note how long the start has taken."""
+        self.timings.start_seconds = time.perf_counter() - self._begin
+
+    def reset(self, worker: Any, asked: Sequence[tuple[int | None, dict[str, Any] | None] | None]) -> None:
+        """Have a worker's environments reset, each with a seed and options; None: that one is left as it is."""
+        for number, how in enumerate(asked, worker.first):
+            if how is not None:
+                self.seeds[number] = how[0]
+        self.send(worker, "reset some" if None in asked else "reset", list(asked))
+
+    def answer_of(self, worker: Any, *, to_reset: bool = False) -> Any:
+        """Return a worker's answer to a step or a reset: entries, or None; if it has failed, that of its successor.
+
+        :param to_reset: which of the two
+        :raises WorkerError: it has failed, and there is no other
+        """
+        if isinstance(worker.answer, WorkerError):
+            raise worker.answer
+        return worker.answer
+
+    def remember(self) -> None:
+        """Keep what is returned, should a worker fail and be replaced."""
+
+    def tell_of_changes(self, upstream: str) -> None:
+        """Warn, once, that observations did not fit their space.
+
+        :param upstream: what does the same
+        """
+        changed = self.arrays["flags"] & CHANGED
+        if self._changes_told or not changed.any():
+            return
+        self._changes_told = True
+        warnings.warn(
+            f"environment {int(changed.argmax())} returns observations with values that the dtype of its observation "
+            f"space, {self.spaces[0]}, cannot hold: they are changed to such that it can, as {upstream} does. Give the "
+            "space the dtype of what reset and step return",
+            stacklevel=4,
+        )
 
     def wait(self, timeout: float | None, *, failing: bool = False) -> None:
         """Wait for all answers that workers owe.
@@ -91,9 +160,9 @@ class WorkerPool:
         """
         raise NotImplementedError
 
-    def wait_for_step(self) -> None:
+    def wait_for_step(self, *, failing: bool = False) -> None:
         """Wait for all answers, as long as a step may take: see :meth:`wait`."""
-        self.wait(self._step_timeout)
+        self.wait(self._step_timeout, failing=failing)
 
     def settle(self) -> None:
         """Get ready for a command: drop answers that were not read because the reading was interrupted.
@@ -136,12 +205,15 @@ class WorkerPool:
             raise raised
         return results
 
-    def close(self) -> None:
+    def close(self, timeout: float | None = None) -> None:
         """Have the environments closed, and end the workers. Ctrl-C makes that short.
 
+        :param timeout: seconds that may take; None: ``close_timeout``
         :raises WorkerError: one of them fails in ``close``; all workers are gone all the same
         """
         failures: list[WorkerError] = []
+        if timeout is not None:
+            self._close_timeout = timeout
         try:
             if not self._ended:
                 # Nobody knows whether what was interrupted would ever have ended.
@@ -216,8 +288,10 @@ class Pool(WorkerPool):
     :param start_timeout: seconds until all environments must be built
     :param step_timeout: seconds until workers must have answered any later command
     :param close_timeout: seconds until workers must have closed their environments and ended
-    :param apart: whether a worker's failure leaves the others alive
+    :param max_restarts: how many workers that have failed are replaced, while the others live on; None: the failure of
+        one is the failure of all
     :param cure: what keeps workers from disturbing each other, see :func:`rl_ext_core.isolation.apply_cure`
+    :param autoreset: when environments are reset whose episodes have ended
     :raises WorkerError: an environment cannot be built
     :raises EnvironmentOutputError: their spaces differ
     :raises InvalidArgumentError: their observations are not arrays of fixed shape
@@ -232,8 +306,9 @@ class Pool(WorkerPool):
         start_timeout: float | None = None,
         step_timeout: float | None = None,
         close_timeout: float | None = None,
-        apart: bool = False,
+        max_restarts: int | None = None,
         cure: str | None = None,
+        autoreset: Autoreset = Autoreset.SAME_STEP,
     ) -> None:
         self._spins = channel.worth_spinning(num_workers)
         workers = [
@@ -241,7 +316,9 @@ class Pool(WorkerPool):
             for number, ends in enumerate(shares(len(factories), num_workers))
         ]
         super().__init__(workers, step_timeout, close_timeout)
-        self._factories, self._start_method, self._apart, self._cure = factories, start_method, apart, cure
+        self._factories, self._start_method, self._cure, self._autoreset = factories, start_method, cure, autoreset
+        self._apart = max_restarts is not None
+        self._restarts = None if max_restarts is None else Restarts(self, max_restarts)
         self._start_timeout, self._last_first = start_timeout, workers[::-1]
         self._unsettled = False  # until all answers to what was begun were read; Ctrl-C leaves it so
         cell_bytes = channel.CELL_BYTES * num_workers
@@ -254,6 +331,7 @@ class Pool(WorkerPool):
         self._end.atexit = False
         try:
             self._start(cell_bytes)
+            self.started()
         except BaseException:
             self.end()
             raise
@@ -322,7 +400,7 @@ class Pool(WorkerPool):
                 cure = self._cure, Path(self._scratch.name, f"{worker.number}-{worker.attempt}")
                 cure[1].mkdir()
             args = (command_reader, reply_writer, self._memory, mail, worker.number, worker.first, factories)
-            process = context.Process(target=main, args=(*args, foreign, self._spins, cure))
+            process = context.Process(target=main, args=(*args, foreign, self._spins, cure, self._autoreset))
             process.start()
             worker.connect(process, commands, replies, reply_writer, mail, cells)
             ours.pop_all()
@@ -447,9 +525,26 @@ class Pool(WorkerPool):
             self.wait_for_step()
             self._interrupted = False
 
-    def restart(self, worker: WorkerHandle, failure: WorkerError) -> Any:
+    def answer_of(self, worker: WorkerHandle, *, to_reset: bool = False) -> Any:
+        """Return a worker's answer, or its successor's: see :meth:`WorkerPool.answer_of`."""
+        if self._restarts is not None and isinstance(worker.answer, WorkerError):
+            in_step = not to_reset and self._autoreset is not Autoreset.SAME_STEP
+            return self._restarts.replace(worker, worker.answer, unseen=in_step)
+        return super().answer_of(worker)
+
+    def remember(self) -> None:
+        """Keep what is returned: see :meth:`WorkerPool.remember`."""
+        if self._restarts is not None:
+            self._restarts.remember()
+
+    def is_ready(self, timeout: float) -> bool:
+        """Return whether all answers that workers owe are there within a time, in seconds."""
+        return not _wait_while(self.workers, lambda worker: not worker.is_over(), time.monotonic(), timeout)
+
+    def restart(self, worker: WorkerHandle, failure: WorkerError, *, unseen: bool) -> Any:
         """Put a new process in the place of one that has failed, and have its environments reset.
 
+        :param unseen: whether nobody sees that reset
         :return: its answer to that
         :raises WorkerError: it fails in that
         """
@@ -460,9 +555,13 @@ class Pool(WorkerPool):
         self._wait_for(worker, self._start_timeout)
         self.send(worker, "map", self.layout)
         self._wait_for(worker, self._start_timeout)
-        self.reset(worker, [(None, {})] * (worker.last - worker.first))
+        self.reset(worker, [(None, None)] * (worker.last - worker.first))
         self._wait_for(worker, self._step_timeout)
-        return worker.answer
+        infos = worker.answer
+        if unseen and self._autoreset is Autoreset.NEXT_STEP:
+            self.send(worker, "reset at next step", None)
+            self._wait_for(worker, self._step_timeout)
+        return infos
 
     def replaced(self, worker: WorkerHandle, answer: Any) -> None:
         """Take this for the answer of a worker that was restarted: all is well again."""
@@ -515,6 +614,64 @@ class Pool(WorkerPool):
         self._ended, self._failure = True, self._failure or failure
         _end(self.workers, self._memory, self._scratch)
         self._end.detach()
+
+
+class Restarts:
+    """Replaces workers that have failed, up to a limit.
+
+    :param pool: of the workers
+    :param limit: how many times
+    """
+
+    def __init__(self, pool: Pool, limit: int) -> None:
+        self._pool, self._limit = pool, limit
+        self._last: list[np.ndarray[Any, Any]] = []
+
+    def remember(self) -> None:
+        """Keep the observations: the last that anybody has seen of an episode, should its worker fail."""
+        arrays = self._pool.arrays
+        self._last = [arrays[f"observation {index}"].copy() for index in range(len(self._pool.layout.paths))]
+
+    def replace(self, worker: WorkerHandle, failure: WorkerError, *, unseen: bool) -> list[Entry]:
+        """Put a new worker in, with its environments reset.
+
+        :param worker: that has failed
+        :param failure: what it died of
+        :param unseen: whether the answer is of before that reset
+        :return: what the worker would have answered: its environments' episodes are truncated
+        :raises WorkerError: the limit is reached; the other workers are gone then as well
+        """
+        pool, first, timings = self._pool, failure, self._pool.timings
+        while True:
+            if timings.restarts >= self._limit:
+                pool.end(failure)
+                raise failure
+            timings.restarts += 1
+            _log.warning("%s\n(restart %d of %d)", failure, timings.restarts, self._limit)
+            try:
+                infos = pool.restart(worker, first, unseen=unseen)
+                break
+            except WorkerError as again:
+                failure = again
+            finally:
+                # Ctrl-C may come at any time: then all of this is done again.
+                worker.answer = first
+        rows = slice(worker.first, worker.last)
+        pool.arrays["reward"][rows], pool.arrays["reward kind"][rows] = 0.0, 0
+        pool.arrays["flags"][rows] = TRUNCATED
+        answer: list[Entry] = [
+            ({"worker_error": str(first)}, None if unseen else info, None, self._last_of(index))
+            for index, (_, info, _, _) in enumerate(infos, worker.first)
+        ]
+        if unseen:
+            for index, array in enumerate(self._last):
+                pool.arrays[f"observation {index}"][rows] = array[rows]
+        pool.replaced(worker, answer)
+        return answer
+
+    def _last_of(self, index: int) -> Any:
+        # Nothing was returned yet where the first reset fails: then nobody reads this.
+        return self._pool.layout.joined([array[index].copy() for array in self._last]) if self._last else None
 
 
 def _wait_while(

@@ -138,6 +138,7 @@ class RayPool(WorkerPool):
                 layout = Layout.of(worker.last - worker.first, *self.spaces, after=channel.CELL_BYTES)
                 worker.send("map", layout)
             self.wait(start_timeout)
+            self.started()
         except BaseException:
             self.end()
             raise

@@ -12,6 +12,7 @@ import numpy as np
 from rl_ext_core import processes
 from rl_ext_core.errors import EnvironmentOutputError
 from rl_ext_core.vector import environments
+from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.channel import CELL_BYTES, Cell, Memory, Raised, Spin, cells_of, pack, unpack
 from rl_ext_core.vector.layout import Layout, Row, kept
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
 
-__all__ = ["CHANGED", "DONE", "IDLE_IN", "KINDS", "OTHER", "PHASES", "TRUNCATED", "Environments", "main"]
+__all__ = ["CHANGED", "ENDED", "IDLE_IN", "KINDS", "OTHER", "PHASES", "TERMINATED", "TRUNCATED", "Environments", "main"]
 
 PHASES = (
     "start",
@@ -34,6 +35,8 @@ PHASES = (
     "has_attr",
     "set_attr",
     "env_is_wrapped",
+    "call",
+    "set_wrapper_attr",
 )
 _IDLE, _CONSTRUCTOR, _RESET, _STEP, _CLOSE = (
     PHASES.index(phase) for phase in ("idle", "constructor", "reset", "step", "close")
@@ -44,8 +47,11 @@ IDLE_IN = ("in _serve_commands", "/rl_ext_core/vector/channel.py")
 KINDS: dict[type, int] = {float: 0, np.float64: 0, np.float32: 1, int: 2, np.int64: 2, bool: 3, np.bool_: 3}
 OTHER = 4
 _EXACT = 2**53
-# What flags say: the episode has ended; by a limit; the observation's dtype could not hold its values.
-DONE, TRUNCATED, CHANGED = 1, 2, 4
+# Information of a step, of the reset after it, a reward that is no plain number, the observation before the reset.
+Entry = tuple[dict[str, Any], dict[str, Any] | None, Any, Any]
+# What flags say of the episode, and that the observation's dtype could not hold its values.
+TERMINATED, TRUNCATED, CHANGED = 1, 2, 4
+ENDED = TERMINATED | TRUNCATED
 
 
 def main(
@@ -59,6 +65,7 @@ def main(
     foreign: Sequence[Connection],
     spins: bool,
     cure: tuple[str, Path] | None,
+    autoreset: Autoreset,
 ) -> None:
     """Build environments and do what is asked of them until the parent closes its end.
 
@@ -72,6 +79,7 @@ def main(
     :param foreign: ends that belong to the parent, which a forked worker inherits
     :param spins: whether it waits for commands with a core of its own
     :param cure: what keeps this process from disturbing others, and a folder of its own for it
+    :param autoreset: when environments are reset whose episodes have ended
     """
     if cure is not None:
         from rl_ext_core.isolation.cures import apply_cure
@@ -91,7 +99,7 @@ def main(
         except (BrokenPipeError, BlockingIOError):
             pass  # as in ring, which is a call more
 
-    mine = Environments(reply, memory, cells, first, env_fns)
+    mine = Environments(reply, memory, cells, first, env_fns, autoreset)
     _serve_commands(mine, commands.fileno(), cells, mail, Spin(Spin.FOR_COMMANDS) if spins else None)
     mine.close_what_is_open()
 
@@ -119,6 +127,7 @@ class Environments:
     :param cells: for what it is at
     :param first: number of its first environment in the memory
     :param env_fns: build its environments
+    :param autoreset: when they are reset where an episode has ended
     """
 
     def __init__(
@@ -128,7 +137,10 @@ class Environments:
         cells: memoryview,
         first: int,
         env_fns: Sequence[Callable[[], Any]],
+        autoreset: Autoreset = Autoreset.SAME_STEP,
     ) -> None:
+        self._autoreset = autoreset
+        self._due: set[int] = set()  # their next step is a reset
         self._reply, self._memory, self._cells, self._first = reply, memory, cells, first
         self._envs: list[Any] = []
         processes.at_end(self.close_what_is_open)
@@ -154,16 +166,29 @@ class Environments:
         elif name == "map":
             self._map(data)
         elif name == "reset":
-            self._answer_infos([({}, self._reset(number, *how), None) for number, how in enumerate(data)])
+            self._answer_infos([({}, self._reset(number, *how), None, None) for number, how in enumerate(data)])
+        elif name == "reset some":
+            chosen = [(number, how) for number, how in enumerate(data) if how is not None]
+            infos = {number: self._reset(number, *how) for number, how in chosen}
+            self._answer_infos([({}, infos.get(number, {}), None, None) for number in range(len(self._envs))])
+        elif name == "reset at next step":
+            self._due.update(range(len(self._envs)))
+            self._answer(b"")
+        elif name == "each":
+            name, arguments = data
+            self._answer(pack([self._called(number, name, argument) for number, argument in enumerate(arguments)]))
         else:
             number, argument = data
-            self._is_at(number, PHASES.index(name))
-            try:
-                message = pack(environments.call(self._envs[number], name, argument))
-            except Exception as error:
-                # The environment is as it was; the caller may try something else.
-                message = pack(Raised.of(error))
-            self._answer(message)
+            self._answer(self._called(number, name, argument))
+
+    def _called(self, number: int, name: str, argument: Any) -> bytes:
+        """Return the message of what an environment answers to a call."""
+        self._is_at(number, PHASES.index(name))
+        try:
+            return pack(environments.call(self._envs[number], name, argument))
+        except Exception as error:
+            # The environment is as it was; the caller may try something else.
+            return pack(Raised.of(error))
 
     def close_what_is_open(self) -> None:
         """Close the environments as well as that goes: this process ends, and nobody listens."""
@@ -196,16 +221,23 @@ class Environments:
         self._own_actions: Any = arrays["action"][part] if "action" in arrays else None
         self._answer(b"")
 
-    def _reset(self, number: int, seed: int | None, options: dict[str, Any]) -> dict[str, Any]:
+    def _reset(self, number: int, seed: int | None, options: dict[str, Any] | None) -> dict[str, Any]:
         self._is_at(number, _RESET)
-        maybe = {"options": options} if options else {}
+        self._due.discard(number)
+        maybe = {} if options is None else {"options": options}
         observation, info = self._envs[number].reset(seed=seed, **maybe)
-        for row in self._rows[number]:
-            row.write(observation if row.key is None else observation[row.key])
-            if row.changed:
-                self._flags[number] |= CHANGED
+        self._write(number, observation)
         found: dict[str, Any] = info
         return found
+
+    def _write(self, number: int, observation: Any) -> None:
+        for row in self._rows[number]:
+            part = observation
+            for key in row.path:
+                part = part[key]
+            row.write(part)
+            if row.changed:
+                self._flags[number] |= CHANGED
 
     def step_as_shared(self) -> None:
         """Step with the actions in the memory."""
@@ -215,20 +247,31 @@ class Environments:
     def _step(self, actions: Iterable[Any]) -> None:
         cells, phase_at, environment_at = self._cells, Cell.PHASE, Cell.ENVIRONMENT
         rewards, kinds, flags, all_rows = self._rewards, self._kinds, self._flags, self._rows
-        array = np.ndarray
+        array, due, same_step = np.ndarray, self._due, self._autoreset is Autoreset.SAME_STEP
         entries: list[Any] | None = None
+        reward: Any
         for number, (env, action) in enumerate(zip(self._envs, actions, strict=True)):
             cells[environment_at] = number
-            cells[phase_at] = _STEP
-            observation, reward, terminated, truncated, info = env.step(action)
-            reset_info = None
-            if terminated or truncated:
-                flags[number] = DONE if terminated else DONE | TRUNCATED
-                info["terminal_observation"] = kept(observation)
+            reset_info = final = None
+            if due and number in due:
+                due.discard(number)
                 cells[phase_at] = _RESET
-                observation, reset_info = env.reset()
-            else:
+                observation, info = env.reset()
+                reward = 0.0
                 flags[number] = 0
+            else:
+                cells[phase_at] = _STEP
+                observation, reward, terminated, truncated, info = env.step(action)
+                if terminated or truncated:
+                    flags[number] = (TERMINATED if terminated else 0) | (TRUNCATED if truncated else 0)
+                    if same_step:
+                        final = kept(observation)
+                        cells[phase_at] = _RESET
+                        observation, reset_info = env.reset()
+                    elif self._autoreset is Autoreset.NEXT_STEP:
+                        due.add(number)
+                else:
+                    flags[number] = 0
             kind = KINDS.get(type(reward), OTHER)
             if kind == 2 and not -_EXACT <= reward <= _EXACT:
                 kind = OTHER
@@ -236,7 +279,9 @@ class Environments:
             if kind != OTHER:
                 rewards[number] = reward
             for row in all_rows[number]:
-                part = observation if row.key is None else observation[row.key]
+                part = observation
+                for key in row.path:
+                    part = part[key]
                 # What row.write does first, without the call.
                 if type(part) is array and part.dtype is row.dtype and part.shape == row.shape:
                     row.place[...] = part
@@ -246,15 +291,15 @@ class Environments:
                         flags[number] |= CHANGED
             if info or reset_info is not None or kind == OTHER:
                 entries = entries or [None] * len(self._envs)
-                entries[number] = (info, reset_info, reward if kind == OTHER else None)
+                entries[number] = (info, reset_info, reward if kind == OTHER else None, final)
         if entries is None:
             cells[phase_at] = _IDLE
             self._reply(b"")
         else:
             self._answer_infos(entries)
 
-    def _answer_infos(self, entries: Sequence[tuple[Any, Any, Any] | None]) -> None:
-        """Answer with an entry for each environment: information, that of a reset, a reward that is no plain number."""
+    def _answer_infos(self, entries: Sequence[Entry | None]) -> None:
+        """Answer with an entry for each environment."""
         try:
             message = pack(entries)
         except Exception as error:
@@ -262,7 +307,7 @@ class Environments:
             raise
         self._answer(message)
 
-    def _blame(self, entries: Sequence[tuple[Any, Any, Any] | None], error: Exception) -> None:
+    def _blame(self, entries: Sequence[Entry | None], error: Exception) -> None:
         """Raise what says which entry of an information cannot be sent."""
         for number, entry in enumerate(entries):
             for where, info in zip(("info", "the info of reset"), entry or (), strict=False):

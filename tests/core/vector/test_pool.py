@@ -46,7 +46,7 @@ def test_arrays_lie_apart_in_the_memory() -> None:
     [
         spaces.Text(3),
         spaces.Sequence(spaces.Discrete(2)),
-        spaces.Dict(a=spaces.Dict(b=spaces.Discrete(2))),
+        spaces.Dict(a=spaces.Dict(b=spaces.Text(2))),
         spaces.Tuple((spaces.Text(2), spaces.Discrete(2))),
         spaces.Graph(spaces.Box(0, 1, (2,)), None),
     ],
@@ -73,7 +73,7 @@ def test_errors_cross_processes_whatever_they_are() -> None:
 
 
 def test_rows_take_what_their_space_holds() -> None:
-    row = Row("speed", np.zeros((2,), np.int16))
+    row = Row(("speed",), np.zeros((2,), np.int16))
     row.write(np.array([3, -4]))
     assert row.place.tolist() == [3, -4]
     with pytest.raises(EnvironmentOutputError, match=r"observation\['speed'\] has the shape \(3,\)"):
@@ -92,14 +92,14 @@ def test_kept_observations_are_copies() -> None:
 
 
 def test_workers_that_fail_apart_leave_the_others_alive() -> None:
-    pool = Pool(as_factory(Counting).for_workers(2), num_workers=2, start_method="fork", apart=True)
+    pool = Pool(as_factory(Counting).for_workers(2), num_workers=2, start_method="fork", max_restarts=0)
     pool.workers[1].process.kill()
     for worker in pool.workers:
         pool.reset(worker, [(3, {})])
     pool.wait(None)
     assert set(pool.workers[0].answer[0][1]) == {"world"}
     assert isinstance(pool.workers[1].answer, WorkerError)
-    assert set(pool.restart(pool.workers[1], pool.workers[1].answer)[0][1]) == {"world"}
+    assert set(pool.restart(pool.workers[1], pool.workers[1].answer, unseen=False)[0][1]) == {"world"}
     pool.close()
 
 

@@ -1,19 +1,20 @@
-"""Checks of what callers pass."""
+"""What callers of vectorised environments pass: checks, and factories of what stands for an environment."""
 
 from __future__ import annotations
 
 import multiprocessing
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
+from rl_ext_core.factory import EnvFactory, as_factory
 from rl_ext_core.frames.planning import parse_bytes
 from rl_ext_core.isolation.cures import CURES
 
-__all__ = ["at_least_one", "check_env_fns", "check_options"]
+__all__ = ["at_least_one", "check_env_fns", "check_options", "factories_of", "is_like"]
 
 
 def _like(value: Any) -> str:
@@ -88,3 +89,25 @@ def check_options(
 
 def _is_count(value: Any, least: int) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= least)
+
+
+def factories_of(env_fns: Sequence[Callable[[], Any]]) -> list[EnvFactory[Any]]:
+    """Turn functions, or what else stands for an environment, into factories, each for its place in the list.
+
+    Those that are for a worker already stay as they are. The same object several times is turned only once.
+    """
+    made: dict[int, list[EnvFactory[Any]]] = {}
+    factories = []
+    for index, env_fn in enumerate(env_fns):
+        if isinstance(env_fn, EnvFactory) and env_fn.worker is not None:
+            factories.append(env_fn)
+            continue
+        if id(env_fn) not in made:
+            made[id(env_fn)] = as_factory(env_fn).for_workers(len(env_fns))
+        factories.append(made[id(env_fn)][index])
+    return factories
+
+
+def is_like(actions: Any, shared: np.ndarray[Any, Any]) -> bool:
+    """Return whether actions can be written into an array and stay the same to the bit."""
+    return type(actions) is np.ndarray and actions.dtype == shared.dtype and actions.shape == shared.shape

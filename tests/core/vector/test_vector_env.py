@@ -1,0 +1,340 @@
+"""``SharedMemoryVectorEnv`` against gymnasium's own vectorised environments, and what it does where they fail."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, WorkerError
+from rl_ext_core.vector import SharedMemoryVectorEnv
+from tests.sb3_ext.vec_worlds import Counting, Drawn, Failing, FailingOnce, Reusing
+
+NESTED = spaces.Dict(
+    image=spaces.Box(0, 255, (9, 8, 3), np.uint8),
+    body=spaces.Dict(
+        speed=spaces.Box(-1, 1, (2,), np.float32), at=spaces.Tuple((spaces.Discrete(4), spaces.MultiBinary(3)))
+    ),
+)
+FAST = {"context": "fork"}
+
+
+class Lingering(Counting):
+    def step(self, action: int) -> Any:
+        time.sleep(0.5)
+        return super().step(action)
+
+
+def assert_same(ours: Any, theirs: Any, where: str = "") -> None:
+    """Compare what two vectorised environments return: types, dtypes and bits."""
+    if isinstance(theirs, dict):
+        assert set(ours) == set(theirs), where
+        for key, value in theirs.items():
+            assert_same(ours[key], value, f"{where}/{key}")
+    elif isinstance(theirs, (tuple, list)):
+        assert len(ours) == len(theirs), where
+        for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            assert_same(one, other, f"{where}/{index}")
+    elif isinstance(theirs, np.ndarray) and theirs.dtype == object:
+        assert ours.dtype == object, where
+        for one, other in zip(ours.tolist(), theirs.tolist(), strict=True):
+            assert_same(one, other, where)
+    elif isinstance(theirs, np.ndarray):
+        assert ours.dtype == theirs.dtype, where
+        np.testing.assert_array_equal(ours, theirs, where)
+    else:
+        assert ours == theirs, where
+
+
+def drive(ours: Any, theirs: Any, seed: int, operations: int = 60) -> None:
+    """Do the same to both, drawn at random, and compare after each."""
+    rng = np.random.default_rng(seed)
+    assert_same(ours.reset(seed=seed), theirs.reset(seed=seed), "first reset")
+    theirs.action_space.seed(seed)
+    over = np.zeros(theirs.num_envs, bool)
+    for number in range(operations):
+        what = rng.choice(["step"] * 8 + ["reset", "mask", "call", "set_attr"])
+        if theirs.metadata["autoreset_mode"] is AutoresetMode.DISABLED and over.any():
+            what = "mask"
+        if what == "step":
+            actions = theirs.action_space.sample()
+            ended = ours.step(actions), theirs.step(actions)
+            assert_same(*ended, f"step {number}")
+            over |= ended[1][2] | ended[1][3]
+        elif what == "reset":
+            how: dict[str, Any] = {"seed": int(rng.integers(99)), "options": {"level": number}}
+            assert_same(ours.reset(**how), theirs.reset(**how), f"reset {number}")
+            over[:] = False
+        elif what == "mask":
+            mask = over if over.any() else rng.random(theirs.num_envs) < 0.5
+            mask[rng.integers(theirs.num_envs)] = True
+            results = [env.reset(options={"reset_mask": mask.copy()}) for env in (ours, theirs)]
+            assert_same(*results, f"partial reset {number}")
+            over[mask] = False
+        elif what == "call":
+            assert_same(ours.call("double", number, plus=1), theirs.call("double", number, plus=1))
+            assert ours.get_attr("label") == theirs.get_attr("label")
+        else:
+            values: Any = [f"{number}-{index}" for index in range(theirs.num_envs)] if number % 2 else "all"
+            for env in (ours, theirs):
+                env.set_attr("label", values)
+
+
+@pytest.mark.sample(quick=6, ci=18)
+@pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.name)
+@pytest.mark.parametrize("n_workers", [None, 2])
+@pytest.mark.parametrize("observations", ["Box", "image", "Discrete", "Dict", "Tuple", NESTED], ids=str)
+@pytest.mark.parametrize("rewards", ["float", "int"])
+def test_it_returns_what_sync_vector_env_returns(
+    observations: Any, rewards: str, n_workers: int | None, mode: AutoresetMode
+) -> None:
+    build = functools.partial(Drawn, observations, rewards=rewards)
+    ours = SharedMemoryVectorEnv([build] * 5, n_workers=n_workers, autoreset_mode=mode, **FAST)
+    theirs = SyncVectorEnv([build] * 5, autoreset_mode=mode)
+    try:
+        assert ours.metadata == theirs.metadata
+        assert ours.observation_space == theirs.observation_space
+        assert ours.action_space == theirs.action_space
+        assert ours.render_mode == theirs.render_mode
+        drive(ours, theirs, seed=len(str(observations)))
+        assert_same(ours.render(), theirs.render())
+    finally:
+        ours.close()
+        theirs.close()
+
+
+@pytest.mark.parametrize("actions", ["Discrete from -3", "Box of 64-bit floats", "Dict", "Tuple", "MultiBinary"])
+def test_environments_get_the_actions_that_async_vector_env_gives(actions: str) -> None:
+    build = functools.partial(Drawn, actions=actions)
+    ours, theirs = SharedMemoryVectorEnv([build] * 2, **FAST), AsyncVectorEnv([build] * 2, context="fork")
+    drive(ours, theirs, seed=4, operations=20)
+    assert_same(ours.call("all_given"), theirs.call("all_given"))
+    ours.close()
+    theirs.close()
+
+
+def test_actions_of_other_types_arrive_as_they_are() -> None:
+    ours = SharedMemoryVectorEnv([Drawn] * 2, **FAST)
+    theirs = AsyncVectorEnv([Drawn] * 2, context="fork")
+    for env in (ours, theirs):
+        env.reset(seed=0)
+    for actions in ([1, 2], np.array([1, 2], np.int32), (np.int64(0), 3)):
+        assert_same(ours.step(actions), theirs.step(actions))
+    assert [list(map(type, each)) for each in ours.call("all_given")] == [
+        list(map(type, each)) for each in theirs.call("all_given")
+    ]
+    with pytest.raises(InvalidArgumentError, match="3 actions for 2"):
+        ours.step([1, 2, 3])
+    ours.close()
+    theirs.close()
+
+
+def test_observations_are_the_callers_unless_told_otherwise() -> None:
+    own = SharedMemoryVectorEnv([Reusing] * 2, **FAST)
+    shared = SharedMemoryVectorEnv([Reusing] * 2, copy=False, **FAST)
+    for env, kept in ((own, True), (shared, False)):
+        first, _ = env.reset(seed=1)
+        before = first.copy()
+        env.step([0, 0])
+        assert np.array_equal(first, before) is kept
+        env.close()
+
+
+@pytest.mark.parametrize("how", ["raise", "SIGKILL"])
+def test_a_failure_names_the_environment(how: str) -> None:
+    envs = SharedMemoryVectorEnv([Counting, functools.partial(Failing, "step", how)], **FAST)
+    envs.reset(seed=7)
+    for _ in range(3):
+        envs.step(np.zeros(2, int))
+    with pytest.raises(WorkerError, match=r"environment 1 of 2 \(seed 8\), in step") as caught:
+        envs.step(np.zeros(2, int))
+    assert (caught.value.__cause__ is not None) is (how == "raise")
+    with pytest.raises(WorkerError, match="environment 1 of 2"):
+        envs.reset()
+    envs.close()
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP], ids=lambda mode: mode.name)
+def test_restarts_truncate_the_episodes_of_a_worker(mode: AutoresetMode, tmp_path: Any) -> None:
+    failing = functools.partial(FailingOnce, str(tmp_path / "mark"), "step")
+    envs = SharedMemoryVectorEnv([Counting, failing], restart="truncate", autoreset_mode=mode, **FAST)
+    first, _ = envs.reset(seed=0)
+    observation, rewards, terminated, truncated, infos = envs.step(np.zeros(2, int))
+    assert (terminated.tolist(), truncated.tolist(), rewards.tolist()) == ([False, False], [False, True], [1.0, 0.0])
+    told = infos["final_info"] if mode is AutoresetMode.SAME_STEP else infos
+    assert "SIGSEGV" in told["worker_error"][1]
+    last = infos["final_obs"][1] if mode is AutoresetMode.SAME_STEP else observation[1]
+    assert np.array_equal(last, first[1])
+    observation, rewards, *_ = envs.step(np.zeros(2, int))
+    # The next step is the reset, or the first one after it.
+    assert observation[1][0] == rewards[1] == (0.0 if mode is AutoresetMode.NEXT_STEP else 1.0)
+    assert envs.timings.restarts == 1
+    envs.close()
+
+
+def test_a_restart_in_reset_is_a_reset(tmp_path: Any) -> None:
+    failing = functools.partial(FailingOnce, str(tmp_path / "mark"), "reset")
+    envs = SharedMemoryVectorEnv([failing, Counting], restart="truncate", **FAST)
+    observation, infos = envs.reset(seed=3)
+    assert set(infos) == {"world", "_world"}
+    assert np.array_equal(observation[:, 1], infos["world"].astype(np.float32))
+    observation, *_ = envs.step(np.zeros(2, int))
+    assert observation[:, 0].tolist() == [1, 1]
+    envs.close()
+
+
+def test_what_environments_raise_in_calls_leaves_them_alive() -> None:
+    envs = SharedMemoryVectorEnv([Drawn] * 3, n_workers=2, **FAST)
+    envs.reset(seed=0)
+    with pytest.raises(KeyError, match="raised in a call"):
+        envs.call("raise_in_call")
+    with pytest.raises(TypeError, match="pickle"):
+        envs.call("not_picklable")
+    with pytest.raises(AttributeError, match="no_such"):
+        envs.get_attr("no_such")
+    with pytest.raises(InvalidArgumentError, match=r"write envs.step\("):
+        envs.call("step", 0)
+    with pytest.raises(InvalidArgumentError, match="2 values for 3 environments"):
+        envs.set_attr("label", ["a", "b"])
+    assert len(set(envs.call("pid"))) == 2
+    envs.step(np.zeros(3, int))
+    envs.close()
+
+
+def test_order_of_calls() -> None:
+    envs = SharedMemoryVectorEnv([Counting] * 2, **FAST)
+    for wait in (envs.step_wait, envs.reset_wait, envs.call_wait):
+        with pytest.raises(NoAsyncCallError, match="without any prior call"):
+            wait()
+    envs.reset(seed=0)
+    envs.step_async(np.zeros(2, int))
+    for begin in (lambda: envs.step_async(np.zeros(2, int)), envs.reset_async, lambda: envs.set_attr("x", 1)):
+        with pytest.raises(AlreadyPendingCallError, match=r"Write step_wait\(\) first"):
+            begin()
+    assert envs.step_wait()[0][:, 0].tolist() == [1, 1]
+    envs.close()
+    envs.close()
+    with pytest.raises(ClosedEnvironmentError, match="is closed"):
+        envs.reset()
+
+
+def test_a_timeout_loses_nothing_but_the_answer() -> None:
+    envs = SharedMemoryVectorEnv([Lingering, Counting], **FAST)
+    envs.reset(seed=0)
+    envs.step_async(np.zeros(2, int))
+    with pytest.raises(multiprocessing.TimeoutError, match=r"step within 0\.05 s"):
+        envs.step_wait(timeout=0.05)
+    observation, *_ = envs.step(np.zeros(2, int))
+    assert observation[:, 0].tolist() == [2, 2]
+    envs.step_async(np.zeros(2, int))
+    assert envs.step_wait(timeout=300)[0][:, 0].tolist() == [3, 3]
+    envs.close()
+
+
+def test_an_interrupted_step_is_followed_by_the_next() -> None:
+    envs = SharedMemoryVectorEnv([Lingering, Counting], **FAST)
+    envs.reset(seed=0)
+    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            envs.step(np.zeros(2, int))
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    assert envs.step_wait()[0][:, 0].tolist() == [1, 1]
+    assert envs.step(np.zeros(2, int))[0][:, 0].tolist() == [2, 2]
+    envs.close()
+
+
+def _gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("drop", [lambda envs: envs.close(terminate=True), lambda envs: None], ids=["end", "drop"])
+def test_workers_end_with_it(drop: Callable[[Any], None]) -> None:
+    envs = SharedMemoryVectorEnv([Drawn] * 2, **FAST)
+    pids = envs.call("pid")
+    drop(envs)
+    del envs
+    gc.collect()
+    deadline = time.monotonic() + 60
+    while not all(map(_gone, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"worker": print}, InvalidArgumentError, "worker=<built-in function print> is for gymnasium's"),
+        ({"observation_mode": "different"}, InvalidArgumentError, "observation_mode='different' is for gymnasium's"),
+        ({"autoreset_mode": "Never"}, InvalidArgumentError, "autoreset_mode='NextStep'"),
+        ({"context": "thread"}, InvalidArgumentError, "start_method='thread'"),
+        ({"max_concurrency": 1, "n_workers": 2}, InvalidArgumentError, "say the same"),
+        ({"step_timeout": 0}, InvalidArgumentError, "step_timeout=0"),
+        ({"restart": "always"}, InvalidArgumentError, "restart='always'"),
+    ],
+)
+def test_bad_options_start_nothing(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error) as caught:
+        SharedMemoryVectorEnv([Counting] * 2, **options)
+    assert text in str(caught.value)
+
+
+def test_spaces_that_differ_are_refused() -> None:
+    env_fns = [Counting, functools.partial(Drawn, "Box")]
+    for kind in (EnvironmentOutputError, RuntimeError):  # RuntimeError is what AsyncVectorEnv raises
+        with pytest.raises(kind, match="environment 1 has observation_space"):
+            SharedMemoryVectorEnv(env_fns, **FAST)
+
+
+@pytest.mark.parametrize(
+    ("mask", "error", "text"),
+    [
+        ([True, False], InvalidTypeError, "list"),
+        (np.ones(2), InvalidTypeError, "float64"),
+        (np.ones(3, bool), InvalidArgumentError, r"`\(2,\)`, got \(3,\)"),
+        (np.zeros(2, bool), InvalidArgumentError, "names no environment"),
+    ],
+)
+def test_bad_masks(mask: Any, error: type[Exception], text: str) -> None:
+    envs = SharedMemoryVectorEnv([Counting] * 2, **FAST)
+    with pytest.raises(error, match=text):
+        envs.reset(options={"reset_mask": mask})
+    with pytest.raises(InvalidArgumentError, match="3 seeds for 2"):
+        envs.reset(seed=[1, 2, 3])
+    assert envs.reset(seed=[1, None])[0].shape == (2, 2)
+    envs.close()
+
+
+def test_wrappers_of_gymnasium_go_around_it() -> None:
+    wrappers = gym.wrappers.vector
+    build = functools.partial(gym.make, "CartPole-v1", max_episode_steps=12)
+    ours, theirs = (
+        wrappers.NormalizeObservation(wrappers.RecordEpisodeStatistics(vectorised))
+        for vectorised in (SharedMemoryVectorEnv([build] * 3, **FAST), SyncVectorEnv([build] * 3))
+    )
+    ours.reset(seed=1), theirs.reset(seed=1)
+    for _ in range(40):
+        actions = theirs.action_space.sample()
+        (*found, infos), (*expected, their_infos) = ours.step(actions), theirs.step(actions)
+        assert_same(tuple(found), tuple(expected))
+        assert ("episode" in infos) == ("episode" in their_infos)
+    ours.close()
+    theirs.close()
