@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_ext_core.factory import _graft, _kinds, _streams
+from rl_ext_core.factory import _graft, _objects, _streams
 from rl_ext_core.factory._fingerprint import fingerprint
 
 __all__ = ["Change", "Outcome", "Place", "copied", "places", "try_changes"]
@@ -66,9 +66,9 @@ class Change:
             _held(holder, (kind, name))[...] = value
         elif kind == "item":
             holder[name] = value
-        elif name in (held := _kinds.dictionary(holder) or {}):
+        elif name in (held := _objects.dictionary(holder) or {}):
             held[name] = value
-        elif name in _kinds.slots(holder):
+        elif name in _objects.slots(holder):
             object.__setattr__(holder, name, value)
         else:
             setattr(holder, name, value)
@@ -205,7 +205,7 @@ def _parts(item: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
         yield from ((("item", key), part) for key, part in item.items() if isinstance(key, (str, int, tuple)))
     elif isinstance(item, (list, tuple)):
         yield from ((("item", index), part) for index, part in enumerate(item))
-    for name, part in _kinds.attributes(item).items():
+    for name, part in _objects.attributes(item).items():
         yield ("attribute", name), part
 
 
@@ -224,7 +224,7 @@ def _held(holder: Any, step: tuple[str, Any]) -> Any:
     kind, name = step
     if kind == "item":
         return holder[name]
-    held = _kinds.attributes(holder)
+    held = _objects.attributes(holder)
     if name in held:
         return held[name]
     for part in name.split("."):
@@ -235,7 +235,7 @@ def _held(holder: Any, step: tuple[str, Any]) -> Any:
 def _is_passed_by(part: Any) -> bool:
     # Members of an enumeration are one for all environments.
     kind = type(part)
-    return issubclass(kind, (type, enum.Enum)) or kind.__name__ in _CODE or _kinds.name_of(kind)[0] in _WEAK
+    return issubclass(kind, (type, enum.Enum)) or kind.__name__ in _CODE or _objects.name_of(kind)[0] in _WEAK
 
 
 def _is_scalar(part: Any) -> bool:

@@ -10,11 +10,12 @@ from typing import Any, Literal
 
 import gymnasium
 import numpy as np
+from gymnasium.envs.registration import EnvSpec
 from stable_baselines3.common import env_util
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
 from rl_ext_core import resources
-from rl_ext_core.errors import InvalidArgumentError, IsolationError, NotCopyableError
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, IsolationError, NotCopyableError
 from rl_ext_core.factory import EnvFactory, as_factory
 from rl_ext_core.factory._sources import game_of_id, spec_of_id
 from rl_ext_core.isolation import Isolation, Verdict
@@ -52,26 +53,51 @@ def make_vec_env(
     isolation: IsolationChoice = "auto",
     probe_timeout: float | None = None,
     devices: Any = None,
+    vectorization_mode: Any = None,
 ) -> VecEnv:
     """Create a monitored vectorised environment, in one process or in several as the environment needs it.
 
     In place of Stable Baselines3's, with its arguments and these:
 
     :param env_id: an id, the name of a game of stable-retro, a class or a function; or an instance, of which the
-        environments are copies, or an :class:`EnvFactory`
+        environments are copies, or an :class:`EnvFactory`; or an environment that is vectorised already, of gymnasium
+        or in Isaac Lab's style: then ``vec_env_kwargs`` are those of :class:`~sb3_ext.GymVecEnv`
     :param n_envs: how many; None: as many as this process has cores
     :param isolation: ``"process"``: one process each; ``"in-process"``: all in this one; ``"auto"`` finds out what the
         environment allows and what is faster: see :class:`AutoVecEnv`
     :param probe_timeout: seconds that an environment may take for anything while it is tried, see
         :func:`~rl_ext_core.isolation.probe`
     :param devices: per environment, see :meth:`EnvFactory.for_workers`
+    :param vectorization_mode: of ``gymnasium.make_vec``, which makes it of an id: ``"sync"``, ``"async"``,
+        ``"vector_entry_point"``
     :return: the vectorised environment; ``isolation_report`` says why it is the one it is
     :raises WorkerError: an environment cannot be built
     :raises NotCopyableError: an instance cannot be copied
-    :raises InvalidArgumentError: ``env_kwargs`` for an instance, ``isolation`` together with ``vec_env_cls``
+    :raises InvalidArgumentError: ``env_kwargs`` for an instance, ``isolation`` together with ``vec_env_cls``, what is
+        for single environments with one that is vectorised already
 
     Source: https://github.com/openai/retro/issues/2
     """
+    if vectorization_mode is not None or _is_vectorised(env_id):
+        of_singles = {"monitor_dir": monitor_dir, "vec_env_cls": vec_env_cls, "monitor_kwargs": monitor_kwargs}
+        of_singles |= {"devices": devices, "isolation": None if isolation == "auto" else isolation}
+        if vectorization_mode is None:
+            of_singles |= {"env_kwargs": env_kwargs, "wrapper_class": wrapper_class}
+        _refuse_for_vectorised(of_singles)
+        if vectorization_mode is not None and not isinstance(env_id, (str, EnvSpec)):
+            raise InvalidTypeError(
+                f"vectorization_mode={vectorization_mode!r} is for ids, and env_id is {env_id!r}; vectorise it: "
+                "make_vec_env(gymnasium.vector.SyncVectorEnv([make_env] * 4))"
+            )
+        env = env_id
+        if vectorization_mode is not None:
+            wrapped = None if wrapper_class is None else [functools.partial(wrapper_class, **(wrapper_kwargs or {}))]
+            env = gymnasium.make_vec(env_id, n_envs or 1, vectorization_mode, None, wrapped, **(env_kwargs or {}))
+        elif n_envs not in (None, 1, env.num_envs):
+            raise InvalidArgumentError(
+                f"n_envs={n_envs} for an environment that is vectorised already and has {env.num_envs}; leave it out"
+            )
+        return _of_vectorised(env, seed, vec_env_kwargs or {})
     n_envs = resources.usable_cores() if n_envs is None else at_least_one("n_envs", n_envs)
     if isinstance(env_id, str) and env_id not in gymnasium.registry:
         env_id = game_of_id(env_id) or env_id  # what builds a game of stable-retro, which gymnasium does not know
@@ -128,6 +154,28 @@ def make_vec_env(
     if not seeded:  # without a seed, each time draws one from NumPy's generator
         vec_env.seed(seed)
     return vec_env
+
+
+def _is_vectorised(env: Any) -> bool:
+    return not isinstance(env, type) and hasattr(env, "step") and isinstance(getattr(env, "num_envs", None), int)
+
+
+def _refuse_for_vectorised(options: dict[str, Any]) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise InvalidArgumentError(
+                f"{name}={value!r} is for single environments, and this one is vectorised: put it around them before "
+                "they are vectorised, or around the result: VecMonitor(make_vec_env(env), filename=...)"
+            )
+
+
+def _of_vectorised(env: Any, seed: int | None, options: dict[str, Any]) -> VecEnv:
+    from sb3_ext.gym_vec_env import GymVecEnv
+
+    vec_env = GymVecEnv(env, **options)
+    vec_env.seed(seed)
+    vec_env.action_space.seed(seed)
+    return _told(vec_env, "It is vectorised already.")
 
 
 def _base(env_id: Any, env_kwargs: dict[str, Any]) -> EnvFactory[Any]:

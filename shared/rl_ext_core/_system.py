@@ -16,6 +16,7 @@ import importlib.util
 import mmap
 import os
 import time
+import uuid
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,7 @@ __all__ = [
     "open_file",
     "open_locked",
     "own_description",
+    "process_identity",
     "read_at",
     "remove",
     "sent",
@@ -355,3 +357,19 @@ def unlock(descriptor: int) -> None:
         _windows.unlock(descriptor, _LOCKED_BYTE)
     else:
         _fcntl.lockf(descriptor, _fcntl.LOCK_UN)
+
+
+_here = uuid.uuid4()
+
+
+def _renew_process() -> None:
+    global _here
+    _here = uuid.uuid4()
+
+
+after_fork(_renew_process)
+
+
+def process_identity() -> uuid.UUID:
+    """Return what tells this process from every other, also from its forks and from those of other machines."""
+    return _here

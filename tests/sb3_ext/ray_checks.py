@@ -121,7 +121,7 @@ def live(venv: RayVecEnv, said: str) -> None:
         venv.close()
 
 
-def fails(when: str, how: str, said: str, phase: str, *, limit_s: float = 20.0, **options: Any) -> WorkerError:
+def fails(when: str, how: str, said: str, phase: str, *, limit_s: float = 120.0, **options: Any) -> WorkerError:
     began = time.monotonic()
     with pytest.raises(WorkerError, match=said) as caught:
         live(RayVecEnv([Counting, functools.partial(Failing, when, how), Counting], n_workers=2, **options), said)

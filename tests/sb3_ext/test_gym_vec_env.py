@@ -24,6 +24,7 @@ from gymnasium.wrappers.vector import (
     RecordEpisodeStatistics,
 )
 from stable_baselines3 import DQN, PPO, SAC, HerReplayBuffer
+from stable_baselines3.common.env_util import make_vec_env as upstream_make_vec_env
 from stable_baselines3.common.envs import BitFlippingEnv
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
@@ -38,7 +39,7 @@ from stable_baselines3.common.vec_env import (
 )
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
-from sb3_ext import GymVecEnv
+from sb3_ext import GymVecEnv, make_vec_env
 from tests.sb3_ext.toys import silenced
 from tests.sb3_ext.vec_checks import action_of, assert_equal
 from tests.sb3_ext.vec_worlds import OBSERVATIONS, Drawn
@@ -508,3 +509,33 @@ def test_no_warnings_and_no_leftovers() -> None:
         venv.reset()
         venv.step(np.zeros(2, int))
     assert not any(process.is_alive() for process in venv.env.processes)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "vector_entry_point"])
+def test_make_vec_env_by_gymnasiums_vectorization(mode: str) -> None:
+    venv = make_vec_env("CartPole-v1", 3, seed=5, vectorization_mode=mode)
+    theirs = upstream_make_vec_env("CartPole-v1", 3, seed=5)
+    assert isinstance(venv, GymVecEnv)
+    if mode != "vector_entry_point":  # that one draws its own starts
+        assert np.array_equal(venv.reset(), theirs.reset())
+        for _ in range(30):
+            actions = np.array([theirs.action_space.sample() for _ in range(3)])
+            for ours, other in zip(venv.step(actions)[:3], theirs.step(actions)[:3], strict=True):
+                assert np.array_equal(ours, other)
+    venv.close()
+
+
+def test_make_vec_env_takes_what_is_vectorised() -> None:
+    envs = SyncVectorEnv([cart_pole] * 2)
+    venv = make_vec_env(envs, seed=1, vec_env_kwargs={"infos": "all"})
+    assert isinstance(venv, GymVecEnv)
+    assert venv.num_envs == 2
+    model = silenced(PPO("MlpPolicy", venv, n_steps=32, batch_size=64, device="cpu"))
+    assert model.learn(64).num_timesteps == 64
+    for options in ({"monitor_dir": "logs"}, {"wrapper_class": gym.Wrapper}, {"isolation": "process"}):
+        with pytest.raises(InvalidArgumentError, match="is for single environments"):
+            make_vec_env(envs, **options)
+    with pytest.raises(InvalidArgumentError, match=r"n_envs=4 .* has 2; leave it out"):
+        make_vec_env(envs, 4)
+    with pytest.raises(InvalidTypeError, match="vectorization_mode='sync' is for ids"):
+        make_vec_env(cart_pole, 4, vectorization_mode="sync")

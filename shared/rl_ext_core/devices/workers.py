@@ -6,8 +6,7 @@ import logging
 import pickle
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from rl_ext_core import _identity
-from rl_ext_core._system import after_fork
+from rl_ext_core._system import after_fork, process_identity
 from rl_ext_core.devices import _apply
 from rl_ext_core.errors import DeviceConflictError, InvalidTypeError
 
@@ -51,7 +50,7 @@ class BoundFactory(Generic[_Env]):
                 "Write bind(lambda: make_env())"
             )
         self.decision = decision
-        self._made_in = _identity.process()
+        self._made_in = process_identity()
         import cloudpickle  # takes as long to import as the rest of this package
 
         try:
@@ -72,7 +71,7 @@ class BoundFactory(Generic[_Env]):
         applied = _apply.current
         if applied is None or _same(applied, self.decision):
             self.decision.apply()
-        elif self._made_in == _identity.process():
+        elif self._made_in == process_identity():
             self._say_kept(applied)
         elif self.decision.variables:
             raise DeviceConflictError(

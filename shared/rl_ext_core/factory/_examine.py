@@ -20,7 +20,7 @@ from rl_ext_core.factory._fingerprint import Fingerprint, fingerprint, import_ow
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-    from rl_ext_core.factory._recipes import Recipe
+    from rl_ext_core.factory.factory import Recipe
 
 
 _LABEL = "trial copy"

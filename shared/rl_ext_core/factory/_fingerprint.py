@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_ext_core.factory import _kinds, _memory, _parts, _rules, _rules_basics
+from rl_ext_core.factory import _objects, _parts, _rules, _rules_basics
 
 # Lists of numbers and texts that are longer get one token: a recording of them would take minutes.
 _LONG = 256
@@ -126,7 +126,7 @@ class _Walk:
         self._alive: list[Any] = []
         self._waiting: deque[tuple[str, Any]] = deque()
         self._sets: deque[tuple[str, Any]] = deque()
-        self._arrays: list[tuple[str, _memory.Extent]] = []
+        self._arrays: list[tuple[str, _objects.Extent]] = []
         self._numbers: list[tuple[str, int]] = []
         self.classes: set[type] = set()
         self.functions: list[types.FunctionType] = []
@@ -161,7 +161,7 @@ class _Walk:
         if self._is_named(path, item):
             return
         self.classes.add(type(item))
-        place = _memory.extent(item)
+        place = _objects.extent(item)
         if place is not None:
             self._arrays.append((path, place))
         flat = _flat(item)
@@ -195,7 +195,7 @@ class _Walk:
             return True
         self._seen[id(item)] = path
         self._alive.append(item)
-        held = _kinds.dictionary(item)
+        held = _objects.dictionary(item)
         if held is not None:
             where = self._seen.setdefault(id(held), f"{path}.__dict__")
             if where != f"{path}.__dict__":
@@ -209,16 +209,16 @@ class _Walk:
         if kind is types.FunctionType:
             self.functions.append(item)
         if self._careful and rebuilder is None and _is_foreign(kind):
-            self.tokens[path] = token or _kinds.full_name(kind)
+            self.tokens[path] = token or _objects.full_name(kind)
             return
         try:
             found = list(_parts.parts(item))
         except Exception:
-            found, self.opaque[path] = list(_parts.named(_kinds.attributes(item))), _kinds.full_name(kind)
+            found, self.opaque[path] = list(_parts.named(_objects.attributes(item))), _objects.full_name(kind)
         untold = rebuilder is not None and rebuilder.settings is None and _rules.is_registered(kind)
         if untold or _rules_basics.runs(item):
-            self.opaque[path] = _kinds.full_name(kind)
-        if not _is_installed(_kinds.name_of(kind)[0].partition(".")[0]):
+            self.opaque[path] = _objects.full_name(kind)
+        if not _is_installed(_objects.name_of(kind)[0].partition(".")[0]):
             self._own.add(path)
         if issubclass(kind, (set, frozenset)):
             self._sets.append((path, item))
@@ -227,7 +227,7 @@ class _Walk:
         order = (
             [step for step, _ in found] if issubclass(kind, dict) else len(found) if issubclass(kind, list) else None
         )
-        self.tokens[path] = token or (_kinds.full_name(kind), order and _parts.digest(repr(order).encode()))
+        self.tokens[path] = token or (_objects.full_name(kind), order and _parts.digest(repr(order).encode()))
         self._waiting.extend((path + step, part) for step, part in found)
 
     def _enter_set(self, path: str, item: Any) -> None:
@@ -245,21 +245,21 @@ class _Walk:
 
     def _sketch(self, item: Any) -> str:
         if self._nested > 1:  # by way of a cycle, it would go on for ever
-            return _kinds.full_name(type(item))
+            return _objects.full_name(type(item))
         walk = _Walk(nested=self._nested + 1)
         walk.through(item)
         return repr(walk.tokens)
 
     def name_shared_memory(self) -> None:
         """Note which arrays lie in one piece of memory, and how."""
-        for group in _memory.overlapping([place for _, place in self._arrays]):
+        for group in _objects.overlapping([place for _, place in self._arrays]):
             first, where = self._arrays[group[0]]
             for path, place in (self._arrays[index] for index in group[1:]):
                 self.tokens[f"{path}.<memory>"] = ("shared with", first, place[1] - where[1])
 
     def name_addresses(self) -> None:
         """Note numbers that are the id of something, or point to memory: in a copy they lead elsewhere."""
-        mapped = _memory.mapped() if self._numbers else []
+        mapped = _objects.mapped() if self._numbers else []
         for path, number in self._numbers:
             if number in self._seen:
                 self.tokens[path] = ("id of", self._seen[number])
@@ -270,8 +270,8 @@ class _Walk:
 
 def _is_foreign(kind: type) -> bool:
     """Whether it takes code of a library in C to look into instances."""
-    base = _kinds.foreign_base(kind)
-    return base is not None and not _is_fixed(_kinds.name_of(base)[0])
+    base = _objects.foreign_base(kind)
+    return base is not None and not _is_fixed(_objects.name_of(base)[0])
 
 
 def _described(item: Any) -> Any:
@@ -280,7 +280,7 @@ def _described(item: Any) -> Any:
     walk.through(item)
     # A space that was drawn from has a generator; each process is to draw from its own in any case.
     lasting = sorted(pair for pair in walk.tokens.items() if not any(late in pair[0] for late in _MADE_LATE))
-    return _kinds.full_name(type(item)), _parts.digest(repr(lasting).encode("utf-8", "replace"))
+    return _objects.full_name(type(item)), _parts.digest(repr(lasting).encode("utf-8", "replace"))
 
 
 def _varies(parts: Any) -> bool:
@@ -297,7 +297,7 @@ def _flat(item: Any) -> Any:
     kinds = set(map(type, item)) | (set(map(type, item.values())) if kind is dict else set())
     if not kinds <= _FLAT:
         return None
-    return _kinds.full_name(kind), len(item), _parts.digest(repr(item).encode("utf-8", "surrogatepass"))
+    return _objects.full_name(kind), len(item), _parts.digest(repr(item).encode("utf-8", "surrogatepass"))
 
 
 class _Beside:
@@ -322,7 +322,7 @@ class _Beside:
     def run(self, walk: _Walk) -> None:
         """Begin with the classes and functions that a walk has met."""
         self._met = {base for kind in walk.classes for base in kind.__mro__}
-        for found in (*sorted(self._met, key=_kinds.full_name), *(walk.functions if self._code else ())):
+        for found in (*sorted(self._met, key=_objects.full_name), *(walk.functions if self._code else ())):
             self._add(found)
         while self._waiting:
             found = self._waiting.popleft()
@@ -335,17 +335,17 @@ class _Beside:
             self._waiting.append(found)
 
     def _read_class(self, kind: type) -> None:
-        module = _kinds.name_of(kind)[0]
-        if _is_fixed(module) or not _kinds.made_in_python(kind):
+        module = _objects.name_of(kind)[0]
+        if _is_fixed(module) or not _objects.made_in_python(kind):
             return
-        for name, part in _kinds.namespace(kind).items():
+        for name, part in _objects.namespace(kind).items():
             functions = list(_functions_in(part)) if self._code else []
             for function in functions:
                 self._add(function)
             special = name.startswith("__") and name.endswith("__")
-            if (special and not functions) or name == "_abc_impl" or _kinds.is_inherited(kind, name, part):
+            if (special and not functions) or name == "_abc_impl" or _objects.is_inherited(kind, name, part):
                 continue
-            label = f"<class {_kinds.full_name(kind)}>.{name}"
+            label = f"<class {_objects.full_name(kind)}>.{name}"
             # What libraries keep for themselves differs by process.
             private = name.startswith("_") and _is_installed(module.partition(".")[0])
             if isinstance(part, type):
@@ -388,7 +388,7 @@ class _Beside:
             return
         if isinstance(value, type):
             # Which one stands there; what is in it where it is followed.
-            self.tokens[label] = ("class", _kinds.full_name(value))
+            self.tokens[label] = ("class", _objects.full_name(value))
             self._follow(value, str(of), reader)
             return
         functions = list(_functions_in(value))

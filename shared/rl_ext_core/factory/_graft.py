@@ -15,7 +15,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from rl_ext_core.factory import _byvalue, _kinds, _memory, _parts, _rules, _sources
+from rl_ext_core.factory import _byvalue, _objects, _parts, _rules, _sources
 
 _TOO_DEEP = (
     "objects in it refer to one another in a chain that is longer than pickle can follow; keep them in a list, or "
@@ -50,7 +50,7 @@ class Refused(Exception):  # noqa: N818
     """
 
     def __init__(self, path: str, value: object, reason: str) -> None:
-        super().__init__(f"{path} ({_kinds.full_name(type(value))}): {reason}")
+        super().__init__(f"{path} ({_objects.full_name(type(value))}): {reason}")
         self.path, self.value, self.reason = path, value, reason
 
 
@@ -183,7 +183,7 @@ def _shared(arrays: list[Any], owners: list[Any]) -> dict[int, tuple[Any, ...]]:
             settings = rebuilder.settings(owner)
             if isinstance(settings, _rules.Fields):
                 fields.append((owner, settings))
-    return _memory.reductions(arrays, fields)
+    return _objects.reductions(arrays, fields)
 
 
 def _is_recursion(error: BaseException | None) -> bool:
@@ -253,12 +253,12 @@ def _parts_of(item: Any) -> list[tuple[str, Any]]:
     try:
         return list(_parts.parts(item))
     except Exception:
-        return list(_parts.named(_kinds.attributes(item)))
+        return list(_parts.named(_objects.attributes(item)))
 
 
 def _constructor_of(item: Any) -> Reduced | None:
     """Return how a layer like this is made anew; None: not known, or it is a wrapper, which is given a layer."""
-    held = _kinds.dictionary(item) or {}
+    held = _objects.dictionary(item) or {}
     if not _rules.is_layer(item):
         return None
     call = _sources.recorded(item)
@@ -280,7 +280,7 @@ def _attributes_to_keep(
 ) -> tuple[dict[str, Any], dict[str, Exception]]:
     """Return the attributes of a layer that can be pickled, to be put back into one that is made anew, and why not."""
     stubs = {**replaced, id(item): _STUB}
-    held = _kinds.dictionary(item) or {}
+    held = _objects.dictionary(item) or {}
     failures = {name: _failure_of(value, stubs, dump) for name, value in held.items()}
     kept = {name: held[name] for name, error in failures.items() if error is None}
     return kept, {name: error for name, error in failures.items() if error is not None}

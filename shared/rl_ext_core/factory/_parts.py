@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_ext_core.factory import _kinds, _rules, _streams
+from rl_ext_core.factory import _objects, _rules, _streams
 
 Parts = Iterator[tuple[str, Any]]
 _BEYOND = 1 << 32
@@ -48,7 +48,7 @@ def scalar(item: Any) -> Any:
     if kind in _SCALARS:
         return kind.__name__, _text(item)
     if issubclass(kind, enum.Enum):
-        return "enum", _kinds.full_name(kind), str(item._name_), scalar(item._value_)
+        return "enum", _objects.full_name(kind), str(item._name_), scalar(item._value_)
     if issubclass(kind, np.generic):
         return kind.__name__, item.tobytes() if kind is np.void else repr(item)
     if issubclass(kind, np.dtype):
@@ -80,7 +80,7 @@ def label(key: Any) -> str | None:
         parts = [label(part) for part in key]
         return None if None in parts else f"({', '.join(map(str, parts))})"
     if issubclass(type(key), type):
-        return f"<{_kinds.full_name(key)}>"
+        return f"<{_objects.full_name(key)}>"
     token = scalar(key)
     return None if token is None else f"<{token}>"
 
@@ -138,22 +138,22 @@ def whole(item: Any) -> Any:
     """Return the token of a value that is not looked into further, but for attributes of its own; None: it is none."""
     kind = type(item)
     if issubclass(kind, (type, types.ModuleType)):
-        return "name", *(_kinds.name_of(item) if issubclass(kind, type) else (item.__name__,))
+        return "name", *(_objects.name_of(item) if issubclass(kind, type) else (item.__name__,))
     if issubclass(kind, types.FunctionType):
         return "function", item.__module__, item.__qualname__, code_of(item.__code__)
     if kind is types.CodeType:
         return "code", code_of(item)
     if issubclass(kind, _NAMED_IN_C):
         owner = getattr(item, "__self__", None)
-        return "builtin", getattr(item, "__module__", None), item.__qualname__, _kinds.full_name(type(owner))
+        return "builtin", getattr(item, "__module__", None), item.__qualname__, _objects.full_name(type(owner))
     if issubclass(kind, np.ndarray):
         data = "objects" if item.dtype.hasobject else digest(np.ascontiguousarray(item))
-        return _kinds.full_name(kind), item.shape, repr(item.dtype), item.flags.writeable, data
+        return _objects.full_name(kind), item.shape, repr(item.dtype), item.flags.writeable, data
     if issubclass(kind, (bytearray, memoryview)):
         return kind.__name__, digest(bytes(item))
     if _streams.is_generator(item):
         source = getattr(item, "bit_generator", None)
-        return "generator", _kinds.full_name(kind), type(source).__name__
+        return "generator", _objects.full_name(kind), type(source).__name__
     torch = sys.modules.get("torch")
     if torch is not None and issubclass(kind, torch.Tensor) and item.layout is torch.strided:
         return _tensor(item, torch)
@@ -162,7 +162,7 @@ def whole(item: Any) -> Any:
 
 def _tensor(item: Any, torch: Any) -> Any:
     state = (item.requires_grad, item.grad_fn is None, item.is_shared())
-    name = (_kinds.full_name(type(item)), tuple(item.shape), str(item.dtype), str(item.device), state)
+    name = (_objects.full_name(type(item)), tuple(item.shape), str(item.dtype), str(item.device), state)
     if item.device.type == "meta":
         return name
     flat = item.detach().resolve_conj().resolve_neg().cpu().reshape(-1)
@@ -202,9 +202,9 @@ def parts(item: Any) -> Parts:
     elif _streams.is_generator(item):
         if issubclass(kind, np.random.Generator):
             yield ".bit_generator", item.bit_generator
-        yield from named({name: part for name, part in _kinds.attributes(item).items() if name != "gauss_next"})
+        yield from named({name: part for name, part in _objects.attributes(item).items() if name != "gauss_next"})
     elif whole(item) is not None:
-        yield from named(_kinds.attributes(item))
+        yield from named(_objects.attributes(item))
         if getattr(item, "is_leaf", False) and item.grad is not None:
             yield ".grad", item.grad
     else:
@@ -217,12 +217,12 @@ def named(found: Mapping[str, Any]) -> Parts:
 
 
 def _of_object(item: Any, kind: type) -> Parts:
-    yield from named(_kinds.attributes(item))
+    yield from named(_objects.attributes(item))
     if issubclass(kind, BaseException):
         yield ".__traceback__", item.__traceback__ is not None
         yield from ((f".{name}", getattr(item, name)) for name in ("__cause__", "__context__"))
-    if _kinds.foreign_base(kind) is not None:
-        yield from _of_reduced(item, _rules.by_pickle(item), _kinds.attributes(item))
+    if _objects.foreign_base(kind) is not None:
+        yield from _of_reduced(item, _rules.by_pickle(item), _objects.attributes(item))
     elif issubclass(kind, dict):
         yield from _of_pairs(dict.items(item))
     elif issubclass(kind, (list, tuple)):
@@ -241,7 +241,7 @@ def _of_pairs(pairs: Any) -> Parts:
 
 
 def _of_array(array: Any) -> Parts:
-    yield from named(_kinds.dictionary(array) or {})
+    yield from named(_objects.dictionary(array) or {})
     if array.dtype.names and array.dtype.hasobject:
         yield from ((f"[{name!r}]", array[name]) for name in array.dtype.names)
     elif array.dtype.hasobject:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
-from rl_ext_core.factory import _kinds, _streams
+from rl_ext_core.factory import _objects, _streams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -106,7 +106,7 @@ def registered() -> dict[tuple[str, str], Rebuilder]:
 
 def is_registered(kind: type) -> bool:
     """Whether a user has registered the rule for a class or one of its bases."""
-    return any(_kinds.name_of(base) in _registered for base in kind.__mro__)
+    return any(_objects.name_of(base) in _registered for base in kind.__mro__)
 
 
 def adopt(rebuilders: Mapping[tuple[str, str], Rebuilder]) -> None:
@@ -117,7 +117,7 @@ def adopt(rebuilders: Mapping[tuple[str, str], Rebuilder]) -> None:
 def find(instance: object) -> Rebuilder | None:
     """Find the rule of the nearest class among an instance's own and its bases."""
     for base in type(instance).__mro__:
-        name = _kinds.name_of(base)
+        name = _objects.name_of(base)
         if name[0] not in _asked:
             _read_rules_for(name[0])
         found = _registered.get(name) or _known.get(name)
@@ -140,7 +140,7 @@ def _read_rules_for(module: str) -> None:
 
 def _name_of(cls: type | str) -> tuple[str, str]:
     if isinstance(cls, type):
-        return _kinds.name_of(cls)
+        return _objects.name_of(cls)
     if not isinstance(cls, str):
         raise InvalidTypeError(
             f'cls={cls!r} is neither a class nor text; write register_rebuilder("module:Class", rule)'
@@ -183,8 +183,8 @@ def reduce(value: Any) -> Any:
     if rebuilder is not None:
         return rebuilder.rule(value)
     if issubclass(kind, np.ndarray):
-        return _subclassed(value) if kind is not np.ndarray and _kinds.dictionary(value) else None
-    if _taken_raw(kind) or (issubclass(kind, dict) and _kinds.dictionary(value) is value):
+        return _subclassed(value) if kind is not np.ndarray and _objects.dictionary(value) else None
+    if _taken_raw(kind) or (issubclass(kind, dict) and _objects.dictionary(value) is value):
         return raw(value)
     return None
 
@@ -209,10 +209,10 @@ def by_parts(value: Any) -> tuple[Any, ...]:
 
 def raw(value: Any) -> tuple[Any, ...]:
     """Reduce to a new object of the class with these attributes and contents, past all methods of the class."""
-    held, base = _kinds.dictionary(value), _kinds.container(type(value))
+    held, base = _objects.dictionary(value), _objects.container(type(value))
     # The dictionary of some is what they hold as a dictionary: it stays one.
     own = held if held is None or held is not value else True
-    state = (dict(own) if isinstance(own, dict) else own, _kinds.slots(value), None if base is None else base(value))
+    state = (dict(own) if isinstance(own, dict) else own, _objects.slots(value), None if base is None else base(value))
     return _blank, (type(value),), state, None, None, _fill
 
 
@@ -229,7 +229,7 @@ def _view(kind: Any, array: Any) -> Any:
 
 
 def _blank(kind: type) -> Any:
-    base: Any = _kinds.container(kind) or object
+    base: Any = _objects.container(kind) or object
     return base.__new__(kind)
 
 
@@ -271,48 +271,48 @@ def refusal(reason: str, error: type[pickle.PicklingError] = pickle.PicklingErro
 
 def set_state(copy: Any, state: dict[str, Any]) -> None:
     """Fill a new object, past ``__setattr__`` and ``__getattr__``, which may ask the layer below it."""
-    held = _kinds.dictionary(copy)
+    held = _objects.dictionary(copy)
     assert held is not None, f"{type(copy)} has no __dict__"
     held.update(state)
 
 
 def is_layer(value: Any) -> bool:
     """Whether this is an environment or a wrapper of one: it resets and steps, or pickles as if it did."""
-    held = _kinds.dictionary(value)
+    held = _objects.dictionary(value)
     return held is not None and (_steps(type(value)) or "_ezpickle_args" in held)
 
 
-@_kinds.per_class
+@_objects.per_class
 def _steps(kind: type) -> bool:
     names = {name for base in kind.__mro__ for name in vars(base)}
     return "reset" in names and "step" in names
 
 
-@_kinds.per_class
+@_objects.per_class
 def _taken_raw(kind: type) -> bool:
     """Whether instances are copied attribute by attribute: what they are made of allows it, and what pickle does not.
 
     A way of pickling that somebody wrote for a class of his own is respected: it may drop handles on purpose.
     """
-    if _kinds.foreign_base(kind) is not None or issubclass(kind, (tuple, frozenset)):
+    if _objects.foreign_base(kind) is not None or issubclass(kind, (tuple, frozenset)):
         return False
     hooks: set[Any] = {owner for name in _HOOKS if (owner := _defining(kind, name)) is not None}
     hooks |= {copyreg.dispatch_table[kind]} if kind in copyreg.dispatch_table else set()
     if any(not _loses(owner) for owner in hooks):
         return False
-    called = _ACCESSORS if _kinds.container(kind) is None else (*_ACCESSORS, *_FILLERS)
+    called = _ACCESSORS if _objects.container(kind) is None else (*_ACCESSORS, *_FILLERS)
     return bool(hooks) or _steps(kind) or any(_defining(kind, name) is not None for name in called)
 
 
 def _loses(owner: Any) -> bool:
-    named = _kinds.name_of(owner)
+    named = _objects.name_of(owner)
     return named[0].partition(".")[0] in _LOSING or named in _LOSING_BASES
 
 
 def _defining(kind: type, name: str) -> type | None:
     """Return the class, other than those built in, that defines a name."""
     owner = next((base for base in kind.__mro__ if name in vars(base)), None)
-    return owner if owner is not None and _kinds.made_in_python(owner) else None
+    return owner if owner is not None and _objects.made_in_python(owner) else None
 
 
 def layers(environment: Any) -> Iterator[Any]:
@@ -321,7 +321,7 @@ def layers(environment: Any) -> Iterator[Any]:
     while waiting:
         layer = waiting.pop(0)
         yield layer
-        held = _kinds.attributes(layer)
+        held = _objects.attributes(layer)
         for value in [*held.values(), *(held.get("_modules") or {}).values()]:  # torch keeps modules in a dict
             if id(value) not in seen and is_layer(value):
                 seen.add(id(value))

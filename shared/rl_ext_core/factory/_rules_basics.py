@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl_ext_core.factory import _graft, _kinds, _parts, _rules
+from rl_ext_core.factory import _graft, _objects, _parts, _rules
 
 if TYPE_CHECKING:
     from rl_ext_core.factory._rules import Rules
@@ -51,7 +51,7 @@ def _make_lock_of_processes(name: str) -> Any:
 
 def _condition(condition: Any) -> tuple[Any, ...]:
     # Threads that wait for it do so anew in the copy.
-    return _rules.new(type(condition), {**_kinds.attributes(condition), "_waiters": deque[Any]()})
+    return _rules.new(type(condition), {**_objects.attributes(condition), "_waiters": deque[Any]()})
 
 
 def _local(local: Any) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl_ext_core.factory import _graft, _kinds, _rules
+from rl_ext_core.factory import _graft, _objects, _rules
 from rl_ext_core.factory._rules import Fields
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _data_settings(data: Any) -> Fields:
 
 def _structure(structure: Any) -> tuple[Any, ...]:
     fields = {name: _value(part) for name, part in _fields(structure).items()}
-    return _make_structure, (type(structure), fields), _kinds.attributes(structure) or None
+    return _make_structure, (type(structure), fields), _objects.attributes(structure) or None
 
 
 def _value(part: Any) -> Any:

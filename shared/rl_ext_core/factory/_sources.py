@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, also
-from rl_ext_core.factory import _kinds, _parts, _rules
+from rl_ext_core.factory import _objects, _parts, _rules
 
 _Call = tuple[type, tuple[Any, ...], dict[str, Any]]
 
@@ -135,7 +135,7 @@ def without_notes(environment: Any) -> Iterator[None]:
 
 def _notes(environment: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     for layer in _rules.layers(environment):
-        held = _kinds.dictionary(layer)
+        held = _objects.dictionary(layer)
         for base in type(layer).__mro__:
             if held is not None and base.__module__.startswith("gymnasium.") and base.__name__ in _NOTES:
                 yield held, _NOTES[base.__name__]
@@ -298,13 +298,13 @@ def _modules_of(value: Any) -> Iterator[str]:
     if issubclass(kind, types.ModuleType):
         yield value.__name__
     elif issubclass(kind, type):
-        yield from (_kinds.name_of(base)[0] for base in value.__mro__)
+        yield from (_objects.name_of(base)[0] for base in value.__mro__)
     elif kind is types.FunctionType:
         yield value.__module__ or ""
     elif is_spec(value):
         yield str(value.entry_point).partition(":")[0]
     else:
-        yield _kinds.name_of(kind)[0]
+        yield _objects.name_of(kind)[0]
 
 
 _LONGEST = 60
@@ -378,7 +378,7 @@ def _expression(environment: Any) -> str:
     call = recorded(environment)
     if call is not None:
         return f"{_name(call[0])}({_arguments(*call[1:])})"
-    kind, held = type(environment), _kinds.attributes(environment)
+    kind, held = type(environment), _objects.attributes(environment)
     held |= held.get("_modules") or {}  # where torch's modules have theirs
     if "_constructor_kwargs" in held:
         return f"{_name(kind)}({_of_torchrl(held)})"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from rl_ext_core.factory import _kinds
+from rl_ext_core.factory import _objects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -164,14 +164,14 @@ def _global(name: str) -> Any:
 
 
 def _set_attributes(copy: Any, attributes: dict[str, Any]) -> None:
-    held = _kinds.dictionary(copy)
+    held = _objects.dictionary(copy)
     if held is not None:
         held.update(attributes)
 
 
 def _with_attributes(reduced: tuple[Any, ...], generator: Any, without: str = "") -> tuple[Any, ...]:
     """Add the attributes of an instance of somebody's own subclass."""
-    held = {name: value for name, value in (_kinds.dictionary(generator) or {}).items() if name != without}
+    held = {name: value for name, value in (_objects.dictionary(generator) or {}).items() if name != without}
     return (*reduced, held, None, None, _set_attributes) if held else reduced
 
 

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rl_ext_core.errors import InvalidTypeError, NotCopyableError, missing_dependency
-from rl_ext_core.factory import _examine, _recipes, _sources
+from rl_ext_core.factory import _examine, _sources
 from rl_ext_core.factory._examine import Examination
 from rl_ext_core.factory._graft import Refused
-from rl_ext_core.factory._recipes import Recipe
-from rl_ext_core.factory.factory import EnvFactory
+from rl_ext_core.factory.factory import EnvFactory, Recipe, by_calling, by_grafting, make
 
 __all__ = ["as_factory", "convert", "examined"]
 
@@ -115,9 +114,7 @@ def _is_environment(source: Any) -> bool:
 def _of_callable(build: Any) -> EnvFactory[Any]:
     line = _sources.line_of_callable(build)
     try:
-        recipe = _recipes.by_calling(
-            build, "class" if isinstance(build, type) else "callable", line, takes_arguments=True
-        )
+        recipe = by_calling(build, "class" if isinstance(build, type) else "callable", line, takes_arguments=True)
     except Refused as refused:
         raise NotCopyableError(
             f"{line} cannot be copied into another process: it holds {refused.path.lstrip('.') or 'something'} "
@@ -127,8 +124,8 @@ def _of_callable(build: Any) -> EnvFactory[Any]:
 
 
 def _of_spec(spec: Any, origin: str) -> EnvFactory[Any]:
-    build = functools.partial(_recipes.make, copy.deepcopy(spec))
-    recipe = _recipes.by_calling(build, origin, _sources.line_of_spec(spec), takes_arguments=True)
+    build = functools.partial(make, copy.deepcopy(spec))
+    recipe = by_calling(build, origin, _sources.line_of_spec(spec), takes_arguments=True)
     return EnvFactory(recipe, preload=("gymnasium", *_sources.modules_of_callable(spec)))
 
 
@@ -140,7 +137,7 @@ def _of_id(name: str) -> EnvFactory[Any]:
     game = None if name in gymnasium.registry else _sources.game_of_id(name)
     if game is None:
         return _of_spec(_sources.spec_of_id(name), "id")
-    return EnvFactory(_recipes.by_calling(game, "id", f"stable_retro.make({name!r})", takes_arguments=True))
+    return EnvFactory(by_calling(game, "id", f"stable_retro.make({name!r})", takes_arguments=True))
 
 
 def _of_instance(
@@ -196,9 +193,9 @@ def _candidates(environment: Any, line: str) -> tuple[list[Recipe], Refused | No
     recipes, refused = [], None
     for origin, build in _builders(environment):
         with contextlib.suppress(Refused):
-            recipes.append(_recipes.by_calling(build, origin, line, takes_arguments=False))
+            recipes.append(by_calling(build, origin, line, takes_arguments=False))
     try:
-        recipes.append(_recipes.by_grafting(environment, line))
+        recipes.append(by_grafting(environment, line))
     except Refused as error:
         refused = error
     return recipes, refused
@@ -208,7 +205,7 @@ def _builders(environment: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Return what may build the instance anew."""
     spec = _sources.spec_of(environment)
     if spec is not None:
-        yield "spec", functools.partial(_recipes.make, spec)
+        yield "spec", functools.partial(make, spec)
     call = _sources.recorded(environment)
     if call is not None:
         cls, args, kwargs = call

@@ -29,7 +29,6 @@ from types import TracebackType
 from typing import Any
 
 from rl_ext_core import processes
-from rl_ext_core._families import kill_own_family
 from rl_ext_core.errors import InvalidTypeError, WorkerError
 from rl_ext_core.factory import EnvFactory, _graft
 from rl_ext_core.isolation import dependencies
@@ -38,6 +37,7 @@ from rl_ext_core.isolation.experiments import APART, GONE, RACE, Experiment, Ope
 from rl_ext_core.processes.failures import FailedWorker, ended, signal_name
 from rl_ext_core.processes.report import PAGE
 from rl_ext_core.processes.servers import preload_modules
+from rl_ext_core.processes.worker import kill_own_family
 
 _log = logging.getLogger("rl_ext_core.isolation")
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
-from rl_ext_core.factory import EnvFactory, _kinds
+from rl_ext_core.factory import EnvFactory, _objects
 
 __all__ = ["Isolation", "Verdict"]
 
@@ -199,7 +199,7 @@ def _fmi_flag(environment: Any) -> Declaration | None:
         if not waiting:
             break
         item = waiting.popleft()
-        held = _kinds.attributes(item)
+        held = _objects.attributes(item)
         if held.get(_FMI) is True:
             return Declaration(Isolation.SINGLE_INSTANCE.value, f"the FMI model description, by its flag {_FMI},")
         parts = (

@@ -41,12 +41,12 @@ from multiprocessing import context as mp_context
 from multiprocessing.process import BaseProcess
 from typing import Any, ClassVar
 
-from rl_ext_core._families import kill_families
 from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core._system import after_fork
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.processes import servers, worker
 from rl_ext_core.processes.report import Report
+from rl_ext_core.processes.worker import kill_families
 
 __all__ = ["Worker", "WorkerContext", "WorkerPopen", "get_context", "registered"]
 
@@ -399,7 +399,7 @@ def get_context(
     :param on_start: called in the parent with each process that has started; what it raises ends the process
     :param dies_with_parent: False for those that have to tidy up: they see the end of a pipe, and end by themselves
     :param own_session: whether each has a session, and so no terminal, and a share of the processor that does not
-        depend on how many there are; what they wait for in other sessions comes later, see ``_families``
+        depend on how many there are; what they wait for in other sessions comes later, see ``lead_group``
     :return: a context, with ``Process``, ``Pipe``, ``Event`` and all else; processes have the attribute ``worker``
     :raises InvalidArgumentError: there is no such method
     :raises InvalidTypeError: a list of names or of mappings is something else

@@ -12,13 +12,12 @@ from multiprocessing import connection, util
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 
-from rl_ext_core._families import kill_families
 from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, WorkerError
 from rl_ext_core.processes.contexts import Worker, WorkerPopen
 from rl_ext_core.processes.failures import FailedWorker, Failure, ended, is_idle, main_stack, timed_out
 from rl_ext_core.processes.report import Contents, Progress
-from rl_ext_core.processes.worker import CLOSE_S
+from rl_ext_core.processes.worker import CLOSE_S, kill_families
 
 __all__ = ["Watch"]
 

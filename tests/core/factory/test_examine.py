@@ -18,8 +18,8 @@ from rl_ext_core import resources
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
 from rl_ext_core.factory import EnvFactory, _examine, _streams, as_factory
 from rl_ext_core.factory._examine import examine, measure, snapshot
-from rl_ext_core.factory._recipes import by_calling, by_grafting
 from rl_ext_core.factory.convert import examined
+from rl_ext_core.factory.factory import by_calling, by_grafting
 from tests.core.factory import worlds
 from tests.core.factory.worlds import Line, Raising, Turned, rollout
 

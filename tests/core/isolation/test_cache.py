@@ -18,9 +18,8 @@ import numpy as np
 import pytest
 
 from rl_ext_core.factory import as_factory
-from rl_ext_core.isolation import Isolation, Verdict, cache, probe
-from rl_ext_core.isolation.cache import key_of
-from rl_ext_core.isolation.probing import probe_all
+from rl_ext_core.isolation import Isolation, Verdict, probe, probing
+from rl_ext_core.isolation.probing import key_of, probe_all
 from tests.core.isolation import simulator
 from tests.core.isolation.conftest import Variant
 
@@ -201,15 +200,15 @@ def read_by_c(path):
 def test_a_file_of_the_same_time_and_size_is_known_by_its_contents(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("one")
-    state = cache._state_of(str(path))
+    state = probing._state_of(str(path))
     times = path.stat()
     for text, same in (("two", False), ("one", True)):
         path.write_text(text)
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-        assert cache._is_as(str(path), state) is same
+        assert probing._is_as(str(path), state) is same
     path.unlink()
-    assert not cache._is_as(str(path), state)
-    assert cache._is_as(str(path), None)
+    assert not probing._is_as(str(path), state)
+    assert probing._is_as(str(path), None)
 
 
 @pytest.mark.slow
@@ -270,7 +269,7 @@ def test_more_steps_are_probed_again_where_that_may_show_more(variant: Variant) 
     ],
 )
 def test_a_damaged_entry_is_no_entry_and_is_mended(damage: Callable[[str], str], own_cache: Path) -> None:
-    kept = cache.Cache.of([as_factory(simulator.Plain)], [0], True, 100)
+    kept = probing.Cache.of([as_factory(simulator.Plain)], [0], True, 100)
     assert kept is not None
     verdict = Verdict(Isolation.INDEPENDENT, "text", "probe", in_process=True, step_seconds=0.5)
     known = {"libraries": [], "sources": [__file__], "undisturbed": True}
@@ -309,11 +308,11 @@ def test_a_cache_that_cannot_be_written_is_none(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_users_folder_is_the_systems_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cache._users_folder() == Path(os.environ["XDG_CACHE_HOME"], "rl-ext", "isolation")
+    assert probing._users_folder() == Path(os.environ["XDG_CACHE_HOME"], "rl-ext", "isolation")
     monkeypatch.setattr(Path, "home", classmethod(lambda cls: tmp_path))
     for value in ("", "relative/folder"):
         monkeypatch.setenv("XDG_CACHE_HOME", value)
-        assert cache._users_folder() == tmp_path / ".cache" / "rl-ext" / "isolation"
+        assert probing._users_folder() == tmp_path / ".cache" / "rl-ext" / "isolation"
 
 
 # -- keys
@@ -322,7 +321,7 @@ SCRIPT = """
 import functools, sys
 import gymnasium, numpy as np
 from rl_ext_core.factory import as_factory
-from rl_ext_core.isolation.cache import key_of
+from rl_ext_core.isolation.probing import key_of
 from rl_ext_core.isolation.probing import probe_all
 from tests.core.isolation import simulator
 SIZE = {size}
