@@ -150,12 +150,6 @@ def test_a_call_that_is_interrupted_is_done_or_not_begun(kind: str, name: str, t
     check_interrupts(kind, name, tmp_path, every=97)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("kind", "name"), [*MEMORY, *FOLDER])
-def test_a_call_may_be_interrupted_at_many_steps(kind: str, name: str, tmp_path: Path) -> None:
-    check_interrupts(kind, name, tmp_path, every=11)
-
-
 def _storage_in(folder: Path) -> FrameStorage:
     storage = FrameStorage(SIZE, storage_dir=folder)
     storage.set(range(20), FIRST.clone())
