@@ -199,8 +199,8 @@ class Laboratory:
                 if status == 0:
                     return "survived", f"{len(tests)} tests"
                 failed = re.search(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.+?)?)(?: - .*)?$", output, re.MULTILINE)
-                if failed is None or "::" not in failed[1]:
-                    return "killed", "when it was imported"
+                if failed is None or "::" not in failed[1]:  # while tests are imported, or with the whole process
+                    return "killed", f"status {status}: {output.strip()[-60:]}"
                 if failed[1] not in self.sound:
                     alone, _ = self.run(["-m", "", failed[1]], limit, NUMBA_CACHE_DIR=str(self.work / "compiled"))
                     (self.broken if alone else self.sound).add(failed[1])
