@@ -296,3 +296,14 @@ def test_sequences_of_elements_are_sampled() -> None:
     twins.extend(Videos(1).collect(50).reshape(-1))
     for _ in range(3):
         assert_same(*twins.both(lambda buffer: buffer.sample(32)))
+
+
+@pytest.mark.parametrize("shape", [(3, 40, 40), (40, 40, 3), (40, 40)])
+def test_unrelated_images_take_no_more_than_they_are(shape: tuple[int, ...]) -> None:
+    noise = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (300, *shape), generator=noise, dtype=torch.uint8)
+    storage = FrameStorage(1000)
+    for start in range(0, 300, 20):
+        storage.set(range(start, start + 20), TensorDict({"pixels": images[start : start + 20]}, [20]))
+    assert torch.equal(storage[:]["pixels"][:], images)
+    assert storage.used_nbytes < 1.15 * images.nbytes

@@ -219,3 +219,20 @@ def _die_at(call: str, number: int, *, after: bool) -> None:
         return result
 
     setattr(os, call, die)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_storage_of_one_element_is_saved_and_loaded(way: Any, tmp_path: Path) -> None:
+    buffer = _buffer(1)
+    buffer.extend(Videos(1).collect(1).reshape(-1))
+    assert_same(way(buffer, 1, tmp_path)[:], buffer[:])
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_a_full_storage_of_two_dimensions_takes_its_own_checkpoint(way: Any, tmp_path: Path) -> None:
+    buffer = _buffer(100, ndim=2)  # holds 105 of 7 environments
+    for _ in range(4):
+        buffer.extend(Videos(5).collect(7).transpose(0, 1).contiguous())
+    loaded = way(buffer, 100, tmp_path)
+    assert len(loaded) == len(buffer) > 100
+    assert_same(loaded[:], buffer[:])

@@ -484,3 +484,45 @@ def test_one_thread_reads_while_another_adds_and_what_is_there_is_stored_anew(tm
         thread.join()
     store.close()
     assert not failures
+
+
+def test_a_row_may_be_of_no_bytes(tmp_path: Path) -> None:
+    for _ in range(2):
+        store, *rows = open_store(tmp_path / "a", "patch", 8)
+        nothing = store.rows("nothing", (0,), np.float32)
+        assert nothing.shape == (8, 0)
+        if not store.size:
+            add(store, *rows, 0)
+            store.flush()
+        check(store, *rows, end=1)
+        store.close()
+
+
+@pytest.mark.parametrize("kind", ["patch", "adaptive"])
+def test_a_store_that_was_opened_again_and_went_on_is_pickled(tmp_path: Path, kind: str) -> None:
+    store, *rows = open_store(tmp_path / "a", kind, 50)
+    for number in range(20):
+        add(store, *rows, number)
+    store.close()
+    store, *rows = open_store(tmp_path / "a", kind, 50)
+    for number in range(20, 40):  # with frames that are like none before
+        add(store, *rows, number)
+    check(pickle.loads(pickle.dumps(store, 5)), *rows, end=40)
+    store.close()
+
+
+@pytest.mark.parametrize("forgotten", [1, 3, 4, 7])
+@pytest.mark.parametrize("more", [0, 2, 5])
+def test_what_was_forgotten_is_not_there_when_it_is_opened_again(tmp_path: Path, forgotten: int, more: int) -> None:
+    store, *rows = open_store(tmp_path / "a", "patch", 8)
+    for number in range(20):
+        add(store, *rows, number)
+    store.forget_newest(forgotten)
+    for number in range(20 - forgotten, 20 - forgotten + more):
+        add(store, *rows, number)
+    size = store.size
+    store.close()
+    store, *rows = open_store(tmp_path / "a", "patch", 8)
+    assert store.recovered == (size, 0, 0)
+    check(store, *rows, end=20 - forgotten + more)
+    store.close()

@@ -10,10 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rl_ext_core.errors import StorageError
-from rl_ext_core.frames import folder
+from rl_ext_core.frames import StackLayout, folder
+from rl_ext_core.frames import arrays as state
+from rl_ext_core.frames.pool import FramePool
+from rl_ext_core.frames.region import RegionFile
 from tests.core.frames.disk_toys import LAYOUT, add, check, open_store
 
 
@@ -110,3 +114,13 @@ def test_a_copy_with_holes_has_room_before_it_is_written_to(tmp_path: Path, monk
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(StorageError, match=r"cannot write .* bytes to .*row-number: No space left"):
         open_store(tmp_path / "a", "patch", 5000)
+
+
+def test_a_file_has_room_for_whatever_it_was_asked_for(tmp_path: Path) -> None:
+    pool = FramePool(2_000_000, StackLayout((4, 12, 9), np.dtype(np.uint8), 4, 0), file=RegionFile(tmp_path / "frames"))
+    room, head = pool._room, pool._pool.head
+    for pages in (1, 2, 3, 5, 8, 13, 21):
+        for grains in range(8 * 4096 * pages - 20, 8 * 4096 * pages + 20):
+            head[state.GRAINS] = grains - 2 * room.step[1]
+            room.grow(2)  # who still has too little asks again, for ever
+            assert (room.most >= head[list(state._KINDS)] + 2 * room.step).all(), grains

@@ -245,3 +245,13 @@ def test_threads_are_not_more_than_were_asked_for() -> None:
         rows = np.arange(batch) % 64
         store.get(rows, np.zeros_like(rows), np.empty((batch, *GREY.shape), GREY.dtype), num_threads=8)
     assert ours() <= 8
+
+
+def test_a_store_loaded_from_read_only_buffers_can_be_appended_to() -> None:
+    plain, store = PlainStore(30, 2, GREY), FrameStore(30, 2, GREY, block_length=4)
+    fill([plain, store], GREY, 20)
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(store, protocol=5, buffer_callback=buffers.append)
+    loaded = pickle.loads(data, buffers=[bytes(buffer) for buffer in buffers])
+    fill([plain, loaded], GREY, 50, contents="noise")
+    check_contents(loaded, plain)
