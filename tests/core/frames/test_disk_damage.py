@@ -210,3 +210,17 @@ def test_a_folder_in_use_is_not_salvaged(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="in use by this process"):
         salvage(tmp_path / "a")
     store.close()
+
+
+def test_damage_of_a_frame_shows_when_it_is_read(tmp_path: Path) -> None:
+    folder = in_one_folder(tmp_path)
+    store, *rows = open_store(folder, "patch", CAPACITY)
+    store._pool._arrays["contents"][20] ^= 4  # a view of the file
+    store.close()
+    store, *rows = open_store(folder, "patch", CAPACITY)
+    everything = np.repeat(np.arange(50), N_ENVS), np.tile(np.arange(N_ENVS), 50)
+    for _ in range(2):  # and again
+        with pytest.raises(CorruptFileError, match=r"frames-0 is damaged: \d+ of 100 stacks have another checksum"):
+            store.get(*everything, np.empty((100, *LAYOUT.shape), np.uint8))
+    add(store, *rows, 50)
+    store.close()
