@@ -13,6 +13,7 @@ def test_it_loads_no_test_framework() -> None:
     assert loaded_by("import rl_ext_core.testing", packages) == set()
 
 
+@pytest.mark.sample(quick=8)
 @pytest.mark.parametrize("contents", CONTENTS)
 @pytest.mark.parametrize("layout", LAYOUTS[:-1], ids=str)
 def test_observations_follow_each_other_as_in_an_environment(layout: object, contents: str) -> None:

@@ -41,7 +41,7 @@ def filled(buffer_class: Any, channels: int, **options: Any) -> Any:
     return model.replay_buffer
 
 
-@pytest.mark.sample(quick=0, ci=2)
+@pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("options", [{}, {"codec": "patch"}, {"codec": "patch+lz4"}], ids=str)
 def test_everything_is_within_the_bound(channels: int, options: dict[str, Any]) -> None:

@@ -71,6 +71,7 @@ def test_minibatches_of_every_size(batch_size: int | None, n_envs: int) -> None:
         assert_same_batches(*buffers, batch_size)
 
 
+@pytest.mark.sample(quick=4)
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("codec", ["auto", "raw", "patch", "patch+lz4"])

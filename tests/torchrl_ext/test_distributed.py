@@ -17,14 +17,14 @@ from tests.ray_scripts import output_of
 from tests.torchrl_ext import collecting
 
 SCRIPT = Path(__file__).with_name("collecting.py")
-LIMIT_S = 240
+LIMIT_S = 800  # which only a hang reaches
 
 # What one script collects, by the kind of collector: sources and seeds. Starting workers takes seconds, so each kind
 # is run once. A second RPCCollector in a process hangs, whatever its environments.
 RUNS = {
     "sync": ("changed:0", "transformed:0"),
     "async": ("changed:0",),
-    "distributed": ("changed:0", "id:0", "id:0"),
+    "distributed": ("changed:0",),
     "rpc": ("changed:0",),
     "ray": ("changed:0", "transformed:0", "id:0", "id:0", "id:1"),
 }
@@ -117,14 +117,13 @@ def test_transforms_come_along(ran: dict[str, list[Collected]]) -> None:
     np.testing.assert_array_equal(collected["next.episode_reward"].max(axis=(1, 2)), collecting.MAX_STEPS)
 
 
-@everywhere("distributed", "ray")
+@everywhere("ray")
 def test_copies_of_what_only_the_script_registers_draw_differently_and_by_the_seed(
     ran: dict[str, list[Collected]],
 ) -> None:
     one, again = ran["id:0"]
     assert_same(one, again)
-    others = [other["observation"] for other in ran.get("id:1", [])]
-    drawn = np.concatenate([one["observation"], *others]).reshape(-1, 4)
+    drawn = np.concatenate([one["observation"], ran["id:1"][0]["observation"]]).reshape(-1, 4)
     assert np.unique(drawn).size == drawn.size
 
 

@@ -156,6 +156,7 @@ def _storage_in(folder: Path) -> FrameStorage:
     return storage
 
 
+@pytest.mark.sample(quick=0)
 @pytest.mark.parametrize("every", [37, pytest.param(11, marks=pytest.mark.exhaustive)])
 def test_opening_and_closing_may_be_interrupted(every: int, tmp_path: Path) -> None:
     folder = tmp_path / "storage"
@@ -186,6 +187,7 @@ def test_the_first_elements_may_be_interrupted(in_folder: bool, every: int, tmp_
         made[-1].close()
 
 
+@pytest.mark.sample(quick=0)
 @pytest.mark.parametrize("every", [29, pytest.param(11, marks=pytest.mark.exhaustive)])
 def test_a_checkpoint_that_is_interrupted_is_the_old_one_or_the_new_one(every: int, tmp_path: Path) -> None:
     old, new, found = (FrameStorage(SIZE) for _ in range(3))
@@ -202,6 +204,7 @@ def test_a_checkpoint_that_is_interrupted_is_the_old_one_or_the_new_one(every: i
         assert where
 
 
+@pytest.mark.sample(quick=0)
 @pytest.mark.parametrize("every", [29, pytest.param(11, marks=pytest.mark.exhaustive)])
 def test_loading_a_checkpoint_may_be_interrupted(every: int, tmp_path: Path) -> None:
     new = FrameStorage(SIZE)

@@ -110,6 +110,7 @@ def check_damage(made: tuple[Path, str, int], tmp_path: Path, seed: int) -> None
     store.close()
 
 
+@pytest.mark.sample(quick=2)
 @pytest.mark.parametrize("seeds", [range(6)], ids=str)
 def test_random_damage_is_found(made: tuple[Path, str, int], tmp_path: Path, seeds: range) -> None:
     for seed in seeds:
