@@ -24,7 +24,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -113,7 +112,7 @@ def mutants_of(path: str, source: bytes) -> Iterator[Mutant]:
             yield Mutant(path, place.lineno, start, stop, source[start:stop].decode(), new)
 
 
-class Laboratory:
+class Sandbox:
     """A copy of the tree, which tests pass which lines, and how long each test takes."""
 
     def __init__(self, work: Path, tests: list[str]) -> None:
@@ -123,7 +122,7 @@ class Laboratory:
             folders = shutil.ignore_patterns(".git", ".venv", "out", "__pycache__", ".*_cache", ".hypothesis")
             shutil.copytree(ROOT, self.tree, ignore=folders)
         if not self.record.exists():
-            packages = [f"--cov={name}" for name in ("shared/rl_ext_core", "sb3_ext", "torchrl_ext")]
+            packages = ["--cov=shared/rl_ext_core", "--cov=sb3_ext", "--cov=torchrl_ext"]
             options = ["--cov-context=test", "--cov-report=", "--durations=0", "--durations-min=0", "-mnot exhaustive"]
             _, output = self.run([*packages, *options, *tests], 7200, COVERAGE_FILE=str(work / "recording"))
             (work / "durations").write_text(output)
@@ -182,13 +181,12 @@ class Laboratory:
         cache = self.work / ("compiled-mutant" if has_kernels else "compiled")
         try:
             while tests := self.tests_of(mutant, otherwise, seconds):
-                names = self.work / "names"
-                names.write_text("\n".join(tests))
+                (self.work / "names").write_text("\n".join(tests))
                 if not has_kernels:
                     machine.write_text(digest.replace(*DIGEST[1:]))
                 file.write_bytes(source[: mutant.start] + mutant.new.encode() + source[mutant.stop :])
                 limit = 3 * seconds + 120
-                arguments = ["-x", "-m", "", "--tb=no", "-rfE", f"@{names}"]
+                arguments = ["-x", "-m", "", "--tb=no", "-rfE", f"@{self.work / 'names'}"]
                 status, output = self.run(arguments, limit, NUMBA_CACHE_DIR=str(cache))
                 file.write_bytes(source)
                 if "(no match in any of" in output:
@@ -224,12 +222,11 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default="/tmp/mutations", help="folder for the copy and results")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # not without putting back what was changed
-    work = options.work.resolve()
-    work.mkdir(parents=True, exist_ok=True)
-    laboratory = Laboratory(work, options.tests)
-    folders = [laboratory.tree / path for path in options.sources]
+    (work := options.work.resolve()).mkdir(parents=True, exist_ok=True)
+    sandbox = Sandbox(work, options.tests)
+    folders = [sandbox.tree / path for path in options.sources]
     files = [file for folder in folders for file in (sorted(folder.rglob("*.py")) or [folder])]
-    mutants = [each for file in files for each in mutants_of(str(file.relative_to(laboratory.tree)), file.read_bytes())]
+    mutants = [each for file in files for each in mutants_of(str(file.relative_to(sandbox.tree)), file.read_bytes())]
     sample = random.Random(options.seed).sample(mutants, min(options.mutants, len(mutants)))
     results = work / "results.jsonl"
     known = {each["mutant"]: each for each in map(json.loads, results.open())} if results.exists() else {}
@@ -237,12 +234,11 @@ def main() -> None:
     for mutant in sample:
         key = json.dumps(asdict(mutant))
         if key not in known:
-            started = time.monotonic()
-            outcome, detail = laboratory.try_mutant(mutant, options.otherwise, options.seconds)
+            outcome, detail = sandbox.try_mutant(mutant, options.otherwise, options.seconds)
             known[key] = {"mutant": key, "outcome": outcome, "detail": detail}
             with results.open("a") as file:
                 file.write(json.dumps(known[key]) + "\n")
-            print(f"{time.monotonic() - started:6.1f} s  {outcome:8}  {mutant}  [{detail}]", flush=True)
+            print(f"{outcome:8}  {mutant}  [{detail}]", flush=True)
         counts[known[key]["outcome"]] += 1
     print()
     for mutant in sample:
