@@ -7,7 +7,7 @@ import pytest
 
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.frames import FrameStore, StackLayout
-from rl_ext_core.frames.layout import find_layout
+from rl_ext_core.frames.layout import find_layout, stacking_axes
 from rl_ext_core.testing import LAYOUTS, transitions
 
 
@@ -37,3 +37,19 @@ def seen(layout: StackLayout, contents: str, n_steps: int = 16, **options: float
 def test_a_stack_is_found(layout: StackLayout, contents: str, episode: int) -> None:
     before, after = seen(layout, contents, episode=episode)
     assert find_layout(layout.shape, layout.dtype, before, after) == layout
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes"),
+    [
+        ((), (0,)),
+        ((7,), (0,)),
+        ((4, 84, 84), (0,)),
+        ((84, 84, 4), (2,)),
+        ((12, 12, 12), (0,)),  # SB3 takes the first where both are as long
+        ((4, 7), (0, 1)),
+        ((2, 3, 4, 5), (0, 3)),
+    ],
+)
+def test_the_likelier_stacking_axis_comes_first(shape: tuple[int, ...], axes: tuple[int, ...]) -> None:
+    assert stacking_axes(shape) == axes
