@@ -61,16 +61,6 @@ def test_it_fails_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.slow
-def test_figures_are_measured_on_a_factory(capsys: pytest.CaptureFixture[str], module: str, tmp_path: Path) -> None:
-    line = ["plan", "--shape", "64,64,9", "--size", "1_000_000", "--env", f"{module}:make", "--steps", "150"]
-    assert main([*line, "--plot", "memory.png", "--seed", "3"]) == 0
-    text = capsys.readouterr().out
-    assert "measured: CartPole-v1, 150 steps of a random policy" in text
-    assert "GrayscaleObservation" in text
-    assert (tmp_path / "memory.png").exists()
-
-
-@pytest.mark.slow
 def test_figures_are_measured_on_an_id(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--size", "1000", "--env", "CartPole-v1", "--steps", "150"]) == 0
     assert "1,000 transitions of 4 float32" in capsys.readouterr().out

@@ -7,13 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium import spaces
-from stable_baselines3.common.buffers import ReplayBuffer
 
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
-from rl_ext_core.frames.pool import FramePool
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.testing import LAYOUTS, transitions
 from sb3_ext import CompressedReplayBuffer
-from tests.sb3_ext.toys import Transition, assert_same, both
+from tests.sb3_ext.toys import Transition, add_all, assert_same, both
 
 SHAPE = LAYOUTS[0].shape
 IMAGES = spaces.Box(0, 255, SHAPE, np.uint8)
@@ -34,17 +32,13 @@ def check_refused(bad: dict[str, Any], error: type[Exception], text: str, n_envs
     """One transition is refused in a buffer that is not full, and in one that is."""
     ours, theirs = both(30, IMAGES, ACTIONS, n_envs)
     for seed in range(2):
-        for transition in steps(12, n_envs, seed):
-            ours.add(*transition)
-            theirs.add(*transition)
+        add_all((ours, theirs), steps(12, n_envs, seed))
         names = ("obs", "next_obs", "action", "reward", "done", "infos")
         offending = {**dict(zip(names, steps(1, n_envs, 7)[0], strict=True)), **bad}
         with pytest.raises(error, match=text):
             ours.add(**offending)
         assert_same(ours, theirs)
-    for transition in steps(20, n_envs, 3):
-        ours.add(*transition)
-        theirs.add(*transition)
+    add_all((ours, theirs), steps(20, n_envs, 3))
     assert_same(ours, theirs)
 
 
@@ -124,48 +118,3 @@ def test_arguments(options: dict[str, Any], error: type[Exception], text: str) -
         CompressedReplayBuffer(
             **{"buffer_size": 10, "observation_space": IMAGES, "action_space": ACTIONS, **options}  # type: ignore[arg-type]
         )
-
-
-@pytest.mark.parametrize("codec", ["auto", "raw", "patch+lz4"])
-def test_memory_that_runs_out_in_the_middle_of_add(monkeypatch: pytest.MonkeyPatch, codec: str) -> None:
-    left, failures = 0, 0
-    put = FramePool.put_pairs
-
-    def scarce(pool: FramePool, *args: Any) -> Any:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            raise OutOfMemoryError("no memory")
-        return put(pool, *args)
-
-    monkeypatch.setattr(FramePool, "put_pairs", scarce)
-    ours, theirs = both(40, IMAGES, ACTIONS, 2, codec=codec, block_length=4)
-    for transition in steps(60):
-        theirs.add(*transition)
-        for call in range(1, 50):
-            size, left = ours.size(), call
-            try:
-                ours.add(*transition)
-                break
-            except MemoryError:
-                left, failures = 0, failures + 1
-                assert ours.size() == size
-        left = 0
-        assert_same(ours, theirs, 20)
-    assert failures > 10
-
-
-def test_an_add_that_was_interrupted_is_replaced_by_the_next() -> None:
-    space, action_space = spaces.Box(0, 255, (4, 12, 12), np.uint8), spaces.Discrete(3)
-    ours, plain = (kind(6, space, action_space, device="cpu") for kind in (CompressedReplayBuffer, ReplayBuffer))
-    rng = np.random.default_rng(0)
-    for step in range(15):
-        obs, next_obs = rng.integers(0, 255, (2, 1, 4, 12, 12), dtype=np.uint8)
-        rest = np.array([step % 3]), np.array([float(step)]), np.array([False]), [{}]
-        if step % 4 == 1:
-            # The frames are stored, the rows are not: as by Ctrl+C between the two.
-            ours._observations.append(next_obs, obs, row=ours.pos)
-        ours.add(obs, next_obs, *rest)
-        plain.add(obs, next_obs, *rest)
-        assert np.array_equal(ours.observations, plain.observations)
-        assert np.array_equal(ours.next_observations, plain.next_observations)

@@ -192,14 +192,6 @@ def test_a_replay_buffer_is_as_before_the_call_or_as_after_it(cls: Any, name: st
     check(cls, REPLAY_CALLS[name], 8, every=every)
 
 
-@pytest.mark.sample(quick=0)
-@pytest.mark.parametrize("every", EVERY)
-@pytest.mark.parametrize("name", ["add", "reset", "flush"])
-@pytest.mark.parametrize("cls", REPLAY)
-def test_so_is_one_in_a_folder(cls: Any, name: str, every: int, tmp_path: Path) -> None:
-    check(cls, REPLAY_CALLS[name], 8, every=3 * every, folder=tmp_path)
-
-
 @pytest.mark.sample
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("cls", ROLLOUT)
@@ -210,3 +202,11 @@ def test_so_is_one_in_a_folder(cls: Any, name: str, every: int, tmp_path: Path) 
 )
 def test_a_rollout_buffer_is_as_before_the_call_or_as_after_it(cls: Any, call: Any, there: int, every: int) -> None:
     check(cls, call, there, every=every)
+
+
+@pytest.mark.sample(quick=0)
+@pytest.mark.parametrize("every", EVERY)
+@pytest.mark.parametrize("name", ["add", "reset", "flush"])
+@pytest.mark.parametrize("cls", REPLAY)
+def test_so_is_one_in_a_folder(cls: Any, name: str, every: int, tmp_path: Path) -> None:
+    check(cls, REPLAY_CALLS[name], 8, every=3 * every, folder=tmp_path)

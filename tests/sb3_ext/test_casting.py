@@ -5,17 +5,13 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch as th
 from gymnasium import spaces
 from sb3_contrib.common.maskable import buffers as maskable
 from sb3_contrib.common.recurrent import buffers as recurrent
-from stable_baselines3 import DQN, PPO
 from stable_baselines3.common import buffers
-from stable_baselines3.common.logger import Logger
-from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
 import sb3_ext
@@ -104,14 +100,6 @@ def test_observations_of_another_dtype_are_cast_as_upstream_casts_them(name: str
         assert "float64 and the observation space says float32" in text or "int64 and the observation space" in text
 
 
-def test_a_dtype_that_fits_is_cast_without_a_word() -> None:
-    theirs, ours = _made("vector")
-    obs, next_obs = (_drawn(VECTOR, np.random.default_rng(0), {VECTOR.dtype: np.uint8}) for _ in range(2))
-    for buffer in (theirs, ours):
-        _add(buffer, obs, next_obs)
-    _assert_same(ours, theirs)
-
-
 @pytest.mark.parametrize("place", ["obs", "next_obs"])
 def test_what_cannot_be_cast_is_refused_and_nothing_is_stored(place: str) -> None:
     theirs, ours = _made("image")
@@ -151,52 +139,3 @@ def test_stacked_frames_that_are_cast_share_memory_as_others_do() -> None:
                 ours.add(stacks[None, :4], stacks[None, 1:], np.zeros(1), np.zeros(1), np.zeros(1), [{}])
         sizes.append(ours.stored_nbytes)
     assert sizes[0] == sizes[1]
-
-
-class Careless(gym.Env[np.ndarray, int]):
-    """Its space says float32, it returns float64, and ``SubprocVecEnv`` hands that on."""
-
-    observation_space = VECTOR
-    action_space = ACTIONS
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
-        super().reset(seed=seed)
-        self._steps = 0
-        return self.np_random.normal(size=3), {}
-
-    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
-        self._steps += 1
-        return self.np_random.normal(size=3), 1.0, self._steps % 7 == 0, False, {}
-
-
-@pytest.mark.parametrize("kind", ["replay", "rollout"])
-def test_careless_environments_train_to_the_same_weights(kind: str) -> None:
-    weights = []
-    for ours in (False, True):
-        venv: Any = SubprocVecEnv([Careless, Careless], start_method="fork")
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                if kind == "replay":
-                    replay = sb3_ext.CompressedReplayBuffer if ours else buffers.ReplayBuffer
-                    options: Any = {"learning_starts": 20, "buffer_size": 200, "replay_buffer_class": replay}
-                    model: Any = DQN("MlpPolicy", venv, seed=0, device="cpu", **options)
-                else:
-                    rollout = sb3_ext.CompressedRolloutBuffer if ours else buffers.RolloutBuffer
-                    options = {"n_steps": 32, "batch_size": 16, "n_epochs": 1, "rollout_buffer_class": rollout}
-                    model = PPO("MlpPolicy", venv, seed=0, device="cpu", **options)
-                model.set_logger(Logger(None, []))
-                weights.append([part.clone() for part in model.learn(64).policy.parameters()])
-        finally:
-            venv.close()
-    assert all(th.equal(a, b) for a, b in zip(*weights, strict=True))
-
-
-def test_dummy_vec_envs_cast_by_themselves() -> None:
-    venv = DummyVecEnv([Careless])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        options: Any = {"learning_starts": 5, "buffer_size": 50, "replay_buffer_class": sb3_ext.CompressedReplayBuffer}
-        model = DQN("MlpPolicy", venv, device="cpu", **options)
-        model.set_logger(Logger(None, []))
-        model.learn(10)

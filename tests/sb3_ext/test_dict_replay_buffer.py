@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
-import pickle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from gymnasium import spaces
-from stable_baselines3 import SAC, TD3
 from stable_baselines3.common.buffers import DictReplayBuffer
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
-from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, OutOfMemoryError
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
 from rl_ext_core.frames import FrameStore
-from sb3_ext import CompressedDictReplayBuffer, CompressedReplayBuffer
+from sb3_ext import CompressedDictReplayBuffer
 from tests.sb3_ext.test_replay_buffer import SPACES
 from tests.sb3_ext.toys import (
     Camera,
     Sprite,
     assert_same,
-    check_equal_weights,
     collected,
     dict_env,
     random_transitions,
-    with_state,
 )
 
 ACTIONS = spaces.Discrete(3)
@@ -43,32 +36,6 @@ def add(buffers: tuple[Any, Any], transitions: list[Any]) -> None:
     for obs, next_obs, *rest in transitions:
         for buffer in buffers:
             buffer.add(dict(obs), dict(next_obs), *rest)  # SB3 reshapes what is in the dictionary
-
-
-@pytest.mark.parametrize("n_envs", [1, 2, 5])
-@pytest.mark.parametrize("first", [True, False])
-def test_an_image_and_a_vector(n_envs: int, first: bool) -> None:
-    venv = dict_env(n_envs, first=first)
-    buffers = ours, theirs = both(131, venv.observation_space, ACTIONS, n_envs)
-    for part in np.array_split(np.arange(160), 5):
-        add(buffers, collected(venv, len(part), seed=int(part[0])))
-        assert_same(*buffers)
-    assert theirs.full
-    assert theirs.timeouts.any()
-    assert ours.n_stack == {"image": 4, "place": 4}
-    assert ours.codec == {"image": "patch", "place": "raw"}
-    assert ours.stored_nbytes < theirs.observations["image"].nbytes / 3
-
-
-def test_a_vector_is_stored_once_as_next_and_as_the_observation_after() -> None:
-    space = spaces.Dict(v=spaces.Box(-1, 1, (100,), np.float32))
-    ours, theirs = both(3000, space, ACTIONS, 1)
-    rng = np.random.default_rng(0)
-    vectors = rng.uniform(-1, 1, (3001, 1, 100)).astype(np.float32)
-    for before, after in itertools.pairwise(vectors):
-        add((ours, theirs), [({"v": before}, {"v": after}, np.zeros(1), np.zeros(1), np.zeros(1), [{}])])
-    assert_same(ours, theirs)
-    assert ours.stored_nbytes < 1.1 * theirs.observations["v"].nbytes
 
 
 def test_all_spaces_at_once() -> None:
@@ -87,15 +54,6 @@ def test_all_spaces_at_once() -> None:
                 np.testing.assert_array_equal(left[[1, -1], 0], right[[1, -1], 0], strict=True)
 
 
-@pytest.mark.parametrize("handle", [True, False])
-def test_timeouts(handle: bool) -> None:
-    venv = dict_env()
-    buffers = both(80, venv.observation_space, ACTIONS, 2, handle_timeout_termination=handle)
-    add(buffers, collected(venv, 90))
-    assert_same(*buffers)
-    assert buffers[1].timeouts.any() == handle
-
-
 def test_samples_are_normalized() -> None:
     venv = VecNormalize(DummyVecEnv([lambda: Camera(Sprite())] * 2), norm_obs_keys=["place"])
     buffers = both(60, venv.observation_space, ACTIONS, 2)
@@ -107,23 +65,6 @@ def test_samples_are_normalized() -> None:
         venv.step(np.array([0, 2]))
     assert_same(*buffers, env=venv)
     assert_same(*buffers)
-
-
-@pytest.mark.parametrize("n_steps", [30, 90])
-def test_files_and_copies(tmp_path: Path, n_steps: int) -> None:
-    venv = dict_env()
-    ours, theirs = both(80, venv.observation_space, ACTIONS, 2, codec="patch+lz4", num_threads=1)
-    add((ours, theirs), collected(venv, n_steps))
-    (tmp_path / "buffer.pkl").write_bytes(pickle.dumps(ours))
-    loaded = CompressedDictReplayBuffer.load(tmp_path / "buffer.pkl", device="cpu")
-    for other in (loaded, copy.deepcopy(ours)):
-        assert other.num_threads == 1
-        assert other.codec == {"image": "patch+lz4", "place": "raw"}
-        assert_same(other, theirs)
-    add((loaded, theirs), collected(venv, 50, seed=1))
-    assert_same(loaded, theirs)
-    with pytest.raises(CorruptFileError, match="holds a CompressedDictReplayBuffer, expected"):
-        type("Other", (CompressedReplayBuffer,), {}).load(tmp_path / "buffer.pkl")
 
 
 def test_options_by_key() -> None:
@@ -202,37 +143,3 @@ def test_one_store_that_fails_leaves_the_others_as_they_were(
     assert_same(*buffers)
     add(buffers, collected(venv, 30, seed=2))
     assert_same(*buffers)
-
-
-def test_a_sample_goes_on_where_nothing_else_holds_it() -> None:
-    venv = dict_env()
-    buffers = both(80, venv.observation_space, ACTIONS, 2)
-    add(buffers, collected(venv, 30))
-    held = [with_state(lambda: buffers[0].sample(8), seed)[0] for seed in range(6)]
-    for seed, batch in enumerate(held):
-        again = with_state(lambda: buffers[1].sample(8), seed)[0]
-        for key in batch.observations:
-            assert batch.observations[key].equal(again.observations[key])
-            assert batch.next_observations[key].equal(again.next_observations[key])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("algorithm", [SAC, TD3])
-def test_models_learn_the_same(algorithm: Any) -> None:
-    def make(replay_buffer_class: Any) -> Any:
-        return algorithm(
-            "MultiInputPolicy",
-            dict_env(continuous=True),
-            replay_buffer_class=replay_buffer_class,
-            buffer_size=260,
-            learning_starts=60,
-            batch_size=16,
-            train_freq=8,
-            policy_kwargs={"net_arch": [16]},
-            seed=1,
-            device="cpu",
-        )
-
-    model = check_equal_weights(make, CompressedDictReplayBuffer, DictReplayBuffer, 300)
-    assert model.replay_buffer.full
-    assert model.replay_buffer.n_stack["image"] == 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,8 @@ from gymnasium import spaces
 from stable_baselines3 import SAC, HerReplayBuffer
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecNormalize
 
-from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
 from sb3_ext import CompressedHerReplayBuffer
-from tests.sb3_ext.toys import assert_same, check_equal_weights, collected, silenced
+from tests.sb3_ext.toys import add_all, assert_same, collected, silenced
 
 
 class Reach(gym.Env[dict[str, np.ndarray], np.ndarray]):
@@ -73,9 +71,7 @@ def both(size: int, venv: VecEnv, **options: Any) -> tuple[Any, Any]:
 
 
 def add(buffers: tuple[Any, Any], transitions: list[Any]) -> None:
-    for transition in transitions:
-        for buffer in buffers:
-            buffer.add(*transition)
+    add_all(buffers, transitions)
 
 
 @pytest.mark.parametrize("strategy", ["future", "final", "episode"])
@@ -92,20 +88,6 @@ def test_goals_of_every_strategy(strategy: str, n_envs: int, image_goal: bool) -
         for name in ("ep_start", "ep_length", "_current_ep_start"):
             np.testing.assert_array_equal(getattr(buffers[0], name), getattr(buffers[1], name))
     assert buffers[1].full
-
-
-def test_after_a_reset_it_is_as_if_it_were_new() -> None:
-    venv = reach()
-    ours, _ = both(60, venv)
-    for transition in collected(venv, 25):
-        ours.add(*transition)
-    ours.reset()
-    with pytest.raises(RuntimeError, match="before the end of the first episode"):
-        ours.sample(4)
-    transitions = collected(venv, 25)
-    buffers = ours, both(60, venv)[1]
-    add(buffers, transitions)
-    assert_same(*buffers)
 
 
 @pytest.mark.parametrize("copy_info_dict", [True, False])
@@ -126,15 +108,6 @@ def test_samples_are_normalized() -> None:
     for _ in range(30):
         normalized.step(np.full((2, 2), 0.5, np.float32))
     assert_same(*buffers, env=normalized)
-
-
-def test_before_the_first_episode_ended() -> None:
-    venv = reach()
-    buffers = both(80, venv)
-    add(buffers, collected(venv, 1))
-    for buffer in buffers:
-        with pytest.raises(RuntimeError, match="before the end of the first episode"):
-            buffer.sample(4)
 
 
 @pytest.mark.parametrize("copy_info_dict", [True, False])
@@ -167,49 +140,3 @@ def test_a_model_saves_and_loads_it(tmp_path: Path, copy_info_dict: bool, n_step
     assert_same(*loaded)
     add((loaded[0], loaded[1]), collected(reach(size=36), 50))
     assert_same(*loaded)
-
-
-def test_episodes_are_part_of_the_checksum() -> None:
-    venv = reach()
-    ours, theirs = both(80, venv)
-    add((ours, theirs), collected(venv, 30))
-    saved = pickle.dumps(ours)
-    for array in (ours.ep_start[: ours.pos], ours.ep_length[: ours.pos], ours._current_ep_start):
-        assert array.tobytes() in saved
-        with pytest.raises(CorruptFileError, match="checksum"):
-            pickle.loads(saved.replace(array.tobytes(), (array + 1).tobytes()))
-    read = pickle.loads(saved)
-    with pytest.raises(InvalidArgumentError, match=r"no environment to compute rewards with; call set_env\(env\)"):
-        read.sample(10)
-    read.set_env(venv)
-    assert_same(read, theirs)
-
-
-def test_options_reach_the_stores() -> None:
-    venv = reach(size=36)
-    ours, _ = both(80, venv, codec="patch+lz4", n_stack=1, num_threads=1)
-    assert ours.codec == {"observation": "patch+lz4", "achieved_goal": "raw", "desired_goal": "raw"}
-    assert ours.num_threads == 1
-    with pytest.raises(TypeError, match="unexpected keyword argument 'codek'"):
-        both(80, venv, codek="raw")
-    with pytest.raises(InvalidTypeError, match="achieved_goal and desired_goal"):
-        CompressedHerReplayBuffer(80, venv.observation_space["observation"], venv.action_space, venv)
-
-
-@pytest.mark.slow
-def test_sac() -> None:
-    def make(replay_buffer_class: Any) -> Any:
-        return SAC(
-            "MultiInputPolicy",
-            reach(size=36),
-            replay_buffer_class=replay_buffer_class,
-            buffer_size=200,
-            learning_starts=60,
-            batch_size=32,
-            train_freq=8,
-            policy_kwargs={"net_arch": [16]},
-            seed=1,
-            device="cpu",
-        )
-
-    check_equal_weights(make, CompressedHerReplayBuffer, HerReplayBuffer, 300)

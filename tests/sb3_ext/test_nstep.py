@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import subprocess
 import sys
 import warnings
 from typing import Any
 
-import numpy as np
 import pytest
 import torch._dynamo  # optimizers do it otherwise, which makes a folder in the tests' temporary one
 from gymnasium import spaces
 from stable_baselines3 import DQN
 from stable_baselines3.common.buffers import NStepReplayBuffer
 from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 import sb3_ext
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
+from rl_ext_core.errors import InvalidArgumentError
 from sb3_ext import CompressedNStepReplayBuffer
-from tests.sb3_ext.toys import Sprite, assert_same, collected, image_env, random_transitions, silenced
+from tests.sb3_ext.toys import assert_same, collected, image_env, silenced
 
 ACTIONS = spaces.Discrete(3)
 
@@ -49,31 +46,6 @@ def test_returns_at_every_place_of_the_ring(n_steps: int, n_envs: int, handle: b
     assert buffers[1].timeouts.any() == handle
 
 
-def test_samples_are_normalized() -> None:
-    space = spaces.Box(-1, 1, (6,), np.float32)
-    venv = VecNormalize(DummyVecEnv([Sprite]), norm_obs=False)
-    venv.norm_obs, venv.observation_space, venv.obs_rms = True, space, type(venv.ret_rms)(shape=(6,))
-    rng = np.random.default_rng(0)
-    venv.obs_rms.update(rng.standard_normal((50, 6)))
-    venv.ret_rms.update(3 * rng.standard_normal(50))
-    buffers = both(50, space, 2, n_steps=3, gamma=0.9)
-    for transition in random_transitions(space, ACTIONS, 2, 40):
-        for buffer in buffers:
-            buffer.add(*transition)
-    assert_same(*buffers, env=venv)
-
-
-def test_copies_keep_the_number_of_steps() -> None:
-    venv = image_env()
-    ours, theirs = both(50, venv.observation_space, 2, n_steps=5, gamma=0.8)
-    for transition in collected(venv, 40):
-        ours.add(*transition)
-        theirs.add(*transition)
-    ours = pickle.loads(pickle.dumps(ours))
-    assert (ours.n_steps, ours.gamma) == (5, 0.8)
-    assert_same(ours, theirs)
-
-
 def dqn(replay_buffer_class: Any = CompressedNStepReplayBuffer, **options: Any) -> DQN:
     defaults = {"buffer_size": 260, "learning_starts": 60, "batch_size": 16, "train_freq": 8, "seed": 1}
     return silenced(
@@ -88,7 +60,7 @@ def dqn(replay_buffer_class: Any = CompressedNStepReplayBuffer, **options: Any) 
     )
 
 
-@pytest.mark.sample
+@pytest.mark.sample(ci=3)
 @pytest.mark.parametrize("gamma", [0.99, 0.9])
 @pytest.mark.parametrize("through", ["algorithm", "kwargs", "both"])
 def test_a_model_learns_what_it_learns_with_the_original(gamma: float, through: str, caplog: Any) -> None:
@@ -148,23 +120,6 @@ def test_a_buffer_that_is_made_while_a_model_learns_is_not_the_models() -> None:
     assert (callback.made.n_steps, callback.made.gamma) == (2, 0.5)
 
 
-def test_another_buffer_of_an_algorithm_is_not_its_replay_buffer() -> None:
-    class Own(DQN):
-        def make_another(self) -> CompressedNStepReplayBuffer:
-            return CompressedNStepReplayBuffer(10, self.observation_space, ACTIONS, n_steps=2, gamma=0.5)
-
-    another = Own("CnnPolicy", image_env(), buffer_size=10, gamma=0.9, device="cpu").make_another()
-    assert (another.n_steps, another.gamma) == (2, 0.5)
-
-
-def test_alone_it_has_the_defaults_of_the_original() -> None:
-    space = spaces.Box(0, 255, (4, 30, 30), np.uint8)
-    ours, theirs = both(10, space, 1)
-    assert (ours.n_steps, ours.gamma) == (theirs.n_steps, theirs.gamma)
-    with pytest.raises(InvalidTypeError, match=r"a Dict of \['camera'\].*n-step"):
-        CompressedNStepReplayBuffer(10, spaces.Dict(camera=space), ACTIONS)
-
-
 _EARLIER = """
 from stable_baselines3.common import buffers
 del buffers.NStepReplayBuffer
@@ -177,6 +132,7 @@ except ImportError as error:
 """
 
 
+@pytest.mark.slow
 def test_earlier_versions_of_the_framework_are_told_what_they_lack() -> None:
     run = subprocess.run([sys.executable, "-c", _EARLIER], capture_output=True, text=True)
     assert run.stdout.startswith("MissingDependencyError CompressedNStepReplayBuffer needs Stable Baselines3 2.7"), run

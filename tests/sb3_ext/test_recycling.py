@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Thread
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from rl_ext_core.frames.recycle import RecycledArrays
 from sb3_ext import CompressedReplayBuffer
-from tests.sb3_ext.toys import collected, image_env
+from tests.sb3_ext.toys import add_all, collected, image_env
 
 Pick = Callable[[Any], Any]
 
@@ -21,8 +19,7 @@ Pick = Callable[[Any], Any]
 def buffer() -> CompressedReplayBuffer:
     venv = image_env(still=False)
     made = CompressedReplayBuffer(200, venv.observation_space, venv.action_space, "cpu", n_envs=2)
-    for transition in collected(venv, 60):
-        made.add(*transition)
+    add_all((made,), collected(venv, 60))
     return made
 
 
@@ -71,29 +68,3 @@ def test_batches_of_many_sizes_do_not_pile_up(buffer: CompressedReplayBuffer) ->
     for size in range(1, 40):
         buffer.sample(size)
     assert buffer.nbytes - buffer.stored_nbytes <= 4 * 40 * 4 * 36 * 36
-
-
-def test_threads_never_get_the_same_array() -> None:
-    arrays, clashes = RecycledArrays(), []
-
-    def work(mark: int) -> None:
-        for _ in range(2000):
-            mine = arrays.take((3,), np.dtype(np.int64))
-            mine[:] = mark
-            for _ in range(3):
-                if (mine != mark).any():
-                    clashes.append(mark)
-
-    threads = [Thread(target=work, args=(mark,)) for mark in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert clashes == []
-
-
-def test_dtype_and_shape_are_those_asked_for() -> None:
-    arrays = RecycledArrays()
-    for shape, dtype in (((2, 3), np.uint8), ((3, 2), np.uint8), ((2, 3), np.int8), ((2, 3), np.float64)) * 2:
-        array = arrays.take(shape, np.dtype(dtype))
-        assert (array.shape, array.dtype) == (shape, np.dtype(dtype))

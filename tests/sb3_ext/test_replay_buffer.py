@@ -8,14 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium import spaces
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from stable_baselines3.common.buffers import ReplayBuffer
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
-from rl_ext_core.testing import LAYOUTS, transitions
 from sb3_ext import CompressedReplayBuffer
-from tests.sb3_ext.toys import Sprite, assert_same, both, collected, image_env, random_transitions
+from tests.sb3_ext.toys import Sprite, add_all, assert_same, both, collected, image_env, random_transitions
 
 GREY = spaces.Box(0, 255, (4, 12, 11), np.uint8)
 ACTIONS = spaces.Discrete(5)
@@ -40,16 +37,6 @@ def test_stacked_images(channels: int, n_envs: int, first: bool, codec: str) -> 
     assert ours.n_stack == 4
     assert ours.codec == ("patch" if codec == "auto" else codec)
     assert ours.stored_nbytes < theirs.observations.nbytes / 3
-
-
-def test_images_that_are_not_stacked() -> None:
-    venv = image_env(3, 2, 1)
-    ours, theirs = both(60, venv.observation_space, venv.action_space, 2)
-    for transition in collected(venv, 70):
-        ours.add(*transition)
-        theirs.add(*transition)
-    assert_same(ours, theirs)
-    assert ours.n_stack == 1
 
 
 SPACES: list[spaces.Space[Any]] = [
@@ -79,9 +66,7 @@ SPACES: list[spaces.Space[Any]] = [
 @pytest.mark.parametrize("n_envs", [1, 3])
 def test_all_spaces(observation_space: Any, action_space: Any, n_envs: int) -> None:
     ours, theirs = both(50, observation_space, action_space, n_envs)
-    for transition in random_transitions(observation_space, action_space, n_envs, 70):
-        ours.add(*transition)
-        theirs.add(*transition)
+    add_all((ours, theirs), random_transitions(observation_space, action_space, n_envs, 70))
     assert_same(ours, theirs)
     assert (np.asarray(ours.observations) == theirs.observations).all()
 
@@ -98,19 +83,6 @@ def test_sizes_are_rounded_as_in_the_original(size: int, n_envs: int) -> None:
         assert_same(ours, theirs, 9)
 
 
-@pytest.mark.parametrize("handle", [True, False])
-@pytest.mark.parametrize("optimize", [True, False])
-def test_timeouts(handle: bool, optimize: bool) -> None:
-    options = {"optimize_memory_usage": optimize, "handle_timeout_termination": handle}
-    venv = image_env()
-    ours, theirs = both(80, venv.observation_space, venv.action_space, 2, **options)
-    for transition in collected(venv, 90):
-        ours.add(*transition)
-        theirs.add(*transition)
-    assert_same(ours, theirs)
-    assert theirs.timeouts.any() == handle
-
-
 @pytest.mark.parametrize(("norm_obs", "norm_reward"), [(True, True), (False, True), (True, False)])
 def test_samples_are_normalized(norm_obs: bool, norm_reward: bool) -> None:
     space = spaces.Box(-1, 1, (6,), np.float32)
@@ -121,9 +93,7 @@ def test_samples_are_normalized(norm_obs: bool, norm_reward: bool) -> None:
     venv.obs_rms.update(rng.standard_normal((50, 6)))
     venv.ret_rms.update(3 * rng.standard_normal(50))
     ours, theirs = both(50, space, ACTIONS, 2)
-    for transition in random_transitions(space, ACTIONS, 2, 30):
-        ours.add(*transition)
-        theirs.add(*transition)
+    add_all((ours, theirs), random_transitions(space, ACTIONS, 2, 30))
     assert_same(ours, theirs, env=venv)
     assert_same(ours, theirs)  # what is stored did not change
 
@@ -173,9 +143,7 @@ INDICES: list[Any] = [
 @pytest.mark.parametrize("index", INDICES, ids=str)
 def test_views_are_indexed_like_arrays(index: Any) -> None:
     ours, theirs = both(40, GREY, ACTIONS, 2)
-    for transition in random_transitions(GREY, ACTIONS, 2, 15):
-        ours.add(*transition)
-        theirs.add(*transition)
+    add_all((ours, theirs), random_transitions(GREY, ACTIONS, 2, 15))
     for view, array in ((ours.observations, theirs.observations), (ours.next_observations, theirs.next_observations)):
         assert (view.shape, view.dtype, len(view)) == (array.shape, array.dtype, len(array))
         np.testing.assert_array_equal(view[index], array[index], strict=True)
@@ -191,33 +159,6 @@ def test_keys_that_arrays_read_in_another_way_are_refused(index: Any) -> None:
     ours, _ = both(40, GREY, ACTIONS, 2)
     with pytest.raises(ValueError, match="cannot index compressed observations"):
         ours.observations[index]
-
-
-@settings(max_examples=60)
-@given(data=st.data(), n_envs=st.integers(1, 3), size=st.integers(1, 60))
-def test_any_sequence_of_calls(data: st.DataObject, n_envs: int, size: int) -> None:
-    layout = LAYOUTS[data.draw(st.integers(0, 8))]
-    space = spaces.Box(0, 1, layout.shape, layout.dtype.type) if layout.dtype.kind == "f" else None
-    space = space or spaces.Box(0, int(np.iinfo(layout.dtype).max), layout.shape, layout.dtype.type)
-    codec = data.draw(st.sampled_from(["auto", "raw", "patch", "patch+lz4"]))
-    ours, theirs = both(size, space, ACTIONS, n_envs, codec=codec)
-    for _ in range(data.draw(st.integers(1, 4))):
-        options = {
-            "n_steps": data.draw(st.integers(0, 40)),
-            "contents": data.draw(st.sampled_from(["sparse", "mixed", "still", "zeros"])),
-            "odd": data.draw(st.sampled_from([0.0, 0.3])),
-            "transposed": data.draw(st.sampled_from([0.0, 0.5])),
-            "seed": data.draw(st.integers(0, 99)),
-        }
-        for step, (before, after) in enumerate(transitions(layout, n_envs=n_envs, **options)):
-            done = np.arange(n_envs) == step % 5
-            infos = [{"TimeLimit.truncated": bool(end and step % 2)} for end in done]
-            for buffer in (ours, theirs):
-                buffer.add(before, after, np.full(n_envs, step % 5), np.full(n_envs, 0.1 * step), done, infos)
-        assert_same(ours, theirs, data.draw(st.integers(1, 70)))
-        if data.draw(st.booleans()):
-            ours.reset()
-            theirs.reset()
 
 
 def test_it_is_accepted_where_a_replay_buffer_is() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from stable_baselines3.common.buffers import ReplayBuffer
 
 from rl_ext_core.errors import CorruptFileError
 from sb3_ext import CompressedReplayBuffer
-from tests.sb3_ext.toys import assert_same, both, collected, image_env, silenced
+from tests.sb3_ext.toys import add_all, assert_same, both, collected, image_env, silenced
 
 ACTIONS = spaces.Discrete(3)
 SMALL = spaces.Box(0, 255, (2, 6, 5), np.uint8)
@@ -46,43 +44,11 @@ def test_a_model_saves_and_loads_it(tmp_path: Path, n_steps: int) -> None:
     assert isinstance(ours, CompressedReplayBuffer)
     assert_same(ours, theirs)
     assert sizes[CompressedReplayBuffer] < sizes[ReplayBuffer] / 20
-    for transition in collected(image_env(), 50):
-        ours.add(*transition)
-        theirs.add(*transition)
+    add_all((ours, theirs), collected(image_env(), 50))
     assert_same(ours, theirs)
     loaded = CompressedReplayBuffer.load(tmp_path / "CompressedReplayBuffer", device="cpu")
     assert loaded.size() == min(n_steps // 2, 200)
     assert loaded.device == torch.device("cpu")
-
-
-class Counting(io.RawIOBase):
-    """Throws away what is written, and counts it."""
-
-    written = 0
-
-    def write(self, data: Any) -> int:
-        n_bytes = memoryview(data).nbytes
-        self.written += n_bytes
-        return n_bytes
-
-
-@pytest.mark.parametrize("wraps", [False, True])
-def test_saving_takes_no_copy(wraps: bool) -> None:
-    space = spaces.Box(0, 255, (4, 64, 64), np.uint8)
-    buffer = CompressedReplayBuffer(6000, space, ACTIONS, "cpu", codec="raw", n_stack=4)
-    noise = np.random.default_rng(0).integers(256, size=(3000, 64, 64), dtype=np.uint8)
-    for step in range(7000 if wraps else 4500):
-        frames = [(step + age) * 17 % 3000 for age in range(5)]
-        buffer.add(noise[None, frames[:4]], noise[None, frames[1:]], np.zeros(1), np.zeros(1), np.zeros(1), [{}])
-    file = Counting()
-    tracemalloc.start()
-    try:
-        pickle.dump(buffer, file, protocol=pickle.HIGHEST_PROTOCOL)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert file.written > 16e6
-    assert peak < 0.05 * file.written
 
 
 def small_buffer(n_steps: int = 12) -> tuple[CompressedReplayBuffer, ReplayBuffer]:
@@ -102,26 +68,6 @@ def saved() -> bytes:
     return pickle.dumps(small_buffer()[0], protocol=pickle.HIGHEST_PROTOCOL)
 
 
-@pytest.mark.parametrize("kept", [0, 1, 50, 500, 0.5, 0.9, -1])
-def test_a_file_that_is_cut_short_is_refused(saved: bytes, tmp_path: Path, kept: float) -> None:
-    path = tmp_path / "buffer.pkl"
-    path.write_bytes(saved[: int(kept * len(saved)) if isinstance(kept, float) else kept])
-    with pytest.raises(
-        CorruptFileError, match=rf"{path} is cut short, damaged, or no replay buffer.*save_replay_buffer"
-    ):
-        CompressedReplayBuffer.load(path)
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"PK\x03\x04 a zip", pickle.dumps([1, 2]), pickle.dumps({"format": 1}), b"\x80"]
-)
-def test_a_foreign_file_is_refused(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "buffer.pkl"
-    path.write_bytes(content)
-    with pytest.raises(CorruptFileError, match=r"buffer\.pkl"):
-        CompressedReplayBuffer.load(path)
-
-
 def test_a_file_of_the_original_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "buffer.pkl").write_bytes(pickle.dumps(small_buffer()[1]))
     with pytest.raises(CorruptFileError, match="holds a ReplayBuffer, expected a CompressedReplayBuffer"):
@@ -135,12 +81,7 @@ def test_a_later_format_is_refused(tmp_path: Path) -> None:
             CompressedReplayBuffer.__new__(CompressedReplayBuffer).__setstate__({**state, "format": version})
 
 
-def test_a_file_that_is_not_there_is_no_damaged_one(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        CompressedReplayBuffer.load(tmp_path / "missing.pkl")
-
-
-@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
 def test_a_damaged_file_is_refused_or_harmless(saved: bytes, tmp_path: Path, place: float, flip: int) -> None:
     """Bytes may be flipped that mean nothing; but no other transition is ever read."""
@@ -168,13 +109,3 @@ def test_a_failed_load_leaves_no_file_open(saved: bytes, tmp_path: Path) -> None
         with pytest.raises(CorruptFileError):
             CompressedReplayBuffer.load(path)
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_a_loaded_buffer_goes_on(saved: bytes) -> None:
-    ours, theirs = pickle.loads(saved), small_buffer()[1]
-    assert_same(ours, theirs)
-    frames = np.random.default_rng(1).integers(256, size=(2, 2, 6, 5), dtype=np.uint8)
-    for _ in range(17):
-        for buffer in (ours, theirs):
-            buffer.add(frames, frames[::-1], np.ones(2), np.ones(2), np.ones(2), [{}, {"TimeLimit.truncated": True}])
-    assert_same(ours, theirs)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
-import pickle
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +17,7 @@ from stable_baselines3 import HerReplayBuffer
 from stable_baselines3.common.buffers import DictReplayBuffer, NStepReplayBuffer, ReplayBuffer
 from stable_baselines3.common.save_util import load_from_pkl, save_to_pkl
 
-from rl_ext_core.errors import InvalidArgumentError, StorageError
+from rl_ext_core.errors import InvalidArgumentError
 from sb3_ext import (
     CompressedDictReplayBuffer,
     CompressedHerReplayBuffer,
@@ -28,7 +25,7 @@ from sb3_ext import (
     CompressedReplayBuffer,
 )
 from tests.sb3_ext.test_her import reach
-from tests.sb3_ext.toys import assert_same, collected, dict_env, image_env, random_observations
+from tests.sb3_ext.toys import add_all, collected, dict_env, image_env, random_observations
 
 KINDS: dict[str, tuple[Any, Any]] = {
     "plain": (CompressedReplayBuffer, ReplayBuffer),
@@ -39,12 +36,6 @@ KINDS: dict[str, tuple[Any, Any]] = {
 ENVS: dict[str, Any] = {"plain": image_env, "nstep": image_env, "dict": dict_env, "her": lambda: reach(size=36)}
 
 BUDGET = 400_000
-NOISE: dict[str, Any] = {
-    "plain": lambda: image_env(still=False),
-    "nstep": lambda: image_env(still=False),
-    "dict": lambda: dict_env(still=False),
-    "her": lambda: reach(size=36, still=False),
-}
 
 
 def new(kind: str, size: int, venv: Any, *, ours: bool = True, **options: Any) -> Any:
@@ -55,64 +46,7 @@ def new(kind: str, size: int, venv: Any, *, ours: bool = True, **options: Any) -
 
 
 def add(buffers: Any, transitions: list[Any]) -> None:
-    for transition in transitions:
-        for buffer in buffers:
-            buffer.add(*transition)
-
-
-def image_of(parts: Any) -> Any:
-    """The image among observations of any kind of buffer."""
-    return parts[next(key for key in ("image", "observation") if key in parts)] if isinstance(parts, dict) else parts
-
-
-def images_of(buffer: Any) -> Any:
-    """The images that are held, of all environments."""
-    rows = (buffer.pos - buffer.size() + np.arange(buffer.size())) % buffer.buffer_size
-    images = image_of(buffer.observations)[rows]
-    return images.reshape(-1, *images.shape[2:])
-
-
-def oldest_first(buffer: Any) -> list[Any]:
-    """All that is held, key by key."""
-    rows = (buffer.pos - buffer.size() + np.arange(buffer.size())) % buffer.buffer_size
-    parts = []
-    for view in (buffer.observations, buffer.next_observations):
-        parts += [np.asarray(view[key][rows]) for key in view] if isinstance(view, dict) else [np.asarray(view[rows])]
-    return [*parts, *(getattr(buffer, name)[rows] for name in ("actions", "rewards", "dones", "timeouts"))]
-
-
-@pytest.mark.filterwarnings("ignore:The last trajectory")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n_steps", [30, 90])
-def test_a_folder_holds_what_was_added(kind: str, n_steps: int, tmp_path: Path) -> None:
-    venv = ENVS[kind]()
-    theirs = new(kind, 80, venv, ours=False)
-    folder = tmp_path / "frames"
-    for turn in range(3):
-        ours = new(kind, 80, venv, storage_dir=folder)
-        if turn and kind == "her":
-            unfinished = (theirs.dones[theirs.pos - 1] == 0).copy()
-            theirs.truncate_last_trajectory()
-            # These two say together that it has not ended; what was written to disk is not changed.
-            theirs.dones[theirs.pos - 1, unfinished] = theirs.timeouts[theirs.pos - 1, unfinished] = 0
-        assert (ours.recovered is None) == (turn == 0)
-        if turn:
-            assert (ours.recovered.kept, ours.recovered.lost) == (ours.size(), 0)
-            assert_same(ours, theirs)
-        add((ours, theirs), collected(venv, n_steps, seed=turn))
-        assert_same(ours, theirs)
-        ours.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["frames"]
-
-
-def test_a_folder_is_for_one_buffer_at_a_time(tmp_path: Path) -> None:
-    for kind in ("plain", "dict"):
-        venv = ENVS[kind]()
-        first = new(kind, 80, venv, storage_dir=tmp_path / kind)
-        with pytest.raises(StorageError):
-            new(kind, 80, venv, storage_dir=tmp_path / kind)
-        first.close()
-        new(kind, 80, venv, storage_dir=tmp_path / kind).close()
+    add_all(buffers, transitions)
 
 
 def test_a_folder_of_other_keys_is_refused(tmp_path: Path) -> None:
@@ -138,16 +72,6 @@ def test_a_folder_of_other_keys_is_refused(tmp_path: Path) -> None:
     buffer.close()
 
 
-def test_names_of_keys_that_are_no_names_of_folders(tmp_path: Path) -> None:
-    space = spaces.Dict({name: spaces.Box(-1, 1, (3,), np.float32) for name in ("a/b", "..", "a.b", "ä")})
-    buffer = CompressedDictReplayBuffer(50, space, spaces.Discrete(2), "cpu", storage_dir=tmp_path / "all")
-    for obs in random_observations(space, 1, 20):
-        buffer.add(obs, obs, np.zeros(1), np.zeros(1), np.zeros(1), [{}])
-    buffer.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["all"]
-    assert len(list((tmp_path / "all").iterdir())) == 4
-
-
 def test_infos_are_not_for_folders(tmp_path: Path) -> None:
     venv = reach()
     with pytest.raises(
@@ -170,86 +94,6 @@ def test_an_episodes_row_is_not_changed_by_what_cannot_be_added(tmp_path: Path) 
     assert (ours.ep_length == before[1]).all()
     ours.close()
     new("her", 40, venv, storage_dir=tmp_path).close()
-
-
-_ADDING = """
-import sys
-from tests.sb3_ext.test_storage import ENVS, new, collected
-kind, folder, n_steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
-venv = ENVS[kind]()
-buffer = new(kind, 300, venv, storage_dir=folder)
-for number, transition in enumerate(collected(venv, n_steps)):
-    buffer.add(*transition)
-    print(number + 1, flush=True)
-print("done", flush=True)
-import time
-time.sleep(60)
-"""
-
-
-@pytest.mark.sample(quick=0, ci=4)
-@pytest.mark.parametrize("kind", ["plain", "dict", "her"])
-@pytest.mark.parametrize("n_steps", [100, 250])
-def test_what_is_left_of_a_process_that_was_killed(kind: str, n_steps: int, tmp_path: Path) -> None:
-    """The transitions that are there are the ones before those that are lost; every key has the same ones."""
-    command = [sys.executable, "-c", _ADDING, kind, str(tmp_path), str(n_steps)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
-        added = 0
-        for line in process.stdout:
-            if line.strip() == "done" or added == n_steps - 7:
-                process.send_signal(signal.SIGKILL)
-                break
-            added = int(line)
-        rest = [int(line) for line in process.stdout.read().split() if line.isdigit()]
-    added = max([added, *rest])
-    venv = ENVS[kind]()
-    ours = new(kind, 300, venv, storage_dir=tmp_path)
-    kept = ours.size()
-    assert ours.recovered.lost <= 1
-    assert min(added, ours.buffer_size) - 3 <= kept <= added + 2
-    assert ours.recovered.kept == kept
-    theirs = new(kind, 300, venv, ours=False)
-    transitions = collected(venv, n_steps)
-    # One may not have been said yet, and another one may have been on its way.
-    ends = [count - ours.recovered.lost for count in range(added, added + 3)]
-    end = next(end for end in ends if end % ours.buffer_size == ours.pos)
-    add([theirs], transitions[:end])
-    for left, right in zip(oldest_first(ours), oldest_first(theirs), strict=True):
-        np.testing.assert_array_equal(left, right[-kept:], strict=True)
-    ours.close()
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_budget_is_kept_and_the_newest_are_held(kind: str) -> None:
-    venv = NOISE[kind]()
-    ours, theirs = new(kind, 2000, venv, max_bytes=BUDGET), new(kind, 2000, venv, ours=False)
-    most = 0
-    for transition in collected(venv, 1200):  # so that the ring wraps, too
-        add((ours, theirs), [transition])
-        assert ours.stored_nbytes <= BUDGET
-        most = max(most, ours.size())
-    assert ours.size() < theirs.size()
-    assert ours.size() > most / 3
-    for left, right in zip(oldest_first(ours), oldest_first(theirs), strict=True):
-        np.testing.assert_array_equal(left, right[-ours.size() :], strict=True)
-    held = {image.tobytes() for image in images_of(ours)}
-    seen = {image.tobytes() for _ in range(20) for image in image_of(ours.sample(200).observations).numpy()}
-    assert seen <= held
-    assert len(seen) > len(held) / 2
-    copied = pickle.loads(pickle.dumps(ours))
-    assert copied.size() == ours.size()
-    if kind == "her":
-        copied.set_env(venv)
-    np.random.seed(3)
-    expected = ours.sample(64).rewards
-    np.random.seed(3)
-    assert copied.sample(64).rewards.equal(expected)
-    for transition in collected(venv, 100, seed=1):
-        copied.add(*transition)
-        assert copied.stored_nbytes <= BUDGET
 
 
 @pytest.mark.parametrize("length", [9, 400])
@@ -280,24 +124,11 @@ def test_a_budget_that_is_too_small_is_refused() -> None:
         new("plain", 1_000_000, venv, max_bytes=40_000_000)
 
 
-def test_a_budget_on_disk(tmp_path: Path) -> None:
-    venv = dict_env(still=False)
-    theirs = new("dict", 2000, venv, ours=False)
-    for turn in range(3):
-        ours = new("dict", 2000, venv, max_bytes=BUDGET, storage_dir=tmp_path)
-        add((ours, theirs), collected(venv, 400, seed=turn))
-        assert ours.size() < theirs.size()
-        for left, right in zip(oldest_first(ours), oldest_first(theirs), strict=True):
-            np.testing.assert_array_equal(left, right[-ours.size() :], strict=True)
-        ours.close()
-
-
 @pytest.mark.filterwarnings("ignore:The last trajectory")
 def test_a_trajectory_that_was_cut_after_a_flush_is_no_damage(tmp_path: Path) -> None:
     venv = ENVS["her"]()
     buffer = new("her", 80, venv, storage_dir=tmp_path / "a")
-    for transition in collected(venv, 22):
-        buffer.add(*transition)
+    add_all((buffer,), collected(venv, 22))
     buffer.flush()
     buffer.truncate_last_trajectory()
     dones = buffer.dones[: buffer.pos].copy()
@@ -305,14 +136,6 @@ def test_a_trajectory_that_was_cut_after_a_flush_is_no_damage(tmp_path: Path) ->
     buffer = new("her", 80, venv, storage_dir=tmp_path / "a")
     np.testing.assert_array_equal(buffer.dones[: buffer.pos], dones)
     buffer.close()
-
-
-def test_an_empty_path_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for kind in ("plain", "dict"):
-        with pytest.raises(InvalidArgumentError, match="storage_dir='' is empty"):
-            new(kind, 80, ENVS[kind](), storage_dir="")
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("n_steps", [5, 60])

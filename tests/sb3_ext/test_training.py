@@ -1,4 +1,4 @@
-"""Models trained from a compressed buffer have the weights that they have with Stable Baselines3's."""
+"""Models trained from compressed buffers have the weights that they have with upstream's."""
 
 from __future__ import annotations
 
@@ -7,76 +7,114 @@ from typing import Any
 import numpy as np
 import pytest
 import torch._dynamo  # noqa: F401 - optimizers do it otherwise, which makes a folder in the tests' temporary one
-from sb3_contrib import QRDQN
-from stable_baselines3 import DQN, SAC, TD3
-from stable_baselines3.common.buffers import ReplayBuffer
+from sb3_contrib import QRDQN, TRPO, MaskablePPO, RecurrentPPO
+from sb3_contrib.common.maskable.buffers import MaskableDictRolloutBuffer, MaskableRolloutBuffer
+from sb3_contrib.common.recurrent.buffers import RecurrentDictRolloutBuffer, RecurrentRolloutBuffer
+from stable_baselines3 import A2C, DQN, PPO, SAC, TD3, HerReplayBuffer
+from stable_baselines3.common.buffers import DictReplayBuffer, DictRolloutBuffer, ReplayBuffer, RolloutBuffer
 from stable_baselines3.common.env_util import make_vec_env
-from stable_baselines3.common.vec_env import VecNormalize
+from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
+from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecNormalize
 
-from sb3_ext import CompressedReplayBuffer
-from tests.sb3_ext.toys import check_equal_weights, image_env, silenced
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize(("channels", "first"), [(1, True), (3, False)])
-@pytest.mark.parametrize("algorithm", [DQN, QRDQN])
-def test_images(algorithm: Any, channels: int, first: bool) -> None:
-    def make(replay_buffer_class: Any) -> Any:
-        return algorithm(
-            "CnnPolicy",
-            image_env(channels, 2, first=first),
-            replay_buffer_class=replay_buffer_class,
-            buffer_size=260,
-            learning_starts=60,
-            batch_size=16,
-            train_freq=8,
-            target_update_interval=100,
-            seed=1,
-            device="cpu",
-        )
-
-    model = check_equal_weights(make, CompressedReplayBuffer, ReplayBuffer, 400)
-    assert model.replay_buffer.n_stack == 4
-    assert model.replay_buffer.full
+from sb3_ext import (
+    CompressedDictReplayBuffer,
+    CompressedDictRolloutBuffer,
+    CompressedHerReplayBuffer,
+    CompressedReplayBuffer,
+    CompressedRolloutBuffer,
+)
+from sb3_ext.contrib import (
+    CompressedMaskableDictRolloutBuffer,
+    CompressedMaskableRolloutBuffer,
+    CompressedRecurrentDictRolloutBuffer,
+    CompressedRecurrentRolloutBuffer,
+)
+from tests.sb3_ext.test_her import reach
+from tests.sb3_ext.toys import check_equal_weights, dict_env, image_env
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("algorithm", [SAC, TD3])
-@pytest.mark.parametrize("normalize", [False, True])
-def test_vectors(algorithm: Any, normalize: bool) -> None:
-    def make(replay_buffer_class: Any) -> Any:
-        venv = make_vec_env("Pendulum-v1", n_envs=2, seed=0)
-        return algorithm(
-            "MlpPolicy",
-            VecNormalize(venv) if normalize else venv,
-            replay_buffer_class=replay_buffer_class,
-            buffer_size=300,
-            learning_starts=60,
-            batch_size=32,
-            train_freq=4,
-            policy_kwargs={"net_arch": [32, 32]},
-            seed=1,
-            device="cpu",
-        )
+class Masked(VecEnvWrapper):
+    """Forbids an action, another one at each step."""
 
-    check_equal_weights(make, CompressedReplayBuffer, ReplayBuffer, 400)
+    def reset(self) -> Any:
+        self._steps = 0
+        return self.venv.reset()
+
+    def step_wait(self) -> Any:
+        self._steps += 1
+        return self.venv.step_wait()
+
+    def has_attr(self, name: str) -> bool:
+        return name == "action_masks" or super().has_attr(name)
+
+    def env_method(self, name: str, *args: Any, indices: Any = None, **kwargs: Any) -> list[Any]:
+        if name == "action_masks":
+            return [np.arange(3) != (self._steps + env) % 3 for env in range(self.num_envs)]
+        return super().env_method(name, *args, indices=indices, **kwargs)
 
 
-def test_options_reach_the_buffer() -> None:
-    model = DQN(
-        "CnnPolicy",
-        image_env(),
-        replay_buffer_class=CompressedReplayBuffer,
-        replay_buffer_kwargs={"codec": "patch+lz4", "n_stack": 2, "block_length": 8, "num_threads": 1},
-        optimize_memory_usage=True,
-        buffer_size=1000,
-        device="cpu",
-    )
-    silenced(model).learn(40)
-    buffer = model.replay_buffer
-    assert isinstance(buffer, CompressedReplayBuffer)
-    assert (buffer.codec, buffer.n_stack, buffer.block_length, buffer.buffer_size) == ("patch+lz4", 2, 8, 500)
-    assert (buffer.size(), buffer.handle_timeout_termination) == (20, True)
+def pendulum() -> VecEnv:
+    return make_vec_env("Pendulum-v1", n_envs=2, seed=0)
+
+
+REPLAY, DICT_REPLAY = (CompressedReplayBuffer, ReplayBuffer), (CompressedDictReplayBuffer, DictReplayBuffer)
+ROLLOUT, DICT_ROLLOUT = (CompressedRolloutBuffer, RolloutBuffer), (CompressedDictRolloutBuffer, DictRolloutBuffer)
+MASKABLE = CompressedMaskableRolloutBuffer, MaskableRolloutBuffer
+MASKABLE_DICT = CompressedMaskableDictRolloutBuffer, MaskableDictRolloutBuffer
+RECURRENT = CompressedRecurrentRolloutBuffer, RecurrentRolloutBuffer
+RECURRENT_DICT = CompressedRecurrentDictRolloutBuffer, RecurrentDictRolloutBuffer
+
+CASES: dict[str, tuple[Any, str, Any, Any]] = {
+    "DQN": (DQN, "CnnPolicy", image_env, REPLAY),
+    "PPO": (PPO, "CnnPolicy", image_env, ROLLOUT),
+    "SAC of a dictionary": (SAC, "MultiInputPolicy", lambda: dict_env(continuous=True), DICT_REPLAY),
+    "PPO of a dictionary": (PPO, "MultiInputPolicy", dict_env, DICT_ROLLOUT),
+    "SAC with hindsight": (
+        SAC,
+        "MultiInputPolicy",
+        lambda: reach(size=36),
+        (CompressedHerReplayBuffer, HerReplayBuffer),
+    ),
+    "QRDQN of RGB, channels last": (QRDQN, "CnnPolicy", lambda: image_env(3, 2, first=False), REPLAY),
+    "TD3 of normalized vectors": (TD3, "MlpPolicy", lambda: VecNormalize(pendulum()), REPLAY),
+    "PPO of normalized vectors": (PPO, "MlpPolicy", lambda: VecNormalize(pendulum()), ROLLOUT),
+    "A2C": (A2C, "CnnPolicy", image_env, ROLLOUT),
+    "TRPO": (TRPO, "CnnPolicy", image_env, ROLLOUT),
+    "MaskablePPO": (MaskablePPO, "CnnPolicy", lambda: Masked(image_env()), MASKABLE),
+    "MaskablePPO of a dictionary": (MaskablePPO, "MultiInputPolicy", lambda: Masked(dict_env()), MASKABLE_DICT),
+    "RecurrentPPO": (RecurrentPPO, "CnnLstmPolicy", image_env, RECURRENT),
+    "RecurrentPPO of a dictionary": (RecurrentPPO, "MultiInputLstmPolicy", dict_env, RECURRENT_DICT),
+}
+OFF_POLICY = {"buffer_size": 260, "learning_starts": 60, "batch_size": 16, "train_freq": 8}
+
+
+@pytest.mark.sample(quick=4)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_the_same_weights(case: tuple[Any, str, Any, Any]) -> None:
+    algorithm, policy, env, (ours, theirs) = case
+    small: dict[str, Any] = {"policy_kwargs": {"net_arch": [8]}, "seed": 1, "device": "cpu"}
+    if algorithm is RecurrentPPO:
+        small["policy_kwargs"]["lstm_hidden_size"] = 8
+
+    def make(buffer_class: Any) -> Any:
+        if issubclass(algorithm, OffPolicyAlgorithm):
+            return algorithm(policy, env(), replay_buffer_class=buffer_class, **OFF_POLICY, **small)
+        options = {"n_steps": 5} if algorithm is A2C else {"n_steps": 16, "batch_size": 16}
+        if "PPO" in algorithm.__name__:
+            options["n_epochs"] = 2
+        if algorithm not in (TRPO, RecurrentPPO):
+            return algorithm(policy, env(), rollout_buffer_class=buffer_class, **options, **small)
+        model = algorithm(policy, env(), **options, **small)
+        plain = model.rollout_buffer
+        if algorithm is TRPO:  # these two have no such argument
+            arguments = (plain.buffer_size, plain.observation_space, plain.action_space, plain.device)
+            model.rollout_buffer = buffer_class(*arguments, plain.gae_lambda, plain.gamma, plain.n_envs)
+        elif buffer_class is ours:
+            model.rollout_buffer = buffer_class.like(plain)
+        return model
+
+    model = check_equal_weights(make, ours, theirs, 300 if issubclass(algorithm, OffPolicyAlgorithm) else 64)
+    assert algorithm is not MaskablePPO or (model.rollout_buffer.action_masks == 0).any()
 
 
 def test_the_stack_is_found_once_frames_differ() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import gymnasium as gym
@@ -125,6 +125,13 @@ def collected(venv: VecEnv, n_steps: int, *, seed: int = 0) -> list[Transition]:
         found.append((before, seen, action, reward, done, infos))
         before = after
     return found
+
+
+def add_all(buffers: Iterable[Any], transitions: Iterable[Transition]) -> None:
+    """Add the same transitions to several buffers."""
+    for transition in transitions:
+        for buffer in buffers:
+            buffer.add(*transition)
 
 
 def random_observations(space: spaces.Space[Any], n_envs: int, n_steps: int) -> list[Any]:

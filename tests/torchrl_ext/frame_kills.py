@@ -56,12 +56,6 @@ def open_folder(folder: Any, size: int, **options: Any) -> Any:
     return TensorDictReplayBuffer(storage=FrameStorage(size, storage_dir=folder, **options), batch_size=16)
 
 
-def add_to_folder_for_ever(folder: Any, said: Any, batch: int, size: int, options: dict[str, Any]) -> None:
-    """Counts the batches that are complete."""
-    torch.set_num_threads(1)
-    add_for_ever(open_folder(folder, size, **options), said, batch)
-
-
 class DieAt:
     """Kills this process when so many lines of the storage's code were executed.
 

@@ -22,20 +22,6 @@ def collect_into(buffer: Any, seed: int, batches: list[int]) -> None:
         buffer.extend(videos.collect(steps).reshape(-1))
 
 
-def collect_pictures_into(buffer: Any, seed: int, batches: list[int]) -> None:
-    """Likewise, of smooth pictures."""
-    torch.set_num_threads(1)
-    videos = Videos(2, seed=seed, smooth=True)
-    for steps in batches:
-        buffer.extend(videos.collect(steps).reshape(-1))
-
-
-def empty_and_collect_into(buffer: Any, seed: int, batches: list[int]) -> None:
-    """Empties the buffer first."""
-    buffer.empty()
-    collect_into(buffer, seed, batches)
-
-
 class Film(gymnasium.Env[Any, Any]):
     """Stacks of frames that depend on nothing but the seed of the first reset."""
 

@@ -17,14 +17,14 @@ from tests.ray_scripts import output_of
 from tests.torchrl_ext import collecting
 
 SCRIPT = Path(__file__).with_name("collecting.py")
-LIMIT_S = 240
+LIMIT_S = 800  # which only a hang reaches
 
 # What one script collects, by the kind of collector: sources and seeds. Starting workers takes seconds, so each kind
 # is run once. A second RPCCollector in a process hangs, whatever its environments.
 RUNS = {
     "sync": ("changed:0", "transformed:0"),
     "async": ("changed:0",),
-    "distributed": ("changed:0", "id:0", "id:0"),
+    "distributed": ("changed:0",),
     "rpc": ("changed:0",),
     "ray": ("changed:0", "transformed:0", "id:0", "id:0", "id:1"),
 }
@@ -81,7 +81,8 @@ def next_observations(collected: Collected, gravity: float) -> np.ndarray:
 
 
 def everywhere(*kinds: str) -> pytest.MarkDecorator:
-    params = [pytest.param(kind, marks=pytest.mark.slow) for kind in kinds]
+    later = {"async": pytest.mark.exhaustive, "rpc": pytest.mark.exhaustive}
+    params = [pytest.param(kind, marks=later.get(kind, pytest.mark.slow)) for kind in kinds]
     return pytest.mark.parametrize("ran", params, indirect=True)
 
 
@@ -97,18 +98,16 @@ def test_collectors_in_this_process_take_copies_of_an_instance() -> None:
     env.close()
 
 
-@pytest.mark.sample(quick=0, ci=2)
-@everywhere(*RUNS)
-def test_copies_elsewhere_collect_what_copies_here_do(ran: dict[str, list[Collected]]) -> None:
-    assert_same(ran["changed:0"][0], here(collecting.changed(), seed=0))
-
-
-@everywhere(*RUNS)
-def test_what_was_changed_on_the_instance_is_changed_on_the_copies(ran: dict[str, list[Collected]]) -> None:
-    (collected,) = ran["changed:0"]
+def test_what_was_changed_on_the_instance_is_changed_on_the_copies() -> None:
+    collected = here(collecting.changed(), seed=0)
     found = collected["next.observation"]
     np.testing.assert_allclose(found, next_observations(collected, collecting.GRAVITY), atol=1e-6)
     assert np.abs(found - next_observations(collected, 9.8)).max() > 1e-3
+
+
+@everywhere(*RUNS)
+def test_copies_elsewhere_collect_what_copies_here_do(ran: dict[str, list[Collected]]) -> None:
+    assert_same(ran["changed:0"][0], here(collecting.changed(), seed=0))
 
 
 @everywhere("sync", "ray")
@@ -118,19 +117,18 @@ def test_transforms_come_along(ran: dict[str, list[Collected]]) -> None:
     np.testing.assert_array_equal(collected["next.episode_reward"].max(axis=(1, 2)), collecting.MAX_STEPS)
 
 
-@everywhere("distributed", "ray")
+@everywhere("ray")
 def test_copies_of_what_only_the_script_registers_draw_differently_and_by_the_seed(
     ran: dict[str, list[Collected]],
 ) -> None:
     one, again = ran["id:0"]
     assert_same(one, again)
-    others = [other["observation"] for other in ran.get("id:1", [])]
-    drawn = np.concatenate([one["observation"], *others]).reshape(-1, 4)
+    drawn = np.concatenate([one["observation"], ran["id:1"][0]["observation"]]).reshape(-1, 4)
     assert np.unique(drawn).size == drawn.size
 
 
-@pytest.mark.sample(quick=0, ci=2)
-@pytest.mark.parametrize("kind", ["rpc", "ray", "distributed"])
+@pytest.mark.sample(quick=0, ci=1)
+@pytest.mark.parametrize("kind", ["ray", "rpc", "distributed"])
 def test_a_buffer_in_a_process_of_its_own_is_filled_by_two_others(kind: str) -> None:
     """By RayReplayBuffer, with both transports, and by RemoteTensorDictReplayBuffer."""
     if kind != "rpc" and find_spec("ray") is None and "CI" not in os.environ:

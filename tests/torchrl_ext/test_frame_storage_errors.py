@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import importlib.util
 import multiprocessing
-import pickle
 from typing import Any
 
 import pytest
@@ -13,11 +11,9 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from rl_ext_core.errors import (
     InvalidArgumentError,
     InvalidTypeError,
-    MissingDependencyError,
     NotCopyableError,
     OutOfMemoryError,
 )
-from rl_ext_core.frames.pool import FramePool
 from tests.torchrl_ext.frame_data import Videos, assert_same
 from torchrl_ext import FrameStorage
 
@@ -76,24 +72,6 @@ def test_data_that_does_not_fit_is_refused_and_changes_nothing(data: Any, error:
     assert_same(storage[:], before)
 
 
-def test_a_failure_in_the_middle_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    storage = FrameStorage(50)
-    storage.set(range(20), _data(20))
-    before, held = storage[:].clone(), storage._columns[0].pool.held
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise OutOfMemoryError("no more")
-
-    for place, name in ((FramePool, "put"), (type(storage._storage), "__setitem__")):
-        with monkeypatch.context() as patch:
-            patch.setattr(place, name, fail)
-            with pytest.raises(OutOfMemoryError):
-                storage.set(range(15, 25), _data(10))
-        assert len(storage) == 20
-        assert storage._columns[0].pool.held == held
-        assert_same(storage[:], before)
-
-
 def test_a_pool_with_no_numbers_left_refuses_and_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = FrameStorage(50)
     storage.set(range(20), _data(20))
@@ -105,28 +83,10 @@ def test_a_pool_with_no_numbers_left_refuses_and_keeps_what_it_has(monkeypatch: 
     assert_same(storage[:], before)
 
 
-def test_reading_an_empty_storage_says_so() -> None:
-    with pytest.raises(RuntimeError, match="non-initialized"):
-        FrameStorage(5)[0]
-
-
-def test_without_numba_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == "numba" else find(name))
-    with pytest.raises(MissingDependencyError, match=r'pip install "rl-ext\[frames\]"'):
-        FrameStorage(5).set(0, _data()[0])
-
-
 def test_an_empty_storage_cannot_go_to_another_process() -> None:
     process = multiprocessing.get_context("spawn").Process(target=print, args=(FrameStorage(5),))
     with pytest.raises(NotCopyableError, match="add something first"):
         process.start()
-
-
-def test_an_empty_storage_can_be_pickled() -> None:
-    copy = pickle.loads(pickle.dumps(FrameStorage(5, codec="raw")))
-    copy.set(0, _data()[0])
-    assert len(copy) == 1
 
 
 def _use(storage: FrameStorage, said: Any) -> None:
@@ -216,12 +176,6 @@ def test_places_that_are_not_there_are_refused(index: Any) -> None:
     assert_same(storage[torch.arange(32)], theirs[torch.arange(32)])
 
 
-def test_as_many_elements_as_places_are_expected() -> None:
-    storage, _ = _two()
-    with pytest.raises(InvalidArgumentError, match=r"\(2,\) elements are named by .*, got a batch of \(3,\)"):
-        storage.set(torch.tensor([1, 2]), _data(3), set_cursor=False)
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -264,34 +218,6 @@ def test_elements_that_differ_in_shape_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="differ in shape"):
         storage.set(torch.tensor([0, 1]), LazyStackedTensorDict(_data(1)[0], short), set_cursor=False)
     assert_same(storage[torch.arange(32)], theirs[torch.arange(32)])
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({"codec": "zip"}, InvalidArgumentError, "unknown codec 'zip'"),
-        ({"codec": 3}, InvalidTypeError, "codec=3 is no name"),
-        ({"max_error": -3}, InvalidArgumentError, "max_error=-3"),
-        ({"max_error": "4"}, InvalidTypeError, "max_error='4'"),
-        ({"n_stack": "x"}, InvalidTypeError, "n_stack='x' is not a whole number"),
-        ({"n_stack": 0}, InvalidArgumentError, "n_stack=0 must be at least 1"),
-        ({"block_length": 7}, InvalidArgumentError, "block_length=7 is not a power of two"),
-        ({"codec": "jpeg", "quality": 101}, InvalidArgumentError, "quality=101"),
-        ({"quality": 80, "codec": "patch"}, InvalidArgumentError, "quality=80"),
-        ({"storage_dir": ""}, InvalidArgumentError, "storage_dir='' is empty"),
-        ({"compilable": True}, InvalidArgumentError, "compilable=True is not possible"),
-        ({"consolidated": True}, InvalidArgumentError, "consolidated=True is not possible"),
-        ({"shared_init": True}, InvalidArgumentError, "shared_init=True is not possible.* add something"),
-    ],
-)
-def test_options_are_checked_when_the_storage_is_made(options: Any, error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        FrameStorage(10, **options)
-
-
-def test_options_that_any_images_may_suit_are_accepted() -> None:
-    for options in ({"codec": "jpeg", "quality": 80}, {"n_stack": 5}, {"max_error": 4}, {"block_length": 64}):
-        FrameStorage(10, compilable=False, shared_init=False, consolidated=False, cleanup_memmap=True, **options)
 
 
 @tensorclass

@@ -150,18 +150,13 @@ def test_a_call_that_is_interrupted_is_done_or_not_begun(kind: str, name: str, t
     check_interrupts(kind, name, tmp_path, every=97)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("kind", "name"), [*MEMORY, *FOLDER])
-def test_a_call_may_be_interrupted_at_many_steps(kind: str, name: str, tmp_path: Path) -> None:
-    check_interrupts(kind, name, tmp_path, every=11)
-
-
 def _storage_in(folder: Path) -> FrameStorage:
     storage = FrameStorage(SIZE, storage_dir=folder)
     storage.set(range(20), FIRST.clone())
     return storage
 
 
+@pytest.mark.sample(quick=0)
 @pytest.mark.parametrize("every", [37, pytest.param(11, marks=pytest.mark.exhaustive)])
 def test_opening_and_closing_may_be_interrupted(every: int, tmp_path: Path) -> None:
     folder = tmp_path / "storage"
@@ -192,6 +187,7 @@ def test_the_first_elements_may_be_interrupted(in_folder: bool, every: int, tmp_
         made[-1].close()
 
 
+@pytest.mark.sample(quick=0)
 @pytest.mark.parametrize("every", [29, pytest.param(11, marks=pytest.mark.exhaustive)])
 def test_a_checkpoint_that_is_interrupted_is_the_old_one_or_the_new_one(every: int, tmp_path: Path) -> None:
     old, new, found = (FrameStorage(SIZE) for _ in range(3))
@@ -208,6 +204,7 @@ def test_a_checkpoint_that_is_interrupted_is_the_old_one_or_the_new_one(every: i
         assert where
 
 
+@pytest.mark.sample(quick=0)
 @pytest.mark.parametrize("every", [29, pytest.param(11, marks=pytest.mark.exhaustive)])
 def test_loading_a_checkpoint_may_be_interrupted(every: int, tmp_path: Path) -> None:
     new = FrameStorage(SIZE)

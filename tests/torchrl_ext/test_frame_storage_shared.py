@@ -10,9 +10,8 @@ from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
 from rl_ext_core.errors import InvalidArgumentError
-from rl_ext_core.frames import arrays as state
 from tests.torchrl_ext.frame_data import Videos
-from tests.torchrl_ext.frame_workers import collect_into, contents, empty_and_collect_into, make_film
+from tests.torchrl_ext.frame_workers import collect_into, contents, make_film
 from torchrl_ext import FrameStorage
 
 KEYS = ["pixels", ("next", "pixels"), "action", ("next", "reward"), ("next", "done"), ("inner", "vector")]
@@ -43,8 +42,8 @@ def _join(workers: list[Any]) -> None:
         assert worker.exitcode == 0
 
 
-@pytest.mark.sample(quick=0)
-@pytest.mark.parametrize(("first", "codec"), [pytest.param(1, "auto", marks=pytest.mark.slow), (100, "patch+lz4")])
+@pytest.mark.sample(quick=0, ci=1)
+@pytest.mark.parametrize(("first", "codec"), [(1, "auto"), (100, "patch+lz4")])
 def test_what_two_processes_collect_is_what_they_collect_one_after_the_other(first: int, codec: str) -> None:
     buffer = TensorDictReplayBuffer(storage=FrameStorage(2000, codec=codec), shared=True, batch_size=64)
     start = Videos(1, seed=9).collect(first).reshape(-1)
@@ -61,35 +60,6 @@ def test_what_two_processes_collect_is_what_they_collect_one_after_the_other(fir
         buffer.storage.load_state_dict(buffer.storage.state_dict())
 
 
-@pytest.mark.slow
-def test_a_ring_that_processes_overwrite_holds_whole_transitions_and_does_not_grow() -> None:
-    buffer = TensorDictReplayBuffer(storage=FrameStorage(150), shared=True, batch_size=64)
-    buffer.extend(Videos(1, seed=9).collect(150).reshape(-1))
-    before = buffer.storage._columns[0].pool.nbytes
-    workers = _run(collect_into, buffer, [1, 2], [40] * 12)
-    expected = {9: Videos(1, seed=9).collect(150).reshape(-1)}
-    known = set().union(*(contents(rows, KEYS) for rows in [expected[9], *_serial([1, 2], [40] * 12)]))
-    while any(worker.is_alive() for worker in workers):
-        assert not set(contents(buffer.sample(), KEYS)) - known
-    _join(workers)
-    assert not set(contents(buffer[:], KEYS)) - known
-    assert buffer.storage._columns[0].pool.held == 300
-    assert buffer.storage._columns[0].pool.nbytes < 4 * before  # of three scenes, not of one
-
-
-@pytest.mark.slow
-def test_an_emptied_buffer_learns_how_stacks_are_made_from_the_first_process_that_fills_it() -> None:
-    buffer = TensorDictReplayBuffer(storage=FrameStorage(500), shared=True, batch_size=64)
-    fake = Videos(1).collect(1).reshape(-1)
-    buffer.extend(fake.zero_())  # as TorchRL's collectors do
-    pool = buffer.storage._columns[0].pool
-    assert pool.layout.n_stack == 1
-    _join(_run(empty_and_collect_into, buffer, [1], [100]))
-    assert contents(buffer[:], KEYS) == contents(_serial([1], [100])[0], KEYS)
-    assert pool.layout.n_stack == 4
-    assert pool._pool.head[state.FRAMES] < 300
-
-
 def _collected(frames: int) -> Any:
     """What two processes collect without a buffer, one batch after the other."""
     collector = MultiSyncCollector([make_film] * 2, None, frames_per_batch=100, total_frames=frames)
@@ -100,7 +70,7 @@ def _collected(frames: int) -> Any:
 
 
 @pytest.mark.sample(quick=0)
-@pytest.mark.parametrize("kind", [MultiSyncCollector, pytest.param(MultiAsyncCollector, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [MultiSyncCollector, pytest.param(MultiAsyncCollector, marks=pytest.mark.exhaustive)])
 @pytest.mark.filterwarnings("ignore")
 def test_collectors_of_torchrl_fill_a_shared_storage(kind: Any) -> None:
     buffer = ReplayBuffer(storage=FrameStorage(1000), shared=True, batch_size=32)

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +48,29 @@ def transition(number: int) -> Pair:
     return _stacks(number), _stacks(number + 1)
 
 
-def open_store(folder: Path | str, kind: str, capacity: int, **options: Any) -> tuple[Any, np.ndarray, np.ndarray]:
-    """A store in a folder, and its row arrays: number of the transition, and something to go with it."""
+def append_all(stores: Iterable[Any], transitions: Iterable[Pair]) -> None:
+    """Append the same transitions to several stores."""
+    stores = list(stores)
+    for pair in transitions:
+        for store in stores:
+            store.append(*pair)
+
+
+def open_store(
+    folder: Path | str, kind: str, capacity: int, *, count: int = 0, **options: Any
+) -> tuple[Any, np.ndarray, np.ndarray]:
+    """Open a store in a folder, and its row arrays: number of the transition, and something to go with it.
+
+    :param count: how many transitions to add, the first of which has the number 0.
+    """
     if kind == "adaptive":
         store: Any = FrameStore.adaptive(capacity, N_ENVS, LAYOUT.shape, np.uint8, storage_dir=folder, **options)
     else:
         store = FrameStore(capacity, N_ENVS, LAYOUT, codec=kind, block_length=4, storage_dir=folder, **options)
-    return store, store.rows("number", (), np.int64), store.rows("reward", (N_ENVS,), np.float32)
+    rows = store.rows("number", (), np.int64), store.rows("reward", (N_ENVS,), np.float32)
+    for number in range(count):
+        add(store, *rows, number)
+    return store, *rows
 
 
 def add(store: Any, numbers: np.ndarray, rewards: np.ndarray, number: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,46 +16,61 @@ from rl_ext_core.frames import FrameStore, StackLayout
 from rl_ext_core.frames.checkpoint import FORMAT_VERSION
 
 DATA = Path(__file__).with_name("data")
-CODECS = ("raw", "patch", "patch+lz4")
-LAYOUT = StackLayout((3, 6, 5), np.dtype(np.uint8), 3, 0)
-CAPACITY, N_ENVS, N_STEPS = 9, 2, 25
-BLOCK_LENGTH = 2
+EXACT = ("raw", "patch", "patch+lz4")
+WAYS: dict[str, dict[str, Any]] = {
+    **{codec: {"codec": codec, "block_length": 2} for codec in EXACT},
+    "patch-lossy": {"codec": "patch", "max_error": 4, "block_length": 4},
+    "patch+lz4-lossy": {"codec": "patch+lz4", "max_error": 9, "block_length": 4},
+    "jpeg": {"codec": "jpeg", "quality": 90},
+}
+KINDS = {"store": (3, 11), "adaptive": (4, 66)}  # capacity, and transitions
+LAYOUT = StackLayout((6, 6, 70), np.dtype(np.uint8), 2, 0)
+N_ENVS = 2
 
 
-def path_of(codec: str, kind: str = "store") -> Path:
-    """The file of a codec; of kind ``store`` or ``adaptive``."""
-    return DATA / f"{kind}-v{FORMAT_VERSION}-{codec}.pkl"
+def path_of(way: str, kind: str = "store") -> Path:
+    """Return the file of a way of storing and a kind of store."""
+    return DATA / f"{kind}-v{FORMAT_VERSION}-{way}.pkl"
 
 
-def steps() -> list[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]:
-    """The transitions in the files. Formulas, because a generator's numbers may change with its version."""
-    pixels = np.arange(30).reshape(6, 5)
+def stacks(time: int) -> npt.NDArray[np.uint8]:
+    """Return a picture that moves, made by formulas: a generator's numbers may change with its version."""
 
-    def frame(time: int, env: int) -> npt.NDArray[np.uint8]:
-        if time % 7 == 6:
-            return (pixels * (time + 3) * 37 + env).astype(np.uint8)
-        return np.where(pixels == time, 200 + env, pixels).astype(np.uint8)
+    def frame(time: int, env: int) -> npt.NDArray[np.int64]:
+        channel, y, x = np.meshgrid(np.arange(3), np.arange(6), np.arange(70), indexing="ij")
+        x = x + 3 * time + 10 * env
+        moving = np.abs((x * 4 + y * 7 + channel * 5) % 400 - 200) + (x * y + time) % 5
+        still = (x * x + 31 * y * env) % 256 if time % 6 == 5 else 0
+        return np.where((y > 4) & (time % 6 == 5), still, moving).clip(0, 255)
 
-    def stacks(time: int) -> npt.NDArray[np.uint8]:
-        valid = 1 + time % 11  # a reset each 11 steps
-        every = [[frame(time - age, env) * (age < valid) for age in (2, 1, 0)] for env in range(N_ENVS)]
-        return np.array(every, dtype=np.uint8)
+    every = [np.concatenate([frame(time - age, env) for age in (1, 0)]) for env in range(N_ENVS)]
+    return np.array(every, dtype=np.uint8)
 
-    return [(stacks(time), stacks(time + 1)) for time in range(N_STEPS)]
+
+def steps(n_steps: int) -> list[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]:
+    """Return the first transitions."""
+    return [(stacks(time), stacks(time + 1)) for time in range(n_steps)]
+
+
+def filled(way: str, kind: str) -> FrameStore:
+    """Return a store with what is in the file."""
+    capacity, n_steps = KINDS[kind]
+    if kind == "store":
+        store: FrameStore = FrameStore(capacity, N_ENVS, LAYOUT, **WAYS[way])
+    else:
+        options = {name: value for name, value in WAYS[way].items() if name != "block_length"}
+        store = FrameStore.adaptive(capacity, N_ENVS, LAYOUT.shape, LAYOUT.dtype, **options)
+    for transition in steps(n_steps):
+        store.append(*transition)
+    return store
 
 
 def main() -> None:
-    """Writes all files."""
+    """Write all files."""
     DATA.mkdir(exist_ok=True)
-    for codec in CODECS:
-        stores: dict[str, FrameStore] = {
-            "store": FrameStore(CAPACITY, N_ENVS, LAYOUT, codec=codec, block_length=BLOCK_LENGTH),
-            "adaptive": FrameStore.adaptive(CAPACITY, N_ENVS, LAYOUT.shape, LAYOUT.dtype, codec=codec),
-        }
-        for kind, store in stores.items():
-            for transition in steps():
-                store.append(*transition)
-            path_of(codec, kind).write_bytes(pickle.dumps(store, protocol=5))
+    for way in WAYS:
+        for kind in KINDS:
+            path_of(way, kind).write_bytes(pickle.dumps(filled(way, kind), protocol=5))
 
 
 if __name__ == "__main__":

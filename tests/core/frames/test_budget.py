@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.frames import FrameStore
-from rl_ext_core.testing import LAYOUTS, PlainStore, check_contents, transitions
+from rl_ext_core.testing import LAYOUTS, PlainStore, transitions
+from tests.core.frames.disk_toys import append_all
 
 GREY = LAYOUTS[0]
 BUDGET = 100_000
@@ -38,48 +39,6 @@ def check_held(store: Any, plain: PlainStore) -> None:
 
 def folder(tmp_path: Path, where: str) -> dict[str, Any]:
     return {"storage_dir": tmp_path / "a"} if where == "disk" else {}
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize("where", ["memory", "disk"])
-@pytest.mark.parametrize("codec", ["raw", "patch", "patch+lz4"])
-@pytest.mark.parametrize("contents", ["noise", "sparse", "mixed"])
-def test_the_oldest_go_first(tmp_path: Path, where: str, codec: str, contents: str) -> None:
-    store = FrameStore(400, 2, GREY, codec=codec, block_length=4, max_bytes=BUDGET, **folder(tmp_path, where))
-    rewards = store.rows("reward", (2,), np.float64)
-    plain = PlainStore(400, 2, GREY)
-    for step, transition in enumerate(transitions(GREY, n_steps=1100, contents=contents, odd=0.05)):
-        row = store.position
-        store.append(*transition)
-        plain.append(*transition)
-        rewards[row] = step
-        assert store.nbytes <= BUDGET
-        assert store.size == plain.size - store.dropped
-        if step % 97 == 0:
-            check_held(store, plain)
-        assert (rewards[held_rows(store)][:, 0] == np.arange(step + 1 - store.size, step + 1)).all()
-    check_held(store, plain)
-    store.close()
-    assert sum(path.stat().st_size for path in tmp_path.glob("a/[br]*")) < 1.1 * BUDGET
-    assert store.dropped > 0 or contents != "noise"
-    # It gives up no more than it has to, slabs being a few kilobytes large.
-    assert store.dropped == 0 or store.nbytes > 0.8 * BUDGET
-
-
-@pytest.mark.parametrize("where", ["memory", "disk"])
-def test_what_took_room_makes_room(tmp_path: Path, where: str) -> None:
-    """Noise first, which has many reference frames, then frames that hardly change."""
-    store = FrameStore(2000, 2, GREY, codec="patch", block_length=4, max_bytes=BUDGET, **folder(tmp_path, where))
-    other = FrameStore(2000, 2, GREY, codec="patch", block_length=4, max_bytes=BUDGET, **folder(tmp_path / "o", where))
-    for transition in transitions(GREY, n_steps=700, contents="noise"):
-        store.append(*transition)
-    noisy = store.size
-    for transition in transitions(GREY, n_steps=1500, contents="sparse", episode=0):
-        store.append(*transition)
-        other.append(*transition)
-    assert store.size > 0.7 * other.size  # its index has come further around, and takes more
-    assert store.size > 1.5 * noisy
-    store.close()
 
 
 @settings(max_examples=40)
@@ -123,16 +82,6 @@ def test_an_adaptive_store_keeps_within_its_budget(tmp_path: Path) -> None:
             store.close()
 
 
-def test_no_budget_is_a_budget_for_all() -> None:
-    plain, stores = PlainStore(90, 2, GREY), [FrameStore(90, 2, GREY), FrameStore(90, 2, GREY, max_bytes=10**9)]
-    for transition in transitions(GREY, n_steps=200, contents="mixed"):
-        for each in (plain, *stores):
-            each.append(*transition)
-    for store in stores:
-        check_contents(store, plain)
-        assert (store.dropped, store.first) == (0, 200 % 90)
-
-
 @pytest.mark.parametrize("budget", [0, -5, 1000])
 def test_a_budget_for_next_to_nothing_is_refused(budget: int) -> None:
     with pytest.raises(InvalidArgumentError, match=rf"max_bytes={budget:,} is too little for 2 .* pass at least"):
@@ -142,8 +91,7 @@ def test_a_budget_for_next_to_nothing_is_refused(budget: int) -> None:
 @pytest.mark.parametrize("count", [-1, 31])
 def test_no_more_can_be_given_up_than_is_held(count: int) -> None:
     store = FrameStore(100, 2, GREY)
-    for transition in transitions(GREY, n_steps=30):
-        store.append(*transition)
+    append_all((store,), transitions(GREY, n_steps=30))
     for give_up in (store.drop_oldest, store.forget_newest):
         with pytest.raises(InvalidArgumentError, match=f"count={count} transitions cannot be given up, 30 are held"):
             give_up(count)

@@ -12,13 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from rl_ext_core.errors import CorruptFileError, StorageError
 from rl_ext_core.frames import FrameStore, StackLayout
 from rl_ext_core.testing import LAYOUTS, PlainStore, check_contents, transitions
-from tests.core.frames.test_budget import check_held
+from tests.core.frames.disk_toys import append_all
 from tests.core.frames.test_disk_full import files_of_at_most
 
 GREY = LAYOUTS[0]
@@ -31,9 +29,7 @@ def filled(kind: str, codec: str, n_steps: int, **options: Any) -> tuple[Any, Pl
         store: Any = FrameStore.adaptive(60, 2, GREY.shape, np.uint8, codec=codec, **options)
     else:
         store = FrameStore(60, 2, GREY, codec=codec, block_length=4, **options)
-    for transition in transitions(GREY, n_steps=n_steps, contents="mixed", odd=0.05):
-        store.append(*transition)
-        plain.append(*transition)
+    append_all((store, plain), transitions(GREY, n_steps=n_steps, contents="mixed", odd=0.05))
     return store, plain
 
 
@@ -59,37 +55,9 @@ def test_what_was_saved_is_loaded(tmp_path: Path, codec: str, kind: str, n_steps
     again = type(store).load(tmp_path / "checkpoint")
     again.save(tmp_path / "second")
     other = type(store).load(tmp_path / "second")
-    for transition in transitions(GREY, n_steps=40, contents="mixed", seed=1):
-        other.append(*transition)
+    append_all((other,), transitions(GREY, n_steps=40, contents="mixed", seed=1))
     if n_steps == 200:
         check_contents(other, plain)
-
-
-def test_a_budget_and_what_was_given_up_are_saved(tmp_path: Path) -> None:
-    store = FrameStore(400, 2, GREY, block_length=4, max_bytes=90_000)
-    plain = PlainStore(400, 2, GREY)
-    for transition in transitions(GREY, n_steps=600, contents="noise"):
-        store.append(*transition)
-        plain.append(*transition)
-    store.save(tmp_path / "checkpoint")
-    store = FrameStore.load(tmp_path / "checkpoint")
-    check_held(store, plain)
-    for transition in transitions(GREY, n_steps=600, contents="mixed"):
-        store.append(*transition)
-        plain.append(*transition)
-        assert store.nbytes <= 90_000
-    check_held(store, plain)
-
-
-@pytest.mark.parametrize("protocol", [2, 5])
-def test_stores_of_one_state_share_no_memory(protocol: int) -> None:
-    store, plain = filled("store", "patch", 50)
-    store = pickle.loads(pickle.dumps(store, protocol))
-    other = FrameStore.__new__(FrameStore)
-    other.__setstate__(store.__getstate__())
-    for transition in transitions(GREY, n_steps=100, contents="noise", seed=1):
-        other.append(*transition)
-    check_contents(store, plain)
 
 
 class Counted(io.RawIOBase):
@@ -133,6 +101,7 @@ import resource, sys
 from pathlib import Path
 from rl_ext_core.frames import FrameStore
 from rl_ext_core.frames.store import load_kernels
+from tests.core.frames.disk_toys import append_all
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
@@ -155,38 +124,6 @@ def test_loading_takes_no_second_copy(large: FrameStore, tmp_path: Path) -> None
     assert n_bytes > 16e6
     assert grown < 1.2 * n_bytes + 3e6
     assert most < 1.3 * n_bytes + 6e6
-
-
-def test_loading_again_and_again_takes_no_more() -> None:
-    store, plain = filled("store", "patch", 200)
-    sizes = []
-    for seed in range(12):
-        store = pickle.loads(pickle.dumps(store, 5))
-        for transition in transitions(GREY, n_steps=25, contents="mixed", seed=seed):
-            store.append(*transition)
-            plain.append(*transition)
-        check_contents(store, plain)
-        sizes.append(store.nbytes)
-    assert max(sizes) < 1.2 * sizes[0]
-
-
-@pytest.fixture(scope="module")
-def saved() -> bytes:
-    stream = io.BytesIO()
-    filled("adaptive", "patch", 50)[0].save(stream)
-    return stream.getvalue()
-
-
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(place=st.floats(0, 1, exclude_max=True), flip=st.integers(0, 255))
-def test_a_damaged_file_is_refused_or_harmless(saved: bytes, place: float, flip: int) -> None:
-    at = int(place * len(saved))
-    data = saved[:at] if flip == 0 else saved[:at] + bytes([saved[at] ^ flip]) + saved[at + 1 :]
-    try:
-        loaded = FrameStore.load(io.BytesIO(data))
-    except CorruptFileError:
-        return
-    check_contents(loaded, filled("adaptive", "patch", 50)[1])
 
 
 class Evil:
@@ -213,8 +150,3 @@ def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_bytes() == before
     check_contents(store, plain)
-
-
-def test_a_file_that_is_not_there_is_no_damaged_one(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        FrameStore.load(tmp_path / "missing")

@@ -22,6 +22,7 @@ from rl_ext_core.testing import (
     check_frame_store,
     transitions,
 )
+from tests.core.frames.disk_toys import append_all
 
 
 class ZlibCodec(Codec):
@@ -46,8 +47,8 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codecs, "_REGISTRY", dict(codecs._REGISTRY))
 
 
-@pytest.mark.sample(quick=0)
-@pytest.mark.parametrize("name", ["raw", "patch", "patch+lz4"])
+@pytest.mark.sample(quick=0, ci=1)
+@pytest.mark.parametrize("name", ["patch", "patch+lz4", "raw"])
 def test_every_codec_conforms(name: str) -> None:
     assert name in codec_names()
     check_codec(name)
@@ -104,13 +105,6 @@ def test_the_check_of_codecs_can_fail(codec: type[Codec], text: str) -> None:
     assert codec.name in str(caught.value)
 
 
-def test_a_codec_that_files_would_not_be_read_with_does_not_conform() -> None:
-    register_codec(ZlibCodec)
-    impostor = type("Impostor", (ZlibCodec,), {})()
-    with pytest.raises(ConformanceError, match="another codec is registered under 'test-zlib'"):
-        check_codec(impostor)
-
-
 class Faulty(FrameStore):
     """A store with a fault that its name in ``faults`` switches on."""
 
@@ -165,13 +159,6 @@ def test_a_codec_that_is_no_name_is_refused(name: Any) -> None:
         FrameStore.adaptive(4, 1, (3,), np.uint8, codec=name)
 
 
-def test_a_name_is_given_once() -> None:
-    register_codec(ZlibCodec)
-    assert register_codec(ZlibCodec) is ZlibCodec
-    with pytest.raises(InvalidArgumentError, match="'test-zlib' is registered already"):
-        register_codec(type("Other", (ZlibCodec,), {}))
-
-
 def test_a_codec_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "lz4" else find(name, *rest))
@@ -200,8 +187,7 @@ def test_without_numba_one_sentence_says_what_to_install(codec: str) -> None:
 def test_auto_suits_what_is_seen() -> None:
     def chosen(contents: str) -> str:
         store = FrameStore.adaptive(200, 2, LAYOUTS[9].shape, np.uint8)
-        for transition in transitions(LAYOUTS[9], n_steps=140, contents=contents):
-            store.append(*transition)
+        append_all((store,), transitions(LAYOUTS[9], n_steps=140, contents=contents))
         assert store.layout == LAYOUTS[9]
         return store.codec
 

@@ -91,14 +91,6 @@ def test_without_a_cache_it_compiles_and_says_so_once(trouble: str, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_with_a_cache_nothing_is_said(tmp_path: Path) -> None:
-    for _ in range(2):
-        done = _run(COPY, NUMBA_CACHE_DIR=str(tmp_path))
-        assert (done.stdout, done.stderr, done.returncode) == ("works\n", "", 0)
-    assert list(tmp_path.rglob("*sum_rows*.nbi"))
-
-
-@pytest.mark.slow
 def test_a_cache_that_is_damaged_is_no_reason_to_fail(tmp_path: Path) -> None:
     """Its index is where a folder is: it cannot be read, nor written."""
     assert _run(COPY, NUMBA_CACHE_DIR=str(tmp_path)).returncode == 0

@@ -191,17 +191,6 @@ def test_an_adaptive_store_finds_again_what_it_found_out(tmp_path: Path, n_stack
     store.close()
 
 
-def test_a_store_that_nobody_closed_is_closed_with_the_last_reference(tmp_path: Path) -> None:
-    store, *rows = open_store(tmp_path / "a", "patch", 50)
-    for number in range(30):
-        add(store, *rows, number)
-    del store, rows
-    store = open_store(tmp_path / "a", "patch", 50)[0]
-    assert store.recovered == (30, 0, 0)
-    store.close()
-    store.close()
-
-
 def test_a_program_that_just_ends_loses_nothing(tmp_path: Path) -> None:
     program = (
         "import sys\n"
@@ -218,9 +207,7 @@ def test_a_program_that_just_ends_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_nothing_can_be_read_or_added_after_it_was_closed(tmp_path: Path) -> None:
-    store, *rows = open_store(tmp_path / "a", "patch", 50)
-    for number in range(30):
-        add(store, *rows, number)
+    store, *rows = open_store(tmp_path / "a", "patch", 50, count=30)
     store.close()
     with pytest.raises(StorageError):
         add(store, *rows, 30)
@@ -259,14 +246,6 @@ def test_two_processes_cannot_write_to_one_folder(tmp_path: Path, someone_else: 
     open_store(tmp_path / "a", "patch", 50)[0].close()
 
 
-def test_two_stores_cannot_write_to_one_folder(tmp_path: Path) -> None:
-    store = open_store(tmp_path / "a", "patch", 50)[0]
-    with pytest.raises(StorageError, match=f"in use by this process, {os.getpid()}"):
-        open_store(tmp_path / "a", "patch", 50)
-    assert (tmp_path / "a").is_dir()
-    store.close()
-
-
 def in_a_child(work: Any) -> str:
     read, write = os.pipe()
     child = os.fork()
@@ -283,9 +262,7 @@ def in_a_child(work: Any) -> str:
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_may_read_and_not_add(tmp_path: Path) -> None:
-    store, *rows = open_store(tmp_path / "a", "patch", 50)
-    for number in range(30):
-        add(store, *rows, number)
+    store, *rows = open_store(tmp_path / "a", "patch", 50, count=30)
 
     def work() -> str:
         check(store, *rows, end=30)
@@ -397,47 +374,15 @@ def test_writing_to_rows_that_are_no_transitions_does_not_end_the_process(tmp_pa
     store.close()
 
 
-@pytest.mark.parametrize("row", [5, 1])
-def test_rows_are_written_one_after_the_other(tmp_path: Path, row: int) -> None:
-    store, *rows = open_store(tmp_path / "a", "patch", 50)
-    for number in range(3):
-        add(store, *rows, number)
-    with pytest.raises(InvalidArgumentError, match=f"row={row}: with storage_dir, .* next in row 3"):
-        store.append(*transition(3), row=row)
-    check(store, *rows, end=3)
-    store.close()
-
-
-def test_a_transition_that_is_stored_again_does_not_count_as_it_was(tmp_path: Path) -> None:
-    store, numbers, rewards = open_store(tmp_path / "a", "patch", 50)
-    for number in range(30):
-        add(store, numbers, rewards, number)
-    store.flush()
-    store.append(*transition(77), row=29)
-    numbers[29] = 77
-    left = shutil.copytree(tmp_path / "a", tmp_path / "left")
-    store.close()
-    for folder, size in ((left, 29), (tmp_path / "a", 30)):
-        store, numbers, rewards = open_store(folder, "patch", 50)
-        assert store.size == size
-        assert store.recovered == (size, 30 - size, 0)
-        store.drop_oldest(0)
-        if size == 29:
-            check(store, numbers, rewards, end=29)
-        store.close()
-
-
 @pytest.mark.parametrize("flushed", [False, True])
 def test_the_newest_row_may_change_where_that_is_said(tmp_path: Path, flushed: bool) -> None:
-    store, numbers, rewards = open_store(tmp_path / "a", "patch", 20)
-    for number in range(30):
-        add(store, numbers, rewards, number)
+    store, _, rewards = open_store(tmp_path / "a", "patch", 20, count=30)
     if flushed:
         store.flush()
     rewards[9] = 77
     store.newest_row_changed()
     store.close()
-    store, numbers, rewards = open_store(tmp_path / "a", "patch", 20)
+    store, _numbers, rewards = open_store(tmp_path / "a", "patch", 20)
     assert rewards[9].tolist() == [77, 77]
     assert store.recovered == (20, 0, 0)
     store.close()
@@ -453,36 +398,6 @@ def test_reference_frames_of_many_open_blocks_are_there(tmp_path: Path) -> None:
     for row in (32, 3, n_steps - 1, 20):  # in row 32 are the first frames of open blocks
         store.get(np.full(n_envs, row), np.arange(n_envs), out)
         np.testing.assert_array_equal(out, noise[row])
-    store.close()
-
-
-@pytest.mark.parametrize("kind", ["patch", "adaptive"])
-def test_a_store_that_was_opened_again_and_went_on_is_pickled(tmp_path: Path, kind: str) -> None:
-    store, *rows = open_store(tmp_path / "a", kind, 50)
-    for number in range(20):
-        add(store, *rows, number)
-    store.close()
-    store, *rows = open_store(tmp_path / "a", kind, 50)
-    for number in range(20, 40):  # with frames that are like none before
-        add(store, *rows, number)
-    check(pickle.loads(pickle.dumps(store, 5)), *rows, end=40)
-    store.close()
-
-
-@pytest.mark.parametrize("forgotten", [1, 3, 4, 7])
-@pytest.mark.parametrize("more", [0, 2, 5])
-def test_what_was_forgotten_is_not_there_when_it_is_opened_again(tmp_path: Path, forgotten: int, more: int) -> None:
-    store, *rows = open_store(tmp_path / "a", "patch", 8)
-    for number in range(20):
-        add(store, *rows, number)
-    store.forget_newest(forgotten)
-    for number in range(20 - forgotten, 20 - forgotten + more):
-        add(store, *rows, number)
-    size = store.size
-    store.close()
-    store, *rows = open_store(tmp_path / "a", "patch", 8)
-    assert store.recovered == (size, 0, 0)
-    check(store, *rows, end=20 - forgotten + more)
     store.close()
 
 
@@ -503,18 +418,6 @@ def test_a_store_that_cannot_be_made_keeps_no_file_open(tmp_path: Path, monkeypa
     add(store, *rows, 0)
     check(store, *rows, end=1)
     store.close()
-
-
-def test_a_row_may_be_of_no_bytes(tmp_path: Path) -> None:
-    for _ in range(2):
-        store, *rows = open_store(tmp_path / "a", "patch", 8)
-        nothing = store.rows("nothing", (0,), np.float32)
-        assert nothing.shape == (8, 0)
-        if not store.size:
-            add(store, *rows, 0)
-            store.flush()
-        check(store, *rows, end=1)
-        store.close()
 
 
 @pytest.mark.parametrize("name", ["frames-0", "store.json", "journal", "journal-2", "row-number", "row-reward", "sums"])
@@ -553,14 +456,6 @@ def test_a_file_system_without_locks_is_said_to_be_one(tmp_path: Path, monkeypat
         open_store(tmp_path / "a", "patch", 8)
 
 
-def test_another_number_of_environments_is_named(tmp_path: Path) -> None:
-    FrameStore.adaptive(50, 2, LAYOUT.shape, np.uint8, storage_dir=tmp_path / "a").close()
-    with pytest.raises(
-        InvalidArgumentError, match="was made with n_envs=2 and capacity=50, not with n_envs=1 and capacity=100"
-    ):
-        FrameStore.adaptive(100, 1, LAYOUT.shape, np.uint8, storage_dir=tmp_path / "a")
-
-
 @pytest.mark.parametrize("kind", ["patch", "patch+lz4", "adaptive"])
 def test_one_thread_reads_while_another_adds_and_what_is_there_is_stored_anew(tmp_path: Path, kind: str) -> None:
     store, *_ = open_store(tmp_path / "a", kind, 200)
@@ -591,16 +486,43 @@ def test_one_thread_reads_while_another_adds_and_what_is_there_is_stored_anew(tm
     assert not failures
 
 
-def test_a_folder_that_was_recovered_can_be_recovered_again(tmp_path: Path) -> None:
-    store, numbers, rewards = open_store(tmp_path / "0", "patch", 25)
-    for number in range(60):
-        add(store, numbers, rewards, number)
-    sizes = []
-    for kill in range(3):  # what lies there when the process is killed, before it has added anything
-        shutil.copytree(tmp_path / f"{kill}", tmp_path / f"{kill + 1}")
+def test_a_row_may_be_of_no_bytes(tmp_path: Path) -> None:
+    for _ in range(2):
+        store, *rows = open_store(tmp_path / "a", "patch", 8)
+        nothing = store.rows("nothing", (0,), np.float32)
+        assert nothing.shape == (8, 0)
+        if not store.size:
+            add(store, *rows, 0)
+            store.flush()
+        check(store, *rows, end=1)
         store.close()
-        store, numbers, rewards = open_store(tmp_path / f"{kill + 1}", "patch", 25)
-        check(store, numbers, rewards)
-        sizes.append(store.size)
-    assert sizes == [24] * 3
+
+
+@pytest.mark.parametrize("kind", ["patch", "adaptive"])
+def test_a_store_that_was_opened_again_and_went_on_is_pickled(tmp_path: Path, kind: str) -> None:
+    store, *rows = open_store(tmp_path / "a", kind, 50)
+    for number in range(20):
+        add(store, *rows, number)
+    store.close()
+    store, *rows = open_store(tmp_path / "a", kind, 50)
+    for number in range(20, 40):  # with frames that are like none before
+        add(store, *rows, number)
+    check(pickle.loads(pickle.dumps(store, 5)), *rows, end=40)
+    store.close()
+
+
+@pytest.mark.parametrize("forgotten", [1, 3, 4, 7])
+@pytest.mark.parametrize("more", [0, 2, 5])
+def test_what_was_forgotten_is_not_there_when_it_is_opened_again(tmp_path: Path, forgotten: int, more: int) -> None:
+    store, *rows = open_store(tmp_path / "a", "patch", 8)
+    for number in range(20):
+        add(store, *rows, number)
+    store.forget_newest(forgotten)
+    for number in range(20 - forgotten, 20 - forgotten + more):
+        add(store, *rows, number)
+    size = store.size
+    store.close()
+    store, *rows = open_store(tmp_path / "a", "patch", 8)
+    assert store.recovered == (size, 0, 0)
+    check(store, *rows, end=20 - forgotten + more)
     store.close()

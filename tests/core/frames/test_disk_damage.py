@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, StorageError
+from rl_ext_core.errors import CorruptFileError, StorageError
 from rl_ext_core.frames import salvage
 from tests.core.frames.disk_toys import LAYOUT, N_ENVS, add, check, open_store, transition
 
@@ -22,9 +22,7 @@ CAPACITY = 60
 @pytest.fixture(params=[(kind, count) for kind in KINDS for count in (50, 170)], ids=str)
 def made(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str, int]:
     kind, count = request.param
-    store, *rows = open_store(tmp_path / "made", kind, CAPACITY)
-    for number in range(count):
-        add(store, *rows, number)
+    store, *_rows = open_store(tmp_path / "made", kind, CAPACITY, count=count)
     store.close()
     return tmp_path / "made", kind, count
 
@@ -112,23 +110,15 @@ def check_damage(made: tuple[Path, str, int], tmp_path: Path, seed: int) -> None
     store.close()
 
 
+@pytest.mark.sample(quick=2)
 @pytest.mark.parametrize("seeds", [range(6)], ids=str)
 def test_random_damage_is_found(made: tuple[Path, str, int], tmp_path: Path, seeds: range) -> None:
     for seed in seeds:
         check_damage(made, tmp_path, seed)
 
 
-@pytest.mark.exhaustive
-def test_much_random_damage_is_found(made: tuple[Path, str, int], tmp_path: Path) -> None:
-    for seed in range(100, 200):
-        check_damage(made, tmp_path, seed)
-        shutil.rmtree(tmp_path / f"altered{seed}")
-
-
 def in_one_folder(tmp_path: Path, count: int = 50) -> Path:
-    store, *rows = open_store(tmp_path / "a", "patch", CAPACITY)
-    for number in range(count):
-        add(store, *rows, number)
+    store, *_rows = open_store(tmp_path / "a", "patch", CAPACITY, count=count)
     store.close()
     return tmp_path / "a"
 
@@ -155,9 +145,7 @@ def test_a_file_that_was_cut_short_is_refused(tmp_path: Path, name: str, share: 
 
 
 def test_half_of_the_frames_are_some_of_the_transitions(tmp_path: Path) -> None:
-    store, *rows = open_store(tmp_path / "a", "raw", 3000)
-    for number in range(3000):
-        add(store, *rows, number)
+    store, *rows = open_store(tmp_path / "a", "raw", 3000, count=3000)
     store.close()
     frames = tmp_path / "a" / "frames-0"
     os.truncate(frames, frames.stat().st_size * 3 // 4)
@@ -169,26 +157,6 @@ def test_half_of_the_frames_are_some_of_the_transitions(tmp_path: Path) -> None:
     store, *rows = open_store(tmp_path / "a", "raw", 3000)
     check(store, *rows)
     store.close()
-
-
-def test_damage_of_a_frame_shows_when_it_is_read(tmp_path: Path) -> None:
-    folder = in_one_folder(tmp_path)
-    store, *rows = open_store(folder, "patch", CAPACITY)
-    store._pool._arrays["contents"][20] ^= 4  # a view of the file
-    store.close()
-    store, *rows = open_store(folder, "patch", CAPACITY)
-    everything = np.repeat(np.arange(50), N_ENVS), np.tile(np.arange(N_ENVS), 50)
-    for _ in range(2):  # and again
-        with pytest.raises(CorruptFileError, match=r"frames-0 is damaged: \d+ of 100 stacks have another checksum"):
-            store.get(*everything, np.empty((100, *LAYOUT.shape), np.uint8))
-    add(store, *rows, 50)
-    store.close()
-
-
-def test_a_folder_without_a_store_is_not_salvaged(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="holds no store"):
-        salvage(tmp_path)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_without_its_description_is_not_taken_for_a_half_made_one(tmp_path: Path) -> None:
@@ -206,9 +174,7 @@ def test_a_folder_without_its_description_is_not_taken_for_a_half_made_one(tmp_p
 
 @pytest.mark.parametrize("wrong", [{"following": 61}, {"touched": 61}, {"length": 51}], ids=str)
 def test_notes_of_more_transitions_than_there_can_be_are_refused(tmp_path: Path, wrong: dict[str, int]) -> None:
-    store, *rows = open_store(tmp_path / "a", "patch", CAPACITY)
-    for number in range(50):
-        add(store, *rows, number)
+    store, *_rows = open_store(tmp_path / "a", "patch", CAPACITY, count=50)
     store.flush()
     store._folder.journal.note(**{"length": 50, "following": 50, "touched": 50, "exposed": False, **wrong})
     store._folder.close()  # as where the process is killed
@@ -247,10 +213,15 @@ def test_a_folder_in_use_is_not_salvaged(tmp_path: Path) -> None:
     store.close()
 
 
-def test_salvaging_what_is_intact_changes_nothing(tmp_path: Path) -> None:
-    folder = in_one_folder(tmp_path, 130)
-    assert salvage(folder) == (CAPACITY, 0)
+def test_damage_of_a_frame_shows_when_it_is_read(tmp_path: Path) -> None:
+    folder = in_one_folder(tmp_path)
     store, *rows = open_store(folder, "patch", CAPACITY)
-    check(store, *rows, end=130)
-    assert store.size == CAPACITY
+    store._pool._arrays["contents"][20] ^= 4  # a view of the file
+    store.close()
+    store, *rows = open_store(folder, "patch", CAPACITY)
+    everything = np.repeat(np.arange(50), N_ENVS), np.tile(np.arange(N_ENVS), 50)
+    for _ in range(2):  # and again
+        with pytest.raises(CorruptFileError, match=r"frames-0 is damaged: \d+ of 100 stacks have another checksum"):
+            store.get(*everything, np.empty((100, *LAYOUT.shape), np.uint8))
+    add(store, *rows, 50)
     store.close()

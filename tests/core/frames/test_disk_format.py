@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import zipfile
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 from rl_ext_core.errors import CorruptFileError
-from rl_ext_core.frames import FrameStore, folder, salvage
-from rl_ext_core.testing import LAYOUTS, transitions
+from rl_ext_core.frames import folder, salvage
 from tests.core.frames.disk_toys import add, check, open_store
 from tests.core.frames.make_disk_fixtures import CAPACITY, KINDS, N_STEPS, path_of
-
-GREY = LAYOUTS[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -47,32 +42,3 @@ def test_a_folder_of_a_later_format_is_refused(tmp_path: Path, monkeypatch: pyte
         ):
             opened()
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
-
-
-@pytest.mark.parametrize("kind", ["store", "adaptive"])
-@pytest.mark.parametrize("options", [{"max_error": 4}, {"codec": "jpeg", "quality": 80}], ids=str)
-def test_a_store_that_is_not_exact_gives_the_same_from_disk(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
-    if "jpeg" in options.values():
-        pytest.importorskip("simplejpeg")
-
-    def opened(**where: Any) -> Any:
-        if kind == "adaptive":
-            return FrameStore.adaptive(300, 2, GREY.shape, np.uint8, n_stack=4, **options, **where)
-        return FrameStore(300, 2, GREY, **options, **where)
-
-    disk, ram = opened(storage_dir=tmp_path / "a"), opened()
-    for number, transition in enumerate(transitions(GREY, n_steps=450, contents="mixed", odd=0.02)):
-        if number % 150 == 149:
-            disk.close()
-            disk = opened(storage_dir=tmp_path / "a")
-        for store in (disk, ram):
-            store.append(*transition)
-    assert disk.lossy
-    rows, envs = np.repeat(np.arange(300), 2), np.tile(np.arange(2), 300)
-    outs = [[np.empty((600, *GREY.shape), np.uint8) for _ in range(2)] for _ in range(2)]
-    for store, out in zip((disk, ram), outs, strict=True):
-        store.get(rows, envs, *out)
-    most = 4 if "max_error" in options else 60
-    for ours, theirs in zip(*outs, strict=True):
-        assert np.abs(ours.astype(int) - theirs).max() <= 2 * most
-    disk.close()

@@ -5,17 +5,20 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rl_ext_core.errors import StorageError
-from rl_ext_core.frames import FrameStore, folder
-from tests.core.frames.disk_toys import LAYOUT, N_ENVS, add, check, open_store
+from rl_ext_core.frames import StackLayout, folder
+from rl_ext_core.frames import arrays as state
+from rl_ext_core.frames.pool import FramePool
+from rl_ext_core.frames.region import RegionFile
+from tests.core.frames.disk_toys import LAYOUT, add, check, open_store
 
 
 @contextmanager
@@ -26,36 +29,6 @@ def files_of_at_most(n_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize("kind", ["patch", "patch+lz4", "raw", "adaptive"])
-def test_a_file_that_may_not_grow(tmp_path: Path, kind: str) -> None:
-    store, *rows = open_store(tmp_path / "a", kind, 20_000)
-    number, failures = 0, 0
-    for limit in (240_000, 300_000, 400_000):
-        with files_of_at_most(limit):
-            while True:
-                try:
-                    add(store, *rows, number)
-                except StorageError as error:
-                    refusal = str(error)
-                    break
-                number += 1
-            failures += refusal.startswith("cannot") and str(tmp_path) in refusal
-            for _ in range(3):
-                with pytest.raises(StorageError):
-                    add(store, *rows, number)
-            check(store, *rows, end=number)
-    assert failures == 3
-    assert number > 200
-    for _ in range(50):
-        add(store, *rows, number)
-        number += 1
-    store.close()
-    store, *rows = open_store(tmp_path / "a", kind, 20_000)
-    check(store, *rows, end=number)
-    store.close()
 
 
 class Failing:
@@ -74,8 +47,8 @@ class Failing:
         self._allocate(*args)
 
 
-@pytest.mark.sample(quick=0, ci=2)
-@pytest.mark.parametrize("kind", ["patch", "raw", "patch+lz4", "adaptive"])
+@pytest.mark.sample(quick=0, ci=1)
+@pytest.mark.parametrize("kind", ["patch+lz4", "patch", "raw", "adaptive"])
 def test_every_growth_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     store, *rows = open_store(tmp_path / "a", kind, 3000)
     failing, failures = Failing(monkeypatch), 0
@@ -98,26 +71,6 @@ def test_every_growth_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     check(store, *rows, end=3100)
     assert store.recovered == (3000, 0, 0)
     store.close()
-
-
-def test_row_arrays_take_room_as_they_are_needed(tmp_path: Path) -> None:
-    store, *rows = open_store(tmp_path / "a", "patch", 1_000_000)
-    for number in range(300):
-        add(store, *rows, number)
-    store.close()
-    sizes = {path.name: path.stat().st_size for path in (tmp_path / "a").iterdir()}  # what cp and sync take
-    assert 300 * 8 <= sizes["row-number"] - 65536 <= 2 * 300 * 8 + 4096
-    assert sum(sizes.values()) < 1e6
-    copied = shutil.copytree(tmp_path / "a", tmp_path / "copied")
-    store, *rows = open_store(copied, "patch", 1_000_000)
-    check(store, *rows, end=300)
-    store.close()
-
-
-def test_a_folder_that_cannot_be_made_is_none(tmp_path: Path) -> None:
-    with files_of_at_most(10), pytest.raises(StorageError):
-        FrameStore(100, N_ENVS, LAYOUT, storage_dir=tmp_path / "a")
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_description_that_cannot_be_written_leaves_the_one_before(
@@ -147,9 +100,7 @@ def test_a_description_that_cannot_be_written_leaves_the_one_before(
 
 
 def test_a_copy_with_holes_has_room_before_it_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, *rows = open_store(tmp_path / "a", "patch", 5000)
-    for number in range(300):
-        add(store, *rows, number)
+    store, *_rows = open_store(tmp_path / "a", "patch", 5000, count=300)
     store.close()
     path = tmp_path / "a" / "row-number"
     contents = path.read_bytes()
@@ -163,3 +114,13 @@ def test_a_copy_with_holes_has_room_before_it_is_written_to(tmp_path: Path, monk
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(StorageError, match=r"cannot write .* bytes to .*row-number: No space left"):
         open_store(tmp_path / "a", "patch", 5000)
+
+
+def test_a_file_has_room_for_whatever_it_was_asked_for(tmp_path: Path) -> None:
+    pool = FramePool(2_000_000, StackLayout((4, 12, 9), np.dtype(np.uint8), 4, 0), file=RegionFile(tmp_path / "frames"))
+    room, head = pool._room, pool._pool.head
+    for pages in (1, 2, 3, 5, 8, 13, 21):
+        for grains in range(8 * 4096 * pages - 20, 8 * 4096 * pages + 20):
+            head[state.GRAINS] = grains - 2 * room.step[1]
+            room.grow(2)  # who still has too little asks again, for ever
+            assert (room.most >= head[list(state._KINDS)] + 2 * room.step).all(), grains

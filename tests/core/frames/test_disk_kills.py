@@ -78,6 +78,7 @@ def _made_up_to(folder: Path, step: int, *, kind: str) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["raw", "adaptive"])
 def test_a_process_that_is_killed_while_it_makes_a_folder_leaves_nothing_in_the_way(tmp_path: Path, kind: str) -> None:
     step = 0
@@ -92,11 +93,3 @@ def test_a_process_that_is_killed_while_it_makes_a_folder_leaves_nothing_in_the_
         store.close()
         step += 1
     assert step > 20
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(100, 200))  # each of them kills twice
-def test_killed_processes_leave_all_but_one_transition(
-    adder: Adder, tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    check_one_kill(adder, tmp_path / "buffer", seed, caplog)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import pickle
+import zlib
 from typing import Any
 
 import numpy as np
@@ -14,47 +15,53 @@ from hypothesis import strategies as st
 from rl_ext_core.errors import CorruptFileError, MissingDependencyError
 from rl_ext_core.frames import FrameStore
 from rl_ext_core.frames.checkpoint import FORMAT_VERSION
-from rl_ext_core.testing import ConformanceError, PlainStore, check_contents, transitions
-from tests.core.frames.make_fixtures import CAPACITY, CODECS, LAYOUT, N_ENVS, path_of, steps
+from rl_ext_core.testing import PlainStore, check_contents, transitions
+from tests.core.frames.disk_toys import append_all
+from tests.core.frames.make_fixtures import EXACT, KINDS, LAYOUT, N_ENVS, WAYS, filled, path_of, steps
+from tests.core.frames.test_bounded_error import everything
+
+# Of the bytes that come out. JPEG's depend on the library.
+DECODED = {
+    ("patch-lossy", "store"): 2382317980,
+    ("patch-lossy", "adaptive"): 3313217912,
+    ("patch+lz4-lossy", "store"): 2492941697,
+    ("patch+lz4-lossy", "adaptive"): 3445397735,
+}
 
 
-def expected() -> PlainStore:
-    plain = PlainStore(CAPACITY, N_ENVS, LAYOUT)
-    for transition in steps():
-        plain.append(*transition)
-    return plain
-
-
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("kind", ["store", "adaptive"])
-def test_a_file_of_this_format_is_read(codec: str, kind: str) -> None:
-    data = path_of(codec, kind).read_bytes()
-    assert len(data) < 8_000
-    store = pickle.loads(data)
-    plain = expected()
-    check_contents(store, plain)
-    for transition in transitions(LAYOUT, n_steps=30, contents="mixed"):
-        store.append(*transition)
-        plain.append(*transition)
-    check_contents(store, plain)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_of_this_format_is_read(way: str, kind: str) -> None:
+    capacity, n_steps = KINDS[kind]
+    data = path_of(way, kind).read_bytes()
+    assert len(data) < 65_000
+    store, plain = pickle.loads(data), PlainStore(capacity, N_ENVS, LAYOUT)
+    append_all([plain], steps(n_steps))
+    made, true = everything(store, plain)
+    off = np.abs(made - true)
+    if way == "jpeg":
+        assert off.mean() < 6
+    else:
+        assert off.max() == WAYS[way].get("max_error", 0)
+        assert zlib.crc32(made.astype(np.uint8).tobytes()) == DECODED.get(
+            (way, kind), zlib.crc32(true.astype(np.uint8).tobytes())
+        )
+    append_all([store, plain], transitions(LAYOUT, n_steps=30, contents="mixed"))
+    if way in EXACT:
+        check_contents(store, plain)
 
 
 def test_there_are_files_of_the_format_that_is_written() -> None:
     assert FORMAT_VERSION == 4
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_the_same_transitions_give_the_same_file(codec: str) -> None:
-    def written() -> bytes:
-        store = FrameStore(20, N_ENVS, LAYOUT, codec=codec, block_length=4)
-        for transition in transitions(LAYOUT, n_steps=70, contents="mixed", odd=0.1):
-            store.append(*transition)
-        return pickle.dumps(store)
-
-    first = written()
-    dirt = [np.full(size, 0xA5, dtype=np.uint8) for size in range(30, 2000, 7)]
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_transitions_give_the_same_file(way: str, kind: str) -> None:
+    first = pickle.dumps(filled(way, kind), protocol=5)
+    dirt = [np.full(size, 0xA5, dtype=np.uint8) for size in range(30, 9000, 7)]
     del dirt
-    assert written() == first
+    assert pickle.dumps(filled(way, kind), protocol=5) == first
 
 
 def state_of(codec: str) -> dict[str, Any]:
@@ -72,12 +79,11 @@ def plain_leaves(value: Any, where: str = "state") -> list[str]:
     return [] if plain else [f"{where} is a {type(value)}"]
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", EXACT)
 def test_the_state_is_arrays_and_plain_values(codec: str) -> None:
     assert plain_leaves(state_of(codec)) == []
     store = FrameStore(np.int64(5), np.int64(2), LAYOUT, codec=codec, block_length=np.int64(4))  # type: ignore[arg-type]
-    for transition in transitions(LAYOUT, n_steps=20, contents="mixed"):
-        store.append(*transition)
+    append_all((store,), transitions(LAYOUT, n_steps=20, contents="mixed"))
     assert plain_leaves(store.__getstate__()) == []
 
 
@@ -93,7 +99,7 @@ def damaged_arrays(state: Any) -> list[np.ndarray]:
 
 
 @settings(max_examples=100)
-@given(codec=st.sampled_from(CODECS), which=st.integers(0), place=st.integers(0), bit=st.integers(0, 7))
+@given(codec=st.sampled_from(EXACT), which=st.integers(0), place=st.integers(0), bit=st.integers(0, 7))
 def test_a_flipped_bit_of_any_array_is_noticed(codec: str, which: int, place: int, bit: int) -> None:
     state = pickle.loads(pickle.dumps(state_of(codec)))
     arrays = damaged_arrays(state)
@@ -121,32 +127,10 @@ def test_a_changed_value_is_noticed(change: dict[str, Any]) -> None:
         FrameStore.__new__(FrameStore).__setstate__(state)
 
 
-def test_arrays_of_another_dtype_or_shape_are_noticed() -> None:
-    state = state_of("patch")
-    for other in (state["index"].view(">u8"), state["index"].reshape(2, 9)):
-        with pytest.raises(CorruptFileError, match="checksum"):
-            FrameStore.__new__(FrameStore).__setstate__({**state, "index": other})
-
-
-@pytest.mark.parametrize("name", ["format", "checksum", "frames", "index"])
-def test_a_missing_value_is_noticed(name: str) -> None:
-    state = state_of("patch")
-    del state[name]
-    with pytest.raises(CorruptFileError):
-        FrameStore.__new__(FrameStore).__setstate__(state)
-
-
 @pytest.mark.parametrize("state", [None, 3, [], "text", {"a": 1}])
 def test_a_foreign_state_is_refused(state: Any) -> None:
     with pytest.raises(CorruptFileError):
         FrameStore.__new__(FrameStore).__setstate__(state)
-
-
-@pytest.mark.parametrize("change", [{"asked": {}}, {"asked": None}, {"frames": None}, {"format": 2}, {"checksum": 1}])
-def test_a_damaged_adaptive_store_is_refused(change: dict[str, Any]) -> None:
-    state = pickle.loads(path_of("patch", "adaptive").read_bytes()).__getstate__()
-    with pytest.raises(CorruptFileError):
-        FrameStore.__new__(FrameStore).__setstate__({**state, **change})
 
 
 @pytest.mark.parametrize("version", [FORMAT_VERSION + 1, 1, None, "1"])
@@ -163,26 +147,3 @@ def test_a_file_of_a_codec_that_is_not_available_is_refused_by_name(monkeypatch:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "lz4" else find(name, *rest))
     with pytest.raises(MissingDependencyError, match=r"codec 'patch\+lz4'"):
         pickle.loads(data)
-
-
-@settings(max_examples=300)
-@given(
-    codec=st.sampled_from(CODECS),
-    kind=st.sampled_from(["store", "adaptive"]),
-    place=st.floats(0, 1, exclude_max=True),
-    flip=st.integers(1, 255),
-)
-def test_a_damaged_file_is_never_read_as_something_else(codec: str, kind: str, place: float, flip: int) -> None:
-    """Which error there is depends on where pickle stumbles; what is read without one is what was written."""
-    data = bytearray(path_of(codec, kind).read_bytes())
-    data[int(place * len(data))] ^= flip
-    try:
-        store = pickle.loads(data)
-        if not isinstance(store, FrameStore):
-            return
-    except Exception:
-        return
-    try:
-        check_contents(store, expected())
-    except ConformanceError:
-        pytest.fail(f"byte {int(place * len(data))} of {path_of(codec, kind).name} flipped by {flip} was not noticed")

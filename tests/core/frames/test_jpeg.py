@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import pickle
 from typing import Any
 
@@ -11,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, MissingDependencyError
-from rl_ext_core.frames import FrameStore, JpegCodec, StackLayout, codec_names, get_codec
-from rl_ext_core.testing import ConformanceError, PlainStore, check_codec
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, MissingDependencyError
+from rl_ext_core.frames import FrameStore, StackLayout, codec_names, get_codec
+from rl_ext_core.testing import PlainStore
+from tests.core.frames.disk_toys import append_all
 from tests.core.frames.test_bounded_error import drifting, everything
 
 LAYOUTS = {
@@ -29,9 +29,7 @@ LAYOUTS = {
 
 def filled(layout: StackLayout, n_steps: int = 60, **options: Any) -> tuple[FrameStore, PlainStore]:
     plain, store = PlainStore(n_steps, 2, layout), FrameStore(n_steps, 2, layout, codec="jpeg", **options)
-    for transition in drifting(layout, n_steps):
-        plain.append(*transition)
-        store.append(*transition)
+    append_all((plain, store), drifting(layout, n_steps))
     return store, plain
 
 
@@ -40,58 +38,10 @@ def psnr(store: Any, plain: PlainStore) -> float:
     return float(10 * np.log10(255**2 / np.mean((made - true) ** 2)))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_images_come_back_nearly_as_they_were(name: str) -> None:
-    store, plain = filled(LAYOUTS[name])
-    assert psnr(store, plain) > 35
-    made, true = everything(store, plain)
-    assert (made != true).any()
-    again = pickle.loads(pickle.dumps(store))
-    np.testing.assert_array_equal(everything(again, plain)[0], made)
-
-
-def test_a_frame_comes_out_as_simplejpeg_makes_it() -> None:
-    import simplejpeg
-
-    store, plain = filled(LAYOUTS["rgb, channels first"], quality=80)
-    newest = plain.next_observations[-1, 0, -3:]
-    image = np.ascontiguousarray(np.moveaxis(newest, 0, -1))
-    expected = simplejpeg.decode_jpeg(simplejpeg.encode_jpeg(image, 80, "RGB", "444"), "RGB")
-    made = np.empty((2, 1, *store.layout.shape), np.uint8)
-    store.get(np.array([59]), np.array([0]), made[0], made[1])
-    np.testing.assert_array_equal(np.moveaxis(made[1, 0, -3:], 0, -1), expected)
-
-
-def test_what_is_read_does_not_change_when_more_is_added() -> None:
-    layout = LAYOUTS["rgb, channels first"]
-    store, seen = FrameStore(60, 1, layout, codec="jpeg"), []
-    for row, transition in enumerate(drifting(layout, 40, n_envs=1)):
-        store.append(*transition)
-        seen.append(read(store, row))
-    for row, first in enumerate(seen):
-        np.testing.assert_array_equal(read(store, row), first)
-
-
 def read(store: FrameStore, row: int) -> npt.NDArray[np.uint8]:
     out = np.empty((2, 1, *store.layout.shape), np.uint8)
     store.get(np.array([row]), np.array([0]), out[0], out[1])
     return out
-
-
-def test_a_higher_quality_is_nearer_and_larger() -> None:
-    found = [filled(LAYOUTS["rgb, channels first"], quality=quality) for quality in (30, 95)]
-    assert psnr(*found[0]) + 3 < psnr(*found[1])
-    assert found[0][0].nbytes < found[1][0].nbytes
-
-
-def test_zero_padding_stays_zero() -> None:
-    layout = LAYOUTS["rgb, channels first"]
-    store = FrameStore(10, 1, layout, codec="jpeg")
-    rng = np.random.default_rng(0)
-    stack = np.zeros((1, *layout.shape), np.uint8)
-    stack[:, -3:] = rng.integers(256, size=(1, 3, 40, 48))
-    store.append(stack, stack)
-    assert not read(store, 0)[:, :, :-3].any()
 
 
 @pytest.mark.parametrize(
@@ -134,15 +84,6 @@ def test_other_codecs_have_no_quality(name: str) -> None:
         get_codec(name, quality=80)
 
 
-def test_a_block_length_or_a_bound_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="block_length=16 is not for codec='jpeg'"):
-        FrameStore(10, 1, LAYOUTS["one rgb frame"], codec="jpeg", block_length=16)
-    with pytest.raises(InvalidArgumentError, match="block_length=4 is not for codec='jpeg'"):
-        FrameStore.adaptive(10, 1, (40, 48, 3), np.uint8, codec="jpeg", block_length=4)
-    with pytest.raises(InvalidArgumentError, match="max_error=4 has no effect on codec='jpeg'"):
-        FrameStore(10, 1, LAYOUTS["one rgb frame"], codec="jpeg", max_error=4)
-
-
 def test_it_is_never_chosen_and_is_refused_by_name_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "jpeg" in codec_names()
     find = importlib.util.find_spec
@@ -153,8 +94,7 @@ def test_it_is_never_chosen_and_is_refused_by_name_where_it_is_missing(monkeypat
         get_codec("jpeg")
     layout = LAYOUTS["rgb, channels first"]
     store = FrameStore.adaptive(200, 2, layout.shape, layout.dtype)
-    for transition in drifting(layout, 200):
-        store.append(*transition)
+    append_all((store,), drifting(layout, 200))
     assert store.codec != "jpeg"
 
 
@@ -174,32 +114,3 @@ def test_an_adaptive_store_finds_the_stack_and_goes_over_to_jpeg(name: str) -> N
     again = pickle.loads(pickle.dumps(store))
     again.append(*next(iter(drifting(layout, 1, seed=5))))
     assert again.choice.quality == 90
-
-
-def test_observations_that_do_not_stack_are_taken_apart() -> None:
-    """Nine channels that have nothing to do with those before are stored as three images."""
-    rng = np.random.default_rng(0)
-    store = FrameStore.adaptive(100, 1, (9, 40, 40), np.uint8, codec="jpeg")
-    picture = np.kron(rng.integers(256, size=(120, 1, 9, 5, 5)), np.ones((8, 8))).astype(np.uint8)
-    for before, after in itertools.pairwise(picture[:101]):
-        store.append(before, after)
-    assert (store.codec, store.layout.n_stack) == ("jpeg", 3)
-    out = np.empty((1, 9, 40, 40), np.uint8)
-    store.get(np.array([50]), np.array([0]), out)
-    assert np.abs(out[0].astype(int) - picture[50, 0]).mean() < 10
-
-
-def test_repr_and_checks_say_that_it_is_lossy() -> None:
-    assert repr(JpegCodec(80)) == "JpegCodec(quality=80, lossy)"
-    assert "lossy" in repr(FrameStore(10, 1, LAYOUTS["one rgb frame"], codec="jpeg"))
-    with pytest.raises(ConformanceError, match="'jpeg' is lossy"):
-        check_codec("jpeg")
-
-
-def test_a_changed_quality_is_noticed() -> None:
-    store, _ = filled(LAYOUTS["one grey frame"], 10)
-    state = store.__getstate__()
-    assert state["frames"]["quality"] == 95
-    state["frames"]["quality"] = 94
-    with pytest.raises(CorruptFileError, match="checksum"):
-        FrameStore.__new__(FrameStore).__setstate__(state)

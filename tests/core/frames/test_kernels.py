@@ -33,13 +33,6 @@ def test_a_changed_source_is_compiled_anew(tmp_path: Path) -> None:
     assert decode.gather._cache._cache_file._source_stamp[1] == machine._DIGEST
 
 
-def test_the_digest_covers_what_the_loops_import() -> None:
-    """It is that of one folder."""
-    for path in FOLDER.rglob("*.py"):
-        if "numba" in path.read_text():
-            assert path.parent == FOLDER
-
-
 def runs_of_bytes() -> st.SearchStrategy[bytes]:
     """Frames in which long runs are equal, long runs differ, and both meet at any place."""
     piece = st.tuples(st.sampled_from([b"\0", b"\1", b"\xff"]), st.integers(1, 700)).map(lambda p: p[0] * p[1])

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from rl_ext_core.errors import (
     MissingDependencyError,
 )
 from rl_ext_core.frames import FrameStore, Plan, StackLayout, plan, planning
-from rl_ext_core.frames.planning import MemoryWatch, in_bytes, parse_bytes
+from rl_ext_core.frames.planning import parse_bytes
 from rl_ext_core.resources import available_memory
 from tests.core.frames.test_bounded_error import drifting
 
@@ -132,26 +130,6 @@ def test_the_likely_stack_is_guessed(shape: tuple[int, ...], n_stack: int) -> No
     assert plan(shape, 1000).n_stack == n_stack
 
 
-def test_a_budget_gives_the_capacity_that_fits() -> None:
-    frames = observations()
-    found = plan(None, 1_000_000, frames=frames, max_bytes=50_000_000)
-    assert found.budget == found.max_bytes == 50_000_000
-    for row in found.rows:
-        assert row.capacity is not None
-        assert row.fits is (row.total_bytes <= 50_000_000)
-    assert found.row(SB3).capacity == 50_000_000 // found.row(SB3).bytes_a_transition
-
-
-def test_what_is_said_to_fit_fits() -> None:
-    found = plan(None, 1, frames=observations(), max_bytes=2_000_000, codecs=["patch", "raw"])
-    for codec in ("patch", "raw"):
-        capacity = found.row(codec).capacity or 0
-        store = FrameStore.adaptive(capacity, 1, LAYOUT.shape, np.uint8, codec=codec)
-        for transition in drifting(LAYOUT, capacity, n_envs=1, seed=1):
-            store.append(*transition)
-        assert 0.6 * 2_000_000 < store.nbytes + 20 * capacity <= 2_000_000
-
-
 def test_without_a_budget_the_free_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     found = plan((84, 84, 4), 1000)
     free = available_memory()
@@ -224,17 +202,6 @@ class Rooms(Played):
         return np.repeat(np.repeat(tiles, 6, 0), 6, 1)
 
 
-class Corner(Rooms):
-    """The same, of which only what is near is seen: every step moves the whole picture."""
-
-    def begin(self, rng: np.random.Generator) -> None:
-        self.tiles = rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)
-
-    def seen(self) -> npt.NDArray[Any]:
-        y, x = self.at
-        return np.repeat(np.repeat(self.tiles[y : y + 8, x : x + 8], 6, 0), 6, 1)
-
-
 class Track(Played):
     """A view that zooms in at first, then moves over grass or rests, for long each: CarRacing under random actions."""
 
@@ -251,21 +218,6 @@ class Track(Played):
         return self.ground[self.place : self.place + 48 * step : step, : 48 * step : step].copy()
 
 
-class Nights(Played):
-    """It becomes dark, which is noise, and day again, as in Crafter."""
-
-    length = 300
-
-    def begin(self, rng: np.random.Generator) -> None:
-        self.tiles = rng.integers(60, 256, (8, 8, 3), dtype=np.uint8)
-
-    def seen(self) -> npt.NDArray[Any]:
-        picture = np.repeat(np.repeat(self.tiles, 6, 0), 6, 1)
-        dark = max(0.0, np.sin(self.time / 300 * 2 * np.pi))
-        noise = self.np_random.random((48, 48, 1)) < dark / 2
-        return np.where(noise, picture // 3, picture).astype(np.uint8)
-
-
 def played(env: Played) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
     """What a random policy sees, as buffers get it: channel-first."""
     env.action_space.seed(77)
@@ -277,7 +229,7 @@ def played(env: Played) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize("env", [Rooms, Corner, Track, Nights])
+@pytest.mark.parametrize("env", [Rooms, Track])
 def test_a_plan_is_close_or_says_how_far_off_it_may_be(env: type[Played]) -> None:
     """For another seed, and later in the training. Some hundred steps said half, or three times, of what it is."""
     ways = ("patch", "patch+lz4", "raw")
@@ -308,11 +260,6 @@ def test_it_plays_until_the_figures_are_known_and_no_longer() -> None:
     low, high = asked.row("patch").range or (0.0, 0.0)
     assert low < asked.row("patch").bytes_a_transition < high
     assert "(" in str(asked).splitlines()[7]
-
-
-def test_the_same_seed_plans_the_same() -> None:
-    plans = [plan(None, 1000, env=Film, steps=130, seed=3, codecs=["patch"]) for _ in range(2)]
-    assert plans[0].row("patch").bytes_a_transition == plans[1].row("patch").bytes_a_transition
 
 
 def test_an_environment_that_fails_is_closed_all_the_same() -> None:
@@ -372,16 +319,13 @@ def test_what_cannot_be_planned_is_refused(arguments: dict[str, Any], error: Any
         plan(**arguments)
 
 
-def test_a_row_that_is_not_there_is_named() -> None:
-    with pytest.raises(InvalidArgumentError, match="no row is named 'zstd'; there are"):
-        plan((84, 84, 4), 1000).row("zstd")
-
-
 def test_it_is_frozen_and_fit_for_json() -> None:
     found = plan(None, 1000, frames=np.zeros((200, 30, 30, 3), np.uint8))
     with pytest.raises(AttributeError):
         found.size = 3  # type: ignore[misc]
-    assert json.loads(json.dumps(found.as_dict()))["size"] == 1000
+    assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["size"] == 1000
+    moving = plan(LAYOUT.shape, 1000, frames=observations(), codecs=["raw", {"codec": "patch", "max_error": 4}])
+    assert [row["psnr"] for row in moving.as_dict()["rows"]] == [row.psnr for row in moving.rows]
     assert "no error" in str(found)
     assert isinstance(found, Plan)
 
@@ -400,23 +344,6 @@ def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.Monk
         plan((100, 100, 9), 1000).plot(tmp_path / "memory.png")
 
 
-def test_planning_loads_neither_matplotlib_nor_a_framework() -> None:
-    code = (
-        "import sys; from rl_ext_core.frames import plan; str(plan((84, 84, 4), 100));"
-        "print({'matplotlib', 'torch', 'gymnasium', 'stable_baselines3', 'torchrl'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
-
-
-@pytest.mark.parametrize(
-    ("n_bytes", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (12_345, "12.3 kB"), (999_600, "1 MB"), (180e9, "180 GB")],
-)
-def test_sizes_are_written_with_three_digits(n_bytes: float, text: str) -> None:
-    assert in_bytes(n_bytes) == text
-
-
 @pytest.mark.parametrize(
     ("text", "n_bytes"),
     [("4GB", 4 * 10**9), ("512 MiB", 512 * 2**20), ("1e9", 10**9), ("1.5k", 1500), ("17", 17), ("2tib", 2 * 2**40)],
@@ -429,40 +356,3 @@ def test_sizes_are_read_as_people_write_them(text: str, n_bytes: int) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgumentError, match="is no size; for example 4GB"):
         parse_bytes(text)
-
-
-def watched(monkeypatch: pytest.MonkeyPatch, free: int, store: FrameStore) -> list[str]:
-    monkeypatch.setattr(planning, "available_memory", lambda: free)
-    monkeypatch.setattr(MemoryWatch, "KNOWN_AT", 256)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        watch = MemoryWatch([store])
-        watch.look()
-        steps = drifting(LAYOUT, MemoryWatch.KNOWN_AT, n_envs=1)
-        for transition in steps:
-            store.append(*transition)
-        watch.look()
-        watch.look()
-    return [str(warning.message) for warning in caught]
-
-
-def test_a_buffer_that_will_not_fit_is_said_once_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = FrameStore.adaptive(1_000_000, 1, LAYOUT.shape, np.uint8)
-    said = watched(monkeypatch, 10_000_000, store)
-    assert len(said) == 1
-    assert "1,000,000 transitions of (9, 24, 28) uint8 will take" in said[0]
-    assert "by estimate), and 10 MB are free; uncompressed they would take 12.1 GB" in said[0]
-    assert "rl-ext plan --shape 9,24,28 --size 1000000 --env ID" in said[0]
-
-
-def test_an_estimate_is_judged_again_by_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    # By the estimate half a gigabyte, which would fit; these frames take more.
-    store = FrameStore.adaptive(1_000_000, 1, LAYOUT.shape, np.uint8)
-    said = watched(monkeypatch, 700_000_000, store)
-    assert len(said) == 1
-    assert "by what it holds so far" in said[0]
-    assert "--stack 3" in said[0]
-
-
-def test_a_buffer_that_fits_is_not_spoken_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert watched(monkeypatch, 10**13, FrameStore.adaptive(1_000_000, 1, LAYOUT.shape, np.uint8)) == []

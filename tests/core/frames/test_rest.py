@@ -9,6 +9,7 @@ import pytest
 
 from rl_ext_core.frames import FrameStore
 from rl_ext_core.testing import LAYOUTS, PlainStore, check_contents, transitions
+from tests.core.frames.disk_toys import append_all
 
 N_ENVS = 2
 
@@ -40,29 +41,18 @@ def test_an_adaptive_store_that_is_cleared_after_a_rest_keeps_what_it_found_out(
     store = FrameStore.adaptive(40, N_ENVS, layout.shape, layout.dtype)
     for _ in range(3):
         plain = PlainStore(40, N_ENVS, layout)
-        for step in transitions(layout, n_envs=N_ENVS, n_steps=40, contents="sparse"):
-            store.append(*step)
-            plain.append(*step)
+        append_all((store, plain), transitions(layout, n_envs=N_ENVS, n_steps=40, contents="sparse"))
         store.rest()
         check_contents(store, plain)
         assert store.layout == layout
         store.clear()
 
 
-def test_single_stacks_in_place_of_transitions_show_their_layout_too() -> None:
-    layout = LAYOUTS[0]
-    store = FrameStore.adaptive(40, N_ENVS, layout.shape, layout.dtype)
-    for stacks, _ in transitions(layout, n_envs=N_ENVS, n_steps=40, contents="sparse"):
-        store.append(stacks, stacks)
-    assert store.layout == layout
-
-
 @pytest.mark.parametrize("codec", ["raw", "patch", "patch+lz4"])
 def test_next_observations_alone(codec: str) -> None:
     layout = LAYOUTS[0]
     store = FrameStore(50, 3, layout, codec=codec, block_length=4)
-    for step in transitions(layout, n_envs=3, n_steps=80, contents="mixed", odd=0.1):
-        store.append(*step)
+    append_all((store,), transitions(layout, n_envs=3, n_steps=80, contents="mixed", odd=0.1))
     rng = np.random.default_rng(0)
     rows, envs = rng.integers(50, size=60), rng.integers(3, size=60)
     before, after, alone = (np.empty((60, *layout.shape), layout.dtype) for _ in range(3))

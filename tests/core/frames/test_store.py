@@ -6,16 +6,16 @@ import copy
 import io
 import pickle
 import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.frames import FrameStore, StackLayout, codec_names, decode
 from rl_ext_core.frames.arrays import FRAMES
 from rl_ext_core.testing import LAYOUTS, PlainStore, check_contents, transitions
+from tests.core.frames.disk_toys import append_all
 
 GREY, GREY_LAST, RGB = LAYOUTS[:3]
 CODECS = ["raw", "patch", "patch+lz4"]
@@ -48,15 +48,6 @@ def test_memory_does_not_grow_around_the_ring(codec: str, contents: str) -> None
     assert max(held[12:]) <= 1.01 * max(held[4:12])
 
 
-@pytest.mark.parametrize("layout", [GREY, GREY_LAST, RGB], ids=str)
-def test_frames_are_shared_where_stacks_continue(layout: StackLayout) -> None:
-    plain, store = PlainStore(50, 2, layout), FrameStore(50, 2, layout, codec="raw")
-    fill([plain, store], layout, 50, contents="noise", episode=0)
-    check_contents(store, plain)
-    # Each environment's first stack and one new frame a transition.
-    assert frames_stored(store) == 2 * 51
-
-
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("case", ["shuffled", "flipped", "other memory", "second learn", "one byte"])
 def test_stacks_that_do_not_continue_are_stored_whole(codec: str, case: str) -> None:
@@ -82,18 +73,6 @@ def test_stacks_that_do_not_continue_are_stored_whole(codec: str, case: str) -> 
     assert (frames_stored(store) > 2 * 91) == (case != "other memory")
 
 
-@pytest.mark.parametrize("capacity", [1, 2, 3, 15, 16, 17, 33])
-@pytest.mark.parametrize("block_length", [1, 2, 16, 64])
-def test_any_capacity_and_block_length(capacity: int, block_length: int) -> None:
-    plain = PlainStore(capacity, 3, GREY)
-    store = FrameStore(capacity, 3, GREY, codec="patch", block_length=block_length)
-    adaptive = FrameStore.adaptive(capacity, 3, GREY.shape, np.uint8, block_length=block_length)
-    for seed in range(4):
-        fill([plain, store, adaptive], GREY, 23, n_envs=3, odd=0.1, seed=seed)
-        check_contents(store, plain)
-        check_contents(adaptive, plain)
-
-
 @pytest.mark.parametrize("n_stack", [1, 100, 255])
 def test_stacks_may_be_deep(n_stack: int) -> None:
     layout = StackLayout((n_stack, 2, 3), np.dtype(np.uint8), n_stack, 0)
@@ -117,15 +96,6 @@ def test_threads_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_array_equal(next_out, plain.next_observations[rows, envs])
 
 
-def test_an_error_in_a_thread_is_raised() -> None:
-    def fails(start: int, stop: int) -> None:
-        if start >= 64:
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        decode.run_parts(fails, 400, num_threads=3)
-
-
 @pytest.mark.parametrize("clone", [copy.copy, copy.deepcopy, lambda store: pickle.loads(pickle.dumps(store))])
 def test_a_copy_goes_its_own_way(clone: Any) -> None:
     plain, store = PlainStore(30, 2, GREY), FrameStore(30, 2, GREY, block_length=4)
@@ -135,16 +105,6 @@ def test_a_copy_goes_its_own_way(clone: Any) -> None:
     fill([other_plain, other], GREY, 70, contents="noise", seed=2)
     check_contents(store, plain)
     check_contents(other, other_plain)
-
-
-def test_a_store_loaded_from_read_only_buffers_can_be_appended_to() -> None:
-    plain, store = PlainStore(30, 2, GREY), FrameStore(30, 2, GREY, block_length=4)
-    fill([plain, store], GREY, 20)
-    buffers: list[pickle.PickleBuffer] = []
-    data = pickle.dumps(store, protocol=5, buffer_callback=buffers.append)
-    loaded = pickle.loads(data, buffers=[bytes(buffer) for buffer in buffers])
-    fill([plain, loaded], GREY, 50, contents="noise")
-    check_contents(loaded, plain)
 
 
 @pytest.mark.parametrize("make", [FrameStore, FrameStore.adaptive])
@@ -203,35 +163,6 @@ def test_outputs_that_do_not_fit_are_refused() -> None:
             store.get(*index, good, bad)
 
 
-def test_out_of_memory_is_also_the_builtin() -> None:
-    assert issubclass(OutOfMemoryError, MemoryError)
-
-
-def test_threads_may_read_while_another_one_stores() -> None:
-    layout = LAYOUTS[0]
-    store = FrameStore(40, 2, layout, codec="patch", block_length=4)
-    pairs = list(transitions(layout, n_envs=2, n_steps=400, seed=0))
-    known = {pair[env].tobytes() for before, after in pairs for pair in (before, after) for env in range(2)}
-    store.append(*pairs[0])
-    wrong: list[int] = []
-
-    def read() -> None:
-        rows, envs = np.zeros(16, np.int64), np.arange(16, dtype=np.int64) % 2
-        stacks, nexts = (np.empty((16, *layout.shape), layout.dtype) for _ in range(2))
-        for _ in range(200):
-            store.get(rows, envs, stacks, nexts)
-            wrong.extend(stack.tobytes() not in known for stack in (*stacks, *nexts))
-
-    readers = [threading.Thread(target=read) for _ in range(2)]
-    for reader in readers:
-        reader.start()
-    for pair in pairs[1:]:
-        store.append(*pair)
-    for reader in readers:
-        reader.join()
-    assert not any(wrong)
-
-
 @pytest.mark.parametrize("cls", [FrameStore, FrameStore.adaptive])
 def test_numbers_may_be_of_numpys_types(cls: Any) -> None:
     args = (GREY,) if cls is FrameStore else (GREY.shape, GREY.dtype)
@@ -254,8 +185,7 @@ def test_numbers_may_be_of_numpys_types(cls: Any) -> None:
 def test_a_copy_of_an_adaptive_store_is_one_of_its_own() -> None:
     store = FrameStore.adaptive(8, 2, GREY.shape, GREY.dtype)
     steps = list(transitions(GREY, n_steps=6))
-    for pair in steps[:5]:
-        store.append(*pair)
+    append_all((store,), steps[:5])
     other = copy.copy(store)
     other.append(*steps[5])
     assert (store.size, other.size) == (5, 6)
@@ -317,34 +247,11 @@ def test_threads_are_not_more_than_were_asked_for() -> None:
     assert ours() <= 8
 
 
-@pytest.mark.parametrize("cls", [FrameStore, FrameStore.adaptive])
-@pytest.mark.parametrize("codec", ["patch", "patch+lz4"])
-def test_a_store_is_saved_while_another_thread_adds(cls: Any, codec: str, tmp_path: Path) -> None:
-    store: Any = cls(40, 2, *((GREY,) if cls is FrameStore else (GREY.shape, GREY.dtype)), codec=codec)
-    steps = list(transitions(GREY, n_steps=60))
-    for pair in steps:
-        store.append(*pair)
-    done, seen = threading.Event(), {step[0].tobytes() for step in steps}
-
-    def add() -> None:
-        while not done.is_set():
-            for pair in steps:
-                store.append(*pair)
-
-    thread = threading.Thread(target=add)
-    thread.start()
-    try:
-        for saved in range(10):
-            if saved % 2:
-                copied = pickle.loads(pickle.dumps(store, 5))
-            else:
-                store.save(tmp_path / "saved")
-                copied = FrameStore.load(tmp_path / "saved")
-            rows = np.arange(40)
-            outs = [np.empty((40, *GREY.shape), GREY.dtype) for _ in range(2)]
-            for env, out in enumerate(outs):
-                copied.get(rows, np.full(40, env), out)
-            assert all(np.stack(both).tobytes() in seen for both in zip(*outs, strict=True))
-    finally:
-        done.set()
-        thread.join()
+def test_a_store_loaded_from_read_only_buffers_can_be_appended_to() -> None:
+    plain, store = PlainStore(30, 2, GREY), FrameStore(30, 2, GREY, block_length=4)
+    fill([plain, store], GREY, 20)
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(store, protocol=5, buffer_callback=buffers.append)
+    loaded = pickle.loads(data, buffers=[bytes(buffer) for buffer in buffers])
+    fill([plain, loaded], GREY, 50, contents="noise")
+    check_contents(loaded, plain)

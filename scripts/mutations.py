@@ -1,0 +1,252 @@
+"""Changes the sources in a small place at a time, and says which changes no test notices.
+
+    pip install pytest-cov
+    python scripts/mutations.py shared/rl_ext_core/frames --tests tests/core/frames tests/sb3_ext/test_replay_buffer.py
+
+Everything happens in a copy of the tree. The tests run once to record which lines each of them passes. After that, each
+mutant is shown to the tests that pass its line, until one fails. The same command goes on where it was interrupted;
+another ``--work`` folder begins anew. Lines that numba compiles, or that run in other processes alone, are not in the
+record: their mutants are shown to the tests that ``--otherwise`` names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from coverage.numbits import numbits_to_nums
+
+ROOT = Path(__file__).resolve().parent.parent
+COMPILED = ("njit", "kernel", "intrinsic")
+# The cache of machine code goes stale with any source of this folder, which would be compiled for every mutant.
+DIGEST = "shared/rl_ext_core/frames/machine.py", "_DIGEST = sources_digest(Path(__file__).parent)", '_DIGEST = "none"'
+OPPOSITES: dict[type, type] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult,
+    ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change: of a file, the bytes from ``start`` to ``stop``."""
+
+    path: str
+    line: int
+    start: int
+    stop: int
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {' '.join(self.old.split())}  ->  {self.new}"
+
+
+def _changes(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
+    """What a node, or a part of it, may become."""
+    match node:
+        case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
+            yield test, f"(not ({ast.unparse(test)}))"
+        case ast.Raise() | ast.AugAssign() | ast.Expr(value=ast.Call()):
+            yield node, "pass"
+        case ast.Assign(targets=[ast.Attribute() | ast.Subscript(), *_]):
+            yield node, "pass"
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            yield node, f"({ast.unparse(operand)})"
+        case ast.Constant(value=bool(value)):
+            yield node, str(not value)
+        case ast.Constant(value=int(value)):
+            yield node, str(value + 1)
+        case ast.Compare(left=left, ops=[op, *ops], comparators=comparators):
+            yield node, f"({ast.unparse(ast.Compare(left, [OPPOSITES[type(op)](), *ops], comparators))})"
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPPOSITES:
+            yield node, f"({ast.unparse(ast.BinOp(left, OPPOSITES[type(op)](), right))})"
+        case ast.BoolOp(op=op, values=values):
+            yield node, f"({ast.unparse(ast.BoolOp(OPPOSITES[type(op)](), values))})"
+
+
+def _parts(node: ast.AST) -> list[ast.AST]:
+    """What mutants are looked for in: no messages, annotations or declarations."""
+    match node:
+        case ast.Raise() | ast.JoinedStr():
+            return []
+        case ast.Expr(value=ast.Call(func=function)) if "logger" in ast.unparse(function):
+            return []
+        case ast.If(test=ast.Name(id="TYPE_CHECKING")) | ast.Assign(targets=[ast.Name(id="__all__")]):
+            return []
+        case ast.FunctionDef():
+            return list(node.body)
+        case ast.AnnAssign():
+            return [node.value] if node.value else []
+        case _:
+            return list(ast.iter_child_nodes(node))
+
+
+def mutants_of(path: str, source: bytes) -> Iterator[Mutant]:
+    """All mutants of a file."""
+    starts = [0, *itertools.accumulate(len(line) for line in source.splitlines(keepends=True))]
+    pending: list[ast.AST] = [ast.parse(source)]
+    while pending:
+        node = pending.pop()
+        parts = _parts(node)
+        pending += parts
+        for place, new in _changes(node) if parts or isinstance(node, ast.Constant | ast.Raise) else ():
+            start = starts[place.lineno - 1] + place.col_offset
+            stop = starts[(place.end_lineno or 0) - 1] + (place.end_col_offset or 0)
+            yield Mutant(path, place.lineno, start, stop, source[start:stop].decode(), new)
+
+
+class Sandbox:
+    """A copy of the tree, which tests pass which lines, and how long each test takes."""
+
+    def __init__(self, work: Path, tests: list[str]) -> None:
+        self.work, self.tree, self.record = work, work / "tree", work / "coverage"
+        self.sound, self.broken = set[str](), set[str]()  # tests that pass without any mutant, and that do not
+        if not self.tree.exists():
+            folders = shutil.ignore_patterns(".git", ".venv", "out", "__pycache__", ".*_cache", ".hypothesis")
+            shutil.copytree(ROOT, self.tree, ignore=folders)
+        if not self.record.exists():
+            packages = ["--cov=shared/rl_ext_core", "--cov=sb3_ext", "--cov=torchrl_ext"]
+            options = ["--cov-context=test", "--cov-report=", "--durations=0", "--durations-min=0", "-mnot exhaustive"]
+            _, output = self.run([*packages, *options, *tests], 7200, COVERAGE_FILE=str(work / "recording"))
+            (work / "durations").write_text(output)
+            (work / "recording").rename(self.record)
+        self.durations: dict[str, float] = defaultdict(float)
+        for seconds, test in re.findall(r"^([\d.]+)s \w+ +(\S.*)$", (work / "durations").read_text(), re.MULTILINE):
+            self.durations[test] += float(seconds)
+
+    def run(self, arguments: list[str], limit: float, **variables: str) -> tuple[int | None, str]:
+        """Run pytest in the copy; no status means that the limit was reached."""
+        variables |= {"PYTHONPATH": f"{self.tree}:{self.tree / 'shared'}", "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+        options = {"cwd": self.tree, "env": os.environ | variables, "start_new_session": True}
+        with (output := self.work / "output").open("w") as file:
+            process = subprocess.Popen(command, stdout=file, stderr=file, **options)
+            try:
+                status: int | None = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                status = None
+        return status, output.read_text(errors="replace")
+
+    def tests_of(self, mutant: Mutant, otherwise: list[str], seconds: float) -> list[str]:
+        """Tests that pass a line, as many as fit into the time: a case of each first, and of these the quickest."""
+        passing = (
+            "select context, numbits from line_bits join context on context.id = context_id "
+            "join file on file.id = file_id where path like ?"
+        )
+        tests = set()
+        with contextlib.closing(sqlite3.connect(self.record)) as database:
+            for context, bits in database.execute(passing, (f"%/{mutant.path}",)):
+                if mutant.line in numbits_to_nums(bits):
+                    tests.add(context.partition("|")[0])
+            if tests <= {""}:
+                contexts = {context.partition("|")[0] for (context,) in database.execute("select context from context")}
+                tests = {test for test in contexts if test.startswith(tuple(otherwise))}
+        ordered = sorted(tests - {""} - self.broken, key=lambda each: (self.durations[each], each))
+        firsts = {test.partition("[")[0]: test for test in reversed(ordered)}.values()
+        chosen: list[str] = []
+        for test in dict.fromkeys([*reversed(firsts), *ordered]):
+            seconds -= self.durations[test] + 0.01
+            if seconds > 0 or not chosen:
+                chosen.append(test)
+        return chosen
+
+    def try_mutant(self, mutant: Mutant, otherwise: list[str], seconds: float) -> tuple[str, str]:
+        """Show a mutant to its tests.
+
+        :return: ``killed``, ``timeout``, ``survived`` or ``no test``; and the test that failed or how many there were.
+        """
+        file = self.tree / mutant.path
+        source, machine = file.read_bytes(), self.tree / DIGEST[0]
+        digest = machine.read_text()
+        has_kernels = any(f"@{name}" in source.decode() for name in COMPILED)
+        cache = self.work / ("compiled-mutant" if has_kernels else "compiled")
+        try:
+            while tests := self.tests_of(mutant, otherwise, seconds):
+                (self.work / "names").write_text("\n".join(tests))
+                if not has_kernels:
+                    machine.write_text(digest.replace(*DIGEST[1:]))
+                file.write_bytes(source[: mutant.start] + mutant.new.encode() + source[mutant.stop :])
+                limit = 3 * seconds + 120
+                arguments = ["-x", "-m", "", "--tb=no", "-rfE", f"@{self.work / 'names'}"]
+                status, output = self.run(arguments, limit, NUMBA_CACHE_DIR=str(cache))
+                file.write_bytes(source)
+                if "(no match in any of" in output:
+                    sys.exit(f"the record is of other tests; pass another --work: {output.strip()[-200:]}")
+                if status is None:
+                    return "timeout", f"{len(tests)} tests"
+                if status == 0:
+                    return "survived", f"{len(tests)} tests"
+                failed = re.search(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.+?)?)(?: - .*)?$", output, re.MULTILINE)
+                if failed is None or "::" not in failed[1]:  # while tests are imported, or with the whole process
+                    return "killed", f"status {status}: {output.strip()[-60:]}"
+                if failed[1] not in self.sound:
+                    alone, _ = self.run(["-m", "", failed[1]], limit, NUMBA_CACHE_DIR=str(self.work / "compiled"))
+                    (self.broken if alone else self.sound).add(failed[1])
+                if failed[1] in self.sound:
+                    return "killed", failed[1]
+            return "no test", ""
+        finally:
+            file.write_bytes(source)
+            machine.write_text(digest)
+            shutil.rmtree(self.work / "compiled-mutant", ignore_errors=True)
+
+
+def main() -> None:
+    """Try a sample, and print what survived and the share that did not."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sources", nargs="+", type=Path, help="files and folders to change")
+    parser.add_argument("--tests", nargs="+", required=True, help="files and folders of tests")
+    parser.add_argument("--otherwise", nargs="+", default=["tests/core/frames/"], help="how their names begin")
+    parser.add_argument("--mutants", type=int, default=60, help="how many to try")
+    parser.add_argument("--seed", type=int, default=0, help="which ones")
+    parser.add_argument("--seconds", type=float, default=60, help="of tests to show a mutant to")
+    parser.add_argument("--work", type=Path, default="/tmp/mutations", help="folder for the copy and results")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # not without putting back what was changed
+    (work := options.work.resolve()).mkdir(parents=True, exist_ok=True)
+    sandbox = Sandbox(work, options.tests)
+    folders = [sandbox.tree / path for path in options.sources]
+    files = [file for folder in folders for file in (sorted(folder.rglob("*.py")) or [folder])]
+    mutants = [each for file in files for each in mutants_of(str(file.relative_to(sandbox.tree)), file.read_bytes())]
+    sample = random.Random(options.seed).sample(mutants, min(options.mutants, len(mutants)))
+    results = work / "results.jsonl"
+    known = {each["mutant"]: each for each in map(json.loads, results.open())} if results.exists() else {}
+    counts: Counter[str] = Counter()
+    for mutant in sample:
+        key = json.dumps(asdict(mutant))
+        if key not in known:
+            outcome, detail = sandbox.try_mutant(mutant, options.otherwise, options.seconds)
+            known[key] = {"mutant": key, "outcome": outcome, "detail": detail}
+            with results.open("a") as file:
+                file.write(json.dumps(known[key]) + "\n")
+            print(f"{outcome:8}  {mutant}  [{detail}]", flush=True)
+        counts[known[key]["outcome"]] += 1
+    print()
+    for mutant in sample:
+        if (result := known[json.dumps(asdict(mutant))])["outcome"] in ("survived", "no test"):
+            print(f"{result['outcome']:8}  {mutant}  [{result['detail']}]")
+    killed = counts["killed"] + counts["timeout"]
+    print(f"{killed} of {len(sample)} killed ({killed / max(len(sample), 1):.0%}), of {len(mutants)}: {dict(counts)}")
+
+
+if __name__ == "__main__":
+    main()
