@@ -39,6 +39,16 @@ def _lock(lock: Any) -> tuple[Any, ...]:
     return (threading.Lock if type(lock) is type(threading.Lock()) else threading.RLock), ()
 
 
+def _lock_of_processes(lock: Any) -> tuple[Any, ...]:
+    return _make_lock_of_processes, (type(lock).__name__,)
+
+
+def _make_lock_of_processes(name: str) -> Any:
+    import multiprocessing
+
+    return getattr(multiprocessing, name)()
+
+
 def _condition(condition: Any) -> tuple[Any, ...]:
     # Threads that wait for it do so anew in the copy.
     return _rules.new(type(condition), {**_objects.attributes(condition), "_waiters": deque[Any]()})
@@ -278,10 +288,7 @@ def _picture(picture: Any) -> dict[str, Any]:
     return {**what, "info": picture.info, "pixels": picture.tobytes()}
 
 
-_SHARED = (
-    "it is what processes share: a copy would change the original, or no longer share it. Make it in the function that "
-    "builds the environment; what keeps workers apart from each other can be a lock on a file"
-)
+_SHARED = "it is memory that processes share: a copy would change the original, or no longer share it"
 _PROCESS = "it belongs to another process, which has no copy; start that in the function that builds the environment"
 _FOLDER = "it deletes its file or folder, and a copy would delete the same; make it where the environment is built"
 _LIBRARY = "what a library in C holds cannot be read; say how the class that uses it is made, with register_rebuilder"
@@ -308,6 +315,8 @@ RULES: Rules = [
     ("_thread:RLock", _lock, _nothing),
     ("threading:Condition", _condition, None),
     ("_thread:_local", _local, None),
+    ("multiprocessing.synchronize:Lock", _lock_of_processes, _nothing),
+    ("multiprocessing.synchronize:RLock", _lock_of_processes, _nothing),
     ("weakref:ReferenceType", _weakref, None),
     ("weakref:WeakValueDictionary", _weak_collection, lambda found: {"parts": _strong(found)}),
     ("weakref:WeakKeyDictionary", _weak_collection, lambda found: {"parts": _strong(found)}),

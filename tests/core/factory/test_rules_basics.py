@@ -13,6 +13,7 @@ import queue
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -179,10 +180,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "library": (lambda: ctypes.CDLL(None), "what a library in C holds cannot be read"),
     "pointer": (lambda: ctypes.c_void_p(1), "pointers cannot be pickled"),
     "pipe": (lambda: multiprocessing.Pipe()[0], "belongs to another process"),
-    "shared number": (lambda: multiprocessing.Value("i", 0), "what processes share"),
-    "shared semaphore": (multiprocessing.Semaphore, "what processes share"),
-    "lock of processes": (multiprocessing.Lock, "what processes share"),
-    "recursive lock of processes": (multiprocessing.RLock, "what processes share"),
+    "shared number": (lambda: multiprocessing.Value("i", 0), "memory that processes share"),
+    "shared semaphore": (multiprocessing.Semaphore, "memory that processes share"),
     "folder": (tempfile.TemporaryDirectory, "a copy would delete the same"),
     "finalizer": (lambda: weakref.finalize(_file, print), "would be done for every copy"),
     "queue with something in it": (lambda: _filled(queue.SimpleQueue()), "cannot be read without taking it out"),
@@ -210,11 +209,19 @@ def test_what_cannot_be_copied_is_refused_by_name(name: str) -> None:
 def test_shared_memory_is_refused() -> None:
     memory = shared_memory.SharedMemory(create=True, size=8)
     try:
-        with pytest.raises(_graft.Refused, match="what processes share"):
+        with pytest.raises(_graft.Refused, match="memory that processes share"):
             _graft.dumps(Holder(memory=memory))
     finally:
         memory.close()
         memory.unlink()
+
+
+def test_locks_of_processes_are_new_ones() -> None:
+    held = Holder(lock=multiprocessing.Lock(), recursive=multiprocessing.RLock())
+    copy = copied(held)
+    assert different(held, copy) == []
+    with held.lock, copy.lock:
+        time.sleep(0)
 
 
 def test_tables_are_compared_by_what_is_in_them() -> None:
