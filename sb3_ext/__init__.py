@@ -19,6 +19,7 @@ from sb3_ext.buffers import (
     CompressedRolloutBuffer,
 )
 from sb3_ext.gym_vec_env import GymVecEnv
+from sb3_ext.multi_agent_vec_env import MultiAgentVecEnv
 from sb3_ext.vec_env import RayVecEnv, SharedMemoryVecEnv, VecEnvTimings
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "CompressedRolloutBuffer",
     "EnvFactory",
     "GymVecEnv",
+    "MultiAgentVecEnv",
     "RayVecEnv",
     "SharedMemoryVecEnv",
     "VecEnvTimings",

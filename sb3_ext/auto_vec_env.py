@@ -22,6 +22,7 @@ from rl_ext_core.isolation import Isolation, Verdict
 from rl_ext_core.isolation.probing import check_timeout, probe_all
 from rl_ext_core.vector import environments
 from rl_ext_core.vector.arguments import at_least_one, check_env_fns, check_options, factories_of
+from sb3_ext.multi_agent_vec_env import MultiAgentVecEnv, is_parallel
 from sb3_ext.vec_env import SharedMemoryVecEnv
 
 __all__ = ["AutoVecEnv", "make_vec_env"]
@@ -61,7 +62,8 @@ def make_vec_env(
 
     :param env_id: an id, the name of a game of stable-retro, a class or a function; or an instance, of which the
         environments are copies, or an :class:`EnvFactory`; or an environment that is vectorised already, of gymnasium
-        or in Isaac Lab's style: then ``vec_env_kwargs`` are those of :class:`~sb3_ext.GymVecEnv`
+        or in Isaac Lab's style: then ``vec_env_kwargs`` are those of :class:`~sb3_ext.GymVecEnv`; or a parallel
+        environment of PettingZoo, all of whose agents one policy plays, see :class:`~sb3_ext.MultiAgentVecEnv`
     :param n_envs: how many; None: as many as this process has cores
     :param isolation: ``"process"``: one process each; ``"in-process"``: all in this one; ``"auto"`` finds out what the
         environment allows and what is faster: see :class:`AutoVecEnv`
@@ -78,6 +80,14 @@ def make_vec_env(
 
     Source: https://github.com/openai/retro/issues/2
     """
+    if is_parallel(env_id):
+        options = {"monitor_dir": monitor_dir, "vec_env_cls": vec_env_cls, "monitor_kwargs": monitor_kwargs}
+        options |= {"env_kwargs": env_kwargs, "wrapper_class": wrapper_class, "devices": devices}
+        _refuse_for_vectorised({**options, "isolation": None if isolation in ("auto", "in-process") else isolation})
+        agents = MultiAgentVecEnv([as_factory(env_id)] * at_least_one("n_envs", n_envs or 1))
+        agents.seed(seed)
+        agents.action_space.seed(seed)
+        return _told(agents, "Its agents are in this process: one policy plays them all.")
     if vectorization_mode is not None or _is_vectorised(env_id):
         of_singles = {"monitor_dir": monitor_dir, "vec_env_cls": vec_env_cls, "monitor_kwargs": monitor_kwargs}
         of_singles |= {"devices": devices, "isolation": None if isolation == "auto" else isolation}
@@ -164,8 +174,8 @@ def _refuse_for_vectorised(options: dict[str, Any]) -> None:
     for name, value in options.items():
         if value is not None:
             raise InvalidArgumentError(
-                f"{name}={value!r} is for single environments, and this one is vectorised: put it around them before "
-                "they are vectorised, or around the result: VecMonitor(make_vec_env(env), filename=...)"
+                f"{name}={value!r} is for single environments, and this one holds several: put it around them before "
+                "they are put together, or around the result: VecMonitor(make_vec_env(env), filename=...)"
             )
 
 

@@ -336,6 +336,8 @@ def _go_on(env: ParallelEnv, *, stepping: bool) -> str:
     return ""
 
 
+# Ctrl-C may come while torch makes one of these.
+@pytest.mark.filterwarnings("ignore:.*StorageWeakRef:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("use_buffers", [True, pytest.param(False, marks=slow)], ids=["buffers", "pipes"])
 def test_ctrl_c_in_steps_then_reset(use_buffers: bool) -> None:
     env = ParallelEnv(2, make_failing, use_buffers=use_buffers)

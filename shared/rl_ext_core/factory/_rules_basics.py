@@ -39,6 +39,7 @@ def _lock(lock: Any) -> tuple[Any, ...]:
     return (threading.Lock if type(lock) is type(threading.Lock()) else threading.RLock), ()
 
 
+# TorchRL's VecNorm has one. Of locks that several environments shared, each copy has its own.
 def _lock_of_processes(lock: Any) -> tuple[Any, ...]:
     return _make_lock_of_processes, (type(lock).__name__,)
 

@@ -318,7 +318,7 @@ class Pool(WorkerPool):
         super().__init__(workers, step_timeout, close_timeout)
         self._factories, self._start_method, self._cure, self._autoreset = factories, start_method, cure, autoreset
         self._apart = max_restarts is not None
-        self._restarts = None if max_restarts is None else Restarts(self, max_restarts)
+        self._restarts = None if max_restarts is None else Restarts(max_restarts)
         self._start_timeout, self._last_first = start_timeout, workers[::-1]
         self._unsettled = False  # until all answers to what was begun were read; Ctrl-C leaves it so
         cell_bytes = channel.CELL_BYTES * num_workers
@@ -529,13 +529,13 @@ class Pool(WorkerPool):
         """Return a worker's answer, or its successor's: see :meth:`WorkerPool.answer_of`."""
         if self._restarts is not None and isinstance(worker.answer, WorkerError):
             in_step = not to_reset and self._autoreset is not Autoreset.SAME_STEP
-            return self._restarts.replace(worker, worker.answer, unseen=in_step)
+            return self._restarts.replace(self, worker, worker.answer, unseen=in_step)
         return super().answer_of(worker)
 
     def remember(self) -> None:
         """Keep what is returned: see :meth:`WorkerPool.remember`."""
         if self._restarts is not None:
-            self._restarts.remember()
+            self._restarts.remember(self)
 
     def is_ready(self, timeout: float) -> bool:
         """Return whether all answers that workers owe are there within a time, in seconds."""
@@ -617,31 +617,32 @@ class Pool(WorkerPool):
 
 
 class Restarts:
-    """Replaces workers that have failed, up to a limit.
+    """Replaces a pool's workers that have failed, up to a limit.
 
-    :param pool: of the workers
+    It does not hold the pool, which would end later then than with its last user.
+
     :param limit: how many times
     """
 
-    def __init__(self, pool: Pool, limit: int) -> None:
-        self._pool, self._limit = pool, limit
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._last: list[np.ndarray[Any, Any]] = []
 
-    def remember(self) -> None:
+    def remember(self, pool: Pool) -> None:
         """Keep the observations: the last that anybody has seen of an episode, should its worker fail."""
-        arrays = self._pool.arrays
-        self._last = [arrays[f"observation {index}"].copy() for index in range(len(self._pool.layout.paths))]
+        self._last = [pool.arrays[f"observation {index}"].copy() for index in range(len(pool.layout.paths))]
 
-    def replace(self, worker: WorkerHandle, failure: WorkerError, *, unseen: bool) -> list[Entry]:
+    def replace(self, pool: Pool, worker: WorkerHandle, failure: WorkerError, *, unseen: bool) -> list[Entry]:
         """Put a new worker in, with its environments reset.
 
+        :param pool: of the worker
         :param worker: that has failed
         :param failure: what it died of
         :param unseen: whether the answer is of before that reset
         :return: what the worker would have answered: its environments' episodes are truncated
         :raises WorkerError: the limit is reached; the other workers are gone then as well
         """
-        pool, first, timings = self._pool, failure, self._pool.timings
+        first, timings = failure, pool.timings
         while True:
             if timings.restarts >= self._limit:
                 pool.end(failure)
@@ -660,7 +661,7 @@ class Restarts:
         pool.arrays["reward"][rows], pool.arrays["reward kind"][rows] = 0.0, 0
         pool.arrays["flags"][rows] = TRUNCATED
         answer: list[Entry] = [
-            ({"worker_error": str(first)}, None if unseen else info, None, self._last_of(index))
+            ({"worker_error": str(first)}, None if unseen else info, None, self._last_of(pool, index))
             for index, (_, info, _, _) in enumerate(infos, worker.first)
         ]
         if unseen:
@@ -669,9 +670,9 @@ class Restarts:
         pool.replaced(worker, answer)
         return answer
 
-    def _last_of(self, index: int) -> Any:
+    def _last_of(self, pool: Pool, index: int) -> Any:
         # Nothing was returned yet where the first reset fails: then nobody reads this.
-        return self._pool.layout.joined([array[index].copy() for array in self._last]) if self._last else None
+        return pool.layout.joined([array[index].copy() for array in self._last]) if self._last else None
 
 
 def _wait_while(

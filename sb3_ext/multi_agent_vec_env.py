@@ -1,0 +1,287 @@
+"""``MultiAgentVecEnv``: PettingZoo's parallel environments, all of whose agents one policy plays."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from stable_baselines3.common.vec_env.base_vec_env import VecEnv
+
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
+from rl_ext_core.vector.arguments import check_env_fns, factories_of
+from rl_ext_core.vector.layout import Layout, kept
+
+__all__ = ["MultiAgentVecEnv", "is_parallel"]
+
+Indices = int | Iterable[int] | None
+
+
+def is_parallel(env: Any) -> bool:
+    """Return whether this is one of PettingZoo's environments, in which agents act together or in turns.
+
+    :raises InvalidTypeError: they act in turns
+    """
+    if isinstance(env, type) or not hasattr(env, "possible_agents"):
+        return False
+    if hasattr(env, "agent_iter"):
+        raise InvalidTypeError(
+            f"the agents of {env} act in turns; expected an environment in which they act together. Write "
+            "pettingzoo.utils.aec_to_parallel(env), if its rules allow that"
+        )
+    return hasattr(env, "step")
+
+
+class MultiAgentVecEnv(VecEnv):
+    """PettingZoo's parallel environments, all of whose agents one policy plays.
+
+    In place of SuperSuit's ``pettingzoo_env_to_vec_env_v1`` and ``concat_vec_envs_v1``. There is a row for each agent
+    of each environment, in order: with two environments of three agents, row 4 is the second agent of the second.
+
+    An agent that ends before its environment has its episode end there: ``dones`` is True, and the info has its last
+    observation. From then on its row is zeros with reward 0, and ``info["agent_is_dead"]`` is True, until the
+    environment ends; then the row's ``dones`` is True once more, and the environment resets itself. A policy learns
+    that zeros are worth nothing, as with SuperSuit's ``black_death``.
+
+    .. code-block:: python
+
+        from pettingzoo.butterfly import pistonball_v6
+        from sb3_ext import make_vec_env
+
+        env = make_vec_env(pistonball_v6.parallel_env(), n_envs=4, seed=0)  # or MultiAgentVecEnv([make_env] * 4)
+
+    :param env_fns: build the environments: functions, or whatever :func:`as_factory` takes; they are in this process
+    :raises InvalidTypeError: no parallel environment
+    :raises InvalidArgumentError: agents have different spaces, or observations that are not arrays of fixed shape
+
+    ``reset`` and ``step`` return observations, (n_envs · agents, ...); rewards, (n_envs · agents,) float32; dones,
+    (n_envs · agents,) bool; and a list of infos. Those of ended episodes hold ``terminal_observation``,
+    ``TimeLimit.truncated`` and ``episode``. ``seed(s)`` gives environment ``i`` the seed ``s + i``. Attributes and
+    methods are those of the row's environment.
+
+    :ivar agents: names of the possible agents of one environment
+
+    Source: https://github.com/DLR-RM/stable-baselines3/issues/69
+    """
+
+    def __init__(self, env_fns: Sequence[Callable[[], Any]]) -> None:
+        check_env_fns(env_fns)
+        self.envs: list[Any] = []
+        self.closed = False
+        try:
+            for factory in factories_of(env_fns):
+                self.envs.append(factory())
+                if not is_parallel(self.envs[-1]):
+                    raise InvalidTypeError(
+                        f"{self.envs[-1]} is no parallel environment of PettingZoo: it has no possible_agents. Write "
+                        "make_vec_env(env) for single environments"
+                    )
+            self.agents: list[Any] = list(self.envs[0].possible_agents)
+            spaces = self._common_spaces()
+            super().__init__(len(self.envs) * len(self.agents), *spaces)
+            layout = Layout.of(self.num_envs, *spaces, after=0)
+        except BaseException:
+            self._close_all()
+            raise
+        self._layout, arrays = layout, layout.arrays(bytearray(layout.size))
+        self._observations = [arrays[f"observation {index}"] for index in range(len(layout.paths))]
+        self._rows = [layout.rows(arrays, row) for row in range(self.num_envs)]
+        self._alive = np.zeros(self.num_envs, bool)
+        self._returns, self._lengths = np.zeros(self.num_envs), np.zeros(self.num_envs, int)
+        self._began = time.time()
+        self._actions: Any = None
+        self.metadata = {**(getattr(self.envs[0], "metadata", None) or {}), **self.metadata}
+
+    def _common_spaces(self) -> tuple[Any, Any]:
+        first: tuple[Any, Any] | None = None
+        for number, env in enumerate(self.envs):
+            if list(env.possible_agents) != self.agents or not self.agents:
+                raise InvalidArgumentError(
+                    f"environment {number} has the agents {list(env.possible_agents)}, and environment 0 has "
+                    f"{self.agents}; expected the same ones, at least one. Build them alike"
+                )
+            for agent in self.agents:
+                found = env.observation_space(agent), env.action_space(agent)
+                first = first or found
+                if found != first:
+                    raise InvalidArgumentError(
+                        f"the agent {agent!r} has the spaces {found}, and {self.agents[0]!r} has {first}; one policy "
+                        "plays agents with the same spaces. Pad them: supersuit.pad_observations_v0(env)"
+                    )
+        assert first is not None
+        return first
+
+    def seed(self, seed: int | None = None) -> Sequence[int | None]:
+        """Set the seeds of the next reset: ``seed + i`` for environment ``i``.
+
+        :param seed: None draws one from NumPy's generator
+        """
+        if seed is None:
+            seed = int(np.random.randint(0, np.iinfo(np.uint32).max, dtype=np.uint32))
+        self._seeds = [seed + row // len(self.agents) for row in range(self.num_envs)]
+        return self._seeds
+
+    def reset(self) -> Any:
+        """Reset all environments, with the seeds and options that were set.
+
+        :return: observations, (n_envs · agents, ...) each
+        """
+        self._require_open()
+        self._actions = None
+        self.reset_infos = [{} for _ in range(self.num_envs)]
+        for number in range(len(self.envs)):
+            self._reset(number, self._seeds[number * len(self.agents)], self._options[number * len(self.agents)])
+        self._reset_seeds()
+        self._reset_options()
+        return self._returned()
+
+    def _reset(self, number: int, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
+        observations, infos = self.envs[number].reset(seed=seed, **({"options": options} if options else {}))
+        for row, agent in self._rows_of(number):
+            self._alive[row] = agent in observations
+            self._write(row, observations.get(agent))
+            self.reset_infos[row] = dict(infos.get(agent, {}))
+            self._returns[row] = self._lengths[row] = 0
+
+    def _rows_of(self, number: int) -> Iterable[tuple[int, Any]]:
+        return enumerate(self.agents, number * len(self.agents))
+
+    def _write(self, row: int, observation: Any) -> None:
+        """Write an agent's observation; zeros where there is none."""
+        for part in self._rows[row]:
+            value = observation
+            if value is None:
+                part.place[...] = 0
+                continue
+            for key in part.path:
+                value = value[key]
+            part.write(value)
+
+    def _read(self, row: int) -> Any:
+        return self._layout.joined([array[row].copy() for array in self._observations])
+
+    def _returned(self) -> Any:
+        return self._layout.joined([array.copy() for array in self._observations])
+
+    def step_async(self, actions: Any) -> None:
+        """Note the actions of the next step.
+
+        :param actions: (n_envs · agents, ...); those of agents that have ended are ignored
+        """
+        self._require_open()
+        if len(actions) != self.num_envs:
+            raise InvalidArgumentError(
+                f"there are {len(actions)} actions for {self.num_envs} agents; expected an action for each"
+            )
+        self._actions = actions
+
+    def step_wait(self) -> Any:
+        """Take the step.
+
+        :return: observations, rewards, dones and infos, see the class
+        :raises EnvironmentOutputError: an environment returns nothing for an agent that lives
+        """
+        self._require_open()
+        actions, self._actions = self._actions, None
+        if actions is None:
+            raise InvalidArgumentError("no step was begun; write step_async(actions) first, or step(actions)")
+        rewards, dones = np.zeros(self.num_envs, np.float32), np.zeros(self.num_envs, bool)
+        infos: list[dict[str, Any]] = [{"TimeLimit.truncated": False} for _ in range(self.num_envs)]
+        self.reset_infos = list(self.reset_infos)  # those before are the caller's to keep
+        for number, env in enumerate(self.envs):
+            acting = {agent: actions[row] for row, agent in self._rows_of(number) if self._alive[row]}
+            self._take(number, env.step(acting), rewards, dones, infos)
+        return self._returned(), rewards, dones, infos
+
+    def _take(self, number: int, result: Any, rewards: Any, dones: Any, infos: list[dict[str, Any]]) -> None:
+        """Take what one environment returns, and reset it where it is over."""
+        observations, all_rewards, terminated, truncated, their_infos = result
+        over = not self.envs[number].agents or all(
+            terminated.get(agent, True) or truncated.get(agent, True) for agent in self.envs[number].agents
+        )
+        for row, agent in self._rows_of(number):
+            if not self._alive[row]:
+                self._alive[row] = agent in observations and not over  # it joins the others
+                self._write(row, observations.get(agent) if self._alive[row] else None)
+                infos[row]["agent_is_dead"] = True
+                if over:
+                    dones[row], infos[row]["terminal_observation"] = True, self._read(row)
+                continue
+            if agent not in observations or agent not in all_rewards:
+                raise EnvironmentOutputError(
+                    f"environment {number}, in step: it returns nothing for the agent {agent!r}, who has acted; "
+                    "expected an observation and a reward for each agent that was among env.agents before the step"
+                )
+            infos[row].update(their_infos.get(agent, {}))
+            rewards[row] = all_rewards[agent]
+            self._returns[row] += float(all_rewards[agent])
+            self._lengths[row] += 1
+            self._write(row, observations[agent])
+            ends = bool(terminated.get(agent, False)), bool(truncated.get(agent, False)) or over
+            if any(ends):
+                self._end(row, infos[row], kept(observations[agent]), truncated=ends[1] and not ends[0])
+                dones[row] = True
+        if over:
+            self._reset(number)
+
+    def _end(self, row: int, info: dict[str, Any], last: Any, *, truncated: bool) -> None:
+        info["terminal_observation"], info["TimeLimit.truncated"] = last, truncated
+        seconds = round(time.time() - self._began, 6)
+        info["episode"] = {"r": round(float(self._returns[row]), 6), "l": int(self._lengths[row]), "t": seconds}
+        self._alive[row] = False
+        self._write(row, None)
+
+    def close(self) -> None:
+        """Close the environments; again does nothing."""
+        if not self.closed:
+            self.closed = True
+            self._close_all()
+
+    def _close_all(self) -> None:
+        while self.envs:
+            self.envs.pop().close()
+
+    def get_images(self) -> Sequence[Any]:
+        """Render the environments: one picture each, not one for each agent.
+
+        :return: (height, width, 3) uint8 each; None where the render mode is another one
+        """
+        self._require_open()
+        if self.render_mode != "rgb_array":
+            warnings.warn(
+                f"The render mode is {self.render_mode}, but this method assumes it is `rgb_array` to obtain images.",
+                stacklevel=2,
+            )
+            return [None] * len(self.envs)
+        return [env.render() for env in self.envs]
+
+    def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
+        """Get an attribute of each row's environment."""
+        return [getattr(env, attr_name) for env in self._envs_of(indices)]
+
+    def set_attr(self, attr_name: str, value: Any, indices: Indices = None) -> None:
+        """Set an attribute of the rows' environments."""
+        for env in self._envs_of(indices):
+            setattr(env, attr_name, value)
+
+    def env_method(
+        self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any
+    ) -> list[Any]:
+        """Call a method of each row's environment: once for each row."""
+        return [getattr(env, method_name)(*method_args, **method_kwargs) for env in self._envs_of(indices)]
+
+    def env_is_wrapped(self, wrapper_class: type, indices: Indices = None) -> list[bool]:
+        """Return False for each row: wrappers of gymnasium do not go around PettingZoo's environments."""
+        return [False for _ in self._envs_of(indices)]
+
+    def _envs_of(self, indices: Indices) -> list[Any]:
+        self._require_open()
+        rows = range(len(self.envs) * len(self.agents))  # the base class asks before it knows how many there are
+        chosen = rows if indices is None else [rows[index] for index in self._get_indices(indices)]
+        return [self.envs[row // len(self.agents)] for row in chosen]
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise InvalidArgumentError("this MultiAgentVecEnv is closed; make a new one: MultiAgentVecEnv(env_fns)")

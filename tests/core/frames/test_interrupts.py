@@ -1,0 +1,169 @@
+"""Ctrl-C at every step of every call of a store: what it holds is what it held before, or what it holds after."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rl_ext_core.frames import FrameStore
+from tests.core.frames.disk_toys import LAYOUT, N_ENVS, transition
+from tests.interrupts import everywhere
+
+BELOW = ("rl_ext_core/frames/", "rl_ext_core/_interrupts.py")
+CAPACITY = 12
+NUMBERS = {(before[0].tobytes(), after[0].tobytes()): n for n in range(60) for before, after in [transition(n)]}
+
+
+def make(kind: str, folder: Path | None) -> Any:
+    if kind == "adaptive":
+        return FrameStore.adaptive(CAPACITY, N_ENVS, LAYOUT.shape, np.uint8, storage_dir=folder)
+    return FrameStore(CAPACITY, N_ENVS, LAYOUT, codec=kind, block_length=4, storage_dir=folder)
+
+
+def fill(store: Any, *numbers: int) -> Any:
+    for number in numbers:
+        store.append(*transition(number))
+    return store
+
+
+def held(store: Any) -> list[int]:
+    """The numbers of the transitions that it holds, all of which are read, by another thread."""
+    found: list[int] = []
+
+    def read() -> None:
+        rows = (store.first + np.arange(store.size)) % CAPACITY
+        outs = [np.empty((len(rows), N_ENVS, *LAYOUT.shape), dtype=np.uint8) for _ in range(2)]
+        for env in range(N_ENVS):
+            parts = [np.empty((len(rows), *LAYOUT.shape), dtype=np.uint8) for _ in outs]
+            store.get(rows, np.full(len(rows), env), *parts)
+            for out, part in zip(outs, parts, strict=True):
+                out[:, env] = part
+        for before, after in zip(*outs, strict=True):
+            number = NUMBERS[before[0].tobytes(), after[0].tobytes()]
+            assert (before == transition(number)[0]).all()
+            assert (after == transition(number)[1]).all()
+            found.append(number)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    reader.join(60)
+    assert not reader.is_alive(), "its lock is still held"
+    assert len(found) == store.size
+    return found
+
+
+def save(store: Any, folder: Path) -> None:
+    store.save(folder / "saved")
+
+
+# What is called, how many transitions are there before, and whether it is for folders only. The ring is full with 12;
+# an adaptive store looks at what is there when it has seen 8 and 16; every fourth frame begins a block.
+CALLS: dict[str, tuple[Callable[[Any, Path], Any], int]] = {
+    "append": (lambda store, _: fill(store, 30), 5),
+    "append to a block that is full": (lambda store, _: fill(store, 30), 7),
+    "append over the oldest": (lambda store, _: fill(store, 30), 15),
+    "stage and commit": (lambda store, _: store.commit(store.stage(*transition(30))), 15),
+    "get": (lambda store, _: held_here(store), 14),
+    "drop_oldest": (lambda store, _: store.drop_oldest(5), 14),
+    "forget_newest": (lambda store, _: store.forget_newest(3), 14),
+    "clear": (lambda store, _: store.clear(), 14),
+    "rest": (lambda store, _: store.rest(), 14),
+    "flush": (lambda store, _: store.flush(), 14),
+    "save": (save, 14),
+    "save to an open file": (lambda store, _: store.save(io.BytesIO()), 14),
+}
+
+
+def held_here(store: Any) -> None:
+    rows = np.arange(store.size)
+    store.get(rows, np.zeros_like(rows), np.empty((len(rows), *LAYOUT.shape), dtype=np.uint8))
+
+
+EVERY = [pytest.param(1, marks=pytest.mark.exhaustive), 31]
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("every", EVERY)
+@pytest.mark.parametrize("kind", ["patch", "adaptive", "in a folder", "adaptive in a folder"])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_store_is_as_before_the_call_or_as_after_it(name: str, kind: str, every: int, tmp_path: Path) -> None:
+    call, there = CALLS[name]
+    number, stores = 0, []
+    codec = "adaptive" if kind.startswith("adaptive") else "patch+lz4" if kind == "in a folder" else "patch"
+
+    def prepare() -> Callable[[], Any]:
+        nonlocal number
+        number += 1
+        folder = tmp_path / str(number)
+        store = fill(make(codec, folder / "store" if "folder" in kind else None), *range(there))
+        folder.mkdir(exist_ok=True)
+        stores.append((store, folder))
+        return lambda: call(store, folder)
+
+    before = held(stores[-1][0]) if prepare() else []
+    call(*stores[-1])
+    after = held(stores[-1][0])
+    saved_or_not = set()
+    for where in everywhere(prepare, below=BELOW, every=every):
+        store, folder = stores[-1]
+        found = held(store)
+        assert found in (before, after), where
+        saved = folder / "saved"
+        assert {path.name for path in folder.iterdir()} <= {"saved", "store"}, where
+        saved_or_not.add(saved.exists())
+        if saved.exists():
+            assert held(type(store).load(saved)) == before, where
+        fill(store, 40, 41, 42, 43, 44)  # somebody who goes on
+        found = [*found, 40, 41, 42, 43, 44][-CAPACITY:]
+        assert held(store) == found, where
+        if "folder" in kind:
+            store.close()
+            store = make(codec, folder / "store")
+            assert held(store) == found, where
+            store.close()
+    assert number > 2, "nothing was interrupted"
+    assert True not in saved_or_not or name == "save"
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("every", EVERY)
+@pytest.mark.parametrize("kind", ["patch", "adaptive"])
+@pytest.mark.parametrize("name", ["open", "close", "make"])
+def test_a_folder_is_open_or_closed(name: str, kind: str, every: int, tmp_path: Path) -> None:
+    number, there, opened = 0, [] if name == "make" else list(range(2, 14)), []
+
+    def prepare() -> Callable[[], Any]:
+        nonlocal number
+        number += 1
+        folder = tmp_path / str(number)
+        if name != "make":
+            store = fill(make(kind, folder), *range(14))
+            if name == "close":
+                return store.close  # type: ignore[no-any-return]
+            store.close()
+        return lambda: opened.append(make(kind, folder))
+
+    for where in everywhere(prepare, below=BELOW, every=every):
+        if opened:
+            opened.pop().close()
+        store = make(kind, tmp_path / str(number))
+        assert held(store) == there, where
+        fill(store, 40, 41)
+        store.close()
+        store = make(kind, tmp_path / str(number))
+        assert held(store) == [*there, 40, 41][-CAPACITY:], where
+        store.close()
+
+
+@pytest.mark.parametrize("kind", ["patch", "adaptive"])
+def test_a_file_that_was_being_read_can_be_read(kind: str, tmp_path: Path) -> None:
+    store = fill(make(kind, None), *range(14))
+    store.save(tmp_path / "saved")
+    for where in everywhere(lambda: lambda: type(store).load(tmp_path / "saved"), below=BELOW, every=211):
+        assert held(type(store).load(tmp_path / "saved")) == held(store), where

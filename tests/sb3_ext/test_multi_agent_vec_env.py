@@ -1,0 +1,194 @@
+"""One policy for all agents of PettingZoo's parallel environments: real ones, and one whose agents die and join."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from stable_baselines3 import DQN, PPO
+
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
+from sb3_ext import CompressedReplayBuffer, MultiAgentVecEnv, make_vec_env
+from tests.sb3_ext.toys import silenced
+
+pytest.importorskip("pettingzoo")
+from pettingzoo import ParallelEnv
+
+
+class Race(ParallelEnv):
+    """Agent ``i`` dies after ``deaths[i]`` steps; the environment ends after ``length``, or with the last agent."""
+
+    metadata = {"name": "race", "render_modes": ["rgb_array"]}  # noqa: RUF012 PettingZoo's own way
+    render_mode = "rgb_array"
+
+    def __init__(self, deaths: tuple[int, ...] = (2, 9, 4), length: int = 6, late: bool = False) -> None:
+        self.possible_agents = [f"runner_{index}" for index in range(len(deaths))]
+        self.agents: list[str] = []
+        self._deaths, self._length, self._late = dict(zip(self.possible_agents, deaths, strict=True)), length, late
+
+    def observation_space(self, agent: str) -> Any:
+        return spaces.Box(-np.inf, np.inf, (3,), np.float32)
+
+    def action_space(self, agent: str) -> Any:
+        return spaces.Discrete(3)
+
+    def _seen(self, agent: str, action: float = -1.0) -> np.ndarray:
+        return np.array([self._steps + 1, self._level, action], np.float32)
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        if seed is not None:
+            self._rng = np.random.default_rng(seed)
+        self._steps, self._level = 0, float(self._rng.integers(1, 99))
+        self.agents = self.possible_agents[: -1 if self._late else None]
+        return {agent: self._seen(agent) for agent in self.agents}, {
+            agent: {"level": self._level} for agent in self.agents
+        }
+
+    def step(self, actions: Any) -> Any:
+        assert set(actions) == set(self.agents)
+        self._steps += 1
+        acting = list(self.agents)
+        if self._late and self._steps == 2:
+            acting = [*acting, self.possible_agents[-1]]
+        observations = {agent: self._seen(agent, float(actions.get(agent, -1))) for agent in acting}
+        rewards = dict.fromkeys(acting, 1.0)
+        terminated = {agent: self._steps == self._deaths[agent] for agent in acting}
+        truncated = dict.fromkeys(acting, self._steps >= self._length)
+        self.agents = [agent for agent in acting if not (terminated[agent] or truncated[agent])]
+        return observations, rewards, terminated, truncated, {agent: {"steps": self._steps} for agent in acting}
+
+    def render(self) -> np.ndarray:
+        return np.full((4, 4, 3), self._steps, np.uint8)
+
+
+def test_rows_of_agents_that_die() -> None:
+    env = MultiAgentVecEnv([Race] * 2)
+    env.seed(5)
+    first = env.reset()
+    assert first.shape == (6, 3)
+    assert first[:3, 1].tolist() == [float(np.random.default_rng(5).integers(1, 99))] * 3
+    assert first[3:, 1].tolist() == [float(np.random.default_rng(6).integers(1, 99))] * 3
+    done_at: list[list[int]] = [[] for _ in range(6)]
+    for step in range(1, 7):
+        observations, rewards, dones, infos = env.step(np.arange(6) % 3)
+        for row, death in enumerate((2, 9, 4) * 2):
+            dead = step > death
+            assert rewards[row] == (0.0 if dead else 1.0)
+            assert infos[row].get("agent_is_dead", False) is dead
+            if dones[row]:
+                done_at[row].append(step)
+            elif dead:
+                assert not observations[row].any()
+            else:
+                assert observations[row].tolist() == [step + 1, first[row, 1], row % 3]
+            if step == min(death, 6):
+                assert infos[row]["TimeLimit.truncated"] is (death == 9)
+                assert infos[row]["terminal_observation"].tolist() == [step + 1, first[row, 1], row % 3]
+                assert (infos[row]["episode"]["r"], infos[row]["episode"]["l"]) == (step, step)
+    assert done_at == [[2, 6], [6], [4, 6]] * 2
+    assert observations[:, 0].tolist() == [1.0] * 6  # all are reset
+    assert not infos[0]["terminal_observation"].any()  # of a dead agent
+    assert env.reset_infos[0] == {"level": observations[0, 1]}
+    env.close()
+    env.close()
+    with pytest.raises(InvalidArgumentError, match="closed"):
+        env.reset()
+
+
+def test_an_agent_that_joins() -> None:
+    env = MultiAgentVecEnv([functools.partial(Race, late=True)])
+    env.seed(0)
+    assert not env.reset()[2].any()
+    assert not env.step(np.zeros(3, int))[0][2].any()
+    observations, rewards, *_ = env.step(np.zeros(3, int))
+    assert (observations[2, 0], rewards[2]) == (3.0, 0.0)
+    assert env.step(np.ones(3, int))[1][2] == 1.0
+    env.close()
+
+
+@pytest.mark.parametrize("game", ["sisl.pursuit_v5", "butterfly.knights_archers_zombies_v11", "sisl.multiwalker_v9"])
+def test_real_environments(game: str) -> None:
+    module = pytest.importorskip(f"pettingzoo.{game}")
+    options = {"max_cycles": 400, "spawn_delay": 1, "max_zombies": 40} if "knights" in game else {"max_cycles": 40}
+    env = make_vec_env(module.parallel_env(**options), 2, seed=3)
+    theirs = [module.parallel_env(**options) for _ in range(2)]
+    found = env.reset()
+    rows = [other.reset(seed=3 + number)[0] for number, other in enumerate(theirs)]
+    agents = theirs[0].possible_agents
+    assert env.num_envs == 2 * len(agents)
+    env.action_space.seed(0)
+    died = 0
+    for _ in range(500):
+        for row in range(env.num_envs):
+            seen = rows[row // len(agents)].get(agents[row % len(agents)])
+            assert np.array_equal(found[row], np.zeros_like(found[row]) if seen is None else seen)
+        actions = np.stack([env.action_space.sample() for _ in range(env.num_envs)])
+        found, rewards, dones, _ = env.step(actions)
+        for number, other in enumerate(theirs):
+            start = number * len(agents)
+            acting = {agent: actions[start + agents.index(agent)] for agent in other.agents}
+            observations, their_rewards, terminated, truncated, _ = other.step(acting)
+            for agent, reward in their_rewards.items():
+                row = start + agents.index(agent)
+                assert rewards[row] == np.float32(reward)
+                assert dones[row] == (terminated[agent] or truncated[agent] or not other.agents)
+                died += bool(dones[row] and other.agents)
+            rows[number] = {agent: observations[agent] for agent in other.agents}
+            if not other.agents:
+                assert dones[start : start + len(agents)].all()
+                rows = []
+                break
+        if not rows:
+            break
+    assert (died > 0) is ("knights" in game)
+    env.close()
+    for other in theirs:
+        other.close()
+
+
+def test_algorithms_train_on_it() -> None:
+    env = make_vec_env(Race(), 4, seed=0)
+    assert "one policy" in env.isolation_report  # type: ignore[attr-defined]
+    model = silenced(PPO("MlpPolicy", env, n_steps=16, batch_size=64, device="cpu"))
+    model.learn(400)
+    assert model.ep_info_buffer
+    buffer = {"replay_buffer_class": CompressedReplayBuffer, "buffer_size": 600}
+    silenced(DQN("MlpPolicy", env, learning_starts=24, device="cpu", **buffer)).learn(240)
+    assert [image.shape for image in env.get_images()] == [(4, 4, 3)] * 4
+    assert env.get_attr("render_mode", [0, 11]) == ["rgb_array"] * 2
+    env.close()
+
+
+class _Mixed(Race):
+    def action_space(self, agent: str) -> Any:
+        return spaces.Discrete(2 if agent == "runner_1" else 3)
+
+
+class _Forgetful(Race):
+    def step(self, actions: Any) -> Any:
+        observations, *others = super().step(actions)
+        observations.pop("runner_1", None)
+        return observations, *others
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="'runner_1' has the spaces"):
+        MultiAgentVecEnv([_Mixed])
+    with pytest.raises(InvalidArgumentError, match="environment 1 has the agents"):
+        MultiAgentVecEnv([Race, functools.partial(Race, (1, 2))])
+    with pytest.raises(InvalidTypeError, match="act in turns"):
+        make_vec_env(pytest.importorskip("pettingzoo.classic.connect_four_v3").env())
+    for options in ({"wrapper_class": Race}, {"isolation": "process"}, {"monitor_dir": "logs"}):
+        with pytest.raises(InvalidArgumentError, match="is for single environments"):
+            make_vec_env(Race(), 2, **options)
+    env = MultiAgentVecEnv([_Forgetful])
+    env.seed(0)
+    env.reset()
+    with pytest.raises(EnvironmentOutputError, match="nothing for the agent 'runner_1'"):
+        env.step(np.zeros(3, int))
+    with pytest.raises(InvalidArgumentError, match="2 actions for 3 agents"):
+        env.step(np.zeros(2, int))
+    env.close()
