@@ -47,6 +47,7 @@ test: $(VENV)/.extra-test
 	scripts/install_system_packages.sh
 	$(if $(CI),scripts/make_mujoco4_venv.sh)
 	$(if $(CI),scripts/make_meltingpot_venv.sh --if-possible)
+	$(if $(CI),scripts/make_sbx_venv.sh)
 	$(RUN) test --numprocesses $(WORKERS) $(SELECT)
 
 test-exhaustive:

@@ -1,0 +1,71 @@
+"""Train SBX's algorithms with SB3's classes and with ours; print which of them end with the same weights."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import jax
+import numpy as np
+import sbx
+from stable_baselines3.common.buffers import ReplayBuffer, RolloutBuffer
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from sb3_ext import CompressedReplayBuffer, CompressedRolloutBuffer, GymVecEnv, SharedMemoryVecEnv
+from tests.sb3_ext.toys import image_env
+
+
+def weights(model: Any) -> list[np.ndarray]:
+    states = [state for name, state in vars(model.policy).items() if name.endswith("_state")]
+    return [np.asarray(leaf) for state in states for leaf in jax.tree_util.tree_leaves(state.params)]
+
+
+def trained(algorithm: Any, policy: str, env: VecEnv, steps: int, **options: Any) -> list[np.ndarray]:
+    env.seed(1)
+    model = algorithm(policy, env, seed=1, batch_size=16, **options)
+    model.learn(steps)
+    env.close()
+    return weights(model)
+
+
+def equal(found: list[list[np.ndarray]]) -> bool:
+    first, *others = found
+    return bool(first) and all(len(first) == len(b) and all(map(np.array_equal, first, b)) for b in others)
+
+
+def buffers() -> dict[str, bool]:
+    replay = {"buffer_size": 300, "learning_starts": 50}
+    dqn = [
+        trained(sbx.DQN, "CnnPolicy", image_env(n_envs=1), 200, replay_buffer_class=cls, **replay)
+        for cls in (ReplayBuffer, CompressedReplayBuffer)
+    ]
+    ppo = [
+        trained(sbx.PPO, "CnnPolicy", image_env(), 128, n_steps=32, n_epochs=2, rollout_buffer_class=cls)
+        for cls in (RolloutBuffer, CompressedRolloutBuffer)
+    ]
+    return {"DQN": equal(dqn), "PPO": equal(ppo)}
+
+
+def vec_envs() -> dict[str, bool]:
+    def functions() -> list[Callable[[], gym.Env]]:
+        return [lambda: gym.make("Pendulum-v1")] * 2
+
+    makers: list[Callable[[], VecEnv]] = [
+        lambda: DummyVecEnv(functions()),
+        lambda: SharedMemoryVecEnv(functions()),
+        lambda: GymVecEnv(gym.make_vec("Pendulum-v1", 2, vectorization_mode="sync")),
+    ]
+    # SAC for all that learn off policy: they step environments with the same code.
+    ppo = [trained(sbx.PPO, "MlpPolicy", make(), 128, n_steps=32, n_epochs=2) for make in makers]
+    sac = [trained(sbx.SAC, "MlpPolicy", make(), 40, buffer_size=500, learning_starts=20) for make in makers]
+    return {"PPO": equal(ppo), "SAC": equal(sac)}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps({"buffers": buffers(), "vec_envs": vec_envs()}) + "\n")

@@ -1,0 +1,62 @@
+"""SBX, SB3's algorithms in JAX, and rl-zoo3 train with our buffers and vectorised environments."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.core.devices.fakes.build import give_up
+from tests.core.devices.processes import environment
+
+ROOT = Path(__file__).resolve().parents[2]
+VENV = ROOT / ".venv-sbx"
+
+pytestmark = pytest.mark.slow
+
+
+def run(folder: Path, *command: str) -> str:
+    if not (VENV / ".installed").exists():
+        give_up(f"{VENV} is not there; make it with: scripts/make_sbx_venv.sh")
+    # Both JAX and torch would take all cores, of which other tests need some.
+    variables = environment(CUDA_VISIBLE_DEVICES="", JAX_PLATFORMS="cpu", OMP_NUM_THREADS="1", TMPDIR=str(folder))
+    program = [str(VENV / "bin" / "python"), *command]
+    done = subprocess.run(program, cwd=folder, env=variables, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_sbx_learns_the_same_weights_with_ours(tmp_path: Path) -> None:
+    found = json.loads(run(tmp_path, str(ROOT / "tests" / "sb3_ext" / "sbx_checks.py")).splitlines()[-1])
+    assert found == {"buffers": {"DQN": True, "PPO": True}, "vec_envs": {"PPO": True, "SAC": True}}
+
+
+def test_rl_zoo3_takes_a_buffer_from_a_python_file_and_goes_on_from_what_it_saved(tmp_path: Path) -> None:
+    hyperparams = str(ROOT / "examples" / "rl_zoo3_hyperparams.py")
+    short = ["--hyperparams", "learning_starts:50", "buffer_size:500", "--save-replay-buffer", "--eval-freq", "-1"]
+    command = [
+        "-m",
+        "rl_zoo3.train",
+        "--algo",
+        "dqn",
+        "--env",
+        "PongNoFrameskip-v4",
+        "--conf-file",
+        hyperparams,
+        *short,
+    ]
+    told = run(tmp_path, *command, "-n", "120")
+    assert "sb3_ext.buffers.CompressedReplayBuffer" in told
+    assert (tmp_path / "logs/dqn/PongNoFrameskip-v4_1/replay_buffer.pkl").stat().st_size < 1_000_000
+    told = run(tmp_path, *command, "-n", "40", "-i", "logs/dqn/PongNoFrameskip-v4_1/PongNoFrameskip-v4.zip")
+    assert "Loading replay buffer" in told
+
+
+def test_rl_zoo3_evaluates_and_trains_on_our_workers(tmp_path: Path) -> None:
+    short = ["--hyperparams", "n_envs:2", "n_steps:32", "batch_size:32", "--eval-freq", "64", "-n", "128"]
+    script = str(ROOT / "examples" / "rl_zoo3_train.py")
+    told = run(tmp_path, script, "--algo", "ppo", "--env", "CartPole-v1", "--eval-episodes", "1", *short)
+    assert "total_timesteps | 128" in told
+    assert (tmp_path / "logs/ppo/CartPole-v1_1/best_model.zip").exists()
