@@ -415,6 +415,8 @@ def _info_of(info: Any, index: int, count: int) -> dict[str, Any]:
 
 def _taken(info: Any, rows: Array, count: int) -> dict[str, Any]:
     """Take the rows of those ended out of the tensors and arrays of an info, to the CPU together."""
+    if not info:
+        return {}
     flat: dict[tuple[str, ...], Any] = {}
 
     def collect(part: Any, path: tuple[str, ...]) -> None:
@@ -455,18 +457,17 @@ def _some(batch: Any, rows: Array) -> Any:
     """Take rows of an array or tensor, where it is."""
     if not isinstance(batch, torch.Tensor):
         return batch[rows]
-    return _array(batch)[rows] if batch.device.type == "cpu" else batch[torch.from_numpy(rows).to(batch.device)]
+    return _array(batch).take(rows, axis=0) if batch.is_cpu else batch[torch.from_numpy(rows).to(batch.device)]
 
 
 def _on_cpu(parts: list[Any]) -> list[Array]:
     """Turn tensors into arrays: those on other devices in one copy, those here without one."""
-    away = [index for index, part in enumerate(parts) if isinstance(part, torch.Tensor) and part.device.type != "cpu"]
-    if len(away) < 2:
-        return [np.asarray(_array(part)) for part in parts]
-    found: list[Any] = [None if index in away else np.asarray(_array(part)) for index, part in enumerate(parts)]
-    for index, array in zip(away, _unpacked([parts[index] for index in away]), strict=True):
-        found[index] = array
-    return found
+    away = [index for index, part in enumerate(parts) if isinstance(part, torch.Tensor) and not part.is_cpu]
+    found = list(parts)
+    if len(away) > 1:
+        for index, array in zip(away, _unpacked([parts[index] for index in away]), strict=True):
+            found[index] = array
+    return [part if type(part) is np.ndarray else np.asarray(_array(part)) for part in found]
 
 
 def _unpacked(tensors: list[torch.Tensor]) -> list[Array]:

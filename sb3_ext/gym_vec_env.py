@@ -142,10 +142,11 @@ class GymVecEnv(VecEnv):
             rows = np.array(ended)
             for index, total, length in zip(ended, returns[rows].tolist(), lengths[rows].tolist(), strict=True):
                 info = infos[index]
-                episode = info.get("episode")
-                if episode is None or "r" not in episode:
+                if "episode" not in info:
+                    info["episode"] = {"r": total, "l": length, "t": seconds}
+                elif "r" not in (info["episode"] or ()):
                     # ManiSkill's has other names: Stable Baselines3 asks for these.
-                    info["episode"] = {**(episode or {}), "r": total, "l": length, "t": seconds}
+                    info["episode"] = {**(info["episode"] or {}), "r": total, "l": length, "t": seconds}
             returns[rows] = 0
             lengths[rows] = 0
             if reset_infos is not None:
