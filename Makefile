@@ -10,14 +10,15 @@ WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
 RUN := $(BIN)/python tasks.py --installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-exhaustive lint bench format clean
+.PHONY: help demo test test-exhaustive lint docs bench format clean
 
 help:
 	@echo "make demo    train on an Atari game and show the memory that the replay buffer needs"
 	@echo "make test    run the tests (CI=true make test: the slow ones too)"
 	@echo "make test-exhaustive  run all there are, which takes two hours"
 	@echo "make lint    check format, style and types"
-	@echo "make bench   measure what README.md claims"
+	@echo "make docs    build the site, notebooks included, into docs/_build/html"
+	@echo "make bench   measure what the site claims; goes on where it was interrupted"
 	@echo "make format  rewrite the sources in the project's format"
 	@echo "make clean   remove build products and caches, keep $(VENV)"
 
@@ -56,6 +57,9 @@ test-exhaustive:
 lint: $(VENV)/.extra-dev
 	$(RUN) lint
 
+docs: $(VENV)/.extra-docs
+	$(RUN) docs
+
 bench: $(VENV)/.extra-test
 	$(BIN)/python -m benchmarks.run
 
@@ -64,5 +68,5 @@ format: $(VENV)/.extra-dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf docs/_build docs/notebooks build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name .git -prune -o -path ./$(VENV) -prune -o -type d -name __pycache__ -print0 | xargs -0 -r rm -rf

@@ -1,4 +1,4 @@
-"""``make demo``, ``make test`` and ``make lint`` where there is no make: ``python tasks.py test``.
+"""``make demo``, ``make test``, ``make lint`` and ``make docs`` where there is no make: ``python tasks.py test``.
 
 Needs nothing but Python's standard library; makes a virtual environment in ``.venv`` first.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-EXTRAS = {"demo": "demo", "test": "test", "quick": "sb3,frames-jpeg", "lint": "dev"}
+EXTRAS = {"demo": "demo", "test": "test", "quick": "sb3,frames-jpeg", "lint": "dev", "docs": "docs"}
 # The tests of the buffers, and what they need: what other tests need has no wheels for some systems.
 QUICK = ["pytest>=8", "pytest-timeout>=2.2", "pytest-xdist>=3.5", "hypothesis>=6.90"]
 QUICK_TESTS = ["--confcutdir", "tests/platforms", "tests/platforms"]
@@ -58,6 +58,9 @@ def main() -> None:
         run(python, "-m", "ruff", "format", "--check", ".")
         run(python, "-m", "ruff", "check", ".")
         run(python, "-m", "mypy")
+    elif arguments.task == "docs":
+        # A warning is an error: a page that is not there, a name that cannot be documented.
+        run(python, "-m", "sphinx", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html", *others)
     else:
         # With CI set, slow tests run too. What tries every case of something takes hours, and has a target of its own.
         slow = os.environ.get("CI") and arguments.task == "test"

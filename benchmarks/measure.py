@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import json
 import os
 import platform
 import time
@@ -13,6 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+# What was measured on this machine, as JSON: the pictures of the site are drawn from it.
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def record(benchmark: str, row: str, **figures: float) -> None:
+    """Keep figures of a benchmark beside those that it has, with the machine, in ``benchmarks/results``."""
+    path = RESULTS / f"{benchmark}.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    if found.get("machine") != machine():
+        found = {"machine": machine(), "rows": {}}
+    found["rows"][row] = {name: round(float(figure), 4) for name, figure in figures.items()}
+    RESULTS.mkdir(exist_ok=True)
+    path.write_text(json.dumps(found, indent=1))
 
 
 def resident_bytes() -> int:

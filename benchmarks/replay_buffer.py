@@ -22,7 +22,7 @@ from stable_baselines3.common.buffers import ReplayBuffer
 from tqdm import tqdm
 
 from benchmarks import recordings
-from benchmarks.measure import machine, sampling_speed, times_as_fast
+from benchmarks.measure import machine, record, sampling_speed, times_as_fast
 from benchmarks.replay import Recording
 from sb3_ext import CompressedReplayBuffer
 
@@ -77,6 +77,9 @@ def measure(name: str, *, codec: str, block_length: int | None, draws: int, step
     row_bytes = plain.actions.itemsize * plain.action_dim + 12
     plain_bytes = 2 * plain.observations[0, 0].nbytes + row_bytes
     columns = " ".join(f"{speed:5.2f}×" for speed in speeds) + f" {adds[0]:6.2f}× {adds[1]:5.2f}×"
+    if draws == 10 and codec == "auto":
+        figures = {"sample_32": speeds[0], "sample_256": speeds[1], "threads_256": speeds[2], "add": adds[0]}
+        record("replay_buffer", name, bytes=stored[0], plain_bytes=plain_bytes, add_full=adds[1], **figures)
     label = f"{ours.codec}/{ours.block_length}"
     memory = f"{stored[0]:7.0f} {stored[1]:6.0f} {plain_bytes / stored[0]:6.0f}×"
     return f"{name:18} {label:10} {memory} {columns}"

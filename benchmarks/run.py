@@ -1,43 +1,110 @@
-"""All benchmarks whose figures README.md quotes, one after the other: ``make bench``.
+"""All benchmarks whose figures the site quotes, one after the other: ``make bench``.
 
-The millions of transitions take an hour; ``--quick`` stores 100,000 of each game.
+What each printed is kept in ``benchmarks/results``, with the machine and the time that it took; a run that was
+interrupted goes on behind the last one that ended. At the end stands which figures fell short of what is claimed.
+
+    python -m benchmarks.run [--quick] [--again] [NAME ...]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks.measure import RESULTS, machine
+
+# Each with the minutes that it takes on 2 cores, for the estimate.
+COMMANDS: dict[str, float] = {
+    "replay_buffer": 14,
+    "replay_buffer --draws 1": 14,
+    "replay_buffer pong breakout mspacman seaquest montezuma --codec patch+lz4": 6,
+    "memory --size {size}": 45,
+    "memory --size {size} --codec patch+lz4": 45,
+    "memory seaquest --size 50000 --wraps 1": 1,
+    "memory seaquest --size 50000 --wraps 10": 4,
+    "buffer_family": 20,
+    "frame_storage ms_pacman seaquest pong breakout --size 100000": 15,
+    "first_use": 3,
+    "lossy": 20,
+    "disk --transitions {size}": 10,
+    "devices": 1,
+    "gym_wrapper": 15,
+    "parallel_env": 5,
+    "factories": 30,
+    "isolation": 3,
+    "vec_env": 12,
+    "gym_vec_env": 1,
+}
+
+
+def kept(command: str) -> Path:
+    """Name the file of what a command printed."""
+    words = "".join(letter if letter.isalnum() else " " for letter in command).split()
+    return RESULTS / f"{'-'.join(words)}.run.json"
+
+
+def run(command: str, show: Callable[[str], object]) -> dict[str, Any]:
+    """Run a benchmark, show its lines as they come, and keep them."""
+    started = time.monotonic()
+    program = [sys.executable, "-u", "-m", *f"benchmarks.{command}".split()]
+    lines = []
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            show(line.rstrip("\n"))
+            lines.append(line.rstrip("\n"))
+    if process.returncode:
+        raise SystemExit(
+            f"python -m benchmarks.{command} ended with {process.returncode}; the same command goes on here"
+        )
+    minutes = (time.monotonic() - started) / 60
+    found = {"command": command, "machine": machine(), "minutes": round(minutes, 1), "lines": lines}
+    RESULTS.mkdir(exist_ok=True)
+    kept(command).write_text(json.dumps(found, indent=1, ensure_ascii=False))
+    return found
 
 
 def main() -> None:
-    """Run all benchmarks."""
+    """Run what has not been run on this machine."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=main.__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="some of them: replay_buffer, vec_env, …")
     parser.add_argument("--quick", action="store_true", help="100,000 transitions a game instead of 1,000,000")
-    size = "100000" if parser.parse_args().quick else "1000000"
-    for line in (
-        "benchmarks.replay_buffer",
-        "benchmarks.replay_buffer --draws 1",
-        "benchmarks.replay_buffer pong breakout mspacman seaquest montezuma --codec patch+lz4",
-        f"benchmarks.memory --size {size}",
-        f"benchmarks.memory --size {size} --codec patch+lz4",
-        "benchmarks.memory seaquest --size 50000 --wraps 1",
-        "benchmarks.memory seaquest --size 50000 --wraps 10",
-        "benchmarks.buffer_family",
-        "benchmarks.frame_storage ms_pacman seaquest --size 100000",
-        "benchmarks.first_use",
-        "benchmarks.lossy",
-        f"benchmarks.disk --transitions {size}",
-        "benchmarks.devices",
-        "benchmarks.gym_wrapper",
-        "benchmarks.parallel_env",
-        "benchmarks.factories",
-        "benchmarks.isolation",
-        "benchmarks.vec_env",
-        "benchmarks.gym_vec_env",
-    ):
-        print("\n$ python -m", line, flush=True)
-        subprocess.run([sys.executable, "-m", *line.split()], check=True)
+    parser.add_argument("--again", action="store_true", help="also those that have been run")
+    options = parser.parse_args()
+    known = {command.split()[0] for command in COMMANDS}
+    if not set(options.names) <= known:
+        parser.error(f"choose from {', '.join(sorted(known))}")
+    size = "100000" if options.quick else "1000000"
+    todo = {
+        command.format(size=size): minutes / 10 if options.quick and "{size}" in command else minutes
+        for command, minutes in COMMANDS.items()
+        if not options.names or command.split()[0] in options.names
+    }
+    results: dict[str, dict[str, Any]] = {}
+    for command in todo:
+        if not options.again and kept(command).exists():
+            before = json.loads(kept(command).read_text())
+            if before["machine"] == machine():
+                results[command] = before
+    left = {command: minutes for command, minutes in todo.items() if command not in results}
+    print(f"{machine()}: {len(results)} are there, {len(left)} to run, about {sum(left.values()):.0f} minutes")
+    with tqdm(total=round(sum(left.values())), unit="min", disable=not left) as progress:
+        for command, minutes in left.items():
+            tqdm.write(f"\n$ python -m benchmarks.{command}")
+            results[command] = run(command, tqdm.write)
+            progress.update(round(minutes))
+    missed = [(name, line) for name, found in results.items() for line in found["lines"] if "missed" in line]
+    print(f"\n{len(missed)} figures fell short" + (":" if missed else ""))
+    for name, line in missed:
+        print(f"  {name.split()[0]:16}{line.strip()}")
 
 
 if __name__ == "__main__":

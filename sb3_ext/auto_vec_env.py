@@ -235,6 +235,13 @@ class AutoVecEnv:
     :return: the vectorised environment; its ``isolation_report`` is a paragraph on why it is what it is
     :raises IsolationError: the environment fails by itself, or processes disturb each other
     :raises WorkerError: an environment cannot be built
+
+    >>> from stable_baselines3.common.env_util import make_vec_env
+    >>> from sb3_ext import AutoVecEnv
+    >>> env = make_vec_env("CartPole-v1", n_envs=4, seed=0, vec_env_cls=AutoVecEnv)
+    >>> env.reset().shape
+    (4, 4)
+    >>> env.close()
     """
 
     def __new__(  # type: ignore[misc]

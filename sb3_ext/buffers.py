@@ -175,6 +175,12 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
     :raises DeviceUnavailableError: if the device is not there
     :raises StorageError: if ``storage_dir`` is in use, or cannot be written
     :raises CorruptFileError: if a file in it is damaged
+
+    >>> from stable_baselines3 import DQN
+    >>> from sb3_ext import CompressedReplayBuffer
+    >>> model = DQN("MlpPolicy", "CartPole-v1", buffer_size=1000, replay_buffer_class=CompressedReplayBuffer)
+    >>> model.learn(200).replay_buffer.size()
+    200
     """
 
     _FOR_OTHERS = "use replay_buffer_class=CompressedDictReplayBuffer for it"
@@ -458,6 +464,8 @@ class CompressedDictReplayBuffer(CompressedReplayBuffer, DictReplayBuffer):  # t
         ``codec={"camera": "patch+lz4"}``; any other value holds for the images, which are the keys of two or more
         dimensions
     :raises InvalidTypeError: if the observation space is no ``Dict``
+
+    >>> model = SAC("MultiInputPolicy", env, replay_buffer_class=CompressedDictReplayBuffer)  # doctest: +SKIP
     """
 
     _FOR_OTHERS = "use replay_buffer_class=CompressedReplayBuffer for it"
@@ -479,6 +487,19 @@ if hasattr(buffers, "NStepReplayBuffer"):  # from Stable Baselines3 2.7 on; all 
             one
         :param gamma: Discount factor; by default the algorithm's, and 0.99 without one
         :raises InvalidArgumentError: if the algorithm has other ones
+
+        >>> from stable_baselines3 import DQN
+        >>> from sb3_ext import CompressedNStepReplayBuffer
+        >>> options = {"n_steps": 3}
+        >>> model = DQN(
+        ...     "MlpPolicy",
+        ...     "CartPole-v1",
+        ...     buffer_size=1000,
+        ...     replay_buffer_class=CompressedNStepReplayBuffer,
+        ...     replay_buffer_kwargs=options,
+        ... )
+        >>> model.replay_buffer.n_steps
+        3
         """
 
         _FOR_OTHERS = "n-step returns are for these alone, as in Stable Baselines3"
@@ -549,6 +570,8 @@ class CompressedHerReplayBuffer(TakesOptions, HerReplayBuffer, CompressedDictRep
     whose arguments it takes. Without ``copy_info_dict`` no dictionaries are kept for infos, which nobody reads then.
 
     :param options: As in :class:`CompressedDictReplayBuffer`
+
+    >>> model = SAC("MultiInputPolicy", env, replay_buffer_class=CompressedHerReplayBuffer)  # doctest: +SKIP
     """
 
     _NOT_SAVED = ("env",)
@@ -709,6 +732,12 @@ class CompressedRolloutBuffer(CompressedBuffer, RolloutBuffer):
     :raises InvalidTypeError: if the observation space is a ``Dict``
     :raises MissingDependencyError: if the codec needs a package that is not installed
     :raises DeviceUnavailableError: if the device is not there
+
+    >>> from stable_baselines3 import PPO
+    >>> from sb3_ext import CompressedRolloutBuffer
+    >>> model = PPO("MlpPolicy", "CartPole-v1", n_steps=64, rollout_buffer_class=CompressedRolloutBuffer)
+    >>> model.learn(64).num_timesteps
+    64
     """
 
     _FOR_OTHERS = "use rollout_buffer_class=CompressedDictRolloutBuffer for it"
@@ -810,6 +839,8 @@ class CompressedDictRolloutBuffer(CompressedRolloutBuffer, DictRolloutBuffer):
 
     :param options: As in :class:`CompressedDictReplayBuffer`
     :raises InvalidTypeError: if the observation space is no ``Dict``
+
+    >>> model = PPO("MultiInputPolicy", env, rollout_buffer_class=CompressedDictRolloutBuffer)  # doctest: +SKIP
     """
 
     _FOR_OTHERS = "use rollout_buffer_class=CompressedRolloutBuffer for it"

@@ -41,6 +41,8 @@ class CompressedMaskableRolloutBuffer(TakesOptions, MaskableRolloutBuffer, Compr
     :class:`CompressedRolloutBuffer` in place of sb3-contrib's ``MaskableRolloutBuffer``, whose arguments it takes.
 
     :param options: As in :class:`CompressedRolloutBuffer`
+
+    >>> model = MaskablePPO("CnnPolicy", env, rollout_buffer_class=CompressedMaskableRolloutBuffer)  # doctest: +SKIP
     """
 
     _FOR_OTHERS = "use rollout_buffer_class=CompressedMaskableDictRolloutBuffer for it"
@@ -54,6 +56,10 @@ class CompressedMaskableDictRolloutBuffer(TakesOptions, MaskableDictRolloutBuffe
     takes.
 
     :param options: As in :class:`CompressedDictRolloutBuffer`
+
+    >>> model = MaskablePPO(  # doctest: +SKIP
+    ...     "MultiInputPolicy", env, rollout_buffer_class=CompressedMaskableDictRolloutBuffer
+    ... )
     """
 
     _FOR_OTHERS = "use rollout_buffer_class=CompressedMaskableRolloutBuffer for it"
@@ -98,6 +104,9 @@ class CompressedRecurrentRolloutBuffer(_Recurrent, RecurrentRolloutBuffer, Compr
     states of the LSTM are stored as they are.
 
     :param options: As in :class:`CompressedRolloutBuffer`
+
+    >>> model = RecurrentPPO("CnnLstmPolicy", env)  # doctest: +SKIP
+    >>> model.rollout_buffer = CompressedRecurrentRolloutBuffer.like(model.rollout_buffer)  # doctest: +SKIP
     """
 
     _FOR_OTHERS = "use CompressedRecurrentDictRolloutBuffer for it"
@@ -111,6 +120,9 @@ class CompressedRecurrentDictRolloutBuffer(_Recurrent, RecurrentDictRolloutBuffe
     takes. The states of the LSTM are stored as they are.
 
     :param options: As in :class:`CompressedDictRolloutBuffer`
+
+    >>> model = RecurrentPPO("MultiInputLstmPolicy", env)  # doctest: +SKIP
+    >>> model.rollout_buffer = CompressedRecurrentDictRolloutBuffer.like(model.rollout_buffer)  # doctest: +SKIP
     """
 
     _FOR_OTHERS = "use CompressedRecurrentRolloutBuffer for it"

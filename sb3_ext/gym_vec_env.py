@@ -62,6 +62,14 @@ class GymVecEnv(VecEnv):
     ``VecNormalize``.
 
     Source: https://github.com/DLR-RM/stable-baselines3/issues/1745, https://github.com/isaac-sim/IsaacLab/issues/1769
+
+    >>> import gymnasium
+    >>> from sb3_ext import GymVecEnv
+    >>> env = GymVecEnv(gymnasium.make_vec("CartPole-v1", num_envs=4, vectorization_mode="sync"))
+    >>> env.seed(0)
+    [0, 1, 2, 3]
+    >>> env.reset().shape
+    (4, 4)
     """
 
     def __init__(
@@ -213,7 +221,12 @@ class GymVecEnv(VecEnv):
             if not all(self._in_workers(chosen, "_call", ("has_wrapper_attr", (attr_name,), {}))):
                 raise AttributeError(f"a sub-environment has no attribute {attr_name!r}")
             return self._in_workers(chosen, "_call", ("get_wrapper_attr", (attr_name,), {}))
-        value = _found(self.env, attr_name)
+        try:
+            value = _found(self.env, attr_name)
+        except AttributeError:
+            if attr_name != "render_mode":  # Stable Baselines3 would warn of environments that have none
+                raise
+            value = None
         if isinstance(value, torch.Tensor):
             value = value.detach().cpu().numpy()
         rows = isinstance(value, np.ndarray) and value.shape[:1] == (self.num_envs,)

@@ -45,13 +45,6 @@ class MultiAgentVecEnv(VecEnv):
     environment ends; then the row's ``dones`` is True once more, and the environment resets itself. A policy learns
     that zeros are worth nothing, as with SuperSuit's ``black_death``.
 
-    .. code-block:: python
-
-        from pettingzoo.butterfly import pistonball_v6
-        from sb3_ext import make_vec_env
-
-        env = make_vec_env(pistonball_v6.parallel_env(), n_envs=4, seed=0)  # or MultiAgentVecEnv([make_env] * 4)
-
     :param env_fns: build the environments: functions, or whatever :func:`as_factory` takes; they are in this process
     :raises InvalidTypeError: no parallel environment
     :raises InvalidArgumentError: agents have different spaces, or observations that are not arrays of fixed shape
@@ -64,6 +57,13 @@ class MultiAgentVecEnv(VecEnv):
     :ivar agents: names of the possible agents of one environment
 
     Source: https://github.com/DLR-RM/stable-baselines3/issues/69
+
+    >>> from pettingzoo.butterfly import knights_archers_zombies_v11
+    >>> from sb3_ext import MultiAgentVecEnv
+    >>> env = MultiAgentVecEnv([knights_archers_zombies_v11.parallel_env] * 2)
+    >>> env.num_envs, len(env.agents)
+    (8, 4)
+    >>> env.close()
     """
 
     def __init__(self, env_fns: Sequence[Callable[[], Any]]) -> None:

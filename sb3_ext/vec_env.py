@@ -273,6 +273,13 @@ class SharedMemoryVecEnv(PoolVecEnv):
     :ivar timings: how long the start and the steps have taken, see :class:`VecEnvTimings`
 
     Source: https://github.com/DLR-RM/stable-baselines3/issues/1890
+
+    >>> import gymnasium
+    >>> from sb3_ext import SharedMemoryVecEnv
+    >>> env = SharedMemoryVecEnv([lambda: gymnasium.make("CartPole-v1")] * 4, n_workers=2)
+    >>> env.reset().shape
+    (4, 4)
+    >>> env.close()
     """
 
     def __init__(
@@ -335,6 +342,8 @@ class RayVecEnv(PoolVecEnv):
     :ivar timings: how long the start and the steps have taken, see :class:`VecEnvTimings`
 
     Source: https://docs.ray.io/en/latest/ray-core/actors.html
+
+    >>> env = RayVecEnv([make_env] * 16, n_workers=4)  # doctest: +SKIP
     """
 
     def __init__(
@@ -360,9 +369,11 @@ class VecEnvTimings(BaseCallback):
     ``time/env_start`` and ``time/env_step`` are seconds, the latter the mean of a rollout's steps;
     ``time/env_restarts`` counts. Of vectorised environments that are no :class:`SharedMemoryVecEnv` it logs nothing.
 
-    .. code-block:: python
-
-        model.learn(100_000, callback=VecEnvTimings())
+    >>> from stable_baselines3 import PPO
+    >>> from sb3_ext import VecEnvTimings, make_vec_env
+    >>> env = make_vec_env("CartPole-v1", n_envs=2)
+    >>> PPO("MlpPolicy", env, n_steps=64).learn(128, callback=VecEnvTimings()).num_timesteps
+    128
     """
 
     def _on_rollout_start(self) -> None:

@@ -71,6 +71,14 @@ def test_ppo_on_a_torch_environment(variables: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
+def test_stable_baselines3_on_a_torch_environment(tmp_path: Path, variables: dict[str, str]) -> None:
+    variables["TMPDIR"] = str(tmp_path)  # Stable Baselines3's log
+    text = executed("sb3_torch_env.ipynb", EXAMPLES, variables)
+    assert "cut by the time limit:         True" in text
+    assert "steps a second, learning included" in text
+
+
+@pytest.mark.slow
 def test_a_million_images_are_planned_and_trained_on(tmp_path: Path, variables: dict[str, str]) -> None:
     text = executed("image_replay_plan.ipynb", tmp_path, variables)
     assert "measured: MountainCar-v0, 150 steps of a random policy" in text

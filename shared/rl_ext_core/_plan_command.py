@@ -3,6 +3,11 @@
 With --env the figures are measured on some hundred or thousand steps of a random policy; without it they are
 estimates, marked as such. The exit status is 0 if there is a way that fits, 1 if there is none, and 2 if the command
 itself was wrong.
+
+examples:
+  rl-ext plan --shape 100,100,9 --size 1000000
+  rl-ext plan --env ALE/Pong-v5 --size 1000000 --max-bytes 8GB --plot memory.png
+  rl-ext plan --env my_module:make_env --size 500000 --json
 """
 
 from __future__ import annotations

@@ -3,6 +3,11 @@
 SOURCE is what builds the environment, as module:function or module:Class.method, or an id of gymnasium. Some are
 built, stepped and compared in processes that are thrown away. The exit status is 0 if there is a verdict, 1 if the
 environment does not work even alone, and 2 if the command itself was wrong.
+
+examples:
+  rl-ext probe CartPole-v1
+  rl-ext probe my_module:Plant --steps 500
+  rl-ext probe ale_py:ALE/Pong-v5 --json --no-cache
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """``rl-ext``: the command line.
 
 Every command is a module of its own, which ``COMMANDS`` names: ``add_arguments(parser)`` declares its options and
-``run(arguments)`` returns the exit status. It reports failures by raising this project's exceptions.
+``run(arguments)`` returns the exit status. It reports failures by raising this project's exceptions. Only
+``completion``, which is about this parser, is here.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 import rl_ext_core
-from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, RlExtError
+from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, RlExtError, missing_dependency
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,4 +83,17 @@ def _parser() -> argparse.ArgumentParser:
         child.formatter_class = argparse.RawDescriptionHelpFormatter
         command.add_arguments(child)
         child.set_defaults(run=command.run)
+    summary = "what makes a shell complete the commands and options of rl-ext"
+    child = commands.add_parser("completion", help=summary, description='eval "$(rl-ext completion bash)"')
+    child.add_argument("shell", choices=("bash", "zsh", "tcsh"))
+    child.set_defaults(run=_complete)
     return parser
+
+
+def _complete(arguments: argparse.Namespace) -> int:
+    try:
+        import shtab
+    except ImportError:
+        raise missing_dependency("shtab", "completion", "rl-ext completion") from None
+    print(shtab.complete(_parser(), arguments.shell))
+    return 0

@@ -68,6 +68,19 @@ def test_help_names_the_commands_and_their_options() -> None:
     assert all(option in text for option in ("--device", "--render", "--renderer", "--json", "--replay", "--verify"))
 
 
+@pytest.mark.parametrize("command", ["doctor", "plan", "probe"])
+def test_help_gives_examples(command: str) -> None:
+    assert f"examples:\n  rl-ext {command}" in run(command, "--help").stdout
+
+
+def test_shells_complete_its_options(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["completion", "bash"]) == 0
+    assert "--max-bytes" in said(capsys)
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", "bash"]) == 1
+    assert 'pip install "rl-ext[completion]"' in capsys.readouterr().err
+
+
 def test_importing_the_command_line_loads_no_command() -> None:
     watched = {"rl_ext_core.devices", "rich", "numpy", "torch"}
     assert loaded_by("import rl_ext_core.cli", watched) == set()

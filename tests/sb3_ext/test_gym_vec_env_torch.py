@@ -154,6 +154,7 @@ def test_methods_and_attributes() -> None:
     with pytest.raises(InvalidArgumentError, match="Set it for all"):
         venv.set_attr("final", None, indices=[1])
     assert not venv.has_attr("missing")
+    assert venv.get_attr("render_mode", [1]) == [None]
 
 
 def test_what_is_refused() -> None:

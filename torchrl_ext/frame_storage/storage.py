@@ -94,6 +94,15 @@ class FrameStorage(TensorStorage):
     :raises MissingDependencyError: if numba is not installed, or what the codec needs.
     :raises StorageError: if the folder cannot be used, or another process uses it.
     :raises CorruptFileError: if what is in the folder is damaged.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> from torchrl.data import TensorDictReplayBuffer
+    >>> from torchrl_ext import FrameStorage
+    >>> buffer = TensorDictReplayBuffer(storage=FrameStorage(1000), batch_size=32)
+    >>> _ = buffer.extend(TensorDict({"pixels": torch.zeros(64, 4, 84, 84, dtype=torch.uint8)}, [64]))
+    >>> buffer.sample()["pixels"].shape
+    torch.Size([32, 4, 84, 84])
     """
 
     _default_checkpointer = FrameStorageCheckpointer

@@ -101,6 +101,12 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
     :raises EnvironmentOutputError: at a step or reset: what the environment returns does not fit its spaces
 
     Source: https://github.com/pytorch/rl/issues/2369
+
+    >>> import gymnasium
+    >>> from torchrl_ext import GymWrapper
+    >>> env = GymWrapper(gymnasium.make_vec("CartPole-v1", num_envs=16, vectorization_mode="sync"))
+    >>> env.rollout(3, break_when_any_done=False).batch_size
+    torch.Size([16, 3])
     """
 
     def __init__(
@@ -427,6 +433,10 @@ class GymEnv(GymWrapper, UpstreamGymEnv):
     :param env_name: an id of gymnasium's registry
     :param num_envs: sub-environments of a vectorised one; default: a single environment
     :param kwargs: those of :class:`GymWrapper`, of ``torchrl.envs.GymEnv``, and of the environment
+
+    >>> from torchrl_ext import GymEnv
+    >>> GymEnv("Pendulum-v1").rollout(3).batch_size
+    torch.Size([3])
     """
 
     def __init__(self, env_name: str, **kwargs: Any) -> None:

@@ -66,6 +66,12 @@ class ParallelEnv(_Base, metaclass=_Meta):
         and the next ``reset`` starts new ones
 
     Source: https://github.com/pytorch/rl/issues/2277
+
+    >>> from torchrl_ext import GymEnv, ParallelEnv
+    >>> env = ParallelEnv(2, GymEnv("Pendulum-v1"), seed=0)
+    >>> env.rollout(3).batch_size
+    torch.Size([2, 3])
+    >>> env.close()
     """
 
     def __init__(

@@ -48,6 +48,11 @@ class Finding:
     :param effect: what that does, one sentence
     :param fix: the line to type instead, for the shell or for Python; two where Python has to import first
     :param severity: ``"error"``: something fails or lands on another device; ``"warning"``: it may surprise
+
+    >>> from rl_ext_core.devices import check_environment
+    >>> findings = check_environment({"CUDA_VISIBLE_DEVICES": "'0'"})
+    >>> findings[0].variable
+    'CUDA_VISIBLE_DEVICES'
     """
 
     variable: str

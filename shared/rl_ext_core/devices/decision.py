@@ -32,6 +32,10 @@ class Step:
     :param source: the argument, variable or query that it was applied to
     :param value: what that held
     :param verdict: what follows
+
+    >>> from rl_ext_core.devices import resolve
+    >>> [step.verdict for step in resolve("cpu").steps]
+    ['cpu']
     """
 
     rule: str
@@ -60,6 +64,11 @@ class Decision:
         does: ``sapien.render.RenderSystem(render_device)``, ``gymnasium.make(..., render_backend=render_device)``
     :param steps: what was asked and found, in order
     :param warnings: what to know about it, one sentence each
+
+    >>> from rl_ext_core.devices import resolve
+    >>> decision = resolve("cpu")
+    >>> decision.compute, decision.render
+    (device(type='cpu'), 'none')
     """
 
     device: str

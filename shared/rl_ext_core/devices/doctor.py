@@ -2,6 +2,11 @@
 
 Without options it reports on this machine under the present variables. The exit status is 0 if nothing is wrong,
 1 if something is or a renderer that is installed fails, and 2 if the command itself was wrong.
+
+examples:
+  rl-ext doctor
+  rl-ext doctor --renderer robosuite --device cuda:1
+  rl-ext doctor --verify --json > machine.json
 """
 
 from __future__ import annotations

@@ -41,6 +41,10 @@ class Gpu:
     :param memory_total: bytes; 0 where the driver does not tell, as for a GPU that shares the CPU's memory
     :param memory_free: bytes, when the inventory was made; 0 likewise
     :param mig: UUIDs (``MIG-<uuid>``) of the slices that it is cut into; empty where MIG is off
+
+    >>> from rl_ext_core.devices import Inventory
+    >>> [gpu.name for gpu in Inventory.current().gpus]  # doctest: +SKIP
+    ['NVIDIA H100', 'NVIDIA H100']
     """
 
     uuid: str
@@ -61,6 +65,10 @@ class EglDevice:
     :param uuid: the GPU behind it; None for a software device, and where nothing tells
     :param drm: its render node, ``/dev/dri/renderD<n>``, where it has one
     :param cuda: whether the driver relates it to CUDA (``EGL_NV_device_cuda``)
+
+    >>> from rl_ext_core.devices import EglDevice
+    >>> EglDevice(index=0, software=True).uuid is None
+    True
     """
 
     index: int
@@ -84,6 +92,12 @@ class Inventory:
     :param osmesa: whether OSMesa's library is installed; None if EGL was not asked
     :param nvml_error: why NVML told nothing
     :param egl_error: why EGL told nothing
+
+    >>> from rl_ext_core.devices import Inventory, resolve
+    >>> machine = Inventory.current()
+    >>> decision = resolve("auto", inventory=machine)
+    >>> Inventory.from_json(machine.to_json()) == machine
+    True
     """
 
     gpus: tuple[Gpu, ...] = ()

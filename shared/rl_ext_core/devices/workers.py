@@ -41,6 +41,11 @@ class BoundFactory(Generic[_Env]):
     :param decision: for the process that builds the environment
     :param env_fn: builds it
     :raises InvalidTypeError: not callable, or cloudpickle cannot pack it
+
+    >>> from rl_ext_core.devices import resolve
+    >>> bound = resolve("cpu").bind(dict)
+    >>> bound()
+    {}
     """
 
     def __init__(self, decision: Decision, env_fn: Callable[[], _Env]) -> None:

@@ -62,6 +62,14 @@ class EnvFactory(Generic[_Env]):
         (with the arguments that :func:`capture_constructors` remembered) or ``"graft"`` (all Python state copied, what
         belongs to a simulator rebuilt by its rule)
     :ivar examination: what was measured of a copy; None if nothing was
+
+    >>> import gymnasium
+    >>> from rl_ext_core.factory import as_factory
+    >>> factory = as_factory(gymnasium.make("CartPole-v1", max_episode_steps=50))
+    >>> factory().spec.max_episode_steps
+    50
+    >>> factory.origin
+    'spec'
     """
 
     def __init__(

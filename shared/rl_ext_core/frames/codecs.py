@@ -44,6 +44,11 @@ class Codec(ABC):
     :cvar seals: whether full blocks go through :meth:`seal`.
     :cvar lossy: whether :meth:`unseal` gives something else than :meth:`seal` was given. Blocks hold one frame then,
         and are sealed at once, so that what is read does not change later.
+
+    >>> from rl_ext_core.frames import get_codec
+    >>> codec = get_codec("patch")
+    >>> codec.name, codec.lossy
+    ('patch', False)
     """
 
     name: ClassVar[str]

@@ -23,6 +23,10 @@ class JpegCodec(Codec):
     :param quality: 1 to 100, as JPEG means it.
     :raises InvalidTypeError: if the quality is no whole number.
     :raises InvalidArgumentError: if it is another number.
+
+    >>> from rl_ext_core.frames import JpegCodec
+    >>> JpegCodec(quality=90).lossy
+    True
     """
 
     name = "jpeg"

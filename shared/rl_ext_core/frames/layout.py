@@ -20,10 +20,16 @@ class StackLayout:
     """A stack of ``n_stack`` frames, concatenated along the first or the last axis of an observation.
 
     :param shape: shape of one observation, without the environment axis.
-    :param dtype: dtype of the observation.
+    :param dtype: dtype of the observation, or what NumPy makes one of.
     :param n_stack: number of frames in a stack; 1 treats the observation as one frame.
     :param axis: the stacking axis, 0 (channel-first) or ``len(shape) - 1`` (channel-last).
     :raises InvalidArgumentError: if the stack size does not divide the length of the axis.
+
+    >>> import numpy as np
+    >>> from rl_ext_core.frames import StackLayout
+    >>> layout = StackLayout((12, 84, 84), np.uint8, n_stack=4, axis=0)
+    >>> layout.frame_bytes
+    21168
     """
 
     shape: tuple[int, ...]
@@ -32,6 +38,7 @@ class StackLayout:
     axis: int
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", np.dtype(self.dtype))  # np.uint8 and "uint8" are what people write
         length = self.shape[self.axis]
         if not 1 <= self.n_stack <= MAX_STACK or length % self.n_stack:
             divisors = [d for d in range(1, min(length, MAX_STACK) + 1) if length % d == 0]

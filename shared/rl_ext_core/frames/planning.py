@@ -168,6 +168,11 @@ class Plan:
     :param free_bytes: what the machine has now; None where it does not say.
     :param max_bytes: the budget that was given, or None.
     :param rows: one for each way of storing, Stable Baselines3's own first.
+
+    >>> from rl_ext_core.frames import plan
+    >>> found = plan((4, 84, 84), 100_000, n_stack=4, max_bytes=8_000_000_000)
+    >>> found.measured, found.size
+    (False, 100000)
     """
 
     shape: tuple[int, ...]

@@ -89,6 +89,10 @@ class Recovered(NamedTuple):
     :ivar kept: transitions, an environment, that are there.
     :ivar lost: transitions, an environment, that were being added when their process was killed.
     :ivar overwritten: transitions, an environment, that are gone because those lost had taken their rows.
+
+    >>> store = FrameStore(1000, 1, layout, storage_dir="run1")  # doctest: +SKIP
+    >>> store.recovered  # doctest: +SKIP
+    Recovered(kept=512, lost=1, overwritten=0)
     """
 
     kept: int
@@ -132,6 +136,14 @@ class FrameStore:
     :raises CorruptFileError: if a file in ``storage_dir`` is damaged, where that shows without reading all of it. What
         does not show then is found when it is read.
     :raises StorageError: if another process uses ``storage_dir``, or it cannot be made.
+
+    >>> import numpy as np
+    >>> from rl_ext_core.frames import FrameStore, StackLayout
+    >>> store = FrameStore(100, 1, StackLayout((4, 84, 84), np.uint8, n_stack=4, axis=0))
+    >>> observation = np.zeros((1, 4, 84, 84), np.uint8)
+    >>> store.append(observation, observation)
+    >>> store.size
+    1
     """
 
     recovered: Recovered | None
@@ -870,6 +882,10 @@ class Salvaged(NamedTuple):
 
     :ivar kept: transitions, an environment, that can be read.
     :ivar given_up: transitions, an environment, that counted and are gone.
+
+    >>> from rl_ext_core.frames import salvage
+    >>> salvage("run1")  # doctest: +SKIP
+    Salvaged(kept=498, given_up=14)
     """
 
     kept: int

@@ -40,6 +40,10 @@ class Isolation(str, enum.Enum):
     cannot be told, because one alone does not do the same twice, or because nothing that it returns depends on what it
     is given. ``BROKEN``: one alone fails. ``UNKNOWN``: one alone took longer than was waited for it. One process per
     environment is what remains where it cannot be told.
+
+    >>> from rl_ext_core.isolation import Isolation
+    >>> Isolation("single-instance") is Isolation.SINGLE_INSTANCE
+    True
     """
 
     INDEPENDENT = "independent"
@@ -75,6 +79,10 @@ class Verdict:
         :func:`~rl_ext_core.isolation.apply_cure` in each of them; None: none is needed, or none has helped
     :ivar libraries: shared objects that it has loaded, without Python's own
     :ivar seconds: what finding out has taken, now
+
+    >>> from rl_ext_core.isolation import probe
+    >>> probe("CartPole-v1").isolation
+    <Isolation.INDEPENDENT: 'independent'>
     """
 
     isolation: Isolation

@@ -53,6 +53,9 @@ class Failure:
     :ivar exitcode: of the process, negative for signals; None if it was still running
     :ivar seed: of the worker's environments
     :ivar notes: the worker's last ones, see :func:`note`
+
+    >>> watch.failure  # doctest: +SKIP
+    Failure(worker=3, kind='signal', phase='step', summary='worker 3 was ended by SIGSEGV in step', ...)
     """
 
     worker: int

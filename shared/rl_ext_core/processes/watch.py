@@ -58,6 +58,19 @@ class Watch:
     :raises InvalidArgumentError: one has not started, or there are too few seeds
 
     :ivar failure: the first one; None while there is none
+
+    >>> import time
+    >>> from rl_ext_core.processes import Watch, get_context
+    >>> context = get_context("forkserver")
+    >>> workers = [context.Process(target=time.sleep, args=(60,)) for _ in range(2)]
+    >>> for worker in workers:
+    ...     worker.start()
+    >>> watch = Watch(workers)
+    >>> with watch.operation("a step", timeout=5.0):  # raises a WorkerError if one of them ends in it
+    ...     pass
+    >>> watch.closing()
+    >>> watch.kill()
+    >>> watch.stop()
     """
 
     @uninterrupted

@@ -38,6 +38,12 @@ class PlainStore:
     :param capacity: transitions an environment.
     :param n_envs: number of environments.
     :param layout: how an observation is stacked; only its shape and dtype matter here.
+
+    >>> import numpy as np
+    >>> from rl_ext_core.frames import StackLayout
+    >>> from rl_ext_core.testing import PlainStore
+    >>> PlainStore(10, 1, StackLayout((4, 8, 8), np.uint8, n_stack=4, axis=0)).size
+    0
     """
 
     def __init__(self, capacity: int, n_envs: int, layout: StackLayout) -> None:

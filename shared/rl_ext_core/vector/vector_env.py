@@ -34,13 +34,6 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
     twice. Workers load what the environment needs. When one dies, a :class:`~rl_ext_core.errors.WorkerError` says which
     environment it was, in what, and why.
 
-    .. code-block:: python
-
-        from rl_ext_core.vector import SharedMemoryVectorEnv
-
-        envs = SharedMemoryVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 8, n_workers=2)
-        observations, infos = envs.reset(seed=0)
-
     :param env_fns: build the environments: functions, or whatever :func:`~rl_ext_core.factory.as_factory` takes
     :param shared_memory: without effect: observations are in shared memory, and copied unless ``copy=False``
     :param copy: whether observations are the caller's to keep; False returns the shared memory itself, which the next
@@ -66,6 +59,14 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
     :ivar timings: how long the start and the steps have taken
 
     Source: https://gymnasium.farama.org/api/vector/async_vector_env/
+
+    >>> import gymnasium
+    >>> from rl_ext_core.vector import SharedMemoryVectorEnv
+    >>> envs = SharedMemoryVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 4, n_workers=2)
+    >>> observations, infos = envs.reset(seed=0)
+    >>> observations.shape
+    (4, 4)
+    >>> envs.close()
     """
 
     def __init__(

@@ -1,0 +1,93 @@
+"""Draw the site's pictures from what benchmarks have measured: ``benchmarks/results`` into ``docs/_static/plots``.
+
+python -m benchmarks.replay_buffer pong breakout mspacman seaquest montezuma
+python -m benchmarks.plot
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("svg")
+import matplotlib.pyplot as plt
+
+from benchmarks.measure import RESULTS
+
+PLOTS = Path(__file__).resolve().parent.parent / "docs" / "_static" / "plots"
+OURS, THEIRS = "#4c6fae", "#b9bfca"
+GAMES = {
+    "pong": "Pong",
+    "breakout": "Breakout",
+    "mspacman": "MsPacman",
+    "seaquest": "Seaquest",
+    "montezuma": "Montezuma",
+}
+
+
+def results(benchmark: str) -> dict[str, Any]:
+    """What a benchmark has recorded.
+
+    :raises SystemExit: it has not been run
+    """
+    path = RESULTS / f"{benchmark}.json"
+    if not path.exists():
+        raise SystemExit(f"{path} is not there: run python -m benchmarks.{benchmark} first")
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def buffers() -> None:
+    """Memory of a million transitions, and the speed of sampling, against SB3's buffer."""
+    found = results("replay_buffer")
+    rows = {title: found["rows"][name] for name, title in GAMES.items() if name in found["rows"]}
+    plain = max(row["plain_bytes"] for row in rows.values())
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.4))
+    left.bar(["SB3"], [plain / 1e3], color=THEIRS)
+    left.bar(list(rows), [row["bytes"] / 1e3 for row in rows.values()], color=OURS)
+    left.bar_label(left.containers[0], ["56 GB" if round(plain / 1e3) == 56 else f"{plain / 1e3:.0f} GB"])
+    left.bar_label(left.containers[1], [f"{row['bytes']:.0f} MB" for row in rows.values()])
+    left.set_yscale("log")
+    left.set_ylim(0.03, 400)
+    left.set_ylabel("gigabytes")
+    left.set_title("A million transitions of 4 × 84 × 84 pixels")
+    places = range(len(rows))
+    for offset, size in ((-0.2, 32), (0.2, 256)):
+        speeds = [row[f"sample_{size}"] for row in rows.values()]
+        bars = right.bar([place + offset for place in places], speeds, 0.38, color=OURS, alpha=0.6 if size == 32 else 1)
+        right.bar_label(bars, [f"{speed:.1f}×" for speed in speeds], fontsize=8)
+        bars.set_label(f"sample({size})")
+    right.axhline(1, color=THEIRS, linewidth=2, label="SB3")
+    right.set_xticks(list(places), list(rows))
+    right.set_ylabel("times as fast as SB3")
+    right.set_title("Batches, one thread")
+    right.legend(frameon=False, fontsize=8, ncols=3, loc="upper right")
+    right.set_ylim(0, 1.25 * max(max(row["sample_32"], row["sample_256"]) for row in rows.values()))
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(axis="x", labelsize=8)
+    figure.text(0.995, 0.005, found["machine"], ha="right", fontsize=6, color="#777777")
+    save(figure, "buffers")
+
+
+def save(figure: Any, name: str) -> None:
+    """Write a picture that is the same for the same figures, on white so that it shows on dark pages too."""
+    PLOTS.mkdir(parents=True, exist_ok=True)
+    figure.tight_layout()
+    figure.savefig(PLOTS / f"{name}.svg", metadata={"Date": None}, facecolor="white")
+    print(PLOTS / f"{name}.svg")
+
+
+def main() -> None:
+    """Draw all pictures."""
+    argparse.ArgumentParser(prog="python -m benchmarks.plot", description=main.__doc__).parse_args()
+    mpl.rcParams["svg.hashsalt"] = "rl-ext"
+    buffers()
+
+
+if __name__ == "__main__":
+    main()
