@@ -1,1 +1,1 @@
-"""What README.md claims, measured: one command for each figure."""
+"""What the site claims, measured: one command for each figure."""

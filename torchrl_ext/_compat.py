@@ -88,7 +88,8 @@ def _has(cls: type, names: str, without: str) -> bool:
         versions = f"torchrl {torchrl.__version__}, tensordict {tensordict.__version__}"
         warnings.warn(
             f"{cls.__name__} of {versions} has no {', '.join(missing)}: {without}. Install a version of rl-ext that "
-            "knows this one, or an earlier one of TorchRL; the README lists those that were tested",
+            "knows this one, or an earlier one of TorchRL; those that were tested are on the documentation's page "
+            "Compatibility",
             stacklevel=3,
         )
     return not missing

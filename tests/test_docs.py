@@ -1,0 +1,83 @@
+"""The site: it builds without a warning, its index of errors is complete, and what it quotes exists."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+
+
+@pytest.fixture
+def directives(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    pytest.importorskip("docutils")
+    return importlib.import_module("site_directives")
+
+
+def test_the_index_of_errors_has_what_is_raised(directives: Any) -> None:
+    found = list(directives.raised())
+    assert len(found) > 300
+    texts = {place.text for place in found if place.module == "sb3_ext.gym_vec_env"}
+    assert any("no step was begun; write step_async(actions) first" in text for text in texts)
+
+
+def test_readme_is_short_and_its_links_are_absolute() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 1200
+    assert not re.findall(r"\]\((?!https://)", text)
+
+
+def test_readme_links_to_pages_that_are_there() -> None:
+    pages = re.findall(r"rl-ext\.readthedocs\.io/en/latest/([\w/]+)\.html", (ROOT / "README.md").read_text())
+    assert pages
+    assert not [page for page in pages if not (ROOT / "docs" / f"{page}.md").exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "docs")))
+def test_code_on_a_page_is_python_and_what_it_imports_of_ours_is_there(page: Path) -> None:
+    for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        compile(code, str(page), "exec")
+        for module, names in re.findall(
+            r"^from ((?:rl_ext_core|sb3_ext|torchrl_ext)[\w.]*) import ([\w, ]+)", code, re.M
+        ):
+            imported = importlib.import_module(module)
+            assert not [name for name in names.replace(" ", "").split(",") if not hasattr(imported, name)]
+
+
+def test_commands_on_the_pages_are_there() -> None:
+    for page in [*PAGES, ROOT / "README.md"]:
+        text = page.read_text()
+        for name in re.findall(r"benchmarks\.(?!md|html)([a-z_]+)", text):
+            assert (ROOT / "benchmarks" / f"{name}.py").exists(), (page, name)
+        for name in re.findall(r"`(?:scripts|tests|examples)/([\w/.]+\.\w+)`", text):
+            assert [path for top in ("scripts", "tests", "examples") if (path := ROOT / top / name).exists()], (
+                page,
+                name,
+            )
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("myst_nb", reason='the site needs pip install "rl-ext[docs]"')
+    # Without the notebooks' outputs: tests/test_examples.py executes them.
+    environment = {**os.environ, "RL_EXT_DOCS_NOTEBOOKS": "off"}
+    ignored = shutil.ignore_patterns("_build", "notebooks")
+    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=ignored)  # it puts the notebooks beside its pages
+    for name in ("shared", "sb3_ext", "torchrl_ext", "examples", "CHANGELOG.md"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
+    folders = ["-d", str(tmp_path / "trees"), str(tmp_path / "docs"), str(tmp_path / "html")]
+    done = subprocess.run([*command, *folders], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    index = (tmp_path / "html" / "errors.html").read_text()
+    assert "no step was begun" in index
