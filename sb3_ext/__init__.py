@@ -1,4 +1,4 @@
-"""Extensions of Stable Baselines3. They bear the names of what they extend and take the same arguments.
+"""Extensions of Stable Baselines3. They are named after what they extend and take the same arguments.
 
 Buffers for sb3-contrib's algorithms are in :mod:`sb3_ext.contrib`.
 """

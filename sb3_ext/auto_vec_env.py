@@ -214,7 +214,7 @@ def _monitor(rank: int, monitor_dir: str | None, monitor_kwargs: dict[str, Any])
 
 
 class AutoVecEnv:
-    """Builds a ``DummyVecEnv`` or a :class:`SharedMemoryVecEnv`, after finding out which of them the environment bears.
+    """Builds a ``DummyVecEnv`` or a :class:`SharedMemoryVecEnv`, after finding out which of them suits the environment.
 
     For Stable Baselines3's ``make_vec_env(..., vec_env_cls=AutoVecEnv)`` and wherever a class of vectorised
     environments is expected. What the environment declares (``metadata["isolation"]``, FMI's
@@ -309,7 +309,8 @@ def choose(
         tried = asked()
     except NotCopyableError as error:
         report = (
-            f"They are in this process, whether they bear that or not, since no other one can be given them: {error}."
+            f"They are in this process, whether it allows several of them or not, since no other can be given them: "
+            f"{error}."
         )
         vec_env = here()
         _log.warning("%s", report)

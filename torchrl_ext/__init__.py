@@ -1,4 +1,4 @@
-"""Extensions of TorchRL. They bear the names of what they replace and take the same arguments."""
+"""Extensions of TorchRL. They are named after what they replace and take the same arguments."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class WorkerError(RlExtError, RuntimeError):
 
 
 def also(kind: type[RlExtError], error: BaseException) -> type[RlExtError]:
-    """Give a class of errors that is one of ours and that of another library's error, for who catches the latter.
+    """Return a class of errors that is one of ours and that of another library's error, for who catches the latter.
 
     :param kind: ours
     :param error: what the other library has raised

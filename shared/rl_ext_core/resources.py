@@ -26,7 +26,7 @@ def usable_cores() -> int:
 
 
 def available_memory() -> int | None:
-    """Give the bytes that can still be used: the machine's, and those up to the limits of the control groups.
+    """Return the bytes that can still be used: the machine's, and those up to the limits of the control groups.
 
     :return: bytes; None where the system does not say
     """
@@ -43,7 +43,7 @@ def available_memory() -> int | None:
 
 
 def private_memory(pid: int | str = "self") -> int | None:
-    """Give the bytes that a process shares with no other: what ends with it.
+    """Return the bytes that a process shares with no other: what ends with it.
 
     :param pid: of the process
     :return: bytes; None where the system does not say
@@ -70,7 +70,7 @@ def shortage(private_bytes: int, num_workers: int) -> str | None:
 
 
 def _groups(controller: str) -> Iterator[Path]:
-    """Give the folders of this process's control groups, from its own to the outermost that is to be seen."""
+    """Return the folders of this process's control groups, from its own to the outermost that is to be seen."""
     for line in _read(_ROOT / "proc/self/cgroup").splitlines():
         # Version 2 has one hierarchy and names no controller, version 1 has one for each.
         _, names, path = line.split(":", 2)

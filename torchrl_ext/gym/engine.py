@@ -175,7 +175,7 @@ class Engine:
         return vector.overwritten(self._leaves, observations, mask, rows, values)
 
     def closing(self, info: Any) -> Any:
-        """Give the info that belongs to the observations of the last step, from what that step returned."""
+        """Return the info that belongs to the observations of the last step, from what that step returned."""
         if self._pending is None:
             return info
         return vector.last_info(info, self._pending[0].nonzero().view(-1).tolist(), self._count)
@@ -218,7 +218,7 @@ class Engine:
         return vector.overwritten(self._leaves, observations, left, rows, fresh), merged
 
     def reset_done(self, data: Entries) -> Entries:
-        """Give the observations that follow a step in which something may be done.
+        """Return the observations that follow a step in which something may be done.
 
         :param data: the entries of ``next``
         :return: the observations of all

@@ -95,7 +95,7 @@ class FastSteps(EnvBase):
                     raise _unheard(cls, name)
 
     def _plain_entries(self, tensordict: TensorDictBase) -> dict[str, Any] | None:
-        """Give the entries of a TensorDict if this step can take the fast path; None if not."""
+        """Return the entries of a TensorDict if this step can take the fast path; None if not."""
         own = self.__dict__
         engine = own["_engine"]
         if engine is None or engine.env is not own["_env"] or engine.frame_skip != self.wrapper_frame_skip:

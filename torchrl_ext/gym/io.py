@@ -42,7 +42,7 @@ __all__ = [
 
 
 def is_torch(observation: Any) -> bool:
-    """Tell whether an environment speaks torch, by one of its observations."""
+    """Return whether an environment speaks torch, by one of its observations."""
     if isinstance(observation, (dict, tuple, list)):
         return any(map(is_torch, observation.values() if isinstance(observation, dict) else observation))
     return isinstance(observation, torch.Tensor)
@@ -130,7 +130,7 @@ def _reshaped(found: torch.Tensor, shape: tuple[int, ...], name: str) -> torch.T
 
 
 def _may_lose(found: torch.dtype, wanted: torch.dtype) -> bool:
-    """Tell whether a cast may lose more than precision: fractions, signs, or the upper digits of integers."""
+    """Return whether a cast may lose more than precision: fractions, signs, or the upper digits of integers."""
     kind = _kind(wanted)
     if _kind(found) != kind:
         return _kind(found) > kind
@@ -146,7 +146,7 @@ def _kind(dtype: torch.dtype) -> int:
 
 
 def _loses(found: torch.Tensor, wanted: torch.dtype) -> bool:
-    """Tell whether it does. On a GPU, where looking would make the step wait for it, it is taken to; so are complex."""
+    """Return whether it does. On a GPU, where looking would make the step wait, it is taken to; so are complex."""
     if found.device.type != "cpu" or found.is_complex():
         return True
     return not torch.equal(found.to(wanted).to(found.dtype), found)
@@ -180,7 +180,7 @@ def compile_one_hot(spec: OneHot, shape: tuple[int, ...], *, name: str, device: 
 
 
 def _index_shape(spec: OneHot) -> tuple[int, ...]:
-    """Give the shape of the indices that a one-hot spec encodes."""
+    """Return the shape of the indices that a one-hot spec encodes."""
     lead = tuple(spec.shape[:-1])
     return (*lead, len(spec.nvec)) if isinstance(spec, MultiOneHot) else lead
 
@@ -262,20 +262,20 @@ def compile_action(
 
 
 def _place_of_one(action: torch.Tensor) -> int:
-    """Give the index of one one-hot vector, in a third of NumPy's time."""
+    """Return the index of one one-hot vector, in a third of NumPy's time."""
     values = action.tolist()
     return values.index(1) if 1 in values else int(_places_of_ones(action))  # what is none: as upstream
 
 
 def _places_of_ones(action: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Give the indices of one-hot vectors, in a third of torch's time."""
+    """Return the indices of one-hot vectors, in a third of torch's time."""
     values = action.detach().cpu().numpy()
     # TorchRL's argmax is that of integers.
     return np.asarray((values.astype(np.int64) if values.dtype.kind == "f" else values).argmax(-1))
 
 
 def _integer(decoded: Any) -> Any:
-    """Give a plain integer where there is one: environments index with it."""
+    """Return a plain integer where there is one: environments index with it."""
     return int(decoded.item()) if decoded.size == 1 else decoded
 
 

@@ -259,7 +259,7 @@ class SingleSpaces:
 
 
 def _space(env: Any, *names: str) -> Any:
-    """Give the first space of these names that an environment has, itself or under ``unwrapped``."""
+    """Return the first space of these names that an environment has, itself or under ``unwrapped``."""
     owners = (env, getattr(env, "unwrapped", env))
     return next(
         (space for name in names for owner in owners if (space := getattr(owner, name, None)) is not None), None
@@ -267,19 +267,19 @@ def _space(env: Any, *names: str) -> Any:
 
 
 def has_space(env: Any, name: str) -> bool:
-    """Tell whether an environment has a space, of one or of all sub-environments."""
+    """Return whether an environment has a space, of one or of all sub-environments."""
     return _space(env, f"single_{name}", name) is not None
 
 
 def _leads_with(space: Any, batch: torch.Size) -> bool:
-    """Tell whether all parts of a space begin with the axes of a batch."""
+    """Return whether all parts of a space begin with the axes of a batch."""
     if isinstance(space, spaces.Dict):
         return all(_leads_with(part, batch) for part in space.spaces.values())
     return tuple(getattr(space, "shape", None) or ())[: len(batch)] == tuple(batch)
 
 
 def starts(space: Any, *, of_batch: bool) -> Any:
-    """Give what the integers of a space count from: a number, an array, a dict of them; None where that is zero.
+    """Return what the integers of a space count from: a number, an array, a dict of them; None where that is zero.
 
     :param of_batch: whether it is made one of a batch: of many MultiDiscrete, gymnasium makes a Box of the true values
     """
@@ -298,7 +298,7 @@ def starts(space: Any, *, of_batch: bool) -> Any:
 
 
 def count_of(env: Any) -> int | None:
-    """Give the number of sub-environments of a vectorised environment."""
+    """Return the number of sub-environments of a vectorised environment."""
     count = getattr(env, "num_envs", None)
     return getattr(getattr(env, "unwrapped", None), "num_envs", None) if count is None else count
 

@@ -34,7 +34,7 @@ _MAPPED_FROM, _MAPPED_TO = 128 << 10, 31 << 20
 
 
 def has_finite_horizon(env: Any, asked: bool | None) -> bool:
-    """Tell whether time-outs are terminations: as asked for, else as Isaac Lab's configuration says.
+    """Return whether time-outs are terminations: as asked for, else as Isaac Lab's configuration says.
 
     Source: ``is_finite_horizon`` of isaaclab.envs.ManagerBasedRLEnvCfg, https://github.com/isaac-sim/IsaacLab/pull/7502
     """
@@ -59,7 +59,7 @@ def keep_when_freed(nbytes: int) -> None:
 
 
 def last_info(info: Any, rows: list[int], count: int) -> Any:
-    """Give the info that belongs to the last observations: that of ``final_info`` where sub-environments were reset.
+    """Return the info that belongs to the last observations: that of ``final_info`` where sub-environments were reset.
 
     :param info: of the step
     :param rows: which were reset
@@ -95,7 +95,7 @@ def merged_info(info: Any, other: Any, rows: list[int], count: int) -> Any:
 
 
 def rows_of(final: Any, rows: list[int], count: int) -> Any:
-    """Give the last observations of some rows, whatever form they have: a batch, one array a row, or those rows alone.
+    """Return the last observations of some rows in whatever form they come: a batch, an array a row, those rows alone.
 
     :param final: what the info holds
     :param rows: which sub-environments are done
@@ -134,14 +134,14 @@ def _stacked(singles: list[Any]) -> Any:
 
 
 def is_batch(final: Any, count: int) -> bool:
-    """Tell whether last observations are tensors with a row for every sub-environment."""
+    """Return whether last observations are tensors with a row for every sub-environment."""
     if isinstance(final, dict):
         return all(is_batch(part, count) for part in final.values())
     return isinstance(final, torch.Tensor) and final.shape[:1] == (count,)
 
 
 def leaves_of(spec: Composite) -> Leaves:
-    """Give the specs of a Composite in plain dicts, which are much faster to walk through."""
+    """Return the specs of a Composite in plain dicts, which are much faster to walk through."""
     return {key: leaves_of(part) if isinstance(part, Composite) else part for key, part in spec.items()}
 
 
@@ -220,7 +220,7 @@ def assigned(target: torch.Tensor, rows: list[int], final: Any) -> torch.Tensor 
 
 
 def same_rows(leaves: Leaves, one: Any, other: Any, rows: torch.Tensor) -> bool:
-    """Tell whether rows of observations are the same; NaN equals NaN."""
+    """Return whether rows of observations are the same; NaN equals NaN."""
     return all(
         same_rows(part, one[key], other[key], rows)
         if isinstance(part, dict)

@@ -262,7 +262,7 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
         return Engine(self, *self._read_specs(), env_type)
 
     def _read_specs(self) -> tuple[Composite, str | None]:
-        """Give the specs of what the environment returns, as they are now, and the key where that is no dict.
+        """Return the specs of what the environment returns, as they are now, and the key where that is no dict.
 
         :raises InvalidArgumentError: specs that were set have no place for it
         """
@@ -307,7 +307,7 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
             own["_resume"], own["_engine"] = own["_engine"].memory, None
 
     def _current(self) -> Any:
-        """Give the engine, None where there is none or what it was compiled from has been replaced.
+        """Return the engine, None where there is none or what it was compiled from has been replaced.
 
         :raises InvalidTypeError: a method was overridden that is not called
         """
@@ -321,7 +321,7 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
         return own["_engine"]
 
     def _ready(self) -> Any:
-        """Give the engine; where no observation was seen (a copy, a move), it is compiled without one."""
+        """Return the engine; where no observation was seen (a copy, a move), it is compiled without one."""
         own, engine = self.__dict__, self._current()
         if engine is None:
             engine = self._compile(None)
@@ -418,7 +418,7 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
 
 
 def _overlaid(observed: Composite, spec: Composite) -> Composite:
-    """Give the entries that an environment returns with the specs that they have now."""
+    """Return the entries that an environment returns with the specs that they have now."""
     parts = {
         key: _overlaid(part, spec[key]) if isinstance(part, Composite) else spec[key]
         for key, part in observed.items()

@@ -74,12 +74,12 @@ def apply(decision: Decision, environ: MutableMapping[str, str]) -> None:
 
 
 def renderer_of(decision: Decision) -> str:
-    """Give the renderer's name without its version."""
+    """Return the renderer's name without its version."""
     return (decision.renderer or "").split(" ")[0]
 
 
 def import_conflicts(decision: Decision, needs: str = "this decision needs") -> Iterator[tuple[str, str]]:
-    """Say which modules were imported under other variables than a decision's: the variable, and one sentence.
+    """Return which modules were imported under other variables than a decision's: the variable, and one sentence.
 
     :param needs: who wants it otherwise, as the beginning of a clause
     """
@@ -109,7 +109,7 @@ def _import_of(package: str) -> str:
 
 
 def display_conflicts(decision: Decision, needs: str = "this decision needs") -> Iterator[tuple[str, str]]:
-    """Say whether this process has a display on another device already: the variable, and one sentence."""
+    """Return whether this process has a display on another device already: the variable, and one sentence."""
     renderer, wanted = renderer_of(decision), decision.egl.index if decision.egl else None
     hangs = inherited()
     if hangs and wanted is not None:
@@ -132,7 +132,7 @@ def _held(module: str) -> Any:
 
 
 def display_of(renderer: str) -> Any:
-    """Give the display that a renderer has made in this process, None if it has not."""
+    """Return the display that a renderer has made in this process, None if it has not."""
     return _held(_HOLDERS.get(renderer, "")) or None
 
 

@@ -125,7 +125,7 @@ class Situation:
             return None
 
     def with_changes(self, changes: Changes) -> Situation:
-        """Give the situation after some variables are set (text) or unset (None)."""
+        """Return the situation after some variables are set (text) or unset (None)."""
         kept = {name: value for name, value in self.environ.items() if name not in changes}
         environ = kept | {name: value for name, value in changes.items() if value is not None}
         return Situation(self.inventory, environ, self.original)
@@ -189,7 +189,7 @@ def named(gpu: Gpu) -> str:
 
 
 def meant_by(name: str) -> str | None:
-    """Tell which variable was meant by a misspelt name; None if it is one, or none."""
+    """Return which variable was meant by a misspelt name; None if it is one, or none."""
     if name in (*_KNOWN, *_NEIGHBOURS):
         return None
     # Env files leave blanks and a leading "export" in names.
@@ -297,7 +297,7 @@ def _hidden(mask: str, word: str, one: Changes, situation: Situation) -> tuple[F
 
 
 def _oddity(mask: str) -> str | None:
-    """Say what CUDA skips or cuts off without an error; None if nothing."""
+    """Return what CUDA skips or cuts off without an error; None if nothing."""
     for entry in mask.split(","):
         text = entry.strip()
         if not text.startswith(("GPU-", "MIG-")) and not re.fullmatch(r"\d+", text, re.ASCII):
@@ -456,7 +456,7 @@ def _installed(situation: Situation) -> tuple[Renderer, ...]:
 
 
 def _backend(renderer: Renderer, environ: Mapping[str, str]) -> str | None:
-    """Tell which backend a renderer takes; None where it refuses the variable.
+    """Return which backend a renderer takes; None where it refuses the variable.
 
     Without the variable MuJoCo's try GLFW first, and take it with or without a display: glfw's Python package, which
     mujoco requires, only warns that there is none.
@@ -533,7 +533,7 @@ def _window(switch: str) -> str:
 
 
 def import_refused(environ: Mapping[str, str]) -> bool:
-    """Tell whether robosuite's assertion at import fails: the index has to be a substring of the mask."""
+    """Return whether robosuite's assertion at import fails: the index has to be a substring of the mask."""
     mask, index = environ.get(MASK), environ.get(INDEX)
     return bool(mask) and index is not None and not (index.isdigit() and index in (mask or ""))
 
@@ -550,7 +550,7 @@ def _predicted_vulkan(renderer: Renderer, situation: Situation) -> Prediction:
 
 
 def _why(renderer: Renderer, environ: Mapping[str, str], index: int) -> tuple[str, str]:
-    """Say which variable has chosen EGL device ``index``."""
+    """Return which variable has chosen EGL device ``index``."""
     mask, value = environ.get(MASK), environ.get(renderer.index)
     through_cuda = renderer.selects is _renderers.mujoco_4
     where = f"EGL device {index}"

@@ -70,7 +70,7 @@ def _masked(inventory: Inventory, environ: Mapping[str, str]) -> Visible:
 
 
 def cuda_order(inventory: Inventory, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Give the UUIDs in the order in which CUDA counts without a mask.
+    """Return the UUIDs in the order in which CUDA counts without a mask.
 
     :raises DeviceUnavailableError: CUDA puts the fastest first, and which one that is could not be found out
     """
@@ -222,7 +222,7 @@ class Machine:
         return int(torch.cuda.device_count())
 
     def gpu(self, ordinal: int) -> Gpu:
-        """Give the GPU that torch calls ``cuda:<ordinal>``."""
+        """Return the GPU that torch calls ``cuda:<ordinal>``."""
         return self.inventory.gpu(self.visible.uuids[ordinal])
 
     @property
@@ -321,7 +321,7 @@ def _launched_rank(environ: Mapping[str, str]) -> tuple[int, str] | None:
 
 
 def is_rank(value: str) -> bool:
-    """Tell whether a launcher's variable holds an index from 0."""
+    """Return whether a launcher's variable holds an index from 0."""
     return value.isascii() and value.isdigit() and len(value) < 10
 
 
@@ -357,7 +357,7 @@ def _most_free(machine: Machine) -> tuple[int, str]:
 
 
 def current_of_torch() -> int | None:
-    """Give the current CUDA device if this process uses CUDA already; asking must not start it."""
+    """Return the current CUDA device if this process uses CUDA already; asking must not start it."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return None

@@ -68,7 +68,7 @@ class EglWorld:
 
     @classmethod
     def of(cls, machine: Machine) -> EglWorld:
-        """Give what a renderer finds on a machine under the variables that are in force."""
+        """Return what a renderer finds on a machine under the variables that are in force."""
         try:
             visible: tuple[str, ...] | None = machine.visible.uuids
         except DeviceUnavailableError:
@@ -116,7 +116,7 @@ class Renderer:
         return f"{self.name} {self.version}"
 
     def variables(self, backend: str, index: str | None) -> dict[str, str | None]:
-        """Give what to set (text) and what to unset (None) for a backend: ``"egl"`` or ``"osmesa"``."""
+        """Return what to set (text) and what to unset (None) for a backend: ``"egl"`` or ``"osmesa"``."""
         return {**dict.fromkeys(self.switches, backend), self.index: index}
 
 
@@ -158,7 +158,7 @@ def find(name: str, versions: Mapping[str, str]) -> Renderer:
 
 
 def installed(versions: Mapping[str, str]) -> tuple[Renderer, ...]:
-    """Give the rules of all renderers that are installed: gymnasium alone renders nothing that is decided on here."""
+    """Return the rules of all renderers that are installed: gymnasium alone renders nothing that is decided on here."""
     return tuple(find(name, versions) for name in NAMES if all(package in versions for package in _packages(name)))
 
 
@@ -344,5 +344,5 @@ def _no_backend(value: str) -> str:
 
 
 def has_display(environ: Mapping[str, str]) -> bool:
-    """Tell whether the variables name an X or Wayland display, which GLFW needs."""
+    """Return whether the variables name an X or Wayland display, which GLFW needs."""
     return bool(re.match(r".*:\d", environ.get("DISPLAY", "")) or environ.get("WAYLAND_DISPLAY"))

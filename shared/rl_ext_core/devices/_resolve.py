@@ -114,7 +114,7 @@ def resolve(
 def resolve_device(
     device: str | int | torch.device = "auto", *, on_missing: Literal["error", "cpu"] = "error"
 ) -> torch.device:
-    """Give the device that computes, for those who want just that: ``resolve(device).compute``.
+    """Return the device that computes, for those who want just that: ``resolve(device).compute``.
 
     :param device: as for :func:`resolve`
     :param on_missing: as for :func:`resolve`

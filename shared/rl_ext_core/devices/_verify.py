@@ -219,7 +219,7 @@ def _see(name: str, decision: Decision) -> dict[str, Any]:
 
 
 def _gpus_of_this_process() -> tuple[str, ...]:
-    """Give the UUIDs of the GPUs on which NVML lists this process; none where it cannot be asked."""
+    """Return the UUIDs of the GPUs on which NVML lists this process; none where it cannot be asked."""
     found = []
     with contextlib.suppress(NvmlUnavailableError), nvml_session() as nvml:
         for index in range(nvml.nvmlDeviceGetCount()):

@@ -135,7 +135,7 @@ class Decision:
         return json.dumps(self.to_dict(), indent=2, sort_keys=True)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give what :meth:`to_json` writes, as plain dicts, tuples, numbers and text.
+        """Return what :meth:`to_json` writes, as plain dicts, tuples, numbers and text.
 
         :return: a new dict
         """

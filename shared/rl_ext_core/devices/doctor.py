@@ -105,7 +105,7 @@ class Report:
         return renders and self.refusal is None and all(finding.severity != "error" for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give what :meth:`to_json` writes, as plain dicts, lists, numbers and text."""
+        """Return what :meth:`to_json` writes, as plain dicts, lists, numbers and text."""
         plain = {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
         return {"format": FORMAT, "rl_ext": rl_ext_core.__version__, **plain}
 
@@ -262,7 +262,7 @@ def show(report: Report, console: Console) -> None:
 
 
 def _gpu_rows(report: Report) -> Iterator[tuple[str, ...]]:
-    """Give a row for every GPU, with what each numbering calls it."""
+    """Return a row for every GPU, with what each numbering calls it."""
     inventory = report.inventory
     situation = Situation(inventory, report.environ, report.environ)
     visible, uuids = situation.visible, [gpu.uuid for gpu in inventory.gpus]

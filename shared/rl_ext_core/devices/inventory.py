@@ -158,7 +158,7 @@ class Inventory:
         return json.dumps(self.to_dict(), indent=2, sort_keys=True)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give what :meth:`to_json` writes, as plain dicts, tuples, numbers and text.
+        """Return what :meth:`to_json` writes, as plain dicts, tuples, numbers and text.
 
         :return: a new dict
         """
@@ -243,7 +243,7 @@ def _with_egl(inventory: Inventory) -> Inventory:
 
 
 def _egl_device(entry: Mapping[str, Any], gpus: Sequence[Gpu]) -> EglDevice:
-    """Say which GPU is behind an EGL device: by its UUID, its PCI address, or its CUDA ordinal under PCI order."""
+    """Return which GPU is behind an EGL device: by its UUID, its PCI address, or its CUDA ordinal under PCI order."""
     known = {gpu.uuid for gpu in gpus}
     by_pci = {gpu.pci: gpu.uuid for gpu in gpus}
     uuid = entry["uuid"] if entry["uuid"] in known else by_pci.get(entry["pci"] or "")
@@ -355,7 +355,7 @@ def _installed() -> tuple[tuple[str, str], ...]:
 
 
 def installed_versions() -> dict[str, str]:
-    """Give the versions of the packages that matter, without importing them, and what torch was built for.
+    """Return the versions of the packages that matter, without importing them, and what torch was built for.
 
     :return: by package; ``"torch.cuda"`` is ``""`` for a build without CUDA and ``"rocm <version>"`` for AMD's
     """

@@ -1,4 +1,4 @@
-"""How many instances of an environment one process bears.
+"""Whether one process may hold several instances of an environment.
 
 Simulators written in C often allow one instance per process, or share state between instances without a word.
 :func:`probe` finds out in processes that are thrown away.
