@@ -609,6 +609,9 @@ def _remedy(renderer: Renderer, situation: Situation) -> str:
     :return: a line for the shell, or for Python with a gap for the renderer's name
     """
     environ = situation.environ
+    meant = {name: "osmesa" for name in (BACKEND, PLATFORM) if environ.get(name, "").strip().lower() == "osmesa"}
+    if meant and predict(renderer, situation.with_changes(meant)).where == "cpu":
+        return _shell(meant)  # in capitals, which not all renderers take
     for render in ("same", "cpu"):
         line = f'resolve("auto", render="{render}", renderer="{{}}").apply()'
         python = f"from rl_ext_core.devices import resolve\n{line}"

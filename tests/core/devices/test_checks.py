@@ -351,7 +351,7 @@ def test_a_rank_that_is_none_or_has_no_gpu(environ: dict[str, str], fix: str) ->
         ("egl ", ("dm_control",), "dm_control 1.0.41", "egl"),
         ("'egl'", (), "mujoco 3.9.0", "egl"),
         ("", ("gymnasium",), "gymnasium 1.4.0", "egl"),
-        ("OSMesa", ("gymnasium",), "gymnasium 1.4.0", "egl"),
+        ("OSMesa", ("gymnasium",), "gymnasium 1.4.0", "osmesa"),
         ("vulkan", ("robosuite",), "robosuite 1.5.1: import", "egl"),
     ],
 )
