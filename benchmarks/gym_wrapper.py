@@ -32,7 +32,7 @@ from torchrl.envs import GymWrapper as Upstream
 from torchrl.envs.libs.isaac_lab import IsaacLabWrapper
 
 from benchmarks import isaac_like
-from benchmarks.measure import interleaved, judged, machine, options_with_names, times_as_fast
+from benchmarks.measure import interleaved, judged, machine, options_with_names, record, times_as_fast
 from torchrl_ext import GymWrapper
 
 Run = Callable[[], object]
@@ -170,6 +170,7 @@ def overheads(
     print("overhead of step_and_maybe_reset")
     for label, (theirs, ours, bar) in pairs.items():
         ratio = float(np.median((seconds[theirs] - seconds["bare"]) / (seconds[ours] - seconds["bare"])))
+        record("gym_wrapper", label, overhead_ratio=ratio)
         line(label, [seconds[name] for name in ("bare", theirs, ours)], ratio, bar, counts["steps"])
 
 

@@ -28,6 +28,20 @@ GAMES = {
     "montezuma": "Montezuma",
 }
 
+# Rows of a benchmark, and what they are called in the picture.
+VEC_ENVS = {
+    "steps: one each": "CartPole, one process each",
+    "steps: 2 workers": "CartPole, two processes",
+    "frames: one each": "100 KB frames, one process each",
+    "frames: 2 workers": "100 KB frames, two processes",
+}
+WRAPPED = {
+    'CartPole, device="cpu"': "CartPole",
+    'HalfCheetah, device="cpu"': "HalfCheetah",
+    'image, device="cpu"': "84 × 84 × 4 images",
+    "16 CartPoles, SAME_STEP": "16 CartPoles, SAME_STEP",
+}
+
 
 def results(benchmark: str) -> dict[str, Any]:
     """What a benchmark has recorded.
@@ -74,6 +88,22 @@ def buffers() -> None:
     save(figure, "buffers")
 
 
+def bars(benchmark: str, name: str, figure_of: str, rows: dict[str, str], title: str, unit: str) -> None:
+    """Ratios of some rows of a benchmark, 1 being what it is compared with."""
+    found = results(benchmark)
+    ratios = {label: found["rows"][row][figure_of] for row, label in rows.items() if row in found["rows"]}
+    figure, axes = plt.subplots(figsize=(7, 0.55 + 0.42 * len(ratios)))
+    drawn = axes.barh(list(ratios)[::-1], list(ratios.values())[::-1], color=OURS)
+    axes.bar_label(drawn, [f" {ratio:.1f}×" for ratio in list(ratios.values())[::-1]])
+    axes.axvline(1, color=THEIRS, linewidth=2)
+    axes.set_xlim(0, 1.15 * max(ratios.values()))
+    axes.set_title(title)
+    axes.set_xlabel(unit)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.text(0.995, 0.01, found["machine"], ha="right", fontsize=5, color="#777777")
+    save(figure, name)
+
+
 def save(figure: Any, name: str) -> None:
     """Write a picture that is the same for the same figures, on white so that it shows on dark pages too."""
     PLOTS.mkdir(parents=True, exist_ok=True)
@@ -87,6 +117,22 @@ def main() -> None:
     argparse.ArgumentParser(prog="python -m benchmarks.plot", description=main.__doc__).parse_args()
     mpl.rcParams["svg.hashsalt"] = "rl-ext"
     buffers()
+    bars(
+        "vec_env",
+        "vec_env",
+        "ratio",
+        VEC_ENVS,
+        "Eight environments in processes",
+        "times the steps a second of SubprocVecEnv",
+    )
+    bars(
+        "gym_wrapper",
+        "gym_wrapper",
+        "overhead_ratio",
+        WRAPPED,
+        "What a wrapper adds to a step",
+        "times less than TorchRL's",
+    )
 
 
 if __name__ == "__main__":

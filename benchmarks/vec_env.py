@@ -25,7 +25,7 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 
 from benchmarks import _vec_env_worlds as worlds
-from benchmarks.measure import interleaved, judged, machine, options_with_names, times_as_fast
+from benchmarks.measure import interleaved, judged, machine, options_with_names, record, times_as_fast
 from benchmarks.processes import last_line_of
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from sb3_ext import RayVecEnv, SharedMemoryVecEnv
@@ -97,7 +97,9 @@ def rates(name: str, build: Callable[[], Any], n_envs: int, count: int, rounds: 
         if whose in BARE:
             share = times_as_fast(seconds, whose, than=BARE[whose])
             verdict += "   " + judged(share, bar if name == "busy" else None, " of bare")
-        row(whose, f"{count * n_envs / np.median(found):,.0f}", verdict=verdict)
+        rate = count * n_envs / np.median(found)
+        record("vec_env", f"{name}: {whose}", steps_per_second=rate, ratio=times_as_fast(seconds, whose, than=THEIRS))
+        row(whose, f"{rate:,.0f}", verdict=verdict)
 
 
 def steps(rounds: int, n_envs: int) -> None:
