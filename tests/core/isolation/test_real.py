@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import time
 from pathlib import Path
 from typing import Any
 
 import gymnasium
+import numpy as np
 import pytest
 
 from rl_ext_core.isolation import Isolation, probe
@@ -54,6 +56,22 @@ def test_independent_ones(source: Any) -> None:
     assert verdict.build_seconds is not None
     assert 1e-5 < verdict.build_seconds < 30
     assert verdict.private_bytes is None or 2**20 < verdict.private_bytes < 2**30
+
+
+@pytest.mark.slow
+def test_a_step_takes_in_the_probe_what_it_takes_in_training() -> None:
+    env = gymnasium.make("CartPole-v1")
+    env.reset(seed=3)
+    steps = []
+    for _ in range(300):
+        begin = time.perf_counter()
+        ended = env.step(env.action_space.sample())[2]
+        steps.append(time.perf_counter() - begin)
+        if ended:
+            env.reset()
+    verdict = probe("CartPole-v1", cache=False)
+    assert verdict.step_seconds is not None
+    assert verdict.step_seconds < 2 * np.median(steps)
 
 
 def test_an_instance_is_not_built_again_here_and_copies_of_it_are_probed() -> None:
