@@ -315,7 +315,6 @@ class _Executor:
         self._step_s: list[float] = []
         self._steps = task.experiment.steps
         self._had_torch = "torch" in sys.modules
-        self._waited = waited()
         self._over = False
 
     def operations(self) -> Iterator[Operation]:
@@ -385,8 +384,10 @@ class _Executor:
         instance = self._instances[operation.who]
         kept = instance.kept()
         if operation.what == "step":
+            before = waited() if self._alone else 0.0
             returned, seconds = instance.step()
-            self._step_s.append(seconds)
+            others_had = waited() - before if self._alone else 0.0
+            self._step_s.append(seconds - others_had if others_had < seconds else seconds)
         else:
             returned = instance.reset(operation)
         record("saw", operation.who, kept + instance.saw(returned))
@@ -414,7 +415,6 @@ class _Executor:
             step_s = _least_average(self._step_s[1:])  # the first one fills caches
             measured = {
                 "step_seconds": step_s,
-                "undisturbed": waited() - self._waited < 0.1 * sum(self._times["step"]),
                 "private_bytes": resources.private_memory(),
                 "steps": self._steps,
                 "longest": {what: max(times) for what, times in self._times.items()},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -104,12 +103,8 @@ def probe_all(
     cache: bool | str | os.PathLike[str] = True,
     steps: int = 100,
     timeout: float | None = None,
-    timed: bool = False,
 ) -> Verdict:
-    """Do what :func:`probe` does, for the factories of environments that are to share a process.
-
-    :param timed: whether a kept verdict that does not say how long a step takes is to be completed
-    """
+    """Do what :func:`probe` does, for the factories of environments that are to share a process."""
     began = time.monotonic()
     distinct = list({id(factory): factory for factory in factories}.values())
     who = [next(i for i, one in enumerate(distinct) if one is factory) for factory in factories]
@@ -119,8 +114,6 @@ def probe_all(
         verdict = kept.read() if kept is not None else None
         if verdict is None:
             verdict = _found_out(distinct, who, steps, timeout, kept)
-        elif timed and verdict.step_seconds is None:
-            verdict = _timed(distinct, timeout, verdict, kept)
     return dataclasses.replace(verdict, seconds=round(time.monotonic() - began, 3))
 
 
@@ -160,24 +153,8 @@ def _found_out(
     return verdict
 
 
-def _timed(
-    factories: Sequence[EnvFactory[Any]], timeout: float | None, verdict: Verdict, kept: Cache | None
-) -> Verdict:
-    """Measure the step of one alone, which was not kept because others had the machine."""
-    from rl_ext_core.isolation.experiments import ALONE
-    from rl_ext_core.isolation.trials import TrialRunner
-
-    with TrialRunner(factories, timeout) as runner:
-        (alone,) = runner.run([ALONE], 100, shorten=True)
-    if not alone.done:
-        return verdict
-    if kept is not None:
-        kept.add_time(alone.measured)
-    return dataclasses.replace(verdict, step_seconds=alone.measured["step_seconds"])
-
-
 _log = logging.getLogger("rl_ext_core.isolation")
-_FORMAT = 3
+_FORMAT = 4
 # Another time it may be otherwise.
 _NOT_KEPT = (Isolation.NON_DETERMINISTIC, Isolation.BROKEN, Isolation.UNKNOWN)
 # A bigger file is known by its time and its size alone.
@@ -232,12 +209,10 @@ class Cache:
                 and all(_is_as(path, state) for path, state in kept["files"].items())
                 and not dependencies.changed_globals(kept["globals"])
             )
-            machine, seconds = kept["step"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RlExtError) as error:
             _log.debug("no verdict in %s: %r", self.path, error)
             return None
-        seconds = seconds if machine == _machine() and isinstance(seconds, float) else None
-        return dataclasses.replace(verdict, declared_by="cache", step_seconds=seconds) if holds else None
+        return dataclasses.replace(verdict, declared_by="cache") if holds else None
 
     def write(
         self,
@@ -260,8 +235,7 @@ class Cache:
         kept = {
             "format": _FORMAT,
             "steps": self.steps,
-            "verdict": {**dataclasses.asdict(verdict), "step_seconds": None},
-            "step": [_machine(), verdict.step_seconds if measured["undisturbed"] else None],
+            "verdict": dataclasses.asdict(verdict),
             "files": files,
             "variables": _variables(),
             "globals": fresh or {},
@@ -273,13 +247,6 @@ class Cache:
         else:
             self._write(kept)
 
-    def add_time(self, measured: Mapping[str, Any]) -> None:
-        """Keep how long a step takes, with the verdict that is there."""
-        if measured["undisturbed"] and self.path not in _of_this_process:
-            with contextlib.suppress(OSError, ValueError):
-                kept = json.loads(self.path.read_text(encoding="utf-8"))
-                self._write({**kept, "step": [_machine(), measured["step_seconds"]]})
-
     def _write(self, kept: Mapping[str, Any]) -> None:
         """Write the file whole or not at all."""
         _of_this_process.pop(self.path, None)
@@ -290,10 +257,6 @@ class Cache:
                 os.replace(Path(folder, "part"), self.path)
         except OSError as error:
             _log.debug("%s cannot be written: %r", self.path, error)
-
-
-def _machine() -> str:
-    return f"{platform.node()} {os.cpu_count()}"
 
 
 def _variables() -> str:
@@ -337,7 +300,8 @@ def _is_as(path: str, state: list[Any] | None) -> bool:
 
 
 def key_of(factories: Sequence[EnvFactory[Any]], who: Sequence[int], format_version: int) -> str | None:
-    """Give a name that differs where the recipes, the interpreter or this package do; None: it has to hold too much.
+    """Give a name that differs where the recipes, the interpreter, this package or the machine, by which a step takes
+    what it takes, do; None: it has to hold too much.
 
     Whether the code is still the same is not for the name to say: that shows in the files that are loaded.
 
@@ -350,7 +314,8 @@ def key_of(factories: Sequence[EnvFactory[Any]], who: Sequence[int], format_vers
         _log.debug("%r cannot be recognized in another process: %r", factories, error)
         return None
     files = [state for tokens in recipe for _, token in tokens for state in _files_in(token) if state is not None]
-    here = (format_version, rl_ext_core.__version__, sys.version, sys.prefix, os.getcwd(), *who)
+    machine = (sys.version, sys.prefix, platform.node(), os.cpu_count())
+    here = (format_version, rl_ext_core.__version__, *machine, os.getcwd(), *who)
     return hashlib.blake2b(repr((here, recipe, files)).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 

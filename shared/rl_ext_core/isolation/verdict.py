@@ -68,7 +68,7 @@ class Verdict:
     :ivar declared_by: ``"user"``, ``"environment"`` (its metadata says so), ``"probe"`` or ``"cache"`` (of a probe)
     :ivar in_process: whether several may live in one process; where processes collide, this may be the way out
     :ivar step_seconds: a step of one alone, at its fastest; drawing the action included, where it is none of
-        gymnasium's; None: was not measured, or others had the machine then
+        gymnasium's; None: was not measured
     :ivar build_seconds: to build one in a new process, its imports included
     :ivar private_bytes: what a process that holds one shares with no other
     :ivar cure: what keeps processes from colliding: ``"working directory"``, ``"TMPDIR"`` or ``"library copy"``, for
