@@ -69,22 +69,17 @@ GONE = b"x"
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """Something that is done with one instance.
+    """Something that is done with one instance."""
 
-    :ivar who: "A", which is compared; "B", which lives beside it; "C", which lives like A, later; "A0", "B1" and so on
-        in a crowd
-    :ivar what: "build", "reset", "step", "call" (its setters), "close", "meet" (wait until the others are as far), or
-        "done": from here on failures do not count
-    :ivar seed: of a reset
-    :ivar optional: may be left out where steps take long
-    :ivar options: whether a reset has options, where the environment names some
-    """
-
+    # "A", which is compared; "B", which lives beside it; "C", which lives like A, later; "A0", "B1" and so on in a
+    # crowd
     who: str
+    # "build", "reset", "step", "call" (its setters), "close", "meet" (wait until the others are as far), or "done":
+    # from here on failures do not count
     what: str
-    seed: int | None = None
-    optional: bool = False
-    options: bool = False
+    seed: int | None = None  # of a reset
+    optional: bool = False  # may be left out where steps take long
+    options: bool = False  # whether a reset has options, where the environment names some
 
     @property
     def like(self) -> str:
@@ -94,31 +89,22 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """Trials that run at the same time.
+    """Trials that run at the same time."""
 
-    :ivar modes: keys of their scripts, one for each trial
-    :ivar steps: of instance A
-    :ivar limits: by kind of operation, seconds that it may take
-    :ivar cure: for each of them; None: none
-    :ivar generators: whether each instance is to find Python's, NumPy's and torch's generators as it left them
-    :ivar shorten: whether optional steps are left out when the others have taken long, and a slow life is a short one
-    :ivar preload: more harmless modules, for these processes and all later ones
-    :ivar sources: by instance, which of the factories builds it; the first one where nothing is said
-    :ivar crowd: names of the instances, where the script is about many
-    :ivar calls: names of the setters to call
-    :ivar globals: by module, values to set before anything is built
-    """
-
-    modes: tuple[str, ...]
-    steps: int
-    limits: Mapping[str, float]
-    cure: str | None = None
+    modes: tuple[str, ...]  # keys of their scripts, one for each trial
+    steps: int  # of instance A
+    limits: Mapping[str, float]  # by kind of operation, seconds that it may take
+    cure: str | None = None  # for each of them; None: none
+    # whether each instance is to find Python's, NumPy's and torch's generators as it left them
     generators: bool = False
+    # whether optional steps are left out when the others have taken long, and a slow life is a short one
     shorten: bool = False
-    preload: tuple[str, ...] = ()
+    preload: tuple[str, ...] = ()  # more harmless modules, for these processes and all later ones
+    # by instance, which of the factories builds it; the first one where nothing is said
     sources: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    crowd: tuple[str, ...] = ()
-    calls: tuple[str, ...] = ()
+    crowd: tuple[str, ...] = ()  # names of the instances, where the script is about many
+    calls: tuple[str, ...] = ()  # names of the setters to call
+    # by module, values to set before anything is built
     globals: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
 
@@ -170,11 +156,9 @@ def _crowd(steps: int, names: tuple[str, ...]) -> list[Operation]:
 
 
 def operations(mode: str, steps: int, crowd: tuple[str, ...] = ()) -> list[Operation]:
-    """Give a script.
+    """Give a script; those of ``APART`` take turns, each with one of the instances.
 
-    :param mode: "alone", "crowd" and so on; those of ``APART`` take turns, each with one of the instances
     :param steps: of instance A: from ``LEAST_STEPS`` on, or ``SHORT_STEPS``
-    :param crowd: names of the instances of ``CROWD``
     """
     if mode == CROWD:
         return _crowd(steps, crowd)
@@ -212,15 +196,11 @@ def operations(mode: str, steps: int, crowd: tuple[str, ...] = ()) -> list[Opera
 
 @dataclasses.dataclass(frozen=True)
 class Turns:
-    """The other processes of a script that takes several, which do what is not done here.
+    """The other processes of a script that takes several, which do what is not done here."""
 
-    :ivar theirs: by instance, descriptors to read from: a byte for each operation that is done there
-    :ivar ours: descriptors to write to
-    :ivar gone: whose process has ended, which the supervisor says in its place
-    """
-
-    theirs: Mapping[str, int]
-    ours: Sequence[int]
+    theirs: Mapping[str, int]  # by instance, descriptors to read from: a byte for each operation that is done there
+    ours: Sequence[int]  # descriptors to write to
+    # whose process has ended, which the supervisor says in its place
     gone: set[str] = dataclasses.field(default_factory=set)
 
     def wait(self, who: str) -> None:
@@ -238,26 +218,16 @@ class Turns:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A trial, before it is made.
+    """A trial, before it is made."""
 
-    :ivar packed: what builds the environments, by :func:`~rl_ext_core.factory._graft.dumps`
-    :ivar experiment: that it is a part of
-    :ivar mode: key of the script
-    :ivar cwd: the folder to work in
-    :ivar temporary: for temporary files
-    :ivar own: a folder that no other process uses, to be made
-    :ivar prints: descriptor for what it prints
-    :ivar turns: None: nobody else takes part
-    """
-
-    packed: bytes
-    experiment: Experiment
-    mode: str
-    cwd: Path
-    temporary: Path
-    own: Path
-    prints: int
-    turns: Turns | None
+    packed: bytes  # what builds the environments, by :func:`~rl_ext_core.factory._graft.dumps`
+    experiment: Experiment  # that it is a part of
+    mode: str  # key of the script
+    cwd: Path  # the folder to work in
+    temporary: Path  # for temporary files
+    own: Path  # a folder that no other process uses, to be made
+    prints: int  # descriptor for what it prints
+    turns: Turns | None  # None: nobody else takes part
 
     def enter(self) -> None:
         """Print where that is looked at, go to the folders, and apply the cure."""
@@ -435,12 +405,7 @@ class _Executor:
 
 
 class _Instance:
-    """An environment and what steps it.
-
-    :param seed: of the actions
-    :ivar driver: gives copies of what the environment returns
-    :ivar closed: whether it was
-    """
+    """An environment and what steps it: a driver, which gives copies of what it returns."""
 
     def __init__(self, environment: Any, seed: int) -> None:
         self.environment, self.driver = environment, _driver_of(environment, seed)
@@ -529,15 +494,12 @@ class _Instance:
 
 
 class _Recorder:
-    """Stands for an environment, and keeps what it returned last: the very arrays, not copies of them.
-
-    :ivar seconds: that all its resets and steps have taken
-    """
+    """Stands for an environment, and keeps what it returned last: the very arrays, not copies of them."""
 
     def __init__(self, environment: Any) -> None:
         self._environment, self.last = environment, None
         self.infos: list[Any] = []
-        self.seconds = 0.0
+        self.seconds = 0.0  # that all its resets and steps have taken
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._environment, name)

@@ -124,7 +124,7 @@ def _declaration(factories: Sequence[EnvFactory[Any]]) -> Verdict | None:
         return None
     from rl_ext_core.isolation import judge  # which a kept verdict does without, and without all that makes trials
 
-    verdicts = [judge.declared(one).verdict() for one in said if one is not None]
+    verdicts = [judge.declared(one) for one in said if one is not None]
     strict = [verdict for verdict in verdicts if not verdict.in_process]
     return strict[0] if strict else verdicts[0] if None not in said else None
 
@@ -137,19 +137,19 @@ def _found_out(
     from rl_ext_core.isolation.trials import TrialRunner
 
     with TrialRunner(factories, timeout) as runner:
-        finding = judge.judge(runner, steps, who)
-        fresh = {} if finding.alone is None else finding.alone.facts["globals"]
+        verdict, alone = judge.judge(runner, steps, who)
+        fresh = {} if alone is None else alone.facts["globals"]
         runner.globals = changed = dependencies.changed_globals(fresh)
-        if changed and finding.isolation is Isolation.INDEPENDENT:
+        if changed and verdict.isolation is Isolation.INDEPENDENT:
             # As it is in the processes of workers; and in this one?
-            finding = judge.judge(runner, steps, who)
+            verdict, alone = judge.judge(runner, steps, who)
     if changed:
         names = [f"{module}.{name}" for module, values in changed.items() for name in values]
         named = f"{', '.join(names[:_NAMED])}{' and more' if len(names) > _NAMED else ''}"
-        return finding.verdict(f" {named}: not here what importing gives, as processes of their own do.")
-    verdict = finding.verdict()
-    if kept is not None and finding.alone is not None:
-        kept.write(verdict, finding.alone.measured, runner.opened, fresh)
+        note = f"{named}: not here what importing gives, as processes of their own do."
+        return dataclasses.replace(verdict, explanation=f"{verdict.explanation} {note}")
+    if kept is not None and alone is not None:
+        kept.write(verdict, alone.measured, runner.opened, fresh)
     return verdict
 
 
@@ -171,26 +171,17 @@ _of_this_process: dict[Path, dict[str, Any]] = {}
 
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """The place of one recipe's verdict. Whatever is wrong with it, it is as if nothing were there.
+    """The place of one recipe's verdict. Whatever is wrong with it, it is as if nothing were there."""
 
-    :ivar path: of the file
-    :ivar steps: that a verdict must have looked at, at least
-    :ivar began: when the question was asked, in nanoseconds
-    """
-
-    path: Path
-    steps: int
-    began: int = dataclasses.field(default_factory=time.time_ns)
+    path: Path  # of the file
+    steps: int  # that a verdict must have looked at, at least
+    began: int = dataclasses.field(default_factory=time.time_ns)  # when the question was asked, in nanoseconds
 
     @classmethod
     def of(
         cls, factories: Sequence[EnvFactory[Any]], who: Sequence[int], where: bool | str | os.PathLike[str], steps: int
     ) -> Cache | None:
-        """Find the place; None: nothing is kept of it.
-
-        :param who: which of the factories is used for each environment
-        :param where: True is the user's cache folder, a path another one, False none
-        """
+        """Find the place; None: nothing is kept of it."""
         folder = _users_folder() if where is True else None if where is False else Path(where).absolute()
         key = None if folder is None else key_of(factories, who, _FORMAT)
         return None if folder is None or key is None else cls(folder / f"{key}.json", steps)
@@ -221,12 +212,8 @@ class Cache:
         opened: Iterable[str] = (),
         fresh: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
-        """Keep a verdict.
-
-        :param verdict: of a probe
-        :param measured: by it: which files it depends on
-        :param opened: files that were opened besides
-        :param fresh: by module, plain globals as they were imported
+        """Keep a verdict, with the files that it depends on, by what was measured and because they were opened, and
+        plain globals as they were imported.
         """
         if verdict.isolation in _NOT_KEPT or "sources" not in measured:
             return
@@ -304,9 +291,6 @@ def key_of(factories: Sequence[EnvFactory[Any]], who: Sequence[int], format_vers
     what it takes, do; None: it has to hold too much.
 
     Whether the code is still the same is not for the name to say: that shows in the files that are loaded.
-
-    :param who: which of the factories is used for each environment
-    :param format_version: of what is kept under the name
     """
     try:
         recipe = [description(_essence(factory)) for factory in factories]

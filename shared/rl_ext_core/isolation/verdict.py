@@ -123,14 +123,10 @@ class Verdict:
 
 
 class Declaration(NamedTuple):
-    """What an environment says of itself.
+    """What an environment says of itself."""
 
-    :ivar value: what it says
-    :ivar where: it says that
-    """
-
-    value: str
-    where: str
+    value: str  # what it says
+    where: str  # it says that
 
     @property
     def isolation(self) -> Isolation:
@@ -153,10 +149,7 @@ def declared_by_instance(environment: Any) -> Declaration | None:
 
 
 def declared_by_source(factory: EnvFactory[Any]) -> Declaration | None:
-    """Read what is known without building: from the instance that a factory was made from, or from the class.
-
-    :return: None: it says nothing, or has to be built for that
-    """
+    """Read what is known without building: what the instance says that a factory was made from, or the class."""
     if factory.live is not None:
         return declared_by_instance(factory.live)
     if factory.origin == "graft" or factory.adapted:
