@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,16 +53,6 @@ def test_what_is_no_knowledge_is_not_kept(name: str, own_cache: Path, variant: V
 
 
 @pytest.mark.slow
-def test_another_library_is_probed_again(variant: Variant, tmp_path: Path) -> None:
-    library = tmp_path / "libsim.so"
-    library.write_bytes(Path(variant("GOOD").args[0]).read_bytes())
-    source = functools.partial(simulator.Simulator, str(library))
-    assert probe(source).isolation is Isolation.INDEPENDENT
-    library.write_bytes(Path(variant("SHARED_RANDOM").args[0]).read_bytes())
-    assert probe(source).isolation is Isolation.SHARED_STATE
-
-
-@pytest.mark.slow
 def test_a_library_that_is_not_named_by_the_recipe_is_noticed_too(
     variant: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,44 +65,10 @@ def test_a_library_that_is_not_named_by_the_recipe_is_noticed_too(
     assert probe(simulator.from_the_environment).isolation is Isolation.SHARED_STATE
 
 
-@pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
-    """Write a package of two modules, and import it anew."""
-    monkeypatch.syspath_prepend(tmp_path / "code")
-    (tmp_path / "code" / "fresh_package").mkdir(parents=True)
-
-    def forget() -> None:
-        for name in [name for name in sys.modules if name.startswith("fresh_package")]:
-            del sys.modules[name]
-
-    def written(base: str) -> Any:
-        forget()
-        folder = tmp_path / "code" / "fresh_package"
-        if not (folder / "__init__.py").exists():
-            (folder / "__init__.py").write_text("from .envs import Env\ndef make(): return Env()\n")
-        source = f"from tests.core.isolation.simulator import {base} as Env\n"
-        if not (folder / "envs.py").exists() or (folder / "envs.py").read_text() != source:
-            (folder / "envs.py").write_text(source)
-        import fresh_package  # type: ignore[import-not-found]
-
-        return fresh_package.make
-
-    yield written
-    forget()
-
-
 @pytest.mark.slow
-def test_changed_code_is_probed_again(module: Callable[[str], Any]) -> None:
-    assert probe(module("Plain")).isolation is Isolation.INDEPENDENT
-    assert probe(module("Plain")).declared_by == "cache"
-    assert probe(module("DrawsFromNumPy")).isolation is Isolation.SHARED_STATE
-
-
-@pytest.mark.slow
-def test_an_edited_module_of_an_installed_package_is_probed_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    site = tmp_path / "lib" / "python3" / "site-packages"
+@pytest.mark.parametrize("place", ["code", "lib/python3/site-packages"])
+def test_an_edited_module_is_probed_again(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = tmp_path / place
     package, record = site / "installed_sim", site / "installed_sim-1.0.dist-info"
     package.mkdir(parents=True)
     record.mkdir()
@@ -217,6 +173,7 @@ def test_a_session_says_nothing_of_another_terminal(monkeypatch: pytest.MonkeyPa
     assert probe(simulator.Plain).declared_by == "probe"
 
 
+@pytest.mark.slow
 def test_what_cannot_be_recognized_again_is_kept_for_this_process(own_cache: Path, variant: Variant) -> None:
     source = functools.partial(simulator.unpacks_its_library, variant("GOOD").args[0])
     assert probe(source).declared_by == "probe"

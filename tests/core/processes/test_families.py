@@ -38,26 +38,19 @@ def fail(workers: Group, command: str, timeout: float | None = None) -> WorkerEr
     return caught.value
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("command", ["raise_bad_level", "kill", "os_exit", "segfault", "exit_3"])
-def test_what_a_worker_has_started_ends_when_it_fails(method: str, command: str) -> None:
+@pytest.mark.sample(ci=12)
+@pytest.mark.parametrize(
+    "command", ["raise_bad_level", "kill", "os_exit", "segfault", "exit_3", "hang", "hang_in_c", "stop"]
+)
+def test_what_a_worker_has_started_ends_when_it_fails_or_hangs(method: str, command: str) -> None:
     with group(method, 2) as workers:
         helpers = [workers.ask(worker, "start_helpers") for worker in (0, 1)]
-        fail(workers, command)
+        fail(workers, command, timeout=0.3 if command in ("hang", "hang_in_c", "stop") else None)
         # What has a session of its own is known by the worker only, and so while that lives.
         dead_at_once = command in ("kill", "os_exit", "segfault")
         wait_until_gone([*helpers[0], *helpers[1][: 2 if dead_at_once else 3]])
         if dead_at_once:
             os.kill(helpers[1][2], signal.SIGKILL)
-
-
-@pytest.mark.sample(ci=6)
-@pytest.mark.parametrize("command", ["hang", "hang_in_c", "stop"])
-def test_what_a_worker_has_started_ends_when_it_hangs(method: str, command: str) -> None:
-    with group(method, 2) as workers:
-        helpers = [workers.ask(worker, "start_helpers") for worker in (0, 1)]
-        fail(workers, command, timeout=0.3)
-        wait_until_gone([*helpers[0], *helpers[1]])
 
 
 def test_what_workers_have_started_ends_when_they_are_killed(method: str) -> None:
@@ -97,6 +90,7 @@ def test_the_end_of_a_process_is_seen_while_what_it_has_forked_lives_on(method: 
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.sample(ci=3)
 @pytest.mark.parametrize("command", ["raise_bad_level", "exit_3"])
 def test_a_worker_that_fails_closes_what_it_has(method: str, command: str) -> None:
     with group(method, 2) as workers:
@@ -137,7 +131,7 @@ def test_a_worker_that_returns_leaves_the_closing_to_its_function() -> None:
             Path(file).unlink()
 
 
-@pytest.mark.sample(quick=0)
+@pytest.mark.sample(quick=0, ci=1)
 def test_closing_has_an_end(method: str) -> None:
     with group(method, 2) as workers:
         helpers = [workers.ask(worker, "start_helpers") for worker in (0, 1)]
@@ -149,8 +143,8 @@ def test_closing_has_an_end(method: str) -> None:
 
 
 @pytest.mark.slow
-def test_on_a_busy_machine_a_hang_is_told_and_the_others_close(method: str) -> None:
-    with busy(8), group(method, 3) as workers:
+def test_on_a_busy_machine_a_hang_is_told_and_the_others_close() -> None:
+    with busy(8), group("forkserver", 3) as workers:
         for worker in (0, 2):
             workers.ask(worker, "close_files")
         error = fail(workers, "hang", timeout=1)
@@ -174,7 +168,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.sample
+@pytest.mark.sample(ci=5)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_all_ends_with_the_parent(method: str, number: signal.Signals, tmp_path: Path) -> None:
     script = tmp_path / "parent.py"

@@ -16,6 +16,8 @@ from textwrap import dedent, indent
 import psutil
 import pytest
 
+from tests.core.processes.groups import FRESH
+
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT_S = 120
 
@@ -100,7 +102,7 @@ def session_of(pid: int) -> list[psutil.Process]:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", FRESH)
 def test_what_refers_to_no_main_module_needs_no_guard(method: str, program: Program) -> None:
     body = """
         with group(METHOD) as workers:
@@ -112,7 +114,7 @@ def test_what_refers_to_no_main_module_needs_no_guard(method: str, program: Prog
     assert (process.returncode, output.split(), errors) == (0, ["imported", "True"], "")
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", FRESH)
 def test_a_missing_guard_is_explained_once(method: str, program: Program) -> None:
     body = """
         with group(METHOD, arguments=(main,)) as workers, workers.watch.operation("start"):
@@ -129,7 +131,7 @@ def test_a_missing_guard_is_explained_once(method: str, program: Program) -> Non
 
 
 @pytest.mark.parametrize(("line", "what"), [("1 / 0", "raised ZeroDivisionError"), ("sys.exit(4)", "exited by System")])
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", FRESH)
 def test_an_error_of_the_main_module_reaches_the_parent(method: str, line: str, what: str, program: Program) -> None:
     body = """
         with group(METHOD, arguments=(main,)) as workers, workers.watch.operation("start"):
@@ -234,7 +236,7 @@ def test_an_interrupt_while_workers_start_is_the_parents_alone(method: str, prog
     assert errors == "" or re.match(r"Exception ignored in: <Finalize(.*\n)*KeyboardInterrupt", errors), errors
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", FRESH)
 def test_functions_of_the_main_module_run_in_workers(method: str, program: Program) -> None:
     top = """
         from rl_ext_core.processes import get_context
@@ -256,7 +258,7 @@ def test_functions_of_the_main_module_run_in_workers(method: str, program: Progr
     assert (process.returncode, errors) == (0, "")
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", FRESH)
 def test_functions_of_a_notebook_run_in_workers(method: str, program: Program) -> None:
     source = f"""
         import cloudpickle, sys
