@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -413,19 +413,19 @@ class _Instance:
         self._inner = getattr(environment, "unwrapped", environment)
         self._holders = [getattr(self._inner, "__dict__", {}), *map(vars, _classes(self._inner))]
         self._recorder = _Recorder(environment)
-        self._digest = ""
+        self._last: Any = None
         self._masks = _attribute(environment, "action_masks")
         if isinstance(self.driver, _drivers._Gymnasium):
             self.driver._env = self._recorder
 
     def saw(self, returned: Any) -> str:
         """Give a digest of what was returned."""
-        self._digest = _digest(self._recorder.last)
+        self._last = _snapshot(self._recorder.last)
         return _digest(returned)
 
     def kept(self) -> str:
         """Give a mark if what was returned last is not any more what it was, though nothing was done with this one."""
-        return OVERWRITTEN if self._digest and _digest(self._recorder.last) != self._digest else ""
+        return "" if self._last in (None, _snapshot(self._recorder.last)) else OVERWRITTEN
 
     def look(self) -> dict[str, str]:
         """Give digests of what callers look at beside what is returned: infos, masks and public arrays."""
@@ -438,7 +438,7 @@ class _Instance:
             if len(tokens) > _MOST_ENTRIES:
                 tokens = {"": sorted(tokens.items())}
             seen = {f"info{path[3:]}": _short(token) for path, token in tokens.items()}
-        if self._digest and callable(self._masks):
+        if self._last is not None and callable(self._masks):
             try:
                 seen["action_masks()"] = _digest(self._masks())
             except Exception as error:
@@ -505,16 +505,14 @@ class _Recorder:
         return getattr(self._environment, name)
 
     def reset(self, **kwargs: Any) -> Any:
-        begin = time.perf_counter()
-        result = self._environment.reset(**kwargs)
-        self.seconds += time.perf_counter() - begin
-        self.last = result[0]
-        self.infos.append(result[1])
-        return result
+        return self._recorded(self._environment.reset, **kwargs)
 
     def step(self, action: Any) -> Any:
+        return self._recorded(self._environment.step, action)
+
+    def _recorded(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         begin = time.perf_counter()
-        result = self._environment.step(action)
+        result = call(*args, **kwargs)
         self.seconds += time.perf_counter() - begin
         self.last = result[:-1]
         self.infos.append(result[-1])
@@ -564,6 +562,15 @@ def _warm_average(instance: _Instance) -> float:
     while len(times) < _TIMED or (len(times) < _WARM_STEPS and time.perf_counter() < until):
         times.append(instance.step()[1])
     return _least_average(times)
+
+
+def _snapshot(value: Any) -> Any:
+    """Give what tells the same objects, when they are looked at again, from what they are now; digests take longer."""
+    if type(value) is tuple:
+        return tuple(map(_snapshot, value))
+    if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
+        return value.tobytes()
+    return repr(value) if type(value) in (bool, int, float) else _digest(value)
 
 
 def _digest(returned: Any) -> str:

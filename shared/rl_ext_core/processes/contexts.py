@@ -557,10 +557,7 @@ def _send(descriptor: int, data: bytes) -> None:
         file.write(data)
 
 
-@uninterrupted
-def _close_all(*descriptors: int) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
+_close_all = uninterrupted(util.close_fds)  # type: ignore[attr-defined]
 
 
 def _two_pipes() -> tuple[int, int, int, int]:

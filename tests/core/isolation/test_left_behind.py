@@ -97,12 +97,14 @@ def test_nothing_is_built_here(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("built in the caller's process")
 
     instance = simulator.Plain()
+    instance.reset(seed=3)
+    state = dict(vars(instance))
     monkeypatch.setattr(simulator.Plain, "__init__", refuse)
     descriptors = len(os.listdir("/proc/self/fd"))
     environ, path = dict(os.environ), list(sys.path)
     assert probe(instance, cache=False).isolation is Isolation.INDEPENDENT
     assert probe(simulator.Plain, cache=False).isolation is Isolation.INDEPENDENT
-    assert (dict(os.environ), list(sys.path)) == (environ, path)
+    assert (dict(os.environ), list(sys.path), vars(instance)) == (environ, path, state)
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 

@@ -74,14 +74,6 @@ def test_a_step_takes_in_the_probe_what_it_takes_in_training() -> None:
     assert verdict.step_seconds < 2 * np.median(steps)
 
 
-def test_an_instance_is_not_built_again_here_and_copies_of_it_are_probed() -> None:
-    env = gymnasium.make("CartPole-v1")
-    env.reset(seed=3)
-    before = env.unwrapped.state  # type: ignore[attr-defined]
-    assert probe(env, cache=False).isolation is Isolation.INDEPENDENT
-    assert env.unwrapped.state is before  # type: ignore[attr-defined]
-
-
 @pytest.mark.slow
 def test_stable_retro_bears_one_emulator() -> None:
     needs("stable_retro")
@@ -91,6 +83,7 @@ def test_stable_retro_bears_one_emulator() -> None:
     assert any("_retro" in Path(library).name for library in verdict.libraries)
 
 
+@pytest.mark.slow
 def test_pyswmm_bears_one_simulation() -> None:
     needs("pyswmm")
     verdict = probe(Tank, cache=False)
@@ -109,6 +102,7 @@ def test_an_fmu_that_says_so_bears_one_instance(tmp_path: Path, compiler: str) -
     assert verdict.step_seconds is not None
 
 
+@pytest.mark.slow
 def test_an_fmu_that_does_not_say_so_is_tried(tmp_path: Path, compiler: str) -> None:
     needs("fmpy")
     fmu = make_fmu(tmp_path / "decay.fmu", compiler, flag="")

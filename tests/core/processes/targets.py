@@ -80,32 +80,8 @@ def raise_from_cause() -> None:
         raise ValueError("outer") from error
 
 
-def raise_needs_arguments() -> None:
-    raise NeedsArgumentsError("one", "two")
-
-
-def raise_unpicklable() -> None:
-    raise UnpicklableError("lock inside")
-
-
-def raise_when_unpickled() -> None:
-    raise RaisesWhenUnpickledError("a trap")
-
-
-def raise_hostile() -> None:
-    raise HostileError
-
-
-def raise_memory_error() -> None:
-    raise MemoryError("too small")
-
-
-def raise_huge() -> None:
-    raise ValueError("start " + "x" * 1_000_000 + " end")
-
-
-def raise_holding_much() -> None:
-    raise ValueError(b"x" * 5_000_000)
+def throw(kind: type[BaseException], *args: Any) -> None:
+    raise kind(*args)
 
 
 def raise_while_a_thread_runs() -> None:
@@ -113,16 +89,8 @@ def raise_while_a_thread_runs() -> None:
     raise ValueError("with a thread")
 
 
-def raise_interrupt() -> None:
-    raise KeyboardInterrupt
-
-
 def exit_3() -> None:
     sys.exit(3)
-
-
-def exit_text() -> None:
-    sys.exit("giving up")
 
 
 def os_exit() -> None:
@@ -263,7 +231,18 @@ def survive_an_interrupt() -> int:
     return int(subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True).stdout)
 
 
-ACTIONS = {name: value for name, value in vars().items() if callable(value)}
+ACTIONS: dict[str, Any] = {name: value for name, value in vars().items() if callable(value)}
+ACTIONS |= {
+    "raise_needs_arguments": functools.partial(throw, NeedsArgumentsError, "one", "two"),
+    "raise_unpicklable": functools.partial(throw, UnpicklableError, "lock inside"),
+    "raise_when_unpickled": functools.partial(throw, RaisesWhenUnpickledError, "a trap"),
+    "raise_hostile": functools.partial(throw, HostileError),
+    "raise_memory_error": functools.partial(throw, MemoryError, "too small"),
+    "raise_huge": functools.partial(throw, ValueError, "start " + "x" * 1_000_000 + " end"),
+    "raise_holding_much": functools.partial(throw, ValueError, b"x" * 5_000_000),
+    "raise_interrupt": functools.partial(throw, KeyboardInterrupt),
+    "exit_text": functools.partial(throw, SystemExit, "giving up"),
+}
 
 
 class Packed:
