@@ -7,7 +7,6 @@ import functools
 import gc
 import multiprocessing
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -111,16 +110,6 @@ def kill() -> None:
 
 def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def kill_beside_a_grandchild() -> None:
-    """Die while a forked child, which holds all descriptors, lives on."""
-    child = os.fork()
-    if child == 0:
-        time.sleep(60)
-        os._exit(0)
-    note(grandchild=child)
-    kill()
 
 
 def kill_after_a_grandchild_raised() -> None:
@@ -243,13 +232,3 @@ ACTIONS |= {
     "raise_interrupt": functools.partial(throw, KeyboardInterrupt),
     "exit_text": functools.partial(throw, SystemExit, "giving up"),
 }
-
-
-class Packed:
-    """A function of a notebook, by value."""
-
-    def __init__(self, packed: bytes) -> None:
-        self.packed = packed
-
-    def __call__(self) -> None:
-        pickle.loads(self.packed)()

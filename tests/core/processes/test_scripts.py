@@ -103,18 +103,6 @@ def session_of(pid: int) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("method", FRESH)
-def test_what_refers_to_no_main_module_needs_no_guard(method: str, program: Program) -> None:
-    body = """
-        with group(METHOD) as workers:
-            print(workers.ask(1, "pid") != os.getpid())
-            workers.close()
-    """
-    process = program.start(method, body, top="print('imported')", guard="")
-    output, errors = process.communicate(timeout=LIMIT_S)
-    assert (process.returncode, output.split(), errors) == (0, ["imported", "True"], "")
-
-
-@pytest.mark.parametrize("method", FRESH)
 def test_a_missing_guard_is_explained_once(method: str, program: Program) -> None:
     body = """
         with group(METHOD, arguments=(main,)) as workers, workers.watch.operation("start"):
@@ -256,24 +244,6 @@ def test_functions_of_the_main_module_run_in_workers(method: str, program: Progr
     process = program.start(method, body, top=top)
     _, errors = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, errors) == (0, "")
-
-
-@pytest.mark.parametrize("method", FRESH)
-def test_functions_of_a_notebook_run_in_workers(method: str, program: Program) -> None:
-    source = f"""
-        import cloudpickle, sys
-        from rl_ext_core.processes import get_context
-        from tests.core.processes.targets import Packed
-        level = 3
-        def cell(): sys.exit(level)
-        process = get_context({method!r}).Process(target=Packed(cloudpickle.dumps(cell)))
-        process.start()
-        process.join()
-        sys.exit(process.exitcode)
-    """
-    process = program.run(["-c", dedent(source)])
-    _, errors = process.communicate(timeout=LIMIT_S)
-    assert (process.returncode, errors) == (3, "")
 
 
 def test_the_users_choice_of_a_start_method_stays_free(program: Program) -> None:

@@ -64,34 +64,6 @@ def test_exit_handlers_of_this_process_do_not_run_in_a_worker_that_fails(method:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_call_that_waits_for_another_worker_ends() -> None:
-    with group("forkserver") as workers:
-        workers.pipes[2].send("hang")
-        workers.pipes[0].send("raise_bad_level")
-        with pytest.raises(WorkerError, match="worker 0 of 3 raised"), workers.watch.operation("step"):
-            workers.pipes[2].recv()
-
-
-def test_a_failure_while_the_parent_is_idle_is_raised_at_the_next_operation() -> None:
-    with group("forkserver") as workers:
-        workers.pipes[1].send("raise_bad_level")
-        wait_for_failure(workers.watch)
-        begun = False
-        for _ in range(2):
-            failed = pytest.raises(WorkerError, match=r"raised ValueError\('bad level'\):\n")
-            with failed, workers.watch.operation("reset"):
-                begun = True
-        assert not begun
-
-
-def test_a_death_is_seen_although_a_grandchild_holds_the_descriptors(method: str) -> None:
-    with group(method) as workers:
-        workers.pipes[1].send("kill_beside_a_grandchild")
-        wait_for_failure(workers.watch)
-        assert workers.watch.failure is not None
-        os.kill(workers.watch.failure.notes["grandchild"], signal.SIGKILL)
-
-
 def test_the_first_of_several_exceptions_is_told_even_if_found_late() -> None:
     context = get_context("fork")
     barriers = [context.Event() for _ in range(3)]
@@ -185,15 +157,6 @@ def test_the_outermost_operation_names_the_phase_and_the_limit() -> None:
             time.sleep(0.2)
             workers.ask(1, "raise_bad_level")
         assert caught.value.kind == "exception"
-
-
-def test_errors_of_the_parent_pass_unchanged() -> None:
-    with group("forkserver") as workers:
-        for error in (KeyboardInterrupt(), ValueError("mine"), RuntimeError("mine")):
-            with pytest.raises(type(error)) as caught, workers.watch.operation("step"):
-                raise error
-            assert caught.value is error
-        assert workers.ask(0, "pid")
 
 
 def test_an_interrupt_of_the_parent_is_not_hidden_by_a_failure() -> None:
