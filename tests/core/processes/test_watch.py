@@ -64,6 +64,18 @@ def test_exit_handlers_of_this_process_do_not_run_in_a_worker_that_fails(method:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_failure_while_the_parent_is_idle_is_raised_at_the_next_operation() -> None:
+    with group("forkserver") as workers:
+        workers.pipes[1].send("raise_bad_level")
+        wait_for_failure(workers.watch)
+        begun = False
+        for _ in range(2):
+            failed = pytest.raises(WorkerError, match=r"raised ValueError\('bad level'\):\n")
+            with failed, workers.watch.operation("reset"):
+                begun = True
+        assert not begun
+
+
 def test_the_first_of_several_exceptions_is_told_even_if_found_late() -> None:
     context = get_context("fork")
     barriers = [context.Event() for _ in range(3)]
