@@ -315,7 +315,7 @@ def choose(
         vec_env = here()
         _log.warning("%s", report)
         return _told(vec_env, report)
-    verdict = probe_all(tried, timeout=probe_timeout, timed=resources.usable_cores() > 1)
+    verdict = probe_all(tried, timeout=probe_timeout)
     workers, why = _choose(verdict, n_envs, options.get("n_workers"))
     report = f"{verdict.explanation} {why}"
     _log.info("%s", report)

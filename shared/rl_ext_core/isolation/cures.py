@@ -49,10 +49,7 @@ def mirror(source: Path, target: Path) -> None:
     """Make a folder with the contents of another: what is small is copied, as far as it is not much; the rest linked.
 
     What Python writes to by a link is copied first, in processes that have called :func:`write_to_copies`. What is
-    written from C to a big file that is there already goes to that file.
-
-    :param source: what it is like; entries that cannot be read are left out
-    :param target: the folder to make
+    written from C to a big file that is there already goes to that file. What cannot be read is left out.
     """
     bytes_left, entries_left = _COPIED_BYTES, _COPIED_ENTRIES
     itself = {target.absolute(), *target.absolute().parents}
@@ -85,19 +82,14 @@ def mirror(source: Path, target: Path) -> None:
 
 
 class Mirrored:
-    """A folder like the caller's, made anew when something was written there.
-
-    :param source: what it is like
-    :param scratch: a folder for it
-    :ivar parents: for the folders above it what they stand for
-    """
+    """A folder like the caller's, made anew when something was written there."""
 
     def __init__(self, source: Path, scratch: Path) -> None:
         self._source, self._scratch = source, scratch
         self._made = 0
         self._state: Any = None
         self._path = scratch
-        self.parents: dict[str, str] = {}
+        self.parents: dict[str, str] = {}  # for the folders above it what they stand for
 
     def path(self) -> Path:
         """Give the folder."""

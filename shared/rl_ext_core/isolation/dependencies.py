@@ -75,10 +75,7 @@ def globals_of_users() -> dict[str, dict[str, str]]:
 
 
 def changed_globals(fresh: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, Any]]:
-    """Give plain globals of modules that are something else in this process, by module.
-
-    :param fresh: by module, as :func:`globals_of_users` gave them in another process
-    """
+    """Give plain globals of modules that are not what :func:`globals_of_users` gave in another process."""
     changed: dict[str, dict[str, Any]] = {}
     for name, values in fresh.items():
         module = sys.modules.get(name)
@@ -151,11 +148,7 @@ _NEVER = ("/proc/", "/sys/", "/dev/")
 
 
 class OpenedHere:
-    """Notes, from now on, which files are opened through Python in this process to read them.
-
-    :ivar paths: absolute ones
-    :ivar paused: whether nothing is noted
-    """
+    """Notes, from now on and unless it is paused, which files are opened through Python here to read them."""
 
     def __init__(self) -> None:
         self.paths: set[str] = set()
@@ -177,10 +170,9 @@ class OpenedHere:
 
 
 def original_of(path: str, folders: Mapping[str, str]) -> str | None:
-    """Give the path of the user's that a path means.
+    """Give the path of the user's that a path means; None: it is nothing of the user's.
 
     :param folders: for folders that stand for one of the user's, that; for others that are not the user's, ""
-    :return: None: it is nothing of the user's
     """
     for folder, original in folders.items():
         if path == folder or path.startswith(f"{folder}/"):
@@ -189,11 +181,9 @@ def original_of(path: str, folders: Mapping[str, str]) -> str | None:
 
 
 class FolderWatch:
-    """Notes which files in some folders are opened, read and modified, by whomever.
+    """Notes which files in some folders, and below, are opened, read and modified, by whomever.
 
     Where that cannot be done, none is seen.
-
-    :param folders: with all that are in them, as far as there are not too many
     """
 
     def __init__(self, folders: Iterable[str]) -> None:

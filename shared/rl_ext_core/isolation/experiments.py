@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -50,6 +50,9 @@ _STEPPING_S = 2.0
 _SHORT_ABOVE_S = 2.0
 # Steps over which the time of one is averaged; the least average counts, which others who use the machine spoil least.
 _TIMED = 10
+# Between two steps of a trial much is done, after which caches are cold. So it goes on in the end, for so many steps
+# or seconds: where those do not do for an average, a step takes so long that caches do not matter.
+_WARM_STEPS, _WARM_S = 100, 5e-3
 # Of public arrays and entries of infos, so that the trial is not about them.
 _LARGEST_BYTES, _MOST_ENTRIES = 1 << 16, 200
 _STANDARD = {"reset", "step", "close", "render", "seed", "action_masks", "observation", "action", "reward"}
@@ -66,22 +69,17 @@ GONE = b"x"
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """Something that is done with one instance.
+    """Something that is done with one instance."""
 
-    :ivar who: "A", which is compared; "B", which lives beside it; "C", which lives like A, later; "A0", "B1" and so on
-        in a crowd
-    :ivar what: "build", "reset", "step", "call" (its setters), "close", "meet" (wait until the others are as far), or
-        "done": from here on failures do not count
-    :ivar seed: of a reset
-    :ivar optional: may be left out where steps take long
-    :ivar options: whether a reset has options, where the environment names some
-    """
-
+    # "A", which is compared; "B", which lives beside it; "C", which lives like A, later; "A0", "B1" and so on in a
+    # crowd
     who: str
+    # "build", "reset", "step", "call" (its setters), "close", "meet" (wait until the others are as far), or "done":
+    # from here on failures do not count
     what: str
-    seed: int | None = None
-    optional: bool = False
-    options: bool = False
+    seed: int | None = None  # of a reset
+    optional: bool = False  # may be left out where steps take long
+    options: bool = False  # whether a reset has options, where the environment names some
 
     @property
     def like(self) -> str:
@@ -91,31 +89,22 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """Trials that run at the same time.
+    """Trials that run at the same time."""
 
-    :ivar modes: keys of their scripts, one for each trial
-    :ivar steps: of instance A
-    :ivar limits: by kind of operation, seconds that it may take
-    :ivar cure: for each of them; None: none
-    :ivar generators: whether each instance is to find Python's, NumPy's and torch's generators as it left them
-    :ivar shorten: whether optional steps are left out when the others have taken long, and a slow life is a short one
-    :ivar preload: more harmless modules, for these processes and all later ones
-    :ivar sources: by instance, which of the factories builds it; the first one where nothing is said
-    :ivar crowd: names of the instances, where the script is about many
-    :ivar calls: names of the setters to call
-    :ivar globals: by module, values to set before anything is built
-    """
-
-    modes: tuple[str, ...]
-    steps: int
-    limits: Mapping[str, float]
-    cure: str | None = None
+    modes: tuple[str, ...]  # keys of their scripts, one for each trial
+    steps: int  # of instance A
+    limits: Mapping[str, float]  # by kind of operation, seconds that it may take
+    cure: str | None = None  # for each of them; None: none
+    # whether each instance is to find Python's, NumPy's and torch's generators as it left them
     generators: bool = False
+    # whether optional steps are left out when the others have taken long, and a slow life is a short one
     shorten: bool = False
-    preload: tuple[str, ...] = ()
+    preload: tuple[str, ...] = ()  # more harmless modules, for these processes and all later ones
+    # by instance, which of the factories builds it; the first one where nothing is said
     sources: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    crowd: tuple[str, ...] = ()
-    calls: tuple[str, ...] = ()
+    crowd: tuple[str, ...] = ()  # names of the instances, where the script is about many
+    calls: tuple[str, ...] = ()  # names of the setters to call
+    # by module, values to set before anything is built
     globals: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
 
@@ -167,11 +156,9 @@ def _crowd(steps: int, names: tuple[str, ...]) -> list[Operation]:
 
 
 def operations(mode: str, steps: int, crowd: tuple[str, ...] = ()) -> list[Operation]:
-    """Give a script.
+    """Give a script; those of ``APART`` take turns, each with one of the instances.
 
-    :param mode: "alone", "crowd" and so on; those of ``APART`` take turns, each with one of the instances
     :param steps: of instance A: from ``LEAST_STEPS`` on, or ``SHORT_STEPS``
-    :param crowd: names of the instances of ``CROWD``
     """
     if mode == CROWD:
         return _crowd(steps, crowd)
@@ -209,15 +196,11 @@ def operations(mode: str, steps: int, crowd: tuple[str, ...] = ()) -> list[Opera
 
 @dataclasses.dataclass(frozen=True)
 class Turns:
-    """The other processes of a script that takes several, which do what is not done here.
+    """The other processes of a script that takes several, which do what is not done here."""
 
-    :ivar theirs: by instance, descriptors to read from: a byte for each operation that is done there
-    :ivar ours: descriptors to write to
-    :ivar gone: whose process has ended, which the supervisor says in its place
-    """
-
-    theirs: Mapping[str, int]
-    ours: Sequence[int]
+    theirs: Mapping[str, int]  # by instance, descriptors to read from: a byte for each operation that is done there
+    ours: Sequence[int]  # descriptors to write to
+    # whose process has ended, which the supervisor says in its place
     gone: set[str] = dataclasses.field(default_factory=set)
 
     def wait(self, who: str) -> None:
@@ -235,26 +218,16 @@ class Turns:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A trial, before it is made.
+    """A trial, before it is made."""
 
-    :ivar packed: what builds the environments, by :func:`~rl_ext_core.factory._graft.dumps`
-    :ivar experiment: that it is a part of
-    :ivar mode: key of the script
-    :ivar cwd: the folder to work in
-    :ivar temporary: for temporary files
-    :ivar own: a folder that no other process uses, to be made
-    :ivar prints: descriptor for what it prints
-    :ivar turns: None: nobody else takes part
-    """
-
-    packed: bytes
-    experiment: Experiment
-    mode: str
-    cwd: Path
-    temporary: Path
-    own: Path
-    prints: int
-    turns: Turns | None
+    packed: bytes  # what builds the environments, by :func:`~rl_ext_core.factory._graft.dumps`
+    experiment: Experiment  # that it is a part of
+    mode: str  # key of the script
+    cwd: Path  # the folder to work in
+    temporary: Path  # for temporary files
+    own: Path  # a folder that no other process uses, to be made
+    prints: int  # descriptor for what it prints
+    turns: Turns | None  # None: nobody else takes part
 
     def enter(self) -> None:
         """Print where that is looked at, go to the folders, and apply the cure."""
@@ -312,7 +285,7 @@ class _Executor:
         self._step_s: list[float] = []
         self._steps = task.experiment.steps
         self._had_torch = "torch" in sys.modules
-        self._waited = waited()
+        self._over = False
 
     def operations(self) -> Iterator[Operation]:
         """Give what is to be done."""
@@ -337,8 +310,9 @@ class _Executor:
             for who in turns.theirs:
                 turns.wait(who)
             return
-        # What there is to see of it, since others have had their turns.
-        if operation.who in self._instances and (seen := self._instances[operation.who].look()):
+        # What there is to see of it, since others have had their turns. When all is done, it may have stepped on.
+        instance = None if self._over else self._instances.get(operation.who)
+        if instance is not None and (seen := instance.look()):
             record("found", operation.who, seen)
         record("does", operation.who, operation.what, self._experiment.limits[operation.what])
         if self._experiment.generators and operation.who in self._generators:
@@ -379,10 +353,13 @@ class _Executor:
     def _step(self, operation: Operation) -> None:
         instance = self._instances[operation.who]
         kept = instance.kept()
-        begin = time.perf_counter()
-        returned = instance.driver.step() if operation.what == "step" else instance.reset(operation)
         if operation.what == "step":
-            self._step_s.append(time.perf_counter() - begin)
+            before = waited() if self._alone else 0.0
+            returned, seconds = instance.step()
+            others_had = waited() - before if self._alone else 0.0
+            self._step_s.append(seconds - others_had if others_had < seconds else seconds)
+        else:
+            returned = instance.reset(operation)
         record("saw", operation.who, kept + instance.saw(returned))
 
     _reset = _step
@@ -405,9 +382,9 @@ class _Executor:
     def _done(self, operation: Operation) -> None:
         if self._alone:
             instance = self._instances[operation.who]
+            step_s = _least_average(self._step_s[1:])  # the first one fills caches
             measured = {
-                "step_seconds": _least_average(self._step_s[1:]),  # the first one fills caches
-                "undisturbed": waited() - self._waited < 0.1 * sum(self._times["step"]),
+                "step_seconds": step_s,
                 "private_bytes": resources.private_memory(),
                 "steps": self._steps,
                 "longest": {what: max(times) for what, times in self._times.items()},
@@ -422,15 +399,13 @@ class _Executor:
             }
             record("fact", "measured", measured)
         record("fact", "done", True)
+        self._over = True
+        if self._alone and step_s * _TIMED < _WARM_S:
+            record("fact", "measured", {**measured, "step_seconds": min(step_s, _warm_average(instance))})
 
 
 class _Instance:
-    """An environment and what steps it.
-
-    :param seed: of the actions
-    :ivar driver: gives copies of what the environment returns
-    :ivar closed: whether it was
-    """
+    """An environment and what steps it: a driver, which gives copies of what it returns."""
 
     def __init__(self, environment: Any, seed: int) -> None:
         self.environment, self.driver = environment, _driver_of(environment, seed)
@@ -438,19 +413,19 @@ class _Instance:
         self._inner = getattr(environment, "unwrapped", environment)
         self._holders = [getattr(self._inner, "__dict__", {}), *map(vars, _classes(self._inner))]
         self._recorder = _Recorder(environment)
-        self._digest = ""
+        self._last: Any = None
         self._masks = _attribute(environment, "action_masks")
         if isinstance(self.driver, _drivers._Gymnasium):
             self.driver._env = self._recorder
 
     def saw(self, returned: Any) -> str:
         """Give a digest of what was returned."""
-        self._digest = _digest(self._recorder.last)
+        self._last = _snapshot(self._recorder.last)
         return _digest(returned)
 
     def kept(self) -> str:
         """Give a mark if what was returned last is not any more what it was, though nothing was done with this one."""
-        return OVERWRITTEN if self._digest and _digest(self._recorder.last) != self._digest else ""
+        return "" if self._last in (None, _snapshot(self._recorder.last)) else OVERWRITTEN
 
     def look(self) -> dict[str, str]:
         """Give digests of what callers look at beside what is returned: infos, masks and public arrays."""
@@ -463,7 +438,7 @@ class _Instance:
             if len(tokens) > _MOST_ENTRIES:
                 tokens = {"": sorted(tokens.items())}
             seen = {f"info{path[3:]}": _short(token) for path, token in tokens.items()}
-        if self._digest and callable(self._masks):
+        if self._last is not None and callable(self._masks):
             try:
                 seen["action_masks()"] = _digest(self._masks())
             except Exception as error:
@@ -479,6 +454,13 @@ class _Instance:
         metadata = getattr(self._inner, "metadata", None)
         named = metadata.get("reset_options") if isinstance(metadata, Mapping) else None
         return list(named) if isinstance(named, (list, tuple)) else []
+
+    def step(self) -> tuple[Any, float]:
+        """Step it; give what it returned, and the seconds that it took: without ours, where calls of it are seen."""
+        before, begin = self._recorder.seconds, time.perf_counter()
+        returned = self.driver.step()
+        taken = time.perf_counter() - begin
+        return returned, self._recorder.seconds - before or taken
 
     def reset(self, operation: Operation) -> Any:
         """Reset it: those like A with the first options that it names, those like B with the last ones."""
@@ -517,18 +499,21 @@ class _Recorder:
     def __init__(self, environment: Any) -> None:
         self._environment, self.last = environment, None
         self.infos: list[Any] = []
+        self.seconds = 0.0  # that all its resets and steps have taken
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._environment, name)
 
     def reset(self, **kwargs: Any) -> Any:
-        result = self._environment.reset(**kwargs)
-        self.last = result[0]
-        self.infos.append(result[1])
-        return result
+        return self._recorded(self._environment.reset, **kwargs)
 
     def step(self, action: Any) -> Any:
-        result = self._environment.step(action)
+        return self._recorded(self._environment.step, action)
+
+    def _recorded(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        begin = time.perf_counter()
+        result = call(*args, **kwargs)
+        self.seconds += time.perf_counter() - begin
         self.last = result[:-1]
         self.infos.append(result[-1])
         return result
@@ -569,6 +554,23 @@ def _least_average(times: list[float]) -> float:
     sums = np.cumsum([0.0, *times])
     width = min(_TIMED, len(times))
     return float((sums[width:] - sums[:-width]).min() / width)
+
+
+def _warm_average(instance: _Instance) -> float:
+    times: list[float] = []
+    until = time.perf_counter() + _WARM_S
+    while len(times) < _TIMED or (len(times) < _WARM_STEPS and time.perf_counter() < until):
+        times.append(instance.step()[1])
+    return _least_average(times)
+
+
+def _snapshot(value: Any) -> Any:
+    """Give what tells the same objects, when they are looked at again, from what they are now; digests take longer."""
+    if type(value) is tuple:
+        return tuple(map(_snapshot, value))
+    if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
+        return value.tobytes()
+    return repr(value) if type(value) in (bool, int, float) else _digest(value)
 
 
 def _digest(returned: Any) -> str:

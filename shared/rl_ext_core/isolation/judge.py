@@ -84,74 +84,47 @@ _NO_CURE = " Neither a working directory, nor a TMPDIR, nor a copy of the librar
 _NAMED = 5
 
 
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """What experiments have shown.
-
-    :ivar seen: what was seen, in sentences
-    :ivar alone: the trial of one alone; None: there was none that worked
-    """
-
-    isolation: Isolation
-    seen: str
-    alone: Trial | None = None
-    in_process: bool = False
-    cure: str | None = None
-    declared_by: str = "probe"
-
-    def verdict(self, note: str = "") -> Verdict:
-        """Give the verdict; a note is one more sentence on what was seen."""
-        measured = {} if self.alone is None else self.alone.measured
-        return Verdict(
-            self.isolation,
-            f"{self.seen}{note} {self._what_follows()}",
-            self.declared_by,
-            in_process=self.in_process,
-            step_seconds=measured.get("step_seconds"),
-            build_seconds=None if self.alone is None else self.alone.facts.get("built"),
-            private_bytes=measured.get("private_bytes"),
-            cure=self.cure,
-            libraries=tuple(measured.get("libraries", ())),
-        )
-
-    def _what_follows(self) -> str:
-        """Say what it means for whoever starts several."""
-        if self.isolation is Isolation.INDEPENDENT:
-            own = f'; where there are several, call apply_cure("{self.cure}", its_own_folder) first in each'
-            return f"They may share a process{own if self.cure else ''}."
-        if self.isolation is Isolation.BROKEN:
-            return 'Mend that first; isolation="process" starts them without a try.'
-        if self.isolation is Isolation.UNKNOWN:
-            return (
-                "Use one process per environment; or wait longer, with probe(source, timeout=...) or make_vec_env(..., "
-                'probe_timeout=...); isolation="process" does without a try.'
-            )
-        if self.cure is not None:
-            return f'Use one process per environment, and call apply_cure("{self.cure}", its_own_folder) first in each.'
-        if self.isolation is not Isolation.PROCESSES_COLLIDE:
-            return "Use one process per environment."
-        return "Keep all of them in one process." if self.in_process else "Only one can run at a time."
-
-
-def _finding(
-    observed: str,
-    alone: Trial | None = None,
-    *,
-    in_process: bool = False,
-    cure: str | None = None,
-    more: str = "",
-    **words: Any,
-) -> Finding:
+def _verdict(
+    observed: str, *, in_process: bool = False, cure: str | None = None, more: str = "", **words: Any
+) -> Verdict:
     """Look up what follows from an observation; sentences may be added to the table's."""
     isolation, sentence = _SENTENCES[observed]
-    return Finding(isolation, sentence.format(**words) + more, alone, in_process, cure)
+    explanation = f"{sentence.format(**words)}{more} {_what_follows(isolation, in_process, cure)}"
+    return Verdict(isolation, explanation, "probe", in_process=in_process, cure=cure)
 
 
-def declared(said: Declaration, alone: Trial | None = None) -> Finding:
-    """Give the finding that an environment says itself."""
+def _what_follows(isolation: Isolation, in_process: bool = False, cure: str | None = None) -> str:
+    """Say what it means for whoever starts several."""
+    if isolation is Isolation.INDEPENDENT:
+        own = f'; where there are several, call apply_cure("{cure}", its_own_folder) first in each' if cure else ""
+        return f"They may share a process{own}."
+    if isolation is Isolation.BROKEN:
+        return 'Mend that first; isolation="process" starts them without a try.'
+    if isolation is Isolation.UNKNOWN:
+        return (
+            "Use one process per environment; or wait longer, with probe(source, timeout=...) or make_vec_env(..., "
+            'probe_timeout=...); isolation="process" does without a try.'
+        )
+    if cure is not None:
+        return f'Use one process per environment, and call apply_cure("{cure}", its_own_folder) first in each.'
+    if isolation is not Isolation.PROCESSES_COLLIDE:
+        return "Use one process per environment."
+    return "Keep all of them in one process." if in_process else "Only one can run at a time."
+
+
+def declared(said: Declaration) -> Verdict:
+    """Give the verdict that an environment says itself."""
     isolation = said.isolation
     seen = f'{said.where[0].upper()}{said.where[1:]} says "{said.value}".'
-    return Finding(isolation, seen, alone, isolation is Isolation.INDEPENDENT, declared_by="environment")
+    in_process = isolation is Isolation.INDEPENDENT
+    return Verdict(isolation, f"{seen} {_what_follows(isolation)}", "environment", in_process=in_process)
+
+
+def _measured(verdict: Verdict, alone: Trial) -> tuple[Verdict, Trial]:
+    """Complete a verdict by what was measured of one alone."""
+    names = ("step_seconds", "private_bytes", "libraries")
+    found = {name: alone.measured[name] for name in names} | {"build_seconds": alone.facts["built"]}
+    return dataclasses.replace(verdict, **{**found, "libraries": tuple(found["libraries"])}), alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,18 +135,16 @@ class _Problem:
     text: str
 
 
-def judge(runner: TrialRunner, steps: int, who: Sequence[int]) -> Finding:
-    """Find out what instances may share.
+def judge(runner: TrialRunner, steps: int, who: Sequence[int]) -> tuple[Verdict, Trial | None]:
+    """Find out what instances may share: for each, ``who`` says which of the runner's factories builds it.
 
-    :param runner: of the trials
-    :param steps: how many to compare
-    :param who: for each environment that is to share a process, which of the runner's factories builds it
+    :return: the trial of one alone, too; None: it does not work
     """
     (alone,) = runner.run([ALONE], steps, shorten=True)
     if not alone.done:
         return _does_not_work(runner, alone, steps)
     if alone.facts["declared"] is not None and len(set(who)) == 1:
-        return declared(alone.facts["declared"], alone)
+        return _measured(declared(alone.facts["declared"]), alone)
     steps = alone.measured["steps"]
     preload = tuple(alone.measured["harmless"])
     reference = alone
@@ -187,47 +158,43 @@ def judge(runner: TrialRunner, steps: int, who: Sequence[int]) -> Finding:
             return _does_not_work(runner, other, steps, f"Of the functions, number {source + 1}")
         references[source] = other
     comparison = _Comparison(runner, references, steps, tuple(who), preload)
-    return dataclasses.replace(comparison.finding(), alone=alone)
+    return _measured(comparison.verdict(), alone)
 
 
-def _does_not_work(runner: TrialRunner, alone: Trial, steps: int, which: str = "One alone") -> Finding:
+def _does_not_work(
+    runner: TrialRunner, alone: Trial, steps: int, which: str = "One alone"
+) -> tuple[Verdict, Trial | None]:
     how = _clause(alone)
     if alone.hung:
-        return _finding("one alone hangs", which=which, how=how)
+        return _verdict("one alone hangs", which=which, how=how), None
     for cure in CURES if which == "One alone" else ():
         # Something that runs already, in the calling process perhaps, may hold what it wants.
         (cured,) = runner.run([ALONE], steps, shorten=True, cure=cure)
         if cured.done:
             comparison = _Comparison(runner, {0: cured}, cured.measured["steps"], (0, 0))
             if comparison.apart(cure) is None:
-                private = _PRIVATE[cure]
-                return _finding("one alone works when cured, and so do two", cured, cure=cure, how=how, private=private)
-    return _finding("one alone fails", which=which, how=how)
+                observed, private = "one alone works when cured, and so do two", _PRIVATE[cure]
+                return _measured(_verdict(observed, cure=cure, private=private, how=how), cured)
+    return _verdict("one alone fails", which=which, how=how), None
 
 
 @dataclasses.dataclass
 class _Comparison:
-    """Compares what environments that work alone do beside each other.
-
-    :ivar references: by factory, what one alone does
-    :ivar steps: how many are compared
-    :ivar who: for each environment, which factory builds it
-    :ivar preload: harmless modules that they import
-    :ivar varies: what callers find beside what is returned, and is something else every time
-    """
+    """Compares what environments that work alone do beside each other."""
 
     runner: TrialRunner
-    references: dict[int, Trial]
-    steps: int
-    who: tuple[int, ...]
-    preload: tuple[str, ...] = ()
+    references: dict[int, Trial]  # by factory, what one alone does
+    steps: int  # how many are compared
+    who: tuple[int, ...]  # for each environment, which factory builds it
+    preload: tuple[str, ...] = ()  # harmless modules that they import
+    # what callers find beside what is returned, and is something else every time
     varies: set[str] = dataclasses.field(default_factory=set)
 
     @property
     def alone(self) -> Trial:
         return self.references[0]
 
-    def finding(self) -> Finding:
+    def verdict(self) -> Verdict:
         """Find out what they may share."""
         crowd = self._crowd()
         modes = [FIRST, SECOND, *APART, *RACE, *([CROWD] if crowd["crowd"] else [])]
@@ -251,7 +218,7 @@ class _Comparison:
         problem = self._asked()
         return self._independent() if problem is None else self._not_together(problem)
 
-    def _independent(self) -> Finding:
+    def _independent(self) -> Verdict:
         count = max(2, min(len(self.who), MOST_TOGETHER))
         several, not_tried = "Two" if count == 2 else f"Up to {count}", self._not_tried()
         words: dict[str, Any] = {"steps": self.steps, "count": count, "several": several, "not_tried": not_tried}
@@ -271,9 +238,8 @@ class _Comparison:
     def together(
         self, trials: Sequence[Trial] | None = None, beside: Sequence[Trial] = (), **options: Any
     ) -> _Problem | None:
-        """Look for a problem of several in one process.
+        """Look for a problem of several in one process: in trials of that, or, with nothing else running, in new ones.
 
-        :param trials: of that; None: make them anew, with nothing else running
         :param beside: trials whose B is compared with that of these
         """
         options = {**self._crowd(), **options}
@@ -351,20 +317,20 @@ class _Comparison:
         others = first.trace("B")
         return others == self._reference("B").trace("A")[: len(others)]
 
-    def _not_together(self, together: _Problem) -> Finding:
+    def _not_together(self, together: _Problem) -> Verdict:
         if together.fails:
-            return _finding("several in a process fail", self.alone, how=together.text)
+            return _verdict("several in a process fail", how=together.text)
         own = self.together(generators=True) is None and self._asked(generators=True) is None
         more = _GENERATORS if own else ""
         return self._unless_files_meet("several in a process differ", how=together.text, more=more)
 
-    def _unclear(self, apart: _Problem) -> Finding:
+    def _unclear(self, apart: _Problem) -> Verdict:
         """Tell processes that disturb each other from an environment that never does the same twice."""
         (again,) = self.runner.run([ALONE], self.steps, patience=2.0)
         if again.hung:
-            return _does_not_work(self.runner, again, self.steps)
+            return _verdict("one alone hangs", which="One alone", how=_clause(again))
         if not again.done:
-            return _finding("one alone fails at times", how=_clause(again))
+            return _verdict("one alone fails at times", how=_clause(again))
         repeats = again.trace("A") == self.alone.trace("A")
         confirmed = self.apart()
         if confirmed is not None and (repeats or confirmed.fails):
@@ -376,20 +342,20 @@ class _Comparison:
             "one in each process differs at times" if repeats else "one alone differs from itself"
         )
 
-    def _collide(self, apart: _Problem) -> Finding:
+    def _collide(self, apart: _Problem) -> Verdict:
         cure = next((cure for cure in CURES if self.apart(cure) is None), None)
         more = _NO_CURE if cure is None else f" When each has {_PRIVATE[cure]}, they do not."
         in_process = self.together() is None
         if in_process:
             more += " In one process they are independent."
         observed = "one in each process fails" if apart.fails else "one in each process differs"
-        return _finding(observed, self.alone, how=apart.text, more=more, in_process=in_process, cure=cure)
+        return _verdict(observed, how=apart.text, more=more, in_process=in_process, cure=cure)
 
-    def _unless_files_meet(self, observed: str, more: str = "", **words: Any) -> Finding:
+    def _unless_files_meet(self, observed: str, more: str = "", **words: Any) -> Verdict:
         if self.runner.wrote:
             # Whether two processes meet there is chance.
             more, words["cure"] = more + _FILES, "working directory"
-        return _finding(observed, self.alone, more=more, **words)
+        return _verdict(observed, more=more, **words)
 
     def _asked(self, **options: Any) -> _Problem | None:
         """Look for a problem when setters are called, and when the options that the environment names are varied."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -104,12 +103,8 @@ def probe_all(
     cache: bool | str | os.PathLike[str] = True,
     steps: int = 100,
     timeout: float | None = None,
-    timed: bool = False,
 ) -> Verdict:
-    """Do what :func:`probe` does, for the factories of environments that are to share a process.
-
-    :param timed: whether a kept verdict that does not say how long a step takes is to be completed
-    """
+    """Do what :func:`probe` does, for the factories of environments that are to share a process."""
     began = time.monotonic()
     distinct = list({id(factory): factory for factory in factories}.values())
     who = [next(i for i, one in enumerate(distinct) if one is factory) for factory in factories]
@@ -119,8 +114,6 @@ def probe_all(
         verdict = kept.read() if kept is not None else None
         if verdict is None:
             verdict = _found_out(distinct, who, steps, timeout, kept)
-        elif timed and verdict.step_seconds is None:
-            verdict = _timed(distinct, timeout, verdict, kept)
     return dataclasses.replace(verdict, seconds=round(time.monotonic() - began, 3))
 
 
@@ -131,7 +124,7 @@ def _declaration(factories: Sequence[EnvFactory[Any]]) -> Verdict | None:
         return None
     from rl_ext_core.isolation import judge  # which a kept verdict does without, and without all that makes trials
 
-    verdicts = [judge.declared(one).verdict() for one in said if one is not None]
+    verdicts = [judge.declared(one) for one in said if one is not None]
     strict = [verdict for verdict in verdicts if not verdict.in_process]
     return strict[0] if strict else verdicts[0] if None not in said else None
 
@@ -144,40 +137,24 @@ def _found_out(
     from rl_ext_core.isolation.trials import TrialRunner
 
     with TrialRunner(factories, timeout) as runner:
-        finding = judge.judge(runner, steps, who)
-        fresh = {} if finding.alone is None else finding.alone.facts["globals"]
+        verdict, alone = judge.judge(runner, steps, who)
+        fresh = {} if alone is None else alone.facts["globals"]
         runner.globals = changed = dependencies.changed_globals(fresh)
-        if changed and finding.isolation is Isolation.INDEPENDENT:
+        if changed and verdict.isolation is Isolation.INDEPENDENT:
             # As it is in the processes of workers; and in this one?
-            finding = judge.judge(runner, steps, who)
+            verdict, alone = judge.judge(runner, steps, who)
     if changed:
         names = [f"{module}.{name}" for module, values in changed.items() for name in values]
         named = f"{', '.join(names[:_NAMED])}{' and more' if len(names) > _NAMED else ''}"
-        return finding.verdict(f" {named}: not here what importing gives, as processes of their own do.")
-    verdict = finding.verdict()
-    if kept is not None and finding.alone is not None:
-        kept.write(verdict, finding.alone.measured, runner.opened, fresh)
+        note = f"{named}: not here what importing gives, as processes of their own do."
+        return dataclasses.replace(verdict, explanation=f"{verdict.explanation} {note}")
+    if kept is not None and alone is not None:
+        kept.write(verdict, alone.measured, runner.opened, fresh)
     return verdict
 
 
-def _timed(
-    factories: Sequence[EnvFactory[Any]], timeout: float | None, verdict: Verdict, kept: Cache | None
-) -> Verdict:
-    """Measure the step of one alone, which was not kept because others had the machine."""
-    from rl_ext_core.isolation.experiments import ALONE
-    from rl_ext_core.isolation.trials import TrialRunner
-
-    with TrialRunner(factories, timeout) as runner:
-        (alone,) = runner.run([ALONE], 100, shorten=True)
-    if not alone.done:
-        return verdict
-    if kept is not None:
-        kept.add_time(alone.measured)
-    return dataclasses.replace(verdict, step_seconds=alone.measured["step_seconds"])
-
-
 _log = logging.getLogger("rl_ext_core.isolation")
-_FORMAT = 3
+_FORMAT = 4
 # Another time it may be otherwise.
 _NOT_KEPT = (Isolation.NON_DETERMINISTIC, Isolation.BROKEN, Isolation.UNKNOWN)
 # A bigger file is known by its time and its size alone.
@@ -194,26 +171,17 @@ _of_this_process: dict[Path, dict[str, Any]] = {}
 
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """The place of one recipe's verdict. Whatever is wrong with it, it is as if nothing were there.
+    """The place of one recipe's verdict. Whatever is wrong with it, it is as if nothing were there."""
 
-    :ivar path: of the file
-    :ivar steps: that a verdict must have looked at, at least
-    :ivar began: when the question was asked, in nanoseconds
-    """
-
-    path: Path
-    steps: int
-    began: int = dataclasses.field(default_factory=time.time_ns)
+    path: Path  # of the file
+    steps: int  # that a verdict must have looked at, at least
+    began: int = dataclasses.field(default_factory=time.time_ns)  # when the question was asked, in nanoseconds
 
     @classmethod
     def of(
         cls, factories: Sequence[EnvFactory[Any]], who: Sequence[int], where: bool | str | os.PathLike[str], steps: int
     ) -> Cache | None:
-        """Find the place; None: nothing is kept of it.
-
-        :param who: which of the factories is used for each environment
-        :param where: True is the user's cache folder, a path another one, False none
-        """
+        """Find the place; None: nothing is kept of it."""
         folder = _users_folder() if where is True else None if where is False else Path(where).absolute()
         key = None if folder is None else key_of(factories, who, _FORMAT)
         return None if folder is None or key is None else cls(folder / f"{key}.json", steps)
@@ -232,12 +200,10 @@ class Cache:
                 and all(_is_as(path, state) for path, state in kept["files"].items())
                 and not dependencies.changed_globals(kept["globals"])
             )
-            machine, seconds = kept["step"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RlExtError) as error:
             _log.debug("no verdict in %s: %r", self.path, error)
             return None
-        seconds = seconds if machine == _machine() and isinstance(seconds, float) else None
-        return dataclasses.replace(verdict, declared_by="cache", step_seconds=seconds) if holds else None
+        return dataclasses.replace(verdict, declared_by="cache") if holds else None
 
     def write(
         self,
@@ -246,12 +212,8 @@ class Cache:
         opened: Iterable[str] = (),
         fresh: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
-        """Keep a verdict.
-
-        :param verdict: of a probe
-        :param measured: by it: which files it depends on
-        :param opened: files that were opened besides
-        :param fresh: by module, plain globals as they were imported
+        """Keep a verdict, with the files that it depends on, by what was measured and because they were opened, and
+        plain globals as they were imported.
         """
         if verdict.isolation in _NOT_KEPT or "sources" not in measured:
             return
@@ -260,8 +222,7 @@ class Cache:
         kept = {
             "format": _FORMAT,
             "steps": self.steps,
-            "verdict": {**dataclasses.asdict(verdict), "step_seconds": None},
-            "step": [_machine(), verdict.step_seconds if measured["undisturbed"] else None],
+            "verdict": dataclasses.asdict(verdict),
             "files": files,
             "variables": _variables(),
             "globals": fresh or {},
@@ -273,13 +234,6 @@ class Cache:
         else:
             self._write(kept)
 
-    def add_time(self, measured: Mapping[str, Any]) -> None:
-        """Keep how long a step takes, with the verdict that is there."""
-        if measured["undisturbed"] and self.path not in _of_this_process:
-            with contextlib.suppress(OSError, ValueError):
-                kept = json.loads(self.path.read_text(encoding="utf-8"))
-                self._write({**kept, "step": [_machine(), measured["step_seconds"]]})
-
     def _write(self, kept: Mapping[str, Any]) -> None:
         """Write the file whole or not at all."""
         _of_this_process.pop(self.path, None)
@@ -290,10 +244,6 @@ class Cache:
                 os.replace(Path(folder, "part"), self.path)
         except OSError as error:
             _log.debug("%s cannot be written: %r", self.path, error)
-
-
-def _machine() -> str:
-    return f"{platform.node()} {os.cpu_count()}"
 
 
 def _variables() -> str:
@@ -337,12 +287,10 @@ def _is_as(path: str, state: list[Any] | None) -> bool:
 
 
 def key_of(factories: Sequence[EnvFactory[Any]], who: Sequence[int], format_version: int) -> str | None:
-    """Give a name that differs where the recipes, the interpreter or this package do; None: it has to hold too much.
+    """Give a name that differs where the recipes, the interpreter, this package or the machine, by which a step takes
+    what it takes, do; None: it has to hold too much.
 
     Whether the code is still the same is not for the name to say: that shows in the files that are loaded.
-
-    :param who: which of the factories is used for each environment
-    :param format_version: of what is kept under the name
     """
     try:
         recipe = [description(_essence(factory)) for factory in factories]
@@ -350,7 +298,8 @@ def key_of(factories: Sequence[EnvFactory[Any]], who: Sequence[int], format_vers
         _log.debug("%r cannot be recognized in another process: %r", factories, error)
         return None
     files = [state for tokens in recipe for _, token in tokens for state in _files_in(token) if state is not None]
-    here = (format_version, rl_ext_core.__version__, sys.version, sys.prefix, os.getcwd(), *who)
+    machine = (sys.version, sys.prefix, platform.node(), os.cpu_count())
+    here = (format_version, rl_ext_core.__version__, *machine, os.getcwd(), *who)
     return hashlib.blake2b(repr((here, recipe, files)).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 

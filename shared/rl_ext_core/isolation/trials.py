@@ -55,26 +55,19 @@ _SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 @dataclasses.dataclass
 class Trial:
-    """What a process has done of its part of an experiment.
+    """What a process has done of its part of an experiment."""
 
-    :ivar mode: key of the script
-    :ivar events: what it recorded, in order: that it ("does", who, what, limit), ("waits",), ("tidies", limit), ("saw",
-        who, digest of what was returned), ("found", who, digests of what there is beside that), ("closed", who,
-        complaint)
-    :ivar facts: more that it recorded, by name: "done" all that counts; what it "raised"; paths of files that it
-        "opened" through Python; of one that is alone, what it "declared", seconds in which it was "built", "globals" of
-        the user's modules as they were imported, and what was "measured"
-    :ivar exitcode: of the process; None: it runs
-    :ivar hung: whether it was ended for taking too long
-    :ivar printed: the end of what it printed
-    """
-
-    mode: str
+    mode: str  # key of the script
+    # what it recorded, in order: that it ("does", who, what, limit), ("waits",), ("tidies", limit), ("saw", who, digest
+    # of what was returned), ("found", who, digests of what there is beside that), ("closed", who, complaint)
     events: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
+    # more that it recorded, by name: "done" all that counts; what it "raised"; paths of files that it "opened" through
+    # Python; of one that is alone, what it "declared", seconds in which it was "built", "globals" of the user's modules
+    # as they were imported, and what was "measured"
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
-    exitcode: int | None = None
-    hung: bool = False
-    printed: bytes = b""
+    exitcode: int | None = None  # of the process; None: it runs
+    hung: bool = False  # whether it was ended for taking too long
+    printed: bytes = b""  # the end of what it printed
 
     @property
     def done(self) -> bool:
@@ -141,11 +134,7 @@ class Trial:
 class TrialRunner:
     """Runs experiments on what factories build, in a ``with`` statement; nothing is left of them after it.
 
-    :param factories: build the environments; the first one is what single instances are built by
     :param timeout: seconds that any operation may take; None: what it took alone, many times, says it
-    :ivar opened: paths of files that the environments have opened
-    :ivar wrote: whether they wrote to files in the working directory, and read them
-    :ivar globals: by module, values to set before anything is built
     :raises InvalidTypeError: they cannot be packed
     :raises WorkerError: Python does not start, or what is known to be harmless cannot be imported
     """
@@ -166,9 +155,9 @@ class TrialRunner:
         decision = factories[0].decision
         self._variables = {} if decision is None else dict(decision.variables)
         self._timeout, self._longest = timeout, dict[str, float]()
-        self.opened: set[str] = set()
-        self.wrote = False
-        self.globals: Mapping[str, Mapping[str, Any]] = {}
+        self.opened: set[str] = set()  # paths of files
+        self.wrote = False  # whether there are files in the working directory that they wrote to and read
+        self.globals: Mapping[str, Mapping[str, Any]] = {}  # by module, to be set before anything is built
 
     def __enter__(self) -> TrialRunner:
         context = processes.get_context(
@@ -194,13 +183,9 @@ class TrialRunner:
         self._end()
 
     def run(self, modes: Sequence[str], steps: int, *, patience: float = 1.0, **options: Any) -> list[Trial]:
-        """Run trials at the same time.
+        """Run the trials of an experiment at the same time.
 
-        :param modes: keys of their scripts
-        :param steps: of instance A
         :param patience: by which times are multiplied that operations may take
-        :param options: of an :class:`~rl_ext_core.isolation.experiments.Experiment`
-        :return: what became of each
         :raises WorkerError: the process that watches them has ended
         """
         limits = {kind: patience * self._limit(kind) for kind in _KINDS}
@@ -260,13 +245,7 @@ class _GoneError(Exception):
 def supervise(
     caller: Connection[Any, Any], path: Sequence[str], preload: Sequence[str], packed: bytes, scratch: str
 ) -> None:
-    """Serve the caller until it hangs up: it gets a list of trials for each experiment.
-
-    :param path: for ``sys.path``
-    :param preload: harmless modules
-    :param packed: what builds the environments
-    :param scratch: folder for everything, which is removed at the end
-    """
+    """Serve the caller until it hangs up: it gets a list of trials for each experiment."""
     try:
         nothing = os.open(os.devnull, os.O_RDWR)
         for descriptor in range(3):
@@ -302,10 +281,8 @@ class _Supervisor:
         self._watched: set[str] = set()
 
     def run(self, experiment: Experiment) -> tuple[list[Trial], set[str], bool]:
-        """Run the trials of an experiment at the same time.
-
-        :return: what became of each trial; which of the user's files were opened; whether files in the working
-            directory were written to, and read
+        """Run trials; tell which of the user's files were opened, and whether some in the working directory were
+        written to, and read.
         """
         preload_modules(experiment.preload, {})
         cwd = self._mirrored.path()
@@ -363,10 +340,7 @@ class _Supervisor:
 
 
 class _Running:
-    """A trial that runs, or has run.
-
-    :param turns: descriptors that others read from, who wait for this one
-    """
+    """A trial that runs, or has run, and descriptors that others read from, who wait for this one."""
 
     def __init__(self, worker: Any, trial: Trial, printed: int, turns: Sequence[int], limit: float) -> None:
         self.worker, self.trial = worker, trial

@@ -71,8 +71,8 @@ class Verdict:
     :ivar explanation: a paragraph: what was seen, and what follows
     :ivar declared_by: ``"user"``, ``"environment"`` (its metadata says so), ``"probe"`` or ``"cache"`` (of a probe)
     :ivar in_process: whether several may live in one process; where processes collide, this may be the way out
-    :ivar step_seconds: a step of one alone, drawing the action included, at its fastest; None: was not
-        measured, or others had the machine then
+    :ivar step_seconds: a step of one alone, at its fastest; drawing the action included, where it is none of
+        gymnasium's; None: was not measured
     :ivar build_seconds: to build one in a new process, its imports included
     :ivar private_bytes: what a process that holds one shares with no other
     :ivar cure: what keeps processes from colliding: ``"working directory"``, ``"TMPDIR"`` or ``"library copy"``, for
@@ -131,14 +131,10 @@ class Verdict:
 
 
 class Declaration(NamedTuple):
-    """What an environment says of itself.
+    """What an environment says of itself."""
 
-    :ivar value: what it says
-    :ivar where: it says that
-    """
-
-    value: str
-    where: str
+    value: str  # what it says
+    where: str  # it says that
 
     @property
     def isolation(self) -> Isolation:
@@ -161,10 +157,7 @@ def declared_by_instance(environment: Any) -> Declaration | None:
 
 
 def declared_by_source(factory: EnvFactory[Any]) -> Declaration | None:
-    """Read what is known without building: from the instance that a factory was made from, or from the class.
-
-    :return: None: it says nothing, or has to be built for that
-    """
+    """Read what is known without building: what the instance says that a factory was made from, or the class."""
     if factory.live is not None:
         return declared_by_instance(factory.live)
     if factory.origin == "graft" or factory.adapted:

@@ -87,12 +87,9 @@ class Settings:
 
 
 class Worker(BaseProcess):
-    """A process of multiprocessing that reports to its parent and ends with it.
+    """A process of multiprocessing that reports to its parent and ends with it."""
 
-    :ivar worker: its number: how many processes its context had made before
-    """
-
-    worker: int
+    worker: int  # how many processes its context had made before
     settings: Settings
     on_start: Callable[[BaseProcess], None] | None
 
@@ -136,12 +133,10 @@ class Worker(BaseProcess):
 
 
 class WorkerPopen(popen_fork.Popen):
-    """A started worker, as its parent sees it.
+    """A started worker, as its parent sees it."""
 
-    :ivar report: what it says of its end
-    :ivar lost: its fork server died, so that its exit code is not known
-    """
-
+    report: Report  # what it says of its end
+    lost: bool  # its fork server died, so that its exit code is not known
     _fds: list[int]
     _send_signal: Callable[[int], None]
 
@@ -496,37 +491,39 @@ def _inherited_event(descriptor: Any) -> KernelEvent:
 
 
 def _pack(popen: Any, process_obj: Any, start: worker.Start, more: int | None = None) -> tuple[bytes, list[str]]:
-    """Pickle a process such that our part runs first, then the main module's, then that of its function.
+    """Pickle a process such that our part runs first, then the main module's, then that of its function; give
+    ``sys.path`` for the interpreter that reads it, too.
 
     :param more: descriptor by which those come that a fork server does not take
-    :return: what the interpreter reads that multiprocessing starts, and ``sys.path`` for it
     """
     pickled = io.BytesIO()
     preparation = _preparation(process_obj.name)
     mp_context.set_spawning_popen(popen)
     try:
         # Before those of its arguments, which may be many.
-        report, lifeline = reduction.DupFd(start.report), reduction.DupFd(start.lifeline)
+        start = replace(start, report=reduction.DupFd(start.report), lifeline=reduction.DupFd(start.lifeline))
         others = None if more is None else reduction.DupFd(more)
         file = io.BytesIO()
         noting = _NotingPickler(file)
         noting.dump(process_obj)
         # The path alone comes first: this package may be found by it only.
         reduction.dump({"sys_path": preparation["sys_path"]}, pickled)
-        envelope = worker.Envelope(
-            report,
-            lifeline,
-            others,
-            0 if more is None else max(0, len(popen._fds) - worker.SENT_AT_ONCE),
-            (start.environ, start.dies_with_parent, start.own_session),
-            bytes(reduction.ForkingPickler.dumps(preparation)),
-            file.getvalue(),
-            noting.needs_main,
-        )
-        reduction.dump(envelope, pickled)
+        count = 0 if more is None else max(0, len(popen._fds) - worker.SENT_AT_ONCE)
+        data = bytes(reduction.ForkingPickler.dumps(preparation))
+        reduction.dump(_Call(worker.unpacked, start, others, count, data, file.getvalue(), noting.needs_main), pickled)
     finally:
         mp_context.set_spawning_popen(None)
     return pickled.getvalue(), preparation["sys_path"]
+
+
+class _Call:
+    """Is pickled as a call of a function, and unpickled as what that returns."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._call = function, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self._call
 
 
 class _NotingPickler(reduction.ForkingPickler):
@@ -560,10 +557,7 @@ def _send(descriptor: int, data: bytes) -> None:
         file.write(data)
 
 
-@uninterrupted
-def _close_all(*descriptors: int) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
+_close_all = uninterrupted(util.close_fds)  # type: ignore[attr-defined]
 
 
 def _two_pipes() -> tuple[int, int, int, int]:

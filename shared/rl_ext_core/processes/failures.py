@@ -94,12 +94,7 @@ class FailedWorker:
     phase: str | None
 
     def failure(self, kind: str, contents: Contents, what: str, rest: str = "", **more: Any) -> Failure:
-        """Describe a failure.
-
-        :param what: the worker did, as a sentence without its subject
-        :param rest: of the sentence, after what the worker was at
-        :param more: other attributes of the failure
-        """
+        """Describe a failure: what the worker did, and the rest of that sentence after what it was at."""
         notes = dict(contents.notes)
         seed, phase = notes.get("seed", self.seed), notes.get("phase") or self.phase
         known = {"seed": seed, **{name: value for name, value in notes.items() if name not in ("seed", "phase")}}
@@ -150,10 +145,8 @@ def _raised(
 def timed_out(
     worker: FailedWorker, contents: Contents, seconds: float, stack: str, others: Sequence[int] | None
 ) -> Failure:
-    """Describe the failure of a worker that does not answer within so many seconds.
-
-    :param stack: what the worker was at when it was asked; empty if it does not even react to signals
-    :param others: numbers of more workers that do not answer; None if all of them, and this one, wait for a command
+    """Describe the failure of a worker that does not answer within so many seconds, by its stack, which is empty if it
+    does not even react to signals; ``others`` do not answer either, None: all wait for a command.
     """
     nor = f" (nor did {', '.join(map(str, others))})" if others else ""
     rest = f"{nor}; it is in:"
@@ -199,12 +192,10 @@ def main_stack(text: str) -> list[str]:
 
 
 def is_idle(frames: Sequence[str], idle_in: Sequence[str]) -> bool:
-    """Tell whether a worker waits for its next command.
+    """Tell whether a worker waits for its next command, by parts of lines that stand for that.
 
     An environment may wait for a process of its own with the same calls. So the frame counts that waits: the innermost
     one that is not the standard library's.
-
-    :param idle_in: parts of lines that stand for waiting, of which that frame's or one that it has called contains one
     """
     for frame in frames:
         if any(part in frame for part in idle_in):

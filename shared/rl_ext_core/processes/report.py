@@ -52,18 +52,14 @@ class Progress(IntEnum):
 
 @dataclass(frozen=True)
 class Raised:
-    """An exception that ended a worker, as it was in the worker.
-
-    :ivar pickled: it, its cause, the cause's, and so on; pickle leaves causes out
-    :ivar unguarded: the main script starts processes when it is imported
-    """
+    """An exception that ended a worker, as it was in the worker."""
 
     summary: str
     traceback: str
-    pickled: list[bytes | None]
+    pickled: list[bytes | None]  # it, its cause, the cause's, and so on; pickle leaves causes out
     time: float
     exits: bool
-    unguarded: bool
+    unguarded: bool  # the main script starts processes when it is imported
 
     def exception(self) -> BaseException | None:
         """Unpickle the exception, unless that fails or would import what this process has not imported."""
@@ -86,15 +82,11 @@ class Contents:
 
 
 class Report:
-    """The parent's end.
-
-    :ivar fd: the file; the worker gets it as well
-    :ivar taken: someone shows what it says
-    """
+    """The parent's end."""
 
     def __init__(self) -> None:
         self.fd, _ = new_memory_file("rl_ext_core-report")
-        self.taken = False
+        self.taken = False  # whether someone shows what it says
         self._closed: Contents | None = None
         # It may be closed by the main thread while another one reads it.
         self._lock = threading.Lock()
@@ -199,10 +191,7 @@ class Writer:
             rest = rest[os.write(self.fd, rest) :]
 
     def raised(self, error: BaseException, time: float, *, unguarded: bool = False) -> bool:
-        """Report an exception that ends this worker, and tell whether the report has arrived.
-
-        :param time: when, by a clock that all processes share
-        """
+        """Report an exception that ends this worker, and tell whether the report has arrived."""
         exits, pickled = isinstance(error, SystemExit), _pickled_causes(error)
         try:
             self.append(asdict(Raised(_summary(error), _formatted(error), pickled, time, exits, unguarded)))

@@ -187,10 +187,8 @@ def _stop(server: Any) -> int | None:
 
 
 def preload_modules(modules: Sequence[str], variables: Mapping[str, str | None]) -> None:
-    """Do what a process does before others are forked from it: import modules, and leave them where all share them.
-
-    :param modules: what to import; one that fails is left to the workers, which report it
-    :param variables: what libraries read at import; None unsets
+    """Set variables and import modules before others are forked from here, which share them; what fails to be imported
+    is left to those, which report it.
     """
     # Ctrl-C in the terminal is the parent's affair. Held back by the parent until now.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import forkserver, reduction, spawn
 from pathlib import Path
 from typing import Any, NoReturn
@@ -102,20 +102,13 @@ def record(kind: str, *values: Any) -> None:
 
 @dataclass(frozen=True)
 class Start:
-    """What a worker is given by its parent.
+    """What a worker is given by its parent; descriptors are wrapped by multiprocessing on their way."""
 
-    :param report: descriptor of its report
-    :param lifeline: reading end of a pipe that the parent never writes to and alone holds open
-    :param environ: all of its environment variables
-    :param dies_with_parent: whether it is killed then; else it goes on, and ends by itself
-    :param own_session: whether it leads a session, not only a group
-    """
-
-    report: int
-    lifeline: int
-    environ: dict[str, str]
-    dies_with_parent: bool
-    own_session: bool
+    report: Any
+    lifeline: Any  # reading end of a pipe that the parent never writes to and alone holds open
+    environ: dict[str, str]  # all of its variables
+    dies_with_parent: bool  # else it goes on, and ends by itself
+    own_session: bool  # not only a group
 
     def begin(self) -> None:
         """Set the process up; called before anything that is not the standard library's or ours is imported."""
@@ -142,52 +135,29 @@ class Start:
         _end_if_asked()  # before it could hear
 
 
-@dataclass(frozen=True)
-class Envelope:
-    """A process on its way to a worker: unpickling it does what ``multiprocessing.spawn._main`` does, and gives it.
+def unpacked(start: Start, more: Any, count: int, preparation: bytes, process: bytes, needs_main: bool) -> Any:
+    """Do in a new worker what ``multiprocessing.spawn._main`` does, and give the process.
 
-    All was read from the parent's pipe before that, and all that belongs to the user is unpickled within it, so that
-    what goes wrong is reported.
+    It is called when all was read from the parent's pipe, and all that belongs to the user is unpickled within it, so
+    that what goes wrong is reported.
 
-    :param report: multiprocessing's wrapper of a descriptor
-    :param lifeline: another one
-    :param more: one of a socket, by which descriptors come that the fork server has not taken
-    :param count: of these
-    :param rest: of a :class:`Start`
-    :param preparation: pickle of multiprocessing's preparation data
-    :param process: pickle of the process
-    :param needs_main: whether that refers to the main module; if not, it is left to :func:`import_main`
+    :param more: a socket, by which so many descriptors come that the fork server has not taken
+    :param needs_main: whether the process refers to the main module; if not, that is left to :func:`import_main`
     """
-
-    report: Any
-    lifeline: Any
-    more: Any
-    count: int
-    rest: tuple[dict[str, str], bool, bool]
-    preparation: bytes
-    process: bytes
-    needs_main: bool
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _opened, tuple(vars(self).values())
-
-
-def _opened(*parts: Any) -> Any:
-    envelope = Envelope(*parts)
-    Start(envelope.report.detach(), envelope.lifeline.detach(), *envelope.rest).begin()
+    replace(start, report=start.report.detach(), lifeline=start.lifeline.detach()).begin()
     assert _writer is not None
     try:
-        if envelope.more is not None:
-            _receive(envelope.more.detach(), envelope.count)
-        data = pickle.loads(envelope.preparation)
-        if not envelope.needs_main:
+        if more is not None:
+            _receive(more.detach(), count)
+        data = pickle.loads(preparation)
+        if not needs_main:
             _postponed.update({name: data.pop(name) for name in _OF_MAIN if name in data})
         spawn.prepare(data)
     except BaseException as error:
         _end_with(error, unguarded=_is_unguarded(error))
     _writer.enter(Progress.UNPICKLING)
     try:
-        return pickle.loads(envelope.process)
+        return pickle.loads(process)
     except BaseException as error:
         _end_with(error)
 
@@ -261,14 +231,12 @@ def _end_with(error: BaseException, *, unguarded: bool = False) -> NoReturn:
 
 
 def leave(code: int, *, forked: bool) -> int:
-    """End a worker that has reported a failure, without taking the interpreter down; else give its exit code back.
-
-    That may take a large library half a second. Forked workers never do it.
-
-    :param forked: by the parent or by a fork server, whose exit handlers are not the worker's: they would close what
-        is not open here. From Python 3.13 on, multiprocessing has removed them
+    """End a worker that has reported a failure, without taking the interpreter down, which may take a large library
+    half a second, as forked workers never do; else give its exit code back.
     """
     if _ending:
+        # Those of whom it was forked by are not its own, and would close what is not open here. From Python 3.13 on,
+        # multiprocessing has removed them.
         if not forked or sys.version_info >= (3, 13):
             atexit._run_exitfuncs()
         os._exit(code)
@@ -349,11 +317,7 @@ def lead_group() -> None:
 
 
 def kill_families(living: Collection[int], ended: Collection[int] = ()) -> None:
-    """Kill processes with all that they have started.
-
-    :param living: leaders that have not been waited for
-    :param ended: leaders that are gone
-    """
+    """Kill leaders that have not been waited for, and what these and those that are gone have started."""
     leaders = {*living, *ended}
     found = {*living, *_members(leaders)}
     for _ in range(_ROUNDS):

@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import pytest
 
 from rl_ext_core.factory import as_factory
 from rl_ext_core.isolation import Isolation, Verdict, probe, probing
-from rl_ext_core.isolation.probing import key_of, probe_all
+from rl_ext_core.isolation.probing import key_of
 from tests.core.isolation import simulator
 from tests.core.isolation.conftest import Variant
 
@@ -33,10 +33,7 @@ def test_a_second_probe_is_answered_from_the_cache(own_cache: Path, variant: Var
     for name in ("GOOD", "NULL_FOR_SECOND"):
         first, second = probe(variant(name)), probe(variant(name))
         assert (first.declared_by, second.declared_by) == ("probe", "cache")
-        ours = dataclasses.replace(first, declared_by="cache", seconds=second.seconds, step_seconds=None)
-        assert dataclasses.replace(second, step_seconds=None) == ours
-        # Where others had the machine, it is not known.
-        assert second.step_seconds in (first.step_seconds, None)
+        assert second == dataclasses.replace(first, declared_by="cache", seconds=second.seconds)
     assert len(list(own_cache.iterdir())) == 2
 
 
@@ -56,16 +53,6 @@ def test_what_is_no_knowledge_is_not_kept(name: str, own_cache: Path, variant: V
 
 
 @pytest.mark.slow
-def test_another_library_is_probed_again(variant: Variant, tmp_path: Path) -> None:
-    library = tmp_path / "libsim.so"
-    library.write_bytes(Path(variant("GOOD").args[0]).read_bytes())
-    source = functools.partial(simulator.Simulator, str(library))
-    assert probe(source).isolation is Isolation.INDEPENDENT
-    library.write_bytes(Path(variant("SHARED_RANDOM").args[0]).read_bytes())
-    assert probe(source).isolation is Isolation.SHARED_STATE
-
-
-@pytest.mark.slow
 def test_a_library_that_is_not_named_by_the_recipe_is_noticed_too(
     variant: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,44 +65,10 @@ def test_a_library_that_is_not_named_by_the_recipe_is_noticed_too(
     assert probe(simulator.from_the_environment).isolation is Isolation.SHARED_STATE
 
 
-@pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
-    """Write a package of two modules, and import it anew."""
-    monkeypatch.syspath_prepend(tmp_path / "code")
-    (tmp_path / "code" / "fresh_package").mkdir(parents=True)
-
-    def forget() -> None:
-        for name in [name for name in sys.modules if name.startswith("fresh_package")]:
-            del sys.modules[name]
-
-    def written(base: str) -> Any:
-        forget()
-        folder = tmp_path / "code" / "fresh_package"
-        if not (folder / "__init__.py").exists():
-            (folder / "__init__.py").write_text("from .envs import Env\ndef make(): return Env()\n")
-        source = f"from tests.core.isolation.simulator import {base} as Env\n"
-        if not (folder / "envs.py").exists() or (folder / "envs.py").read_text() != source:
-            (folder / "envs.py").write_text(source)
-        import fresh_package  # type: ignore[import-not-found]
-
-        return fresh_package.make
-
-    yield written
-    forget()
-
-
 @pytest.mark.slow
-def test_changed_code_is_probed_again(module: Callable[[str], Any]) -> None:
-    assert probe(module("Plain")).isolation is Isolation.INDEPENDENT
-    assert probe(module("Plain")).declared_by == "cache"
-    assert probe(module("DrawsFromNumPy")).isolation is Isolation.SHARED_STATE
-
-
-@pytest.mark.slow
-def test_an_edited_module_of_an_installed_package_is_probed_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    site = tmp_path / "lib" / "python3" / "site-packages"
+@pytest.mark.parametrize("place", ["code", "lib/python3/site-packages"])
+def test_an_edited_module_is_probed_again(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = tmp_path / place
     package, record = site / "installed_sim", site / "installed_sim-1.0.dist-info"
     package.mkdir(parents=True)
     record.mkdir()
@@ -220,6 +173,7 @@ def test_a_session_says_nothing_of_another_terminal(monkeypatch: pytest.MonkeyPa
     assert probe(simulator.Plain).declared_by == "probe"
 
 
+@pytest.mark.slow
 def test_what_cannot_be_recognized_again_is_kept_for_this_process(own_cache: Path, variant: Variant) -> None:
     source = functools.partial(simulator.unpacks_its_library, variant("GOOD").args[0])
     assert probe(source).declared_by == "probe"
@@ -227,18 +181,10 @@ def test_what_cannot_be_recognized_again_is_kept_for_this_process(own_cache: Pat
     assert not own_cache.exists() or not list(own_cache.iterdir())
 
 
-@pytest.mark.slow
-def test_a_step_that_was_timed_while_others_had_the_machine_is_timed_again(own_cache: Path) -> None:
-    factories = [as_factory(simulator.Plain)] * 2
-    assert probe_all(factories).step_seconds is not None
-    kept = json.loads(entry(own_cache).read_text())
-    for stale in ([kept["step"][0], None], ["another machine", 3.0]):
-        entry(own_cache).write_text(json.dumps({**kept, "step": stale}))
-        assert probe_all(factories).step_seconds is None
-        timed = probe_all(factories, timed=True)
-        assert timed.declared_by == "cache"
-        assert timed.step_seconds is not None
-        assert timed.step_seconds < 0.1
+def test_a_verdict_of_another_machine_is_none_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = key("CartPole-v1")
+    monkeypatch.setattr(os, "cpu_count", lambda: 1024)
+    assert key("CartPole-v1") != before
 
 
 @pytest.mark.slow
@@ -256,7 +202,7 @@ def test_more_steps_are_probed_again_where_that_may_show_more(variant: Variant) 
         lambda text: text[: len(text) // 2],
         lambda text: "[]",
         lambda text: "{}",
-        lambda text: text.replace('"format": 3', '"format": 4', 1),
+        lambda text: text.replace('"format": 4', '"format": 5', 1),
         lambda text: text.replace('"steps": 100', '"steps": "many"'),
         lambda text: text.replace('"independent"', '"splendid"'),
         lambda text: text.replace('"independent"', '"broken"'),
@@ -272,7 +218,7 @@ def test_a_damaged_entry_is_no_entry_and_is_mended(damage: Callable[[str], str],
     kept = probing.Cache.of([as_factory(simulator.Plain)], [0], True, 100)
     assert kept is not None
     verdict = Verdict(Isolation.INDEPENDENT, "text", "probe", in_process=True, step_seconds=0.5)
-    known = {"libraries": [], "sources": [__file__], "undisturbed": True}
+    known = {"libraries": [], "sources": [__file__]}
     kept.write(verdict, known)
     assert kept.read() == dataclasses.replace(verdict, declared_by="cache")
     path = entry(own_cache)
@@ -322,7 +268,6 @@ import functools, sys
 import gymnasium, numpy as np
 from rl_ext_core.factory import as_factory
 from rl_ext_core.isolation.probing import key_of
-from rl_ext_core.isolation.probing import probe_all
 from tests.core.isolation import simulator
 SIZE = {size}
 class Mine(simulator.Plain):

@@ -53,6 +53,7 @@ def test_an_environment_that_is_broken_is_status_one(capsys: pytest.CaptureFixtu
     assert printed.err == ""
 
 
+@pytest.mark.slow
 def test_an_id_may_name_the_module_that_registers_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of("gymnasium:CartPole-v1", "--json", "--no-cache") == 0
     assert json.loads(capsys.readouterr().out)["isolation"] == "independent"

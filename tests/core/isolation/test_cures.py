@@ -51,7 +51,7 @@ def in_two_workers(cure: str, library: str, tmp_path: Path) -> list[str]:
     return [worker.said for worker in workers]  # type: ignore[attr-defined]
 
 
-@pytest.mark.sample(quick=0)
+@pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("name", ["LOCK_IN_CWD", "LOCK_IN_TMPDIR", "LOCK_BESIDE_LIBRARY"])
 def test_the_recommended_cure_is_the_one_that_helps_workers(name: str, variant: Variant, tmp_path: Path) -> None:
     library = variant(name).args[0]
@@ -62,6 +62,7 @@ def test_the_recommended_cure_is_the_one_that_helps_workers(name: str, variant: 
     assert in_two_workers(verdict.cure, library, tmp_path) == ["built", "built"]
 
 
+@pytest.mark.slow
 def test_one_that_this_process_has_is_told_from_a_broken_one(variant: Variant) -> None:
     source = variant("LOCK_BESIDE_LIBRARY")
     with open(f"{source.args[0]}.lock", "w") as held:
@@ -109,6 +110,7 @@ print(os.path.getsize("big.bin"), os.path.getsize("data/bigger.bin"), sorted(os.
 """
 
 
+@pytest.mark.slow
 def test_nothing_of_the_users_folder_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "project"
     (folder / "data" / "deep").mkdir(parents=True)

@@ -79,6 +79,7 @@ def test_it_may_be_said_as_make_vec_env_says_it(said: str, in_process: bool, no_
     assert probe(Says).in_process is in_process
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("source", [simulator.SaysNonsense, lambda: simulator.SaysNonsense()])
 def test_nonsense_is_refused_by_name(source: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r'SaysNonsense.metadata\["isolation"\] is .?True.*single-instance'):

@@ -20,7 +20,7 @@ import pytest
 from rl_ext_core.errors import InvalidTypeError, WorkerError
 from rl_ext_core.factory import as_factory
 from rl_ext_core.isolation import Isolation, probe, trials
-from rl_ext_core.isolation.experiments import ALONE, APART, FIRST
+from rl_ext_core.isolation.experiments import ALONE, APART
 from tests.boundaries import ROOT
 from tests.core.isolation import simulator
 
@@ -97,15 +97,18 @@ def test_nothing_is_built_here(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("built in the caller's process")
 
     instance = simulator.Plain()
+    instance.reset(seed=3)
+    state = dict(vars(instance))
     monkeypatch.setattr(simulator.Plain, "__init__", refuse)
     descriptors = len(os.listdir("/proc/self/fd"))
     environ, path = dict(os.environ), list(sys.path)
     assert probe(instance, cache=False).isolation is Isolation.INDEPENDENT
     assert probe(simulator.Plain, cache=False).isolation is Isolation.INDEPENDENT
-    assert (dict(os.environ), list(sys.path)) == (environ, path)
+    assert (dict(os.environ), list(sys.path), vars(instance)) == (environ, path, state)
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
+@pytest.mark.slow
 def test_a_file_that_the_environment_reads_and_overwrites_is_not_touched(folder: Path) -> None:
     before = contents(folder)
     verdict = probe(simulator.ReadsInTheFolder, cache=False)
@@ -115,6 +118,7 @@ def test_a_file_that_the_environment_reads_and_overwrites_is_not_touched(folder:
     assert contents(folder) == before
 
 
+@pytest.mark.slow
 def test_an_environment_that_needs_the_real_folder_gets_it() -> None:
     assert probe(simulator.ReadsBesideTheFolder, cache=False).isolation is Isolation.INDEPENDENT
 
@@ -129,6 +133,7 @@ def test_a_module_beside_the_script_is_found(folder: Path, monkeypatch: pytest.M
     assert probe(my_own_module.make, cache=False).isolation is Isolation.INDEPENDENT
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
 def test_a_caller_that_ends_takes_everything_along(ending: signal.Signals, tmp_path: Path, temporary: Path) -> None:
     notes = tmp_path / "notes.txt"
@@ -208,12 +213,3 @@ def test_a_process_that_waits_for_a_dead_one_whose_child_lives_goes_on() -> None
         first, second, third = runner.run(APART, 10)
     assert first.done
     assert second.end == third.end == "ends the process with exit code 5"
-
-
-def test_scratch_folders_are_the_callers_of_each_round(temporary: Path) -> None:
-    with trials.TrialRunner([as_factory(simulator.Plain)]) as runner:
-        (scratch,) = temporary.iterdir()
-        for _ in range(2):
-            assert all(run.done for run in runner.run([ALONE, FIRST], 10))
-            assert [path.name for path in scratch.iterdir()] == ["folders"]
-    assert list(temporary.iterdir()) == []

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import time
 from pathlib import Path
 from typing import Any
 
 import gymnasium
+import numpy as np
 import pytest
 
 from rl_ext_core.isolation import Isolation, probe
@@ -56,12 +58,20 @@ def test_independent_ones(source: Any) -> None:
     assert verdict.private_bytes is None or 2**20 < verdict.private_bytes < 2**30
 
 
-def test_an_instance_is_not_built_again_here_and_copies_of_it_are_probed() -> None:
+@pytest.mark.slow
+def test_a_step_takes_in_the_probe_what_it_takes_in_training() -> None:
     env = gymnasium.make("CartPole-v1")
     env.reset(seed=3)
-    before = env.unwrapped.state  # type: ignore[attr-defined]
-    assert probe(env, cache=False).isolation is Isolation.INDEPENDENT
-    assert env.unwrapped.state is before  # type: ignore[attr-defined]
+    steps = []
+    for _ in range(300):
+        begin = time.perf_counter()
+        ended = env.step(env.action_space.sample())[2]
+        steps.append(time.perf_counter() - begin)
+        if ended:
+            env.reset()
+    verdict = probe("CartPole-v1", cache=False)
+    assert verdict.step_seconds is not None
+    assert verdict.step_seconds < 2 * np.median(steps)
 
 
 @pytest.mark.slow
@@ -73,6 +83,7 @@ def test_stable_retro_bears_one_emulator() -> None:
     assert any("_retro" in Path(library).name for library in verdict.libraries)
 
 
+@pytest.mark.slow
 def test_pyswmm_bears_one_simulation() -> None:
     needs("pyswmm")
     verdict = probe(Tank, cache=False)
@@ -91,6 +102,7 @@ def test_an_fmu_that_says_so_bears_one_instance(tmp_path: Path, compiler: str) -
     assert verdict.step_seconds is not None
 
 
+@pytest.mark.slow
 def test_an_fmu_that_does_not_say_so_is_tried(tmp_path: Path, compiler: str) -> None:
     needs("fmpy")
     fmu = make_fmu(tmp_path / "decay.fmu", compiler, flag="")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from rl_ext_core.processes.servers import stop_servers
+from tests.core.processes.groups import METHODS
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -15,6 +16,6 @@ def no_servers_left() -> Iterator[None]:
     stop_servers()
 
 
-@pytest.fixture(params=["fork", "spawn", "forkserver"])
+@pytest.fixture(params=METHODS)
 def method(request: pytest.FixtureRequest) -> str:
     return str(request.param)

@@ -7,12 +7,17 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
+import pytest
+
 from rl_ext_core.processes import Watch, get_context
 from rl_ext_core.processes.contexts import Worker
 from tests.core.processes import targets
 
 # Generous: the machine may be busy.
 LIMIT_S = 120
+# The quick tests take what users have. By fork, a worker does not unpickle its function.
+FRESH = ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
+METHODS = [*FRESH, pytest.param("fork", marks=pytest.mark.slow)]
 
 
 class Group:

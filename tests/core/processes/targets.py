@@ -7,7 +7,6 @@ import functools
 import gc
 import multiprocessing
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -80,32 +79,8 @@ def raise_from_cause() -> None:
         raise ValueError("outer") from error
 
 
-def raise_needs_arguments() -> None:
-    raise NeedsArgumentsError("one", "two")
-
-
-def raise_unpicklable() -> None:
-    raise UnpicklableError("lock inside")
-
-
-def raise_when_unpickled() -> None:
-    raise RaisesWhenUnpickledError("a trap")
-
-
-def raise_hostile() -> None:
-    raise HostileError
-
-
-def raise_memory_error() -> None:
-    raise MemoryError("too small")
-
-
-def raise_huge() -> None:
-    raise ValueError("start " + "x" * 1_000_000 + " end")
-
-
-def raise_holding_much() -> None:
-    raise ValueError(b"x" * 5_000_000)
+def throw(kind: type[BaseException], *args: Any) -> None:
+    raise kind(*args)
 
 
 def raise_while_a_thread_runs() -> None:
@@ -113,16 +88,8 @@ def raise_while_a_thread_runs() -> None:
     raise ValueError("with a thread")
 
 
-def raise_interrupt() -> None:
-    raise KeyboardInterrupt
-
-
 def exit_3() -> None:
     sys.exit(3)
-
-
-def exit_text() -> None:
-    sys.exit("giving up")
 
 
 def os_exit() -> None:
@@ -143,16 +110,6 @@ def kill() -> None:
 
 def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def kill_beside_a_grandchild() -> None:
-    """Die while a forked child, which holds all descriptors, lives on."""
-    child = os.fork()
-    if child == 0:
-        time.sleep(60)
-        os._exit(0)
-    note(grandchild=child)
-    kill()
 
 
 def kill_after_a_grandchild_raised() -> None:
@@ -263,14 +220,15 @@ def survive_an_interrupt() -> int:
     return int(subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True).stdout)
 
 
-ACTIONS = {name: value for name, value in vars().items() if callable(value)}
-
-
-class Packed:
-    """A function of a notebook, by value."""
-
-    def __init__(self, packed: bytes) -> None:
-        self.packed = packed
-
-    def __call__(self) -> None:
-        pickle.loads(self.packed)()
+ACTIONS: dict[str, Any] = {name: value for name, value in vars().items() if callable(value)}
+ACTIONS |= {
+    "raise_needs_arguments": functools.partial(throw, NeedsArgumentsError, "one", "two"),
+    "raise_unpicklable": functools.partial(throw, UnpicklableError, "lock inside"),
+    "raise_when_unpickled": functools.partial(throw, RaisesWhenUnpickledError, "a trap"),
+    "raise_hostile": functools.partial(throw, HostileError),
+    "raise_memory_error": functools.partial(throw, MemoryError, "too small"),
+    "raise_huge": functools.partial(throw, ValueError, "start " + "x" * 1_000_000 + " end"),
+    "raise_holding_much": functools.partial(throw, ValueError, b"x" * 5_000_000),
+    "raise_interrupt": functools.partial(throw, KeyboardInterrupt),
+    "exit_text": functools.partial(throw, SystemExit, "giving up"),
+}

@@ -18,7 +18,7 @@ import pytest
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.processes import get_context, registered
 from tests.core.processes import targets
-from tests.core.processes.groups import LIMIT_S, group
+from tests.core.processes.groups import FRESH, LIMIT_S, group
 
 
 def test_it_is_a_context_of_multiprocessing(method: str) -> None:
@@ -57,11 +57,8 @@ def _use_all(flags: list[int], *, event: object, queue: object) -> None:
     queue.put("queued")  # type: ignore[attr-defined]
 
 
-def test_the_default_is_a_fork_server() -> None:
-    assert get_context().get_start_method() == "forkserver"
-
-
 def test_what_cannot_be_used_is_refused_with_the_line_to_write() -> None:
+    assert get_context().get_start_method() == "forkserver"
     with pytest.raises(InvalidArgumentError, match=r"'fork-server' is no way .*Write method=\"forkserver\""):
         get_context("fork-server")
     with pytest.raises(InvalidTypeError, match=r"preload='gymnasium' is no list of names; write preload="):
@@ -91,7 +88,7 @@ def test_workers_get_the_environment_of_their_start(method: str, monkeypatch: py
     assert seen[2] == dict(os.environ)
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", FRESH)
 def test_variables_are_set_before_the_first_import(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,12 +151,6 @@ def test_a_registered_context_is_found_by_its_name_while_it_is_open(method: str)
     with pytest.raises(ValueError, match="cannot find context"):
         multiprocessing.get_context(name)
     assert set(multiprocessing.context._concrete_contexts) == known  # type: ignore[attr-defined]
-
-
-def test_on_start_sees_every_process() -> None:
-    seen: list[BaseProcess] = []
-    with group("fork", on_start=seen.append) as workers:
-        assert seen == workers.workers
 
 
 def test_a_process_whose_start_is_refused_is_killed(method: str) -> None:

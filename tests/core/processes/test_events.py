@@ -36,6 +36,7 @@ def test_it_does_what_multiprocessings_does() -> None:
         assert event.wait(LIMIT_S)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("turn", range(5))
 def test_a_process_that_is_killed_at_it_leaves_it_usable(turn: int) -> None:
     """With multiprocessing's own event, this hangs in most turns."""

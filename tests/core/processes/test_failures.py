@@ -9,7 +9,7 @@ import pytest
 
 from rl_ext_core.errors import WorkerError
 from tests.core.processes import targets
-from tests.core.processes.groups import group
+from tests.core.processes.groups import FRESH, group
 
 
 def failure_of(method: str, command: str, **options: object) -> WorkerError:
@@ -42,7 +42,7 @@ CAUSES = {
 }
 
 
-@pytest.mark.sample
+@pytest.mark.sample(ci=24)
 @pytest.mark.parametrize("command", CAUSES)
 def test_the_error_says_why_the_worker_died(method: str, command: str) -> None:
     error = failure_of(method, command)
@@ -52,13 +52,14 @@ def test_the_error_says_why_the_worker_died(method: str, command: str) -> None:
     assert "rl_ext_core/processes/worker.py" not in str(error)
 
 
-def test_causes_of_the_cause_come_along(method: str) -> None:
-    cause = failure_of(method, "raise_from_cause").__cause__
+def test_causes_of_the_cause_come_along() -> None:
+    cause = failure_of("forkserver", "raise_from_cause").__cause__
     assert isinstance(cause, ValueError)
     assert isinstance(cause.__cause__, KeyError)
     assert cause.__cause__.__cause__ is None
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("command", ["raise_needs_arguments", "raise_unpicklable", "raise_when_unpickled", "segfault"])
 def test_there_is_no_cause_where_it_cannot_be_rebuilt(command: str) -> None:
     error = failure_of("forkserver", command)
@@ -66,17 +67,14 @@ def test_there_is_no_cause_where_it_cannot_be_rebuilt(command: str) -> None:
     assert error.__suppress_context__
 
 
-def test_large_reports_are_cut_and_keep_both_ends(method: str) -> None:
-    error = failure_of(method, "raise_huge")
+def test_large_reports_are_cut_and_keep_both_ends() -> None:
+    error = failure_of("forkserver", "raise_huge")
     assert len(str(error)) < 250_000
     assert len(str(error).splitlines()[0]) < 500
     assert "ValueError: start xxx" in error.traceback
     assert "characters cut" in error.traceback
     assert error.traceback.rstrip().endswith("xxx end")
-
-
-def test_an_exception_that_holds_much_is_described_only(method: str) -> None:
-    error = failure_of(method, "raise_holding_much")
+    error = failure_of("forkserver", "raise_holding_much")
     assert error.__cause__ is None
     assert "raised ValueError(b'xxx" in str(error)
 
@@ -92,12 +90,12 @@ def test_the_end_of_a_grandchild_is_not_taken_for_the_workers(method: str, end: 
     assert error.traceback == ""
 
 
-def test_notes_and_seeds_are_in_the_message_however_it_died(method: str) -> None:
-    error = failure_of(method, "noted_kill", arguments=("notes",), watch={"seeds": [5, 6, 7], "label": "Env"})
+def test_notes_and_seeds_are_in_the_message_however_it_died() -> None:
+    error = failure_of("forkserver", "noted_kill", arguments=("notes",), watch={"seeds": [5, 6, 7], "label": "Env"})
     assert str(error).startswith("Env 1 of 3 (seed 17, environment 3, many [1, 2]) was killed by SIGKILL in reset. ")
     assert error.notes == {"environment": 3, "seed": 17, "phase": "reset", "many": [1, 2]}
     assert (error.seed, error.phase) == (17, "reset")
-    error = failure_of(method, "raise_bad_level", arguments=("notes",), watch={"seeds": [5, 6, 7]})
+    error = failure_of("forkserver", "raise_bad_level", arguments=("notes",), watch={"seeds": [5, 6, 7]})
     assert str(error).startswith("worker 1 of 3 (seed 6, environment 3) raised ")
 
 
@@ -110,7 +108,7 @@ def test_the_error_pickles() -> None:
     assert vars(copy) == vars(error)
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", FRESH)
 def test_an_error_while_arguments_are_unpickled_reaches_the_parent(
     method: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

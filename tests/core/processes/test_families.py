@@ -15,7 +15,6 @@ import pytest
 
 from rl_ext_core.errors import WorkerError
 from tests.core.processes.groups import LIMIT_S, Group, group
-from tests.load import busy
 
 
 def wait_until_gone(pids: Iterable[int]) -> None:
@@ -38,26 +37,19 @@ def fail(workers: Group, command: str, timeout: float | None = None) -> WorkerEr
     return caught.value
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("command", ["raise_bad_level", "kill", "os_exit", "segfault", "exit_3"])
-def test_what_a_worker_has_started_ends_when_it_fails(method: str, command: str) -> None:
+@pytest.mark.sample(ci=12)
+@pytest.mark.parametrize(
+    "command", ["raise_bad_level", "kill", "os_exit", "segfault", "exit_3", "hang", "hang_in_c", "stop"]
+)
+def test_what_a_worker_has_started_ends_when_it_fails_or_hangs(method: str, command: str) -> None:
     with group(method, 2) as workers:
         helpers = [workers.ask(worker, "start_helpers") for worker in (0, 1)]
-        fail(workers, command)
+        fail(workers, command, timeout=0.3 if command in ("hang", "hang_in_c", "stop") else None)
         # What has a session of its own is known by the worker only, and so while that lives.
         dead_at_once = command in ("kill", "os_exit", "segfault")
         wait_until_gone([*helpers[0], *helpers[1][: 2 if dead_at_once else 3]])
         if dead_at_once:
             os.kill(helpers[1][2], signal.SIGKILL)
-
-
-@pytest.mark.sample(ci=6)
-@pytest.mark.parametrize("command", ["hang", "hang_in_c", "stop"])
-def test_what_a_worker_has_started_ends_when_it_hangs(method: str, command: str) -> None:
-    with group(method, 2) as workers:
-        helpers = [workers.ask(worker, "start_helpers") for worker in (0, 1)]
-        fail(workers, command, timeout=0.3)
-        wait_until_gone([*helpers[0], *helpers[1]])
 
 
 def test_what_workers_have_started_ends_when_they_are_killed(method: str) -> None:
@@ -85,48 +77,6 @@ def test_workers_of_workers_end_with_what_they_have_started(method: str) -> None
         wait_until_gone([nested])
 
 
-def test_the_end_of_a_process_is_seen_while_what_it_has_forked_lives_on(method: str) -> None:
-    with group(method, 1) as workers:
-        helpers = workers.ask(0, "start_helpers")
-        workers.close()
-        begin = time.monotonic()
-        assert workers.workers[0].exitcode == 0
-        workers.workers[0].join(LIMIT_S)
-        assert time.monotonic() - begin < 10
-        for pid in helpers:
-            os.kill(pid, signal.SIGKILL)
-
-
-@pytest.mark.parametrize("command", ["raise_bad_level", "exit_3"])
-def test_a_worker_that_fails_closes_what_it_has(method: str, command: str) -> None:
-    with group(method, 2) as workers:
-        for worker in (0, 1):
-            workers.ask(worker, "close_files")
-        files = fail(workers, command).notes["files"]
-        assert not Path(files[0]).exists()
-        Path(files[1]).unlink()
-        _unlink_others(workers)
-
-
-def _unlink_others(workers: Group, worker: int = 0) -> None:
-    """Look what a worker has noted that was ended because another one failed."""
-    popen = workers.workers[worker].popen
-    assert popen is not None
-    first, second = popen.report.read().notes["files"]
-    assert not Path(first).exists()
-    Path(second).unlink()
-
-
-def test_workers_that_are_ended_close_what_they_have(method: str, capfd: pytest.CaptureFixture[str]) -> None:
-    with group(method, 1) as workers:
-        workers.ask(0, "close_files")
-        workers.pipes[0].send("hang")
-        time.sleep(0.2)
-        workers.watch.kill()
-        _unlink_others(workers)
-    assert capfd.readouterr().err == ""
-
-
 def test_a_worker_that_returns_leaves_the_closing_to_its_function() -> None:
     with group("forkserver", 1) as workers:
         workers.ask(0, "close_files")
@@ -137,7 +87,7 @@ def test_a_worker_that_returns_leaves_the_closing_to_its_function() -> None:
             Path(file).unlink()
 
 
-@pytest.mark.sample(quick=0)
+@pytest.mark.sample(quick=0, ci=1)
 def test_closing_has_an_end(method: str) -> None:
     with group(method, 2) as workers:
         helpers = [workers.ask(worker, "start_helpers") for worker in (0, 1)]
@@ -146,17 +96,6 @@ def test_closing_has_an_end(method: str) -> None:
         assert "bad level" in str(fail(workers, "raise_bad_level"))
         wait_until_gone([*helpers[0], *helpers[1][:2]])
         os.kill(helpers[1][2], signal.SIGKILL)
-
-
-@pytest.mark.slow
-def test_on_a_busy_machine_a_hang_is_told_and_the_others_close(method: str) -> None:
-    with busy(8), group(method, 3) as workers:
-        for worker in (0, 2):
-            workers.ask(worker, "close_files")
-        error = fail(workers, "hang", timeout=1)
-        assert " in hang" in error.traceback
-        _unlink_others(workers)
-        _unlink_others(workers, 2)
 
 
 PARENT = """
@@ -174,7 +113,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.sample
+@pytest.mark.sample(ci=5)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_all_ends_with_the_parent(method: str, number: signal.Signals, tmp_path: Path) -> None:
     script = tmp_path / "parent.py"

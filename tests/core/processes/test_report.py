@@ -10,7 +10,7 @@ import pytest
 
 from rl_ext_core.processes import report as report_module
 from rl_ext_core.processes.failures import is_idle, main_stack, without_our_frames
-from rl_ext_core.processes.report import Progress, Report, Writer
+from rl_ext_core.processes.report import Report, Writer
 
 STACKS = """\
 Thread 0x00007f0000000001 (most recent call first):
@@ -31,25 +31,6 @@ Current thread 0x00007f0000000002 (most recent call first):
 @pytest.fixture
 def report() -> Report:
     return Report()
-
-
-def test_all_of_it_is_read(report: Report) -> None:
-    contents = report.read()
-    assert (contents.progress, contents.notes, contents.raised, contents.text) == (Progress.LAUNCHED, {}, None, "")
-    writer = Writer(report.fd)
-    writer.enter(Progress.RUNNING)
-    writer.write_notes({"seed": 3})
-    os.write(report.fd, b"stacks before\n")
-    assert writer.raised(KeyError("k"), 2.0, unguarded=False)
-    os.write(report.fd, b"stacks after\n")
-    contents = report.read()
-    assert (contents.progress, contents.notes) == (Progress.RUNNING, {"seed": 3})
-    assert contents.text == "stacks before\nstacks after\n"
-    assert contents.raised is not None
-    assert (contents.raised.summary, contents.raised.time) == ("KeyError('k')", 2.0)
-    assert repr(contents.raised.exception()) == "KeyError('k')"
-    report.close()
-    assert report.read() == contents
 
 
 def test_a_record_that_was_cut_short_by_death_is_none(report: Report) -> None:

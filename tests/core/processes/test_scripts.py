@@ -16,6 +16,8 @@ from textwrap import dedent, indent
 import psutil
 import pytest
 
+from tests.core.processes.groups import FRESH
+
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT_S = 120
 
@@ -46,6 +48,12 @@ class Program:
         body = indent(dedent(body), "    ")
         script.write_text(SCRIPT.format(method=method, top=dedent(top), body=body, guard=guard))
         return self.run([str(script)])
+
+    def ended(self, method: str, body: str, **options: str) -> tuple[int, str]:
+        """Run a script; return its exit code and what it has printed as errors."""
+        process = self.start(method, body, **options)
+        _, errors = process.communicate(timeout=LIMIT_S)
+        return process.returncode, errors
 
     def run(self, arguments: list[str], **options: object) -> subprocess.Popen[str]:
         temporary = self.folder / "tmp"
@@ -100,27 +108,14 @@ def session_of(pid: int) -> list[psutil.Process]:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_what_refers_to_no_main_module_needs_no_guard(method: str, program: Program) -> None:
-    body = """
-        with group(METHOD) as workers:
-            print(workers.ask(1, "pid") != os.getpid())
-            workers.close()
-    """
-    process = program.start(method, body, top="print('imported')", guard="")
-    output, errors = process.communicate(timeout=LIMIT_S)
-    assert (process.returncode, output.split(), errors) == (0, ["imported", "True"], "")
-
-
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", FRESH)
 def test_a_missing_guard_is_explained_once(method: str, program: Program) -> None:
     body = """
         with group(METHOD, arguments=(main,)) as workers, workers.watch.operation("start"):
             workers.pipes[0].recv()
     """
-    process = program.start(method, body, guard="")
-    _, errors = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 1
+    code, errors = program.ended(method, body, guard="")
+    assert code == 1
     assert (
         len(re.findall(r"WorkerError: worker \d of 3 cannot start. Each worker imports the main script", errors)) == 1
     )
@@ -129,14 +124,13 @@ def test_a_missing_guard_is_explained_once(method: str, program: Program) -> Non
 
 
 @pytest.mark.parametrize(("line", "what"), [("1 / 0", "raised ZeroDivisionError"), ("sys.exit(4)", "exited by System")])
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", FRESH)
 def test_an_error_of_the_main_module_reaches_the_parent(method: str, line: str, what: str, program: Program) -> None:
     body = """
         with group(METHOD, arguments=(main,)) as workers, workers.watch.operation("start"):
             workers.pipes[0].recv()
     """
-    process = program.start(method, body, top=f"if __name__ != '__main__':\n    {line}")
-    _, errors = process.communicate(timeout=LIMIT_S)
+    _, errors = program.ended(method, body, top=f"if __name__ != '__main__':\n    {line}")
     assert len(re.findall(rf"WorkerError: worker \d of 3 {what}.* while it imported the main script:", errors)) == 1
     assert errors.count(line) == 1
 
@@ -170,9 +164,7 @@ def test_the_exit_of_the_interpreter_does_not_wait_for_watched_workers(method: s
         workers.pipes[1].send("hang")
         sys.exit(7)
     """
-    process = program.start(method, body)
-    _, errors = process.communicate(timeout=LIMIT_S)
-    assert (process.returncode, errors) == (7, "")
+    assert program.ended(method, body) == (7, "")
 
 
 def test_an_error_that_ends_the_parent_is_printed_once(method: str, program: Program) -> None:
@@ -183,9 +175,8 @@ def test_an_error_that_ends_the_parent_is_printed_once(method: str, program: Pro
         with workers.watch.operation("step"):
             workers.ask(1, "raise_bad_level")
     """
-    process = program.start(method, body)
-    _, errors = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 1
+    code, errors = program.ended(method, body)
+    assert code == 1
     assert errors.count('raise ValueError("bad level")') == 1
 
 
@@ -234,7 +225,7 @@ def test_an_interrupt_while_workers_start_is_the_parents_alone(method: str, prog
     assert errors == "" or re.match(r"Exception ignored in: <Finalize(.*\n)*KeyboardInterrupt", errors), errors
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", FRESH)
 def test_functions_of_the_main_module_run_in_workers(method: str, program: Program) -> None:
     top = """
         from rl_ext_core.processes import get_context
@@ -251,27 +242,7 @@ def test_functions_of_the_main_module_run_in_workers(method: str, program: Progr
         assert type(watch.failure.exception) is MineError, watch.failure
         watch.stop()
     """
-    process = program.start(method, body, top=top)
-    _, errors = process.communicate(timeout=LIMIT_S)
-    assert (process.returncode, errors) == (0, "")
-
-
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_functions_of_a_notebook_run_in_workers(method: str, program: Program) -> None:
-    source = f"""
-        import cloudpickle, sys
-        from rl_ext_core.processes import get_context
-        from tests.core.processes.targets import Packed
-        level = 3
-        def cell(): sys.exit(level)
-        process = get_context({method!r}).Process(target=Packed(cloudpickle.dumps(cell)))
-        process.start()
-        process.join()
-        sys.exit(process.exitcode)
-    """
-    process = program.run(["-c", dedent(source)])
-    _, errors = process.communicate(timeout=LIMIT_S)
-    assert (process.returncode, errors) == (3, "")
+    assert program.ended(method, body, top=top) == (0, "")
 
 
 def test_the_users_choice_of_a_start_method_stays_free(program: Program) -> None:
@@ -282,9 +253,7 @@ def test_the_users_choice_of_a_start_method_stays_free(program: Program) -> None
         assert multiprocessing.get_start_method(allow_none=True) is None
         multiprocessing.set_start_method("spawn")
     """
-    process = program.start("forkserver", body)
-    _, errors = process.communicate(timeout=LIMIT_S)
-    assert (process.returncode, errors) == (0, "")
+    assert program.ended("forkserver", body) == (0, "")
 
 
 def test_the_package_need_not_be_installed(program: Program) -> None:

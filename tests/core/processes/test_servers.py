@@ -76,6 +76,7 @@ def test_each_value_that_is_read_at_import_has_its_server(module: Path, monkeypa
     assert [text.count("DEVICE") for text in environments] == [1, 1, 1, 1]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("source", ["import no_such_module", "1 / 0", "raise SystemExit(3)", "a b"])
 def test_a_module_that_cannot_be_preloaded_is_left_out(module: Path, source: str) -> None:
     module.write_text(source)
