@@ -21,7 +21,7 @@ from rl_ext_core.vector.pool import Pool, Timings, WorkerPool
 from rl_ext_core.vector.ray import RayPool
 from rl_ext_core.vector.worker import ENDED, OTHER, TRUNCATED
 
-__all__ = ["PoolVecEnv", "RayVecEnv", "SharedMemoryVecEnv", "VecEnvTimings"]
+__all__ = ["CheckedVecEnv", "Indices", "PoolVecEnv", "RayVecEnv", "SharedMemoryVecEnv", "VecEnvTimings"]
 
 _log = logging.getLogger("sb3_ext")
 
@@ -31,7 +31,52 @@ _REWARD_DTYPES = [np.dtype(np.float64), np.dtype(np.float32), np.dtype(np.int64)
 Indices = int | Iterable[int] | None
 
 
-class PoolVecEnv(VecEnv):
+class CheckedVecEnv(VecEnv):
+    """What vectorised environments here have in common: they say what is wrong when they are called out of order."""
+
+    closed = False
+    made_of = "env_fns"
+    rows_are = "environments"
+
+    def get_images(self) -> Sequence[np.ndarray[Any, Any] | None]:
+        """Render all environments.
+
+        :return: (height, width, 3) uint8 each; None where the render mode is another one
+        """
+        if self.render_mode == "rgb_array":
+            self._require_open()
+            return self._render()
+        warnings.warn(
+            f"The render mode is {self.render_mode}, but this method assumes it is `rgb_array` to obtain images.",
+            stacklevel=2,
+        )
+        return [None] * self.num_envs
+
+    def _render(self) -> Sequence[Any]:
+        raise NotImplementedError
+
+    def _require_open(self) -> None:
+        if self.closed:
+            name = type(self).__name__
+            raise InvalidArgumentError(f"this {name} is closed; make a new one: {name}({self.made_of})")
+
+    def _require_actions(self, actions: Any) -> None:
+        if len(actions) != self.num_envs:
+            raise InvalidArgumentError(
+                f"there are {len(actions)} actions for {self.num_envs} {self.rows_are}; expected an action for each"
+            )
+
+    def _require_begun(self, begun: bool) -> None:
+        if not begun:
+            raise InvalidArgumentError("no step was begun; write step_async(actions) first, or step(actions)")
+
+    def _chosen(self, indices: Indices, count: int) -> Sequence[int]:
+        """Return the numbers of environments, of so many: the base class asks before it knows how many there are."""
+        numbers = range(count)
+        return numbers if indices is None else [numbers[index] for index in self._get_indices(indices)]
+
+
+class PoolVecEnv(CheckedVecEnv):
     """A vectorised environment over workers.
 
     :param env_fns: build the environments
@@ -50,7 +95,7 @@ class PoolVecEnv(VecEnv):
         check_env_fns(env_fns)
         pool = self._pool = new_pool(factories_of(env_fns), num_workers=min(n_workers or len(env_fns), len(env_fns)))
         self.timings = pool.timings
-        self.closed = self.waiting = False
+        self.waiting = False
         arrays, layout = pool.arrays, pool.layout
         # Taken out of the dict once: this is the path of every step.
         self._observations = [arrays[f"observation {index}"] for index in range(len(layout.paths))]
@@ -80,11 +125,8 @@ class PoolVecEnv(VecEnv):
         if shared is not None and is_like(actions, shared):
             shared[...] = actions
             self._pool.step()
-        elif len(actions) != self.num_envs:
-            raise InvalidArgumentError(
-                f"there are {len(actions)} actions for {self.num_envs} environments; expected an action for each"
-            )
         else:
+            self._require_actions(actions)
             # One by one, as SubprocVecEnv sends them: a conversion could change their bits.
             for worker in self._pool.workers:
                 self._pool.send(worker, "step", list(actions[worker.first : worker.last]))
@@ -97,8 +139,7 @@ class PoolVecEnv(VecEnv):
         :raises WorkerError: a worker has failed
         """
         self._require_open()
-        if not self.waiting:
-            raise InvalidArgumentError("no step was begun; write step_async(actions) first, or step(actions)")
+        self._require_begun(self.waiting)
         pool = self._pool
         pool.wait_for_step()
         # From here on, Ctrl-C could not be followed by another step_wait.
@@ -164,17 +205,7 @@ class PoolVecEnv(VecEnv):
         self.closed = True
         self._pool.close()  # again, if Ctrl-C has come before it was done
 
-    def get_images(self) -> Sequence[np.ndarray[Any, Any] | None]:
-        """Render all environments.
-
-        :return: (height, width, 3) uint8 each; None where the render mode is another one
-        """
-        if self.render_mode != "rgb_array":
-            warnings.warn(
-                f"The render mode is {self.render_mode}, but this method assumes it is `rgb_array` to obtain images.",
-                stacklevel=2,
-            )
-            return [None] * self.num_envs
+    def _render(self) -> Sequence[Any]:
         return self._call("render", None, None)
 
     def has_attr(self, attr_name: str) -> bool:
@@ -205,9 +236,7 @@ class PoolVecEnv(VecEnv):
 
     def _call(self, name: str, data: Any, indices: Indices) -> list[Any]:
         self._require_idle()
-        numbers = range(len(self._pool.worker_of))  # the base class may not know yet how many there are
-        chosen = numbers if indices is None else [numbers[index] for index in self._get_indices(indices)]
-        return self._pool.call(chosen, name, data)
+        return self._pool.call(self._chosen(indices, len(self._pool.worker_of)), name, data)
 
     def _returned(self) -> Any:
         self._pool.remember()
@@ -230,12 +259,6 @@ class PoolVecEnv(VecEnv):
                 for index, (kind, value) in enumerate(zip(kinds.tolist(), self._rewards.tolist(), strict=True))
             ]
         )
-
-    def _require_open(self) -> None:
-        if self.closed:
-            raise InvalidArgumentError(
-                f"this {type(self).__name__} is closed; make a new one: {type(self).__name__}(env_fns)"
-            )
 
     def _require_idle(self) -> None:
         self._require_open()

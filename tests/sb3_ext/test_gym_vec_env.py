@@ -39,7 +39,8 @@ from stable_baselines3.common.vec_env import (
 )
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
-from sb3_ext import GymVecEnv, make_vec_env
+from rl_ext_core.vector import SharedMemoryVectorEnv
+from sb3_ext import GymVecEnv, _compat, make_vec_env
 from tests.sb3_ext.toys import silenced
 from tests.sb3_ext.vec_checks import action_of, assert_equal
 from tests.sb3_ext.vec_worlds import OBSERVATIONS, Drawn
@@ -87,8 +88,9 @@ class Thin(VectorWrapper[Any, Any, Any, Any, Any]):
 
 
 def made(kind: str, build: Callable[[], Any], n_envs: int, mode: AutoresetMode) -> Any:
-    if kind == "async":
-        return AsyncVectorEnv([build] * n_envs, autoreset_mode=mode, context="fork")
+    if kind in ("async", "ours"):
+        workers = AsyncVectorEnv if kind == "async" else SharedMemoryVectorEnv
+        return workers([build] * n_envs, autoreset_mode=mode, context="fork")
     sync = SyncVectorEnv([build] * n_envs, autoreset_mode=mode, copy=kind != "not copied")
     return sync if kind in ("sync", "not copied") else Thin(sync)
 
@@ -295,7 +297,7 @@ def test_what_is_refused() -> None:
 # -- the methods of a VecEnv
 
 
-@pytest.mark.parametrize("kind", ["sync", "wrapped", "async"])
+@pytest.mark.parametrize("kind", ["sync", "wrapped", "async", "ours"])
 def test_methods_and_attributes(kind: str) -> None:
     venv = GymVecEnv(made(kind, Images, 3, AutoresetMode.SAME_STEP))
     venv.reset()
@@ -327,6 +329,16 @@ def test_methods_and_attributes(kind: str) -> None:
     for call in (venv.reset, lambda: venv.step(np.zeros(3, int)), lambda: venv.get_attr("mark")):
         with pytest.raises(InvalidArgumentError, match="closed"):
             call()
+
+
+def test_a_gymnasium_without_the_private_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_compat, "_TALKS_TO_SOME", False)
+    with contextlib.closing(GymVecEnv(made("async", Images, 2, AutoresetMode.SAME_STEP))) as venv:
+        assert venv.env_method("double", 4, indices=[1, 0]) == [8, 8]
+        venv.set_attr("mark", 1)
+        assert venv.get_attr("mark") == [1, 1]
+        with pytest.raises(InvalidArgumentError, match=r"calls all or none\. Leave indices out"):
+            venv.get_attr("mark", indices=[1])
 
 
 def test_options_for_each() -> None:

@@ -253,11 +253,19 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         self.call_async(name, *args, **kwargs)
         return self.call_wait()
 
+    def call_some(self, indices: Sequence[int], name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method of some environments, or get an attribute: see :meth:`call`.
+
+        :param indices: their numbers
+        """
+        self._require_idle("call_some")
+        self._require_no_command(name)
+        return self._pool.call(indices, "call", (name, args, kwargs))
+
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         """Have the environments begin to call a method: see :meth:`call`."""
         self._require_idle("call_async")
-        if name in _OWN_COMMANDS:
-            raise InvalidArgumentError(f"call({name!r}) is no way to {name}; write envs.{name}(...)")
+        self._require_no_command(name)
         self._pool.settle()
         self._each("call", (name, args, kwargs))
         self._pending = "call"
@@ -270,6 +278,10 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         """
         self._wait("call", timeout)
         return self._results()
+
+    def _require_no_command(self, name: str) -> None:
+        if name in _OWN_COMMANDS:
+            raise InvalidArgumentError(f"call({name!r}) is no way to {name}; write envs.{name}(...)")
 
     def _each(self, name: str, *data: Any) -> None:
         """Have something done with each environment; the same, or something else each."""
