@@ -16,7 +16,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
 from rl_ext_core import resources
 from rl_ext_core.errors import InvalidArgumentError
-from rl_ext_core.vector.arguments import check_env_fns, check_options, factories_of, is_like
+from rl_ext_core.vector.arguments import check_env_fns, check_options, factories_of
 from rl_ext_core.vector.pool import Pool, Timings, WorkerPool
 from rl_ext_core.vector.ray import RayPool
 from rl_ext_core.vector.worker import ENDED, OTHER, TRUNCATED
@@ -96,13 +96,7 @@ class PoolVecEnv(CheckedVecEnv):
         pool = self._pool = new_pool(factories_of(env_fns), num_workers=min(n_workers or len(env_fns), len(env_fns)))
         self.timings = pool.timings
         self.waiting = False
-        arrays, layout = pool.arrays, pool.layout
-        # Taken out of the dict once: this is the path of every step.
-        self._observations = [arrays[f"observation {index}"] for index in range(len(layout.paths))]
-        self._actions = arrays.get("action")
-        self._rewards, self._reward_kinds, self._flags = arrays["reward"], arrays["reward kind"], arrays["flags"]
-        self._flag_bytes, self._kind_bytes = self._flags.data, self._reward_kinds.data
-        self._zeros = bytes(len(pool.worker_of))
+        self._rewards, self._kinds, self._flags = (pool.arrays[name] for name in ("reward", "reward kind", "flags"))
         try:
             super().__init__(len(pool.worker_of), *pool.spaces)
             # What records videos takes the frames per second from it.
@@ -119,17 +113,7 @@ class PoolVecEnv(CheckedVecEnv):
         """
         if self.closed or self.waiting:
             self._require_idle()
-        self._pool.settle()
-        self._began = time.perf_counter()
-        shared = self._actions
-        if shared is not None and is_like(actions, shared):
-            shared[...] = actions
-            self._pool.step()
-        else:
-            self._require_actions(actions)
-            # One by one, as SubprocVecEnv sends them: a conversion could change their bits.
-            for worker in self._pool.workers:
-                self._pool.send(worker, "step", list(actions[worker.first : worker.last]))
+        self._pool.begin_step(actions)
         self.waiting = True
 
     def step_wait(self) -> Any:
@@ -144,37 +128,27 @@ class PoolVecEnv(CheckedVecEnv):
         pool.wait_for_step()
         # From here on, Ctrl-C could not be followed by another step_wait.
         self.waiting = False
-        # Most steps end no episode and have nothing to say: told by comparing bytes, a tenth of what NumPy takes.
-        if self._flag_bytes == self._kind_bytes == self._zeros and all(
-            worker.answer is None for worker in pool.workers
-        ):
+        if pool.is_quiet():
             quiet: list[dict[str, Any]] = [{"TimeLimit.truncated": False} for _ in range(self.num_envs)]
             dtype = self.reward_dtype
             rewards = self._rewards.copy() if dtype is None else self._rewards.astype(dtype)
-            result = self._returned(), rewards, np.zeros(self.num_envs, bool), quiet
+            result = pool.observations(), rewards, np.zeros(self.num_envs, bool), quiet
         else:
             pool.tell_of_changes("DummyVecEnv")
-            infos, others = self._informations()
+            infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
+            reset_infos = list(self.reset_infos)  # those before are the caller's to keep
+            others: dict[int, Any] = {}
+            for index, (info, reset_info, others[index], final) in pool.entries():
+                infos[index] = info
+                if reset_info is not None:
+                    reset_infos[index], info["terminal_observation"] = reset_info, final
+            self.reset_infos = reset_infos
             ended = self._flags & ENDED
             for info, value in zip(infos, ended.tolist(), strict=True):
                 info["TimeLimit.truncated"] = value == TRUNCATED  # and not terminated as well
-            result = self._returned(), self._rewards_of_step(others), ended.astype(bool), infos
-        self.timings.add_step(time.perf_counter() - self._began)
+            result = pool.observations(), self._rewards_of_step(others), ended.astype(bool), infos
+        self.timings.add_step(time.perf_counter() - pool.began)
         return result
-
-    def _informations(self) -> tuple[list[dict[str, Any]], dict[int, Any]]:
-        """Return the informations that workers have sent, and rewards that are no plain numbers."""
-        infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
-        reset_infos = list(self.reset_infos)  # those before are the caller's to keep
-        rewards: dict[int, Any] = {}
-        for worker in self._pool.workers:
-            for index, entry in enumerate(self._pool.answer_of(worker) or (), worker.first):
-                if entry is not None:
-                    infos[index], reset_info, rewards[index], final = entry
-                    if reset_info is not None:
-                        reset_infos[index], infos[index]["terminal_observation"] = reset_info, final
-        self.reset_infos = reset_infos
-        return infos, rewards
 
     def reset(self) -> Any:
         """Reset all environments, with the seeds and options that were set.
@@ -184,18 +158,14 @@ class PoolVecEnv(CheckedVecEnv):
         """
         self._require_open()
         pool = self._pool
-        pool.settle()
+        pool.begin_reset([(seed, options or None) for seed, options in zip(self._seeds, self._options, strict=True)])
         self.waiting = False
-        asked = [(seed, options or None) for seed, options in zip(self._seeds, self._options, strict=True)]
-        for worker in pool.workers:
-            pool.reset(worker, asked[worker.first : worker.last])
         pool.wait_for_step()
-        infos = [reset_info for worker in pool.workers for _, reset_info, _, _ in pool.answer_of(worker)]
+        self.reset_infos = [reset_info for _, (_, reset_info, _, _) in pool.entries()]  # type: ignore[misc]
         pool.tell_of_changes("DummyVecEnv")
-        self.reset_infos = infos
         self._reset_seeds()
         self._reset_options()
-        return self._returned()
+        return pool.observations()
 
     def close(self) -> None:
         """Close the environments and end the workers; it always returns.
@@ -238,12 +208,8 @@ class PoolVecEnv(CheckedVecEnv):
         self._require_idle()
         return self._pool.call(self._chosen(indices, len(self._pool.worker_of)), name, data)
 
-    def _returned(self) -> Any:
-        self._pool.remember()
-        return self._pool.layout.joined([array.copy() for array in self._observations])
-
     def _rewards_of_step(self, others: dict[int, Any]) -> Any:
-        kinds = self._reward_kinds
+        kinds = self._kinds
         if self.reward_dtype is not None:
             rewards = self._rewards.astype(self.reward_dtype)
             for index, value in others.items():

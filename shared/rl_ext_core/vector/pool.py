@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rl_ext_core import processes
 from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core.devices import READ_AT_IMPORT
-from rl_ext_core.errors import WorkerError
+from rl_ext_core.errors import InvalidArgumentError, WorkerError
 from rl_ext_core.vector import channel
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.channel import Cell, Memory, Raised, Spin, WorkerHandle
@@ -82,6 +82,7 @@ class WorkerPool:
     :ivar spaces: observation and action space
     :ivar layout: of the arrays
     :ivar arrays: what environments have answered last, and the next actions
+    :ivar began: when the last step did
     :ivar timings: how long the start and the steps have taken
     """
 
@@ -94,6 +95,7 @@ class WorkerPool:
         self.seeds: list[int | None] = [None] * len(self.worker_of)
         self.arrays: dict[str, np.ndarray[Any, Any]] = {}
         self.timings = Timings()
+        self.began = 0.0
         self._begin = time.perf_counter()
         self._failure: WorkerError | None = None
         self._interrupted = self._ended = self._changes_told = False
@@ -109,9 +111,54 @@ class WorkerPool:
         """Have all step with the actions in the arrays."""
         raise NotImplementedError
 
+    def _map(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+        """Take the arrays, of which what every step needs is looked up once."""
+        self.arrays, self._actions = arrays, arrays.get("action")
+        self._observations = [arrays[f"observation {index}"] for index in range(len(self.layout.paths))]
+        self._flags, self._kinds = arrays["flags"].data, arrays["reward kind"].data
+        self._zeros = bytes(len(self.worker_of))
+
     def started(self) -> None:
         """Note how long the start has taken."""
         self.timings.start_seconds = time.perf_counter() - self._begin
+
+    def begin_step(self, actions: Any, each: Callable[[Any], Sequence[Any]] = list) -> None:
+        """Have all environments begin a step.
+
+        :param each: makes a list of actions, one for each environment, of what is not of the shape of the array
+        :raises InvalidArgumentError: there are fewer or more
+        """
+        self.settle()
+        self.began = time.perf_counter()
+        shared = self._actions
+        if (
+            shared is not None
+            and type(actions) is type(shared)
+            and actions.dtype == shared.dtype
+            and actions.shape == shared.shape
+        ):
+            shared[...] = actions
+            self.step()
+            return
+        # One by one, as upstream's send them: a conversion could change their bits.
+        rows = each(actions)
+        if len(rows) != len(self.worker_of):
+            raise InvalidArgumentError(
+                f"there are {len(rows)} actions for {len(self.worker_of)} environments; expected an action for each"
+            )
+        for worker in self.workers:
+            self.send(worker, "step", rows[worker.first : worker.last])
+
+    def is_quiet(self) -> bool:
+        """Return whether a step has ended no episode, there are no informations, and rewards are plain: as of most."""
+        # By comparing bytes, a tenth of what NumPy takes.
+        return self._flags == self._kinds == self._zeros and all(worker.answer is None for worker in self.workers)
+
+    def begin_reset(self, asked: Sequence[tuple[int | None, dict[str, Any] | None] | None]) -> None:
+        """Have environments begin to reset, each with a seed and options; None: that one is left as it is."""
+        self.settle()
+        for worker in self.workers:
+            self.reset(worker, asked[worker.first : worker.last])
 
     def reset(self, worker: Any, asked: Sequence[tuple[int | None, dict[str, Any] | None] | None]) -> None:
         """Have a worker's environments reset, each with a seed and options; None: that one is left as it is."""
@@ -129,6 +176,19 @@ class WorkerPool:
         if isinstance(worker.answer, WorkerError):
             raise worker.answer
         return worker.answer
+
+    def entries(self, *, to_reset: bool = False) -> list[tuple[int, Entry]]:
+        """Return what workers have answered to a step or a reset, by the numbers of environments that have something.
+
+        :raises WorkerError: see :meth:`answer_of`
+        """
+        answers = [(worker.first, self.answer_of(worker, to_reset=to_reset) or ()) for worker in self.workers]
+        return [(n, entry) for first, answer in answers for n, entry in enumerate(answer, first) if entry is not None]
+
+    def observations(self, *, copy: bool = True) -> Any:
+        """Return the observations: copies, or the arrays that the next step writes into."""
+        self.remember()
+        return self.layout.joined([array.copy() for array in self._observations] if copy else self._observations)
 
     def remember(self) -> None:
         """Keep what is returned, should a worker fail and be replaced."""
@@ -342,7 +402,7 @@ class Pool(WorkerPool):
         self.spaces = common_spaces([spaces for worker in self.workers for spaces in worker.answer])
         self.layout = Layout.of(len(self.worker_of), *self.spaces, after=cell_bytes)
         self._memory.grow(self.layout.size)
-        self.arrays = self.layout.arrays(self._memory.map(self.layout.size))
+        self._map(self.layout.arrays(self._memory.map(self.layout.size)))
         for worker in self.workers:
             self.send(worker, "map", self.layout)
         self.wait(self._start_timeout, failing=True)
@@ -630,7 +690,7 @@ class Restarts:
 
     def remember(self, pool: Pool) -> None:
         """Keep the observations: the last that anybody has seen of an episode, should its worker fail."""
-        self._last = [pool.arrays[f"observation {index}"].copy() for index in range(len(pool.layout.paths))]
+        self._last = [array.copy() for array in pool._observations]
 
     def replace(self, pool: Pool, worker: WorkerHandle, failure: WorkerError, *, unseen: bool) -> list[Entry]:
         """Put a new worker in, with its environments reset.
@@ -665,8 +725,8 @@ class Restarts:
             for index, (_, info, _, _) in enumerate(infos, worker.first)
         ]
         if unseen:
-            for index, array in enumerate(self._last):
-                pool.arrays[f"observation {index}"][rows] = array[rows]
+            for array, last in zip(pool._observations, self._last, strict=True):
+                array[rows] = last[rows]
         pool.replaced(worker, answer)
         return answer
 

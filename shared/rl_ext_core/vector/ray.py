@@ -133,7 +133,7 @@ class RayPool(WorkerPool):
             self.wait(start_timeout)
             self.spaces = common_spaces([spaces for worker in workers for spaces in worker.answer])
             self.layout = Layout.of(len(factories), *self.spaces, after=0)
-            self.arrays = self.layout.arrays(bytearray(self.layout.size))
+            self._map(self.layout.arrays(bytearray(self.layout.size)))
             for worker in workers:
                 layout = Layout.of(worker.last - worker.first, *self.spaces, after=channel.CELL_BYTES)
                 worker.send("map", layout)

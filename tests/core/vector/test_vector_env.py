@@ -184,6 +184,14 @@ def test_restarts_truncate_the_episodes_of_a_worker(mode: AutoresetMode, tmp_pat
     envs.close()
 
 
+def test_a_worker_that_is_replaced_gives_no_reward_of_the_step_before() -> None:
+    failing = functools.partial(Failing, "step", "SIGSEGV", after=2)
+    envs = SharedMemoryVectorEnv([Counting, failing], restart="truncate", **FAST)
+    envs.reset(seed=0)
+    assert [envs.step(np.zeros(2, int))[1].tolist() for _ in range(3)] == [[1, 1], [1, 1], [1, 0]]
+    envs.close()
+
+
 def test_a_restart_in_reset_is_a_reset(tmp_path: Any) -> None:
     failing = functools.partial(FailingOnce, str(tmp_path / "mark"), "reset")
     envs = SharedMemoryVectorEnv([failing, Counting], restart="truncate", **FAST)
@@ -284,7 +292,7 @@ def test_workers_end_with_it(drop: Callable[[Any], None]) -> None:
     [
         ({"worker": print}, InvalidArgumentError, "worker=<built-in function print> is for gymnasium's"),
         ({"observation_mode": "different"}, InvalidArgumentError, "observation_mode='different' is for gymnasium's"),
-        ({"autoreset_mode": "Never"}, InvalidArgumentError, "autoreset_mode='NextStep'"),
+        ({"autoreset_mode": "Never"}, InvalidArgumentError, 'Write autoreset_mode="NextStep"'),
         ({"context": "thread"}, InvalidArgumentError, "start_method='thread'"),
         ({"max_concurrency": 1, "n_workers": 2}, InvalidArgumentError, "say the same"),
         ({"step_timeout": 0}, InvalidArgumentError, "step_timeout=0"),
