@@ -8,7 +8,6 @@ import functools
 import pickle
 import sys
 import types
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
 from gymnasium.wrappers.vector import (
-    ClipReward,
     NormalizeReward,
     RecordEpisodeStatistics,
 )
@@ -506,21 +504,6 @@ def test_sb3_contribs_algorithms() -> None:
         policy = "MlpLstmPolicy" if algorithm is contrib.RecurrentPPO else "MlpPolicy"
         options = {} if algorithm is contrib.QRDQN else {"n_steps": 32, "batch_size": 32}
         silenced(algorithm(policy, venv, device="cpu", **options)).learn(64)
-
-
-def test_vector_wrappers_around_rewards() -> None:
-    venv = GymVecEnv(ClipReward(SyncVectorEnv([cart_pole] * 2), 0.0, 0.5))
-    venv.reset()
-    for _ in range(40):
-        assert (venv.step(np.zeros(2, int))[1] == 0.5).all()
-
-
-def test_no_warnings_and_no_leftovers() -> None:
-    with warnings.catch_warnings(), contextlib.closing(GymVecEnv(made("async", cart_pole, 2, MODES[0]))) as venv:
-        warnings.simplefilter("error")
-        venv.reset()
-        venv.step(np.zeros(2, int))
-    assert not any(process.is_alive() for process in venv.env.processes)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async", "vector_entry_point"])

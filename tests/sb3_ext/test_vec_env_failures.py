@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import os
 import pickle
 import signal
@@ -155,16 +154,6 @@ def test_an_information_that_does_not_pickle_is_named(n_workers: int) -> None:
     assert isinstance(found.value.__cause__, EnvironmentOutputError)
 
 
-@pytest.mark.parametrize("n_workers", [1, 2])
-def test_spaces_that_differ_are_refused(n_workers: int) -> None:
-    with caught(EnvironmentOutputError) as found:
-        SharedMemoryVecEnv([Drawn, functools.partial(Drawn, "Dict")], FAST, n_workers=n_workers)
-    assert "environment 1 has observation_space=Dict(" in str(found.value)
-    with caught(EnvironmentOutputError) as found:
-        SharedMemoryVecEnv([Drawn, functools.partial(Drawn, actions="Box")], FAST, n_workers=n_workers)
-    assert "environment 1 has action_space=Box(" in str(found.value)
-
-
 BOX, BYTES = spaces.Box(-1, 1, (3,), np.float32), spaces.Box(0, 255, (2,), np.uint8)
 WRONG = [
     (BOX, np.zeros(4, np.float32), "the observation has the shape (4,) where the observation space says (3,)"),
@@ -184,25 +173,6 @@ def test_observations_that_do_not_fit_their_space_are_refused(space: Any, observ
     assert said in str(found.value)
     assert isinstance(found.value.__cause__, EnvironmentOutputError)
     assert found.value.phase == "reset"
-
-
-FINE = [
-    (BYTES, np.array([3, 200]), np.uint8),
-    (BYTES, [3, 200], np.uint8),
-    (spaces.Discrete(3), np.int32(2), np.int64),
-    (spaces.Discrete(3), np.array(2), np.int64),
-    (BOX, [0, 1, 0.5], np.float32),
-    (spaces.MultiBinary(2), np.array([True, False]), np.int8),
-]
-
-
-@pytest.mark.parametrize(("space", "observation", "dtype"), FINE)
-def test_observations_of_another_dtype_whose_values_fit_are_taken(space: Any, observation: Any, dtype: Any) -> None:
-    venv = SharedMemoryVecEnv([functools.partial(Returning, space, observation)], FAST)
-    seen = venv.reset()
-    venv.close()
-    assert seen.dtype == dtype
-    np.testing.assert_array_equal(seen[0], np.asarray(observation))
 
 
 def test_what_a_method_raises_leaves_the_environments_alive() -> None:
@@ -280,26 +250,6 @@ def test_calls_in_the_wrong_order_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="2 actions for 3 environments"):
         venv.step(ACTIONS[:2])
     venv.close()
-
-
-@pytest.mark.slow
-def test_nothing_stays_open_after_an_environment_is_gone() -> None:
-    def once() -> int:
-        venv = failing("step", "SIGSEGV", start_method=FAST)
-        with pytest.raises(WorkerError):
-            live(venv)
-        venv.close()
-        venv = SharedMemoryVecEnv([Counting] * 2, FAST)
-        venv.reset()
-        venv.close()
-        with pytest.raises(WorkerError):
-            failing("constructor", "raise", start_method=FAST)
-        del venv
-        gc.collect()
-        return len(os.listdir("/proc/self/fd"))
-
-    once()  # what earlier tests have left goes
-    assert once() == once()
 
 
 @pytest.mark.parametrize(

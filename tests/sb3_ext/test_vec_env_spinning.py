@@ -112,14 +112,6 @@ def test_ctrl_c_and_close_end_it() -> None:
 
 
 @pytest.mark.usefixtures("_long")
-def test_workers_that_spin_are_closed() -> None:
-    venv = SharedMemoryVecEnv([Counting] * 2, FAST)
-    venv.reset()
-    venv.step(np.zeros(2, np.int64))
-    venv.close()
-
-
-@pytest.mark.usefixtures("_long")
 def test_bytes_that_nobody_reads_while_it_spins_stop_nobody() -> None:
     venv = SharedMemoryVecEnv([Counting], FAST)
     venv.reset()

@@ -34,14 +34,6 @@ def make_native() -> Native:
     return Native()
 
 
-def test_attributes_of_attributes() -> None:
-    env = ParallelEnv(2, make_native)
-    env.reset()
-    assert env.seen.shape() == [(), ()]
-    assert env.seen.dim() == [0, 0]
-    env.close()
-
-
 def test_moves_to_a_device() -> None:
     env = ParallelEnv(2, make_native)
     assert env.rollout(2).device is None
@@ -56,12 +48,6 @@ def test_options_may_be_set_later() -> None:
     assert env._workers[0].popen.method == "fork"
     assert env._mp_start_method == "fork"
     assert not env._use_buffers
-    env.close()
-
-
-def test_made_by_upstreams_other_constructor() -> None:
-    env = ParallelEnv.make_parallel(Well, num_envs=2)
-    assert env.rollout(2).shape == (2, 2)
     env.close()
 
 
@@ -192,15 +178,6 @@ def test_a_pickle_holds_no_instance() -> None:
 
 
 # -- time
-
-
-def test_dead_workers_are_found_soon() -> None:
-    env = ParallelEnv(2, factory(), overrides=[{}, {"when": "step", "how": "SIGKILL"}])
-    env.reset()
-    begin = time.monotonic()
-    with pytest.raises(WorkerError):
-        env.rollout(5)
-    assert time.monotonic() - begin < 10  # milliseconds, in fact; upstream's may wait for BATCHED_PIPE_TIMEOUT
 
 
 @pytest.mark.slow
