@@ -194,10 +194,7 @@ class WorkerPool:
         """Keep what is returned, should a worker fail and be replaced."""
 
     def tell_of_changes(self, upstream: str) -> None:
-        """Warn, once, that observations did not fit their space.
-
-        :param upstream: what does the same
-        """
+        """Warn, once, that observations did not fit their space."""
         changed = self.arrays["flags"] & CHANGED
         if self._changes_told or not changed.any():
             return
@@ -287,27 +284,15 @@ class WorkerPool:
             raise failures[0]
 
     def _close_environments(self, patience: float | None) -> list[WorkerError]:
-        """Have workers close their environments, and return what fails in that.
-
-        :param patience: seconds that they may take for what they are at
-        """
+        """Have workers close their environments, and return what fails in that."""
         raise NotImplementedError
 
     def end(self, failure: WorkerError | None = None) -> None:
-        """End the workers without further ado; done again if it was interrupted.
-
-        :param failure: why: raised by whatever is called later
-        """
+        """End the workers without further ado; done again if it was interrupted."""
         raise NotImplementedError
 
     def _failed(self, worker: Any, environment: int, phase: str, what: str, **more: Any) -> WorkerError:
-        """Make the exception that says what has happened to an environment.
-
-        :param environment: its number among its worker's
-        :param phase: what the worker was at
-        :param what: has happened
-        :param more: of :class:`WorkerError`
-        """
+        """Make the exception that says what has happened to an environment."""
         environment += worker.first
         seed = self.seeds[environment]
         who = f"environment {environment} of {len(self.seeds)}" + ("" if seed is None else f" (seed {seed})")
@@ -342,16 +327,6 @@ class WorkerPool:
 class Pool(WorkerPool):
     """Processes that hold environments and share one block of memory with this one.
 
-    :param factories: build the environments, one each
-    :param num_workers: how many processes share them, in order and as evenly as that goes
-    :param start_method: of the processes
-    :param start_timeout: seconds until all environments must be built
-    :param step_timeout: seconds until workers must have answered any later command
-    :param close_timeout: seconds until workers must have closed their environments and ended
-    :param max_restarts: how many workers that have failed are replaced, while the others live on; None: the failure of
-        one is the failure of all
-    :param cure: what keeps workers from disturbing each other, see :func:`rl_ext_core.isolation.apply_cure`
-    :param autoreset: when environments are reset whose episodes have ended
     :raises WorkerError: an environment cannot be built
     :raises EnvironmentOutputError: their spaces differ
     :raises InvalidArgumentError: their observations are not arrays of fixed shape
@@ -604,8 +579,6 @@ class Pool(WorkerPool):
     def restart(self, worker: WorkerHandle, failure: WorkerError, *, unseen: bool) -> Any:
         """Put a new process in the place of one that has failed, and have its environments reset.
 
-        :param unseen: whether nobody sees that reset
-        :return: its answer to that
         :raises WorkerError: it fails in that
         """
         worker.lost, self._unsettled = failure, True
@@ -680,8 +653,6 @@ class Restarts:
     """Replaces a pool's workers that have failed, up to a limit.
 
     It does not hold the pool, which would end later then than with its last user.
-
-    :param limit: how many times
     """
 
     def __init__(self, limit: int) -> None:
@@ -695,11 +666,6 @@ class Restarts:
     def replace(self, pool: Pool, worker: WorkerHandle, failure: WorkerError, *, unseen: bool) -> list[Entry]:
         """Put a new worker in, with its environments reset.
 
-        :param pool: of the worker
-        :param worker: that has failed
-        :param failure: what it died of
-        :param unseen: whether the answer is of before that reset
-        :return: what the worker would have answered: its environments' episodes are truncated
         :raises WorkerError: the limit is reached; the other workers are gone then as well
         """
         first, timings = failure, pool.timings

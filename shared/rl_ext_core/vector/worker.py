@@ -67,20 +67,7 @@ def main(
     cure: tuple[str, Path] | None,
     autoreset: Autoreset,
 ) -> None:
-    """Build environments and do what is asked of them until the parent closes its end.
-
-    :param commands: the parent rings here
-    :param replies: where the parent waits for a ring
-    :param memory: that all workers share
-    :param mail: that this one shares with the parent, for messages
-    :param worker: number of this worker
-    :param first: number of the first environment among all
-    :param env_fns: build this worker's
-    :param foreign: ends that belong to the parent, which a forked worker inherits
-    :param spins: whether it waits for commands with a core of its own
-    :param cure: what keeps this process from disturbing others, and a folder of its own for it
-    :param autoreset: when environments are reset whose episodes have ended
-    """
+    """Build environments and do what is asked of them until the parent closes its end."""
     if cure is not None:
         from rl_ext_core.isolation.cures import apply_cure
 
@@ -120,15 +107,7 @@ def _serve_commands(mine: Environments, doorbell: int, cells: memoryview, mail: 
 
 
 class Environments:
-    """Those of one worker, and what is done with them.
-
-    :param reply: given the message of each answer; empty: there is nothing more to say
-    :param memory: for what is not in the answers
-    :param cells: for what it is at
-    :param first: number of its first environment in the memory
-    :param env_fns: build its environments
-    :param autoreset: when they are reset where an episode has ended
-    """
+    """Those of one worker, and what is done with them."""
 
     def __init__(
         self,
