@@ -155,12 +155,10 @@ def test_an_information_that_does_not_pickle_is_named(n_workers: int) -> None:
 
 
 BOX, BYTES = spaces.Box(-1, 1, (3,), np.float32), spaces.Box(0, 255, (2,), np.uint8)
+NO_ARRAYS = spaces.Dict(a=spaces.Tuple((spaces.Discrete(2), spaces.Sequence(spaces.Discrete(2)))))
 WRONG = [
     (BOX, np.zeros(4, np.float32), "the observation has the shape (4,) where the observation space says (3,)"),
-    (BOX, np.zeros((1, 3), np.float32), "has the shape (1, 3)"),
-    (BOX, np.float32(0), "has the shape ()"),
     (BOX, [0.0, 1.0], "has the shape (2,)"),
-    (spaces.Discrete(3), np.zeros(1, np.int64), "has the shape (1,)"),
     (spaces.Dict(a=BOX, b=BYTES), {"a": np.zeros(3, np.float32), "b": np.zeros(3, np.uint8)}, "observation['b'] has"),
     (spaces.Tuple((BOX, BYTES)), (np.zeros(3, np.float32), np.full(3, 1)), "observation[1] has the shape (3,)"),
 ]
@@ -257,19 +255,15 @@ def test_calls_in_the_wrong_order_are_refused() -> None:
     [
         ([], {}, InvalidArgumentError, "env_fns is empty"),
         (Counting, {}, InvalidTypeError, "is no list"),
-        ("CartPole-v1", {}, InvalidTypeError, "is no list"),
         ([3], {}, InvalidTypeError, "builds no environment"),
-        ([Counting], {"n_workers": 0}, InvalidArgumentError, "n_workers=0"),
         ([Counting], {"n_workers": 1.5}, InvalidArgumentError, r"n_workers=1\.5"),
-        ([Counting], {"restart": True}, InvalidArgumentError, "restart=True"),
         ([Counting], {"restart": "truncate", "max_restarts": -1}, InvalidArgumentError, "max_restarts=-1"),
         ([Counting], {"start_method": "thread"}, InvalidArgumentError, "^start_method='thread'.*Write start_method="),
-        ([Counting], {"step_timeout": 0}, InvalidArgumentError, "step_timeout=0"),
         ([Counting], {"close_timeout": -1}, InvalidArgumentError, "close_timeout=-1"),
         ([Counting], {"start_timeout": "1"}, InvalidArgumentError, "start_timeout='1'"),
         ([Counting], {"cure": "prayer"}, InvalidArgumentError, "cure='prayer'"),
         ([lambda: 3], {}, WorkerError, "InvalidTypeError.*the environment is a builtins.int"),
-        ([functools.partial(Drawn, spaces.Text(3))], {}, InvalidArgumentError, "has no fixed arrays to share"),
+        ([functools.partial(Drawn, NO_ARRAYS)], {}, InvalidArgumentError, "no fixed arrays .*FlattenObservation"),
     ],
 )
 def test_what_cannot_be_used_is_refused(env_fns: Any, options: Any, kind: type[Exception], said: str) -> None:

@@ -16,7 +16,6 @@ from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.logger import KVWriter, Logger
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import (
-    VecCheckNan,
     VecEnv,
     VecFrameStack,
     VecMonitor,
@@ -98,10 +97,7 @@ def test_classes_count_as_wrapped_that_stand_for_another() -> None:
 IMAGES = functools.partial(Sprite, 3)
 WRAPPERS: dict[str, tuple[Any, Any]] = {
     "VecNormalize": (Drawn, VecNormalize),
-    "VecFrameStack": (IMAGES, functools.partial(VecFrameStack, n_stack=3)),
-    "VecMonitor": (Drawn, VecMonitor),
-    "VecTransposeImage": (IMAGES, VecTransposeImage),
-    "VecCheckNan": (Drawn, functools.partial(VecCheckNan, raise_exception=True)),
+    "images": (IMAGES, lambda venv: VecTransposeImage(VecFrameStack(venv, n_stack=3))),
     "several": (functools.partial(Drawn, "Dict"), lambda venv: VecNormalize(VecMonitor(venv), norm_obs_keys=["z"])),
 }
 

@@ -94,8 +94,3 @@ def test_workers_render_with_mesa() -> None:
 def test_what_is_no_decision(devices: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r"(?s)devices=.*resolve\("):
         ParallelEnv(2, Well, devices=devices)
-
-
-def test_decisions_for_another_number_of_workers() -> None:
-    with pytest.raises(InvalidArgumentError, match="devices has 3 entries for 2 workers"):
-        ParallelEnv(2, Well, devices=on_gpus())

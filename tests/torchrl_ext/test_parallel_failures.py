@@ -204,13 +204,6 @@ def test_of_two_failures_the_first_is_told() -> None:
     assert (caught.value.worker, caught.value.kind) == (2, "exception")
 
 
-@pytest.mark.slow
-def test_environments_that_hang_when_they_are_tried_out_are_found_by_the_time_limit() -> None:
-    with pytest.raises(WorkerError, match="did not answer within 2 s") as caught:
-        ParallelEnv(2, functools.partial(Failing, when="step", how="hang"), start_timeout=2.0)
-    assert "in fail" in str(caught.value)
-
-
 def test_results_that_cannot_be_pickled() -> None:
     env = ParallelEnv(2, factory())
     env.reset()

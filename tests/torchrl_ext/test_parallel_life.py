@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-import os
 import pickle
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +14,7 @@ import pytest
 import torch
 
 from rl_ext_core.errors import WorkerError
-from tests.torchrl_ext.parallel_checks import diary, no_workers_left, workers, workers_left
+from tests.torchrl_ext.parallel_checks import diary, no_workers_left, workers
 from tests.torchrl_ext.parallel_environments import Failing, Native, Well, make_failing, told
 from torchrl_ext import GymWrapper, ParallelEnv, as_factory
 
@@ -32,13 +30,6 @@ def factory() -> Any:
 
 def make_native() -> Native:
     return Native()
-
-
-def test_moves_to_a_device() -> None:
-    env = ParallelEnv(2, make_native)
-    assert env.rollout(2).device is None
-    assert env.to("cpu").rollout(2).device == torch.device("cpu")
-    env.close()
 
 
 @pytest.mark.slow
@@ -81,16 +72,6 @@ def test_the_number_of_threads_of_this_process_is_as_before() -> None:
         assert torch.get_num_threads() == 5
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.mark.slow
-def test_what_nobody_refers_to_ends() -> None:
-    env = ParallelEnv(2, factory())
-    env.reset()
-    assert len(workers()) == 2
-    del env
-    gc.collect()
-    assert not workers_left()
 
 
 @pytest.mark.slow
@@ -178,24 +159,3 @@ def test_a_pickle_holds_no_instance() -> None:
 
 
 # -- time
-
-
-@pytest.mark.slow
-def test_workers_do_not_outlive_this_process(tmp_path: Any) -> None:
-    """A process that is killed has no time to end its workers."""
-    child = os.fork()
-    if not child:
-        env = ParallelEnv(2, Well, mp_start_method="fork", verify=False)
-        env.reset()
-        (tmp_path / "pids.part").write_text(" ".join(str(worker.pid) for worker in env._workers))
-        (tmp_path / "pids.part").rename(tmp_path / "pids")
-        time.sleep(1000)
-    end = time.monotonic() + 120
-    while not (tmp_path / "pids").exists() and time.monotonic() < end:
-        time.sleep(0.01)
-    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    os.kill(child, 9)
-    os.waitpid(child, 0)
-    while any(map(psutil.pid_exists, pids)) and time.monotonic() < end:
-        time.sleep(0.01)
-    assert not any(map(psutil.pid_exists, pids))

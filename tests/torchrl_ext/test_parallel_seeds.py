@@ -96,13 +96,6 @@ def test_a_function_that_seeds_is_left_its_seed() -> None:
     assert (expected == found).all()
 
 
-@pytest.mark.slow
-def test_set_seed_does_so_too() -> None:
-    expected = upstreams(own_cartpole)
-    assert (lived(ParallelEnv(3, "CartPole-v1"), 7) == expected).all()
-    assert (lived(ParallelEnv(3, "CartPole-v1", seed=1), 7) == expected).all()
-
-
 SOURCES: dict[str, Callable[[], Any]] = {
     "a class": lambda: Well,
     "an instance": Well,
