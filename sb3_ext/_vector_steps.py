@@ -93,6 +93,8 @@ class Layout:
 
     def copied(self, observation: Any) -> Any:
         """Copy an observation of one environment, with its own dtype."""
+        if self._single:
+            return np.array(observation) if isinstance(observation, np.ndarray) else observation
         return self.joined(
             [np.array(part) if isinstance(part, np.ndarray) else part for part in self.parts(observation)]
         )
@@ -135,13 +137,20 @@ class Separate:
         leaves, rows = layout.empty_rows(len(self._envs))
         infos: list[Any] = [_QUIET] * len(self._envs)
         rewards: list[Any] = []
-        ended: list[tuple[Any, ...]] = []
+        indices: list[int] = []
+        own: list[Any] = []
+        lasts: list[Any] = []
+        time_outs: list[bool] = []
+        reset_infos: list[Any] = []
         for env, action, row in zip(self._envs, actions, rows, strict=True):
             observation, reward, terminated, truncated, info = env.step(action)
             if terminated or truncated:
-                last = layout.copied(observation)  # before the reset, which may write into it
+                indices.append(len(rewards))
+                own.append(info)
+                lasts.append(layout.copied(observation))  # before the reset, which may write into it
+                time_outs.append(bool(truncated and not terminated))
                 observation, reset_info = env.reset()
-                ended.append((len(rewards), info, last, bool(truncated and not terminated), reset_info))
+                reset_infos.append(reset_info)
             elif all_infos and info:
                 infos[len(rewards)] = {**info, "TimeLimit.truncated": False}
             rewards.append(reward)
@@ -150,12 +159,12 @@ class Separate:
             else:
                 layout.write(row, observation)
         dones = np.zeros(len(rewards), bool)
-        found = None
-        if ended:
-            indices, own, lasts, time_outs, reset_infos = zip(*ended, strict=True)
-            found = Ended(np.array(indices), own, lasts, time_outs, list(reset_infos))
-            dones[found.rows] = True
-        return layout.joined(leaves), np.array(rewards, np.float32), dones, infos, found
+        ended = None
+        if indices:
+            rows = np.array(indices)
+            dones[rows] = True
+            ended = Ended(rows, own, lasts, time_outs, reset_infos)
+        return layout.joined(leaves), np.array(rewards, np.float32), dones, infos, ended
 
     def reset(self, seeds: Sequence[int | None], options: Sequence[dict[str, Any]]) -> tuple[Any, list[Any]]:
         leaves, rows = self._layout.empty_rows(len(self._envs))

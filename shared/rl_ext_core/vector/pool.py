@@ -96,6 +96,7 @@ class WorkerPool:
         self.arrays: dict[str, np.ndarray[Any, Any]] = {}
         self.timings = Timings()
         self.began = 0.0
+        self._called: list[int] = []
         self._begin = time.perf_counter()
         self._failure: WorkerError | None = None
         self._interrupted = self._ended = self._changes_told = False
@@ -165,7 +166,7 @@ class WorkerPool:
         for number, how in enumerate(asked, worker.first):
             if how is not None:
                 self.seeds[number] = how[0]
-        self.send(worker, "reset some" if None in asked else "reset", list(asked))
+        self.send(worker, "reset", list(asked))
 
     def answer_of(self, worker: Any, *, to_reset: bool = False) -> Any:
         """Return a worker's answer to a step or a reset: entries, or None; if it has failed, that of its successor.
@@ -237,29 +238,37 @@ class WorkerPool:
             raise self._failure
 
     def call(self, environments: Sequence[int], name: str, data: Any) -> list[Any]:
+        """Have the same done with environments, and return what came of it: see :meth:`begin_call`."""
+        self.begin_call(environments, name, [data] * len(environments))
+        return self.results()
+
+    def begin_call(self, environments: Sequence[int], name: str, arguments: Sequence[Any]) -> None:
         """Have something done with environments: see :func:`rl_ext_core.vector.environments.call`.
 
         :param environments: their numbers
+        :param arguments: one for each
+        """
+        self.settle()
+        asked: dict[int, list[tuple[int, Any]]] = {}
+        for number, argument in zip(environments, arguments, strict=True):
+            worker = self.worker_of[number]
+            asked.setdefault(worker.number, []).append((number - worker.first, argument))
+        self._called = [self.worker_of[number].number for number in environments]
+        for number, calls in asked.items():
+            self.send(self.workers[number], name, calls)
+
+    def results(self) -> list[Any]:
+        """Return what came of a call.
+
         :raises Exception: what an environment raised, when all have answered; it lives on
         :raises WorkerError: a worker has failed
         """
-        self.settle()
-        results: list[Any] = [None] * len(environments)
-        raised: Exception | None = None
-        pending = dict(enumerate(environments))
-        while pending:
-            # One command per worker at a time: there is one message between the two.
-            round_ = {self.worker_of[pending[place]].number: place for place in reversed(pending)}
-            for number, place in round_.items():
-                worker = self.workers[number]
-                self.send(worker, name, (pending.pop(place) - worker.first, data))
-            self.wait(self._step_timeout, failing=True)
-            for number, place in round_.items():
-                results[place] = answer = self.workers[number].answer
-                if isinstance(answer, Raised):
-                    raised = raised or answer.exception()
-        if raised is not None:
-            raise raised
+        self.wait_for_step(failing=True)
+        answers = {number: iter(self.workers[number].answer) for number in self._called}
+        results = [channel.unpack(next(answers[number])) for number in self._called]
+        for result in results:
+            if isinstance(result, Raised):
+                raise result.exception()
         return results
 
     def close(self, timeout: float | None = None) -> None:

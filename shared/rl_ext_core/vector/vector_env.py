@@ -16,7 +16,6 @@ from gymnasium.vector.utils import batch_space, iterate
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, also
 from rl_ext_core.vector.arguments import check_env_fns, check_options, factories_of
 from rl_ext_core.vector.autoreset import Autoreset
-from rl_ext_core.vector.channel import Raised, unpack
 from rl_ext_core.vector.pool import Pool
 from rl_ext_core.vector.worker import OTHER, TERMINATED, TRUNCATED
 
@@ -232,8 +231,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         """Have the environments begin to call a method: see :meth:`call`."""
         self._require_idle("call_async")
         self._require_no_command(name)
-        self._pool.settle()
-        self._each("call", (name, args, kwargs))
+        self._pool.begin_call(range(self.num_envs), "call", [(name, args, kwargs)] * self.num_envs)
         self._pending = "call"
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
@@ -243,25 +241,11 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         :raises TimeoutError: ``multiprocessing``'s, when it is reached; another call may follow
         """
         self._wait("call", timeout)
-        return self._results()
+        return tuple(self._pool.results())
 
     def _require_no_command(self, name: str) -> None:
         if name in _OWN_COMMANDS:
             raise InvalidArgumentError(f"call({name!r}) is no way to {name}; write envs.{name}(...)")
-
-    def _each(self, name: str, *data: Any) -> None:
-        """Have something done with each environment; the same, or something else each."""
-        for worker in self._pool.workers:
-            these = data * (worker.last - worker.first) if len(data) == 1 else data[worker.first : worker.last]
-            self._pool.send(worker, "each", (name, these))
-
-    def _results(self) -> tuple[Any, ...]:
-        self._pool.wait_for_step(failing=True)
-        results = [unpack(message) for worker in self._pool.workers for message in worker.answer]
-        for result in results:
-            if isinstance(result, Raised):
-                raise result.exception()
-        return tuple(results)
 
     def render(self) -> tuple[Any, ...]:
         """Render each environment."""
@@ -282,9 +266,8 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
             raise InvalidArgumentError(
                 f"there are {len(values)} values for {self.num_envs} environments; expected one each, or one for all"
             )
-        self._pool.settle()
-        self._each("set_wrapper_attr", *[(name, value) for value in values])
-        self._results()
+        self._pool.begin_call(range(self.num_envs), "set_wrapper_attr", [(name, value) for value in values])
+        self._pool.results()
 
     @property
     def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]

@@ -145,20 +145,13 @@ class Environments:
         elif name == "map":
             self._map(data)
         elif name == "reset":
-            self._answer_infos([({}, self._reset(number, *how), None, None) for number, how in enumerate(data)])
-        elif name == "reset some":
-            chosen = [(number, how) for number, how in enumerate(data) if how is not None]
-            infos = {number: self._reset(number, *how) for number, how in chosen}
-            self._answer_infos([({}, infos.get(number, {}), None, None) for number in range(len(self._envs))])
+            infos = [{} if how is None else self._reset(number, *how) for number, how in enumerate(data)]
+            self._answer_infos([({}, info, None, None) for info in infos])
         elif name == "reset at next step":
             self._due.update(range(len(self._envs)))
             self._answer(b"")
-        elif name == "each":
-            name, arguments = data
-            self._answer(pack([self._called(number, name, argument) for number, argument in enumerate(arguments)]))
         else:
-            number, argument = data
-            self._answer(self._called(number, name, argument))
+            self._answer(pack([self._called(number, name, argument) for number, argument in data]))
 
     def _called(self, number: int, name: str, argument: Any) -> bytes:
         """Return the message of what an environment answers to a call."""
