@@ -122,8 +122,9 @@ class PoolVecEnv(CheckedVecEnv):
         :return: observations, (n_envs, ...) each; rewards, (n_envs,); dones, (n_envs,) bool; a list of infos
         :raises WorkerError: a worker has failed
         """
-        self._require_open()
-        self._require_begun(self.waiting)
+        if self.closed or not self.waiting:
+            self._require_open()
+            self._require_begun(self.waiting)
         pool = self._pool
         pool.wait_for_step()
         # From here on, Ctrl-C could not be followed by another step_wait.

@@ -38,13 +38,13 @@ from rl_ext_core.vector import SharedMemoryVectorEnv
 from sb3_ext import GymVecEnv, _compat, make_vec_env
 from tests.sb3_ext.toys import silenced
 from tests.sb3_ext.vec_checks import action_of, assert_equal
-from tests.sb3_ext.vec_worlds import OBSERVATIONS, Drawn
+from tests.sb3_ext.vec_worlds import OBSERVATIONS, Drawn, Reusing
 
 MODES = list(AutoresetMode)
 
 
 class Images(gym.Env[Any, Any]):
-    """Draws images from its generator, with episodes of different lengths, into one buffer that it reuses."""
+    """Draws images from its generator, with episodes of different lengths."""
 
     observation_space = spaces.Box(0, 255, (12, 12, 3), np.uint8)
     action_space = spaces.Discrete(2)
@@ -118,6 +118,7 @@ def compared(ours: GymVecEnv, build: Callable[[], Any], steps: int = 60) -> list
     return seen
 
 
+@pytest.mark.sample(quick=8)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["sync", "not copied", "wrapped", "async"])
 @pytest.mark.parametrize("build", [cart_pole, Images])
@@ -127,6 +128,7 @@ def test_the_rollouts_of_dummy_vec_env(kind: str, mode: AutoresetMode, build: Ca
     assert 3 < dones.sum() < dones.size
 
 
+@pytest.mark.sample(quick=8)
 @pytest.mark.parametrize("n_envs", [1, 4])
 @pytest.mark.parametrize("kind", ["sync", "wrapped"])
 @pytest.mark.parametrize("observations", list(OBSERVATIONS))
@@ -140,6 +142,14 @@ def test_spaces(observations: str, kind: str, n_envs: int) -> None:
     if observations == "Box without dimensions" and kind == "wrapped":
         pytest.skip("rows of an array without dimensions are scalars")
     compared(GymVecEnv(made(kind, build, n_envs, AutoresetMode.SAME_STEP)), build, steps=25)
+
+
+@pytest.mark.parametrize("kind", ["sync", "wrapped"])
+def test_the_last_observation_is_right_where_environments_write_to_one_place(kind: str) -> None:
+    """DummyVecEnv's is overwritten by the reset."""
+    ours, sane = (GymVecEnv(made(kind, build, 2, AutoresetMode.DISABLED)) for build in (Reusing, Drawn))
+    actions = [np.zeros(2, int)] * 30
+    assert_equal(ends(ours, actions), ends(sane, actions))
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED])
@@ -329,7 +339,9 @@ def test_methods_and_attributes(kind: str) -> None:
 def test_a_gymnasium_without_the_private_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_compat, "_TALKS_TO_SOME", False)
     with contextlib.closing(GymVecEnv(made("async", Images, 2, AutoresetMode.SAME_STEP))) as venv:
-        assert venv.env_method("double", 4, indices=[1, 0]) == [8, 8]
+        venv.seed(3)
+        venv.reset()
+        assert venv.get_attr("np_random_seed", indices=[1, 0]) == [4, 3]
         venv.set_attr("mark", 1)
         assert venv.get_attr("mark") == [1, 1]
         with pytest.raises(InvalidArgumentError, match=r"calls all or none\. Leave indices out"):
@@ -447,6 +459,7 @@ def test_ppo_learns_the_same(tmp_path: Path) -> None:
     assert mean > 5
 
 
+@pytest.mark.slow
 def test_off_policy_algorithms() -> None:
     kind = "wrapped"
     venv = GymVecEnv(made(kind, cart_pole, 2, AutoresetMode.NEXT_STEP))
@@ -481,6 +494,7 @@ def test_off_policy_algorithms() -> None:
         silenced(relabelled).learn(60)
 
 
+@pytest.mark.slow
 def test_sb3_contribs_algorithms() -> None:
     contrib = pytest.importorskip("sb3_contrib")
     from sb3_contrib.common.envs import InvalidActionEnvDiscrete

@@ -259,6 +259,7 @@ def test_what_cannot_be_used_is_refused(arguments: dict[str, Any], kind: Any, sa
     assert no_workers()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("isolation", ["in-process", "auto"])
 def test_functions_that_stay_in_this_process_keep_what_they_share(isolation: Any) -> None:
     made: list[int] = []

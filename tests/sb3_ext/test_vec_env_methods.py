@@ -172,6 +172,7 @@ def test_timings_are_logged() -> None:
     assert timings.step_seconds == pytest.approx(np.mean([entry["time/env_step"] for entry in seen]))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
 def test_workers_load_neither_torch_nor_stable_baselines3(start_method: str) -> None:
     venv = SharedMemoryVecEnv([functools.partial(gym.make, "CartPole-v1")] * 2, start_method, n_workers=1)

@@ -189,6 +189,7 @@ class Many(Well):
         return {key: np.full(2, self.count / 10, np.float32) for key in self.observation_space}
 
 
+@pytest.mark.slow
 def test_any_number_of_observations_goes_through_a_fork_server() -> None:
     env = ParallelEnv(2, lambda: GymWrapper(Many()), mp_start_method="forkserver")
     data = env.rollout(3, break_when_any_done=False)
@@ -285,6 +286,7 @@ def _go_on(env: ParallelEnv, *, stepping: bool) -> str:
 
 
 # Ctrl-C may come while torch makes one of these.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*StorageWeakRef:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("use_buffers", [True, pytest.param(False, marks=slow)], ids=["buffers", "pipes"])
 def test_ctrl_c_in_steps_then_reset(use_buffers: bool) -> None:

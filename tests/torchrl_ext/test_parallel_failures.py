@@ -254,6 +254,7 @@ def test_ctrl_c_ends_the_workers(when: str, use_buffers: bool) -> None:
     env.close()
 
 
+@pytest.mark.slow
 def test_ctrl_c_during_the_start_ends_the_workers() -> None:
     env = failing("constructor", "hang")
     interrupt_soon()

@@ -61,6 +61,7 @@ def test_closing_ends_the_workers_and_their_environments(use_buffers: bool, diar
     env.close()
 
 
+@pytest.mark.slow
 def test_the_number_of_threads_of_this_process_is_as_before() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(5)

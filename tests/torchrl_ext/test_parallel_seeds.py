@@ -164,6 +164,7 @@ def test_seeds_have_no_effect_on_this_process() -> None:
     env.close()
 
 
+@pytest.mark.slow
 def test_environments_that_take_no_seed() -> None:
     env = ParallelEnv(2, Unseeded, seed=3)
     first = draws(env)

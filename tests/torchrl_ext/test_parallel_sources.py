@@ -183,6 +183,7 @@ def test_overrides_are_arguments_of_callables_and_attributes_of_copies() -> None
         env.close()
 
 
+@pytest.mark.slow
 def test_kwargs_of_upstream() -> None:
     env = ParallelEnv(2, make_well, create_env_kwargs=[{"depth": 1.0}, {"depth": 2.0}])
     env.update_kwargs([{"depth": 4.0}, {}])
@@ -192,6 +193,7 @@ def test_kwargs_of_upstream() -> None:
         ParallelEnv(2, make_well, create_env_kwargs=[{}] * 3)
 
 
+@pytest.mark.slow
 def test_environments_find_the_threads_of_their_workers_wherever_they_are_built() -> None:
     def make() -> GymWrapper:
         if torch.get_num_threads() != 3:

@@ -115,6 +115,7 @@ def test_it_returns_what_sync_vector_env_returns(
         theirs.close()
 
 
+@pytest.mark.sample(quick=2)
 @pytest.mark.parametrize("actions", ["Discrete from -3", "Box of 64-bit floats", "Dict", "Tuple", "MultiBinary"])
 def test_environments_get_the_actions_that_async_vector_env_gives(actions: str) -> None:
     build = functools.partial(Drawn, actions=actions)
