@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,9 +24,30 @@ from rl_ext_core.vector.autoreset import (
     without_final,
 )
 
-__all__ = ["Batched", "Layout", "Separate"]
+__all__ = ["Batched", "Ended", "Layout", "Separate"]
 
 Array = np.ndarray[Any, Any]
+
+
+class Ended(NamedTuple):
+    """What is known of the episodes that a step has ended, one of each.
+
+    :ivar rows: their sub-environments
+    :ivar infos: their own
+    :ivar observations: their last ones
+    :ivar time_outs: whether they were truncated and did not end by themselves
+    :ivar reset_infos: of the resets after them; None where nobody tells
+    """
+
+    rows: Array
+    infos: Iterable[dict[str, Any]]
+    observations: Iterable[Any]
+    time_outs: Iterable[bool]
+    reset_infos: list[Any] | None
+
+
+# Observations, rewards, dones, infos of those that go on, and what has ended, if anything.
+Step = tuple[Any, Array, Array, list[Any], Ended | None]
 
 
 class Layout:
@@ -53,8 +74,7 @@ class Layout:
         self.shapes = [(tuple(part.shape or ()), part.dtype) for part in inner]
         self._single = self.keys == [None]
         # One array of rows, as most environments have it.
-        self._flat = self._single and self.shapes[0][0] != ()
-        self.write: Callable[[Any, Any], None] = _write_row if self._flat else self._write_all
+        self.flat = self._single and self.shapes[0][0] != ()
 
     def empty(self, count: int) -> list[Array]:
         return [np.empty((count, *shape), dtype) for shape, dtype in self.shapes]
@@ -73,6 +93,8 @@ class Layout:
 
     def copied(self, observation: Any) -> Any:
         """Copy an observation of one environment, with its own dtype."""
+        if self._single:
+            return np.array(observation) if isinstance(observation, np.ndarray) else observation
         return self.joined(
             [np.array(part) if isinstance(part, np.ndarray) else part for part in self.parts(observation)]
         )
@@ -87,19 +109,18 @@ class Layout:
             np.empty(size, np.uint8)
 
     def empty_rows(self, count: int) -> tuple[list[Array], Iterable[Any]]:
-        """Make arrays for all, and what :meth:`write` takes for each: views, which cost less than indices."""
+        """Make arrays for all, and what :meth:`write` takes for each: views, which cost less than indices.
+
+        Where the layout is flat, they are arrays that observations can be written to without it.
+        """
         leaves = self.empty(count)
         # An Ellipsis keeps rows of no dimensions arrays.
-        rows = [[leaf[index, ...] for leaf in leaves] for index in range(count)] if not self._flat else leaves[0]
+        rows = [[leaf[index, ...] for leaf in leaves] for index in range(count)] if not self.flat else leaves[0]
         return leaves, rows
 
-    def _write_all(self, row: list[Array], observation: Any) -> None:
-        for leaf, part in zip(row, self.parts(observation), strict=True):
+    def write(self, row: Any, observation: Any) -> None:
+        for leaf, part in zip([row] if self.flat else row, self.parts(observation), strict=True):
             leaf[...] = part
-
-
-def _write_row(row: Array, observation: Any) -> None:
-    row[...] = observation
 
 
 class Separate:
@@ -111,34 +132,39 @@ class Separate:
     def __init__(self, envs: list[Any], layout: Layout, all_infos: bool) -> None:
         self._envs, self._layout, self._all_infos = envs, layout, all_infos
 
-    def step(self, actions: Any) -> tuple[Any, Array, Array, list[Any], list[int], list[Any] | None]:
-        leaves, rows = self._layout.empty_rows(len(self._envs))
-        write, all_infos = self._layout.write, self._all_infos
-        rewards: list[Any] = []
+    def step(self, actions: Any) -> Step:
+        layout, flat, all_infos = self._layout, self._layout.flat, self._all_infos
+        leaves, rows = layout.empty_rows(len(self._envs))
         infos: list[Any] = [_QUIET] * len(self._envs)
-        ended: list[int] = []
+        rewards: list[Any] = []
+        indices: list[int] = []
+        own: list[Any] = []
+        lasts: list[Any] = []
+        time_outs: list[bool] = []
         reset_infos: list[Any] = []
         for env, action, row in zip(self._envs, actions, rows, strict=True):
             observation, reward, terminated, truncated, info = env.step(action)
             if terminated or truncated:
-                index = len(rewards)
-                infos[index] = {
-                    **info,
-                    "TimeLimit.truncated": bool(truncated and not terminated),
-                    # Copied before the reset, which may write into it.
-                    "terminal_observation": self._layout.copied(observation),
-                }
+                indices.append(len(rewards))
+                own.append(info)
+                lasts.append(layout.copied(observation))  # before the reset, which may write into it
+                time_outs.append(bool(truncated and not terminated))
                 observation, reset_info = env.reset()
-                ended.append(index)
                 reset_infos.append(reset_info)
             elif all_infos and info:
                 infos[len(rewards)] = {**info, "TimeLimit.truncated": False}
             rewards.append(reward)
-            write(row, observation)
+            if flat:
+                row[...] = observation  # a call would take as long
+            else:
+                layout.write(row, observation)
         dones = np.zeros(len(rewards), bool)
-        if ended:
-            dones[ended] = True
-        return self._layout.joined(leaves), np.array(rewards, np.float32), dones, infos, ended, reset_infos
+        ended = None
+        if indices:
+            rows = np.array(indices)
+            dones[rows] = True
+            ended = Ended(rows, own, lasts, time_outs, reset_infos)
+        return layout.joined(leaves), np.array(rewards, np.float32), dones, infos, ended
 
     def reset(self, seeds: Sequence[int | None], options: Sequence[dict[str, Any]]) -> tuple[Any, list[Any]]:
         leaves, rows = self._layout.empty_rows(len(self._envs))
@@ -192,7 +218,7 @@ class Batched:
                 )
         layout.keep_freed_memory(num_envs)
 
-    def step(self, actions: Any) -> tuple[Any, Array, Array, list[Any], Sequence[int], list[Any] | None]:
+    def step(self, actions: Any) -> Step:
         if self._device is not None:
             # Its own copy: environments that clip do so in place.
             actions = torch.from_numpy(np.array(actions, dtype=self._action_dtype)).to(self._device)
@@ -206,28 +232,23 @@ class Batched:
         truncated = self._flat(truncated, "truncations").astype(bool, copy=False)
         dones = terminated | truncated
         rows = dones.nonzero()[0]
-        ended: list[int] = rows.tolist()
         infos: list[Any] = [_QUIET] * self._count
-        reset_infos = None
-        if ended:
-            leaves, lasts, own, reset_infos = self._finish(leaves, dones, rows, info, before)
-            overdue = (truncated & ~terminated)[rows].tolist()
-            lasts_joined = self._layout.rows(lasts)
-            for index, time_out, last, found in zip(ended, overdue, lasts_joined, own, strict=True):
-                found["TimeLimit.truncated"] = time_out
-                found["terminal_observation"] = last
-                infos[index] = found
+        ended = None
+        if len(rows):
+            time_outs = (truncated[rows] & ~terminated[rows]).tolist()
+            lasts, own, reset_infos = self._finish(leaves, dones, rows, info, before)
+            ended = Ended(rows, own, self._layout.rows(lasts), time_outs, reset_infos)
         if self._all_infos and info:
             for index in np.flatnonzero(~dones).tolist():
                 infos[index] = {**_info_of(info, index, self._count), "TimeLimit.truncated": False}
         if self._previous:
             self._last = [leaf.copy() for leaf in leaves]
-        return self._layout.joined(leaves), rewards, dones, infos, ended, reset_infos
+        return self._layout.joined(leaves), rewards, dones, infos, ended
 
     def _finish(
         self, leaves: list[Array], dones: Array, rows: Array, info: Any, before: list[Array] | None
-    ) -> tuple[list[Array], list[Array], list[dict[str, Any]], list[Any] | None]:
-        """Give the observations of all after resets; last observations, infos and infos of resets of those ended."""
+    ) -> tuple[list[Array], Iterable[dict[str, Any]], list[Any] | None]:
+        """Return last observations, infos and infos of resets of those ended; put the observations after resets in."""
         final, ended = final_observation(info), rows.tolist()
         if self._mode is None:
             self._mode = self._guessed(final)
@@ -237,7 +258,7 @@ class Batched:
             for leaf, new in zip(leaves, fresh, strict=True):
                 leaf[rows] = new
             own = [_info_of(info, index, self._count) for index in ended]
-            return leaves, lasts, own, [_info_of(fresh_info, index, self._count) for index in ended]
+            return lasts, own, [_info_of(fresh_info, index, self._count) for index in ended]
         if final is not None:
             lasts = self._last_rows(final, rows)
         elif self._previous and before is not None:
@@ -252,7 +273,7 @@ class Batched:
         final_info = info.get("final_info")
         if self._device is not None:  # Rows of what was logged; what concerns all is not repeated for each.
             found = {**_taken(rest, rows, self._count), **_taken(final_info, rows, self._count)}
-            return leaves, lasts, _rows_of(found, ended), None
+            return lasts, _rows_of(found, ended), None
         own, resets = [], []
         for index in ended:
             reset = _info_of(rest, index, self._count)
@@ -261,7 +282,7 @@ class Batched:
             episode = {"episode": reset.pop("episode")} if "episode" in reset else {}
             own.append({**(mine or ({} if final_info is not None else reset)), **episode})
             resets.append(reset)
-        return leaves, lasts, own, resets
+        return lasts, own, resets
 
     def _guessed(self, final: Any) -> Autoreset:
         if final is not None:
@@ -450,14 +471,19 @@ def _rows_of(info: dict[str, Any], ended: list[int]) -> list[dict[str, Any]]:
 
 
 def _array(value: Any) -> Any:
-    return value.numpy(force=True) if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor):
+        return value
+    try:
+        return value.numpy()
+    except (RuntimeError, TypeError):  # takes three times as long where it is not needed
+        return value.numpy(force=True)
 
 
 def _some(batch: Any, rows: Array) -> Any:
     """Take rows of an array or tensor, where it is."""
     if not isinstance(batch, torch.Tensor):
         return batch[rows]
-    return _array(batch).take(rows, axis=0) if batch.is_cpu else batch[torch.from_numpy(rows).to(batch.device)]
+    return _array(batch).take(rows, 0) if batch.is_cpu else batch[torch.from_numpy(rows).to(batch.device)]
 
 
 def _on_cpu(parts: list[Any]) -> list[Array]:

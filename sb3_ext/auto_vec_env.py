@@ -279,16 +279,7 @@ def choose(
     options: dict[str, Any],
     probe_timeout: float | None = None,
 ) -> VecEnv:
-    """Build the vectorised environment that is right for these.
-
-    :param factories: gives those of the environments
-    :param here: puts the environments into this process
-    :param asked: gives what is tried: for each environment a factory, the same one where they are alike
-    :param n_envs: how many there are
-    :param isolation: as of :class:`AutoVecEnv`
-    :param options: of :class:`SharedMemoryVecEnv`
-    :param probe_timeout: as of :class:`AutoVecEnv`
-    """
+    """Build the vectorised environment that is right; ``asked`` gives what to try, one object where they are alike."""
     if isolation not in ("auto", "process", "in-process"):
         raise InvalidArgumentError(
             f'isolation={isolation!r} is none of "auto", "process", "in-process". Write isolation="auto"'

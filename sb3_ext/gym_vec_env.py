@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import gymnasium
@@ -17,16 +16,18 @@ from stable_baselines3.common.env_util import is_wrapped
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
+from rl_ext_core.vector import SharedMemoryVectorEnv
 from rl_ext_core.vector.autoreset import find_mode, layers
-from sb3_ext._vector_steps import Batched, Layout, Separate
+from sb3_ext._compat import call_in_workers
+from sb3_ext._vector_steps import Batched, Ended, Layout, Separate
+from sb3_ext.vec_env import CheckedVecEnv, Indices
 
 __all__ = ["GymVecEnv"]
 
 Array = np.ndarray[Any, Any]
-Indices = int | Iterable[int] | None
 
 
-class GymVecEnv(VecEnv):
+class GymVecEnv(CheckedVecEnv):
     """A vectorised environment of gymnasium, EnvPool, Isaac Lab, mjlab or ManiSkill as Stable Baselines3's ``VecEnv``.
 
     ``PPO("MlpPolicy", GymVecEnv(gymnasium.make_vec("CartPole-v1", 16)))``. Whatever the environment's autoreset mode, a
@@ -72,6 +73,8 @@ class GymVecEnv(VecEnv):
     (4, 4)
     """
 
+    made_of = "vector_env"
+
     def __init__(
         self,
         vector_env: Any,
@@ -86,7 +89,7 @@ class GymVecEnv(VecEnv):
     ) -> None:
         _check_options(env_type=env_type, missing_final_obs=missing_final_obs, infos=infos)
         num_envs = _count(vector_env)
-        self.env, self.closed = vector_env, False
+        self.env = vector_env
         self._base = getattr(vector_env, "unwrapped", vector_env)
         device = _device(self._base) if env_type != "numpy" else None
         if env_type == "torch" and device is None:
@@ -113,8 +116,9 @@ class GymVecEnv(VecEnv):
             )
         )
         self._actions: Any = None
-        self._began = time.time()
-        self._returns, self._lengths = np.zeros(num_envs), np.zeros(num_envs, np.int64)
+        self._start = time.time()
+        # Of the episodes that go on: the sums of rewards, and the steps that were taken before.
+        self._steps, self._returns, self._begun = 0, np.zeros(num_envs), np.zeros(num_envs, np.int64)
         super().__init__(num_envs, observation_space, action_space)
         # What records videos takes the frames per second from it.
         self.metadata = {**(getattr(vector_env, "metadata", None) or {}), **self.metadata}
@@ -125,10 +129,7 @@ class GymVecEnv(VecEnv):
         :param actions: (n, ...)
         """
         self._require_open()
-        if len(actions) != self.num_envs:
-            raise InvalidArgumentError(
-                f"there are {len(actions)} actions for {self.num_envs} environments; expected an action for each"
-            )
+        self._require_actions(actions)
         self._actions = actions
 
     def step_wait(self) -> Any:
@@ -139,29 +140,33 @@ class GymVecEnv(VecEnv):
         """
         self._require_open()
         actions, self._actions = self._actions, None
-        if actions is None:
-            raise InvalidArgumentError("no step was begun; write step_async(actions) first, or step(actions)")
-        observations, rewards, dones, infos, ended, reset_infos = self._source.step(actions)
-        returns, lengths = self._returns, self._lengths
-        returns += rewards
-        lengths += 1
-        if len(ended):
-            seconds = round(time.time() - self._began, 6)
-            rows = np.array(ended)
-            for index, total, length in zip(ended, returns[rows].tolist(), lengths[rows].tolist(), strict=True):
-                info = infos[index]
-                if "episode" not in info:
-                    info["episode"] = {"r": total, "l": length, "t": seconds}
-                elif "r" not in (info["episode"] or ()):
-                    # ManiSkill's has other names: Stable Baselines3 asks for these.
-                    info["episode"] = {**(info["episode"] or {}), "r": total, "l": length, "t": seconds}
-            returns[rows] = 0
-            lengths[rows] = 0
-            if reset_infos is not None:
-                self.reset_infos = list(self.reset_infos)  # those before are the caller's to keep
-                for index, info in zip(ended, reset_infos, strict=True):
-                    self.reset_infos[index] = info
+        self._require_begun(actions is not None)
+        observations, rewards, dones, infos, ended = self._source.step(actions)
+        self._returns += rewards
+        self._steps += 1
+        if ended is not None:
+            self._conclude(ended, infos)
         return observations, rewards, dones, infos
+
+    def _conclude(self, ended: Ended, infos: list[Any]) -> None:
+        """Put together the informations of episodes that have ended, and begin to count anew."""
+        rows, steps, seconds = ended.rows, self._steps, round(time.time() - self._start, 6)
+        indices, totals, lengths = rows.tolist(), self._returns[rows].tolist(), (steps - self._begun[rows]).tolist()
+        for index, own, last, time_out, total, length in zip(
+            indices, ended.infos, ended.observations, ended.time_outs, totals, lengths, strict=True
+        ):
+            episode = {"r": total, "l": length, "t": seconds}
+            if own and own.get("episode"):
+                # ManiSkill's has other names: Stable Baselines3 asks for these.
+                theirs = own["episode"]
+                episode = theirs if "r" in theirs else {**theirs, **episode}
+            info = {"TimeLimit.truncated": time_out, "terminal_observation": last, "episode": episode}
+            infos[index] = {**own, **info} if own else info
+        self._returns[rows], self._begun[rows] = 0, steps
+        if ended.reset_infos is not None:
+            self.reset_infos = list(self.reset_infos)  # those before are the caller's to keep
+            for index, info in zip(indices, ended.reset_infos, strict=True):
+                self.reset_infos[index] = info
 
     def reset(self) -> Any:
         """Reset all environments, with the seeds and options that were set.
@@ -172,7 +177,7 @@ class GymVecEnv(VecEnv):
         self._require_open()
         self._actions = None
         observations, self.reset_infos = self._source.reset(self._seeds, self._options)
-        self._returns[:] = self._lengths[:] = 0
+        self._returns[:], self._begun[:] = 0, self._steps
         self._reset_seeds()
         self._reset_options()
         return observations
@@ -183,18 +188,7 @@ class GymVecEnv(VecEnv):
             self.closed = True
             self.env.close()
 
-    def get_images(self) -> Sequence[Array | None]:
-        """Render all environments.
-
-        :return: (height, width, 3) uint8 each; None where the render mode is another one
-        """
-        if self.render_mode != "rgb_array":
-            warnings.warn(
-                f"The render mode is {self.render_mode}, but this method assumes it is `rgb_array` to obtain images.",
-                stacklevel=2,
-            )
-            return [None] * self.num_envs
-        self._require_open()
+    def _render(self) -> Sequence[Any]:
         frames = self.env.render()
         if isinstance(frames, torch.Tensor):
             frames = frames.cpu().numpy()
@@ -203,24 +197,18 @@ class GymVecEnv(VecEnv):
 
     def has_attr(self, attr_name: str) -> bool:
         """Tell whether all environments have an attribute."""
-        if isinstance(self._base, AsyncVectorEnv):
-            return all(self._in_workers(None, "_call", ("has_wrapper_attr", (attr_name,), {})))
-        return super().has_attr(attr_name)
+        found = self._called(range(self.num_envs), "has_wrapper_attr", attr_name)
+        return super().has_attr(attr_name) if found is None else all(found)
 
     def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
         """Get an attribute of sub-environments; where none can be reached, of the vectorised one, row by row.
 
         :raises AttributeError: there is none
         """
-        self._require_open()
-        chosen = self._chosen(indices)
-        if isinstance(self._base, SyncVectorEnv):
-            return [self._base.envs[index].get_wrapper_attr(attr_name) for index in chosen]
-        if isinstance(self._base, AsyncVectorEnv):
-            # Asked first: the worker of an environment without it would end.
-            if not all(self._in_workers(chosen, "_call", ("has_wrapper_attr", (attr_name,), {}))):
-                raise AttributeError(f"a sub-environment has no attribute {attr_name!r}")
-            return self._in_workers(chosen, "_call", ("get_wrapper_attr", (attr_name,), {}))
+        chosen = self._chosen(indices, self.num_envs)
+        found = self._called(chosen, "get_wrapper_attr", attr_name, needs=attr_name)
+        if found is not None:
+            return found
         try:
             value = _found(self.env, attr_name)
         except AttributeError:
@@ -237,21 +225,16 @@ class GymVecEnv(VecEnv):
 
         :raises InvalidArgumentError: of some, where none can be reached
         """
-        self._require_open()
-        chosen = self._chosen(indices)
-        if isinstance(self._base, SyncVectorEnv):
-            for index in chosen:
-                self._base.envs[index].set_wrapper_attr(attr_name, value)
-        elif isinstance(self._base, AsyncVectorEnv):
-            self._in_workers(chosen, "_setattr", (attr_name, value))
-        elif set(chosen) != set(range(self.num_envs)):
+        chosen = self._chosen(indices, self.num_envs)
+        if self._called(chosen, "set_wrapper_attr", attr_name, value) is not None:
+            return
+        if set(chosen) != set(range(self.num_envs)):
             raise InvalidArgumentError(
                 f"{type(self._base).__name__} has no sub-environments that could differ in {attr_name!r}. Set it for "
                 f"all: set_attr({attr_name!r}, value)"
             )
-        else:
-            owner = next((layer for layer in layers(self.env) if attr_name in vars(layer)), self._base)
-            setattr(owner, attr_name, value)
+        owner = next((layer for layer in layers(self.env) if attr_name in vars(layer)), self._base)
+        setattr(owner, attr_name, value)
 
     def env_method(
         self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any
@@ -260,15 +243,10 @@ class GymVecEnv(VecEnv):
 
         What that returns is the result of each; where ``indices`` is None, a result with n rows is one row for each.
         """
-        self._require_open()
-        chosen = self._chosen(indices)
-        if isinstance(self._base, SyncVectorEnv):
-            found = [self._base.envs[index].get_wrapper_attr(method_name) for index in chosen]
-            return [method(*method_args, **method_kwargs) for method in found]
-        if isinstance(self._base, AsyncVectorEnv):
-            if not self.has_attr(method_name):
-                raise AttributeError(f"a sub-environment has no attribute {method_name!r}")
-            return self._in_workers(chosen, "_call", (method_name, method_args, method_kwargs))
+        chosen = self._chosen(indices, self.num_envs)
+        found = self._called(chosen, method_name, *method_args, needs=method_name, **method_kwargs)
+        if found is not None:
+            return found
         result = _found(self.env, method_name)(*method_args, **method_kwargs)
         if isinstance(result, torch.Tensor):
             result = result.detach().cpu().numpy()
@@ -277,37 +255,39 @@ class GymVecEnv(VecEnv):
 
     def env_is_wrapped(self, wrapper_class: type, indices: Indices = None) -> list[bool]:
         """Tell which environments have a wrapper of a class: around all of them, or around each."""
-        chosen = self._chosen(indices)
+        chosen = self._chosen(indices, self.num_envs)
         if any(isinstance(layer, wrapper_class) for layer in layers(self.env)):
             return [True for _ in chosen]
         if isinstance(self._base, SyncVectorEnv):
             return [is_wrapped(self._base.envs[index], wrapper_class) for index in chosen]
-        if not isinstance(self._base, AsyncVectorEnv):
+        specs = self._called(chosen, "get_wrapper_attr", "spec")
+        if specs is None:
             return [False for _ in chosen]
         # By name: what workers tell of their wrappers.
         name = f"{wrapper_class.__module__}:{wrapper_class.__name__}"
-        specs = self.get_attr("spec", chosen)
-        return [
-            name in [wrapper.entry_point for wrapper in spec.additional_wrappers] if spec else False for spec in specs
-        ]
+        return [spec is not None and name in [each.entry_point for each in spec.additional_wrappers] for spec in specs]
 
-    def _in_workers(self, indices: Iterable[int] | None, command: str, data: Any) -> list[Any]:
-        """Send a message to some workers of an AsyncVectorEnv, which itself talks to all or none."""
-        chosen = self._chosen(indices)
-        self._base._assert_is_running()
-        for index in chosen:
-            self._base.parent_pipes[index].send((command, data))
-        answers = {index: self._base.parent_pipes[index].recv() for index in chosen}
-        self._base._raise_if_errors([answers.get(index, (None, True))[1] for index in range(self.num_envs)])
-        return [answers[index][0] for index in chosen]
+    def _called(
+        self, indices: Sequence[int], name: str, *args: Any, needs: str | None = None, **kwargs: Any
+    ) -> list[Any] | None:
+        """Call a method of each of these sub-environments; None: they cannot be reached one by one.
 
-    def _chosen(self, indices: Indices) -> list[int]:
-        numbers = range(self.num_envs)
-        return [numbers[index] for index in self._get_indices(indices)]
+        :param needs: an attribute that all of them have; asked first, since the worker of one without it would end
+        :raises AttributeError: one does not have it
+        """
+        self._require_open()
+        if isinstance(self._base, SyncVectorEnv):
+            found = [self._base.envs[index].get_wrapper_attr(name) for index in indices]
+            return [method(*args, **kwargs) for method in found]
+        if not isinstance(self._base, (AsyncVectorEnv, SharedMemoryVectorEnv)):
+            return None
+        call = self._base.call_some if isinstance(self._base, SharedMemoryVectorEnv) else self._call_workers
+        if needs is not None and not all(call(indices, "has_wrapper_attr", needs)):
+            raise AttributeError(f"a sub-environment has no attribute {needs!r}")
+        return list(call(indices, name, *args, **kwargs))
 
-    def _require_open(self) -> None:
-        if self.closed:
-            raise InvalidArgumentError("this GymVecEnv is closed; make a new one: GymVecEnv(vector_env)")
+    def _call_workers(self, indices: Sequence[int], name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        return call_in_workers(self._base, indices, name, *args, **kwargs)
 
 
 # -- what is given

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
 from rl_ext_core.vector.arguments import check_env_fns, factories_of
 from rl_ext_core.vector.layout import Layout, kept
+from sb3_ext.vec_env import CheckedVecEnv, Indices
 
 __all__ = ["MultiAgentVecEnv", "is_parallel"]
-
-Indices = int | Iterable[int] | None
 
 
 def is_parallel(env: Any) -> bool:
@@ -34,7 +31,7 @@ def is_parallel(env: Any) -> bool:
     return hasattr(env, "step")
 
 
-class MultiAgentVecEnv(VecEnv):
+class MultiAgentVecEnv(CheckedVecEnv):
     """PettingZoo's parallel environments, all of whose agents one policy plays.
 
     In place of SuperSuit's ``pettingzoo_env_to_vec_env_v1`` and ``concat_vec_envs_v1``. There is a row for each agent
@@ -66,10 +63,11 @@ class MultiAgentVecEnv(VecEnv):
     >>> env.close()
     """
 
+    rows_are = "agents"
+
     def __init__(self, env_fns: Sequence[Callable[[], Any]]) -> None:
         check_env_fns(env_fns)
         self.envs: list[Any] = []
-        self.closed = False
         try:
             for factory in factories_of(env_fns):
                 self.envs.append(factory())
@@ -171,10 +169,7 @@ class MultiAgentVecEnv(VecEnv):
         :param actions: (n_envs · agents, ...); those of agents that have ended are ignored
         """
         self._require_open()
-        if len(actions) != self.num_envs:
-            raise InvalidArgumentError(
-                f"there are {len(actions)} actions for {self.num_envs} agents; expected an action for each"
-            )
+        self._require_actions(actions)
         self._actions = actions
 
     def step_wait(self) -> Any:
@@ -185,8 +180,7 @@ class MultiAgentVecEnv(VecEnv):
         """
         self._require_open()
         actions, self._actions = self._actions, None
-        if actions is None:
-            raise InvalidArgumentError("no step was begun; write step_async(actions) first, or step(actions)")
+        self._require_begun(actions is not None)
         rewards, dones = np.zeros(self.num_envs, np.float32), np.zeros(self.num_envs, bool)
         infos: list[dict[str, Any]] = [{"TimeLimit.truncated": False} for _ in range(self.num_envs)]
         self.reset_infos = list(self.reset_infos)  # those before are the caller's to keep
@@ -243,18 +237,8 @@ class MultiAgentVecEnv(VecEnv):
         while self.envs:
             self.envs.pop().close()
 
-    def get_images(self) -> Sequence[Any]:
-        """Render the environments: one picture each, not one for each agent.
-
-        :return: (height, width, 3) uint8 each; None where the render mode is another one
-        """
-        self._require_open()
-        if self.render_mode != "rgb_array":
-            warnings.warn(
-                f"The render mode is {self.render_mode}, but this method assumes it is `rgb_array` to obtain images.",
-                stacklevel=2,
-            )
-            return [None] * len(self.envs)
+    def _render(self) -> Sequence[Any]:
+        """Render the environments: one picture each, not one for each agent."""
         return [env.render() for env in self.envs]
 
     def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
@@ -278,10 +262,5 @@ class MultiAgentVecEnv(VecEnv):
 
     def _envs_of(self, indices: Indices) -> list[Any]:
         self._require_open()
-        rows = range(len(self.envs) * len(self.agents))  # the base class asks before it knows how many there are
-        chosen = rows if indices is None else [rows[index] for index in self._get_indices(indices)]
+        chosen = self._chosen(indices, len(self.envs) * len(self.agents))
         return [self.envs[row // len(self.agents)] for row in chosen]
-
-    def _require_open(self) -> None:
-        if self.closed:
-            raise InvalidArgumentError("this MultiAgentVecEnv is closed; make a new one: MultiAgentVecEnv(env_fns)")

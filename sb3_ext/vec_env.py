@@ -16,12 +16,12 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
 from rl_ext_core import resources
 from rl_ext_core.errors import InvalidArgumentError
-from rl_ext_core.vector.arguments import check_env_fns, check_options, factories_of, is_like
+from rl_ext_core.vector.arguments import check_env_fns, check_options, factories_of
 from rl_ext_core.vector.pool import Pool, Timings, WorkerPool
 from rl_ext_core.vector.ray import RayPool
 from rl_ext_core.vector.worker import ENDED, OTHER, TRUNCATED
 
-__all__ = ["PoolVecEnv", "RayVecEnv", "SharedMemoryVecEnv", "VecEnvTimings"]
+__all__ = ["CheckedVecEnv", "Indices", "PoolVecEnv", "RayVecEnv", "SharedMemoryVecEnv", "VecEnvTimings"]
 
 _log = logging.getLogger("sb3_ext")
 
@@ -31,7 +31,52 @@ _REWARD_DTYPES = [np.dtype(np.float64), np.dtype(np.float32), np.dtype(np.int64)
 Indices = int | Iterable[int] | None
 
 
-class PoolVecEnv(VecEnv):
+class CheckedVecEnv(VecEnv):
+    """What vectorised environments here have in common: they say what is wrong when they are called out of order."""
+
+    closed = False
+    made_of = "env_fns"
+    rows_are = "environments"
+
+    def get_images(self) -> Sequence[np.ndarray[Any, Any] | None]:
+        """Render all environments.
+
+        :return: (height, width, 3) uint8 each; None where the render mode is another one
+        """
+        if self.render_mode == "rgb_array":
+            self._require_open()
+            return self._render()
+        warnings.warn(
+            f"The render mode is {self.render_mode}, but this method assumes it is `rgb_array` to obtain images.",
+            stacklevel=2,
+        )
+        return [None] * self.num_envs
+
+    def _render(self) -> Sequence[Any]:
+        raise NotImplementedError
+
+    def _require_open(self) -> None:
+        if self.closed:
+            name = type(self).__name__
+            raise InvalidArgumentError(f"this {name} is closed; make a new one: {name}({self.made_of})")
+
+    def _require_actions(self, actions: Any) -> None:
+        if len(actions) != self.num_envs:
+            raise InvalidArgumentError(
+                f"there are {len(actions)} actions for {self.num_envs} {self.rows_are}; expected an action for each"
+            )
+
+    def _require_begun(self, begun: bool) -> None:
+        if not begun:
+            raise InvalidArgumentError("no step was begun; write step_async(actions) first, or step(actions)")
+
+    def _chosen(self, indices: Indices, count: int) -> Sequence[int]:
+        """Return the numbers of environments, of so many: the base class asks before it knows how many there are."""
+        numbers = range(count)
+        return numbers if indices is None else [numbers[index] for index in self._get_indices(indices)]
+
+
+class PoolVecEnv(CheckedVecEnv):
     """A vectorised environment over workers.
 
     :param env_fns: build the environments
@@ -50,14 +95,8 @@ class PoolVecEnv(VecEnv):
         check_env_fns(env_fns)
         pool = self._pool = new_pool(factories_of(env_fns), num_workers=min(n_workers or len(env_fns), len(env_fns)))
         self.timings = pool.timings
-        self.closed = self.waiting = False
-        arrays, layout = pool.arrays, pool.layout
-        # Taken out of the dict once: this is the path of every step.
-        self._observations = [arrays[f"observation {index}"] for index in range(len(layout.paths))]
-        self._actions = arrays.get("action")
-        self._rewards, self._reward_kinds, self._flags = arrays["reward"], arrays["reward kind"], arrays["flags"]
-        self._flag_bytes, self._kind_bytes = self._flags.data, self._reward_kinds.data
-        self._zeros = bytes(len(pool.worker_of))
+        self.waiting = False
+        self._rewards, self._kinds, self._flags = (pool.arrays[name] for name in ("reward", "reward kind", "flags"))
         try:
             super().__init__(len(pool.worker_of), *pool.spaces)
             # What records videos takes the frames per second from it.
@@ -74,20 +113,7 @@ class PoolVecEnv(VecEnv):
         """
         if self.closed or self.waiting:
             self._require_idle()
-        self._pool.settle()
-        self._began = time.perf_counter()
-        shared = self._actions
-        if shared is not None and is_like(actions, shared):
-            shared[...] = actions
-            self._pool.step()
-        elif len(actions) != self.num_envs:
-            raise InvalidArgumentError(
-                f"there are {len(actions)} actions for {self.num_envs} environments; expected an action for each"
-            )
-        else:
-            # One by one, as SubprocVecEnv sends them: a conversion could change their bits.
-            for worker in self._pool.workers:
-                self._pool.send(worker, "step", list(actions[worker.first : worker.last]))
+        self._pool.begin_step(actions)
         self.waiting = True
 
     def step_wait(self) -> Any:
@@ -96,44 +122,34 @@ class PoolVecEnv(VecEnv):
         :return: observations, (n_envs, ...) each; rewards, (n_envs,); dones, (n_envs,) bool; a list of infos
         :raises WorkerError: a worker has failed
         """
-        self._require_open()
-        if not self.waiting:
-            raise InvalidArgumentError("no step was begun; write step_async(actions) first, or step(actions)")
+        if self.closed or not self.waiting:
+            self._require_open()
+            self._require_begun(self.waiting)
         pool = self._pool
         pool.wait_for_step()
         # From here on, Ctrl-C could not be followed by another step_wait.
         self.waiting = False
-        # Most steps end no episode and have nothing to say: told by comparing bytes, a tenth of what NumPy takes.
-        if self._flag_bytes == self._kind_bytes == self._zeros and all(
-            worker.answer is None for worker in pool.workers
-        ):
+        if pool.is_quiet():
             quiet: list[dict[str, Any]] = [{"TimeLimit.truncated": False} for _ in range(self.num_envs)]
             dtype = self.reward_dtype
             rewards = self._rewards.copy() if dtype is None else self._rewards.astype(dtype)
-            result = self._returned(), rewards, np.zeros(self.num_envs, bool), quiet
+            result = pool.observations(), rewards, np.zeros(self.num_envs, bool), quiet
         else:
             pool.tell_of_changes("DummyVecEnv")
-            infos, others = self._informations()
+            infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
+            reset_infos = list(self.reset_infos)  # those before are the caller's to keep
+            others: dict[int, Any] = {}
+            for index, (info, reset_info, others[index], final) in pool.entries():
+                infos[index] = info
+                if reset_info is not None:
+                    reset_infos[index], info["terminal_observation"] = reset_info, final
+            self.reset_infos = reset_infos
             ended = self._flags & ENDED
             for info, value in zip(infos, ended.tolist(), strict=True):
                 info["TimeLimit.truncated"] = value == TRUNCATED  # and not terminated as well
-            result = self._returned(), self._rewards_of_step(others), ended.astype(bool), infos
-        self.timings.add_step(time.perf_counter() - self._began)
+            result = pool.observations(), self._rewards_of_step(others), ended.astype(bool), infos
+        self.timings.add_step(time.perf_counter() - pool.began)
         return result
-
-    def _informations(self) -> tuple[list[dict[str, Any]], dict[int, Any]]:
-        """Return the informations that workers have sent, and rewards that are no plain numbers."""
-        infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
-        reset_infos = list(self.reset_infos)  # those before are the caller's to keep
-        rewards: dict[int, Any] = {}
-        for worker in self._pool.workers:
-            for index, entry in enumerate(self._pool.answer_of(worker) or (), worker.first):
-                if entry is not None:
-                    infos[index], reset_info, rewards[index], final = entry
-                    if reset_info is not None:
-                        reset_infos[index], infos[index]["terminal_observation"] = reset_info, final
-        self.reset_infos = reset_infos
-        return infos, rewards
 
     def reset(self) -> Any:
         """Reset all environments, with the seeds and options that were set.
@@ -143,18 +159,14 @@ class PoolVecEnv(VecEnv):
         """
         self._require_open()
         pool = self._pool
-        pool.settle()
+        pool.begin_reset([(seed, options or None) for seed, options in zip(self._seeds, self._options, strict=True)])
         self.waiting = False
-        asked = [(seed, options or None) for seed, options in zip(self._seeds, self._options, strict=True)]
-        for worker in pool.workers:
-            pool.reset(worker, asked[worker.first : worker.last])
         pool.wait_for_step()
-        infos = [reset_info for worker in pool.workers for _, reset_info, _, _ in pool.answer_of(worker)]
+        self.reset_infos = [reset_info for _, (_, reset_info, _, _) in pool.entries()]  # type: ignore[misc]
         pool.tell_of_changes("DummyVecEnv")
-        self.reset_infos = infos
         self._reset_seeds()
         self._reset_options()
-        return self._returned()
+        return pool.observations()
 
     def close(self) -> None:
         """Close the environments and end the workers; it always returns.
@@ -164,17 +176,7 @@ class PoolVecEnv(VecEnv):
         self.closed = True
         self._pool.close()  # again, if Ctrl-C has come before it was done
 
-    def get_images(self) -> Sequence[np.ndarray[Any, Any] | None]:
-        """Render all environments.
-
-        :return: (height, width, 3) uint8 each; None where the render mode is another one
-        """
-        if self.render_mode != "rgb_array":
-            warnings.warn(
-                f"The render mode is {self.render_mode}, but this method assumes it is `rgb_array` to obtain images.",
-                stacklevel=2,
-            )
-            return [None] * self.num_envs
+    def _render(self) -> Sequence[Any]:
         return self._call("render", None, None)
 
     def has_attr(self, attr_name: str) -> bool:
@@ -205,16 +207,10 @@ class PoolVecEnv(VecEnv):
 
     def _call(self, name: str, data: Any, indices: Indices) -> list[Any]:
         self._require_idle()
-        numbers = range(len(self._pool.worker_of))  # the base class may not know yet how many there are
-        chosen = numbers if indices is None else [numbers[index] for index in self._get_indices(indices)]
-        return self._pool.call(chosen, name, data)
-
-    def _returned(self) -> Any:
-        self._pool.remember()
-        return self._pool.layout.joined([array.copy() for array in self._observations])
+        return self._pool.call(self._chosen(indices, len(self._pool.worker_of)), name, data)
 
     def _rewards_of_step(self, others: dict[int, Any]) -> Any:
-        kinds = self._reward_kinds
+        kinds = self._kinds
         if self.reward_dtype is not None:
             rewards = self._rewards.astype(self.reward_dtype)
             for index, value in others.items():
@@ -230,12 +226,6 @@ class PoolVecEnv(VecEnv):
                 for index, (kind, value) in enumerate(zip(kinds.tolist(), self._rewards.tolist(), strict=True))
             ]
         )
-
-    def _require_open(self) -> None:
-        if self.closed:
-            raise InvalidArgumentError(
-                f"this {type(self).__name__} is closed; make a new one: {type(self).__name__}(env_fns)"
-            )
 
     def _require_idle(self) -> None:
         self._require_open()

@@ -6,9 +6,6 @@ import contextlib
 import copy
 import functools
 import pickle
-import sys
-import types
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,6 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
 from gymnasium.wrappers.vector import (
-    ClipReward,
     NormalizeReward,
     RecordEpisodeStatistics,
 )
@@ -35,20 +31,20 @@ from stable_baselines3.common.vec_env import (
     VecMonitor,
     VecNormalize,
     VecTransposeImage,
-    VecVideoRecorder,
 )
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
-from sb3_ext import GymVecEnv, make_vec_env
+from rl_ext_core.vector import SharedMemoryVectorEnv
+from sb3_ext import GymVecEnv, _compat, make_vec_env
 from tests.sb3_ext.toys import silenced
 from tests.sb3_ext.vec_checks import action_of, assert_equal
-from tests.sb3_ext.vec_worlds import OBSERVATIONS, Drawn
+from tests.sb3_ext.vec_worlds import OBSERVATIONS, Drawn, Reusing
 
 MODES = list(AutoresetMode)
 
 
 class Images(gym.Env[Any, Any]):
-    """Draws images from its generator, with episodes of different lengths, into one buffer that it reuses."""
+    """Draws images from its generator, with episodes of different lengths."""
 
     observation_space = spaces.Box(0, 255, (12, 12, 3), np.uint8)
     action_space = spaces.Discrete(2)
@@ -87,8 +83,9 @@ class Thin(VectorWrapper[Any, Any, Any, Any, Any]):
 
 
 def made(kind: str, build: Callable[[], Any], n_envs: int, mode: AutoresetMode) -> Any:
-    if kind == "async":
-        return AsyncVectorEnv([build] * n_envs, autoreset_mode=mode, context="fork")
+    if kind in ("async", "ours"):
+        workers = AsyncVectorEnv if kind == "async" else SharedMemoryVectorEnv
+        return workers([build] * n_envs, autoreset_mode=mode, context="fork")
     sync = SyncVectorEnv([build] * n_envs, autoreset_mode=mode, copy=kind != "not copied")
     return sync if kind in ("sync", "not copied") else Thin(sync)
 
@@ -121,6 +118,7 @@ def compared(ours: GymVecEnv, build: Callable[[], Any], steps: int = 60) -> list
     return seen
 
 
+@pytest.mark.sample(quick=8)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["sync", "not copied", "wrapped", "async"])
 @pytest.mark.parametrize("build", [cart_pole, Images])
@@ -130,6 +128,7 @@ def test_the_rollouts_of_dummy_vec_env(kind: str, mode: AutoresetMode, build: Ca
     assert 3 < dones.sum() < dones.size
 
 
+@pytest.mark.sample(quick=8)
 @pytest.mark.parametrize("n_envs", [1, 4])
 @pytest.mark.parametrize("kind", ["sync", "wrapped"])
 @pytest.mark.parametrize("observations", list(OBSERVATIONS))
@@ -143,6 +142,14 @@ def test_spaces(observations: str, kind: str, n_envs: int) -> None:
     if observations == "Box without dimensions" and kind == "wrapped":
         pytest.skip("rows of an array without dimensions are scalars")
     compared(GymVecEnv(made(kind, build, n_envs, AutoresetMode.SAME_STEP)), build, steps=25)
+
+
+@pytest.mark.parametrize("kind", ["sync", "wrapped"])
+def test_the_last_observation_is_right_where_environments_write_to_one_place(kind: str) -> None:
+    """DummyVecEnv's is overwritten by the reset."""
+    ours, sane = (GymVecEnv(made(kind, build, 2, AutoresetMode.DISABLED)) for build in (Reusing, Drawn))
+    actions = [np.zeros(2, int)] * 30
+    assert_equal(ends(ours, actions), ends(sane, actions))
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED])
@@ -295,7 +302,7 @@ def test_what_is_refused() -> None:
 # -- the methods of a VecEnv
 
 
-@pytest.mark.parametrize("kind", ["sync", "wrapped", "async"])
+@pytest.mark.parametrize("kind", ["sync", "wrapped", "async", "ours"])
 def test_methods_and_attributes(kind: str) -> None:
     venv = GymVecEnv(made(kind, Images, 3, AutoresetMode.SAME_STEP))
     venv.reset()
@@ -327,6 +334,18 @@ def test_methods_and_attributes(kind: str) -> None:
     for call in (venv.reset, lambda: venv.step(np.zeros(3, int)), lambda: venv.get_attr("mark")):
         with pytest.raises(InvalidArgumentError, match="closed"):
             call()
+
+
+def test_a_gymnasium_without_the_private_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_compat, "_TALKS_TO_SOME", False)
+    with contextlib.closing(GymVecEnv(made("async", Images, 2, AutoresetMode.SAME_STEP))) as venv:
+        venv.seed(3)
+        venv.reset()
+        assert venv.get_attr("np_random_seed", indices=[1, 0]) == [4, 3]
+        venv.set_attr("mark", 1)
+        assert venv.get_attr("mark") == [1, 1]
+        with pytest.raises(InvalidArgumentError, match=r"calls all or none\. Leave indices out"):
+            venv.get_attr("mark", indices=[1])
 
 
 def test_options_for_each() -> None:
@@ -422,13 +441,6 @@ def test_sb3s_wrappers() -> None:
     assert_equal(ends(ours, actions), ends(theirs, actions))
 
 
-def test_videos_have_the_environments_frame_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # SB3 asks for it before it records; nothing is encoded here.
-    monkeypatch.setitem(sys.modules, "moviepy", types.ModuleType("moviepy"))
-    venv = GymVecEnv(made("wrapped", Images, 2, MODES[0]))
-    assert VecVideoRecorder(venv, str(tmp_path), lambda step: False).frames_per_sec == 7
-
-
 def test_ppo_learns_the_same(tmp_path: Path) -> None:
     def trained(venv: VecEnv) -> Any:
         model = PPO("MlpPolicy", venv, n_steps=64, batch_size=64, n_epochs=2, seed=0, device="cpu")
@@ -447,8 +459,9 @@ def test_ppo_learns_the_same(tmp_path: Path) -> None:
     assert mean > 5
 
 
-@pytest.mark.parametrize("kind", ["sync", "wrapped"])
-def test_off_policy_algorithms(kind: str) -> None:
+@pytest.mark.slow
+def test_off_policy_algorithms() -> None:
+    kind = "wrapped"
     venv = GymVecEnv(made(kind, cart_pole, 2, AutoresetMode.NEXT_STEP))
     model = DQN("MlpPolicy", venv, learning_starts=20, buffer_size=500, seed=0, device="cpu")
     silenced(model).learn(120)
@@ -481,6 +494,7 @@ def test_off_policy_algorithms(kind: str) -> None:
         silenced(relabelled).learn(60)
 
 
+@pytest.mark.slow
 def test_sb3_contribs_algorithms() -> None:
     contrib = pytest.importorskip("sb3_contrib")
     from sb3_contrib.common.envs import InvalidActionEnvDiscrete
@@ -494,21 +508,6 @@ def test_sb3_contribs_algorithms() -> None:
         policy = "MlpLstmPolicy" if algorithm is contrib.RecurrentPPO else "MlpPolicy"
         options = {} if algorithm is contrib.QRDQN else {"n_steps": 32, "batch_size": 32}
         silenced(algorithm(policy, venv, device="cpu", **options)).learn(64)
-
-
-def test_vector_wrappers_around_rewards() -> None:
-    venv = GymVecEnv(ClipReward(SyncVectorEnv([cart_pole] * 2), 0.0, 0.5))
-    venv.reset()
-    for _ in range(40):
-        assert (venv.step(np.zeros(2, int))[1] == 0.5).all()
-
-
-def test_no_warnings_and_no_leftovers() -> None:
-    with warnings.catch_warnings(), contextlib.closing(GymVecEnv(made("async", cart_pole, 2, MODES[0]))) as venv:
-        warnings.simplefilter("error")
-        venv.reset()
-        venv.step(np.zeros(2, int))
-    assert not any(process.is_alive() for process in venv.env.processes)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async", "vector_entry_point"])

@@ -125,14 +125,6 @@ def test_steps(build: Any) -> None:
     venv.close()
 
 
-def test_episodes_are_counted() -> None:
-    venv = GymVecEnv(Isaac(2), clip_actions=1)
-    venv.reset()
-    infos = [venv.step(np.zeros((2, 2)))[3] for _ in range(4)]
-    assert {name: infos[2][0]["episode"][name] for name in "rl"} == {"r": 6.0, "l": 3}
-    assert {name: infos[3][1]["episode"][name] for name in "rl"} == {"r": 8.0, "l": 4}
-
-
 def test_episodes_of_other_names_are_completed() -> None:
     venv = GymVecEnv(Isaac(2, final="objects"), clip_actions=1)
     venv.reset()

@@ -8,23 +8,19 @@ import inspect
 import os
 import re
 import sqlite3
-import threading
 from pathlib import Path
 from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
 import pytest
-from gymnasium import spaces
 from stable_baselines3.common import env_util
-from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, IsolationError, WorkerError
 from sb3_ext import AutoVecEnv, EnvFactory, SharedMemoryVecEnv, as_factory, make_vec_env
 from tests.core.isolation.conftest import Variant, compiled, compiler, own_cache, variant
 from tests.core.isolation.test_what_is_tried import SlowReset
-from tests.load import busy
 from tests.sb3_ext.vec_checks import FAST, assert_equal, no_workers
 from tests.sb3_ext.vec_worlds import Bounded, Counting, Drawn, Slow, cart_pole, noted
 from tests.ways import WAYS, run_as
@@ -127,18 +123,6 @@ def test_instances_and_factories() -> None:
         assert_equal(seen(make_vec_env(source, 2, seed=1, isolation="process")), theirs)
 
 
-@pytest.mark.parametrize("isolation", ["in-process", "process"])
-def test_evaluating_does_not_miss_a_monitor(isolation: Any) -> None:
-    venv = make_vec_env("CartPole-v1", 2, seed=0, isolation=isolation)
-
-    class Policy:
-        def predict(self, observations: Any, **_: Any) -> Any:
-            return np.zeros(2, np.int64), None
-
-    assert evaluate_policy(Policy(), venv, n_eval_episodes=2)[0] > 5  # type: ignore[arg-type]
-    venv.close()
-
-
 def test_the_number_of_environments_may_be_that_of_cores() -> None:
     venv = make_vec_env("CartPole-v1", None, isolation="in-process")
     assert venv.num_envs == len(os.sched_getaffinity(0))
@@ -161,17 +145,6 @@ def test_seeds_make_all_streams_reproducible(start_method: str) -> None:
         values = [tuple(found[name]) for found in (*once, *other, *none)]
         # SB3 gives environment 1 of seed 4 the seed of environment 0 of seed 5.
         assert len(set(values)) == (5 if name == "own" else 6), name
-
-
-@pytest.mark.slow
-def test_sb3s_own_function_takes_ours_as_a_class() -> None:
-    theirs = seen(env_util.make_vec_env("CartPole-v1", 3, seed=2))
-    for options in (
-        {"vec_env_cls": AutoVecEnv},
-        {"vec_env_cls": AutoVecEnv, "vec_env_kwargs": {"isolation": "process", "start_method": FAST}},
-        {"vec_env_cls": SharedMemoryVecEnv, "vec_env_kwargs": {"start_method": FAST}},
-    ):
-        assert_equal(seen(env_util.make_vec_env("CartPole-v1", 3, seed=2, **options)), theirs)  # type: ignore[arg-type]
 
 
 # -- how far environments are kept apart
@@ -286,12 +259,7 @@ def test_what_cannot_be_used_is_refused(arguments: dict[str, Any], kind: Any, sa
     assert no_workers()
 
 
-def test_spaces_of_the_vectorised_environment() -> None:
-    venv = make_vec_env(Drawn, 2, isolation="process")
-    assert venv.observation_space == spaces.Box(-1, 1, (3,), np.float32)
-    venv.close()
-
-
+@pytest.mark.sample
 @pytest.mark.parametrize("isolation", ["in-process", "auto"])
 def test_functions_that_stay_in_this_process_keep_what_they_share(isolation: Any) -> None:
     made: list[int] = []
@@ -304,12 +272,6 @@ def test_functions_that_stay_in_this_process_keep_what_they_share(isolation: Any
         build().close()
         assert made == [0, 1, 2]
         made.clear()
-
-
-def test_what_cannot_be_pickled_may_stay_in_this_process() -> None:
-    lock = threading.Lock()
-    venv = make_vec_env(lambda: Counting() if lock else None, 2, isolation="in-process")
-    venv.close()
 
 
 def test_options_of_processes_are_no_use_without_any() -> None:
@@ -481,14 +443,6 @@ for make in (lambda kind: make_vec_env(kind, 2), lambda kind: AutoVecEnv([lambda
 def test_classes_and_globals_of_the_script(way: str, tmp_path: Path) -> None:
     here, apart = "DummyVecEnv [[4.0], [3.0]] [1, 0] True\n", "SharedMemoryVecEnv [[2.0], [1.0]] [] 0\n"
     assert run_as(way, OF_THE_SCRIPT, tmp_path) == 2 * (here + apart)
-
-
-@pytest.mark.slow
-def test_a_busy_machine_does_not_put_cart_pole_into_processes() -> None:
-    with busy():
-        venv = make_vec_env("CartPole-v1", 8, seed=0)
-        assert isinstance(venv, DummyVecEnv)
-        venv.close()
 
 
 @pytest.mark.slow

@@ -109,6 +109,7 @@ def test_an_agent_that_joins() -> None:
     env.close()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("game", ["sisl.pursuit_v5", "butterfly.knights_archers_zombies_v11", "sisl.multiwalker_v9"])
 def test_real_environments(game: str) -> None:
     module = pytest.importorskip(f"pettingzoo.{game}")
@@ -149,6 +150,7 @@ def test_real_environments(game: str) -> None:
         other.close()
 
 
+@pytest.mark.slow
 def test_algorithms_train_on_it() -> None:
     env = make_vec_env(Race(), 4, seed=0)
     assert "one policy" in env.isolation_report  # type: ignore[attr-defined]

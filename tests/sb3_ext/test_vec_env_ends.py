@@ -117,20 +117,6 @@ def test_a_failure_leaves_no_simulator(how: str, closed_too: int, method: str, t
     venv.close()
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("how", ["raise", "SIGSEGV"])
-def test_restarts_leave_no_simulator(how: str, tmp_path: Path) -> None:
-    build = functools.partial(WithSimulator, str(tmp_path))
-    venv = SharedMemoryVecEnv([functools.partial(build, how), build], FAST, restart="truncate")
-    venv.reset()
-    for _ in range(12):
-        venv.step(ACTIONS[:2])
-    assert venv.timings.restarts == 4
-    assert until(lambda: len(simulators(tmp_path)) == 2)
-    venv.close()
-    assert until(lambda: not simulators(tmp_path))
-
-
 @pytest.mark.sample(quick=0, ci=2)
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 @pytest.mark.parametrize("options", [{}, {"restart": "truncate"}])

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
-from rl_ext_core.errors import InvalidArgumentError, WorkerError
+from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.vector import channel
 from sb3_ext import SharedMemoryVecEnv
 from tests.interrupts import everywhere
@@ -245,14 +245,3 @@ def test_signals_at_random_moments(n_workers: int) -> None:
             assert venv.step_wait()[0][:, 0].tolist() == venv.env_method("count")
     venv.close()
     assert no_workers()
-
-
-def test_after_a_failure_every_call_tells_it() -> None:
-    venv = SharedMemoryVecEnv([Counting, lambda: Failing("step", "raise", after=0), Counting], FAST)
-    venv.reset()
-    calls: list[Callable[[], Any]] = [lambda: venv.step(ACTIONS), venv.reset, lambda: venv.get_attr("_count")]
-    calls += [lambda: venv.step_async(ACTIONS), lambda: venv.step(ACTIONS)]
-    for call in calls:
-        with pytest.raises(WorkerError, match=r"environment 1 of 3.*the rope has snapped"):
-            call()
-    venv.close()

@@ -9,7 +9,6 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
 from stable_baselines3 import A2C, DQN, PPO
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback
@@ -17,9 +16,6 @@ from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.logger import KVWriter, Logger
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import (
-    DummyVecEnv,
-    SubprocVecEnv,
-    VecCheckNan,
     VecEnv,
     VecFrameStack,
     VecMonitor,
@@ -101,10 +97,7 @@ def test_classes_count_as_wrapped_that_stand_for_another() -> None:
 IMAGES = functools.partial(Sprite, 3)
 WRAPPERS: dict[str, tuple[Any, Any]] = {
     "VecNormalize": (Drawn, VecNormalize),
-    "VecFrameStack": (IMAGES, functools.partial(VecFrameStack, n_stack=3)),
-    "VecMonitor": (Drawn, VecMonitor),
-    "VecTransposeImage": (IMAGES, VecTransposeImage),
-    "VecCheckNan": (Drawn, functools.partial(VecCheckNan, raise_exception=True)),
+    "images": (IMAGES, lambda venv: VecTransposeImage(VecFrameStack(venv, n_stack=3))),
     "several": (functools.partial(Drawn, "Dict"), lambda venv: VecNormalize(VecMonitor(venv), norm_obs_keys=["z"])),
 }
 
@@ -151,13 +144,6 @@ def test_training_gives_the_same_weights(algorithm: str) -> None:
     assert len(mine) > 4
 
 
-def test_multi_input_policies_and_images() -> None:
-    build = functools.partial(Drawn, "Dict", "Box")
-    venv = SharedMemoryVecEnv([build] * 2, FAST)
-    silenced(PPO("MultiInputPolicy", venv, n_steps=8, batch_size=8, n_epochs=1, device="cpu")).learn(16)
-    venv.close()
-
-
 class Written(KVWriter):
     def __init__(self) -> None:
         self.seen: list[dict[str, Any]] = []
@@ -186,20 +172,7 @@ def test_timings_are_logged() -> None:
     assert timings.step_seconds == pytest.approx(np.mean([entry["time/env_step"] for entry in seen]))
 
 
-def test_timings_of_other_environments_are_left_out() -> None:
-    assert not [
-        name for entry in logged(DummyVecEnv([cart_pole] * 3), VecEnvTimings()) for name in entry if "env_" in name
-    ]
-
-
-def test_it_is_a_vec_env_that_takes_what_subproc_vec_env_takes() -> None:
-    venv = SharedMemoryVecEnv([Drawn], "fork")
-    assert isinstance(venv, VecEnv)
-    assert isinstance(venv.observation_space, spaces.Box)
-    venv.close()
-    assert list(SubprocVecEnv.__init__.__annotations__)[:2] == list(SharedMemoryVecEnv.__init__.__annotations__)[:2]
-
-
+@pytest.mark.sample
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
 def test_workers_load_neither_torch_nor_stable_baselines3(start_method: str) -> None:
     venv = SharedMemoryVecEnv([functools.partial(gym.make, "CartPole-v1")] * 2, start_method, n_workers=1)
@@ -209,17 +182,3 @@ def test_workers_load_neither_torch_nor_stable_baselines3(start_method: str) -> 
     venv = SharedMemoryVecEnv([functools.partial(Drawn)] * 2, start_method)
     assert venv.env_method("loaded", ["torch", "stable_baselines3", "sb3_ext", "gymnasium"]) == [["gymnasium"]] * 2
     venv.close()
-
-
-# The latter import torch.
-@pytest.mark.parametrize("start_method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("n_workers", [None, 1])
-def test_streams_of_random_numbers_are_distinct(start_method: str, n_workers: int | None) -> None:
-    seen = []
-    for _ in range(2):
-        venv = SharedMemoryVecEnv([Drawn] * 3, start_method, n_workers=n_workers)
-        venv.reset()
-        seen += venv.env_method("draws")
-        venv.close()
-    for name in ("random", "numpy", "torch", "libc", "own"):
-        assert len({tuple(draws[name]) for draws in seen}) == 6, name

@@ -10,19 +10,16 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stable_baselines3 import PPO
 from stable_baselines3.common.utils import set_random_seed
-from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize, VecVideoRecorder
+from stable_baselines3.common.vec_env import DummyVecEnv, VecVideoRecorder
 
-from sb3_ext import AutoVecEnv, make_vec_env
+from sb3_ext import AutoVecEnv
 from sb3_ext.vec_env import SharedMemoryVecEnv
-from tests.sb3_ext.toys import silenced
 from tests.sb3_ext.vec_checks import FAST, action_of, assert_equal, both, rollout
 from tests.sb3_ext.vec_worlds import ACTIONS, OBSERVATIONS, REWARDS, Counting, Drawn, Returning, Reusing
 
@@ -80,20 +77,6 @@ def test_actions_of_other_dtypes_and_shapes_arrive_as_they_are(space: str, actio
         assert_equal(ours.env_method("all_given"), theirs.env_method("all_given"))
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
-def test_every_start_method(start_method: str) -> None:
-    check(functools.partial(Drawn, "Dict", "Box", "int"), n_workers=2, start_method=start_method)
-
-
-def test_real_environments() -> None:
-    def build() -> Any:
-        return gym.make("CartPole-v1", max_episode_steps=15)
-
-    with both([build] * 3, n_workers=2) as (ours, theirs):
-        actions = np.random.default_rng(0).integers(2, size=(60, 3))
-        assert_equal(rollout(ours, actions), rollout(theirs, actions))
-
-
 def test_seeds_and_options_go_to_the_next_reset_only() -> None:
     with both([Drawn] * 3, n_workers=2) as (ours, theirs):
         for venv in (ours, theirs):
@@ -119,15 +102,6 @@ def test_the_last_observation_is_right_where_environments_write_to_one_place() -
     finally:
         ours.close()
         sane.close()
-
-
-def test_floats_are_rounded_to_the_dtype_of_the_space_as_dummy_vec_env_does() -> None:
-    build = functools.partial(Returning, spaces.Box(-1, 1, (2,), np.float32), np.array([1 / 3, 2 / 3]))
-    ours, theirs = SharedMemoryVecEnv([build], FAST), DummyVecEnv([build])
-    try:
-        assert_equal(ours.reset(), theirs.reset())
-    finally:
-        ours.close()
 
 
 @pytest.mark.parametrize(
@@ -178,17 +152,6 @@ def test_what_is_chosen_returns_what_dummy_vec_env_does(rewards: str, infos: boo
         assert_equal(chosen.step(action), theirs.step(action))
         assert_equal(chosen.reset_infos, theirs.reset_infos)
     chosen.close()
-
-
-def test_normalised_training_does_not_depend_on_what_is_chosen() -> None:
-    def weights(isolation: str) -> list[np.ndarray]:
-        venv = VecNormalize(make_vec_env("Pendulum-v1", 2, seed=0, isolation=isolation))  # type: ignore[arg-type]
-        model = silenced(PPO("MlpPolicy", venv, n_steps=32, batch_size=32, n_epochs=1, seed=0, device="cpu"))
-        model.learn(128)
-        venv.close()
-        return [parameter.detach().numpy() for parameter in model.policy.parameters()]
-
-    assert_equal(weights("process"), weights("in-process"))
 
 
 class Seeding(Returning):

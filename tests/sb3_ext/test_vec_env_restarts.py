@@ -78,20 +78,6 @@ def test_all_environments_of_the_worker_are_truncated() -> None:
 
 
 @pytest.mark.slow
-def test_several_workers_that_fail_in_the_same_step() -> None:
-    hows = ["SIGSEGV", "hang", "raise", "hang"]
-    env_fns = [functools.partial(Failing, "step", how, after=2) for how in hows]
-    venv = SharedMemoryVecEnv(env_fns, FAST, restart="truncate", step_timeout=3.0)
-    venv.reset()
-    for _ in range(2):
-        venv.step(np.zeros(4, np.int64))
-    assert venv.step(np.zeros(4, np.int64))[2].all()
-    assert venv.timings.restarts == 4
-    assert venv.step(np.zeros(4, np.int64))[0][:, 0].tolist() == [1] * 4
-    venv.close()
-
-
-@pytest.mark.slow
 def test_workers_that_answer_are_not_taken_for_hanging_while_another_is_replaced(tmp_path: Path) -> None:
     class SlowToBuild(FailingOnce):
         def __init__(self, mark: str, when: str) -> None:
@@ -162,12 +148,6 @@ def test_a_reset_that_always_crashes_uses_the_limit_up() -> None:
     venv.close()
 
 
-def test_a_constructor_that_crashes_is_not_tried_again() -> None:
-    with pytest.raises(WorkerError, match="in its constructor: raised ValueError"):
-        SharedMemoryVecEnv([Counting, functools.partial(Failing, "constructor", "raise")], FAST, **RESTARTING)
-    assert no_workers()
-
-
 @pytest.mark.parametrize("start_method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seed", [None, 3])
 def test_restarted_environments_draw_differently(seed: int | None, start_method: str) -> None:
@@ -181,14 +161,6 @@ def test_restarted_environments_draw_differently(seed: int | None, start_method:
     venv.close()
     for name in ("random", "numpy", "torch", "libc", "own"):
         assert len({tuple(draws[name]) for draws in seen}) == 3, name
-
-
-def test_closing_ends_the_living_where_one_has_died() -> None:
-    venv = SharedMemoryVecEnv([Countable] * 3, FAST, **RESTARTING)
-    venv.reset()
-    killed(venv, 1)
-    venv.close()
-    assert no_workers()
 
 
 @pytest.mark.sample(quick=0)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -100,18 +97,6 @@ def test_environments_of_the_main_script_need_no_guard(way: str, method: str, pr
     assert (program.folder / "seen").read_text() == "x"
 
 
-@pytest.mark.slow
-def test_environments_of_a_notebook(tmp_path: Path) -> None:
-    nbformat = pytest.importorskip("nbformat")
-    nbclient = pytest.importorskip("nbclient")
-    lines = [SCRIPT, f"if True:\n    venv = {WAYS['a function'].format(options='')}{USE}"]
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(line) for line in lines])
-    os.environ["SEEN"] = str(tmp_path / "seen")
-    nbclient.NotebookClient(book, timeout=120, kernel_name="python3").execute(cwd=str(tmp_path))
-    text = "".join(output.get("text", "") for output in book.cells[1].outputs)
-    assert text.strip() == "[3, 3] [True, True]"
-
-
 DEATH = """
 if __name__ == "__main__":
     venv = SharedMemoryVecEnv([lambda: World(), lambda: World("hang"), lambda: World()], {method!r})
@@ -153,19 +138,3 @@ def test_a_program_that_forgets_to_close_ends(program: Program) -> None:
     ended = run(program, SCRIPT + "venv = SharedMemoryVecEnv([World] * 2)\nvenv.reset()\nprint('end')")
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "end\n", "")
     assert not session_of(program.running[-1].pid)
-
-
-@pytest.mark.slow
-def test_nothing_heavy_is_loaded_in_the_workers(tmp_path: Path) -> None:
-    """Nor does the parent's import of torch reach them by the fork server."""
-    text = """
-import json, sys, functools, gymnasium, torch
-from sb3_ext import make_vec_env
-from tests.sb3_ext.vec_worlds import Drawn
-venv = make_vec_env(Drawn, 2, isolation="process")
-print(json.dumps(venv.env_method("loaded", ["torch", "stable_baselines3", "sb3_ext", "cloudpickle"])))
-venv.close()
-"""
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", text], cwd=root, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == [["cloudpickle"]] * 2

@@ -52,27 +52,11 @@ def test_each_worker_has_its_gpu_before_mujoco_is_imported(form: str, method: st
     assert variables() == UNSET
 
 
-@pytest.mark.slow
-def test_one_decision_for_all() -> None:
-    env = ParallelEnv(2, Looking, devices=on_gpus()[1])
-    env.reset()
-    assert [now for _, now, *_ in env.seen()] == [EXPECTED[1]] * 2
-    env.close()
-
-
 def test_forked_workers_refuse_what_comes_too_late() -> None:
     """This process has imported mujoco, and so have its forks."""
     with pytest.raises(WorkerError, match="DeviceConflictError") as caught:
         ParallelEnv(3, Looking(), devices=on_gpus(renderer="mujoco"), mp_start_method="fork")
     assert isinstance(caught.value.__cause__, DeviceConflictError)
-
-
-@pytest.mark.slow
-def test_round_robin_where_there_is_no_gpu() -> None:
-    env = ParallelEnv(2, Looking, devices="round-robin")
-    env.reset()
-    assert [[now, device] for _, now, _, device in env.seen()] == [[UNSET, "cpu"]] * 2
-    env.close()
 
 
 def test_round_robin_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,8 +94,3 @@ def test_workers_render_with_mesa() -> None:
 def test_what_is_no_decision(devices: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r"(?s)devices=.*resolve\("):
         ParallelEnv(2, Well, devices=devices)
-
-
-def test_decisions_for_another_number_of_workers() -> None:
-    with pytest.raises(InvalidArgumentError, match="devices has 3 entries for 2 workers"):
-        ParallelEnv(2, Well, devices=on_gpus())

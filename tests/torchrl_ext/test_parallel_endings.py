@@ -176,60 +176,8 @@ def test_where_closing_has_a_limit_it_ends_with_a_sentence(
         env.close()
 
 
-class Licensed(GymEnv):
-    def __init__(self, *, fails: bool = False, **kwargs: Any) -> None:
-        if fails:
-            raise ValueError("no licence file")
-        super().__init__("CartPole-v1", **kwargs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("metadata_from_workers", [True, False])
-def test_errors_of_constructors_are_told_wherever_metadata_come_from(metadata_from_workers: bool) -> None:
-    options = {"metadata_from_workers": True, "use_buffers": False} if metadata_from_workers else {}
-    with pytest.raises(WorkerError, match=r"^worker 1 of 2.* raised ValueError\('no licence file'\)") as caught:
-        ParallelEnv(2, Licensed, create_env_kwargs=[{}, {"fails": True}], **options).reset()
-    assert repr(caught.value.__cause__) == "ValueError('no licence file')"
-
-
 def make_cartpole() -> GymEnv:
     return GymEnv("CartPole-v1")
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize("cls", [ParallelEnv, Upstream])
-def test_a_closed_view_says_so(cls: Any) -> None:
-    env = cls(3, make_cartpole)
-    env.reset()
-    view = env[1:]
-    view.close()
-    with pytest.raises(RuntimeError, match="Cannot use a closed indexed batched environment view"):
-        view.reset()
-    assert env.rollout(2).shape == (3, 2)
-    env.close()
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize("cls", [ParallelEnv, Upstream])
-def test_a_view_of_a_closed_environment_says_so(cls: Any) -> None:
-    env = cls(2, make_cartpole)
-    env.reset()
-    view = env[1:]
-    env.close()
-    with pytest.raises(RuntimeError, match="after its parent environment has been closed"):
-        view.reset()
-
-
-def make_other(*, pendulum: bool = False) -> GymEnv:
-    return GymEnv("Pendulum-v1" if pendulum else "CartPole-v1")
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize("cls", [ParallelEnv, Upstream])
-def test_metadata_that_do_not_fit_together_are_told(cls: Any) -> None:
-    kwargs = [{}, {"pendulum": True}]
-    with pytest.raises(RuntimeError, match="metadata are incompatible"):
-        cls(2, make_other, create_env_kwargs=kwargs, metadata_from_workers=True, use_buffers=False).reset()
 
 
 class Many(Well):
@@ -241,6 +189,7 @@ class Many(Well):
         return {key: np.full(2, self.count / 10, np.float32) for key in self.observation_space}
 
 
+@pytest.mark.slow
 def test_any_number_of_observations_goes_through_a_fork_server() -> None:
     env = ParallelEnv(2, lambda: GymWrapper(Many()), mp_start_method="forkserver")
     data = env.rollout(3, break_when_any_done=False)
@@ -337,6 +286,7 @@ def _go_on(env: ParallelEnv, *, stepping: bool) -> str:
 
 
 # Ctrl-C may come while torch makes one of these.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*StorageWeakRef:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("use_buffers", [True, pytest.param(False, marks=slow)], ids=["buffers", "pipes"])
 def test_ctrl_c_in_steps_then_reset(use_buffers: bool) -> None:

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from rl_ext_core.errors import NotCopyableError, WorkerError
+from rl_ext_core.errors import WorkerError
 from rl_ext_core.factory import EnvFactory
 from tests.torchrl_ext.parallel_checks import AT_MOST_S, diary, no_workers_left, workers, workers_left
-from tests.torchrl_ext.parallel_environments import Failing, Native, Well
+from tests.torchrl_ext.parallel_environments import Failing, Well
 from torchrl_ext import ParallelEnv, as_factory
 
 __all__ = ["diary", "no_workers_left"]
@@ -142,28 +142,10 @@ def test_texts_name_the_seed_of_the_worker() -> None:
     assert caught.value.phase == "step"
 
 
-def test_what_fails_while_building_is_said_to() -> None:
-    with within_reach(env := failing("constructor")) as caught:
-        env.reset()
-    assert "in building the environment" in str(caught.value)
-
-
 def test_a_constructor_that_fails_everywhere_fails_at_once() -> None:
     with pytest.raises(WorkerError, match="the well is dry") as caught:
         ParallelEnv(2, functools.partial(Failing, when="constructor"))
     assert repr(caught.value.__cause__) == "ValueError('the well is dry')"
-
-
-@pytest.mark.slow
-@buffers
-def test_reset_starts_new_workers(use_buffers: bool) -> None:
-    env = failing("step", use_buffers=use_buffers)
-    for _ in range(2):
-        with pytest.raises(WorkerError, match="the well is dry"):
-            env.rollout(5)
-    assert env.reset()["observation"].shape == (2, 3)
-    assert len(workers()) == 2
-    env.close()
 
 
 def test_stepping_without_workers_is_refused() -> None:
@@ -222,29 +204,6 @@ def test_of_two_failures_the_first_is_told() -> None:
     assert (caught.value.worker, caught.value.kind) == (2, "exception")
 
 
-@pytest.mark.slow
-def test_environments_that_hang_when_they_are_tried_out_are_found_by_the_time_limit() -> None:
-    with pytest.raises(WorkerError, match="did not answer within 2 s") as caught:
-        ParallelEnv(2, functools.partial(Failing, when="step", how="hang"), start_timeout=2.0)
-    assert "in fail" in str(caught.value)
-
-
-def test_environments_whose_steps_fail_do_so_when_they_are_stepped() -> None:
-    env = ParallelEnv(2, functools.partial(Failing, when="step"))
-    with within_reach(env) as caught:
-        live(env)
-    assert (caught.value.worker, caught.value.phase) in [(0, "step"), (1, "step")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("use_buffers", [True, False], ids=["buffers", "pipes"])
-def test_data_that_cannot_be_pickled(use_buffers: bool) -> None:
-    env = ParallelEnv(2, functools.partial(Native, note="lock"), use_buffers=use_buffers)
-    with within_reach(env) as caught:
-        env.reset()
-    assert "cannot pickle '_thread.lock' object" in str(caught.value)
-
-
 def test_results_that_cannot_be_pickled() -> None:
     env = ParallelEnv(2, factory())
     env.reset()
@@ -295,6 +254,7 @@ def test_ctrl_c_ends_the_workers(when: str, use_buffers: bool) -> None:
     env.close()
 
 
+@pytest.mark.slow
 def test_ctrl_c_during_the_start_ends_the_workers() -> None:
     env = failing("constructor", "hang")
     interrupt_soon()
@@ -310,13 +270,6 @@ def test_what_prevents_a_worker_from_starting_ends_those_that_have_started(monke
     with pytest.raises(TypeError, match="cannot pickle"):
         env.reset()
     assert not workers_left()
-
-
-def test_instances_that_cannot_be_copied_are_refused_with_the_attribute() -> None:
-    well = Well()
-    well.rope = (number for number in range(3))  # type: ignore[attr-defined]
-    with pytest.raises(NotCopyableError, match=r"rope.*generator"):
-        ParallelEnv(2, well)
 
 
 @pytest.mark.sample(quick=0, ci=2)

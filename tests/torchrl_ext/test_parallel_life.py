@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-import os
 import pickle
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +14,7 @@ import pytest
 import torch
 
 from rl_ext_core.errors import WorkerError
-from tests.torchrl_ext.parallel_checks import diary, no_workers_left, workers, workers_left
+from tests.torchrl_ext.parallel_checks import diary, no_workers_left, workers
 from tests.torchrl_ext.parallel_environments import Failing, Native, Well, make_failing, told
 from torchrl_ext import GymWrapper, ParallelEnv, as_factory
 
@@ -34,21 +32,6 @@ def make_native() -> Native:
     return Native()
 
 
-def test_attributes_of_attributes() -> None:
-    env = ParallelEnv(2, make_native)
-    env.reset()
-    assert env.seen.shape() == [(), ()]
-    assert env.seen.dim() == [0, 0]
-    env.close()
-
-
-def test_moves_to_a_device() -> None:
-    env = ParallelEnv(2, make_native)
-    assert env.rollout(2).device is None
-    assert env.to("cpu").rollout(2).device == torch.device("cpu")
-    env.close()
-
-
 @pytest.mark.slow
 def test_options_may_be_set_later() -> None:
     env = ParallelEnv(2, make_native).configure_parallel(use_buffers=False, mp_start_method="fork", shutdown_timeout=20)
@@ -56,12 +39,6 @@ def test_options_may_be_set_later() -> None:
     assert env._workers[0].popen.method == "fork"
     assert env._mp_start_method == "fork"
     assert not env._use_buffers
-    env.close()
-
-
-def test_made_by_upstreams_other_constructor() -> None:
-    env = ParallelEnv.make_parallel(Well, num_envs=2)
-    assert env.rollout(2).shape == (2, 2)
     env.close()
 
 
@@ -84,6 +61,7 @@ def test_closing_ends_the_workers_and_their_environments(use_buffers: bool, diar
     env.close()
 
 
+@pytest.mark.slow
 def test_the_number_of_threads_of_this_process_is_as_before() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(5)
@@ -95,16 +73,6 @@ def test_the_number_of_threads_of_this_process_is_as_before() -> None:
         assert torch.get_num_threads() == 5
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.mark.slow
-def test_what_nobody_refers_to_ends() -> None:
-    env = ParallelEnv(2, factory())
-    env.reset()
-    assert len(workers()) == 2
-    del env
-    gc.collect()
-    assert not workers_left()
 
 
 @pytest.mark.slow
@@ -192,33 +160,3 @@ def test_a_pickle_holds_no_instance() -> None:
 
 
 # -- time
-
-
-def test_dead_workers_are_found_soon() -> None:
-    env = ParallelEnv(2, factory(), overrides=[{}, {"when": "step", "how": "SIGKILL"}])
-    env.reset()
-    begin = time.monotonic()
-    with pytest.raises(WorkerError):
-        env.rollout(5)
-    assert time.monotonic() - begin < 10  # milliseconds, in fact; upstream's may wait for BATCHED_PIPE_TIMEOUT
-
-
-@pytest.mark.slow
-def test_workers_do_not_outlive_this_process(tmp_path: Any) -> None:
-    """A process that is killed has no time to end its workers."""
-    child = os.fork()
-    if not child:
-        env = ParallelEnv(2, Well, mp_start_method="fork", verify=False)
-        env.reset()
-        (tmp_path / "pids.part").write_text(" ".join(str(worker.pid) for worker in env._workers))
-        (tmp_path / "pids.part").rename(tmp_path / "pids")
-        time.sleep(1000)
-    end = time.monotonic() + 120
-    while not (tmp_path / "pids").exists() and time.monotonic() < end:
-        time.sleep(0.01)
-    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    os.kill(child, 9)
-    os.waitpid(child, 0)
-    while any(map(psutil.pid_exists, pids)) and time.monotonic() < end:
-        time.sleep(0.01)
-    assert not any(map(psutil.pid_exists, pids))

@@ -119,13 +119,6 @@ def test_what_a_script_defines(guarded: bool, tmp_path: Path) -> None:
     assert [float(line.split()[1]) for line in out.splitlines()] == [2 * size for size in PRINTED]
 
 
-def test_what_was_typed_in(tmp_path: Path) -> None:
-    """As in a notebook, the main module has no file."""
-    code, out, err = ended(started(tmp_path, "-", text=OWN + USES), tmp_path)
-    assert (code, err) == (0, "")
-    assert [float(line.split()[0]) for line in out.splitlines()] == PRINTED
-
-
 ENDS = (
     OWN
     + """

@@ -15,11 +15,10 @@ import torch
 from torchrl.envs import GymEnv as UpstreamGymEnv
 from torchrl.envs import GymWrapper as UpstreamGymWrapper
 from torchrl.envs import ParallelEnv as Upstream
-from torchrl.envs import SerialEnv
 
 from tests.torchrl_ext.parallel_checks import diary, no_workers_left
 from tests.torchrl_ext.parallel_environments import Native, Well
-from torchrl_ext import GymWrapper, ParallelEnv, as_factory
+from torchrl_ext import GymWrapper, ParallelEnv
 
 __all__ = ["diary", "no_workers_left"]
 
@@ -97,26 +96,6 @@ def test_a_function_that_seeds_is_left_its_seed() -> None:
     assert (expected == found).all()
 
 
-@pytest.mark.slow
-def test_set_seed_does_so_too() -> None:
-    expected = upstreams(own_cartpole)
-    assert (lived(ParallelEnv(3, "CartPole-v1"), 7) == expected).all()
-    assert (lived(ParallelEnv(3, "CartPole-v1", seed=1), 7) == expected).all()
-
-
-def test_the_same_in_one_process() -> None:
-    """The factories do without processes, e.g. to debug."""
-    factories = as_factory(gymnasium.make("CartPole-v1")).for_workers(2, seed=0)
-    serial = SerialEnv(2, factories)
-    expected = lived(serial, 7)
-    assert (lived(ParallelEnv(2, factories), 7) == expected).all()
-
-
-@pytest.mark.slow
-def test_other_seeds_give_something_else() -> None:
-    assert not (lived(ParallelEnv(2, Well, seed=7)) == lived(ParallelEnv(2, Well, seed=8))).all()
-
-
 SOURCES: dict[str, Callable[[], Any]] = {
     "a class": lambda: Well,
     "an instance": Well,
@@ -159,12 +138,6 @@ def test_workers_draw_the_same_in_every_run_with_a_seed(form: str) -> None:
     assert first[0] != first[1]
 
 
-def test_starting_again_gives_the_same_again() -> None:
-    env = ParallelEnv(2, Well, seed=3)
-    first = draws(env)
-    assert draws(env) == first
-
-
 def test_pickles_draw_differently_without_a_seed() -> None:
     """Collectors send one to each of their processes."""
     packed = pickle.dumps(ParallelEnv(2, used(Well())))
@@ -191,6 +164,7 @@ def test_seeds_have_no_effect_on_this_process() -> None:
     env.close()
 
 
+@pytest.mark.slow
 def test_environments_that_take_no_seed() -> None:
     env = ParallelEnv(2, Unseeded, seed=3)
     first = draws(env)

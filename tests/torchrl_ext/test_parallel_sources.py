@@ -11,7 +11,6 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from torchrl.envs import GymEnv as UpstreamGymEnv
 from torchrl.envs import ParallelEnv as Upstream
 from torchrl.envs import RewardSum, SerialEnv, StepCounter, TransformedEnv
 
@@ -145,21 +144,6 @@ def test_ids_and_specs(source: Any) -> None:
     env.close()
 
 
-def test_ids_of_this_process_alone() -> None:
-    gymnasium.register("tests/Well-v0", Well, kwargs={"depth": 4.0})
-    try:
-        env = ParallelEnv(2, "tests/Well-v0")
-        assert depths(env) == [4.0, 4.0]
-        env.close()
-    finally:
-        del gymnasium.registry["tests/Well-v0"]
-
-
-def test_ids_that_nobody_knows() -> None:
-    with pytest.raises(InvalidArgumentError, match="Kartoffel-v1"):
-        ParallelEnv(2, "Kartoffel-v1")
-
-
 @pytest.mark.sample(quick=0)
 @pytest.mark.parametrize("use_buffers", [True, False])
 def test_environments_that_differ(use_buffers: bool) -> None:
@@ -199,13 +183,7 @@ def test_overrides_are_arguments_of_callables_and_attributes_of_copies() -> None
         env.close()
 
 
-def test_overrides_of_ids() -> None:
-    env = ParallelEnv(2, "Pendulum-v1", overrides=[{"g": 1.0}, {"g": 2.0}])
-    env.reset()
-    assert [inner.g for inner in env._env.unwrapped()] == [1.0, 2.0]
-    env.close()
-
-
+@pytest.mark.slow
 def test_kwargs_of_upstream() -> None:
     env = ParallelEnv(2, make_well, create_env_kwargs=[{"depth": 1.0}, {"depth": 2.0}])
     env.update_kwargs([{"depth": 4.0}, {}])
@@ -215,6 +193,7 @@ def test_kwargs_of_upstream() -> None:
         ParallelEnv(2, make_well, create_env_kwargs=[{}] * 3)
 
 
+@pytest.mark.slow
 def test_environments_find_the_threads_of_their_workers_wherever_they_are_built() -> None:
     def make() -> GymWrapper:
         if torch.get_num_threads() != 3:
@@ -341,9 +320,3 @@ def test_forms_by_other_methods(form: str, method: str, diary: Path, caplog: pyt
         assert depths(env) == [3.0, 3.0]
     env.close()
     assert [told(what, here=True) for what in WHAT_IS_BUILT] == before
-
-
-def test_upstreams_classes_too() -> None:
-    env = ParallelEnv(2, UpstreamGymEnv("CartPole-v1"))
-    assert env.rollout(3).shape == (2, 3)
-    env.close()

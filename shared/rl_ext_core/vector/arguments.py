@@ -14,7 +14,7 @@ from rl_ext_core.factory import EnvFactory, as_factory
 from rl_ext_core.frames.planning import parse_bytes
 from rl_ext_core.isolation.cures import CURES
 
-__all__ = ["at_least_one", "check_env_fns", "check_options", "factories_of", "is_like"]
+__all__ = ["at_least_one", "check_env_fns", "check_options", "factories_of"]
 
 
 def _like(value: Any) -> str:
@@ -106,8 +106,3 @@ def factories_of(env_fns: Sequence[Callable[[], Any]]) -> list[EnvFactory[Any]]:
             made[id(env_fn)] = as_factory(env_fn).for_workers(len(env_fns))
         factories.append(made[id(env_fn)][index])
     return factories
-
-
-def is_like(actions: Any, shared: np.ndarray[Any, Any]) -> bool:
-    """Return whether actions can be written into an array and stay the same to the bit."""
-    return type(actions) is np.ndarray and actions.dtype == shared.dtype and actions.shape == shared.shape

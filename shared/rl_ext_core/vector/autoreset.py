@@ -45,6 +45,22 @@ class Autoreset(Enum):
     SAME_STEP = "SameStep"
     DISABLED = "Disabled"
 
+    @classmethod
+    def of(cls, asked: Any, *, write: str = "SameStep") -> Autoreset:
+        """Return the mode that is meant by a mode of gymnasium's, its name or value.
+
+        :param write: what an error says to write
+        :raises InvalidArgumentError: no such mode
+        """
+        text = str(getattr(asked, "value", asked))
+        for mode in cls:
+            if text in (mode.value, mode.name):
+                return mode
+        raise InvalidArgumentError(
+            f"autoreset_mode={asked!r} is none of {', '.join(repr(mode.value) for mode in cls)}. Write "
+            f'autoreset_mode="{write}"'
+        )
+
 
 def find_mode(env: Any, asked: object, *, speaks_torch: bool) -> Autoreset | None:
     """Find the mode of a vectorised environment: as asked for, its attribute, its metadata, its library's habit.
@@ -63,14 +79,7 @@ def find_mode(env: Any, asked: object, *, speaks_torch: bool) -> Autoreset | Non
         metadata.get("autoreset_mode"),
     ):
         if found is not None:
-            text = str(getattr(found, "value", found))
-            for mode in Autoreset:
-                if text in (mode.value, mode.name):
-                    return mode
-            raise InvalidArgumentError(
-                f"autoreset_mode={found!r} is none of {', '.join(repr(mode.value) for mode in Autoreset)}. "
-                'Write autoreset_mode="SameStep"'
-            )
+            return Autoreset.of(found)
     # ManiSkill's vector wrapper has an attribute, mjlab a setting.
     said = [getattr(layer, "__dict__", {}).get("auto_reset") for layer in layers(env)]
     said.append(getattr(getattr(base, "cfg", None), "auto_reset", None))

@@ -136,8 +136,6 @@ class Spin:
     A wait that takes longer has spun for nothing, and one in which this process was put aside has taken a core from
     others. After such a one so many waits block at once, and after the next four times as many, unless there were a
     hundred good ones in between: long steps and loaded machines are found out that way.
-
-    :param seconds: how long
     """
 
     # The parent has nothing else to do while workers step. A worker that spins may slow the parent down, which computes
@@ -275,14 +273,7 @@ class WorkerHandle:
         self._read = self._told = 0
 
     def connect(self, process: Any, commands: Any, replies: Any, own_reply: Any, mail: Memory, cells: Any) -> None:
-        """Take a process that has started; its first answer is awaited.
-
-        :param commands: where it is woken
-        :param replies: where it wakes this process
-        :param own_reply: the other end of that, by which this process wakes itself
-        :param mail: for messages
-        :param cells: of the worker
-        """
+        """Take a process that has started; its first answer is awaited."""
         self.cells, self._read, self._told, self._mail = cells, 0, cells[Cell.TOLD], mail
         self._commands, self.replies, self._own_reply = commands.fileno(), replies.fileno(), own_reply.fileno()
         self.process, self.ends = process, (commands, replies, own_reply)

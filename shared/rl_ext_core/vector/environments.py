@@ -52,8 +52,6 @@ class EpisodeMonitor(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     ``info["episode"]`` of an episode's last step is its return (``"r"``), its length (``"l"``) and the seconds since
     this object was made (``"t"``).
-
-    :param env: the environment
     """
 
     # What ``env_is_wrapped`` is asked for.
@@ -109,12 +107,7 @@ class EpisodeMonitor(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 def call(env: Any, name: str, data: Any) -> Any:
-    """Do what a method of ``VecEnv`` or ``VectorEnv`` does to one of its environments, beside steps and resets.
-
-    :param env: the environment
-    :param name: of the method; ``"render"`` is part of ``get_images``
-    :param data: its arguments
-    """
+    """Do what a method of ``VecEnv`` or ``VectorEnv`` does to one of its environments, beside steps and resets."""
     if name == "render":
         return env.render()
     if name == "env_method":

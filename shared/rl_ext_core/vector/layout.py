@@ -114,7 +114,6 @@ def _joined(tree: Any, parts: list[Any]) -> Any:
 def common_spaces(found: Sequence[Any]) -> Any:
     """Return the spaces that all environments have.
 
-    :param found: observation and action space of each
     :raises EnvironmentOutputError: one has others than the first
     """
     for number, pair in enumerate(found):

@@ -26,12 +26,7 @@ Answer = tuple[bytes, dict[str, Any]]
 
 
 class ActorFailure(Exception):  # noqa: N818 - on its way to the driver, which raises a WorkerError
-    """An environment has failed.
-
-    :param environment: its number among this actor's
-    :param phase: number of what it was at
-    :param raised: the exception
-    """
+    """An environment has failed."""
 
     def __init__(self, environment: int, phase: int, raised: Raised) -> None:
         super().__init__(environment, phase, raised)
@@ -96,12 +91,6 @@ class ActorHandle:
 class RayPool(WorkerPool):
     """Actors that hold environments.
 
-    :param factories: build the environments, one each
-    :param num_workers: how many actors share them, in order and as evenly as that goes
-    :param actor_options: of each actor, as ``ray.remote`` takes them
-    :param start_timeout: seconds until all environments must be built
-    :param step_timeout: seconds until actors must have answered any later command
-    :param close_timeout: seconds until they must have closed their environments
     :raises MissingDependencyError: Ray is not installed
     :raises WorkerError: an environment cannot be built
     :raises EnvironmentOutputError: their spaces differ
@@ -133,7 +122,7 @@ class RayPool(WorkerPool):
             self.wait(start_timeout)
             self.spaces = common_spaces([spaces for worker in workers for spaces in worker.answer])
             self.layout = Layout.of(len(factories), *self.spaces, after=0)
-            self.arrays = self.layout.arrays(bytearray(self.layout.size))
+            self._map(self.layout.arrays(bytearray(self.layout.size)))
             for worker in workers:
                 layout = Layout.of(worker.last - worker.first, *self.spaces, after=channel.CELL_BYTES)
                 worker.send("map", layout)

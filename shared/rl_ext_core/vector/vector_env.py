@@ -14,9 +14,8 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, iterate
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, also
-from rl_ext_core.vector.arguments import check_env_fns, check_options, factories_of, is_like
+from rl_ext_core.vector.arguments import check_env_fns, check_options, factories_of
 from rl_ext_core.vector.autoreset import Autoreset
-from rl_ext_core.vector.channel import Raised, unpack
 from rl_ext_core.vector.pool import Pool
 from rl_ext_core.vector.worker import OTHER, TERMINATED, TRUNCATED
 
@@ -99,7 +98,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         of_pool |= {"step_timeout": step_timeout, "close_timeout": close_timeout}
         n_workers = max_concurrency if n_workers is None else n_workers
         check_options(**of_pool, n_workers=n_workers, restart=restart, max_restarts=max_restarts)
-        mode = _mode(autoreset_mode)
+        mode = AutoresetMode(Autoreset.of(autoreset_mode, write="NextStep").value)
         self.num_envs = len(env_fns)
         self.copy, self.autoreset_mode = copy, mode
         try:
@@ -114,10 +113,6 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
             raise also(EnvironmentOutputError, RuntimeError())(*error.args) from None
         self.closed, self._pending = False, ""
         self.timings = pool.timings
-        self._shared = [pool.arrays[f"observation {index}"] for index in range(len(pool.layout.paths))]
-        self._actions = pool.arrays.get("action")
-        self._quiet = bytes(self.num_envs)
-        self._flags, self._kinds = pool.arrays["flags"].data, pool.arrays["reward kind"].data
         self.single_observation_space, self.single_action_space = pool.spaces
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
@@ -157,10 +152,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
             raise InvalidArgumentError(
                 f"there are {len(seeds)} seeds for {self.num_envs} environments; expected one each. Write seed=0"
             )
-        asked = [(seed, options) if this else None for seed, this in zip(seeds, chosen, strict=True)]
-        self._pool.settle()
-        for worker in self._pool.workers:
-            self._pool.reset(worker, asked[worker.first : worker.last])
+        self._pool.begin_reset([(seed, options) if this else None for seed, this in zip(seeds, chosen, strict=True)])
         self._pending = "reset"
 
     def reset_wait(self, timeout: float | None = None) -> Any:
@@ -171,10 +163,10 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         """
         self._wait("reset", timeout)
         infos: dict[str, Any] = {}
-        for index, entry in self._entries(to_reset=True):
-            infos = self._add_info(infos, entry[1], index)
+        for index, entry in self._pool.entries(to_reset=True):
+            infos = self._add_info(infos, entry[1] or {}, index)
         self._pool.tell_of_changes("AsyncVectorEnv")
-        return self._observations(), infos
+        return self._pool.observations(copy=self.copy), infos
 
     def step_async(self, actions: Any) -> None:
         """Have the environments begin a step.
@@ -183,21 +175,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         """
         if self.closed or self._pending:
             self._require_idle("step_async")
-        pool, shared = self._pool, self._actions
-        pool.settle()
-        self._began = time.perf_counter()
-        if shared is not None and is_like(actions, shared):
-            shared[...] = actions
-            pool.step()
-        else:
-            # As AsyncVectorEnv sends them: a conversion could change their bits.
-            each = list(iterate(self.action_space, actions))
-            if len(each) != self.num_envs:
-                raise InvalidArgumentError(
-                    f"there are {len(each)} actions for {self.num_envs} environments; expected an action for each"
-                )
-            for worker in pool.workers:
-                pool.send(worker, "step", each[worker.first : worker.last])
+        self._pool.begin_step(actions, lambda given: list(iterate(self.action_space, given)))
         self._pending = "step"
 
     def step_wait(self, timeout: float | None = None) -> Any:
@@ -211,41 +189,28 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         self._wait("step", timeout)
         pool = self._pool
         infos: dict[str, Any] = {}
-        rewards = pool.arrays["reward"]
-        # Most steps end no episode and have nothing to say: told by comparing bytes, a tenth of what NumPy takes.
-        if self._flags == self._kinds == self._quiet and all(worker.answer is None for worker in pool.workers):
+        if pool.is_quiet():
             nothing = np.zeros((2, self.num_envs), bool)
-            result = self._observations(), rewards.copy(), nothing[0], nothing[1], infos
+            result = pool.observations(copy=self.copy), pool.arrays["reward"].copy(), nothing[0], nothing[1], infos
         else:
-            rewards = rewards.copy()
-            for index, (info, reset_info, reward, final) in self._entries():
+            entries = pool.entries()  # which writes into the arrays where a worker is replaced
+            rewards, kinds, flags = pool.arrays["reward"].copy(), pool.arrays["reward kind"], pool.arrays["flags"]
+            for index, (info, reset_info, reward, final) in entries:
                 if reset_info is not None:
                     info = {"final_info": info, "final_obs": final, **reset_info}
                 infos = self._add_info(infos, info, index)
-                if self._kinds[index] == OTHER:
+                if kinds[index] == OTHER:
                     rewards[index] = reward
             pool.tell_of_changes("AsyncVectorEnv")
-            flags = pool.arrays["flags"]
             terminated, truncated = (flags & TERMINATED).astype(bool), (flags & TRUNCATED).astype(bool)
-            result = self._observations(), rewards, terminated, truncated, infos
-        self.timings.add_step(time.perf_counter() - self._began)
+            result = pool.observations(copy=self.copy), rewards, terminated, truncated, infos
+        self.timings.add_step(time.perf_counter() - pool.began)
         return result
 
     def step(self, actions: Any) -> Any:
         """Step all environments: see :meth:`step_async` and :meth:`step_wait`."""
         self.step_async(actions)
         return self.step_wait()
-
-    def _entries(self, *, to_reset: bool = False) -> list[tuple[int, Any]]:
-        """Return what workers have answered of environments, by their numbers, where it is not nothing."""
-        pool = self._pool
-        answers = [pool.answer_of(worker, to_reset=to_reset) or () for worker in pool.workers]
-        found = [enumerate(answer, worker.first) for worker, answer in zip(pool.workers, answers, strict=True)]
-        return [(index, entry) for each in found for index, entry in each if entry is not None]
-
-    def _observations(self) -> Any:
-        self._pool.remember()
-        return self._pool.layout.joined([array.copy() for array in self._shared] if self.copy else self._shared)
 
     # -- attributes and methods of environments
 
@@ -254,13 +219,20 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         self.call_async(name, *args, **kwargs)
         return self.call_wait()
 
+    def call_some(self, indices: Sequence[int], name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method of some environments, or get an attribute: see :meth:`call`.
+
+        :param indices: their numbers
+        """
+        self._require_idle("call_some")
+        self._require_no_command(name)
+        return self._pool.call(indices, "call", (name, args, kwargs))
+
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         """Have the environments begin to call a method: see :meth:`call`."""
         self._require_idle("call_async")
-        if name in _OWN_COMMANDS:
-            raise InvalidArgumentError(f"call({name!r}) is no way to {name}; write envs.{name}(...)")
-        self._pool.settle()
-        self._each("call", (name, args, kwargs))
+        self._require_no_command(name)
+        self._pool.begin_call(range(self.num_envs), "call", [(name, args, kwargs)] * self.num_envs)
         self._pending = "call"
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
@@ -270,21 +242,11 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         :raises TimeoutError: ``multiprocessing``'s, when it is reached; another call may follow
         """
         self._wait("call", timeout)
-        return self._results()
+        return tuple(self._pool.results())
 
-    def _each(self, name: str, *data: Any) -> None:
-        """Have something done with each environment; the same, or something else each."""
-        for worker in self._pool.workers:
-            these = data * (worker.last - worker.first) if len(data) == 1 else data[worker.first : worker.last]
-            self._pool.send(worker, "each", (name, these))
-
-    def _results(self) -> tuple[Any, ...]:
-        self._pool.wait_for_step(failing=True)
-        results = [unpack(message) for worker in self._pool.workers for message in worker.answer]
-        for result in results:
-            if isinstance(result, Raised):
-                raise result.exception()
-        return tuple(results)
+    def _require_no_command(self, name: str) -> None:
+        if name in _OWN_COMMANDS:
+            raise InvalidArgumentError(f"call({name!r}) is no way to {name}; write envs.{name}(...)")
 
     def render(self) -> tuple[Any, ...]:
         """Render each environment."""
@@ -305,9 +267,8 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
             raise InvalidArgumentError(
                 f"there are {len(values)} values for {self.num_envs} environments; expected one each, or one for all"
             )
-        self._pool.settle()
-        self._each("set_wrapper_attr", *[(name, value) for value in values])
-        self._results()
+        self._pool.begin_call(range(self.num_envs), "set_wrapper_attr", [(name, value) for value in values])
+        self._pool.results()
 
     @property
     def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -377,16 +338,6 @@ def _refuse(**options: Any) -> None:
                 f"{name}={value!r} is for gymnasium's AsyncVectorEnv; expected {allowed[name]!r} here. Leave it out, "
                 f"or write gymnasium.vector.AsyncVectorEnv(env_fns, {name}=...)"
             )
-
-
-def _mode(asked: str | AutoresetMode) -> AutoresetMode:
-    for mode in AutoresetMode:
-        if asked in (mode, mode.value, mode.name):
-            return mode
-    raise InvalidArgumentError(
-        f"autoreset_mode={asked!r} is none of {', '.join(repr(mode.value) for mode in AutoresetMode)}. Write "
-        f"autoreset_mode={AutoresetMode.NEXT_STEP.value!r}"
-    )
 
 
 def _mask(found: Any, num_envs: int) -> Sequence[bool]:

@@ -67,20 +67,7 @@ def main(
     cure: tuple[str, Path] | None,
     autoreset: Autoreset,
 ) -> None:
-    """Build environments and do what is asked of them until the parent closes its end.
-
-    :param commands: the parent rings here
-    :param replies: where the parent waits for a ring
-    :param memory: that all workers share
-    :param mail: that this one shares with the parent, for messages
-    :param worker: number of this worker
-    :param first: number of the first environment among all
-    :param env_fns: build this worker's
-    :param foreign: ends that belong to the parent, which a forked worker inherits
-    :param spins: whether it waits for commands with a core of its own
-    :param cure: what keeps this process from disturbing others, and a folder of its own for it
-    :param autoreset: when environments are reset whose episodes have ended
-    """
+    """Build environments and do what is asked of them until the parent closes its end."""
     if cure is not None:
         from rl_ext_core.isolation.cures import apply_cure
 
@@ -120,15 +107,7 @@ def _serve_commands(mine: Environments, doorbell: int, cells: memoryview, mail: 
 
 
 class Environments:
-    """Those of one worker, and what is done with them.
-
-    :param reply: given the message of each answer; empty: there is nothing more to say
-    :param memory: for what is not in the answers
-    :param cells: for what it is at
-    :param first: number of its first environment in the memory
-    :param env_fns: build its environments
-    :param autoreset: when they are reset where an episode has ended
-    """
+    """Those of one worker, and what is done with them."""
 
     def __init__(
         self,
@@ -166,20 +145,13 @@ class Environments:
         elif name == "map":
             self._map(data)
         elif name == "reset":
-            self._answer_infos([({}, self._reset(number, *how), None, None) for number, how in enumerate(data)])
-        elif name == "reset some":
-            chosen = [(number, how) for number, how in enumerate(data) if how is not None]
-            infos = {number: self._reset(number, *how) for number, how in chosen}
-            self._answer_infos([({}, infos.get(number, {}), None, None) for number in range(len(self._envs))])
+            infos = [{} if how is None else self._reset(number, *how) for number, how in enumerate(data)]
+            self._answer_infos([({}, info, None, None) for info in infos])
         elif name == "reset at next step":
             self._due.update(range(len(self._envs)))
             self._answer(b"")
-        elif name == "each":
-            name, arguments = data
-            self._answer(pack([self._called(number, name, argument) for number, argument in enumerate(arguments)]))
         else:
-            number, argument = data
-            self._answer(self._called(number, name, argument))
+            self._answer(pack([self._called(number, name, argument) for number, argument in data]))
 
     def _called(self, number: int, name: str, argument: Any) -> bytes:
         """Return the message of what an environment answers to a call."""

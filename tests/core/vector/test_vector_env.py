@@ -115,6 +115,7 @@ def test_it_returns_what_sync_vector_env_returns(
         theirs.close()
 
 
+@pytest.mark.sample(quick=2)
 @pytest.mark.parametrize("actions", ["Discrete from -3", "Box of 64-bit floats", "Dict", "Tuple", "MultiBinary"])
 def test_environments_get_the_actions_that_async_vector_env_gives(actions: str) -> None:
     build = functools.partial(Drawn, actions=actions)
@@ -181,6 +182,14 @@ def test_restarts_truncate_the_episodes_of_a_worker(mode: AutoresetMode, tmp_pat
     # The next step is the reset, or the first one after it.
     assert observation[1][0] == rewards[1] == (0.0 if mode is AutoresetMode.NEXT_STEP else 1.0)
     assert envs.timings.restarts == 1
+    envs.close()
+
+
+def test_a_worker_that_is_replaced_gives_no_reward_of_the_step_before() -> None:
+    failing = functools.partial(Failing, "step", "SIGSEGV", after=2)
+    envs = SharedMemoryVectorEnv([Counting, failing], restart="truncate", **FAST)
+    envs.reset(seed=0)
+    assert [envs.step(np.zeros(2, int))[1].tolist() for _ in range(3)] == [[1, 1], [1, 1], [1, 0]]
     envs.close()
 
 
@@ -284,7 +293,7 @@ def test_workers_end_with_it(drop: Callable[[Any], None]) -> None:
     [
         ({"worker": print}, InvalidArgumentError, "worker=<built-in function print> is for gymnasium's"),
         ({"observation_mode": "different"}, InvalidArgumentError, "observation_mode='different' is for gymnasium's"),
-        ({"autoreset_mode": "Never"}, InvalidArgumentError, "autoreset_mode='NextStep'"),
+        ({"autoreset_mode": "Never"}, InvalidArgumentError, 'Write autoreset_mode="NextStep"'),
         ({"context": "thread"}, InvalidArgumentError, "start_method='thread'"),
         ({"max_concurrency": 1, "n_workers": 2}, InvalidArgumentError, "say the same"),
         ({"step_timeout": 0}, InvalidArgumentError, "step_timeout=0"),

@@ -1,0 +1,46 @@
+"""The private names of gymnasium that this package uses, looked for when it is imported, and what is done without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium
+from gymnasium.vector import AsyncVectorEnv, async_vector_env
+
+from rl_ext_core.errors import InvalidArgumentError
+
+__all__ = ["call_in_workers"]
+
+
+def _names_in(code: Any) -> set[Any]:
+    """Return the constants of a function, and what they hold."""
+    parts = [constant if isinstance(constant, tuple) else (constant,) for constant in code.co_consts]
+    return {name for part in parts for name in part}
+
+
+# To talk to some of the workers, which AsyncVectorEnv itself does with all of them or none.
+_worker = getattr(async_vector_env, "_async_worker", None)
+_TALKS_TO_SOME = (
+    hasattr(AsyncVectorEnv, "_raise_if_errors") and _worker is not None and "_call" in _names_in(_worker.__code__)
+)
+
+
+def call_in_workers(env: AsyncVectorEnv, indices: Sequence[int], name: str, *args: Any, **kwargs: Any) -> list[Any]:
+    """Call a method of some sub-environments, or get an attribute that is none.
+
+    :raises InvalidArgumentError: of some, where gymnasium has changed; of all, it is gymnasium's public ``call``
+    """
+    if sorted(indices) == list(range(env.num_envs)):
+        results = env.call(name, *args, **kwargs)
+        return [results[index] for index in indices]
+    if not _TALKS_TO_SOME:
+        raise InvalidArgumentError(
+            f"{name!r} of environments {list(indices)}: AsyncVectorEnv of gymnasium {gymnasium.__version__} calls all "
+            "or none. Leave indices out, or write gymnasium.vector.SyncVectorEnv(env_fns)"
+        )
+    for index in indices:
+        env.parent_pipes[index].send(("_call", (name, args, kwargs)))
+    answers = {index: env.parent_pipes[index].recv() for index in indices}
+    env._raise_if_errors([answers.get(index, (None, True))[1] for index in range(env.num_envs)])
+    return [answers[index][0] for index in indices]
