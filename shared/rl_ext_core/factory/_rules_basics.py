@@ -177,8 +177,8 @@ def _count(count: Any) -> tuple[Any, ...]:
 
 
 def _path(path: Any) -> tuple[Any, ...]:
-    # Not its attributes: what it was asked for is kept in them.
-    return type(path), tuple(path.__reduce__()[1])
+    # Not its attributes: what it was asked for is kept in them. As one text, files that a recipe names are recognized.
+    return type(path), (str(path),)
 
 
 def _logger(logger: Any) -> tuple[Any, ...]:
