@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 # Where the rules are for what a package, or a module, defines.
 _MODULES = {
     "Box2D": "_rules_box2d",
-    "ale_py": "_rules_ale",
+    "ale_py": "_rules_games",
     "dm_control": "_rules_mujoco",
     "dmlab2d": "_rules_lab2d",
     "gymnasium.envs.mujoco.mujoco_rendering": "_rules_mujoco",
     "meltingpot": "_rules_lab2d",
     "mujoco": "_rules_mujoco",
-    "pygame": "_rules_pygame",
-    "pymunk": "_rules_pymunk",
+    "pygame": "_rules_games",
+    "pymunk": "_rules_games",
     "robosuite": "_rules_mujoco",
     "stable_baselines3": "_rules_frameworks",
     "torchrl": "_rules_frameworks",
