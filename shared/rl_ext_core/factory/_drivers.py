@@ -36,12 +36,7 @@ class Driver(Protocol):
 
 
 def driver_for(env: Any, *, seed: int) -> Driver | None:
-    """Find out how an environment is stepped.
-
-    :param env: an environment, or a wrapper of one
-    :param seed: of the actions
-    :return: what steps it; None: its interface is not known
-    """
+    """Return what steps an environment, or a wrapper of one, with actions of this seed; None: nobody knows how."""
     names = {f"{base.__module__}:{base.__qualname__}" for base in type(env).__mro__}
     for known, driver in _DRIVERS.items():
         if known in names:
@@ -50,21 +45,14 @@ def driver_for(env: Any, *, seed: int) -> Driver | None:
 
 
 class Spaces:
-    """Actions of gymnasium's spaces, and of those like them: drawn by copies, with generators of their own.
-
-    :param rng: seeds them
-    """
+    """Actions of gymnasium's spaces, and of those like them: drawn by copies, with generators of their own."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng
         self._copies: dict[str, Any] = {}
 
     def draw(self, name: str, space: Any, mask: Any = None) -> Any:
-        """Draw from a space.
-
-        :param name: of the space, the same whenever it is drawn from
-        :param mask: of the actions that are allowed; None: all
-        """
+        """Draw from the space of this name what a mask allows; None allows all."""
         if name not in self._copies:
             self._copies[name] = copy.deepcopy(space)
             self._copies[name].seed(int(self._rng.integers(2**31)))
@@ -72,11 +60,7 @@ class Spaces:
 
 
 class _OfSpaces:
-    """What drivers have in common whose environments have such spaces, and take seeds.
-
-    :param env: an environment
-    :param rng: of the actions
-    """
+    """What drivers have in common whose environments have such spaces, and take seeds."""
 
     seeded = True
 
@@ -85,11 +69,7 @@ class _OfSpaces:
 
 
 def within(rng: np.random.Generator, low: Any, high: Any, shape: Any, dtype: Any) -> Any:
-    """Draw numbers between limits: evenly, or where one limit is infinite from a normal distribution, cut off.
-
-    :param low: least numbers, of a shape that can be broadcast
-    :param high: greatest ones, which may be drawn too
-    """
+    """Draw numbers between limits: evenly, or where one limit is infinite from a normal distribution, cut off."""
     low, high = np.broadcast_to(low, shape), np.broadcast_to(high, shape)
     if np.issubdtype(dtype, np.integer):
         return np.asarray(rng.integers(low, high, size=shape, endpoint=True), dtype)

@@ -68,11 +68,7 @@ def in_subprocess(
 ) -> Examination:
     """Call a function in a process that ends with it.
 
-    :param task: classes and functions in it may be of the main module
-    :param preload: modules for the fork server
-    :param start_method: of the process
     :param environ: variables to set, and to unset (None), in the process
-    :param timeout: seconds that it may take
     :raises WorkerError: it has raised, which is the cause, or its process has died
     """
     context = processes.get_context(
@@ -151,7 +147,6 @@ def measure(
 ) -> Examination:
     """Build an environment, step it and say what that took.
 
-    :param build: builds it
     :param read: called with it before it is stepped; what it returns is in the result
     :param begin: called before all that
     """
@@ -237,20 +232,13 @@ class Rollout:
 
 
 def snapshot(environment: Any, *, code: bool = False) -> Fingerprint:
-    """Fingerprint an environment; what its wrappers have noted and do not go by is no difference.
-
-    :param code: whether what its methods read beside it belongs to it
-    """
+    """Fingerprint an environment; what its wrappers have noted and do not go by is no difference."""
     with _sources.without_notes(environment):
         return fingerprint(environment, code=code)
 
 
 def rollout(environment: Any, steps: int | None = None) -> Rollout | None:
-    """Reset a copy and step it.
-
-    :param steps: how often; by default as often as a short time allows
-    :return: None if how to step it is not known
-    """
+    """Reset a copy and step it so often, by default as a short time allows; None: how to step it is not known."""
     driver = driver_for(environment, seed=_SEED)
     if driver is None:
         return None

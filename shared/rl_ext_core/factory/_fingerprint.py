@@ -444,8 +444,6 @@ def _settings(libraries: set[str]) -> Iterator[tuple[str, Any]]:
         traps = sorted(kind.__name__ for kind, trapped in context.traps.items() if trapped)
         yield "<setting decimal.getcontext()>", _parts.plain([*(getattr(context, name) for name in names), traps])
     if "numpy" in libraries:
-        import numpy as np
-
         yield "<setting numpy.geterr()>", _parts.plain(sorted(np.geterr().items()))
     if "torch" in libraries and "torch" in sys.modules:
         torch = sys.modules["torch"]

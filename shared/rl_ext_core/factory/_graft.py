@@ -97,9 +97,8 @@ def _is_shared(tensor: Any, torch: Any) -> bool:
 
 
 def dumps(environment: Any) -> bytes:
-    """Pickle an environment with all its Python state.
+    """Pickle an environment with all its Python state; it is only read.
 
-    :param environment: only read
     :raises Refused: what cannot be copied, and where it is
     """
     replaced: dict[int, tuple[Any, ...]] = {}
@@ -125,10 +124,7 @@ def dumps(environment: Any) -> bytes:
 
 
 def loads(packed: bytes) -> Any:
-    """Unpickle an environment; what waits for the copy to be complete runs last.
-
-    :param packed: by :func:`dumps`, here or in another process
-    """
+    """Unpickle an environment; what waits for the copy to be complete runs last."""
     before = len(_after)
     file = io.BytesIO(packed)
     try:
@@ -195,10 +191,6 @@ def _with_layer_made_anew(
 ) -> dict[int, Reduced]:
     """Find what fails, and reduce the layer that holds it to one that is built anew.
 
-    :param failure: of pickling the environment
-    :param replaced: how objects are reduced already, by their id
-    :param dump: pickles something
-    :return: how that layer is reduced, by its id
     :raises Refused: none of those that hold it can be built anew
     """
     trail = _path_to_failure(environment, replaced, dump)
@@ -214,7 +206,7 @@ def _with_layer_made_anew(
         if final is not None:
             above = "".join(step for step, _ in trail[: index + 1])
             raise Refused(f"{above}.{final}", vars(item)[final], str(lost[final])) from lost[final]
-        return {id(item): (*make, kept, None, None, _rules.set_state)}
+        return {id(item): (*make, kept, None, None, _objects.set_state)}
     raise Refused(path, value, str(cause) or type(cause).__name__) from cause
 
 

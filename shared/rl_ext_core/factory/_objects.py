@@ -129,6 +129,13 @@ def attributes(instance: Any) -> dict[str, Any]:
     return {**slots(instance), **(dictionary(instance) or {})}
 
 
+def set_state(copy: Any, state: Mapping[str, Any]) -> None:
+    """Fill a new object, past ``__setattr__`` and ``__getattr__``, which may ask the layer below it."""
+    held = dictionary(copy)
+    assert held is not None, f"{type(copy)} has no __dict__"
+    held.update(state)
+
+
 # Which memory (of the host, or of a device), the first byte, and the one behind the last.
 Extent = tuple[str, int, int]
 # So that a copy is aligned as the original: the C library aligns what is large to this.

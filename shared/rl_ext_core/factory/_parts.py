@@ -23,6 +23,8 @@ Parts = Iterator[tuple[str, Any]]
 _BEYOND = 1 << 32
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented))
 _LONG = 200
+# Texts up to this are kept as they are: whoever compares recipes looks at the files that they name.
+_LONGEST_PATH = 4096
 _NAMED_IN_C = (
     types.BuiltinFunctionType,
     types.WrapperDescriptorType,
@@ -66,7 +68,7 @@ def scalar(item: Any) -> Any:
 def _text(item: Any) -> Any:
     if isinstance(item, (str, bytes)):
         data = item.encode("utf-8", "surrogatepass") if isinstance(item, str) else item
-        return item if len(item) <= _LONG else f"{item[:20]!r}... {len(item)} {digest(data)}"
+        return item if len(item) <= _LONGEST_PATH else f"{item[:20]!r}... {len(item)} {digest(data)}"
     # NaN is equal to itself in this form, and 1, 1.0 and True are not one another.
     return hex(item) if type(item) is int and item.bit_length() > _LONG else repr(item)
 

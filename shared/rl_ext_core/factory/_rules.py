@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 # Where the rules are for what a package, or a module, defines.
 _MODULES = {
     "Box2D": "_rules_box2d",
-    "ale_py": "_rules_ale",
+    "ale_py": "_rules_games",
     "dm_control": "_rules_mujoco",
     "dmlab2d": "_rules_lab2d",
     "gymnasium.envs.mujoco.mujoco_rendering": "_rules_mujoco",
     "meltingpot": "_rules_lab2d",
     "mujoco": "_rules_mujoco",
-    "pygame": "_rules_pygame",
-    "pymunk": "_rules_pymunk",
+    "pygame": "_rules_games",
+    "pymunk": "_rules_games",
     "robosuite": "_rules_mujoco",
     "stable_baselines3": "_rules_frameworks",
     "torchrl": "_rules_frameworks",
@@ -221,7 +221,7 @@ def _subclassed(array: Any) -> tuple[Any, ...] | None:
     owner = _defining(type(array), "__reduce__")
     if owner is not None and owner.__module__.partition(".")[0] != "numpy":
         return None
-    return _view, (type(array), array.view(np.ndarray)), dict(vars(array)), None, None, set_state
+    return _view, (type(array), array.view(np.ndarray)), dict(vars(array)), None, None, _objects.set_state
 
 
 def _view(kind: Any, array: Any) -> Any:
@@ -241,7 +241,7 @@ def _fill(copy: Any, state: tuple[Any, dict[str, Any], Any]) -> None:
     if held is True:
         object.__setattr__(copy, "__dict__", copy)
     elif held:
-        set_state(copy, held)
+        _objects.set_state(copy, held)
     for name, part in slots.items():
         object.__setattr__(copy, name, part)
 
@@ -254,7 +254,7 @@ def new(kind: type, state: Any, fill: Callable[[Any, Any], None] | None = None) 
     :param state: attributes, or what ``fill`` takes
     :param fill: takes the new object and the state; None: puts attributes past ``__setattr__``
     """
-    return copyreg.__newobj__, (kind,), state, None, None, fill or set_state  # type: ignore[attr-defined]
+    return copyreg.__newobj__, (kind,), state, None, None, fill or _objects.set_state  # type: ignore[attr-defined]
 
 
 def refusal(reason: str, error: type[pickle.PicklingError] = pickle.PicklingError) -> Rule:
@@ -267,13 +267,6 @@ def refusal(reason: str, error: type[pickle.PicklingError] = pickle.PicklingErro
         raise error(reason)
 
     return rule
-
-
-def set_state(copy: Any, state: dict[str, Any]) -> None:
-    """Fill a new object, past ``__setattr__`` and ``__getattr__``, which may ask the layer below it."""
-    held = _objects.dictionary(copy)
-    assert held is not None, f"{type(copy)} has no __dict__"
-    held.update(state)
 
 
 def is_layer(value: Any) -> bool:

@@ -6,6 +6,7 @@ import ast
 import functools
 import gc
 import logging
+import operator
 import pickle
 import sys
 import threading
@@ -58,10 +59,10 @@ def _condition(condition: Any) -> tuple[Any, ...]:
 def _local(local: Any) -> tuple[Any, ...]:
     if type(local).__init__ is not object.__init__:
         raise pickle.PicklingError("each thread calls its __init__ with arguments that cannot be read")
-    return type(local), (), dict(local.__dict__), None, None, _set_attributes
+    return type(local), (), dict(local.__dict__), None, None, _fill_local
 
 
-def _set_attributes(copy: Any, state: dict[str, Any]) -> None:
+def _fill_local(copy: Any, state: dict[str, Any]) -> None:
     vars(copy).update(state)
 
 
@@ -160,11 +161,7 @@ def _proxy(proxy: Any) -> tuple[Any, ...]:
 
 def _view(view: Any) -> tuple[Any, ...]:
     (viewed,) = gc.get_referents(view)
-    return _view_of, (viewed, type(view).__name__.rpartition("_")[2])
-
-
-def _view_of(viewed: Any, name: str) -> Any:
-    return getattr(viewed, name)()
+    return operator.methodcaller(type(view).__name__.rpartition("_")[2]), (viewed,)
 
 
 def _count(count: Any) -> tuple[Any, ...]:
@@ -177,8 +174,8 @@ def _count(count: Any) -> tuple[Any, ...]:
 
 
 def _path(path: Any) -> tuple[Any, ...]:
-    # Not its attributes: what it was asked for is kept in them.
-    return type(path), tuple(path.__reduce__()[1])
+    # Not its attributes: what it was asked for is kept in them. As one text, files that a recipe names are recognized.
+    return type(path), (str(path),)
 
 
 def _logger(logger: Any) -> tuple[Any, ...]:
@@ -240,7 +237,7 @@ def _cache(cache: Any) -> tuple[Any, ...] | str:
     if cache.cache_info().currsize:
         raise pickle.PicklingError("what it keeps cannot be read; call its cache_clear() first")
     made = (cache.__wrapped__, cache.cache_parameters())
-    return _make_cache, made, _cache_attributes(cache), None, None, _set_attributes
+    return _make_cache, made, _cache_attributes(cache), None, None, _objects.set_state
 
 
 def _make_cache(function: Any, parameters: dict[str, Any]) -> Any:

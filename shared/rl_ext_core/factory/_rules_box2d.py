@@ -14,7 +14,7 @@ import pickle
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rl_ext_core.factory import _rules
+from rl_ext_core.factory import _objects, _rules
 
 if TYPE_CHECKING:
     from rl_ext_core.factory._rules import Rules
@@ -212,7 +212,7 @@ def _placed(listed: str, owner_of: Callable[[Any], Any]) -> Callable[[Any], Any]
     def rule(item: Any) -> tuple[Any, ...]:
         owner, address = owner_of(item), int(item.this)
         number = next(n for n, other in enumerate(getattr(owner, listed)) if int(other.this) == address)
-        return _part_of, (owner, listed, number), _held(item), None, None, _rules.set_state
+        return _part_of, (owner, listed, number), _held(item), None, None, _objects.set_state
 
     return rule
 
@@ -236,7 +236,7 @@ def _make_loose_fixture(cls: Any, named: dict[str, Any]) -> Any:
 
 
 def _callback(callback: Any) -> tuple[Any, ...]:
-    return _make_callback, (type(callback),), _held(callback), None, None, _rules.set_state
+    return _make_callback, (type(callback),), _held(callback), None, None, _objects.set_state
 
 
 def _make_callback(cls: Any) -> Any:

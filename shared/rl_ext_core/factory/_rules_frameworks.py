@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl_ext_core.factory import _rules
+from rl_ext_core.factory import _objects, _rules
 
 if TYPE_CHECKING:
     from rl_ext_core.factory._rules import Rules
@@ -39,7 +39,7 @@ def _wrapper(wrapper: Any) -> tuple[Any, ...]:
 
 
 def _fill_wrapper(copy: Any, state: dict[str, Any]) -> None:
-    _rules.set_state(copy, {**state, _OF_WRAPPER: dict(inspect.getmembers(type(copy)))})
+    _objects.set_state(copy, {**state, _OF_WRAPPER: dict(inspect.getmembers(type(copy)))})
 
 
 # VMAS's random streams belong to its class, and go along as generators.
@@ -63,7 +63,7 @@ def _generators(environment: Any) -> tuple[Any, np.random.RandomState, random.Ra
 
 def _fill_vmas(environment: Any, state: tuple[dict[str, Any], tuple[Any, Any, Any]]) -> None:
     attributes, (of_torch, of_numpy, of_python) = state
-    _rules.set_state(environment, attributes)
+    _objects.set_state(environment, attributes)
     # The list itself: every method holds it.
     type(environment).vmas_random_state[:] = of_torch.get_state(), of_numpy.get_state(), of_python.getstate()
 

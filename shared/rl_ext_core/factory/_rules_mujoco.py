@@ -90,11 +90,7 @@ def _make_data(cls: Any, model: Any, head: bytes, has_model: bool, tail: bytes, 
     loose.__setstate__(head + (model.__getstate__() if has_model else b"") + tail)
     data = mujoco.MjData(model)
     mujoco.mj_copyData(data, model, loose)
-    for name, value in lost.items():
-        if isinstance(value, np.ndarray):
-            getattr(data, name)[...] = value
-        elif getattr(data, name) != value:
-            setattr(data, name, value)
+    _set_fields(data, lost)
     return data
 
 
@@ -129,7 +125,7 @@ def _set_fields(structure: Any, fields: dict[str, Any]) -> None:
             getattr(structure, name)[...] = value
         elif isinstance(value, dict):
             _set_fields(getattr(structure, name), value)
-        else:
+        elif getattr(structure, name) != value:  # some can only be read
             setattr(structure, name, value)
 
 
@@ -175,11 +171,6 @@ _DM_CONTROL = ("mujoco.engine", "mujoco.index", "mjcf.physics")
 _SCHEMAS = ("MUJOCO", "ATTACHMENT_FRAME", "WORLD_ATTACHMENT_FRAME")
 
 
-def _wrapper(value: Any) -> tuple[Any, ...]:
-    # Its own __setstate__ wraps the model a second time.
-    return _rules.new(type(value), dict(vars(value)))
-
-
 def _physics(physics: Any) -> tuple[Any, ...]:
     state = {name: value for name, value in vars(physics).items() if name not in _DERIVED}
     return _rules.new(type(physics), state, _fill_physics)
@@ -208,14 +199,6 @@ def _binding(binding: Any) -> tuple[Any, ...]:
 
 def _fill_binding(binding: Any, state: dict[str, Any]) -> None:
     binding.__init__(*(state[name] for name in ("_physics", "_namespace", "_named_index")))
-
-
-def _empty_binding(binding: Any) -> tuple[Any, ...]:
-    return _the_empty_binding, ()
-
-
-def _the_empty_binding() -> Any:
-    return importlib.import_module("dm_control.mjcf.physics")._EMPTY_BINDING
 
 
 def _spec(spec: Any) -> tuple[Any, ...]:
@@ -255,13 +238,9 @@ _SCENE = ("enabletransform", "flags", "rotate", "scale", "stereo", "translate")
 
 def _robosuite_context(context: Any) -> tuple[Any, ...]:
     state = {name: value for name, value in vars(context).items() if name not in _GL_HANDLES}
-    scene = {name: _copied(getattr(context.scn, name)) for name in _SCENE}
+    scene = {name: _value(getattr(context.scn, name)) for name in _SCENE}
     size = {"max_width": context.con.offWidth, "max_height": context.con.offHeight}
     return _rules.new(type(context), {"attributes": state, "scene": scene, "size": size}, _fill_context)
-
-
-def _copied(value: Any) -> Any:
-    return value.copy() if hasattr(value, "copy") else value
 
 
 def _fill_context(context: Any, state: dict[str, Any]) -> None:
@@ -276,11 +255,7 @@ def _make_context(context: Any, attributes: dict[str, Any], scene: dict[str, Any
     simulator = types.SimpleNamespace(model=attributes["model"], data=attributes["data"], **calls)
     made(context, simulator, device_id=attributes["device_id"], **size)
     vars(context).update(attributes)
-    for name, value in scene.items():
-        if hasattr(value, "shape"):
-            getattr(context.scn, name)[...] = value
-        else:
-            setattr(context.scn, name, value)
+    _set_fields(context.scn, scene)
 
 
 # Class, rule, and what a copy has in common with the original; None: what the rule keeps.
@@ -300,10 +275,11 @@ RULES: Rules = [
     ("mujoco.renderer:Renderer", _renderer, _renderer_settings),
     ("gymnasium.envs.mujoco.mujoco_rendering:BaseRender", _viewer, _viewer_settings),
     ("dm_control.mujoco.engine:Physics", _physics, None),
-    ("dm_control.mujoco.wrapper.core:MjModel", _wrapper, None),
-    ("dm_control.mujoco.wrapper.core:MjData", _wrapper, None),
+    # Their own __setstate__ wraps the model a second time.
+    ("dm_control.mujoco.wrapper.core:MjModel", _rules.raw, None),
+    ("dm_control.mujoco.wrapper.core:MjData", _rules.raw, None),
     ("dm_control.mjcf.physics:Binding", _binding, None),
-    ("dm_control.mjcf.physics:_EmptyBinding", _empty_binding, None),
+    ("dm_control.mjcf.physics:_EmptyBinding", lambda _: "_EMPTY_BINDING", None),
     ("dm_control.mjcf.schema:ElementSpec", _spec, None),
     ("robosuite.utils.binding_utils:MjRenderContext", _robosuite_context, None),
 ]

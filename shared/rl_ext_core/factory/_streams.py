@@ -158,21 +158,10 @@ def _torch_generator(device: str, state: np.ndarray[Any, Any]) -> Any:
     return copy
 
 
-def _global(name: str) -> Any:
-    module, _, attribute = name.rpartition(".")
-    return getattr(sys.modules.get(module) or __import__(module, fromlist=[attribute]), attribute)
-
-
-def _set_attributes(copy: Any, attributes: dict[str, Any]) -> None:
-    held = _objects.dictionary(copy)
-    if held is not None:
-        held.update(attributes)
-
-
 def _with_attributes(reduced: tuple[Any, ...], generator: Any, without: str = "") -> tuple[Any, ...]:
     """Add the attributes of an instance of somebody's own subclass."""
     held = {name: value for name, value in (_objects.dictionary(generator) or {}).items() if name != without}
-    return (*reduced, held, None, None, _set_attributes) if held else reduced
+    return (*reduced, held, None, None, _objects.set_state) if held else reduced
 
 
 def is_generator(value: Any) -> bool:
@@ -182,19 +171,18 @@ def is_generator(value: Any) -> bool:
     return issubclass(type(value), known) or (torch is not None and issubclass(type(value), torch.Generator))
 
 
-def reduce_generator(generator: Any) -> tuple[Any, ...] | None:
+def reduce_generator(generator: Any) -> tuple[Any, ...] | str | None:
     """Reduce a random generator to one that continues in its state, or in a stream of its worker's own.
 
-    :param generator: anything
-    :return: what ``__reduce__`` returns; None if it is no generator that is known here
+    :return: what ``__reduce__`` returns, the name of one of the process's own too; None: it is no generator
     """
     kind = type(generator)
     if not is_generator(generator):
         return None
     if generator is np.random.mtrand._rand:
-        return _global, ("numpy.random.mtrand._rand",)
+        return "_rand"
     if generator is random._inst:
-        return _global, ("random._inst",)
+        return "_inst"
     if issubclass(kind, np.random.BitGenerator):
         return _bit_generator, (kind, generator.state)
     if issubclass(kind, np.random.Generator):
@@ -209,10 +197,10 @@ def reduce_generator(generator: Any) -> tuple[Any, ...] | None:
     return _reduce_torch_generator(generator)
 
 
-def _reduce_torch_generator(generator: Any) -> tuple[Any, ...]:
+def _reduce_torch_generator(generator: Any) -> tuple[Any, ...] | str:
     torch = sys.modules["torch"]
     if generator is torch.default_generator:
-        return _global, ("torch.default_generator",)
+        return "default_generator"
     for index, default in enumerate(torch.cuda.default_generators):
         if generator is default:
             return _torch_default, (index,)

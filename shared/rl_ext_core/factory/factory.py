@@ -282,10 +282,8 @@ def _is_whole(value: Any) -> bool:
 
 
 def _decisions(devices: Any, num_workers: int, environment: Any) -> list[Decision | None]:
-    """Return a decision for each worker.
+    """Return a decision for each worker; the renderer of an instance, if there is one, decides the rule.
 
-    :param devices: as for :meth:`EnvFactory.for_workers`
-    :param environment: an instance whose renderer decides the rule; None: nothing is known about it
     :raises InvalidArgumentError: another value
     """
     if devices is None:
@@ -449,7 +447,6 @@ def make(spec: Any, **kwargs: Any) -> Any:
 def _owner(environment: Any, name: str, value: Any) -> Any:
     """Find the outermost layer that has an attribute.
 
-    :param value: for the message
     :raises InvalidArgumentError: there is none
     """
     found = next((layer for layer in _rules.layers(environment) if _has(layer, name)), None)
@@ -461,8 +458,6 @@ def _owner(environment: Any, name: str, value: Any) -> Any:
 def _apply(environment: Any, overrides: Mapping[str, Any]) -> None:
     """Set attributes, each on the outermost layer that has it.
 
-    :param environment: an environment
-    :param overrides: names of attributes and their values
     :raises InvalidArgumentError: no layer has such an attribute, or it does not keep the value
     """
     for name, value in overrides.items():

@@ -103,6 +103,7 @@ def _linked(root: Any) -> set[int]:
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(worlds(), st.data())
 def test_a_single_change_is_seen(world: tuple[Any, list[Any]], data: st.DataObject) -> None:

@@ -311,9 +311,6 @@ def key(source: Any) -> str | None:
 
 
 def test_keys_differ_where_the_recipe_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = tmp_path / "model.bin"
-    data.write_text("1")
-
     def captured(value: Any) -> Any:
         return lambda: value and simulator.Plain()
 
@@ -330,13 +327,23 @@ def test_keys_differ_where_the_recipe_does(tmp_path: Path, monkeypatch: pytest.M
         assert key(one) is not None
         assert key(one) == key(one)
         assert key(one) != key(other)
-    before = key(functools.partial(simulator.Simulator, str(data)))
-    data.write_text("12")
-    assert key(functools.partial(simulator.Simulator, str(data))) != before
     assert key_of([as_factory("CartPole-v1")], [0], 1) != key_of([as_factory("CartPole-v1")], [0], 2)
     here = key("CartPole-v1")
     monkeypatch.chdir(tmp_path)
     assert key("CartPole-v1") != here
+
+
+@pytest.mark.parametrize("kind", [str, os.fsencode, Path])
+@pytest.mark.parametrize("folders", [1, 3])
+def test_keys_differ_where_a_file_does_that_the_recipe_names(folders: int, kind: Any, tmp_path: Path) -> None:
+    data = tmp_path.joinpath(*["deep" * 30] * folders, "model.bin")
+    data.parent.mkdir(parents=True)
+    data.write_text("1")
+    before = key(functools.partial(simulator.Simulator, kind(data)))
+    assert before is not None
+    assert key(functools.partial(simulator.Simulator, kind(data))) == before
+    data.write_text("12")
+    assert key(functools.partial(simulator.Simulator, kind(data))) != before
 
 
 def test_an_instance_that_was_changed_has_another_key() -> None:
