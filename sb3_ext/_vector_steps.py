@@ -414,7 +414,7 @@ def _one_each(values: Any) -> bool:
 
 
 def _info_of(info: Any, index: int, count: int) -> dict[str, Any]:
-    """Give the information of one environment, from what gymnasium makes of all: arrays with masks beside them."""
+    """Return the information of one environment, from what gymnasium makes of all: arrays with masks beside them."""
     if _one_each(info):
         return dict(info[index] or {})
     found: dict[str, Any] = {}
@@ -512,7 +512,7 @@ def _unpacked(tensors: list[torch.Tensor]) -> list[Array]:
 
 
 def _seed(seeds: Sequence[int | None]) -> Any:
-    """Give one number where environments number on from it themselves, as gymnasium's do."""
+    """Return one number where environments number on from it themselves, as gymnasium's do."""
     first = seeds[0]
     if first is not None and all(seed == first + index for index, seed in enumerate(seeds)):
         return int(first)

@@ -326,7 +326,7 @@ def _told(vec_env: VecEnv, report: str) -> VecEnv:
 
 
 def _choose(verdict: Verdict, n_envs: int, n_workers: int | None) -> tuple[int, str]:
-    """Give the number of processes, 0 for none, and why.
+    """Return the number of processes, 0 for none, and why.
 
     :raises IsolationError: there is no way
     """

@@ -196,7 +196,7 @@ class GymVecEnv(CheckedVecEnv):
         return [frames] if isinstance(frames, np.ndarray) and frames.ndim == 3 else list(frames)
 
     def has_attr(self, attr_name: str) -> bool:
-        """Tell whether all environments have an attribute."""
+        """Return whether all environments have an attribute."""
         found = self._called(range(self.num_envs), "has_wrapper_attr", attr_name)
         return super().has_attr(attr_name) if found is None else all(found)
 
@@ -254,7 +254,7 @@ class GymVecEnv(CheckedVecEnv):
         return list(result) if rows else [result for _ in chosen]
 
     def env_is_wrapped(self, wrapper_class: type, indices: Indices = None) -> list[bool]:
-        """Tell which environments have a wrapper of a class: around all of them, or around each."""
+        """Return which environments have a wrapper of a class: around all of them, or around each."""
         chosen = self._chosen(indices, self.num_envs)
         if any(isinstance(layer, wrapper_class) for layer in layers(self.env)):
             return [True for _ in chosen]
@@ -326,7 +326,7 @@ def _device(base: Any) -> torch.device | None:
 
 
 def _single(env: Any, name: str) -> Any:
-    """Give the space of one sub-environment."""
+    """Return the space of one sub-environment."""
     for owner in (env, getattr(env, "unwrapped", env)):
         found = getattr(owner, f"single_{name}", None)
         if found is not None:
@@ -355,7 +355,7 @@ def _of_gymnasium(space: Any, whose: str) -> Any:
 
 
 def _observed(space: Any, key: str | None, device: Any) -> tuple[Any, str | None]:
-    """Give the space of what is returned, and the key of it in a Dict."""
+    """Return the space of what is returned, and the key of it in a Dict."""
     parts = space.spaces if isinstance(space, spaces.Dict) else {}
     if key is None and device is not None and "policy" in parts:
         key = "policy"
@@ -383,7 +383,7 @@ def _bounded(space: Any, clip: float | None) -> Any:
 
 
 def _gives_new_arrays(env: Any) -> bool:
-    """Tell whether an environment and its wrappers are gymnasium's, which copy unless told otherwise."""
+    """Return whether an environment and its wrappers are gymnasium's, which copy unless told otherwise."""
     base = getattr(env, "unwrapped", env)
     return getattr(base, "copy", True) is True and all(
         type(layer).__module__.startswith("gymnasium.") for layer in layers(env)

@@ -180,7 +180,7 @@ class PoolVecEnv(CheckedVecEnv):
         return self._call("render", None, None)
 
     def has_attr(self, attr_name: str) -> bool:
-        """Tell whether all environments have an attribute."""
+        """Return whether all environments have an attribute."""
         return all(self._call("has_attr", attr_name, None))
 
     def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
@@ -201,7 +201,7 @@ class PoolVecEnv(CheckedVecEnv):
         return self._call("env_method", (method_name, method_args, method_kwargs), indices)
 
     def env_is_wrapped(self, wrapper_class: type, indices: Indices = None) -> list[bool]:
-        """Tell which environments have a wrapper of a class."""
+        """Return which environments have a wrapper of a class."""
         # By name: to unpickle the class, a worker would have to import its module.
         return self._call("env_is_wrapped", (wrapper_class.__module__, wrapper_class.__qualname__), indices)
 

@@ -49,7 +49,7 @@ _WRAPPER = """
 
 
 def _code_of(value: Any, seen: set[int]) -> Iterator[types.CodeType]:
-    """Give the code of a method, a property, and what a decorator has put around one."""
+    """Return the code of a method, a property, and what a decorator has put around one."""
     value = getattr(value, "__func__", value)
     for part in (value.fget, value.fset) if isinstance(value, property) else (value,):
         if isinstance(part, types.FunctionType) and id(part) not in seen:

@@ -92,7 +92,7 @@ class Mirrored:
         self.parents: dict[str, str] = {}  # for the folders above it what they stand for
 
     def path(self) -> Path:
-        """Give the folder."""
+        """Return the folder."""
         if self._state is None or self._state != _state_of(self._path):
             shutil.rmtree(self._scratch / str(self._made), ignore_errors=True)
             self._made += 1

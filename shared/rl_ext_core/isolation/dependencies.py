@@ -70,12 +70,12 @@ def folders() -> list[str]:
 
 
 def globals_of_users() -> dict[str, dict[str, str]]:
-    """Give plain values among the globals of the user's own modules, and among attributes of the classes there."""
+    """Return plain values among the globals of the user's own modules, and among attributes of the classes there."""
     return {module.__name__: {key: repr(value) for key, value in _plain_globals(module)} for module in _users_modules()}
 
 
 def changed_globals(fresh: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, Any]]:
-    """Give plain globals of modules that are not what :func:`globals_of_users` gave in another process."""
+    """Return plain globals of modules that are not what :func:`globals_of_users` gave in another process."""
     changed: dict[str, dict[str, Any]] = {}
     for name, values in fresh.items():
         module = sys.modules.get(name)
@@ -96,7 +96,7 @@ def set_globals(changed: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _plain_globals(module: Any) -> list[tuple[str, Any]]:
-    """Give the plain values among a module's globals, and among attributes of classes that it defines."""
+    """Return the plain values among a module's globals, and among attributes of classes that it defines."""
     found = []
     for name, value in list(vars(module).items()):
         if isinstance(value, type) and value.__module__ == module.__name__:
@@ -170,7 +170,7 @@ class OpenedHere:
 
 
 def original_of(path: str, folders: Mapping[str, str]) -> str | None:
-    """Give the path of the user's that a path means; None: it is nothing of the user's.
+    """Return the path of the user's that a path means; None: it is nothing of the user's.
 
     :param folders: for folders that stand for one of the user's, that; for others that are not the user's, ""
     """

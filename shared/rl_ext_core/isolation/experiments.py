@@ -156,7 +156,7 @@ def _crowd(steps: int, names: tuple[str, ...]) -> list[Operation]:
 
 
 def operations(mode: str, steps: int, crowd: tuple[str, ...] = ()) -> list[Operation]:
-    """Give a script; those of ``APART`` take turns, each with one of the instances.
+    """Return a script; those of ``APART`` take turns, each with one of the instances.
 
     :param steps: of instance A: from ``LEAST_STEPS`` on, or ``SHORT_STEPS``
     """
@@ -288,7 +288,7 @@ class _Executor:
         self._over = False
 
     def operations(self) -> Iterator[Operation]:
-        """Give what is to be done."""
+        """Return what is to be done."""
         script = operations(self._task.mode, self._experiment.steps, self._experiment.crowd)
         index = 0
         while index < len(script):
@@ -419,16 +419,16 @@ class _Instance:
             self.driver._env = self._recorder
 
     def saw(self, returned: Any) -> str:
-        """Give a digest of what was returned."""
+        """Return a digest of what was returned."""
         self._last = _snapshot(self._recorder.last)
         return _digest(returned)
 
     def kept(self) -> str:
-        """Give a mark if what was returned last is not any more what it was, though nothing was done with this one."""
+        """Return a mark if what was returned last is not any more what it was, though nothing was done with it."""
         return "" if self._last in (None, _snapshot(self._recorder.last)) else OVERWRITTEN
 
     def look(self) -> dict[str, str]:
-        """Give digests of what callers look at beside what is returned: infos, masks and public arrays."""
+        """Return digests of what callers look at beside what is returned: infos, masks and public arrays."""
         if self.closed:
             return {}
         seen: dict[str, str] = {}
@@ -450,7 +450,7 @@ class _Instance:
         return seen
 
     def options(self) -> list[Any]:
-        """Give the options of a reset that the environment names."""
+        """Return the options of a reset that the environment names."""
         metadata = getattr(self._inner, "metadata", None)
         named = metadata.get("reset_options") if isinstance(metadata, Mapping) else None
         return list(named) if isinstance(named, (list, tuple)) else []
@@ -520,7 +520,7 @@ class _Recorder:
 
 
 def waited(pid: int | str = "self") -> float:
-    """Give seconds for which a process was ready to run and others had the cores; 0 where that is not known."""
+    """Return seconds for which a process was ready to run and others had the cores; 0 where that is not known."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) * 1e-9
     except (OSError, ValueError, IndexError):  # not Linux, or it has ended
@@ -538,7 +538,7 @@ def _unpacked(packed: bytes) -> list[Any]:
 
 
 def _attribute(environment: Any, name: str) -> Any:
-    """Give an attribute of one of an environment's layers."""
+    """Return an attribute of one of an environment's layers."""
     for layer in layers(environment):
         if hasattr(type(layer), name) or name in getattr(layer, "__dict__", ()):
             return getattr(layer, name)
@@ -546,7 +546,7 @@ def _attribute(environment: Any, name: str) -> Any:
 
 
 def _classes(environment: Any) -> list[type]:
-    """Give the classes of an environment that are not a library's."""
+    """Return the classes of an environment that are not a library's."""
     return [base for base in type(environment).__mro__ if base.__module__.partition(".")[0] not in _LIBRARIES]
 
 
@@ -565,7 +565,7 @@ def _warm_average(instance: _Instance) -> float:
 
 
 def _snapshot(value: Any) -> Any:
-    """Give what tells the same objects, when they are looked at again, from what they are now; digests take longer."""
+    """Return what tells the same objects, when looked at again, from what they are now; digests take longer."""
     if type(value) is tuple:
         return tuple(map(_snapshot, value))
     if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:

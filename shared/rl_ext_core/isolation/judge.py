@@ -94,7 +94,7 @@ def _verdict(
 
 
 def _what_follows(isolation: Isolation, in_process: bool = False, cure: str | None = None) -> str:
-    """Say what it means for whoever starts several."""
+    """Return what it means for whoever starts several."""
     if isolation is Isolation.INDEPENDENT:
         own = f'; where there are several, call apply_cure("{cure}", its_own_folder) first in each' if cure else ""
         return f"They may share a process{own}."
@@ -113,7 +113,7 @@ def _what_follows(isolation: Isolation, in_process: bool = False, cure: str | No
 
 
 def declared(said: Declaration) -> Verdict:
-    """Give the verdict that an environment says itself."""
+    """Return the verdict that an environment says itself."""
     isolation = said.isolation
     seen = f'{said.where[0].upper()}{said.where[1:]} says "{said.value}".'
     in_process = isolation is Isolation.INDEPENDENT
@@ -313,7 +313,7 @@ class _Comparison:
         return None
 
     def _blind(self, first: Trial) -> bool:
-        """Tell whether B, with other seeds and actions, returned the same as A."""
+        """Return whether B, with other seeds and actions, returned the same as A."""
         others = first.trace("B")
         return others == self._reference("B").trace("A")[: len(others)]
 

@@ -118,7 +118,7 @@ def probe_all(
 
 
 def _declaration(factories: Sequence[EnvFactory[Any]]) -> Verdict | None:
-    """Give what they say by themselves; the strictest of it, if all of them say something."""
+    """Return what they say by themselves; the strictest of it, if all of them say something."""
     said = [declared_by_source(factory) for factory in factories]
     if not any(said):
         return None
@@ -187,7 +187,7 @@ class Cache:
         return None if folder is None or key is None else cls(folder / f"{key}.json", steps)
 
     def read(self) -> Verdict | None:
-        """Give the verdict, if there is one and what it was found on is still the same."""
+        """Return the verdict, if there is one and what it was found on is still the same."""
         try:
             kept = _of_this_process.get(self.path) or json.loads(self.path.read_text(encoding="utf-8"))
             if kept["format"] != _FORMAT:
@@ -287,7 +287,7 @@ def _is_as(path: str, state: list[Any] | None) -> bool:
 
 
 def key_of(factories: Sequence[EnvFactory[Any]], who: Sequence[int], format_version: int) -> str | None:
-    """Give a name that differs where the recipes, the interpreter, this package or the machine, by which a step takes
+    """Return a name that differs where the recipes, the interpreter, this package or the machine, by which a step takes
     what it takes, do; None: it has to hold too much.
 
     Whether the code is still the same is not for the name to say: that shows in the files that are loaded.

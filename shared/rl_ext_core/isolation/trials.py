@@ -81,11 +81,11 @@ class Trial:
         return measured
 
     def trace(self, who: str) -> list[str]:
-        """Give what an instance returned, a digest for each reset and step."""
+        """Return what an instance returned, a digest for each reset and step."""
         return [digest for one, digest in self._all("saw") if one == who]
 
     def found(self, who: str) -> dict[int, dict[str, str]]:
-        """Give what callers find beside that before an instance's next turn, by the number of the latter."""
+        """Return what callers find beside that before an instance's next turn, by the number of the latter."""
         found, turn = {}, 0
         for kind, *values in self.events:
             turn += kind == "saw" and values[0] == who
@@ -110,7 +110,7 @@ class Trial:
 
     @property
     def end(self) -> str:
-        """Say how it ended, as the end of a sentence that begins with what failed."""
+        """Return how it ended, as the end of a sentence that begins with what failed."""
         if "raised" in self.facts:
             return f"raises {self.facts['raised']}"
         if self.hung:

@@ -80,7 +80,7 @@ class Settings:
     own_session: bool
 
     def start(self, report: int, lifeline: int) -> worker.Start:
-        """Say what a worker is given that is started now."""
+        """Return what a worker is given that is started now."""
         together = {**os.environ, **self.environ}
         environ = {name: value for name, value in together.items() if value is not None}
         return worker.Start(report, lifeline, environ, self.dies_with_parent, self.own_session)
@@ -456,7 +456,7 @@ class KernelEvent:
         self._descriptor = os.eventfd(0, flags) if descriptor is None else descriptor
 
     def is_set(self) -> bool:
-        """Tell whether it is set."""
+        """Return whether it is set."""
         return self.wait(0)
 
     def set(self) -> None:

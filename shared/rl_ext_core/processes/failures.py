@@ -160,7 +160,7 @@ def timed_out(
 
 
 def signal_name(number: int) -> str:
-    """Give a signal's name, or its number: most real-time signals have no name."""
+    """Return a signal's name, or its number: most real-time signals have no name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -192,7 +192,7 @@ def main_stack(text: str) -> list[str]:
 
 
 def is_idle(frames: Sequence[str], idle_in: Sequence[str]) -> bool:
-    """Tell whether a worker waits for its next command, by parts of lines that stand for that.
+    """Return whether a worker waits for its next command, by parts of lines that stand for that.
 
     An environment may wait for a process of its own with the same calls. So the frame counts that waits: the innermost
     one that is not the standard library's.

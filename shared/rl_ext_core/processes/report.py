@@ -109,7 +109,7 @@ class Report:
 
     @uninterrupted
     def size(self) -> int:
-        """Give the number of bytes, for :meth:`since`."""
+        """Return the number of bytes, for :meth:`since`."""
         with self._lock:
             return 0 if self._closed else os.fstat(self.fd).st_size
 
@@ -158,12 +158,12 @@ class Writer:
         self._page = mmap.mmap(fd, PAGE)
 
     def enter(self, progress: Progress) -> None:
-        """Say how far the worker is."""
+        """Return how far the worker is."""
         # In one go: pack_into() writes zeros first, and a process that ends in between would have got nowhere.
         self._page[: _NUMBER.size] = _NUMBER.pack(progress)
 
     def is_asked_to_end(self) -> bool:
-        """Tell whether the parent wants an end: anybody may send a signal."""
+        """Return whether the parent wants an end: anybody may send a signal."""
         return bool(*_NUMBER.unpack_from(self._page, _ASKED_AT))
 
     def has_to_close(self) -> None:

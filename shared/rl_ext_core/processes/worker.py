@@ -244,7 +244,7 @@ def leave(code: int, *, forked: bool) -> int:
 
 
 def _is_unguarded(error: BaseException | None) -> bool:
-    """Tell whether processes were started by a main module that is being imported."""
+    """Return whether processes were started by a main module that is being imported."""
     for _ in range(_CHAIN_LIMIT):
         if isinstance(error, RuntimeError) and "bootstrapping phase" in str(error):
             return True

@@ -92,7 +92,7 @@ def find_mode(env: Any, asked: object, *, speaks_torch: bool) -> Autoreset | Non
 
 
 def layers(env: Any) -> list[Any]:
-    """Give an environment and the wrappers around it, the outermost first."""
+    """Return an environment and the wrappers around it, the outermost first."""
     found = [env]
     while len(found) < 100 and getattr(found[-1], "__dict__", {}).get("env") is not None:
         found.append(found[-1].env)
@@ -153,7 +153,7 @@ def _by_keyword(env: Any, base: Any) -> PartialReset:
 
 
 def _is_passive(layer: Any) -> bool:
-    """Tell whether a wrapper leaves resets as they are: gymnasium's own that only look, and those without a reset."""
+    """Return whether a wrapper leaves resets as they are: gymnasium's own that only look, and those without a reset."""
     import gymnasium
 
     if not isinstance(layer, gymnasium.Wrapper) or "reset" in vars(layer) or _takes_env_ids(layer.reset):
@@ -210,7 +210,7 @@ def _parameters(function: Any) -> Any:
 
 
 def _is_maniskill(base: Any) -> bool:
-    """Tell whether it resets by the option ``env_idx``, and never by itself."""
+    """Return whether it resets by the option ``env_idx``, and never by itself."""
     return any(kind.__module__.startswith("mani_skill") for kind in type(base).__mro__)
 
 
