@@ -381,7 +381,7 @@ def test_what_no_other_process_can_be_given_stays_here(caplog: pytest.LogCapture
         venv = make_vec_env(env_id, 2, env_kwargs=env_kwargs)
         assert isinstance(venv, DummyVecEnv)
         venv.close()
-        assert "no other one can be given them" in caplog.text
+        assert "no other can be given them" in caplog.text
         caplog.clear()
     database.close()
 
