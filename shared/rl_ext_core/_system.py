@@ -97,7 +97,7 @@ class _PosixAddresses:
         self._map_nothing(self._start, self._n_bytes)
 
     def forget(self, offset: int, n_bytes: int) -> None:
-        """Return whole pages of memory back, which are zero then."""
+        """Give whole pages of memory back, which are zero then."""
         if _DONTNEED_ZEROES:
             give_back(self._start + offset, n_bytes)
         else:
@@ -155,7 +155,7 @@ class _WindowsAddresses:
         self._gaps[self._start] = self._n_bytes
 
     def forget(self, offset: int, n_bytes: int) -> None:
-        """Return whole pages of memory back, which are zero then."""
+        """Give whole pages of memory back, which are zero then."""
         for start, stop in self._used:
             first, last = max(start, offset), min(stop, offset + n_bytes)
             if first < last:

@@ -255,7 +255,7 @@ def encoded(columns: list[FrameColumn], data: Any) -> tuple[Any, dict[Key, torch
 
 
 def release(columns: list[FrameColumn], handles: dict[Key, torch.Tensor]) -> None:
-    """Return images up, by key."""
+    """Give images up, by key."""
     for column in columns:
         for key in column.keys:
             if key in handles:

@@ -70,7 +70,7 @@ _asked: set[str] = set()
 
 
 def register_rebuilder(cls: type | str, rule: Rule, *, settings: Settings | None = None) -> None:
-    """Return how instances of a class, and of its subclasses, are copied into another process.
+    """Say how instances of a class, and of its subclasses, are copied into another process.
 
     Needed for classes that hold what pickle cannot copy: a handle of a simulator, a window, a connection. The rule is
     asked for every instance that an environment reaches. A later registration replaces an earlier one.

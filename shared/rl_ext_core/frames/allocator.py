@@ -121,7 +121,7 @@ def take_grains(p, n):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def give_grains(p, first, n):  # type: ignore[no-untyped-def]
-    """Return grains back, and joins them with what is free beside them."""
+    """Gives grains back, and joins them with what is free beside them."""
     p.head[FREE_GRAINS] += n
     if first > 0 and _is_edge(p, first - 1):
         length = int64(load_u32(address_of_grain(p, first) - uint64(_TAIL)))

@@ -359,7 +359,7 @@ class Room:
         self._reserve(*(int(self._head[kind]) + (more if kind == GRAINS else 0) for kind in _KINDS))
 
     def holds(self, counts: npt.NDArray[np.int64]) -> bool:
-        """Return whether there can be so many of each kind, and makes sure of room for them if so."""
+        """Return whether there can be so many of each kind, and make sure of room for them if so."""
         if ((counts < 0) | (counts > self._limits)).any():
             return False
         self._reserve(*counts.tolist())

@@ -420,7 +420,7 @@ class FramePool:
         return pairs
 
     def release_pairs(self, pairs: Handles) -> None:
-        """Return transitions up.
+        """Gives transitions up.
 
         :param pairs: (n,) contiguous; 0 is passed over.
         """
@@ -501,7 +501,7 @@ class FramePool:
         return True
 
     def trim(self) -> None:
-        """Return memory back that lies free, where it is much and this process's own."""
+        """Gives memory back that lies free, where it is much and this process's own."""
         free = int(self._pool.head[state.FREE_GRAINS]) * self._sizes.grain
         if self._sizes.checked or free < self._trimmed + _TRIMMED:
             self._trimmed = min(self._trimmed, free)
@@ -543,7 +543,7 @@ class FramePool:
 
     @uninterrupted
     def release(self, handles: Handles) -> None:
-        """Return stacks up. Each handle may be released as often as :meth:`put` returned it; 0 is passed over.
+        """Gives stacks up. Each handle may be released as often as :meth:`put` returned it; 0 is passed over.
 
         :raises InvalidArgumentError: if a handle was never given out.
         """

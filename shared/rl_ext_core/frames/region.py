@@ -148,11 +148,11 @@ class PrivateRegion:
         """Learns what other processes have made sure of."""
 
     def clear(self, start: int) -> None:
-        """Return memory back; every byte from a page's beginning on is zero again."""
+        """Gives memory back; every byte from a page's beginning on is zero again."""
         self.forget(start, self.n_bytes - start)
 
     def forget(self, start: int, n_bytes: int) -> None:
-        """Return whole pages back whose contents do not matter any more."""
+        """Gives whole pages back whose contents do not matter any more."""
         self._addresses.forget(start, n_bytes)
 
     def page_out(self, offset: int) -> None:

@@ -158,7 +158,7 @@ class Writer:
         self._page = mmap.mmap(fd, PAGE)
 
     def enter(self, progress: Progress) -> None:
-        """Return how far the worker is."""
+        """Say how far the worker is."""
         # In one go: pack_into() writes zeros first, and a process that ends in between would have got nowhere.
         self._page[: _NUMBER.size] = _NUMBER.pack(progress)
 

@@ -104,7 +104,7 @@ class Watch:
         self._thread.start()
 
     def operation(self, name: str, timeout: float | None = None) -> _Operation:
-        """Return what the main thread waits for, in a ``with`` statement around the call that waits.
+        """Say what the main thread waits for, in a ``with`` statement around the call that waits.
 
         When the body raises and a worker has failed, that is raised instead; when one had failed before, the body is
         not begun. ``KeyboardInterrupt`` and its like pass. Within another operation it does nothing.

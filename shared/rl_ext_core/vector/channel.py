@@ -302,7 +302,7 @@ class WorkerHandle:
                 pass  # as in ring, which is a call more
 
     def send(self, name: str, data: Any) -> None:
-        """Return a command; that the worker is gone shows where its answer is received.
+        """Give a command; that the worker is gone shows where its answer is received.
 
         :raises Exception: the data cannot be pickled
         """

@@ -102,7 +102,7 @@ class WorkerPool:
         self._interrupted = self._ended = self._changes_told = False
 
     def send(self, worker: Any, name: str, data: Any) -> None:
-        """Return a worker a command; that it is gone shows where its answer is waited for.
+        """Give a worker a command; that it is gone shows where its answer is waited for.
 
         :raises Exception: the data cannot be pickled
         """
@@ -451,7 +451,7 @@ class Pool(WorkerPool):
         return process
 
     def send(self, worker: WorkerHandle, name: str, data: Any) -> None:
-        """Return a worker a command."""
+        """Give a worker a command."""
         self._unsettled = True
         worker.send(name, data)
 

@@ -75,7 +75,7 @@ class ActorHandle:
         self.answer: Any = None
 
     def send(self, name: str, data: Any) -> None:
-        """Return a command."""
+        """Give a command."""
         message = (channel.pack if name == "step" else channel.pack_by_value)((name, data))
         self.at, self.pending = name, self.actor.do.remote(message)
 
