@@ -115,7 +115,6 @@ class GymVecEnv(CheckedVecEnv):
                 action_space=action_space,
             )
         )
-        self._actions: Any = None
         self._start = time.time()
         # Of the episodes that go on: the sums of rewards, and the steps that were taken before.
         self._steps, self._returns, self._begun = 0, np.zeros(num_envs), np.zeros(num_envs, np.int64)
@@ -128,9 +127,7 @@ class GymVecEnv(CheckedVecEnv):
 
         :param actions: (n, ...)
         """
-        self._require_open()
-        self._require_actions(actions)
-        self._actions = actions
+        self._note_actions(actions)
 
     def step_wait(self) -> Any:
         """Take the step.
@@ -138,10 +135,7 @@ class GymVecEnv(CheckedVecEnv):
         :return: observations, rewards, dones and infos, see the class
         :raises EnvironmentOutputError: the environment does not return what its spaces promise
         """
-        self._require_open()
-        actions, self._actions = self._actions, None
-        self._require_begun(actions is not None)
-        observations, rewards, dones, infos, ended = self._source.step(actions)
+        observations, rewards, dones, infos, ended = self._source.step(self._noted_actions())
         self._returns += rewards
         self._steps += 1
         if ended is not None:

@@ -89,7 +89,6 @@ class MultiAgentVecEnv(CheckedVecEnv):
         self._alive = np.zeros(self.num_envs, bool)
         self._returns, self._lengths = np.zeros(self.num_envs), np.zeros(self.num_envs, int)
         self._began = time.time()
-        self._actions: Any = None
         self.metadata = {**(getattr(self.envs[0], "metadata", None) or {}), **self.metadata}
 
     def _common_spaces(self) -> tuple[Any, Any]:
@@ -168,9 +167,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
 
         :param actions: (n_envs · agents, ...); those of agents that have ended are ignored
         """
-        self._require_open()
-        self._require_actions(actions)
-        self._actions = actions
+        self._note_actions(actions)
 
     def step_wait(self) -> Any:
         """Take the step.
@@ -178,9 +175,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
         :return: observations, rewards, dones and infos, see the class
         :raises EnvironmentOutputError: an environment returns nothing for an agent that lives
         """
-        self._require_open()
-        actions, self._actions = self._actions, None
-        self._require_begun(actions is not None)
+        actions = self._noted_actions()
         rewards, dones = np.zeros(self.num_envs, np.float32), np.zeros(self.num_envs, bool)
         infos: list[dict[str, Any]] = [{"TimeLimit.truncated": False} for _ in range(self.num_envs)]
         self.reset_infos = list(self.reset_infos)  # those before are the caller's to keep

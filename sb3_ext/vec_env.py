@@ -35,6 +35,7 @@ class CheckedVecEnv(VecEnv):
     """What vectorised environments here have in common: they say what is wrong when they are called out of order."""
 
     closed = False
+    _actions: Any = None  # of the step that was begun
     made_of = "env_fns"
     rows_are = "environments"
 
@@ -60,11 +61,21 @@ class CheckedVecEnv(VecEnv):
             name = type(self).__name__
             raise InvalidArgumentError(f"this {name} is closed; make a new one: {name}({self.made_of})")
 
-    def _require_actions(self, actions: Any) -> None:
+    def _note_actions(self, actions: Any) -> None:
+        """Keep the actions of the next step."""
+        self._require_open()
         if len(actions) != self.num_envs:
             raise InvalidArgumentError(
                 f"there are {len(actions)} actions for {self.num_envs} {self.rows_are}; expected an action for each"
             )
+        self._actions = actions
+
+    def _noted_actions(self) -> Any:
+        """Return the actions that were noted, once."""
+        self._require_open()
+        actions, self._actions = self._actions, None
+        self._require_begun(actions is not None)
+        return actions
 
     def _require_begun(self, begun: bool) -> None:
         if not begun:
