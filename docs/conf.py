@@ -20,7 +20,6 @@ release = version = metadata.version("rl-ext")
 
 extensions = [
     "sphinx.ext.autodoc",
-    "sphinx.ext.autosummary",
     "sphinx.ext.intersphinx",
     "sphinx_copybutton",
     "myst_nb",
@@ -31,7 +30,6 @@ source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
 
 # -- pages
 
-myst_enable_extensions = ["colon_fence", "deflist", "attrs_block"]
 myst_heading_anchors = 4
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
@@ -57,10 +55,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_default_options = {"members": True, "show-inheritance": True}
-autosummary_generate = False
 python_use_unqualified_type_names = True
-# Types of the annotations that have no page anywhere, or only on sites that may be out of reach.
-nitpicky = False
 
 _INVENTORIES = {
     "python": "https://docs.python.org/3/",
