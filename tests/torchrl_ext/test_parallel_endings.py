@@ -285,9 +285,9 @@ def _go_on(env: ParallelEnv, *, stepping: bool) -> str:
     return ""
 
 
-# Ctrl-C may come while torch makes one of these.
+# Ctrl-C may come while torch makes one of these, or while multiprocessing opens the socket that fetches a tensor.
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*StorageWeakRef:pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore:.*(StorageWeakRef|socket.socket):pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("use_buffers", [True, pytest.param(False, marks=slow)], ids=["buffers", "pipes"])
 def test_ctrl_c_in_steps_then_reset(use_buffers: bool) -> None:
     env = ParallelEnv(2, make_failing, use_buffers=use_buffers)
