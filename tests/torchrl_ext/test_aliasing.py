@@ -37,10 +37,9 @@ def played(env: Any, steps: int) -> list[Any]:
 
 @styles
 @libraries
-@pytest.mark.parametrize("copy", [True, "auto"])
-def test_nothing_is_shared_and_nothing_changes_later(style: str, torch_tensors: bool, copy: Any) -> None:
+def test_nothing_is_shared_and_nothing_changes_later(style: str, torch_tensors: bool) -> None:
     inner = Buffered(style, length=7, torch_tensors=torch_tensors)
-    env = GymWrapper(inner, copy=copy)
+    env = GymWrapper(inner)
     seen, kept = [], []
     data = env.reset()
     for _ in range(100):
@@ -66,38 +65,6 @@ def test_sharing_is_what_false_means(torch_tensors: bool) -> None:
     assert not storages([first["next", key] for key in ("reward", "done")]) & memory_of(inner)
 
 
-def shares(env: Any, inner: Any) -> bool:
-    """Tell whether the next step hands out the environment's own array."""
-    handed: list[int] = []
-    step = inner.step
-
-    def listening(action: Any) -> Any:
-        result = step(action)
-        handed.append(torch.as_tensor(result[0]).untyped_storage().data_ptr())
-        return result
-
-    inner.step = listening
-    data = env.reset()
-    for _ in range(2):  # gymnasium's checker holds the first step of all
-        data = env.rand_step(data)
-    del inner.step
-    return bool(data["next", "observation"].untyped_storage().data_ptr() == handed[-1])
-
-
-@styles
-def test_auto_copies_what_the_environment_holds(style: str) -> None:
-    inner = Buffered(style, length=50)
-    assert shares(GymWrapper(inner, copy="auto"), inner) == (style == "fresh")
-
-
-@pytest.mark.parametrize(
-    ("env_id", "shared"), [("CartPole-v1", True), ("Pendulum-v1", True), ("HalfCheetah-v5", False)]
-)
-def test_auto_does_not_copy_what_is_new_and_no_view(env_id: str, shared: bool) -> None:
-    inner = gymnasium.make(env_id)
-    assert shares(GymWrapper(inner, copy="auto"), inner) == shared
-
-
 class Keeps(Walk):
     """Returns new arrays and writes into them later; ``where`` says in which calls."""
 
@@ -121,43 +88,14 @@ class Keeps(Walk):
 
 
 @pytest.mark.parametrize("where", ["reset", "step", "step, a view"])
-@pytest.mark.parametrize("copy", [True, "auto"])
-def test_what_is_written_into_later_is_copied_however_late_that_is(where: str, copy: Any) -> None:
-    seen = played(GymWrapper(Keeps(where), copy=copy), 200)
+def test_what_is_written_into_later_is_copied_however_late_that_is(where: str) -> None:
+    seen = played(GymWrapper(Keeps(where)), 200)
     for data in seen:
         for part in (data, data.get("next", data)):
             assert part["observation"][0] != -1
 
 
-def test_a_dict_with_one_array_twice_counts_as_reused() -> None:
-    class Twice(Walk):
-        observation_space = spaces.Dict(a=box(4), b=box(4))  # type: ignore[assignment]
-
-        def observation(self) -> Any:
-            array = super().observation()
-            return {"a": array, "b": array}
-
-    env = GymWrapper(Twice(), copy="auto")
-    data = played(env, 50)[-2]["next"]
-    assert len(storages([data["a"], data["b"]])) == 2
-
-
-@libraries
-def test_auto_of_tuples(torch_tensors: bool) -> None:
-    array: Any = torch.zeros if torch_tensors else np.zeros
-
-    class Pairs(Walk):
-        observation_space = spaces.Tuple([spaces.Box(-9, 9, (2,))] * 2)  # type: ignore[assignment]
-
-        def observation(self) -> Any:
-            return array(2), array(2) + self.step_count
-
-    for data in played(GymWrapper(Pairs(), copy="auto"), 50)[1::2]:
-        assert (data["next", "observation"][1] > 0).all()
-
-
-@pytest.mark.parametrize("copy", [False, "auto"])
-def test_arrays_that_torch_takes_in_no_way_are_copied(copy: Any) -> None:
+def test_arrays_that_torch_takes_in_no_way_are_copied() -> None:
     class Odd(Walk):
         """Read-only, backwards, of the other byte order."""
 
@@ -169,7 +107,7 @@ def test_arrays_that_torch_takes_in_no_way_are_copied(copy: Any) -> None:
             locked.flags.writeable = False
             return {"a": locked, "b": array[::-1].copy()[::-1], "c": array.astype(">f4")}
 
-    for data in played(GymWrapper(Odd(), copy=copy), 50):
+    for data in played(GymWrapper(Odd(), copy=False), 50):
         for part in (data, data["next"]) if "next" in data.keys() else (data,):  # noqa: SIM118
             assert part["a"].tolist() == part["b"].tolist() == part["c"].tolist()
 

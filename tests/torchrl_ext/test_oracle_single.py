@@ -232,7 +232,7 @@ def test_workers_of_one_environment(cls: Any, monkeypatch: pytest.MonkeyPatch) -
     asked: list[Any] = []
     monkeypatch.setattr("torchrl_ext.gym.wrapper.ParallelEnv", lambda *args, **kwargs: asked.append((*args, kwargs)))
     env: Any = "CartPole-v1" if cls is GymEnv else Walk(5, 5)
-    cls(env, num_workers=3, copy="auto")
+    cls(env, num_workers=3, copy=False)
     ((count, make, options),) = asked
     assert (count, options) == (3, {"metadata_from_workers": True})
     assert type(make()) is cls

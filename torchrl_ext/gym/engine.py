@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from torchrl_ext.gym.io import (
     compile_observation,
     compile_reward,
     counted_from_zero,
-    unless_sole,
     unset_flags,
 )
 from torchrl_ext.gym.specs import device_of
@@ -70,10 +68,7 @@ class Engine:
             device=env_device if env_device != device else None,
             start=action_starts,
         )
-        read = partial(compile_observation, observation, key=key, device=device, starts=self._starts)
-        self._read = read(copy=options["copy"] is not False)
-        if options["copy"] == "auto" and key is not None:
-            self._read = unless_sole(self._read, read(copy=False))
+        self._read = compile_observation(observation, key=key, device=device, copy=options["copy"], starts=self._starts)
         self._reward = compile_reward(wrapper.reward_spec, device=device)
         is_finite = vector.has_finite_horizon(env, options["finite_horizon"])
         self._flags = compile_flags(batch_size, device=device, finite_horizon=is_finite)

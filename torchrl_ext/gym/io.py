@@ -8,7 +8,6 @@ nothing is lost, and what is wrong with the rest is said.
 from __future__ import annotations
 
 from functools import partial
-from sys import getrefcount
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,7 +35,6 @@ __all__ = [
     "counted_from_zero",
     "is_torch",
     "owned",
-    "unless_sole",
     "unset_flags",
 ]
 
@@ -359,35 +357,6 @@ def _leaf(spec: TensorSpec, name: str, device: torch.device | None, copy: bool) 
     if isinstance(spec, OneHot):
         return compile_one_hot(spec, _index_shape(spec), name=name, device=device)
     return compile_value(tuple(spec.shape), spec.dtype, name=name, device=device, copy=copy)
-
-
-def unless_sole(copied: Convert, shared: Convert) -> Convert:
-    """Compile a reader that copies an array unless nobody else can write into it: it owns its memory, and the step that
-    calls the reader holds it alone.
-
-    :param copied: a reader that copies
-    :param shared: one that does not
-    """
-
-    def read(observation: Any) -> Any:
-        sole = type(observation) is np.ndarray and observation.base is None and getrefcount(observation) <= held
-        return shared(observation) if sole else copied(observation)
-
-    held = _references()
-    return read
-
-
-def _references() -> int:
-    """Count the references that a step and a reader hold themselves; interpreters differ."""
-
-    def read(observation: Any) -> int:
-        return getrefcount(observation)
-
-    def stepped() -> tuple[Any, None]:
-        return np.empty(1), None
-
-    observation, _ = stepped()
-    return read(observation)
 
 
 # -- rewards and flags

@@ -41,7 +41,7 @@ _DEFAULTS = {
 }
 _VALUES = {
     "env_type": ("auto", "numpy", "torch"),
-    "copy": (True, False, "auto"),
+    "copy": (True, False),
     "missing_final_obs": ("nan", "previous", "error"),
     "finite_horizon": (None, True, False),
 }
@@ -88,8 +88,7 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
         is vectorised; its observations are (num_envs, ...)
     :param env_type: ``"numpy"``, ``"torch"`` or ``"auto"``: which of them the environment takes and returns, by default
         as its first observation is
-    :param copy: whether what the environment returns is copied. True: data never shares its memory. ``"auto"``: as
-        True, but for arrays that nobody else holds. False: trust it
+    :param copy: whether what the environment returns is copied, so that data never shares its memory. False: trust it
     :param missing_final_obs: what stands for the last observation of an episode where a vectorised environment resets
         itself and does not give it: ``"nan"`` (zero for integers), ``"previous"`` (the one before) or ``"error"``
     :param clip_actions: bound on the magnitude of continuous actions, in the spec and in what the environment gets
@@ -114,7 +113,7 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
         env: Any = None,
         *args: Any,
         env_type: Literal["auto", "numpy", "torch"] = "auto",
-        copy: bool | Literal["auto"] = True,
+        copy: bool = True,
         missing_final_obs: Literal["nan", "previous", "error"] = "nan",
         clip_actions: float | None = None,
         autoreset_mode: Any = None,
