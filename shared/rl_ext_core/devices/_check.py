@@ -498,7 +498,8 @@ def _predicted(renderer: Renderer, situation: Situation) -> Prediction:
         if not _renderers.has_display(environ):
             error = f': "{_NO_DISPLAY}"' if switch == BACKEND else ""
             raise RefusedError(switch, f"{how}: it takes {_window(switch)}, and there is no display{error}")
-        return Prediction(title, "window", f"{how}: it takes {_window(switch)}, and so the display's device")
+        unused = f"; {renderer.index} is for EGL alone" if renderer.index in environ else ""
+        return Prediction(title, "window", f"{how}: it takes {_window(switch)}, and so the display's device{unused}")
     platform = environ.get(PLATFORM, "")
     # In capitals it passes mujoco's own check, and PyOpenGL knows no such platform.
     if platform not in ("", backend):
@@ -554,6 +555,8 @@ def _why(renderer: Renderer, environ: Mapping[str, str], index: int) -> tuple[st
     mask, value = environ.get(MASK), environ.get(renderer.index)
     through_cuda = renderer.selects is _renderers.mujoco_4
     where = f"EGL device {index}"
+    if renderer.name == "robosuite" and environ.get(BACKEND, "egl") != "egl":
+        where += f" (robosuite takes EGL in place of {BACKEND}={environ[BACKEND]!r})"
     if value is not None:
         meaning = "which it looks for among CUDA's numbers first" if through_cuda else "EGL's own index"
         return renderer.index, f"{renderer.index}={value!r}, {meaning}, is {where}"
@@ -579,18 +582,21 @@ def _render(situation: Situation) -> Findings:
             line = f'resolve("auto", render="same", renderer="{renderer.name}").render_device'
             fix = f"from rl_ext_core.devices import resolve\nrender_device = {line}"
             yield situation.finding(found.variable, f"{renderer}: {found.why}", fix, "warning")
-        if found.where != "fails" and found.with_compute is not False:
+        # Who names an EGL device means EGL.
+        in_vain = found.where == "window" and renderer.index in situation.environ
+        if found.where != "fails" and found.with_compute is not False and not in_vain:
             continue
         listed = gpu is None or gpu.mig or situation.inventory.egl_of(gpu.uuid)
         if (found.where != "fails" and not listed) or (found.variable == "EGL" and gpu and not gpu.mig):
             continue  # that EGL does not list the GPU is told already
-        if found.where != "fails" and (found.egl is None or (computing and computing.device == "cpu")):
+        elsewhere = found.egl is not None and not (computing and computing.device == "cpu")
+        if found.where != "fails" and not elsewhere and not in_vain:
             continue  # OSMesa was asked for by name, and a GPU may render where the CPU computes
         if gpu and gpu.mig and found.where == "cpu":
             continue  # a slice does not render
         unset = found.variable not in situation.environ and found.variable in renderer.switches
         # Who sets nothing may render nothing, and who writes a number may want it.
-        harmless = unset or (found.where == "cpu" and renderer.index in situation.environ)
+        harmless = unset or in_vain or (found.where == "cpu" and renderer.index in situation.environ)
         severity: Severity = "warning" if harmless else "error"
         key = (dataclasses.replace(found, renderer=""), _remedy(renderer, situation), severity)
         alike.setdefault(key, []).append(renderer)

@@ -25,6 +25,7 @@ from rl_ext_core.devices import (
     check_environment,
     resolve,
 )
+from rl_ext_core.devices.doctor import examine
 from tests.core.devices.machines import egl, machine, uuid
 from tests.core.devices.processes import run
 
@@ -362,6 +363,17 @@ def test_a_backend_that_a_renderer_refuses(value: str, renderers: tuple[str, ...
     assert typed(found.fix, {})["MUJOCO_GL"] == fix
     assert who in found.effect
     assert check(typed(found.fix, environ), only(FOUR, *renderers)) == ()
+
+
+def test_an_index_of_egl_beside_a_window_and_a_backend_that_robosuite_replaces() -> None:
+    there, environ = machine(2), {"DISPLAY": ":0", "MUJOCO_GL": "glfw", "MUJOCO_EGL_DEVICE_ID": "0"}
+    (finding,) = check_environment(environ, inventory=there)
+    assert "MUJOCO_EGL_DEVICE_ID is for EGL alone" in finding.effect
+    assert finding.severity == "warning"
+    assert finding.fix == "export MUJOCO_GL=egl PYOPENGL_PLATFORM=egl"
+    seen = {found.name: found.why for found in examine(there, environ).renderers}
+    assert "robosuite takes EGL in place of MUJOCO_GL='glfw'" in seen["robosuite"]
+    assert not check_environment({"DISPLAY": ":0", "MUJOCO_GL": "glfw"}, inventory=there)
 
 
 def test_without_a_display_glfw_fails_and_is_what_they_take_where_nothing_is_set() -> None:
