@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -14,12 +15,12 @@ from gymnasium.envs.registration import EnvSpec
 from stable_baselines3.common import env_util
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
-from rl_ext_core import resources
+from rl_ext_core import processes, resources
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, IsolationError, NotCopyableError
 from rl_ext_core.factory import EnvFactory, as_factory
 from rl_ext_core.factory._sources import game_of_id, spec_of_id
 from rl_ext_core.isolation import Isolation, Verdict
-from rl_ext_core.isolation.probing import check_timeout, probe_all
+from rl_ext_core.isolation.probing import check_timeout, declaration, probe_all
 from rl_ext_core.vector import environments
 from rl_ext_core.vector.arguments import at_least_one, check_env_fns, check_options, factories_of
 from sb3_ext.multi_agent_vec_env import MultiAgentVecEnv, is_parallel
@@ -111,11 +112,14 @@ def make_vec_env(
     n_envs = resources.usable_cores() if n_envs is None else at_least_one("n_envs", n_envs)
     if isinstance(env_id, str) and env_id not in gymnasium.registry:
         env_id = game_of_id(env_id) or env_id  # what builds a game of stable-retro, which gymnasium does not know
-    base = functools.cache(lambda: _base(env_id, env_kwargs or {}).then(environments.checked))
+    plain = functools.cache(lambda: _base(env_id, env_kwargs or {}))
+    base = functools.cache(lambda: plain().then(environments.checked))
     wrapper = None if wrapper_class is None else functools.partial(wrapper_class, **(wrapper_kwargs or {}))
     seeded = False
 
     def asked() -> list[EnvFactory[Any]]:
+        if wrapper is None and not processes.SUPPORTED:  # there, what it declares itself is read, and nothing is tried
+            return [plain()] * n_envs
         # All that will run, but for files: those of the monitors are not for trials.
         factory = base().then(environments.monitored)
         return [factory if wrapper is None else factory.then(wrapper)] * n_envs
@@ -224,6 +228,8 @@ class AutoVecEnv:
     - Independent environments share this process while their steps are fast, and several processes otherwise.
     - Where a second instance fails, or the instances change each other, each has its own process; none is built here.
     - What cannot be kept apart even by processes is refused.
+    - On macOS and Windows nothing is tried: what does not declare otherwise has a process each, which is spawned, and
+      scripts need ``if __name__ == "__main__":``.
     - One environment stays in this process, and so do functions that hold what no other process can be given.
 
     :param env_fns: build the environments: functions, or whatever :func:`as_factory` takes. Each that is another one
@@ -231,7 +237,7 @@ class AutoVecEnv:
     :param isolation: ``"process"`` or ``"in-process"`` decides it without a try
     :param probe_timeout: seconds that an environment may take for anything while it is tried, see
         :func:`~rl_ext_core.isolation.probe`
-    :param options: of :class:`SharedMemoryVecEnv`
+    :param options: of :class:`SharedMemoryVecEnv`; on macOS and Windows ``start_method`` alone
     :return: the vectorised environment; its ``isolation_report`` is a paragraph on why it is what it is
     :raises IsolationError: the environment fails by itself, or processes disturb each other
     :raises WorkerError: an environment cannot be built
@@ -292,6 +298,8 @@ def choose(
                 f'isolation="in-process" has no use for {sorted(options)}, which are for processes; leave them out'
             )
         return _told(here(), "They are in this process, as asked.")
+    if not processes.SUPPORTED and (isolation == "process" or n_envs > 1):
+        return _spawned(factories, here, asked, isolation, options)
     if isolation == "process":
         return _told(SharedMemoryVecEnv(factories(), **options), "Each has its own process, as asked.")
     if n_envs == 1:
@@ -299,13 +307,7 @@ def choose(
     try:
         tried = asked()
     except NotCopyableError as error:
-        report = (
-            f"They are in this process, whether it allows several of them or not, since no other can be given them: "
-            f"{error}."
-        )
-        vec_env = here()
-        _log.warning("%s", report)
-        return _told(vec_env, report)
+        return _untried(here, error)
     verdict = probe_all(tried, timeout=probe_timeout)
     workers, why = _choose(verdict, n_envs, options.get("n_workers"))
     report = f"{verdict.explanation} {why}"
@@ -316,6 +318,44 @@ def choose(
     if sentence := resources.shortage(verdict.private_bytes or 0, workers):
         _log.warning("%s", sentence)
     return _told(SharedMemoryVecEnv(made, **{**options, "n_workers": workers, "cure": verdict.cure}), report)
+
+
+def _spawned(
+    factories: Callable[[], Sequence[EnvFactory[Any]]],
+    here: Callable[[], VecEnv],
+    asked: Callable[[], Sequence[EnvFactory[Any]]],
+    isolation: IsolationChoice,
+    options: dict[str, Any],
+) -> VecEnv:
+    """Build it on a system without our workers: nothing is tried there, what environments declare is believed."""
+    from sb3_ext.spawned_vec_env import SpawnedVecEnv
+
+    if isolation == "auto":
+        try:
+            said = declaration(asked())
+        except NotCopyableError as error:
+            return _untried(here, error)
+        if said is not None and said.in_process:
+            return _told(here(), f"{said.explanation} So they share this process.")
+        report = "" if said is None else f"{said.explanation} "
+        report += (
+            f"Each has its own process, by Stable Baselines3's SubprocVecEnv: on this system ({sys.platform}) it is "
+            'not tried whether they may share one. Where you know that they may, isolation="in-process" may be faster.'
+        )
+        _log.info("%s", report)
+    else:
+        report = "Each has its own process, as asked, by Stable Baselines3's SubprocVecEnv."
+    return _told(SpawnedVecEnv(factories(), **options), report)
+
+
+def _untried(here: Callable[[], VecEnv], error: NotCopyableError) -> VecEnv:
+    report = (
+        "They are in this process, whether it allows several of them or not, since no other can be given them: "
+        f"{error}."
+    )
+    vec_env = here()
+    _log.warning("%s", report)
+    return _told(vec_env, report)
 
 
 def _told(vec_env: VecEnv, report: str) -> VecEnv:

@@ -261,10 +261,10 @@ def test_sb3s_buffer() -> None:
     assert all((a == b).all() for a, b in zip(theirs, ours, strict=True) if a is not None)
 
 
-def main() -> int:
-    """Run all that is here without pytest."""
+def main(tests: dict[str, Any]) -> int:
+    """Run all tests of a module without pytest."""
     failed = 0
-    for name, test in list(globals().items()):
+    for name, test in list(tests.items()):
         if name.startswith("test_"):
             start = time.perf_counter()
             try:
@@ -278,4 +278,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(globals()))

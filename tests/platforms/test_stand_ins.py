@@ -1,7 +1,8 @@
-"""The buffers where the operating system lacks what Linux has: Windows and macOS, imitated here.
+"""Buffers and workers where the operating system lacks what Linux has: Windows and macOS, imitated here.
 
-``stand_in/sitecustomize.py`` hides it in the process of the tests and in all that they start. ``buffers.py`` holds what
-is tested there. ``scripts/windows_under_wine.sh`` runs on a Windows Python what is imitated here.
+``stand_in/sitecustomize.py`` hides it in the process of the tests and in all that they start. ``buffers.py`` and
+``workers.py`` hold what is tested there. ``scripts/windows_under_wine.sh`` runs on a Windows Python what is imitated
+here.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from rl_ext_core.errors import WorkerError
 try:
     processes.get_context
 except WorkerError as error:
-    assert "isolation='in-process'" in str(error)
+    assert "make_vec_env" in str(error)
 else:
     raise SystemExit("workers are there")
 from rl_ext_core.cli import main
@@ -66,3 +67,12 @@ def test_buffers(system: str) -> None:
 
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert "ok     test_sb3s_buffer" in done.stdout
+
+
+@pytest.mark.sample(quick=0, ci=1)
+@pytest.mark.parametrize("system", MISSING)
+def test_workers(system: str) -> None:
+    done = run(system, "tests/platforms/workers.py")
+
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert "ok     test_one_instance_per_process" in done.stdout

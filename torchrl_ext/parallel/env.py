@@ -9,7 +9,7 @@ from typing import Any
 from torchrl.envs import EnvBase, SerialEnv
 from torchrl.envs import batched_envs as upstream
 
-from rl_ext_core import resources
+from rl_ext_core import processes, resources
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from torchrl_ext._compat import has_supervision
 from torchrl_ext.parallel.plan import Plan
@@ -17,7 +17,8 @@ from torchrl_ext.parallel.plan import Plan
 __all__ = ["ParallelEnv"]
 
 _Base: Any
-if has_supervision():
+_IS_SUPERVISED = processes.SUPPORTED and has_supervision()
+if _IS_SUPERVISED:
     from torchrl_ext.parallel.supervision import SupervisedEnv as _Base
 else:
     _Base = upstream.ParallelEnv
@@ -105,7 +106,7 @@ class ParallelEnv(_Base, metaclass=_Meta):
         )
         # Torch's modules take no attribute by assignment until their constructor.
         self.__dict__.update(_plan=plan, _start_timeout=start_timeout, _step_timeout=step_timeout)
-        if has_supervision():
+        if _IS_SUPERVISED:
             kwargs["shutdown_timeout"] = math.inf
         if shutdown_timeout is not None:
             kwargs["shutdown_timeout"] = shutdown_timeout

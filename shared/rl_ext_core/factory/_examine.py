@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import pickle
 import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rl_ext_core import processes, resources
 from rl_ext_core.devices import READ_AT_IMPORT
 from rl_ext_core.factory import _byvalue, _sources, _streams
 from rl_ext_core.factory._drivers import driver_for
 from rl_ext_core.factory._fingerprint import Fingerprint, fingerprint, import_own
+from rl_ext_core.processes import spawned
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -71,6 +73,10 @@ def in_subprocess(
     :param environ: variables to set, and to unset (None), in the process
     :raises WorkerError: it has raised, which is the cause, or its process has died
     """
+    if not processes.SUPPORTED:
+        packed = _byvalue.dumps(functools.partial(_packed, _byvalue.dumps(task)))
+        found = spawned.call(packed, environ=environ or {}, timeout=timeout, label=_LABEL)
+        return cast("Examination", pickle.loads(found))
     context = processes.get_context(
         start_method, preload=preload, environs=[environ or {}], import_time=READ_AT_IMPORT, label=_LABEL
     )
@@ -94,8 +100,12 @@ def in_subprocess(
 
 
 def _main(sender: Connection, packed: bytes) -> None:
-    sender.send_bytes(_byvalue.dumps(pickle.loads(packed)()))
+    sender.send_bytes(_packed(packed))
     sender.close()
+
+
+def _packed(task: bytes) -> bytes:
+    return _byvalue.dumps(pickle.loads(task)())
 
 
 def examine(

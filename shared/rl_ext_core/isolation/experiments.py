@@ -12,7 +12,6 @@ import dataclasses
 import hashlib
 import os
 import random
-import resource
 import sys
 import tempfile
 import time
@@ -231,6 +230,8 @@ class Task:
 
     def enter(self) -> None:
         """Print where that is looked at, go to the folders, and apply the cure."""
+        import resource  # which Windows has not
+
         for descriptor in (1, 2):
             os.dup2(self.prints, descriptor)
         os.close(self.prints)

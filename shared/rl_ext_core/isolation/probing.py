@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import rl_ext_core
+from rl_ext_core import processes
 from rl_ext_core.errors import InvalidArgumentError, RlExtError
 from rl_ext_core.factory import EnvFactory, as_factory
 from rl_ext_core.factory._fingerprint import description, fingerprint
 from rl_ext_core.isolation import dependencies
 from rl_ext_core.isolation.verdict import LEAST_STEPS, Isolation, Verdict, declared_by_source
 
-__all__ = ["check_timeout", "probe", "probe_all"]
+__all__ = ["check_timeout", "declaration", "probe", "probe_all"]
 
 # How many are alive at once where nobody says how many there will be.
 _TOGETHER = 4
@@ -68,7 +69,7 @@ def probe(
     :raises InvalidArgumentError: the environment's metadata say something else, ``steps`` is too small, ``timeout`` no
         time
     :raises NotCopyableError: an instance cannot be copied, or a function that holds what cannot be
-    :raises WorkerError: Python does not start
+    :raises WorkerError: Python does not start, or this is not Linux
     """
     if steps < LEAST_STEPS:
         raise InvalidArgumentError(f"steps={steps!r} is not a number from {LEAST_STEPS} on. Write steps=100")
@@ -108,7 +109,7 @@ def probe_all(
     began = time.monotonic()
     distinct = list({id(factory): factory for factory in factories}.values())
     who = [next(i for i, one in enumerate(distinct) if one is factory) for factory in factories]
-    verdict = _declaration(distinct)
+    verdict = declaration(distinct)
     if verdict is None:
         kept = Cache.of(distinct, who, cache, steps)
         verdict = kept.read() if kept is not None else None
@@ -117,7 +118,7 @@ def probe_all(
     return dataclasses.replace(verdict, seconds=round(time.monotonic() - began, 3))
 
 
-def _declaration(factories: Sequence[EnvFactory[Any]]) -> Verdict | None:
+def declaration(factories: Sequence[EnvFactory[Any]]) -> Verdict | None:
     """Return what they say by themselves; the strictest of it, if all of them say something."""
     said = [declared_by_source(factory) for factory in factories]
     if not any(said):
@@ -133,6 +134,7 @@ def _found_out(
     factories: Sequence[EnvFactory[Any]], who: Sequence[int], steps: int, timeout: float | None, kept: Cache | None
 ) -> Verdict:
     """Probe, and keep what was found."""
+    processes.require()
     from rl_ext_core.isolation import judge
     from rl_ext_core.isolation.trials import TrialRunner
 

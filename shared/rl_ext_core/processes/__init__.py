@@ -19,22 +19,44 @@ if TYPE_CHECKING:
     from rl_ext_core.processes.watch import Watch
     from rl_ext_core.processes.worker import at_end, fail, import_main, note
 
-__all__ = ["Failure", "Watch", "at_end", "fail", "get_context", "import_main", "note", "registered"]
+__all__ = [
+    "SUPPORTED",
+    "Failure",
+    "Watch",
+    "at_end",
+    "fail",
+    "get_context",
+    "import_main",
+    "note",
+    "registered",
+    "require",
+]
 
-# Imported when they are used: other systems than Linux lack what workers are made of, and have all else.
+# Other systems than Linux lack what workers are made of, and have all else; ``spawned`` holds what stands for them.
+SUPPORTED = hasattr(os, "memfd_create")
+# Imported when they are used.
 _MODULES = {"Failure": "failures", "Watch": "watch", "get_context": "contexts", "registered": "contexts"}
+
+
+def require() -> None:
+    """See that workers of this package can run here.
+
+    :raises WorkerError: they cannot
+    """
+    if not SUPPORTED:
+        from rl_ext_core.errors import WorkerError
+
+        raise WorkerError(
+            f"workers of this package, and with them probes, need Linux, and this is {sys.platform!r}. Write "
+            "sb3_ext.make_vec_env(...) or torchrl_ext.ParallelEnv(...), which take other workers here"
+        )
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name in _MODULES and not hasattr(os, "memfd_create"):
-        from rl_ext_core.errors import WorkerError
-
-        raise WorkerError(
-            f"worker processes of this package need Linux, and this is {sys.platform!r}. Take Stable Baselines3's "
-            "SubprocVecEnv or TorchRL's ParallelEnv, or write make_vec_env(..., isolation='in-process')"
-        )
+    if name in _MODULES:
+        require()
     found = getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'worker')}"), name)
     globals()[name] = found
     return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import errno
+import importlib
 import importlib.util
 import io
 import mmap
@@ -45,6 +46,9 @@ class _Lacking(types.ModuleType):
         except KeyError:
             pass
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+    def __reduce__(self) -> Any:
+        return importlib.import_module, (self.__name__,)
 
 
 def _hide(names: dict[Any, str]) -> None:
@@ -122,6 +126,8 @@ def _opened(_listdir: Any = os.listdir) -> list[os.stat_result]:
 def _keep_what_is_in_use() -> None:
     def refusing(function: Any, which: tuple[int, ...]) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
+            if _root(sys._getframe(1)) == "multiprocessing":  # which has other files on Windows, if any
+                return function(*args, **kwargs)
             for path in (args[i] for i in which if i < len(args)):
                 try:
                     file = os.stat(path, dir_fd=kwargs.get("dir_fd"))

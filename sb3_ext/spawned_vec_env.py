@@ -1,0 +1,76 @@
+"""Stable Baselines3's ``SubprocVecEnv`` where the system lacks what our workers are made of: macOS, Windows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+from stable_baselines3.common.vec_env import SubprocVecEnv
+
+from rl_ext_core.errors import InvalidArgumentError, WorkerError
+from rl_ext_core.processes.spawned import death_of
+
+__all__ = ["SpawnedVecEnv"]
+
+_BROKEN = (EOFError, ConnectionError, OSError)
+
+
+class SpawnedVecEnv(SubprocVecEnv):
+    """One spawned process each, by Stable Baselines3's own class, which says which of them has died.
+
+    :param env_fns: build the environments
+    :param start_method: ``"spawn"`` unless another one is asked for
+    :raises WorkerError: at any call: a process has ended; the others are ended too
+    """
+
+    def __init__(self, env_fns: Sequence[Any], start_method: str | None = None, **options: Any) -> None:
+        if options:
+            raise InvalidArgumentError(
+                f"{sorted(options)} are options of this package's own workers, which need Linux; leave them out: here "
+                "the workers are those of Stable Baselines3's SubprocVecEnv"
+            )
+        try:
+            super().__init__(list(env_fns), start_method or "spawn")
+        except _BROKEN as error:
+            if not hasattr(self, "processes"):
+                raise
+            raise self._failed(0) from error  # which is the one that is asked for its spaces
+        self.remotes = tuple(_Remote(self, index, remote) for index, remote in enumerate(self.remotes))
+
+    def _failed(self, index: int) -> WorkerError:
+        """End all processes, and return what became of one."""
+        found = death_of(self.processes[index], f"the process of environment {index} of {len(self.processes)}", index)
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.closed, self.waiting = True, False
+        return found
+
+    def close(self) -> None:
+        """Close the environments and end their processes; those that have died already are no error."""
+        if not self.closed:
+            with contextlib.suppress(WorkerError):
+                super().close()
+
+
+class _Remote:
+    """The pipe to a process, which says when there is nobody at the other end."""
+
+    def __init__(self, vec_env: SpawnedVecEnv, index: int, remote: Any) -> None:
+        self._vec_env, self._index, self._remote = vec_env, index, remote
+
+    def send(self, message: Any) -> None:
+        try:
+            self._remote.send(message)
+        except _BROKEN as error:
+            raise self._vec_env._failed(self._index) from error
+
+    def recv(self) -> Any:
+        try:
+            return self._remote.recv()
+        except _BROKEN as error:
+            raise self._vec_env._failed(self._index) from error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._remote, name)

@@ -1,0 +1,85 @@
+"""One call in a process of its own where the system lacks what workers are made of here: macOS, Windows.
+
+The process is the standard library's, spawned: it imports the program's main module again, so that scripts need
+``if __name__ == "__main__":`` there.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import traceback
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rl_ext_core.errors import WorkerError
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from multiprocessing.process import BaseProcess
+
+__all__ = ["call", "death_of"]
+
+# For a process whose pipe is closed already.
+_ENDS_WITHIN_S = 10.0
+
+
+def call(packed: bytes, *, environ: Mapping[str, str | None], timeout: float | None, label: str) -> Any:
+    """Call a pickled function in a process that ends with it.
+
+    :param environ: variables to set, and to unset (None), in the process
+    :param timeout: seconds that it may take; None: ever
+    :param label: what the process is, for errors
+    :return: what it returned
+    :raises WorkerError: it has raised, which is the cause, its process has died, or it took longer
+    """
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_main, args=(sender, packed, dict(environ)), daemon=True)
+    try:
+        process.start()
+        sender.close()
+        if not receiver.poll(timeout):
+            raise WorkerError(f"the {label} took longer than {timeout:g} s", kind="timeout")
+        result, error, where = pickle.loads(receiver.recv_bytes())
+    except EOFError:
+        raise death_of(process, f"the {label}") from None
+    finally:
+        sender.close()
+        receiver.close()
+        if process.pid is not None:
+            process.kill()
+            process.join()
+    if where:
+        raise WorkerError(f"the {label} raised {where.splitlines()[-1]}", kind="exception", traceback=where) from error
+    return result
+
+
+def _main(sender: Connection, packed: bytes, environ: Mapping[str, str | None]) -> None:
+    os.environ.update({name: value for name, value in environ.items() if value is not None})
+    for name in [name for name, value in environ.items() if value is None]:
+        os.environ.pop(name, None)
+    try:
+        answer = pickle.dumps((pickle.loads(packed)(), None, ""))
+    except Exception as error:
+        where = traceback.format_exc()
+        try:
+            answer = pickle.dumps((None, error, where))
+            pickle.loads(answer)  # some exceptions can be written and not be read
+        except Exception:
+            answer = pickle.dumps((None, None, where))
+    sender.send_bytes(answer)
+
+
+def death_of(process: BaseProcess, who: str, worker: int | None = None) -> WorkerError:
+    """Return the error that says how a process has ended that no longer answers."""
+    process.join(_ENDS_WITHIN_S)
+    code = process.exitcode
+    how = "is still running and does not answer" if code is None else f"has ended, with exit code {code}"
+    return WorkerError(
+        f"{who} {how}. What it raised stands above, if it raised; a library that it loads may have ended it",
+        worker=worker,
+        kind="signal" if code is not None and code < 0 else "exit",
+        exitcode=code,
+    )
