@@ -89,6 +89,29 @@ class Prepared(TensorDictModuleBase):
         return tensordict.set("action", state["actions"][state["turn"] % ACTIONS])
 
 
+class Free(EnvBase):
+    """Stands for an environment and takes no time: what a loop around it takes is the loop's own.
+
+    :param env: whose specs it has, and of which it returns one step again and again
+    """
+
+    def __init__(self, env: EnvBase) -> None:
+        super().__init__(device=env.device, batch_size=env.batch_size)
+        self.__dict__.update(begun=env.reset(), stepped=env.rand_step()["next"].exclude("action"))
+        for name in ("observation_spec", "action_spec", "reward_spec", "done_spec"):
+            setattr(self, name, getattr(env, name).clone())
+        self.set_spec_lock_(True)
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        return self.begun.copy()
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return self.stepped.copy()
+
+    def _set_seed(self, seed: int | None) -> None:
+        pass
+
+
 # -- what a round runs
 
 
@@ -212,10 +235,20 @@ def small(name: str, rounds: int) -> None:
     overheads(competitors, pairs, steps=steps, rounds=rounds)
     print("total time")
     for loop, (run, bar) in LOOPS.items():
-        seconds = timed(dict(wrapped(run)), rounds)
-        for label, (theirs, ours, _) in pairs.items():
+        competitors = dict(wrapped(run))
+        if run is transformed:
+            for device, kwargs in DEVICES.items():
+                env = GymWrapper(make(), **kwargs)
+                competitors[f"free {device}"] = run(Free(env), encoded(env, actions), steps)
+            competitors["bare"] = bare(make(), actions, steps)
+        seconds = timed(competitors, rounds)
+        for device, (label, (theirs, ours, _)) in zip(DEVICES, pairs.items(), strict=True):
             ratio = times_as_fast(seconds, ours, than=theirs)
             line(f"{label}, {loop}", [seconds[theirs], seconds[ours]], ratio, bar, steps)
+            if run is transformed:
+                loop_itself = seconds[f"free {device}"]
+                most = float(np.median(seconds[theirs] / (loop_itself + seconds["bare"])))
+                line("  around an environment that takes no time", [loop_itself], most, None, steps)
 
 
 def vector(rounds: int) -> None:
