@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from stable_baselines3.common.vec_env import SubprocVecEnv
 
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
@@ -46,6 +47,11 @@ class SpawnedVecEnv(SubprocVecEnv):
             process.join()
         self.closed, self.waiting = True, False
         return found
+
+    def step_wait(self) -> Any:
+        """Finish a step, with ``DummyVecEnv``'s dtypes: what is chosen changes no numbers."""
+        observations, rewards, *rest = super().step_wait()
+        return (observations, rewards.astype(np.float32), *rest)
 
     def close(self) -> None:
         """Close the environments and end their processes; those that have died already are no error."""

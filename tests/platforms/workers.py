@@ -86,7 +86,9 @@ def test_one_instance_per_process() -> None:
     assert isinstance(venv, SubprocVecEnv)
     assert "Each has its own process" in venv.isolation_report
     theirs = env_util.make_vec_env(Single, 2, 0, vec_env_cls=SubprocVecEnv, vec_env_kwargs={"start_method": "spawn"})
-    assert_same(steps_of(venv), steps_of(theirs))
+    found = steps_of(venv)
+    assert found[2].dtype == np.float32
+    assert_same(found, steps_of(theirs))
     assert not Single.instances
     none_left()
 
