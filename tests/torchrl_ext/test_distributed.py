@@ -26,7 +26,7 @@ RUNS = {
     "async": ("changed:0",),
     "distributed": ("changed:0",),
     "rpc": ("changed:0",),
-    "ray": ("changed:0", "id:0", "id:1"),
+    "ray": ("changed:0", "transformed:0", "id:0", "id:0", "id:1"),
 }
 
 Collected = dict[str, np.ndarray]
@@ -110,7 +110,7 @@ def test_copies_elsewhere_collect_what_copies_here_do(ran: dict[str, list[Collec
     assert_same(ran["changed:0"][0], here(collecting.changed(), seed=0))
 
 
-@everywhere("sync")
+@everywhere("sync", "ray")
 def test_transforms_come_along(ran: dict[str, list[Collected]]) -> None:
     (collected,) = ran["transformed:0"]
     assert_same(collected, here(collecting.transformed(), seed=0))
@@ -121,7 +121,8 @@ def test_transforms_come_along(ran: dict[str, list[Collected]]) -> None:
 def test_copies_of_what_only_the_script_registers_draw_differently_and_by_the_seed(
     ran: dict[str, list[Collected]],
 ) -> None:
-    (one,) = ran["id:0"]
+    one, again = ran["id:0"]
+    assert_same(one, again)
     drawn = np.concatenate([one["observation"], ran["id:1"][0]["observation"]]).reshape(-1, 4)
     assert np.unique(drawn).size == drawn.size
 
