@@ -94,6 +94,32 @@ def test_what_is_written_into_later_is_copied_however_late_that_is(where: str) -
             assert part["observation"][0] != -1
 
 
+def test_a_dict_with_one_array_twice() -> None:
+    class Twice(Walk):
+        observation_space = spaces.Dict(a=box(4), b=box(4))  # type: ignore[assignment]
+
+        def observation(self) -> Any:
+            array = super().observation()
+            return {"a": array, "b": array}
+
+    data = played(GymWrapper(Twice()), 50)[-2]["next"]
+    assert len(storages([data["a"], data["b"]])) == 2
+
+
+@libraries
+def test_tuples(torch_tensors: bool) -> None:
+    array: Any = torch.zeros if torch_tensors else np.zeros
+
+    class Pairs(Walk):
+        observation_space = spaces.Tuple([spaces.Box(-9, 9, (2,))] * 2)  # type: ignore[assignment]
+
+        def observation(self) -> Any:
+            return array(2), array(2) + self.step_count
+
+    for data in played(GymWrapper(Pairs()), 50)[1::2]:
+        assert (data["next", "observation"][1] > 0).all()
+
+
 def test_arrays_that_torch_takes_in_no_way_are_copied() -> None:
     class Odd(Walk):
         """Read-only, backwards, of the other byte order."""
