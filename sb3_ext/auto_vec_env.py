@@ -35,6 +35,11 @@ _log = logging.getLogger("sb3_ext")
 # What a step of workers costs beside their environments, and what it has to save before it is worth the processes.
 _OVERHEAD_SECONDS = 150e-6
 _WORTHWHILE = 0.8
+# Where there are no workers of ours, which a try needs.
+_UNTRIED = (
+    f"Each has its own process, by Stable Baselines3's SubprocVecEnv: on this system ({sys.platform}) it is not tried "
+    'whether they may share one. Where you know that they may, isolation="in-process" may be faster.'
+)
 # As it is now: people put ours into its place.
 _theirs = env_util.make_vec_env
 
@@ -298,17 +303,24 @@ def choose(
                 f'isolation="in-process" has no use for {sorted(options)}, which are for processes; leave them out'
             )
         return _told(here(), "They are in this process, as asked.")
-    if not processes.SUPPORTED and (isolation == "process" or n_envs > 1):
-        return _spawned(factories, here, asked, isolation, options)
     if isolation == "process":
-        return _told(SharedMemoryVecEnv(factories(), **options), "Each has its own process, as asked.")
+        return _told(_in_processes(factories(), options), "Each has its own process, as asked.")
     if n_envs == 1:
         return _told(here(), "There is only one, so it is in this process, untried.")
     try:
         tried = asked()
     except NotCopyableError as error:
-        return _untried(here, error)
-    verdict = probe_all(tried, timeout=probe_timeout)
+        report = (
+            f"They are in this process, whether it allows several of them or not, since no other can be given them: "
+            f"{error}."
+        )
+        vec_env = here()
+        _log.warning("%s", report)
+        return _told(vec_env, report)
+    verdict = probe_all(tried, timeout=probe_timeout) if processes.SUPPORTED else declaration(tried)
+    if verdict is None:
+        _log.info("%s", _UNTRIED)
+        return _told(_in_processes(factories(), options), _UNTRIED)
     workers, why = _choose(verdict, n_envs, options.get("n_workers"))
     report = f"{verdict.explanation} {why}"
     _log.info("%s", report)
@@ -317,45 +329,16 @@ def choose(
     made = factories()
     if sentence := resources.shortage(verdict.private_bytes or 0, workers):
         _log.warning("%s", sentence)
-    return _told(SharedMemoryVecEnv(made, **{**options, "n_workers": workers, "cure": verdict.cure}), report)
+    return _told(_in_processes(made, options, n_workers=workers, cure=verdict.cure), report)
 
 
-def _spawned(
-    factories: Callable[[], Sequence[EnvFactory[Any]]],
-    here: Callable[[], VecEnv],
-    asked: Callable[[], Sequence[EnvFactory[Any]]],
-    isolation: IsolationChoice,
-    options: dict[str, Any],
-) -> VecEnv:
-    """Build it on a system without our workers: nothing is tried there, what environments declare is believed."""
+def _in_processes(factories: Sequence[EnvFactory[Any]], options: dict[str, Any], **found: Any) -> VecEnv:
+    """Build it with the workers that there are on this system; what was found out is for our own."""
+    if processes.SUPPORTED:
+        return SharedMemoryVecEnv(factories, **{**options, **found})
     from sb3_ext.spawned_vec_env import SpawnedVecEnv
 
-    if isolation == "auto":
-        try:
-            said = declaration(asked())
-        except NotCopyableError as error:
-            return _untried(here, error)
-        if said is not None and said.in_process:
-            return _told(here(), f"{said.explanation} So they share this process.")
-        report = "" if said is None else f"{said.explanation} "
-        report += (
-            f"Each has its own process, by Stable Baselines3's SubprocVecEnv: on this system ({sys.platform}) it is "
-            'not tried whether they may share one. Where you know that they may, isolation="in-process" may be faster.'
-        )
-        _log.info("%s", report)
-    else:
-        report = "Each has its own process, as asked, by Stable Baselines3's SubprocVecEnv."
-    return _told(SpawnedVecEnv(factories(), **options), report)
-
-
-def _untried(here: Callable[[], VecEnv], error: NotCopyableError) -> VecEnv:
-    report = (
-        "They are in this process, whether it allows several of them or not, since no other can be given them: "
-        f"{error}."
-    )
-    vec_env = here()
-    _log.warning("%s", report)
-    return _told(vec_env, report)
+    return SpawnedVecEnv(factories, **options)
 
 
 def _told(vec_env: VecEnv, report: str) -> VecEnv:
