@@ -14,7 +14,7 @@ from rl_ext_core.processes.spawned import death_of
 
 __all__ = ["SpawnedVecEnv"]
 
-_BROKEN = (EOFError, ConnectionError, OSError)
+_BROKEN = (EOFError, OSError)
 
 
 class SpawnedVecEnv(SubprocVecEnv):
@@ -55,9 +55,8 @@ class SpawnedVecEnv(SubprocVecEnv):
 
     def close(self) -> None:
         """Close the environments and end their processes; those that have died already are no error."""
-        if not self.closed:
-            with contextlib.suppress(WorkerError):
-                super().close()
+        with contextlib.suppress(WorkerError):
+            super().close()
 
 
 class _Remote:

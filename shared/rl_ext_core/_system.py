@@ -1,4 +1,5 @@
-"""What operating systems do each in its own way, in one place: forks, ranges of addresses, files, and locks of files.
+"""What operating systems do each in its own way, in one place: forks, ranges of addresses, files, and locks of files;
+and variables of the environment.
 
 Linux is what all else is measured against. macOS and others of its kind lack files in memory and room that is taken
 ahead; Windows has no forks, gives memory only where it was asked for, and neither replaces nor shortens a file that is
@@ -18,7 +19,7 @@ import os
 import time
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ __all__ = [
     "read_at",
     "remove",
     "sent",
+    "set_variables",
     "shorten",
     "take_room",
     "unlock",
@@ -61,6 +63,15 @@ def after_fork(function: Callable[[], object]) -> None:
     """Have a function called in every process that is forked from this one."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=function)
+
+
+def set_variables(variables: Mapping[str, str | None], environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set environment variables, and unset those that are None."""
+    for name, value in variables.items():
+        if value is None:
+            environ.pop(name, None)
+        else:
+            environ[name] = value
 
 
 class _PosixAddresses:

@@ -6,7 +6,7 @@ import ctypes
 import sys
 from typing import TYPE_CHECKING, Any
 
-from rl_ext_core._system import after_fork
+from rl_ext_core._system import after_fork, set_variables
 from rl_ext_core.devices import _probe
 from rl_ext_core.devices._renderers import BACKEND, INDEX, PLATFORM
 from rl_ext_core.errors import DeviceConflictError
@@ -60,11 +60,7 @@ def apply(decision: Decision, environ: MutableMapping[str, str]) -> None:
         return
     for _, conflict in (*display_conflicts(decision), *import_conflicts(decision)):
         raise DeviceConflictError(conflict)
-    for name, value in decision.variables.items():
-        if value is None:
-            environ.pop(name, None)
-        else:
-            environ[name] = value
+    set_variables(decision.variables, environ)
     current = decision
     forget_failed(renderer_of(decision))
     if renderer_of(decision) == "robosuite":

@@ -61,6 +61,12 @@ class Raised:
     exits: bool
     unguarded: bool  # the main script starts processes when it is imported
 
+    @classmethod
+    def of(cls, error: BaseException, time: float, *, unguarded: bool = False) -> Raised:
+        """Describe an exception, in the worker."""
+        exits = isinstance(error, SystemExit)
+        return cls(_summary(error), _formatted(error), _pickled_causes(error), time, exits, unguarded)
+
     def exception(self) -> BaseException | None:
         """Unpickle the exception, unless that fails or would import what this process has not imported."""
         found = None
@@ -192,9 +198,8 @@ class Writer:
 
     def raised(self, error: BaseException, time: float, *, unguarded: bool = False) -> bool:
         """Report an exception that ends this worker, and tell whether the report has arrived."""
-        exits, pickled = isinstance(error, SystemExit), _pickled_causes(error)
         try:
-            self.append(asdict(Raised(_summary(error), _formatted(error), pickled, time, exits, unguarded)))
+            self.append(asdict(Raised.of(error, time, unguarded=unguarded)))
         except Exception:  # no memory, no space: the caller has other ways to tell
             return False
         return True

@@ -20,7 +20,7 @@ from multiprocessing.forkserver import ForkServer, read_signed
 from typing import Any
 
 from rl_ext_core._interrupts import uninterrupted
-from rl_ext_core._system import after_fork
+from rl_ext_core._system import after_fork, set_variables
 from rl_ext_core.errors import WorkerError
 
 _log = logging.getLogger("rl_ext_core.processes")
@@ -193,11 +193,7 @@ def preload_modules(modules: Sequence[str], variables: Mapping[str, str | None])
     # Ctrl-C in the terminal is the parent's affair. Held back by the parent until now.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+    set_variables(variables)
     # What every worker is made of comes first: without it here, each would import it for itself.
     for module in ("rl_ext_core.processes.contexts", *modules):
         before = threading.active_count()

@@ -7,13 +7,14 @@ The process is the standard library's, spawned: it imports the program's main mo
 from __future__ import annotations
 
 import multiprocessing
-import os
 import pickle
-import traceback
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from rl_ext_core._system import set_variables
 from rl_ext_core.errors import WorkerError
+from rl_ext_core.processes.report import Raised
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -42,7 +43,7 @@ def call(packed: bytes, *, environ: Mapping[str, str | None], timeout: float | N
         sender.close()
         if not receiver.poll(timeout):
             raise WorkerError(f"the {label} took longer than {timeout:g} s", kind="timeout")
-        result, error, where = pickle.loads(receiver.recv_bytes())
+        answer = pickle.loads(receiver.recv_bytes())
     except EOFError:
         raise death_of(process, f"the {label}") from None
     finally:
@@ -51,24 +52,18 @@ def call(packed: bytes, *, environ: Mapping[str, str | None], timeout: float | N
         if process.pid is not None:
             process.kill()
             process.join()
-    if where:
-        raise WorkerError(f"the {label} raised {where.splitlines()[-1]}", kind="exception", traceback=where) from error
-    return result
+    if isinstance(answer, Raised):
+        text = f"the {label} raised {answer.summary}"
+        raise WorkerError(text, kind="exception", traceback=answer.traceback) from answer.exception()
+    return answer
 
 
 def _main(sender: Connection, packed: bytes, environ: Mapping[str, str | None]) -> None:
-    os.environ.update({name: value for name, value in environ.items() if value is not None})
-    for name in [name for name, value in environ.items() if value is None]:
-        os.environ.pop(name, None)
+    set_variables(environ)
     try:
-        answer = pickle.dumps((pickle.loads(packed)(), None, ""))
+        answer = pickle.dumps(pickle.loads(packed)())
     except Exception as error:
-        where = traceback.format_exc()
-        try:
-            answer = pickle.dumps((None, error, where))
-            pickle.loads(answer)  # some exceptions can be written and not be read
-        except Exception:
-            answer = pickle.dumps((None, None, where))
+        answer = pickle.dumps(Raised.of(error, time.time()))
     sender.send_bytes(answer)
 
 
