@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,9 @@ def _cpu_without_workers(workers: Any) -> float:
 
 def built(whose: str, form: str, path: str) -> int:
     """How many environments this process builds for two workers, the user's own instance left out."""
-    parallel = torchrl_ext.ParallelEnv if whose == "ours" else ParallelEnv
+    parallel: Callable[..., Any] = torchrl_ext.ParallelEnv if whose == "ours" else ParallelEnv
+    if whose == "from workers":  # TorchRL's, with its options for that
+        parallel = partial(ParallelEnv, metadata_from_workers=True, use_buffers=False)
 
     def make() -> Any:
         return GymWrapper(Counted(path))

@@ -119,6 +119,8 @@ def built(rounds: int, workers: int) -> None:
         counts = {whose: _built(whose, form) for whose in WHO if (whose, form) != ("TorchRL", "an instance")}
         verdict = "(0)" if counts["ours"] == 0 else "(0)  missed"
         row(form, str(counts.get("TorchRL", "refused")), str(counts["ours"]), verdict=verdict)
+        if "TorchRL" in counts:
+            row("  metadata_from_workers=True, use_buffers=False", str(_built("from workers", form)))
 
 
 def _built(whose: str, form: str) -> Any:
