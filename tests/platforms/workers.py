@@ -14,15 +14,13 @@ import numpy as np
 import torch
 from stable_baselines3.common import env_util
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
+from torchrl import envs as upstream
 
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
 from rl_ext_core.isolation import probe
 from sb3_ext import AutoVecEnv, as_factory, make_vec_env
 from tests.platforms.buffers import main, refused
 from torchrl_ext import GymEnv, GymWrapper, ParallelEnv
-
-if __name__ == "__main__":
-    from torchrl import envs as upstream
 
 
 class Single(gymnasium.Env[Any, Any]):
