@@ -226,10 +226,14 @@ class _ForkPopen(WorkerPopen):
         process_obj.start_in_fork = start
         # A worker that had to start one would take it with it.
         resource_tracker.ensure_running()
-        with servers.interrupts_held():
-            super(WorkerPopen, self)._launch(process_obj)  # type: ignore[misc]
+        self._fork(process_obj)
         del process_obj.start_in_fork
         self._watch_process()
+
+    @uninterrupted
+    def _fork(self, process_obj: Any) -> None:
+        with servers.interrupts_held():
+            super(WorkerPopen, self)._launch(process_obj)  # type: ignore[misc]
 
 
 class _SpawnPopen(WorkerPopen, popen_spawn_posix.Popen):
@@ -245,14 +249,16 @@ class _SpawnPopen(WorkerPopen, popen_spawn_posix.Popen):
         self.sentinel = parent_r
         try:
             command = spawn.get_command_line(tracker_fd=tracker, pipe_handle=child_r)
-            with servers.interrupts_held():
-                self.pid = util.spawnv_passfds(
-                    os.fsencode(spawn.get_executable()), command, [*self._fds, child_r, child_w]
-                )
+            self._spawn(command, [*self._fds, child_r, child_w])
         finally:
             _close_all(child_r, child_w)
         self._watch_process()
         _send(parent_w, pickled)
+
+    @uninterrupted
+    def _spawn(self, command: Sequence[str], fds: Sequence[int]) -> None:
+        with servers.interrupts_held():
+            self.pid = util.spawnv_passfds(os.fsencode(spawn.get_executable()), command, fds)
 
 
 class _ForkServerPopen(WorkerPopen, popen_forkserver.Popen):

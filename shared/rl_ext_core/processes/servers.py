@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker, util
 from multiprocessing.forkserver import ForkServer, read_signed
 from typing import Any
@@ -77,8 +77,8 @@ def connect(
         server = _running(key, sys_path)
         try:
             # It answers at once when it has answered before; a worker that nobody talks to would complain.
-            with interrupts_held() if key in _served else nullcontext():
-                accept(*_ask(server, fds))
+            answered_before = key in _served
+            (uninterrupted(_ask) if answered_before else _ask)(server, fds, accept)
             _served.add(key)
             return
         except _DIED as error:
@@ -97,10 +97,10 @@ def connect(
             raise
 
 
-def _ask(server: ForkServer, fds: Sequence[int]) -> tuple[int, int, int]:
+def _ask(server: ForkServer, fds: Sequence[int], accept: Callable[[int, int, int], None]) -> None:
     status, data = server.connect_to_new_process(fds)
     try:
-        return status, data, read_signed(status)
+        accept(status, data, read_signed(status))
     except BaseException:
         os.close(status)
         os.close(data)
@@ -127,7 +127,10 @@ def _running(key: _Key, sys_path: Sequence[str]) -> Any:
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Hold Ctrl-C back from what is started meanwhile, until it has said what to do with it."""
+    """Hold Ctrl-C back from what is started meanwhile, until it has said what to do with it.
+
+    Other threads of this process take it all the same, which interrupts the main one: what calls this is uninterrupted.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -8,11 +8,18 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
+import time
+import types
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import popen_fork, util
+from multiprocessing.forkserver import ForkServer
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
@@ -161,6 +168,48 @@ def test_a_process_whose_start_is_refused_is_killed(method: str) -> None:
     with pytest.raises(KeyboardInterrupt):
         process.start()
     assert process.exitcode == -signal.SIGKILL
+
+
+_os_of_fork = types.SimpleNamespace(**vars(os))
+
+
+@pytest.mark.parametrize(
+    ("method", "module", "name"),
+    [
+        ("forkserver", ForkServer, "connect_to_new_process"),
+        ("spawn", util, "spawnv_passfds"),
+        ("fork", _os_of_fork, "close"),
+    ],
+)
+def test_an_interrupt_that_another_thread_takes_comes_after_the_start(
+    method: str, module: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with group(method, 1) as workers:  # what has answered before is asked without interrupts
+        workers.ask(0, "pid")
+    tester, start = os.getpid(), getattr(module, name)
+    before = psutil.Process().children(recursive=True)
+
+    def start_and_interrupt(*arguments: Any) -> Any:
+        started = start(*arguments)
+        if os.getpid() == tester:
+            signal.pthread_kill(other.ident or 0, signal.SIGINT)
+            time.sleep(0.1)  # where the main thread would be interrupted
+        return started
+
+    ended = threading.Event()
+    other = threading.Thread(target=ended.wait)
+    other.start()
+    monkeypatch.setattr(popen_fork, "os", _os_of_fork)
+    monkeypatch.setattr(module, name, start_and_interrupt)
+    process = get_context(method).Process(target=targets.hang)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            process.start()
+    finally:
+        ended.set()
+        other.join()
+    new = [child for child in psutil.Process().children(recursive=True) if child not in before]
+    assert not psutil.wait_procs(new, timeout=LIMIT_S)[1]
 
 
 def test_what_cannot_be_pickled_fails_in_the_parent_and_leaves_nothing() -> None:
