@@ -230,10 +230,9 @@ class _ForkPopen(WorkerPopen):
         del process_obj.start_in_fork
         self._watch_process()
 
-    @uninterrupted
+    @servers.interrupts_held
     def _fork(self, process_obj: Any) -> None:
-        with servers.interrupts_held():
-            super(WorkerPopen, self)._launch(process_obj)  # type: ignore[misc]
+        super(WorkerPopen, self)._launch(process_obj)  # type: ignore[misc]
 
 
 class _SpawnPopen(WorkerPopen, popen_spawn_posix.Popen):
@@ -255,10 +254,9 @@ class _SpawnPopen(WorkerPopen, popen_spawn_posix.Popen):
         self._watch_process()
         _send(parent_w, pickled)
 
-    @uninterrupted
+    @servers.interrupts_held
     def _spawn(self, command: Sequence[str], fds: Sequence[int]) -> None:
-        with servers.interrupts_held():
-            self.pid = util.spawnv_passfds(os.fsencode(spawn.get_executable()), command, fds)
+        self.pid = util.spawnv_passfds(os.fsencode(spawn.get_executable()), command, fds)
 
 
 class _ForkServerPopen(WorkerPopen, popen_forkserver.Popen):

@@ -7,17 +7,18 @@ has client and server prove to each other that they know a key) is on both sides
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing import resource_tracker, util
 from multiprocessing.forkserver import ForkServer, read_signed
-from typing import Any
+from typing import Any, TypeVar
 
 from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core._system import after_fork, set_variables
@@ -25,6 +26,7 @@ from rl_ext_core.errors import WorkerError
 
 _log = logging.getLogger("rl_ext_core.processes")
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 _Key = tuple[tuple[str, ...], tuple[tuple[str, str | None], ...]]
 
 # After the children were joined, before multiprocessing removes the folder of the servers' sockets (-100).
@@ -77,8 +79,8 @@ def connect(
         server = _running(key, sys_path)
         try:
             # It answers at once when it has answered before; a worker that nobody talks to would complain.
-            answered_before = key in _served
-            (uninterrupted(_ask) if answered_before else _ask)(server, fds, accept)
+            ask = uninterrupted(_ask) if key in _served else _ask
+            ask(server, fds, accept)
             _served.add(key)
             return
         except _DIED as error:
@@ -100,11 +102,12 @@ def connect(
 def _ask(server: ForkServer, fds: Sequence[int], accept: Callable[[int, int, int], None]) -> None:
     status, data = server.connect_to_new_process(fds)
     try:
-        accept(status, data, read_signed(status))
+        pid = read_signed(status)
     except BaseException:
         os.close(status)
         os.close(data)
         raise
+    accept(status, data, pid)
 
 
 @uninterrupted
@@ -120,22 +123,26 @@ def _running(key: _Key, sys_path: Sequence[str]) -> Any:
             server = _servers[key] = ForkServer()
             server.set_forkserver_preload(_Program(key, sys_path))
         resource_tracker.ensure_running()
-        with interrupts_held():
-            server.ensure_running()
+        interrupts_held(server.ensure_running)()
         return server
 
 
-@contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Hold Ctrl-C back from what is started meanwhile, until it has said what to do with it.
+def interrupts_held(start: _F) -> _F:
+    """Hold Ctrl-C back from what a function starts, until that has said what to do with it, and from the function.
 
-    Other threads of this process take it all the same, which interrupts the main one: what calls this is uninterrupted.
+    A mask does the former, and not the latter: other threads take the signal, which interrupts the main one.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    @uninterrupted
+    @functools.wraps(start)
+    def held(*args: Any, **kwargs: Any) -> Any:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            return start(*args, **kwargs)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    return held  # type: ignore[return-value]
 
 
 @uninterrupted
