@@ -13,9 +13,9 @@ from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 
-from sb3_ext import EnvFactory, as_factory
+from sb3_ext import as_factory
 from tests.core.factory.main_script import DEFINED, USED, in_pools
-from tests.core.factory.worlds import Line, Sealed
+from tests.core.factory.worlds import Line
 from tests.ways import WAYS, run_as
 
 # Workers that are not forks import torch first.
@@ -56,13 +56,6 @@ def rollouts(venv: VecEnv, *, seed: int | None = 3, steps: int = 30) -> list[Any
         seen += [observations, rewards.astype(np.float32), dones, infos]
     venv.close()
     return seen
-
-
-def test_it_is_the_cores() -> None:
-    from rl_ext_core import factory
-
-    assert as_factory is factory.as_factory
-    assert EnvFactory is factory.EnvFactory
 
 
 @pytest.mark.parametrize("make", CASES)
@@ -107,14 +100,6 @@ def test_copies_draw_differently_and_the_same_again_with_a_seed(method: str, liv
     assert not np.array_equal(seen[0], seen[2])
 
 
-def test_what_sb3_would_do_with_the_instance_itself_is_not_what_is_wanted() -> None:
-    # The reason for all this: in silence, every worker gets the same stream.
-    env = gym.make("CartPole-v1")
-    env.reset(seed=0)
-    first = rollouts(SubprocVecEnv([lambda: env] * 2, start_method="fork"), seed=None, steps=1)[0]
-    assert np.array_equal(first[0], first[1])
-
-
 def test_overrides_reach_the_workers() -> None:
     factories = as_factory(gym.make("CartPole-v1")).for_workers(2, overrides=[{"gravity": 1.0}, {"length": 2.0}])
     venv = SubprocVecEnv(factories, start_method="fork")
@@ -133,12 +118,6 @@ def test_a_model_learns_the_same_as_with_the_written_line() -> None:
 
     ours = learned(SubprocVecEnv(as_factory(changed_cart_pole()).for_workers(2)))
     np.testing.assert_equal(ours, learned(DummyVecEnv([changed_cart_pole] * 2)))
-
-
-def test_the_sealed_one_is_what_sb3_cannot_send() -> None:
-    env = Sealed()
-    with pytest.raises(TypeError, match=r"cannot pickle 'zlib\.Compress' object"):
-        SubprocVecEnv([lambda: env])
 
 
 POOLS = in_pools(

@@ -5,34 +5,12 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-class Driver(Protocol):
-    """Resets and steps one environment, with actions of its own generator.
-
-    :ivar seeded: whether the seed of the last reset reached the environment; False where it has no way to take one
-    """
-
-    seeded: bool
-
-    def reset(self, seed: int | None) -> Any:
-        """Start an episode.
-
-        :param seed: for the environment's own generators; None leaves them as they are
-        :return: what the environment returned, as plain nested data, without the infos
-        """
-
-    def step(self) -> Any:
-        """Take a step with a drawn action; at the end of an episode, start the next one.
-
-        :return: what the environment returned, as plain nested data, without the infos
-        """
 
 
 def driver_for(env: Any, *, seed: int) -> Driver | None:
@@ -59,13 +37,31 @@ class Spaces:
         return self._copies[name].sample() if mask is None else self._copies[name].sample(np.asarray(mask, np.int8))
 
 
-class _OfSpaces:
-    """What drivers have in common whose environments have such spaces, and take seeds."""
+class Driver:
+    """Resets and steps one environment, with actions of its own generator.
+
+    :ivar seeded: whether the seed of the last reset reached the environment; False where it has no way to take one
+    """
 
     seeded = True
 
     def __init__(self, env: Any, rng: np.random.Generator) -> None:
-        self._env, self._spaces = env, Spaces(rng)
+        self._env, self._rng, self._spaces = env, rng, Spaces(rng)
+
+    def reset(self, seed: int | None) -> Any:
+        """Start an episode.
+
+        :param seed: for the environment's own generators; None leaves them as they are
+        :return: what the environment returned, as plain nested data, without the infos
+        """
+        raise NotImplementedError
+
+    def step(self) -> Any:
+        """Take a step with a drawn action; at the end of an episode, start the next one.
+
+        :return: what the environment returned, as plain nested data, without the infos
+        """
+        raise NotImplementedError
 
 
 def within(rng: np.random.Generator, low: Any, high: Any, shape: Any, dtype: Any) -> Any:
@@ -94,7 +90,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-class _Gymnasium(_OfSpaces):
+class _Gymnasium(Driver):
     """gymnasium.Env."""
 
     def reset(self, seed: int | None) -> Any:
@@ -107,7 +103,7 @@ class _Gymnasium(_OfSpaces):
         return plain(result)
 
 
-class _Turns(_OfSpaces):
+class _Turns(Driver):
     """PettingZoo's AECEnv: one agent after the other."""
 
     def reset(self, seed: int | None) -> Any:
@@ -129,12 +125,10 @@ class _Turns(_OfSpaces):
         return [self._env.agent_selection, *plain(self._env.last()[:4])]
 
 
-class _Together(_OfSpaces):
+class _Together(Driver):
     """PettingZoo's ParallelEnv: all agents at once."""
 
-    def __init__(self, env: Any, rng: np.random.Generator) -> None:
-        super().__init__(env, rng)
-        self._seen: tuple[Any, Any] = {}, {}
+    _seen: tuple[Any, Any] = ({}, {})
 
     def reset(self, seed: int | None) -> Any:
         self._seen = self._env.reset(seed=seed)
@@ -143,14 +137,9 @@ class _Together(_OfSpaces):
     def step(self) -> Any:
         if not self._env.agents:
             return self.reset(None)
-        observations, infos = self._seen
-        actions = {
-            agent: self._spaces.draw(
-                agent, self._env.action_space(agent), _mask(observations.get(agent), infos.get(agent))
-            )
-            for agent in self._env.agents
-        }
-        *result, infos = self._env.step(actions)
+        seen = {agent: [part.get(agent) for part in self._seen] for agent in self._env.agents}
+        drawn = {a: self._spaces.draw(a, self._env.action_space(a), _mask(*parts)) for a, parts in seen.items()}
+        *result, infos = self._env.step(drawn)
         self._seen = result[0], infos
         return plain(result)
 
@@ -163,11 +152,11 @@ def _mask(observation: Any, info: Any) -> Any:
     return None
 
 
-class _DmEnv:
+class _DmEnv(Driver):
     """dm_env.Environment: dm_control's, dmlab2d's, and wrappers of them."""
 
     def __init__(self, env: Any, rng: np.random.Generator) -> None:
-        self._env, self._rng = env, rng
+        super().__init__(env, rng)
         self._random = self._find_random()
         self.seeded = self._random is not None
 
@@ -200,11 +189,11 @@ class _DmEnv:
         return within(self._rng, low, high, spec.shape, spec.dtype)
 
 
-class _Robosuite:
+class _Robosuite(Driver):
     """robosuite's environments, and wrappers of them."""
 
     def __init__(self, env: Any, rng: np.random.Generator) -> None:
-        self._env, self._rng = env, rng
+        super().__init__(env, rng)
         self.seeded = isinstance(getattr(env, "rng", None), np.random.Generator)
 
     def reset(self, seed: int | None) -> Any:
@@ -219,14 +208,10 @@ class _Robosuite:
         return [plain(result), self.reset(None)] if result[2] else plain(result)
 
 
-class _TorchRL:
+class _TorchRL(Driver):
     """torchrl.envs.EnvBase."""
 
-    seeded = True
-
-    def __init__(self, env: Any, rng: np.random.Generator) -> None:
-        self._env, self._rng = env, rng
-        self._data: Any = None
+    _data: Any = None
 
     def reset(self, seed: int | None) -> Any:
         if seed is not None:
@@ -254,7 +239,7 @@ def _gpus(device: Any) -> list[Any]:
     return [device] if device is not None and device.type == "cuda" else []
 
 
-class _GymnasiumVector(_OfSpaces):
+class _GymnasiumVector(Driver):
     """gymnasium.vector.VectorEnv."""
 
     def reset(self, seed: int | None) -> Any:
@@ -269,7 +254,7 @@ class _GymnasiumVector(_OfSpaces):
         return result
 
 
-class _SB3Vector(_OfSpaces):
+class _SB3Vector(Driver):
     """Stable Baselines3's VecEnv."""
 
     def reset(self, seed: int | None) -> Any:
@@ -282,7 +267,7 @@ class _SB3Vector(_OfSpaces):
         return plain(self._env.step(np.stack(drawn))[:3])
 
 
-class _Vmas(_OfSpaces):
+class _Vmas(Driver):
     """VMAS's Environment."""
 
     def reset(self, seed: int | None) -> Any:

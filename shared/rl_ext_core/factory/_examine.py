@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 _LABEL = "trial copy"
 _SEED = 20_231
-_STEPS, _ROLLOUT_SECONDS = 12, 3.0
 _TIMING_SECONDS, _TIMING_STEPS = 0.1, 200
 # Of the time nothing depends but advice.
 _TIMING_PATIENCE_S = 10.0
@@ -111,12 +110,7 @@ def _packed(task: bytes) -> bytes:
 def examine(
     recipes: Sequence[Recipe], original: Fingerprint, adapt: Reader | None, read: Reader | None = None
 ) -> Examination:
-    """Find the first recipe whose copy is the original's equal, and measure it.
-
-    A copy made by a graft is compared with the original as it stands. One made in another way has not lived through
-    what the original has; it is faithful if from a reset on, with the same seed and actions, it does the same as the
-    graft and holds the same. Where there is no faithful graft, or it cannot be stepped, it has to be as the original
-    stands too.
+    """Find the first recipe whose copy is the original's equal as it stands, and measure it.
 
     :param recipes: in order of preference
     :param original: of the instance that is copied, as :func:`snapshot` gives it
@@ -124,32 +118,27 @@ def examine(
     :param read: called with that; what it returns is in the result
     :raises Exception: no recipe builds anything; what the last one raised
     """
-    lost: dict[str, list[str]] = {}
+    lost: list[tuple[str, ...]] = []
     raised: list[Exception] = []
     classes: list[str] = []
-    expected = None
-    for recipe in sorted(recipes, key=lambda recipe: recipe.origin != "graft"):
+    for recipe in recipes:
         try:
-            with _copy_of(recipe) as copy:
-                if expected is not None:
-                    lost[recipe.origin] = _unlike(expected, copy)
-                else:
-                    lost[recipe.origin], classes = _against(original, copy)
-                    if recipe.origin == "graft" and not lost["graft"] and len(recipes) > 1:
-                        expected = rollout(copy)
+            different, classes = _against(original, recipe)
         except Exception as error:
             raised.append(error)
-            lost[recipe.origin] = [f"building one raises {error!r}"]
+            different = [f"building one raises {error!r}"]
+        lost.append(tuple(different))
+        if not different:
+            break
     if len(raised) == len(recipes):
         raise raised[-1]
-    chosen = next((index for index, recipe in enumerate(recipes) if not lost[recipe.origin]), None)
+    chosen = None if lost[-1] else len(lost) - 1
     found = Examination(None, ())
-    opaque = tuple(f"{path} ({name})" for path, name in original.opaque.items())
     if chosen is not None:
         build = recipes[chosen].build
         found = measure(build if adapt is None else lambda: adapt(build()), read)
-    differing = tuple(tuple(lost[recipe.origin]) for recipe in recipes)
-    return dataclasses.replace(found, chosen=chosen, lost=differing, opaque=opaque, class_attributes=tuple(classes))
+    opaque = tuple(f"{path} ({name})" for path, name in original.opaque.items())
+    return dataclasses.replace(found, chosen=chosen, lost=tuple(lost), opaque=opaque, class_attributes=tuple(classes))
 
 
 def measure(
@@ -174,41 +163,19 @@ def measure(
     return Examination(0, ((),), (), (), built, step, private, result)
 
 
-@contextlib.contextmanager
-def _copy_of(recipe: Recipe) -> Iterator[Any]:
+def _against(original: Fingerprint, recipe: Recipe) -> tuple[list[str], list[str]]:
+    """Say in what a copy differs from the original, and name the attributes of classes that do."""
     _streams.seed_process(_streams.sequence(_SEED, 0))
     with _streams.keeping():
         copy = recipe.build()
     try:
-        yield copy
+        import_own(original.tokens)
+        mine = snapshot(copy)
     finally:
         _close(copy)
-
-
-def _against(original: Fingerprint, copy: Any) -> tuple[list[str], list[str]]:
-    """Say in what a copy differs from the original, and name the attributes of classes that do."""
-    import_own(original.tokens)
-    mine = snapshot(copy, code=True)
     different = original.differences(mine)
     classes = [path for path in different if original.is_of_class(path)]
     return [_said(path, original, mine) for path in different if not original.is_of_class(path)], classes
-
-
-def _unlike(expected: Rollout, copy: Any) -> list[str]:
-    """Say in what a copy's rollout differs from that of the graft."""
-    drawing = [path for path, token in snapshot(copy).tokens.items() if token[0] == "generator"]
-    if drawing:
-        return [f"{drawing[0]} may draw the same in all copies: the constructor makes it"]
-    other = rollout(copy, len(expected.returned) - 1)
-    if other is None:
-        return ["how to step it is not known"]
-    for moment, (mine, its) in enumerate(zip(expected.returned, other.returned, strict=False)):
-        if mine != its:
-            return [f"{f'step {moment}' if moment else 'reset'} gives something else than in the instance"]
-    said: dict[str, str] = {}
-    for mine, its in ((expected.begin, other.begin), (expected.end, other.end)):
-        said |= {path: _said(path, mine, its) for path in mine.differences(its) if not mine.is_of_class(path)}
-    return list(said.values())
 
 
 def _said(path: str, original: Fingerprint, copy: Fingerprint) -> str:
@@ -227,47 +194,10 @@ def _value(of: Fingerprint, path: str) -> str:
     return "other data"
 
 
-@dataclasses.dataclass(frozen=True)
-class Rollout:
-    """What a copy did, and what it was.
-
-    :ivar returned: tokens of what it returned for a reset and each step, or the class of the exception that ended it
-    :ivar begin: what it was after the reset
-    :ivar end: what it was at last
-    """
-
-    returned: list[Any]
-    begin: Fingerprint
-    end: Fingerprint
-
-
-def snapshot(environment: Any, *, code: bool = False) -> Fingerprint:
-    """Fingerprint an environment; what its wrappers have noted and do not go by is no difference."""
-    with _sources.without_notes(environment):
-        return fingerprint(environment, code=code)
-
-
-def rollout(environment: Any, steps: int | None = None) -> Rollout | None:
-    """Reset a copy and step it so often, by default as a short time allows; None: how to step it is not known."""
-    driver = driver_for(environment, seed=_SEED)
-    if driver is None:
-        return None
-    # Building has drawn from the process's generators in one way of building, and has not in another.
-    _streams.seed_process(_streams.sequence(_SEED, 1))
-    returned, begin = [_tokens(driver.reset, _SEED)], snapshot(environment)
-    until = time.monotonic() + _ROLLOUT_SECONDS
-    while not isinstance(returned[-1], str) and len(returned) <= (_STEPS if steps is None else steps):
-        if steps is None and time.monotonic() > until:
-            break
-        returned.append(_tokens(driver.step))
-    return Rollout(returned, begin, snapshot(environment))
-
-
-def _tokens(act: Any, *args: Any) -> Any:
-    try:
-        return fingerprint(act(*args)).tokens
-    except Exception as error:  # a copy is to raise what the original raises
-        return type(error).__qualname__
+def snapshot(environment: Any) -> Fingerprint:
+    """Fingerprint an environment; specifications that its wrappers keep once they were asked are no difference."""
+    with _sources.without_kept_specs(environment):
+        return fingerprint(environment, code=True)
 
 
 def _timed(environment: Any) -> float | None:

@@ -409,10 +409,10 @@ class _Beside:
         if _is_installed(module.partition(".")[0]):
             # Which function stands there: libraries compile some anew when they are first called.
             token: list[Any] = [("function", one.__module__, one.__qualname__) for one in functions]
-            return token or _parts.plain(value, _DEEP) or _described(value)
-        token = [("function", _parts.code_of(one.__code__), _parts.plain(one.__defaults__)) for one in functions]
-        if type(value) is functools._lru_cache_wrapper:
-            return token, value.cache_info().currsize
+        else:
+            token = [("function", _parts.code_of(one.__code__), _parts.plain(one.__defaults__)) for one in functions]
+            if type(value) is functools._lru_cache_wrapper:
+                return token, value.cache_info().currsize
         return token or _parts.plain(value, _DEEP) or _described(value)
 
 

@@ -26,8 +26,10 @@ _TOO_DEEP = (
 # from Python 3.12 on no setting lets it. Before that, Python's own calls need the stack too.
 _STACK, _CALLS = 512 << 20, 400_000
 
-# The pickle, all arrays and tensors in it, and all objects that show their memory by their attributes.
-Dumped = tuple[bytes, list[Any], list[Any]]
+# By the object's id: it, and what reads its settings.
+Owners = dict[int, tuple[Any, Callable[[Any], Any]]]
+# The pickle, all arrays and tensors in it, and all objects that may show their memory by their settings.
+Dumped = tuple[bytes, list[Any], Owners]
 
 Reduced = tuple[Any, ...]
 Dump = Callable[[Any, Mapping[int, Reduced]], object]
@@ -60,14 +62,14 @@ class _Grafting(_byvalue.ByValue):
     :param packing: of the pickles that belong together
     :param replaced: reductions that are decided on already, by the object's id
     :ivar arrays: all arrays and tensors that it has met
-    :ivar owners: all objects that show their memory by their attributes
+    :ivar owners: all objects that may show their memory by their settings
     """
 
-    def __init__(self, file: io.BytesIO, packing: bytes, replaced: Mapping[int, tuple[Any, ...]]) -> None:
+    def __init__(self, file: io.BytesIO, packing: bytes, replaced: Mapping[int, Reduced]) -> None:
         super().__init__(file, packing)
         self._replaced = replaced
         self.arrays: list[Any] = []
-        self.owners: list[Any] = []
+        self.owners: Owners = {}
 
     def reducer_override(self, value: Any) -> Any:
         if id(value) in self._replaced:
@@ -79,7 +81,7 @@ class _Grafting(_byvalue.ByValue):
         if kind is np.ndarray or (torch is not None and kind is torch.Tensor):
             self.arrays.append(value)
         elif (rebuilder := _rules.find(value)) is not None and rebuilder.settings is not None:
-            self.owners.append(value)
+            self.owners[id(value)] = value, rebuilder.settings
         given = _rules.reduce(value)
         return super().reducer_override(value) if given is None else given
 
@@ -101,7 +103,7 @@ def dumps(environment: Any) -> bytes:
 
     :raises Refused: what cannot be copied, and where it is
     """
-    replaced: dict[int, tuple[Any, ...]] = {}
+    replaced: dict[int, Reduced] = {}
     packing = _byvalue.new_packing()
     dump = shallow = functools.partial(_dump, packing)
     while True:
@@ -143,7 +145,7 @@ def after_loading(action: Callable[[], object]) -> None:
 
 
 def _dump(
-    packing: bytes, value: Any, replaced: Mapping[int, tuple[Any, ...]], pickler_class: type[_Grafting] = _Pickler
+    packing: bytes, value: Any, replaced: Mapping[int, Reduced], pickler_class: type[_Grafting] = _Pickler
 ) -> Dumped:
     file = io.BytesIO()
     pickler: Any = pickler_class(file, packing, replaced)
@@ -151,7 +153,7 @@ def _dump(
     return file.getvalue(), pickler.arrays, pickler.owners
 
 
-def _dump_rules(dump: Callable[[Any, Mapping[int, tuple[Any, ...]]], Dumped]) -> bytes:
+def _dump_rules(dump: Callable[[Any, Mapping[int, Reduced]], Dumped]) -> bytes:
     rules = _rules.registered()
     try:
         return dump(rules, {})[0]
@@ -159,7 +161,7 @@ def _dump_rules(dump: Callable[[Any, Mapping[int, tuple[Any, ...]]], Dumped]) ->
         raise Refused("register_rebuilder", rules, f"a rule cannot be pickled: {error}") from error
 
 
-def _dump_deep(packing: bytes, value: Any, replaced: Mapping[int, tuple[Any, ...]]) -> Dumped:
+def _dump_deep(packing: bytes, value: Any, replaced: Mapping[int, Reduced]) -> Dumped:
     """Do the same on a stack of its own: pickle goes some calls deeper for every object on the way to another."""
     limit, size = sys.getrecursionlimit(), threading.stack_size(_STACK)
     try:
@@ -171,15 +173,9 @@ def _dump_deep(packing: bytes, value: Any, replaced: Mapping[int, tuple[Any, ...
         threading.stack_size(size)
 
 
-def _shared(arrays: list[Any], owners: list[Any]) -> dict[int, tuple[Any, ...]]:
-    fields = []
-    for owner in {id(owner): owner for owner in owners}.values() if arrays else ():
-        rebuilder = _rules.find(owner)
-        if rebuilder is not None and rebuilder.settings is not None:
-            settings = rebuilder.settings(owner)
-            if isinstance(settings, _rules.Fields):
-                fields.append((owner, settings))
-    return _objects.reductions(arrays, fields)
+def _shared(arrays: list[Any], owners: Owners) -> dict[int, Reduced]:
+    read = [(owner, settings(owner)) for owner, settings in owners.values()] if arrays else []
+    return _objects.reductions(arrays, [pair for pair in read if isinstance(pair[1], _rules.Fields)])
 
 
 def _is_recursion(error: BaseException | None) -> bool:

@@ -190,16 +190,11 @@ def reduce(value: Any) -> Any:
 
 
 def by_pickle(value: Any) -> Any:
-    """Reduce an object as pickle does where there is no rule of ours."""
+    """Reduce an object as pickle does: also the rule of what is compared in a way of ours alone."""
     import cloudpickle
 
     reducer = cloudpickle.Pickler.dispatch_table.get(type(value))
     return value.__reduce_ex__(4) if reducer is None else reducer(value)
-
-
-def own_way(value: Any) -> Any:
-    """Reduce an object as its class says: the rule of what is compared in a way of ours alone."""
-    return value.__reduce_ex__(4)
 
 
 def by_parts(value: Any) -> tuple[Any, ...]:
@@ -221,11 +216,7 @@ def _subclassed(array: Any) -> tuple[Any, ...] | None:
     owner = _defining(type(array), "__reduce__")
     if owner is not None and owner.__module__.partition(".")[0] != "numpy":
         return None
-    return _view, (type(array), array.view(np.ndarray)), dict(vars(array)), None, None, _objects.set_state
-
-
-def _view(kind: Any, array: Any) -> Any:
-    return array.view(kind)
+    return np.ndarray.view, (array.view(np.ndarray), type(array)), dict(vars(array)), None, None, _objects.set_state
 
 
 def _blank(kind: type) -> Any:

@@ -66,32 +66,14 @@ def _fill_local(copy: Any, state: dict[str, Any]) -> None:
     vars(copy).update(state)
 
 
-_STARTED = (
-    "it is a thread that runs, or has run, and what it is doing has no copy; start it in reset(), and hand the "
-    "environment over before that"
-)
-# What it runs; Python deletes these when it has run.
-_RUN = {"_target", "_args", "_kwargs"}
+_THREAD = "what a thread is doing has no copy; make and start it in reset(), and hand the environment over before that"
 
 
 def _thread(thread: threading.Thread) -> tuple[Any, ...]:
     if thread is threading.main_thread():
         return threading.main_thread, ()
-    if thread.ident is not None:
-        # Not by constructing what holds it either: its thread would wait for other locks than the copied ones.
-        raise _graft.NoCopy(_STARTED)
-    return _make_thread, (type(thread), thread.name, thread.daemon), _held_by_thread(thread)
-
-
-def _held_by_thread(thread: threading.Thread) -> dict[str, Any]:
-    own = vars(threading.Thread()).keys() - _RUN
-    return {name: value for name, value in vars(thread).items() if name not in own}
-
-
-def _thread_settings(thread: threading.Thread) -> dict[str, Any]:
-    if thread is threading.main_thread():
-        return {"name": "main"}
-    return {**_held_by_thread(thread), "<started>": thread.ident is not None, "<running>": thread.is_alive()}
+    # Not by constructing what holds it either: its thread would wait for other locks than the copied ones.
+    raise _graft.NoCopy(_THREAD)
 
 
 def runs(item: Any) -> bool:
@@ -100,23 +82,11 @@ def runs(item: Any) -> bool:
     return issubclass(type(item), threading.Thread) and item.is_alive() and item is not threading.main_thread()
 
 
-def _make_thread(cls: type[threading.Thread], name: str, daemon: bool) -> threading.Thread:
-    thread = cls.__new__(cls)
-    threading.Thread.__init__(thread, name=name, daemon=daemon)
-    return thread
-
-
 def _executor(executor: Any) -> tuple[Any, ...]:
     if executor._work_queue.qsize():
         raise pickle.PicklingError("work is waiting in it that has not begun; wait until it is done")
     names = ("_max_workers", "_thread_name_prefix", "_initializer", "_initargs")
     return type(executor), tuple(getattr(executor, name) for name in names)
-
-
-def _queue(queue: Any) -> tuple[Any, ...]:
-    if not queue.empty():
-        raise pickle.PicklingError("what is in it cannot be read without taking it out; empty it, or use queue.Queue")
-    return type(queue), ()
 
 
 class _Gone:
@@ -257,7 +227,7 @@ def _cache_settings(cache: Any) -> dict[str, Any]:
 
 def _table(table: Any) -> Any:
     # From pandas 3 on, tables share memory until one is written to; copies would not know of one another.
-    return _rules.own_way(table.copy() if int(sys.modules["pandas"].__version__.partition(".")[0]) >= 3 else table)
+    return _rules.by_pickle(table.copy() if int(sys.modules["pandas"].__version__.partition(".")[0]) >= 3 else table)
 
 
 def _values(column: Any) -> tuple[str, Any]:
@@ -308,7 +278,7 @@ _PROCESS_KINDS = (
 
 # Class, rule, and what a copy has in common with the original; None: what the rule keeps.
 RULES: Rules = [
-    ("rl_ext_core.factory.factory:EnvFactory", _rules.own_way, _factory_settings),
+    ("rl_ext_core.factory.factory:EnvFactory", _rules.by_pickle, _factory_settings),
     ("_thread:lock", _lock, _nothing),
     ("_thread:RLock", _lock, _nothing),
     ("threading:Condition", _condition, None),
@@ -342,16 +312,15 @@ RULES: Rules = [
     ("weakref:CallableProxyType", _proxy, None),
     *((f"builtins:{kind}dict_{name}", _view, None) for kind in ("", "o") for name in ("keys", "values", "items")),
     ("functools:_lru_cache_wrapper", _cache, _cache_settings),
-    ("threading:Thread", _thread, _thread_settings),
+    ("threading:Thread", _thread, lambda thread: {"<running>": thread.is_alive()}),
     ("concurrent.futures.thread:ThreadPoolExecutor", _executor, None),
-    ("_queue:SimpleQueue", _queue, lambda queue: {"empty": queue.empty()}),
     ("pandas:DataFrame", _table, _frame),
     ("pandas.core.frame:DataFrame", _table, _frame),
     ("pandas:Series", _table, _series),
     ("pandas.core.series:Series", _table, _series),
-    ("pandas:Index", _rules.own_way, _index),
-    ("pandas.core.indexes.base:Index", _rules.own_way, _index),
-    ("PIL.Image:Image", _rules.own_way, _picture),
+    ("pandas:Index", _rules.by_pickle, _index),
+    ("pandas.core.indexes.base:Index", _rules.by_pickle, _index),
+    ("PIL.Image:Image", _rules.by_pickle, _picture),
 ]
 
 _rules.add(RULES)

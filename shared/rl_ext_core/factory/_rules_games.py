@@ -227,8 +227,8 @@ RULES: Rules = [
     ("pygame.mixer:Sound", _rules.refusal(_SOUND), None),
     ("pygame.color:Color", _rules.by_parts, None),
     ("pygame:Color", _rules.by_parts, None),
-    ("pymunk.space:Space", _rules.own_way, _space_settings),
-    ("pymunk.body:Body", _rules.own_way, _part_settings),
-    ("pymunk.shapes:Shape", _rules.own_way, _part_settings),
-    ("pymunk.constraints:Constraint", _rules.own_way, _part_settings),
+    ("pymunk.space:Space", _rules.by_pickle, _space_settings),
+    ("pymunk.body:Body", _rules.by_pickle, _part_settings),
+    ("pymunk.shapes:Shape", _rules.by_pickle, _part_settings),
+    ("pymunk.constraints:Constraint", _rules.by_pickle, _part_settings),
 ]

@@ -260,7 +260,7 @@ def _make_context(context: Any, attributes: dict[str, Any], scene: dict[str, Any
 
 # Class, rule, and what a copy has in common with the original; None: what the rule keeps.
 RULES: Rules = [
-    ("mujoco._structs:MjModel", _rules.own_way, _model_settings),
+    ("mujoco._structs:MjModel", _rules.by_pickle, _model_settings),
     ("mujoco._structs:MjData", _data, _data_settings),
     ("mujoco._structs:MjOption", _structure, _fields),
     ("mujoco._structs:MjStatistic", _structure, _fields),

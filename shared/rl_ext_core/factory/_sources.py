@@ -86,19 +86,6 @@ def remember(instance: Any, cls: type, args: tuple[Any, ...], kwargs: Mapping[st
     _calls[key] = reference, (cls, args, dict(kwargs))
 
 
-# What wrappers remember that changes nothing about what they return, and what stands for not remembering anything.
-_NOTES: dict[str, dict[str, Any]] = {
-    "Wrapper": {"_cached_spec": None},
-    "PassiveEnvChecker": {
-        "checked_reset": False,
-        "checked_step": False,
-        "checked_render": False,
-        "checked_data_reuse": False,
-        "_previous_data": None,
-    },
-}
-
-
 def is_spec(value: Any) -> bool:
     """Whether this is a specification."""
     gymnasium = sys.modules.get("gymnasium")
@@ -110,7 +97,7 @@ def spec_of(environment: Any) -> Any:
     gymnasium = sys.modules.get("gymnasium")
     if gymnasium is None or not isinstance(environment, gymnasium.Env):
         return None
-    with without_notes(environment):
+    with without_kept_specs(environment):
         try:
             spec = copy.deepcopy(environment.spec)
         except Exception:  # of wrappers that do not tell their arguments
@@ -121,24 +108,18 @@ def spec_of(environment: Any) -> Any:
 
 
 @contextlib.contextmanager
-def without_notes(environment: Any) -> Iterator[None]:
-    """Have an environment as if its wrappers had never been asked or used; it is left as it was."""
-    noted = [(held, {name: held[name] for name in blank if name in held}, blank) for held, blank in _notes(environment)]
-    for held, notes, blank in noted:
-        held.update((name, blank[name]) for name in notes)
+def without_kept_specs(environment: Any) -> Iterator[None]:
+    """Have an environment as if its wrappers had never been asked for their specification; it is left as it was."""
+    name = "_cached_spec"
+    held = [held for layer in _rules.layers(environment) if name in (held := _objects.dictionary(layer) or {})]
+    kept = [one[name] for one in held]
+    for one in held:
+        one[name] = None
     try:
         yield
     finally:
-        for held, notes, _ in noted:
-            held.update(notes)
-
-
-def _notes(environment: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    for layer in _rules.layers(environment):
-        held = _objects.dictionary(layer)
-        for base in type(layer).__mro__:
-            if held is not None and base.__module__.startswith("gymnasium.") and base.__name__ in _NOTES:
-                yield held, _NOTES[base.__name__]
+        for one, spec in zip(held, kept, strict=True):
+            one[name] = spec
 
 
 def spec_of_id(name: str) -> Any:
@@ -232,32 +213,16 @@ def _texts_in(code: types.CodeType) -> Iterator[str]:
 
 # Packages that import without starting a thread, a display or CUDA, and without asking which device to use. The user's
 # own modules are never among them: they change between two runs of a notebook cell.
-_SAFE = {
-    "ale_py",
-    "dm_control",
-    "dm_env",
-    "dmlab2d",
-    "gymnasium",
-    "meltingpot",
-    "mujoco",
-    "pettingzoo",
-    "rl_ext_core",
-    "tensordict",
-    "torch",
-    "torchrl",
-    "torchrl_ext",
-    "vmas",
-}
-
-
 # What one import brings along needs no other name: each list has a fork server of its own, which takes time to start
-# and memory to keep.
-_WHOLE = {
+# and memory to keep. Hence the module that brings all of a package, where there is one.
+_SAFE: dict[str, str | None] = {
     "gymnasium": "gymnasium",
     "tensordict": "tensordict",
     "torch": "torch",
     "torchrl": "torchrl.envs",
     "torchrl_ext": "torchrl_ext",
+    **dict.fromkeys(("ale_py", "dm_control", "dm_env", "dmlab2d", "meltingpot", "mujoco", "pettingzoo", "vmas")),
+    "rl_ext_core": None,
 }
 _BRINGS = {
     "torchrl_ext": {"gymnasium", "tensordict", "torch", "torchrl.envs"},
@@ -280,7 +245,7 @@ def safe_to_preload(names: Iterable[str]) -> tuple[str, ...]:
 def _whole(name: str) -> str:
     if name.startswith("gymnasium.envs.mujoco"):
         return "gymnasium.envs.mujoco"
-    return _WHOLE.get(name.partition(".")[0], name)
+    return _SAFE[name.partition(".")[0]] or name
 
 
 def modules_of_instance(environment: Any) -> tuple[str, ...]:

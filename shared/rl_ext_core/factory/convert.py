@@ -156,9 +156,8 @@ def _of_instance(
         raise NotCopyableError(_not_copyable(line, refused)) from refused
     preload = _sources.modules_of_instance(environment)
     if not verify:
-        best = next((recipe for recipe in recipes if recipe.origin == "graft"), recipes[0])
-        return EnvFactory(best, live=environment, preload=preload)
-    original = _examine.snapshot(environment, code=True)
+        return EnvFactory(recipes[0], live=environment, preload=preload)
+    original = _examine.snapshot(environment)
     task = functools.partial(_examine.examine, recipes, original, adapt, read)
     examination = _examine.in_subprocess(
         task, preload=_sources.merged_modules(preload, adapts), start_method=start_method, timeout=timeout
@@ -191,13 +190,13 @@ def _of_code(path: str) -> str:
 def _candidates(environment: Any, line: str) -> tuple[list[Recipe], Refused | None]:
     """Return the ways to build a copy, in order of preference, and why there is no graft."""
     recipes, refused = [], None
-    for origin, build in _builders(environment):
-        with contextlib.suppress(Refused):
-            recipes.append(by_calling(build, origin, line, takes_arguments=False))
     try:
         recipes.append(by_grafting(environment, line))
     except Refused as error:
         refused = error
+    for origin, build in _builders(environment):
+        with contextlib.suppress(Refused):
+            recipes.append(by_calling(build, origin, line, takes_arguments=False))
     return recipes, refused
 
 
@@ -227,7 +226,7 @@ _WAYS = {"graft": "copied as it is", "spec": "made by its specification", "const
 
 def _unfaithful(line: str, recipes: list[Recipe], lost: tuple[tuple[str, ...], ...], refused: Refused | None) -> str:
     found = [] if refused is None else [f"{_WAYS['graft']}, it has no {refused.path} ({refused.reason})"]
-    for recipe, paths in sorted(zip(recipes, lost, strict=True), key=lambda pair: pair[0].origin != "graft"):
+    for recipe, paths in zip(recipes, lost, strict=True):
         shown = "; ".join(paths[:3]) + (f"; and {len(paths) - 3} more" if len(paths) > 3 else "")
         found.append(f"{_WAYS[recipe.origin]}, {shown}")
     return (

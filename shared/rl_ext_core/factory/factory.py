@@ -58,9 +58,10 @@ class EnvFactory(Generic[_Env]):
     ``AsyncVectorEnv``, TorchRL's collectors and its distributed ones. Random generators that a copy holds never
     continue the original's stream: each copy draws differently.
 
-    :ivar origin: how: ``"callable"``, ``"class"``, ``"id"``, ``"spec"`` (gymnasium's specification), ``"constructor"``
-        (with the arguments that :func:`capture_constructors` remembered) or ``"graft"`` (all Python state copied, what
-        belongs to a simulator rebuilt by its rule)
+    :ivar origin: how: ``"callable"``, ``"class"``, ``"id"`` or ``"spec"`` (gymnasium's specification); of an instance,
+        ``"graft"`` (all Python state copied, what belongs to a simulator rebuilt by its rule) or, where that is not the
+        instance's equal, ``"spec"`` or ``"constructor"`` (with the arguments that :func:`capture_constructors`
+        remembered)
     :ivar examination: what was measured of a copy; None if nothing was
 
     >>> import gymnasium
@@ -69,7 +70,7 @@ class EnvFactory(Generic[_Env]):
     >>> factory().spec.max_episode_steps
     50
     >>> factory.origin
-    'spec'
+    'graft'
     """
 
     def __init__(
@@ -167,7 +168,7 @@ class EnvFactory(Generic[_Env]):
             own = {**self.overrides, **(overrides[index] if overrides is not None else {})}
             decision = decision or self.decision
             self._recipe.check(own, self._live)
-            if decision is not None and self._recipe.takes_device:
+            if decision is not None and "device" in self._recipe.parameters:
                 own.setdefault("device", decision.device)
             enter = _nothing if decision is None else decision.bind(_nothing)
             factory._worker = _Worker(index, entropy, own, decision, enter, process_identity())
@@ -368,23 +369,15 @@ class Recipe:
         :param live: the instance that it is made from; None: there is none
         :raises InvalidArgumentError: one does not
         """
+        takes_any = any(name.startswith("**") for name in self.parameters)
         for name, value in overrides.items():
             if not self.takes_arguments and live is not None:
                 _owner(live, name, value)
-            if self.takes_arguments and name not in self.parameters and not self._takes_any:
+            if self.takes_arguments and name not in self.parameters and not takes_any:
                 raise InvalidArgumentError(
                     f"{self.line} takes no argument {name}={value!r}; it takes {', '.join(self.parameters) or 'none'}. "
                     f"Hand over a function that does, e.g. lambda {name}: MyEnv({name}={name})"
                 )
-
-    @property
-    def takes_device(self) -> bool:
-        """Whether the callable has a parameter of the name ``device``."""
-        return "device" in self.parameters
-
-    @property
-    def _takes_any(self) -> bool:
-        return any(name.startswith("**") for name in self.parameters)
 
 
 def _called(build: Any, specs: Iterable[Any], arguments: Mapping[str, Any]) -> Any:
@@ -406,12 +399,10 @@ def by_calling(build: Any, origin: str, line: str, *, takes_arguments: bool) -> 
     :raises Refused: it holds what cannot be copied
     """
     called = (build, _sources.specs_named_by(build))
-    packed = _graft.dumps(called)
-    if not takes_arguments or _holds_environment(build):
-        # What an instance was made by is unpickled each time too: copies do not share what they are made of.
-        parameters = _parameters(build) if takes_arguments else ()
-        return Recipe(origin, packed, line, takes_arguments, parameters, is_anew=True)
-    return Recipe(origin, packed, line, takes_arguments, _parameters(build), called=called)
+    # What an instance was made by is unpickled each time too: copies do not share what they are made of.
+    is_anew = not takes_arguments or _holds_environment(build)
+    parameters = _parameters(build) if takes_arguments else ()
+    return Recipe(origin, _graft.dumps(called), line, takes_arguments, parameters, is_anew, None if is_anew else called)
 
 
 def _holds_environment(build: Any) -> bool:

@@ -1,16 +1,20 @@
-"""Copies, compares and steps environments, for the tests of grafts."""
+"""Copies, compares and steps environments of any interface, for the tests of grafts."""
 
 from __future__ import annotations
 
+import gc
+import random
+import sys
 import warnings
 from typing import Any
 
 import numpy as np
 
 from rl_ext_core.factory import _graft, _streams
+from rl_ext_core.factory._drivers import driver_for
 from rl_ext_core.factory._fingerprint import fingerprint
 
-__all__ = ["act", "assert_faithful", "copied", "different", "episode", "equal", "made"]
+__all__ = ["act", "assert_copied", "begin", "copied", "different", "equal", "life", "made"]
 
 
 def copied(value: Any) -> Any:
@@ -40,43 +44,60 @@ def made(name: str, **kwargs: Any) -> Any:
 
 
 def act(environment: Any, steps: int) -> None:
-    """Step an environment by random actions, as far as it goes."""
+    """Step an environment of gymnasium by random actions, as far as it goes."""
     for _ in range(steps):
         _, _, terminated, truncated, _ = environment.step(environment.action_space.sample())
         if terminated or truncated:
             environment.reset()
 
 
-def episode(environment: Any, actions: list[Any], seed: int = 3) -> list[Any]:
-    """Reset with a seed, step by given actions and give all that was returned."""
-    found: list[Any] = [environment.reset(seed=seed)[0]]
-    for action in actions:
-        observation, reward, terminated, truncated, _ = environment.step(action)
-        found.append((observation, reward, terminated, truncated))
-        if terminated or truncated:
-            found.append(environment.reset()[0])
-    return found
-
-
 def equal(one: Any, other: Any) -> bool:
     """Whether two observations, rewards or flags, or collections of them, are the same bit for bit."""
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, (tuple, list)):
-        return len(one) == len(other) and all(map(equal, one, other))
-    first, second = np.asarray(one), np.asarray(other)
-    return first.dtype == second.dtype and first.shape == second.shape and first.tobytes() == second.tobytes()
+    return fingerprint(one).tokens == fingerprint(other).tokens
 
 
-def assert_faithful(environment: Any, steps: int = 50) -> Any:
-    """Graft an environment in the middle of an episode, compare it, and step both; give the copy."""
+def begin(environment: Any, steps: int = 3) -> None:
+    """Get into the middle of an episode."""
+    driver = driver_for(environment, seed=0)
+    assert driver is not None, f"how to step {environment!r} is not known"
+    driver.reset(0)
+    for _ in range(steps):
+        driver.step()
+
+
+def life(environment: Any, steps: int, seed: int | None) -> dict[str, Any]:
+    """Step an environment, after a reset if there is a seed, and give the tokens of all that it returned."""
+    random.seed(1)
+    np.random.seed(1)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(1)
+    driver = driver_for(environment, seed=1)
+    assert driver is not None
+    returned = [] if seed is None else [driver.reset(seed)]
+    returned += [driver.step() for _ in range(steps)]
+    return fingerprint(returned).tokens
+
+
+def assert_copied(environment: Any, *, steps: int = 30, at_once: bool = True) -> Any:
+    """Copy an environment in the middle of an episode, compare it, and step both: then, and from a reset on.
+
+    The original goes first: some share generators or a renderer with whatever else is in the process.
+
+    :param at_once: False where the copy does the same from the next reset on only
+    :return: the copy
+    """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of gymnasium's checks of the environments
-        environment.action_space.seed(0)
-        environment.reset(seed=0)
-        act(environment, 7)
-        copy = copied(environment)
-        assert different(environment, copy) == []
-        actions = [environment.action_space.sample() for _ in range(steps)]
-        assert equal(episode(environment, actions), episode(copy, actions))
+        warnings.simplefilter("ignore")
+        begin(environment)
+        original, packed = fingerprint(environment), _graft.dumps(environment)
+        lives = [life(environment, steps, seed) for seed in (None, 3)]
+        gc.collect()
+        with _streams.keeping():
+            copy = _graft.loads(packed)
+        assert original.opaque == {}
+        mine = fingerprint(copy)
+        assert [(path, original.tokens.get(path), mine.tokens.get(path)) for path in original.differences(mine)] == []
+        again = life(copy, steps, None)
+        assert not at_once or again == lives[0], "it goes on in another way"
+        assert life(copy, steps, 3) == lives[1], "it does something else after a reset"
     return copy

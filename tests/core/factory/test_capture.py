@@ -124,28 +124,14 @@ def test_a_wrapper_can_be_sources_too() -> None:
 
 
 def test_arguments_of_a_class_are_those_of_its_own_instances() -> None:
-    assert recorded(Kept(2.0, length=9)) == (Kept, (2.0,), {"length": 9})
-    assert recorded(Heir(2.0)) is None
-    assert recorded(Adopted(2.0)) == (Adopted, (2.0,), {})
-    assert recorded(Line(2.0)) is None
-    assert recorded(object()) is None
-
-
-def test_a_metaclass_is_sources_before_it_takes_its_options() -> None:
-    env = Doubled(3.0, doubled=True)
-    assert recorded(env) == (Doubled, (3.0,), {"doubled": True})
-    assert rollout(as_factory(env)()) == rollout(env)
-
-
-def test_instances_that_are_equal_are_not_taken_for_one_another() -> None:
-    one, other = Equal(1.0), Equal(2.0)
-    assert recorded(one) == (Equal, (1.0,), {})
-    assert recorded(other) == (Equal, (2.0,), {})
-
-
-def test_instances_that_cannot_be_referred_to_weakly_are_made_as_ever() -> None:
-    assert Slotted(3).value == 3
-    assert recorded(Slotted(3)) is None
+    one, other, doubled = Equal(1.0), Equal(2.0), Doubled(3.0, doubled=True)
+    known = {Kept(2.0, length=9): (Kept, (2.0,), {"length": 9}), Heir(2.0): None, Adopted(2.0): (Adopted, (2.0,), {})}
+    for instance, call in [*known.items(), (Line(2.0), None), (object(), None), (Slotted(3), None)]:
+        assert recorded(instance) == call
+    assert (recorded(one), recorded(other)) == ((Equal, (1.0,), {}), (Equal, (2.0,), {}))
+    # Before its metaclass takes the options.
+    assert recorded(doubled) == (Doubled, (3.0,), {"doubled": True})
+    assert rollout(as_factory(doubled)()) == rollout(doubled)
 
 
 def test_nothing_is_kept_alive() -> None:

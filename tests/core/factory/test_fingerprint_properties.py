@@ -118,6 +118,7 @@ def test_a_single_change_is_seen(world: tuple[Any, list[Any]], data: st.DataObje
     assert different(root, copied(root)) == []
 
 
+@settings(max_examples=30)
 @given(worlds(), st.lists(scalars, min_size=1, max_size=3))
 def test_an_object_that_is_no_longer_one_and_the_same_is_seen(world: tuple[Any, list[Any]], leaves: list[Any]) -> None:
     root, _ = world

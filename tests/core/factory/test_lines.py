@@ -14,7 +14,7 @@ import pytest
 from rl_ext_core.factory import as_factory, capture_constructors
 from rl_ext_core.factory._sources import line_of_callable, line_of_instance
 from tests.core.factory import worlds
-from tests.core.factory.worlds import EzLine, Line, Scaled, Told, Warming, rollout
+from tests.core.factory.worlds import EzLine, Line, Scaled, Told, rollout
 
 NAMES: dict[str, Any] = {**vars(worlds), **vars(gymnasium.wrappers), "gymnasium": gymnasium}
 
@@ -123,8 +123,8 @@ INSTANCES = [
     (gym.make("FrozenLake-v1", is_slippery=False), "lambda: gymnasium.make('FrozenLake-v1', is_slippery=False)"),
     (Told(gym.make("worlds/Line-v0"), 5.0), "lambda: Told(gymnasium.make('worlds/Line-v0'), scale=5.0)"),
     (
-        gym.wrappers.TimeLimit(Warming(gym.make("worlds/Line-v0", gain=2.0)), 7),
-        "lambda: Warming(gymnasium.make('worlds/Line-v0', gain=2.0, max_episode_steps=7))",
+        gym.wrappers.TimeLimit(Told(gym.make("worlds/Line-v0", gain=2.0)), 7),
+        "lambda: Told(gymnasium.make('worlds/Line-v0', gain=2.0, max_episode_steps=7), scale=2.0)",
     ),
     (EzLine(3.0, 8), "lambda: EzLine(3.0, 8)"),
     (Kept(3.0, length=8), "lambda: Kept(3.0, length=8)"),

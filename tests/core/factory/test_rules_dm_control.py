@@ -12,10 +12,9 @@ import pytest
 
 pytest.importorskip("dm_control")
 
-from benchmarks.mutations import copied, try_changes
-from rl_ext_core.factory._fingerprint import fingerprint
+from benchmarks.mutations import try_changes
 from tests.core.devices.processes import run
-from tests.core.factory.driving import assert_copied, begin
+from tests.core.factory.grafting import assert_copied, begin
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -50,7 +49,7 @@ from dm_control.locomotion.examples import basic_cmu_2019, basic_rodent_2020
 from dm_control.suite.wrappers import pixels
 from rl_ext_core.factory import _graft
 from tests.core.devices.processes import run
-from tests.core.factory.driving import assert_copied, begin
+from tests.core.factory.grafting import assert_copied, begin
 """
 # Those with images take seconds a step where the CPU renders.
 QUICKEST = "reach_site_features"
@@ -114,39 +113,6 @@ def test_so_is_what_draws_what_it_observes(line: str) -> None:
 def test_mazes_are_refused_for_a_generator_of_theirs_that_cannot_be_read(line: str) -> None:
     ended = run(DRAWN, f"environment = {line}\nbegin(environment)\n_graft.dumps(environment)")
     assert re.search(r"Refused: \S*_maze\._native_maze .*RandomMaze", ended.error), ended.stderr
-
-
-def test_what_was_changed_in_the_model_and_the_task_is_in_the_copy() -> None:
-    environment = task("cheetah", "run")
-    begin(environment)
-    environment.physics.named.model.body_mass["torso"] = 3.5
-    environment.physics.legacy_step = False
-    environment._n_sub_steps = 7
-    environment.task.extra = {"goal": [1, 2]}
-    copy = copied(environment)
-    assert copy.physics.named.model.body_mass["torso"] == 3.5
-    assert copy.physics.legacy_step is False
-    assert (copy._n_sub_steps, copy.task.extra) == (7, {"goal": [1, 2]})
-
-
-def test_a_view_of_the_simulators_memory_is_one_in_the_copy() -> None:
-    environment = task("cheetah", "run")
-    begin(environment)
-    environment.task.height = environment.physics.data.qpos[1:2]
-    copy = copied(environment)
-    copy.physics.data.qpos[1] = 0.75
-    assert copy.task.height[0] == 0.75
-
-
-def test_a_copy_of_a_model_that_was_changed_is_told_from_one_that_was_not() -> None:
-    environment = task("cheetah", "run")
-    begin(environment)
-    before = fingerprint(environment)
-    environment.physics.model.opt.gravity[2] = -3.0
-    environment.physics.model.geom_friction[2, 0] = 0.1
-    different = before.differences(fingerprint(environment))
-    assert len(different) == 2
-    assert all("gravity" in path or "geom_friction" in path for path in different)
 
 
 CHANGED: dict[str, tuple[Callable[[], Any], int]] = {

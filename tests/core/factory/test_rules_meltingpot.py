@@ -54,25 +54,15 @@ def seeds(wrapper: ResetWrapper, resets: int) -> list[int]:
     return found
 
 
-def test_a_copy_has_the_settings_and_attributes_of_the_original() -> None:
+def test_a_copy_has_the_settings_of_the_original_and_seeds_of_its_own() -> None:
     original = builder(5, players="7")
     original.note = "mine"  # type: ignore[attr-defined]
-    copy = copy_of(original)
-    assert copy._env["players"] == "7"
-    assert copy.note == "mine"  # type: ignore[attr-defined]
-    assert type(copy) is ResetWrapper
-
-
-def test_a_copy_counts_seeds_from_where_pythons_generator_is() -> None:
     random.seed(3)
     expected = random.randint(1, LARGEST)
     random.seed(3)
-    assert seeds(copy_of(builder(5)), 3) == [expected, expected + 1, expected + 2]
-
-
-def test_the_original_goes_on_counting() -> None:
-    original = builder(5)
-    seeds(copy_of(original), 3)
+    copy = copy_of(original)
+    assert (type(copy), copy._env["players"], copy.note) == (ResetWrapper, "7", "mine")  # type: ignore[attr-defined]
+    assert seeds(copy, 3) == [expected, expected + 1, expected + 2]
     assert seeds(original, 3) == [5, 6, 7]
 
 

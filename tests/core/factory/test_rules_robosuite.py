@@ -22,7 +22,7 @@ with warnings.catch_warnings():
 
 from benchmarks.mutations import copied, try_changes
 from tests.core.devices.processes import run
-from tests.core.factory.driving import assert_copied, begin
+from tests.core.factory.grafting import assert_copied, begin
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +119,7 @@ import warnings
 warnings.simplefilter("ignore")
 logging.disable(logging.WARNING)
 import robosuite
-from tests.core.factory.driving import assert_copied, begin, life
+from tests.core.factory.grafting import assert_copied, begin, life
 from benchmarks.mutations import copied
 env = robosuite.make(
     "Lift", robots="Panda", has_renderer=False, use_camera_obs=True, camera_heights=48, camera_widths=64, horizon=9,

@@ -56,8 +56,8 @@ def test_a_state_is_copied_or_named(
 ) -> None:
     if name in states.NEEDS:
         pytest.importorskip(states.NEEDS[name])
-    state, expected = STATES[name]
-    environment = state()
+    expected = STATES[name]
+    environment = getattr(states, name)()
     environment.reset(seed=1)
     environment.change(monkeypatch)
     caplog.set_level(logging.WARNING, "rl_ext_core")

@@ -101,20 +101,6 @@ def test_without_a_seed_nothing_is_the_same() -> None:
     assert all(one[name] != other[name] for name in one)
 
 
-def test_copies_do_not_go_on_with_the_original_s_stream() -> None:
-    world = _world()
-    copy = _drawn(_in_worker(_graft.dumps(world)))
-    original = _drawn(world)
-    assert all(copy[name] != original[name] for name in original if not name.startswith("global"))
-
-
-def test_generators_that_were_one_object_stay_one() -> None:
-    copy = _in_worker(_graft.dumps(_world()))
-    assert copy.again[0] is copy.numpy
-    assert copy.again[1] is copy.numpy.bit_generator
-    assert copy.numpy.bit_generator is not copy.philox.bit_generator
-
-
 def test_generators_that_were_two_draw_differently_unless_they_were_alike() -> None:
     states = [np.random.RandomState(seed) for seed in (1, 2, 2)]
     one, two, three = _in_worker(_graft.dumps(states))
@@ -144,23 +130,6 @@ def test_under_keeping_copies_go_on_exactly_where_the_original_is() -> None:
     other = copied(one)
     first, second = _drawn(one), _drawn(other)
     assert {name: first[name] for name in names} == {name: second[name] for name in names}
-
-
-def test_attributes_of_generators_are_kept() -> None:
-    copy = _in_worker(_graft.dumps(_world()))
-    assert (type(copy.dice), copy.dice.sides, type(copy.urn), copy.urn.label) == (Dice, 6, Urn, "red")
-    assert type(copy.philox.bit_generator) is np.random.Philox
-
-
-def test_copies_in_this_process_leave_its_generators_alone() -> None:
-    packed = _graft.dumps(_world())
-    before = random.getstate()
-    with _streams.copies_from(_streams.sequence(7, 1)):
-        one = _graft.loads(packed)
-    with _streams.copies_from(_streams.sequence(7, 1)):
-        other = _graft.loads(packed)
-    assert random.getstate() == before
-    assert one.numpy.random() == other.numpy.random()
 
 
 def test_emulators_draw_from_streams_of_their_own_too() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import time
 import warnings
 import zlib
 from typing import Any, ClassVar
@@ -89,14 +88,6 @@ class Sealed(Line):
         self.engine = zlib.compressobj()
 
 
-class Clocked(Line):
-    """One that no seed makes reproducible, though nothing of that is kept."""
-
-    def step(self, action: Any) -> Any:
-        observation, *rest = super().step(action)
-        return observation + time.perf_counter_ns() % 1_000 / 1_000, *rest
-
-
 class Raising(Line):
     """One that raises when it is stepped."""
 
@@ -169,35 +160,6 @@ class Told(Scaled, RecordConstructorArgs):
         Scaled.__init__(self, env, scale)
 
 
-class Curriculum(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
-    """One that makes episodes harder: what it has come to outlasts them."""
-
-    def __init__(self, env: gym.Env[Any, Any]) -> None:
-        RecordConstructorArgs.__init__(self)
-        gym.Wrapper.__init__(self, env)
-        self.level = 0
-
-    def step(self, action: Any) -> Any:
-        observation, reward, terminated, truncated, info = self.env.step(action)
-        if terminated or truncated:
-            self.level = min(self.level + 1, 5)
-        return observation, float(reward) + self.level, terminated, truncated, info
-
-
-class Warming(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
-    """One that says of its first steps, ever, that they are: an agent may go by that."""
-
-    def __init__(self, env: gym.Env[Any, Any]) -> None:
-        RecordConstructorArgs.__init__(self)
-        gym.Wrapper.__init__(self, env)
-        self.cold = 6
-
-    def step(self, action: Any) -> Any:
-        *rest, info = self.env.step(action)
-        self.cold = max(self.cold - 1, 0)
-        return *rest, {**info, "cold": self.cold > 0}
-
-
 class Noisy(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
     """One with a generator that no reset seeds."""
 
@@ -211,7 +173,7 @@ class Noisy(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
         return observation + self.noise.uniform(), *rest
 
 
-for _cls in (Line, EzLine, Sealed, Clocked, Raising, Forgetful, Unmakeable):
+for _cls in (Line, EzLine, Sealed, Raising, Forgetful, Unmakeable):
     gym.register(f"worlds/{_cls.__name__}-v0", entry_point=f"tests.core.factory.worlds:{_cls.__name__}")
 
 
