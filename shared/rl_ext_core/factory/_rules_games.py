@@ -1,11 +1,11 @@
-"""How that is copied which games are made of: ALE's emulator, pygame's pictures and windows, pymunk's bodies."""
+"""How that is copied which games are made of: ALE's emulator, pygame's pictures, pymunk's bodies."""
 
 from __future__ import annotations
 
 from collections.abc import KeysView
 from typing import TYPE_CHECKING, Any
 
-from rl_ext_core.factory import _rules, _streams
+from rl_ext_core.factory import _graft, _rules, _streams
 
 if TYPE_CHECKING:
     from rl_ext_core.factory._rules import Rules
@@ -73,7 +73,7 @@ def _common(emulator: Any) -> dict[str, Any]:
     return {**settings, **fixed, "actions": actions, "modes": list(emulator.getAvailableModes())}
 
 
-# pygame: pictures with what is on them, and the window as a window.
+# pygame: pictures with what is on them.
 
 
 def _begin(was_begun: bool) -> Any:
@@ -91,18 +91,14 @@ def _begun() -> bool:
     return bool(pygame.get_init())
 
 
-def _is_window(surface: Any) -> bool:
+def _surface(surface: Any) -> tuple[Any, ...]:
     import pygame
 
-    return pygame.display.get_init() and pygame.display.get_surface() is surface
-
-
-def _surface(surface: Any) -> tuple[Any, ...]:
     parent = surface.get_parent()
     if parent is not None:
         return _make_part, (parent, surface.get_offset(), surface.get_size())
-    if _is_window(surface):
-        return _make_window, (surface.get_size(), surface.get_flags()), _settings(surface), None, None, _fill
+    if pygame.display.get_init() and pygame.display.get_surface() is surface:
+        raise _graft.NoCopy(_WINDOW)
     made = (surface.get_size(), surface.get_flags(), surface.get_bitsize(), surface.get_masks())
     return _make_surface, (_begun(), *made), _settings(surface), None, None, _fill
 
@@ -115,7 +111,6 @@ def _settings(surface: Any) -> dict[str, Any]:
         "colorkey": surface.get_colorkey(),
         "clip": tuple(surface.get_clip()),
         "palette": [tuple(color) for color in surface.get_palette()] if surface.get_bitsize() <= 8 else None,
-        "window": _is_window(surface),
         "pixels": bytes(surface.get_buffer().raw),
     }
 
@@ -128,12 +123,6 @@ def _surface_settings(surface: Any) -> dict[str, Any]:
 
 def _make_part(parent: Any, offset: tuple[int, int], size: tuple[int, int]) -> Any:
     return parent.subsurface((*offset, *size))
-
-
-def _make_window(size: tuple[int, int], flags: int) -> Any:
-    pygame = _begin(True)
-    wanted = flags & (pygame.FULLSCREEN | pygame.RESIZABLE | pygame.NOFRAME | pygame.SCALED | pygame.HIDDEN)
-    return pygame.display.set_mode(size, wanted)
 
 
 def _make_surface(was_begun: bool, size: tuple[int, int], flags: int, bits: int, masks: Any) -> Any:
@@ -160,6 +149,10 @@ def _make_clock(was_begun: bool) -> Any:
     return _begin(was_begun).time.Clock()
 
 
+_WINDOW = (
+    "it is a window, and each copy would open one; hand the environment over before it is drawn, or make it with "
+    'render_mode="rgb_array"'
+)
 _FONT = "from which file it comes cannot be read; make it where it is used"
 _MASK = "it is made from a picture; keep the picture, and write pygame.mask.from_surface(picture) where it is used"
 _SOUND = "a copy would be played in every worker; make it where it is used"

@@ -190,14 +190,6 @@ def test_pictures_keep_what_is_on_them(pygame: Any) -> None:
     assert fingerprint(world.picture).differences(fingerprint(copy.picture)) != []
 
 
-def test_the_window_is_a_window_in_the_copy(pygame: Any) -> None:
-    window = pygame.display.set_mode((40, 30))
-    window.fill((1, 2, 3))
-    copy = copied(Holder(window=window))
-    assert copy.window is pygame.display.get_surface()
-    assert tuple(copy.window.get_at((3, 3)))[:3] == (1, 2, 3)
-
-
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -205,12 +197,15 @@ def test_the_window_is_a_window_in_the_copy(pygame: Any) -> None:
             lambda pygame: pygame.font.Font(None, 23),
             "from which file it comes cannot be read; make it where it is used",
         ),
+        (lambda pygame: pygame.display.set_mode((40, 30)), "hand the environment over before it is drawn"),
         (lambda pygame: pygame.mask.Mask((3, 2)), r"keep the picture, and write pygame.mask.from_surface\(picture\)"),
         (lambda pygame: pygame.mixer.Sound(buffer=bytes(100)), "would be played in every worker; make it where"),
     ],
-    ids=["font", "mask", "sound"],
+    ids=["font", "window", "mask", "sound"],
 )
-def test_what_is_made_of_files_and_pictures_is_refused(pygame: Any, make: Callable[[Any], Any], reason: str) -> None:
+def test_windows_and_what_is_made_of_files_and_pictures_are_refused(
+    pygame: Any, make: Callable[[Any], Any], reason: str
+) -> None:
     if pygame.mixer.get_init() is None:
         pygame.mixer.init()
     with pytest.raises(_graft.Refused, match=reason):
