@@ -17,10 +17,6 @@ from rl_ext_core.factory._sources import recorded
 from tests.core.factory.worlds import Line, Sealed, rollout
 
 
-class Plain(Sealed):
-    """Not captured."""
-
-
 class Kept(Sealed):
     """Captured."""
 
@@ -92,27 +88,15 @@ for _cls in (Kept, Adopted, Equal, Slotted, Doubled, Outer):
     capture_constructors(_cls)
 
 
-def test_without_it_there_is_no_way() -> None:
-    with pytest.raises(NotCopyableError, match=r"holds \.engine \(zlib\.Compress\)"):
-        as_factory(Plain(2.0))
-
-
-def test_with_it_there_is() -> None:
+def test_what_was_changed_since_is_kept() -> None:
     env = Kept(2.0, length=9)
-    copy = as_factory(env)()
-    assert type(copy.engine) is type(env.engine)
-    assert rollout(copy) == rollout(env)
-
-
-@pytest.mark.parametrize("lived", [0, 15])
-def test_what_was_changed_since_is_kept(lived: int) -> None:
-    env = Kept(2.0, length=9)
-    if lived:
-        rollout(env, steps=lived)
+    rollout(env, steps=15)
     env.gain, env.rewards.bonus, env.weights[0] = 3.0, 9.0, -5.0
     factory = as_factory(env)
     assert factory.origin == "graft"
-    assert rollout(factory()) == rollout(env)
+    copy = factory()
+    assert type(copy.engine) is type(env.engine)
+    assert rollout(copy) == rollout(env)
 
 
 def test_a_wrapper_can_be_sources_too() -> None:
