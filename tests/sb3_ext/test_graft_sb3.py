@@ -36,7 +36,7 @@ def _pong() -> Any:
     import ale_py
 
     gym.register_envs(ale_py)
-    return gym.make("ALE/Pong-v5", frameskip=1)
+    return gym.make("ALE/Pong-v5", frameskip=1, repeat_action_probability=0.0)
 
 
 def _vec() -> Any:
