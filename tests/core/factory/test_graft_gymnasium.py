@@ -107,13 +107,13 @@ def _pong() -> Any:
     return made("ALE/Pong-v5", frameskip=1)
 
 
-def _race() -> Any:
-    return made("CarRacing-v3")
+def _pictures() -> Any:
+    return wrappers.AddRenderObservation(_drawn())
 
 
 WRAPPED: dict[str, Make] = {
     "AddRenderObservation": lambda: wrappers.AddRenderObservation(_drawn()),
-    "AddWhiteNoise": lambda: wrappers.AddWhiteNoise(_race(), 0.3),
+    "AddWhiteNoise": lambda: wrappers.AddWhiteNoise(_pictures(), 0.3),
     "AtariPreprocessing": lambda: wrappers.AtariPreprocessing(_pong()),
     "Autoreset": lambda: wrappers.Autoreset(_cart()),
     "ClipAction": lambda: wrappers.ClipAction(_pendulum()),
@@ -127,12 +127,12 @@ WRAPPED: dict[str, Make] = {
     ),
     "FlattenObservation": lambda: wrappers.FlattenObservation(wrappers.TimeAwareObservation(_cart(), flatten=False)),
     "FrameStackObservation": lambda: wrappers.FrameStackObservation(_cart(), 4),
-    "GrayscaleObservation": lambda: wrappers.GrayscaleObservation(_race()),
-    "MaxAndSkipObservation": lambda: wrappers.MaxAndSkipObservation(_race(), 2),
+    "GrayscaleObservation": lambda: wrappers.GrayscaleObservation(made("CarRacing-v3")),
+    "MaxAndSkipObservation": lambda: wrappers.MaxAndSkipObservation(_pictures(), 2),
     "NormalizeObservation": lambda: wrappers.NormalizeObservation(_cart()),
     "NormalizeReward": lambda: wrappers.NormalizeReward(_cart()),
     "NumpyToTorch": lambda: wrappers.NumpyToTorch(_cart()),
-    "ObstructView": lambda: wrappers.ObstructView(_race(), 0.3, 10),
+    "ObstructView": lambda: wrappers.ObstructView(_pictures(), 0.3, 10),
     "OrderEnforcing": lambda: wrappers.OrderEnforcing(_cart()),
     "PassiveEnvChecker": lambda: wrappers.PassiveEnvChecker(_cart()),
     "RecordEpisodeStatistics": lambda: wrappers.RecordEpisodeStatistics(_cart()),
@@ -141,7 +141,7 @@ WRAPPED: dict[str, Make] = {
     "RescaleAction": lambda: wrappers.RescaleAction(_pendulum(), -1, 1),
     "RescaleObservation": lambda: wrappers.RescaleObservation(_pendulum(), -1, 1),
     "ReshapeObservation": lambda: wrappers.ReshapeObservation(_cart(), (2, 2)),
-    "ResizeObservation": lambda: wrappers.ResizeObservation(_race(), (32, 32)),
+    "ResizeObservation": lambda: wrappers.ResizeObservation(_pictures(), (32, 32)),
     "StickyAction": lambda: wrappers.StickyAction(_cart(), 0.3),
     "TimeAwareObservation": lambda: wrappers.TimeAwareObservation(_cart()),
     "TimeLimit": lambda: wrappers.TimeLimit(_cart(), 20),

@@ -70,7 +70,8 @@ def test_so_are_those_with_other_controllers(controller: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrapper", [GymWrapper, VisualizationWrapper, DomainRandomizationWrapper])
+@pytest.mark.sample(quick=0, ci=1)
+@pytest.mark.parametrize("wrapper", [DomainRandomizationWrapper, GymWrapper, VisualizationWrapper])
 def test_so_are_those_in_robosuites_wrappers(wrapper: Any) -> None:
     options = {"randomize_color": False} if wrapper is DomainRandomizationWrapper else {}
     copy = assert_copied(wrapper(made(hard_reset=False), **options), steps=10)
