@@ -16,11 +16,11 @@ import pytest
 
 from rl_ext_core import resources
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
-from rl_ext_core.factory import EnvFactory, _examine, _streams, as_factory
+from rl_ext_core.factory import _examine, _streams, as_factory
 from rl_ext_core.factory._examine import examine, measure, snapshot
 from rl_ext_core.factory.convert import examined
 from rl_ext_core.factory.factory import by_calling
-from tests.core.factory.worlds import Line, Raising, Turned, rollout
+from tests.core.factory.worlds import Line, Raising, Turned
 
 _MEBIBYTES = 40
 
@@ -102,15 +102,6 @@ def test_without_a_graft_the_other_has_to_be_as_the_original_stands() -> None:
             ".env.env.rewards.bonus is 2.0 in the instance and 1.0 in a copy",
         ),
     )
-
-
-def test_the_examination_is_part_of_the_factory_and_travels() -> None:
-    factory = as_factory(Line())
-    assert isinstance(factory, EnvFactory)
-    assert factory.examination is not None
-    assert factory.examination.lost == ((),)
-    assert rollout(factory(), 1) == rollout(Line(), 1)
-    assert as_factory(Line).examination is None
 
 
 def processes_of_its_own() -> Any:
