@@ -61,7 +61,7 @@ def mirror(source: Path, target: Path) -> None:
             entries = sorted(scanned, key=lambda entry: entry.name)
             if other != target:
                 if entries_left <= len(entries):
-                    other.symlink_to(one)
+                    _link(one, other)
                     continue
                 entries_left -= 1
                 other.mkdir()
@@ -78,7 +78,24 @@ def mirror(source: Path, target: Path) -> None:
                         bytes_left, entries_left = bytes_left - int(size), entries_left - 1
                         shutil.copy2(entry.path, other / entry.name)
                     else:
-                        (other / entry.name).symlink_to(entry.path)
+                        _link(Path(entry.path), other / entry.name)
+
+
+def _link(original: Path, path: Path) -> None:
+    """Have a path mean what another one means; on Windows symbolic links take a privilege."""
+    try:
+        path.symlink_to(original, target_is_directory=original.is_dir())
+    except OSError:
+        if os.name != "nt":
+            raise
+        if original.is_dir():
+            import _winapi
+
+            _winapi.CreateJunction(str(original), str(path))  # type: ignore[attr-defined]
+        else:
+            with contextlib.suppress(OSError):  # another volume
+                return os.link(original, path)
+            shutil.copy2(original, path)
 
 
 class Mirrored:
@@ -114,7 +131,7 @@ class Mirrored:
                 for entry in itertools.islice(entries, _COPIED_ENTRIES):
                     if entry.name != child.name and Path(entry.path) not in self._scratch.parents:
                         with contextlib.suppress(OSError):
-                            (target / entry.name).symlink_to(entry.path)
+                            _link(Path(entry.path), target / entry.name)
         return target / self._source.name if self._source.name else target / "root"
 
 
@@ -183,7 +200,13 @@ def _working_directory(scratch: Path) -> None:
 
 def _temporary_directory(scratch: Path) -> None:
     (scratch / "tmp").mkdir(parents=True, exist_ok=True)
-    os.environ["TMPDIR"] = str(scratch / "tmp")
+    use_for_temporary_files(scratch / "tmp")
+
+
+def use_for_temporary_files(folder: Path) -> None:
+    """Have this process put its temporary files into a folder."""
+    for name in ("TMPDIR",) if os.name == "posix" else ("TMPDIR", "TEMP", "TMP"):
+        os.environ[name] = str(folder)
     tempfile.tempdir = None  # asked for already, perhaps
 
 
@@ -199,7 +222,7 @@ def _library_copy(scratch: Path) -> None:
 
 def _copied(name: Any, scratch: Path, folders: dict[Path, Path]) -> Any:
     """Copy a library with all that lies beside it, and give the copy's path; names without a path stay as they are."""
-    if not isinstance(name, (str, os.PathLike)) or os.sep not in os.fspath(name):
+    if not isinstance(name, (str, os.PathLike)) or not os.path.dirname(os.fspath(name)):
         return name
     library = Path(name).resolve()
     if not library.is_file() or str(library).startswith((*_SYSTEM, sysconfig.get_path("stdlib") + os.sep + "lib-")):

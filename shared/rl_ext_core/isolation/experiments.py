@@ -11,12 +11,13 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import pickle
 import random
 import sys
-import tempfile
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,7 +32,6 @@ from rl_ext_core.factory._rules import layers
 from rl_ext_core.factory._sources import safe_to_preload
 from rl_ext_core.isolation import cures, dependencies
 from rl_ext_core.isolation.verdict import LEAST_STEPS, declared_by_instance
-from rl_ext_core.processes.worker import record
 
 # Of a life that is short because resets or steps take seconds.
 SHORT_STEPS = 6
@@ -197,8 +197,8 @@ def operations(mode: str, steps: int, crowd: tuple[str, ...] = ()) -> list[Opera
 class Turns:
     """The other processes of a script that takes several, which do what is not done here."""
 
-    theirs: Mapping[str, int]  # by instance, descriptors to read from: a byte for each operation that is done there
-    ours: Sequence[int]  # descriptors to write to
+    theirs: Mapping[str, Connection[Any, Any]]  # by instance, to read from: a byte for each operation done there
+    ours: Sequence[Connection[Any, Any]]  # to write to
     # whose process has ended, which the supervisor says in its place
     gone: set[str] = dataclasses.field(default_factory=set)
 
@@ -206,13 +206,13 @@ class Turns:
         """Wait until another has done an operation, or has ended."""
         if who not in self.gone:
             record("waits")
-            if os.read(self.theirs[who], 1) == GONE:
+            if self.theirs[who].recv_bytes() == GONE:
                 self.gone.add(who)
 
     def hand_over(self) -> None:
         """Say that an operation is done here."""
-        for descriptor in self.ours:
-            os.write(descriptor, b".")
+        for pipe in self.ours:
+            pipe.send_bytes(b".")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,21 +225,24 @@ class Task:
     cwd: Path  # the folder to work in
     temporary: Path  # for temporary files
     own: Path  # a folder that no other process uses, to be made
-    prints: int  # descriptor for what it prints
+    records: Path  # the file of what it records
+    prints: Path  # the file of what it prints
     turns: Turns | None  # None: nobody else takes part
 
     def enter(self) -> None:
         """Print where that is looked at, go to the folders, and apply the cure."""
-        import resource  # which Windows has not
+        descriptor = os.open(self.prints, os.O_WRONLY | os.O_APPEND)
+        for standard in (1, 2):
+            os.dup2(descriptor, standard)
+        os.close(descriptor)
+        with contextlib.suppress(ImportError):  # Windows
+            import resource
 
-        for descriptor in (1, 2):
-            os.dup2(self.prints, descriptor)
-        os.close(self.prints)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+            resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         cures.write_to_copies(self.cwd)
         os.chdir(self.cwd)
-        os.environ.update(PWD=str(self.cwd), TMPDIR=str(self.temporary))
-        tempfile.tempdir = None
+        os.environ["PWD"] = str(self.cwd)
+        cures.use_for_temporary_files(self.temporary)
         if self.experiment.cure is not None:
             self.own.mkdir()
             cures.apply_cure(self.experiment.cure, self.own)
@@ -249,8 +252,21 @@ class Task:
         return ":" not in self.mode or self.mode.endswith(f": {who}") or self.mode.startswith("asked")
 
 
+_records: Any = None  # this trial's file
+
+
+def record(kind: str, *values: Any) -> None:
+    """Append plain values to this trial's records, where the supervisor reads them as they come: this process may die
+    of what it does next.
+    """
+    _records.write(pickle.dumps((kind, *values)))
+    _records.flush()
+
+
 def follow(task: Task) -> NoReturn:
     """Do a trial, and end the process; whatever goes wrong is recorded."""
+    global _records
+    _records = task.records.open("ab")
     opened = dependencies.OpenedHere()
     executor = None
     try:

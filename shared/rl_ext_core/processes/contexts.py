@@ -501,7 +501,7 @@ def _pack(popen: Any, process_obj: Any, start: worker.Start, more: int | None = 
     :param more: descriptor by which those come that a fork server does not take
     """
     pickled = io.BytesIO()
-    preparation = _preparation(process_obj.name)
+    preparation = worker.preparation(process_obj.name)
     mp_context.set_spawning_popen(popen)
     try:
         # Before those of its arguments, which may be many.
@@ -543,16 +543,6 @@ class _NotingPickler(reduction.ForkingPickler):
         if isinstance(value, (type, types.FunctionType)) and value.__module__ == "__main__":
             self.needs_main = True
         return NotImplemented
-
-
-def _preparation(name: str) -> dict[str, Any]:
-    chosen = multiprocessing.get_start_method(allow_none=True)
-    try:
-        return spawn.get_preparation_data(name)
-    finally:
-        if not chosen:
-            # Asking for the default has fixed it: the user could not set another any more.
-            multiprocessing.set_start_method(None, force=True)
 
 
 def _send(descriptor: int, data: bytes) -> None:
