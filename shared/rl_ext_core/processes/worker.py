@@ -15,7 +15,6 @@ import select
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -102,7 +101,6 @@ class Start:
     report: Any
     lifeline: Any  # reading end of a pipe that the parent never writes to and alone holds open
     environ: dict[str, str]  # all of its variables
-    dies_with_parent: bool  # else it goes on, and ends by itself
     own_session: bool  # not only a group
 
     def begin(self) -> None:
@@ -124,8 +122,7 @@ class Start:
         # Straight to the descriptor, from C: fatal signals, and stacks when the parent asks.
         faulthandler.enable(file=self.report, all_threads=True)
         faulthandler.register(signal.SIGUSR1, file=self.report, all_threads=True)
-        if self.dies_with_parent:
-            _die_with_parent(self.lifeline)
+        _die_with_parent(self.lifeline)
         _writer.enter(Progress.IMPORTING)
         _end_if_asked()  # before it could hear
 
@@ -229,7 +226,7 @@ def _end_with(error: BaseException, *, unguarded: bool = False) -> NoReturn:
         error = error.__cause__
     asked = isinstance(error, _Asked)
     # There is no report in a process that the worker has forked, and that runs out of the same function.
-    if _writer is None or not (asked or _writer.raised(error, time.monotonic(), unguarded=unguarded)):
+    if _writer is None or not (asked or _writer.raised(error, unguarded=unguarded)):
         raise error
     _ending = True
     # The parent waits for the end of this process. Where it has asked for that, it looks at the clock itself.

@@ -34,7 +34,7 @@ def report() -> Report:
 
 
 def test_a_record_that_was_cut_short_by_death_is_none(report: Report) -> None:
-    assert Writer(report.fd).raised(ValueError("whole"), 0.0, unguarded=False)
+    assert Writer(report.fd).raised(ValueError("whole"))
     os.ftruncate(report.fd, report.size() - 1)
     assert report.read().raised is None
 
@@ -43,7 +43,7 @@ def test_a_report_that_cannot_be_written_says_so(report: Report) -> None:
     writer = Writer(report.fd)
     null = os.open("/dev/full", os.O_WRONLY)
     writer.fd = null
-    assert not writer.raised(ValueError("lost"), 0.0, unguarded=False)
+    assert not writer.raised(ValueError("lost"))
     os.close(null)
 
 
@@ -68,7 +68,7 @@ def test_an_exception_never_imports_a_module(report: Report, tmp_path: Path, mon
     (tmp_path / "a_simulator.py").write_text("class SimulatorError(Exception): ...")
     monkeypatch.syspath_prepend(str(tmp_path))
     error = __import__("a_simulator").SimulatorError("fell over")
-    assert Writer(report.fd).raised(error, 0.0, unguarded=False)
+    assert Writer(report.fd).raised(error)
     raised = report.read().raised
     assert raised is not None
     assert type(raised.exception()) is type(error)
