@@ -62,6 +62,8 @@ ALONE, FIRST, SECOND, CROWD = "alone", "first", "second", "crowd"
 APART = ("apart: A", "apart: B", "apart: C")
 RACE = ("race: A", "race: B")
 ASKED_ALONE, ASKED_BESIDE = "asked: alone", "asked: beside"
+# Files of a trial: what it records, and what it prints.
+RECORDS, PRINTS = "records", "printed"
 # What is read in place of a process that has ended.
 GONE = b"x"
 
@@ -224,14 +226,18 @@ class Task:
     mode: str  # key of the script
     cwd: Path  # the folder to work in
     temporary: Path  # for temporary files
-    own: Path  # a folder that no other process uses, to be made
-    records: Path  # the file of what it records
-    prints: Path  # the file of what it prints
+    place: Path  # a folder that no other process uses, to be made
     turns: Turns | None  # None: nobody else takes part
+
+    def make_files(self) -> None:
+        """Make those that it writes, for whoever reads them."""
+        self.place.mkdir()
+        for name in (RECORDS, PRINTS):
+            (self.place / name).touch()
 
     def enter(self) -> None:
         """Print where that is looked at, go to the folders, and apply the cure."""
-        descriptor = os.open(self.prints, os.O_WRONLY | os.O_APPEND)
+        descriptor = os.open(self.place / PRINTS, os.O_WRONLY | os.O_APPEND)
         for standard in (1, 2):
             os.dup2(descriptor, standard)
         os.close(descriptor)
@@ -244,8 +250,7 @@ class Task:
         os.environ["PWD"] = str(self.cwd)
         cures.use_for_temporary_files(self.temporary)
         if self.experiment.cure is not None:
-            self.own.mkdir()
-            cures.apply_cure(self.experiment.cure, self.own)
+            cures.apply_cure(self.experiment.cure, self.place)
 
     def is_ours(self, who: str) -> bool:
         """Whether an instance lives in this process: where a script is for several, each has one."""
@@ -266,7 +271,7 @@ def record(kind: str, *values: Any) -> None:
 def follow(task: Task) -> NoReturn:
     """Do a trial, and end the process; whatever goes wrong is recorded."""
     global _records
-    _records = task.records.open("ab")
+    _records = (task.place / RECORDS).open("ab")
     opened = dependencies.OpenedHere()
     executor = None
     try:

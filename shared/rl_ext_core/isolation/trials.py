@@ -36,7 +36,19 @@ from rl_ext_core.errors import InvalidTypeError, WorkerError
 from rl_ext_core.factory import EnvFactory, _graft
 from rl_ext_core.isolation import dependencies
 from rl_ext_core.isolation.cures import Mirrored
-from rl_ext_core.isolation.experiments import APART, GONE, RACE, Experiment, Operation, Task, Turns, follow, waited
+from rl_ext_core.isolation.experiments import (
+    APART,
+    GONE,
+    PRINTS,
+    RACE,
+    RECORDS,
+    Experiment,
+    Operation,
+    Task,
+    Turns,
+    follow,
+    waited,
+)
 from rl_ext_core.processes.failures import signal_name
 from rl_ext_core.processes.servers import preload_modules
 from rl_ext_core.processes.worker import kill_families, kill_group, kill_own_family, main_module, postpone_main
@@ -278,8 +290,7 @@ def serve(handle: int) -> None:
     :param handle: of this end of the connection
     """
     caller = getattr(connection, "PipeConnection", connection.Connection)(handle)
-    main, preload, packed, scratch = caller.recv()
-    supervisor = _Supervisor(caller, main, preload, packed, scratch)
+    supervisor = _Supervisor(caller, *caller.recv())
     try:
         caller.send("ready")
         while True:
@@ -288,7 +299,7 @@ def serve(handle: int) -> None:
         pass
     finally:
         supervisor.end_all()
-        shutil.rmtree(scratch, ignore_errors=True)
+        shutil.rmtree(supervisor.scratch, ignore_errors=True)
     os._exit(0)  # harmless modules need not be taken down
 
 
@@ -296,15 +307,10 @@ class _Supervisor:
     """Runs the trials of one caller, in a process of its own."""
 
     def __init__(
-        self,
-        caller: Connection[Any, Any],
-        main: Mapping[str, Any],
-        preload: Sequence[str],
-        packed: bytes,
-        scratch: str,
+        self, caller: Connection[Any, Any], main: Mapping[str, Any], preload: Sequence[str], packed: bytes, scratch: str
     ) -> None:
         self._caller, self._main, self._preload = caller, main, tuple(preload)
-        self._packed, self._scratch, self._cwd = packed, scratch, os.getcwd()
+        self._packed, self.scratch, self._cwd = packed, scratch, os.getcwd()
         self._context: Any = multiprocessing.get_context("spawn")
         if processes.SUPPORTED:
             # So that descendants that lose their parents can be found.
@@ -324,14 +330,18 @@ class _Supervisor:
         if processes.SUPPORTED:
             preload_modules(experiment.preload, {})
         cwd = self._mirrored.path()
-        scratch = Path(tempfile.mkdtemp(dir=self._scratch))
+        scratch = Path(tempfile.mkdtemp(dir=self.scratch))
         (scratch / "tmp").mkdir()
         folders = dependencies.FolderWatch([str(cwd), *self._watched])
         pairs = [pair for group in (APART, RACE) for pair in itertools.permutations(group, 2)]
         pipes = {pair: self._context.Pipe(duplex=False) for pair in pairs if set(pair) <= set(experiment.modes)}
         self._running.clear()
         for number, mode in enumerate(experiment.modes):
-            self._start(number, Trial(mode), experiment, pipes, cwd, scratch)
+            theirs = {one[-1]: reading for (one, other), (reading, _) in pipes.items() if other == mode}
+            ours = [writing for (one, _), (_, writing) in pipes.items() if one == mode]
+            turns, place = Turns(theirs, ours) if ours else None, scratch / str(number)
+            task = Task(self._packed, experiment, mode, cwd, scratch / "tmp", place, turns)
+            self._running.append(_Running(self._started(task), Trial(mode), place, ours))
         self._watch(folders)
         self.end_all()
         folders.look()
@@ -344,31 +354,20 @@ class _Supervisor:
         shutil.rmtree(scratch, ignore_errors=True)
         trials = [process.trial for process in self._running]
         self._watched.update(*(trial.measured.get("folders", ()) for trial in trials))
-        stand_for = {str(cwd): self._cwd, self._scratch: "", **self._mirrored.parents}
+        stand_for = {str(cwd): self._cwd, self.scratch: "", **self._mirrored.parents}
         opened = folders.opened.union(*(trial.facts.get("opened", ()) for trial in trials))
         originals = {dependencies.original_of(path, stand_for) for path in opened}
         wrote = any(path.startswith(f"{cwd}{os.sep}") for path in folders.modified & folders.read)
         return trials, {path for path in originals if path is not None}, wrote
 
-    def _start(
-        self, number: int, trial: Trial, experiment: Experiment, pipes: Mapping[Any, Any], cwd: Path, scratch: Path
-    ) -> None:
-        theirs = {one[-1]: reading for (one, other), (reading, _) in pipes.items() if other == trial.mode}
-        ours = [writing for (one, _), (_, writing) in pipes.items() if one == trial.mode]
-        records, prints = scratch / f"records{number}", scratch / f"printed{number}"
-        for path in (records, prints):
-            path.touch()
-        task = Task(
-            *(self._packed, experiment, trial.mode),
-            *(cwd, scratch / "tmp", scratch / f"own{number}"),
-            *(records, prints, Turns(theirs, ours) if ours else None),
-        )
+    def _started(self, task: Task) -> Any:
+        task.make_files()
         if processes.SUPPORTED:
             process = self._context.Process(target=follow, args=(task,))
         else:
             process = self._context.Process(target=follow_anew, args=(task, self._main, self._preload))
         process.start()
-        self._running.append(_Running(process, trial, records, prints, ours))
+        return process
 
     def _watch(self, folders: dependencies.FolderWatch) -> None:
         """Wait for all of them, and end those that hang."""
@@ -420,11 +419,9 @@ def follow_anew(task: Task, main: Mapping[str, Any], preload: Sequence[str]) -> 
 class _Running:
     """A trial that runs, or has run, with its files, and pipes that others read from, who wait for this one."""
 
-    def __init__(
-        self, worker: Any, trial: Trial, records: Path, prints: Path, turns: Sequence[Connection[Any, Any]]
-    ) -> None:
+    def __init__(self, worker: Any, trial: Trial, place: Path, turns: Sequence[Connection[Any, Any]]) -> None:
         self.worker, self.trial, self.pid = worker, trial, worker.pid
-        self._records, self._read, self._prints, self._turns = records, 0, prints, turns
+        self._records, self._prints, self._turns, self._read = place / RECORDS, place / PRINTS, turns, 0
         self._give(_ALONE_S)  # its interpreter may be as slow to start as the disk is
 
     def look(self) -> None:
