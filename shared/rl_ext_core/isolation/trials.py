@@ -31,6 +31,7 @@ from types import TracebackType
 from typing import Any
 
 from rl_ext_core import processes
+from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core._system import set_variables
 from rl_ext_core.errors import InvalidTypeError, WorkerError
 from rl_ext_core.factory import EnvFactory, _graft
@@ -178,13 +179,13 @@ class TrialRunner:
         self.globals: Mapping[str, Mapping[str, Any]] = {}  # by module, to be set before anything is built
 
     def __enter__(self) -> TrialRunner:
-        self._scratch = tempfile.mkdtemp(prefix="rl-ext-probe-")
-        self._said = tempfile.TemporaryFile()
         self._process: subprocess.Popen[bytes] | None = None
+        self._said = tempfile.TemporaryFile()
         self._caller, theirs = multiprocessing.Pipe()
+        self._scratch = tempfile.mkdtemp(prefix="rl-ext-probe-")
         try:
             with theirs:
-                self._process = self._started(theirs)
+                self._start(theirs)
             with contextlib.suppress(OSError):  # it has ended
                 self._caller.send((main_module(), self._preload, self._packed, self._scratch))
             self._answer()
@@ -193,7 +194,8 @@ class TrialRunner:
             raise
         return self
 
-    def _started(self, theirs: Connection[Any, Any]) -> subprocess.Popen[bytes]:
+    @uninterrupted
+    def _start(self, theirs: Connection[Any, Any]) -> None:
         """Start the supervisor with its end of a connection, whose end is its own."""
         path, handle = [os.path.abspath(entry) for entry in sys.path], theirs.fileno()
         code = f"import sys; sys.path[:] = {path!r}; from {__name__} import serve; serve({handle})"
@@ -207,7 +209,7 @@ class TrialRunner:
             startup = subprocess.STARTUPINFO(lpAttributeList={"handle_list": [handle]})
             options = {"startupinfo": startup, "creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
         try:
-            return subprocess.Popen(
+            self._process = subprocess.Popen(
                 [spawn.get_executable(), *flags, "-c", code],
                 **{"env": environ, "stdin": subprocess.DEVNULL, "stdout": self._said, "stderr": self._said, **options},
             )
@@ -274,7 +276,9 @@ class TrialRunner:
                     _log.warning("the process that probed an environment did not end by itself, and was killed")
         finally:
             if self._process is not None:
-                kill_families(*([self._process.pid], []) if self._process.poll() is None else ([], [self._process.pid]))
+                pid, code = self._process.pid, self._process.poll()
+                if code != 0:
+                    kill_families([pid] if code is None else [], [pid])
                 self._process.wait()
             self._said.close()
             shutil.rmtree(self._scratch, ignore_errors=True)
