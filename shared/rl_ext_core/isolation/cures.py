@@ -76,7 +76,7 @@ def mirror(source: Path, target: Path) -> None:
                     size = entry.stat().st_size if entry.is_file() and entries_left else math.inf
                     if size <= min(bytes_left, _SMALL_BYTES):
                         bytes_left, entries_left = bytes_left - int(size), entries_left - 1
-                        shutil.copy2(entry.path, other / entry.name)
+                        _copy(entry.path, other / entry.name)
                     else:
                         _link(Path(entry.path), other / entry.name)
 
@@ -95,7 +95,12 @@ def _link(original: Path, path: Path) -> None:
         else:
             with contextlib.suppress(OSError):  # another volume
                 return os.link(original, path)
-            shutil.copy2(original, path)
+            _copy(original, path)
+
+
+def _copy(original: str | Path, path: str | Path) -> None:
+    shutil.copyfile(original, path)  # not copy2(), which calls what Wine lacks
+    shutil.copystat(original, path)
 
 
 class Mirrored:
@@ -188,7 +193,7 @@ def _copy_links(folder: str, names: list[str], *, itself: bool) -> None:
                 os.symlink(entry.path, os.path.join(path, entry.name))
         elif os.path.isfile(original):
             os.unlink(path)
-            shutil.copy2(original, path)
+            _copy(original, path)
 
 
 def _working_directory(scratch: Path) -> None:
@@ -233,7 +238,7 @@ def _copied(name: Any, scratch: Path, folders: dict[Path, Path]) -> Any:
     copy = folders[library.parent] / library.name
     if copy.is_symlink():
         copy.unlink()
-        shutil.copy2(library, copy)
+        _copy(library, copy)
     return str(copy)
 
 
