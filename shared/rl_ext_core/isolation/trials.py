@@ -182,7 +182,8 @@ class TrialRunner:
         self._process: subprocess.Popen[bytes] | None = None
         self._said = tempfile.TemporaryFile()
         self._caller, theirs = multiprocessing.Pipe()
-        self._scratch = tempfile.mkdtemp(prefix="rl-ext-probe-")
+        # By the name that the processes will know it by: macOS has links there, Windows short names.
+        self._scratch = os.path.realpath(tempfile.mkdtemp(prefix="rl-ext-probe-"))
         try:
             with theirs:
                 self._start(theirs)
