@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -20,7 +19,7 @@ from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, Isolation
 from rl_ext_core.factory import EnvFactory, as_factory
 from rl_ext_core.factory._sources import game_of_id, spec_of_id
 from rl_ext_core.isolation import Isolation, Verdict
-from rl_ext_core.isolation.probing import check_timeout, declaration, probe_all
+from rl_ext_core.isolation.probing import check_timeout, probe_all
 from rl_ext_core.vector import environments
 from rl_ext_core.vector.arguments import at_least_one, check_env_fns, check_options, factories_of
 from sb3_ext.multi_agent_vec_env import MultiAgentVecEnv, is_parallel
@@ -35,11 +34,6 @@ _log = logging.getLogger("sb3_ext")
 # What a step of workers costs beside their environments, and what it has to save before it is worth the processes.
 _OVERHEAD_SECONDS = 150e-6
 _WORTHWHILE = 0.8
-# Where there are no workers of ours, which a try needs.
-_UNTRIED = (
-    f"Each has its own process, by Stable Baselines3's SubprocVecEnv: on this system ({sys.platform}) it is not tried "
-    'whether they may share one. Where you know that they may, isolation="in-process" may be faster.'
-)
 # As it is now: people put ours into its place.
 _theirs = env_util.make_vec_env
 
@@ -117,14 +111,11 @@ def make_vec_env(
     n_envs = resources.usable_cores() if n_envs is None else at_least_one("n_envs", n_envs)
     if isinstance(env_id, str) and env_id not in gymnasium.registry:
         env_id = game_of_id(env_id) or env_id  # what builds a game of stable-retro, which gymnasium does not know
-    plain = functools.cache(lambda: _base(env_id, env_kwargs or {}))
-    base = functools.cache(lambda: plain().then(environments.checked))
+    base = functools.cache(lambda: _base(env_id, env_kwargs or {}).then(environments.checked))
     wrapper = None if wrapper_class is None else functools.partial(wrapper_class, **(wrapper_kwargs or {}))
     seeded = False
 
     def asked() -> list[EnvFactory[Any]]:
-        if wrapper is None and not processes.SUPPORTED:  # there, what it declares itself is read, and nothing is tried
-            return [plain()] * n_envs
         # All that will run, but for files: those of the monitors are not for trials.
         factory = base().then(environments.monitored)
         return [factory if wrapper is None else factory.then(wrapper)] * n_envs
@@ -233,8 +224,8 @@ class AutoVecEnv:
     - Independent environments share this process while their steps are fast, and several processes otherwise.
     - Where a second instance fails, or the instances change each other, each has its own process; none is built here.
     - What cannot be kept apart even by processes is refused.
-    - On macOS and Windows nothing is tried: what does not declare otherwise has a process each, which is spawned, and
-      scripts need ``if __name__ == "__main__":``.
+    - On macOS and Windows those that do not share this process have one each, which is spawned, and scripts need
+      ``if __name__ == "__main__":`` for that.
     - One environment stays in this process, and so do functions that hold what no other process can be given.
 
     :param env_fns: build the environments: functions, or whatever :func:`as_factory` takes. Each that is another one
@@ -317,10 +308,7 @@ def choose(
         vec_env = here()
         _log.warning("%s", report)
         return _told(vec_env, report)
-    verdict = probe_all(tried, timeout=probe_timeout) if processes.SUPPORTED else declaration(tried)
-    if verdict is None:
-        _log.info("%s", _UNTRIED)
-        return _told(_in_processes(factories(), options), _UNTRIED)
+    verdict = probe_all(tried, timeout=probe_timeout)
     workers, why = _choose(verdict, n_envs, options.get("n_workers"))
     report = f"{verdict.explanation} {why}"
     _log.info("%s", report)
@@ -333,12 +321,13 @@ def choose(
 
 
 def _in_processes(factories: Sequence[EnvFactory[Any]], options: dict[str, Any], **found: Any) -> VecEnv:
-    """Build it with the workers that there are on this system; what was found out is for our own."""
+    """Build it with the workers that there are on this system; those that are not ours have one environment each."""
     if processes.SUPPORTED:
         return SharedMemoryVecEnv(factories, **{**options, **found})
     from sb3_ext.spawned_vec_env import SpawnedVecEnv
 
-    return SpawnedVecEnv(factories, **options)
+    found.pop("n_workers", None)
+    return SpawnedVecEnv(factories, **{**options, **found})
 
 
 def _told(vec_env: VecEnv, report: str) -> VecEnv:
@@ -379,5 +368,7 @@ def _fastest(step_seconds: float | None, n_envs: int) -> tuple[int, str]:
         f"a step of {n_envs} takes {here * 1e3:.2f} ms here, and about {there * 1e3:.2f} ms in {workers} processes"
     )
     if there < _WORTHWHILE * here:
+        if not processes.SUPPORTED:
+            return n_envs, f"So each has its own process: {figures}."
         return workers, f"So {workers} processes share them: {figures}."
     return 0, f"So they share this process: {figures}."

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from stable_baselines3.common.vec_env import SubprocVecEnv
 
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
+from rl_ext_core.isolation import apply_cure
 from rl_ext_core.processes.spawned import death_of
 
 __all__ = ["SpawnedVecEnv"]
@@ -22,15 +26,23 @@ class SpawnedVecEnv(SubprocVecEnv):
 
     :param env_fns: build the environments
     :param start_method: ``"spawn"`` unless another one is asked for
+    :param cure: what keeps their processes apart, see :func:`rl_ext_core.isolation.apply_cure`
     :raises WorkerError: at any call: a process has ended; the others are ended too
     """
 
-    def __init__(self, env_fns: Sequence[Any], start_method: str | None = None, **options: Any) -> None:
+    def __init__(
+        self, env_fns: Sequence[Any], start_method: str | None = None, *, cure: str | None = None, **options: Any
+    ) -> None:
         if options:
             raise InvalidArgumentError(
                 f"{sorted(options)} are options of this package's own workers, which need Linux; leave them out: here "
                 "the workers are those of Stable Baselines3's SubprocVecEnv"
             )
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        if cure is not None:
+            self._scratch = tempfile.TemporaryDirectory(prefix="rl-ext-")
+            place = Path(self._scratch.name)
+            env_fns = [functools.partial(_cured, cure, place / str(i), env_fn) for i, env_fn in enumerate(env_fns)]
         try:
             super().__init__(list(env_fns), start_method or "spawn")
         except _BROKEN as error:
@@ -46,7 +58,12 @@ class SpawnedVecEnv(SubprocVecEnv):
             process.kill()
             process.join()
         self.closed, self.waiting = True, False
+        self._tidy_up()
         return found
+
+    def _tidy_up(self) -> None:
+        if self._scratch is not None:
+            self._scratch.cleanup()
 
     def step_wait(self) -> Any:
         """Finish a step, with ``DummyVecEnv``'s dtypes: what is chosen changes no numbers."""
@@ -57,6 +74,13 @@ class SpawnedVecEnv(SubprocVecEnv):
         """Close the environments and end their processes; those that have died already are no error."""
         with contextlib.suppress(WorkerError):
             super().close()
+        self._tidy_up()
+
+
+def _cured(cure: str, scratch: Path, env_fn: Any) -> Any:
+    scratch.mkdir()
+    apply_cure(cure, scratch)
+    return env_fn()
 
 
 class _Remote:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 import multiprocessing
 import os
+import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any, ClassVar
 
 import gymnasium
@@ -16,11 +21,14 @@ from stable_baselines3.common import env_util
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 from torchrl import envs as upstream
 
+from rl_ext_core._system import set_variables
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
-from rl_ext_core.isolation import probe
+from rl_ext_core.isolation import Isolation, probe
 from sb3_ext import AutoVecEnv, as_factory, make_vec_env
-from tests.platforms.buffers import main, refused
+from tests.platforms.buffers import folder, main, refused
 from torchrl_ext import GymEnv, GymWrapper, ParallelEnv
+
+psutil: Any = importlib.import_module("psutil") if importlib.util.find_spec("psutil") else None
 
 
 class Single(gymnasium.Env[Any, Any]):
@@ -50,6 +58,59 @@ class Single(gymnasium.Env[Any, Any]):
         return self.np_random.random(3, np.float32), float(action), self.count == 5, False, {"pid": os.getpid()}
 
 
+class Aborts(Single):
+    """A second one takes the process along."""
+
+    def __init__(self) -> None:
+        if self.instances:
+            os.abort()
+        super().__init__()
+
+
+class Hangs(Single):
+    """Hangs when it is built, beside a process that it has started."""
+
+    def __init__(self, note: str) -> None:
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+        Path(note).write_text(f"{os.getpid()} {child.pid}")
+        time.sleep(1000)
+
+
+class Shares(Single):
+    """Counts the steps of all."""
+
+    count_of_all: ClassVar[list[int]] = []
+
+    def __init__(self) -> None:
+        self.ends, self.count = "", 0
+
+    def step(self, action: Any) -> Any:
+        self.count_of_all.append(1)
+        return super().step(action)[0] + len(self.count_of_all), 0.0, False, False, {}
+
+
+class Locks(Shares):
+    """Allows only one instance per folder, and shares nothing else."""
+
+    count_of_all: ClassVar[list[int]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = os.open("lock", os.O_CREAT | os.O_EXCL)
+
+    def step(self, action: Any) -> Any:
+        return Single.step(self, action)
+
+    def close(self) -> None:
+        os.close(self.lock)
+        os.unlink("lock")
+
+
+class Unrepeatable(Shares):
+    def step(self, action: Any) -> Any:
+        return np.random.default_rng().random(3, np.float32), 0.0, False, False, {}
+
+
 class Declared(Single):
     metadata: ClassVar[dict[str, Any]] = {"isolation": "in-process", "render_modes": []}
 
@@ -77,12 +138,17 @@ def none_left() -> None:
     while multiprocessing.active_children() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not multiprocessing.active_children()
+    # But for multiprocessing's own, which has no end of its own.
+    assert psutil is None or all(
+        "resource_tracker" in " ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)
+    )
 
 
 def test_one_instance_per_process() -> None:
     venv = make_vec_env(Single, 2, seed=0)
     assert isinstance(venv, SubprocVecEnv)
-    assert "Each has its own process" in venv.isolation_report
+    assert "building the second raises RuntimeError: Cannot create" in venv.isolation_report
+    assert "has its own process" in venv.isolation_report
     theirs = env_util.make_vec_env(Single, 2, 0, vec_env_cls=SubprocVecEnv, vec_env_kwargs={"start_method": "spawn"})
     found = steps_of(venv)
     assert found[2].dtype == np.float32
@@ -97,6 +163,68 @@ def test_a_list_and_a_process_each_as_asked() -> None:
     venv.close()
     assert len(pids) == 2
     assert os.getpid() not in pids
+    none_left()
+
+
+def test_the_verdicts() -> None:
+    single = Isolation.SINGLE_INSTANCE
+    ends = "ends the process with" if os.name == "nt" else "kills the process by SIGABRT"
+    for source, expected, text in (
+        (Aborts, single, f"building the second {ends}"),
+        (Shares, Isolation.SHARED_STATE, "returns something else from its step"),
+        (Unrepeatable, Isolation.NON_DETERMINISTIC, "does not return the same twice"),
+        (lambda: Single("in its constructor"), Isolation.BROKEN, "building it raises OSError: no licence"),
+    ):
+        verdict = probe(source, cache=False)
+        assert verdict.isolation is expected, verdict
+        assert text in verdict.explanation, verdict
+    none_left()
+
+
+def test_what_hangs_is_ended_with_what_it_has_started() -> None:
+    with folder() as place:
+        (place / "temporary").mkdir()
+        before = {name: os.environ.pop(name, None) for name in ("TMPDIR", "TEMP", "TMP")}
+        os.environ.update(dict.fromkeys(before, str(place / "temporary")))
+        tempfile.tempdir = None
+        try:
+            verdict = probe(functools.partial(Hangs, str(place / "note")), cache=False, timeout=1)
+        finally:
+            set_variables(before)
+            tempfile.tempdir = None
+        assert verdict.isolation is Isolation.UNKNOWN, verdict
+        assert "building it hangs" in verdict.explanation
+        deadline = time.monotonic() + 60
+        while psutil is not None and any(psutil.pid_exists(int(pid)) for pid in (place / "note").read_text().split()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert not list((place / "temporary").iterdir())
+    none_left()
+
+
+def test_independent_ones_share_this_process_without_a_guard() -> None:
+    with folder() as place:
+        script = place / "script.py"
+        script.write_text(
+            "from sb3_ext import make_vec_env\n"
+            "for _ in range(2):\n"
+            "    print(type(make_vec_env('CartPole-v1', 2)).__name__)\n"
+            "from rl_ext_core.isolation import probe\n"
+            "print(probe('CartPole-v1').declared_by)\n"
+        )
+        environ = {**os.environ, "XDG_CACHE_HOME": str(place)}
+        done = subprocess.run([sys.executable, str(script)], env=environ, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == ["DummyVecEnv", "DummyVecEnv", "probe"], done
+        assert subprocess.check_output([sys.executable, str(script)], env=environ, text=True).endswith("cache\n")
+
+
+def test_processes_that_collide_get_a_folder_each() -> None:
+    venv = AutoVecEnv([Locks] * 2)
+    assert isinstance(venv, SubprocVecEnv)
+    assert "a working directory of its own" in venv.isolation_report, venv.isolation_report
+    venv.reset()
+    assert not Path("lock").exists()
+    venv.close()
     none_left()
 
 
@@ -132,10 +260,9 @@ def test_who_has_died_is_said() -> None:
     none_left()
 
 
-def test_options_of_our_own_workers_and_probes_are_refused() -> None:
+def test_options_of_our_own_workers_are_refused() -> None:
     options = {"n_workers": 2}
     refused(InvalidArgumentError, "n_workers", lambda: make_vec_env(Single, 2, vec_env_kwargs=options))
-    refused(WorkerError, "need Linux", lambda: probe("CartPole-v1", cache=False))
 
 
 def test_torchrls_workers_take_an_instance() -> None:

@@ -61,7 +61,7 @@ def mirror(source: Path, target: Path) -> None:
             entries = sorted(scanned, key=lambda entry: entry.name)
             if other != target:
                 if entries_left <= len(entries):
-                    other.symlink_to(one)
+                    _link(one, other)
                     continue
                 entries_left -= 1
                 other.mkdir()
@@ -76,9 +76,31 @@ def mirror(source: Path, target: Path) -> None:
                     size = entry.stat().st_size if entry.is_file() and entries_left else math.inf
                     if size <= min(bytes_left, _SMALL_BYTES):
                         bytes_left, entries_left = bytes_left - int(size), entries_left - 1
-                        shutil.copy2(entry.path, other / entry.name)
+                        _copy(entry.path, other / entry.name)
                     else:
-                        (other / entry.name).symlink_to(entry.path)
+                        _link(Path(entry.path), other / entry.name)
+
+
+def _link(original: Path, path: Path) -> None:
+    """Have a path mean what another one means; on Windows symbolic links take a privilege."""
+    try:
+        path.symlink_to(original, target_is_directory=original.is_dir())
+    except OSError:
+        if os.name != "nt":
+            raise
+        if original.is_dir():
+            import _winapi
+
+            _winapi.CreateJunction(str(original), str(path))  # type: ignore[attr-defined]
+        else:
+            with contextlib.suppress(OSError):  # another volume
+                return os.link(original, path)
+            _copy(original, path)
+
+
+def _copy(original: str | Path, path: str | Path) -> None:
+    shutil.copyfile(original, path)  # not copy2(), which calls what Wine lacks
+    shutil.copystat(original, path)
 
 
 class Mirrored:
@@ -114,7 +136,7 @@ class Mirrored:
                 for entry in itertools.islice(entries, _COPIED_ENTRIES):
                     if entry.name != child.name and Path(entry.path) not in self._scratch.parents:
                         with contextlib.suppress(OSError):
-                            (target / entry.name).symlink_to(entry.path)
+                            _link(Path(entry.path), target / entry.name)
         return target / self._source.name if self._source.name else target / "root"
 
 
@@ -171,7 +193,7 @@ def _copy_links(folder: str, names: list[str], *, itself: bool) -> None:
                 os.symlink(entry.path, os.path.join(path, entry.name))
         elif os.path.isfile(original):
             os.unlink(path)
-            shutil.copy2(original, path)
+            _copy(original, path)
 
 
 def _working_directory(scratch: Path) -> None:
@@ -183,7 +205,13 @@ def _working_directory(scratch: Path) -> None:
 
 def _temporary_directory(scratch: Path) -> None:
     (scratch / "tmp").mkdir(parents=True, exist_ok=True)
-    os.environ["TMPDIR"] = str(scratch / "tmp")
+    use_for_temporary_files(scratch / "tmp")
+
+
+def use_for_temporary_files(folder: Path) -> None:
+    """Have this process put its temporary files into a folder."""
+    for name in ("TMPDIR",) if os.name == "posix" else ("TMPDIR", "TEMP", "TMP"):
+        os.environ[name] = str(folder)
     tempfile.tempdir = None  # asked for already, perhaps
 
 
@@ -199,7 +227,7 @@ def _library_copy(scratch: Path) -> None:
 
 def _copied(name: Any, scratch: Path, folders: dict[Path, Path]) -> Any:
     """Copy a library with all that lies beside it, and give the copy's path; names without a path stay as they are."""
-    if not isinstance(name, (str, os.PathLike)) or os.sep not in os.fspath(name):
+    if not isinstance(name, (str, os.PathLike)) or not os.path.dirname(os.fspath(name)):
         return name
     library = Path(name).resolve()
     if not library.is_file() or str(library).startswith((*_SYSTEM, sysconfig.get_path("stdlib") + os.sep + "lib-")):
@@ -210,7 +238,7 @@ def _copied(name: Any, scratch: Path, folders: dict[Path, Path]) -> Any:
     copy = folders[library.parent] / library.name
     if copy.is_symlink():
         copy.unlink()
-        shutil.copy2(library, copy)
+        _copy(library, copy)
     return str(copy)
 
 

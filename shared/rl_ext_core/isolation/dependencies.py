@@ -19,6 +19,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_ext_core.processes import SUPPORTED
+
 _OWN_PACKAGE = "rl_ext_core"
 _BIG = {"jax", "matplotlib", "numba", "numpy", "pandas", "scipy", "sklearn", "sympy", "tensordict", "torch", "torchrl"}
 _SYSTEM = ("/lib/", "/lib64/", "/usr/")
@@ -136,6 +138,8 @@ def _folders_of_packages() -> tuple[str, ...]:
 
 
 def _mapped() -> set[str]:
+    if not SUPPORTED:
+        return set()
     lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     paths = (line.split(None, 5)[5] for line in lines if line.count(" ") >= 5 and "/" in line)
     return {path for path in paths if ".so" in os.path.basename(path) and not path.endswith(" (deleted)")}
@@ -156,12 +160,14 @@ class OpenedHere:
         sys.addaudithook(self._note)
 
     def _note(self, event: str, args: tuple[Any, ...]) -> None:
+        if event == "ctypes.dlopen" and isinstance(args[0], str) and os.path.dirname(args[0]):
+            self.paths.add(os.path.abspath(args[0]))
         if event == "open" and not self.paused and isinstance(args[0], (str, bytes)):
             self.paused = True
             try:
                 flags = args[2] if isinstance(args[2], int) else os.O_RDONLY
                 path = os.fsdecode(args[0])
-                if flags & os.O_ACCMODE != os.O_WRONLY and not path.endswith(".pyc") and not path.startswith(_NEVER):
+                if not flags & os.O_WRONLY and not path.endswith(".pyc") and not path.startswith(_NEVER):
                     self.paths.add(os.path.abspath(path))
             except (OSError, ValueError):  # no working directory any more, a path with a NUL
                 pass
@@ -175,7 +181,7 @@ def original_of(path: str, folders: Mapping[str, str]) -> str | None:
     :param folders: for folders that stand for one of the user's, that; for others that are not the user's, ""
     """
     for folder, original in folders.items():
-        if path == folder or path.startswith(f"{folder}/"):
+        if path == folder or path.startswith(f"{folder}{os.sep}"):
             return f"{original}{path[len(folder) :]}" if original else None
     return path
 
@@ -190,9 +196,11 @@ class FolderWatch:
         self.opened: set[str] = set()
         self.read: set[str] = set()
         self.modified: set[str] = set()
-        self._library = ctypes.CDLL(None, use_errno=True)
         self._names: dict[int, str] = {}
-        self._descriptor = self._library.inotify_init1(_NON_BLOCKING | os.O_CLOEXEC)
+        self._descriptor = -1
+        if SUPPORTED:
+            self._library = ctypes.CDLL(None, use_errno=True)
+            self._descriptor = self._library.inotify_init1(_NON_BLOCKING | os.O_CLOEXEC)
         waiting = deque(folders)
         while waiting and self._descriptor >= 0 and len(self._names) < _MOST_FOLDERS:
             waiting.extend(self._add(waiting.popleft()))

@@ -11,12 +11,13 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import pickle
 import random
 import sys
-import tempfile
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,7 +32,6 @@ from rl_ext_core.factory._rules import layers
 from rl_ext_core.factory._sources import safe_to_preload
 from rl_ext_core.isolation import cures, dependencies
 from rl_ext_core.isolation.verdict import LEAST_STEPS, declared_by_instance
-from rl_ext_core.processes.worker import record
 
 # Of a life that is short because resets or steps take seconds.
 SHORT_STEPS = 6
@@ -62,6 +62,8 @@ ALONE, FIRST, SECOND, CROWD = "alone", "first", "second", "crowd"
 APART = ("apart: A", "apart: B", "apart: C")
 RACE = ("race: A", "race: B")
 ASKED_ALONE, ASKED_BESIDE = "asked: alone", "asked: beside"
+# Files of a trial: what it records, and what it prints.
+RECORDS, PRINTS = "records", "printed"
 # What is read in place of a process that has ended.
 GONE = b"x"
 
@@ -197,8 +199,8 @@ def operations(mode: str, steps: int, crowd: tuple[str, ...] = ()) -> list[Opera
 class Turns:
     """The other processes of a script that takes several, which do what is not done here."""
 
-    theirs: Mapping[str, int]  # by instance, descriptors to read from: a byte for each operation that is done there
-    ours: Sequence[int]  # descriptors to write to
+    theirs: Mapping[str, Connection[Any, Any]]  # by instance, to read from: a byte for each operation done there
+    ours: Sequence[Connection[Any, Any]]  # to write to
     # whose process has ended, which the supervisor says in its place
     gone: set[str] = dataclasses.field(default_factory=set)
 
@@ -206,13 +208,13 @@ class Turns:
         """Wait until another has done an operation, or has ended."""
         if who not in self.gone:
             record("waits")
-            if os.read(self.theirs[who], 1) == GONE:
+            if self.theirs[who].recv_bytes() == GONE:
                 self.gone.add(who)
 
     def hand_over(self) -> None:
         """Say that an operation is done here."""
-        for descriptor in self.ours:
-            os.write(descriptor, b".")
+        for pipe in self.ours:
+            pipe.send_bytes(b".")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,33 +226,52 @@ class Task:
     mode: str  # key of the script
     cwd: Path  # the folder to work in
     temporary: Path  # for temporary files
-    own: Path  # a folder that no other process uses, to be made
-    prints: int  # descriptor for what it prints
+    place: Path  # a folder that no other process uses, to be made
     turns: Turns | None  # None: nobody else takes part
+
+    def make_files(self) -> None:
+        """Make those that it writes, for whoever reads them."""
+        self.place.mkdir()
+        for name in (RECORDS, PRINTS):
+            (self.place / name).touch()
 
     def enter(self) -> None:
         """Print where that is looked at, go to the folders, and apply the cure."""
-        import resource  # which Windows has not
+        descriptor = os.open(self.place / PRINTS, os.O_WRONLY | os.O_APPEND)
+        for standard in (1, 2):
+            os.dup2(descriptor, standard)
+        os.close(descriptor)
+        with contextlib.suppress(ImportError):  # Windows
+            import resource
 
-        for descriptor in (1, 2):
-            os.dup2(self.prints, descriptor)
-        os.close(self.prints)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+            resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         cures.write_to_copies(self.cwd)
         os.chdir(self.cwd)
-        os.environ.update(PWD=str(self.cwd), TMPDIR=str(self.temporary))
-        tempfile.tempdir = None
+        os.environ["PWD"] = str(self.cwd)
+        cures.use_for_temporary_files(self.temporary)
         if self.experiment.cure is not None:
-            self.own.mkdir()
-            cures.apply_cure(self.experiment.cure, self.own)
+            cures.apply_cure(self.experiment.cure, self.place)
 
     def is_ours(self, who: str) -> bool:
         """Whether an instance lives in this process: where a script is for several, each has one."""
         return ":" not in self.mode or self.mode.endswith(f": {who}") or self.mode.startswith("asked")
 
 
+_records: Any = None  # this trial's file
+
+
+def record(kind: str, *values: Any) -> None:
+    """Append plain values to this trial's records, where the supervisor reads them as they come: this process may die
+    of what it does next.
+    """
+    _records.write(pickle.dumps((kind, *values)))
+    _records.flush()
+
+
 def follow(task: Task) -> NoReturn:
     """Do a trial, and end the process; whatever goes wrong is recorded."""
+    global _records
+    _records = (task.place / RECORDS).open("ab")
     opened = dependencies.OpenedHere()
     executor = None
     try:

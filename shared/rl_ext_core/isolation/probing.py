@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import rl_ext_core
-from rl_ext_core import processes
 from rl_ext_core.errors import InvalidArgumentError, RlExtError
 from rl_ext_core.factory import EnvFactory, as_factory
 from rl_ext_core.factory._fingerprint import description, fingerprint
@@ -61,7 +60,7 @@ def probe(
     :param cache: True keeps verdicts in the user's cache folder, a path in another one; a kept verdict holds as long
         as the recipe, the environment variables, the libraries, the code that was loaded and the files that were
         opened are the same. A file that C opens outside of the folders of the code, of its libraries and of the working
-        directory is not noticed. False neither reads nor writes
+        directory is not noticed; outside of Linux, none that C opens is. False neither reads nor writes
     :param steps: how many steps are compared; fewer where they take long
     :param timeout: seconds that building an environment, a reset or a step may take. By default one alone has 300, and
         others 20 times what that took, at least 10
@@ -69,7 +68,7 @@ def probe(
     :raises InvalidArgumentError: the environment's metadata say something else, ``steps`` is too small, ``timeout`` no
         time
     :raises NotCopyableError: an instance cannot be copied, or a function that holds what cannot be
-    :raises WorkerError: Python does not start, or this is not Linux
+    :raises WorkerError: Python does not start
     """
     if steps < LEAST_STEPS:
         raise InvalidArgumentError(f"steps={steps!r} is not a number from {LEAST_STEPS} on. Write steps=100")
@@ -134,7 +133,6 @@ def _found_out(
     factories: Sequence[EnvFactory[Any]], who: Sequence[int], steps: int, timeout: float | None, kept: Cache | None
 ) -> Verdict:
     """Probe, and keep what was found."""
-    processes.require()
     from rl_ext_core.isolation import judge
     from rl_ext_core.isolation.trials import TrialRunner
 

@@ -1,10 +1,10 @@
-"""Runs experiments in trials: workers that are thrown away, of each of which is told what became of it.
+"""Runs experiments in trials: processes that are thrown away, of each of which is told what became of it.
 
-Between the caller and the trials stands a supervisor, a worker that is a fresh interpreter: a process that has a
-simulator's library loaded, and forks, shows something else than one that loads it itself. It imports what is known to
-be harmless, and forks a worker for each trial, which imports the rest. It ends those that hang, and whatever they have
-started, wherever that has hidden; and all of them, their files and itself, when the caller is gone, even if that was
-killed. That is why it is no worker that dies with its parent.
+Between the caller and the trials stands a supervisor, a fresh interpreter that has not run the caller's script: a
+process that has a simulator's library loaded, and forks, shows something else than one that loads it itself. It imports
+what is known to be harmless, and forks a worker for each trial, which imports the rest; where there are no workers of
+ours, it spawns a process for each. It ends those that hang, and what they have started; and all of them, their files
+and itself, when the caller is gone, even if that was killed.
 """
 
 from __future__ import annotations
@@ -15,29 +15,44 @@ import dataclasses
 import itertools
 import logging
 import math
+import multiprocessing
 import os
-import select
+import pickle
 import shutil
-import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from multiprocessing import connection, spawn, util
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from rl_ext_core import processes
+from rl_ext_core._interrupts import uninterrupted
+from rl_ext_core._system import set_variables
 from rl_ext_core.errors import InvalidTypeError, WorkerError
 from rl_ext_core.factory import EnvFactory, _graft
 from rl_ext_core.isolation import dependencies
 from rl_ext_core.isolation.cures import Mirrored
-from rl_ext_core.isolation.experiments import APART, GONE, RACE, Experiment, Operation, Task, Turns, follow, waited
-from rl_ext_core.processes.failures import FailedWorker, ended, signal_name
-from rl_ext_core.processes.report import PAGE
+from rl_ext_core.isolation.experiments import (
+    APART,
+    GONE,
+    PRINTS,
+    RACE,
+    RECORDS,
+    Experiment,
+    Operation,
+    Task,
+    Turns,
+    follow,
+    waited,
+)
+from rl_ext_core.processes.failures import signal_name
 from rl_ext_core.processes.servers import preload_modules
-from rl_ext_core.processes.worker import kill_own_family
+from rl_ext_core.processes.worker import kill_families, kill_group, kill_own_family, main_module, postpone_main
 
 _log = logging.getLogger("rl_ext_core.isolation")
 
@@ -48,8 +63,10 @@ _TIMES, _LEAST_S = 20, 10.0
 _KINDS = ("build", "reset", "step", "call", "close", "meet", "done")
 _ENDING_S = 20.0
 _REAP_S = 5.0
-_TICK_MS = 2
-_PRINTED_BYTES = 2000
+_TICK_S = 0.002
+# Of what a trial prints: what is looked at, and how much its file may hold.
+_PRINTED_BYTES, _PRINTED_LIMIT = 2000, 1 << 20
+_SAID_BYTES = 10_000
 _SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
@@ -119,7 +136,9 @@ class Trial:
         assert self.exitcode is not None
         if self.exitcode < 0:
             return f"kills the process by {signal_name(-self.exitcode)}"
-        return f"ends the process with exit code {self.exitcode}"
+        # Windows has numbers for what signals are elsewhere, such as 0xC0000005.
+        code = f"{self.exitcode:#X}".replace("X", "x") if self.exitcode > 0xFFFF else self.exitcode
+        return f"ends the process with exit code {code}"
 
     @property
     def last_words(self) -> str:
@@ -160,22 +179,43 @@ class TrialRunner:
         self.globals: Mapping[str, Mapping[str, Any]] = {}  # by module, to be set before anything is built
 
     def __enter__(self) -> TrialRunner:
-        context = processes.get_context(
-            "spawn", environs=[self._variables], label="probe", dies_with_parent=False, own_session=True
-        )
-        self._caller, theirs = context.Pipe()
-        self._scratch = tempfile.mkdtemp(prefix="rl-ext-probe-")
-        path = [os.path.abspath(entry) for entry in sys.path]
-        task = (theirs, path, self._preload, self._packed, self._scratch)
-        self._process = context.Process(target=supervise, args=task)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._said = tempfile.TemporaryFile()
+        self._caller, theirs = multiprocessing.Pipe()
+        # By the name that the processes will know it by: macOS has links there, Windows short names.
+        self._scratch = os.path.realpath(tempfile.mkdtemp(prefix="rl-ext-probe-"))
         try:
             with theirs:
-                self._process.start()
+                self._start(theirs)
+            with contextlib.suppress(OSError):  # it has ended
+                self._caller.send((main_module(), self._preload, self._packed, self._scratch))
             self._answer()
         except BaseException:
             self._end()
             raise
         return self
+
+    @uninterrupted
+    def _start(self, theirs: Connection[Any, Any]) -> None:
+        """Start the supervisor with its end of a connection, whose end is its own."""
+        path, handle = [os.path.abspath(entry) for entry in sys.path], theirs.fileno()
+        code = f"import sys; sys.path[:] = {path!r}; from {__name__} import serve; serve({handle})"
+        flags = util._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        environ = dict(os.environ)
+        set_variables(self._variables, environ)
+        # It takes no part in the terminal's Ctrl-C.
+        options: dict[str, Any] = {"start_new_session": True, "pass_fds": [handle]}
+        if sys.platform == "win32":
+            os.set_handle_inheritable(handle, True)
+            startup = subprocess.STARTUPINFO(lpAttributeList={"handle_list": [handle]})
+            options = {"startupinfo": startup, "creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
+        try:
+            self._process = subprocess.Popen(
+                [spawn.get_executable(), *flags, "-c", code],
+                **{"env": environ, "stdin": subprocess.DEVNULL, "stdout": self._said, "stderr": self._said, **options},
+            )
+        except OSError as error:
+            raise WorkerError(f"the process that probes the environment cannot be started: {error}") from error
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
@@ -208,33 +248,40 @@ class TrialRunner:
         return max(_LEAST_S, _TIMES * max(self._longest.get(kind, 0.0), self._longest["reset"]))
 
     def _answer(self) -> Any:
-        popen = self._process.popen
-        assert popen is not None
-        popen.report.taken = True
         try:
             # However long that takes: trials have limits of their own, and imports are as slow as the disk is.
             return self._caller.recv()
         except (OSError, EOFError):
-            self._process.join(_ENDING_S)
-            failure = ended(FailedWorker(0, 1, "it", None, None), popen.report.read(), popen.poll(), lost=False)
+            assert self._process is not None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_ENDING_S)
+            self._said.seek(0)
+            said = self._said.read()[-_SAID_BYTES:].decode(errors="replace").strip()
+            code = self._process.returncode
+            how = "hung up" if code is None else f"was killed by {signal_name(-code)}" if code < 0 else ""
             raise WorkerError(
                 f"the process that probes the environment, which imports {list(self._preload)} first, ended without an "
-                f"answer:\n{str(failure.error()).replace('it 0 of 1', 'it', 1)}"
-            ) from failure.exception
+                f"answer: it {how or f'ended with exit code {code}'}" + (f", and printed:\n{said}" if said else ""),
+                kind="signal" if code is not None and code < 0 else "exit",
+                exitcode=code,
+            ) from None
 
     def _end(self) -> None:
         """Close the connection, which ends the supervisor and all that it has started."""
         self._caller.close()
         try:
-            if self._process.popen is not None:
-                self._process.join(_ENDING_S)
-                if self._process.exitcode is None:
+            if self._process is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_ENDING_S)
+                if self._process.returncode is None:
                     _log.warning("the process that probed an environment did not end by itself, and was killed")
         finally:
-            if self._process.popen is not None:
-                self._process.kill()
-                self._process.join()
-                self._process.close()
+            if self._process is not None:
+                pid, code = self._process.pid, self._process.poll()
+                if code != 0:
+                    kill_families([pid] if code is None else [], [pid])
+                self._process.wait()
+            self._said.close()
             shutil.rmtree(self._scratch, ignore_errors=True)
 
 
@@ -242,120 +289,153 @@ class _GoneError(Exception):
     """The caller has ended, or wants no more."""
 
 
-def supervise(
-    caller: Connection[Any, Any], path: Sequence[str], preload: Sequence[str], packed: bytes, scratch: str
-) -> None:
-    """Serve the caller until it hangs up: it gets a list of trials for each experiment."""
+def serve(handle: int) -> None:
+    """Serve the caller until it hangs up: it gets a list of trials for each experiment.
+
+    :param handle: of this end of the connection
+    """
+    caller = getattr(connection, "PipeConnection", connection.Connection)(handle)
+    supervisor = _Supervisor(caller, *caller.recv())
     try:
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for descriptor in range(3):
-            os.dup2(nothing, descriptor)
-        # So that descendants that lose their parents can be found.
-        ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        sys.path[:] = path
-        dependencies.remember()
-        preload_modules(preload, {})
-        supervisor = _Supervisor(caller, packed, scratch)
         caller.send("ready")
         while True:
             caller.send(supervisor.run(caller.recv()))
     except (_GoneError, EOFError, ConnectionError):
         pass
     finally:
-        _end_all()
-        shutil.rmtree(scratch, ignore_errors=True)
+        supervisor.end_all()
+        shutil.rmtree(supervisor.scratch, ignore_errors=True)
     os._exit(0)  # harmless modules need not be taken down
 
 
 class _Supervisor:
     """Runs the trials of one caller, in a process of its own."""
 
-    def __init__(self, caller: Connection[Any, Any], packed: bytes, scratch: str) -> None:
-        self._packed, self._scratch, self._cwd = packed, scratch, os.getcwd()
-        self._context = processes.get_context("fork", own_session=True)
-        # Nothing is asked while an experiment runs: what can be read is the end.
-        self._hung_up = select.poll()
-        self._hung_up.register(caller.fileno(), select.POLLIN)
+    def __init__(
+        self, caller: Connection[Any, Any], main: Mapping[str, Any], preload: Sequence[str], packed: bytes, scratch: str
+    ) -> None:
+        self._caller, self._main, self._preload = caller, main, tuple(preload)
+        self._packed, self.scratch, self._cwd = packed, scratch, os.getcwd()
+        self._context: Any = multiprocessing.get_context("spawn")
+        if processes.SUPPORTED:
+            # So that descendants that lose their parents can be found.
+            ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+            self._context = processes.get_context("fork", own_session=True)
+            prepare(main, preload)
         self._mirrored = Mirrored(Path(self._cwd), Path(scratch, "folders"))
         # Folders of the user's to look at, for what is opened there.
         self._watched: set[str] = set()
+        self._running: list[_Running] = []
 
     def run(self, experiment: Experiment) -> tuple[list[Trial], set[str], bool]:
         """Run trials; tell which of the user's files were opened, and whether some in the working directory were
         written to, and read.
         """
-        preload_modules(experiment.preload, {})
+        self._preload += experiment.preload
+        if processes.SUPPORTED:
+            preload_modules(experiment.preload, {})
         cwd = self._mirrored.path()
-        scratch = Path(tempfile.mkdtemp(dir=self._scratch))
+        scratch = Path(tempfile.mkdtemp(dir=self.scratch))
         (scratch / "tmp").mkdir()
         folders = dependencies.FolderWatch([str(cwd), *self._watched])
-        running = self._start(experiment, cwd, scratch)
-        self._watch(running, folders)
-        _end_all()
-        folders.look()
-        folders.close()
-        for process in running:
-            process.close()
-        shutil.rmtree(scratch, ignore_errors=True)
-        trials = [process.trial for process in running]
-        self._watched.update(*(trial.measured.get("folders", ()) for trial in trials))
-        stand_for = {str(cwd): self._cwd, self._scratch: "", **self._mirrored.parents}
-        opened = folders.opened.union(*(trial.facts.get("opened", ()) for trial in trials))
-        originals = {dependencies.original_of(path, stand_for) for path in opened}
-        wrote = any(path.startswith(f"{cwd}/") for path in folders.modified & folders.read)
-        return trials, {path for path in originals if path is not None}, wrote
-
-    def _start(self, experiment: Experiment, cwd: Path, scratch: Path) -> list[_Running]:
         pairs = [pair for group in (APART, RACE) for pair in itertools.permutations(group, 2)]
-        pipes = {pair: os.pipe() for pair in pairs if set(pair) <= set(experiment.modes)}
-        running = []
+        pipes = {pair: self._context.Pipe(duplex=False) for pair in pairs if set(pair) <= set(experiment.modes)}
+        self._running.clear()
         for number, mode in enumerate(experiment.modes):
             theirs = {one[-1]: reading for (one, other), (reading, _) in pipes.items() if other == mode}
             ours = [writing for (one, _), (_, writing) in pipes.items() if one == mode]
-            printed, prints = os.pipe()
-            task = Task(
-                *(self._packed, experiment, mode),
-                *(cwd, scratch / "tmp", scratch / f"own{number}"),
-                *(prints, Turns(theirs, ours) if ours else None),
-            )
-            process = self._context.Process(target=follow, args=(task,))
-            process.start()
-            os.close(prints)
-            running.append(_Running(process, Trial(mode), printed, ours, experiment.limits["build"]))
-        for reading, _ in pipes.values():
-            os.close(reading)
-        return running
+            turns, place = Turns(theirs, ours) if ours else None, scratch / str(number)
+            task = Task(self._packed, experiment, mode, cwd, scratch / "tmp", place, turns)
+            self._running.append(_Running(self._started(task), Trial(mode), place, ours))
+        self._watch(folders)
+        self.end_all()
+        folders.look()
+        folders.close()
+        for process in self._running:
+            process.worker.close()
+        for pipe in pipes.values():
+            for end in pipe:
+                end.close()
+        shutil.rmtree(scratch, ignore_errors=True)
+        trials = [process.trial for process in self._running]
+        self._watched.update(*(trial.measured.get("folders", ()) for trial in trials))
+        stand_for = {str(cwd): self._cwd, self.scratch: "", **self._mirrored.parents}
+        opened = folders.opened.union(*(trial.facts.get("opened", ()) for trial in trials))
+        originals = {dependencies.original_of(path, stand_for) for path in opened}
+        wrote = any(path.startswith(f"{cwd}{os.sep}") for path in folders.modified & folders.read)
+        return trials, {path for path in originals if path is not None}, wrote
 
-    def _watch(self, started: list[_Running], folders: dependencies.FolderWatch) -> None:
+    def _started(self, task: Task) -> Any:
+        task.make_files()
+        if processes.SUPPORTED:
+            process = self._context.Process(target=follow, args=(task,))
+        else:
+            process = self._context.Process(target=follow_anew, args=(task, self._main, self._preload))
+        process.start()
+        return process
+
+    def _watch(self, folders: dependencies.FolderWatch) -> None:
         """Wait for all of them, and end those that hang."""
-        while running := [process for process in started if process.trial.exitcode is None]:
-            if self._hung_up.poll(_TICK_MS):
+        while running := [process for process in self._running if process.trial.exitcode is None]:
+            # Nothing is asked while an experiment runs: what can be read is the end.
+            if self._caller.poll(_TICK_S):
                 raise _GoneError
             folders.look()
             for process in running:
                 process.look()
                 if process.is_late():
                     process.trial.hung = True
-                    process.worker.kill()
+                    kill_families([process.worker.pid])
+
+    def end_all(self) -> None:
+        """Kill whatever descends from here, as far as it is found, and wait for it."""
+        if not processes.SUPPORTED:
+            living = [process.worker for process in self._running if process.trial.exitcode is None]
+            kill_families([worker.pid for worker in living], [process.pid for process in self._running])
+            for worker in living:
+                worker.join()
+            return
+        until = time.monotonic() + _REAP_S
+        while time.monotonic() < until:
+            kill_own_family()
+            try:
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            except ChildProcessError:
+                return
+            time.sleep(0.001)
+
+
+def prepare(main: Mapping[str, Any], preload: Sequence[str]) -> None:
+    """Do in a fresh interpreter what all trials begin with, which is none of the environment's."""
+    postpone_main(main)
+    dependencies.remember()
+    preload_modules(preload, {})
+
+
+def follow_anew(task: Task, main: Mapping[str, Any], preload: Sequence[str]) -> None:
+    """Do a trial in a process that was spawned for it."""
+    if hasattr(os, "setsid"):
+        os.setsid()
+    prepare(main, preload)
+    follow(task)
 
 
 class _Running:
-    """A trial that runs, or has run, and descriptors that others read from, who wait for this one."""
+    """A trial that runs, or has run, with its files, and pipes that others read from, who wait for this one."""
 
-    def __init__(self, worker: Any, trial: Trial, printed: int, turns: Sequence[int], limit: float) -> None:
-        self.worker, self.trial = worker, trial
-        self._printed, self._turns, self._read = printed, turns, PAGE
-        os.set_blocking(printed, False)
-        self._give(limit)
+    def __init__(self, worker: Any, trial: Trial, place: Path, turns: Sequence[Connection[Any, Any]]) -> None:
+        self.worker, self.trial, self.pid = worker, trial, worker.pid
+        self._records, self._prints, self._turns, self._read = place / RECORDS, place / PRINTS, turns, 0
+        self._give(_ALONE_S)  # its interpreter may be as slow to start as the disk is
 
     def look(self) -> None:
         """Read what there is, and look at the clock by it."""
         exitcode = self.worker.exitcode
-        with contextlib.suppress(BlockingIOError):
-            while part := os.read(self._printed, 1 << 16):
-                self.trial.printed = (self.trial.printed + part)[-_PRINTED_BYTES:]
-        _, records, self._read = self.worker.popen.report.since(self._read)
-        for kind, *values in records:
+        if exitcode is not None or self._prints.stat().st_size > _PRINTED_LIMIT:
+            self.trial.printed = (self.trial.printed + self._prints.read_bytes())[-_PRINTED_BYTES:]
+            os.truncate(self._prints, 0)
+        for kind, *values in self._new_records():
             if kind == "fact":
                 self.trial.facts[values[0]] = values[1]
                 continue
@@ -366,38 +446,28 @@ class _Running:
                 self._give(values[-1])
         if exitcode is not None:
             self.trial.exitcode = exitcode
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.worker.pid, signal.SIGKILL)  # what one that ended well has left behind
-            for descriptor in self._turns:
-                with contextlib.suppress(BrokenPipeError):  # nobody is left to read it
-                    os.write(descriptor, GONE)
-                os.close(descriptor)
+            kill_group(self.pid)  # what one that ended well has left behind
+            for pipe in self._turns:
+                with contextlib.suppress(OSError):  # nobody is left to read it
+                    pipe.send_bytes(GONE)
+
+    def _new_records(self) -> list[tuple[Any, ...]]:
+        found = []
+        if self._records.stat().st_size > self._read:
+            with self._records.open("rb") as file, contextlib.suppress(EOFError, pickle.UnpicklingError):
+                file.seek(self._read)
+                while True:  # until the end, or one that is not written yet, or never will be
+                    found.append(pickle.load(file))
+                    self._read = file.tell()
+        return found
 
     def _give(self, limit: float) -> None:
         """Give it so many seconds from now on."""
-        self._limit, self._since, self._waited = limit, time.monotonic(), waited(self.worker.pid)
+        self._limit, self._since, self._waited = limit, time.monotonic(), waited(self.pid)
 
     def is_late(self) -> bool:
         """Whether its time is over. That which it spent waiting for a core does not count."""
         taken = time.monotonic() - self._since
         if self.trial.exitcode is not None or taken < self._limit:
             return False
-        return taken - (waited(self.worker.pid) - self._waited) > self._limit
-
-    def close(self) -> None:
-        """Close the descriptors."""
-        os.close(self._printed)
-        self.worker.close()
-
-
-def _end_all() -> None:
-    """Kill whatever descends from here, and wait for it."""
-    until = time.monotonic() + _REAP_S
-    while time.monotonic() < until:
-        kill_own_family()
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            return
-        time.sleep(0.001)
+        return taken - (waited(self.pid) - self._waited) > self._limit

@@ -47,7 +47,7 @@ def require() -> None:
         from rl_ext_core.errors import WorkerError
 
         raise WorkerError(
-            f"workers of this package, and with them probes, need Linux, and this is {sys.platform!r}. Write "
+            f"workers of this package need Linux, and this is {sys.platform!r}. Write "
             "sb3_ext.make_vec_env(...) or torchrl_ext.ParallelEnv(...), which take other workers here"
         )
 

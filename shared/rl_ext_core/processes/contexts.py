@@ -76,14 +76,13 @@ class Settings:
     environ: Mapping[str, str | None]
     preload: Sequence[str]
     import_time: Sequence[str]
-    dies_with_parent: bool
     own_session: bool
 
     def start(self, report: int, lifeline: int) -> worker.Start:
         """Return what a worker is given that is started now."""
         together = {**os.environ, **self.environ}
         environ = {name: value for name, value in together.items() if value is not None}
-        return worker.Start(report, lifeline, environ, self.dies_with_parent, self.own_session)
+        return worker.Start(report, lifeline, environ, self.own_session)
 
 
 class Worker(BaseProcess):
@@ -374,7 +373,6 @@ def get_context(
     import_time: Sequence[str] = (),
     label: str = "worker",
     on_start: Callable[[BaseProcess], None] | None = None,
-    dies_with_parent: bool = True,
     own_session: bool = False,
 ) -> WorkerContext:
     """Make a context of multiprocessing whose processes are workers.
@@ -396,7 +394,6 @@ def get_context(
     :param import_time: names of the variables that preloaded modules read at import
     :param label: what a worker is called in names and messages
     :param on_start: called in the parent with each process that has started; what it raises ends the process
-    :param dies_with_parent: False for those that have to tidy up: they see the end of a pipe, and end by themselves
     :param own_session: whether each has a session, and so no terminal, and a share of the processor that does not
         depend on how many there are; what they wait for in other sessions comes later, see ``lead_group``
     :return: a context, with ``Process``, ``Pipe``, ``Event`` and all else; processes have the attribute ``worker``
@@ -412,7 +409,7 @@ def get_context(
         )
     checked = None if environs is None else tuple(_checked_environ(environ) for environ in environs)
     names = _checked_names("preload", preload), _checked_names("import_time", import_time)
-    settings = Settings({}, *names, dies_with_parent, own_session)
+    settings = Settings({}, *names, own_session)
     return _CONTEXTS[method](settings, checked, label, on_start)
 
 
@@ -501,7 +498,7 @@ def _pack(popen: Any, process_obj: Any, start: worker.Start, more: int | None = 
     :param more: descriptor by which those come that a fork server does not take
     """
     pickled = io.BytesIO()
-    preparation = _preparation(process_obj.name)
+    preparation = worker.preparation(process_obj.name)
     mp_context.set_spawning_popen(popen)
     try:
         # Before those of its arguments, which may be many.
@@ -543,16 +540,6 @@ class _NotingPickler(reduction.ForkingPickler):
         if isinstance(value, (type, types.FunctionType)) and value.__module__ == "__main__":
             self.needs_main = True
         return NotImplemented
-
-
-def _preparation(name: str) -> dict[str, Any]:
-    chosen = multiprocessing.get_start_method(allow_none=True)
-    try:
-        return spawn.get_preparation_data(name)
-    finally:
-        if not chosen:
-            # Asking for the default has fixed it: the user could not set another any more.
-            multiprocessing.set_start_method(None, force=True)
 
 
 def _send(descriptor: int, data: bytes) -> None:

@@ -2,22 +2,23 @@
 
 A file in memory rather than a pipe: writing it never blocks, whoever reads it or not, it takes what is large, it can be
 read after the death and more than once. It starts with a page that is overwritten in place (how far the worker got,
-its notes); what follows is appended: faulthandler's text, and records between marks that such text cannot contain.
+its notes); what follows is appended: faulthandler's text, and what was raised, behind a mark that no text contains.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import math
 import mmap
 import os
 import pickle
 import struct
 import sys
 import threading
+import time
 import traceback
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass
 from enum import IntEnum
 from types import TracebackType
 from typing import Any
@@ -41,6 +42,13 @@ _OUR_FILES = ("/multiprocessing/process.py", "/multiprocessing/spawn.py", "/rl_e
 _encode = json.JSONEncoder(default=repr).encode
 
 
+class RemoteTracebackError(Exception):
+    """Shows where in its worker an exception was raised, as the cause of that exception."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
 class Progress(IntEnum):
     """How far a worker got."""
 
@@ -52,20 +60,31 @@ class Progress(IntEnum):
 
 @dataclass(frozen=True)
 class Raised:
-    """An exception that ended a worker, as it was in the worker."""
+    """An exception of a worker, as it was there.
+
+    :ivar summary: its ``repr``, shortened
+    :ivar text: its name and what it says
+    :ivar traceback: where it was raised
+    :ivar pickled: it, its cause, the cause's, and so on, which pickle leaves out; None: cannot be pickled
+    :ivar unguarded: whether the main script starts processes when it is imported
+    """
 
     summary: str
+    text: str
     traceback: str
-    pickled: list[bytes | None]  # it, its cause, the cause's, and so on; pickle leaves causes out
+    pickled: list[bytes | None]
     time: float
     exits: bool
-    unguarded: bool  # the main script starts processes when it is imported
+    unguarded: bool
 
     @classmethod
-    def of(cls, error: BaseException, time: float, *, unguarded: bool = False) -> Raised:
+    def of(cls, error: BaseException, *, unguarded: bool = False) -> Raised:
         """Describe an exception, in the worker."""
-        exits = isinstance(error, SystemExit)
-        return cls(_summary(error), _formatted(error), _pickled_causes(error), time, exits, unguarded)
+        text = f"{type(error).__name__}: its own code raises while it is told"
+        with suppress(Exception):
+            text = _cut(f"{type(error).__name__}: {error}", _TEXT_LIMIT)
+        exits, now = isinstance(error, SystemExit), time.monotonic()
+        return cls(_summary(error), text, _formatted(error), _pickled_causes(error), now, exits, unguarded)
 
     def exception(self) -> BaseException | None:
         """Unpickle the exception, unless that fails or would import what this process has not imported."""
@@ -75,6 +94,13 @@ class Raised:
             if found is not None:
                 found.__cause__ = cause
         return found
+
+    def with_traceback(self) -> Exception:
+        """Return the exception to raise in the parent, or what stands for it; its cause shows where it was raised."""
+        found = self.exception()
+        error = found if isinstance(found, Exception) else RuntimeError(self.text)
+        error.__cause__ = RemoteTracebackError(self.traceback)
+        return error
 
 
 @dataclass(frozen=True)
@@ -115,18 +141,15 @@ class Report:
 
     @uninterrupted
     def size(self) -> int:
-        """Return the number of bytes, for :meth:`since`."""
+        """Return the number of bytes, for :meth:`text_since`."""
         with self._lock:
             return 0 if self._closed else os.fstat(self.fd).st_size
 
     @uninterrupted
-    def since(self, start: int) -> tuple[str, list[tuple[Any, ...]], int]:
-        """Read faulthandler's text and the worker's own records from a place on; give the place after the last one."""
+    def text_since(self, start: int) -> str:
+        """Read faulthandler's text from a place on."""
         with self._lock:
-            if self._closed:
-                return "", [], start
-            text, records, read = _parted(os.pread(self.fd, os.fstat(self.fd).st_size, start))
-            return text, [record for record in records if isinstance(record, tuple)], start + read
+            return "" if self._closed else _parted(os.pread(self.fd, os.fstat(self.fd).st_size, start))[0]
 
     @uninterrupted
     def read(self) -> Contents:
@@ -145,9 +168,8 @@ class Report:
         data = os.pread(self.fd, os.fstat(self.fd).st_size, 0)
         (progress,), (length,) = _NUMBER.unpack_from(data), _LENGTH.unpack_from(data, _NOTES_AT)
         notes = json.loads(data[_NOTES_FROM : _NOTES_FROM + length]) if length else {}
-        text, records, _ = _parted(data[PAGE:])
-        raised = next((record for record in records if isinstance(record, dict)), None)
-        return Contents(Progress(progress), notes, None if raised is None else Raised(**raised), text)
+        text, raised = _parted(data[PAGE:])
+        return Contents(Progress(progress), notes, raised, text)
 
     def print_if_untaken(self) -> None:
         """Write the worker's traceback where multiprocessing would have: nobody asked for the report."""
@@ -189,35 +211,28 @@ class Writer:
         self._page[_NOTES_FROM : _NOTES_FROM + len(data)] = data
         _LENGTH.pack_into(self._page, _NOTES_AT, len(data))
 
-    def append(self, record: Any) -> None:
-        """Append a record at once: this process may die of what it does next."""
-        payload = pickle.dumps(record)
-        rest = memoryview(_MARK + _LENGTH.pack(len(payload)) + payload)
-        while rest:
-            rest = rest[os.write(self.fd, rest) :]
-
-    def raised(self, error: BaseException, time: float, *, unguarded: bool = False) -> bool:
+    def raised(self, error: BaseException, *, unguarded: bool = False) -> bool:
         """Report an exception that ends this worker, and tell whether the report has arrived."""
         try:
-            self.append(asdict(Raised.of(error, time, unguarded=unguarded)))
+            payload = pickle.dumps(Raised.of(error, unguarded=unguarded))
+            rest = memoryview(_MARK + _LENGTH.pack(len(payload)) + payload)
+            while rest:
+                rest = rest[os.write(self.fd, rest) :]
         except Exception:  # no memory, no space: the caller has other ways to tell
             return False
         return True
 
 
-def _parted(data: bytes) -> tuple[str, list[Any], int]:
-    """Part faulthandler's text from the records; one that was cut short by the worker's death is none."""
-    text, at = b"", 0
-    records: list[Any] = []
-    while (mark := data.find(_MARK, at)) >= 0:
-        begin = mark + len(_MARK) + _LENGTH.size
-        end = begin + _LENGTH.unpack_from(data, begin - _LENGTH.size)[0] if begin <= len(data) else math.inf
-        if end > len(data):
-            return _decoded(text + data[at:mark]), records, at
-        text += data[at:mark]
-        records.append(pickle.loads(data[begin : int(end)]))
-        at = int(end)
-    return _decoded(text + data[at:]), records, at
+def _parted(data: bytes) -> tuple[str, Raised | None]:
+    """Part faulthandler's text from what was raised, which is nothing where the worker's death has cut it short."""
+    text, _, rest = data.partition(_MARK)
+    raised, begin = None, _LENGTH.size
+    if len(rest) >= begin:
+        end = begin + _LENGTH.unpack_from(rest)[0]
+        if len(rest) >= end:
+            raised, rest = pickle.loads(rest[begin:end]), rest[end:]
+            text += rest.partition(_MARK)[0]
+    return _decoded(text), raised
 
 
 def _decoded(text: bytes) -> str:
@@ -266,14 +281,22 @@ def _cut(text: str, limit: int) -> str:
 def _pickled_causes(error: BaseException | None) -> list[bytes | None]:
     found: list[bytes | None] = []
     while error is not None and len(found) < _CAUSES_LIMIT:
-        sink = _BoundedSink()
-        try:
-            pickle.Pickler(sink).dump(error)
-            found.append(sink.getvalue())
-        except Exception:  # whatever the exception's own code raises; its text still goes
-            found.append(None)
+        found.append(_pickled(error))
         error = error.__cause__
     return found
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    with suppress(Exception):  # whatever the exception's own code raises; its text still goes
+        sink = _BoundedSink()
+        pickle.Pickler(sink).dump(error)
+        return sink.getvalue()
+    with suppress(Exception):  # a class of a script that was not imported here
+        from rl_ext_core.factory import _byvalue
+
+        packed = _byvalue.dumps(error, message=True)
+        return packed if len(packed) <= _PICKLE_LIMIT else None
+    return None
 
 
 def _unpickled(packed: bytes | None) -> BaseException | None:

@@ -202,7 +202,8 @@ def preload_modules(modules: Sequence[str], variables: Mapping[str, str | None])
     """
     # Ctrl-C in the terminal is the parent's affair. Held back by the parent until now.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     set_variables(variables)
     # What every worker is made of comes first: without it here, each would import it for itself.
     for module in ("rl_ext_core.processes.contexts", *modules):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +62,7 @@ def _main(sender: Connection, packed: bytes, environ: Mapping[str, str | None]) 
     try:
         answer = pickle.dumps(pickle.loads(packed)())
     except Exception as error:
-        answer = pickle.dumps(Raised.of(error, time.time()))
+        answer = pickle.dumps(Raised.of(error))
     sender.send_bytes(answer)
 
 

@@ -232,7 +232,7 @@ class Watch:
             if now == before and all(size > sizes[worker] for worker, size in now.items()):
                 break
             before = now
-        return {worker: self._popens[worker].report.since(since)[0] for worker, since in sizes.items()}
+        return {worker: self._popens[worker].report.text_since(since) for worker, since in sizes.items()}
 
     def _fail(self, failure: Failure) -> None:
         self.failure = failure

@@ -15,8 +15,7 @@ import select
 import signal
 import socket
 import sys
-import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import forkserver, reduction, spawn
@@ -36,6 +35,7 @@ SENT_AT_ONCE = 240
 END_SIGNAL = getattr(signal, "SIGUSR2", signal.SIGTERM)  # Windows imports this, and starts none
 # Not reset: faulthandler's, and those that nobody can handle.
 _KEPT = {getattr(signal, f"SIG{name}", None) for name in ("SEGV", "FPE", "ABRT", "BUS", "ILL", "KILL", "STOP")}
+_KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # which ends a process as surely on Windows
 _CHAIN_LIMIT = 20
 # Something may fork while it is looked for.
 _ROUNDS = 3
@@ -94,12 +94,6 @@ def note(**values: Any) -> None:
         _writer.write_notes(_notes)
 
 
-def record(kind: str, *values: Any) -> None:
-    """Append plain values to this worker's report, where the parent reads them by ``report.since()``, in order."""
-    assert _writer is not None
-    _writer.append((kind, *values))
-
-
 @dataclass(frozen=True)
 class Start:
     """What a worker is given by its parent; descriptors are wrapped by multiprocessing on their way."""
@@ -107,7 +101,6 @@ class Start:
     report: Any
     lifeline: Any  # reading end of a pipe that the parent never writes to and alone holds open
     environ: dict[str, str]  # all of its variables
-    dies_with_parent: bool  # else it goes on, and ends by itself
     own_session: bool  # not only a group
 
     def begin(self) -> None:
@@ -129,8 +122,7 @@ class Start:
         # Straight to the descriptor, from C: fatal signals, and stacks when the parent asks.
         faulthandler.enable(file=self.report, all_threads=True)
         faulthandler.register(signal.SIGUSR1, file=self.report, all_threads=True)
-        if self.dies_with_parent:
-            _die_with_parent(self.lifeline)
+        _die_with_parent(self.lifeline)
         _writer.enter(Progress.IMPORTING)
         _end_if_asked()  # before it could hear
 
@@ -151,7 +143,7 @@ def unpacked(start: Start, more: Any, count: int, preparation: bytes, process: b
             _receive(more.detach(), count)
         data = pickle.loads(preparation)
         if not needs_main:
-            _postponed.update({name: data.pop(name) for name in _OF_MAIN if name in data})
+            postpone_main({name: data.pop(name) for name in _OF_MAIN if name in data})
         spawn.prepare(data)
     except BaseException as error:
         _end_with(error, unguarded=_is_unguarded(error))
@@ -169,6 +161,27 @@ def _receive(descriptor: int, count: int) -> None:
             received = reduction.recvfds(more, min(count, SENT_AT_ONCE))
             forkserver.get_inherited_fds().extend(received)  # type: ignore[union-attr]
             count -= len(received)
+
+
+def preparation(name: str) -> dict[str, Any]:
+    """Return multiprocessing's preparation data for a process, in its parent."""
+    chosen = multiprocessing.get_start_method(allow_none=True)
+    try:
+        return spawn.get_preparation_data(name)
+    finally:
+        if not chosen:
+            # Asking for the default has fixed it: the user could not set another any more.
+            multiprocessing.set_start_method(None, force=True)
+
+
+def main_module() -> dict[str, Any]:
+    """Say where this process's main module is, for :func:`postpone_main` in another one."""
+    return {name: value for name, value in preparation("").items() if name in _OF_MAIN}
+
+
+def postpone_main(main: Mapping[str, Any]) -> None:
+    """Have :func:`import_main` import a module as the main one of this process's parent."""
+    _postponed.update(main)
 
 
 def import_main() -> bool:
@@ -213,7 +226,7 @@ def _end_with(error: BaseException, *, unguarded: bool = False) -> NoReturn:
         error = error.__cause__
     asked = isinstance(error, _Asked)
     # There is no report in a process that the worker has forked, and that runs out of the same function.
-    if _writer is None or not (asked or _writer.raised(error, time.monotonic(), unguarded=unguarded)):
+    if _writer is None or not (asked or _writer.raised(error, unguarded=unguarded)):
         raise error
     _ending = True
     # The parent waits for the end of this process. Where it has asked for that, it looks at the clock itself.
@@ -322,21 +335,28 @@ def kill_families(living: Collection[int], ended: Collection[int] = ()) -> None:
     found = {*living, *_members(leaders)}
     for _ in range(_ROUNDS):
         for leader in leaders:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(leader, signal.SIGKILL)
-        for pid in found:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+            kill_group(leader)
+        _kill(found)
         found = _members(leaders) - found
         if not found:
             return
 
 
+def kill_group(leader: int) -> None:
+    """Kill the members of a group, where there are groups."""
+    with suppress(OSError, AttributeError):
+        os.killpg(leader, _KILL)
+
+
 def kill_own_family() -> None:
     """Kill what this process has started, and leave it alone."""
-    for pid in _members([os.getpid()]) - {os.getpid()}:
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+    _kill(_members([os.getpid()]) - {os.getpid()})
+
+
+def _kill(pids: Collection[int]) -> None:
+    for pid in pids:
+        with suppress(OSError):  # it is gone, or is another user's
+            os.kill(pid, _KILL)
 
 
 def _members(leaders: Collection[int]) -> set[int]:
@@ -357,11 +377,27 @@ def _members(leaders: Collection[int]) -> set[int]:
 
 def _processes() -> list[tuple[int, int, int]]:
     """List each process's number, its parent's and that of its group; zombies are gone already."""
+    if not Path("/proc").is_dir():
+        return _processes_by_psutil()
     found = []
-    for entry in Path("/proc").iterdir() if Path("/proc").is_dir() else ():
+    for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError, ValueError):
                 state, parent, group = (entry / "stat").read_bytes().rpartition(b")")[2].split()[:3]
                 if state != b"Z":
                     found.append((int(entry.name), int(parent), int(group)))
+    return found
+
+
+def _processes_by_psutil() -> list[tuple[int, int, int]]:
+    """Likewise, of those that are younger than this one: numbers of parents that are gone may be others' by now."""
+    try:
+        import psutil  # type: ignore[import-untyped]
+    except ImportError:
+        return []
+    began, found = psutil.Process().create_time(), []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.create_time() >= began:
+                found.append((process.pid, process.ppid(), 0))  # groups are killed as such
     return found

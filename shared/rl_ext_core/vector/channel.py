@@ -8,14 +8,11 @@ pickle. Most steps need none: what they exchange are arrays.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import mmap
 import os
 import pickle
 import platform
 import time
-import traceback
 from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +20,7 @@ from rl_ext_core import resources
 from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core._system import new_memory_file
 from rl_ext_core.factory import _byvalue
+from rl_ext_core.processes.report import Raised
 
 if TYPE_CHECKING:
     from rl_ext_core.errors import WorkerError
@@ -193,52 +191,6 @@ def pack_by_value(value: Any) -> bytes:
 def unpack(message: bytes) -> Any:
     """Unpickle what the other process has packed."""
     return pickle.loads(message)
-
-
-class RemoteTracebackError(Exception):
-    """Shows where in its worker an exception was raised, as the cause of that exception."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Raised:
-    """What an environment has raised, such that it can be unpickled whatever that was.
-
-    :ivar summary: its ``repr``
-    :ivar text: its name and what it says
-    :ivar traceback: where it was raised
-    :ivar pickled: the exception; empty if it cannot be pickled
-    """
-
-    summary: str
-    text: str
-    traceback: str
-    pickled: bytes
-
-    @classmethod
-    def of(cls, error: BaseException) -> Raised:
-        """Describe an exception, in the worker."""
-        kind = type(error).__name__
-        summary, text, where, pickled = f"{kind}(...)", f"{kind}: its own code raises while it is told", "", b""
-        with contextlib.suppress(Exception):  # whatever the exception's own code raises
-            text, summary = f"{kind}: {error}", repr(error)
-        with contextlib.suppress(Exception):
-            where = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        with contextlib.suppress(Exception):
-            pickled = pack(error)
-        return cls(summary, text, where, pickled)
-
-    def exception(self) -> Exception:
-        """Return the exception to raise in the parent; its cause shows the traceback."""
-        found: Any = None
-        # Whatever its own code raises; or it is of a module that exists in the worker only.
-        with contextlib.suppress(Exception):
-            found = unpack(self.pickled)
-        error = found if isinstance(found, Exception) else RuntimeError(self.text)
-        error.__cause__ = RemoteTracebackError(self.traceback)
-        return error
 
 
 class WorkerHandle:

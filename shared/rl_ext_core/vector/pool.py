@@ -268,7 +268,7 @@ class WorkerPool:
         results = [channel.unpack(next(answers[number])) for number in self._called]
         for result in results:
             if isinstance(result, Raised):
-                raise result.exception()
+                raise result.with_traceback()
         return results
 
     def close(self, timeout: float | None = None) -> None:
@@ -320,7 +320,7 @@ class WorkerPool:
     def _raised(self, worker: Any, environment: int, phase: str, raised: Raised) -> WorkerError:
         what = f"raised {raised.summary}:"
         error = self._failed(worker, environment, phase, what, kind="exception", traceback=raised.traceback)
-        error.__cause__ = raised.exception()
+        error.__cause__ = raised.with_traceback()
         return error
 
     def _warn_of_late(self, environment: int, where: str, begin: float) -> None:

@@ -188,13 +188,15 @@ def test_a_supervisor_that_is_killed_is_an_error_and_takes_its_processes_along(
 
 
 def test_python_that_does_not_start_is_an_error(
-    temporary: Path, others: set[psutil.Process], monkeypatch: pytest.MonkeyPatch
+    folder: Path, temporary: Path, others: set[psutil.Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trials, "supervise", functools.partial(os._exit, 5))
-    with pytest.raises(WorkerError, match=r"first, ended without an answer:\nit raised TypeError"):
-        probe(simulator.Plain, cache=False)
+    (folder / "ends_the_process.py").write_text("import os, sys\nsys.stderr.write('no licence')\nos._exit(5)")
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    factory = as_factory(simulator.Plain).then(lambda env: env, preload=("ends_the_process",))
+    with pytest.raises(WorkerError, match=r"'ends_the_process'\] first, ended .* with exit code 5, and printed:\nno"):
+        probe(factory, cache=False)
     monkeypatch.setattr(multiprocessing.spawn, "_python_exe", b"/nowhere/python")
-    with pytest.raises(WorkerError, match="it ended with exit code 255 before it ran anything of yours"):
+    with pytest.raises(WorkerError, match=r"cannot be started: .*No such file"):
         probe(simulator.Plain, cache=False)
     assert list(temporary.iterdir()) == []
     assert set(psutil.Process().children(recursive=True)) <= others

@@ -251,21 +251,6 @@ def test_processes_that_use_a_file_get_a_folder_each(tmp_path: Path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
-class NeverTheSame(StateInAFile):
-    def noise(self) -> float:
-        return float(np.random.default_rng().random())
-
-
-@pytest.mark.slow
-def test_what_is_never_the_same_and_uses_files_gets_a_folder_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    verdict = probe(NeverTheSame, cache=False)
-    assert verdict.isolation is Isolation.NON_DETERMINISTIC
-    assert verdict.cure == "working directory"
-
-
 # -- the script's own classes
 
 OF_THE_SCRIPT = """

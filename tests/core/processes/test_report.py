@@ -9,23 +9,7 @@ from pathlib import Path
 import pytest
 
 from rl_ext_core.processes import report as report_module
-from rl_ext_core.processes.failures import is_idle, main_stack, without_our_frames
-from rl_ext_core.processes.report import Report, Writer
-
-STACKS = """\
-Thread 0x00007f0000000001 (most recent call first):
-  File "/lib/python3.11/threading.py", line 327 in wait
-  File "/home/me/loader.py", line 7 in feed
-
-Current thread 0x00007f0000000002 (most recent call first):
-  File "/lib/python3.11/selectors.py", line 415 in select
-  File "/lib/python3.11/multiprocessing/connection.py", line 930 in wait
-  File "/lib/python3.11/multiprocessing/connection.py", line 256 in poll
-  File "/home/me/workers.py", line 12 in serve
-  File "/lib/python3.11/multiprocessing/process.py", line 108 in run
-  File "/site-packages/rl_ext_core/processes/worker.py", line 113 in run_and_report
-  File "<string>", line 1 in <module>
-"""
+from rl_ext_core.processes.report import Raised, Report, Writer
 
 
 @pytest.fixture
@@ -34,7 +18,7 @@ def report() -> Report:
 
 
 def test_a_record_that_was_cut_short_by_death_is_none(report: Report) -> None:
-    assert Writer(report.fd).raised(ValueError("whole"), 0.0, unguarded=False)
+    assert Writer(report.fd).raised(ValueError("whole"))
     os.ftruncate(report.fd, report.size() - 1)
     assert report.read().raised is None
 
@@ -43,7 +27,7 @@ def test_a_report_that_cannot_be_written_says_so(report: Report) -> None:
     writer = Writer(report.fd)
     null = os.open("/dev/full", os.O_WRONLY)
     writer.fd = null
-    assert not writer.raised(ValueError("lost"), 0.0, unguarded=False)
+    assert not writer.raised(ValueError("lost"))
     os.close(null)
 
 
@@ -68,24 +52,19 @@ def test_an_exception_never_imports_a_module(report: Report, tmp_path: Path, mon
     (tmp_path / "a_simulator.py").write_text("class SimulatorError(Exception): ...")
     monkeypatch.syspath_prepend(str(tmp_path))
     error = __import__("a_simulator").SimulatorError("fell over")
-    assert Writer(report.fd).raised(error, 0.0, unguarded=False)
+    assert Writer(report.fd).raised(error)
     raised = report.read().raised
     assert raised is not None
     assert type(raised.exception()) is type(error)
     del sys.modules["a_simulator"]
     assert raised.exception() is None
+    stand_in = raised.with_traceback()
+    assert (type(stand_in), str(stand_in)) == (RuntimeError, "SimulatorError: fell over")
+    assert "a_simulator.SimulatorError: fell over" in str(stand_in.__cause__)
     assert "a_simulator" not in sys.modules
 
 
-def test_only_the_function_that_waits_tells_idleness() -> None:
-    frames = main_stack(STACKS)
-    assert frames[0].endswith("line 415 in select")
-    assert len(frames) == 7
-    assert is_idle(frames, ["in serve"])
-    assert is_idle(frames, ["/multiprocessing/connection.py"])
-    assert not is_idle(frames, ["in run_and_report", "in feed"])
-    assert not is_idle(['File "/home/me/env.py", line 1 in step', *frames], ["in serve"])
-    assert not is_idle([], ["in serve"])
-    shown = without_our_frames(STACKS)
-    assert shown.endswith("in serve")
-    assert "in feed" in shown
+def test_an_exception_of_a_class_that_travels_by_value_comes_back() -> None:
+    class LocalError(Exception): ...
+
+    assert type(Raised.of(LocalError("of a function")).exception()) is LocalError
