@@ -22,7 +22,7 @@ from rl_ext_core.factory._sources import game_of_id, spec_of_id
 from rl_ext_core.isolation import Isolation, Verdict
 from rl_ext_core.isolation.probing import check_timeout, declaration, probe_all
 from rl_ext_core.vector import environments
-from rl_ext_core.vector.arguments import at_least_one, check_env_fns, check_options, factories_of
+from rl_ext_core.vector.arguments import Options, at_least_one, check_env_fns, factories_of
 from sb3_ext.multi_agent_vec_env import MultiAgentVecEnv, is_parallel
 from sb3_ext.vec_env import SharedMemoryVecEnv
 
@@ -296,7 +296,7 @@ def choose(
             f'isolation={isolation!r} is none of "auto", "process", "in-process". Write isolation="auto"'
         )
     check_timeout("probe_timeout", probe_timeout)
-    check_options(**{name: value for name, value in options.items() if name != "start_method"})
+    Options(**{name: value for name, value in options.items() if name != "start_method"})
     if isolation == "in-process":
         if options:
             raise InvalidArgumentError(
