@@ -261,49 +261,35 @@ class FailingOften(Counting):
         return super().step(action)
 
 
-class FailingOnce(Counting):
-    """Fails in its first reset, and where that was done before, works."""
+class FailingOnce(Failing):
+    """Fails the first time, and where that was done before, works."""
 
     def __init__(self, mark: str, when: str) -> None:
-        super().__init__()
-        self._mark, self._when = Path(mark), when
+        self._mark = Path(mark)
+        super().__init__(when, "SIGSEGV", after=0)
 
     def _fail_at(self, when: str) -> None:
         if self._when == when and not self._mark.exists():
             self._mark.touch()
-            fail("SIGSEGV")
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        self._fail_at("reset")
-        return super().reset(seed=seed, options=options)
-
-    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self._fail_at("step")
-        return super().step(action)
+            fail(self._how)
 
 
 class Returning(Counting):
-    """Returns what it is given, as an observation or in an information."""
+    """Returns the observation that it is given."""
 
-    def __init__(self, space: spaces.Space[Any], observation: Any, info: dict[str, Any] | None = None) -> None:
+    def __init__(self, space: spaces.Space[Any], observation: Any) -> None:
         super().__init__()
-        self.observation_space = space
-        self._observation, self._info = observation, info or {}
+        self.observation_space, self._observation = space, observation
 
     def _seen(self) -> Any:
         return self._observation
 
-    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        observation, reward, terminated, truncated, _ = super().step(action)
-        return observation, reward, terminated, truncated, dict(self._info)
-
 
 class Unpicklable(Counting):
-    """Has an information that does not pickle, from some step on."""
+    """Has an information that does not pickle."""
 
     def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        observation, reward, terminated, truncated, _ = super().step(action)
-        return observation, reward, terminated, truncated, {"fine": 1, "lock": threading.Lock()}
+        return (*super().step(action)[:4], {"fine": 1, "lock": threading.Lock()})
 
 
 class Bounded(gym.Wrapper[Any, Any, Any, Any]):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import multiprocessing
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import psutil
 import pytest
 from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
@@ -127,15 +127,13 @@ def test_environments_get_the_actions_that_async_vector_env_gives(actions: str) 
 
 
 def test_actions_of_other_types_arrive_as_they_are() -> None:
-    ours = SharedMemoryVectorEnv([Drawn] * 2, **FAST)
-    theirs = AsyncVectorEnv([Drawn] * 2, context="fork")
+    ours, theirs = SharedMemoryVectorEnv([Drawn] * 2, **FAST), AsyncVectorEnv([Drawn] * 2, context="fork")
     for env in (ours, theirs):
         env.reset(seed=0)
     for actions in ([1, 2], np.array([1, 2], np.int32), (np.int64(0), 3)):
         assert_same(ours.step(actions), theirs.step(actions))
-    assert [list(map(type, each)) for each in ours.call("all_given")] == [
-        list(map(type, each)) for each in theirs.call("all_given")
-    ]
+    given = ([list(map(type, each)) for each in env.call("all_given")] for env in (ours, theirs))
+    assert next(given) == next(given)
     with pytest.raises(InvalidArgumentError, match="3 actions for 2"):
         ours.step([1, 2, 3])
     ours.close()
@@ -267,14 +265,6 @@ def test_an_interrupted_step_is_followed_by_the_next() -> None:
     envs.close()
 
 
-def _gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
 @pytest.mark.parametrize("drop", [lambda envs: envs.close(terminate=True), lambda envs: None], ids=["end", "drop"])
 def test_workers_end_with_it(drop: Callable[[Any], None]) -> None:
     envs = SharedMemoryVectorEnv([Drawn] * 2, **FAST)
@@ -283,7 +273,7 @@ def test_workers_end_with_it(drop: Callable[[Any], None]) -> None:
     del envs
     gc.collect()
     deadline = time.monotonic() + 60
-    while not all(map(_gone, pids)):
+    while any(map(psutil.pid_exists, pids)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
