@@ -28,14 +28,6 @@ def killed(venv: SharedMemoryVecEnv, index: int) -> None:
     os.kill(venv.env_method("pid", indices=index)[0], signal.SIGKILL)
 
 
-class Countable(Counting):
-    def pid(self) -> int:
-        return os.getpid()
-
-    def stream(self) -> float:
-        return float(self.np_random.random())
-
-
 @pytest.mark.sample
 @pytest.mark.parametrize("start_method", ["fork", "forkserver"])
 @pytest.mark.parametrize("how", ["SIGSEGV", "raise", "hang", "sys.exit"])
@@ -61,7 +53,7 @@ def test_the_episode_is_truncated_with_the_last_observation_returned(how: str, s
 
 
 def test_all_environments_of_the_worker_are_truncated() -> None:
-    venv = SharedMemoryVecEnv([Countable] * 5, FAST, n_workers=2, **RESTARTING)
+    venv = SharedMemoryVecEnv([Counting] * 5, FAST, n_workers=2, **RESTARTING)
     venv.reset()
     before = venv.step(np.zeros(5, np.int64))[0]
     pids = venv.env_method("pid")

@@ -174,6 +174,9 @@ class Counting(gym.Env[np.ndarray, int]):
         self._count += 1
         return self._seen(), 1.0, self._count == 10, False, {}
 
+    def pid(self) -> int:
+        return os.getpid()
+
 
 def hang_in_c() -> None:
     # Holds the interpreter's lock and never looks at signals, as an extension does in an endless loop.
