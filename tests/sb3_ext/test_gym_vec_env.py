@@ -67,7 +67,8 @@ class Images(gym.Env[Any, Any]):
         self.left -= 1
         ends = self.left == 0
         truncated = ends and bool(self.np_random.integers(2))
-        return self._image(), float(action) + 0.1, ends and not truncated, truncated, {"left": self.left}
+        info = {"left": self.left, **({"odd": True} if self.left % 2 else {})}
+        return self._image(), float(action) + 0.1, ends and not truncated, truncated, info
 
     def render(self) -> Any:
         return self._image()
@@ -269,6 +270,9 @@ def test_last_observations_that_are_missing() -> None:
     venv.reset()
     infos = [venv.step(np.ones(3, int))[3] for _ in range(3)][-1]
     np.testing.assert_array_equal(infos[2]["terminal_observation"], [4, 4])
+    venv.reset()
+    venv.env._observations[2] = 4  # the first step ends it
+    np.testing.assert_array_equal(venv.step(np.ones(3, int))[3][2]["terminal_observation"], [2, 2])
 
 
 def test_what_is_refused() -> None:
@@ -395,8 +399,9 @@ def test_infos(kind: str) -> None:
     venv = GymVecEnv(made(kind, Images, 3, AutoresetMode.NEXT_STEP), infos="all")
     venv.seed(0)
     venv.reset()
-    infos = venv.step(np.zeros(3, int))[3]
-    assert all(set(info) == {"left", "TimeLimit.truncated"} for info in infos)
+    infos = [info for _ in range(2) for info in venv.step(np.zeros(3, int))[3]]
+    assert all(info["TimeLimit.truncated"] is False and ("odd" in info) == info["left"] % 2 for info in infos)
+    assert {info["left"] % 2 for info in infos} == {0, 1}
 
 
 def test_a_step_that_nobody_waited_for_is_given_up_by_a_reset() -> None:

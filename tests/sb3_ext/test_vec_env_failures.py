@@ -23,7 +23,7 @@ from tests.sb3_ext.vec_checks import FAST, no_workers
 from tests.sb3_ext.vec_worlds import Counting, Drawn, Failing, Returning, Unpicklable
 
 methods = pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.slow), "forkserver", "fork"])
-AT_MOST_S = 20  # that it does not hang; loaded machines take seconds
+AT_MOST_S = 60  # that it does not hang; loaded machines take seconds
 ACTIONS = np.zeros(3, np.int64)
 
 HOWS = {
@@ -68,7 +68,7 @@ def caught(kind: type[Exception] = WorkerError) -> Iterator[Any]:
 
 
 def _ends(thread: threading.Thread) -> bool:
-    thread.join(2)
+    thread.join(AT_MOST_S)
     return not thread.is_alive()
 
 
@@ -87,7 +87,7 @@ def test_failures_reach_the_caller(when: str, how: str, method: str) -> None:
         finally:
             begin = time.monotonic()
             venv.close()
-            assert time.monotonic() - begin < 5
+            assert time.monotonic() - begin < AT_MOST_S
             venv.close()
     error = found.value
     seed = None if when == "constructor" else 41
@@ -109,7 +109,7 @@ def test_failures_reach_the_caller(when: str, how: str, method: str) -> None:
 @pytest.mark.parametrize("how", ["hang", "hang in C"])
 @pytest.mark.parametrize("when", BEFORE_CLOSE)
 def test_hangs_are_found_by_the_time_limits(when: str, how: str) -> None:
-    limits = {"start_timeout": 3.0} if when == "constructor" else {"step_timeout": 0.5}
+    limits = {"start_timeout": 10.0} if when == "constructor" else {"step_timeout": 2.0}
     with caught() as found:
         live(failing(when, how, **limits))
     error = found.value

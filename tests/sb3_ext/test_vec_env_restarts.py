@@ -75,17 +75,17 @@ def test_workers_that_answer_are_not_taken_for_hanging_while_another_is_replaced
         def __init__(self, mark: str, when: str) -> None:
             super().__init__(mark, when)
             if self._mark.exists():
-                time.sleep(1.2)
+                time.sleep(4)
 
     venv = SharedMemoryVecEnv(
         [functools.partial(SlowToBuild, str(tmp_path / "mark"), "step"), Counting, Counting],
         FAST,
         restart="truncate",
-        step_timeout=0.5,
+        step_timeout=2.0,
     )
     venv.reset()
     assert venv.step(np.zeros(3, np.int64))[2].tolist() == [True, False, False]
-    time.sleep(0.6)  # their time goes by while nobody waits for them
+    time.sleep(2.5)  # their time goes by while nobody waits for them
     assert venv.step(np.zeros(3, np.int64))[0][:, 0].tolist() == [1, 2, 2]
     assert venv.timings.restarts == 1
     venv.close()

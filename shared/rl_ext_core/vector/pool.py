@@ -97,9 +97,9 @@ class WorkerPool:
         options: Options,
         new_worker: Callable[[int, int, int], Any],
     ) -> None:
-        self._begin = time.perf_counter()
         check_env_fns(env_fns)
         self._factories, self._options, self._close_timeout = factories_of(env_fns), options, options.close_timeout
+        self._begin = time.perf_counter()
         self.workers = [
             new_worker(number, *ends) for number, ends in enumerate(shares(len(env_fns), options.n_workers))
         ]

@@ -14,7 +14,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, iterate
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, also
-from rl_ext_core.vector.arguments import Options, check_env_fns
+from rl_ext_core.vector.arguments import Options
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.pool import Pool
 from rl_ext_core.vector.worker import OTHER, TERMINATED, TRUNCATED
@@ -89,7 +89,6 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
     ) -> None:
         self.closed = True  # until there is something to close
         _refuse(worker=worker, observation_mode=observation_mode)
-        check_env_fns(env_fns)
         if max_concurrency is not None and n_workers is not None:
             raise InvalidArgumentError(
                 f"max_concurrency={max_concurrency!r} and n_workers={n_workers!r} say the same; leave one out"
@@ -104,13 +103,12 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
             max_restarts=max_restarts,
         )
         mode = AutoresetMode(Autoreset.of(autoreset_mode, write="NextStep").value)
-        self.num_envs = len(env_fns)
         self.copy, self.autoreset_mode = copy, mode
         try:
             pool = self._pool = Pool(env_fns, options, autoreset=Autoreset(mode.value))
         except EnvironmentOutputError as error:
             raise also(EnvironmentOutputError, RuntimeError())(*error.args) from None
-        self.closed, self._pending = False, ""
+        self.closed, self._pending, self.num_envs = False, "", len(pool.worker_of)
         self.timings = pool.timings
         self.single_observation_space, self.single_action_space = pool.spaces
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
