@@ -99,12 +99,13 @@ def test_seeds_and_options_go_to_the_next_reset_only() -> None:
         assert ours.reset_infos == [{"seed": None, "options": None}] * 3
 
 
-def test_the_last_observation_is_right_where_environments_write_to_one_place() -> None:
+@pytest.mark.parametrize("space", ["Box", "Dict"])
+def test_the_last_observation_is_right_where_environments_write_to_one_place(space: str) -> None:
     """SB3's workers pickle it when the reset has overwritten it."""
-    build = functools.partial(Reusing, "Box", infos=False)
+    build = functools.partial(Reusing, space, infos=False)
     actions = [np.zeros(2, np.int64)] * 30
     ours = SharedMemoryVecEnv([build] * 2, FAST, n_workers=1)
-    sane = SharedMemoryVecEnv([functools.partial(Drawn, infos=False)] * 2, FAST)
+    sane = SharedMemoryVecEnv([functools.partial(Drawn, space, infos=False)] * 2, FAST)
     try:
         seen = rollout(ours, actions)
         assert_equal(seen, rollout(sane, actions))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import itertools
 import os
@@ -148,9 +149,14 @@ class Reusing(Drawn):
 
     def _drawn(self) -> Any:
         drawn = super()._drawn()
-        self._place = getattr(self, "_place", np.empty_like(drawn))
-        self._place[...] = drawn
-        return self._place
+        parts = drawn if isinstance(drawn, dict) else {"": drawn}
+        place = self.__dict__.setdefault("_place", copy.deepcopy(parts))
+        for key, part in parts.items():
+            if isinstance(part, np.ndarray):
+                place[key][...] = part
+            else:
+                place[key] = part
+        return place if isinstance(drawn, dict) else place[""]
 
 
 class Counting(gym.Env[np.ndarray, int]):
