@@ -60,8 +60,19 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sample(quick=6)
-@pytest.mark.parametrize("case", CASES, ids=str)
+QUICK: list[dict[str, Any]] = [
+    {"observations": "Dict"},
+    {"observations": "image"},
+    {"actions": "Tuple"},
+    {"actions": "Box"},
+    {"rewards": "large int"},
+    {"rewards": "int or float", "infos": False},
+]
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES], ids=str
+)
 def test_it_returns_what_subproc_vec_env_returns(case: dict[str, Any]) -> None:
     for n_workers in (1, 2, None):
         seen = check(functools.partial(Drawn, **case), n_workers=n_workers)
