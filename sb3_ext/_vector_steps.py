@@ -328,8 +328,8 @@ class Batched:
             )
         if options[0]:
             given["options"] = dict(options[0])
-        if any(seed is not None for seed in seeds):
-            given["seed"] = _seed(seeds)
+        if seeds[0] is not None:
+            given["seed"] = int(seeds[0])  # environments number on from it, as ``VecEnv.seed`` does
         try:
             result = self._env.reset(**given)
         except TypeError:
@@ -509,14 +509,6 @@ def _unpacked(tensors: list[torch.Tensor]) -> list[Array]:
         found[index] = block[start:end].view(tensor.dtype).view(tensor.shape).numpy()
         start = end
     return found
-
-
-def _seed(seeds: Sequence[int | None]) -> Any:
-    """Return one number where environments number on from it themselves, as gymnasium's do."""
-    first = seeds[0]
-    if first is not None and all(seed == first + index for index, seed in enumerate(seeds)):
-        return int(first)
-    return [None if seed is None else int(seed) for seed in seeds]
 
 
 def _takes_seed(env: Any) -> bool:

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import gymnasium
 import numpy as np
 from gymnasium.envs.registration import EnvSpec
-from stable_baselines3.common import env_util
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
 from rl_ext_core import processes, resources
@@ -21,7 +20,7 @@ from rl_ext_core.factory._sources import game_of_id, spec_of_id
 from rl_ext_core.isolation import Isolation, Verdict
 from rl_ext_core.isolation.probing import check_timeout, probe_all
 from rl_ext_core.vector import environments
-from rl_ext_core.vector.arguments import at_least_one, check_env_fns, check_options, factories_of
+from rl_ext_core.vector.arguments import Options, at_least_one, check_env_fns, factories_of
 from sb3_ext.multi_agent_vec_env import MultiAgentVecEnv, is_parallel
 from sb3_ext.vec_env import SharedMemoryVecEnv
 
@@ -34,8 +33,6 @@ _log = logging.getLogger("sb3_ext")
 # What a step of workers costs beside their environments, and what it has to save before it is worth the processes.
 _OVERHEAD_SECONDS = 150e-6
 _WORTHWHILE = 0.8
-# As it is now: people put ours into its place.
-_theirs = env_util.make_vec_env
 
 
 def make_vec_env(
@@ -111,45 +108,31 @@ def make_vec_env(
     n_envs = resources.usable_cores() if n_envs is None else at_least_one("n_envs", n_envs)
     if isinstance(env_id, str) and env_id not in gymnasium.registry:
         env_id = game_of_id(env_id) or env_id  # what builds a game of stable-retro, which gymnasium does not know
-    base = functools.cache(lambda: _base(env_id, env_kwargs or {}).then(environments.checked))
+    source = functools.cache(lambda: _source(env_id, env_kwargs or {}))
+    base = functools.cache(lambda: as_factory(source()).then(environments.checked))
     wrapper = None if wrapper_class is None else functools.partial(wrapper_class, **(wrapper_kwargs or {}))
-    seeded = False
 
     def asked() -> list[EnvFactory[Any]]:
         # All that will run, but for files: those of the monitors are not for trials.
         factory = base().then(environments.monitored)
         return [factory if wrapper is None else factory.then(wrapper)] * n_envs
 
+    def around(rank: int) -> list[Callable[[Any], Any]]:
+        seeded = [] if seed is None else [functools.partial(environments.seeded, seed=seed + rank)]
+        return [*seeded, _monitor(rank, monitor_dir, monitor_kwargs or {}), *([] if wrapper is None else [wrapper])]
+
     def factories() -> list[EnvFactory[Any]]:
-        made = []
-        for rank, factory in enumerate(base().for_workers(n_envs, seed=seed, devices=devices), start_index):
-            if seed is not None:
-                factory = factory.then(functools.partial(environments.seeded, seed=seed + rank))
-            factory = factory.then(_monitor(rank, monitor_dir, monitor_kwargs or {}))
-            made.append(factory if wrapper is None else factory.then(wrapper))
-        return made
+        made = enumerate(base().for_workers(n_envs, seed=seed, devices=devices), start_index)
+        return [functools.reduce(EnvFactory.then, around(rank), factory) for rank, factory in made]
+
+    def built(rank: int) -> Any:
+        return functools.reduce(lambda env, wrap: wrap(env), around(rank), environments.checked(source()()))
 
     def here() -> VecEnv:
-        nonlocal seeded
-        theirs = isinstance(env_id, str) or (callable(env_id) and not isinstance(env_id, EnvFactory))
-        if devices is not None or not theirs:
+        if devices is not None or isinstance(source(), EnvFactory) or not callable(source()):
             return DummyVecEnv(list(factories()))
         # The caller's own function, which may share objects with the training: a factory would unpickle copies.
-        if isinstance(env_id, str):
-            base()  # objects to ids that are not known
-        vec_env = _theirs(
-            env_id if isinstance(env_id, str) else lambda **arguments: environments.checked(env_id(**arguments)),
-            n_envs,
-            seed,
-            start_index,
-            monitor_dir,
-            wrapper_class,
-            env_kwargs,
-            monitor_kwargs=monitor_kwargs,
-            wrapper_kwargs=wrapper_kwargs,
-        )
-        seeded = True
-        return vec_env
+        return DummyVecEnv([functools.partial(built, rank) for rank in range(start_index, start_index + n_envs)])
 
     options = vec_env_kwargs or {}
     if vec_env_cls is None:
@@ -161,8 +144,7 @@ def make_vec_env(
         )
     else:
         vec_env = vec_env_cls(factories(), **options)
-    if not seeded:  # without a seed, each time draws one from NumPy's generator
-        vec_env.seed(seed)
+    vec_env.seed(seed)
     return vec_env
 
 
@@ -188,17 +170,18 @@ def _of_vectorised(env: Any, seed: int | None, options: dict[str, Any]) -> VecEn
     return _told(vec_env, "It is vectorised already.")
 
 
-def _base(env_id: Any, env_kwargs: dict[str, Any]) -> EnvFactory[Any]:
+def _source(env_id: Any, env_kwargs: dict[str, Any]) -> Any:
+    """Return what :func:`as_factory` takes."""
     if isinstance(env_id, str):
-        return as_factory(functools.partial(environments.make, spec_of_id(env_id), env_kwargs))
+        return functools.partial(environments.make, spec_of_id(env_id), env_kwargs)
     if not env_kwargs:
-        return as_factory(env_id)
+        return env_id
     if isinstance(env_id, EnvFactory) or not callable(env_id):
         raise InvalidArgumentError(
             f"env_kwargs={env_kwargs!r} are for what constructs an environment, and env_id is an instance or a "
             "factory; hand over the id, the class or a function"
         )
-    return as_factory(functools.partial(env_id, **env_kwargs))
+    return functools.partial(env_id, **env_kwargs)
 
 
 def _monitor(rank: int, monitor_dir: str | None, monitor_kwargs: dict[str, Any]) -> Any:
@@ -287,7 +270,7 @@ def choose(
             f'isolation={isolation!r} is none of "auto", "process", "in-process". Write isolation="auto"'
         )
     check_timeout("probe_timeout", probe_timeout)
-    check_options(**{name: value for name, value in options.items() if name != "start_method"})
+    Options(**{name: value for name, value in options.items() if name != "start_method"})
     if isolation == "in-process":
         if options:
             raise InvalidArgumentError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import time
 import warnings
@@ -16,7 +15,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
 from rl_ext_core import resources
 from rl_ext_core.errors import InvalidArgumentError
-from rl_ext_core.vector.arguments import check_env_fns, check_options, factories_of
+from rl_ext_core.vector.arguments import Options
 from rl_ext_core.vector.pool import Pool, Timings, WorkerPool
 from rl_ext_core.vector.ray import RayPool
 from rl_ext_core.vector.worker import ENDED, OTHER, TRUNCATED
@@ -90,9 +89,7 @@ class CheckedVecEnv(VecEnv):
 class PoolVecEnv(CheckedVecEnv):
     """A vectorised environment over workers.
 
-    :param env_fns: build the environments
-    :param n_workers: how many share them; None: one each
-    :param new_pool: makes the pool, given factories and ``num_workers``
+    :param pool: of them
 
     :ivar reward_dtype: of rewards; None: what environments return, as with ``SubprocVecEnv``. ``DummyVecEnv`` gives
         32-bit floats, and so does what is chosen in its place
@@ -100,11 +97,8 @@ class PoolVecEnv(CheckedVecEnv):
 
     reward_dtype: type[np.float32] | None = None
 
-    def __init__(
-        self, env_fns: Sequence[Callable[[], Any]], n_workers: int | None, new_pool: Callable[..., WorkerPool]
-    ) -> None:
-        check_env_fns(env_fns)
-        pool = self._pool = new_pool(factories_of(env_fns), num_workers=min(n_workers or len(env_fns), len(env_fns)))
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
         self.timings = pool.timings
         self.waiting = False
         self._rewards, self._kinds, self._flags = (pool.arrays[name] for name in ("reward", "reward kind", "flags"))
@@ -296,11 +290,10 @@ class SharedMemoryVecEnv(PoolVecEnv):
         max_restarts: int = 100,
         cure: str | None = None,
     ) -> None:
-        timeouts = {"start_timeout": start_timeout, "step_timeout": step_timeout, "close_timeout": close_timeout}
-        of_pool: dict[str, Any] = {"start_method": start_method, **timeouts, "cure": cure}
-        check_options(**of_pool, n_workers=n_workers, restart=restart, max_restarts=max_restarts)
-        restarts = None if restart is None else max_restarts
-        super().__init__(env_fns, n_workers, functools.partial(Pool, **of_pool, max_restarts=restarts))
+        options = Options(
+            start_method, n_workers, start_timeout, step_timeout, close_timeout, restart, max_restarts, cure
+        )
+        super().__init__(Pool(env_fns, options))
         _warn_of_memory([worker.process.pid for worker in self._pool.workers])
 
 
@@ -357,11 +350,8 @@ class RayVecEnv(PoolVecEnv):
         close_timeout: float | None = None,
         actor_options: Mapping[str, Any] | None = None,
     ) -> None:
-        timeouts: dict[str, Any]
-        timeouts = {"start_timeout": start_timeout, "step_timeout": step_timeout, "close_timeout": close_timeout}
-        check_options(n_workers=n_workers, **timeouts)
-        new_pool = functools.partial(RayPool, **timeouts, actor_options=actor_options or {})
-        super().__init__(env_fns, n_workers, new_pool)
+        options = Options(None, n_workers, start_timeout, step_timeout, close_timeout)
+        super().__init__(RayPool(env_fns, options, actor_options=actor_options or {}))
 
 
 class VecEnvTimings(BaseCallback):

@@ -58,11 +58,8 @@ def said(out: Out) -> str:
     return printed.out
 
 
-def test_the_version_is_printed() -> None:
+def test_the_version_and_the_commands_are_printed() -> None:
     assert run("--version").stdout == f"rl-ext {rl_ext_core.__version__}\n"
-
-
-def test_help_names_the_commands_and_their_options() -> None:
     assert "doctor" in run("--help").stdout
     text = run("doctor", "--help").stdout
     assert all(option in text for option in ("--device", "--render", "--renderer", "--json", "--replay", "--verify"))
@@ -134,27 +131,33 @@ def test_json_is_the_report_and_is_replayed(case: str, put: Put, capsys: Out, tm
     assert said(capsys) == printed
 
 
-def test_a_decision_is_explained(put: Put, capsys: Out) -> None:
-    put(*CASES["other order"])
-    assert main(["doctor", "--renderer", "robosuite"]) == 1
-    text = said(capsys)
-    assert 'resolve("auto", render="same", renderer="robosuite")' in text
-    assert "compute  cuda:0 = NVIDIA H100" in text
-    assert "set      MUJOCO_EGL_DEVICE_ID=1" in text
-    # Its own import would refuse that under this mask; hence Python alone.
-    assert 'resolve("auto", render="same", renderer="robosuite").apply()' in text.splitlines()
+NO_ROBOSUITE = machine(2, without=["robosuite"]), {**EGL, "CUDA_VISIBLE_DEVICES": "0", "MUJOCO_EGL_DEVICE_ID": "0"}
+EXPLAINED: list[tuple[Any, str, list[str]]] = [
+    (
+        CASES["other order"],
+        "--renderer robosuite",
+        [
+            "compute  cuda:0 = NVIDIA H100",
+            "set      MUJOCO_EGL_DEVICE_ID=1",
+            # Its own import would refuse that under this mask; hence Python alone.
+            '\nresolve("auto", render="same", renderer="robosuite").apply()\n',
+        ],
+    ),
+    (
+        CASES["all is well"],
+        "--device cuda:7",
+        ["refused  device='cuda:7' was asked for, but this process sees 1 CUDA device"],
+    ),
+    (NO_ROBOSUITE, "--renderer robosuite", ["refused", "robosuite"]),
+]
 
 
-def test_a_device_that_is_not_there_is_shown_as_the_refusal(put: Put, capsys: Out) -> None:
-    put(*CASES["all is well"])
-    assert main(["doctor", "--device", "cuda:7"]) == 1
-    assert "refused  device='cuda:7' was asked for, but this process sees 1 CUDA device" in said(capsys)
-
-
-def test_a_renderer_that_is_not_installed_is_shown_as_the_refusal(put: Put, capsys: Out) -> None:
-    put(machine(2, without=["robosuite"]), {**EGL, "CUDA_VISIBLE_DEVICES": "0", "MUJOCO_EGL_DEVICE_ID": "0"})
-    assert main(["doctor", "--renderer", "robosuite"]) == 1
-    assert "robosuite" in said(capsys).split("refused")[1]
+@pytest.mark.parametrize(("case", "options", "texts"), EXPLAINED, ids=["decision", "device", "renderer"])
+def test_a_decision_or_refusal_is_explained(case: Any, options: str, texts: list[str], put: Put, capsys: Out) -> None:
+    put(*case)
+    assert main(["doctor", *options.split()]) == 1
+    printed = said(capsys)
+    assert all(text in printed for text in texts)
 
 
 @pytest.mark.parametrize(

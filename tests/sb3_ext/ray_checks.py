@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import json
 import sys
-import threading
 import time
 import traceback
 import warnings
@@ -27,7 +26,7 @@ from stable_baselines3.common.vec_env import SubprocVecEnv
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, WorkerError
 from sb3_ext import RayVecEnv, as_factory, make_vec_env
 from tests.sb3_ext.vec_checks import FAST, action_of, assert_equal, rollout
-from tests.sb3_ext.vec_worlds import Counting, Drawn, Failing
+from tests.sb3_ext.vec_worlds import Counting, Drawn, Failing, Unpicklable
 
 Check = Callable[[], None]
 CHECKS: dict[str, Check] = {}
@@ -42,7 +41,7 @@ def actors() -> list[psutil.Process]:
     return [child for child in psutil.Process().children(recursive=True) if "ray::Actor" in child.name()]
 
 
-def is_as_sb3s(build: Any, n_workers: int | None = 2) -> None:
+def is_as_sb3s(build: Any, n_workers: int | None) -> None:
     space = build().action_space
     space.seed(0)
     actions = [action_of(space, 3) for _ in range(25)]
@@ -55,19 +54,12 @@ def is_as_sb3s(build: Any, n_workers: int | None = 2) -> None:
     theirs.close()
 
 
-@check
-def dicts_are_as_sb3s() -> None:
-    is_as_sb3s(functools.partial(Drawn, "Dict", "Box", "float32"))
-
-
-@check
-def tuples_are_as_sb3s() -> None:
-    is_as_sb3s(functools.partial(Drawn, "Tuple", "Tuple", "large int"), n_workers=None)
-
-
-@check
-def images_are_as_sb3s() -> None:
-    is_as_sb3s(functools.partial(Drawn, "image", "MultiDiscrete", "int or float"))
+for name, build, n_workers in (
+    ("dicts_are_as_sb3s", functools.partial(Drawn, "Dict", "Box", "float32"), 2),
+    ("tuples_are_as_sb3s", functools.partial(Drawn, "Tuple", "Tuple", "large int"), None),
+    ("images_are_as_sb3s", functools.partial(Drawn, "image", "MultiDiscrete", "int or float"), 2),
+):
+    CHECKS[name] = functools.partial(is_as_sb3s, build, n_workers)
 
 
 @check
@@ -156,11 +148,7 @@ def hangs() -> None:
 
 @check
 def informations_that_do_not_pickle() -> None:
-    class Locked(Counting):
-        def step(self, action: int) -> Any:
-            return (*super().step(action)[:4], {"lock": threading.Lock()})
-
-    venv = RayVecEnv([Locked])
+    venv = RayVecEnv([Unpicklable])
     venv.reset()
     with pytest.raises(WorkerError, match=r"info\['lock'\] cannot be pickled") as caught:
         venv.step(np.array([0]))

@@ -15,21 +15,8 @@ import torch as th
 from gymnasium import spaces
 from sb3_contrib.common.recurrent.type_aliases import RNNStates
 
-from sb3_ext import (
-    CompressedDictReplayBuffer,
-    CompressedDictRolloutBuffer,
-    CompressedHerReplayBuffer,
-    CompressedNStepReplayBuffer,
-    CompressedReplayBuffer,
-    CompressedRolloutBuffer,
-)
-from sb3_ext.contrib import (
-    CompressedMaskableDictRolloutBuffer,
-    CompressedMaskableRolloutBuffer,
-    CompressedRecurrentDictRolloutBuffer,
-    CompressedRecurrentRolloutBuffer,
-)
 from tests.interrupts import everywhere
+from tests.sb3_ext.toys import REPLAY, ROLLOUT
 
 BELOW = ("sb3_ext/", "rl_ext_core/frames/", "_interrupts.py", "common/buffers.py", "her_replay_buffer.py")
 BELOW += ("maskable/buffers.py", "recurrent/buffers.py")
@@ -65,17 +52,16 @@ def seen(space: Any, time: int) -> Any:
     )
 
 
-def made(cls: Any, folder: Path | None) -> Any:
-    her = cls is CompressedHerReplayBuffer
-    space = GOALS if her else DICT if "Dict" in cls.__name__ else BOX
-    options: dict[str, Any] = {"n_envs": N_ENVS}
-    if "Recurrent" in cls.__name__:
-        return cls(SIZE, space, spaces.Discrete(3), (SIZE, 1, N_ENVS, 4), "cpu", **options)
-    if "Rollout" in cls.__name__:
-        return cls(SIZE, space, spaces.Discrete(3), "cpu", **options)
-    if her:
-        options |= {"env": Goals(), "n_sampled_goal": 2, "goal_selection_strategy": "future"}
-    return cls(SIZE * N_ENVS, space, spaces.Discrete(3), device="cpu", storage_dir=folder, **options)
+def made(kind: str, folder: Path | None) -> Any:
+    space = GOALS if kind == "hindsight" else DICT if "dict" in kind else BOX
+    more: dict[str, Any] = {"n_envs": N_ENVS, "device": "cpu"}
+    if "rollout" in kind:
+        if "recurrent" in kind:
+            more["hidden_state_shape"] = (SIZE, 1, N_ENVS, 4)
+        return ROLLOUT[kind.removesuffix(" rollout")][0](SIZE, space, spaces.Discrete(3), **more)
+    if kind == "hindsight":
+        more |= {"env": Goals(), "n_sampled_goal": 2, "goal_selection_strategy": "future"}
+    return REPLAY[kind][0](SIZE * N_ENVS, space, spaces.Discrete(3), storage_dir=folder, **more)
 
 
 def add(buffer: Any, time: int) -> None:
@@ -127,12 +113,7 @@ def computed(buffer: Any) -> None:
     buffer.compute_returns_and_advantage(th.ones(N_ENVS), np.zeros(N_ENVS))
 
 
-REPLAY = (CompressedReplayBuffer, CompressedDictReplayBuffer, CompressedNStepReplayBuffer, CompressedHerReplayBuffer)
-ROLLOUT = (
-    *(CompressedRolloutBuffer, CompressedDictRolloutBuffer),
-    *(CompressedMaskableRolloutBuffer, CompressedMaskableDictRolloutBuffer),
-    *(CompressedRecurrentRolloutBuffer, CompressedRecurrentDictRolloutBuffer),
-)
+ROLLOUTS = [f"{kind} rollout" for kind in ROLLOUT]
 REPLAY_CALLS: dict[str, Callable[[Any], Any]] = {
     "add": lambda buffer: add(buffer, 20),
     "sample": lambda buffer: buffer.sample(5),
@@ -142,13 +123,13 @@ REPLAY_CALLS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def check(cls: Any, call: Callable[[Any], Any], there: int, *, every: int, folder: Path | None = None) -> None:
+def check(kind: str, call: Callable[[Any], Any], there: int, *, every: int, folder: Path | None = None) -> None:
     number, buffers = 0, []
 
     def prepare() -> Callable[[], Any]:
         nonlocal number
         number += 1
-        buffers.append(made(cls, None if folder is None else folder / str(number)))
+        buffers.append(made(kind, None if folder is None else folder / str(number)))
         for time in range(there):
             add(buffers[-1], time)
         if call is batches:
@@ -158,7 +139,7 @@ def check(cls: Any, call: Callable[[Any], Any], there: int, *, every: int, folde
 
     def gone_on() -> Any:
         buffer = buffers[-1]
-        if cls in ROLLOUT:
+        if kind in ROLLOUTS:
             buffer.reset()
         for time in range(30, 33):
             add(buffer, time)
@@ -175,9 +156,9 @@ def check(cls: Any, call: Callable[[Any], Any], there: int, *, every: int, folde
         assert then in ([before_and_on] * (found == before) + [after_and_on] * (found == after)), where
         if folder is not None:
             buffers[-1].close()
-            again = made(cls, folder / str(number))
+            again = made(kind, folder / str(number))
             kept = state(again)
-            if cls is not CompressedHerReplayBuffer:  # episodes begin anew
+            if kind != "hindsight":  # episodes begin anew
                 assert kept[3] == then[3], where
             again.close()
         buffers.clear()
@@ -187,26 +168,26 @@ def check(cls: Any, call: Callable[[Any], Any], there: int, *, every: int, folde
 @pytest.mark.sample(quick=6)
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("name", REPLAY_CALLS)
-@pytest.mark.parametrize("cls", REPLAY)
-def test_a_replay_buffer_is_as_before_the_call_or_as_after_it(cls: Any, name: str, every: int) -> None:
-    check(cls, REPLAY_CALLS[name], 8, every=every)
+@pytest.mark.parametrize("kind", REPLAY)
+def test_a_replay_buffer_is_as_before_the_call_or_as_after_it(kind: str, name: str, every: int) -> None:
+    check(kind, REPLAY_CALLS[name], 8, every=every)
 
 
 @pytest.mark.sample
 @pytest.mark.parametrize("every", EVERY)
-@pytest.mark.parametrize("cls", ROLLOUT)
+@pytest.mark.parametrize("kind", ROLLOUTS)
 @pytest.mark.parametrize(
     ("call", "there"),
     [(REPLAY_CALLS["add"], SIZE - 1), (REPLAY_CALLS["reset"], SIZE), (computed, SIZE), (batches, SIZE)],
     ids=["add", "reset", "compute_returns_and_advantage", "get"],
 )
-def test_a_rollout_buffer_is_as_before_the_call_or_as_after_it(cls: Any, call: Any, there: int, every: int) -> None:
-    check(cls, call, there, every=every)
+def test_a_rollout_buffer_is_as_before_the_call_or_as_after_it(kind: str, call: Any, there: int, every: int) -> None:
+    check(kind, call, there, every=every)
 
 
 @pytest.mark.sample(quick=0)
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("name", ["add", "reset", "flush"])
-@pytest.mark.parametrize("cls", REPLAY)
-def test_so_is_one_in_a_folder(cls: Any, name: str, every: int, tmp_path: Path) -> None:
-    check(cls, REPLAY_CALLS[name], 8, every=3 * every, folder=tmp_path)
+@pytest.mark.parametrize("kind", REPLAY)
+def test_so_is_one_in_a_folder(kind: str, name: str, every: int, tmp_path: Path) -> None:
+    check(kind, REPLAY_CALLS[name], 8, every=3 * every, folder=tmp_path)

@@ -149,44 +149,44 @@ def test_methods_and_attributes() -> None:
     assert venv.get_attr("render_mode", [1]) == [None]
 
 
-def test_what_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"clip_actions=1\.0"):
-        GymVecEnv(Isaac())
-    with pytest.raises(InvalidArgumentError, match="clip_actions=-1"):
-        GymVecEnv(Isaac(), clip_actions=-1)
-    with pytest.raises(InvalidArgumentError, match=r"'(policy|critic)', '(policy|critic)'"):
-        GymVecEnv(Isaac(), clip_actions=1, observation_key="x")
-    env = Isaac()
-    env.single_observation_space = object()
-    with pytest.raises(InvalidTypeError, match="expected one of gymnasium's"):
-        GymVecEnv(env, clip_actions=1)
-    venv = GymVecEnv(Isaac(final=None), clip_actions=1)
+def refused() -> list[tuple[Any, dict[str, Any], type[Exception], str]]:
+    odd, small = Isaac(), Isaac()
+    odd.single_observation_space = object()
+    small.single_observation_space = spaces.Dict({"policy": spaces.Box(0, 1, (3,))})
+    return [
+        (Isaac(), {"clip_actions": None}, InvalidArgumentError, r"clip_actions=1\.0"),
+        (Isaac(), {"clip_actions": -1}, InvalidArgumentError, "clip_actions=-1"),
+        (Isaac(), {"observation_key": "x"}, InvalidArgumentError, r"'(policy|critic)', '(policy|critic)'"),
+        (odd, {}, InvalidTypeError, "expected one of gymnasium's"),
+        (Isaac(final=None), {}, EnvironmentOutputError, "compute_final_obs"),
+        (small, {}, EnvironmentOutputError, "its space promises"),
+    ]
+
+
+def rolled_out(env: Any, options: dict[str, Any]) -> None:
+    venv = GymVecEnv(env, **options)
     venv.reset()
-    with pytest.raises(EnvironmentOutputError, match="compute_final_obs"):
-        [venv.step(np.zeros((4, 2))) for _ in range(3)]
-    env = Isaac()
-    env.single_observation_space = spaces.Dict({"policy": spaces.Box(0, 1, (3,))})
-    with pytest.raises(EnvironmentOutputError, match="its space promises"):
-        GymVecEnv(env, clip_actions=1).reset()
+    for _ in range(3):
+        venv.step(np.zeros((4, 2)))
 
 
-def test_spaces_of_other_libraries() -> None:
+def test_what_is_refused() -> None:
+    for env, options, error, said in refused():
+        with pytest.raises(error, match=said):
+            rolled_out(env, {"clip_actions": 1, **options})
+
+
+def test_spaces_of_other_libraries_and_parts_of_observations() -> None:
     env = Isaac()
     box = SimpleNamespace(shape=(2,), low=-3.0, high=3.0, dtype=None)
-    env.single_observation_space = SimpleNamespace(spaces={"policy": box})
-    env.single_action_space = box
+    env.single_observation_space, env.single_action_space = SimpleNamespace(spaces={"policy": box}), box
     venv = GymVecEnv(env)
     assert venv.action_space == venv.observation_space == spaces.Box(-3, 3, (2,), np.float32)
-    venv.reset()
-
-
-def test_all_parts_of_observations() -> None:
     venv = GymVecEnv(Isaac(), clip_actions=1, env_type="numpy", observation_key="critic")
     assert venv.reset().shape == (4, 2)
     env = Isaac()
     del env.single_observation_space.spaces["policy"]
-    venv = GymVecEnv(env, clip_actions=1)
-    assert set(venv.reset()) == {"critic"}
+    assert set(GymVecEnv(env, clip_actions=1).reset()) == {"critic"}
 
 
 def test_tensors_cross_in_one_block() -> None:

@@ -1,42 +1,71 @@
-"""The compressed buffer gives the bits that Stable Baselines3's gives."""
+"""Compressed replay buffers of all kinds give the bits that Stable Baselines3's give, and refuse what does not fit."""
 
 from __future__ import annotations
 
+import itertools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from gymnasium import spaces
 from stable_baselines3.common.buffers import ReplayBuffer
-from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecNormalize
 
-from sb3_ext import CompressedReplayBuffer
-from tests.sb3_ext.toys import Sprite, add_all, assert_same, both, collected, image_env, random_transitions
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
+from rl_ext_core.frames import FrameStore
+from sb3_ext import CompressedDictReplayBuffer, CompressedReplayBuffer
+from tests.sb3_ext.toys import (
+    Camera,
+    Sprite,
+    add_all,
+    assert_same,
+    both,
+    collected,
+    dict_env,
+    for_envs,
+    image_env,
+    random_transitions,
+    reach,
+)
 
 GREY = spaces.Box(0, 255, (4, 12, 11), np.uint8)
 ACTIONS = spaces.Discrete(5)
 
+# Environments, the kind of the buffer, and its options.
+CASES: dict[str, tuple[Callable[[], VecEnv], str, dict[str, Any]]] = {
+    "grey": (lambda: image_env(1, 1), "plain", {"codec": "patch"}),
+    "RGB, channels last": (lambda: image_env(3, 5, first=False), "plain", {"codec": "patch+lz4"}),
+    "1 step": (lambda: image_env(1, 1), "n-step", {"n_steps": 1, "gamma": 0.9}),
+    "3 steps": (lambda: image_env(1, 3), "n-step", {"n_steps": 3, "gamma": 0.9}),
+    "more steps than rows": (
+        lambda: image_env(1, 3),
+        "n-step",
+        {"n_steps": 40, "gamma": 0.9, "handle_timeout_termination": False},
+    ),
+    "future": (lambda: reach(3), "hindsight", {"goal_selection_strategy": "future", "n_sampled_goal": 2}),
+    "final": (lambda: reach(1, image_goal=True), "hindsight", {"goal_selection_strategy": "final"}),
+    "episode": (reach, "hindsight", {"goal_selection_strategy": "episode", "copy_info_dict": True}),
+}
 
-@pytest.mark.sample(quick=8)
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("n_envs", [1, 2, 5])
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("codec", ["auto", "patch+lz4"])
-def test_stacked_images(channels: int, n_envs: int, first: bool, codec: str) -> None:
-    venv = image_env(channels, n_envs, first=first)
-    ours, theirs = both(131, venv.observation_space, venv.action_space, n_envs, codec=codec)
-    for step, transition in enumerate(collected(venv, 160)):
-        ours.add(*transition)
-        theirs.add(*transition)
-        if step in (0, 1, 20, 100, 159):
-            assert_same(ours, theirs)
-    assert theirs.full
-    assert theirs.timeouts.any()
-    assert (theirs.dones > theirs.timeouts).any()
-    assert ours.n_stack == 4
-    assert ours.codec == ("patch" if codec == "auto" else codec)
-    assert ours.stored_nbytes < theirs.observations.nbytes / 3
+
+@pytest.mark.parametrize("case", CASES)
+def test_samples_at_every_place_of_the_ring(case: str) -> None:
+    build, kind, options = CASES[case]
+    venv = build()
+    ours, theirs = for_envs(kind, 30, venv, **options)
+    for step, transition in enumerate(collected(venv, 75)):
+        add_all((ours, theirs), [transition])
+        if step in (0, 3, 19, 28, 29, 30, 31, 44, 59, 60, 74):
+            assert_same(ours, theirs, 60)
+    assert theirs.dones.any()
+    assert theirs.timeouts.any() == options.get("handle_timeout_termination", True)
+    if "codec" in options:
+        assert (ours.n_stack, ours.codec) == (4, options["codec"])
+        assert ours.stored_nbytes < theirs.observations.nbytes / 2
+    assert len(getattr(ours, "infos", ())) == 30 * options.get("copy_info_dict", False)
 
 
 SPACES: list[spaces.Space[Any]] = [
@@ -48,59 +77,63 @@ SPACES: list[spaces.Space[Any]] = [
     spaces.MultiDiscrete([3, 4, 2]),
     spaces.MultiBinary(5),
 ]
+ACTION_SPACES: list[spaces.Space[Any]] = [
+    spaces.Box(-1, 1, (2,), np.float32),
+    spaces.Box(-1, 1, (2, 3), np.float64),
+    spaces.Discrete(4),
+    spaces.MultiBinary(3),
+    spaces.MultiDiscrete([2, 3]),
+]
+ALL = spaces.Dict({str(number): part for number, part in enumerate(SPACES)})
 
 
-@pytest.mark.sample(quick=24)
-@pytest.mark.parametrize("observation_space", SPACES, ids=str)
 @pytest.mark.parametrize(
-    "action_space",
-    [
-        spaces.Box(-1, 1, (2,), np.float32),
-        spaces.Box(-1, 1, (2, 3), np.float64),
-        spaces.Discrete(4),
-        spaces.MultiBinary(3),
-        spaces.MultiDiscrete([2, 3]),
-    ],
-    ids=str,
+    ("space", "actions"), list(zip([*SPACES, ALL], itertools.cycle(ACTION_SPACES), strict=False)), ids=str
 )
-@pytest.mark.parametrize("n_envs", [1, 3])
-def test_all_spaces(observation_space: Any, action_space: Any, n_envs: int) -> None:
-    ours, theirs = both(50, observation_space, action_space, n_envs)
-    add_all((ours, theirs), random_transitions(observation_space, action_space, n_envs, 70))
-    assert_same(ours, theirs)
-    assert (np.asarray(ours.observations) == theirs.observations).all()
+def test_spaces(space: Any, actions: Any) -> None:
+    for n_envs in (1, 3):
+        buffers = both("dict" if space is ALL else "plain", 50, space, actions, n_envs)
+        add_all(buffers, random_transitions(space, actions, n_envs, 70))
+        assert_same(*buffers)
+        for name in ("observations", "next_observations"):
+            views = [getattr(buffer, name) for buffer in buffers]
+            for key in space if space is ALL else [None]:
+                left, right = views if key is None else (view[key] for view in views)
+                np.testing.assert_array_equal(np.asarray(left), right, strict=True)
+                np.testing.assert_array_equal(left[[1, -1], 0], right[[1, -1], 0], strict=True)
 
 
-@pytest.mark.sample(quick=2)
-@pytest.mark.parametrize(
-    ("size", "n_envs"), [(1, 1), (1, 5), (4, 5), (10, 3), (11, 2), (100, 7), (np.int64(20), np.int64(3))]
-)
+@pytest.mark.parametrize(("size", "n_envs"), [(1, 5), (4, 5), (11, 2), (np.int64(20), np.int64(3))])
 def test_sizes_are_rounded_as_in_the_original(size: int, n_envs: int) -> None:
-    ours, theirs = both(size, GREY, ACTIONS, n_envs)
+    buffers = both("plain", size, GREY, ACTIONS, n_envs)
     for transition in random_transitions(GREY, ACTIONS, n_envs, 23):
-        ours.add(*transition)
-        theirs.add(*transition)
-        assert_same(ours, theirs, 9)
+        add_all(buffers, [transition])
+        assert_same(*buffers, 9)
 
 
-@pytest.mark.parametrize(("norm_obs", "norm_reward"), [(True, True), (False, True), (True, False)])
-def test_samples_are_normalized(norm_obs: bool, norm_reward: bool) -> None:
-    space = spaces.Box(-1, 1, (6,), np.float32)
-    venv = VecNormalize(DummyVecEnv([Sprite]), norm_obs=False, norm_reward=norm_reward)
-    venv.norm_obs, venv.observation_space = norm_obs, space
-    venv.obs_rms = type(venv.ret_rms)(shape=(6,))
-    rng = np.random.default_rng(0)
-    venv.obs_rms.update(rng.standard_normal((50, 6)))
-    venv.ret_rms.update(3 * rng.standard_normal(50))
-    ours, theirs = both(50, space, ACTIONS, 2)
-    add_all((ours, theirs), random_transitions(space, ACTIONS, 2, 30))
-    assert_same(ours, theirs, env=venv)
-    assert_same(ours, theirs)  # what is stored did not change
+NORMALIZED: dict[str, Callable[[], VecNormalize]] = {
+    "plain": lambda: VecNormalize(make_vec_env("Pendulum-v1", 2, seed=0)),
+    "rewards": lambda: VecNormalize(make_vec_env("Pendulum-v1", 2, seed=0), norm_obs=False),
+    "dict": lambda: VecNormalize(DummyVecEnv([lambda: Camera(Sprite())] * 2), norm_obs_keys=["place"]),
+    "hindsight": lambda: VecNormalize(reach(), norm_obs_keys=["achieved_goal", "desired_goal"]),
+}
+
+
+@pytest.mark.parametrize("name", NORMALIZED)
+def test_samples_are_normalized(name: str) -> None:
+    venv = NORMALIZED[name]()
+    buffers = for_envs("plain" if name == "rewards" else name, 40, venv.venv)
+    add_all(buffers, collected(venv.venv, 50))
+    venv.reset()
+    for _ in range(30):
+        venv.step(np.stack([venv.action_space.sample() for _ in range(2)]))
+    assert_same(*buffers, env=venv)
+    assert_same(*buffers)  # what is stored did not change
 
 
 def test_reset_extend_and_size() -> None:
     steps = random_transitions(GREY, ACTIONS, 2, 40)
-    ours, theirs = both(60, GREY, ACTIONS, 2)
+    ours, theirs = both("plain", 60, GREY, ACTIONS)
     for count in (10, 40, 0, 7):
         for buffer in (ours, theirs):
             buffer.extend(*([step[part] for step in steps[:count]] for part in range(6)))
@@ -109,56 +142,12 @@ def test_reset_extend_and_size() -> None:
             buffer.reset()
         assert ours.size() == theirs.size() == 0
         assert not np.asarray(ours.observations).any()
-    ours.extend(*([step[part] for step in steps] for part in range(6)))
-    assert ours.size() == 30
 
 
-INDICES: list[Any] = [
-    3,
-    -1,
-    np.int64(4),
-    slice(2, 9),
-    slice(None, None, -3),
-    [1, 5, 5],
-    np.array([7, 0]),
-    (3, 1),
-    (slice(None), 0),
-    (slice(None), [1, 0]),
-    ([1, 2], [0, 1]),
-    (np.array([[1], [2]]), np.array([0, 1])),
-    (np.array([4, 2]), np.array([1, 1]), slice(None)),
-    (5, slice(None), slice(1, 3), slice(None), 2),
-    (2, 1, -1),
-    (..., 0),
-    (0, ..., slice(2)),
-    ...,
-    (),
-    np.arange(20) % 3 == 0,
-    np.arange(40).reshape(20, 2) % 7 == 1,
-    (np.arange(40).reshape(20, 2) % 7 == 1, slice(1, 2)),
-    (np.array([4, 2]), ..., slice(3)),
-]
-
-
-@pytest.mark.parametrize("index", INDICES, ids=str)
-def test_views_are_indexed_like_arrays(index: Any) -> None:
-    ours, theirs = both(40, GREY, ACTIONS, 2)
-    add_all((ours, theirs), random_transitions(GREY, ACTIONS, 2, 15))
-    for view, array in ((ours.observations, theirs.observations), (ours.next_observations, theirs.next_observations)):
-        assert (view.shape, view.dtype, len(view)) == (array.shape, array.dtype, len(array))
-        np.testing.assert_array_equal(view[index], array[index], strict=True)
-        np.testing.assert_array_equal(np.asarray(view), array, strict=True)
-
-
-@pytest.mark.parametrize(
-    "index",
-    [(0, slice(None), [1, 2]), ([0, 1], [0, 1], [2, 3]), (slice(None), [0], slice(None), 0), (None, 3)],
-    ids=str,
-)
+@pytest.mark.parametrize("index", [(0, slice(None), [1, 2]), (slice(None), [0], slice(None), 0), (None, 3)], ids=str)
 def test_keys_that_arrays_read_in_another_way_are_refused(index: Any) -> None:
-    ours, _ = both(40, GREY, ACTIONS, 2)
     with pytest.raises(ValueError, match="cannot index compressed observations"):
-        ours.observations[index]
+        both("plain", 40, GREY, ACTIONS)[0].observations[index]
 
 
 def test_it_is_accepted_where_a_replay_buffer_is() -> None:
@@ -166,3 +155,107 @@ def test_it_is_accepted_where_a_replay_buffer_is() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # SB3's warns of memory that it allocates at once
         CompressedReplayBuffer(10_000_000, spaces.Box(0, 255, (4, 84, 84), np.uint8), ACTIONS)
+
+
+# -- what does not fit
+
+SHAPE, TYPE = InvalidArgumentError, InvalidTypeError
+REFUSED: list[tuple[str, str, Callable[[Any], Any], type[Exception], str]] = [
+    ("plain", "obs", lambda obs: obs[..., :-1], SHAPE, r"^obs has shape \(2, 4, 36, 35\), expected \(2, 4, 36, 36\)"),
+    ("plain", "next_obs", lambda obs: obs[[0, 1, 1]], SHAPE, r"^next_obs has shape \(3, .*, expected \(2, 4, 36, 36\)"),
+    ("plain", "obs", lambda obs: obs[0], SHAPE, r"shape \(4, 36, 36\)"),
+    ("plain", "obs", lambda obs: np.moveaxis(obs, 1, 3), SHAPE, r"obs has shape \(2, 36, 36, 4\), expected"),
+    ("plain", "action", lambda _: np.zeros(3, int), SHAPE, r"action has shape \(3,\), expected \(2, 1\)"),
+    ("plain", "reward", lambda _: np.zeros(1), SHAPE, r"reward has shape \(1,\), expected \(2,\)"),
+    ("plain", "done", lambda _: np.zeros((2, 2)), SHAPE, r"done has shape \(2, 2\), expected \(2,\)"),
+    ("plain", "infos", lambda _: [{}], SHAPE, "infos has 1 entries, expected 2"),
+    ("plain", "action", lambda _: np.array(["up", "down"]), TYPE, "action is .*'up'.*expected numbers"),
+    ("plain", "reward", lambda _: [1.0, {}], TYPE, r"reward is \[1.0, \{\}\], expected numbers"),
+    ("plain", "done", lambda _: [[1], [1, 2]], TYPE, "done is"),
+    ("plain", "infos", lambda _: [{}, {"TimeLimit.truncated": "no"}], TYPE, "TimeLimit.truncated is"),
+    ("plain", "next_obs", lambda obs: np.full(obs.shape, "black"), TYPE, "^next_obs has dtype <U5, expected uint8"),
+    ("dict", "obs", lambda obs: {"image": obs["image"]}, SHAPE, r"has keys \['image'\], expected.*'place'"),
+    ("dict", "next_obs", lambda obs: obs["image"], SHAPE, "is of type ndarray, expected"),
+    ("dict", "obs", lambda obs: {**obs, "place": obs["place"][:, 1:]}, SHAPE, "key 'place': .*obs has shape"),
+    ("dict", "obs", lambda obs: {**obs, "place": np.array(["far"] * 2)}, TYPE, "key 'place': .*obs has dtype"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "change", "error", "text"), REFUSED)
+def test_what_cannot_be_stored_is_refused_by_name(kind: str, name: str, change: Any, error: Any, text: str) -> None:
+    venv = image_env() if kind == "plain" else dict_env()
+    ours, theirs = for_envs(kind, 40, venv)
+    add_all((ours, theirs), collected(venv, 30))
+    names = ("obs", "next_obs", "action", "reward", "done", "infos")
+    offending = dict(zip(names, collected(venv, 1)[0], strict=True))
+    with pytest.raises(error, match=text):
+        ours.add(**{**offending, name: change(offending[name])})
+    add_all((ours, theirs), collected(venv, 20))
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize(("key", "call"), [("image", "stage"), ("place", "append")])
+def test_one_store_that_fails_leaves_the_others_as_they_were(
+    key: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row that would be overwritten is whole, whichever key runs out of memory."""
+    venv = dict_env()
+    buffers = for_envs("dict", 40, venv)
+    add_all(buffers, collected(venv, 60))
+
+    def scarce(*_: Any, **__: Any) -> Any:
+        raise OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FrameStore, call, scarce)
+        with pytest.raises(OutOfMemoryError, match=f"key '{key}': no memory"):
+            buffers[0].add(*collected(venv, 1, seed=5)[0])
+    assert_same(*buffers)
+    add_all(buffers, collected(venv, 30, seed=2))
+    assert_same(*buffers)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"buffer_size": 0}, SHAPE, "buffer_size=0 must be at least 1"),
+        ({"n_envs": 0}, SHAPE, "n_envs=0"),
+        ({"codec": "zstd"}, SHAPE, "unknown codec 'zstd'; known: 'auto', 'jpeg', 'patch'"),
+        ({"codec": None}, TYPE, "codec must be a name, got None"),
+        ({"n_stack": 3}, SHAPE, r"n_stack=3 does not divide the 4 channels.*\[1, 2, 4\]"),
+        ({"block_length": 10}, SHAPE, "block_length=10 is not a power of two from 1 to 4096"),
+        ({"buffer_size": 1e6}, TYPE, "buffer_size=1000000.0 must be .*, for example buffer_size=1_000_000$"),
+        ({"max_bytes": "4GB"}, TYPE, "max_bytes='4GB' must .*, for example max_bytes=4_000_000_000$"),
+        ({"buffer_size": float("nan")}, TYPE, "buffer_size=nan must be .*, for example buffer_size=1$"),
+        ({"num_threads": [2]}, TYPE, r"num_threads=\[2\] must be .*, for example num_threads=1$"),
+        ({"num_threads": 0}, SHAPE, "num_threads=0 must be at least 1"),
+        ({"max_bytes": 1000}, SHAPE, "max_bytes=1,000 is too little"),
+        ({"buffer_size": 10**6, "max_bytes": 4 * 10**7}, SHAPE, r"buffer_size=1,000,000.*takes .* of max_bytes=\S+ "),
+        ({"observation_space": spaces.Dict({"camera": GREY})}, TYPE, r"a Dict of \['camera'\]"),
+    ],
+    ids=str,
+)
+def test_arguments(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        CompressedReplayBuffer(
+            **{"buffer_size": 10, "observation_space": GREY, "action_space": ACTIONS, **options}  # type: ignore[arg-type]
+        )
+
+
+def test_options_by_key() -> None:
+    image = spaces.Box(0, 255, (4, 30, 30), np.uint8)
+    space = spaces.Dict(left=image, right=image, speed=spaces.Box(-1, 1, (6,), np.float32))
+    codec = {"left": "patch+lz4", "speed": "patch"}
+    buffer, _ = both("dict", 80, space, ACTIONS, codec=codec, n_stack=4, block_length={"right": 2})
+    assert buffer.codec == {"left": "patch+lz4", "right": "patch", "speed": "patch"}
+    assert buffer.n_stack == {"left": 4, "right": 4, "speed": 1}
+    assert buffer.block_length["right"] == 2
+    for options, error, text in (
+        ({"codec": {"front": "raw"}}, SHAPE, r"codec is given for \['front'\].*\['left', 'right', 'speed'\]"),
+        ({"n_stack": {"left": 7}}, SHAPE, "key 'left': n_stack=7 does not divide the 4 channels"),
+        ({"n_stack": {"left": "4"}}, TYPE, "key 'left': n_stack='4' must be a whole number"),
+    ):
+        with pytest.raises(error, match=text):
+            both("dict", 80, space, ACTIONS, **options)  # type: ignore[arg-type]
+    with pytest.raises(TYPE, match=r"observation_space is Box.*expected a Dict.*CompressedReplayBuffer"):
+        CompressedDictReplayBuffer(10, image, ACTIONS)

@@ -13,46 +13,67 @@ import torch._dynamo  # optimizers do it otherwise, which makes a folder in the 
 from gymnasium import spaces
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from stable_baselines3 import DQN
+from stable_baselines3 import DQN, SAC
 from stable_baselines3.common.buffers import ReplayBuffer
 
 from rl_ext_core.errors import CorruptFileError
 from sb3_ext import CompressedReplayBuffer
-from tests.sb3_ext.toys import add_all, assert_same, both, collected, image_env, silenced
+from tests.sb3_ext.toys import REPLAY, add_all, assert_same, both, collected, image_env, reach, silenced
 
 ACTIONS = spaces.Discrete(3)
 SMALL = spaces.Box(0, 255, (2, 6, 5), np.uint8)
 
 
-def dqn(replay_buffer_class: Any, size: int = 400) -> DQN:
-    options = {"buffer_size": size, "learning_starts": 1000, "seed": 0, "device": "cpu"}
-    return silenced(DQN("CnnPolicy", image_env(), replay_buffer_class=replay_buffer_class, **options))
+def model_of(kind: str, ours: bool, **options: Any) -> Any:
+    defaults: dict[str, Any] = {
+        "learning_starts": 10_000,
+        "seed": 0,
+        "device": "cpu",
+        "policy_kwargs": {"net_arch": [4]},
+    }
+    defaults["replay_buffer_class"] = REPLAY[kind][0 if ours else 1]
+    if kind == "plain":
+        return silenced(DQN("CnnPolicy", image_env(), buffer_size=400, **defaults, **options))
+    return silenced(SAC("MultiInputPolicy", reach(size=36), buffer_size=80, **defaults, **options))
 
 
-@pytest.mark.parametrize("n_steps", [120, 500])
-def test_a_model_saves_and_loads_it(tmp_path: Path, n_steps: int) -> None:
-    models, sizes = {}, {}
-    for cls in (CompressedReplayBuffer, ReplayBuffer):
-        models[cls] = model = dqn(cls)
+@pytest.mark.filterwarnings("ignore:The last trajectory in the replay buffer will be truncated")
+@pytest.mark.parametrize(
+    ("kind", "n_steps", "options", "load"),
+    [
+        ("plain", 120, {}, {}),
+        ("plain", 500, {}, {}),
+        ("hindsight", 50, {}, {"truncate_last_traj": False}),
+        ("hindsight", 50, {"copy_info_dict": True}, {"truncate_last_traj": True}),
+        ("hindsight", 120, {}, {"truncate_last_traj": True}),
+    ],
+)
+def test_a_model_saves_and_loads_it(
+    kind: str, n_steps: int, options: dict[str, Any], load: dict[str, Any], tmp_path: Path
+) -> None:
+    loaded, sizes = [], []
+    for ours in (True, False):
+        model = model_of(kind, ours, replay_buffer_kwargs=options)
         model.learn(n_steps)
-        path = tmp_path / f"{cls.__name__}.pkl"
+        path = tmp_path / f"{ours}.pkl"
         model.save_replay_buffer(path)
-        sizes[cls] = path.stat().st_size
+        sizes.append(path.stat().st_size)
         model.replay_buffer = None
-        model.load_replay_buffer(path)
-    ours, theirs = (model.replay_buffer for model in models.values())
-    assert isinstance(ours, CompressedReplayBuffer)
-    assert_same(ours, theirs)
-    assert sizes[CompressedReplayBuffer] < sizes[ReplayBuffer] / 20
-    add_all((ours, theirs), collected(image_env(), 50))
-    assert_same(ours, theirs)
-    loaded = CompressedReplayBuffer.load(tmp_path / "CompressedReplayBuffer", device="cpu")
-    assert loaded.size() == min(n_steps // 2, 200)
-    assert loaded.device == torch.device("cpu")
+        model.load_replay_buffer(path, **load)
+        assert getattr(model.replay_buffer, "env", model.env) is model.env
+        loaded.append(model.replay_buffer)
+    assert type(loaded[0]) is REPLAY[kind][0]
+    assert_same(loaded[0], loaded[1])
+    add_all(loaded, collected(model.env, 50))
+    assert_same(loaded[0], loaded[1])
+    assert sizes[0] < sizes[1] / (20 if kind == "plain" else 1)
+    again = REPLAY[kind][0].load(tmp_path / "True.pkl", device="cpu")
+    assert again.size() == min(n_steps // 2, again.buffer_size)
+    assert again.device == torch.device("cpu")
 
 
 def small_buffer(n_steps: int = 12) -> tuple[CompressedReplayBuffer, ReplayBuffer]:
-    ours, theirs = both(20, SMALL, ACTIONS, 2, codec="patch+lz4", block_length=2)
+    ours, theirs = both("plain", 20, SMALL, ACTIONS, codec="patch+lz4", block_length=2)
     rng = np.random.default_rng(0)
     frames = rng.integers(256, size=(n_steps + 2, 2, 6, 5), dtype=np.uint8)
     for step in range(n_steps):

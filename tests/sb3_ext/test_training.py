@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import ale_py
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch._dynamo  # noqa: F401 - optimizers do it otherwise, which makes a folder in the tests' temporary one
@@ -12,9 +14,9 @@ from sb3_contrib.common.maskable.buffers import MaskableDictRolloutBuffer, Maska
 from sb3_contrib.common.recurrent.buffers import RecurrentDictRolloutBuffer, RecurrentRolloutBuffer
 from stable_baselines3 import A2C, DQN, PPO, SAC, TD3, HerReplayBuffer
 from stable_baselines3.common.buffers import DictReplayBuffer, DictRolloutBuffer, ReplayBuffer, RolloutBuffer
-from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.env_util import make_atari_env, make_vec_env
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
-from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecNormalize
+from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecFrameStack, VecNormalize
 
 from sb3_ext import (
     CompressedDictReplayBuffer,
@@ -29,8 +31,7 @@ from sb3_ext.contrib import (
     CompressedRecurrentDictRolloutBuffer,
     CompressedRecurrentRolloutBuffer,
 )
-from tests.sb3_ext.test_her import reach
-from tests.sb3_ext.toys import check_equal_weights, dict_env, image_env
+from tests.sb3_ext.toys import check_equal_weights, dict_env, image_env, reach
 
 
 class Masked(VecEnvWrapper):
@@ -51,6 +52,11 @@ class Masked(VecEnvWrapper):
         if name == "action_masks":
             return [np.arange(3) != (self._steps + env) % 3 for env in range(self.num_envs)]
         return super().env_method(name, *args, indices=indices, **kwargs)
+
+
+def pong() -> VecEnv:
+    gym.register_envs(ale_py)
+    return VecFrameStack(make_atari_env("PongNoFrameskip-v4", n_envs=2, seed=0), n_stack=4)
 
 
 def pendulum() -> VecEnv:
@@ -75,6 +81,7 @@ CASES: dict[str, tuple[Any, str, Any, Any]] = {
         lambda: reach(size=36),
         (CompressedHerReplayBuffer, HerReplayBuffer),
     ),
+    "DQN of Pong": (DQN, "CnnPolicy", pong, REPLAY),
     "QRDQN of RGB, channels last": (QRDQN, "CnnPolicy", lambda: image_env(3, 2, first=False), REPLAY),
     "TD3 of normalized vectors": (TD3, "MlpPolicy", lambda: VecNormalize(pendulum()), REPLAY),
     "PPO of normalized vectors": (PPO, "MlpPolicy", lambda: VecNormalize(pendulum()), ROLLOUT),
@@ -88,10 +95,14 @@ CASES: dict[str, tuple[Any, str, Any, Any]] = {
 OFF_POLICY = {"buffer_size": 260, "learning_starts": 60, "batch_size": 16, "train_freq": 8}
 
 
-@pytest.mark.sample(quick=4)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_the_same_weights(case: tuple[Any, str, Any, Any]) -> None:
-    algorithm, policy, env, (ours, theirs) = case
+QUICK = ("DQN", "PPO of a dictionary", "MaskablePPO")
+
+
+@pytest.mark.parametrize(
+    "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in CASES if case not in QUICK)]
+)
+def test_the_same_weights(case: str) -> None:
+    algorithm, policy, env, (ours, theirs) = CASES[case]
     small: dict[str, Any] = {"policy_kwargs": {"net_arch": [8]}, "seed": 1, "device": "cpu"}
     if algorithm is RecurrentPPO:
         small["policy_kwargs"]["lstm_hidden_size"] = 8
@@ -115,6 +126,8 @@ def test_the_same_weights(case: tuple[Any, str, Any, Any]) -> None:
 
     model = check_equal_weights(make, ours, theirs, 300 if issubclass(algorithm, OffPolicyAlgorithm) else 64)
     assert algorithm is not MaskablePPO or (model.rollout_buffer.action_masks == 0).any()
+    if env is pong:
+        assert (model.replay_buffer.n_stack, model.replay_buffer.codec) == (4, "patch")
 
 
 def test_the_stack_is_found_once_frames_differ() -> None:

@@ -21,13 +21,13 @@ from rl_ext_core.errors import WorkerError
 from sb3_ext import SharedMemoryVecEnv
 from tests.load import busy
 from tests.sb3_ext.vec_checks import FAST, no_workers
-from tests.sb3_ext.vec_worlds import Counting, fail
+from tests.sb3_ext.vec_worlds import Counting, Failing
 
 ACTIONS = np.zeros(3, np.int64)
-PATIENCE_S = 30  # until something is true on a machine that is busy
+PATIENCE_S = 60  # until something is true on a machine that is busy
 
 
-class WithSimulator(Counting):
+class WithSimulator(Failing):
     """Has started a process, which it ends in ``close``; a file for each says so.
 
     :param folder: of the files
@@ -35,16 +35,10 @@ class WithSimulator(Counting):
     """
 
     def __init__(self, folder: str, how: str = "") -> None:
-        super().__init__()
-        self._how = how
+        super().__init__("step" if how else "", how, after=2)
         self._simulator = subprocess.Popen(["sleep", "600"])
         self._file = Path(folder, str(self._simulator.pid))
         self._file.write_text("runs")
-
-    def step(self, action: int) -> Any:
-        if self._how and self._count == 2:
-            fail(self._how)
-        return super().step(action)
 
     def close(self) -> None:
         self._simulator.kill()
@@ -67,28 +61,19 @@ def until(condition: Callable[[], Any]) -> bool:
     return bool(condition())
 
 
-class WithFork(Counting):
-    """Has forked a process, which holds all that its worker holds.
+class WithFork(Failing):
+    """Has forked a process, which holds all that its worker holds; its worker dies in the third step, if at all."""
 
-    :param how: it fails in its third step
-    """
-
-    def __init__(self, how: str = "") -> None:
-        super().__init__()
-        self._how = how
+    def __init__(self, dies: bool = False) -> None:
+        super().__init__("step" if dies else "", "SIGKILL", after=2)
         if os.fork() == 0:
             time.sleep(600)
             os._exit(0)
 
-    def step(self, action: int) -> Any:
-        if self._how and self._count == 2:
-            fail(self._how)
-        return super().step(action)
-
 
 @pytest.mark.parametrize("options", [{}, {"step_timeout": 100}, {"restart": "truncate"}])
 def test_a_death_shows_while_what_the_worker_has_forked_lives_on(options: dict[str, Any]) -> None:
-    venv = SharedMemoryVecEnv([WithFork, functools.partial(WithFork, "SIGKILL")], FAST, **options)
+    venv = SharedMemoryVecEnv([WithFork, functools.partial(WithFork, True)], FAST, **options)
     venv.reset()
     for _ in range(2):
         venv.step(ACTIONS[:2])
@@ -98,7 +83,7 @@ def test_a_death_shows_while_what_the_worker_has_forked_lives_on(options: dict[s
         with pytest.raises(WorkerError, match="environment 1 of 2"):
             venv.step(ACTIONS[:2])
     venv.close()
-    assert no_workers(PATIENCE_S)
+    assert no_workers()
 
 
 @pytest.mark.sample(ci=4)
@@ -134,7 +119,7 @@ def test_what_is_dropped_is_closed_and_keeps_nothing_open(method: str, options: 
     before, threads = once(dropped=False), threading.active_count()
     assert [once(dropped=True) for _ in range(3)] == [before] * 3
     assert threading.active_count() == threads
-    assert no_workers(PATIENCE_S)
+    assert no_workers()
     assert until(lambda: not simulators(tmp_path))
     assert closed(tmp_path) == 8
 
@@ -166,7 +151,7 @@ def test_close_waits_as_sb3_does(how: str, seconds: float, tmp_path: Path) -> No
         warnings.simplefilter("error")
         venv.close()
     assert (tmp_path / "video").exists()
-    assert no_workers(PATIENCE_S)
+    assert no_workers()
 
 
 def test_an_error_in_close_does_not_cut_the_others_short(tmp_path: Path) -> None:
@@ -192,24 +177,19 @@ def test_the_time_to_close_is_told(how: str, said: str, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=text) as found:
         venv.close()
     assert found[0].filename == __file__
-    assert no_workers(PATIENCE_S)
-
-
-class Hanging(Counting):
-    def step(self, action: int) -> Any:
-        time.sleep(1000)
+    assert no_workers()
 
 
 def test_close_does_not_wait_for_a_step_that_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rl_ext_core.vector.pool.INTERRUPTED_SECONDS", 0.3)
-    venv = SharedMemoryVecEnv([Hanging] * 2, FAST)
+    venv = SharedMemoryVecEnv([lambda: Failing("step", "hang", after=0)] * 2, FAST)
     venv.reset()
     threading.Timer(0.3, lambda: os.kill(os.getpid(), 2)).start()
     with pytest.raises(KeyboardInterrupt):
         venv.step(ACTIONS[:2])
     with pytest.warns(UserWarning, match="environment 0 of 2 was still in step after"):
         venv.close()
-    assert no_workers(PATIENCE_S)
+    assert no_workers()
 
 
 @pytest.mark.sample(quick=0, ci=1)
@@ -226,5 +206,5 @@ def test_no_time_of_ours_is_reached_on_a_busy_machine(method: str, tmp_path: Pat
         assert venv.timings.restarts == 4
         del venv
         gc.collect()
-    assert no_workers(PATIENCE_S)
+    assert no_workers()
     assert closed(tmp_path) == 7

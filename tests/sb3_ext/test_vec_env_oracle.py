@@ -1,4 +1,4 @@
-"""What SubprocVecEnv returns, bit for bit."""
+"""What SubprocVecEnv returns, bit for bit, under wrappers and algorithms too."""
 
 from __future__ import annotations
 
@@ -10,16 +10,32 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stable_baselines3 import PPO
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.logger import KVWriter, Logger
+from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.utils import set_random_seed
-from stable_baselines3.common.vec_env import DummyVecEnv, VecVideoRecorder
+from stable_baselines3.common.vec_env import (
+    DummyVecEnv,
+    VecEnv,
+    VecFrameStack,
+    VecMonitor,
+    VecNormalize,
+    VecTransposeImage,
+    VecVideoRecorder,
+)
 
 from sb3_ext import AutoVecEnv
-from sb3_ext.vec_env import SharedMemoryVecEnv
+from sb3_ext.vec_env import SharedMemoryVecEnv, VecEnvTimings
+from tests.sb3_ext.toys import Sprite, silenced
 from tests.sb3_ext.vec_checks import FAST, action_of, assert_equal, both, rollout
 from tests.sb3_ext.vec_worlds import ACTIONS, OBSERVATIONS, REWARDS, Counting, Drawn, Returning, Reusing
 
@@ -36,30 +52,35 @@ def check(build: Any, steps: int = 25, n_envs: int = 3, n_workers: int | None = 
     return seen
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("n_workers", [1, 2, None])
-@pytest.mark.parametrize("observations", list(OBSERVATIONS))
-def test_observations(observations: str, n_workers: int | None) -> None:
-    seen = check(functools.partial(Drawn, observations), n_workers=n_workers)
+CASES: list[dict[str, Any]] = [
+    *({"observations": name} for name in OBSERVATIONS),
+    *({"actions": name} for name in ACTIONS),
+    *({"rewards": name} for name in REWARDS),
+    *({"rewards": name, "infos": False} for name in REWARDS),
+]
+
+
+QUICK: list[dict[str, Any]] = [
+    {"observations": "Dict"},
+    {"observations": "image"},
+    {"actions": "Tuple"},
+    {"actions": "Box"},
+    {"rewards": "large int"},
+    {"rewards": "int or float", "infos": False},
+]
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES], ids=str
+)
+def test_it_returns_what_subproc_vec_env_returns(case: dict[str, Any]) -> None:
+    for n_workers in (1, 2, None):
+        seen = check(functools.partial(Drawn, **case), n_workers=n_workers)
     dones = np.array([step[2] for step in seen[2:]])
     assert 0 < dones.sum() < dones.size
     infos = [info for step in seen[2:] for info in step[3]]
     assert {info["TimeLimit.truncated"] for info in infos} == {True, False}
     assert any("terminal_observation" in info for info in infos)
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize("n_workers", [2, None])
-@pytest.mark.parametrize("actions", list(ACTIONS))
-def test_actions(actions: str, n_workers: int | None) -> None:
-    check(functools.partial(Drawn, "Box", actions), n_workers=n_workers)
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize("infos", [True, False])
-@pytest.mark.parametrize("rewards", list(REWARDS))
-def test_rewards(rewards: str, infos: bool) -> None:
-    check(functools.partial(Drawn, rewards=rewards, infos=infos), n_workers=2)
 
 
 @pytest.mark.parametrize(
@@ -89,12 +110,13 @@ def test_seeds_and_options_go_to_the_next_reset_only() -> None:
         assert ours.reset_infos == [{"seed": None, "options": None}] * 3
 
 
-def test_the_last_observation_is_right_where_environments_write_to_one_place() -> None:
+@pytest.mark.parametrize("space", ["Box", "Dict"])
+def test_the_last_observation_is_right_where_environments_write_to_one_place(space: str) -> None:
     """SB3's workers pickle it when the reset has overwritten it."""
-    build = functools.partial(Reusing, "Box", infos=False)
+    build = functools.partial(Reusing, space, infos=False)
     actions = [np.zeros(2, np.int64)] * 30
     ours = SharedMemoryVecEnv([build] * 2, FAST, n_workers=1)
-    sane = SharedMemoryVecEnv([functools.partial(Drawn, infos=False)] * 2, FAST)
+    sane = SharedMemoryVecEnv([functools.partial(Drawn, space, infos=False)] * 2, FAST)
     try:
         seen = rollout(ours, actions)
         assert_equal(seen, rollout(sane, actions))
@@ -130,11 +152,8 @@ def test_observations_of_another_dtype_are_those_of_dummy_vec_env(space: Any, ob
     whole, kind = (observation["a"], np.uint8) if isinstance(observation, dict) else (observation, space.dtype)
     fits = kind == np.float32 or np.array_equal(np.asarray(whole).astype(kind), whole)
     said = [str(one.message).partition(", cannot hold")[0] for one in caught if one.category is UserWarning]
-    assert said == ([] if fits else [said_of(space)])
-
-
-def said_of(space: Any) -> str:
-    return f"environment 0 returns observations with values that the dtype of its observation space, {space}"
+    text = f"environment 0 returns observations with values that the dtype of its observation space, {space}"
+    assert said == ([] if fits else [text])
 
 
 @pytest.mark.sample
@@ -161,8 +180,6 @@ class Seeding(Returning):
         super().__init__(spaces.Box(0, 1, (3,), np.float64), None)
 
     def _seen(self) -> Any:
-        import torch
-
         return np.array([np.random.rand(), random.random(), torch.rand((), dtype=torch.float64).item()])
 
 
@@ -216,3 +233,130 @@ composed = st.one_of(
 @given(observations=composed, actions=composed, rewards=st.sampled_from(list(REWARDS)), workers=st.integers(1, 3))
 def test_random_spaces(observations: Any, actions: Any, rewards: str, workers: int) -> None:
     check(functools.partial(Drawn, observations, actions, rewards), steps=8, n_workers=workers)
+
+
+# -- other methods, wrappers around it, and training with it
+
+
+class Marked(gym.Wrapper[Any, Any, Any, Any]):
+    mark = 3
+
+
+def wrapped() -> gym.Env[Any, Any]:
+    return Marked(gym.wrappers.TimeLimit(Monitor(Drawn()), 7))
+
+
+def called(venv: VecEnv) -> list[Any]:
+    """Call all of them."""
+    venv.set_attr("label", "one", indices=1)
+    venv.set_attr("level", [1, 2])
+    venv.seed(1)
+    venv.reset()
+    return [
+        venv.get_attr("label"),
+        venv.get_attr("level", indices=[2, 0]),
+        venv.get_attr("label", indices=-1),
+        venv.get_attr("mark", indices=range(2)),
+        [venv.has_attr(name) for name in ("label", "given", "nothing")],
+        venv.env_method("double", 4, plus=1),
+        venv.env_method("double", 4, indices=[2, 2, 1, -3]),
+        venv.env_method("double", 4, indices=[]),
+        venv.get_attr("action_space"),
+        [venv.env_is_wrapped(kind) for kind in (Monitor, Marked, gym.wrappers.TimeLimit, gym.Wrapper, Drawn)],
+        venv.env_is_wrapped(Marked, indices=0),
+        venv.get_images(),
+        venv.render(),
+        venv.render("rgb_array"),
+        venv.render_mode,
+        venv.metadata,
+        venv.num_envs,
+        venv.unwrapped is venv,
+    ]
+
+
+@pytest.mark.parametrize("n_workers", [1, 2, 3])
+def test_methods(n_workers: int) -> None:
+    with both([wrapped] * 3, n_workers=n_workers) as (ours, theirs):
+        assert_equal(called(ours), called(theirs))
+
+
+def test_environments_that_do_not_render() -> None:
+    with both([functools.partial(Drawn, render_mode=None)] * 2) as (ours, theirs):
+        assert ours.render_mode is theirs.render_mode is None
+        for venv in (ours, theirs):
+            with pytest.warns(UserWarning, match="The render mode is None"):
+                assert venv.get_images() == [None, None]
+
+
+IMAGES = functools.partial(Sprite, 3)
+WRAPPERS: dict[str, tuple[Any, Any]] = {
+    "VecNormalize": (Drawn, VecNormalize),
+    "images": (IMAGES, lambda venv: VecTransposeImage(VecFrameStack(venv, n_stack=3))),
+    "several": (functools.partial(Drawn, "Dict"), lambda venv: VecNormalize(VecMonitor(venv), norm_obs_keys=["z"])),
+}
+
+
+@pytest.mark.parametrize("name", list(WRAPPERS))
+def test_wrappers_of_vectorised_environments(name: str) -> None:
+    build, wrap = WRAPPERS[name]
+    build().action_space.seed(0)
+    with both([build] * 3, n_workers=2) as (ours, theirs):
+        actions = [action_of(ours.action_space, 3) for _ in range(30)]
+        seen, expected = rollout(wrap(ours), actions), rollout(wrap(theirs), actions)
+        for step in (*seen[2:], *expected[2:]):
+            for info in step[3]:
+                info.get("episode", {}).pop("t", None)
+        assert_equal(seen, expected)
+
+
+def cart_pole() -> gym.Env[Any, Any]:
+    return Monitor(gym.make("CartPole-v1"))
+
+
+def weights(venv: VecEnv) -> list[Any]:
+    torch.manual_seed(0)
+    options = {"n_steps": 64, "batch_size": 64, "n_epochs": 2, "seed": 1, "device": "cpu"}
+    model = silenced(PPO("MlpPolicy", venv, **options))
+    model.learn(400)
+    venv.seed(2)
+    score = evaluate_policy(model, venv, n_eval_episodes=4)
+    return [*(value.detach().numpy() for value in model.get_parameters()["policy"].values()), list(score)]
+
+
+def test_training_gives_the_same_weights() -> None:
+    with both([cart_pole] * 3, n_workers=2) as (ours, theirs):
+        assert_equal(weights(ours), weights(theirs))
+
+
+class Written(KVWriter):
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def write(self, key_values: dict[str, Any], key_excluded: Any, step: int = 0) -> None:
+        self.seen.append(dict(key_values))
+
+
+def logged(venv: VecEnv, callback: BaseCallback) -> list[dict[str, Any]]:
+    writer = Written()
+    model = PPO("MlpPolicy", venv, n_steps=16, batch_size=16, n_epochs=1, device="cpu")
+    model.set_logger(Logger(None, [writer]))
+    model.learn(16 * 3 * 3, callback=callback)
+    return writer.seen
+
+
+def test_timings_are_logged() -> None:
+    venv = SharedMemoryVecEnv([cart_pole] * 3, FAST)
+    seen = logged(VecNormalize(venv), VecEnvTimings())
+    timings = venv.timings
+    venv.close()
+    assert [entry["time/env_restarts"] for entry in seen] == [0, 0, 0]
+    assert all(0 < entry["time/env_step"] < 1 for entry in seen)
+    assert {entry["time/env_start"] for entry in seen} == {timings.start_seconds}
+    assert timings.steps == 48
+    assert timings.step_seconds == pytest.approx(np.mean([entry["time/env_step"] for entry in seen]))
+
+
+def test_workers_load_neither_torch_nor_stable_baselines3() -> None:
+    venv = SharedMemoryVecEnv([Drawn] * 2)
+    assert venv.env_method("loaded", ["torch", "stable_baselines3", "sb3_ext", "gymnasium"]) == [["gymnasium"]] * 2
+    venv.close()

@@ -94,11 +94,3 @@ print("well")
 @pytest.mark.parametrize("way", [WAYS[0], *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS[1:])])
 def test_what_the_script_defines_crosses_processes_and_stays_what_it_is(way: str, tmp_path: Path) -> None:
     assert run_as(way, TEXT, tmp_path).strip() == "well"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_other_start_methods(method: str, tmp_path: Path) -> None:
-    # Spawned workers import a script that has no guard: nothing of it runs there but what is needed.
-    text = TEXT.replace("n_workers=1", f"n_workers=1, start_method={method!r}")
-    assert run_as("script", text, tmp_path).strip() == "well"

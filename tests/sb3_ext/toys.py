@@ -8,11 +8,15 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
-from stable_baselines3.common.buffers import ReplayBuffer
+from sb3_contrib.common.maskable import buffers as maskable
+from sb3_contrib.common.recurrent import buffers as recurrent
+from stable_baselines3 import HerReplayBuffer
+from stable_baselines3.common import buffers
 from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack, VecTransposeImage
 
-from sb3_ext import CompressedReplayBuffer
+import sb3_ext
+from sb3_ext import contrib
 
 
 class Sprite(gym.Env[np.ndarray, int]):
@@ -95,6 +99,53 @@ def dict_env(
     return VecTransposeImage(venv) if first else venv
 
 
+class Reach(gym.Env[dict[str, np.ndarray], np.ndarray]):
+    """A point that is to reach a goal, seen as an image, or as noise. The goal is a place, or an image of it."""
+
+    def __init__(self, size: int = 12, *, image_goal: bool = False, still: bool = True, length: int = 9) -> None:
+        image = spaces.Box(0, 255, (1, size, size), np.uint8)
+        goal = image if image_goal else spaces.Box(0, size, (2,), np.float32)
+        self.observation_space = spaces.Dict(observation=image, achieved_goal=goal, desired_goal=goal)
+        self.action_space = spaces.Box(-1, 1, (2,), np.float32)
+        self._size, self._image_goal, self._still, self._length = size, image_goal, still, length
+
+    def _drawn(self, place: np.ndarray) -> np.ndarray:
+        if not self._still:
+            return self.np_random.integers(256, size=(1, self._size, self._size), dtype=np.uint8)
+        image = np.zeros((1, self._size, self._size), np.uint8)
+        row, column = place.astype(int)
+        image[0, row : row + 2, column : column + 2] = 255
+        return image
+
+    def _seen(self) -> dict[str, np.ndarray]:
+        goals = [self._drawn(place) if self._image_goal else place.copy() for place in (self._place, self._goal)]
+        return {"observation": self._drawn(self._place), "achieved_goal": goals[0], "desired_goal": goals[1]}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict[str, np.ndarray], dict]:
+        super().reset(seed=seed)
+        self._place, self._goal = self.np_random.uniform(0, self._size - 2, (2, 2)).astype(np.float32)
+        self._steps = 0
+        return self._seen(), {}
+
+    def step(self, action: np.ndarray) -> tuple[dict[str, np.ndarray], float, bool, bool, dict]:
+        self._place = np.clip(self._place + action, 0, self._size - 2).astype(np.float32)
+        self._steps += 1
+        seen = self._seen()
+        reward = float(self.compute_reward(seen["achieved_goal"][None], seen["desired_goal"][None], [{}])[0])
+        ends = self._length < 10 and self.np_random.random() < 0.05
+        return seen, reward, bool(ends), self._steps >= self._length, {"step": self._steps}
+
+    def compute_reward(self, achieved: np.ndarray, desired: np.ndarray, infos: Any) -> np.ndarray:
+        apart = np.abs(achieved.astype(float) - desired.astype(float)).reshape(len(achieved), -1).mean(axis=1)
+        return -apart + sum(info.get("step", 0) for info in infos)
+
+
+def reach(n_envs: int = 2, **options: Any) -> VecEnv:
+    venv = DummyVecEnv([lambda: Reach(**options) for _ in range(n_envs)])
+    venv.seed(0)
+    return venv
+
+
 Transition = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, list[dict[str, Any]]]
 
 
@@ -127,46 +178,69 @@ def collected(venv: VecEnv, n_steps: int, *, seed: int = 0) -> list[Transition]:
     return found
 
 
-def add_all(buffers: Iterable[Any], transitions: Iterable[Transition]) -> None:
+def add_all(targets: Iterable[Any], transitions: Iterable[Transition]) -> None:
     """Add the same transitions to several buffers."""
     for transition in transitions:
-        for buffer in buffers:
-            buffer.add(*transition)
+        for buffer in targets:
+            obs, next_obs, *rest = transition
+            if isinstance(obs, dict):  # SB3 reshapes what is in the dictionary
+                obs, next_obs = dict(obs), dict(next_obs)
+            buffer.add(obs, next_obs, *rest)
 
 
-def random_observations(space: spaces.Space[Any], n_envs: int, n_steps: int) -> list[Any]:
+def drawn(space: spaces.Space[Any], n_envs: int) -> Any:
     """Samples of the space, as a vectorised environment gives them."""
-    space.seed(0)
     if isinstance(space, spaces.Dict):
-        parts = {key: random_observations(part, n_envs, n_steps) for key, part in space.spaces.items()}
-        return [{key: part[step] for key, part in parts.items()} for step in range(n_steps)]
-    return [np.stack([np.asarray(space.sample()) for _ in range(n_envs)]) for _ in range(n_steps)]
+        return {key: drawn(part, n_envs) for key, part in space.spaces.items()}
+    return np.stack([np.asarray(space.sample()) for _ in range(n_envs)])
 
 
-def random_transitions(
-    observation_space: spaces.Space[Any], action_space: spaces.Space[Any], n_envs: int, n_steps: int
-) -> list[Transition]:
+def random_transitions(space: spaces.Space[Any], actions: spaces.Space[Any], n_envs: int, n_steps: int) -> list[Any]:
     """Samples of the spaces, with ends of all kinds."""
-    observation_space.seed(0)
-    action_space.seed(0)
+    space.seed(0)
+    actions.seed(0)
     rng = np.random.default_rng(0)
     found: list[Transition] = []
     for _ in range(n_steps):
-        before, after = (np.stack([np.asarray(observation_space.sample()) for _ in range(n_envs)]) for _ in range(2))
-        action = np.stack([np.asarray(action_space.sample()) for _ in range(n_envs)])
+        before, after, action = drawn(space, n_envs), drawn(space, n_envs), drawn(actions, n_envs)
         done = rng.random(n_envs) < 0.3
         infos = [{"TimeLimit.truncated": bool(end and rng.random() < 0.5)} for end in done]
         found.append((before, after, action, rng.standard_normal(n_envs), done, infos))
     return found
 
 
-def both(
-    size: int, observation_space: spaces.Space[Any], action_space: spaces.Space[Any], n_envs: int, **options: Any
-) -> tuple[CompressedReplayBuffer, ReplayBuffer]:
-    """Our buffer and SB3's. Options that SB3's does not know go to ours alone."""
-    theirs = {name: options[name] for name in ("handle_timeout_termination",) if name in options}
-    ours = CompressedReplayBuffer(size, observation_space, action_space, "cpu", n_envs, **options)
-    return ours, ReplayBuffer(size, observation_space, action_space, "cpu", n_envs, **theirs)
+REPLAY: dict[str, tuple[Any, Any]] = {
+    "plain": (sb3_ext.CompressedReplayBuffer, buffers.ReplayBuffer),
+    "dict": (sb3_ext.CompressedDictReplayBuffer, buffers.DictReplayBuffer),
+    "n-step": (sb3_ext.CompressedNStepReplayBuffer, buffers.NStepReplayBuffer),
+    "hindsight": (sb3_ext.CompressedHerReplayBuffer, HerReplayBuffer),
+}
+ROLLOUT: dict[str, tuple[Any, Any]] = {
+    "plain": (sb3_ext.CompressedRolloutBuffer, buffers.RolloutBuffer),
+    "dict": (sb3_ext.CompressedDictRolloutBuffer, buffers.DictRolloutBuffer),
+    "maskable": (contrib.CompressedMaskableRolloutBuffer, maskable.MaskableRolloutBuffer),
+    "maskable dict": (contrib.CompressedMaskableDictRolloutBuffer, maskable.MaskableDictRolloutBuffer),
+    "recurrent": (contrib.CompressedRecurrentRolloutBuffer, recurrent.RecurrentRolloutBuffer),
+    "recurrent dict": (contrib.CompressedRecurrentDictRolloutBuffer, recurrent.RecurrentDictRolloutBuffer),
+}
+_OURS_ALONE = ("codec", "n_stack", "block_length", "num_threads", "max_bytes", "storage_dir", "max_error", "quality")
+
+
+def both(kind: str, size: int, space: Any, actions: Any, n_envs: int = 2, **options: Any) -> tuple[Any, Any]:
+    """Our replay buffer and SB3's. Options that SB3's does not know go to ours alone."""
+    theirs = {name: value for name, value in options.items() if name not in _OURS_ALONE}
+    more = {"device": "cpu", "n_envs": n_envs}
+    return (
+        REPLAY[kind][0](size, space, actions, **options, **more),
+        REPLAY[kind][1](size, space, actions, **theirs, **more),
+    )
+
+
+def for_envs(kind: str, rows: int, venv: VecEnv, **options: Any) -> tuple[Any, Any]:
+    """Likewise, for these environments."""
+    if kind == "hindsight":
+        options["env"] = venv
+    return both(kind, rows * venv.num_envs, venv.observation_space, venv.action_space, venv.num_envs, **options)
 
 
 def silenced(model: Any) -> Any:
@@ -182,7 +256,7 @@ def with_state(call: Callable[[], Any], seed: int) -> tuple[Any, Any]:
     return result, np.random.get_state()
 
 
-def assert_same(ours: CompressedReplayBuffer, theirs: ReplayBuffer, batch_size: int = 40, env: Any = None) -> None:
+def assert_same(ours: Any, theirs: Any, batch_size: int = 40, env: Any = None) -> None:
     """Equal sizes, and equal bits of samples and of the generator."""
     for name in ("pos", "full", "buffer_size", "n_envs", "obs_shape", "action_dim", "device"):
         assert getattr(ours, name) == getattr(theirs, name), name
@@ -191,7 +265,9 @@ def assert_same(ours: CompressedReplayBuffer, theirs: ReplayBuffer, batch_size: 
         left, right = getattr(ours, name), getattr(theirs, name)
         assert (left.dtype, left.shape) == (right.dtype, right.shape), name
         np.testing.assert_array_equal(left[: ours.size()], right[: ours.size()], name)
-    if not ours.size():
+    for name in ("ep_start", "ep_length", "_current_ep_start"):
+        np.testing.assert_array_equal(getattr(ours, name, ()), getattr(theirs, name, ()))
+    if not ours.size() or not np.any(getattr(theirs, "ep_length", 1)):
         return
     for seed in range(3):
         left, left_state = with_state(lambda: ours.sample(batch_size, env=env), seed)

@@ -28,8 +28,8 @@ def workers() -> list[psutil.Process]:
     return [child for child in found if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
 
 
-def no_workers(grace_s: float = 0.5) -> bool:
-    """Whether there is none, after a moment."""
+def no_workers(grace_s: float = 60) -> bool:
+    """Whether there is none, or will be none soon."""
     end = time.monotonic() + grace_s
     while workers() and time.monotonic() < end:
         time.sleep(0.01)
@@ -87,7 +87,10 @@ def assert_equal(ours: Any, theirs: Any, where: str = "") -> None:
     elif isinstance(theirs, np.ndarray):
         assert isinstance(ours, np.ndarray), where
         assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), where
-        assert ours.tobytes() == theirs.tobytes(), where
+        if theirs.dtype == object:
+            assert_equal(ours.tolist(), theirs.tolist(), where)
+        else:
+            assert ours.tobytes() == theirs.tobytes(), where
     else:
         assert type(ours) is type(theirs), where
         assert ours == theirs or (ours != ours and theirs != theirs), where

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import itertools
 import os
@@ -148,9 +149,14 @@ class Reusing(Drawn):
 
     def _drawn(self) -> Any:
         drawn = super()._drawn()
-        self._place = getattr(self, "_place", np.empty_like(drawn))
-        self._place[...] = drawn
-        return self._place
+        parts = drawn if isinstance(drawn, dict) else {"": drawn}
+        place = self.__dict__.setdefault("_place", copy.deepcopy(parts))
+        for key, part in parts.items():
+            if isinstance(part, np.ndarray):
+                place[key][...] = part
+            else:
+                place[key] = part
+        return place if isinstance(drawn, dict) else place[""]
 
 
 class Counting(gym.Env[np.ndarray, int]):
@@ -173,6 +179,9 @@ class Counting(gym.Env[np.ndarray, int]):
     def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self._count += 1
         return self._seen(), 1.0, self._count == 10, False, {}
+
+    def pid(self) -> int:
+        return os.getpid()
 
 
 def hang_in_c() -> None:
@@ -261,49 +270,35 @@ class FailingOften(Counting):
         return super().step(action)
 
 
-class FailingOnce(Counting):
-    """Fails in its first reset, and where that was done before, works."""
+class FailingOnce(Failing):
+    """Fails the first time, and where that was done before, works."""
 
     def __init__(self, mark: str, when: str) -> None:
-        super().__init__()
-        self._mark, self._when = Path(mark), when
+        self._mark = Path(mark)
+        super().__init__(when, "SIGSEGV", after=0)
 
     def _fail_at(self, when: str) -> None:
         if self._when == when and not self._mark.exists():
             self._mark.touch()
-            fail("SIGSEGV")
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        self._fail_at("reset")
-        return super().reset(seed=seed, options=options)
-
-    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self._fail_at("step")
-        return super().step(action)
+            fail(self._how)
 
 
 class Returning(Counting):
-    """Returns what it is given, as an observation or in an information."""
+    """Returns the observation that it is given."""
 
-    def __init__(self, space: spaces.Space[Any], observation: Any, info: dict[str, Any] | None = None) -> None:
+    def __init__(self, space: spaces.Space[Any], observation: Any) -> None:
         super().__init__()
-        self.observation_space = space
-        self._observation, self._info = observation, info or {}
+        self.observation_space, self._observation = space, observation
 
     def _seen(self) -> Any:
         return self._observation
 
-    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        observation, reward, terminated, truncated, _ = super().step(action)
-        return observation, reward, terminated, truncated, dict(self._info)
-
 
 class Unpicklable(Counting):
-    """Has an information that does not pickle, from some step on."""
+    """Has an information that does not pickle."""
 
     def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        observation, reward, terminated, truncated, _ = super().step(action)
-        return observation, reward, terminated, truncated, {"fine": 1, "lock": threading.Lock()}
+        return (*super().step(action)[:4], {"fine": 1, "lock": threading.Lock()})
 
 
 class Bounded(gym.Wrapper[Any, Any, Any, Any]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import operator
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from rl_ext_core.factory import EnvFactory, as_factory
 from rl_ext_core.frames.planning import parse_bytes
 from rl_ext_core.isolation.cures import CURES
 
-__all__ = ["at_least_one", "check_env_fns", "check_options", "factories_of"]
+__all__ = ["Options", "at_least_one", "check_env_fns", "factories_of"]
 
 
 def _like(value: Any) -> str:
@@ -49,42 +50,56 @@ def check_env_fns(env_fns: Any) -> None:
         raise InvalidArgumentError("env_fns is empty; expected a function for each environment. Write [make_env] * 4")
 
 
-def check_options(
-    *,
-    start_method: Any = None,
-    n_workers: Any = None,
-    start_timeout: Any = None,
-    step_timeout: Any = None,
-    close_timeout: Any = None,
-    restart: Any = None,
-    max_restarts: Any = 0,
-    cure: Any = None,
-) -> None:
-    """Check what can be checked before a process is started.
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What callers say of workers, checked before a process is started.
 
+    :ivar start_method: of processes; None: the default
+    :ivar n_workers: how many share the environments; None: one each
+    :ivar start_timeout: seconds until all environments must be built
+    :ivar step_timeout: seconds until workers must have answered any command
+    :ivar close_timeout: seconds until workers must have closed their environments and ended
+    :ivar restart: "truncate": workers that have failed are replaced
+    :ivar max_restarts: how many times
+    :ivar cure: see :func:`rl_ext_core.isolation.apply_cure`
     :raises InvalidArgumentError: an option with another value
     """
-    methods = multiprocessing.get_all_start_methods()
-    if start_method is not None and start_method not in methods:
-        raise InvalidArgumentError(
-            f"start_method={start_method!r}: cannot find context for {start_method!r}, for here processes are started "
-            f"by one of {', '.join(methods)}. "
-            f'Write start_method="{methods[0]}", or leave it out'
-        )
-    if n_workers is not None and not _is_count(n_workers, 1):
-        raise InvalidArgumentError(f"n_workers={n_workers!r} is not a number of processes; expected 1 or more, or None")
-    limits = {"start_timeout": start_timeout, "step_timeout": step_timeout, "close_timeout": close_timeout}
-    for name, seconds in limits.items():
-        if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
+
+    start_method: str | None = None
+    n_workers: int | None = None
+    start_timeout: float | None = None
+    step_timeout: float | None = None
+    close_timeout: float | None = None
+    restart: str | None = None
+    max_restarts: int = 0
+    cure: str | None = None
+
+    def __post_init__(self) -> None:
+        methods = multiprocessing.get_all_start_methods()
+        if self.start_method is not None and self.start_method not in methods:
             raise InvalidArgumentError(
-                f"{name}={seconds!r} is no time; expected seconds above 0, or None for no limit. Write {name}=60"
+                f"start_method={self.start_method!r}: cannot find context for {self.start_method!r}, for here "
+                f"processes are started by one of {', '.join(methods)}. "
+                f'Write start_method="{methods[0]}", or leave it out'
             )
-    if restart not in (None, "truncate"):
-        raise InvalidArgumentError(f'restart={restart!r} is neither "truncate" nor None. Write restart="truncate"')
-    if not _is_count(max_restarts, 0):
-        raise InvalidArgumentError(f"max_restarts={max_restarts!r} is no number; expected 0 or more")
-    if cure is not None and cure not in CURES:
-        raise InvalidArgumentError(f"cure={cure!r} is not known; expected one of {', '.join(CURES)}, or None")
+        if self.n_workers is not None and not _is_count(self.n_workers, 1):
+            raise InvalidArgumentError(
+                f"n_workers={self.n_workers!r} is not a number of processes; expected 1 or more, or None"
+            )
+        for name in ("start_timeout", "step_timeout", "close_timeout"):
+            seconds = getattr(self, name)
+            if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
+                raise InvalidArgumentError(
+                    f"{name}={seconds!r} is no time; expected seconds above 0, or None for no limit. Write {name}=60"
+                )
+        if self.restart not in (None, "truncate"):
+            raise InvalidArgumentError(
+                f'restart={self.restart!r} is neither "truncate" nor None. Write restart="truncate"'
+            )
+        if not _is_count(self.max_restarts, 0):
+            raise InvalidArgumentError(f"max_restarts={self.max_restarts!r} is no number; expected 0 or more")
+        if self.cure is not None and self.cure not in CURES:
+            raise InvalidArgumentError(f"cure={self.cure!r} is not known; expected one of {', '.join(CURES)}, or None")
 
 
 def _is_count(value: Any, least: int) -> bool:

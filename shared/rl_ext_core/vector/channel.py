@@ -202,7 +202,6 @@ class WorkerHandle:
     :param number: of the worker
     :param first: number of its first environment
     :param last: one past that of its last
-    :param spin: how this process waits for it; None: without spinning
 
     :ivar process: that it is now
     :ivar watch: over this process; of all together where they fail together; None: there is no process
@@ -211,7 +210,7 @@ class WorkerHandle:
     :ivar lost: the failure of the process that is to be replaced; None once that is done
     """
 
-    def __init__(self, number: int, first: int, last: int, spin: Spin | None = None) -> None:
+    def __init__(self, number: int, first: int, last: int) -> None:
         self.number, self.first, self.last = number, first, last
         self.process: Any = None
         self.watch: Watch | None = None
@@ -219,14 +218,16 @@ class WorkerHandle:
         self.answer: Any = None
         self.lost: WorkerError | None = None
         self.ends: tuple[Any, ...] = ()
-        self._spin = spin
+        self._spin: Spin | None = None
         self._mail: Memory | None = None
         self.cells = cells_of(bytearray(CELL_BYTES), 0)
         self._read = self._told = 0
 
-    def connect(self, process: Any, commands: Any, replies: Any, own_reply: Any, mail: Memory, cells: Any) -> None:
-        """Take a process that has started; its first answer is awaited."""
-        self.cells, self._read, self._told, self._mail = cells, 0, cells[Cell.TOLD], mail
+    def connect(
+        self, process: Any, commands: Any, replies: Any, own_reply: Any, mail: Memory, cells: Any, spin: Spin | None
+    ) -> None:
+        """Take a process that has started; its first answer is awaited, which may begin with spinning."""
+        self.cells, self._read, self._told, self._mail, self._spin = cells, 0, cells[Cell.TOLD], mail, spin
         self._commands, self.replies, self._own_reply = commands.fileno(), replies.fileno(), own_reply.fileno()
         self.process, self.ends = process, (commands, replies, own_reply)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidTypeError
 
-__all__ = ["EpisodeMonitor", "call", "checked", "make", "monitored", "seeded"]
+__all__ = ["CALLS", "EpisodeMonitor", "checked", "make", "monitored", "seeded"]
 
 
 def make(spec: Any, env_kwargs: dict[str, Any]) -> Any:
@@ -106,36 +107,39 @@ class EpisodeMonitor(gymnasium.Wrapper[Any, Any, Any, Any]):
         return self.episode_times
 
 
-def call(env: Any, name: str, data: Any) -> Any:
-    """Do what a method of ``VecEnv`` or ``VectorEnv`` does to one of its environments, beside steps and resets."""
-    if name == "render":
-        return env.render()
-    if name == "env_method":
-        method, args, kwargs = data
-        return env.get_wrapper_attr(method)(*args, **kwargs)
-    if name == "get_attr":
-        return env.get_wrapper_attr(data)
-    if name == "has_attr":
-        try:
-            env.get_wrapper_attr(data)
-        except AttributeError:
-            return False
-        return True
-    if name == "set_attr":
-        return setattr(env, *data)
-    if name == "call":
-        attribute, args, kwargs = data
-        found = env.get_wrapper_attr(attribute)
-        return found(*args, **kwargs) if callable(found) else found
-    if name == "set_wrapper_attr":
-        return env.set_wrapper_attr(*data)
-    if name == "env_is_wrapped":
-        while isinstance(env, gymnasium.Wrapper):
-            if _is(env, data):
-                return True
-            env = env.env
+def _called(env: Any, data: Any) -> Any:
+    name, args, kwargs = data
+    found = env.get_wrapper_attr(name)
+    return found(*args, **kwargs) if callable(found) else found
+
+
+def _has(env: Any, name: str) -> bool:
+    try:
+        env.get_wrapper_attr(name)
+    except AttributeError:
         return False
-    raise NotImplementedError(name)
+    return True
+
+
+def _is_wrapped(env: Any, name: tuple[str, str]) -> bool:
+    while isinstance(env, gymnasium.Wrapper):
+        if _is(env, name):
+            return True
+        env = env.env
+    return False
+
+
+# What methods of ``VecEnv`` and ``VectorEnv`` do to one of their environments, beside steps and resets.
+CALLS: dict[str, Callable[[Any, Any], Any]] = {
+    "render": lambda env, _: env.render(),
+    "env_method": lambda env, data: env.get_wrapper_attr(data[0])(*data[1], **data[2]),
+    "get_attr": lambda env, name: env.get_wrapper_attr(name),
+    "has_attr": _has,
+    "set_attr": lambda env, data: setattr(env, *data),
+    "env_is_wrapped": _is_wrapped,
+    "call": _called,
+    "set_wrapper_attr": lambda env, data: env.set_wrapper_attr(*data),
+}
 
 
 def _is(layer: Any, name: tuple[str, str]) -> bool:

@@ -22,6 +22,7 @@ from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core.devices import READ_AT_IMPORT
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
 from rl_ext_core.vector import channel
+from rl_ext_core.vector.arguments import Options, check_env_fns, factories_of
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.channel import Cell, Memory, Raised, Spin, WorkerHandle
 from rl_ext_core.vector.layout import Layout, common_spaces
@@ -30,9 +31,7 @@ from rl_ext_core.vector.worker import CHANGED, IDLE_IN, PHASES, TRUNCATED, Entry
 if TYPE_CHECKING:
     import numpy as np
 
-    from rl_ext_core.factory import EnvFactory
-
-__all__ = ["INTERRUPTED_SECONDS", "Pool", "Timings", "WorkerPool", "shares"]
+__all__ = ["INTERRUPTED_SECONDS", "Pool", "Timings", "WorkerPool"]
 
 _log = logging.getLogger("rl_ext_core.vector")
 
@@ -73,9 +72,12 @@ class Timings:
 class WorkerPool:
     """What pools of processes and of Ray's actors have in common.
 
-    :param workers: each with its numbers of environments, ``first`` and ``last``, and the ``answer`` that it has given
-    :param step_timeout: seconds until workers must have answered any command
-    :param close_timeout: seconds until workers must have closed their environments and ended
+    :param env_fns: build the environments
+    :param new_worker: makes a worker of its number and those of its first environment and of the one behind its last,
+        which it has as ``number``, ``first`` and ``last``, beside the ``answer`` that it has given
+    :raises WorkerError: an environment cannot be built
+    :raises EnvironmentOutputError: their spaces differ
+    :raises InvalidArgumentError: their observations are not arrays of fixed shape
 
     :ivar worker_of: the worker of each environment
     :ivar seeds: of each environment's last reset
@@ -89,23 +91,63 @@ class WorkerPool:
     spaces: Any
     layout: Layout
 
-    def __init__(self, workers: Sequence[Any], step_timeout: float | None, close_timeout: float | None) -> None:
-        self.workers, self._step_timeout, self._close_timeout = workers, step_timeout, close_timeout
-        self.worker_of = [worker for worker in workers for _ in range(worker.first, worker.last)]
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[[], Any]],
+        options: Options,
+        new_worker: Callable[[int, int, int], Any],
+    ) -> None:
+        check_env_fns(env_fns)
+        self._factories, self._options, self._close_timeout = factories_of(env_fns), options, options.close_timeout
+        self._begin = time.perf_counter()
+        self.workers = [
+            new_worker(number, *ends) for number, ends in enumerate(shares(len(env_fns), options.n_workers))
+        ]
+        self.worker_of = [worker for worker in self.workers for _ in range(worker.first, worker.last)]
         self.seeds: list[int | None] = [None] * len(self.worker_of)
         self.arrays: dict[str, np.ndarray[Any, Any]] = {}
         self.timings = Timings()
         self.began = 0.0
         self._called: list[int] = []
-        self._begin = time.perf_counter()
         self._failure: WorkerError | None = None
         self._interrupted = self._ended = self._changes_told = False
+        self._unsettled = False  # until all answers to what was begun were read; Ctrl-C leaves it so
+
+    def _start(self, *, after: int = 0) -> None:
+        """Have the environments built, and agree on where arrays lie: so many bytes after the beginning of a block."""
+        limit = self._options.start_timeout
+        try:
+            self._build()
+            self.wait(limit, failing=True)
+            self.spaces = common_spaces([spaces for worker in self.workers for spaces in worker.answer])
+            self.layout = Layout.of(len(self.worker_of), *self.spaces, after=after)
+            self._map(self.layout.arrays(self._block()))
+            for worker in self.workers:
+                self.send(worker, "map", self._layout_of(worker))
+            self.wait(limit, failing=True)
+        except BaseException:
+            self.end()
+            raise
+        self.timings.start_seconds = time.perf_counter() - self._begin
+
+    def _build(self) -> None:
+        """Have workers begin to build their environments."""
+        raise NotImplementedError
+
+    def _block(self) -> Any:
+        """Return the memory for the arrays."""
+        raise NotImplementedError
+
+    def _layout_of(self, worker: Any) -> Layout:
+        """Return the layout that a worker has its arrays in."""
+        return self.layout
 
     def send(self, worker: Any, name: str, data: Any) -> None:
         """Give a worker a command; that it is gone shows where its answer is waited for.
 
         :raises Exception: the data cannot be pickled
         """
+        self._unsettled = True
         worker.send(name, data)
 
     def step(self) -> None:
@@ -118,10 +160,6 @@ class WorkerPool:
         self._observations = [arrays[f"observation {index}"] for index in range(len(self.layout.paths))]
         self._flags, self._kinds = arrays["flags"].data, arrays["reward kind"].data
         self._zeros = bytes(len(self.worker_of))
-
-    def started(self) -> None:
-        """Note how long the start has taken."""
-        self.timings.start_seconds = time.perf_counter() - self._begin
 
     def begin_step(self, actions: Any, each: Callable[[Any], Sequence[Any]] = list) -> None:
         """Have all environments begin a step.
@@ -174,8 +212,6 @@ class WorkerPool:
         :param to_reset: which of the two
         :raises WorkerError: it has failed, and there is no other
         """
-        if isinstance(worker.answer, WorkerError):
-            raise worker.answer
         return worker.answer
 
     def entries(self, *, to_reset: bool = False) -> list[tuple[int, Entry]]:
@@ -216,18 +252,38 @@ class WorkerPool:
         :param failing: raise such an answer
         :raises WorkerError: a worker has failed
         """
+        try:
+            self._receive(timeout)
+        except KeyboardInterrupt:
+            self._interrupted = True
+            raise
+        self._unsettled = False
+        if failing:
+            for worker in self.workers:
+                if isinstance(worker.answer, WorkerError):
+                    raise worker.answer
+
+    def _receive(self, timeout: float | None) -> None:
+        """Receive all answers that workers owe."""
         raise NotImplementedError
 
     def wait_for_step(self, *, failing: bool = False) -> None:
         """Wait for all answers, as long as a step may take: see :meth:`wait`."""
-        self.wait(self._step_timeout, failing=failing)
+        self.wait(self._options.step_timeout, failing=failing)
 
     def settle(self) -> None:
         """Get ready for a command: drop answers that were not read because the reading was interrupted.
 
         :raises WorkerError: the workers were ended because of it
         """
-        raise NotImplementedError
+        self.raise_failure()
+        if self._unsettled:
+            self._find_out()
+            self.wait_for_step()
+            self._interrupted = False
+
+    def _find_out(self) -> None:
+        """Find out what was done of commands that were interrupted."""
 
     def raise_failure(self) -> None:
         """Raise what has ended the workers.
@@ -243,7 +299,7 @@ class WorkerPool:
         return self.results()
 
     def begin_call(self, environments: Sequence[int], name: str, arguments: Sequence[Any]) -> None:
-        """Have something done with environments: see :func:`rl_ext_core.vector.environments.call`.
+        """Have something done with environments: see ``CALLS`` of :mod:`rl_ext_core.vector.environments`.
 
         :param environments: their numbers
         :param arguments: one for each
@@ -298,6 +354,10 @@ class WorkerPool:
 
     def end(self, failure: WorkerError | None = None) -> None:
         """End the workers without further ado; done again if it was interrupted."""
+        self._ended, self._failure = True, self._failure or failure
+        self._end_workers()
+
+    def _end_workers(self) -> None:
         raise NotImplementedError
 
     def _failed(self, worker: Any, environment: int, phase: str, what: str, **more: Any) -> WorkerError:
@@ -334,62 +394,35 @@ class WorkerPool:
 
 
 class Pool(WorkerPool):
-    """Processes that hold environments and share one block of memory with this one.
-
-    :raises WorkerError: an environment cannot be built
-    :raises EnvironmentOutputError: their spaces differ
-    :raises InvalidArgumentError: their observations are not arrays of fixed shape
-    """
+    """Processes that hold environments and share one block of memory with this one: see :class:`WorkerPool`."""
 
     def __init__(
         self,
-        factories: Sequence[EnvFactory[Any]],
+        env_fns: Sequence[Callable[[], Any]],
+        options: Options,
         *,
-        num_workers: int,
-        start_method: str | None = None,
-        start_timeout: float | None = None,
-        step_timeout: float | None = None,
-        close_timeout: float | None = None,
-        max_restarts: int | None = None,
-        cure: str | None = None,
         autoreset: Autoreset = Autoreset.SAME_STEP,
     ) -> None:
-        self._spins = channel.worth_spinning(num_workers)
-        workers = [
-            WorkerHandle(number, *ends, Spin(Spin.FOR_ANSWERS) if self._spins else None)
-            for number, ends in enumerate(shares(len(factories), num_workers))
-        ]
-        super().__init__(workers, step_timeout, close_timeout)
-        self._factories, self._start_method, self._cure, self._autoreset = factories, start_method, cure, autoreset
-        self._apart = max_restarts is not None
-        self._restarts = None if max_restarts is None else Restarts(max_restarts)
-        self._start_timeout, self._last_first = start_timeout, workers[::-1]
-        self._unsettled = False  # until all answers to what was begun were read; Ctrl-C leaves it so
-        cell_bytes = channel.CELL_BYTES * num_workers
+        super().__init__(env_fns, options, WorkerHandle)
+        self._autoreset, self._apart, self._last_first = autoreset, options.restart is not None, self.workers[::-1]
+        self._last: list[np.ndarray[Any, Any]] = []  # observations that were returned, where workers are replaced
+        self._spins = channel.worth_spinning(len(self.workers))
+        cell_bytes = channel.CELL_BYTES * len(self.workers)
         self._memory = Memory(cell_bytes)
         self._cells = self._memory.map(cell_bytes)
         # Folders of the workers' own.
-        self._scratch = None if cure is None else tempfile.TemporaryDirectory(prefix="rl-ext-")
+        self._scratch = None if options.cure is None else tempfile.TemporaryDirectory(prefix="rl-ext-")
         # Not by a method: whoever drops this object ends the workers.
         self._end = weakref.finalize(self, _end, self.workers, self._memory, self._scratch)
         self._end.atexit = False
-        try:
-            self._start(cell_bytes)
-            self.started()
-        except BaseException:
-            self.end()
-            raise
+        self._start(after=cell_bytes)
 
-    def _start(self, cell_bytes: int) -> None:
+    def _build(self) -> None:
         self._launch(self.workers)
-        self.wait(self._start_timeout, failing=True)
-        self.spaces = common_spaces([spaces for worker in self.workers for spaces in worker.answer])
-        self.layout = Layout.of(len(self.worker_of), *self.spaces, after=cell_bytes)
+
+    def _block(self) -> Any:
         self._memory.grow(self.layout.size)
-        self._map(self.layout.arrays(self._memory.map(self.layout.size)))
-        for worker in self.workers:
-            self.send(worker, "map", self.layout)
-        self.wait(self._start_timeout, failing=True)
+        return self._memory.map(self.layout.size)
 
     @uninterrupted
     def _launch(self, workers: Sequence[WorkerHandle]) -> None:
@@ -400,7 +433,7 @@ class Pool(WorkerPool):
             {} if decision is None else decision.variables for decision in decisions
         ]
         context = processes.get_context(
-            self._start_method, preload=tuple(preload), environs=environs, import_time=READ_AT_IMPORT
+            self._options.start_method, preload=tuple(preload), environs=environs, import_time=READ_AT_IMPORT
         )
         started: list[Any] = []
         try:
@@ -440,20 +473,16 @@ class Pool(WorkerPool):
             foreign = [end for other in self.workers for end in other.ends] + [commands, replies] if forked else []
             factories = [factory.again(worker.attempt) for factory in self._factories[worker.first : worker.last]]
             cure = None
-            if self._cure is not None and self._scratch is not None:
-                cure = self._cure, Path(self._scratch.name, f"{worker.number}-{worker.attempt}")
+            if self._options.cure is not None and self._scratch is not None:
+                cure = self._options.cure, Path(self._scratch.name, f"{worker.number}-{worker.attempt}")
                 cure[1].mkdir()
             args = (command_reader, reply_writer, self._memory, mail, worker.number, worker.first, factories)
             process = context.Process(target=main, args=(*args, foreign, self._spins, cure, self._autoreset))
             process.start()
-            worker.connect(process, commands, replies, reply_writer, mail, cells)
+            spin = Spin(Spin.FOR_ANSWERS) if self._spins else None
+            worker.connect(process, commands, replies, reply_writer, mail, cells, spin)
             ours.pop_all()
         return process
-
-    def send(self, worker: WorkerHandle, name: str, data: Any) -> None:
-        """Give a worker a command."""
-        self._unsettled = True
-        worker.send(name, data)
 
     def step(self) -> None:
         """Have all step with the actions in shared memory."""
@@ -461,25 +490,12 @@ class Pool(WorkerPool):
         for worker in self.workers:
             worker.step()
 
-    def wait(self, timeout: float | None, *, failing: bool = False) -> None:
-        """Wait for all answers that workers owe: see :meth:`WorkerPool.wait`."""
-        try:
-            if timeout is None:
-                self._receive_all()
-            elif self._apart:
-                self._wait_apart([worker for worker in self.workers if worker.is_awaited()], timeout)
-            else:
-                self._wait_together(timeout)
-        except KeyboardInterrupt:
-            self._interrupted = True
-            raise
-        self._unsettled = False
-        if failing:
-            for worker in self.workers:
-                if isinstance(worker.answer, WorkerError):
-                    raise worker.answer
-
-    def _receive_all(self) -> None:
+    def _receive(self, timeout: float | None) -> None:
+        if timeout is not None and self._apart:
+            self._wait_apart([worker for worker in self.workers if worker.is_awaited()], timeout)
+        elif timeout is not None:
+            self._wait_together(timeout)
+            return
         # The last to be asked is the last to answer: it alone is waited for, where others' turns come.
         for worker in self._last_first:
             try:
@@ -501,12 +517,9 @@ class Pool(WorkerPool):
 
     def _wait_together(self, timeout: float) -> None:
         watch = self.workers[0].watch
-        if watch is None:
-            self._receive_all()
-            return
         try:
-            with watch.operation("", timeout):
-                self._receive_all()
+            with contextlib.nullcontext() if watch is None else watch.operation("", timeout):
+                self._receive(None)
         except WorkerError:
             if self._failure is None:  # it has failed before it was waited for, which is told in a better way
                 self._fail(self.workers[0])
@@ -534,7 +547,6 @@ class Pool(WorkerPool):
         finally:
             for _, limit in limits.values():
                 limit.close()
-        self._receive_all()
 
     def _described(self, worker: WorkerHandle) -> WorkerError:
         watch = worker.watch
@@ -557,63 +569,87 @@ class Pool(WorkerPool):
         error.__cause__ = failure.exception
         return error
 
-    def settle(self) -> None:
-        """Get ready for a command: see :meth:`WorkerPool.settle`."""
-        self.raise_failure()
-        if self._unsettled:
-            for worker in self.workers:
-                if worker.lost is not None:
-                    worker.end()
-                else:
-                    worker.settle()
-            self.wait_for_step()
-            self._interrupted = False
+    def _find_out(self) -> None:
+        for worker in self.workers:
+            if worker.lost is not None:
+                worker.end()
+            else:
+                worker.settle()
 
     def answer_of(self, worker: WorkerHandle, *, to_reset: bool = False) -> Any:
         """Return a worker's answer, or its successor's: see :meth:`WorkerPool.answer_of`."""
-        if self._restarts is not None and isinstance(worker.answer, WorkerError):
-            in_step = not to_reset and self._autoreset is not Autoreset.SAME_STEP
-            return self._restarts.replace(self, worker, worker.answer, unseen=in_step)
-        return super().answer_of(worker)
+        if isinstance(worker.answer, WorkerError):
+            unseen = not to_reset and self._autoreset is not Autoreset.SAME_STEP
+            return self._replaced(worker, worker.answer, unseen=unseen)
+        return worker.answer
 
     def remember(self) -> None:
-        """Keep what is returned: see :meth:`WorkerPool.remember`."""
-        if self._restarts is not None:
-            self._restarts.remember(self)
+        """Keep what is returned: the last that anybody has seen of an episode, should its worker fail."""
+        if self._apart:
+            self._last = [array.copy() for array in self._observations]
 
     def is_ready(self, timeout: float) -> bool:
         """Return whether all answers that workers owe are there within a time, in seconds."""
         return not _wait_while(self.workers, lambda worker: not worker.is_over(), time.monotonic(), timeout)
 
-    def restart(self, worker: WorkerHandle, failure: WorkerError, *, unseen: bool) -> Any:
-        """Put a new process in the place of one that has failed, and have its environments reset.
+    def _replaced(self, worker: WorkerHandle, first: WorkerError, *, unseen: bool) -> list[Entry]:
+        """Put a new process in the place of one that has failed, with its environments reset, and return its answer.
 
-        :raises WorkerError: it fails in that
+        :raises WorkerError: the limit is reached; the other workers are gone then as well
         """
+        failure, timings, limit = first, self.timings, self._options.max_restarts
+        while True:
+            if timings.restarts >= limit:
+                self.end(failure)
+                raise failure
+            timings.restarts += 1
+            _log.warning("%s\n(restart %d of %d)", failure, timings.restarts, limit)
+            try:
+                infos = self._restart(worker, first, unseen=unseen)
+                break
+            except WorkerError as again:
+                failure = again
+            finally:
+                # Ctrl-C may come at any time: then all of this is done again.
+                worker.answer = first
+        rows = slice(worker.first, worker.last)
+        self.arrays["reward"][rows], self.arrays["reward kind"][rows] = 0.0, 0
+        self.arrays["flags"][rows] = TRUNCATED
+        answer: list[Entry] = [
+            ({"worker_error": str(first)}, None if unseen else info, None, self._last_of(index))
+            for index, (_, info, _, _) in enumerate(infos, worker.first)
+        ]
+        if unseen:
+            for array, last in zip(self._observations, self._last, strict=True):
+                array[rows] = last[rows]
+        worker.answer, worker.lost = answer, None
+        return answer
+
+    def _last_of(self, index: int) -> Any:
+        # Nothing was returned yet where the first reset fails: then nobody reads this.
+        return self.layout.joined([array[index].copy() for array in self._last]) if self._last else None
+
+    def _restart(self, worker: WorkerHandle, failure: WorkerError, *, unseen: bool) -> Any:
+        """Replace a process once, and return what its environments told of their resets."""
         worker.lost, self._unsettled = failure, True
         worker.end()
         worker.attempt += 1
         self._launch([worker])
-        self._wait_for(worker, self._start_timeout)
+        self._wait_for(worker, self._options.start_timeout)
         self.send(worker, "map", self.layout)
-        self._wait_for(worker, self._start_timeout)
+        self._wait_for(worker, self._options.start_timeout)
         self.reset(worker, [(None, None)] * (worker.last - worker.first))
-        self._wait_for(worker, self._step_timeout)
+        self._wait_for(worker, self._options.step_timeout)
         infos = worker.answer
         if unseen and self._autoreset is Autoreset.NEXT_STEP:
             self.send(worker, "reset at next step", None)
-            self._wait_for(worker, self._step_timeout)
+            self._wait_for(worker, self._options.step_timeout)
         return infos
 
-    def replaced(self, worker: WorkerHandle, answer: Any) -> None:
-        """Take this for the answer of a worker that was restarted: all is well again."""
-        worker.answer, worker.lost = answer, None
-
     def _wait_for(self, worker: WorkerHandle, timeout: float | None) -> None:
-        if timeout is None:
-            self._receive_all()
-        else:
+        if timeout is not None:
             self._wait_apart([worker], timeout)
+        self._receive(None)
         if isinstance(worker.answer, WorkerError):
             raise worker.answer
 
@@ -651,63 +687,9 @@ class Pool(WorkerPool):
         error = self._described(worker)
         return error if error.phase == "close" else None
 
-    def end(self, failure: WorkerError | None = None) -> None:
-        """End the workers, and give everything back: see :meth:`WorkerPool.end`."""
-        self._ended, self._failure = True, self._failure or failure
+    def _end_workers(self) -> None:
         _end(self.workers, self._memory, self._scratch)
         self._end.detach()
-
-
-class Restarts:
-    """Replaces a pool's workers that have failed, up to a limit.
-
-    It does not hold the pool, which would end later then than with its last user.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._last: list[np.ndarray[Any, Any]] = []
-
-    def remember(self, pool: Pool) -> None:
-        """Keep the observations: the last that anybody has seen of an episode, should its worker fail."""
-        self._last = [array.copy() for array in pool._observations]
-
-    def replace(self, pool: Pool, worker: WorkerHandle, failure: WorkerError, *, unseen: bool) -> list[Entry]:
-        """Put a new worker in, with its environments reset.
-
-        :raises WorkerError: the limit is reached; the other workers are gone then as well
-        """
-        first, timings = failure, pool.timings
-        while True:
-            if timings.restarts >= self._limit:
-                pool.end(failure)
-                raise failure
-            timings.restarts += 1
-            _log.warning("%s\n(restart %d of %d)", failure, timings.restarts, self._limit)
-            try:
-                infos = pool.restart(worker, first, unseen=unseen)
-                break
-            except WorkerError as again:
-                failure = again
-            finally:
-                # Ctrl-C may come at any time: then all of this is done again.
-                worker.answer = first
-        rows = slice(worker.first, worker.last)
-        pool.arrays["reward"][rows], pool.arrays["reward kind"][rows] = 0.0, 0
-        pool.arrays["flags"][rows] = TRUNCATED
-        answer: list[Entry] = [
-            ({"worker_error": str(first)}, None if unseen else info, None, self._last_of(pool, index))
-            for index, (_, info, _, _) in enumerate(infos, worker.first)
-        ]
-        if unseen:
-            for array, last in zip(pool._observations, self._last, strict=True):
-                array[rows] = last[rows]
-        pool.replaced(worker, answer)
-        return answer
-
-    def _last_of(self, pool: Pool, index: int) -> Any:
-        # Nothing was returned yet where the first reset fails: then nobody reads this.
-        return pool.layout.joined([array[index].copy() for array in self._last]) if self._last else None
 
 
 def _wait_while(
@@ -741,6 +723,7 @@ def _end(workers: Sequence[WorkerHandle], memory: Memory, scratch: Any) -> None:
         scratch.cleanup()
 
 
-def shares(num_envs: int, num_workers: int) -> list[tuple[int, int]]:
+def shares(num_envs: int, num_workers: int | None) -> list[tuple[int, int]]:
     """Return the first environment of each worker and the one behind its last: in order, as evenly as that goes."""
-    return list(itertools.pairwise(round(worker * num_envs / num_workers) for worker in range(num_workers + 1)))
+    count = min(num_workers or num_envs, num_envs)
+    return list(itertools.pairwise(round(worker * num_envs / count) for worker in range(count + 1)))

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from rl_ext_core.errors import WorkerError, missing_dependency
 from rl_ext_core.vector import channel
+from rl_ext_core.vector.arguments import Options
 from rl_ext_core.vector.channel import Cell, Memory, Raised
-from rl_ext_core.vector.layout import Layout, common_spaces
-from rl_ext_core.vector.pool import WorkerPool, shares
+from rl_ext_core.vector.layout import Layout
+from rl_ext_core.vector.pool import WorkerPool
 from rl_ext_core.vector.worker import PHASES, Environments
-
-if TYPE_CHECKING:
-    from rl_ext_core.factory import EnvFactory
 
 __all__ = ["RayPool"]
 
@@ -89,23 +87,14 @@ class ActorHandle:
 
 
 class RayPool(WorkerPool):
-    """Actors that hold environments.
+    """Actors that hold environments: see :class:`~rl_ext_core.vector.pool.WorkerPool`.
 
+    :param actor_options: of each actor
     :raises MissingDependencyError: Ray is not installed
-    :raises WorkerError: an environment cannot be built
-    :raises EnvironmentOutputError: their spaces differ
-    :raises InvalidArgumentError: their observations are not arrays of fixed shape
     """
 
     def __init__(
-        self,
-        factories: Sequence[EnvFactory[Any]],
-        *,
-        num_workers: int,
-        actor_options: Mapping[str, Any],
-        start_timeout: float | None = None,
-        step_timeout: float | None = None,
-        close_timeout: float | None = None,
+        self, env_fns: Sequence[Callable[[], Any]], options: Options, *, actor_options: Mapping[str, Any]
     ) -> None:
         try:
             import ray
@@ -113,33 +102,26 @@ class RayPool(WorkerPool):
             raise missing_dependency("ray", "ray", "RayVecEnv") from None
         self._ray = ray
         new = ray.remote(Actor).options(**actor_options).remote
-        ends = enumerate(shares(len(factories), num_workers))
-        workers = [ActorHandle(number, first, last, new()) for number, (first, last) in ends]
-        super().__init__(workers, step_timeout, close_timeout)
-        try:
-            for worker in workers:
-                worker.send("build", list(factories[worker.first : worker.last]))
-            self.wait(start_timeout)
-            self.spaces = common_spaces([spaces for worker in workers for spaces in worker.answer])
-            self.layout = Layout.of(len(factories), *self.spaces, after=0)
-            self._map(self.layout.arrays(bytearray(self.layout.size)))
-            for worker in workers:
-                layout = Layout.of(worker.last - worker.first, *self.spaces, after=channel.CELL_BYTES)
-                worker.send("map", layout)
-            self.wait(start_timeout)
-            self.started()
-        except BaseException:
-            self.end()
-            raise
+        super().__init__(env_fns, options, lambda number, first, last: ActorHandle(number, first, last, new()))
+        self._start()
+
+    def _build(self) -> None:
+        for worker in self.workers:
+            self.send(worker, "build", list(self._factories[worker.first : worker.last]))
+
+    def _block(self) -> Any:
+        return bytearray(self.layout.size)
+
+    def _layout_of(self, worker: ActorHandle) -> Layout:
+        return Layout.of(worker.last - worker.first, *self.spaces, after=channel.CELL_BYTES)
 
     def step(self) -> None:
         """Have all step with the actions in the arrays."""
         actions = self.arrays["action"]
         for worker in self.workers:
-            worker.send("step", actions[worker.first : worker.last])
+            self.send(worker, "step", actions[worker.first : worker.last])
 
-    def wait(self, timeout: float | None, *, failing: bool = False) -> None:
-        """Wait for all answers that actors owe; when one has failed, all are gone."""
+    def _receive(self, timeout: float | None) -> None:
         asked = [worker for worker in self.workers if worker.pending is not None]
         try:
             # It raises as soon as one has failed, however long others take.
@@ -148,9 +130,6 @@ class RayPool(WorkerPool):
             failure = self._described(asked, error, timeout)
             self.end(failure)
             raise failure from failure.__cause__
-        except KeyboardInterrupt:
-            self._interrupted = True
-            raise
         for worker, answer in zip(asked, answers, strict=True):
             for name, array in worker.receive(answer).items():
                 self.arrays[name][worker.first : worker.last] = array
@@ -182,13 +161,6 @@ class RayPool(WorkerPool):
             return True
         return False
 
-    def settle(self) -> None:
-        """Get ready for a command: see :meth:`WorkerPool.settle`."""
-        self.raise_failure()
-        if any(worker.pending is not None for worker in self.workers):
-            self.wait_for_step()
-        self._interrupted = False
-
     def _close_environments(self, patience: float | None) -> list[WorkerError]:
         ray, begin = self._ray, time.monotonic()
         for worker in self.workers:
@@ -210,9 +182,7 @@ class RayPool(WorkerPool):
             self._warn_of_late(late[0].first, "in close", begin)
         return failures
 
-    def end(self, failure: WorkerError | None = None) -> None:
-        """End the actors: see :meth:`WorkerPool.end`."""
-        self._ended, self._failure = True, self._failure or failure
+    def _end_workers(self) -> None:
         for worker in self.workers:
             # Ray may have been shut down before.
             with contextlib.suppress(self._ray.exceptions.RaySystemError, ValueError):

@@ -14,7 +14,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, iterate
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, also
-from rl_ext_core.vector.arguments import check_env_fns, check_options, factories_of
+from rl_ext_core.vector.arguments import Options
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.pool import Pool
 from rl_ext_core.vector.worker import OTHER, TERMINATED, TRUNCATED
@@ -89,29 +89,26 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
     ) -> None:
         self.closed = True  # until there is something to close
         _refuse(worker=worker, observation_mode=observation_mode)
-        check_env_fns(env_fns)
         if max_concurrency is not None and n_workers is not None:
             raise InvalidArgumentError(
                 f"max_concurrency={max_concurrency!r} and n_workers={n_workers!r} say the same; leave one out"
             )
-        of_pool: dict[str, Any] = {"start_method": context, "start_timeout": start_timeout}
-        of_pool |= {"step_timeout": step_timeout, "close_timeout": close_timeout}
-        n_workers = max_concurrency if n_workers is None else n_workers
-        check_options(**of_pool, n_workers=n_workers, restart=restart, max_restarts=max_restarts)
+        options = Options(
+            start_method=context,
+            n_workers=max_concurrency if n_workers is None else n_workers,
+            start_timeout=start_timeout,
+            step_timeout=step_timeout,
+            close_timeout=close_timeout,
+            restart=restart,
+            max_restarts=max_restarts,
+        )
         mode = AutoresetMode(Autoreset.of(autoreset_mode, write="NextStep").value)
-        self.num_envs = len(env_fns)
         self.copy, self.autoreset_mode = copy, mode
         try:
-            pool = self._pool = Pool(
-                factories_of(env_fns),
-                num_workers=min(n_workers or self.num_envs, self.num_envs),
-                max_restarts=None if restart is None else max_restarts,
-                autoreset=Autoreset(mode.value),
-                **of_pool,
-            )
+            pool = self._pool = Pool(env_fns, options, autoreset=Autoreset(mode.value))
         except EnvironmentOutputError as error:
             raise also(EnvironmentOutputError, RuntimeError())(*error.args) from None
-        self.closed, self._pending = False, ""
+        self.closed, self._pending, self.num_envs = False, "", len(pool.worker_of)
         self.timings = pool.timings
         self.single_observation_space, self.single_action_space = pool.spaces
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)

@@ -22,22 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CHANGED", "ENDED", "IDLE_IN", "KINDS", "OTHER", "PHASES", "TERMINATED", "TRUNCATED", "Environments", "main"]
 
-PHASES = (
-    "start",
-    "idle",
-    "constructor",
-    "reset",
-    "step",
-    "close",
-    "render",
-    "env_method",
-    "get_attr",
-    "has_attr",
-    "set_attr",
-    "env_is_wrapped",
-    "call",
-    "set_wrapper_attr",
-)
+PHASES = ("start", "idle", "constructor", "reset", "step", "close", *environments.CALLS)
 _IDLE, _CONSTRUCTOR, _RESET, _STEP, _CLOSE = (
     PHASES.index(phase) for phase in ("idle", "constructor", "reset", "step", "close")
 )
@@ -157,7 +142,7 @@ class Environments:
         """Return the message of what an environment answers to a call."""
         self._is_at(number, PHASES.index(name))
         try:
-            return pack(environments.call(self._envs[number], name, argument))
+            return pack(environments.CALLS[name](self._envs[number], argument))
         except Exception as error:
             # The environment is as it was; the caller may try something else.
             return pack(Raised.of(error))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import multiprocessing
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import psutil
 import pytest
 from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
@@ -20,6 +20,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, WorkerError
 from rl_ext_core.vector import SharedMemoryVectorEnv
+from tests.sb3_ext.vec_checks import assert_equal
 from tests.sb3_ext.vec_worlds import Counting, Drawn, Failing, FailingOnce, Reusing
 
 NESTED = spaces.Dict(
@@ -37,31 +38,10 @@ class Lingering(Counting):
         return super().step(action)
 
 
-def assert_same(ours: Any, theirs: Any, where: str = "") -> None:
-    """Compare what two vectorised environments return: types, dtypes and bits."""
-    if isinstance(theirs, dict):
-        assert set(ours) == set(theirs), where
-        for key, value in theirs.items():
-            assert_same(ours[key], value, f"{where}/{key}")
-    elif isinstance(theirs, (tuple, list)):
-        assert len(ours) == len(theirs), where
-        for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-            assert_same(one, other, f"{where}/{index}")
-    elif isinstance(theirs, np.ndarray) and theirs.dtype == object:
-        assert ours.dtype == object, where
-        for one, other in zip(ours.tolist(), theirs.tolist(), strict=True):
-            assert_same(one, other, where)
-    elif isinstance(theirs, np.ndarray):
-        assert ours.dtype == theirs.dtype, where
-        np.testing.assert_array_equal(ours, theirs, where)
-    else:
-        assert ours == theirs, where
-
-
 def drive(ours: Any, theirs: Any, seed: int, operations: int = 60) -> None:
     """Do the same to both, drawn at random, and compare after each."""
     rng = np.random.default_rng(seed)
-    assert_same(ours.reset(seed=seed), theirs.reset(seed=seed), "first reset")
+    assert_equal(ours.reset(seed=seed), theirs.reset(seed=seed), "first reset")
     theirs.action_space.seed(seed)
     over = np.zeros(theirs.num_envs, bool)
     for number in range(operations):
@@ -71,20 +51,20 @@ def drive(ours: Any, theirs: Any, seed: int, operations: int = 60) -> None:
         if what == "step":
             actions = theirs.action_space.sample()
             ended = ours.step(actions), theirs.step(actions)
-            assert_same(*ended, f"step {number}")
+            assert_equal(*ended, f"step {number}")
             over |= ended[1][2] | ended[1][3]
         elif what == "reset":
             how: dict[str, Any] = {"seed": int(rng.integers(99)), "options": {"level": number}}
-            assert_same(ours.reset(**how), theirs.reset(**how), f"reset {number}")
+            assert_equal(ours.reset(**how), theirs.reset(**how), f"reset {number}")
             over[:] = False
         elif what == "mask":
             mask = over if over.any() else rng.random(theirs.num_envs) < 0.5
             mask[rng.integers(theirs.num_envs)] = True
             results = [env.reset(options={"reset_mask": mask.copy()}) for env in (ours, theirs)]
-            assert_same(*results, f"partial reset {number}")
+            assert_equal(*results, f"partial reset {number}")
             over[mask] = False
         elif what == "call":
-            assert_same(ours.call("double", number, plus=1), theirs.call("double", number, plus=1))
+            assert_equal(ours.call("double", number, plus=1), theirs.call("double", number, plus=1))
             assert ours.get_attr("label") == theirs.get_attr("label")
         else:
             values: Any = [f"{number}-{index}" for index in range(theirs.num_envs)] if number % 2 else "all"
@@ -109,7 +89,7 @@ def test_it_returns_what_sync_vector_env_returns(
         assert ours.action_space == theirs.action_space
         assert ours.render_mode == theirs.render_mode
         drive(ours, theirs, seed=len(str(observations)))
-        assert_same(ours.render(), theirs.render())
+        assert_equal(ours.render(), theirs.render())
     finally:
         ours.close()
         theirs.close()
@@ -121,21 +101,19 @@ def test_environments_get_the_actions_that_async_vector_env_gives(actions: str) 
     build = functools.partial(Drawn, actions=actions)
     ours, theirs = SharedMemoryVectorEnv([build] * 2, **FAST), AsyncVectorEnv([build] * 2, context="fork")
     drive(ours, theirs, seed=4, operations=20)
-    assert_same(ours.call("all_given"), theirs.call("all_given"))
+    assert_equal(ours.call("all_given"), theirs.call("all_given"))
     ours.close()
     theirs.close()
 
 
 def test_actions_of_other_types_arrive_as_they_are() -> None:
-    ours = SharedMemoryVectorEnv([Drawn] * 2, **FAST)
-    theirs = AsyncVectorEnv([Drawn] * 2, context="fork")
+    ours, theirs = SharedMemoryVectorEnv([Drawn] * 2, **FAST), AsyncVectorEnv([Drawn] * 2, context="fork")
     for env in (ours, theirs):
         env.reset(seed=0)
     for actions in ([1, 2], np.array([1, 2], np.int32), (np.int64(0), 3)):
-        assert_same(ours.step(actions), theirs.step(actions))
-    assert [list(map(type, each)) for each in ours.call("all_given")] == [
-        list(map(type, each)) for each in theirs.call("all_given")
-    ]
+        assert_equal(ours.step(actions), theirs.step(actions))
+    given = ([list(map(type, each)) for each in env.call("all_given")] for env in (ours, theirs))
+    assert next(given) == next(given)
     with pytest.raises(InvalidArgumentError, match="3 actions for 2"):
         ours.step([1, 2, 3])
     ours.close()
@@ -267,14 +245,6 @@ def test_an_interrupted_step_is_followed_by_the_next() -> None:
     envs.close()
 
 
-def _gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
 @pytest.mark.parametrize("drop", [lambda envs: envs.close(terminate=True), lambda envs: None], ids=["end", "drop"])
 def test_workers_end_with_it(drop: Callable[[Any], None]) -> None:
     envs = SharedMemoryVectorEnv([Drawn] * 2, **FAST)
@@ -283,7 +253,7 @@ def test_workers_end_with_it(drop: Callable[[Any], None]) -> None:
     del envs
     gc.collect()
     deadline = time.monotonic() + 60
-    while not all(map(_gone, pids)):
+    while any(map(psutil.pid_exists, pids)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -343,7 +313,7 @@ def test_wrappers_of_gymnasium_go_around_it() -> None:
     for _ in range(40):
         actions = theirs.action_space.sample()
         (*found, infos), (*expected, their_infos) = ours.step(actions), theirs.step(actions)
-        assert_same(tuple(found), tuple(expected))
+        assert_equal(tuple(found), tuple(expected))
         assert ("episode" in infos) == ("episode" in their_infos)
     ours.close()
     theirs.close()
