@@ -134,10 +134,6 @@ def collector(kind: str, factories: list[Any], policy: Any) -> Any:
         from torchrl.collectors import MultiSyncCollector
 
         return MultiSyncCollector(factories, policy, cat_results="stack", **frames)
-    if kind == "async":
-        from torchrl.collectors import MultiAsyncCollector
-
-        return MultiAsyncCollector(factories, policy, frames_per_batch=STEPS, total_frames=WORKERS * STEPS)
     from torchrl.collectors import distributed
 
     options = {**frames, "sync": True, "collector_kwargs": transforms}
@@ -146,8 +142,7 @@ def collector(kind: str, factories: list[Any], policy: Any) -> Any:
         collector = distributed.RayCollector(factories, policy, remote_configs=remote, **options)
         collector.update_policy_weights_(policy)
         return collector
-    cls = {"distributed": distributed.DistributedCollector, "rpc": distributed.RPCCollector}[kind]
-    return cls(factories, policy, launcher="mp", tcp_port=free_port(), **options)
+    return distributed.DistributedCollector(factories, policy, launcher="mp", tcp_port=free_port(), **options)
 
 
 def collected(kind: str, source: Any, seed: int) -> TensorDict:

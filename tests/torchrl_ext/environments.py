@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -121,6 +122,20 @@ class Buffered(gymnasium.Env[Any, Any]):
         return self.observation(), 1.0, False, self.count >= self.length, {}
 
 
+class Bare(Walk):
+    """Without infos: upstream writes all of them into the data of an environment that resets in the same step."""
+
+    def reset(self, **kwargs: Any) -> Any:
+        return super().reset(**kwargs)[0], {}
+
+    def step(self, action: Any) -> Any:
+        return (*super().step(action)[:4], {})
+
+
+# No two end at once before their 77th step: where all do, upstream resets them twice in SameStep mode.
+STAGGERED: list[Any] = [partial(Bare, length, length) for length in (7, 11, 13)]
+
+
 class VectorRewards(Walk):
     """Two rewards a step, as environments of mo-gymnasium."""
 
@@ -215,7 +230,7 @@ class Isaac(IsaacBase):
         self.steps = torch.zeros(num_envs, dtype=torch.long)
         self.episodes = torch.zeros(num_envs, dtype=torch.long)
         self.extras: dict[str, Any] = {}
-        self.resets = 0
+        self.asked: list[list[int]] = []
 
     @property
     def unwrapped(self) -> Isaac:
@@ -239,7 +254,6 @@ class Isaac(IsaacBase):
         return buffers if self.in_place else tuple(buffer.clone() for buffer in buffers)
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        self.resets += 1
         if seed is not None:
             self.episodes.zero_()
         self._reset_rows(torch.arange(self.num_envs))
@@ -275,7 +289,7 @@ class IsaacByIds(Isaac):
     ) -> tuple[Any, dict[str, Any]]:
         if env_ids is None:
             return super().reset(seed, options)
-        self.resets += 1
+        self.asked.append(env_ids.tolist())
         self._reset_rows(env_ids)
         return {"policy": self._given(self.state)[0]}, self.extras
 

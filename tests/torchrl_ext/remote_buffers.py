@@ -2,26 +2,22 @@
 
     python tests/torchrl_ext/remote_buffers.py FOLDER KIND
 
-KIND is ``ray``, ``distributed`` (Ray with torch's transport) or ``rpc``; Ray puts its files into FOLDER. Prints how
+KIND is ``ray`` or ``distributed`` (Ray with torch's transport); Ray puts its files into FOLDER. Prints how
 many elements there are in the end, and ends with an error where one of them is not what was added.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import sys
 from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed import rpc
-from torchrl.data import LazyTensorStorage, RemoteTensorDictReplayBuffer, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
-from tests.torchrl_ext.collecting import free_port, have_warnings_be_errors, ray_here
-from tests.torchrl_ext.frame_data import Videos
-from tests.torchrl_ext.frame_workers import contents
+from tests.torchrl_ext.collecting import have_warnings_be_errors, ray_here
+from tests.torchrl_ext.frame_data import Videos, contents
 from torchrl_ext import FrameStorage
 
 KEYS = ["pixels", ("next", "pixels"), "action", ("next", "reward"), ("next", "done")]
@@ -78,46 +74,10 @@ def with_ray(folder: str, transport: str) -> int:
             buffer.close()
 
 
-def rank(number: int, port: int, done: list[int]) -> None:
-    """One process of three: this one samples, the second holds the buffer, the third adds to it."""
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    rpc.init_rpc(f"rank{number}", rank=number, world_size=3, rpc_backend_options=rpc.TensorPipeRpcBackendOptions())
-    if number == 0:
-        options = {"storage": FrameStorage(SIZE), "batch_size": BATCH}
-        buffer = rpc.remote("rank1", RemoteTensorDictReplayBuffer, kwargs=options)
-        for batch in batches(1):
-            buffer.rpc_sync().extend(batch)
-        rpc.rpc_sync("rank2", fill_by_rpc, args=(buffer,))
-        for _ in range(5):
-            check(buffer.rpc_sync().sample(), whole=False)
-        done.append(check(buffer.rpc_sync().__getitem__(slice(None)), whole=True))
-    rpc.shutdown()
-
-
-def fill_by_rpc(buffer: Any) -> None:
-    """Add what the second collector gives."""
-    for batch in batches(2):
-        buffer.rpc_sync().extend(batch)
-
-
-def with_rpc() -> int:
-    """``RemoteTensorDictReplayBuffer``, as an RRef of torch's RPC."""
-    port, done = free_port(), list[int]()
-    context = multiprocessing.get_context("spawn")
-    others = [context.Process(target=rank, args=(number, port, [])) for number in (1, 2)]
-    for other in others:
-        other.start()
-    rank(0, port, done)
-    for other in others:
-        other.join()
-    return done[0]
-
-
 def main() -> None:
     folder, kind = sys.argv[1:]
     torch.set_num_threads(1)
-    held = with_rpc() if kind == "rpc" else with_ray(folder, kind)
-    sys.stdout.write(json.dumps(held) + "\n")
+    sys.stdout.write(json.dumps(with_ray(folder, kind)) + "\n")
 
 
 if __name__ == "__main__":

@@ -83,12 +83,6 @@ def test_a_pool_with_no_numbers_left_refuses_and_keeps_what_it_has(monkeypatch: 
     assert_same(storage[:], before)
 
 
-def test_an_empty_storage_cannot_go_to_another_process() -> None:
-    process = multiprocessing.get_context("spawn").Process(target=print, args=(FrameStorage(5),))
-    with pytest.raises(NotCopyableError, match="add something first"):
-        process.start()
-
-
 def _use(storage: FrameStorage, said: Any) -> None:
     try:
         storage.set(0, _data()[0])
