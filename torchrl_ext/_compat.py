@@ -63,8 +63,8 @@ def _names_in(constants: Iterable[Any]) -> Iterator[str]:
 def _names_of(cls: type) -> frozenset[str]:
     """Collect the names that the modules of a class and its bases have, read or write."""
     modules = {base.__module__ for base in cls.__mro__ if base.__module__.startswith(("torchrl.", "tensordict."))}
-    loaders = {name: importlib.import_module(name).__spec__.loader for name in modules}
-    return frozenset(_names_in(loader.get_code(name) for name, loader in loaders.items()))  # type: ignore[union-attr]
+    specs = [importlib.import_module(name).__spec__ for name in modules]
+    return frozenset(_names_in(spec.loader.get_code(spec.name) for spec in specs))  # type: ignore[union-attr]
 
 
 @cache

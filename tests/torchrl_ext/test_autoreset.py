@@ -16,6 +16,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+from gymnasium.wrappers import OrderEnforcing
 from gymnasium.wrappers import vector as wrappers
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -381,7 +382,7 @@ CHAINS = {
     "two": (lambda env: Tenfold(Tenfold(env)), 100),
     "one of no library": (ForeignTenfold, 10),
     "under one without a reset": (lambda env: Rewards(Tenfold(env)), 10),
-    "under gymnasium's own": (lambda env: gymnasium.wrappers.OrderEnforcing(Tenfold(env)), 10),
+    "under gymnasium's own": (lambda env: OrderEnforcing(Tenfold(env)), 10),
 }
 
 
@@ -401,7 +402,10 @@ def test_every_wrapper_sees_a_partial_reset(name: str) -> None:
     ("wrap", "text"),
     [
         (Narrow, r"Narrow\.reset takes no env_ids.*Write def reset\(self, \*\*kwargs"),
-        (lambda env: Tenfold(gymnasium.wrappers.OrderEnforcing(env)), r"OrderEnforcing\.reset takes no env_ids"),
+        (
+            lambda env: Tenfold(OrderEnforcing(Tenfold(env))),
+            r"OrderEnforcing\.reset takes no env_ids",
+        ),
     ],
 )
 def test_a_wrapper_that_cannot_pass_it_on_is_named(wrap: Any, text: str) -> None:

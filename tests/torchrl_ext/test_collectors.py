@@ -39,22 +39,19 @@ Collected = dict[str, np.ndarray]
 
 
 @pytest.fixture(scope="module")
-def ran(request: pytest.FixtureRequest) -> dict[str, list[Collected]]:
+def ran(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Run the script for a kind of collector, see that it leaves nothing behind, and give what it prints, by run."""
     kind: str = request.param
     if kind == "ray" and find_spec("ray") is None and "CI" not in os.environ:
         pytest.skip("ray is not installed: pip install 'rl-ext[ray]'")
     # In /tmp, since the paths of sockets may have 107 characters.
     with tempfile.TemporaryDirectory(prefix="rl-", dir="/tmp") as root:
-        lines = output_of_script(kind, Path(root))
-    found: dict[str, list[Collected]] = {}
-    for run, result in zip(RUNS[kind], json.loads(lines[-1]), strict=True):
+        command = [str(SCRIPT), str(Path(root, "ray")), kind, *RUNS[kind]]
+        results, held = json.loads(output_of(command, Path(root), limit_s=LIMIT_S).splitlines()[-1])
+    found: dict[str, Any] = {"held": held}
+    for run, result in zip(RUNS[kind], results, strict=True):
         found.setdefault(run, []).append(arrays(result))
     return found
-
-
-def output_of_script(kind: str, root: Path) -> list[str]:
-    return output_of([str(SCRIPT), str(root / "ray"), kind, *RUNS[kind]], root, limit_s=LIMIT_S).splitlines()
 
 
 def arrays(result: dict[str, Any]) -> Collected:
@@ -87,8 +84,7 @@ def next_observations(collected: Collected, gravity: float) -> np.ndarray:
 
 
 def everywhere(*kinds: str) -> pytest.MarkDecorator:
-    params = [pytest.param(kind, marks=pytest.mark.slow) for kind in kinds]
-    return pytest.mark.parametrize("ran", params, indirect=True)
+    return pytest.mark.parametrize("ran", [pytest.param(kind, marks=pytest.mark.slow) for kind in kinds], indirect=True)
 
 
 @pytest.mark.slow
@@ -132,16 +128,9 @@ def test_copies_of_what_only_the_script_registers_draw_differently_and_by_the_se
     assert np.unique(drawn).size == drawn.size
 
 
-@pytest.mark.sample(quick=0, ci=1)
-@pytest.mark.parametrize("kind", ["ray", "distributed"])
-def test_a_buffer_in_a_process_of_its_own_is_filled_by_two_others(kind: str) -> None:
-    """By RayReplayBuffer, with both transports."""
-    if find_spec("ray") is None and "CI" not in os.environ:
-        pytest.skip("ray is not installed: pip install 'rl-ext[ray]'")
-    with tempfile.TemporaryDirectory(prefix="rl-", dir="/tmp") as root:
-        script = str(SCRIPT.with_name("remote_buffers.py"))
-        output = output_of([script, str(Path(root, "ray")), kind], Path(root), limit_s=LIMIT_S)
-    assert json.loads(output.splitlines()[-1]) == 120
+@everywhere("ray")
+def test_a_buffer_in_a_process_of_its_own_is_filled_by_two_others(ran: Any) -> None:
+    assert ran["held"] == 120
 
 
 class MakeParallel:

@@ -18,12 +18,14 @@ from gymnasium import spaces, wrappers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchrl import envs as upstream
+from torchrl.data import Unbounded
 from torchrl.envs import StepCounter, check_env_specs
 
 from tests.torchrl_ext.comparing import assert_same, assert_same_rollouts, seeded_rollout, storages, tensors, vector
 from tests.torchrl_ext.environments import Buffered, DictWalk, Isaac, IsaacByIds, SameStep, Sampled, Walk, box
 from torchrl_ext import GymEnv, GymWrapper
 
+AGE = [Unbounded((), dtype=torch.int64)]
 ENVIRONMENTS: dict[str, Any] = {
     "single": lambda: GymWrapper(Walk()),
     "by its id": lambda: GymEnv("CartPole-v1"),
@@ -33,7 +35,7 @@ ENVIRONMENTS: dict[str, Any] = {
     "CartPole": lambda: GymWrapper(gymnasium.make_vec("CartPole-v1", num_envs=3)),
     "torch batch": lambda: GymWrapper(IsaacByIds(3, final_obs=True)),
     "torch batch that remembers": lambda: GymWrapper(Isaac(3), missing_final_obs="previous"),
-    "with infos": lambda: GymWrapper(Walk()).set_info_dict_reader(upstream.default_info_dict_reader(["age"])),
+    "with infos": lambda: GymWrapper(Walk()).set_info_dict_reader(upstream.default_info_dict_reader(["age"], spec=AGE)),
     "under a transform": lambda: GymWrapper(vector(Walk, 3, "NextStep")).append_transform(StepCounter(4)),
 }
 COPIES: dict[str, Any] = {

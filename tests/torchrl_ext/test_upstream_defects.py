@@ -5,7 +5,6 @@ Each test asserts upstream's outcome too: when one of them fails there, upstream
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import gymnasium
@@ -18,22 +17,8 @@ from torchrl.envs import check_env_specs
 from torchrl.envs.libs.mjlab import MJLabWrapper
 
 from tests.torchrl_ext.comparing import seeded_rollout, vector
-from tests.torchrl_ext.environments import STAGGERED, Buffered, Isaac, IsaacByIds, Sampled, Walk, box, fake_isaaclab
+from tests.torchrl_ext.environments import STAGGERED, Isaac, IsaacByIds, Sampled, Walk, box
 from torchrl_ext import GymEnv, GymWrapper
-
-
-@pytest.fixture
-def isaac_lab(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    with fake_isaaclab(monkeypatch) as wrapper:
-        yield lambda env, **kwargs: wrapper(env, device="cpu", **kwargs)
-
-
-def expected_next(rollout: Any) -> torch.Tensor:
-    """What follows from Isaac's observations and actions, resets left aside."""
-    after = rollout["policy"].clone()
-    after[..., 2] += 1
-    after[..., 3:5] += rollout["action"]
-    return after
 
 
 def test_rewards_and_flags_of_buffers_that_are_reused() -> None:
@@ -44,45 +29,6 @@ def test_rewards_and_flags_of_buffers_that_are_reused() -> None:
     reward = ours["next", "policy"][..., 2] * 10 + ours["policy"][..., 0]
     assert torch.equal(ours["next", "reward"], reward.unsqueeze(-1))
     assert 0 < ours["next", "truncated"].sum() < ours["next", "done"].sum() < 20
-
-
-def test_last_observations_are_read_and_buffers_left_alone(isaac_lab: Any) -> None:
-    env = Isaac(4, final_obs=True)
-    theirs = isaac_lab(env).rollout(12, break_when_any_done=False)
-    done = theirs["next", "done"].squeeze(-1)
-    assert done.any()
-    assert env.state.isnan().any()
-    env = Isaac(4, final_obs=True, in_place=False)
-    theirs = isaac_lab(env).rollout(12, break_when_any_done=False)
-    assert theirs["next", "policy"][theirs["next", "done"].squeeze(-1)].isnan().all()
-    env = Isaac(4, final_obs=True)
-    ours = GymWrapper(env).rollout(12, break_when_any_done=False)
-    assert ours["next", "done"].any()
-    assert env.state.isfinite().all()
-    assert torch.equal(ours["next", "policy"], expected_next(ours))
-
-
-def test_the_last_frame_of_a_rollout(isaac_lab: Any) -> None:
-    theirs = isaac_lab(Isaac(2, lengths=[4, 9], final_obs=True, in_place=False), native_autoreset=True)
-    data = theirs.rollout(4, break_when_any_done=False)
-    assert data["next", "done"][0, -1]
-    assert (data["next", "policy"][0, -1, 2:] == 0).all()  # of the episode after
-    ours = GymWrapper(Isaac(2, lengths=[4, 9], final_obs=True))
-    data = ours.rollout(4, break_when_any_done=False)
-    assert torch.equal(data["next", "policy"], expected_next(data))
-
-
-def test_all_done_at_once_are_reset_once(isaac_lab: Any) -> None:
-    for make, twice in ((isaac_lab, True), (GymWrapper, False)):
-        env = Isaac(3, lengths=[4] * 3, final_obs=True, in_place=False)
-        data = make(env).rollout(10, break_when_any_done=False)
-        # Each reset begins another episode.
-        episodes = data["policy"][0, :, 1] - data["policy"][0, 0, 1]
-        assert episodes.unique().tolist() == ([0, 2, 4] if twice else [0, 1, 2])
-    for cls, twice in ((upstream.GymWrapper, True), (GymWrapper, False)):
-        env: Any = cls(vector(lambda: Walk(4, 4), 3, "SameStep"))
-        episodes = seeded_rollout(env, 10)["observation"][0, :, 0]
-        assert (episodes - episodes[0]).unique().tolist() == ([0, 2, 4] if twice else [0, 1, 2])
 
 
 @pytest.mark.parametrize(
@@ -141,17 +87,6 @@ def test_dtypes_and_graphs() -> None:
     check_env_specs(ours)
 
 
-@pytest.mark.parametrize("torch_tensors", [True, False])
-def test_actions_that_the_environment_edits(torch_tensors: bool) -> None:
-    def played(cls: Any, **kwargs: Any) -> torch.Tensor:
-        env = cls(Buffered("fresh", torch_tensors=torch_tensors), **kwargs)
-        data = env.reset().set("action", torch.tensor([0.25, -0.5]))
-        return env.step(data)["action"]
-
-    assert played(upstream.GymWrapper, convert_actions_to_numpy=not torch_tensors).tolist() == [99.0, 99.0]
-    assert played(GymWrapper).tolist() == [0.25, -0.5]
-
-
 def test_discrete_actions_of_torch_environments() -> None:
     space = spaces.Box(-1, 1, (2,), np.float32)
 
@@ -163,16 +98,6 @@ def test_discrete_actions_of_torch_environments() -> None:
 
     assert received(upstream.GymWrapper, convert_actions_to_numpy=False) == [0, 0, 1]
     assert received(GymWrapper, convert_actions_to_numpy=False) == 2
-
-
-def test_infos_by_name_in_a_batch() -> None:
-    reader = upstream.default_info_dict_reader(["age"])
-    with pytest.raises(ValueError, match="shape"):
-        upstream.GymWrapper(vector(Walk, 3, "Disabled")).set_info_dict_reader(reader)
-    env = GymWrapper(vector(Walk, 3, "Disabled")).set_info_dict_reader(reader)
-    rollout = seeded_rollout(env, 30)
-    assert torch.equal(rollout["next", "age"].float(), rollout["next", "observation"][..., 1])
-    assert reader.info_spec.shape == ()  # it can be used again
 
 
 def test_a_reset_after_a_rollout_that_an_episode_ended() -> None:
