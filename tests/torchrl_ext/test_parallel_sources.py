@@ -65,7 +65,10 @@ OTHERWISE = ("a transformed instance", "a lambda")
 @pytest.mark.sample(quick=4, ci=9)
 @pytest.mark.parametrize(
     ("form", "method"),
-    [*((form, None) for form in SOURCES), *((form, method) for form in OTHERWISE for method in ("spawn", "fork"))],
+    [
+        *((form, None) for form in SOURCES),
+        *(pytest.param(form, method, marks=slow) for form in OTHERWISE for method in ("spawn", "fork")),
+    ],
 )
 def test_no_form_is_built_in_this_process(form: str, method: str | None, diary: Path) -> None:
     source = SOURCES[form]()
