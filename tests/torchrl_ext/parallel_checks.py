@@ -1,4 +1,4 @@
-"""What the tests of ``ParallelEnv`` ask about processes, and the program that they run in one of their own."""
+"""What the tests of ``ParallelEnv`` ask about processes."""
 
 from __future__ import annotations
 

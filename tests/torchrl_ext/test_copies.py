@@ -1,4 +1,4 @@
-"""Wrappers that are pickled, copied and moved, and environments that wrappers have made speak torch."""
+"""Wrappers that are pickled, copied and moved, or speak torch; and what data shares its memory with: nothing."""
 
 from __future__ import annotations
 

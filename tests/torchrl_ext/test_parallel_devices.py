@@ -148,26 +148,6 @@ def test_each_worker_gets_its_gpu_before_its_factory_is_unpickled(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("start_method", "options"), [("fork", "FROM_WORKERS"), ("forkserver", "{}")])
-def test_upstreams_workers_render_with_mesa(start_method: str, options: str, tmp_path: Path) -> None:
-    ended = run(
-        TORCHRL,
-        f"""
-        factories = on_mesa({str(tmp_path)!r}, wrap=functools.partial(in_torchrl, from_pixels=True))
-        env = ParallelEnv(2, factories, mp_start_method={start_method!r}, **{options})
-        pixels = env.rollout(2)["pixels"]
-        env.close(raise_if_closed=False)
-        answer = [list(pixels.shape), pixels.float().std(dim=(1, 2, 3, 4)).tolist()]
-        """,
-        CUDA_VISIBLE_DEVICES="1",
-    )
-    assert ended.error == ""
-    shape, spreads = ended.answer
-    assert shape == [2, 2, 64, 64, 3]
-    assert min(spreads) > 10
-
-
-@pytest.mark.slow
 def test_rendering_in_forked_workers_after_the_parent_rendered_is_an_error_instead_of_a_hang(tmp_path: Path) -> None:
     # TorchRL builds one environment in the parent for its specs, and this one renders when it is built.
     ended = run(
