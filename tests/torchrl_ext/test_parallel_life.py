@@ -69,9 +69,9 @@ def test_closing_ends_the_workers_and_their_environments(use_buffers: bool, diar
 @slow
 def test_no_descriptors_and_threads_are_left_and_this_process_has_its_number_of_threads() -> None:
     env, counts, before = one_fails("step"), [], torch.get_num_threads()
-    torch.set_num_threads(5)
     try:
         for _ in range(3):
+            torch.set_num_threads(5)
             env.reset()
             with pytest.raises(WorkerError):
                 env.rollout(5)
