@@ -1,16 +1,16 @@
 """The private names of TorchRL and TensorDict that this package uses, and what takes their place where one is gone.
 
-They are looked for when the package is imported: in the code of the classes, so that attributes that only instances
-have are found too. Where one is missing, what builds on it takes TorchRL's public, slower way, and one warning names
-the versions. Each list names what one thing builds on.
+They are looked for when the package is imported: in the code of the classes' modules, so that attributes that only
+instances have are found too. Where one is missing, what builds on it takes TorchRL's public, slower way, and one
+warning names the versions. Each list names what one thing builds on.
 """
 
 from __future__ import annotations
 
-import inspect
+import importlib
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -48,21 +48,12 @@ _WRAPPER = """
 """
 
 
-def _code_of(value: Any, seen: set[int]) -> Iterator[types.CodeType]:
-    """Return the code of a method, a property, and what a decorator has put around one."""
-    value = getattr(value, "__func__", value)
-    for part in (value.fget, value.fset) if isinstance(value, property) else (value,):
-        if isinstance(part, types.FunctionType) and id(part) not in seen:
-            seen.add(id(part))
-            yield part.__code__
-            for inside in inspect.getclosurevars(part).nonlocals.values():
-                yield from _code_of(inside, seen)
-
-
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
+def _names_in(constants: Iterable[Any]) -> Iterator[str]:
+    for constant in constants:
         if isinstance(constant, types.CodeType):
+            yield from constant.co_names
+            yield from _names_in(constant.co_consts)
+        elif isinstance(constant, tuple):
             yield from _names_in(constant)
         elif isinstance(constant, str):  # getattr(self, "_name", None)
             yield constant
@@ -70,15 +61,10 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 @cache
 def _names_of(cls: type) -> frozenset[str]:
-    """Collect the names that a class and its bases have, read or write."""
-    found, seen = set(vars(inspect.getmodule(cls))), set[int]()
-    for base in cls.__mro__[:-1]:
-        if base.__module__.partition(".")[0] in ("torchrl", "tensordict"):
-            found.update(vars(base), getattr(base, "__slots__", ()))
-            for value in list(vars(base).values()):
-                for code in _code_of(value, seen):
-                    found.update(_names_in(code))
-    return frozenset(found)
+    """Collect the names that the modules of a class and its bases have, read or write."""
+    modules = {base.__module__ for base in cls.__mro__ if base.__module__.startswith(("torchrl.", "tensordict."))}
+    specs = [importlib.import_module(name).__spec__ for name in modules]
+    return frozenset(_names_in(spec.loader.get_code(spec.name) for spec in specs))  # type: ignore[union-attr]
 
 
 @cache

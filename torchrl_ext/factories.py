@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchrl.envs import EnvBase
@@ -15,6 +15,18 @@ from rl_ext_core.factory import EnvFactory
 from rl_ext_core.factory.convert import convert
 
 __all__ = ["adapt", "as_factory", "factory_of", "metadata_of"]
+
+# Classes of environments, looked for where their package is loaded, and what wraps them.
+_WRAPPERS = (
+    ("gymnasium", "Env", "torchrl_ext.GymWrapper"),
+    ("gymnasium.vector", "VectorEnv", "torchrl_ext.GymWrapper"),
+    ("pettingzoo.utils.env", "ParallelEnv", "torchrl.envs.PettingZooWrapper"),
+    ("pettingzoo.utils.env", "AECEnv", "torchrl.envs.PettingZooWrapper"),
+    ("meltingpot.utils.substrates.substrate", "Substrate", "torchrl.envs.MeltingpotWrapper"),
+    ("dm_control.rl.control", "Environment", "torchrl.envs.DMControlWrapper"),
+    ("dm_control.composer.environment", "Environment", "torchrl.envs.DMControlWrapper"),
+    ("vmas.simulator.environment.environment", "Environment", "torchrl.envs.VmasWrapper"),
+)
 
 
 def as_factory(source: Any, *, verify: bool = True, start_method: str | None = None) -> EnvFactory[Any]:
@@ -69,59 +81,14 @@ def adapt(environment: Any) -> EnvBase:
     """
     if isinstance(environment, EnvBase):
         return environment
-    for kind, wrap in _wrappers():
-        if isinstance(environment, kind):
-            return wrap(environment)
-    cls = type(environment)
+    for package, name, wrapper in _WRAPPERS:
+        kind = getattr(sys.modules.get(package), name, None)
+        if kind is not None and isinstance(environment, kind):
+            module, _, cls = wrapper.rpartition(".")
+            return getattr(importlib.import_module(module), cls)(environment)
+    kind = type(environment)
     raise InvalidTypeError(
-        f"an environment of {cls.__module__}.{cls.__qualname__} is none that TorchRL has a wrapper for; expected one "
+        f"an environment of {kind.__module__}.{kind.__qualname__} is none that TorchRL has a wrapper for; expected one "
         "of torchrl.envs, or of gymnasium, PettingZoo, dm_control, Melting Pot or VMAS. Hand over one that is wrapped: "
-        f"ParallelEnv(2, lambda: MyWrapper({cls.__name__}(...)))"
+        f"ParallelEnv(2, lambda: MyWrapper({kind.__name__}(...)))"
     )
-
-
-def _wrappers() -> Iterator[tuple[type, Callable[[Any], EnvBase]]]:
-    """Return the classes of environments whose packages are loaded, and what wraps them."""
-    for module, name, wrap in (
-        ("gymnasium", "Env", _gymnasium),
-        ("gymnasium.vector", "VectorEnv", _gymnasium),
-        ("pettingzoo.utils.env", "ParallelEnv", _pettingzoo),
-        ("pettingzoo.utils.env", "AECEnv", _pettingzoo),
-        ("meltingpot.utils.substrates.substrate", "Substrate", _meltingpot),
-        ("dm_control.rl.control", "Environment", _dm_control),
-        ("dm_control.composer.environment", "Environment", _dm_control),
-        ("vmas.simulator.environment.environment", "Environment", _vmas),
-    ):
-        kind = getattr(sys.modules.get(module), name, None)
-        if kind is not None:
-            yield kind, wrap
-
-
-def _gymnasium(environment: Any) -> EnvBase:
-    from torchrl_ext import GymWrapper
-
-    return GymWrapper(environment)
-
-
-def _pettingzoo(environment: Any) -> EnvBase:
-    from torchrl.envs import PettingZooWrapper
-
-    return PettingZooWrapper(environment)
-
-
-def _meltingpot(environment: Any) -> EnvBase:
-    from torchrl.envs import MeltingpotWrapper
-
-    return MeltingpotWrapper(environment)
-
-
-def _dm_control(environment: Any) -> EnvBase:
-    from torchrl.envs import DMControlWrapper
-
-    return DMControlWrapper(environment)
-
-
-def _vmas(environment: Any) -> EnvBase:
-    from torchrl.envs import VmasWrapper
-
-    return VmasWrapper(environment)

@@ -1,4 +1,4 @@
-"""A user's script: collects from copies of an environment, and prints what came out.
+"""A user's script: collects from copies of an environment, and prints what came out; with Ray, fills a buffer too.
 
     python tests/torchrl_ext/collecting.py FOLDER KIND SOURCE:SEED ...
 
@@ -9,6 +9,7 @@ that EXPECTED names.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import random
@@ -29,8 +30,6 @@ from torchrl.envs import Compose, RewardSum, StepCounter, TransformedEnv
 EXPECTED: tuple[tuple[str, type[Warning]], ...] = (
     # TorchRL's own classes inherit from one that TorchRL deprecates.
     ("Creating .* which inherits from WeightUpdaterBase", DeprecationWarning),
-    # torch's RPC calls what torch.distributed deprecates.
-    ("You are using a Backend <class .*ProcessGroupGloo'> as a ProcessGroup", UserWarning),
 )
 GRAVITY = 5.0
 MAX_STEPS = 3
@@ -134,10 +133,6 @@ def collector(kind: str, factories: list[Any], policy: Any) -> Any:
         from torchrl.collectors import MultiSyncCollector
 
         return MultiSyncCollector(factories, policy, cat_results="stack", **frames)
-    if kind == "async":
-        from torchrl.collectors import MultiAsyncCollector
-
-        return MultiAsyncCollector(factories, policy, frames_per_batch=STEPS, total_frames=WORKERS * STEPS)
     from torchrl.collectors import distributed
 
     options = {**frames, "sync": True, "collector_kwargs": transforms}
@@ -146,8 +141,7 @@ def collector(kind: str, factories: list[Any], policy: Any) -> Any:
         collector = distributed.RayCollector(factories, policy, remote_configs=remote, **options)
         collector.update_policy_weights_(policy)
         return collector
-    cls = {"distributed": distributed.DistributedCollector, "rpc": distributed.RPCCollector}[kind]
-    return cls(factories, policy, launcher="mp", tcp_port=free_port(), **options)
+    return distributed.DistributedCollector(factories, policy, launcher="mp", tcp_port=free_port(), **options)
 
 
 def collected(kind: str, source: Any, seed: int) -> TensorDict:
@@ -169,6 +163,47 @@ def shown(batch: TensorDict) -> dict[str, Any]:
     return {name if isinstance(name, str) else ".".join(name): batch[name].tolist() for name in names if name in keys}
 
 
+def filled_buffer() -> int:
+    """Fill a buffer that lives in a process of its own, here and in a task, and sample it; return what it holds.
+
+    :raises AssertionError: an element is not what was added
+    """
+    import ray
+    from torchrl.data import RayReplayBuffer, TensorDictReplayBuffer
+
+    from tests.torchrl_ext.frame_data import Videos, contents
+    from torchrl_ext import FrameStorage
+
+    keys = ["pixels", ("next", "pixels"), "action", ("next", "reward"), ("next", "done")]
+    ours, theirs = (
+        [videos.collect(10).reshape(-1) for _ in range(3)] for videos in (Videos(2, seed=1), Videos(2, seed=2))
+    )
+    known = contents(torch.cat([*ours, *theirs]), keys)
+    buffer = RayReplayBuffer(
+        replay_buffer_cls=TensorDictReplayBuffer,
+        storage=functools.partial(FrameStorage, 200),
+        batch_size=16,
+        remote_config={"num_cpus": 0},
+        transport="ray",
+    )
+    try:
+        for batch in ours:
+            buffer.extend(batch)
+
+        @ray.remote(num_cpus=0)
+        def fill(client: Any) -> None:
+            for batch in theirs:
+                client.extend(batch)
+
+        ray.get(fill.remote(buffer.client()))
+        for _ in range(5):
+            assert set(contents(buffer.sample(), keys)) <= set(known)
+        assert contents(buffer[:], keys) == known
+        return len(buffer)
+    finally:
+        buffer.close()
+
+
 def main() -> None:
     folder, kind, *runs = sys.argv[1:]
     logger.setLevel(logging.ERROR)
@@ -178,15 +213,12 @@ def main() -> None:
         for run in runs:
             source, seed = run.split(":")
             results.append(shown(collected(kind, SOURCES[source](), int(seed))))
-    sys.stdout.write(json.dumps(results) + "\n")
-
-
-def have_warnings_be_errors() -> None:
-    warnings.simplefilter("error")
-    for message, category in EXPECTED:
-        warnings.filterwarnings("ignore", message, category)
+        held = filled_buffer() if kind == "ray" else 0
+    sys.stdout.write(json.dumps([results, held]) + "\n")
 
 
 if __name__ == "__main__":
-    have_warnings_be_errors()
+    warnings.simplefilter("error")
+    for message, category in EXPECTED:
+        warnings.filterwarnings("ignore", message, category)
     main()

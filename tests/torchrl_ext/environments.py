@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -121,6 +120,20 @@ class Buffered(gymnasium.Env[Any, Any]):
         return self.observation(), 1.0, False, self.count >= self.length, {}
 
 
+class Bare(Walk):
+    """Without infos: upstream writes all of them into the data of an environment that resets in the same step."""
+
+    def reset(self, **kwargs: Any) -> Any:
+        return super().reset(**kwargs)[0], {}
+
+    def step(self, action: Any) -> Any:
+        return (*super().step(action)[:4], {})
+
+
+# No two end at once before their 77th step: where all do, upstream resets them twice in SameStep mode.
+STAGGERED: list[Any] = [partial(Bare, length, length) for length in (7, 11, 13)]
+
+
 class VectorRewards(Walk):
     """Two rewards a step, as environments of mo-gymnasium."""
 
@@ -168,17 +181,11 @@ class ForeignDict:
         self.spaces = parts
 
 
-class IsaacBase:
-    """Stands for ``isaaclab.envs.ManagerBasedEnv``."""
-
-
-class Isaac(IsaacBase):
+class Isaac:
     """An environment after Isaac Lab's fashion: a batch of torch tensors, written in place, reset within the step.
 
     :param final_obs: whether extras holds the last observations of those that were reset
-    :param in_place: whether it hands out its own buffers
     :param lengths: after how many steps each ends; by default they differ
-    :param bound: of actions
     :param foreign: whether its spaces are not gymnasium's
     :param spoils_actions: whether it writes into its actions
     """
@@ -192,22 +199,20 @@ class Isaac(IsaacBase):
         num_envs: int,
         *,
         final_obs: bool = False,
-        in_place: bool = True,
         lengths: list[int] | None = None,
-        bound: float = np.inf,
         foreign: bool = False,
         spoils_actions: bool = False,
     ) -> None:
-        self.num_envs, self.device, self.final_obs, self.in_place = num_envs, "cpu", final_obs, in_place
+        self.num_envs, self.device, self.final_obs = num_envs, "cpu", final_obs
         self.spoils_actions = spoils_actions
         self.lengths = torch.tensor(lengths or [3 + row % 5 for row in range(num_envs)])
         self.max_episode_length = int(self.lengths.max())
         self.cfg = SimpleNamespace(is_finite_horizon=False, auto_reset=True)  # the latter is mjlab's
         make, many = (ForeignBox, ForeignDict) if foreign else (spaces.Box, spaces.Dict)
         self.single_observation_space = many(policy=make(-np.inf, np.inf, (6,), F32))
-        self.single_action_space = make(-bound, bound, (2,), F32)
+        self.single_action_space = make(-np.inf, np.inf, (2,), F32)
         self.observation_space = many(policy=make(-np.inf, np.inf, (num_envs, 6), F32))
-        self.action_space = make(-bound, bound, (num_envs, 2), F32)
+        self.action_space = make(-np.inf, np.inf, (num_envs, 2), F32)
         self.state = torch.zeros(num_envs, 6)
         self.reward_buf = torch.zeros(num_envs)
         self.terminated = torch.zeros(num_envs, dtype=torch.bool)
@@ -215,7 +220,7 @@ class Isaac(IsaacBase):
         self.steps = torch.zeros(num_envs, dtype=torch.long)
         self.episodes = torch.zeros(num_envs, dtype=torch.long)
         self.extras: dict[str, Any] = {}
-        self.resets = 0
+        self.asked: list[list[int]] = []
 
     @property
     def unwrapped(self) -> Isaac:
@@ -235,15 +240,11 @@ class Isaac(IsaacBase):
         self.state[rows, 0] = rows.float()
         self.state[rows, 1] = self.episodes[rows].float()
 
-    def _given(self, *buffers: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return buffers if self.in_place else tuple(buffer.clone() for buffer in buffers)
-
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        self.resets += 1
         if seed is not None:
             self.episodes.zero_()
         self._reset_rows(torch.arange(self.num_envs))
-        return {"policy": self._given(self.state)[0]}, self.extras
+        return {"policy": self.state}, self.extras
 
     def step(self, action: torch.Tensor) -> tuple[Any, ...]:
         self.steps += 1
@@ -258,10 +259,9 @@ class Isaac(IsaacBase):
             if self.final_obs:
                 self.extras["final_obs"] = {"policy": self.state.clone()}
             self._reset_rows(rows)
-        policy, *rest = self._given(self.state, self.reward_buf, self.terminated, self.truncated)
         if self.spoils_actions:
             action[...] = 99.0
-        return {"policy": policy}, *rest, self.extras
+        return {"policy": self.state}, self.reward_buf, self.terminated, self.truncated, self.extras
 
 
 class IsaacByIds(Isaac):
@@ -275,9 +275,9 @@ class IsaacByIds(Isaac):
     ) -> tuple[Any, dict[str, Any]]:
         if env_ids is None:
             return super().reset(seed, options)
-        self.resets += 1
+        self.asked.append(env_ids.tolist())
         self._reset_rows(env_ids)
-        return {"policy": self._given(self.state)[0]}, self.extras
+        return {"policy": self.state}, self.extras
 
 
 class SameStep:
@@ -369,25 +369,3 @@ class SameStep:
         self.steps[rows] = 0
         reward, none = np.ones(self.num_envs), np.zeros(self.num_envs, bool)
         return self.observation(slice(None)), *(self.array(part) for part in (reward, done, none)), info
-
-
-@contextmanager
-def fake_isaaclab(monkeypatch: Any) -> Iterator[Any]:
-    """Make TorchRL take :class:`Isaac` for one of Isaac Lab's; yields ``IsaacLabWrapper``."""
-    import sys
-    from types import ModuleType
-
-    from torchrl.envs.libs import gym, isaac_lab
-
-    envs: Any = ModuleType("isaaclab.envs")
-    envs.ManagerBasedEnv = envs.ManagerBasedRLEnv = IsaacBase
-    envs.DirectRLEnv = type("DirectRLEnv", (), {})
-    envs.DirectMARLEnv = type("DirectMARLEnv", (), {})
-    package: Any = ModuleType("isaaclab")
-    package.envs = envs
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "isaaclab", package)
-        patch.setitem(sys.modules, "isaaclab.envs", envs)
-        patch.setattr(gym, "_has_isaaclab", True)
-        patch.setattr(isaac_lab, "_has_isaaclab", True)
-        yield isaac_lab.IsaacLabWrapper

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torchrl.data import TensorDictReplayBuffer
 
-from tests.torchrl_ext.frame_data import Videos
-from tests.torchrl_ext.frame_workers import contents
+from tests.torchrl_ext.frame_data import Videos, contents
 from torchrl_ext import FrameStorage
 
 KEYS = ["pixels", ("next", "pixels"), "action", ("next", "reward"), ("inner", "vector")]

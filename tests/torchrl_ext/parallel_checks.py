@@ -1,12 +1,9 @@
-"""What the tests of ``ParallelEnv`` ask about processes, and the program that they run in one of their own."""
+"""What the tests of ``ParallelEnv`` ask about processes."""
 
 from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -60,13 +57,3 @@ def no_workers_left() -> Iterator[None]:
     for process in left:
         process.kill()
     assert not left
-
-
-def run(script: str, folder: Path, *, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
-    """Run a script from a file, as a user does, in a process of its own."""
-    path = folder / "script.py"
-    path.write_text(textwrap.dedent(script))
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'shared'}", "TORCHINDUCTOR_CACHE_DIR": str(folder)}
-    return subprocess.run(
-        [sys.executable, str(path)], cwd=folder, env=environ, capture_output=True, text=True, timeout=timeout
-    )

@@ -20,7 +20,6 @@ from torchrl.data import Bounded, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase
 
 from tests.core.devices.reporting import variables
-from torchrl_ext import GymWrapper
 
 DIARY = "DIARY_OF_TESTED_ENVIRONMENTS"
 
@@ -64,18 +63,6 @@ class Well(gymnasium.Env[Any, Any]):
 
     def close(self) -> None:
         tell("closed")
-
-
-class Wide(Well):
-    """Takes its width from the constructor."""
-
-    def __init__(self, width: int = 3) -> None:
-        super().__init__()
-        self.width = width
-        self.observation_space = spaces.Box(-np.inf, np.inf, (width,), np.float32)
-
-    def _observation(self) -> np.ndarray[Any, Any]:
-        return np.full(self.width, self.count, np.float32)
 
 
 class Looking(Well):
@@ -152,10 +139,6 @@ class Failing(Well):
     def close(self) -> None:
         super().close()
         self._perhaps("close")
-
-
-def make_failing(**options: Any) -> GymWrapper:
-    return GymWrapper(Failing(**options))
 
 
 class Native(EnvBase):

@@ -1,7 +1,7 @@
 """Whatever resets itself, and when: rollouts are those of single environments, stepped with the same seeds and actions.
 
 Next observations are the true last ones, root observations after an episode's end those of the reset, flags are right,
-and no transition is made up.
+and no transition is made up. Partial resets go through every wrapper; what cannot pass them on is refused in words.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+from gymnasium.wrappers import OrderEnforcing
 from gymnasium.wrappers import vector as wrappers
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,8 +27,7 @@ from tests.torchrl_ext.comparing import assert_same, seeded_rollout, vector
 from tests.torchrl_ext.environments import DictWalk, Isaac, IsaacByIds, SameStep, Walk
 from torchrl_ext import GymWrapper
 
-MODES = ["NextStep", "SameStep", "Disabled"]
-modes = pytest.mark.parametrize("mode", MODES)
+modes = pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
 MAKERS: dict[str, list[Any]] = {
     "Walk": [Walk],
     "all at once": [partial(Walk, 4, 4)],
@@ -35,15 +36,18 @@ MAKERS: dict[str, list[Any]] = {
 }
 
 
-def check_against_single_environments(rollout: Any, makers: list[Any], seed: int, *, resets: int = 2) -> None:
-    """Compare with environments that are stepped by hand; ``resets`` came before, the first of them with the seed."""
+def place(observation: Any) -> Any:
+    return observation["inner"]["place"] if isinstance(observation, dict) else observation
+
+
+def check_against_single_environments(rollout: Any, makers: list[Any], seed: int) -> None:
+    """Compare with environments that are stepped by hand; two resets came before, the first of them with the seed."""
     key: Any = ("inner", "place") if ("inner", "place") in rollout.keys(True) else "observation"
     actions = rollout["action"].argmax(-1)
     for row, data in enumerate(rollout.unbind(0)):
         env = makers[row % len(makers)]()
-        observation, _ = env.reset(seed=seed + row)
-        for _ in range(resets - 1):
-            observation, _ = env.reset()
+        env.reset(seed=seed + row)
+        observation, _ = env.reset()
         for step, now in enumerate(data.unbind(0)):
             assert np.array_equal(now[key].numpy(), place(observation)), (row, step)
             assert not now["done"]
@@ -58,17 +62,15 @@ def check_against_single_environments(rollout: Any, makers: list[Any], seed: int
                 observation, _ = env.reset()
 
 
-def place(observation: Any) -> Any:
-    return observation["inner"]["place"] if isinstance(observation, dict) else observation
-
-
-@pytest.mark.sample
+@pytest.mark.sample(quick=6)
 @modes
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["Sync", "Async"])
-@pytest.mark.parametrize("name", MAKERS)
-def test_gymnasiums_vectorised_environments(name: str, asynchronous: bool, mode: str) -> None:
+@pytest.mark.parametrize(("name", "cut"), [*((name, None) for name in MAKERS), ("Walk", 4), ("Walk", 1)])
+def test_gymnasiums_vectorised_environments(name: str, cut: int | None, asynchronous: bool, mode: str) -> None:
+    """With ``cut``, rows are reset that the environment has not ended, beside some that it has."""
     makers = MAKERS[name]
     env = GymWrapper(vector(makers, 3, mode, asynchronous=asynchronous))
+    env = env if cut is None else env.append_transform(StepCounter(cut))
     try:
         rollout = seeded_rollout(env, 60, seed=5)
         assert rollout["next", "done"].any()
@@ -77,8 +79,9 @@ def test_gymnasiums_vectorised_environments(name: str, asynchronous: bool, mode:
         env.close()
 
 
-@modes
-@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize(
+    ("mode", "shared_memory"), [("NextStep", True), ("SameStep", False), ("Disabled", False), ("NextStep", False)]
+)
 def test_worker_processes_with_and_without_shared_memory(shared_memory: bool, mode: str) -> None:
     env = GymWrapper(vector(DictWalk, 2, mode, asynchronous=True, shared_memory=shared_memory))
     try:
@@ -88,22 +91,6 @@ def test_worker_processes_with_and_without_shared_memory(shared_memory: bool, mo
                 env.reset()
         else:
             check_against_single_environments(seeded_rollout(env, 30), [DictWalk], 3)
-    finally:
-        env.close()
-
-
-@pytest.mark.sample
-@modes
-@pytest.mark.parametrize("transform", [lambda: StepCounter(4), lambda: StepCounter(1)], ids=["4 steps", "1 step"])
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["Sync", "Async"])
-def test_truncation_from_outside(mode: str, transform: Any, asynchronous: bool) -> None:
-    """Rows are reset that the environment has not ended, beside some that it has."""
-    env = GymWrapper(vector(Walk, 4, mode, asynchronous=asynchronous)).append_transform(transform())
-    try:
-        rollout = seeded_rollout(env, 40)
-        assert rollout["next", "truncated"].any()
-        check_against_single_environments(rollout, [Walk], 3)
-        assert rollout["next", "step_count"].max() == transform().max_steps
     finally:
         env.close()
 
@@ -158,14 +145,11 @@ def test_any_masks_given_by_hand(mode: str, data: st.DataObject) -> None:
 
 
 @modes
-def test_full_resets_in_the_middle(mode: str) -> None:
+def test_resets_of_all_in_the_middle_and_with_a_seed(mode: str) -> None:
     env = GymWrapper(vector(Walk, 3, mode))
     env.set_seed(3)
-    resets = 1
     for steps in (1, 4, 9):
-        rollout = env.rollout(steps, break_when_any_done=True)
-        resets += 1
-        assert rollout["observation"][:, 0, 1].tolist() == [0, 0, 0]
+        assert env.rollout(steps, break_when_any_done=True)["observation"][:, 0, 1].tolist() == [0, 0, 0]
     # A seed that is given to a reset of all counts, even of those that have just reset themselves.
     data = env.step(env.rand_action(env.reset(seed=11)))
     again = env.reset(data.select("next").set("_reset", torch.ones(3, 1, dtype=torch.bool)), seed=11)
@@ -184,44 +168,24 @@ def test_a_reset_with_options_reaches_those_that_have_reset_themselves(mode: str
     env = GymWrapper(vector([partial(Listens, 2, 2), partial(Listens, 9, 9)], 2, mode))
     data = env.rollout(2)[:, -1]
     seen.clear()
-    mask = torch.tensor([[True], [False]])
-    env.reset(env.step_mdp(data).set("_reset", mask), options={"low": 1})
+    env.reset(env.step_mdp(data).set("_reset", torch.tensor([[True], [False]])), options={"low": 1})
     assert seen == [{"low": 1}]
 
 
+# -- gymnasium's wrappers
+
+
 @modes
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["Sync", "Async"])
-def test_statistics_of_episodes_under_a_wrapper(mode: str, asynchronous: bool) -> None:
-    inner = wrappers.RecordEpisodeStatistics(vector(Walk, 4, mode, asynchronous=asynchronous), buffer_length=1000)
-    env = GymWrapper(inner)
-    try:
-        env.set_seed(3)
-        rollout = seeded_rollout(env, 60)
-        check_against_single_environments(rollout, [Walk], 3)
-        done = rollout["next", "done"].squeeze(-1)
-        expected: Counter[int] = Counter(rollout["next", "observation"][done][:, 1].int().tolist())
-        assert Counter(map(int, inner.length_queue)) == expected
-        returns = rollout["next", "reward"].squeeze(-1).double()
-        total = sum(float(returns[row, : done[row].nonzero()[-1] + 1].sum()) for row in range(4))
-        assert sum(map(float, inner.return_queue)) == pytest.approx(total)
-    finally:
-        env.close()
-
-
-@pytest.mark.parametrize("mode", ["NextStep", "Disabled"])  # gymnasium refuses the other one
-def test_wrappers_that_change_observations(mode: str) -> None:
-    def scaled(observation: Any) -> Any:
-        return observation * np.float32(0.5)
-
-    def single(make: Any = Walk) -> Any:
-        return gymnasium.wrappers.TransformObservation(make(), scaled, None)
-
-    # It hands out one array again and again.
-    inner = wrappers.VectorizeTransformObservation(
-        vector(Walk, 3, mode), gymnasium.wrappers.TransformObservation, func=scaled, observation_space=None
-    )
-    env = GymWrapper(wrappers.RecordEpisodeStatistics(inner))
-    check_against_single_environments(seeded_rollout(env, 40), [single], 3)
+def test_statistics_of_episodes_under_a_wrapper(mode: str) -> None:
+    inner = wrappers.RecordEpisodeStatistics(vector(Walk, 4, mode), buffer_length=1000)
+    rollout = seeded_rollout(GymWrapper(inner), 60)
+    check_against_single_environments(rollout, [Walk], 3)
+    done = rollout["next", "done"].squeeze(-1)
+    expected: Counter[int] = Counter(rollout["next", "observation"][done][:, 1].int().tolist())
+    assert Counter(map(int, inner.length_queue)) == expected
+    returns = rollout["next", "reward"].squeeze(-1).double()
+    total = sum(float(returns[row, : done[row].nonzero()[-1] + 1].sum()) for row in range(4))
+    assert sum(map(float, inner.return_queue)) == pytest.approx(total)
 
 
 def test_infos_as_a_list() -> None:
@@ -238,28 +202,25 @@ def test_a_wrapper_that_refuses_partial_resets_says_so() -> None:
     assert rollout["next", "done"].squeeze(-1)[0].tolist() == [False, False, True] * 3 + [False]
 
 
-@modes
-def test_vector_rewards_under_a_wrapper(mode: str) -> None:
-    env = GymWrapper(wrappers.ClipReward(vector(Walk, 3, mode), min_reward=0, max_reward=2))
-    rollout = seeded_rollout(env, 30)
-    check_env_specs(env)
-    assert rollout["next", "reward"].max() == 2
-
-
-def check_cartpole(env: Any, raw: CartPoleVectorEnv, steps: int = 120, cut: int | None = None) -> int:
-    """Compare each step with one of a single environment in the same state; count the episodes that ended."""
-    single = CartPoleVectorEnv(1)
+@pytest.mark.parametrize("wrap", [lambda env: env, wrappers.RecordEpisodeStatistics], ids=["plain", "wrapped"])
+@pytest.mark.parametrize("cut", [None, 12])
+def test_the_cartpole_that_vectorises_itself(wrap: Any, cut: int | None) -> None:
+    """Each step is that of a single environment in the same state."""
+    raw, single = gymnasium.make_vec("CartPole-v1", num_envs=6), CartPoleVectorEnv(1)
+    assert type(raw) is CartPoleVectorEnv
+    env = GymWrapper(wrap(raw))
+    env = env if cut is None else env.append_transform(StepCounter(cut))
     single.reset(seed=0)
     env.set_seed(1)
-    data, ended, age = env.reset(), 0, np.zeros(env.batch_size[0], int)
-    for _ in range(steps):
+    data, ended, age = env.reset(), 0, np.zeros(6, int)
+    for _ in range(120):
         assert raw.state is not None
         states = raw.state.copy()
         assert np.array_equal(raw.state.T.astype(np.float32), data["observation"].numpy())
         assert raw.steps.tolist() == age.tolist()
         before, data = env.step_and_maybe_reset(env.rand_action(data))
         age += 1
-        for row in range(env.batch_size[0]):
+        for row in range(6):
             single.state, single.steps[:], single.prev_done[:] = states[:, row : row + 1], age[row] - 1, False
             action = before["action"][row].argmax(-1, keepdim=True).numpy()
             observation, reward, terminated, truncated, _ = single.step(action)
@@ -272,64 +233,23 @@ def check_cartpole(env: Any, raw: CartPoleVectorEnv, steps: int = 120, cut: int 
                 ended += 1
                 age[row] = 0
                 assert data["observation"][row].abs().max() <= 0.05
-    return ended
-
-
-@pytest.mark.parametrize("wrap", [lambda env: env, wrappers.RecordEpisodeStatistics], ids=["plain", "wrapped"])
-@pytest.mark.parametrize("cut", [None, 12])
-def test_the_cartpole_that_vectorises_itself(wrap: Any, cut: int | None) -> None:
-    raw = gymnasium.make_vec("CartPole-v1", num_envs=6)
-    assert type(raw) is CartPoleVectorEnv
-    env = GymWrapper(wrap(raw))
-    assert check_cartpole(env if cut is None else env.append_transform(StepCounter(cut)), raw, cut=cut) > 10
+    assert ended > 10
     check_env_specs(env)
 
 
-def test_the_cartpole_draws_the_numbers_that_it_would_have_drawn() -> None:
-    """With one sub-environment, gymnasium's own order of steps and resets draws the same episodes."""
-    raw, own = (gymnasium.make_vec("CartPole-v1", num_envs=1) for _ in range(2))
-    rollout = seeded_rollout(GymWrapper(raw), 60)
-    own.reset(seed=3)
-    observation, _ = own.reset()
-    for step in range(60):
-        assert np.array_equal(rollout["observation"][:, step].numpy(), observation)
-        observation, *_ = own.step(rollout["action"][:, step].argmax(-1).numpy())
-        if rollout["next", "done"][:, step].any():
-            observation, *_ = own.step(np.array([0]))  # which moves nothing
+# -- which mode
 
 
-def test_environments_that_reset_all_or_nothing_are_found_out() -> None:
-    for env in (Isaac(4), Isaac(4, foreign=True)):
-        wrapped = GymWrapper(env).append_transform(StepCounter(4))  # when one row has ended by itself before
-        with pytest.raises(EnvironmentOutputError, match=r"also changed sub-environments.*env_ids"):
-            wrapped.rollout(9, break_when_any_done=False)
-    rollout = GymWrapper(IsaacByIds(4)).append_transform(StepCounter(2)).rollout(9, break_when_any_done=False)
-    assert rollout["policy"][..., 2].max() == 1
-    assert (rollout["policy"][..., 2] == rollout["step_count"].squeeze(-1)).all()
+def follows(rollout: Any, key: str) -> bool:
+    """Whether each step's next observation is the one after it."""
+    return torch.equal(rollout["next"][key][..., 2], rollout[key][..., 2] + 1)
 
 
-@pytest.mark.parametrize("final_obs", [True, False])
-def test_torch_environments_that_are_told_which_to_reset(final_obs: bool) -> None:
-    env = GymWrapper(IsaacByIds(4, lengths=[2, 9, 9, 3], final_obs=final_obs))
-    env.set_seed(0)
-    data = env.reset()
-    for _ in range(2):
-        data = env.step_mdp(env.step(env.rand_action(data)))
-    # Row 0 is done and has reset itself, row 2 is asked for, rows 1 and 3 go on.
-    data = env.reset(data.set("_reset", torch.tensor([[True], [False], [True], [False]])))
-    assert data["policy"][:, 2].tolist() == [0, 2, 0, 2]
-    assert data["policy"][:, 1].tolist() == [3, 2, 3, 2]
-    assert not data["done"].any()
-
-
-def test_the_mode_that_was_asked_for() -> None:
-    by_member = gymnasium.vector.AutoresetMode.DISABLED
-    for mode in ("Disabled", "DISABLED", by_member):
+def test_the_mode_that_was_asked_for_or_configured() -> None:
+    for mode in (None, "Disabled", "DISABLED", gymnasium.vector.AutoresetMode.DISABLED):
         env = IsaacByIds(3, lengths=[2, 3, 4])
         env.cfg.auto_reset = False
-        rollout = GymWrapper(env, autoreset_mode=mode).rollout(8, break_when_any_done=False)
-        assert rollout["next", "policy"].isfinite().all()
-        assert torch.equal(rollout["next", "policy"][..., 2], rollout["policy"][..., 2] + 1)
+        assert follows(GymWrapper(env, autoreset_mode=mode).rollout(8, break_when_any_done=False), "policy")
     with pytest.raises(InvalidArgumentError, match="autoreset_mode='never' is none of"):
         GymWrapper(IsaacByIds(3), autoreset_mode="never").reset()
 
@@ -345,41 +265,47 @@ def test_the_mode_that_an_environment_says_as_an_attribute() -> None:
             self.observation_space, self.action_space = env.observation_space, env.action_space
 
     for wrap in (lambda env: env, Wrapper):
-        inner: Any = SameStep([2, 3], "batch")
-        inner.metadata, inner.autoreset_mode = {}, "SameStep"
-        rollout = GymWrapper(wrap(inner)).rollout(9, break_when_any_done=False)
-        assert torch.equal(rollout["next", "observation"][..., 2], rollout["observation"][..., 2] + 1)
-        inner = SameStep([2, 3], "batch")
-        inner.metadata = {}
-        rollout = GymWrapper(wrap(inner)).rollout(9, break_when_any_done=False)  # taken not to reset itself
-        assert not torch.equal(rollout["next", "observation"][..., 2], rollout["observation"][..., 2] + 1)
+        for says in (True, False):  # where it says nothing, it is taken not to reset itself
+            inner: Any = SameStep([2, 3], "batch")
+            inner.metadata = {}
+            if says:
+                inner.autoreset_mode = "SameStep"
+            rollout = GymWrapper(wrap(inner)).rollout(9, break_when_any_done=False)
+            assert follows(rollout, "observation") == says
 
 
-def test_an_environment_that_was_told_not_to_reset_itself() -> None:
-    env = IsaacByIds(3, lengths=[2, 3, 4])
-    env.cfg.auto_reset = False
-    rollout = GymWrapper(env).rollout(8, break_when_any_done=False)
-    assert torch.equal(rollout["next", "policy"][..., 2], rollout["policy"][..., 2] + 1)
+@pytest.mark.parametrize("mode", ["NextStep", "Disabled"])
+def test_modes_without_a_reset_in_the_step_as_on_a_gpu(mode: str) -> None:
+    env = GymWrapper(vector(Walk, 3, mode))
+    env.reset()
+    env.__dict__["_engine"]._looks = False
+    check_against_single_environments(seeded_rollout(env, 40), [Walk], 3)
 
 
-class ManiSkill(Isaac):
-    """Resets those that an option names, as ManiSkill's environments do."""
-
-    __module__ = "mani_skill.envs.sapien_env"
-
-    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        rows = (options or {}).get("env_idx")
-        if rows is None:
-            return super().reset(seed)
-        self._reset_rows(rows)
-        return {"policy": self.state}, self.extras
+# -- partial resets of environments of other libraries
 
 
-def test_maniskills_option() -> None:
-    env = GymWrapper(ManiSkill(4)).append_transform(StepCounter(4))
-    rollout = env.rollout(15, break_when_any_done=False)
-    assert torch.equal(rollout["policy"][..., 2], rollout["step_count"].squeeze(-1))
-    assert rollout["policy"][..., 2].max() == 3
+def test_environments_that_reset_all_or_nothing_are_found_out() -> None:
+    for env in (Isaac(4), Isaac(4, foreign=True)):
+        wrapped = GymWrapper(env).append_transform(StepCounter(4))  # when one row has ended by itself before
+        with pytest.raises(EnvironmentOutputError, match=r"also changed sub-environments.*env_ids"):
+            wrapped.rollout(9, break_when_any_done=False)
+    all_at_once = GymWrapper(Isaac(3, lengths=[9] * 3)).append_transform(StepCounter(4))  # needs no partial reset
+    assert all_at_once.rollout(12, break_when_any_done=False)["policy"][..., 2].max() == 3
+
+
+@pytest.mark.parametrize("final_obs", [True, False])
+def test_torch_environments_that_are_told_which_to_reset(final_obs: bool) -> None:
+    env = GymWrapper(IsaacByIds(4, lengths=[2, 9, 9, 3], final_obs=final_obs))
+    env.set_seed(0)
+    data = env.reset()
+    for _ in range(2):
+        data = env.step_mdp(env.step(env.rand_action(data)))
+    # Row 0 is done and has reset itself, row 2 is asked for, rows 1 and 3 go on.
+    data = env.reset(data.set("_reset", torch.tensor([[True], [False], [True], [False]])))
+    assert data["policy"][:, 2].tolist() == [0, 2, 0, 2]
+    assert data["policy"][:, 1].tolist() == [3, 2, 3, 2]
+    assert not data["done"].any()
 
 
 def test_a_reset_that_tells_no_signature() -> None:
@@ -397,15 +323,207 @@ def test_a_reset_that_tells_no_signature() -> None:
     assert torch.equal(rollout["observation"][..., 2], rollout["step_count"].squeeze(-1))
 
 
-@pytest.mark.parametrize("mode", ["NextStep", "Disabled"])
-def test_modes_without_a_reset_in_the_step_as_on_a_gpu(mode: str) -> None:
-    env = GymWrapper(vector(Walk, 3, mode))
-    env.reset()
-    env.__dict__["_engine"]._looks = False
-    check_against_single_environments(seeded_rollout(env, 40), [Walk], 3)
+def sim(**options: Any) -> Any:
+    """Resets itself within the step, and some by ``env_ids``; an observation is the row, the episode and the step."""
+    return IsaacByIds(3, lengths=[2, 99, 99], final_obs=True, **options)
 
 
-def test_all_done_at_once_need_no_partial_reset() -> None:
-    env = TransformedEnv(GymWrapper(Isaac(3, lengths=[9] * 3)), StepCounter(4))
+class Tenfold(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """What a wrapper that normalises does, with a reset that passes on what it is given."""
+
+    def __init__(self, env: Any) -> None:
+        self.env = env  # which gymnasium would check to be one of its own
+
+    def reset(self, **kwargs: Any) -> Any:
+        observation, info = self.env.reset(**kwargs)
+        return {"policy": observation["policy"] * 10}, info
+
+    def step(self, action: Any) -> Any:
+        observation, *rest, info = self.env.step(action)
+        final = info.get("final_obs", observation)
+        return {"policy": observation["policy"] * 10}, *rest, {"final_obs": {"policy": final["policy"] * 10}}
+
+
+class ForeignTenfold:
+    """The same, of no library."""
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "env":
+            raise AttributeError(name)
+        return getattr(self.env, name)
+
+    @property
+    def unwrapped(self) -> Any:
+        return self.env.unwrapped
+
+    reset, step = Tenfold.reset, Tenfold.step
+
+
+class Rewards(gymnasium.RewardWrapper[Any, Any]):
+    """Has no reset of its own."""
+
+    def reward(self, reward: Any) -> Any:
+        return reward * 2
+
+
+class Narrow(Tenfold):
+    """The same with the signature of gymnasium's."""
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return super().reset(seed=seed, options=options)
+
+
+CHAINS = {
+    "the environment alone": (lambda env: env, 1),
+    "a wrapper": (Tenfold, 10),
+    "two": (lambda env: Tenfold(Tenfold(env)), 100),
+    "one of no library": (ForeignTenfold, 10),
+    "under one without a reset": (lambda env: Rewards(Tenfold(env)), 10),
+    "under gymnasium's own": (lambda env: OrderEnforcing(Tenfold(env)), 10),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_every_wrapper_sees_a_partial_reset(name: str) -> None:
+    wrap, factor = CHAINS[name]
+    inner = sim()
+    env = TransformedEnv(GymWrapper(wrap(inner)), StepCounter(max_steps=5))
+    rollout = env.rollout(24, break_when_any_done=False)
+    assert [1, 2] in inner.asked
+    for data in (rollout, rollout["next"]):
+        assert torch.equal(data["policy"][..., 0], torch.arange(3.0)[:, None].expand(3, 24) * factor)
+    assert torch.equal(rollout["next", "policy"][..., 2], (rollout["step_count"].squeeze(-1) + 1.0) * factor)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "text"),
+    [
+        (Narrow, r"Narrow\.reset takes no env_ids.*Write def reset\(self, \*\*kwargs"),
+        (
+            lambda env: Tenfold(OrderEnforcing(Tenfold(env))),
+            r"OrderEnforcing\.reset takes no env_ids",
+        ),
+    ],
+)
+def test_a_wrapper_that_cannot_pass_it_on_is_named(wrap: Any, text: str) -> None:
+    env = GymWrapper(wrap(sim()))
+    env.rollout(9, break_when_any_done=False)  # who resets itself alone needs none
+    with pytest.raises(InvalidArgumentError, match=text):
+        TransformedEnv(env, StepCounter(max_steps=5)).rollout(24, break_when_any_done=False)
+
+
+class NumPySim(gymnasium.Env[Any, Any]):
+    """Two environments, reset by ``reset_mask``; no class that is known to leave the others alone."""
+
+    num_envs = 2
+    single_observation_space = observation_space = spaces.Box(-np.inf, np.inf, (1,), np.float32)
+    single_action_space = action_space = spaces.Discrete(2)
+
+    def __init__(self, *, leaves_others: bool = True) -> None:
+        self.metadata = {"autoreset_mode": "Disabled"}
+        self.steps, self.leaves_others = np.zeros(2), leaves_others
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        rows = (options or {}).get("reset_mask", np.ones(2, bool))
+        self.steps[rows if self.leaves_others else slice(None)] = 0
+        return self.observation(), {}
+
+    def observation(self) -> Any:
+        return (self.steps[:, None] + 1).astype(np.float32)
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        return self.observation(), np.ones(2), self.steps >= np.array([3, 5]), np.zeros(2, bool), {}
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_who_edits_the_data_does_not_make_the_environment_a_suspect(copy: bool) -> None:
+    env = GymWrapper(NumPySim(), copy=copy)
+    data = env.reset()
+    for _ in range(8):
+        data = env.rand_step(data)
+        data["next", "observation"].div_(255)
+        data["next", "observation"].numpy()[...] += 1
+        data = env.maybe_reset(env.step_mdp(data))
+    env = GymWrapper(NumPySim(leaves_others=False), copy=copy)
+    with pytest.raises(EnvironmentOutputError, match="also changed sub-environments that it was not to reset"):
+        env.rollout(8, break_when_any_done=False)
+
+
+def test_flags_that_are_edited_between_a_step_and_its_reset() -> None:
+    """Who was reset within the step stays so, whatever becomes of the flags that were handed out."""
+
+    def played(edits: bool) -> Any:
+        env = GymWrapper(sim())
+        data, seen = env.reset(), []
+        for _ in range(6):
+            data = env.step(data.set("action", torch.zeros(3, 2)))
+            mask = data["next", "done"].clone()
+            if edits:
+                data["next", "done"].fill_(True)
+            data = env.step_mdp(data)
+            data = env.reset(data.set("_reset", mask)) if mask.any() else data
+            seen.append(data["policy"].clone())
+        return torch.stack(seen)
+
+    assert torch.equal(played(True), played(False))
+
+
+class ManiSkill(Isaac):
+    """As ManiSkill's environments, which reset those that an option names, and none by themselves."""
+
+    __module__ = "mani_skill.envs.sapien_env"
+
+    def __init__(self) -> None:
+        super().__init__(3, lengths=[2, 3, 5])
+        self.cfg.auto_reset = False
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        rows = (options or {}).get("env_idx")
+        if rows is None:
+            return super().reset(seed)
+        self._reset_rows(rows)
+        return {"policy": self.state}, self.extras
+
+
+class ManiSkillVector(gymnasium.vector.VectorEnv[Any, Any, Any]):
+    """As the wrapper that ManiSkill has for them."""
+
+    metadata: dict[str, Any] = {}  # noqa: RUF012 gymnasium's is one for all classes
+
+    def __init__(self, env: Any, *, auto_reset: bool) -> None:
+        self.inner, self.auto_reset, self.num_envs = env, auto_reset, env.num_envs
+        for name in ("observation_space", "action_space", "single_observation_space", "single_action_space"):
+            setattr(self, name, getattr(env, name))
+
+    @property
+    def unwrapped(self) -> Any:
+        return self.inner
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return self.inner.reset(seed=seed, options=options)
+
+    def step(self, action: Any) -> Any:
+        observation, reward, terminated, truncated, info = self.inner.step(action)
+        rows = (terminated | truncated).nonzero().view(-1)
+        if self.auto_reset and len(rows):
+            final = {"policy": observation["policy"].clone()}
+            observation, info = self.reset(options={"env_idx": rows})
+            info["final_observation"] = final
+        return observation, reward, terminated, truncated, info
+
+
+@pytest.mark.parametrize("auto_reset", [None, True, False])
+def test_maniskills_environments_are_reset_without_being_asked_how(auto_reset: bool | None) -> None:
+    inner = ManiSkill() if auto_reset is None else ManiSkillVector(ManiSkill(), auto_reset=auto_reset)
+    env = GymWrapper(inner)
     rollout = env.rollout(12, break_when_any_done=False)
-    assert rollout["policy"][..., 2].max() == 3
+    for row, length in enumerate((2, 3, 5)):
+        assert rollout["policy"][row, :, 2].tolist() == [step % length for step in range(12)]
+        assert rollout["policy"][row, :, 1].diff().sum() == 11 // length
+    assert follows(rollout, "policy")
+    cut = env.append_transform(StepCounter(4)).rollout(15, break_when_any_done=False)
+    assert torch.equal(cut["policy"][..., 2], cut["step_count"].squeeze(-1))

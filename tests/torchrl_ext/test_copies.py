@@ -1,8 +1,9 @@
-"""Wrappers that are pickled, copied and moved, and environments that wrappers have made speak torch."""
+"""Wrappers that are pickled, copied and moved, or speak torch; and what data shares its memory with: nothing."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -10,16 +11,21 @@ from typing import Any
 
 import cloudpickle
 import gymnasium
+import numpy as np
 import pytest
 import torch
-from gymnasium import wrappers
+from gymnasium import spaces, wrappers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torchrl import envs as upstream
+from torchrl.data import Unbounded
 from torchrl.envs import StepCounter, check_env_specs
 
-from tests.torchrl_ext.comparing import assert_same, assert_same_rollouts, seeded_rollout, vector
-from tests.torchrl_ext.environments import DictWalk, Isaac, IsaacByIds, Sampled, VectorRewards, Walk, box
+from tests.torchrl_ext.comparing import assert_same, assert_same_rollouts, seeded_rollout, storages, tensors, vector
+from tests.torchrl_ext.environments import Buffered, DictWalk, Isaac, IsaacByIds, SameStep, Sampled, Walk, box
 from torchrl_ext import GymEnv, GymWrapper
 
+AGE = [Unbounded((), dtype=torch.int64)]
 ENVIRONMENTS: dict[str, Any] = {
     "single": lambda: GymWrapper(Walk()),
     "by its id": lambda: GymEnv("CartPole-v1"),
@@ -29,48 +35,66 @@ ENVIRONMENTS: dict[str, Any] = {
     "CartPole": lambda: GymWrapper(gymnasium.make_vec("CartPole-v1", num_envs=3)),
     "torch batch": lambda: GymWrapper(IsaacByIds(3, final_obs=True)),
     "torch batch that remembers": lambda: GymWrapper(Isaac(3), missing_final_obs="previous"),
-    "with infos": lambda: GymWrapper(Walk()).set_info_dict_reader(upstream.default_info_dict_reader(["age"])),
+    "with infos": lambda: GymWrapper(Walk()).set_info_dict_reader(upstream.default_info_dict_reader(["age"], spec=AGE)),
     "under a transform": lambda: GymWrapper(vector(Walk, 3, "NextStep")).append_transform(StepCounter(4)),
 }
 COPIES: dict[str, Any] = {
     "pickle": lambda env: pickle.loads(pickle.dumps(env)),
     "cloudpickle": lambda env: pickle.loads(cloudpickle.dumps(env)),
     "deepcopy": copy.deepcopy,
+    "to": lambda env: copy.deepcopy(env).to("cpu"),
 }
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("played", [False, True], ids=["fresh", "played"])
+@pytest.mark.sample(quick=10)
+@pytest.mark.parametrize("steps", [0, 10])
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("name", ENVIRONMENTS)
-def test_copies_play_on_alike(name: str, way: str, played: bool) -> None:
-    env = ENVIRONMENTS[name]()
-    if played:
-        seeded_rollout(env, 30)
-    other = COPIES[way](env)
-    assert_same(seeded_rollout(other, 40), seeded_rollout(env, 40))
-    assert other._env is not env._env if hasattr(env, "_env") else True
-
-
-@pytest.mark.parametrize("name", ["single", "batch", "batch, reset in the next step", "CartPole", "torch batch"])
-def test_copies_go_on_in_the_middle_of_an_episode(name: str) -> None:
+def test_copies_go_on_alike(name: str, way: str, steps: int) -> None:
     env = ENVIRONMENTS[name]()
     env.set_seed(0)
     torch.manual_seed(0)
     data = env.reset()
-    for _ in range(10):
+    for _ in range(steps):
         _, data = env.step_and_maybe_reset(env.rand_action(data))
-    other, state = copy.deepcopy(env), data.clone()
+    other, state = COPIES[way](env), data.to("cpu") if way == "to" else data.clone()
 
     def go_on(env: Any, data: Any) -> Any:
         torch.manual_seed(1)
-        steps = []
+        seen = []
         for _ in range(20):
             before, data = env.step_and_maybe_reset(env.rand_action(data))
-            steps.append(before)
-        return torch.stack(steps)
+            seen.append(before)
+        return torch.stack(seen)
 
-    assert_same(go_on(other, state), go_on(env, data))
+    for found, expected in ((go_on(other, state), go_on(env, data)), (seeded_rollout(other), seeded_rollout(env))):
+        assert found.device == other.device
+        assert_same(found, expected if way != "to" else expected.to("cpu"))
+    check_env_specs(other)
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_copies_between_a_step_and_its_reset(mode: str, way: str, at: int) -> None:
+    """Who has reset itself within the step is not reset again."""
+
+    def played(copied: Callable[[Any], Any]) -> list[Any]:
+        env = GymWrapper(vector([partial(Walk, n, n) for n in (2, 3, 4)], 3, mode), missing_final_obs="previous")
+        env.set_seed(0)
+        torch.manual_seed(0)
+        data, seen = env.reset(), []
+        for turn in range(9):
+            data = env.step(env.rand_action(data))
+            if turn == at:
+                env = copied(env)
+            seen.append(data["next", "observation"].clone())
+            data = env.maybe_reset(env.step_mdp(data))
+            seen.append(data["observation"].clone())
+        return seen
+
+    for one, other in zip(played(COPIES[way]), played(lambda env: env), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_an_environment_that_was_reset_behind_the_wrappers_back() -> None:
@@ -84,33 +108,6 @@ def test_an_environment_that_was_reset_behind_the_wrappers_back() -> None:
     env = GymWrapper(batch)
     assert env.step(env.rand_action())["next", "policy"][:, 2].tolist() == [1, 1, 1]
     assert not observation[1]
-
-
-@pytest.mark.parametrize("name", ["single", "nested", "batch", "torch batch"])
-def test_moves(name: str) -> None:
-    env, other = ENVIRONMENTS[name](), ENVIRONMENTS[name]()
-    seeded_rollout(env, 5)
-    device = torch.device("cpu")
-    moved = env.to(device)
-    assert moved is env
-    assert env.device == device
-    found, expected = seeded_rollout(env, 40), seeded_rollout(other, 40)
-    assert found.device == device
-    assert_same(found, expected.to(device))
-    check_env_specs(env)
-    assert env.to(device) is env
-
-
-def test_a_move_in_the_middle_of_an_episode() -> None:
-    env = GymWrapper(vector(Walk, 2, "NextStep"))
-    data = env.reset()
-    env.to("cpu")
-    data = env.step(env.rand_action(data.to("cpu")))
-    assert data["next", "observation"][:, 1].tolist() == [1, 1]
-    nested = GymWrapper(DictWalk(9, 9))
-    data = nested.reset()
-    nested.to("cpu")
-    assert nested.step(nested.rand_action(data.to("cpu")))["next", "inner", "place"][1] == 1
 
 
 def test_another_environment_in_the_same_wrapper() -> None:
@@ -146,14 +143,6 @@ def test_numpy_to_torch_of_a_batch(mode: str) -> None:
 # -- what is left to upstream
 
 
-def test_rewards_of_two_parts() -> None:
-    env = GymWrapper(VectorRewards())
-    check_env_specs(env)
-    reward = seeded_rollout(env, 20)["next", "reward"]
-    assert reward.shape == (20, 2)
-    assert torch.equal(reward[:, 0], -reward[:, 1])
-
-
 @pytest.mark.slow
 def test_a_compiled_step() -> None:
     plain, compiled = GymWrapper(Walk()), GymWrapper(Walk())
@@ -162,13 +151,8 @@ def test_a_compiled_step() -> None:
         assert_same_rollouts(compiled, plain, 12)
     finally:
         compiled.eager()
+    compiled.fast_encoding()  # which changes nothing
     assert_same_rollouts(compiled, plain, 12)
-
-
-def test_fast_encoding_changes_nothing() -> None:
-    env, plain = GymWrapper(DictWalk()), GymWrapper(DictWalk())
-    env.fast_encoding()
-    assert_same_rollouts(env, plain, 30)
 
 
 def test_closing() -> None:
@@ -179,32 +163,195 @@ def test_closing() -> None:
     assert repr(env) == f"GymWrapper(env={env._env}, batch_size=torch.Size([2]))"
 
 
-MOVES: dict[str, Callable[[Any], Any]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda env: pickle.loads(pickle.dumps(env)),
-    "to": lambda env: env.to("cpu"),
+styles = pytest.mark.parametrize("style", Buffered.STYLES)
+libraries = pytest.mark.parametrize("torch_tensors", [False, True], ids=["NumPy", "torch"])
+
+
+def memory_of(env: Any) -> set[int]:
+    buffers = [torch.as_tensor(buffer) for buffer in env.own_memory]
+    return storages(buffers)
+
+
+def played(env: Any, steps: int) -> list[Any]:
+    seen, data = [], env.reset()
+    seen.append(data.copy())
+    for _ in range(steps):
+        before, data = env.step_and_maybe_reset(env.rand_action(data))
+        seen += [before, data.copy()]
+    return seen
+
+
+@styles
+@libraries
+def test_nothing_is_shared_and_nothing_changes_later(style: str, torch_tensors: bool) -> None:
+    inner = Buffered(style, length=7, torch_tensors=torch_tensors)
+    env = GymWrapper(inner)
+    seen, kept = [], []
+    data = env.reset()
+    for _ in range(100):
+        before, data = env.step_and_maybe_reset(env.rand_action(data))
+        assert not storages(before.to_dict()) & memory_of(inner)
+        seen.append(before)
+        kept.append(before.clone())
+    for one, other in zip(seen, kept, strict=True):
+        assert_same(one, other)
+    counts = [int(data["next", "observation"][0]) for data in seen]
+    assert counts == [step % 7 + 1 for step in range(100)]
+    assert all((data["action"].abs() <= 1).all() for data in seen)
+
+
+@libraries
+def test_sharing_is_what_false_means(torch_tensors: bool) -> None:
+    inner = Buffered("one buffer", torch_tensors=torch_tensors)
+    env = GymWrapper(inner, copy=False)
+    first = env.rand_step(env.reset())
+    assert storages(first["next", "observation"]) <= memory_of(inner)
+    env.rand_step(env.step_mdp(first))
+    assert first["next", "observation"].tolist() == [2, 2, 2]
+    assert not storages([first["next", key] for key in ("reward", "done")]) & memory_of(inner)
+
+
+class Keeps(Walk):
+    """Returns new arrays and writes into them later; ``where`` says in which calls."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(40, 40)
+        self.where, self.kept = where, []  # type: ignore[var-annotated]
+
+    def reset(self, **kwargs: Any) -> Any:
+        observation, info = super().reset(**kwargs)
+        return self.handed(observation, "reset"), info
+
+    def step(self, action: Any) -> Any:
+        observation, *rest = super().step(action)
+        return self.handed(observation, "step"), *rest
+
+    def handed(self, observation: Any, where: str) -> Any:
+        for array in self.kept:
+            array[...] = -1
+        self.kept = [observation[:]] if self.where == "step, a view" else [observation] * (where == self.where)
+        return observation
+
+
+@pytest.mark.parametrize("where", ["reset", "step", "step, a view"])
+def test_what_is_written_into_later_is_copied_however_late_that_is(where: str) -> None:
+    seen = played(GymWrapper(Keeps(where)), 200)
+    for data in seen:
+        for part in (data, data.get("next", data)):
+            assert part["observation"][0] != -1
+
+
+def test_a_dict_with_one_array_twice() -> None:
+    class Twice(Walk):
+        observation_space = spaces.Dict(a=box(4), b=box(4))  # type: ignore[assignment]
+
+        def observation(self) -> Any:
+            array = super().observation()
+            return {"a": array, "b": array}
+
+    data = played(GymWrapper(Twice()), 50)[-2]["next"]
+    assert len(storages([data["a"], data["b"]])) == 2
+
+
+def test_arrays_that_torch_takes_in_no_way_are_copied() -> None:
+    class Odd(Walk):
+        """Read-only, backwards, of the other byte order."""
+
+        observation_space = spaces.Dict({name: box(4) for name in "abc"})  # type: ignore[assignment]
+
+        def observation(self) -> Any:
+            array = super().observation()
+            locked = array.copy()
+            locked.flags.writeable = False
+            return {"a": locked, "b": array[::-1].copy()[::-1], "c": array.astype(">f4")}
+
+    for data in played(GymWrapper(Odd(), copy=False), 50):
+        for part in (data, data["next"]) if "next" in data.keys() else (data,):  # noqa: SIM118
+            assert part["a"].tolist() == part["b"].tolist() == part["c"].tolist()
+
+
+BATCHES: dict[str, Any] = {
+    "Isaac": lambda: Isaac(4, final_obs=True),
+    "Isaac, lost": lambda: Isaac(4),
+    "Isaac by ids": lambda: IsaacByIds(4, final_obs=True, spoils_actions=True),
+    "batch of torch": lambda: SameStep([2, 3], "batch", torch_tensors=True),
+    "Sync": lambda: vector(Walk, 3, "SameStep", copy=False),
+    "Sync of Dicts": lambda: vector(DictWalk, 3, "NextStep", copy=False),
 }
 
 
-@pytest.mark.parametrize("way", MOVES)
-@pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
-@pytest.mark.parametrize("at", [1, 2, 5])
-def test_moves_between_a_step_and_its_reset(mode: str, way: str, at: int) -> None:
-    """Who has reset itself within the step is not reset again."""
+@pytest.mark.parametrize("missing", ["nan", "previous"])
+@pytest.mark.parametrize("name", BATCHES)
+def test_batches_share_nothing_and_are_left_alone(name: str, missing: Any) -> None:
+    inner = BATCHES[name]()
+    written: list[tuple[Any, Any]] = []
+    step, reset = inner.step, inner.reset
 
-    def played(move: Callable[[Any], Any]) -> list[Any]:
-        env = GymWrapper(vector([partial(Walk, n, n) for n in (2, 3, 4)], 3, mode), missing_final_obs="previous")
-        env.set_seed(0)
-        torch.manual_seed(0)
-        data, seen = env.reset(), []
-        for turn in range(9):
-            data = env.step(env.rand_action(data))
-            if turn == at:
-                env = move(env)
-            seen.append(data["next", "observation"].clone())
-            data = env.maybe_reset(env.step_mdp(data))
-            seen.append(data["observation"].clone())
-        return seen
+    def stepping(action: Any) -> Any:
+        """Keep what was handed out, as it was."""
+        for leaf, kept in written:
+            assert torch.equal(torch.as_tensor(leaf), kept)  # nobody has written into it since
+        result = step(action)
+        written[:] = [(leaf, torch.as_tensor(leaf).clone()) for leaf in leaves(result)]
+        return result
 
-    for one, other in zip(played(MOVES[way]), played(lambda env: env), strict=True):
-        assert torch.equal(one, other)
+    def resetting(*args: Any, **kwargs: Any) -> Any:
+        result = reset(*args, **kwargs)
+        written[:] = [(leaf, torch.as_tensor(leaf).clone()) for leaf, _ in written]
+        return result
+
+    inner.step = stepping
+    inner.reset = functools.wraps(reset)(resetting)
+    env = GymWrapper(inner, missing_final_obs=missing)
+    seen = played(env, 15)
+    kept = [data.clone() for data in seen]
+    handed = storages([torch.as_tensor(leaf) for leaf, _ in written])
+    for data in seen:
+        assert not storages(data.to_dict()) & handed
+        assert not any(tensor.requires_grad for tensor in tensors(data.to_dict()))
+    played(env, 5)
+    for one, other in zip(seen, kept, strict=True):
+        assert_same(one, other)
+    env.close()
+
+
+def leaves(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [leaf for part in value.values() for leaf in leaves(part)]
+    if isinstance(value, (tuple, list)):
+        return [leaf for part in value for leaf in leaves(part)]
+    is_array = isinstance(value, torch.Tensor) or (isinstance(value, np.ndarray) and value.dtype != object)
+    return [value] if is_array else []
+
+
+@settings(max_examples=60)
+@given(
+    space=st.sampled_from(
+        [
+            box(3),
+            spaces.Discrete(4),
+            spaces.MultiBinary(3),
+            spaces.MultiDiscrete([2, 3]),
+            spaces.Dict(a=box(2), b=spaces.MultiBinary(2)),
+            spaces.Tuple([box(2), box(2)]),
+        ]
+    ),
+    torch_tensors=st.booleans(),
+    categorical=st.booleans(),
+    clip=st.booleans(),
+)
+def test_actions_are_the_environments_own(space: Any, torch_tensors: bool, categorical: bool, clip: bool) -> None:
+    inner = Sampled(box(2), space)
+    env = GymWrapper(
+        inner,
+        env_type="auto",
+        convert_actions_to_numpy=not torch_tensors,
+        categorical_action_encoding=categorical,
+        clip_actions=0.5 if clip and "Box" in str(space) else None,
+    )
+    data = env.rand_action(env.reset())
+    given = data.select(*env.action_keys).clone()
+    env.step(data)
+    for leaf in leaves(inner.received[-1]):
+        leaf[...] = 1 - leaf
+    assert_same(data.select(*env.action_keys), given)

@@ -17,21 +17,25 @@ from tests.torchrl_ext.environments import Isaac, IsaacByIds, SameStep, Walk
 from torchrl_ext import GymWrapper
 
 LENGTHS = {"apart": [2, 3, 5], "all at once": [3, 3, 3], "every step": [1, 1, 4], "one": [2]}
-forms = pytest.mark.parametrize("form", SameStep.FORMS)
-lengths = pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 libraries = pytest.mark.parametrize("torch_tensors", [False, True], ids=["NumPy", "torch"])
 # On a GPU, no step asks which are done. The same code runs on the CPU.
 ways = pytest.mark.parametrize("looks", [True, False], ids=["as on a CPU", "as on a GPU"])
 
+nesting = pytest.mark.parametrize("nested", [False, True])
+
 
 def wrapped(env: Any, *, looks: bool = True, **kwargs: Any) -> Any:
-    wrapper = GymWrapper(env, categorical_action_encoding=True, **kwargs)
+    wrapper = GymWrapper(env, **{"categorical_action_encoding": True, **kwargs})
     wrapper.reset()
     wrapper.__dict__["_engine"]._looks = looks
     return wrapper
 
 
-def check_chain(rollout: Any, place: Any) -> None:
+def place_of(nested: bool) -> Any:
+    return ("inner", "place") if nested else "observation"
+
+
+def check_chain(rollout: Any, place: Any = "observation") -> None:
     """Steps follow each other, in next and in the root that comes after."""
     root, following = rollout[place], rollout["next"][place]
     done = rollout["next", "done"].squeeze(-1)
@@ -43,40 +47,118 @@ def check_chain(rollout: Any, place: Any) -> None:
     assert torch.equal(after[done[:, :-1]], torch.stack([begun[:, 0], begun[:, 1] + 1, torch.zeros(len(begun))], -1))
 
 
-@forms
-@lengths
-@libraries
-@ways
-def test_every_form(form: str, lengths: list[int], torch_tensors: bool, looks: bool) -> None:
-    env = wrapped(SameStep(lengths, form, torch_tensors=torch_tensors), looks=looks)
-    check_chain(env.rollout(13, break_when_any_done=False), "observation")
-
-
+@pytest.mark.sample(quick=40)
 @pytest.mark.parametrize("form", SameStep.FORMS)
-@lengths
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@nesting
 @libraries
 @ways
-def test_every_form_of_nested_observations(form: str, lengths: list[int], torch_tensors: bool, looks: bool) -> None:
-    env = wrapped(SameStep(lengths, form, nested=True, torch_tensors=torch_tensors), looks=looks)
-    rollout = env.rollout(13, break_when_any_done=False)
-    check_chain(rollout, ("inner", "place"))
-    for data in (rollout, rollout["next"]):
-        place = data["inner", "place"]
-        assert torch.equal(data["inner", "_private"], place[..., :1] * 2)
-        assert torch.equal(data["kind"], (place[..., 0] + place[..., 2]).long())
-    check_env_specs(env)
+def test_every_form(form: str, lengths: list[int], nested: bool, torch_tensors: bool, looks: bool) -> None:
+    for categorical, name in ((True, "final_obs"), (False, "final_observation")):  # the latter of older environments
+        inner = SameStep(lengths, form, nested=nested, torch_tensors=torch_tensors, name=name)
+        env = wrapped(inner, looks=looks, categorical_action_encoding=categorical)
+        rollout = env.rollout(13, break_when_any_done=False)
+        check_chain(rollout, place_of(nested))
+        for data in (rollout, rollout["next"]) if nested else ():
+            place = data["inner", "place"]
+            assert torch.equal(data["inner", "_private"], place[..., :1] * 2)
+            kind = data["kind"] if categorical else data["kind"].argmax(-1)
+            assert torch.equal(kind, (place[..., 0] + place[..., 2]).long())
+            assert categorical or (data["kind"].sum(-1) == 1).all()
+        check_env_specs(env)
 
 
 @ways
-def test_one_hot_entries(looks: bool) -> None:
-    env = GymWrapper(SameStep([2, 3, 5], "objects", nested=True))
-    env.reset()
-    env.__dict__["_engine"]._looks = looks
-    rollout = env.rollout(9, break_when_any_done=False)
-    for data in (rollout, rollout["next"]):
-        kind = (data["inner", "place"][..., 0] + data["inner", "place"][..., 2]).long()
-        assert torch.equal(data["kind"].argmax(-1), kind)
-        assert (data["kind"].sum(-1) == 1).all()
+@libraries
+@nesting
+@pytest.mark.parametrize("info", [{}, None, ["nothing"] * 3, "nothing"], ids=str)
+def test_what_is_not_given_is_nan_or_the_observation_before(
+    info: Any, nested: bool, torch_tensors: bool, looks: bool
+) -> None:
+    for missing in ("nan", "previous"):
+        inner = SameStep([1, 2, 5], None, nested=nested, torch_tensors=torch_tensors)
+        step = inner.step
+        inner.step = lambda action, step=step: (*step(action)[:-1], info)  # type: ignore[method-assign]
+        rollout = wrapped(inner, missing_final_obs=missing, looks=looks).rollout(9, break_when_any_done=False)
+        place, done = place_of(nested), rollout["next", "done"].squeeze(-1)
+        assert rollout[place].isfinite().all()
+        assert torch.equal(rollout["next"][place][~done], rollout[place][~done] + torch.tensor([0.0, 0.0, 1.0]))
+        for key in [place, ("inner", "_private"), "kind"] if nested else [place]:
+            last = rollout["next"][key][done]
+            if missing == "previous":
+                assert torch.equal(last, rollout[key][done])
+            else:
+                assert (last == 0).all() if key == "kind" else last.isnan().all()  # integers know no NaN
+
+
+def test_the_observation_before_stays_whatever_is_done_to_the_data() -> None:
+    def played(edits: bool) -> Any:
+        env = wrapped(SameStep([2, 3, 5], None, nested=True), missing_final_obs="previous")
+        data, found = env.reset(), []
+        for _ in range(9):
+            before, data = env.step_and_maybe_reset(env.rand_action(data))
+            found.append(before["next", "inner", "place"].clone())
+            if edits:
+                data["inner", "place"].div_(100)
+                before["next"]["inner"]["place"] = torch.full((3, 3), -5.0)
+        return torch.stack(found)
+
+    assert torch.equal(played(True), played(False))
+
+
+def test_the_observation_before_is_the_environments_under_transforms() -> None:
+    def rollout(*transforms: Any) -> Any:
+        env = TransformedEnv(wrapped(IsaacByIds(3), missing_final_obs="previous"), *transforms)
+        env.set_seed(0)
+        torch.manual_seed(0)
+        return env.rollout(8, break_when_any_done=False)
+
+    plain, renamed = rollout(), rollout(RenameTransform(["policy"], ["else"]))
+    assert torch.equal(renamed["next", "else"], plain["next", "policy"])
+
+
+def several(*rows: Any) -> Any:
+    return lambda final: list(rows)
+
+
+FAULTS: dict[str, tuple[str, Any, str]] = {
+    "none for one that is done": ("objects", lambda final: np.full(2, None, object), "holds nothing for .*0"),
+    "of another shape": ("list", several(np.zeros(4), np.zeros(4)), r"shape \(1, 4\).*\(1, 3\)"),
+    "of another shape, as arrays": ("objects", lambda final: np.zeros((2, 4)), r"shape \(1, 4\).*\(1, 3\)"),
+    "of one number, which would be spread": ("list", several(*[np.zeros(1)] * 2), r"shape \(1, 1\).*\(1, 3\)"),
+    "of several shapes": ("list", several(np.zeros(3), np.zeros((2, 2))), "final_obs"),
+    "too few": ("list", several(*[np.zeros(3)] * 3), "3 rows; expected 2"),
+    "no rows": ("batch", lambda final: 5.0, "float"),
+    "text": ("batch", lambda final: np.array(["a", "b"]), "makes no tensor"),
+    "a dict": ("batch", lambda final: {"observation": np.zeros((2, 3))}, "dict"),
+    "no nested dict": ("nested", lambda final: {"kind": final["kind"]}, "no 'inner'.*holds.*kind"),
+    "no nested entry": (
+        "nested",
+        lambda final: {**final, "inner": {"place": final["inner"]["place"]}},
+        "no 'inner._private'",
+    ),
+    "an entry for a dict": (
+        "nested",
+        lambda final: {**final, "inner": final["inner"]["place"]},
+        "final_obs inner is of type",
+    ),
+    "fractions": ("nested", lambda final: {**final, "kind": final["kind"] + 0.5}, "final_obs kind.*float.*int64"),
+    "no dict": ("nested", lambda final: final["kind"], "dict"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_does_not_fit_is_named(name: str) -> None:
+    form, fault, message = FAULTS[name]
+    nested = form == "nested"
+    inner = SameStep([2, 4], "batch" if nested else form, nested=nested)
+    final = inner.final
+    inner.final = lambda rows: fault(final(rows))  # type: ignore[method-assign]
+    env = wrapped(inner)
+    with pytest.raises(EnvironmentOutputError, match=message):
+        env.rollout(5, break_when_any_done=False)
+    inner.final = final  # type: ignore[method-assign]
+    check_chain(env.rollout(9, break_when_any_done=False), place_of(nested))
 
 
 def test_an_entry_that_torchrl_renames() -> None:
@@ -93,21 +175,6 @@ def test_an_entry_that_torchrl_renames() -> None:
     assert torch.equal(rollout["next", "observation"][..., 1], rollout["observation"][..., 1] + 1)
 
 
-@pytest.mark.parametrize("info", [None, ["nothing"] * 2, "nothing"])
-def test_infos_that_hold_nothing(info: Any) -> None:
-    inner = SameStep([2, 3], None)
-    step = inner.step
-    inner.step = lambda action: (*step(action)[:-1], info)  # type: ignore[method-assign]
-    rollout = wrapped(inner).rollout(7, break_when_any_done=False)
-    done = rollout["next", "done"].squeeze(-1)
-    assert torch.equal(rollout["next", "observation"].isnan().all(-1), done)
-
-
-def test_the_name_of_older_environments() -> None:
-    env = wrapped(SameStep([2, 3], "objects", name="final_observation"))
-    check_chain(env.rollout(9, break_when_any_done=False), "observation")
-
-
 def test_as_gymnasium_made_them_from_dicts() -> None:
     # Infos that are dicts become dicts of arrays, with a mask "_key" beside each "key".
     env = SameStep([2, 3], "batch", nested=True)
@@ -121,60 +188,6 @@ def test_as_gymnasium_made_them_from_dicts() -> None:
 
     env.final = with_masks  # type: ignore[method-assign]
     check_chain(wrapped(env).rollout(9, break_when_any_done=False), ("inner", "place"))
-
-
-@ways
-@libraries
-@pytest.mark.parametrize("nested", [False, True])
-def test_what_is_not_given_is_nan(nested: bool, torch_tensors: bool, looks: bool) -> None:
-    env = wrapped(SameStep([2, 3, 5], None, nested=nested, torch_tensors=torch_tensors), looks=looks)
-    rollout = env.rollout(9, break_when_any_done=False)
-    place: Any = ("inner", "place") if nested else "observation"
-    done = rollout["next", "done"].squeeze(-1)
-    assert rollout["next"][place][done].isnan().all()
-    assert rollout["next"][place][~done].isfinite().all()
-    assert rollout[place].isfinite().all()
-    if nested:
-        assert (rollout["next", "kind"][done] == 0).all()  # integers know no NaN
-
-
-@ways
-@libraries
-@pytest.mark.parametrize("nested", [False, True])
-def test_the_observation_before_can_stand_for_it(nested: bool, torch_tensors: bool, looks: bool) -> None:
-    inner = SameStep([1, 2, 5], None, nested=nested, torch_tensors=torch_tensors)
-    env = wrapped(inner, missing_final_obs="previous", looks=looks)
-    rollout = env.rollout(9, break_when_any_done=False)
-    done = rollout["next", "done"].squeeze(-1)
-    for place in [("inner", "place"), ("inner", "_private"), "kind"] if nested else ["observation"]:
-        assert torch.equal(rollout["next"][place][done], rollout[place][done])
-    place = ("inner", "place") if nested else "observation"
-    expected = rollout[place][~done] + torch.tensor([0.0, 0.0, 1.0])
-    assert torch.equal(rollout["next"][place][~done], expected)
-
-
-def test_the_observation_before_is_not_what_the_user_has_made_of_it() -> None:
-    found = []
-    for edits in (False, True):
-        env = wrapped(SameStep([2, 3, 5], None), missing_final_obs="previous")
-        data = env.reset()
-        for _ in range(6):
-            before, data = env.step_and_maybe_reset(env.rand_action(data))
-            found.append(before["next", "observation"].clone())
-            if edits:
-                data["observation"].div_(100)
-    assert all(map(torch.equal, found[:6], found[6:]))
-
-
-def test_the_observation_before_stays_whatever_is_done_to_the_data() -> None:
-    env = wrapped(SameStep([2, 3, 5], None, nested=True), missing_final_obs="previous")
-    data = env.reset()
-    for _ in range(9):
-        root = data.clone()
-        before, data = env.step_and_maybe_reset(env.rand_action(data))
-        done = before["next", "done"].squeeze(-1)
-        assert torch.equal(before["next", "inner", "place"][done], root["inner", "place"][done])
-        before["next"]["inner"]["place"] = torch.full((3, 3), -5.0)
 
 
 def test_whole_numbers_of_last_observations() -> None:
@@ -200,17 +213,6 @@ def test_whole_numbers_of_last_observations() -> None:
         GymWrapper(inner).rollout(9, break_when_any_done=False)
 
 
-def test_the_observation_before_is_the_environments_under_transforms() -> None:
-    def rollout(*transforms: Any) -> Any:
-        env = TransformedEnv(wrapped(IsaacByIds(3), missing_final_obs="previous"), *transforms)
-        env.set_seed(0)
-        torch.manual_seed(0)
-        return env.rollout(8, break_when_any_done=False)
-
-    plain, renamed = rollout(), rollout(RenameTransform(["policy"], ["else"]))
-    assert torch.equal(renamed["next", "else"], plain["next", "policy"])
-
-
 @ways
 def test_the_loss_can_be_an_error(looks: bool) -> None:
     env = wrapped(SameStep([3, 3], None), missing_final_obs="error", looks=looks)
@@ -221,54 +223,6 @@ def test_the_loss_can_be_an_error(looks: bool) -> None:
         wrapped(SameStep([3, 3], "list"), missing_final_obs="error").rollout(5, break_when_any_done=False),
         "observation",
     )
-
-
-FAULTS = {
-    "none for one that is done": ("objects", lambda final: np.full(2, None, object), "holds nothing for .*0"),
-    "of another shape": ("list", lambda final: [np.zeros(4), np.zeros(4)], r"shape \(1, 4\).*\(1, 3\)"),
-    "of another shape, as arrays": ("objects", lambda final: np.zeros((2, 4)), r"shape \(1, 4\).*\(1, 3\)"),
-    "of one number, which would be spread": (
-        "list",
-        lambda final: [np.zeros(1, np.float32)] * 2,
-        r"shape \(1, 1\).*\(1, 3\)",
-    ),
-    "of several shapes": ("list", lambda final: [np.zeros(3), np.zeros((2, 2))], "final_obs"),
-    "too few": ("list", lambda final: [np.zeros(3)] * 3, "3 rows; expected 2"),
-    "no rows": ("batch", lambda final: 5.0, "float"),
-    "text": ("batch", lambda final: np.array(["a", "b"]), "makes no tensor"),
-    "a dict": ("batch", lambda final: {"observation": np.zeros((2, 3))}, "dict"),
-}
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_what_does_not_fit_is_named(name: str) -> None:
-    form, fault, message = FAULTS[name]
-    inner = SameStep([2, 4], form)
-    final = inner.final
-    inner.final = lambda rows: fault(final(rows))  # type: ignore[method-assign]
-    env = wrapped(inner)
-    with pytest.raises(EnvironmentOutputError, match=message):
-        env.rollout(5, break_when_any_done=False)
-    inner.final = final  # type: ignore[method-assign]
-    check_chain(env.rollout(9, break_when_any_done=False), "observation")
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        (lambda final: {"kind": final["kind"]}, "no 'inner'.*holds.*kind"),
-        (lambda final: {**final, "inner": {"place": final["inner"]["place"]}}, "no 'inner._private'"),
-        (lambda final: {**final, "inner": final["inner"]["place"]}, "final_obs inner is of type"),
-        (lambda final: {**final, "kind": final["kind"] + 0.5}, "final_obs kind.*float.*int64"),
-        (lambda final: final["kind"], "dict"),
-    ],
-)
-def test_what_does_not_fit_in_a_dict_is_named(fault: Any, message: str) -> None:
-    inner = SameStep([2, 4], "batch", nested=True)
-    final = inner.final
-    inner.final = lambda rows: fault(final(rows))  # type: ignore[method-assign]
-    with pytest.raises(EnvironmentOutputError, match=message):
-        wrapped(inner).rollout(5, break_when_any_done=False)
 
 
 @ways
@@ -289,7 +243,7 @@ def test_graphs_and_dtypes_of_last_observations(dtype: torch.dtype, form: str, l
     rollout = wrapped(inner, looks=looks).rollout(7, break_when_any_done=False)
     assert not rollout["next", "observation"].requires_grad
     assert rollout["next", "observation"].dtype is torch.float32
-    check_chain(rollout, "observation")
+    check_chain(rollout)
 
 
 @ways

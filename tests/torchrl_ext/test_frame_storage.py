@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
+from torchrl.collectors import Collector
 from torchrl.data import (
+    ImmutableDatasetWriter,
     LazyTensorStorage,
     PrioritizedSampler,
     PrioritizedSliceSampler,
@@ -23,10 +25,11 @@ from torchrl.data import (
     TensorDictRoundRobinWriter,
 )
 from torchrl.data.replay_buffers.samplers import prioritized
-from torchrl.envs import CatFrames, Compose, ToTensorImage
+from torchrl.envs import CatFrames, Compose, SerialEnv, ToTensorImage, TransformedEnv
 
+from rl_ext_core.errors import InvalidArgumentError, OutOfMemoryError
 from tests.torchrl_ext.frame_data import HEIGHT, STACK, WIDTH, Twins, Videos, assert_same
-from torchrl_ext import FrameStorage
+from torchrl_ext import FrameStorage, GymWrapper
 
 SAMPLERS = {
     "random": RandomSampler,
@@ -251,51 +254,15 @@ def test_frames_stacked_in_or_after_the_buffer_give_the_same_bits(where: str) ->
         assert_same(*twins.both(lambda buffer: buffer.sample()))
 
 
-@pytest.mark.usefixtures("segment_trees")
-def test_prioritized_buffers_learn_and_draw_the_same() -> None:
-    def new(storage: Any) -> Any:
-        return TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.9, storage=storage, batch_size=16)
-
-    buffers = [new(FrameStorage(100)), new(LazyTensorStorage(100))]
-    data = Videos(1).collect(120).reshape(-1)
-    drawn = []
-    for buffer in buffers:
-        torch.manual_seed(0)
-        np.random.seed(0)
-        buffer.extend(data.clone())
-        for _ in range(5):
-            sample = buffer.sample()
-            sample["td_error"] = sample["next", "pixels"].float().mean((1, 2, 3))
-            buffer.update_tensordict_priority(sample)
-        drawn.append(sample)
-    assert_same(*drawn)
-
-
-def test_the_storage_is_shown_with_its_images_undecoded() -> None:
-    storage = FrameStorage(100)
-    assert "<empty>" in repr(storage)
-    storage.set(range(10), Videos(1).collect(10).reshape(-1))
-    text = repr(storage)
-    assert text.startswith("FrameStorage(")
-    assert f"FrameView(shape=torch.Size([10, {STACK}, {HEIGHT}, {WIDTH}])" in text
-
-
-@pytest.mark.parametrize("key", ["pixels", ("next", "pixels"), ("next", "done"), "action", ("inner", "vector")])
 @pytest.mark.parametrize("n", [20, 100])
-def test_a_leaf_is_got_by_its_key(key: Any, n: int) -> None:
+def test_a_leaf_is_got_by_its_key(n: int) -> None:
     ours, theirs = FrameStorage(60), LazyTensorStorage(60)
     for storage in (ours, theirs):
         for part in Videos(1).collect(n).reshape(-1).split(20):
             storage.set(range(len(storage) % 60, len(storage) % 60 + 20), part)
-    assert torch.equal(ours.get(key), theirs.get(key))
-
-
-def test_sequences_of_elements_are_sampled() -> None:
-    sample_units = pytest.importorskip("torchrl.data.replay_buffers.sample_units")
-    twins = Twins(60, sample_unit=lambda: sample_units.Sequence(length=4))
-    twins.extend(Videos(1).collect(50).reshape(-1))
-    for _ in range(3):
-        assert_same(*twins.both(lambda buffer: buffer.sample(32)))
+    for key in ("pixels", ("next", "pixels"), ("next", "done"), "action", ("inner", "vector")):
+        assert torch.equal(ours.get(key), theirs.get(key))
+    assert f"FrameView(shape=torch.Size([{len(ours)}, {STACK}, {HEIGHT}, {WIDTH}])" in repr(ours)  # undecoded
 
 
 @pytest.mark.parametrize("shape", [(3, 40, 40), (40, 40, 3), (40, 40)])
@@ -307,3 +274,137 @@ def test_unrelated_images_take_no_more_than_they_are(shape: tuple[int, ...]) -> 
         storage.set(range(start, start + 20), TensorDict({"pixels": images[start : start + 20]}, [20]))
     assert torch.equal(storage[:]["pixels"][:], images)
     assert storage.used_nbytes < 1.15 * images.nbytes
+
+
+LIMIT = 120_000
+
+
+@pytest.mark.sample(quick=0, ci=1)
+@pytest.mark.parametrize("batch", [10, 1, 50])
+def test_the_newest_that_fit_are_held_in_order(batch: int) -> None:
+    storage = FrameStorage(100_000, max_bytes=LIMIT)
+    buffer = TensorDictReplayBuffer(storage=storage, batch_size=16)
+    data = Videos(1, end=0.01).collect(1200).reshape(-1)
+    for rows in data.split(batch):
+        buffer.extend(rows.clone())
+        assert storage.used_nbytes <= LIMIT
+    assert storage._columns[0].pool.nbytes < 1.1 * LIMIT
+    assert 400 < len(buffer) == storage.max_size < 1200
+    first = int(buffer.writer._cursor) % len(buffer)
+    held = torch.cat([buffer[first:].clone(), buffer[:first].clone()])
+    assert held["index"].tolist() == [*range(first, len(buffer)), *range(first)]
+    assert_same(held.exclude("index"), data[-len(buffer) :].to("cpu").exclude("index"))
+
+
+def test_slices_hold_consecutive_steps_when_elements_were_dropped() -> None:
+    buffer = TensorDictReplayBuffer(
+        storage=FrameStorage(100_000, max_bytes=LIMIT),
+        sampler=SliceSampler(slice_len=5, traj_key=("collector", "traj_ids")),
+        batch_size=50,
+    )
+    for rows in Videos(1, end=0.01).collect(1000).reshape(-1).split(30):
+        buffer.extend(rows.clone())
+        if len(buffer) > 60:
+            steps = buffer.sample()["step_count"].reshape(10, 5)
+            assert (steps.diff(dim=1) == 1).all()
+
+
+def test_a_limit_that_nothing_fits_into_is_refused() -> None:
+    buffer = TensorDictReplayBuffer(storage=FrameStorage(1000, max_bytes=1000))
+    with pytest.raises(OutOfMemoryError, match="max_bytes=1000 is too little"):
+        buffer.extend(Videos(1).collect(50).reshape(-1))
+
+
+@pytest.mark.parametrize(
+    ("storage", "writer", "text"),
+    [
+        ({"max_bytes": 0}, None, "max_bytes=0 must be at least 1"),
+        ({"max_bytes": 9, "ndim": 2}, None, "is for storages of one dimension"),
+        ({"max_bytes": 9}, TensorDictMaxValueWriter, "overwrite the oldest, got TensorDictMaxValueWriter"),
+        ({"max_bytes": 9}, ImmutableDatasetWriter, "overwrite the oldest, got ImmutableDatasetWriter"),
+    ],
+)
+def test_what_a_limit_does_not_go_with_is_refused(storage: Any, writer: Any, text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=text):
+        TensorDictReplayBuffer(storage=FrameStorage(100, **storage), writer=writer)
+
+
+def test_priorities_do_not_go_with_a_limit_that_moves_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tree:
+        """In place of TorchRL's compiled trees."""
+
+        def __init__(self, *_: Any) -> None: ...
+
+    for name in ("SumSegmentTreeFp32", "MinSegmentTreeFp32", "SumSegmentTreeFp64", "MinSegmentTreeFp64"):
+        monkeypatch.setattr(f"torchrl.data.replay_buffers.samplers.prioritized.{name}", Tree)
+    with pytest.raises(InvalidArgumentError, match=r"would find the priorities of others; leave max_bytes out"):
+        TensorDictPrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=FrameStorage(100, max_bytes=LIMIT))
+    sampler = PrioritizedSampler(100, alpha=0.6, beta=0.4)
+    buffer = TensorDictReplayBuffer(storage=FrameStorage(100, max_bytes=LIMIT))
+    buffer._sampler = sampler
+    with pytest.raises(InvalidArgumentError, match="PrioritizedSampler would find"):
+        buffer.extend(Videos(1).collect(5).reshape(-1))
+    TensorDictPrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=FrameStorage(100))
+
+
+pytest.importorskip("ale_py")
+
+
+def _stacked() -> Any:
+    """An Atari game as DQN sees it: four grey frames of 84×84."""
+    import gymnasium
+    from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
+
+    game = gymnasium.make("ALE/Breakout-v5", frameskip=1)
+    return GymWrapper(FrameStackObservation(AtariPreprocessing(game), 4))
+
+
+def _as_floats() -> Any:
+    """The same, scaled and stacked by TorchRL: floats between 0 and 1."""
+    import gymnasium
+    from gymnasium.wrappers import AtariPreprocessing
+
+    game = gymnasium.make("ALE/Breakout-v5", frameskip=1)
+    env = GymWrapper(AtariPreprocessing(game, grayscale_newaxis=True))
+    scaled = ToTensorImage(in_keys=["observation"], out_keys=["pixels"])
+    return TransformedEnv(env, Compose(scaled, CatFrames(N=4, dim=-3, in_keys=["pixels"])))
+
+
+@pytest.mark.sample(quick=0)
+@pytest.mark.parametrize(
+    ("make", "pixels", "ndim"),
+    [
+        (_stacked, None, 1),
+        (_stacked, None, 2),
+        (_as_floats, ["observation", "pixels", ("next", "observation"), ("next", "pixels")], 1),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_frames_of_a_collector_are_the_same_and_shared(make: Any, pixels: Any, ndim: int) -> None:
+    n_frames = 600
+    storages = FrameStorage(n_frames, pixels=pixels, ndim=ndim), LazyTensorStorage(n_frames, ndim=ndim)
+    buffers = [
+        TensorDictReplayBuffer(
+            storage=storage,
+            sampler=SliceSampler(slice_len=4, traj_key=("collector", "traj_ids"), strict_length=False),
+            batch_size=32,
+        )
+        for storage in storages
+    ]
+    collector = Collector(SerialEnv(2, make), None, frames_per_batch=100, total_frames=800)
+    collector.set_seed(0)
+    raw = 0
+    for batch in collector:
+        for buffer in buffers:
+            buffer.extend((batch if ndim == 2 else batch.reshape(-1)).clone())
+        drawn = []
+        for buffer in buffers:
+            torch.manual_seed(1)
+            drawn.append(buffer.sample())
+        assert_same(*drawn)
+    collector.shutdown()
+    assert_same(buffers[0][:], buffers[1][:])
+    for column in storages[0]._columns:
+        raw = sum(storages[1]._storage.get(key).nbytes for key in column.keys)
+        assert column.pool.layout.n_stack == (1 if "observation" in column.keys and make is _as_floats else 4)
+        assert column.pool.nbytes < raw / 20

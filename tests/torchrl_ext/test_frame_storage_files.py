@@ -1,17 +1,23 @@
 from __future__ import annotations
 
-import copy
+import errno
 import json
 import os
-import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torchrl.data import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer, TensorStorageCheckpointer
+from torchrl.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    TensorDictMaxValueWriter,
+    TensorDictReplayBuffer,
+    TensorStorageCheckpointer,
+)
 
-from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
+from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, NotCopyableError, StorageError
+from rl_ext_core.frames.folder import StoreFolder
 from tests.torchrl_ext.frame_data import Videos, assert_same
 from torchrl_ext import FrameStorage
 from torchrl_ext.frame_storage.checkpoint import FrameStorageCheckpointer
@@ -19,6 +25,12 @@ from torchrl_ext.frame_storage.checkpoint import FrameStorageCheckpointer
 
 def _buffer(size: int = 100, *, ndim: int = 1, **options: Any) -> TensorDictReplayBuffer:
     return TensorDictReplayBuffer(storage=FrameStorage(size, ndim=ndim, **options), batch_size=16)
+
+
+def _filled(n: int) -> TensorDictReplayBuffer:
+    buffer = _buffer(n)
+    buffer.extend(Videos(1).collect(n).reshape(-1))
+    return buffer
 
 
 def _through_state_dict(buffer: Any, size: int, tmp_path: Path) -> Any:
@@ -35,31 +47,24 @@ def _through_dumps(buffer: Any, size: int, tmp_path: Path) -> Any:
     return loaded
 
 
-def _through_pickle(buffer: Any, size: int, tmp_path: Path) -> Any:
-    storage = pickle.loads(pickle.dumps(buffer.storage))
-    return TensorDictReplayBuffer(storage=storage, writer=copy.deepcopy(buffer.writer), batch_size=16)
-
-
-WAYS = [_through_state_dict, _through_dumps, _through_pickle]
-
-
-@pytest.mark.parametrize("way", WAYS[:2])
-def test_a_larger_storage_takes_what_a_smaller_one_held(way: Any, tmp_path: Path) -> None:
-    buffer = _buffer(50)
+@pytest.mark.parametrize("way", [_through_state_dict, _through_dumps])
+def test_another_storage_takes_what_one_held_where_it_fits(way: Any, tmp_path: Path) -> None:
     videos = Videos(1)
-    buffer.extend(videos.collect(50).reshape(-1))
-    loaded = way(buffer, 80, tmp_path)
+    for size, other in ((50, 80), (1, 1)):
+        buffer = _buffer(size)
+        buffer.extend(videos.collect(size).reshape(-1))
+        loaded = way(buffer, other, tmp_path)
+        assert_same(loaded[:], buffer[:])
+        loaded.extend(videos.collect(40).reshape(-1))
+        assert len(loaded) == other
+    with pytest.raises(InvalidArgumentError, match=r"80 elements .* do not fit into FrameStorage\(20"):
+        way(_filled(80), 20, tmp_path)
+    buffer = _buffer(100, ndim=2)  # holds 105 of 7 environments
+    for _ in range(4):
+        buffer.extend(Videos(5).collect(7).transpose(0, 1).contiguous())
+    loaded = way(buffer, 100, tmp_path)
+    assert len(loaded) == len(buffer) > 100
     assert_same(loaded[:], buffer[:])
-    loaded.extend(videos.collect(40).reshape(-1))
-    assert len(loaded) == 80
-
-
-@pytest.mark.parametrize("way", WAYS[:2])
-def test_what_does_not_fit_is_refused_and_changes_nothing(way: Any, tmp_path: Path) -> None:
-    buffer = _buffer(50)
-    buffer.extend(Videos(1).collect(50).reshape(-1))
-    with pytest.raises(InvalidArgumentError, match=r"50 elements .* do not fit into FrameStorage\(20"):
-        way(buffer, 20, tmp_path)
 
 
 def test_an_empty_storage_is_saved_as_empty_and_cannot_be_dumped(tmp_path: Path) -> None:
@@ -221,18 +226,104 @@ def _die_at(call: str, number: int, *, after: bool) -> None:
     setattr(os, call, die)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_storage_of_one_element_is_saved_and_loaded(way: Any, tmp_path: Path) -> None:
-    buffer = _buffer(1)
-    buffer.extend(Videos(1).collect(1).reshape(-1))
-    assert_same(way(buffer, 1, tmp_path)[:], buffer[:])
+def _open(folder: Path, size: int = 150, **options: Any) -> TensorDictReplayBuffer:
+    return TensorDictReplayBuffer(storage=FrameStorage(size, storage_dir=folder, **options), batch_size=16)
 
 
-@pytest.mark.parametrize("way", WAYS[:2])
-def test_a_full_storage_of_two_dimensions_takes_its_own_checkpoint(way: Any, tmp_path: Path) -> None:
-    buffer = _buffer(100, ndim=2)  # holds 105 of 7 environments
-    for _ in range(4):
-        buffer.extend(Videos(5).collect(7).transpose(0, 1).contiguous())
-    loaded = way(buffer, 100, tmp_path)
-    assert len(loaded) == len(buffer) > 100
-    assert_same(loaded[:], buffer[:])
+def _fill_folder(folder: Path, n: int = 20) -> None:
+    buffer = _open(folder)
+    buffer.extend(Videos(1).collect(n).reshape(-1))
+    buffer.storage.close()
+
+
+def test_a_folder_with_half_made_files_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = _open(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", lambda *_: 1 / 0)
+        patch.setattr(StoreFolder, "begin_anew", lambda folder: folder.close())  # as where the process is killed
+        with pytest.raises(ZeroDivisionError):
+            buffer.extend(Videos(1).collect(20).reshape(-1))
+    assert (tmp_path / "rows").exists()
+    buffer = _open(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            buffer.extend(Videos(1).collect(20).reshape(-1))
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    buffer.extend(Videos(1).collect(20).reshape(-1))
+    assert len(buffer) == 20
+
+
+def test_a_full_disk_is_reported_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = _open(tmp_path)
+    videos = Videos(1)
+    buffer.extend(videos.collect(20).reshape(-1))
+    before = buffer[:].clone()
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(StorageError, match="No space left on device"):
+            buffer.storage.set(range(20, 120), videos.collect(100).reshape(-1))
+    assert len(buffer) == 20
+    assert_same(buffer[:].clone(), before)
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_numbers_that_the_user_wrote_in_place_are_no_damage(closed: bool, tmp_path: Path) -> None:
+    buffer = _open(tmp_path)
+    buffer.extend(Videos(1).collect(30).reshape(-1))
+    buffer[:]["next", "reward"][3] = 7.0
+    buffer[5]["action"].fill_(3)
+    buffer.storage[0:10]["pixels"][2] = 9
+    buffer.storage.close() if closed else buffer.storage._let_go()  # the latter as if it had been killed
+    buffer = _open(tmp_path)
+    assert buffer[3]["next", "reward"] == 7.0
+    assert buffer[5]["action"] == 3
+    assert (buffer[torch.tensor([2])]["pixels"] == 9).all()
+    buffer.storage.close()
+
+
+@pytest.mark.parametrize("options", [{"size": 200}, {"codec": "raw"}, {"ndim": 2}, {"pixels": ["pixels"]}])
+def test_other_arguments_than_the_folders_are_refused(options: Any, tmp_path: Path) -> None:
+    _fill_folder(tmp_path)
+    with pytest.raises(InvalidArgumentError, match="was made with"):
+        _open(tmp_path, **options)
+
+
+def test_what_does_not_go_with_a_folder_is_refused(tmp_path: Path) -> None:
+    _fill_folder(tmp_path)
+    buffer = TensorDictReplayBuffer(
+        storage=FrameStorage(150, storage_dir=tmp_path), writer=TensorDictMaxValueWriter(), batch_size=16
+    )
+    with pytest.raises(InvalidArgumentError, match=r"goes on at 20, got elements for 0, since a writer .* leave out"):
+        buffer.extend(Videos(1).collect(20).reshape(-1))
+    with pytest.raises(InvalidArgumentError, match="max_bytes"):
+        _open(tmp_path, max_bytes=10)
+    buffer = _open(tmp_path / "one")
+    with pytest.raises(InvalidArgumentError, match="LazyMemmapStorage"):
+        buffer.extend(Videos(1).collect(5).reshape(-1).exclude("pixels", ("next", "pixels")))
+    buffer = _open(tmp_path / "two")
+    buffer.extend(Videos(1).collect(5).reshape(-1))
+    with pytest.raises(NotCopyableError, match="cannot be pickled"):
+        buffer.storage.__reduce_ex__(2)
+    with pytest.raises(InvalidArgumentError, match="leave out storage_dir"):
+        buffer.storage.load_state_dict(buffer.storage.state_dict())
+
+
+def test_saving_to_its_own_folder_and_loading_from_it_copies_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "storage"
+    buffer = TensorDictReplayBuffer(storage=FrameStorage(150, storage_dir=folder), batch_size=16)
+    data = Videos(1).collect(20).reshape(-1)
+    buffer.extend(data.clone())
+    buffer[:]["next", "reward"][3] = 7
+    before = {file.name: file.stat().st_size for file in folder.iterdir()}
+    buffer.dumps(tmp_path)  # which puts the storage where it is
+    assert {file.name: file.stat().st_size for file in folder.iterdir()} == before
+    buffer.loads(tmp_path)
+    assert buffer[3]["next", "reward"] == 7
+    with pytest.raises(InvalidArgumentError, match=r"open it: FrameStorage\(..., storage_dir="):
+        FrameStorage(150).loads(folder)

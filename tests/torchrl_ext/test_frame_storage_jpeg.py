@@ -11,7 +11,6 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
-from rl_ext_core.frames.jpeg import JpegCodec
 from rl_ext_core.frames.layout import StackLayout
 from tests.core.frames.jpeg_oracle import as_jpeg
 from tests.torchrl_ext.frame_data import HEIGHT, STACK, WIDTH, Videos, assert_same
@@ -76,24 +75,6 @@ def test_a_frame_reads_the_same_from_its_first_moment_on() -> None:
         assert torch.equal(seen[-1]["next", "pixels"], made["next", "pixels"])
     for i, first in enumerate(seen):
         assert_same(buffer[i], first)
-
-
-def test_where_an_image_cannot_be_made_nothing_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer, data = buffer_of(50), pictures(80)
-    buffer.extend(data[:40].clone())
-    before, held = buffer[:].clone(), buffer.storage._columns[0].pool.held
-
-    def fail(*_: Any) -> None:
-        raise MemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(JpegCodec, "seal", fail)
-        with pytest.raises(MemoryError):
-            buffer.storage.set(range(30, 50), data[40:60])
-    assert buffer.storage._columns[0].pool.held == held
-    assert_same(buffer[:].clone(), before)
-    buffer.storage.set(range(30, 50), data[40:60])
-    assert torch.equal(buffer[30:50]["pixels"].clone(), oracle(data[40:60])["pixels"])
 
 
 def test_damaged_images_are_reported() -> None:

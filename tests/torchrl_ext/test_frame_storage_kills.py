@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from torchrl.data import TensorDictReplayBuffer
 
-from rl_ext_core.errors import StorageError
+from tests.torchrl_ext.frame_data import contents
 from tests.torchrl_ext.frame_kills import (
     KEYS,
     add_for_ever,
@@ -27,7 +27,6 @@ from tests.torchrl_ext.frame_kills import (
     open_folder,
     part_of,
 )
-from tests.torchrl_ext.frame_workers import contents
 from torchrl_ext import FrameStorage
 from torchrl_ext.frame_storage.buffers import NoLock
 
@@ -163,23 +162,6 @@ def test_a_process_may_be_killed_that_shares_a_storage_in_a_folder(
         reopened = open_folder(folder, 300)
         assert len(_check(reopened)) == len(set(_check(reopened)))
         reopened.storage.close()
-
-
-@pytest.mark.slow
-def test_a_folder_is_in_use_as_long_as_any_process_shares_it(context: Any, tmp_path: Path) -> None:
-    buffer, said = _shared(300, 30, storage_dir=tmp_path), sharedctypes.RawValue("q", 0)
-    worker = context.Process(target=add_for_ever, args=(buffer, said, 30))
-    worker.start()
-    while not said.value:
-        time.sleep(0.001)
-        assert worker.is_alive()
-    buffer.storage.close()
-    try:
-        with pytest.raises(StorageError, match=f"is in use by this process, {os.getpid()}, or one that"):
-            open_folder(tmp_path, 300)
-    finally:
-        _kill(worker)
-    assert len(_check(open_folder(tmp_path, 300))) > 0
 
 
 @pytest.mark.parametrize("late", [False, True])

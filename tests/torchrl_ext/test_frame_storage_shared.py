@@ -10,8 +10,7 @@ from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
 from rl_ext_core.errors import InvalidArgumentError
-from tests.torchrl_ext.frame_data import Videos
-from tests.torchrl_ext.frame_workers import collect_into, contents, make_film
+from tests.torchrl_ext.frame_data import Videos, collect_into, contents, make_film
 from torchrl_ext import FrameStorage
 
 KEYS = ["pixels", ("next", "pixels"), "action", ("next", "reward"), ("next", "done"), ("inner", "vector")]

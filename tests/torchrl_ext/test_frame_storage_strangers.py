@@ -201,16 +201,6 @@ def test_numbers_that_lead_astray_do_not_end_the_process(way: str, tmp_path: Pat
         shutil.rmtree(folder)
 
 
-def test_a_file_of_another_storage_is_refused(tmp_path: Path) -> None:
-    ours, theirs = _stored(tmp_path / "ours"), _stored(tmp_path / "theirs")
-    for name in ("rows", "sums", "journal", "journal-2", "frames-0"):
-        shutil.copytree(ours, tmp_path / "mixed")
-        shutil.copy(theirs / name, tmp_path / "mixed" / name)
-        with pytest.raises(RlExtError, match=f"{name} is of another storage than the files beside it"):
-            FrameStorage(50, storage_dir=tmp_path / "mixed")
-        shutil.rmtree(tmp_path / "mixed")
-
-
 def test_a_manifest_that_leads_astray_is_refused(tmp_path: Path) -> None:
     folder = _stored(tmp_path / "storage")
     manifest = json.loads((folder / "store.json").read_text())

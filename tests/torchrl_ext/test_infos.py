@@ -34,31 +34,27 @@ def check_infos(rollout: Any) -> None:
     assert rollout["length"].unique().numel() > 3
 
 
+def batch_reader(count: int) -> Any:
+    spec = Composite({key: part.expand(count) for key, part in LONG.items()}, shape=(count,))
+    return default_info_dict_reader(list(LONG), spec=spec)
+
+
+WAYS: dict[str, Any] = {
+    "read": lambda env: env.set_info_dict_reader(reader()),
+    "cut from outside": lambda env: env.set_info_dict_reader(reader()).append_transform(StepCounter(4)),
+    "registered": lambda env: env.auto_register_info_dict(),
+    "read of the batch": lambda env: env.set_info_dict_reader(batch_reader(*env.batch_size)),
+}
+
+
 @modes
 @pytest.mark.parametrize("count", [1, 4])
-def test_of_batches(mode: str, count: int) -> None:
-    env = GymWrapper(vector(Walk, count, mode)).set_info_dict_reader(reader())
+@pytest.mark.parametrize("way", WAYS)
+def test_of_batches(mode: str, count: int, way: str) -> None:
+    env = WAYS[way](GymWrapper(vector(Walk, count, mode)))
     check_infos(seeded_rollout(env, 60))
     assert env.observation_spec["age"].shape == (count,)
     check_env_specs(env)
-
-
-@modes
-def test_of_batches_that_are_cut_from_outside(mode: str) -> None:
-    env = GymWrapper(vector(Walk, 4, mode)).set_info_dict_reader(reader()).append_transform(StepCounter(4))
-    check_infos(seeded_rollout(env, 60))
-    check_env_specs(env)
-
-
-@modes
-def test_that_register_themselves(mode: str) -> None:
-    env = GymWrapper(vector(Walk, 3, mode)).auto_register_info_dict()
-    check_infos(seeded_rollout(env, 40))
-    check_env_specs(env)
-
-
-def test_of_a_single_environment() -> None:
-    check_infos(seeded_rollout(GymWrapper(Walk()).set_info_dict_reader(reader()), 60))
 
 
 @pytest.mark.parametrize("mode", ["SameStep", "Disabled"])
@@ -83,13 +79,6 @@ def test_a_reader_serves_several_environments() -> None:
         env.set_info_dict_reader(one)
         check_env_specs(env)
     assert one.info_spec == Composite(LONG)
-
-
-def test_a_reader_for_a_batch() -> None:
-    spec = Composite({key: part.expand(3) for key, part in LONG.items()}, shape=(3,))
-    env = GymWrapper(vector(Walk, 3, "Disabled")).set_info_dict_reader(default_info_dict_reader(list(LONG), spec=spec))
-    check_infos(seeded_rollout(env, 40))
-    check_env_specs(env)
 
 
 def test_a_reader_of_ones_own() -> None:

@@ -55,53 +55,25 @@ def marked(process: psutil.Process, mark: str) -> bool:
         return False
 
 
-@pytest.fixture(scope="module")
-def line(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
+def test_the_line_that_users_write(tmp_path: Path) -> None:
     num_workers = 6 if psutil.virtual_memory().available > NEEDED else 2
-    return num_workers, run("the line", num_workers, tmp_path_factory.mktemp("line"))
-
-
-@pytest.fixture(scope="module")
-def instance(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run("the instance", 2, tmp_path_factory.mktemp("instance"))
-
-
-def test_the_line_that_users_write_gives_a_rollout_of_all_workers(line: tuple[int, dict[str, Any]]) -> None:
-    num_workers, answer = line
+    answer = run("the line", num_workers, tmp_path)
     assert answer["shape"] == [num_workers, 5]
-
-
-def test_each_worker_plays_a_game_of_its_own(line: tuple[int, dict[str, Any]]) -> None:
-    num_workers, answer = line
     assert answer["frames differ"]
     assert len(set(answer["first seeds"])) == num_workers
-
-
-def test_the_parent_builds_no_simulator_but_that_of_the_instance(line: tuple[int, dict[str, Any]]) -> None:
-    assert line[1]["simulators of the parent"] == 1
-
-
-def test_close_leaves_no_worker(line: tuple[int, dict[str, Any]]) -> None:
-    assert line[1]["workers left"] == []
-
-
-def test_workers_share_what_they_import(line: tuple[int, dict[str, Any]]) -> None:
+    assert answer["simulators of the parent"] == 1  # that of the instance
+    assert answer["workers left"] == []
     # One process that imports TorchRL and Melting Pot has a gigabyte of its own.
-    assert max(line[1]["private MiB"]) < 300
+    assert max(answer["private MiB"]) < 300
 
 
-def test_one_seed_gives_each_worker_the_same_chain_of_seeds_again(instance: dict[str, Any]) -> None:
-    first, again = instance["chains"]
+def test_an_instance_that_was_changed_and_a_seed(tmp_path: Path) -> None:
+    answer = run("the instance", 2, tmp_path)
+    first, again = answer["chains"]
     assert first == again
     for chain in first:
         assert chain == [(chain[0] + count) % 2**32 for count in range(3)]
     assert first[0][0] != first[1][0]
-
-
-def test_workers_have_what_was_changed_after_construction(instance: dict[str, Any]) -> None:
-    assert instance["ends"] == [[[3, 7]] * 2] * 2
-
-
-def test_the_instance_goes_on_where_no_simulator_was_built_beside_it(instance: dict[str, Any]) -> None:
-    assert instance["simulators of the parent"] == 0
-    assert instance["instance afterwards"] == [4]
+    assert answer["ends"] == [[[3, 7]] * 2] * 2
+    assert answer["simulators of the parent"] == 0  # beside the instance, which goes on
+    assert answer["instance afterwards"] == [4]

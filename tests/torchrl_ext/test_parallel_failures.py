@@ -71,20 +71,21 @@ HOWS = {
 
 
 OCCASIONS = ["constructor", "reset", "step", "method", "close"]
-QUICK = [(when, how) for when in OCCASIONS for how in ("raise", "SIGKILL")] + [("step", how) for how in HOWS]
 
 
-@pytest.mark.sample(ci=13)
+@pytest.mark.sample(quick=5, ci=16)
 @buffers
 @pytest.mark.parametrize(
-    ("when", "how"),
+    ("when", "how", "method"),
     [
-        pytest.param(when, how, marks=() if (when, how) in QUICK else slow)
-        for when, how in itertools.product(OCCASIONS, HOWS)
+        *((*case, None) for case in itertools.product(OCCASIONS, HOWS)),
+        ("constructor", "raise", "spawn"),
+        ("step", "segfault", "fork"),
     ],
 )
-def test_failures_reach_the_parent(when: str, how: str, use_buffers: bool) -> None:
-    env = failing(when, how, use_buffers=use_buffers)
+def test_failures_reach_the_parent(when: str, how: str, method: str | None, use_buffers: bool) -> None:
+    seed = None if when == "reset" else 5  # with one, environments are reset when they are built
+    env = failing(when, how, use_buffers=use_buffers, mp_start_method=method, seed=seed)
     if (when, how) == ("close", "os._exit"):
         live(env)  # that is what closing is for
         return
@@ -93,30 +94,26 @@ def test_failures_reach_the_parent(when: str, how: str, use_buffers: bool) -> No
     error, (kind, said) = caught.value, HOWS[how]
     assert (error.worker, error.kind) == (1, kind)
     assert str(error).startswith("worker 1 of 2")
+    assert (error.seed is None) == (seed is None)
+    assert seed is None or (error.seed != seed and f"(seed {error.seed})" in str(error))
+    assert error.phase == {"method": "fetch", "constructor": "building the environment"}.get(when, when)
     if (when, how) == ("method", "raise"):  # upstream wraps it
         assert "ValueError: the well is dry" in str(error)
     elif when != "method" or how != "raise what cannot be pickled":
         assert said in str(error)
     if kind == "exception":
         assert "parallel_environments.py" in error.traceback
-    if how == "raise" and when != "method":
-        assert repr(error.__cause__) == "ValueError('the well is dry')"
+    if how == "raise":  # upstream's is between them
+        cause = error.__cause__.__cause__ if when == "method" else error.__cause__
+        assert repr(cause) == "ValueError('the well is dry')"
 
 
-def test_the_cause_of_a_failed_call_is_what_the_method_has_raised() -> None:
-    env = failing("method")
-    with within_reach(env) as caught:
-        live(env)
-    assert caught.value.phase == "fetch"
-    assert isinstance(caught.value.__cause__, AttributeError)  # upstream's
-    assert repr(caught.value.__cause__.__cause__) == "ValueError('the well is dry')"
-
-
-@pytest.mark.sample(quick=0, ci=3)
+@pytest.mark.sample(quick=0, ci=4)
 @buffers
-@pytest.mark.parametrize("when", ["reset", "step", "method"])
+@pytest.mark.parametrize("when", ["constructor", "reset", "step", "method"])
 def test_workers_that_hang_are_found_by_the_time_limit(when: str, use_buffers: bool) -> None:
-    env = failing(when, "hang", use_buffers=use_buffers, step_timeout=2)
+    limits = {"start_timeout" if when == "constructor" else "step_timeout": 2.0}
+    env = failing(when, "hang", use_buffers=use_buffers, **limits)
     with within_reach(env) as caught:
         live(env)
     assert (caught.value.worker, caught.value.kind) == (1, "timeout")
@@ -124,22 +121,16 @@ def test_workers_that_hang_are_found_by_the_time_limit(when: str, use_buffers: b
     assert "in fail" in str(caught.value)  # the function that hangs
 
 
-@pytest.mark.slow
-def test_constructors_that_hang_are_found_by_the_time_limit() -> None:
-    env = failing("constructor", "hang", start_timeout=2.0)
+@pytest.mark.sample(quick=1, ci=2)
+@buffers
+@pytest.mark.parametrize("then", [lambda env: env.close(), lambda env: env.rollout(3)], ids=["close", "rollout"])
+def test_workers_killed_while_idle(then: Any, use_buffers: bool) -> None:
+    env = ParallelEnv(2, Well, use_buffers=use_buffers)
+    env.reset()
+    os.kill(env._workers[1].pid, signal.SIGKILL)
     with within_reach(env) as caught:
-        env.reset()
-    assert (caught.value.worker, caught.value.kind) == (1, "timeout")
-    assert "in fail" in str(caught.value)
-
-
-def test_texts_name_the_seed_of_the_worker() -> None:
-    env = failing("step", seed=5)
-    with within_reach(env) as caught:
-        live(env)
-    assert caught.value.seed not in (None, 5)
-    assert f"(seed {caught.value.seed})" in str(caught.value)
-    assert caught.value.phase == "step"
+        then(env)
+    assert "worker 1 of 2 was killed by SIGKILL" in str(caught.value)
 
 
 def test_a_constructor_that_fails_everywhere_fails_at_once() -> None:
@@ -176,25 +167,6 @@ def test_data_of_a_failed_step_are_not_handed_out() -> None:
             td = env.step(td.set("action", torch.zeros(2, dtype=torch.int64)))["next"]
         td = env.step(td.set("action", torch.zeros(2, dtype=torch.int64)))["next"]
         pytest.fail("the third step has returned something")
-
-
-@pytest.mark.slow
-@buffers
-def test_workers_killed_while_idle(use_buffers: bool) -> None:
-    env = ParallelEnv(2, Well, use_buffers=use_buffers)
-    env.reset()
-    os.kill(env._workers[1].pid, signal.SIGKILL)
-    with within_reach(env) as caught:
-        env.rollout(3)
-    assert "worker 1 of 2 was killed by SIGKILL" in str(caught.value)
-
-
-def test_workers_killed_before_close() -> None:
-    env = ParallelEnv(2, Well)
-    env.reset()
-    os.kill(env._workers[0].pid, signal.SIGKILL)
-    with within_reach(env):
-        env.close()
 
 
 def test_of_two_failures_the_first_is_told() -> None:
@@ -270,14 +242,3 @@ def test_what_prevents_a_worker_from_starting_ends_those_that_have_started(monke
     with pytest.raises(TypeError, match="cannot pickle"):
         env.reset()
     assert not workers_left()
-
-
-@pytest.mark.sample(quick=0, ci=2)
-@pytest.mark.parametrize("method", ["spawn", "fork"])
-@pytest.mark.parametrize(("when", "how"), [("constructor", "raise"), ("step", "segfault")])
-def test_failures_reach_the_parent_by_other_methods(when: str, how: str, method: str) -> None:
-    env = failing(when, how, mp_start_method=method)
-    with within_reach(env) as caught:
-        live(env)
-    assert caught.value.worker == 1
-    assert HOWS[how][1] in str(caught.value)

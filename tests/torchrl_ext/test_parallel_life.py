@@ -1,25 +1,43 @@
-"""What can be done with a ``ParallelEnv`` while it lives, as upstream has it, and how it ends."""
+"""How a ``ParallelEnv`` lives and ends: with all that its workers have started, and waiting for those that close."""
 
 from __future__ import annotations
 
 import functools
 import gc
+import logging
+import os
 import pickle
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
 from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import cloudpickle
+import gymnasium
+import numpy as np
 import psutil
 import pytest
 import torch
+from gymnasium import spaces
+from torchrl.envs import GymEnv
+from torchrl.envs import ParallelEnv as Upstream
 
 from rl_ext_core.errors import WorkerError
-from tests.torchrl_ext.parallel_checks import diary, no_workers_left, workers
-from tests.torchrl_ext.parallel_environments import Failing, Native, Well, make_failing, told
+from tests.interrupts import interrupt
+from tests.torchrl_ext.parallel_checks import AT_MOST_S, diary, no_workers_left, workers, workers_left
+from tests.torchrl_ext.parallel_environments import Failing, Well, told
 from torchrl_ext import GymWrapper, ParallelEnv, as_factory
 
 __all__ = ["diary", "no_workers_left"]
 
+slow = pytest.mark.slow
 buffers = pytest.mark.parametrize("use_buffers", [True, False], ids=["buffers", "pipes"])
 
 
@@ -28,24 +46,11 @@ def factory() -> Any:
     return as_factory(Failing())
 
 
-def make_native() -> Native:
-    return Native()
+def one_fails(when: str, how: str = "raise", **options: Any) -> ParallelEnv:
+    return ParallelEnv(2, factory(), overrides=[{}, {"when": when, "how": how}], **options)
 
 
-@pytest.mark.slow
-def test_options_may_be_set_later() -> None:
-    env = ParallelEnv(2, make_native).configure_parallel(use_buffers=False, mp_start_method="fork", shutdown_timeout=20)
-    env.reset()
-    assert env._workers[0].popen.method == "fork"
-    assert env._mp_start_method == "fork"
-    assert not env._use_buffers
-    env.close()
-
-
-# -- the end, and what comes after it
-
-
-@pytest.mark.sample(quick=0)
+@pytest.mark.sample(quick=1, ci=2)
 @buffers
 def test_closing_ends_the_workers_and_their_environments(use_buffers: bool, diary: Any) -> None:
     env = ParallelEnv(2, factory(), use_buffers=use_buffers)
@@ -61,35 +66,22 @@ def test_closing_ends_the_workers_and_their_environments(use_buffers: bool, diar
     env.close()
 
 
-@pytest.mark.slow
-def test_the_number_of_threads_of_this_process_is_as_before() -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(5)
+@slow
+def test_no_descriptors_and_threads_are_left_and_this_process_has_its_number_of_threads() -> None:
+    env, counts, before = one_fails("step"), [], torch.get_num_threads()
     try:
-        env = ParallelEnv(2, factory(), overrides=[{}, {"when": "reset"}])
-        for _ in range(2):
+        for _ in range(3):
+            torch.set_num_threads(5)
+            env.reset()
             with pytest.raises(WorkerError):
-                env.reset()
-        assert torch.get_num_threads() == 5
+                env.rollout(5)
+            assert torch.get_num_threads() == 5
+            env.reset()
+            env.close()
+            gc.collect()
+            counts.append((psutil.Process().num_fds(), psutil.Process().num_threads()))
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.mark.slow
-def test_no_descriptors_and_threads_are_left() -> None:
-    def held() -> tuple[int, int]:
-        gc.collect()
-        return psutil.Process().num_fds(), psutil.Process().num_threads()
-
-    env = ParallelEnv(2, factory(), overrides=[{}, {"when": "step"}])
-    counts = []
-    for _ in range(3):
-        env.reset()
-        with pytest.raises(WorkerError):
-            env.rollout(5)
-        env.reset()
-        env.close()
-        counts.append(held())
     assert counts[-1] <= counts[1]
 
 
@@ -136,7 +128,7 @@ def test_views_of_workers_that_have_ended() -> None:
         (Well, pickle.dumps),
         (lambda: GymWrapper(Well()), pickle.dumps),
         (Well(4.0), cloudpickle.dumps),
-        ([Well(), make_failing], pickle.dumps),
+        ([Well(), Failing], pickle.dumps),
         ("CartPole-v1", pickle.dumps),
     ],
     ids=["class", "lambda", "instance", "list", "id"],
@@ -153,10 +145,247 @@ def test_pickles_of_closed_ones(source: Any, dumps: Callable[[Any], bytes]) -> N
     assert torch.equal(found[:, 0], before[:, 0])
 
 
-def test_a_pickle_holds_no_instance() -> None:
-    env = ParallelEnv(2, Well(4.0))
-    assert env._plan.factories[0].live is not None
-    assert pickle.loads(pickle.dumps(env))._plan.factories[0].live is None
+# -- processes of environments, and how they are closed
 
 
-# -- time
+class Simulated(Failing):
+    """Has a simulator that is a process, and one that was forked, is a daemon and holds all descriptors."""
+
+    def __init__(self, pids: str, **options: Any) -> None:
+        self.simulator = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)"])
+        self.daemon = os.fork()
+        if self.daemon == 0:
+            os.setsid()
+            time.sleep(30)
+            os._exit(0)
+        with Path(pids).open("a") as file:
+            file.write(f"{self.simulator.pid}\n")
+        super().__init__(**options)
+
+    def close(self) -> None:
+        for pid in (self.simulator.pid, self.daemon):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        super().close()
+
+
+def runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.sample(quick=0, ci=3)
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
+@pytest.mark.parametrize("how", ["SIGKILL", "raise"])
+@pytest.mark.parametrize("when", ["step", "method"])
+@buffers
+def test_a_worker_fails_while_what_it_has_forked_lives_on(
+    when: str, how: str, method: str, use_buffers: bool, tmp_path: Path
+) -> None:
+    pids = tmp_path / "pids"
+    kwargs = [{"pids": str(pids)}, {"pids": str(pids), "when": when, "how": how}]
+    options = {"mp_start_method": method, "use_buffers": use_buffers, "step_timeout": 60}
+    env = ParallelEnv(2, Simulated, create_env_kwargs=kwargs, **options)
+    with pytest.raises(WorkerError, match="worker 1 of 2") as caught:  # noqa: PT012
+        env.reset()
+        env.rollout(5, break_when_any_done=False)
+        env.fetch()
+    assert caught.value.kind != "timeout"
+    end = time.monotonic() + AT_MOST_S
+    while (left := list(filter(runs, map(int, pids.read_text().split())))) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not left
+    env.close()
+
+
+@pytest.mark.sample(quick=1, ci=3)
+@pytest.mark.parametrize("how", ["Ctrl-C", "raise", "hang"])
+def test_environments_are_closed_when_another_one_fails(how: str, diary: Path) -> None:
+    fault = {"when": "step", "how": "raise" if how == "raise" else "hang"}
+    env = ParallelEnv(3, Failing, create_env_kwargs=[{}, fault, {}], step_timeout=3 if how == "hang" else None)
+    env.reset()
+    before = told("closed", here=False)
+    if how == "Ctrl-C":
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt if how == "Ctrl-C" else WorkerError):
+        env.rollout(5)
+    assert told("closed", here=False) - before == 3
+
+
+class Slow(Well):
+    """Takes a while to close, and then still writes."""
+
+    def __init__(self, file: str, seconds: float) -> None:
+        super().__init__()
+        self.file, self.seconds = file, seconds
+
+    def close(self) -> None:
+        time.sleep(self.seconds)
+        threading.Thread(target=self._write).start()
+
+    def _write(self) -> None:
+        time.sleep(self.seconds)
+        with Path(self.file).open("a") as file:
+            file.write("video\n")
+
+
+@slow
+def test_closing_takes_as_long_as_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("torchrl_ext.parallel.supervision._LONG_S", 0.2)
+    env = ParallelEnv(2, Slow, create_env_kwargs={"file": str(tmp_path / "video"), "seconds": 1.5})
+    env.rollout(3)
+    (tmp_path / "video").unlink(missing_ok=True)  # of a copy that was tried
+    env.close()
+    assert (tmp_path / "video").read_text() == "video\n" * 2
+    assert "has been closing its environment for 0.2 s and is waited for" in caplog.text
+
+
+@slow
+def test_where_closing_has_a_limit_it_ends_with_a_sentence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kwargs = [{"file": str(tmp_path / "video"), "seconds": seconds} for seconds in (0, 1000)]
+    env = ParallelEnv(2, Slow, create_env_kwargs=kwargs, shutdown_timeout=2)
+    env.reset()
+    with caplog.at_level(logging.WARNING):
+        env.close()
+    assert "worker 1 of 2 did not answer within 2 s in close: the workers were ended" in caplog.text
+    assert not workers()
+    assert env.is_closed
+    with pytest.raises(RuntimeError, match="trying to close a closed environment"):
+        env.close()
+
+
+class Many(Well):
+    """Has an observation of many keys."""
+
+    observation_space = spaces.Dict({f"k{index}": spaces.Box(-1, 1, (2,), np.float32) for index in range(300)})
+
+    def _observation(self) -> Any:
+        return {key: np.full(2, self.count / 10, np.float32) for key in self.observation_space}
+
+
+@slow
+def test_any_number_of_observations_goes_through_a_fork_server() -> None:
+    env = ParallelEnv(2, Many, mp_start_method="forkserver")
+    data = env.rollout(3, break_when_any_done=False)
+    assert all((data["next", f"k{index}"][:, 2] == 0.3).all() for index in range(300))
+    env.close()
+
+
+def make_cartpole() -> GymEnv:
+    return GymEnv("CartPole-v1")
+
+
+def make_pair() -> ParallelEnv:
+    return ParallelEnv(2, make_cartpole)
+
+
+def make_vector() -> GymWrapper:
+    return GymWrapper(gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="async"))
+
+
+NESTED: dict[str, Callable[[], Any]] = {
+    "a function": lambda: make_pair,
+    "an instance": make_pair,
+    "gymnasium's processes": lambda: make_vector,
+    "upstream's": lambda: lambda: Upstream(2, make_cartpole),
+}
+
+
+@pytest.mark.sample(quick=0, ci=2)
+@pytest.mark.parametrize("form", NESTED)
+def test_environments_may_have_processes_of_their_own(form: str) -> None:
+    env = ParallelEnv(2, NESTED[form]())
+    assert env.rollout(3, break_when_any_done=False).shape == (2, 2, 3)
+    env.close()
+    assert not workers_left()
+
+
+# -- Ctrl-C
+
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "reset": lambda env: env.reset(),
+    "step": lambda env: env.step(env.rand_action(env.reset())),
+    "step_and_maybe_reset": lambda env: env.step_and_maybe_reset(env.rand_action(env.reset())),
+    "method": lambda env: env.fetch(litres=2),
+    "state": lambda env: env.load_state_dict(env.state_dict()),
+    "close": lambda env: env.close(),
+}
+BELOW = ("/torchrl_ext/parallel/", "/rl_ext_core/processes/", "/batched_envs.py")
+
+
+# What is raised while Python finalizes an object ends there, and is told as a warning.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.sample(quick=0, ci=5)
+@pytest.mark.parametrize("use_buffers", [True, False], ids=["buffers", "pipes"])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("every", [151, pytest.param(17, marks=pytest.mark.exhaustive)])
+def test_ctrl_c_anywhere(call: str, every: int, use_buffers: bool) -> None:
+    """Interrupt a call at many of its lines; whatever comes next works, or names ``reset``."""
+    env = ParallelEnv(2, Failing, use_buffers=use_buffers)
+    env.reset()
+    at = 1
+    while where := interrupt(functools.partial(CALLS[call], env), at, below=BELOW):
+        # A step of one that is closed would start workers whose environments nobody has reset.
+        said = go_on(env, stepping=at % 2 == 1 and not env.is_closed)
+        assert said == "" or "interrupted" in said or "closed/non started" in said, where
+        data = env.rollout(3, break_when_any_done=False)
+        assert data["next", "observation"][..., 1].tolist() == [[1, 2, 3]] * 2, where
+        assert len(workers()) == 2, where
+        at += every
+    env.close(raise_if_closed=False)
+    assert not workers_left()
+
+
+def go_on(env: ParallelEnv, *, stepping: bool) -> str:
+    """Go on without a reset, and return what is said against it."""
+    try:
+        env.step(env.fake_tensordict()) if stepping else env.fetch()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+# Ctrl-C may come while torch makes one of these, or while multiprocessing opens the socket that fetches a tensor.
+@slow
+@pytest.mark.filterwarnings("ignore:.*(StorageWeakRef|socket.socket):pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_in_steps_then_reset() -> None:
+    env = ParallelEnv(2, Failing)
+    for attempt in range(8):
+        data = env.reset()
+        killer = threading.Timer(0.02 + 0.007 * attempt, os.kill, (os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            killer.start()
+            while True:
+                env.step(env.rand_action(data))
+        killer.join()
+    assert env.rollout(3, break_when_any_done=False)["next", "observation"][..., 1].tolist() == [[1, 2, 3]] * 2
+    env.close()
+
+
+# -- what is said of memory and speed: once, and with figures
+
+
+@slow
+def test_workers_that_do_not_fit_and_cost_more_time_than_they_save(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rl_ext_core.resources.available_memory", lambda: 10**6)
+    # On a busy machine, what the environment takes by itself may be measured as too much.
+    clock = types.SimpleNamespace(perf_counter=lambda: 20 * perf_counter())
+    monkeypatch.setattr("torchrl_ext.parallel.plan.time", clock)
+    env = ParallelEnv(2, Well, use_buffers=False)
+    with caplog.at_level(logging.WARNING, logger="torchrl_ext"):
+        for _ in range(2):
+            env.rollout(60, break_when_any_done=False)
+            env.close()
+    memory, speed = (record.getMessage() for record in caplog.records if record.name == "torchrl_ext")
+    pattern = r"2 workers need about 0\.\d+ GB \(\d+ MB each, measured\), and 0\.0 GB are available: use 1 or"
+    assert re.match(pattern, memory)
+    pattern = r"these 2 workers take (\S+) ms for a step that takes about (\S+) ms in one process .*SerialEnv\(2, as_f"
+    match = re.match(pattern, speed)
+    assert match is not None
+    assert float(match[1]) > float(match[2])

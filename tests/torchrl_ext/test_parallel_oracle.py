@@ -1,19 +1,25 @@
-"""Whatever upstream's ``ParallelEnv`` gives, ours gives."""
+"""Whatever upstream's ``ParallelEnv`` gives, ours gives; workers draw differently, and with a seed as upstream's do."""
 
 from __future__ import annotations
 
 import functools
+import pickle
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import gymnasium
+import numpy as np
 import pytest
 import torch
+from torchrl.envs import GymEnv as UpstreamGymEnv
+from torchrl.envs import GymWrapper as UpstreamGymWrapper
 from torchrl.envs import ParallelEnv as Upstream
 from torchrl.envs import RewardSum, TransformedEnv
 
 from tests.torchrl_ext.parallel_checks import no_workers_left
-from tests.torchrl_ext.parallel_environments import Native
-from torchrl_ext import ParallelEnv
+from tests.torchrl_ext.parallel_environments import Native, Well
+from torchrl_ext import GymWrapper, ParallelEnv
 
 __all__ = ["no_workers_left"]
 
@@ -22,9 +28,8 @@ def make_native() -> Native:
     return Native()
 
 
-def close(*envs: Any) -> None:
-    for env in envs:
-        env.close(raise_if_closed=False)
+def make_cartpole() -> Any:
+    return UpstreamGymEnv("CartPole-v1")
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["buffers", "pipes"])
@@ -34,7 +39,8 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Any]]:
     ours = ParallelEnv(3, make_native, use_buffers=request.param)
     theirs.reset(), ours.reset()
     yield theirs, ours
-    close(theirs, ours)
+    for env in (theirs, ours):
+        env.close(raise_if_closed=False)
 
 
 def result(do: Callable[[Any], Any], env: Any) -> Any:
@@ -90,10 +96,19 @@ DEEDS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.sample(quick=0, ci=13)
-@pytest.mark.parametrize("deed", list(DEEDS))
-def test_does_what_upstream_does(deed: str, pair: tuple[Any, Any]) -> None:
-    assert equal(*(result(DEEDS[deed], env) for env in pair))
+@pytest.mark.slow
+def test_does_what_upstream_does(pair: tuple[Any, Any]) -> None:
+    for name, deed in DEEDS.items():
+        assert equal(*(result(deed, env) for env in pair)), name
+
+
+@functools.cache
+def without_options() -> Any:
+    theirs = Upstream(2, make_native, mp_start_method="fork")
+    try:
+        return result(lambda env: env.rollout(3), theirs)
+    finally:
+        theirs.close()
 
 
 @pytest.mark.sample(quick=0)
@@ -112,22 +127,17 @@ def test_does_what_upstream_does(deed: str, pair: tuple[Any, Any]) -> None:
 )
 def test_takes_upstreams_options(options: dict[str, Any]) -> None:
     ours = ParallelEnv(2, make_native, **options)
-    try:
-        assert equal(result(lambda env: env.rollout(3), ours), without_options())
-    finally:
-        close(ours)
+    assert equal(result(lambda env: env.rollout(3), ours), without_options())
+    ours.close()
 
 
-@functools.cache
-def without_options() -> Any:
-    theirs = Upstream(2, make_native, mp_start_method="fork")
-    try:
-        return result(lambda env: env.rollout(3), theirs)
-    finally:
-        close(theirs)
-
-
-# -- where it is better
+@pytest.mark.slow
+def test_options_may_be_set_later() -> None:
+    env = ParallelEnv(2, make_native).configure_parallel(use_buffers=False, mp_start_method="fork", shutdown_timeout=20)
+    env.reset()
+    assert env._workers[0].popen.method == env._mp_start_method == "fork"
+    assert not env._use_buffers
+    env.close()
 
 
 def load(env: Any) -> None:
@@ -156,4 +166,141 @@ def test_the_next_call_waits_for_its_own_data(cls: Any, call: Callable[[Any], No
         env.set_seed(4)
         assert not torch.equal(env.reset()["observation"], first)
     finally:
-        close(env)
+        env.close(raise_if_closed=False)
+
+
+# -- seeds
+
+
+def lived(env: Any, seed: int | None = None) -> Any:
+    """Give a rollout over the ends of episodes, with the same actions for whoever is asked."""
+    if seed is not None:
+        env.set_seed(seed)
+    torch.manual_seed(0)
+    rollout = env.rollout(30, break_when_any_done=False)
+    env.close()
+    return rollout
+
+
+FORMS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "a function": (make_cartpole, lambda: make_cartpole),
+    "an id": (make_cartpole, lambda: "CartPole-v1"),
+    "an instance": (make_cartpole, lambda: gymnasium.make("CartPole-v1")),
+    "an instance of TorchRL's": (make_cartpole, make_cartpole),
+    "torch's generator": (make_native, lambda: make_native),
+    "torch's generator, copied": (make_native, make_native),
+}
+
+
+@functools.cache
+def upstreams(reference: Callable[[], Any]) -> Any:
+    return lived(Upstream(3, reference, mp_start_method="fork"), 7)
+
+
+@pytest.mark.sample(quick=0, ci=8)
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [
+        *((form, {}) for form in FORMS),
+        ("a function", {"use_buffers": False}),
+        ("torch's generator, copied", {"use_buffers": False}),
+        ("an instance", {"mp_start_method": "spawn"}),
+        ("an instance", {"mp_start_method": "fork"}),
+        ("torch's generator", {"mp_start_method": "spawn"}),
+        ("torch's generator", {"mp_start_method": "fork"}),
+    ],
+)
+def test_a_seed_does_what_upstreams_set_seed_does(form: str, options: dict[str, Any]) -> None:
+    reference, source = FORMS[form]
+    found = lived(ParallelEnv(3, source(), seed=7, **options))
+    assert (upstreams(reference) == found).all()
+    assert len({tuple(row) for row in found["observation"][:, 0].tolist()}) == 3
+
+
+class Drawing(gymnasium.Env[Any, Any]):
+    """Draws from the generators that all share."""
+
+    observation_space = gymnasium.spaces.Box(0, 1, (3,), np.float64)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return np.array([np.random.rand(), random.random(), torch.rand((), dtype=torch.float64).item()]), {}
+
+    def step(self, action: Any) -> Any:
+        return self.reset()[0], 0.0, False, False, {}
+
+
+def seeds_itself(number: int) -> Any:
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+    return UpstreamGymWrapper(Drawing())
+
+
+@pytest.mark.slow
+def test_a_function_that_seeds_is_left_its_seed() -> None:
+    functions = [functools.partial(seeds_itself, number) for number in (5, 6)]
+    expected, found = (lived(kind(2, functions, mp_start_method="fork")) for kind in (Upstream, ParallelEnv))
+    assert (expected == found).all()
+
+
+def used(well: Well) -> Well:
+    well.reset(seed=5)
+    return well
+
+
+class Unseeded(Native):
+    def _set_seed(self, seed: int | None) -> None:
+        raise NotImplementedError
+
+
+SOURCES: dict[str, Callable[[], Any]] = {
+    "an instance that was used": lambda: GymWrapper(used(Well())),
+    "a class": lambda: Well,
+    "a class that takes no seed": lambda: Unseeded,
+    "an instance": Well,
+    "an instance of TorchRL's": Native,
+    "a list": lambda: [used(Well()), Well],
+    "a list of one": lambda: [used(Well())] * 2,
+}
+
+
+def draws(env: ParallelEnv) -> list[list[float]]:
+    rollout = env.rollout(4)
+    found = [part["observation"][:, -1].tolist() for part in rollout.unbind(0)]
+    env.close()
+    return found
+
+
+@pytest.mark.sample(ci=4)
+@pytest.mark.parametrize("form", SOURCES)
+def test_workers_draw_differently_and_with_a_seed_the_same_in_every_run(form: str) -> None:
+    source = SOURCES[form]()
+    torch.manual_seed(1)
+    first, again = (draws(ParallelEnv(2, source)) for _ in range(2))
+    assert first[0] != first[1]
+    assert again != first
+    first, again = (draws(ParallelEnv(2, source, seed=3)) for _ in range(2))
+    assert first[0] != first[1]
+    assert again == first
+
+
+def test_seeds_have_no_effect_on_this_process() -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    env = ParallelEnv(2, functools.partial(Native), seed=3)
+    env.reset()
+    assert torch.equal(torch.rand(3), expected)
+    env.close()
+
+
+def test_an_instance_does_not_go_on_where_its_copies_began_nor_do_pickles() -> None:
+    """Collectors send a pickle to each of their processes."""
+    well, expected = used(Well()), used(Well()).np_random.normal()
+    env = ParallelEnv(2, well)
+    packed = pickle.dumps(env)
+    found = [row for each in (env, pickle.loads(packed), pickle.loads(packed)) for row in draws(each)]
+    assert len({tuple(row) for row in found}) == 6
+    assert well.np_random.normal() == expected
+    assert all(expected not in row for row in found)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import copy
 import pickle
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from torchrl import envs as upstream
 from torchrl.data import Bounded, Composite, Unbounded
-from torchrl.envs import GymWrapper as Upstream
 from torchrl.envs import check_env_specs
 
 from rl_ext_core.errors import InvalidArgumentError
-from tests.torchrl_ext.comparing import vector
-from tests.torchrl_ext.environments import ForeignBox, ForeignDict, Isaac, Sampled, Walk, box
+from tests.torchrl_ext.comparing import assert_same, seeded_rollout, vector
+from tests.torchrl_ext.environments import F32, ForeignBox, ForeignDict, Isaac, Sampled, Walk, box
 from torchrl_ext import GymWrapper
 
 INF = float("inf")
@@ -60,6 +60,7 @@ def test_spaces_of_other_libraries(name: str) -> None:
         "Box",
         None,
         SimpleNamespace(shape=(3,)),
+        spaces.Space(dtype=str),
         spaces.Graph(box(2), None),
         spaces.OneOf([box(2), box(3)]),
         spaces.Dict(a=spaces.Graph(box(2), None)),
@@ -71,7 +72,8 @@ def test_spaces_of_other_libraries(name: str) -> None:
 )
 def test_unknown_spaces(space: Any) -> None:
     for observed, taken in ((space, spaces.Discrete(2)), (box(2), space)):
-        with pytest.raises(InvalidArgumentError, match="Write"):
+        text = "register_gym_spec_conversion" if type(space) is spaces.Space else "Write"
+        with pytest.raises(InvalidArgumentError, match=text):
             GymWrapper(bare(observed, taken))
 
 
@@ -126,15 +128,10 @@ def test_an_environment_with_nothing_but_its_methods() -> None:
     assert type(env.observation_spec["observation"]) is type(Unbounded(2))
 
 
-def test_specs_are_upstreams_where_those_are_good() -> None:
-    for env_id in ("CartPole-v1", "Pendulum-v1", "HalfCheetah-v5"):
-        ours, theirs = (cls(gymnasium.make(env_id)) for cls in (GymWrapper, Upstream))
-        assert ours.action_spec == theirs.action_spec
-        assert ours.output_spec["full_done_spec"] == theirs.output_spec["full_done_spec"]
-        assert ours.reward_spec == theirs.reward_spec
-    ours, theirs = (cls(vector(Walk, 3, "Disabled")) for cls in (GymWrapper, Upstream))
-    assert ours.input_spec == theirs.input_spec
-    assert ours.output_spec == theirs.output_spec
+def test_an_action_of_an_observations_name_is_refused() -> None:
+    env = Sampled(spaces.Dict(joint=box(2)), spaces.Dict(joint=box(2)))
+    with pytest.raises(InvalidArgumentError, match=r"joint names an observation and an action.*Rename one"):
+        GymWrapper(env)
 
 
 # -- Boxes with some infinite bounds
@@ -245,6 +242,7 @@ def test_clipping_narrows_and_never_widens() -> None:
         ("copy", 1),
         ("copy", None),
         ("missing_final_obs", 0.0),
+        ("finite_horizon", "yes"),
         ("clip_actions", 0),
         ("clip_actions", -1.0),
         ("clip_actions", "1"),
@@ -272,8 +270,220 @@ def test_upstreams_arguments_of_batches() -> None:
     assert GymWrapper(Isaac(2), native_autoreset=True).rollout(3).shape == (2, 3)
 
 
-@pytest.mark.parametrize("wrong", [object(), 5, "CartPole-v1"])
-def test_what_is_no_environment(wrong: Any) -> None:
-    for cls in (GymWrapper, Upstream):
-        with pytest.raises((TypeError, AttributeError)):
-            cls(wrong)
+class Batch:
+    """Four of a batch: NumPy, with the spaces of all of them and no others."""
+
+    metadata: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, observation: Any, action: Any, *, count: int | None = 4) -> None:
+        self.observation_space, self.action_space = observation, action
+        self.received: list[Any] = []
+        if count is not None:
+            self.num_envs = count
+
+    @property
+    def unwrapped(self) -> Any:
+        return self
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.observation_space.seed(0)
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> Any:
+        self.received.append(action)
+        none = np.zeros(4, bool)
+        return self.observation_space.sample(), np.ones(4), none, none, {}
+
+
+BATCHES = {
+    "boxes": (box(4, 3), box(4, 2)),
+    "a dict": (spaces.Dict(a=box(4, 3), b=spaces.Dict(c=box(4))), box(4, 2)),
+    "indices": (box(4, 3), spaces.MultiDiscrete([3, 3, 3, 3])),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("by", ["num_envs", "batch_size"])
+def test_batches_with_no_other_spaces(name: str, by: str) -> None:
+    def made(cls: Any) -> Any:
+        count, kwargs = (4, {}) if by == "num_envs" else (None, {"batch_size": [4]})
+        return cls(Batch(*BATCHES[name], count=count), **kwargs)
+
+    ours, theirs = made(GymWrapper), made(upstream.GymWrapper)
+    for spec in ("full_observation_spec", "full_action_spec", "full_done_spec"):
+        assert getattr(ours, spec) == getattr(theirs, spec)
+    assert ours.reward_spec.shape == (4, 1)
+    rollouts = []
+    for env in (ours, theirs):
+        torch.manual_seed(0)
+        rollouts.append(env.rollout(5, break_when_any_done=False))
+    found, expected = rollouts
+    for key in found.exclude("next").keys(True, True):
+        assert torch.equal(found[key], expected[key]), key
+    for action, other in zip(ours._env.received, theirs._env.received, strict=True):
+        np.testing.assert_array_equal(action, other)
+
+
+def test_a_batch_whose_spaces_are_those_of_one() -> None:
+    class Single(Batch):
+        def reset(self, **kwargs: Any) -> Any:
+            return np.zeros((4, 3), F32), {}
+
+        def step(self, action: Any) -> Any:
+            assert action.shape == (4, 2)
+            return np.zeros((4, 3), F32), *super().step(action)[1:]
+
+    assert GymWrapper(Single(box(3), box(2))).rollout(3)["observation"].shape == (4, 3, 3)
+
+
+COUNTED = {
+    "Discrete": spaces.Discrete(3, start=1),
+    "negative": spaces.Discrete(3, start=-2),
+    "MultiDiscrete": spaces.MultiDiscrete([3, 4], start=[1, 2]),
+    "equal MultiDiscrete": spaces.MultiDiscrete([3, 3], start=[0, 5]),
+    "Dict": spaces.Dict(a=spaces.Discrete(3, start=1), b=spaces.Discrete(2), c=box(2)),
+    "Tuple": spaces.Tuple([spaces.Discrete(3, start=1), spaces.Discrete(3)]),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("categorical", [False, True])
+@pytest.mark.parametrize("mode", [None, "SameStep", "Disabled"])
+def test_integers_that_count_from_elsewhere(name: str, categorical: bool, mode: str | None) -> None:
+    if mode and name == "Tuple":
+        return
+    space = COUNTED[name]
+
+    def make() -> Any:
+        observation = spaces.Dict(o=space) if isinstance(space, spaces.Dict) else space
+        return Sampled(observation, space, 3)
+
+    if mode:
+        inner: Any = gymnasium.vector.SyncVectorEnv([make, make], autoreset_mode=mode)
+        each = inner.envs
+    else:
+        inner = make()
+        each = [inner]
+    env = GymWrapper(inner, categorical_action_encoding=categorical)
+    check_env_specs(env)
+    rollout = seeded_rollout(env, 8)
+    assert all(type(part).__name__ != "HalfBounded" for part in env.full_action_spec.values())
+    for sampled in each:
+        assert len(sampled.received) >= 8
+        for action in sampled.received:
+            as_tuple = tuple(np.asarray(action).tolist()) if isinstance(space, spaces.Tuple) else action
+            if isinstance(as_tuple, dict):
+                as_tuple = {key: np.asarray(part, space[key].dtype)[()] for key, part in as_tuple.items()}
+            assert space.contains(as_tuple), as_tuple
+    assert not rollout.isnan().any() if categorical else True
+
+
+def test_observations_that_count_from_elsewhere_are_the_values() -> None:
+    class Ages(Walk):
+        observation_space = spaces.Discrete(20, start=5)  # type: ignore[assignment]
+
+        def observation(self) -> Any:
+            return self.step_count + 5
+
+    for mode in (None, "SameStep", "NextStep", "Disabled"):
+        inner = vector(lambda: Ages(4, 4), 2, mode) if mode else Ages(4, 4)
+        rollout = GymWrapper(inner, categorical_action_encoding=True).rollout(8, break_when_any_done=False)
+        steps = rollout["observation"].reshape(-1, 8)[0].tolist()
+        assert steps == [0, 1, 2, 3] * 2
+        assert rollout["next", "observation"].reshape(-1, 8)[0].tolist() == [1, 2, 3, 4] * 2
+
+
+def test_a_start_that_upstreams_spec_has_no_place_for_is_refused() -> None:
+    observation = spaces.Dict(action_mask=spaces.Box(0, 1, (3, 4), np.int8), o=box(2))
+    env = GymWrapper(Sampled(observation, spaces.MultiDiscrete([3, 4], start=[1, 2])))
+    with pytest.raises(InvalidArgumentError, match=r"counts from \[1 2\].*Write it with start=0"):
+        env.rollout(2)
+
+
+# -- devices
+
+
+def test_a_numpy_environment_with_a_device_does_not_move_the_wrapper() -> None:
+    class HasDevice(Walk):
+        """NumPy, with a device for a network of its own."""
+
+        device = torch.device("cpu")
+
+    assert_same(seeded_rollout(GymWrapper(HasDevice()), 9), seeded_rollout(upstream.GymWrapper(Walk()), 9))
+    assert GymWrapper(HasDevice()).device is None
+    assert GymWrapper(HasDevice(), device="cpu").device == torch.device("cpu")
+    assert GymWrapper(HasDevice(), env_type="torch").device is not None
+    assert GymWrapper(Isaac(3)).device == torch.device("cpu")
+    assert GymWrapper(Isaac(3), env_type="numpy").device is None
+
+
+def test_clipping_where_nothing_can_be_clipped_is_refused() -> None:
+    for inner in (Walk(), Sampled(box(2), spaces.Dict(a=spaces.Discrete(2))), vector(Walk, 2, "SameStep")):
+        with pytest.raises(
+            InvalidArgumentError, match=r"clip_actions=0\.5 was given, and the action space .* Leave it"
+        ):
+            GymWrapper(inner, clip_actions=0.5)
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+@pytest.mark.parametrize("configured", [True, False])
+def test_time_outs_of_a_finite_horizon_are_terminations(asked: bool | None, configured: bool) -> None:
+    def rollout(**kwargs: Any) -> Any:
+        inner = Isaac(4)
+        inner.cfg.is_finite_horizon = configured
+        return GymWrapper(inner, **kwargs).rollout(30, break_when_any_done=False)["next"]
+
+    plain, found = rollout(finite_horizon=False), rollout(finite_horizon=asked)
+    assert plain["truncated"].any()
+    assert plain["terminated"].any()
+    assert torch.equal(found["done"], plain["done"])
+    finite = configured if asked is None else asked
+    assert torch.equal(found["terminated"], plain["done"] if finite else plain["terminated"])
+    assert torch.equal(found["truncated"], plain["truncated"] & (not finite))
+
+
+def test_a_finite_horizon_of_single_and_numpy_environments() -> None:
+    for make in (Walk, lambda: vector(Walk, 3, "SameStep"), lambda: gymnasium.wrappers.TimeLimit(Walk(), 3)):
+        rollout = GymWrapper(make(), finite_horizon=True).rollout(40, break_when_any_done=False)["next"]
+        assert rollout["done"].any()
+        assert torch.equal(rollout["terminated"], rollout["done"])
+        assert not rollout["truncated"].any()
+    for frame_skip in (1, 3):
+        rollout = GymWrapper(Walk(), finite_horizon=True, frame_skip=frame_skip).rollout(40, break_when_any_done=False)
+        assert torch.equal(rollout["next", "terminated"], rollout["next", "done"])
+
+
+class Hides:
+    """A wrapper that has no spaces; its environment has."""
+
+    def __init__(self, env: Any) -> None:
+        self.unwrapped = env
+        self.reset, self.step = env.reset, env.step
+
+
+def test_spaces_under_unwrapped_alone() -> None:
+    assert_same(seeded_rollout(GymWrapper(Hides(Walk())), 30), seeded_rollout(GymWrapper(Walk()), 30))
+    with pytest.raises(TypeError, match="env is not of type"):
+        GymWrapper(Hides(object.__new__(type("Empty", (), {"reset": None, "step": None}))))
+    with pytest.raises(InvalidArgumentError, match=r"from_pixels=True was given, and Hides has no observation_space"):
+        GymWrapper(Hides(Walk()), from_pixels=True)
+
+
+# -- specs of half-bounded Boxes among others
+
+
+def test_half_bounded_specs_are_equal_to_torchrls_and_stack_with_them() -> None:
+    space = spaces.Box(np.array([0, -np.inf, -1], F32), np.array([np.inf, 1, 1], F32), dtype=F32)
+    ours = GymWrapper(Sampled(space, spaces.Discrete(2))).observation_spec
+    theirs = upstream.GymWrapper(Sampled(space, spaces.Discrete(2))).observation_spec
+    assert ours == theirs
+    assert theirs == ours
+    one, other = ours["observation"], theirs["observation"]
+    assert one == other
+    assert other == one
+    assert one != Bounded(-1, 1, (3,))
+    assert one != 3
+    for pair in ([one, other], [other, one]):
+        stacked = torch.stack(pair)
+        assert stacked.shape == (2, 3)
+        assert stacked.rand().isfinite().all()

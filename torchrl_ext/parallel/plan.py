@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rl_ext_core.factory._examine import Examination
     from rl_ext_core.processes.contexts import WorkerContext
 
-__all__ = ["Plan", "SpeedCheck", "WorkerEnvs", "warn_of_memory"]
+__all__ = ["Plan", "SpeedCheck", "WorkerEnvs"]
 
 _log = logging.getLogger("torchrl_ext")
 
@@ -94,7 +94,9 @@ class Plan:
 
     def advice(self) -> SpeedCheck:
         """Warn of what was measured of copies, if anything; of their speed, once there is something to compare with."""
-        warn_of_memory([found.private_bytes for found in self._examinations], len(self.factories))
+        sizes = [found.private_bytes for found in self._examinations if found.private_bytes is not None]
+        if sentence := resources.shortage(max(sizes, default=0), len(self.factories)):
+            _log.warning("%s", sentence)
         return SpeedCheck([found.step_seconds for found in self._examinations] or [None], len(self.factories))
 
     def metadata(self) -> list[EnvMetaData]:
@@ -200,16 +202,6 @@ def _check(expected: Schema, found: Schema, worker: int) -> None:
     )
 
 
-def warn_of_memory(measured: Sequence[int | None], num_workers: int) -> None:
-    """Warn where the workers would need more memory than there is.
-
-    :param measured: what some of the workers take for themselves, in bytes, as far as it is known
-    """
-    private_bytes = max((size for size in measured if size is not None), default=0)
-    if sentence := resources.shortage(private_bytes, num_workers):
-        _log.warning("%s", sentence)
-
-
 class SpeedCheck:
     """Times the first steps, and warns once if the environments one after the other would be faster.
 
@@ -229,16 +221,13 @@ class SpeedCheck:
         if self._serial is None or kind is not None or len(self._taken) >= _SKIPPED + _TIMED:
             return
         self._taken.append(time.perf_counter() - self._begin)
-        if len(self._taken) == _SKIPPED + _TIMED:
-            self._judge(statistics.median(self._taken[_SKIPPED:]), self._serial)
-
-    def _judge(self, parallel: float, serial: float) -> None:
-        if parallel > _SLOWER * serial:
+        parallel = statistics.median(self._taken[_SKIPPED:] or [0.0])
+        if len(self._taken) == _SKIPPED + _TIMED and parallel > _SLOWER * self._serial:
             _log.warning(
                 "these %d workers take %.2f ms for a step that takes about %.2f ms in one process (both measured): "
                 "SerialEnv(%d, as_factory(env)) is faster",
                 self._num_workers,
                 parallel * 1e3,
-                serial * 1e3,
+                self._serial * 1e3,
                 self._num_workers,
             )

@@ -29,6 +29,21 @@ _LONG_S = 10.0
 _log = logging.getLogger("torchrl_ext")
 
 
+def _surrounded(name: str, phase: str | None = None, *, drains: bool = False) -> Any:
+    """Return upstream's method, as an operation that waits for the workers."""
+    method = getattr(upstream.ParallelEnv, name)
+
+    @functools.wraps(method)
+    def call(self: SupervisedEnv, *args: Any, **kwargs: Any) -> Any:
+        with self._operation(phase or name):
+            result = method(self, *args, **kwargs)
+            if drains:
+                self._drain()
+            return result
+
+    return call
+
+
 class SupervisedEnv(upstream.ParallelEnv):
     """Surrounds whatever waits for workers, so that it ends when one of them has failed.
 
@@ -180,9 +195,12 @@ class SupervisedEnv(upstream.ParallelEnv):
         finally:
             self._closing = False
 
-    def _reset(self, *args: Any, **kwargs: Any) -> Any:
-        with self._operation("reset"):
-            return super()._reset(*args, **kwargs)
+    _reset = _surrounded("_reset", "reset")
+    set_seed = _surrounded("set_seed")
+    state_dict = _surrounded("state_dict")
+    # Upstream leaves flags set by which it would take the next step's data for ready.
+    load_state_dict = _surrounded("load_state_dict", drains=True)
+    __setitem__ = _surrounded("__setitem__", drains=True)
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         with self._operation("step"), self._speed or contextlib.nullcontext():
@@ -194,27 +212,6 @@ class SupervisedEnv(upstream.ParallelEnv):
             return super().step_and_maybe_reset(*args, **kwargs)
         with self._operation("step"), self._speed or contextlib.nullcontext():
             return super().step_and_maybe_reset(*args, **kwargs)
-
-    def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:
-        """Seed the workers' environments, as upstream's does."""
-        with self._operation("set_seed"):
-            return super().set_seed(seed, static_seed=static_seed)
-
-    def state_dict(self) -> Any:
-        """Return the workers' states, as upstream's does."""
-        with self._operation("state_dict"):
-            return super().state_dict()
-
-    def load_state_dict(self, state_dict: Any, **kwargs: Any) -> None:
-        """Load the workers' states, as upstream's does."""
-        with self._operation("load_state_dict"):
-            super().load_state_dict(state_dict, **kwargs)
-            self._drain()  # upstream leaves flags set by which it would take the next step's data for ready
-
-    def __setitem__(self, item: Any, source: Any) -> None:
-        with self._operation("__setitem__"):
-            super().__setitem__(item, source)
-            self._drain()  # as above
 
     def __getattr__(self, attr: str) -> Any:
         value = super().__getattr__(attr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,20 +13,25 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium.envs.classic_control import CartPoleEnv
+from torchrl.collectors import Collector, MultiSyncCollector
 
 from tests.ray_scripts import output_of
 from tests.torchrl_ext import collecting
+from tests.torchrl_ext.parallel_checks import diary, no_workers_left, workers_left
+from tests.torchrl_ext.parallel_environments import Well, told
+from torchrl_ext import ParallelEnv, as_factory
+
+__all__ = ["diary", "no_workers_left"]
+
 
 SCRIPT = Path(__file__).with_name("collecting.py")
 LIMIT_S = 800  # which only a hang reaches
 
 # What one script collects, by the kind of collector: sources and seeds. Starting workers takes seconds, so each kind
-# is run once. A second RPCCollector in a process hangs, whatever its environments.
+# is run once.
 RUNS = {
     "sync": ("changed:0", "transformed:0"),
-    "async": ("changed:0",),
     "distributed": ("changed:0",),
-    "rpc": ("changed:0",),
     "ray": ("changed:0", "transformed:0", "id:0", "id:0", "id:1"),
 }
 
@@ -33,22 +39,19 @@ Collected = dict[str, np.ndarray]
 
 
 @pytest.fixture(scope="module")
-def ran(request: pytest.FixtureRequest) -> dict[str, list[Collected]]:
+def ran(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Run the script for a kind of collector, see that it leaves nothing behind, and give what it prints, by run."""
     kind: str = request.param
     if kind == "ray" and find_spec("ray") is None and "CI" not in os.environ:
         pytest.skip("ray is not installed: pip install 'rl-ext[ray]'")
     # In /tmp, since the paths of sockets may have 107 characters.
     with tempfile.TemporaryDirectory(prefix="rl-", dir="/tmp") as root:
-        lines = output_of_script(kind, Path(root))
-    found: dict[str, list[Collected]] = {}
-    for run, result in zip(RUNS[kind], json.loads(lines[-1]), strict=True):
+        command = [str(SCRIPT), str(Path(root, "ray")), kind, *RUNS[kind]]
+        results, held = json.loads(output_of(command, Path(root), limit_s=LIMIT_S).splitlines()[-1])
+    found: dict[str, Any] = {"held": held}
+    for run, result in zip(RUNS[kind], results, strict=True):
         found.setdefault(run, []).append(arrays(result))
     return found
-
-
-def output_of_script(kind: str, root: Path) -> list[str]:
-    return output_of([str(SCRIPT), str(root / "ray"), kind, *RUNS[kind]], root, limit_s=LIMIT_S).splitlines()
 
 
 def arrays(result: dict[str, Any]) -> Collected:
@@ -81,9 +84,7 @@ def next_observations(collected: Collected, gravity: float) -> np.ndarray:
 
 
 def everywhere(*kinds: str) -> pytest.MarkDecorator:
-    later = {"async": pytest.mark.exhaustive, "rpc": pytest.mark.exhaustive}
-    params = [pytest.param(kind, marks=later.get(kind, pytest.mark.slow)) for kind in kinds]
-    return pytest.mark.parametrize("ran", params, indirect=True)
+    return pytest.mark.parametrize("ran", [pytest.param(kind, marks=pytest.mark.slow) for kind in kinds], indirect=True)
 
 
 @pytest.mark.slow
@@ -127,13 +128,48 @@ def test_copies_of_what_only_the_script_registers_draw_differently_and_by_the_se
     assert np.unique(drawn).size == drawn.size
 
 
-@pytest.mark.sample(quick=0, ci=1)
-@pytest.mark.parametrize("kind", ["ray", "rpc", "distributed"])
-def test_a_buffer_in_a_process_of_its_own_is_filled_by_two_others(kind: str) -> None:
-    """By RayReplayBuffer, with both transports, and by RemoteTensorDictReplayBuffer."""
-    if kind != "rpc" and find_spec("ray") is None and "CI" not in os.environ:
-        pytest.skip("ray is not installed: pip install 'rl-ext[ray]'")
-    with tempfile.TemporaryDirectory(prefix="rl-", dir="/tmp") as root:
-        script = str(SCRIPT.with_name("remote_buffers.py"))
-        output = output_of([script, str(Path(root, "ray")), kind], Path(root), limit_s=LIMIT_S)
-    assert json.loads(output.splitlines()[-1]) == 120
+@everywhere("ray")
+def test_a_buffer_in_a_process_of_its_own_is_filled_by_two_others(ran: Any) -> None:
+    assert ran["held"] == 120
+
+
+class MakeParallel:
+    """Builds a ParallelEnv where it is called; picklable as it is."""
+
+    def __init__(self, factory: Any) -> None:
+        self.factory = factory
+
+    def __call__(self) -> ParallelEnv:
+        return ParallelEnv(2, self.factory)
+
+
+def collected(collector: Any) -> Any:
+    try:
+        return [batch.clone() for batch in collector]
+    finally:
+        collector.shutdown()
+
+
+def test_in_one_process(diary: Any) -> None:
+    first, second = collected(Collector(ParallelEnv(2, Well(4.0), seed=0), frames_per_batch=20, total_frames=40))
+    assert first.shape == second.shape == (2, 10)
+    observations = first["observation"]
+    assert observations[..., 0].unique().tolist() == [4.0]
+    assert observations[0, :, 1].tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2]
+    assert (observations[0, :, 2] != observations[1, :, 2]).all()
+    assert told("reset", here=True) == 0
+    assert not workers_left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [MakeParallel, lambda factory: MakeParallel(factory)()], ids=["made there", "pickled"])
+def test_in_processes_of_the_collectors(make: Callable[[Any], Any], diary: Any) -> None:
+    source = make(as_factory(Well(4.0)))
+    before = told("built", here=True)
+    collector = MultiSyncCollector([source] * 2, frames_per_batch=40, total_frames=80, cat_results="stack")
+    first, _ = collected(collector)
+    assert first["observation"][..., 0].unique().tolist() == [4.0]
+    drawn = first["observation"][..., 0, 2].flatten().tolist()
+    assert len(set(drawn)) == 4
+    assert told("built", here=True) == before
+    assert not workers_left()

@@ -61,24 +61,12 @@ for source in (
 PRINTED = [8, 8, 7, 7, 1, 9, 9, 9, 9]
 
 
-def started(folder: Path, *arguments: str, text: str | None = None) -> subprocess.Popen[str]:
+def started(folder: Path, text: str) -> subprocess.Popen[str]:
+    (folder / "script.py").write_text(text)
     environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'shared'}", "TORCHINDUCTOR_CACHE_DIR": str(folder)}
-    process = subprocess.Popen(
-        [sys.executable, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=folder,
-        env=environ,
-        text=True,
-        start_new_session=True,
-    )
-    if text is not None:
-        assert process.stdin is not None
-        process.stdin.write(text)
-        process.stdin.close()
-        process.stdin = None
-    return process
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command = [sys.executable, "script.py"]
+    return subprocess.Popen(command, cwd=folder, env=environ, text=True, start_new_session=True, **pipes)
 
 
 def ended(process: subprocess.Popen[str], folder: Path, timeout: float = 150.0) -> tuple[int, str, str]:
@@ -104,16 +92,10 @@ def _of_program(folder: Path) -> list[int]:
     return found
 
 
-def script(folder: Path, text: str) -> str:
-    path = folder / "script.py"
-    path.write_text(text)
-    return str(path)
-
-
 @pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "unguarded"])
 def test_what_a_script_defines(guarded: bool, tmp_path: Path) -> None:
     text = OWN + ('if __name__ == "__main__":\n' + textwrap.indent(USES, "    ") if guarded else USES)
-    code, out, err = ended(started(tmp_path, script(tmp_path, text)), tmp_path)
+    code, out, err = ended(started(tmp_path, text), tmp_path)
     assert (code, err) == (0, "")
     assert [float(line.split()[0]) for line in out.splitlines()] == PRINTED
     assert [float(line.split()[1]) for line in out.splitlines()] == [2 * size for size in PRINTED]
@@ -132,7 +114,7 @@ print("running", flush=True)
 @pytest.mark.parametrize("last", ["", "del env"])
 def test_scripts_that_do_not_close(last: str, tmp_path: Path) -> None:
     begin = time.monotonic()
-    code, _, err = ended(started(tmp_path, script(tmp_path, ENDS + last)), tmp_path)
+    code, _, err = ended(started(tmp_path, ENDS + last), tmp_path)
     assert (code, err) == (0, "")
     assert time.monotonic() - begin < 60
 
@@ -140,7 +122,7 @@ def test_scripts_that_do_not_close(last: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("signal_", [signal.SIGINT, signal.SIGKILL])
 def test_scripts_that_are_ended(signal_: signal.Signals, tmp_path: Path) -> None:
     """Ctrl-C goes to the whole group of processes, as a terminal sends it; the others to the script alone."""
-    process = started(tmp_path, script(tmp_path, ENDS + "while True: env.rollout(10)"))
+    process = started(tmp_path, ENDS + "while True: env.rollout(10)")
     assert process.stdout is not None
     assert process.stdout.readline() == "running\n"
     if signal_ == signal.SIGINT:
@@ -188,6 +170,44 @@ def main():
 if __name__ == "__main__":
     main()
 """
+
+
+WRAPPED = """
+import gymnasium, numpy, torch
+from torchrl_ext import GymWrapper
+
+LEVEL = 1.0
+calls = []
+
+class Own(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-9, 9, (1,))
+    action_space = gymnasium.spaces.Discrete(2)
+    def reset(self, *, seed=None, options=None):
+        self.steps = 0
+        return numpy.zeros(1, numpy.float32), {}
+    def step(self, action):
+        self.steps += 1
+        calls.append(action)
+        return numpy.full(1, LEVEL, numpy.float32), LEVEL, self.steps >= 3, False, {}
+
+class Doubles(GymWrapper):
+    def _step(self, tensordict):
+        out = super()._step(tensordict)
+        return out.set("reward", out["reward"] * 2)
+
+env, doubles = GymWrapper(Own()), Doubles(Own())
+env.rollout(5, break_when_any_done=False)
+# %%
+LEVEL = 4.0
+rewards = [each.rollout(4, break_when_any_done=False)["next", "reward"].flatten().tolist() for each in (env, doubles)]
+print(rewards, len(calls))
+"""
+
+
+@pytest.mark.sample(quick=0, ci=2)
+@pytest.mark.parametrize("way", WAYS)
+def test_classes_and_globals_of_main_in_a_wrapper(way: str, tmp_path: Path) -> None:
+    assert run_as(way, WRAPPED, tmp_path).strip().endswith("[[4.0, 4.0, 4.0, 4.0], [8.0, 8.0, 8.0, 8.0]] 13")
 
 
 @pytest.mark.sample(quick=0, ci=2)
