@@ -48,11 +48,7 @@ def configuration(
     gpus: int = 4,
     *,
     names: Sequence[str] | None = None,
-    free_gib: Sequence[int] | None = None,
     fastest_first: Sequence[int] | None = None,
-    mig: Mapping[int, Sequence[str]] | None = None,
-    processes: Sequence[tuple[int, int, int, str]] | None = None,
-    nvml_fail: Mapping[str, int] | None = None,
     cuda_fail: int | None = None,
     egl_order: Sequence[int] | None = None,
     egl_lacks: Sequence[str] | None = None,
@@ -60,17 +56,10 @@ def configuration(
     log: Path | None = None,
 ) -> dict[str, str]:
     """Name the variables of a machine; the C sources say what they mean."""
-    slices = None if mig is None else ";".join(f"{gpu}={','.join(uuids)}" for gpu, uuids in mig.items())
-    failing = [f"{function}={code}" for function, code in (nvml_fail or {}).items()]
-    running = None if processes is None else ",".join(":".join(map(str, process)) for process in processes)
     settings = {
         "FAKE_GPUS": str(gpus),
         "FAKE_NAMES": ",".join(names) if names else None,
-        "FAKE_FREE_GIB": numbers(free_gib),
         "FAKE_FASTEST_FIRST": numbers(fastest_first),
-        "FAKE_MIG": slices,
-        "FAKE_PROCESSES": running,
-        "FAKE_NVML_FAIL": ",".join(failing) or None,
         "FAKE_CUDA_FAIL": None if cuda_fail is None else str(cuda_fail),
         "FAKE_EGL_ORDER": numbers(egl_order),
         "FAKE_EGL_LACKS": ",".join(egl_lacks) if egl_lacks else None,
