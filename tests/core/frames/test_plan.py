@@ -23,7 +23,7 @@ from rl_ext_core.errors import (
 from rl_ext_core.frames import FrameStore, Plan, StackLayout, plan, planning
 from rl_ext_core.frames.planning import parse_bytes
 from rl_ext_core.resources import available_memory
-from tests.core.frames.test_bounded_error import drifting
+from tests.core.frames.disk_toys import drifting
 
 LAYOUT = StackLayout((9, 24, 28), np.dtype(np.uint8), 3, 0)
 SB3 = "SB3 ReplayBuffer"
