@@ -29,9 +29,9 @@ LAYOUT = StackLayout((9, 24, 28), np.dtype(np.uint8), 3, 0)
 SB3 = "SB3 ReplayBuffer"
 
 
-def observations(n: int = 200, layout: StackLayout = LAYOUT) -> npt.NDArray[Any]:
+def observations(n: int = 200) -> npt.NDArray[Any]:
     """Consecutive stacks of one environment."""
-    return np.stack([before[0] for before, _ in drifting(layout, n, n_envs=1)])
+    return np.stack([before[0] for before, _ in drifting(LAYOUT, n, n_envs=1)])
 
 
 class Film(gym.Env[Any, Any]):
@@ -80,32 +80,23 @@ def test_what_is_measured_is_what_a_store_takes() -> None:
 
 def test_frames_may_be_views_as_vec_transpose_image_makes_them() -> None:
     images = np.random.default_rng(0).integers(256, size=(200, 30, 30, 3), dtype=np.uint8)
-    ways = ["patch", {"codec": "patch", "max_error": 4}]
-    plans = [plan(None, 1000, frames=frames, codecs=ways) for frames in (images, np.moveaxis(images, -1, 1))]
-    taken = [[row.bytes_a_transition for row in found.rows] for found in plans]
-    assert taken[0] == taken[1]
+    plans = [plan(None, 1000, frames=frames, codecs=["patch"]) for frames in (images, np.moveaxis(images, -1, 1))]
+    assert [row.bytes_a_transition for row in plans[0].rows] == [row.bytes_a_transition for row in plans[1].rows]
 
 
-def test_rows_are_compared_with_what_stable_baselines3_takes() -> None:
+@pytest.mark.parametrize("optimize", [False, True])
+def test_rows_are_compared_with_what_stable_baselines3_takes(optimize: bool) -> None:
     from gymnasium import spaces
     from stable_baselines3.common.buffers import ReplayBuffer
 
-    buffer = ReplayBuffer(100, spaces.Box(0, 255, LAYOUT.shape, np.uint8), spaces.Discrete(4), device="cpu")
+    spaces_ = spaces.Box(0, 255, LAYOUT.shape, np.uint8), spaces.Discrete(4)
+    options = {"optimize_memory_usage": optimize, "handle_timeout_termination": not optimize}
+    buffer = ReplayBuffer(100, *spaces_, device="cpu", **options)
     arrays = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
-    held = sum(getattr(buffer, name).nbytes for name in arrays)
-    found = plan(LAYOUT.shape, 100)
-    assert found.row(SB3).total_bytes == held
-    assert found.row(SB3).times_less == 1
-    buffer = ReplayBuffer(
-        100,
-        spaces.Box(0, 255, LAYOUT.shape, np.uint8),
-        spaces.Discrete(4),
-        device="cpu",
-        optimize_memory_usage=True,
-        handle_timeout_termination=False,
-    )
     held = sum(getattr(buffer, name).nbytes for name in arrays if hasattr(buffer, name))
-    assert found.row("SB3 optimize_memory_usage").total_bytes == held
+    found = plan(LAYOUT.shape, 100)
+    assert found.row("SB3 optimize_memory_usage" if optimize else SB3).total_bytes == held
+    assert found.row(SB3).times_less == 1
 
 
 def test_estimates_are_marked_as_such_with_their_range() -> None:
@@ -262,30 +253,34 @@ def test_it_plays_until_the_figures_are_known_and_no_longer() -> None:
     assert "(" in str(asked).splitlines()[7]
 
 
-def test_an_environment_that_fails_is_closed_all_the_same() -> None:
-    class Fails(Film):
-        def step(self, action: Any) -> Any:
-            raise ZeroDivisionError
+class Wrong(Film):
+    """Fails, gives another shape than it says, or gives no array."""
 
-    env = Fails()
-    with pytest.raises(ZeroDivisionError):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        if how == "dict":
+            self.observation_space = gym.spaces.Dict(image=self.observation_space)  # type: ignore[assignment]
+
+    def step(self, action: Any) -> Any:
+        if self.how == "fails":
+            raise ZeroDivisionError("of its own")
+        return np.zeros((3, 3), np.uint8), 0.0, False, False, {}
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "text"),
+    [
+        ("fails", ZeroDivisionError, "of its own"),
+        ("shape", EnvironmentOutputError, r"shape \(3, 3\), its observation_space says \(80, 100, 3\)"),
+        ("dict", InvalidTypeError, "observation_space is Dict"),
+    ],
+)
+def test_an_environment_that_is_wrong_is_named_and_closed(how: str, error: type[Exception], text: str) -> None:
+    env = Wrong(how)
+    with pytest.raises(error, match=text):
         plan(None, 1000, env=lambda: env, steps=150)
     assert env.closed == 1
-
-
-def test_an_environment_that_lies_about_its_shape_is_named() -> None:
-    class Lies(Film):
-        def step(self, action: Any) -> Any:
-            return np.zeros((3, 3), np.uint8), 0.0, False, False, {}
-
-    with pytest.raises(EnvironmentOutputError, match=r"shape \(3, 3\), its observation_space says \(80, 100, 3\)"):
-        plan(None, 1000, env=Lies, steps=150)
-
-
-class Words(Film):
-    def __init__(self) -> None:
-        super().__init__()
-        self.observation_space = gym.spaces.Dict(image=self.observation_space)  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize(
@@ -293,10 +288,8 @@ class Words(Film):
     [
         ({"shape": (9, 9), "size": 0}, InvalidArgumentError, "size=0 must be at least 1"),
         ({"shape": (9, 9), "size": 1.5}, InvalidTypeError, "size=1.5 must be a whole number"),
-        ({"shape": (9, 9), "size": 1, "n_envs": 0}, InvalidArgumentError, "n_envs=0"),
         ({"shape": (9, 9), "size": 1, "max_bytes": 0}, InvalidArgumentError, "max_bytes=0"),
         ({"shape": None, "size": 1, "env": Film, "steps": 0}, InvalidArgumentError, "steps=0 must be at least 1"),
-        ({"shape": None, "size": 1, "frames": np.zeros((0, 9, 9))}, InvalidArgumentError, "at least 128"),
         ({"shape": None, "size": 1}, InvalidArgumentError, "shape=None needs frames or env"),
         ({"shape": (84, 84, 4), "size": 1, "n_stack": 5}, InvalidArgumentError, "n_stack=5 does not divide"),
         ({"shape": None, "size": 1, "frames": np.zeros((50, 9, 9))}, InvalidArgumentError, "at least 128"),
@@ -308,7 +301,6 @@ class Words(Film):
             r"Film gives arrays of shape \(80, 100",
         ),
         ({"shape": None, "size": 1, "env": 3}, InvalidTypeError, "env=3 is neither a gymnasium environment"),
-        ({"shape": None, "size": 1, "env": Words}, InvalidTypeError, "observation_space is Dict"),
         ({"shape": None, "size": 1, "env": Film, "frames": [1]}, InvalidArgumentError, "exclude each other"),
         ({"shape": (84, 84, 4), "size": 1, "codecs": ["zstd"]}, InvalidArgumentError, "there is no estimate for"),
         ({"shape": (84, 84, 4), "size": 1, "codecs": [{"level": 3}]}, InvalidArgumentError, "known are codec"),
@@ -331,17 +323,14 @@ def test_it_is_frozen_and_fit_for_json() -> None:
 
 
 @pytest.mark.slow
-def test_a_plot_is_written_and_shown_to_nobody(tmp_path: Path) -> None:
-    plan((100, 100, 9), 1_000_000).plot(tmp_path / "memory.png")
+def test_a_plot_is_written_and_shown_to_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = plan((100, 100, 9), 1_000_000)
+    found.plot(tmp_path / "memory.png")
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
-    plan(None, 10, frames=observations()).plot(tmp_path / "memory.svg")
-    assert "pyplot" not in {name.rsplit(".", 1)[-1] for name in sys.modules if name == "matplotlib.pyplot"}
-
-
-def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert "matplotlib.pyplot" not in sys.modules
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingDependencyError, match="needs the package 'matplotlib'"):
-        plan((100, 100, 9), 1000).plot(tmp_path / "memory.png")
+        found.plot(tmp_path / "memory.png")
 
 
 @pytest.mark.parametrize(
