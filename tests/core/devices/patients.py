@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -63,6 +63,18 @@ def shown(report: Report, width: int = 120) -> str:
     show(report, console)
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     return text
+
+
+def damages(data: Any) -> Iterator[Any]:
+    """Yield copies with one part left out, or replaced by something of another kind."""
+    for key in list(data) if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ():
+        rest, copy = data.copy(), data.copy()
+        del rest[key]
+        yield rest
+        for damaged in damages(data[key]):
+            copy[key] = damaged
+            yield copy
+    yield from (None, -1, 1.5, True, "x", [], {}, [1], {"a": 1})
 
 
 class FakeNvml(ModuleType):

@@ -233,19 +233,6 @@ def test_a_process_forked_after_the_parents_display_gets_an_error_instead_of_a_h
     assert 'start_method="forkserver"' in ended.answer
 
 
-@pytest.mark.slow
-def test_without_the_error_it_hangs() -> None:
-    ended = run(
-        DRAW,
-        IN_CHILD,
-        f"""
-        {ON_MESA.format(renderer="mujoco")}.apply()
-        answer = [draw() > 10, in_child(lambda: draw() > 10, seconds=3)]
-        """,
-    )
-    assert ended.answer == [True, "it hangs"]
-
-
 def test_a_process_forked_before_any_display_may_decide_otherwise() -> None:
     ended = run(
         DRAW,

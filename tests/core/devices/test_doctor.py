@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
 from importlib import util
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +19,7 @@ from rl_ext_core.errors import CorruptFileError
 from tests.core.devices import processes
 from tests.core.devices.fakes import build
 from tests.core.devices.machines import egl, gpus, machine, uuid
-from tests.core.devices.patients import CASES, EGL, NO_GPU, WITHOUT_EGL, FakeNvml, report_of, shown
+from tests.core.devices.patients import CASES, EGL, NO_GPU, WITHOUT_EGL, FakeNvml, damages, report_of, shown
 
 every_case = pytest.mark.parametrize("case", CASES)
 HEALTHY = {"CUDA_VISIBLE_DEVICES": "0", "MUJOCO_EGL_DEVICE_ID": "0"}
@@ -39,20 +37,8 @@ def lines_to_copy(report: Report) -> list[str]:
     ("case", "device", "mujoco", "robosuite", "line"),
     [
         # What computes; EGL's device and where it is for two renderers; a part of what there is to copy.
-        (
-            "no GPU",
-            "cpu",
-            ("fails", None),
-            ("cpu", 0),
-            "export MUJOCO_GL=egl PYOPENGL_PLATFORM=egl MUJOCO_EGL_DEVICE_ID=0",
-        ),
-        (
-            "no GPU, nothing that renders",
-            "cpu",
-            ("fails", None),
-            ("fails", None),
-            "apt-get install libegl1 libegl-mesa0",
-        ),
+        ("no GPU", "cpu", ("fails", None), ("cpu", 0), "=egl PYOPENGL_PLATFORM=egl MUJOCO_EGL_DEVICE_ID=0"),
+        ("no GPU, nothing that renders", "cpu", ("fails", None), ("fails", None), "install libegl1 libegl-mesa0"),
         ("no GPU, OSMesa", "cpu", ("cpu", None), ("cpu", None), None),
         # mujoco takes the first EGL device, robosuite the mask's first entry for an EGL index.
         ("wrong mask", "cuda:0", ("gpu", 0), ("gpu", 1), "export CUDA_VISIBLE_DEVICES=1"),
@@ -232,18 +218,6 @@ def test_a_report_with_any_part_missing_or_of_another_type_is_refused_or_shown()
             outcomes[True] += 1
     assert outcomes[False] > 300  # and some are mere changes: another name, another amount of memory
     assert outcomes[True] > 50
-
-
-def damages(data: Any) -> Iterator[Any]:
-    """Yield copies with one part left out, or replaced by something of another kind."""
-    for key in list(data) if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ():
-        rest, copy = data.copy(), data.copy()
-        del rest[key]
-        yield rest
-        for damaged in damages(data[key]):
-            copy[key] = damaged
-            yield copy
-    yield from (None, -1, 1.5, True, "x", [], {}, [1], {"a": 1})
 
 
 # Every renderer is tried for real, and whatever fails becomes a row.

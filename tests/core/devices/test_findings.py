@@ -63,14 +63,12 @@ def check(environ: Mapping[str, str], inventory: Inventory = FOUR) -> tuple[Find
 # Of CUDA_VISIBLE_DEVICES on a machine of four GPUs: the value; severity, what is to be there, what the effect says.
 MASKS: dict[str, tuple[str, str | None, str]] = {
     "": ("error", "0", 'a blank in "export CUDA_VISIBLE_DEVICES= 1"'),
-    "  ": ("error", "0", "hides all 4 GPUs"),
     " 1": ("warning", "1", "skips the blank in ' 1'"),
     "0, 1": ("warning", "0,1", "2 GPUs, nvidia-smi 0, 1"),
     "0 1": ("error", "0,1", "reads '0 1' as 0"),
     "0-3": ("error", "0,1,2,3", "reads '0-3' as 0"),
     "2..3": ("error", "2,3", "reads '2..3' as 2"),
     "'1'": ("error", "1", "quotes and brackets are part of the value"),
-    "[0,1]": ("error", "0,1", "quotes and brackets"),
     "all": ("error", None, "knows no such word"),
     "none": ("warning", None, "hides all 4 GPUs"),
     "0,-1,2": ("warning", "0", "at any negative number"),
@@ -82,7 +80,6 @@ MASKS: dict[str, tuple[str, str | None, str]] = {
     "1,1,2": ("error", "1,2", "stands there twice"),
     "1,9,2": ("error", "1,2", "stops reading at '9'"),
     "9" * 30: ("error", "0", "stops reading"),
-    "1,": ("warning", "1", "where nothing stands"),
     "0,,1": ("error", "0,1", "where nothing stands"),
     "GPU-aaaa": ("error", uuid(0), "fits 2 GPUs"),
     "GPU-0123": ("error", "0", "fits no GPU"),
@@ -90,7 +87,6 @@ MASKS: dict[str, tuple[str, str | None, str]] = {
     uuid(2)[4:]: ("error", uuid(2), "not a number"),
     f"0,{uuid(2)}": ("error", f"{uuid(0)},{uuid(2)}", "not a number"),
     f"{uuid(1)}, {uuid(0)}": ("error", f"{uuid(1)},{uuid(0)}", "no UUID like those"),
-    f"{uuid(1)},{uuid(1)}": ("error", uuid(1), "stands there twice"),
     SLICE: ("error", "0", "no MIG slice of this machine"),
     "²": ("error", "0", "'²', which is not a number"),
 }
@@ -109,7 +105,6 @@ MISTAKES: list[Mistake] = [
         f"export {MASK}=0,1",
         "twice, so CUDA shows no device at all, on any",
     ),
-    ({MASK: "GPU-1,GPU-1"}, BARE_CPU, MASK, "warning", f"export {MASK}=GPU-1", "stands there twice"),
     ({MASK: "0a0a7777"}, EIGHT, MASK, "error", f"export {MASK}={uuid(7)}", "reads '0a0a7777' as 0"),
     ({MASK: "NoDevFiles"}, BARE, MASK, "*", "@ray.remote(num_gpus=1)", ""),
     ({MASK: "", "RAY_JOB_ID": "1"}, BARE, MASK, "*", "@ray.remote(num_gpus=1)", ""),
@@ -235,16 +230,13 @@ def test_a_mistake_is_found_and_mended_by_the_line_that_is_offered(
     ("name", "value", "line"),
     [
         ("cuda_visible_devices", "1", f"export {MASK}=1"),
-        ("Cuda_Visible_Devices", "cuda:1", f"export {MASK}=1"),
         ("CUDA_VISIBLE_DEVICE", "1", f"export {MASK}=1"),
         ("CUDA_VISIBEL_DEVICES", "1", f"export {MASK}=1"),
-        ("CUDA_VISIBLE_DEVICES ", " 1", f"export {MASK}=1"),
         ("export CUDA_VISIBLE_DEVICES", "1", f"export {MASK}=1"),
         ("CUDA-VISIBLE-DEVICES", "a b", f"export {MASK}='a b'"),
         ("CUDA_DEVICES_ORDER", "PCI_BUS_ID", f"export {ORDER}=PCI_BUS_ID"),
         ("MUJOCO_Gl", "EGL", f"export {GL}=egl"),
         ("MUJOCO_EGL", "1", f"export {GL}=egl"),
-        ("MUJOCO_EGL_DEVICE_IDS", "0", f"export {INDEX}=0"),
         ("PYOPENGL_PLATTFORM", "egl", f"export {PLATFORM}=egl"),
         ("LOCALRANK", "1", f"export {RANK}=1"),
     ],
@@ -375,29 +367,6 @@ def _applied_line(finding: Finding, renderer: str, environ: Mapping[str, str], t
     assert f'renderer="{renderer}"' in finding.fix
     decision = resolve("auto", render="same", renderer=renderer, inventory=there, environ=environ)
     return {**environ, **{name: value for name, value in decision.variables.items() if value is not None}}
-
-
-@pytest.mark.parametrize("mask", [None, "", "3,1", "2, 9", "GPU-cccc", "all", "1,1"])
-@pytest.mark.parametrize("index", [None, "3", "x"])
-@pytest.mark.parametrize("mujoco", ["3.9.0", "4.0.0"])
-def test_typing_all_lines_makes_every_renderer_that_they_name_render_where_it_is_computed(
-    mask: str | None, index: str | None, mujoco: str
-) -> None:
-    inventory = machine(4, order=(2, 0, 3, 1), versions={"mujoco": mujoco})
-    given = {GL: "egl", MASK: mask, INDEX: index}
-    mended = environ = {name: value for name, value in given.items() if value is not None}
-    alternatives = []
-    for finding in examine(inventory, environ).findings:
-        if finding.fix.startswith(("export CUDA", "unset CUDA")):
-            mended = typed(finding.fix, mended)
-        elif finding.fix.startswith("export"):
-            alternatives.append(finding)
-    for finding in alternatives:
-        names = finding.effect.partition(": ")[0].split(", ")
-        after = examine(inventory, typed(finding.fix, mended))
-        named = [found for found in after.renderers if found.renderer in names]
-        assert named
-        assert all(found.with_compute for found in named), (finding, named)
 
 
 PIECES = ["0", "1", "9", "-1", ",", ";", " ", "'", "GPU-", "GPU-aaaa", uuid(1), "MIG-", SLICE, "cuda:", "egl", "osmesa"]

@@ -16,7 +16,7 @@ from rl_ext_core.devices import EglDevice, Gpu, Inventory, _probe, inventory
 from rl_ext_core.errors import CorruptFileError
 from tests.core.devices import machines
 from tests.core.devices.fakes import build
-from tests.core.devices.patients import FakeNvml
+from tests.core.devices.patients import FakeNvml, damages
 
 
 def calls(log: Path) -> Counter[str]:
@@ -309,13 +309,6 @@ def test_an_inventory_comes_back_from_json_as_it_was(found: Inventory) -> None:
     assert again == found
 
 
-def test_json_that_is_cut_short_anywhere_is_refused() -> None:
-    text = machines.machine(1, mig={0: ["MIG-a"]}).to_json()
-    for length in range(len(text)):
-        with pytest.raises(CorruptFileError):
-            Inventory.from_json(text[:length])
-
-
 @pytest.mark.parametrize(
     "text",
     ["", "null", "[1, 2]", "5", '"text"', "{}", '{"format": 1}', "\0", "[" * 100_000, '{"format": ' + "9" * 5000 + "}"],
@@ -328,22 +321,27 @@ def test_json_of_something_else_is_refused(text: str) -> None:
         Inventory.from_json(text)
 
 
+def test_json_that_is_cut_short_or_damaged_anywhere_is_refused_or_another_inventory() -> None:
+    text = machines.machine(1, mig={0: ["MIG-a"]}).to_json()
+    for length in range(len(text)):
+        with pytest.raises(CorruptFileError):
+            Inventory.from_json(text[:length])
+    refused = 0
+    for data in damages(json.loads(text)):
+        try:
+            found = Inventory.from_json(json.dumps(data))
+        except CorruptFileError:
+            refused += 1
+        else:  # a mere change: another name, another amount of memory
+            assert Inventory.from_json(found.to_json()) == found
+    assert refused > 200
+
+
 WRONG: dict[tuple[str, ...], list[Any]] = {
-    ("format",): [0, 2, "1", None, []],
-    ("tpus",): [[]],
-    ("gpus",): [None, 5, "abc", {"uuid": 1}, [5], [[]], [{}], True],
-    ("egl",): [5, "abc", {"index": 0}, [5], [{}], [None], False],
-    ("fastest_first",): [5, "abc", {"a": 1}, [1], [None], True],
-    ("versions",): [None, 5, "abc", ["torch"], {"torch": 2}, {"torch": None}],
-    ("osmesa",): ["yes", 1, []],
-    ("nvml_error",): [5, [], False],
-    ("gpus", "uuid"): [None, 5, []],
-    ("gpus", "index"): [None, "0", 1.5, True],
-    ("gpus", "memory_total"): [None, "80", 1.5],
-    ("gpus", "mig"): [None, 5, "MIG-a", [5], {"MIG-a": 1}],
-    ("egl", "software"): [None, 0, "no"],
-    ("egl", "uuid"): [5, []],
-    ("egl", "cuda"): [None, 1, "yes"],
+    **{("format",): [0, 2, "1", None], ("tpus",): [[]], ("osmesa",): ["yes", 1], ("nvml_error",): [5, False]},
+    **{("fastest_first",): [5, "abc", [1], True], ("versions",): [None, ["torch"], {"torch": 2}, {"torch": None}]},
+    **{("gpus", "uuid"): [None, 5], ("gpus", "index"): [None, "0", 1.5, True], ("gpus", "memory_total"): [1.5]},
+    **{("gpus", "mig"): [None, "MIG-a", [5], {"MIG-a": 1}], ("egl", "software"): [None, 0], ("egl", "cuda"): [1]},
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from unittest import mock
@@ -13,7 +12,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rl_ext_core.devices import _cuda
-from rl_ext_core.errors import DeviceUnavailableError
 from tests.core.devices import machines
 from tests.core.devices.fakes import build
 
@@ -80,10 +78,7 @@ def test_any_mask_shows_what_torch_shows(mask: str | None, count: int, order: st
     [
         ("+", 0, True),
         ("1,+,2", 1, True),
-        ("²", 0, True),
         ("2,1²", 2, False),
-        ("--1", 0, True),
-        ("9" * 5000, 0, True),
         ("1," + "9" * 5000, 1, True),
     ],
 )
@@ -127,17 +122,6 @@ def test_a_mask_shows_one_mig_slice_at_most(
     assert visible.uuids == (() if gpu is None else (machines.uuid(gpu),))
     assert visible.mig == mig
     assert (visible.ended is None) == complete
-
-
-@pytest.mark.parametrize("mask", [None, "", "0", "1,0", "x"])
-def test_an_unknown_order_matters_only_to_indices(mask: str | None) -> None:
-    machine = dataclasses.replace(machines.machine(), fastest_first=None)
-    environ = {} if mask is None else {_cuda.MASK: mask}
-    with pytest.raises(DeviceUnavailableError, match="export CUDA_DEVICE_ORDER=PCI_BUS_ID"):
-        _cuda.visible(machine, environ)
-    assert _cuda.visible(machine, {**environ, _cuda.ORDER: "PCI_BUS_ID"}) == _cuda.visible(machines.machine(), environ)
-    by_uuid = {_cuda.MASK: f"{machines.uuid(2)},GPU-aaaa1"}
-    assert _cuda.visible(machine, by_uuid).uuids == (machines.uuid(2), machines.uuid(1))
 
 
 ASK_TORCH = """
