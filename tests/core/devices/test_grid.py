@@ -146,17 +146,6 @@ def test_each_rule_reads_odd_masks_as_the_renderer_does(renderer: str, lacks: st
     assert ask(renderer, cases) == expected
 
 
-# Why this package exists. A renderer that gets better lowers what is left to do: then these figures change.
-@pytest.mark.sample
-@pytest.mark.parametrize(
-    ("renderer", "right"), [("robosuite", 384), ("mujoco", 384), ("dm_control", 384), ("mujoco 4", 984)]
-)
-def test_with_the_mask_alone_renderers_are_on_another_gpu(renderer: str, right: int, ask: Ask) -> None:
-    cases = [case(order, {"CUDA_VISIBLE_DEVICES": str(build.numbers(mask))}) for order, mask in grid()]
-    choices = ask(renderer, cases)
-    assert sum(choice == mask[0] for choice, (_, mask) in zip(choices, grid(), strict=True)) == right
-
-
 @pytest.mark.sample
 @every_renderer
 def test_eight_gpus_in_any_order_under_any_mask(renderer: str, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
