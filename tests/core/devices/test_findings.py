@@ -211,7 +211,13 @@ MISTAKES: list[Mistake] = [
     ("environ", "inventory", "variable", "severity", "fix", "effect"), MISTAKES, ids=lambda v: str(v)[:60]
 )
 def test_a_mistake_is_found_and_mended_by_the_line_that_is_offered(
-    environ: dict[str, str], inventory: Inventory, variable: str, severity: str, fix: str, effect: str
+    environ: dict[str, str],
+    inventory: Inventory,
+    variable: str,
+    severity: str,
+    fix: str,
+    effect: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     before = dict(environ)
     (found,) = check(environ, inventory)
@@ -222,6 +228,7 @@ def test_a_mistake_is_found_and_mended_by_the_line_that_is_offered(
     assert fnmatchcase(found.fix, fix)
     assert found.value == (inventory.versions["torch"] if variable == "torch" else environ.get(found.variable))
     assert environ == before
+    assert not caplog.records
     if found.fix.startswith(("export", "unset")) and not found.variable.startswith("__"):  # which changes the machine
         assert check(typed(found.fix, environ), inventory) == ()
 

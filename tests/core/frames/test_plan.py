@@ -34,32 +34,78 @@ def observations(n: int = 200) -> npt.NDArray[Any]:
     return np.stack([before[0] for before, _ in drifting(LAYOUT, n, n_envs=1)])
 
 
-class Film(gym.Env[Any, Any]):
-    """A bright square that moves over a grey picture. Episodes end after 40 steps."""
+class Played(gym.Env[Any, Any]):
+    """Something to look at, of 48×48 RGB. What a step changes depends on where in an episode it is."""
 
-    action_space = gym.spaces.Discrete(2)
-
-    def __init__(self, shape: tuple[int, ...] = (80, 100, 3)) -> None:
-        self.observation_space = gym.spaces.Box(0, 255, shape, np.uint8)
-        self.closed, self.time, self.frame = 0, 0, np.full(shape, 60, np.uint8)
+    action_space = gym.spaces.Discrete(4)
+    observation_space: gym.Space[Any] = gym.spaces.Box(0, 255, (48, 48, 3), np.uint8)
+    length = 250
+    closed = 0
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
-        self.time = 0
-        return self._seen(), {}
+        self.time, self.at = 0, np.array([4, 4])
+        self.begin(self.np_random)
+        return self.seen(), {}
 
     def step(self, action: Any) -> Any:
         self.time += 1
-        return self._seen(), 0.0, False, self.time % 40 == 0, {}
-
-    def _seen(self) -> npt.NDArray[Any]:
-        """In place, as some environments do."""
-        self.frame[:] = 60
-        self.frame[10:20, self.time : self.time + 10] = self.np_random.integers(200, 250)
-        return self.frame
+        self.at = np.clip(self.at + [(0, 1), (1, 0), (0, -1), (-1, 0)][action], 0, 7)
+        return self.seen(), 0.0, False, self.time >= self.length, {}
 
     def close(self) -> None:
         self.closed += 1
+
+    def begin(self, rng: np.random.Generator) -> None:
+        raise NotImplementedError
+
+    def seen(self) -> npt.NDArray[Any]:
+        raise NotImplementedError
+
+
+class Film(Played):
+    """A bright square that moves over a grey picture, which changes in place, as some environments do it."""
+
+    observation_space = gym.spaces.Box(0, 255, (80, 100, 3), np.uint8)
+    length = 40
+
+    def begin(self, rng: np.random.Generator) -> None:
+        self.rng, self.frame = rng, np.empty((80, 100, 3), np.uint8)
+
+    def seen(self) -> npt.NDArray[Any]:
+        self.frame[:] = 60
+        self.frame[10:20, self.time : self.time + 10] = self.rng.integers(200, 250)
+        return self.frame
+
+
+class Rooms(Played):
+    """Tiles, as in MiniGrid: each episode has other rooms, in which one tile moves."""
+
+    length = 60
+
+    def begin(self, rng: np.random.Generator) -> None:
+        self.tiles = rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)
+
+    def seen(self) -> npt.NDArray[Any]:
+        tiles = self.tiles.copy()
+        tiles[tuple(self.at)] = 255
+        return np.repeat(np.repeat(tiles, 6, 0), 6, 1)
+
+
+class Track(Played):
+    """A view that zooms in at first, then moves over grass or rests, for long each: CarRacing under random actions."""
+
+    length = 400
+
+    def begin(self, rng: np.random.Generator) -> None:
+        self.ground = rng.integers(90, 110, (512, 512, 3), dtype=np.uint8)
+        self.rests = np.repeat(rng.random(20) < 0.6, 20)
+        self.place = 0
+
+    def seen(self) -> npt.NDArray[Any]:
+        self.place += 0 if self.rests[self.time % 400] else 1
+        step = max(1, 6 - self.time // 8)
+        return self.ground[self.place : self.place + 48 * step : step, : 48 * step : step].copy()
 
 
 def test_what_is_measured_is_what_a_store_takes() -> None:
@@ -154,61 +200,6 @@ def test_an_environment_is_played_and_closed_if_it_was_made_here(made: bool) -> 
     assert bounded.sample_us > 0
 
 
-class Played(gym.Env[Any, Any]):
-    """Something to look at, of 48×48 RGB. What a step changes depends on where in an episode it is."""
-
-    action_space = gym.spaces.Discrete(4)
-    observation_space = gym.spaces.Box(0, 255, (48, 48, 3), np.uint8)
-    length = 250
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        self.time, self.at = 0, np.array([4, 4])
-        self.begin(self.np_random)
-        return self.seen(), {}
-
-    def step(self, action: Any) -> Any:
-        self.time += 1
-        self.at = np.clip(self.at + [(0, 1), (1, 0), (0, -1), (-1, 0)][action], 0, 7)
-        return self.seen(), 0.0, False, self.time >= self.length, {}
-
-    def begin(self, rng: np.random.Generator) -> None:
-        raise NotImplementedError
-
-    def seen(self) -> npt.NDArray[Any]:
-        raise NotImplementedError
-
-
-class Rooms(Played):
-    """Tiles, as in MiniGrid: each episode has other rooms, in which one tile moves."""
-
-    length = 60
-
-    def begin(self, rng: np.random.Generator) -> None:
-        self.tiles = rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)
-
-    def seen(self) -> npt.NDArray[Any]:
-        tiles = self.tiles.copy()
-        tiles[tuple(self.at)] = 255
-        return np.repeat(np.repeat(tiles, 6, 0), 6, 1)
-
-
-class Track(Played):
-    """A view that zooms in at first, then moves over grass or rests, for long each: CarRacing under random actions."""
-
-    length = 400
-
-    def begin(self, rng: np.random.Generator) -> None:
-        self.ground = rng.integers(90, 110, (512, 512, 3), dtype=np.uint8)
-        self.rests = np.repeat(rng.random(20) < 0.6, 20)
-        self.place = 0
-
-    def seen(self) -> npt.NDArray[Any]:
-        self.place += 0 if self.rests[self.time % 400] else 1
-        step = max(1, 6 - self.time // 8)
-        return self.ground[self.place : self.place + 48 * step : step, : 48 * step : step].copy()
-
-
 def played(env: Played) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
     """What a random policy sees, as buffers get it: channel-first."""
     env.action_space.seed(77)
@@ -257,10 +248,9 @@ class Wrong(Film):
     """Fails, gives another shape than it says, or gives no array."""
 
     def __init__(self, how: str) -> None:
-        super().__init__()
         self.how = how
         if how == "dict":
-            self.observation_space = gym.spaces.Dict(image=self.observation_space)  # type: ignore[assignment]
+            self.observation_space = gym.spaces.Dict(image=self.observation_space)
 
     def step(self, action: Any) -> Any:
         if self.how == "fails":
