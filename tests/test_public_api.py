@@ -1,9 +1,11 @@
-"""``__all__`` is exactly the public names, and each of them is documented."""
+"""``__all__`` is exactly the public names, each of them is documented, and the example of a class comes out."""
 
 from __future__ import annotations
 
+import doctest
 import importlib
 import inspect
+import tempfile
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -81,3 +83,30 @@ def test_type_information_is_shipped(name: str) -> None:
 
 def test_the_version_is_that_of_the_distribution() -> None:
     assert version("rl-ext") == rl_ext_core.__version__
+
+
+CLASSES = {
+    f"{package}.{name}": getattr(importlib.import_module(package), name)
+    for package in PACKAGES
+    for name in importlib.import_module(package).__all__
+    if inspect.isclass(getattr(importlib.import_module(package), name))
+}
+# They are raised here, and made by nobody else.
+SHOWN = {name: cls for name, cls in CLASSES.items() if not issubclass(cls, Exception)}
+
+
+# PettingZoo has begun to make its environments otherwise.
+@pytest.mark.filterwarnings("ignore:The old environment creation API:DeprecationWarning")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHOWN)
+def test_the_example_of_a_class(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "frames" not in name and "Buffer" not in name and "Storage" not in name:  # numba's cache is below it too
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # verdicts of the probe
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # logs of Stable Baselines3
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    examples = doctest.DocTestFinder(recurse=False).find(SHOWN[name], name, globs={})
+    assert examples, f"{name} has no example"
+    for example in examples:
+        said: list[str] = []
+        failed = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=said.append).failed
+        assert not failed, "".join(said)

@@ -35,8 +35,5 @@ def test_a_test_that_fails_with_our_classes_only_is_told(script: Any, capsys: py
     assert "1 differ on purpose: a::falls[x]\n    It has to." in printed
     assert "passes there, missing here: a::gone" in printed
     assert "a::fails" not in printed
-
-
-def test_nothing_is_said_where_nothing_falls(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert script._compare({"a::passes": "passed"}, {"a::passes": "passed"}, {"a::falls*": "It had to."}) == 0
     assert "on purpose: a" not in capsys.readouterr().out

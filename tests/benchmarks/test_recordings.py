@@ -162,9 +162,6 @@ def test_a_recording_survives_its_file(tmp_path: Path) -> None:
     assert len(loaded.terminal_frames) == recording.dones.sum() > 0
     pairs = zip(loaded.transitions(), recording.transitions(), strict=True)
     assert all(described(*one) == described(*other) for one, other in pairs)
-
-
-def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "old.npz", header=json.dumps({"format": 0}))
     with pytest.raises(ValueError, match=r"old\.npz is not in format .*: delete it"):
         Recording.load(tmp_path / "old.npz")
@@ -183,26 +180,15 @@ def test_load_records_what_is_missing_or_too_short_and_cuts_what_is_longer(tmp_p
     assert cut.n_transitions == 40 == cut.rewards.size
 
 
-def test_an_unknown_name_is_refused_with_those_that_exist(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="named pung: choose from pong, breakout"):
-        recordings.load("pung", folder=tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
+@pytest.mark.slow
 def test_the_script_plays_breakout_and_noise_does_not() -> None:
     scripted = recorders.record_atari("Breakout", policy="scripted", steps=400)
     noise = recorders.record_atari("Breakout", policy="sticky", steps=400)
     assert scripted.rewards.sum() > 2 * noise.rewards.sum() > 0
-    assert scripted.policy == "scripted (RAM)"
-    assert noise.policy == "sticky random (repeat 0.75)"
     assert (noise.actions[1:] == noise.actions[:-1]).mean() == pytest.approx(0.75 + 0.25 / 4, abs=0.05)
 
 
-def test_a_game_without_a_script_is_refused() -> None:
-    with pytest.raises(ValueError, match="no script plays 'MsPacman': choose from Pong, Breakout"):
-        recorders.record_atari("MsPacman", policy="scripted", steps=1)
-
-
+@pytest.mark.slow
 def test_doom_is_recorded_and_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     recording = recorders.record_vizdoom(steps=5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 
 from rl_ext_core.devices import EglDevice, Gpu, Inventory
@@ -64,3 +65,17 @@ def machine(
         osmesa=osmesa,
         nvml_error=None if count else "no NVIDIA driver is installed (libnvidia-ml.so.1 is not there)",
     )
+
+
+def typed(line: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Do what a shell does with such a line."""
+    variables = dict(environ)
+    for command in line.split("; "):
+        verb, *words = shlex.split(command)
+        assert verb in ("export", "unset"), line
+        for word in words:
+            name, _, value = word.partition("=")
+            variables.pop(name, None)
+            if verb == "export":
+                variables[name] = value
+    return variables

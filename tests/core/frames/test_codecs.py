@@ -67,42 +67,36 @@ def test_an_adaptive_store_conforms() -> None:
     )
 
 
-class Flips(ZlibCodec):
-    """Damages the last byte of long blocks."""
+def faulty_codec(fault: str) -> type[Codec]:
+    class FaultyCodec(ZlibCodec):
+        name = f"test-{fault}"
 
-    name = "test-flips"
+        def seal(self, block: memoryview) -> bytes:
+            sealed = super().seal(block)
+            block[0] ^= fault == "scribbles"
+            return sealed
 
-    def unseal(self, sealed: memoryview, n_bytes: int) -> bytes:
-        block = super().unseal(sealed, n_bytes)
-        return block[:-1] + bytes([block[-1] ^ 1]) if n_bytes > 4000 else block
+        def unseal(self, sealed: memoryview, n_bytes: int) -> bytes:
+            block = super().unseal(sealed, n_bytes)
+            if fault == "flips" and n_bytes > 4000:
+                return block[:-1] + bytes([block[-1] ^ 1])
+            return block[:-1] if fault == "shortens" else block
 
-
-class Shortens(ZlibCodec):
-    name = "test-shortens"
-
-    def unseal(self, sealed: memoryview, n_bytes: int) -> bytes:
-        return super().unseal(sealed, n_bytes)[:-1]
-
-
-class Scribbles(ZlibCodec):
-    name = "test-scribbles"
-
-    def seal(self, block: memoryview) -> bytes:
-        sealed = super().seal(block)
-        block[0] ^= 1
-        return sealed
+    return FaultyCodec
 
 
 @pytest.mark.parametrize(
-    ("codec", "text"),
-    [(Flips, "unseal() gave"), (Shortens, "(0 bytes) for a block of"), (Scribbles, "seal() changed the block")],
+    ("fault", "text"),
+    [
+        ("flips", r"unseal\(\) gave"),
+        ("shortens", r"\(0 bytes\) for a block of"),
+        ("scribbles", r"seal\(\) changed the block"),
+    ],
 )
-def test_the_check_of_codecs_can_fail(codec: type[Codec], text: str) -> None:
-    register_codec(codec)
-    with pytest.raises(ConformanceError) as caught:
-        check_codec(codec.name)
-    assert text in str(caught.value)
-    assert codec.name in str(caught.value)
+def test_the_check_of_codecs_can_fail(fault: str, text: str) -> None:
+    register_codec(faulty_codec(fault))
+    with pytest.raises(ConformanceError, match=f"(?s)test-{fault}.*{text}|{text}.*test-{fault}"):
+        check_codec(f"test-{fault}")
 
 
 class Faulty(FrameStore):
@@ -168,13 +162,12 @@ def test_a_codec_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch)
     assert '    pip install "rl-ext[frames]"' in str(caught.value).splitlines()
 
 
-@pytest.mark.parametrize("codec", ["auto", "raw", "patch"])
-def test_without_numba_one_sentence_says_what_to_install(codec: str) -> None:
+def test_without_numba_one_sentence_says_what_to_install() -> None:
     code = (
         "import sys; sys.modules['numba'] = None\n"
         "from rl_ext_core.frames import FrameStore, StackLayout\n"
         "from rl_ext_core.errors import MissingDependencyError\n"
-        f"try: FrameStore.adaptive(4, 1, (4, 9, 9), 'u1', codec={codec!r})\n"
+        "try: FrameStore.adaptive(4, 1, (4, 9, 9), 'u1', codec='raw')\n"
         "except MissingDependencyError as error: print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

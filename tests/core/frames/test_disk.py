@@ -1,4 +1,7 @@
-"""A store in a folder is the store in memory, also after it was opened again, by whoever may open it."""
+"""A store in a folder is the store in memory, also after it was opened again, by whoever may open it.
+
+And where the disk is full, the process is killed, or a file is damaged.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -191,124 +193,90 @@ def test_an_adaptive_store_finds_again_what_it_found_out(tmp_path: Path, n_stack
     store.close()
 
 
-def test_a_program_that_just_ends_loses_nothing(tmp_path: Path) -> None:
-    program = (
-        "import sys\n"
-        "from tests.core.frames.disk_toys import *\n"
-        "store, *rows = open_store(sys.argv[1], 'patch', 50)\n"
-        "for number in range(30):\n"
-        "    add(store, *rows, number)\n"
-    )
-    subprocess.run([sys.executable, "-c", program, tmp_path / "a"], check=True, cwd=Path(__file__).parents[3])
+WHOLE = """
+import os, sys
+from tests.core.frames.disk_toys import *
+store, *rows = open_store(sys.argv[1], "patch", 50)
+for number in range(30):
+    add(store, *rows, number)
+print("open", flush=True)
+"""
+
+
+def someone_else(folder: Path, then: str) -> subprocess.Popen[str]:
+    """A process that has opened a folder and added 30 transitions."""
+    command, root = [sys.executable, "-c", WHOLE + then, folder], Path(__file__).parents[3]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "open\n"
+    return process
+
+
+def test_two_processes_cannot_write_to_one_folder_and_one_that_just_ends_loses_nothing(tmp_path: Path) -> None:
+    with someone_else(tmp_path / "a", "sys.stdin.read()") as other:
+        with pytest.raises(StorageError, match=f"in use by another process, {other.pid}, or one that .*; close"):
+            open_store(tmp_path / "a", "patch", 50)
+        other.communicate("")
     store, *rows = open_store(tmp_path / "a", "patch", 50)
     assert store.recovered == (30, 0, 0)
     check(store, *rows, end=30)
     store.close()
 
 
-def test_nothing_can_be_read_or_added_after_it_was_closed(tmp_path: Path) -> None:
-    store, *rows = open_store(tmp_path / "a", "patch", 50, count=30)
-    store.close()
-    with pytest.raises(StorageError):
-        add(store, *rows, 30)
-    with pytest.raises(StorageError):
-        all_of(store)
-
-
-@pytest.fixture
-def someone_else(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    program = (
-        "import sys\n"
-        "from tests.core.frames.disk_toys import *\n"
-        "store, *rows = open_store(sys.argv[1], 'patch', 50)\n"
-        "print('open', flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, tmp_path / "a"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[3],
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "open\n"
-    yield process
-    process.kill()
-    process.communicate()
-
-
-def test_two_processes_cannot_write_to_one_folder(tmp_path: Path, someone_else: subprocess.Popen[str]) -> None:
-    with pytest.raises(StorageError, match=f"in use by another process, {someone_else.pid}, or one that .*; close"):
-        open_store(tmp_path / "a", "patch", 50)
-    someone_else.kill()
-    someone_else.wait()
-    open_store(tmp_path / "a", "patch", 50)[0].close()
-
-
-def in_a_child(work: Any) -> str:
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(write, work().encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    os.waitpid(child, 0)
-    with os.fdopen(read) as answer:
-        return answer.read()
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_process_may_read_and_not_add(tmp_path: Path) -> None:
-    store, *rows = open_store(tmp_path / "a", "patch", 50, count=30)
-
-    def work() -> str:
-        check(store, *rows, end=30)
-        try:
-            add(store, *rows, 30)
-        except StorageError as error:
-            store.close()
-            return str(error)
-        return "added"
-
-    assert f"written to by process {os.getpid()}, not by this one" in in_a_child(work)
-    add(store, *rows, 30)
-    check(store, *rows, end=31)
-    with pytest.raises(StorageError, match="in use by this process"):
-        open_store(tmp_path / "a", "patch", 50)
-    store.close()
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_process_that_lives_on_holds_no_lock(tmp_path: Path) -> None:
-    store = open_store(tmp_path / "a", "patch", 50)[0]
-    (read, write), (said, say) = os.pipe(), os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(write)
-        os.write(say, b".")
-        os.read(read, 1)  # until the parent closes its end
-        os._exit(0)
-    os.close(read)
+FORK = """
+read, write = os.pipe()
+child = os.fork()
+if not child:
     try:
-        os.read(said, 1)
+        check(store, *rows, end=30)
+        add(store, *rows, 30)
+    except Exception as error:
         store.close()
-        open_store(tmp_path / "a", "patch", 50)[0].close()
-    finally:
-        for end in (write, said, say):
-            os.close(end)
-        os.waitpid(child, 0)
+        print(error, flush=True)
+    os.close(write)
+    os.read(read, 1)  # until the parent has closed its end
+    os._exit(0)
+os.close(read)
+sys.stdin.readline()
+add(store, *rows, 30)
+check(store, *rows, end=31)
+try:
+    open_store(sys.argv[1], "patch", 50)
+except Exception as error:
+    print(error)
+store.close()
+open_store(sys.argv[1], "patch", 50)[0].close()  # the child that lives on holds no lock
+os.close(write)
+os.waitpid(child, 0)
+print("ends")
+"""
+
+
+def test_a_forked_process_may_read_and_not_add_and_holds_no_lock(tmp_path: Path) -> None:
+    with someone_else(tmp_path / "a", FORK) as process:
+        assert process.stdout is not None
+        assert f"written to by process {process.pid}, not by this one" in process.stdout.readline()
+        rest, _ = process.communicate("\n")
+    refused, ends = rest.splitlines()
+    assert "in use by this process" in refused
+    assert ends == "ends"
 
 
 @pytest.mark.parametrize(
-    ("change", "name"),
-    [({"capacity": 51}, "capacity"), ({"kind": "raw"}, "codec"), ({"kind": "adaptive"}, "layout")],
-    ids=["capacity", "codec", "class"],
+    ("made", "change", "name"),
+    [
+        ({"kind": "patch"}, {"capacity": 51}, "capacity"),
+        ({"kind": "patch"}, {"kind": "raw"}, "codec"),
+        ({"kind": "patch"}, {"kind": "adaptive"}, "layout"),
+        *(
+            ({"kind": "adaptive"}, change, next(iter(change)))
+            for change in ({"codec": "raw"}, {"n_stack": 1}, {"block_length": 8})
+        ),
+    ],
+    ids=str,
 )
-def test_a_folder_of_another_store_is_refused(tmp_path: Path, change: dict[str, Any], name: str) -> None:
-    made: dict[str, Any] = {"kind": "patch", "capacity": 50}
+def test_a_folder_of_another_store_is_refused(tmp_path: Path, made: Any, change: dict[str, Any], name: str) -> None:
+    made = {"capacity": 50, **made}
     open_store(tmp_path / "a", **made)[0].close()
     before = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
     with pytest.raises(InvalidArgumentError, match=f"was made with {name}=.*not with"):
@@ -318,16 +286,37 @@ def test_a_folder_of_another_store_is_refused(tmp_path: Path, change: dict[str, 
     open_store(tmp_path / "a", **made)[0].close()
 
 
-@pytest.mark.parametrize("options", [{"codec": "raw"}, {"n_stack": 1}, {"block_length": 8}, {"n_envs": 3}])
-def test_a_folder_of_another_adaptive_store_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
-    def opened(**options: Any) -> FrameStore:
-        n_envs = options.pop("n_envs", 2)
-        return FrameStore.adaptive(50, n_envs, LAYOUT.shape, np.uint8, storage_dir=tmp_path / "a", **options)
+@pytest.mark.parametrize("flushed", [False, True])
+def test_rows_beyond_the_transitions_may_be_written_to_and_the_newest_may_change(tmp_path: Path, flushed: bool) -> None:
+    for capacity, newest in ((20, 9), (100_000, 29)):
+        folder = tmp_path / str(capacity)
+        store, numbers, rewards = open_store(folder, "patch", capacity)
+        assert store.rows("nothing", (0,), np.float32).shape == (capacity, 0)
+        rewards[50_000:] = 7
+        for number in range(30):
+            add(store, numbers, rewards, number)
+        check(store, numbers, rewards, end=30)
+        if flushed:
+            store.flush()
+        rewards[newest] = 77
+        store.newest_row_changed()
+        store.close()
+        store, numbers, rewards = open_store(folder, "patch", capacity)
+        assert store.rows("nothing", (0,), np.float32).shape == (capacity, 0)
+        assert rewards[newest].tolist() == [77, 77]
+        assert store.recovered == (min(capacity, 30), 0, 0)
+        rewards[newest] = 14.5
+        check(store, numbers, rewards, end=30)
+        store.close()
 
-    opened().close()
-    with pytest.raises(InvalidArgumentError, match=f"was made with {next(iter(options))}="):
-        opened(**options)
-    opened().close()
+
+def test_nothing_can_be_read_or_added_after_it_was_closed(tmp_path: Path) -> None:
+    store, *rows = open_store(tmp_path / "a", "patch", 50, count=30)
+    store.close()
+    with pytest.raises(StorageError):
+        add(store, *rows, 30)
+    with pytest.raises(StorageError):
+        all_of(store)
 
 
 def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
@@ -358,33 +347,6 @@ def test_row_arrays_are_asked_for_before_the_first_transition(tmp_path: Path) ->
     with pytest.raises(InvalidArgumentError, match="cannot be named"):
         store.rows("../x", (), np.int64)
     assert store.rows("number", (), np.int64) is rows[0]
-    store.close()
-
-
-def test_writing_to_rows_that_are_no_transitions_does_not_end_the_process(tmp_path: Path) -> None:
-    store, numbers, rewards = open_store(tmp_path / "a", "patch", 100_000)
-    rewards[50_000:] = 7
-    for number in range(30):
-        add(store, numbers, rewards, number)
-    rewards[60_000:] = 7
-    check(store, numbers, rewards, end=30)
-    store.close()
-    store, numbers, rewards = open_store(tmp_path / "a", "patch", 100_000)
-    check(store, numbers, rewards, end=30)
-    store.close()
-
-
-@pytest.mark.parametrize("flushed", [False, True])
-def test_the_newest_row_may_change_where_that_is_said(tmp_path: Path, flushed: bool) -> None:
-    store, _, rewards = open_store(tmp_path / "a", "patch", 20, count=30)
-    if flushed:
-        store.flush()
-    rewards[9] = 77
-    store.newest_row_changed()
-    store.close()
-    store, _numbers, rewards = open_store(tmp_path / "a", "patch", 20)
-    assert rewards[9].tolist() == [77, 77]
-    assert store.recovered == (20, 0, 0)
     store.close()
 
 
@@ -484,45 +446,3 @@ def test_one_thread_reads_while_another_adds_and_what_is_there_is_stored_anew(tm
         thread.join()
     store.close()
     assert not failures
-
-
-def test_a_row_may_be_of_no_bytes(tmp_path: Path) -> None:
-    for _ in range(2):
-        store, *rows = open_store(tmp_path / "a", "patch", 8)
-        nothing = store.rows("nothing", (0,), np.float32)
-        assert nothing.shape == (8, 0)
-        if not store.size:
-            add(store, *rows, 0)
-            store.flush()
-        check(store, *rows, end=1)
-        store.close()
-
-
-@pytest.mark.parametrize("kind", ["patch", "adaptive"])
-def test_a_store_that_was_opened_again_and_went_on_is_pickled(tmp_path: Path, kind: str) -> None:
-    store, *rows = open_store(tmp_path / "a", kind, 50)
-    for number in range(20):
-        add(store, *rows, number)
-    store.close()
-    store, *rows = open_store(tmp_path / "a", kind, 50)
-    for number in range(20, 40):  # with frames that are like none before
-        add(store, *rows, number)
-    check(pickle.loads(pickle.dumps(store, 5)), *rows, end=40)
-    store.close()
-
-
-@pytest.mark.parametrize("forgotten", [1, 3, 4, 7])
-@pytest.mark.parametrize("more", [0, 2, 5])
-def test_what_was_forgotten_is_not_there_when_it_is_opened_again(tmp_path: Path, forgotten: int, more: int) -> None:
-    store, *rows = open_store(tmp_path / "a", "patch", 8)
-    for number in range(20):
-        add(store, *rows, number)
-    store.forget_newest(forgotten)
-    for number in range(20 - forgotten, 20 - forgotten + more):
-        add(store, *rows, number)
-    size = store.size
-    store.close()
-    store, *rows = open_store(tmp_path / "a", "patch", 8)
-    assert store.recovered == (size, 0, 0)
-    check(store, *rows, end=20 - forgotten + more)
-    store.close()

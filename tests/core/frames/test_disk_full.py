@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +16,6 @@ from rl_ext_core.frames import arrays as state
 from rl_ext_core.frames.pool import FramePool
 from rl_ext_core.frames.region import RegionFile
 from tests.core.frames.disk_toys import LAYOUT, add, check, open_store
-
-
-@contextmanager
-def files_of_at_most(n_bytes: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 class Failing:

@@ -1,10 +1,16 @@
-"""Files of released versions stay readable; damaged ones are refused."""
+"""Checkpoints and folders: of released versions they stay readable, damaged or foreign ones are refused."""
 
 from __future__ import annotations
 
 import importlib.util
+import io
 import pickle
+import subprocess
+import sys
+import tracemalloc
+import zipfile
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,13 +18,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_ext_core.errors import CorruptFileError, MissingDependencyError
-from rl_ext_core.frames import FrameStore
+from rl_ext_core.errors import CorruptFileError, MissingDependencyError, StorageError
+from rl_ext_core.frames import FrameStore, StackLayout, folder, salvage
 from rl_ext_core.frames.checkpoint import FORMAT_VERSION
-from rl_ext_core.testing import PlainStore, check_contents, transitions
-from tests.core.frames.disk_toys import append_all
+from rl_ext_core.testing import LAYOUTS, PlainStore, check_contents, transitions
+from tests.core.frames import make_fixtures as fixtures
+from tests.core.frames.disk_toys import add, append_all, check, everything, files_of_at_most, open_store
 from tests.core.frames.make_fixtures import EXACT, KINDS, LAYOUT, N_ENVS, WAYS, filled, path_of, steps
-from tests.core.frames.test_bounded_error import everything
 
 # Of the bytes that come out. JPEG's depend on the library.
 DECODED = {
@@ -27,11 +33,12 @@ DECODED = {
     ("patch+lz4-lossy", "store"): 2492941697,
     ("patch+lz4-lossy", "adaptive"): 3445397735,
 }
+GREY = LAYOUTS[0]
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_of_this_format_is_read(way: str, kind: str) -> None:
+def test_a_file_of_this_format_is_read_and_the_same_transitions_give_it_again(way: str, kind: str) -> None:
     capacity, n_steps = KINDS[kind]
     data = path_of(way, kind).read_bytes()
     assert len(data) < 65_000
@@ -43,25 +50,43 @@ def test_a_file_of_this_format_is_read(way: str, kind: str) -> None:
         assert off.mean() < 6
     else:
         assert off.max() == WAYS[way].get("max_error", 0)
-        assert zlib.crc32(made.astype(np.uint8).tobytes()) == DECODED.get(
-            (way, kind), zlib.crc32(true.astype(np.uint8).tobytes())
-        )
+        right = DECODED.get((way, kind), zlib.crc32(true.astype(np.uint8).tobytes()))
+        assert zlib.crc32(made.astype(np.uint8).tobytes()) == right
     append_all([store, plain], transitions(LAYOUT, n_steps=30, contents="mixed"))
     if way in EXACT:
         check_contents(store, plain)
-
-
-def test_there_are_files_of_the_format_that_is_written() -> None:
-    assert FORMAT_VERSION == 4
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_same_transitions_give_the_same_file(way: str, kind: str) -> None:
     first = pickle.dumps(filled(way, kind), protocol=5)
     dirt = [np.full(size, 0xA5, dtype=np.uint8) for size in range(30, 9000, 7)]
     del dirt
     assert pickle.dumps(filled(way, kind), protocol=5) == first
+
+
+def test_there_are_files_and_folders_of_the_formats_that_are_written() -> None:
+    assert (FORMAT_VERSION, folder.FORMAT_VERSION) == (4, 6)
+
+
+@pytest.mark.parametrize("kind", fixtures.FOLDERS)
+def test_a_folder_of_this_format_is_opened(tmp_path: Path, kind: str) -> None:
+    capacity, n_steps = fixtures.FOLDER_CAPACITY, fixtures.FOLDER_STEPS
+    zipfile.ZipFile(fixtures.path_of_folder(kind)).extractall(tmp_path)
+    store, *rows = open_store(tmp_path, kind, capacity, **fixtures.FOLDERS[kind])
+    assert store.recovered == (capacity, 0, 0)
+    check(store, *rows, end=n_steps)
+    for number in range(n_steps, n_steps + 50):
+        add(store, *rows, number)
+    check(store, *rows, end=n_steps + 50)
+    store.close()
+
+
+def test_a_folder_of_a_later_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "FORMAT_VERSION", 7)
+        open_store(tmp_path / "a", "raw", 30)[0].close()
+    before = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
+    for opened in (lambda: open_store(tmp_path / "a", "raw", 30), lambda: salvage(tmp_path / "a")):
+        with pytest.raises(CorruptFileError, match="has format 7, this version reads 6; open the folder with the"):
+            opened()
+    assert before == {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
 
 
 def state_of(codec: str) -> dict[str, Any]:
@@ -69,40 +94,28 @@ def state_of(codec: str) -> dict[str, Any]:
     return store.__getstate__()
 
 
-def plain_leaves(value: Any, where: str = "state") -> list[str]:
-    """Where values are that pickle finds by the name of a class, or that another version of NumPy prints otherwise."""
-    if isinstance(value, dict):
-        return [found for key, part in value.items() for found in plain_leaves(part, f"{where}[{key!r}]")]
-    if isinstance(value, (list, tuple)):
-        return [found for i, part in enumerate(value) for found in plain_leaves(part, f"{where}[{i}]")]
-    plain = type(value) in (int, bool, str, np.ndarray)
-    return [] if plain else [f"{where} is a {type(value)}"]
+def leaves(value: Any, where: str = "state") -> dict[str, Any]:
+    """What a state is made of, by where it is."""
+    if isinstance(value, (dict, list, tuple)):
+        parts = value.items() if isinstance(value, dict) else enumerate(value)
+        return {key: leaf for name, part in parts for key, leaf in leaves(part, f"{where}[{name!r}]").items()}
+    return {where: value}
 
 
 @pytest.mark.parametrize("codec", EXACT)
 def test_the_state_is_arrays_and_plain_values(codec: str) -> None:
-    assert plain_leaves(state_of(codec)) == []
+    """Not what pickle finds by the name of a class, nor what another version of NumPy prints otherwise."""
     store = FrameStore(np.int64(5), np.int64(2), LAYOUT, codec=codec, block_length=np.int64(4))  # type: ignore[arg-type]
     append_all((store,), transitions(LAYOUT, n_steps=20, contents="mixed"))
-    assert plain_leaves(store.__getstate__()) == []
-
-
-def damaged_arrays(state: Any) -> list[np.ndarray]:
-    parts = state.values() if isinstance(state, dict) else state
-    found = []
-    for part in parts:
-        if isinstance(part, np.ndarray):
-            found += [part] if part.size else []
-        elif isinstance(part, (dict, list, tuple)):
-            found += damaged_arrays(part)
-    return found
+    for state in (state_of(codec), store.__getstate__()):
+        assert {type(leaf) for leaf in leaves(state).values()} <= {int, bool, str, np.ndarray}
 
 
 @settings(max_examples=100)
 @given(codec=st.sampled_from(EXACT), which=st.integers(0), place=st.integers(0), bit=st.integers(0, 7))
 def test_a_flipped_bit_of_any_array_is_noticed(codec: str, which: int, place: int, bit: int) -> None:
     state = pickle.loads(pickle.dumps(state_of(codec)))
-    arrays = damaged_arrays(state)
+    arrays = [leaf for leaf in leaves(state).values() if isinstance(leaf, np.ndarray) and leaf.size]
     contents = arrays[which % len(arrays)].reshape(-1).view(np.uint8)
     contents[place % len(contents)] ^= 1 << bit
     with pytest.raises(CorruptFileError, match="checksum"):
@@ -110,35 +123,23 @@ def test_a_flipped_bit_of_any_array_is_noticed(codec: str, which: int, place: in
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "says"),
     [
-        {"position": 3},
-        {"full": False},
-        {"checksum": 0},
-        {"dropped": 1},
-        {"capacity": 10**15},
-        {"index": np.zeros((9, 2), dtype=">u8")},
+        *(({"position": 3}, "checksum"), ({"full": False}, "checksum"), ({"checksum": 0}, "checksum")),
+        *(({"dropped": 1}, "checksum"), ({"capacity": 10**15}, "checksum")),
+        ({"index": np.zeros((9, 2), dtype=">u8")}, "checksum"),
+        *(
+            ({"format": version}, rf"has format {version!r}, this version reads {FORMAT_VERSION}; load it")
+            for version in (FORMAT_VERSION + 1, 1, None, "1")
+        ),
+        *((state, None) for state in (None, 3, [], "text")),
     ],
-    ids=lambda change: next(iter(change)),
+    ids=lambda value: str(value)[:30],
 )
-def test_a_changed_value_is_noticed(change: dict[str, Any]) -> None:
-    state = {**state_of("patch"), **change}
-    with pytest.raises(CorruptFileError, match="checksum"):
+def test_another_state_is_refused(change: Any, says: str | None) -> None:
+    state = {**state_of("patch"), **change} if isinstance(change, dict) else change
+    with pytest.raises(CorruptFileError, match=says):
         FrameStore.__new__(FrameStore).__setstate__(state)
-
-
-@pytest.mark.parametrize("state", [None, 3, [], "text", {"a": 1}])
-def test_a_foreign_state_is_refused(state: Any) -> None:
-    with pytest.raises(CorruptFileError):
-        FrameStore.__new__(FrameStore).__setstate__(state)
-
-
-@pytest.mark.parametrize("version", [FORMAT_VERSION + 1, 1, None, "1"])
-def test_another_format_is_refused(version: Any) -> None:
-    with pytest.raises(
-        CorruptFileError, match=rf"has format {version!r}, this version reads {FORMAT_VERSION}; load it"
-    ):
-        FrameStore.__new__(FrameStore).__setstate__({**state_of("patch"), "format": version})
 
 
 def test_a_file_of_a_codec_that_is_not_available_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,3 +148,108 @@ def test_a_file_of_a_codec_that_is_not_available_is_refused_by_name(monkeypatch:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "lz4" else find(name, *rest))
     with pytest.raises(MissingDependencyError, match=r"codec 'patch\+lz4'"):
         pickle.loads(data)
+
+
+# ``save`` and ``load``: in one file, without another copy in memory.
+
+
+@pytest.mark.parametrize("codec", EXACT)
+@pytest.mark.parametrize("kind", ["store", "adaptive"])
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_what_was_saved_is_loaded(tmp_path: Path, codec: str, kind: str, where: str) -> None:
+    for n_steps in (0, 200):
+        options = {"storage_dir": tmp_path / f"folder{n_steps}"} if where == "disk" else {}
+        plain = PlainStore(60, 2, GREY)
+        if kind == "adaptive":
+            store: Any = FrameStore.adaptive(60, 2, GREY.shape, np.uint8, codec=codec, **options)
+        else:
+            store = FrameStore(60, 2, GREY, codec=codec, block_length=4, **options)
+        append_all((store, plain), transitions(GREY, n_steps=n_steps, contents="mixed", odd=0.05))
+        store.save(tmp_path / "checkpoint")
+        assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["checkpoint"]
+        loaded = FrameStore.load(tmp_path / "checkpoint")
+        append_all((plain, store, loaded), transitions(GREY, n_steps=40, contents="mixed", seed=1))
+        for each in (store, loaded):
+            check_contents(each, plain)
+        store.close()
+
+
+class Counted(io.RawIOBase):
+    """Counts what is written to it."""
+
+    written = 0
+
+    def write(self, data: Any) -> int:
+        self.written += memoryview(data).nbytes
+        return memoryview(data).nbytes
+
+    def writable(self) -> bool:
+        return True
+
+
+PEAK = """
+import resource, sys
+from pathlib import Path
+from rl_ext_core.frames import FrameStore
+from rl_ext_core.frames.store import load_kernels
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+load_kernels()
+Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
+before = resident()
+loaded = FrameStore.load(sys.argv[1])
+(peak,) = [line.split()[1] for line in Path("/proc/self/status").open() if line.startswith("VmHWM")]
+print(loaded.nbytes, resident() - before, int(peak) * 1024 - before)
+"""
+
+
+def test_neither_saving_nor_loading_takes_a_second_copy(tmp_path: Path) -> None:
+    layout = StackLayout((2, 64, 64), np.dtype(np.uint8), 2, 0)
+    large = FrameStore(6000, 1, layout, codec="patch+lz4", block_length=8)
+    noise = np.random.default_rng(0).integers(256, size=(3000, 64, 64), dtype=np.uint8)
+    for step in range(7000):
+        frames = noise[[(step + age) * 7 % 3000 for age in range(3)]]
+        large.append(frames[None, :2], frames[None, 1:])
+    file = Counted()
+    tracemalloc.start()
+    try:
+        large.save(file)  # type: ignore[arg-type]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 16e6 < file.written < 1.05 * large.nbytes  # it is as large as what is held
+    assert peak < 0.05 * file.written
+    large.save(tmp_path / "checkpoint")
+    command = [sys.executable, "-c", PEAK, tmp_path / "checkpoint"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    n_bytes, grown, most = map(int, done.stdout.split())
+    assert n_bytes > 16e6
+    assert grown < 1.2 * n_bytes + 3e6
+    assert most < 1.3 * n_bytes + 6e6
+
+
+class Evil:
+    """Unpickled, it would run a program."""
+
+    def __reduce__(self) -> Any:
+        return print, ("executed",)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", pickle.dumps([1]), pickle.dumps(Evil())], ids=str)
+def test_a_foreign_file_is_refused(tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(CorruptFileError, match=rf"{tmp_path}/file .*"):
+        FrameStore.load(tmp_path / "file")
+    assert capsys.readouterr().out == ""
+
+
+def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
+    store = filled("raw", "store")
+    store.save(tmp_path / "file")
+    before = (tmp_path / "file").read_bytes()
+    with files_of_at_most(500), pytest.raises(StorageError, match=r"cannot write .*file"):
+        store.save(tmp_path / "file")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_bytes() == before

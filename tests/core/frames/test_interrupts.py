@@ -103,7 +103,7 @@ def test_a_store_is_as_before_the_call_or_as_after_it(name: str, kind: str, ever
         folder = tmp_path / str(number)
         store = fill(make(codec, folder / "store" if "folder" in kind else None), *range(there))
         folder.mkdir(exist_ok=True)
-        stores.append((store, folder))
+        stores[:] = [(store, folder)]  # the one before is not kept: an exhaustive run makes thousands
         return lambda: call(store, folder)
 
     before = held(stores[-1][0]) if prepare() else []

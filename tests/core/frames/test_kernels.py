@@ -1,20 +1,17 @@
-"""The compiled loops: compiled anew when they change, and never out of bounds."""
+"""The compiled loops: compiled anew when they change, wherever numba may keep them, and never out of bounds."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from rl_ext_core.frames import decode, machine, patch
-from rl_ext_core.frames.geometry import ENTRY_HEADER, SLACK
-from rl_ext_core.frames.region import address_of
+from rl_ext_core.frames import decode, machine
 
 FOLDER = Path(machine.__file__).parent
 
@@ -31,32 +28,6 @@ def test_a_changed_source_is_compiled_anew(tmp_path: Path) -> None:
         digests.add(machine.sources_digest(tmp_path))
     assert len(digests) == 1 + len(sources)
     assert decode.gather._cache._cache_file._source_stamp[1] == machine._DIGEST
-
-
-def runs_of_bytes() -> st.SearchStrategy[bytes]:
-    """Frames in which long runs are equal, long runs differ, and both meet at any place."""
-    piece = st.tuples(st.sampled_from([b"\0", b"\1", b"\xff"]), st.integers(1, 700)).map(lambda p: p[0] * p[1])
-    return st.lists(st.one_of(piece, st.binary(min_size=1, max_size=40)), min_size=1, max_size=8).map(b"".join)
-
-
-@pytest.mark.slow
-@settings(max_examples=300)
-@given(before=runs_of_bytes(), after=runs_of_bytes())
-def test_a_patch_makes_the_frame_after_of_the_frame_before(before: bytes, after: bytes) -> None:
-    n_bytes = min(len(before), len(after))
-    old, new = (np.frombuffer(part[:n_bytes] + bytes(SLACK), dtype=np.uint8).copy() for part in (before, after))
-    guard = 64
-    entry, work, scratch = (np.full(n_bytes + SLACK + guard, 0xA5, dtype=np.uint8) for _ in range(3))
-    where = [np.uint64(address_of(array)) for array in (old, new, entry, scratch, work)]
-    size = patch.append_entry(where[0], where[1], n_bytes, where[2], where[3], None)
-    assert size <= n_bytes + ENTRY_HEADER
-    frame, behind = patch.apply_entry(where[0], where[2], n_bytes, where[4])
-    assert behind == where[2] + size
-    made = {int(where[0]): old, int(where[4]): work, int(where[2]) + ENTRY_HEADER: entry[ENTRY_HEADER:]}[int(frame)]
-    assert made[:n_bytes].tobytes() == after[:n_bytes]
-    assert old[:n_bytes].tobytes() == before[:n_bytes]
-    for array in (entry, work, scratch):
-        assert (array[n_bytes + SLACK :] == 0xA5).all()
 
 
 BOUNDS = """
@@ -110,3 +81,110 @@ def test_nothing_is_read_or_written_beyond_what_the_caller_gave() -> None:
     """In a process of its own, because what is behind the arrays there kills the one that touches it."""
     done = subprocess.run([sys.executable, "-c", BOUNDS], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# Where numba cannot keep what it compiles.
+
+COPY = """
+import logging
+import numpy as np
+
+logging.basicConfig(format="LOG %(levelname)s %(message)s")
+from rl_ext_core.frames.machine import sum_rows
+
+source, sums = np.arange(99, dtype=np.uint8), np.zeros(1, np.uint32)
+sum_rows(np.array([source.ctypes.data], np.uint64), np.array([99]), np.zeros(1, np.int64), sums)
+assert sums[0] > 0
+from rl_ext_core.frames import decode  # others: nothing is said again
+print("works")
+"""
+NO_FOLDER = "from numba.core.caching import FunctionCache\nFunctionCache._impl_class._locator_classes = []\n"
+FULL_DISK = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+STORE = """
+import numpy as np
+from rl_ext_core.frames import FrameStore, StackLayout
+store = FrameStore(8, 1, StackLayout((4, 20, 20), np.dtype(np.uint8), 4, 0))
+stack = np.arange(1600, dtype=np.uint8).reshape(1, 4, 20, 20)
+store.append(stack, stack)
+found = np.empty_like(stack)
+store.get(np.zeros(1, np.int64), np.zeros(1, np.int64), found)
+assert (found == stack).all()
+print("works")
+"""
+
+
+def _run(
+    code: str, *, command: Sequence[str] = (), cwd: str | None = None, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    paths = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), "PATH": os.environ["PATH"]}
+    started = [*command, sys.executable, "-B", "-c", code]
+    return subprocess.run(
+        started, env={**paths, **environ}, cwd=cwd, capture_output=True, text=True, timeout=600, check=False
+    )
+
+
+INTERRUPTED = """
+import signal
+import numpy as np
+from rl_ext_core.frames import FrameStore, StackLayout
+
+signal.signal(signal.SIGALRM, signal.default_int_handler)  # what Ctrl-C does
+rng = np.random.default_rng(0)
+frames = [rng.integers(1, 255, (20, 20), dtype=np.uint8) for _ in range(64)]
+stacks = [np.stack(frames[start : start + 4])[None] for start in range(60)]
+store, added, times = None, 0, [0.3, 1.5, 3.0, 0.1, 0.0]
+while added < 59:
+    try:
+        if times:
+            signal.setitimer(signal.ITIMER_REAL, times.pop(0))
+        store = store or FrameStore(100, 1, StackLayout((4, 20, 20), np.dtype(np.uint8), 4, 0))
+        while added < 59:
+            store.append(stacks[added], stacks[added + 1])
+            added = store.size
+    except KeyboardInterrupt:
+        added = 0 if store is None else store.size
+found, nexts = np.empty((2, 59, 4, 20, 20), np.uint8)
+store.get(np.arange(59), np.zeros(59, np.int64), found, nexts)
+assert (found == np.concatenate(stacks[:59])).all() and (nexts == np.concatenate(stacks[1:])).all()
+print("works")
+"""
+
+
+@pytest.mark.slow
+def test_who_interrupts_the_compiling_and_goes_on_loses_nothing(tmp_path: Path) -> None:
+    done = _run(INTERRUPTED, NUMBA_CACHE_DIR=str(tmp_path))
+    assert (done.stdout, done.returncode) == ("works\n", 0), done.stderr
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("trouble", [NO_FOLDER, FULL_DISK], ids=["no folder", "a full disk"])
+def test_without_a_cache_it_compiles_and_says_so_once(trouble: str, tmp_path: Path) -> None:
+    done = _run(trouble + COPY, NUMBA_CACHE_DIR=str(tmp_path))
+    assert (done.stdout, done.returncode) == ("works\n", 0), done.stderr
+    assert done.stderr.count("LOG WARNING") == 1
+    assert "numba cannot keep what it compiles" in done.stderr
+    assert "NUMBA_CACHE_DIR" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_cache_that_is_damaged_is_no_reason_to_fail(tmp_path: Path) -> None:
+    """Its index is where a folder is: it cannot be read, nor written."""
+    assert _run(COPY, NUMBA_CACHE_DIR=str(tmp_path)).returncode == 0
+    for index in tmp_path.rglob("*.nbi"):
+        index.unlink()
+        index.mkdir()
+    done = _run(COPY, NUMBA_CACHE_DIR=str(tmp_path))
+    assert (done.stdout, done.returncode) == ("works\n", 0), done.stderr
+    assert done.stderr.count("LOG WARNING") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("setpriv") is None or not hasattr(os, "geteuid") or os.geteuid() != 0,
+    reason="needs root and setpriv, to become a user without a home",
+)
+def test_a_user_without_a_home_in_a_container_can_use_a_store() -> None:
+    nobody = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+    done = _run(STORE, command=nobody, HOME="/nonexistent", cwd="/")
+    assert (done.stdout, done.returncode) == ("works\n", 0), done.stderr
+    assert "numba cannot keep what it compiles" in done.stderr

@@ -23,43 +23,89 @@ from rl_ext_core.errors import (
 from rl_ext_core.frames import FrameStore, Plan, StackLayout, plan, planning
 from rl_ext_core.frames.planning import parse_bytes
 from rl_ext_core.resources import available_memory
-from tests.core.frames.test_bounded_error import drifting
+from tests.core.frames.disk_toys import drifting
 
 LAYOUT = StackLayout((9, 24, 28), np.dtype(np.uint8), 3, 0)
 SB3 = "SB3 ReplayBuffer"
 
 
-def observations(n: int = 200, layout: StackLayout = LAYOUT) -> npt.NDArray[Any]:
+def observations(n: int = 200) -> npt.NDArray[Any]:
     """Consecutive stacks of one environment."""
-    return np.stack([before[0] for before, _ in drifting(layout, n, n_envs=1)])
+    return np.stack([before[0] for before, _ in drifting(LAYOUT, n, n_envs=1)])
 
 
-class Film(gym.Env[Any, Any]):
-    """A bright square that moves over a grey picture. Episodes end after 40 steps."""
+class Played(gym.Env[Any, Any]):
+    """Something to look at, of 48×48 RGB. What a step changes depends on where in an episode it is."""
 
-    action_space = gym.spaces.Discrete(2)
-
-    def __init__(self, shape: tuple[int, ...] = (80, 100, 3)) -> None:
-        self.observation_space = gym.spaces.Box(0, 255, shape, np.uint8)
-        self.closed, self.time, self.frame = 0, 0, np.full(shape, 60, np.uint8)
+    action_space = gym.spaces.Discrete(4)
+    observation_space: gym.Space[Any] = gym.spaces.Box(0, 255, (48, 48, 3), np.uint8)
+    length = 250
+    closed = 0
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
-        self.time = 0
-        return self._seen(), {}
+        self.time, self.at = 0, np.array([4, 4])
+        self.begin(self.np_random)
+        return self.seen(), {}
 
     def step(self, action: Any) -> Any:
         self.time += 1
-        return self._seen(), 0.0, False, self.time % 40 == 0, {}
-
-    def _seen(self) -> npt.NDArray[Any]:
-        """In place, as some environments do."""
-        self.frame[:] = 60
-        self.frame[10:20, self.time : self.time + 10] = self.np_random.integers(200, 250)
-        return self.frame
+        self.at = np.clip(self.at + [(0, 1), (1, 0), (0, -1), (-1, 0)][action], 0, 7)
+        return self.seen(), 0.0, False, self.time >= self.length, {}
 
     def close(self) -> None:
         self.closed += 1
+
+    def begin(self, rng: np.random.Generator) -> None:
+        raise NotImplementedError
+
+    def seen(self) -> npt.NDArray[Any]:
+        raise NotImplementedError
+
+
+class Film(Played):
+    """A bright square that moves over a grey picture, which changes in place, as some environments do it."""
+
+    observation_space = gym.spaces.Box(0, 255, (80, 100, 3), np.uint8)
+    length = 40
+
+    def begin(self, rng: np.random.Generator) -> None:
+        self.rng, self.frame = rng, np.empty((80, 100, 3), np.uint8)
+
+    def seen(self) -> npt.NDArray[Any]:
+        self.frame[:] = 60
+        self.frame[10:20, self.time : self.time + 10] = self.rng.integers(200, 250)
+        return self.frame
+
+
+class Rooms(Played):
+    """Tiles, as in MiniGrid: each episode has other rooms, in which one tile moves."""
+
+    length = 60
+
+    def begin(self, rng: np.random.Generator) -> None:
+        self.tiles = rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)
+
+    def seen(self) -> npt.NDArray[Any]:
+        tiles = self.tiles.copy()
+        tiles[tuple(self.at)] = 255
+        return np.repeat(np.repeat(tiles, 6, 0), 6, 1)
+
+
+class Track(Played):
+    """A view that zooms in at first, then moves over grass or rests, for long each: CarRacing under random actions."""
+
+    length = 400
+
+    def begin(self, rng: np.random.Generator) -> None:
+        self.ground = rng.integers(90, 110, (512, 512, 3), dtype=np.uint8)
+        self.rests = np.repeat(rng.random(20) < 0.6, 20)
+        self.place = 0
+
+    def seen(self) -> npt.NDArray[Any]:
+        self.place += 0 if self.rests[self.time % 400] else 1
+        step = max(1, 6 - self.time // 8)
+        return self.ground[self.place : self.place + 48 * step : step, : 48 * step : step].copy()
 
 
 def test_what_is_measured_is_what_a_store_takes() -> None:
@@ -80,32 +126,23 @@ def test_what_is_measured_is_what_a_store_takes() -> None:
 
 def test_frames_may_be_views_as_vec_transpose_image_makes_them() -> None:
     images = np.random.default_rng(0).integers(256, size=(200, 30, 30, 3), dtype=np.uint8)
-    ways = ["patch", {"codec": "patch", "max_error": 4}]
-    plans = [plan(None, 1000, frames=frames, codecs=ways) for frames in (images, np.moveaxis(images, -1, 1))]
-    taken = [[row.bytes_a_transition for row in found.rows] for found in plans]
-    assert taken[0] == taken[1]
+    plans = [plan(None, 1000, frames=frames, codecs=["patch"]) for frames in (images, np.moveaxis(images, -1, 1))]
+    assert [row.bytes_a_transition for row in plans[0].rows] == [row.bytes_a_transition for row in plans[1].rows]
 
 
-def test_rows_are_compared_with_what_stable_baselines3_takes() -> None:
+@pytest.mark.parametrize("optimize", [False, True])
+def test_rows_are_compared_with_what_stable_baselines3_takes(optimize: bool) -> None:
     from gymnasium import spaces
     from stable_baselines3.common.buffers import ReplayBuffer
 
-    buffer = ReplayBuffer(100, spaces.Box(0, 255, LAYOUT.shape, np.uint8), spaces.Discrete(4), device="cpu")
+    spaces_ = spaces.Box(0, 255, LAYOUT.shape, np.uint8), spaces.Discrete(4)
+    options = {"optimize_memory_usage": optimize, "handle_timeout_termination": not optimize}
+    buffer = ReplayBuffer(100, *spaces_, device="cpu", **options)
     arrays = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
-    held = sum(getattr(buffer, name).nbytes for name in arrays)
-    found = plan(LAYOUT.shape, 100)
-    assert found.row(SB3).total_bytes == held
-    assert found.row(SB3).times_less == 1
-    buffer = ReplayBuffer(
-        100,
-        spaces.Box(0, 255, LAYOUT.shape, np.uint8),
-        spaces.Discrete(4),
-        device="cpu",
-        optimize_memory_usage=True,
-        handle_timeout_termination=False,
-    )
     held = sum(getattr(buffer, name).nbytes for name in arrays if hasattr(buffer, name))
-    assert found.row("SB3 optimize_memory_usage").total_bytes == held
+    found = plan(LAYOUT.shape, 100)
+    assert found.row("SB3 optimize_memory_usage" if optimize else SB3).total_bytes == held
+    assert found.row(SB3).times_less == 1
 
 
 def test_estimates_are_marked_as_such_with_their_range() -> None:
@@ -163,61 +200,6 @@ def test_an_environment_is_played_and_closed_if_it_was_made_here(made: bool) -> 
     assert bounded.sample_us > 0
 
 
-class Played(gym.Env[Any, Any]):
-    """Something to look at, of 48×48 RGB. What a step changes depends on where in an episode it is."""
-
-    action_space = gym.spaces.Discrete(4)
-    observation_space = gym.spaces.Box(0, 255, (48, 48, 3), np.uint8)
-    length = 250
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        self.time, self.at = 0, np.array([4, 4])
-        self.begin(self.np_random)
-        return self.seen(), {}
-
-    def step(self, action: Any) -> Any:
-        self.time += 1
-        self.at = np.clip(self.at + [(0, 1), (1, 0), (0, -1), (-1, 0)][action], 0, 7)
-        return self.seen(), 0.0, False, self.time >= self.length, {}
-
-    def begin(self, rng: np.random.Generator) -> None:
-        raise NotImplementedError
-
-    def seen(self) -> npt.NDArray[Any]:
-        raise NotImplementedError
-
-
-class Rooms(Played):
-    """Tiles, as in MiniGrid: each episode has other rooms, in which one tile moves."""
-
-    length = 60
-
-    def begin(self, rng: np.random.Generator) -> None:
-        self.tiles = rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)
-
-    def seen(self) -> npt.NDArray[Any]:
-        tiles = self.tiles.copy()
-        tiles[tuple(self.at)] = 255
-        return np.repeat(np.repeat(tiles, 6, 0), 6, 1)
-
-
-class Track(Played):
-    """A view that zooms in at first, then moves over grass or rests, for long each: CarRacing under random actions."""
-
-    length = 400
-
-    def begin(self, rng: np.random.Generator) -> None:
-        self.ground = rng.integers(90, 110, (512, 512, 3), dtype=np.uint8)
-        self.rests = np.repeat(rng.random(20) < 0.6, 20)
-        self.place = 0
-
-    def seen(self) -> npt.NDArray[Any]:
-        self.place += 0 if self.rests[self.time % 400] else 1
-        step = max(1, 6 - self.time // 8)
-        return self.ground[self.place : self.place + 48 * step : step, : 48 * step : step].copy()
-
-
 def played(env: Played) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
     """What a random policy sees, as buffers get it: channel-first."""
     env.action_space.seed(77)
@@ -262,30 +244,33 @@ def test_it_plays_until_the_figures_are_known_and_no_longer() -> None:
     assert "(" in str(asked).splitlines()[7]
 
 
-def test_an_environment_that_fails_is_closed_all_the_same() -> None:
-    class Fails(Film):
-        def step(self, action: Any) -> Any:
-            raise ZeroDivisionError
+class Wrong(Film):
+    """Fails, gives another shape than it says, or gives no array."""
 
-    env = Fails()
-    with pytest.raises(ZeroDivisionError):
+    def __init__(self, how: str) -> None:
+        self.how = how
+        if how == "dict":
+            self.observation_space = gym.spaces.Dict(image=self.observation_space)
+
+    def step(self, action: Any) -> Any:
+        if self.how == "fails":
+            raise ZeroDivisionError("of its own")
+        return np.zeros((3, 3), np.uint8), 0.0, False, False, {}
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "text"),
+    [
+        ("fails", ZeroDivisionError, "of its own"),
+        ("shape", EnvironmentOutputError, r"shape \(3, 3\), its observation_space says \(80, 100, 3\)"),
+        ("dict", InvalidTypeError, "observation_space is Dict"),
+    ],
+)
+def test_an_environment_that_is_wrong_is_named_and_closed(how: str, error: type[Exception], text: str) -> None:
+    env = Wrong(how)
+    with pytest.raises(error, match=text):
         plan(None, 1000, env=lambda: env, steps=150)
     assert env.closed == 1
-
-
-def test_an_environment_that_lies_about_its_shape_is_named() -> None:
-    class Lies(Film):
-        def step(self, action: Any) -> Any:
-            return np.zeros((3, 3), np.uint8), 0.0, False, False, {}
-
-    with pytest.raises(EnvironmentOutputError, match=r"shape \(3, 3\), its observation_space says \(80, 100, 3\)"):
-        plan(None, 1000, env=Lies, steps=150)
-
-
-class Words(Film):
-    def __init__(self) -> None:
-        super().__init__()
-        self.observation_space = gym.spaces.Dict(image=self.observation_space)  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize(
@@ -293,10 +278,8 @@ class Words(Film):
     [
         ({"shape": (9, 9), "size": 0}, InvalidArgumentError, "size=0 must be at least 1"),
         ({"shape": (9, 9), "size": 1.5}, InvalidTypeError, "size=1.5 must be a whole number"),
-        ({"shape": (9, 9), "size": 1, "n_envs": 0}, InvalidArgumentError, "n_envs=0"),
         ({"shape": (9, 9), "size": 1, "max_bytes": 0}, InvalidArgumentError, "max_bytes=0"),
         ({"shape": None, "size": 1, "env": Film, "steps": 0}, InvalidArgumentError, "steps=0 must be at least 1"),
-        ({"shape": None, "size": 1, "frames": np.zeros((0, 9, 9))}, InvalidArgumentError, "at least 128"),
         ({"shape": None, "size": 1}, InvalidArgumentError, "shape=None needs frames or env"),
         ({"shape": (84, 84, 4), "size": 1, "n_stack": 5}, InvalidArgumentError, "n_stack=5 does not divide"),
         ({"shape": None, "size": 1, "frames": np.zeros((50, 9, 9))}, InvalidArgumentError, "at least 128"),
@@ -308,7 +291,6 @@ class Words(Film):
             r"Film gives arrays of shape \(80, 100",
         ),
         ({"shape": None, "size": 1, "env": 3}, InvalidTypeError, "env=3 is neither a gymnasium environment"),
-        ({"shape": None, "size": 1, "env": Words}, InvalidTypeError, "observation_space is Dict"),
         ({"shape": None, "size": 1, "env": Film, "frames": [1]}, InvalidArgumentError, "exclude each other"),
         ({"shape": (84, 84, 4), "size": 1, "codecs": ["zstd"]}, InvalidArgumentError, "there is no estimate for"),
         ({"shape": (84, 84, 4), "size": 1, "codecs": [{"level": 3}]}, InvalidArgumentError, "known are codec"),
@@ -331,17 +313,14 @@ def test_it_is_frozen_and_fit_for_json() -> None:
 
 
 @pytest.mark.slow
-def test_a_plot_is_written_and_shown_to_nobody(tmp_path: Path) -> None:
-    plan((100, 100, 9), 1_000_000).plot(tmp_path / "memory.png")
+def test_a_plot_is_written_and_shown_to_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = plan((100, 100, 9), 1_000_000)
+    found.plot(tmp_path / "memory.png")
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
-    plan(None, 10, frames=observations()).plot(tmp_path / "memory.svg")
-    assert "pyplot" not in {name.rsplit(".", 1)[-1] for name in sys.modules if name == "matplotlib.pyplot"}
-
-
-def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert "matplotlib.pyplot" not in sys.modules
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingDependencyError, match="needs the package 'matplotlib'"):
-        plan((100, 100, 9), 1000).plot(tmp_path / "memory.png")
+        found.plot(tmp_path / "memory.png")
 
 
 @pytest.mark.parametrize(

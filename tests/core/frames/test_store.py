@@ -1,43 +1,166 @@
-"""What was appended comes back bit for bit, whatever happens in between."""
+"""What was appended comes back bit for bit, whatever happens in between; what cannot be done is refused."""
 
 from __future__ import annotations
 
-import copy
 import io
 import pickle
+import re
+import subprocess
+import sys
 import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
-from rl_ext_core.frames import FrameStore, StackLayout, codec_names, decode
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
+from rl_ext_core.frames import FrameStore, StackLayout, codecs, decode
 from rl_ext_core.frames.arrays import FRAMES
-from rl_ext_core.testing import LAYOUTS, PlainStore, check_contents, transitions
+from rl_ext_core.frames.layout import find_layout, stacking_axes
+from rl_ext_core.frames.region import allocate
+from rl_ext_core.testing import CONTENTS, LAYOUTS, PlainStore, check_contents, transitions
 from tests.core.frames.disk_toys import append_all
 
-GREY, GREY_LAST, RGB = LAYOUTS[:3]
+GREY, RGB = LAYOUTS[0], LAYOUTS[2]
 CODECS = ["raw", "patch", "patch+lz4"]
+# A few, because compiled loops are made anew for no type but these.
+DTYPES = [np.uint8, np.uint16, np.float32, np.float64]
+BUDGET = 100_000
 
 
-def fill(stores: list[Any], layout: StackLayout, n_steps: int, **options: Any) -> None:
-    for observations, nexts in transitions(layout, n_steps=n_steps, **options):
+@st.composite
+def layouts(draw: st.DrawFn) -> StackLayout:
+    n_stack, channels = draw(st.integers(1, 5)), draw(st.sampled_from([1, 1, 2, 3]))
+    rest = draw(st.lists(st.integers(1, 9), min_size=0, max_size=2))
+    first = draw(st.booleans())
+    shape = [n_stack * channels, *rest] if first else [*rest, n_stack * channels]
+    return StackLayout(tuple(shape), np.dtype(draw(st.sampled_from(DTYPES))), n_stack, 0 if first else len(rest))
+
+
+@st.composite
+def episodes(draw: st.DrawFn) -> dict[str, Any]:
+    return {
+        "n_steps": draw(st.integers(1, 60)),
+        "contents": draw(st.sampled_from(CONTENTS)),
+        "episode": draw(st.sampled_from([0, 1, 2, 5, 20])),
+        "odd": draw(st.sampled_from([0.0, 0.05, 0.5])),
+        "transposed": draw(st.sampled_from([0.0, 0.5, 1.0])),
+        "seed": draw(st.integers(0, 1000)),
+    }
+
+
+def saved_and_loaded(store: Any) -> Any:
+    file = io.BytesIO()
+    store.save(file)
+    return type(store).load(io.BytesIO(file.getvalue()))
+
+
+@settings(max_examples=120)
+@given(data=st.data(), layout=layouts(), capacity=st.integers(1, 40), n_envs=st.integers(1, 4))
+def test_a_store_equals_plain_arrays(data: st.DataObject, layout: StackLayout, capacity: int, n_envs: int) -> None:
+    codec = data.draw(st.sampled_from(CODECS))
+    length = data.draw(st.sampled_from([1, 2, 4, 16, 64]))
+    plain = PlainStore(capacity, n_envs, layout)
+    stores: list[Any] = [
+        FrameStore(capacity, n_envs, layout, codec=codec, block_length=length),
+        FrameStore.adaptive(capacity, n_envs, layout.shape, layout.dtype),
+    ]
+    for _ in range(data.draw(st.integers(1, 3))):
+        options = data.draw(episodes())
+        append_all((plain, *stores), transitions(layout, n_envs=n_envs, **options))
+        action = data.draw(st.sampled_from(["read", "pickle", "clear", "rest", "save"]))
+        if action == "pickle":
+            stores = [pickle.loads(pickle.dumps(store)) for store in stores]
+        if action == "save":
+            stores = [saved_and_loaded(store) for store in stores]
+        if action == "rest":
+            for store in stores:
+                store.rest()
+        if action == "clear":
+            for store in (plain, *stores):
+                store.clear()
         for store in stores:
-            store.append(observations, nexts)
+            check_contents(store, plain, f"{store!r} after {options} and {action}")
 
 
-def frames_stored(store: FrameStore) -> int:
-    return int(store._pool._arrays["head"][FRAMES])
+@settings(max_examples=60)
+@given(layout=layouts(), steps=st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=60))
+def test_frames_that_recur_are_never_confused(layout: StackLayout, steps: list[tuple[int, bool]]) -> None:
+    """Few different images, so that stacks often continue each other by chance."""
+    rng = np.random.default_rng(0)
+    images = rng.integers(256, size=(6, *layout.shape)).astype(layout.dtype)
+    images[0], images[1] = 0, images[2]
+    images[3] = np.roll(images[2], -layout.frame_channels, axis=layout.axis)
+    plain, store = PlainStore(16, 1, layout), FrameStore(16, 1, layout, codec="patch", block_length=4)
+    before = images[:1]
+    for image, together in steps:
+        after = images[image][None]
+        append_all((plain, store), [(before, after)])
+        before = after if together else images[(image + 1) % 6][None]
+    check_contents(store, plain)
 
 
-def test_all_codecs_are_tested() -> None:
-    assert sorted([*CODECS, "jpeg"]) == codec_names()  # which is lossy: see test_jpeg
+def check_held(store: Any, plain: PlainStore) -> None:
+    """What is held equals the plain arrays; what was given up reads as zeros."""
+    before, after = plain.observations.copy(), plain.next_observations.copy()
+    gone = np.ones(plain.capacity, dtype=bool)
+    gone[(store.first + np.arange(store.size)) % store.capacity] = False
+    before[gone] = after[gone] = 0
+    rows, envs = np.repeat(np.arange(plain.capacity), plain.n_envs), np.tile(np.arange(plain.n_envs), plain.capacity)
+    outs = [np.empty((len(rows), *plain.layout.shape), plain.layout.dtype) for _ in range(2)]
+    store.get(rows, envs, *outs)
+    for out, expected in zip(outs, (before, after), strict=True):
+        np.testing.assert_array_equal(out.reshape(expected.shape), expected)
+
+
+@settings(max_examples=40)
+@given(data=st.data(), capacity=st.sampled_from([3, 50, 300]), budget=st.integers(30_000, 200_000))
+def test_a_store_with_a_budget_equals_plain_arrays(data: st.DataObject, capacity: int, budget: int) -> None:
+    store: Any = FrameStore(capacity, 2, GREY, codec="patch", block_length=4, max_bytes=budget)
+    plain = PlainStore(capacity, 2, GREY)
+    for _ in range(data.draw(st.integers(1, 3))):
+        contents = data.draw(st.sampled_from(["noise", "sparse", "mixed"]))
+        for transition in transitions(GREY, n_steps=data.draw(st.integers(1, 200)), contents=contents):
+            append_all((store, plain), [transition])
+            assert store.nbytes <= budget
+        action = data.draw(st.sampled_from(["nothing", "drop", "clear", "pickle"]))
+        if action == "drop":
+            store.drop_oldest(store.size // 2)
+        if action == "clear":
+            store.clear()
+            plain.clear()
+        if action == "pickle":
+            store = pickle.loads(pickle.dumps(store))
+        check_held(store, plain)
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_an_adaptive_store_keeps_within_its_budget(where: str, tmp_path: Path) -> None:
+    def opened() -> FrameStore:
+        folder = tmp_path / "a" if where == "disk" else None
+        return FrameStore.adaptive(3000, 2, GREY.shape, np.uint8, max_bytes=BUDGET, storage_dir=folder)
+
+    store, plain = opened(), PlainStore(3000, 2, GREY)
+    for transition in transitions(GREY, n_steps=1200, contents="sparse", odd=0.02):
+        append_all((store, plain), [transition])
+        assert store.nbytes <= BUDGET
+    assert store.layout.n_stack == 4
+    assert store.dropped
+    check_held(store, plain)
+    store.close()
+    if where == "disk":
+        store = opened()
+        check_held(store, plain)
+        store.close()
 
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("contents", ["noise", "sparse"])
-def test_memory_does_not_grow_around_the_ring(codec: str, contents: str) -> None:
+def test_memory_does_not_grow_around_the_ring_and_is_less_after_a_rest(codec: str, contents: str) -> None:
     capacity, held = 60, []
     store = FrameStore(capacity, 2, GREY, codec=codec)
     for step, transition in enumerate(transitions(GREY, n_steps=20 * capacity, contents=contents)):
@@ -46,31 +169,39 @@ def test_memory_does_not_grow_around_the_ring(codec: str, contents: str) -> None
             held.append(store.nbytes)
     assert max(held[4:]) <= 1.1 * max(held[:4])
     assert max(held[12:]) <= 1.01 * max(held[4:12])
+    store.rest()
+    assert store.nbytes < held[-1]
+
+
+def test_an_adaptive_store_that_is_cleared_after_a_rest_keeps_what_it_found_out() -> None:
+    store = FrameStore.adaptive(40, 2, GREY.shape, GREY.dtype)
+    for _ in range(3):
+        plain = PlainStore(40, 2, GREY)
+        append_all((store, plain), transitions(GREY, n_steps=40, contents="sparse"))
+        store.rest()
+        check_contents(store, plain)
+        assert store.layout == GREY
+        store.clear()
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("case", ["shuffled", "flipped", "other memory", "second learn", "one byte"])
-def test_stacks_that_do_not_continue_are_stored_whole(codec: str, case: str) -> None:
-    plain, store = PlainStore(40, 2, GREY), FrameStore(40, 2, GREY, codec=codec, block_length=4)
-    rng = np.random.default_rng(0)
+def test_stacks_share_the_frames_that_they_have_in_common(codec: str) -> None:
+    """Also those of another memory order; what was shuffled, or differs by a byte, is stored whole."""
     steps = list(transitions(GREY, n_steps=90, contents="noise", episode=0))
-    if case == "second learn":
-        steps[30:60] = transitions(GREY, n_steps=30, contents="noise", seed=5)
-    for step, (observations, nexts) in enumerate(steps):
-        if case == "shuffled" and step % 3 == 0:
-            nexts = rng.permuted(nexts, axis=1)
-        if case == "flipped" and step % 5 < 2:
-            observations, nexts = observations[:, ::-1], nexts[:, ::-1]
-        if case == "other memory" and step % 4 == 1:
-            observations = np.asfortranarray(observations)
-        if case == "one byte" and step % 7 == 6:
-            nexts = nexts.copy()
-            nexts[1, step % 4, -1, -1] ^= 1
-        for each in (plain, store):
-            each.append(observations, nexts)
-    check_contents(store, plain)
-    # A copy of another memory order is the same stack.
-    assert (frames_stored(store) > 2 * 91) == (case != "other memory")
+    stored = {}
+    for case in ("as they are", "other memory", "shuffled", "one byte"):
+        plain, store = PlainStore(40, 2, GREY), FrameStore(40, 2, GREY, codec=codec, block_length=4)
+        for step, (observations, nexts) in enumerate(steps):
+            after = nexts.copy()
+            if case == "shuffled" and step % 3 == 0:
+                after = np.random.default_rng(step).permuted(after, axis=1)
+            if case == "one byte" and step % 7 == 6:
+                after[1, step % 4, -1, -1] ^= 1
+            before = np.asfortranarray(observations) if case == "other memory" else observations
+            append_all((plain, store), [(before, after)])
+        check_contents(store, plain)
+        stored[case] = int(store._pool._arrays["head"][FRAMES])
+    assert stored["as they are"] == stored["other memory"] <= 2 * 91 < min(stored["shuffled"], stored["one byte"])
 
 
 @pytest.mark.parametrize("n_stack", [1, 100, 255])
@@ -78,40 +209,33 @@ def test_stacks_may_be_deep(n_stack: int) -> None:
     layout = StackLayout((n_stack, 2, 3), np.dtype(np.uint8), n_stack, 0)
     plain = PlainStore(30, 1, layout)
     stores = [FrameStore(30, 1, layout, codec=codec, block_length=8) for codec in CODECS]
-    fill([plain, *stores], layout, 100, n_envs=1, contents="noise", odd=0.05, episode=40)
+    append_all((plain, *stores), transitions(layout, n_steps=100, n_envs=1, contents="noise", odd=0.05, episode=40))
     for store in stores:
         check_contents(store, plain)
 
 
-def test_threads_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_give_the_same_and_are_not_more_than_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "_PART", 2)
     plain, store = PlainStore(60, 2, RGB), FrameStore(60, 2, RGB, codec="patch+lz4", block_length=4)
-    fill([plain, store], RGB, 100, contents="mixed")
+    append_all((plain, store), transitions(RGB, n_steps=100, contents="mixed"))
     rng = np.random.default_rng(0)
     for num_threads in (1, 2, 3, 7):
         rows, envs = rng.integers(60, size=97), rng.integers(2, size=97)
-        out, next_out = np.zeros((2, 97, *RGB.shape), dtype=np.uint8)
+        out, next_out, alone = np.zeros((3, 97, *RGB.shape), dtype=np.uint8)
         store.get(rows, envs, out, next_out, num_threads=num_threads)
         np.testing.assert_array_equal(out, plain.observations[rows, envs])
         np.testing.assert_array_equal(next_out, plain.next_observations[rows, envs])
-
-
-@pytest.mark.parametrize("clone", [copy.copy, copy.deepcopy, lambda store: pickle.loads(pickle.dumps(store))])
-def test_a_copy_goes_its_own_way(clone: Any) -> None:
-    plain, store = PlainStore(30, 2, GREY), FrameStore(30, 2, GREY, block_length=4)
-    fill([plain, store], GREY, 40)
-    other_plain, other = copy.deepcopy(plain), clone(store)
-    fill([plain, store], GREY, 50, contents="noise", seed=1)
-    fill([other_plain, other], GREY, 70, contents="noise", seed=2)
-    check_contents(store, plain)
-    check_contents(other, other_plain)
+        store.get(rows, envs, None, alone, num_threads=num_threads)
+        np.testing.assert_array_equal(alone, next_out)
+        store.get(rows, envs, None)
+    assert sum(thread.name.startswith("rl-ext-frames") for thread in threading.enumerate()) <= 8
 
 
 @pytest.mark.parametrize("make", [FrameStore, FrameStore.adaptive])
 def test_bad_observations_are_refused_and_change_nothing(make: Any) -> None:
     layout = [GREY] if make is FrameStore else [GREY.shape, GREY.dtype]
     plain, store = PlainStore(20, 2, GREY), make(20, 2, *layout)
-    fill([plain, store], GREY, 10)
+    append_all((plain, store), transitions(GREY, n_steps=10))
     good = np.zeros((2, *GREY.shape), dtype=np.uint8)
     for bad, error, text in (
         (good[:1], InvalidArgumentError, r"obs has shape \(1, 4, 12, 11\), expected \(2, 4, 12, 11\)"),
@@ -122,8 +246,11 @@ def test_bad_observations_are_refused_and_change_nothing(make: Any) -> None:
             store.append(bad, good)
         with pytest.raises(error, match=f"next_{text}" if text.startswith("obs") else text):
             store.append(good, bad)
+    for row in (-1, 20, np.int64(21)):
+        with pytest.raises(InvalidArgumentError, match=f"row={row}.*there are rows 0 to 19. Nothing was stored"):
+            store.append(good, good, row=row)
     check_contents(store, plain)
-    fill([plain, store], GREY, 30, seed=1)
+    append_all((plain, store), transitions(GREY, n_steps=30, seed=1))
     check_contents(store, plain)
 
 
@@ -134,11 +261,25 @@ def test_bad_observations_are_refused_and_change_nothing(make: Any) -> None:
         ({"n_envs": 0}, "n_envs=0"),
         ({"block_length": 12}, "block_length=12 is not a power of two"),
         ({"block_length": 0}, "block_length=0"),
+        *(
+            ({"max_bytes": budget}, f"max_bytes={budget:,} is too little for 2 .* pass at least")
+            for budget in (0, 1000)
+        ),
     ],
 )
 def test_bad_sizes_are_refused(options: dict[str, int], text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
-        FrameStore(**{"capacity": 4, "n_envs": 2, "layout": GREY, **options})
+        FrameStore(**{"capacity": 100, "n_envs": 2, "layout": GREY, **options})
+
+
+@pytest.mark.parametrize("count", [-1, 31])
+def test_no_more_can_be_given_up_than_is_held(count: int) -> None:
+    store = FrameStore(100, 2, GREY)
+    append_all((store,), transitions(GREY, n_steps=30))
+    for give_up in (store.drop_oldest, store.forget_newest):
+        with pytest.raises(InvalidArgumentError, match=f"count={count} transitions cannot be given up, 30 are held"):
+            give_up(count)
+    assert store.size == 30
 
 
 @pytest.mark.parametrize("row", [-1, 20, 2**40])
@@ -147,78 +288,45 @@ def test_places_that_do_not_exist_are_refused(row: int, which: str) -> None:
     store = FrameStore(20, 2, GREY)
     index = {"rows": np.zeros(3, dtype=np.int64), "envs": np.zeros(3, dtype=np.int64)}
     index[which][1] = row
-    out = np.zeros((3, *GREY.shape), dtype=np.uint8)
     with pytest.raises(InvalidArgumentError, match=str(row)):
-        store.get(index["rows"], index["envs"], out)
+        store.get(index["rows"], index["envs"], np.zeros((3, *GREY.shape), dtype=np.uint8))
 
 
-def test_outputs_that_do_not_fit_are_refused() -> None:
+def test_outputs_that_do_not_fit_or_may_not_be_written_to_are_refused() -> None:
     store = FrameStore(20, 2, GREY)
+    store.append(*(np.full((2, *GREY.shape), value, GREY.dtype) for value in (7, 9)))
     index = np.zeros(3, dtype=np.int64), np.zeros(3, dtype=np.int64)
     good = np.zeros((3, *GREY.shape), dtype=np.uint8)
-    for bad in (good[:2], good.astype(np.int8), np.asfortranarray(good), np.zeros((3, 4, 11, 12), dtype=np.uint8)):
-        with pytest.raises(InvalidArgumentError, match="C-contiguous"):
-            store.get(*index, bad)
-        with pytest.raises(InvalidArgumentError, match="C-contiguous"):
-            store.get(*index, good, bad)
+    memory = bytes(good.nbytes)
+    frozen = np.frombuffer(memory, GREY.dtype).reshape(good.shape)
+    read_only = r"a read-only array .* one to write to, .*np\.empty\(\(3, "
+    for bad, text in (
+        *((bad, "C-contiguous") for bad in (good[:2], good.astype(np.int8), np.asfortranarray(good), good.mT)),
+        (frozen, read_only),
+    ):
+        for outs in ((bad, None), (None, bad), (good, bad)):
+            with pytest.raises(InvalidArgumentError, match=text):
+                store.get(*index, *outs)
+    assert not any(memory)
 
 
-@pytest.mark.parametrize("cls", [FrameStore, FrameStore.adaptive])
-def test_numbers_may_be_of_numpys_types(cls: Any) -> None:
-    args = (GREY,) if cls is FrameStore else (GREY.shape, GREY.dtype)
-    store, plain = cls(8, 2, *args), PlainStore(8, 2, GREY)
+@pytest.mark.parametrize("make", [FrameStore, FrameStore.adaptive])
+def test_numbers_may_be_of_numpys_types(make: Any) -> None:
+    args = (GREY,) if make is FrameStore else (GREY.shape, GREY.dtype)
+    store, plain = make(np.int64(8), np.int64(2), *args), PlainStore(8, 2, GREY)
     for row, (observations, nexts) in zip(np.arange(5), transitions(GREY, n_steps=5), strict=True):
         store.append(observations, nexts, row=row)
         plain.append(observations, nexts)
-    file = io.BytesIO()
-    store.save(file)
-    file.seek(0)
-    check_contents(FrameStore.load(file), plain)
+    check_contents(saved_and_loaded(store), plain)
     store.drop_oldest(np.int64(1))
     store.forget_newest(np.int32(1))
-    file = io.BytesIO()
-    store.save(file)
-    file.seek(0)
-    assert (FrameStore.load(file).size, FrameStore.load(io.BytesIO(file.getvalue())).first) == (3, 1)
-
-
-def test_a_copy_of_an_adaptive_store_is_one_of_its_own() -> None:
-    store = FrameStore.adaptive(8, 2, GREY.shape, GREY.dtype)
-    steps = list(transitions(GREY, n_steps=6))
-    append_all((store,), steps[:5])
-    other = copy.copy(store)
-    other.append(*steps[5])
-    assert (store.size, other.size) == (5, 6)
-    store.append(*steps[0])
-    out = np.empty((1, *GREY.shape), GREY.dtype)
-    other.get(np.array([5]), np.zeros(1, np.int64), out)
-    np.testing.assert_array_equal(out[0], steps[5][0][0])
-
-
-@pytest.mark.parametrize("row", [-1, 8, np.int64(9)])
-def test_a_row_that_is_not_there_is_refused(row: int) -> None:
-    store = FrameStore(8, 2, GREY)
-    pair = next(iter(transitions(GREY, n_steps=1)))
-    with pytest.raises(InvalidArgumentError, match=f"row={row}.*there are rows 0 to 7. Nothing was stored"):
-        store.append(*pair, row=row)
-    assert store.size == 0
-
-
-def test_an_output_that_may_not_be_written_to_is_refused() -> None:
-    store = FrameStore(8, 1, GREY)
-    store.append(*(np.full((1, *GREY.shape), value, GREY.dtype) for value in (7, 9)))
-    place, frozen = np.zeros(1, dtype=np.int64), bytes(GREY.stack_bytes)
-    out = np.frombuffer(frozen, GREY.dtype).reshape(1, *GREY.shape)
-    for outs in ((out, None), (None, out)):
-        with pytest.raises(InvalidArgumentError, match=r"a read-only array .* one to write to, .*np\.empty\(\(1, "):
-            store.get(place, place, *outs)
-    assert not any(frozen)
+    again = saved_and_loaded(store)
+    assert (again.size, again.first) == (3, 1)
 
 
 def test_kernels_are_compiled_once_however_places_lie_in_memory() -> None:
-
     store = FrameStore(8, 2, GREY)
-    fill([store], GREY, 8)
+    append_all((store,), transitions(GREY, n_steps=8))
     out = np.empty((6, *GREY.shape), GREY.dtype)
     rows, envs = np.arange(6), np.zeros(6, dtype=np.int64)
     store.get(rows, envs, out)
@@ -234,24 +342,112 @@ def test_kernels_are_compiled_once_however_places_lie_in_memory() -> None:
         store.get(rows[None], envs[None], out[:1])
 
 
-def test_threads_are_not_more_than_were_asked_for() -> None:
-    def ours() -> int:
-        return sum(thread.name.startswith("rl-ext-frames") for thread in threading.enumerate())
-
-    store = FrameStore(64, 1, GREY)
-    for observations, nexts in transitions(GREY, n_steps=64):
-        store.append(observations[:1], nexts[:1])
-    for batch in range(64, 1200, 64):
-        rows = np.arange(batch) % 64
-        store.get(rows, np.zeros_like(rows), np.empty((batch, *GREY.shape), GREY.dtype), num_threads=8)
-    assert ours() <= 8
-
-
 def test_a_store_loaded_from_read_only_buffers_can_be_appended_to() -> None:
     plain, store = PlainStore(30, 2, GREY), FrameStore(30, 2, GREY, block_length=4)
-    fill([plain, store], GREY, 20)
+    append_all((plain, store), transitions(GREY, n_steps=20))
     buffers: list[pickle.PickleBuffer] = []
     data = pickle.dumps(store, protocol=5, buffer_callback=buffers.append)
     loaded = pickle.loads(data, buffers=[bytes(buffer) for buffer in buffers])
-    fill([plain, loaded], GREY, 50, contents="noise")
+    append_all((plain, loaded), transitions(GREY, n_steps=50, contents="noise"))
     check_contents(loaded, plain)
+
+
+# What observations are stacked of.
+
+
+def test_a_stack_size_that_does_not_divide_the_channels_is_refused_and_one_that_does_says_the_axis() -> None:
+    for n_stack in (0, -1, 7, 256):
+        text = rf"n_stack={n_stack}.*12 channels.*\[1, 2, 3, 4, 6, 12\].*n_stack=None"
+        with pytest.raises(InvalidArgumentError, match=f"(?s){text}"):
+            FrameStore.adaptive(10, 1, (12, 8, 20), np.uint8, n_stack=n_stack)
+    for n_stack, axis in ((4, 0), (5, 2)):
+        assert FrameStore.adaptive(10, 1, (12, 8, 20), np.uint8, n_stack=n_stack).layout.axis == axis
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.n_stack > 1], ids=str)
+@pytest.mark.parametrize("contents", ["noise", "mixed"])
+def test_a_stack_is_found(layout: StackLayout, contents: str) -> None:
+    for episode in (0, 3):
+        pairs = list(transitions(layout, n_envs=1, n_steps=16, contents=contents, episode=episode))
+        before, after = (np.concatenate(part) for part in zip(*pairs, strict=True))
+        assert find_layout(layout.shape, layout.dtype, before, after) == layout
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes"),
+    [
+        ((), (0,)),
+        ((4, 84, 84), (0,)),
+        ((84, 84, 4), (2,)),
+        ((12, 12, 12), (0,)),  # SB3 takes the first where both are as long
+        ((4, 7), (0, 1)),
+        ((2, 3, 4, 5), (0, 3)),
+    ],
+)
+def test_the_likelier_stacking_axis_comes_first(shape: tuple[int, ...], axes: tuple[int, ...]) -> None:
+    assert stacking_axes(shape) == axes
+
+
+# Memory that runs out, and codecs that fail, in the middle of ``append``.
+
+
+class Failure:
+    """Lets a function fail at its n-th call from when it is armed."""
+
+    def __init__(self, function: Callable[..., Any], error: BaseException) -> None:
+        self._function, self._error = function, error
+        self.left = 0
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if self.left:
+            self.left -= 1
+            if not self.left:
+                raise self._error
+        return self._function(*args, **options)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_codec_that_fails_leaves_the_store_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    codec = codecs.get_codec("patch+lz4")
+    failure = Failure(codec.seal, error())
+    monkeypatch.setattr(codec, "seal", failure)
+    store, plain = FrameStore(25, 3, GREY, codec=codec, block_length=2), PlainStore(25, 3, GREY)
+    failures = 0
+    for step in transitions(GREY, n_envs=3, n_steps=70, contents="mixed", odd=0.1):
+        for failure.left in range(1, 100):
+            try:
+                store.append(*step)
+                break
+            except error:
+                failures += 1
+                failure.left = 0
+                check_contents(store, plain)
+        failure.left = 0
+        plain.append(*step)
+    assert failures > 50
+
+
+NO_ADDRESSES = """
+import resource
+import numpy as np
+from rl_ext_core.errors import OutOfMemoryError
+from rl_ext_core.frames import FrameStore, StackLayout
+
+layout = StackLayout((4, 84, 84), np.dtype(np.uint8), 4, 0)
+FrameStore(100, 1, layout)
+resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
+FrameStore(10_000, 1, layout)
+try:
+    FrameStore(1_000_000, 1, layout)
+except OutOfMemoryError as error:
+    print(error)
+"""
+
+
+def test_the_systems_refusal_of_memory_says_what_to_do() -> None:
+    done = subprocess.run([sys.executable, "-c", NO_ADDRESSES], capture_output=True, text=True, check=True)
+    assert re.search(r"refuses [\d,]+ bytes of address space .*smaller max_size, or raise the limit", done.stdout)
+    with pytest.raises(OutOfMemoryError, match=r"no memory for another 4,611,686,018,427,387,904 bytes.*size"):
+        allocate(1 << 62)

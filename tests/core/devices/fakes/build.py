@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -40,44 +40,15 @@ def compile_into(folder: Path, compiler: str) -> None:
     (folder / "libEGL.so").symlink_to("libEGL.so.1")
 
 
-def numbers(values: Sequence[int] | None) -> str | None:
+def numbers(values: Sequence[Any] | None) -> str | None:
     return None if values is None else ",".join(map(str, values))
 
 
-def configuration(
-    gpus: int = 4,
-    *,
-    names: Sequence[str] | None = None,
-    free_gib: Sequence[int] | None = None,
-    fastest_first: Sequence[int] | None = None,
-    mig: Mapping[int, Sequence[str]] | None = None,
-    processes: Sequence[tuple[int, int, int, str]] | None = None,
-    nvml_fail: Mapping[str, int] | None = None,
-    cuda_fail: int | None = None,
-    egl_order: Sequence[int] | None = None,
-    egl_lacks: Sequence[str] | None = None,
-    egl_fault: str | None = None,
-    log: Path | None = None,
-) -> dict[str, str]:
-    """Name the variables of a machine; the C sources say what they mean."""
-    slices = None if mig is None else ";".join(f"{gpu}={','.join(uuids)}" for gpu, uuids in mig.items())
-    failing = [f"{function}={code}" for function, code in (nvml_fail or {}).items()]
-    running = None if processes is None else ",".join(":".join(map(str, process)) for process in processes)
-    settings = {
-        "FAKE_GPUS": str(gpus),
-        "FAKE_NAMES": ",".join(names) if names else None,
-        "FAKE_FREE_GIB": numbers(free_gib),
-        "FAKE_FASTEST_FIRST": numbers(fastest_first),
-        "FAKE_MIG": slices,
-        "FAKE_PROCESSES": running,
-        "FAKE_NVML_FAIL": ",".join(failing) or None,
-        "FAKE_CUDA_FAIL": None if cuda_fail is None else str(cuda_fail),
-        "FAKE_EGL_ORDER": numbers(egl_order),
-        "FAKE_EGL_LACKS": ",".join(egl_lacks) if egl_lacks else None,
-        "FAKE_EGL_FAULT": egl_fault,
-        "FAKE_LOG": str(log) if log else None,
-    }
-    return {name: text for name, text in settings.items() if text is not None}
+def configuration(gpus: int = 4, **settings: Any) -> dict[str, str]:
+    """Name the variables of a machine, ``egl_order`` for ``FAKE_EGL_ORDER``; the C sources say what they mean."""
+    given = {"gpus": gpus, **settings}
+    texts = {name: value if isinstance(value, (str, int, Path)) else numbers(value) for name, value in given.items()}
+    return {f"FAKE_{name.upper()}": str(text) for name, text in texts.items() if text is not None}
 
 
 @dataclass(frozen=True)

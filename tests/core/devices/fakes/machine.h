@@ -3,7 +3,6 @@
  *
  *   FAKE_GPUS           how many GPUs there are, 8 at most; they are numbered by PCI address
  *   FAKE_NAMES          their names, separated by commas; "NVIDIA H100" where the list ends
- *   FAKE_FREE_GIB       their free memory in GiB; 80, 79, 78, ... where the list ends
  *   FAKE_FASTEST_FIRST  their numbers in CUDA's default order
  *   FAKE_LOG            a file that gets a line "<function> <process id>" at calls which tests count
  *
@@ -32,21 +31,6 @@ static int entry_of(const char *list, char separator, int place, char *entry, si
     const char *end = strchr(list, separator);
     snprintf(entry, size, "%.*s", (int)(end ? end - list : (long)strlen(list)), list);
     return 1;
-}
-
-/* Finds the value of `name` in a list such as "name=value,name=value". */
-static inline int value_of(const char *list, char separator, const char *name, char *value, size_t size) {
-    char entry[512];
-    for (int place = 0; entry_of(list, separator, place, entry, sizeof entry); place++) {
-        char *equals = strchr(entry, '=');
-        if (!equals) continue;
-        *equals = 0;
-        if (!strcmp(entry, name)) {
-            snprintf(value, size, "%s", equals + 1);
-            return 1;
-        }
-    }
-    return 0;
 }
 
 static void uuid_of(int gpu, char *text, size_t size) {

@@ -1,0 +1,508 @@
+"""Every mistake is found and mended by the line that is offered; a right environment has no findings."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import sys
+import types
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_ext_core.devices import EglDevice, Finding, Inventory, _apply, _cuda, _renderers, check_environment, resolve
+from rl_ext_core.devices.doctor import examine
+from tests.core.devices.machines import egl, machine, typed, uuid
+from tests.core.devices.processes import run
+
+MASK, ORDER, GL, INDEX = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "MUJOCO_GL", "MUJOCO_EGL_DEVICE_ID"
+PLATFORM, RANK, SHOWN, CAN = "PYOPENGL_PLATFORM", "LOCAL_RANK", "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES"
+RENDERERS = ("mujoco", "gymnasium", "dm_control", "robosuite")
+ALL = "mujoco 3.9.0, gymnasium 1.4.0 (mujoco 3.9.0), dm_control 1.0.41"
+SLICE, OTHER = "MIG-11111111-0000-4000-8000-000000000000", "MIG-22222222-0000-4000-8000-000000000000"
+FOUR, TURNED, NONE = machine(4), machine(4, order=(2, 3, 0, 1)), machine(0)
+# Where nothing renders, the mask is CUDA's alone.
+BARE, BARE_CPU, EIGHT = (machine(count, without=RENDERERS) for count in (4, 0, 8))
+CUT = machine(3, mig={1: [SLICE, OTHER]}, without=RENDERERS)
+RENDERS_NOT = machine(3, mig={1: [SLICE]}, without=("robosuite",))
+UNLIKE = machine(2, fastest_first=(1, 0), without=RENDERERS)
+UNKNOWN = dataclasses.replace(UNLIKE, fastest_first=None)
+NO_NVIDIA_EGL = dataclasses.replace(FOUR, egl=egl(()))
+NO_EGL = dataclasses.replace(FOUR, egl=(), egl_error="libEGL.so.1 is not installed")
+NOTHING_RENDERS = dataclasses.replace(machine(0, osmesa=False), egl=())
+CPU_TORCH = {"torch": "2.13.0+cpu", "torch.cuda": ""}
+
+
+def later(devices: tuple[EglDevice, ...], by: int) -> tuple[EglDevice, ...]:
+    return tuple(dataclasses.replace(device, index=device.index + by) for device in devices)
+
+
+SOFTWARE_FIRST = dataclasses.replace(FOUR, egl=(EglDevice(0, True), *later(egl(range(4), software=False), 1)))
+_SOFTWARE = tuple(EglDevice(place, software=True) for place in range(4))
+PYRENDER = machine(4, order=(2, 3, 0, 1), versions={"pyrender": "0.1.45"}, without=RENDERERS)
+TWELVE = dataclasses.replace(machine(8), egl=_SOFTWARE + later(egl(range(8), software=False), 4))
+EGL, SCREEN = {GL: "egl"}, {"DISPLAY": ":0"}
+CONTAINER = "docker run --gpus all -e NVIDIA_DRIVER_CAPABILITIES=all ..."
+
+
+def only(inventory: Inventory, *renderers: str) -> Inventory:
+    """The machine with mujoco and these renderers."""
+    others = set(RENDERERS) - {"mujoco", *renderers}
+    versions = {name: text for name, text in inventory.versions.items() if name not in others}
+    return dataclasses.replace(inventory, versions=versions)
+
+
+def check(environ: Mapping[str, str], inventory: Inventory = FOUR) -> tuple[Finding, ...]:
+    return check_environment(environ, inventory=inventory)
+
+
+# Of CUDA_VISIBLE_DEVICES on a machine of four GPUs: the value; severity, what is to be there, what the effect says.
+MASKS: dict[str, tuple[str, str | None, str]] = {
+    "": ("error", "0", 'a blank in "export CUDA_VISIBLE_DEVICES= 1"'),
+    " 1": ("warning", "1", "skips the blank in ' 1'"),
+    "0, 1": ("warning", "0,1", "2 GPUs, nvidia-smi 0, 1"),
+    "0 1": ("error", "0,1", "reads '0 1' as 0"),
+    "0-3": ("error", "0,1,2,3", "reads '0-3' as 0"),
+    "2..3": ("error", "2,3", "reads '2..3' as 2"),
+    "'1'": ("error", "1", "quotes and brackets are part of the value"),
+    "all": ("error", None, "knows no such word"),
+    "none": ("warning", None, "hides all 4 GPUs"),
+    "0,-1,2": ("warning", "0", "at any negative number"),
+    "cuda:0,cuda:2": ("error", "0,2", "No CUDA GPUs are available"),
+    "GPU 1": ("error", "1", "not a number"),
+    "/dev/nvidia2": ("error", "2", "not a number"),
+    "1gpu": ("error", "0", "reads '1gpu' as 1"),
+    "+1": ("warning", "1", "reads '+1' as 1"),
+    "1,1,2": ("error", "1,2", "stands there twice"),
+    "1,9,2": ("error", "1,2", "stops reading at '9'"),
+    "9" * 30: ("error", "0", "stops reading"),
+    "0,,1": ("error", "0,1", "where nothing stands"),
+    "GPU-aaaa": ("error", uuid(0), "fits 2 GPUs"),
+    "GPU-0123": ("error", "0", "fits no GPU"),
+    uuid(1).lower(): ("error", uuid(1), "not a number"),
+    uuid(2)[4:]: ("error", uuid(2), "not a number"),
+    f"0,{uuid(2)}": ("error", f"{uuid(0)},{uuid(2)}", "not a number"),
+    f"{uuid(1)}, {uuid(0)}": ("error", f"{uuid(1)},{uuid(0)}", "no UUID like those"),
+    SLICE: ("error", "0", "no MIG slice of this machine"),
+    "²": ("error", "0", "'²', which is not a number"),
+}
+# What else is wrong, where: the variable in question, severity, the fix as a pattern, and what the effect says.
+Mistake = tuple[dict[str, str], Inventory, str, str, str, str]
+MISTAKES: list[Mistake] = [
+    *(
+        ({MASK: mask}, BARE, MASK, severity, f"unset {MASK}" if line is None else f"export {MASK}={line}", effect)
+        for mask, (severity, line, effect) in MASKS.items()
+    ),
+    (
+        {MASK: "0,1,00"},
+        BARE_CPU,
+        MASK,
+        "warning",
+        f"export {MASK}=0,1",
+        "twice, so CUDA shows no device at all, on any",
+    ),
+    ({MASK: "0a0a7777"}, EIGHT, MASK, "error", f"export {MASK}={uuid(7)}", "reads '0a0a7777' as 0"),
+    ({MASK: "NoDevFiles"}, BARE, MASK, "*", "@ray.remote(num_gpus=1)", ""),
+    ({MASK: "", "RAY_JOB_ID": "1"}, BARE, MASK, "*", "@ray.remote(num_gpus=1)", ""),
+    # And robosuite's failure on it is no mistake of its own.
+    ({MASK: "", "RAY_JOB_ID": "1", **SCREEN}, FOUR, MASK, "*", "@ray.remote(num_gpus=1)", ""),
+    ({MASK: "NoDevFiles", "SLURM_JOB_ID": "1"}, BARE, MASK, "*", "srun --gpus-per-task=1 python train.py", ""),
+    ({MASK: f"{SLICE},{OTHER}"}, CUT, MASK, "warning", f"export {MASK}={SLICE}", ""),
+    ({MASK: SLICE.lower()}, CUT, MASK, "error", f"export {MASK}={SLICE}", ""),
+    ({MASK: "MIG-3333"}, CUT, MASK, "error", f"export {MASK}={SLICE}", ""),
+    ({MASK: "1"}, CUT, MASK, "warning", f"export {MASK}={SLICE}", ""),
+    ({MASK: f"MIG-{uuid(0)}/1/0"}, CUT, MASK, "error", f"export {MASK}={uuid(0)}", ""),  # that GPU is not cut
+    ({MASK: "0,1"}, CUT, MASK, "error", f"export {MASK}={SLICE}", ""),
+    ({}, CUT, MASK, "warning", "*", f"{SLICE}, and nothing beside it"),
+    ({**SCREEN, MASK: uuid(1)}, only(FOUR, "robosuite"), "*", "*", f"*{INDEX}=1", 'rendering ends in "ValueError: inv'),
+    (
+        {ORDER: "PCI"},
+        UNLIKE,
+        ORDER,
+        "error",
+        f"export {ORDER}=PCI_BUS_ID",
+        f"0 is NVIDIA H100 {uuid(1)} (nvidia-smi 1)",
+    ),
+    ({ORDER: "pci_bus_id"}, BARE, ORDER, "warning", f"export {ORDER}=PCI_BUS_ID", ""),
+    ({ORDER: "fastest"}, UNLIKE, ORDER, "error", f"export {ORDER}=FASTEST_FIRST", ""),
+    ({}, UNLIKE, ORDER, "warning", f"export {ORDER}=PCI_BUS_ID", "(nvidia-smi 1)"),
+    ({}, UNKNOWN, ORDER, "error", f"export {ORDER}=PCI_BUS_ID", ""),
+    ({ORDER: "FASTEST_FIRST"}, UNKNOWN, ORDER, "error", f"export {ORDER}=PCI_BUS_ID", ""),
+    ({RANK: "one"}, BARE, RANK, "error", f"unset {RANK}", ""),
+    ({RANK: ""}, BARE, RANK, "error", f"unset {RANK}", ""),
+    ({RANK: "'2'"}, BARE, RANK, "error", f"export {RANK}=2", ""),
+    ({RANK: "9" * 5000}, BARE, RANK, "error", f"unset {RANK}", ""),
+    ({RANK: "4"}, BARE, RANK, "error", "torchrun --nproc-per-node=4 train.py", ""),
+    ({RANK: "1", MASK: "3"}, BARE, RANK, "error", "torchrun --nproc-per-node=1 train.py", ""),
+    ({"SLURM_LOCALID": "-1"}, BARE, "SLURM_LOCALID", "error", "unset SLURM_LOCALID", ""),
+    ({"SLURM_LOCALID": "6"}, BARE, "SLURM_LOCALID", "error", "srun --ntasks-per-node=4 python train.py", ""),
+    ({**SCREEN, GL: "EGL"}, only(FOUR, "gymnasium"), GL, "error", f"export {GL}=egl*", "gymnasium 1.4.0"),
+    ({**SCREEN, GL: "egl "}, only(FOUR, "dm_control"), GL, "error", f"export {GL}=egl*", "dm_control 1.0.41"),
+    ({**SCREEN, GL: "'egl'"}, only(FOUR), GL, "error", f"export {GL}=egl*", "mujoco 3.9.0"),
+    ({**SCREEN, GL: ""}, only(FOUR, "gymnasium"), GL, "error", f"export {GL}=egl*", "gymnasium 1.4.0"),
+    ({**SCREEN, GL: "OSMesa"}, only(FOUR, "gymnasium"), GL, "error", f"export {GL}=osmesa*", "gymnasium 1.4.0"),
+    ({**SCREEN, GL: "vulkan"}, only(FOUR, "robosuite"), GL, "error", f"export {GL}=egl*", "robosuite 1.5.1: import"),
+    ({**SCREEN, GL: "glfw", INDEX: "0"}, machine(2), "*", "warning", f"export {GL}=egl {PLATFORM}=egl", "EGL alone"),
+    ({}, FOUR, GL, "warning", f"export {GL}=egl*", f"{ALL}: "),
+    ({GL: "glfw"}, FOUR, GL, "error", f"export {GL}=egl*", ""),
+    ({**EGL, PLATFORM: "osmesa"}, FOUR, PLATFORM, "error", "export *", ""),
+    ({**EGL, PLATFORM: "EGL"}, only(FOUR, "dm_control"), PLATFORM, "error", "export *", ""),
+    ({GL: "osmesa", PLATFORM: "egl"}, FOUR, PLATFORM, "error", "export *", ""),
+    ({**SCREEN, PLATFORM: "osmesa"}, only(FOUR, "robosuite"), PLATFORM, "error", "export *", ""),
+    # An index that no device has is found once for all renderers.
+    *(
+        ({**EGL, INDEX: value}, FOUR, INDEX, "error", f"export *{INDEX}=0", f"{ALL}, robosuite 1.5.1: ")
+        for value in ("", "x", "-1", "5", "1.0", "²")
+    ),
+    ({**EGL, INDEX: "11"}, TWELVE, INDEX, "error", "*", "between 0 and 9 (inclusive), got 11"),
+    ({**EGL, INDEX: "11"}, TWELVE, INDEX, "error", "*", "it asks EGL for 10 devices of 12"),
+    ({**EGL, INDEX: "0,1"}, FOUR, INDEX, "error", "*", "dm_control 1.0.41: rendering ends"),
+    (
+        *({**EGL, MASK: "0", INDEX: "2"}, TURNED, "*", "error"),
+        'from rl_ext_core.devices import resolve\nresolve("auto", render="same", renderer="robosuite").apply()',
+        f'robosuite 1.5.1: import robosuite ends in "AssertionError: {INDEX} needs',
+    ),
+    (  # EGL lists that one first
+        *({**EGL, MASK: "2"}, TURNED, MASK, "*", "*"),
+        f"robosuite 1.5.1: it takes the first entry of {MASK}='2' for EGL's own index: EGL device 2, NVIDIA H100 "
+        f"{uuid(0)} (nvidia-smi 0), while cuda:0, NVIDIA H100 {uuid(2)} (nvidia-smi 2), computes",
+    ),
+    (EGL, SOFTWARE_FIRST, "*", "error", "*", "EGL device 0, Mesa's on the CPU, while cuda:0"),
+    ({**EGL, INDEX: "0"}, SOFTWARE_FIRST, "*", "warning", "*", ""),  # who writes its number may want it
+    ({**EGL, MASK: SLICE, INDEX: "1"}, RENDERS_NOT, "*", "*", '*render="cpu"*', "MIG slices, which do not render"),
+    ({**EGL, RANK: "2"}, FOUR, "*", "*", "*.apply()", "while cuda:2"),  # no line for the shell suits all processes
+    (
+        *({}, machine(2, versions=CPU_TORCH, without=RENDERERS), "torch", "*"),
+        *("*pip install --force-reinstall torch==2.13.0*", "Torch not compiled with CUDA enabled"),
+    ),
+    (
+        {**EGL, CAN: "compute,utility"},
+        NO_NVIDIA_EGL,
+        CAN,
+        "*",
+        f"*{CONTAINER}*",
+        f"does not list NVIDIA H100 {uuid(0)}",
+    ),
+    ({**EGL, SHOWN: "all"}, NO_NVIDIA_EGL, CAN, "*", f"*{CONTAINER}*", "10_nvidia.json"),
+    (EGL, NO_NVIDIA_EGL, "EGL", "*", "*apt-get install nvidia-egl-icd*", "Mesa's CPU device"),
+    (
+        *({**EGL, "__EGL_VENDOR_LIBRARY_FILENAMES": "/mesa.json"}, NO_NVIDIA_EGL, "__EGL_VENDOR_LIBRARY_FILENAMES"),
+        *("*", "unset __EGL_VENDOR_LIBRARY_FILENAMES", "replaces the drivers"),
+    ),
+    (
+        *({**EGL, MASK: "3"}, only(dataclasses.replace(FOUR, egl=egl((0, 1, 2)))), "EGL", "*"),
+        *("*docker run*", f"does not list NVIDIA H100 {uuid(3)}"),
+    ),
+    ({PLATFORM: "egl", MASK: "1"}, PYRENDER, "EGL_DEVICE_ID", "*", "export EGL_DEVICE_ID=3", uuid(2)),
+    (EGL, NO_EGL, "EGL", "*", "*apt-get install libegl1*", "libEGL.so.1 is not installed"),
+    (EGL, NOTHING_RENDERS, "EGL", "*", "*libegl-mesa0*", "no device"),
+    ({GL: "osmesa"}, machine(4, osmesa=False), GL, "*", f"*export {GL}=egl*", "OSMesa"),
+    ({GL: "osmesa"}, NOTHING_RENDERS, GL, "*", "*apt-get install libegl1*", "OSMesa"),
+    ({SHOWN: "void"}, BARE_CPU, SHOWN, "*", "*docker run --gpus all*", "keeps NVIDIA's container runtime"),
+    ({SHOWN: "all"}, BARE_CPU, SHOWN, "*", "*docker run --gpus all*", "started without them"),
+]
+
+
+@pytest.mark.parametrize(
+    ("environ", "inventory", "variable", "severity", "fix", "effect"), MISTAKES, ids=lambda v: str(v)[:60]
+)
+def test_a_mistake_is_found_and_mended_by_the_line_that_is_offered(
+    environ: dict[str, str],
+    inventory: Inventory,
+    variable: str,
+    severity: str,
+    fix: str,
+    effect: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    before = dict(environ)
+    (found,) = check(environ, inventory)
+    assert effect in found.effect
+    assert not re.search(r"[a-z]\. [A-Z]", found.effect)  # one sentence
+    assert fnmatchcase(found.variable, variable)
+    assert fnmatchcase(found.severity, severity)
+    assert fnmatchcase(found.fix, fix)
+    assert found.value == (inventory.versions["torch"] if variable == "torch" else environ.get(found.variable))
+    assert environ == before
+    assert not caplog.records
+    if found.fix.startswith(("export", "unset")) and not found.variable.startswith("__"):  # which changes the machine
+        assert check(typed(found.fix, environ), inventory) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "line"),
+    [
+        ("cuda_visible_devices", "1", f"export {MASK}=1"),
+        ("CUDA_VISIBLE_DEVICE", "1", f"export {MASK}=1"),
+        ("CUDA_VISIBEL_DEVICES", "1", f"export {MASK}=1"),
+        ("export CUDA_VISIBLE_DEVICES", "1", f"export {MASK}=1"),
+        ("CUDA-VISIBLE-DEVICES", "a b", f"export {MASK}='a b'"),
+        ("CUDA_DEVICES_ORDER", "PCI_BUS_ID", f"export {ORDER}=PCI_BUS_ID"),
+        ("MUJOCO_Gl", "EGL", f"export {GL}=egl"),
+        ("MUJOCO_EGL", "1", f"export {GL}=egl"),
+        ("PYOPENGL_PLATTFORM", "egl", f"export {PLATFORM}=egl"),
+        ("LOCALRANK", "1", f"export {RANK}=1"),
+    ],
+)
+def test_a_misspelled_name_is_found_with_the_right_one(name: str, value: str, line: str) -> None:
+    (found,) = (entry for entry in check({**SCREEN, name: value}, only(FOUR)) if entry.variable == name)
+    assert (found.value, found.fix, found.severity) == (value, line, "error")
+    assert repr(name) in found.effect
+
+
+NEIGHBOURS = """
+    NVIDIA_VISIBLE_DEVICES NVIDIA_DRIVER_CAPABILITIES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES GPU_DEVICE_ORDINAL
+    ASCEND_VISIBLE_DEVICES MUSA_VISIBLE_DEVICES XPU_VISIBLE_DEVICES ZE_AFFINITY_MASK CUDA_HOME CUDA_PATH CUDA_VERSION
+    CUDA_CACHE_PATH CUDA_LAUNCH_BLOCKING CUDA_MODULE_LOADING CUDA_DEVICE_MAX_CONNECTIONS RANK WORLD_SIZE NODE_RANK
+    LOCAL_WORLD_SIZE GROUP_RANK ROLE_RANK MPI_LOCALRANKID OMPI_COMM_WORLD_LOCAL_RANK PMI_RANK SLURM_PROCID
+    EGL_DEVICE_ID EGL_PLATFORM MUJOCO_PATH MUJOCO_PY_MUJOCO_PATH MUJOCO_PLUGIN_PATH MUJOCO_LOG PYGLET_HEADLESS
+    PYOPENGL_ERROR_CHECKING PATH HOME
+"""
+RIGHT: list[tuple[dict[str, str], Inventory]] = [
+    *(({**SCREEN, name: "1"}, only(FOUR)) for name in NEIGHBOURS.split()),
+    ({}, BARE),
+    ({}, BARE_CPU),
+    (SCREEN, FOUR),
+    ({**SCREEN, GL: "glfw"}, machine(2)),
+    (EGL, FOUR),
+    (EGL, NONE),
+    ({**EGL, MASK: "1", INDEX: "1"}, FOUR),
+    ({**EGL, MASK: "2,0,1", INDEX: "0"}, TURNED),
+    ({**EGL, MASK: SLICE, INDEX: "3"}, RENDERS_NOT),
+    ({MASK: f"{uuid(1)},{uuid(0)}"}, BARE),
+    ({MASK: "GPU-bbbb"}, BARE),
+    ({MASK: SLICE}, CUT),
+    ({MASK: f"MIG-{uuid(1)}/1/0"}, CUT),  # as old drivers write it
+    ({MASK: "0,2"}, CUT),
+    ({MASK: "0"}, BARE_CPU),
+    ({GL: "osmesa", PLATFORM: "osmesa"}, FOUR),
+    ({ORDER: "PCI_BUS_ID"}, UNLIKE),
+    ({ORDER: "FASTEST_FIRST"}, UNLIKE),
+    ({MASK: uuid(1)}, UNKNOWN),
+    ({RANK: "3", "WORLD_SIZE": "4"}, BARE),
+    ({RANK: "0", MASK: "2"}, BARE),  # torchrun --virtual-local-rank
+    ({RANK: "7"}, BARE_CPU),
+    ({"SLURM_LOCALID": "3", "SLURM_GPUS_PER_TASK": "1", MASK: "3"}, BARE),
+    ({**EGL, SHOWN: "all", CAN: "compute,graphics,utility"}, FOUR),
+    ({**EGL, SHOWN: "void"}, FOUR),  # Kubernetes gives GPUs in another way
+    (EGL, machine(0, versions=CPU_TORCH)),
+    ({MASK: "1", "cuda_visible_devices": "1"}, BARE),
+]
+
+
+@pytest.mark.parametrize(("environ", "inventory"), RIGHT, ids=str)
+def test_a_right_environment_has_no_findings(environ: dict[str, str], inventory: Inventory) -> None:
+    assert check(environ, inventory) == ()
+
+
+@pytest.mark.parametrize(
+    ("version", "mask", "where", "finding"),
+    [("3.0.3", "1", "gpu", False), ("3.0.3", "1,2", "unknown", True), ("2.2.2", "1", "unknown", True)],
+)
+def test_the_doctor_says_where_sapien_lands_by_itself(version: str, mask: str, where: str, finding: bool) -> None:
+    """In release 2 on GPU 0 whatever the mask: mani-skill/ManiSkill#161, #447, haosulab/SAPIEN#101, #139."""
+    report = examine(machine(4, versions={"sapien": version}, without=RENDERERS), {MASK: mask})
+    assert [found.where for found in report.renderers if found.name == "sapien"] == [where]
+    assert len(report.findings) == finding
+    for entry in report.findings:
+        assert (entry.severity, entry.variable) == ("warning", MASK)
+        assert entry.fix.endswith('resolve("auto", render="same", renderer="sapien").render_device')
+
+
+@pytest.mark.parametrize("renderer", RENDERERS)
+def test_what_a_decision_sets_has_no_findings(renderer: str) -> None:
+    there = only(TURNED, renderer)
+    variables = resolve("auto", render="same", renderer=renderer, inventory=there, environ={}).variables
+    assert check({name: value for name, value in variables.items() if value is not None}, there) == ()
+
+
+def test_several_mistakes_are_told_apart() -> None:
+    """Errors come before warnings, and what follows from another is told as such."""
+    found = check({"cuda_visible_devices": "1", **EGL}, only(TURNED, "gymnasium"))
+    assert [finding.variable for finding in found] == ["cuda_visible_devices", INDEX]
+    assert f"once the other lines are typed, {INDEX} is not set" in found[1].effect
+    assert [entry.severity for entry in check({MASK: "-1", RANK: "x"}, BARE)] == ["error", "warning"]
+    rank, index = check({**EGL, RANK: "9", INDEX: "x"})
+    assert (rank.variable, index.variable) == (RANK, INDEX)
+    assert index.fix.endswith(".apply()")
+    (differs,) = check({MASK: "1", "cuda_visible_devices": "2"}, BARE)
+    assert (differs.severity, differs.fix) == ("warning", f"export {MASK}=1")
+    robust, mask = check({**SCREEN, MASK: "1,"}, only(FOUR, "robosuite"))
+    assert "ValueError: invalid literal for int() with base 10: ''" in robust.effect
+    assert (typed(robust.fix, {})[INDEX], mask.severity, mask.fix) == ("1", "warning", f"export {MASK}=1")
+
+
+GRID = [(renderer, "3.9.0") for renderer in RENDERERS] + [("mujoco", "4.0.0"), ("gymnasium", "4.0.0")]
+
+
+@pytest.mark.parametrize(("renderer", "mujoco"), GRID)
+def test_over_all_orders_and_masks_there_is_a_finding_where_the_rule_leads_elsewhere_and_its_fix_leads_right(
+    renderer: str, mujoco: str
+) -> None:
+    findings = 0
+    masks = [",".join(numbers) for length in (1, 2, 3) for numbers in itertools.permutations("012", length)]
+    for order, mask in itertools.product(itertools.permutations(range(3)), [None, *masks]):
+        there = only(machine(3, order=order, versions={"mujoco": mujoco}), renderer)
+        environ = EGL if mask is None else {**EGL, MASK: mask}
+        right = _leads(renderer, environ, there) == (mask or "0").split(",")[0]
+        about = [finding for finding in check(environ, there) if f"{renderer} " in finding.effect]
+        assert len(about) == (not right)
+        for finding in about:
+            after = _applied_line(finding, renderer, environ, there)
+            assert _leads(renderer, after, there) == (mask or "0").split(",")[0]
+        findings += len(about)
+    assert findings
+
+
+def _leads(renderer: str, environ: Mapping[str, str], there: Inventory) -> str:
+    visible = tuple(uuid(int(number)) for number in environ.get(MASK, "0,1,2").split(","))
+    rule = _renderers.find(renderer, there.versions)
+    world = _renderers.EglWorld(there.egl or (), visible)
+    owner = world.devices[rule.selects(environ, world)].uuid
+    return "" if owner is None else str(int(owner[-12:]))
+
+
+def _applied_line(finding: Finding, renderer: str, environ: Mapping[str, str], there: Inventory) -> dict[str, str]:
+    if finding.fix.startswith("export"):
+        after = typed(finding.fix, environ)
+        assert renderer != "robosuite" or not after.get(MASK) or after[INDEX] in after[MASK]  # or the import would fail
+        return after
+    assert f'renderer="{renderer}"' in finding.fix
+    decision = resolve("auto", render="same", renderer=renderer, inventory=there, environ=environ)
+    return {**environ, **{name: value for name, value in decision.variables.items() if value is not None}}
+
+
+PIECES = ["0", "1", "9", "-1", ",", ";", " ", "'", "GPU-", "GPU-aaaa", uuid(1), "MIG-", SLICE, "cuda:", "egl", "osmesa"]
+ANY_TEXT = st.text() | st.lists(st.sampled_from([*PIECES, "9" * 5000, "²٣", "/", "-", ".."]), max_size=5).map("".join)
+KNOWN = st.sampled_from(
+    (
+        MASK,
+        ORDER,
+        GL,
+        INDEX,
+        PLATFORM,
+        RANK,
+        "SLURM_LOCALID",
+        SHOWN,
+        CAN,
+        "DISPLAY",
+        "cuda_visible_devices",
+        "RAY_JOB_ID",
+    )
+)
+ANY_MACHINE = st.sampled_from(
+    (
+        *(FOUR, TURNED, NONE, BARE, CUT, UNLIKE, UNKNOWN, NO_NVIDIA_EGL, Inventory(), RENDERS_NOT),
+        *(
+            dataclasses.replace(FOUR, egl=None),
+            machine(2, versions={"mujoco": "4.0.0"}),
+            machine(2, versions=CPU_TORCH),
+        ),
+    )
+)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000)
+@given(st.dictionaries(KNOWN, ANY_TEXT) | st.dictionaries(st.text() | KNOWN, ANY_TEXT), ANY_MACHINE)
+def test_whatever_the_environment_holds_it_is_judged_and_left_as_it_is(
+    environ: dict[str, str], inventory: Inventory
+) -> None:
+    before = dict(environ)
+    for finding in check(environ, inventory):
+        assert finding.effect
+        assert finding.fix
+        assert finding.severity in ("error", "warning")
+    assert environ == before
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """This process on a machine with four GPUs, where no library has read anything."""
+    monkeypatch.setattr(Inventory, "current", lambda **_: FOUR)
+    monkeypatch.setattr(_cuda, "_started_uuids", lambda: None)
+    monkeypatch.setattr(_apply, "current", None)
+    monkeypatch.setattr(_apply, "_held", lambda _: None)
+    for module in ("mujoco.rendering.classic.gl_context", "mujoco.gl_context", "dm_control._render", "OpenGL.platform"):
+        monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+    monkeypatch.setitem(sys.modules, "robosuite.utils.binding_utils", types.ModuleType("binding_utils"))
+    for name in (MASK, ORDER, INDEX, PLATFORM, RANK):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(GL, "egl")
+    assert check_environment() == ()
+    return monkeypatch
+
+
+def test_a_mask_that_was_set_after_cuda_had_started(here: pytest.MonkeyPatch) -> None:
+    here.setenv(MASK, "0")
+    here.setattr(_cuda, "_started_uuids", lambda: (uuid(1),))
+    (found,) = check_environment()
+    assert (found.variable, found.fix) == (MASK, f"export {MASK}=0")
+    assert "torch started CUDA in this process with 1, other ones" in found.effect
+    # Neither other variables nor another machine are this process's.
+    assert check_environment({**EGL, MASK: "0"}) == ()
+
+
+def test_a_display_that_was_made_elsewhere(here: pytest.MonkeyPatch) -> None:
+    here.setattr(_apply, "_held", lambda module: "display" if module == "mujoco.egl" else None)
+    here.setattr(_apply, "index_of", lambda _: 3)
+    assert check_environment() == ()  # nobody has asked for another one
+    here.setenv(INDEX, "0")
+    (found,) = check_environment()  # once, though mujoco and gymnasium share it
+    assert (found.variable, found.fix) == (INDEX, f"export {INDEX}=0")
+    assert "mujoco.egl renders on EGL device 3 already" in found.effect
+
+
+def test_a_decision_that_was_applied_is_not_judged(here: pytest.MonkeyPatch) -> None:
+    decision = resolve("cuda:1", render="same", renderer="robosuite", inventory=TURNED, environ={})
+    for name, value in decision.variables.items():
+        here.setenv(name, str(value))
+    here.setenv(MASK, "0")  # robosuite's assertion would fail on it, and is seen to
+    assert len(check_environment()) == 2
+    here.setattr(_apply, "current", decision)
+    assert check_environment() == ()
+    here.setenv(INDEX, "2")
+    assert len(check_environment()) == 2
+
+
+@pytest.mark.parametrize("module", ["mujoco", "dm_control._render"])
+def test_a_backend_that_was_set_after_the_import(module: str) -> None:
+    ended = run(
+        f"""
+        import warnings; warnings.simplefilter("ignore")
+        import {module}
+        from rl_ext_core.devices import check_environment
+        before = [finding.effect for finding in check_environment() if finding.severity == "error"]
+        os.environ["MUJOCO_GL"] = "osmesa"
+        errors = [found for found in check_environment() if found.severity == "error"]
+        answer = before, [[found.variable, found.effect, found.fix] for found in errors]
+        """
+    )
+    before, after = ended.answer
+    assert before == []
+    assert [(variable, fix) for variable, _, fix in after] == [(GL, "export MUJOCO_GL=osmesa")] * len(after)
+    assert any(f"{module}" in effect and "took MUJOCO_GL" in effect for _, effect, _ in after)
+
+
+@pytest.mark.sample(quick=3)
+@pytest.mark.parametrize(
+    ("environ", "code"),
+    [
+        ({GL: "vulkan"}, "import mujoco"),
+        ({**EGL, INDEX: "x"}, "import mujoco; mujoco.GLContext(9, 9)"),
+        ({**EGL, INDEX: "7"}, "import mujoco; mujoco.GLContext(9, 9)"),
+        ({**EGL, PLATFORM: "osmesa"}, "import mujoco; mujoco.Renderer"),
+        ({GL: "glfw"}, "import mujoco; mujoco.Renderer(mujoco.MjModel.from_xml_string('<mujoco/>'), 9, 9)"),
+        ({**EGL, MASK: "1", INDEX: "0"}, "import robosuite"),
+    ],
+    ids=str,
+)
+def test_the_error_that_a_finding_quotes_is_the_one_that_the_library_raises(environ: dict[str, str], code: str) -> None:
+    ended = run(code, **environ)
+    quoted = re.findall(r'"((?:\w|\.)+Error: [^"]+)"', " ".join(finding.effect for finding in check(environ, NONE)))
+    patterns = [re.escape(text).replace(re.escape("..."), ".*") for text in quoted]
+    assert any(re.match(pattern, ended.error) for pattern in patterns), (ended.error, quoted)
