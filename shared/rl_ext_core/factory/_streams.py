@@ -7,6 +7,7 @@ import contextvars
 import ctypes
 import functools
 import hashlib
+import os
 import random
 import sys
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -84,7 +85,7 @@ class _SeedsTorch:
 def _seed_c(word: int) -> None:
     # Libraries in C draw from these; the C library starts them with the same number in every process.
     with contextlib.suppress(OSError, AttributeError):
-        library = ctypes.CDLL(None)
+        library = ctypes.CDLL("ucrtbase" if os.name == "nt" else None)  # there it is no part of the program
         library.srand(ctypes.c_uint(word))
         library.srandom(ctypes.c_uint(word))
         library.srand48(ctypes.c_long(word))
