@@ -5,6 +5,7 @@ Linux is hidden, and by ``scripts/windows_under_wine.sh`` on Windows. It needs n
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import sys
@@ -164,6 +165,7 @@ def test_frame_storage_in_a_folder() -> None:
         assert (opened.get(every) == expected).all()
         opened.close()
         del opened
+        gc.collect()  # TorchRL's buffers are parts of cycles
 
 
 def test_gym_wrapper_and_gym_vec_env() -> None:
