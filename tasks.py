@@ -15,8 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-EXTRAS = {"demo": "demo", "test": "test", "quick": "sb3,frames-jpeg", "lint": "dev", "docs": "docs"}
-# The tests of the buffers, and what they need: what other tests need has no wheels for some systems.
+EXTRAS = {"demo": "demo", "test": "test", "quick": "sb3,torchrl,frames-jpeg", "lint": "dev", "docs": "docs"}
+# The tests for any system, and what they need: what other tests need has no wheels for some systems.
 QUICK = ["pytest>=8", "pytest-timeout>=2.2", "pytest-xdist>=3.5", "hypothesis>=6.90"]
 QUICK_TESTS = ["--confcutdir", "tests/platforms", "tests/platforms"]
 
@@ -45,7 +45,7 @@ def set_up(task: str, *, constrained: bool) -> None:
 def main() -> None:
     """Run one task."""
     parser = argparse.ArgumentParser(description=__doc__, epilog="What else is given goes to the program.")
-    parser.add_argument("task", choices=sorted(EXTRAS), help="quick: the tests of the buffers alone, on any system")
+    parser.add_argument("task", choices=sorted(EXTRAS), help="quick: the tests for any system alone")
     parser.add_argument("--installed", action="store_true", help="use this Python, where all is installed")
     parser.add_argument("--newest", action="store_true", help="the newest versions, not those of constraints.txt")
     arguments, others = parser.parse_known_args()
@@ -63,7 +63,7 @@ def main() -> None:
         run(python, "-m", "sphinx", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html", *others)
     else:
         # With CI set, slow tests run too. What tries every case of something takes hours, and has a target of its own.
-        slow = os.environ.get("CI") and arguments.task == "test"
+        slow = os.environ.get("CI")
         select = "not exhaustive" if slow else "not exhaustive and not slow"
         tests = QUICK_TESTS if arguments.task == "quick" else []
         run(python, "-m", "pytest", "--numprocesses", "auto", "--dist", "worksteal", "-m", select, *tests, *others)

@@ -16,7 +16,6 @@ from stable_baselines3.common.env_util import is_wrapped
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
-from rl_ext_core.vector import SharedMemoryVectorEnv
 from rl_ext_core.vector.autoreset import find_mode, layers
 from sb3_ext._compat import call_in_workers
 from sb3_ext._vector_steps import Batched, Ended, Layout, Separate
@@ -273,9 +272,10 @@ class GymVecEnv(CheckedVecEnv):
         if isinstance(self._base, SyncVectorEnv):
             found = [self._base.envs[index].get_wrapper_attr(name) for index in indices]
             return [method(*args, **kwargs) for method in found]
-        if not isinstance(self._base, (AsyncVectorEnv, SharedMemoryVectorEnv)):
+        # That of SharedMemoryVectorEnv, whose class needs a later gymnasium than all else here.
+        call = getattr(self._base, "call_some", self._call_workers if isinstance(self._base, AsyncVectorEnv) else None)
+        if call is None:
             return None
-        call = self._base.call_some if isinstance(self._base, SharedMemoryVectorEnv) else self._call_workers
         if needs is not None and not all(call(indices, "has_wrapper_attr", needs)):
             raise AttributeError(f"a sub-environment has no attribute {needs!r}")
         return list(call(indices, name, *args, **kwargs))

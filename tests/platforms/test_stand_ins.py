@@ -1,13 +1,15 @@
 """Buffers and workers where the operating system lacks what Linux has: Windows and macOS, imitated here.
 
-``stand_in/sitecustomize.py`` hides it in the process of the tests and in all that they start. ``buffers.py`` and
-``workers.py`` hold what is tested there. ``scripts/windows_under_wine.sh`` runs on a Windows Python what is imitated
-here.
+``stand_in/sitecustomize.py`` hides it in the process of the tests and in all that they start. What is tested there are
+scripts: ``buffers.py``, ``entries.py``, ``workers.py``, ``dll.py``. ``scripts/windows_under_wine.sh`` runs them on a
+Windows Python.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -69,10 +71,35 @@ def test_buffers(system: str) -> None:
     assert "ok     test_sb3s_buffer" in done.stdout
 
 
-@pytest.mark.sample(quick=0, ci=1)
+# A test of each shows that the script ran to its end.
+SCRIPTS = {
+    "entries.py": "test_gym_wrapper_and_gym_vec_env",
+    "dll.py": "test_who_has_died_is_said",
+    "workers.py": "test_one_instance_per_process",
+}
+
+
+@pytest.mark.sample(quick=0, ci=6)
+@pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("system", MISSING)
-def test_workers(system: str) -> None:
-    done = run(system, "tests/platforms/workers.py")
+def test_public_entries(system: str, script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if script == "dll.py":
+        monkeypatch.setenv("RL_EXT_TEST_LIBRARY", compiled(tmp_path))
+    elif importlib.util.find_spec("torchrl") is None:
+        pytest.skip("TorchRL is not installed")
+    done = run(system, f"tests/platforms/{script}")
 
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert "ok     test_one_instance_per_process" in done.stdout
+    assert f"ok     {SCRIPTS[script]}" in done.stdout
+
+
+def compiled(folder: Path) -> str:
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    on_windows = sys.platform == "win32"
+    path = folder / ("simulator.dll" if on_windows else "libsimulator.so")
+    options = ["-static"] if on_windows else ["-fPIC", "-pthread"]
+    source = Path(__file__).with_name("simulator.c")
+    subprocess.run([compiler, "-shared", *options, str(source), "-o", str(path)], check=True)
+    return str(path)

@@ -202,6 +202,9 @@ class Filmed(Counting):
     render_mode = "rgb_array"
 
 
+@pytest.mark.skipif(
+    not hasattr(VecVideoRecorder, "_start_recording"), reason="SB3's recorder tells its speed from 2.4 on"
+)
 def test_videos_have_the_speed_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "moviepy", types.ModuleType("moviepy"))  # is asked for, and not used here
     seen = []

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["call", "death_of"]
 
+# Of exit codes that a program chooses: Windows has larger ones for what signals are elsewhere, such as 0xC0000005.
+_LARGEST = 0xFFFF
 # For a process whose pipe is closed already.
 _ENDS_WITHIN_S = 10.0
 
@@ -70,10 +72,11 @@ def death_of(process: BaseProcess, who: str, worker: int | None = None) -> Worke
     """Return the error that says how a process has ended that no longer answers."""
     process.join(_ENDS_WITHIN_S)
     code = process.exitcode
-    how = "is still running and does not answer" if code is None else f"has ended, with exit code {code}"
+    number = f"0x{code:X}" if code is not None and code > _LARGEST else code
+    how = "is still running and does not answer" if code is None else f"has ended, with exit code {number}"
     return WorkerError(
         f"{who} {how}. What it raised stands above, if it raised; a library that it loads may have ended it",
         worker=worker,
-        kind="signal" if code is not None and code < 0 else "exit",
+        kind="exit" if code is None or 0 <= code <= _LARGEST else "signal",
         exitcode=code,
     )

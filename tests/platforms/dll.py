@@ -1,0 +1,159 @@
+"""A library that allows only one instance per process, as its users meet it; run by ``test_stand_ins.py`` where much of
+Linux is hidden, and by ``scripts/windows_under_wine.sh`` with a DLL on Windows. It needs no pytest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from rl_ext_core.errors import WorkerError
+from rl_ext_core.factory import EnvFactory, as_factory
+from tests.platforms.buffers import main, refused
+
+# The variable that says where it is: who runs this compiles it, from simulator.c.
+LIBRARY = "RL_EXT_TEST_LIBRARY"
+ON_WINDOWS = os.name == "nt"
+NOTHING, CRASH, CRASH_IN_A_THREAD, ABORT, EXIT = range(5)
+
+
+class Simulator(gymnasium.Env[Any, Any]):
+    """A simulator in C; only one per process."""
+
+    observation_space = gymnasium.spaces.Box(-100, 100, (1,), np.float64)
+    action_space = gymnasium.spaces.Discrete(5)
+
+    def __init__(self) -> None:
+        self.library = ctypes.CDLL(os.environ[LIBRARY])
+        self.library.simulator_new.restype = ctypes.c_void_p
+        self.library.simulator_step.restype = ctypes.c_double
+        if self.library.simulator_new() is None:
+            raise RuntimeError("the simulator allows only one instance per process")
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.library.simulator_reset(int(self.np_random.integers(1000)))
+        return np.zeros(1), {"pid": os.getpid()}
+
+    def step(self, action: Any) -> Any:
+        value = self.library.simulator_step(int(action))
+        return np.array([value]), value, False, False, {"pid": os.getpid()}
+
+    def close(self) -> None:
+        self.library.simulator_free()
+
+
+gymnasium.register("rl_ext_tests/Simulator-v0", Simulator, max_episode_steps=6)
+
+
+def none_left() -> None:
+    deadline = time.monotonic() + 60
+    while multiprocessing.active_children() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not multiprocessing.active_children()
+
+
+def not_there(*names: str) -> bool:
+    """Whether one of the modules cannot be imported, which is said."""
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except (ImportError, OSError) as error:  # the latter is torch's, of a DLL
+            print(f"not run: {name}: {error}")
+            return True
+    return False
+
+
+def rewards_of(environment: Any, seed: int) -> list[float]:
+    environment.reset(seed=seed)
+    return [float(environment.step(NOTHING)[1]) for _ in range(5)]
+
+
+def test_only_one_instance_per_process() -> None:
+    for _ in range(2):  # when the first is closed there may be another
+        with contextlib.closing(Simulator()) as environment:
+            assert rewards_of(environment, 1) == rewards_of(environment, 1) != rewards_of(environment, 2)
+            refused(RuntimeError, "only one instance per process", Simulator)
+
+
+def _built_and_stepped(factory: EnvFactory[Any], seed: int) -> list[float]:
+    with contextlib.closing(factory()) as environment:
+        return rewards_of(environment, seed)
+
+
+def test_a_factory_builds_it_in_other_processes() -> None:
+    with contextlib.closing(Simulator()) as environment, multiprocessing.get_context("spawn").Pool(2) as pool:
+        expected = [rewards_of(environment, seed) for seed in (3, 4)]
+        asked = [(as_factory(Simulator), seed) for seed in (3, 4)]
+        assert pool.starmap(_built_and_stepped, asked, chunksize=1) == expected
+    none_left()
+
+
+def test_each_process_has_one() -> None:
+    if not_there("sb3_ext"):
+        return
+    from sb3_ext import AutoVecEnv, make_vec_env
+
+    with contextlib.closing(Simulator()) as environment:
+        expected = [rewards_of(environment, seed) for seed in (5, 6)]
+    with contextlib.closing(make_vec_env("rl_ext_tests/Simulator-v0", 2, seed=5)) as vec_env:
+        vec_env.reset()
+        steps = [vec_env.step(np.full(2, NOTHING)) for _ in range(5)]
+        np.testing.assert_array_equal(np.float32(expected).T, [rewards for _, rewards, _, _ in steps])
+        pids = {info["pid"] for _, _, _, infos in steps for info in infos}
+        assert len(pids) == 2
+        assert os.getpid() not in pids
+    none_left()
+    refused(RuntimeError, "only one instance", lambda: AutoVecEnv([Simulator] * 2, isolation="in-process"))
+
+
+def test_who_has_died_is_said() -> None:
+    if not_there("sb3_ext"):
+        return
+    # In a call of ctypes, Windows' access violation is an OSError, which ends the process as every error does.
+    crashed = "0xC0000005" if ON_WINDOWS else -11
+    deaths = {CRASH: 1 if ON_WINDOWS else -11, CRASH_IN_A_THREAD: crashed, ABORT: 3 if ON_WINDOWS else -6, EXIT: 7}
+    for action, exit_code in deaths.items():
+        _die(action, exit_code)
+
+
+def _die(action: int, exit_code: int | str) -> None:
+    from sb3_ext import make_vec_env
+
+    vec_env = make_vec_env(Simulator, 2)
+    vec_env.reset()
+    vec_env.step(np.array([NOTHING, NOTHING]))
+    said = f"the process of environment 1 of 2 has ended, with exit code {exit_code}"
+    refused(WorkerError, said, functools.partial(vec_env.step, np.array([NOTHING, action])))
+    none_left()
+    vec_env.close()
+
+
+def test_torchrls_workers_have_one_each() -> None:
+    if not_there("torchrl", "torchrl_ext"):
+        return
+    from torchrl_ext import GymWrapper, ParallelEnv
+
+    workers = ParallelEnv(2, lambda: GymWrapper(Simulator()), mp_start_method="spawn")
+    with contextlib.closing(workers):
+        assert workers.rollout(3, policy=_idle(workers)).shape == (2, 3)
+    none_left()
+
+
+def _idle(workers: Any) -> Callable[[Any], Any]:
+    return lambda tensordict: tensordict.set("action", workers.action_spec.zero())
+
+
+if __name__ == "__main__":
+    sys.exit(main(globals()))

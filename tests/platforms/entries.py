@@ -1,0 +1,190 @@
+"""What the public names do that need no worker, on any operating system; run by ``test_stand_ins.py`` where much of
+Linux is hidden, and by ``scripts/windows_under_wine.sh`` on Windows. It needs no pytest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import json
+import sys
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+from stable_baselines3 import DQN, PPO
+from stable_baselines3.common.buffers import ReplayBuffer
+from stable_baselines3.common.vec_env import DummyVecEnv
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.envs import GymWrapper as UpstreamWrapper
+
+from rl_ext_core.cli import main as rl_ext
+from rl_ext_core.errors import StorageError
+from sb3_ext import CompressedReplayBuffer, CompressedRolloutBuffer, GymVecEnv, resolve_device
+from tests.platforms.buffers import folder, main, refused
+from torchrl_ext import FrameStorage, GymWrapper
+
+
+class Moving(gymnasium.Env[Any, Any]):
+    """A dot that walks over a 36×36 image."""
+
+    observation_space = spaces.Box(0, 255, (1, 36, 36), np.uint8)
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.at, self.count = int(self.np_random.integers(36)), 0
+        return self._image(), {}
+
+    def step(self, action: Any) -> Any:
+        self.at, self.count = (self.at + 2 * int(action) - 1) % 36, self.count + 1
+        return self._image(), float(self.at == 7), self.count == 9, False, {}
+
+    def _image(self) -> Any:
+        image = np.zeros((1, 36, 36), np.uint8)
+        image[0, self.count, self.at] = 255
+        return image
+
+
+def printed(*arguments: str) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        code = rl_ext(list(arguments))
+    assert code in (0, 1), (arguments, code)  # 1: something is wrong with the machine
+    return out.getvalue()
+
+
+def test_commands() -> None:
+    assert json.loads(printed("doctor", "--json"))
+    assert "180 GB" in printed("plan", "--shape", "100,100,9", "--size", "1000000")
+    assert resolve_device("cpu") == torch.device("cpu")
+
+
+def _weights(kind: Any, algorithm: Any, **options: Any) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    env = DummyVecEnv([Moving] * 2)
+    model = algorithm("CnnPolicy", env, seed=0, device="cpu", policy_kwargs={"net_arch": [8]}, **options, **kind)
+    model.learn(64)
+    return [parameter.detach().clone() for parameter in model.policy.parameters()]
+
+
+def _assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def test_training_with_dqn() -> None:
+    options = {"buffer_size": 40, "learning_starts": 20, "batch_size": 8}
+    ours, theirs = (
+        _weights({"replay_buffer_class": kind}, DQN, **options) for kind in (CompressedReplayBuffer, ReplayBuffer)
+    )
+    _assert_equal(ours, theirs)
+
+
+def test_training_with_ppo() -> None:
+    options = {"n_steps": 16, "batch_size": 8, "n_epochs": 1}
+    ours, theirs = (_weights(kind, PPO, **options) for kind in ({"rollout_buffer_class": CompressedRolloutBuffer}, {}))
+    _assert_equal(ours, theirs)
+
+
+def test_a_replay_buffer_is_saved_with_its_model() -> None:
+    options = {"buffer_size": 40, "device": "cpu", "policy_kwargs": {"net_arch": [8]}}
+    with folder() as path:
+        model = DQN("CnnPolicy", Moving(), replay_buffer_class=CompressedReplayBuffer, **options)
+        model.learn(30)
+        model.save_replay_buffer(path / "saved")
+        other = DQN("CnnPolicy", Moving(), **options)
+        other.load_replay_buffer(path / "saved")
+        samples = []
+        for buffer in (model.replay_buffer, other.replay_buffer):
+            assert isinstance(buffer, CompressedReplayBuffer)
+            np.random.seed(0)
+            samples.append(buffer.sample(16))
+        _assert_equal(*(list(sample[:5]) for sample in samples))
+
+
+def test_a_replay_buffer_is_kept_in_a_folder() -> None:
+    space, env = (Moving.observation_space, Moving.action_space), Moving()
+    with folder() as path:
+        buffer = CompressedReplayBuffer(40, *space, device="cpu", storage_dir=path / "kept")
+        observation = env.reset(seed=0)[0]
+        for _ in range(9):
+            following, reward, done, _, info = env.step(1)
+            action, rewards, dones = np.ones((1, 1), int), np.array([reward]), np.array([done])
+            buffer.add(observation[None], following[None], action, rewards, dones, [info])
+            observation = following
+        refused(StorageError, "in use", lambda: CompressedReplayBuffer(40, *space, storage_dir=path / "kept"))
+        buffer.close()
+        del buffer  # which maps the files, on Windows too
+        again = CompressedReplayBuffer(40, *space, device="cpu", storage_dir=path / "kept")
+        assert again.pos == 9
+        assert again.dones[:9].sum() == 1
+        assert again.sample(20).observations.shape == (20, 1, 36, 36)
+        again.close()
+        del again
+
+
+def _data(n: int) -> TensorDict:
+    pixels = torch.zeros(n, 4, 40, 40, dtype=torch.uint8)
+    for i in range(n):
+        for j in range(4):
+            pixels[i, j, (i + j) % 40, 3] = 200
+    return TensorDict({"pixels": pixels, "reward": torch.arange(n)}, [n])
+
+
+def _filled(storage: Any) -> TensorDictReplayBuffer:
+    buffer = TensorDictReplayBuffer(storage=storage, batch_size=8)
+    buffer.extend(_data(30))
+    buffer.extend(_data(30))
+    return buffer
+
+
+def test_frame_storage() -> None:
+    every = torch.arange(50)
+    expected = _filled(LazyTensorStorage(50)).storage.get(every)
+    with folder() as path:
+        buffer = _filled(FrameStorage(50))
+        assert (buffer.storage.get(every) == expected).all()
+        buffer.dumps(path / "dumped")
+        loaded = TensorDictReplayBuffer(storage=FrameStorage(50), batch_size=8)
+        loaded.loads(path / "dumped")
+        assert (loaded.storage.get(every) == expected).all()
+
+
+def test_frame_storage_in_a_folder() -> None:
+    every = torch.arange(50)
+    expected = _filled(LazyTensorStorage(50)).storage.get(every)
+    with folder() as path:
+        buffer = _filled(FrameStorage(50, storage_dir=path / "kept"))
+        refused(StorageError, "in use", lambda: FrameStorage(50, storage_dir=path / "kept"))
+        buffer.storage.close()
+        del buffer
+        opened = FrameStorage(50, storage_dir=path / "kept")
+        assert (opened.get(every) == expected).all()
+        opened.close()
+        del opened
+        gc.collect()  # TorchRL's buffers are parts of cycles
+
+
+def test_gym_wrapper_and_gym_vec_env() -> None:
+    rollouts = []
+    for kind in (GymWrapper, UpstreamWrapper):
+        env = kind(gymnasium.make("CartPole-v1"))
+        env.set_seed(0)
+        torch.manual_seed(0)
+        rollouts.append(env.rollout(20))
+        env.close()
+    ours, theirs = rollouts
+    assert (ours["observation"] == theirs["observation"]).all()
+    singles = DummyVecEnv([lambda: gymnasium.make("CartPole-v1")] * 2)
+    for venv in (GymVecEnv(gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="sync")), singles):
+        venv.seed(0)
+        rollouts.append([venv.reset(), *(venv.step(np.array([0, 1]))[0] for _ in range(15))])
+        venv.close()
+    np.testing.assert_allclose(*rollouts[2:], rtol=1e-6)
+
+
+if __name__ == "__main__":
+    sys.exit(main(globals()))
