@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import ctypes
 import functools
+import itertools
 import logging
 import multiprocessing
 import pathlib
@@ -105,6 +106,14 @@ def test_caches_keep_their_size_and_are_refused_with_something_in_them() -> None
     assert (copy.cached(3), world.cached(3)) == (15, 9)
     with pytest.raises(_graft.Refused, match=r"call its cache_clear\(\) first"):
         _graft.dumps(world)
+
+
+def test_counters_go_on_where_they_were() -> None:
+    counter = itertools.count(5, 2)
+    next(counter)
+    copy = copied(Holder(counter=counter))
+    assert (next(copy.counter), next(copy.counter)) == (7, 9)
+    assert fingerprint(itertools.count(1)).differences(fingerprint(itertools.count(2))) != []
 
 
 def test_a_path_is_the_same_whatever_it_was_asked_for() -> None:

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("pettingzoo")
 
 from benchmarks.mutations import try_changes
-from tests.core.factory.grafting import assert_copied, begin
+from tests.core.factory.grafting import assert_copied, begin, copied
 
 QUICK = ["classic.connect_four_v3", "classic.rps_v2", "butterfly.cooperative_pong_v6", "sisl.pursuit_v5"]
 OTHERS = [
@@ -64,6 +64,19 @@ def test_conversions_and_wrappers_are_copied_too() -> None:
     assert_copied(
         wrappers.MultiEpisodeParallelEnv(made("sisl.pursuit_v5", "parallel_env", max_cycles=9), num_episodes=3)
     )
+
+
+def test_what_was_changed_since_it_was_made_is_in_the_copy() -> None:
+    environment = made("butterfly.pistonball_v6", n_pistons=6)
+    begin(environment)
+    ball, space = environment.unwrapped.ball, environment.unwrapped.space
+    ball.velocity, ball.mass, space.gravity = (3.0, -1.5), 0.5, (0.0, 300.0)
+    environment.unwrapped.time_penalty = -9.0
+    world = copied(environment).unwrapped
+    assert (tuple(world.ball.velocity), world.ball.mass, tuple(world.space.gravity)) == ((3.0, -1.5), 0.5, (0.0, 300.0))
+    assert world.time_penalty == -9.0
+    assert world.ball in world.space.bodies
+    assert world.ball is not ball
 
 
 @pytest.mark.sample
