@@ -193,7 +193,7 @@ def test_python_that_does_not_start_is_an_error(
     (folder / "ends_the_process.py").write_text("import os, sys\nsys.stderr.write('no licence')\nos._exit(5)")
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     factory = as_factory(simulator.Plain).then(lambda env: env, preload=("ends_the_process",))
-    with pytest.raises(WorkerError, match=r"'ends_the_process'\] first, ended .* with exit code 5, and printed:\nno"):
+    with pytest.raises(WorkerError, match=r"'ends_the_process', .* first, ended .* with exit code 5, and printed:\nno"):
         probe(factory, cache=False)
     monkeypatch.setattr(multiprocessing.spawn, "_python_exe", b"/nowhere/python")
     with pytest.raises(WorkerError, match=r"cannot be started: .*No such file"):
