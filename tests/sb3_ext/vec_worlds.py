@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,7 @@ class Reusing(Drawn):
     def _drawn(self) -> Any:
         drawn = super()._drawn()
         parts = drawn if isinstance(drawn, dict) else {"": drawn}
-        place = self.__dict__.setdefault("_place", copy.deepcopy(parts))
+        place = self.__dict__.setdefault("_place", OrderedDict(copy.deepcopy(parts)))
         for key, part in parts.items():
             if isinstance(part, np.ndarray):
                 place[key][...] = part

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -177,10 +178,4 @@ class Row:
 
 def kept(observation: Any) -> Any:
     """Copy an observation: an environment may write the next one to the same place."""
-    if isinstance(observation, np.ndarray):
-        return observation.copy()
-    if type(observation) is dict:
-        return {key: kept(value) for key, value in observation.items()}
-    if type(observation) is tuple:
-        return tuple(kept(value) for value in observation)
-    return observation
+    return copy.deepcopy(observation)
