@@ -1,13 +1,19 @@
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
 import json
+import multiprocessing
 import os
+import resource
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torchrl.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -327,3 +333,62 @@ def test_saving_to_its_own_folder_and_loading_from_it_copies_nothing(tmp_path: P
     assert buffer[3]["next", "reward"] == 7
     with pytest.raises(InvalidArgumentError, match=r"open it: FrameStorage\(..., storage_dir="):
         FrameStorage(150).loads(folder)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_process_that_is_killed_while_it_gives_a_folder_up_leaves_nothing_in_the_way(tmp_path: Path) -> None:
+    data = Videos(1).collect(5).reshape(-1)
+    for step in itertools.count():
+        folder = tmp_path / str(step)
+        if (child := os.fork()) == 0:
+            storage, left = FrameStorage(150, storage_dir=folder), step
+
+            def die(event: str, args: tuple[object, ...], folder: Path = folder) -> None:
+                nonlocal left
+                left -= event == "os.remove" and str(folder) in str(args)
+                if left < 0:
+                    os._exit(1)
+
+            sys.addaudithook(die)
+            with contextlib.suppress(InvalidArgumentError):
+                storage.set(torch.arange(3), data)  # there are more of them
+            os._exit(0)
+        ended = os.waitpid(child, 0)[1] == 0
+        storage = FrameStorage(150, storage_dir=folder)
+        storage.set(range(5), data.clone())
+        storage.close()
+        if ended:
+            break
+    assert step > 5
+
+
+def _fill(folder: Path, said: Any) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, 3_000_000))
+    buffer = _open(folder, 3000, codec="patch")
+    random = torch.Generator().manual_seed(0)
+    try:
+        while True:
+            noise = torch.randint(0, 256, (8, 3, 60, 50), dtype=torch.uint8, generator=random)
+            buffer.extend(TensorDict({"pixels": noise, "number": torch.full((8,), said.value)}, [8]))
+            said.value += 1
+    except StorageError:
+        assert len(buffer) == 8 * said.value
+        assert buffer[:]["number"].tolist() == [i for i in range(said.value) for _ in range(8)]
+        os._exit(7)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_disk_that_becomes_full_is_an_error_and_no_end_of_the_process(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    said = context.Value("q", 0)
+    writer = context.Process(target=_fill, args=(tmp_path / "storage", said))
+    writer.start()
+    writer.join(600)  # until it hangs
+    assert writer.exitcode == 7
+    assert said.value > 0
+    buffer = _open(tmp_path / "storage", 3000, codec="patch")
+    assert len(buffer) == 8 * said.value
+    buffer[:].clone()
+    buffer.extend(
+        TensorDict({"pixels": torch.zeros(8, 3, 60, 50, dtype=torch.uint8), "number": torch.zeros(8).long()}, [8])
+    )

@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
+from rl_ext_core.frames.jpeg import JpegCodec
 from rl_ext_core.frames.layout import StackLayout
 from tests.core.frames.jpeg_oracle import as_jpeg
 from tests.torchrl_ext.frame_data import HEIGHT, STACK, WIDTH, Videos, assert_same
@@ -105,3 +106,21 @@ def test_one_that_may_lose_less_does_not_take_over_what_was_saved(
     again = FrameStorage(100, **saved)
     again.load_state_dict(state)
     assert_same(again[:].clone(), storage[:].clone())
+
+
+def test_where_an_image_cannot_be_made_nothing_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer, data = buffer_of(50), pictures(80)
+    buffer.extend(data[:40].clone())
+    before, held = buffer[:].clone(), buffer.storage._columns[0].pool.held
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JpegCodec, "seal", fail)
+        with pytest.raises(MemoryError):
+            buffer.storage.set(range(30, 50), data[40:60])
+    assert buffer.storage._columns[0].pool.held == held
+    assert_same(buffer[:].clone(), before)
+    buffer.storage.set(range(30, 50), data[40:60])
+    assert torch.equal(buffer[30:50]["pixels"].clone(), oracle(data[40:60])["pixels"])

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from torchrl.data import TensorDictReplayBuffer
 
+from rl_ext_core.errors import StorageError
 from tests.torchrl_ext.frame_data import contents
 from tests.torchrl_ext.frame_kills import (
     KEYS,
@@ -175,3 +176,20 @@ def test_no_semaphore_is_left_that_a_process_could_be_killed_with(late: bool) ->
     assert len(shared) == 5
     assert all(isinstance(value.get_lock(), NoLock) for value in shared)
     assert not any(isinstance(value, SemLock) for owner in owners for value in vars(owner).values())
+
+
+@pytest.mark.slow
+def test_a_folder_is_in_use_as_long_as_any_process_shares_it(context: Any, tmp_path: Path) -> None:
+    buffer, said = _shared(300, 30, storage_dir=tmp_path), sharedctypes.RawValue("q", 0)
+    worker = context.Process(target=add_for_ever, args=(buffer, said, 30))
+    worker.start()
+    while not said.value:
+        time.sleep(0.001)
+        assert worker.is_alive()
+    buffer.storage.close()
+    try:
+        with pytest.raises(StorageError, match=f"is in use by this process, {os.getpid()}, or one that"):
+            open_folder(tmp_path, 300)
+    finally:
+        _kill(worker)
+    assert len(_check(open_folder(tmp_path, 300))) > 0
