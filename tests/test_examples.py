@@ -66,8 +66,8 @@ def variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]
 )
 def test_a_notebook_runs(name: str, parts: list[str], tmp_path: Path, variables: dict[str, str]) -> None:
     variables["TMPDIR"] = str(tmp_path)  # Stable Baselines3's log
-    # One of them imports the environment from the file beside it.
-    text = executed(f"{name}.ipynb", EXAMPLES if name == "ppo_torch_env" else tmp_path, variables)
+    # Two of them import the environment from the file beside them.
+    text = executed(f"{name}.ipynb", EXAMPLES if name.endswith("torch_env") else tmp_path, variables)
     assert [part for part in parts if part not in text] == []
     assert name != "robosuite_devices" or float(text.split("brightness")[1].split()[0]) > 10
 

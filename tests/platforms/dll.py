@@ -32,7 +32,7 @@ class Simulator(gymnasium.Env[Any, Any]):
     """A simulator in C; only one per process."""
 
     observation_space = gymnasium.spaces.Box(-100, 100, (1,), np.float64)
-    action_space = gymnasium.spaces.Discrete(5)
+    action_space = gymnasium.spaces.Discrete(1)  # NOTHING: what ends the process is not for probes
 
     def __init__(self) -> None:
         self.library = ctypes.CDLL(os.environ[LIBRARY])
@@ -131,7 +131,7 @@ def test_who_has_died_is_said() -> None:
 def _die(action: int, exit_code: int | str) -> None:
     from sb3_ext import make_vec_env
 
-    vec_env = make_vec_env(Simulator, 2)
+    vec_env = make_vec_env(Simulator, 2, isolation="process")
     vec_env.reset()
     vec_env.step(np.array([NOTHING, NOTHING]))
     said = f"the process of environment 1 of 2 has ended, with exit code {exit_code}"

@@ -17,6 +17,7 @@ import torch
 from gymnasium import spaces
 from stable_baselines3 import DQN, PPO
 from stable_baselines3.common.buffers import ReplayBuffer
+from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.vec_env import DummyVecEnv
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
@@ -67,6 +68,7 @@ def _weights(kind: Any, algorithm: Any, **options: Any) -> list[torch.Tensor]:
     torch.manual_seed(0)
     env = DummyVecEnv([Moving] * 2)
     model = algorithm("CnnPolicy", env, seed=0, device="cpu", policy_kwargs={"net_arch": [8]}, **options, **kind)
+    model.set_logger(Logger(None, []))  # SB3's own makes a folder in the machine's temporary one
     model.learn(64)
     return [parameter.detach().clone() for parameter in model.policy.parameters()]
 
@@ -93,6 +95,7 @@ def test_a_replay_buffer_is_saved_with_its_model() -> None:
     options = {"buffer_size": 40, "device": "cpu", "policy_kwargs": {"net_arch": [8]}}
     with folder() as path:
         model = DQN("CnnPolicy", Moving(), replay_buffer_class=CompressedReplayBuffer, **options)
+        model.set_logger(Logger(None, []))
         model.learn(30)
         model.save_replay_buffer(path / "saved")
         other = DQN("CnnPolicy", Moving(), **options)

@@ -248,7 +248,7 @@ def test_an_instance_is_copied_and_compared() -> None:
 
 
 def test_who_has_died_is_said() -> None:
-    venv = make_vec_env(lambda: Single("in a step"), 2)
+    venv = make_vec_env(lambda: Single("in a step"), 2, isolation="process")
     venv.reset()
     for _ in range(2):
         venv.step(np.zeros(2, int))
@@ -256,7 +256,8 @@ def test_who_has_died_is_said() -> None:
     refused(WorkerError, died, lambda: venv.step(np.zeros(2, int)))
     venv.close()
     none_left()
-    refused(WorkerError, "has ended, with exit code 1", lambda: make_vec_env(lambda: Single("in its constructor"), 2))
+    build = functools.partial(make_vec_env, lambda: Single("in its constructor"), 2, isolation="process")
+    refused(WorkerError, "has ended, with exit code 1", build)
     none_left()
 
 
