@@ -79,7 +79,7 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.sample(quick=0, ci=1)
+@pytest.mark.sample(quick=0, ci=6)
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("system", MISSING)
 def test_public_entries(system: str, script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
