@@ -50,7 +50,7 @@ from rl_ext_core.isolation.experiments import (
     follow,
     waited,
 )
-from rl_ext_core.processes.failures import signal_name
+from rl_ext_core.processes.failures import exit_code_name, signal_name
 from rl_ext_core.processes.servers import preload_modules
 from rl_ext_core.processes.worker import kill_families, kill_group, kill_own_family, main_module, postpone_main
 
@@ -136,9 +136,7 @@ class Trial:
         assert self.exitcode is not None
         if self.exitcode < 0:
             return f"kills the process by {signal_name(-self.exitcode)}"
-        # Windows has numbers for what signals are elsewhere, such as 0xC0000005.
-        code = f"{self.exitcode:#X}".replace("X", "x") if self.exitcode > 0xFFFF else self.exitcode
-        return f"ends the process with exit code {code}"
+        return f"ends the process with exit code {exit_code_name(self.exitcode)}"
 
     @property
     def last_words(self) -> str:

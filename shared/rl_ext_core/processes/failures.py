@@ -26,6 +26,8 @@ _HINTS = {
     "SIGTERM": "Another process has sent it: a job scheduler, a supervisor, or a call of terminate().",
 }
 
+# Of exit codes that a program chooses; those of crashes on Windows are larger.
+LARGEST_CHOSEN = 0xFFFF
 _MAIN = "Current thread"
 # Where Python code waits for other processes. What matters is who called these.
 _WAITING = (
@@ -165,6 +167,11 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def exit_code_name(code: int) -> str:
+    """Return an exit code as people look it up: Windows has numbers for what signals are elsewhere, as 0xC0000005."""
+    return f"0x{code:X}" if code > LARGEST_CHOSEN else str(code)
 
 
 def without_our_frames(text: str) -> str:

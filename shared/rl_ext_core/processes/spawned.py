@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_ext_core._system import set_variables
 from rl_ext_core.errors import WorkerError
+from rl_ext_core.processes.failures import LARGEST_CHOSEN, exit_code_name
 from rl_ext_core.processes.report import Raised
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["call", "death_of"]
 
-# Of exit codes that a program chooses: Windows has larger ones for what signals are elsewhere, such as 0xC0000005.
-_LARGEST = 0xFFFF
 # For a process whose pipe is closed already.
 _ENDS_WITHIN_S = 10.0
 
@@ -72,11 +71,12 @@ def death_of(process: BaseProcess, who: str, worker: int | None = None) -> Worke
     """Return the error that says how a process has ended that no longer answers."""
     process.join(_ENDS_WITHIN_S)
     code = process.exitcode
-    number = f"0x{code:X}" if code is not None and code > _LARGEST else code
-    how = "is still running and does not answer" if code is None else f"has ended, with exit code {number}"
+    how = "is still running and does not answer"
+    if code is not None:
+        how = f"has ended, with exit code {exit_code_name(code)}"
     return WorkerError(
         f"{who} {how}. What it raised stands above, if it raised; a library that it loads may have ended it",
         worker=worker,
-        kind="exit" if code is None or 0 <= code <= _LARGEST else "signal",
+        kind="exit" if code is None or 0 <= code <= LARGEST_CHOSEN else "signal",
         exitcode=code,
     )
