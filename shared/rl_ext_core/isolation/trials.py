@@ -186,7 +186,7 @@ class TrialRunner:
             with theirs:
                 self._start(theirs)
             with contextlib.suppress(OSError):  # it has ended
-                self._caller.send((main_module(), self._preload, self._packed, self._scratch))
+                self._caller.send((main_module(), self._preload, self._packed))
             self._answer()
         except BaseException:
             self._end()
@@ -197,7 +197,7 @@ class TrialRunner:
     def _start(self, theirs: Connection[Any, Any]) -> None:
         """Start the supervisor with its end of a connection, whose end is its own."""
         path, handle = [os.path.abspath(entry) for entry in sys.path], theirs.fileno()
-        code = f"import sys; sys.path[:] = {path!r}; from {__name__} import serve; serve({handle})"
+        code = f"import sys; sys.path[:] = {path!r}; from {__name__} import serve; serve({handle}, {self._scratch!r})"
         flags = util._args_from_interpreter_flags()  # type: ignore[attr-defined]
         environ = dict(os.environ)
         set_variables(self._variables, environ)
@@ -287,22 +287,21 @@ class _GoneError(Exception):
     """The caller has ended, or wants no more."""
 
 
-def serve(handle: int) -> None:
+def serve(handle: int, scratch: str) -> None:
     """Serve the caller until it hangs up: it gets a list of trials for each experiment.
 
     :param handle: of this end of the connection
+    :param scratch: the folder of all trials, which is deleted here should the caller not live to do it
     """
     caller = getattr(connection, "PipeConnection", connection.Connection)(handle)
-    supervisor = _Supervisor(caller, *caller.recv())
-    try:
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(shutil.rmtree, scratch, ignore_errors=True)
+        cleanup.enter_context(contextlib.suppress(_GoneError, EOFError, ConnectionError))
+        supervisor = _Supervisor(caller, scratch, *caller.recv())
+        cleanup.callback(supervisor.end_all)
         caller.send("ready")
         while True:
             caller.send(supervisor.run(caller.recv()))
-    except (_GoneError, EOFError, ConnectionError):
-        pass
-    finally:
-        supervisor.end_all()
-        shutil.rmtree(supervisor.scratch, ignore_errors=True)
     os._exit(0)  # harmless modules need not be taken down
 
 
@@ -310,10 +309,10 @@ class _Supervisor:
     """Runs the trials of one caller, in a process of its own."""
 
     def __init__(
-        self, caller: Connection[Any, Any], main: Mapping[str, Any], preload: Sequence[str], packed: bytes, scratch: str
+        self, caller: Connection[Any, Any], scratch: str, main: Mapping[str, Any], preload: Sequence[str], packed: bytes
     ) -> None:
         self._caller, self._main, self._preload = caller, main, tuple(preload)
-        self._packed, self.scratch, self._cwd = packed, scratch, os.getcwd()
+        self._packed, self._scratch, self._cwd = packed, scratch, os.getcwd()
         self._context: Any = multiprocessing.get_context("spawn")
         if processes.SUPPORTED:
             # So that descendants that lose their parents can be found.
@@ -333,7 +332,7 @@ class _Supervisor:
         if processes.SUPPORTED:
             preload_modules(experiment.preload, {})
         cwd = self._mirrored.path()
-        scratch = Path(tempfile.mkdtemp(dir=self.scratch))
+        scratch = Path(tempfile.mkdtemp(dir=self._scratch))
         (scratch / "tmp").mkdir()
         folders = dependencies.FolderWatch([str(cwd), *self._watched])
         pairs = [pair for group in (APART, RACE) for pair in itertools.permutations(group, 2)]
@@ -357,7 +356,7 @@ class _Supervisor:
         shutil.rmtree(scratch, ignore_errors=True)
         trials = [process.trial for process in self._running]
         self._watched.update(*(trial.measured.get("folders", ()) for trial in trials))
-        stand_for = {str(cwd): self._cwd, self.scratch: "", **self._mirrored.parents}
+        stand_for = {str(cwd): self._cwd, self._scratch: "", **self._mirrored.parents}
         opened = folders.opened.union(*(trial.facts.get("opened", ()) for trial in trials))
         originals = {dependencies.original_of(path, stand_for) for path in opened}
         wrote = any(path.startswith(f"{cwd}{os.sep}") for path in folders.modified & folders.read)

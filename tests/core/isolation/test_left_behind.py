@@ -154,6 +154,17 @@ def test_a_caller_that_ends_takes_everything_along(ending: signal.Signals, tmp_p
     assert list(temporary.iterdir()) == []
 
 
+def test_a_caller_killed_before_it_has_said_what_to_probe_leaves_no_folder(temporary: Path) -> None:
+    dies = "from rl_ext_core.isolation import trials\ntrials.main_module = lambda: os.kill(os.getpid(), 9)"
+    code = f"import os\n{dies}{PROBES.format(name='Plain')}"
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run([sys.executable, "-c", code], env=environ, check=False).returncode == -signal.SIGKILL
+    until = time.monotonic() + 120
+    while list(temporary.iterdir()) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert list(temporary.iterdir()) == []
+
+
 # Once it has a child, say which ones, and kill it.
 MEANWHILE = (
     "for _ in {{1..600}}; do pgrep -P {0} > /dev/null && break; sleep 0.1; done; sleep 0.3; pgrep -P {0}; kill -9 {0}"
