@@ -44,6 +44,8 @@ $(VENV)/.extra-%: pyproject.toml constraints.txt $(VENV)/.torch
 demo: $(VENV)/.extra-demo
 	$(RUN) demo
 
+# Hundreds of processes import the packages: only the first is to compile them, whatever the machine's settings say.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.extra-test
 	scripts/install_system_packages.sh
 	$(if $(CI),scripts/make_mujoco4_venv.sh)
