@@ -12,110 +12,25 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium
 import numpy as np
-import torch
 from stable_baselines3.common import env_util
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
-from torchrl import envs as upstream
 
 from rl_ext_core._system import set_variables
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
 from rl_ext_core.isolation import Isolation, probe
 from sb3_ext import AutoVecEnv, as_factory, make_vec_env
+from tests.platforms import simulators
 from tests.platforms.buffers import folder, main, refused
-from torchrl_ext import GymEnv, GymWrapper, ParallelEnv
 
 psutil: Any = importlib.import_module("psutil") if importlib.util.find_spec("psutil") else None
 
 
-class Single(gymnasium.Env[Any, Any]):
-    """Allows only one instance per process, as many libraries do."""
-
-    observation_space = gymnasium.spaces.Box(-9, 99, (3,), np.float32)
-    action_space = gymnasium.spaces.Discrete(2)
-    instances: ClassVar[list[int]] = []
-
-    def __init__(self, ends: str = "") -> None:
-        if self.instances:
-            raise RuntimeError("Cannot create multiple instances per process")
-        if ends == "in its constructor":
-            raise OSError("no licence")
-        self.instances.append(os.getpid())
-        self.ends, self.count = ends, 0
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        self.count = 0
-        return self.np_random.random(3, np.float32), {"pid": os.getpid()}
-
-    def step(self, action: Any) -> Any:
-        self.count += 1
-        if self.count == 3 and self.ends == "in a step":
-            os._exit(7)
-        return self.np_random.random(3, np.float32), float(action), self.count == 5, False, {"pid": os.getpid()}
-
-
-class Aborts(Single):
-    """A second one takes the process along."""
-
-    def __init__(self) -> None:
-        if self.instances:
-            os.abort()
-        super().__init__()
-
-
-class Hangs(Single):
-    """Hangs when it is built, beside a process that it has started."""
-
-    def __init__(self, note: str) -> None:
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
-        Path(note).write_text(f"{os.getpid()} {child.pid}")
-        time.sleep(1000)
-
-
-class Shares(Single):
-    """Counts the steps of all."""
-
-    count_of_all: ClassVar[list[int]] = []
-
-    def __init__(self) -> None:
-        self.ends, self.count = "", 0
-
-    def step(self, action: Any) -> Any:
-        self.count_of_all.append(1)
-        return super().step(action)[0] + len(self.count_of_all), 0.0, False, False, {}
-
-
-class Locks(Shares):
-    """Allows only one instance per folder, and shares nothing else."""
-
-    count_of_all: ClassVar[list[int]] = []
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lock = os.open("lock", os.O_CREAT | os.O_EXCL)
-
-    def step(self, action: Any) -> Any:
-        return Single.step(self, action)
-
-    def close(self) -> None:
-        os.close(self.lock)
-        os.unlink("lock")
-
-
-class Unrepeatable(Shares):
-    def step(self, action: Any) -> Any:
-        return np.random.default_rng().random(3, np.float32), 0.0, False, False, {}
-
-
-class Declared(Single):
-    metadata: ClassVar[dict[str, Any]] = {"isolation": "in-process", "render_modes": []}
-
-    def __init__(self) -> None:
-        self.ends, self.count = "", 0
+class Single(simulators.Single):
+    """Of the main script, as users' own are."""
 
 
 def steps_of(venv: VecEnv, seed: int = 3) -> list[Any]:
@@ -170,9 +85,9 @@ def test_the_verdicts() -> None:
     single = Isolation.SINGLE_INSTANCE
     ends = "ends the process with" if os.name == "nt" else "kills the process by SIGABRT"
     for source, expected, text in (
-        (Aborts, single, f"building the second {ends}"),
-        (Shares, Isolation.SHARED_STATE, "returns something else from its step"),
-        (Unrepeatable, Isolation.NON_DETERMINISTIC, "does not return the same twice"),
+        (simulators.Aborts, single, f"building the second {ends}"),
+        (simulators.Shares, Isolation.SHARED_STATE, "returns something else from its step"),
+        (simulators.Unrepeatable, Isolation.NON_DETERMINISTIC, "does not return the same twice"),
         (lambda: Single("in its constructor"), Isolation.BROKEN, "building it raises OSError: no licence"),
     ):
         verdict = probe(source, cache=False)
@@ -188,7 +103,7 @@ def test_what_hangs_is_ended_with_what_it_has_started() -> None:
         os.environ.update(dict.fromkeys(before, str(place / "temporary")))
         tempfile.tempdir = None
         try:
-            verdict = probe(functools.partial(Hangs, str(place / "note")), cache=False, timeout=1)
+            verdict = probe(functools.partial(simulators.Hangs, str(place / "note")), cache=False, timeout=1)
         finally:
             set_variables(before)
             tempfile.tempdir = None
@@ -219,7 +134,7 @@ def test_independent_ones_share_this_process_without_a_guard() -> None:
 
 
 def test_processes_that_collide_get_a_folder_each() -> None:
-    venv = AutoVecEnv([Locks] * 2)
+    venv = AutoVecEnv([simulators.Locks] * 2)
     assert isinstance(venv, SubprocVecEnv)
     assert "a working directory of its own" in venv.isolation_report, venv.isolation_report
     venv.reset()
@@ -229,7 +144,7 @@ def test_processes_that_collide_get_a_folder_each() -> None:
 
 
 def test_what_declares_that_it_shares_a_process_does() -> None:
-    for venv in (make_vec_env(Declared, 2), make_vec_env("CartPole-v1", 2, isolation="in-process")):
+    for venv in (make_vec_env(simulators.Declared, 2), make_vec_env("CartPole-v1", 2, isolation="in-process")):
         assert isinstance(venv, DummyVecEnv)
         venv.close()
     assert isinstance(make_vec_env(Single, 1), DummyVecEnv)
@@ -267,6 +182,11 @@ def test_options_of_our_own_workers_are_refused() -> None:
 
 
 def test_torchrls_workers_take_an_instance() -> None:
+    import torch  # here, since each process that is spawned imports what stands above
+    from torchrl import envs as upstream
+
+    from torchrl_ext import GymEnv, GymWrapper, ParallelEnv
+
     env = ParallelEnv(2, GymEnv("Pendulum-v1"), seed=0)
     rollout = env.rollout(5)
     env.close()

@@ -1,0 +1,100 @@
+"""Environments for ``workers.py`` that do what libraries do; processes that try them import nothing heavy for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+import gymnasium
+import numpy as np
+
+
+class Single(gymnasium.Env[Any, Any]):
+    """Allows only one instance per process, as many libraries do."""
+
+    observation_space = gymnasium.spaces.Box(-9, 99, (3,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+    instances: ClassVar[list[int]] = []
+
+    def __init__(self, ends: str = "") -> None:
+        if self.instances:
+            raise RuntimeError("Cannot create multiple instances per process")
+        if ends == "in its constructor":
+            raise OSError("no licence")
+        self.instances.append(os.getpid())
+        self.ends, self.count = ends, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.count = 0
+        return self.np_random.random(3, np.float32), {"pid": os.getpid()}
+
+    def step(self, action: Any) -> Any:
+        self.count += 1
+        if self.count == 3 and self.ends == "in a step":
+            os._exit(7)
+        return self.np_random.random(3, np.float32), float(action), self.count == 5, False, {"pid": os.getpid()}
+
+
+class Aborts(Single):
+    """A second one takes the process along."""
+
+    def __init__(self) -> None:
+        if self.instances:
+            os.abort()
+        super().__init__()
+
+
+class Hangs(Single):
+    """Hangs when it is built, beside a process that it has started."""
+
+    def __init__(self, note: str) -> None:
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+        Path(note).write_text(f"{os.getpid()} {child.pid}")
+        time.sleep(1000)
+
+
+class Shares(Single):
+    """Counts the steps of all."""
+
+    count_of_all: ClassVar[list[int]] = []
+
+    def __init__(self) -> None:
+        self.ends, self.count = "", 0
+
+    def step(self, action: Any) -> Any:
+        self.count_of_all.append(1)
+        return super().step(action)[0] + len(self.count_of_all), 0.0, False, False, {}
+
+
+class Locks(Shares):
+    """Allows only one instance per folder, and shares nothing else."""
+
+    count_of_all: ClassVar[list[int]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = os.open("lock", os.O_CREAT | os.O_EXCL)
+
+    def step(self, action: Any) -> Any:
+        return Single.step(self, action)
+
+    def close(self) -> None:
+        os.close(self.lock)
+        os.unlink("lock")
+
+
+class Unrepeatable(Shares):
+    def step(self, action: Any) -> Any:
+        return np.random.default_rng().random(3, np.float32), 0.0, False, False, {}
+
+
+class Declared(Single):
+    metadata: ClassVar[dict[str, Any]] = {"isolation": "in-process", "render_modes": []}
+
+    def __init__(self) -> None:
+        self.ends, self.count = "", 0
