@@ -5,14 +5,14 @@
 #   scripts/versions.sh [-k lowest|newest] [-e EXTRAS] [-t TESTS] [PYTHON ...]
 #
 #   PYTHON  names or paths; default: python3.10 to python3.14
-#   -e      the extras that are installed; default: sb3,frames-jpeg. torchrl is another
+#   -e      the extras that are installed; default: contrib,frames-jpeg. torchrl is another
 #   -t      the tests; default: those of other systems, of frames, and of SB3's buffers and environments
 #
 # The environments are made in .venv-versions; one that is there is taken as it is. torch is some gigabytes of CUDA
 # unless pip finds a build for the CPU (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-kinds=(lowest newest) extras=sb3,frames-jpeg
+kinds=(lowest newest) extras=contrib,frames-jpeg
 tests="tests/platforms tests/core/frames tests/sb3_ext/test_replay_buffer.py
     tests/sb3_ext/test_vec_env_oracle.py tests/sb3_ext/test_vec_env_failures.py"
 while getopts k:e:t: option; do

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 
 from rl_ext_core._interrupts import check
-from rl_ext_core.errors import CorruptFileError, RlExtError, StorageError
+from rl_ext_core.errors import CorruptFileError, MissingDependencyError, RlExtError, StorageError
 
 FORMAT_VERSION = 4
 
@@ -160,13 +160,19 @@ def unpickling(file: Any, what: str, *, written_by: str) -> Iterator[None]:
     :param file: that is read.
     :param what: it holds.
     :param written_by: the line that writes such a file.
-    :raises CorruptFileError: where something goes wrong; the project's own exceptions and those of files pass.
+    :raises MissingDependencyError: if NumPy 2 wrote it, and this is an older one.
+    :raises CorruptFileError: where something else goes wrong; the project's own exceptions and those of files pass.
     """
     try:
         yield
     except (RlExtError, OSError):
         raise
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("numpy._core"):
+            raise MissingDependencyError(
+                f"{file} was written with NumPy 2, whose arrays NumPy {np.__version__} does not read; the file may be "
+                "whole: pip install 'numpy>=2', and read it again"
+            ) from error
         raise CorruptFileError(
             f"{file} is cut short, damaged, or no {what} ({type(error).__name__}: {error}); write it with {written_by}"
         ) from error

@@ -36,6 +36,7 @@ DECODED = {
 GREY = LAYOUTS[0]
 
 
+@pytest.mark.skipif(np.__version__ < "2", reason="the files were written with NumPy 2")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_of_this_format_is_read_and_the_same_transitions_give_it_again(way: str, kind: str) -> None:
@@ -59,6 +60,13 @@ def test_a_file_of_this_format_is_read_and_the_same_transitions_give_it_again(wa
     dirt = [np.full(size, 0xA5, dtype=np.uint8) for size in range(30, 9000, 7)]
     del dirt
     assert pickle.dumps(filled(way, kind), protocol=5) == first
+
+
+def test_a_file_of_numpy_2_is_not_called_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("multiarray", "numeric"):  # which NumPy 1 lacks
+        monkeypatch.setitem(sys.modules, f"numpy._core.{name}", None)
+    with pytest.raises(MissingDependencyError, match=r"was written with NumPy 2.* pip install 'numpy>=2'"):
+        FrameStore.load(path_of("raw", "store"))
 
 
 def test_there_are_files_and_folders_of_the_formats_that_are_written() -> None:
