@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import io
 import pickle
@@ -97,9 +98,9 @@ def test_a_folder_of_a_later_format_is_refused(tmp_path: Path, monkeypatch: pyte
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
 
 
+@functools.cache
 def state_of(codec: str) -> dict[str, Any]:
-    store: FrameStore = pickle.loads(path_of(codec).read_bytes())
-    return store.__getstate__()
+    return filled(codec, "store").__getstate__()
 
 
 def leaves(value: Any, where: str = "state") -> dict[str, Any]:
@@ -151,7 +152,7 @@ def test_another_state_is_refused(change: Any, says: str | None) -> None:
 
 
 def test_a_file_of_a_codec_that_is_not_available_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = path_of("patch+lz4").read_bytes()
+    data = pickle.dumps(filled("patch+lz4", "store"))
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "lz4" else find(name, *rest))
     with pytest.raises(MissingDependencyError, match=r"codec 'patch\+lz4'"):

@@ -301,7 +301,10 @@ def test_outputs_that_do_not_fit_or_may_not_be_written_to_are_refused() -> None:
     frozen = np.frombuffer(memory, GREY.dtype).reshape(good.shape)
     read_only = r"a read-only array .* one to write to, .*np\.empty\(\(3, "
     for bad, text in (
-        *((bad, "C-contiguous") for bad in (good[:2], good.astype(np.int8), np.asfortranarray(good), good.mT)),
+        *(
+            (bad, "C-contiguous")
+            for bad in (good[:2], good.astype(np.int8), np.asfortranarray(good), good.swapaxes(-1, -2))
+        ),
         (frozen, read_only),
     ):
         for outs in ((bad, None), (None, bad), (good, bad)):
