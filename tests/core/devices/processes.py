@@ -82,7 +82,7 @@ del request, child, null, source, target
 exec(code)
 """
 _PRELOADED = (
-    *("numpy", "scipy.spatial.transform", "scipy.interpolate", "numba", "h5py", "PIL.Image", "cv2", "lxml.etree"),
+    *("numpy", "scipy.spatial.transform", "scipy.interpolate", "numba", "h5py", "PIL.Image", "lxml.etree"),
     *("gymnasium", "absl.logging", "xml.etree.ElementTree", "html.parser", "unittest.mock", "multiprocessing.pool"),
 )
 _server: subprocess.Popen[str] | None = None

@@ -113,11 +113,12 @@ def test_each_rule_picks_what_the_renderer_picks_or_fails_with_it(renderer: str,
     for order, mask in grid():
         environ = {"CUDA_VISIBLE_DEVICES": str(build.numbers(mask))}
         world = _renderers.EglWorld.of(Machine(machine_of(order, renderer), environ))
-        for value in VALUES:
+        # Each pair with two of them: what is read in an odd mask has a test of its own.
+        for value in VALUES[len(cases) // 2 % 5 :: 5]:
             steering = environ if value is None else {**environ, rule.index: value}
             cases.append(case(order, steering))
             expected.append(picked(rule, steering, world, order))
-    assert len(cases) == 15360
+    assert len(cases) == 3072
     assert ask(renderer, cases) == expected
 
 
