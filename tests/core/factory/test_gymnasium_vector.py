@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import gymnasium as gym
@@ -32,6 +33,7 @@ def rollouts(venv: VectorEnv[Any, Any, Any], *, seed: int | None = 3, steps: int
 
 @pytest.mark.parametrize("method", METHODS)
 def test_environments_in_workers_do_what_the_written_line_does_and_draw_on_their_own(method: str) -> None:
+    gc.collect()  # what other tests have left of libraries that do not bear it in a forked process
     env = changed_line()
     env.reset(seed=0)
     factory = as_factory(env)
