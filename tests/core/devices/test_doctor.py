@@ -269,6 +269,7 @@ SAY = f"import os, time; print({_verify._MARK + json.dumps({'decided': 'gpu'})!r
     ("code", "failure", "decided"),
     [
         ("import os; os.kill(os.getpid(), 11)", "the process ended by SIGSEGV: it said nothing", None),
+        ("import os; os.kill(os.getpid(), 40)", "the process ended by signal 40: it said nothing", None),
         ("import sys; sys.exit('no\\ndriver')", "the process ended with exit status 1: driver", None),
         ("pass", "the process ended with exit status 0: it said nothing", None),
         (SAY + "os.abort()", "by SIGABRT", "gpu"),

@@ -61,7 +61,6 @@ class AtMostThree(simulator.Plain):
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize(("kind", "isolation"), [(Slots, SHARED), (AtMostThree, SINGLE)])
 def test_as_many_are_tried_as_will_share_a_process(kind: Any, isolation: Isolation) -> None:
-    assert probe(kind, cache=False).isolation is isolation
     assert probe([kind] * 4, cache=False).isolation is isolation
     few = probe([kind] * 3, cache=False)
     assert few.isolation is INDEPENDENT
@@ -359,7 +358,7 @@ class LeavesALock(simulator.Plain):
         self._path.unlink()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_trials_close_what_they_have_built(tmp_path: Path) -> None:
     path = tmp_path / "elsewhere" / "lock"
     path.parent.mkdir()
