@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import ctypes
+import functools
 import logging
 import multiprocessing
+import pathlib
 import queue
 import sys
 import tempfile
@@ -209,3 +211,28 @@ def test_views_are_those_of_the_copied_dictionary(kind: Any) -> None:
     copy.held["c"] = 3
     assert [list(view) for view in copy.views] == [list(copy.held), list(copy.held.values()), list(copy.held.items())]
     assert {len(view) for view in original.views} == {2}
+
+
+def test_a_reference_to_what_nobody_else_holds_is_missed() -> None:
+    target = Holder(gain=1)
+    world = Holder(reference=weakref.ref(target))
+    assert fingerprint(world).differences(fingerprint(copied(world))) != []
+
+
+def test_caches_keep_their_size_and_are_refused_with_something_in_them() -> None:
+    world = Holder(factor=3)
+    world.cached = functools.lru_cache(maxsize=7)(lambda value: value * world.factor)
+    copy = copied(world)
+    assert different(world, copy) == []
+    assert copy.cached.cache_parameters()["maxsize"] == 7
+    copy.factor = 5
+    assert (copy.cached(3), world.cached(3)) == (15, 9)
+    with pytest.raises(_graft.Refused, match=r"call its cache_clear\(\) first"):
+        _graft.dumps(world)
+
+
+def test_a_path_is_the_same_whatever_it_was_asked_for() -> None:
+    path = pathlib.PurePosixPath("a") / "b"
+    before = fingerprint(path)
+    assert {path: str(path)} == {path: "a/b"}
+    assert before.tokens == fingerprint(path).tokens == fingerprint(copied(path)).tokens
