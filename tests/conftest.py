@@ -67,6 +67,8 @@ def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         yield
         if "rl_ext_core.processes.servers" in sys.modules:
             sys.modules["rl_ext_core.processes.servers"].stop_servers()  # they are kept until the interpreter ends
+        if "tests.core.devices.processes" in sys.modules:
+            sys.modules["tests.core.devices.processes"].stop_server()
         left = [f"process {child}" for child in children_left()]
         for place in places:
             left += [f"file {path}" for path in files_below(place) - before[place]]

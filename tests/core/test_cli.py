@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -58,16 +59,18 @@ def said(out: Out) -> str:
     return printed.out
 
 
-def test_the_version_and_the_commands_are_printed() -> None:
-    assert run("--version").stdout == f"rl-ext {rl_ext_core.__version__}\n"
-    assert "doctor" in run("--help").stdout
-    text = run("doctor", "--help").stdout
-    assert all(option in text for option in ("--device", "--render", "--renderer", "--json", "--replay", "--verify"))
-
-
-@pytest.mark.parametrize("command", ["doctor", "plan", "probe"])
-def test_help_gives_examples(command: str) -> None:
-    assert f"examples:\n  rl-ext {command}" in run(command, "--help").stdout
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("--version", f"rl-ext {rl_ext_core.__version__}\n"),
+        ("--help", "doctor"),
+        *((f"{command} --help", f"examples:\n  rl-ext {command}") for command in ("doctor", "plan", "probe")),
+        *(("doctor --help", f"--{option}") for option in ("device", "render", "renderer", "json", "replay", "verify")),
+    ],
+)
+def test_the_version_and_what_there_is_are_printed(arguments: str, text: str, capsys: Out) -> None:
+    assert status_of(arguments.split()) == 0
+    assert text in said(capsys)
 
 
 def test_shells_complete_its_options(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,22 +98,15 @@ def test_this_machine_is_examined_without_a_word_among_the_errors() -> None:
     assert "renderers with the present variables" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("case", "status"),
-    [("all is well", 0), ("wrong mask", 1), ("MIG", 1), ("no EGL", 1), ("CPU torch", 1)],
-)
-def test_the_status_is_one_where_a_finding_is_an_error(case: str, status: int, put: Put, capsys: Out) -> None:
+@pytest.mark.parametrize(("case", "status"), [("all is well", 0), ("wrong mask", 1), ("no GPU", 1)])
+def test_the_status_is_one_where_a_finding_is_an_error_or_a_renderer_fails(
+    case: str, status: int, put: Put, capsys: Out
+) -> None:
     put(*CASES[case])
     assert main(["doctor"]) == status
-    assert ("error" in said(capsys).split("findings")[1]) == bool(status)
-
-
-def test_the_status_is_one_where_renderers_fail(put: Put, capsys: Out) -> None:
-    put(*CASES["no GPU"])
-    assert main(["doctor"]) == 1
     text = said(capsys)
-    assert "FAILS" in text
-    assert "error" not in text.split("findings")[1]
+    assert ("error" in text.split("findings")[1]) == (case == "wrong mask")
+    assert ("FAILS" in text) == (case == "no GPU")  # which is no finding
 
 
 @pytest.mark.parametrize("case", ["no GPU", "wrong mask"])
@@ -173,6 +169,7 @@ def test_a_decision_or_refusal_is_explained(case: Any, options: str, texts: list
         ("doctor", "--device", ""),
         ("doctor", "--render", "egl:x"),
         ("doctor", "--replay", "/nowhere/report.json"),
+        ("doctor", "--replay", __file__),
         ("doctor", "--replay", "/"),
         ("doctor", "--replay", sys.executable),
         ("doctor", "--replay", "a\0b"),
@@ -195,23 +192,10 @@ def status_of(arguments: Sequence[str]) -> Any:
         return ended.code
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"format": 1}', "\ufeff", "[1]"])
-def test_a_garbled_report_is_wrong_usage(text: str, tmp_path: Path, capsys: Out) -> None:
-    path = tmp_path / "report.json"
-    path.write_text(text)
-    assert main(["doctor", "--replay", str(path)]) == 2
-    assert "rl-ext doctor --json wrote" in capsys.readouterr().err
-
-
-def test_verify_tries_the_renderer_that_is_named() -> None:
+def test_a_renderer_is_tried_and_what_fails_then_is_an_error() -> None:
     done = run("doctor", "--verify", "--renderer", "mujoco", status=EITHER)
-    row = next(line for line in done.stdout.splitlines() if "as predicted" in line)
-    assert row.startswith("mujoco")
-    assert "llvmpipe" in row
+    assert re.search(r"^mujoco .*llvmpipe.* as predicted", done.stdout, re.M)
     assert done.stderr == ""
-
-
-def test_what_fails_when_it_is_tried_is_an_error() -> None:
     done = run("doctor", "--verify", "--device", "cuda:0", "--renderer", "mujoco", "--json", status=1)
     data = json.loads(done.stdout)
     assert [entry["name"] for entry in data["verified"]] == ["mujoco"]
@@ -229,9 +213,8 @@ def test_ctrl_c_elsewhere_is_no_traceback(capsys: Out, monkeypatch: pytest.Monke
     assert said(capsys) == ""
 
 
-@pytest.mark.parametrize("option", ["", "--json"])
-def test_a_reader_that_has_seen_enough_is_no_error(option: str) -> None:
-    command = f"{sys.executable} -m rl_ext_core doctor {option} | true"
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    command = f"{sys.executable} -m rl_ext_core doctor | true"
     done = subprocess.run(["bash", "-c", command], env=environment(), capture_output=True, text=True, check=False)
     assert done.stderr == ""
 

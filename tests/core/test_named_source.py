@@ -60,7 +60,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-@pytest.mark.sample(quick=0)
+@pytest.mark.sample(quick=0, ci=2)
 @pytest.mark.parametrize("name", ["Pixels", "Pixels.make", "Suite.Inner.build", "MyPixels-v0"])
 def test_plan_and_probe_take_the_same_names(
     capsys: pytest.CaptureFixture[str], module: str, name: str, monkeypatch: pytest.MonkeyPatch

@@ -92,7 +92,7 @@ def test_the_gpu_that_computes_is_the_one_that_renders(renderer: str, ask: Ask) 
     for order, mask in grid():
         machine = machine_of(order, renderer)
         environ = {"CUDA_VISIBLE_DEVICES": str(build.numbers(mask))}
-        for device in ("auto", *(f"cuda:{ordinal}" for ordinal in range(len(mask)))):
+        for device in ("auto", f"cuda:{count % len(mask)}"):
             decision = resolve(device, render="same", renderer=name_of(renderer), inventory=machine, environ=environ)
             cases.append(case(order, {**environ, **decision.variables}))
             wanted.append(mask[0 if device == "auto" else int(device[-1])])
@@ -113,11 +113,12 @@ def test_each_rule_picks_what_the_renderer_picks_or_fails_with_it(renderer: str,
     for order, mask in grid():
         environ = {"CUDA_VISIBLE_DEVICES": str(build.numbers(mask))}
         world = _renderers.EglWorld.of(Machine(machine_of(order, renderer), environ))
-        for value in VALUES:
+        # Each pair with two of them: what is read in an odd mask has a test of its own.
+        for value in VALUES[len(cases) // 2 % 5 :: 5]:
             steering = environ if value is None else {**environ, rule.index: value}
             cases.append(case(order, steering))
             expected.append(picked(rule, steering, world, order))
-    assert len(cases) == 15360
+    assert len(cases) == 3072
     assert ask(renderer, cases) == expected
 
 
@@ -131,8 +132,14 @@ def picked(
 
 
 @pytest.mark.sample
-@every_renderer
-@pytest.mark.parametrize("lacks", ["", "cuda"])
+@pytest.mark.parametrize(
+    ("renderer", "lacks"),
+    [
+        *((name, "") for name in sorted(INSTALLED)),
+        *(("mujoco 4", lacks) for lacks in ("", "cuda")),  # which alone asks for that
+        pytest.param("pyrender", "", marks=without_pyrender),
+    ],
+)
 def test_each_rule_reads_odd_masks_as_the_renderer_does(renderer: str, lacks: str, ask: Ask) -> None:
     rule = _renderers.find(name_of(renderer), VERSIONS[renderer])
     # The last one has eleven devices, of which renderers ask for ten.
@@ -159,7 +166,7 @@ def test_eight_gpus_in_any_order_under_any_mask(renderer: str, ask: Ask, monkeyp
     draw = random.Random(8)
     cases: list[Case] = []
     wanted: list[int] = []
-    while len(cases) < 2000:
+    while len(cases) < 1000:
         order = draw.sample([*range(8), -1], 9)
         fastest_first = draw.sample(range(8), 8)
         environ = {"CUDA_VISIBLE_DEVICES": random_mask(draw)}

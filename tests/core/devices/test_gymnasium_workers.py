@@ -16,6 +16,7 @@ from tests.core.devices.reporting import reports
 """
 
 
+@pytest.mark.sample(quick=2, ci=2)
 @pytest.mark.parametrize("context", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_each_worker_gets_its_gpu_before_its_factory_is_unpickled(context: str, tmp_path: Path) -> None:
     ended = run(
@@ -55,7 +56,7 @@ def test_the_decision_that_the_parent_applied_is_kept_there(tmp_path: Path) -> N
     assert ended.stderr.count("a worker's environment is built in the parent process") == 1
 
 
-@pytest.mark.sample
+@pytest.mark.sample(ci=2)
 @pytest.mark.parametrize("context", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_render_with_mesa(context: str, tmp_path: Path) -> None:
     ended = run(

@@ -352,11 +352,3 @@ def test_a_field_of_a_wrong_type_is_refused(place: tuple[str, ...]) -> None:
         (data if len(place) == 1 else data[place[0]][0])[place[-1]] = value
         with pytest.raises(CorruptFileError):
             Inventory.from_json(json.dumps(data))
-
-
-@pytest.mark.parametrize("field", ["format", "gpus", "egl", "fastest_first"])
-def test_a_field_that_is_missing_is_refused(field: str) -> None:
-    data = machines.machine().to_dict()
-    del data[field]
-    with pytest.raises(CorruptFileError):
-        Inventory.from_json(json.dumps(data))

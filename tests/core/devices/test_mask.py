@@ -74,13 +74,7 @@ def test_any_mask_shows_what_torch_shows(mask: str | None, count: int, order: st
 
 
 @pytest.mark.parametrize(
-    ("mask", "shown", "ends"),
-    [
-        ("+", 0, True),
-        ("1,+,2", 1, True),
-        ("2,1²", 2, False),
-        ("1," + "9" * 5000, 1, True),
-    ],
+    ("mask", "shown", "ends"), [("+", 0, True), ("1,+,2", 1, True), ("2,1²", 2, False), ("1," + "9" * 5000, 1, True)]
 )
 def test_a_mask_that_torch_fails_on_is_read_as_far_as_it_makes_sense(mask: str, shown: int, ends: bool) -> None:
     machine = machines.machine()

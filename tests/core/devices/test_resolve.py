@@ -370,26 +370,8 @@ def test_a_decision_explains_itself_travels_and_cannot_be_changed() -> None:
 
 
 # Pieces of right values, so that wrong ones are nearly right.
-_PIECES = [
-    "0",
-    "1",
-    "3",
-    "9",
-    "-",
-    "-1",
-    ",",
-    ";",
-    " ",
-    "'",
-    "GPU-",
-    "GPU-aaaa",
-    uuid(1),
-    "MIG-",
-    SLICE,
-    "cuda:",
-    "egl:",
-]
-_PIECES += ["nvidia-smi:", "pci:", "2a:00.0", "same", "none", "auto", "cpu", "osmesa", "egl", "²٣", "9" * 5000]
+_PIECES = ["0", "1", "3", "9", "-", "-1", ",", ";", " ", "'", "GPU-", "GPU-aaaa", uuid(1), "MIG-", SLICE, "cuda:"]
+_PIECES += ["egl:", "nvidia-smi:", "pci:", "2a:00.0", "same", "none", "auto", "cpu", "osmesa", "egl", "²٣", "9" * 5000]
 ANY_TEXT = st.text() | st.lists(st.sampled_from([*_PIECES, "PCI_BUS_ID"]), max_size=5).map("".join)
 ANY_ENVIRON = st.dictionaries(
     st.sampled_from((MASK, ORDER, BACKEND, INDEX, "PYOPENGL_PLATFORM", RANK, TASK, "SLURM_GPU_BIND", "DISPLAY")),
@@ -418,7 +400,7 @@ OPTIONS = {
 
 
 @pytest.mark.slow
-@settings(max_examples=1500)
+@settings(max_examples=700)
 @given(
     st.sampled_from(MACHINES),
     ANY_ENVIRON,

@@ -56,11 +56,10 @@ BAFFLING = [
     ({"MUJOCO_GL": "glx"}, -1, r"FatalError: gladLoadGL error"),
     ({"PYOPENGL_PLATFORM": "osmesa"}, -1, r"ImportError: Cannot use EGL rendering platform"),
 ]
-variables_and_ids = pytest.mark.parametrize(("variables", "device_id", "error"), BAFFLING)
 
 
 @pytest.mark.exhaustive
-@variables_and_ids
+@pytest.mark.parametrize(("variables", "device_id", "error"), BAFFLING)
 def test_without_a_decision_robosuite_fails_like_this(variables: dict[str, str], device_id: int, error: str) -> None:
     ended = run(DRAW, f"import robosuite\nanswer = draw({device_id})", **variables)
     assert ended.answer is None, "robosuite copes with this now: the guard may be dropped for it"
@@ -69,15 +68,10 @@ def test_without_a_decision_robosuite_fails_like_this(variables: dict[str, str],
     assert ("object has no attribute 'con'" in ended.stderr) is not refused_at_import
 
 
-@pytest.mark.sample
-@variables_and_ids
-@pytest.mark.parametrize(
-    "lines",
-    [pytest.param(APPLIED[0], id="apply"), pytest.param(APPLIED[1], id="imported", marks=pytest.mark.exhaustive)],
-)
-def test_under_a_decision_it_renders_as_decided(
-    variables: dict[str, str], device_id: int, error: str, lines: str
-) -> None:
+@pytest.mark.sample(quick=2)
+@pytest.mark.parametrize("case", range(len(BAFFLING)))
+def test_under_a_decision_it_renders_as_decided(case: int) -> None:
+    (variables, device_id, _), lines = BAFFLING[case], APPLIED[case % 3]
     ended = run(LOGGED, DRAW, lines, f"answer = [draw({device_id}), variables(), logged]", **variables)
     assert ended.error == ""
     context, settings, logged = ended.answer
@@ -120,11 +114,7 @@ def test_a_device_that_does_not_render_is_named_with_its_cause_and_no_noise_and_
     )
     error, cause, drawn = ended.answer
     assert (cause, drawn) == ("RuntimeError", "EGLGLContext")
-    assert re.search(
-        r"DeviceUnavailableError: robosuite cannot render on EGL device 1 \(GPU-bbbb2222\S+\): "
-        r"The MUJOCO_EGL_DEVICE_ID .* got 1\. See what EGL offers: rl-ext doctor --verify",
-        error,
-    )
+    assert re.search(r"DeviceUnavailableError: .* EGL device 1 \(GPU-bbbb2222\S+\): .* got 1\. .*rl-ext doctor", error)
     assert "RuntimeError: The MUJOCO_EGL_DEVICE_ID" in ended.stderr.split("The above exception was the direct cause")[0]
     assert "no attribute" not in ended.stderr
     assert "Exception ignored" not in ended.stderr
@@ -182,14 +172,15 @@ def test_a_broken_opengl_under_osmesa_is_named_too() -> None:
     assert "DeviceUnavailableError: robosuite cannot render on the CPU (OSMesa): gladLoadGL error. See" in ended.error
 
 
-@pytest.mark.sample(quick=2)
 @pytest.mark.parametrize(
-    "change", ["['MUJOCO_EGL_DEVICE_ID'] = '1'", ".pop('MUJOCO_EGL_DEVICE_ID')", "['MUJOCO_GL'] = 'glx'"]
+    ("change", "when"),
+    [
+        ("['MUJOCO_EGL_DEVICE_ID'] = '1'", "before"),
+        (".pop('MUJOCO_EGL_DEVICE_ID')", "after"),
+        ("['MUJOCO_GL'] = 'glx'", "before"),  # later, robosuite has read it
+    ],
 )
-@pytest.mark.parametrize("when", ["before", "after"])
 def test_what_is_changed_after_apply_is_refused(change: str, when: str) -> None:
-    if "MUJOCO_GL'" in change and when == "after":
-        pytest.skip("robosuite has read it then")
     imports = [f"os.environ{change}", "import robosuite"]
     ended = run(DRAW, f"{ON_MESA}.apply()", *(imports if when == "before" else imports[::-1]), "draw()")
     says = r"MUJOCO_GL was 'egl'" if "MUJOCO_GL'" in change else r"MUJOCO_EGL_DEVICE_ID was '0'"
@@ -282,15 +273,9 @@ def test_a_decision_for_another_renderer_is_refused_and_one_without_rendering_im
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mask", "lines"), [*zip(("1", "1,0", ""), APPLIED, strict=True)])
-def test_environments_with_cameras_render_under_one(mask: str, lines: str) -> None:
-    ended = run(
-        LOGGED,
-        LIFT,
-        lines,
-        "answer = [lift(render_gpu_device_id=1), lift(render_gpu_device_id=2), len(logged)]",
-        CUDA_VISIBLE_DEVICES=mask,
-    )
+def test_environments_with_cameras_render_under_one() -> None:
+    drawing = "answer = [lift(render_gpu_device_id=1), lift(render_gpu_device_id=2), len(logged)]"
+    ended = run(LOGGED, LIFT, APPLIED[2], drawing, CUDA_VISIBLE_DEVICES="1,0")
     first, second, logged = ended.answer
     assert min(first, second) > 10, "the images are blank"
     assert logged == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 import sys
@@ -78,6 +79,13 @@ def life(environment: Any, steps: int, seed: int | None) -> dict[str, Any]:
     return fingerprint(returned).tokens
 
 
+@functools.cache
+def _leave_modules_alone() -> None:
+    # What has been imported is much: collections need not go through it each time.
+    gc.collect()
+    gc.freeze()
+
+
 def assert_copied(environment: Any, *, steps: int = 30, at_once: bool = True) -> Any:
     """Copy an environment in the middle of an episode, compare it, and step both: then, and from a reset on.
 
@@ -86,6 +94,7 @@ def assert_copied(environment: Any, *, steps: int = 30, at_once: bool = True) ->
     :param at_once: False where the copy does the same from the next reset on only
     :return: the copy
     """
+    _leave_modules_alone()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         begin(environment)

@@ -177,7 +177,7 @@ def test_it_may_be_called_beside_the_main_thread() -> None:
 
 SCRIPT = """
 import gymnasium as gym
-from stable_baselines3.common.vec_env import SubprocVecEnv
+from gymnasium.vector import AsyncVectorEnv
 from rl_ext_core.factory import as_factory, capture_constructors
 import zlib
 
@@ -199,11 +199,12 @@ def main():
     Own.offset = 5.0
     env = Own(3.0)
     env.gain = 4.0
-    for source in (env, lambda: Own(4.0), gym.make("Own-v0", gain=4.0), gym.spec("Own-v0"), "Own-v0"):
-        factory = as_factory(source)
-        venv = SubprocVecEnv(factory.for_workers(2, seed=0))
-        print(factory.origin, venv.reset().tolist())
-        venv.close()
+    sources = env, lambda: Own(4.0), gym.make("Own-v0", gain=4.0), gym.spec("Own-v0"), "Own-v0"
+    factories = [as_factory(source) for source in sources]
+    venv = AsyncVectorEnv([factory.for_workers(2, seed=0)[1] for factory in factories], context="forkserver")
+    for factory, seen in zip(factories, venv.reset()[0].tolist()):
+        print(factory.origin, seen)
+    venv.close()
 
 if __name__ == "__main__":
     main()
@@ -216,7 +217,7 @@ def test_what_a_script_defines_and_registers_is_known_to_workers(tmp_path: Path)
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     # The class travels with the factory, and what was set on it; ids are known by what they were registered with.
-    changed, default = [[4.0, 5.0]] * 2, [[1.0, 5.0]] * 2
+    changed, default = [4.0, 5.0], [1.0, 5.0]
     assert done.stdout.splitlines() == [
         f"graft {changed}",
         f"callable {changed}",

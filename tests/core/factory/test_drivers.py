@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from rl_ext_core.factory._drivers import Spaces, driver_for, within
-from tests.core.factory.grafting import equal, life
+from rl_ext_core.factory._drivers import driver_for
+from tests.core.factory.grafting import life
 
 
 class Recorder(gym.Env[Any, Any]):
@@ -82,22 +82,6 @@ def test_an_episode_that_ends_is_followed_by_the_next_which_is_returned_too() ->
     assert [returned[0][0].tolist(), returned[1][0].tolist(), returned[3][0].tolist()] == [[1, 1], [2, 2], [1, 1]]
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.uint8])
-def test_numbers_are_drawn_within_their_limits(dtype: Any) -> None:
-    low, high = np.array([0, 1, 2]), np.array([4, 1, 250])
-    drawn = np.stack([within(np.random.default_rng(seed), low, high, (3,), dtype) for seed in range(300)])
-    assert drawn.dtype == dtype
-    assert (drawn >= low).all()
-    assert (drawn <= high).all()
-    if np.issubdtype(dtype, np.integer):
-        assert (drawn.min(0)[:2].tolist(), drawn[:, 0].max(), drawn[:, 1].max()) == ([0, 1], 4, 1)
-
-
-def test_masks_are_followed() -> None:
-    draw = Spaces(np.random.default_rng(0))
-    assert {draw.draw("", spaces.Discrete(6), [0, 0, 1, 0, 1, 0]) for _ in range(40)} == {2, 4}
-
-
 def _vector(mode: str) -> Any:
     return gym.make_vec(
         "CartPole-v1", 3, vectorization_mode="sync", vector_kwargs={"autoreset_mode": gym.vector.AutoresetMode(mode)}
@@ -108,32 +92,13 @@ def _lib(module: str) -> Any:
     return pytest.importorskip(module)
 
 
-def _dm_control() -> Any:
-    return _lib("dm_control.suite").load("cartpole", "swingup", environment_kwargs={"flat_observation": True})
-
-
-def _torchrl() -> Any:
-    envs = _lib("torchrl.envs")
-    return envs.TransformedEnv(envs.GymEnv("CartPole-v1"), envs.RewardSum())
-
-
-def _sb3() -> Any:
-    vec_env = _lib("stable_baselines3.common.vec_env")
-    return vec_env.VecMonitor(vec_env.DummyVecEnv([lambda: gym.make("CartPole-v1")] * 2))
-
-
+# Others are driven by the tests of their rules.
 WORLDS: dict[str, Callable[[], Any]] = {
     "gymnasium": lambda: gym.make("FrozenLake-v1"),
     "vector, next step": lambda: _vector("NextStep"),
     "vector, same step": lambda: _vector("SameStep"),
     "vector, by itself": lambda: _vector("Disabled"),
-    "torchrl": _torchrl,
     "torchrl, batched": lambda: _lib("torchrl.envs").SerialEnv(2, lambda: _lib("torchrl.envs").GymEnv("Pendulum-v1")),
-    "sb3": _sb3,
-    "pettingzoo, turns": lambda: _lib("pettingzoo.classic.connect_four_v3").env(),
-    "pettingzoo, together": lambda: _lib("pettingzoo.sisl.pursuit_v5").parallel_env(max_cycles=20),
-    "dm_control": _dm_control,
-    "composer": lambda: _lib("dm_control.manipulation").load("reach_site_features"),
 }
 
 
@@ -153,23 +118,8 @@ def test_two_environments_with_the_same_seeds_do_the_same(name: str) -> None:
         environment = WORLDS[name]()
         lives.append(life(environment, 40, seed))
         environment.close()
-    assert lives[0] == lives[1]
-    assert (lives[0] == lives[2]) is (name == "pettingzoo, turns")  # connect_four has nothing to seed
+    assert lives[0] == lives[1] != lives[2]
     assert len({repr(token) for token in lives[0].values()}) > 10, "all that was returned is alike"
-
-
-@pytest.mark.parametrize("name", ["gymnasium", "vector, next step", "torchrl", "dm_control"])
-def test_without_a_seed_the_generators_of_an_environment_go_on(name: str) -> None:
-    environment = WORLDS[name]()
-    driver = driver_for(environment, seed=0)
-    assert driver is not None
-    driver.reset(4)
-    first, second = (driver.reset(None) for _ in range(2))
-    driver.reset(4)
-    assert equal(driver.reset(None), first)
-    constant = name == "gymnasium"  # it begins all episodes alike
-    assert equal(first, second) is constant
-    environment.close()
 
 
 def test_a_driver_says_where_a_seed_does_not_reach_the_environment() -> None:
@@ -195,9 +145,6 @@ def test_a_driver_says_where_a_seed_does_not_reach_the_environment() -> None:
     assert driver.seeded is False
     assert driver.reset(3)[3].tolist() == [0]
     assert [driver.step()[1] for _ in range(30)] == [1.0] * 30
-    known = driver_for(_dm_control(), seed=0)
-    assert known is not None
-    assert known.seeded is True
 
 
 def test_actions_of_dm_env_may_be_nested() -> None:
@@ -225,13 +172,3 @@ def test_actions_of_dm_env_may_be_nested() -> None:
     (action,) = seen
     assert (action[0]["arm"].dtype, action[0]["arm"].shape, action[1][0].shape) == (np.float32, (2,), (3,))
     assert action[0]["grip"] in range(4)
-
-
-def test_global_generators_are_left_alone_by_actions_of_torchrl() -> None:
-    torch = pytest.importorskip("torch")
-    driver = driver_for(_torchrl(), seed=0)
-    assert driver is not None
-    driver.reset(1)
-    state = torch.random.get_rng_state()
-    driver.step()
-    assert torch.equal(torch.random.get_rng_state(), state)

@@ -89,19 +89,6 @@ class Watched:
     __hash__ = None  # type: ignore[assignment]
 
 
-class Forgetful:
-    """Drops a setting when it is pickled."""
-
-    def __init__(self, gain: float) -> None:
-        self.gain, self.steps = gain, 3
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"steps": self.steps}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(1.0)  # type: ignore[misc]
-
-
 class OwnDict(dict[str, Any]):
     """Its entries are its attributes."""
 
@@ -220,42 +207,11 @@ def test_a_difference_is_named_by_its_path() -> None:
     ]
 
 
-def test_what_a_class_drops_when_it_is_pickled_is_missed() -> None:
-    assert fingerprint(Forgetful(5.0)).differences(fingerprint(copied(Forgetful(5.0)))) == [".gain"]
-    assert fingerprint(Forgetful(1.0)).differences(fingerprint(copied(Forgetful(1.0)))) == []
-
-
-def test_copies_of_views_share_their_memory() -> None:
-    grid = np.arange(12.0).reshape(3, 4)
-    column, last, tensor = grid[:, 1], grid[::-1, ::2], torch.from_numpy(grid)
-    held = [column, grid, last, tensor, tensor[1:, 2:]]
-    copies = copied(held)
-    assert different(held, copies) == []
-    copies[1][...] = 100.0 + np.arange(12).reshape(3, 4)
-    for copy, original in zip(copies, held, strict=True):
-        assert np.array_equal(np.asarray(copy), 100 + np.asarray(original))
-
-
-def test_the_number_of_somebody_s_address_is_noticed() -> None:
-    part = [1]
-    held = Holder(part=part, key=id(part), table={id(part): 2})
-    assert fingerprint(held).differences(fingerprint(copied(held))) == [".key", f".table[{id(part)}].<key>"]
-
-
 def test_a_handle_that_is_a_number_is_noticed() -> None:
     memory = ctypes.create_string_buffer(1 << 22)  # what is small may lie at an address that is a common number
     handle = ctypes.addressof(memory)
     held = Holder(handle=handle, pair=(1, handle), steps=1 << 40, seed=2**63)
     assert fingerprint(held).differences(fingerprint(copied(held))) == [".handle", ".pair[1]"]
-
-
-def test_generators_are_compared_by_their_kind_alone() -> None:
-    def held(seed: int) -> Any:
-        return Holder(numpy=np.random.default_rng(seed), torch=torch.Generator().manual_seed(seed))
-
-    assert fingerprint(held(1)).differences(fingerprint(held(2))) == []
-    legacy = Holder(numpy=np.random.RandomState(1), torch=torch.Generator())
-    assert fingerprint(held(1)).differences(fingerprint(legacy)) == [".numpy", ".numpy.bit_generator"]
 
 
 def test_a_generator_that_was_not_asked_for_yet_is_no_difference() -> None:
@@ -294,17 +250,22 @@ def test_what_a_rule_without_settings_rebuilds_is_opaque(monkeypatch: pytest.Mon
 
 
 _OF_A_WORLD = """
-import sys, pickle, warnings; warnings.simplefilter("ignore")
-import gymnasium as gym, numpy as np
-import rl_ext_core.factory
+import enum, sys, pickle
+import gymnasium as gym
 from rl_ext_core.factory._fingerprint import fingerprint
-from tests.core.factory.test_fingerprint import Colour, Holder, Slots, _multiplier
+from tests.core.factory.worlds import Line, Rewards
+class Colour(enum.Enum):
+    RED = 1
+class Still(Line):
+    __hash__ = object.__hash__
+def multiplier(factor):
+    return lambda value: value * factor
 environment = gym.wrappers.RecordEpisodeStatistics(gym.make("Acrobot-v1"))
 environment.reset(seed=1)
 environment.episode_start_time = 0.0
 environment.words = {"one", "two", "three", b"four", 5, Colour.RED, ("a", "b"), frozenset({"x", "y", "z"})}
-environment.objects = {Holder(gain=gain) for gain in range(20)}
-environment.table = {Holder: _multiplier(3.0), Holder(gain=1): Slots(2.0), "lambda": lambda x: x in {"p", "q", "r"}}
+environment.objects = {Still(gain) for gain in range(20)}
+environment.table = {Rewards: multiplier(3.0), Still(1): Rewards(2.0), "lambda": lambda x: x in {"p", "q", "r"}}
 pickle.dump(fingerprint(environment), sys.stdout.buffer)
 """
 
@@ -312,9 +273,9 @@ pickle.dump(fingerprint(environment), sys.stdout.buffer)
 @pytest.mark.slow
 def test_they_are_equal_in_different_processes() -> None:
     prints = []
-    for seed in ("1", "2", "3"):
+    for seed in ("1", "2"):
         environ = {**os.environ, "PYTHONHASHSEED": seed}
         command = [sys.executable, "-c", _OF_A_WORLD]
         prints.append(pickle.loads(subprocess.run(command, check=True, capture_output=True, env=environ).stdout))
-    assert prints[0].tokens == prints[1].tokens == prints[2].tokens
+    assert prints[0].tokens == prints[1].tokens
     assert len(prints[0].tokens) > 150

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -80,7 +79,7 @@ def worlds(draw: st.DrawFn) -> tuple[Any, list[Any]]:
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(worlds())
 def test_a_copy_of_anything_is_the_same(world: tuple[Any, list[Any]]) -> None:
     root, _ = world
@@ -104,7 +103,7 @@ def _linked(root: Any) -> set[int]:
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(worlds(), st.data())
 def test_a_single_change_is_seen(world: tuple[Any, list[Any]], data: st.DataObject) -> None:
     root, owners = world
@@ -116,22 +115,3 @@ def test_a_single_change_is_seen(world: tuple[Any, list[Any]], data: st.DataObje
     _put(data.draw(st.sampled_from(owners)), "something new", 999)
     assert fingerprint(root).differences(fingerprint(before)) != []
     assert different(root, copied(root)) == []
-
-
-@settings(max_examples=30)
-@given(worlds(), st.lists(scalars, min_size=1, max_size=3))
-def test_an_object_that_is_no_longer_one_and_the_same_is_seen(world: tuple[Any, list[Any]], leaves: list[Any]) -> None:
-    root, _ = world
-    twice = Holder(first=leaves, second=[leaves], world=root)
-    broken = Holder(first=leaves, second=[copy.copy(leaves)], world=root)
-    assert fingerprint(twice).differences(fingerprint(broken)) == [
-        ".second[0]",
-        *[f".second[0][{index}]" for index in range(len(leaves))],
-    ]
-
-
-@settings(max_examples=50)
-@given(st.sets(st.one_of(st.integers(), st.text(max_size=3))), st.integers(1, 6))
-def test_sets_have_no_order(parts: set[Any], count: int) -> None:
-    objects = [Holder(number=number, words=set(parts)) for number in range(count)]
-    assert fingerprint(set(objects)).tokens == fingerprint(set(copied(objects[::-1]))).tokens

@@ -66,21 +66,16 @@ def in_another_process(*factories: Any) -> list[Any]:
 @pytest.mark.parametrize("source", [Drawing, Drawing()], ids=["class", "instance"])
 def test_workers_draw_differently_from_every_generator_and_the_same_again_with_a_seed(source: Any) -> None:
     factory = as_factory(source)
-    first, second, again = in_another_process(
-        *factory.for_workers(2, seed=3), factory.for_workers(2, seed=3)[1].again(0)
+    one, other = factory.for_workers(2, seed=3)
+    first, second, again, anew = in_another_process(
+        one, other, factory.for_workers(np.int64(2), seed=np.int64(3))[1].again(0), other.again(1)
     )
-    assert again == second
+    assert again == second  # the same worker
+    assert anew[1] != second[1]  # it is started anew
     pairs = list(zip(np.ravel(first[0]), np.ravel(second[0]), strict=True))
     drawn_when_made = 3 if isinstance(source, Drawing) else 0
     assert all(one != other for one, other in pairs[drawn_when_made:])
     assert first[1] != second[1]
-
-
-def test_a_worker_that_is_started_anew_draws_differently() -> None:
-    factory = as_factory(Drawing).for_workers(2, seed=3)[1]
-    first, anew, likewise = in_another_process(factory, factory.again(1), factory.again(1))
-    assert anew == likewise
-    assert anew[0] != first[0]
 
 
 def test_generators_of_this_process_are_left_alone() -> None:
@@ -139,12 +134,7 @@ def test_round_robin_decides_for_each_worker() -> None:
 WRONG: list[tuple[str, list[Any], type[Exception], str]] = [
     ("num_workers", [0, -1, 2.0, True, "2", None], InvalidArgumentError, r"Write for_workers\(2\)"),
     ("seed", [-1, 1.5, "a", True], InvalidArgumentError, r"Write for_workers\(2, seed=0\)"),
-    (
-        "overrides",
-        [{"gain": 1.0}, [1, 2], "ab", 5, [{}, None]],
-        InvalidTypeError,
-        r"write overrides=\[dict\(name",
-    ),
+    ("overrides", [{"gain": 1.0}, [1, 2], "ab", 5, [{}, None]], InvalidTypeError, r"write overrides=\[dict\(name"),
     ("devices", ["cuda", 5, ["cpu", "cpu"]], InvalidArgumentError, r"Write devices=\[resolve\("),
     ("overrides", [[{}]], InvalidArgumentError, "1 entries for 2 workers; expected one for each. Write overrides="),
     ("devices", [[resolve("cpu")] * 3], InvalidArgumentError, "3 entries for 2 workers; expected one for each. Write "),
@@ -159,10 +149,6 @@ def test_what_is_wrong_is_named_with_the_line_to_write(
         with pytest.raises(error, match=said) as caught:
             as_factory(Line).for_workers(**{"num_workers": 2, name: value})
         assert f"{name}={value!r}" in str(caught.value) or f"{name} has" in str(caught.value)
-
-
-def test_numbers_of_numpy_are_numbers() -> None:
-    assert len(as_factory(Line).for_workers(np.int64(2), seed=np.int64(3))) == 2
 
 
 def test_what_is_for_a_worker_keeps_what_is_not_said_anew() -> None:

@@ -78,7 +78,9 @@ def test_emulators_in_one_library_are_made_anew_by_their_specification() -> None
 
 
 def test_environments_in_other_processes_are_refused_by_name() -> None:
-    environment = gym.make_vec("CartPole-v1", num_envs=2, vectorization_mode="async")
+    # Not by fork, which is the default: what garbage of pygame or Box2D is left here brings such a worker down.
+    options = {"context": "spawn"}
+    environment = gym.make_vec("CartPole-v1", num_envs=1, vectorization_mode="async", vector_kwargs=options)
     try:
         with pytest.raises(_graft.Refused, match=r"processes share|another process"):
             _graft.dumps(environment)
@@ -99,6 +101,22 @@ def _drawn() -> Any:
     return _cart(render_mode="rgb_array")
 
 
+class Dots(gym.Env[Any, Any]):
+    """Small pictures."""
+
+    observation_space = gym.spaces.Box(0, 255, (12, 16, 3), np.uint8)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.picture = self.np_random.integers(0, 256, (12, 16, 3), np.uint8)
+        return self.picture.copy(), {}
+
+    def step(self, action: Any) -> Any:
+        self.picture[self.np_random.integers(12)] += np.uint8(1 + action)
+        return self.picture.copy(), 1.0, bool(self.np_random.random() < 0.1), False, {}
+
+
 def _pendulum() -> Any:
     return gym.make("Pendulum-v1")
 
@@ -107,13 +125,9 @@ def _pong() -> Any:
     return made("ALE/Pong-v5", frameskip=1)
 
 
-def _pictures() -> Any:
-    return wrappers.AddRenderObservation(_drawn())
-
-
 WRAPPED: dict[str, Make] = {
     "AddRenderObservation": lambda: wrappers.AddRenderObservation(_drawn()),
-    "AddWhiteNoise": lambda: wrappers.AddWhiteNoise(_pictures(), 0.3),
+    "AddWhiteNoise": lambda: wrappers.AddWhiteNoise(Dots(), 0.3),
     "AtariPreprocessing": lambda: wrappers.AtariPreprocessing(_pong()),
     "Autoreset": lambda: wrappers.Autoreset(_cart()),
     "ClipAction": lambda: wrappers.ClipAction(_pendulum()),
@@ -127,12 +141,12 @@ WRAPPED: dict[str, Make] = {
     ),
     "FlattenObservation": lambda: wrappers.FlattenObservation(wrappers.TimeAwareObservation(_cart(), flatten=False)),
     "FrameStackObservation": lambda: wrappers.FrameStackObservation(_cart(), 4),
-    "GrayscaleObservation": lambda: wrappers.GrayscaleObservation(made("CarRacing-v3")),
-    "MaxAndSkipObservation": lambda: wrappers.MaxAndSkipObservation(_pictures(), 2),
+    "GrayscaleObservation": lambda: wrappers.GrayscaleObservation(Dots()),
+    "MaxAndSkipObservation": lambda: wrappers.MaxAndSkipObservation(Dots(), 2),
     "NormalizeObservation": lambda: wrappers.NormalizeObservation(_cart()),
     "NormalizeReward": lambda: wrappers.NormalizeReward(_cart()),
     "NumpyToTorch": lambda: wrappers.NumpyToTorch(_cart()),
-    "ObstructView": lambda: wrappers.ObstructView(_pictures(), 0.3, 10),
+    "ObstructView": lambda: wrappers.ObstructView(Dots(), 0.3, 3),
     "OrderEnforcing": lambda: wrappers.OrderEnforcing(_cart()),
     "PassiveEnvChecker": lambda: wrappers.PassiveEnvChecker(_cart()),
     "RecordEpisodeStatistics": lambda: wrappers.RecordEpisodeStatistics(_cart()),
@@ -141,7 +155,7 @@ WRAPPED: dict[str, Make] = {
     "RescaleAction": lambda: wrappers.RescaleAction(_pendulum(), -1, 1),
     "RescaleObservation": lambda: wrappers.RescaleObservation(_pendulum(), -1, 1),
     "ReshapeObservation": lambda: wrappers.ReshapeObservation(_cart(), (2, 2)),
-    "ResizeObservation": lambda: wrappers.ResizeObservation(_pictures(), (32, 32)),
+    "ResizeObservation": lambda: wrappers.ResizeObservation(Dots(), (8, 8)),
     "StickyAction": lambda: wrappers.StickyAction(_cart(), 0.3),
     "TimeAwareObservation": lambda: wrappers.TimeAwareObservation(_cart()),
     "TimeLimit": lambda: wrappers.TimeLimit(_cart(), 20),
@@ -169,7 +183,7 @@ def test_a_copy_under_a_wrapper_does_the_same(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         environment = WRAPPED[name]()
-    copy = assert_copied(environment, steps=20, at_once=False)
+    copy = assert_copied(environment, steps=8, at_once=False)
     environment.close()
     copy.close()
 
@@ -207,38 +221,6 @@ class Refusing(gym.Wrapper[Any, Any, Any, Any]):
         super().__setattr__(name, value)
 
 
-class Slotted(gym.Wrapper[Any, Any, Any, Any]):
-    """Keeps some of what it has outside of its dictionary."""
-
-    __slots__ = ("gain",)
-
-    def __init__(self, env: Any) -> None:
-        super().__init__(env)
-        self.gain = 2.0
-
-    def step(self, action: Any) -> Any:
-        observation, reward, *rest = super().step(action)
-        return observation * self.gain, reward, *rest
-
-
-class Lending(gym.Wrapper[Any, Any, Any, Any]):
-    """Holds itself, its methods and closures over itself."""
-
-    def __init__(self, env: Any) -> None:
-        super().__init__(env)
-        self.gain = 3.0
-        self.method = self.raised
-        self.closure = lambda value: value * self.gain
-        self.everything = {"me": self, (1, "two"): [self.env]}
-
-    def raised(self, value: Any) -> Any:
-        return value + self.gain
-
-    def step(self, action: Any) -> Any:
-        observation, reward, *rest = super().step(action)
-        return self.closure(self.method(observation)), reward, *rest
-
-
-@pytest.mark.parametrize("wrapper", [Forwarding, Refusing, Slotted, Lending])
+@pytest.mark.parametrize("wrapper", [Forwarding, Refusing])
 def test_wrappers_of_somebody_s_own_are_copied(wrapper: type[Any]) -> None:
     assert type(assert_copied(wrapper(_cart()))) is wrapper

@@ -125,9 +125,12 @@ def _taken_apart(*chains: Any) -> None:
             chain = following
 
 
-@pytest.mark.slow
-def test_an_endless_one_is_refused_with_a_reason() -> None:
-    chain, limit = _chain(200_000), sys.getrecursionlimit()
+@pytest.mark.parametrize(
+    ("length", "calls"), [(3_000, 4_000), pytest.param(200_000, _graft._CALLS, marks=pytest.mark.exhaustive)]
+)
+def test_an_endless_one_is_refused_with_a_reason(length: int, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_graft, "_CALLS", calls)
+    chain, limit = _chain(length), sys.getrecursionlimit()
     with pytest.raises(_graft.Refused, match="refer to one another in a chain"):
         _graft.dumps(chain)
     assert sys.getrecursionlimit() == limit

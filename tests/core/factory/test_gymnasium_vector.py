@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import gymnasium as gym
@@ -32,6 +33,7 @@ def rollouts(venv: VectorEnv[Any, Any, Any], *, seed: int | None = 3, steps: int
 
 @pytest.mark.parametrize("method", METHODS)
 def test_environments_in_workers_do_what_the_written_line_does_and_draw_on_their_own(method: str) -> None:
+    gc.collect()  # what other tests have left of libraries that do not bear it in a forked process
     env = changed_line()
     env.reset(seed=0)
     factory = as_factory(env)
@@ -39,6 +41,8 @@ def test_environments_in_workers_do_what_the_written_line_does_and_draw_on_their
     ours = rollouts(AsyncVectorEnv(factory.for_workers(2), context=method))
     np.testing.assert_equal(ours, rollouts(SyncVectorEnv([changed_line] * 2)))
     assert env.step(0)[0][2] == 1
+    if method != "fork":
+        return  # streams are the factories', however a process starts
     seen = [
         rollouts(AsyncVectorEnv(factory.for_workers(2, seed=seed), context=method), seed=None, steps=1)[0]
         for seed in (1, 1, 2)

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.core.factory.main_script import DEFINED, USED, in_pools
-from tests.ways import WAYS, run_as
+from tests.ways import run_as
 
 ASYNC = in_pools("", "[gym.vector.AsyncVectorEnv]", "envs.reset(seed=0)[0].tolist()")
 
 
-@pytest.mark.parametrize("way", [way if way == "-c" else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
+@pytest.mark.sample(ci=2)
+@pytest.mark.parametrize("way", ["-c", "notebook", "script", "stdin"])
 def test_they_travel_and_stay_as_they_are(way: str, tmp_path: Path) -> None:
     assert "as expected" in run_as(way, DEFINED + USED + ASYNC, tmp_path)
 

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("dm_control")
 
 from benchmarks.mutations import try_changes
+from rl_ext_core.factory import _graft
 from tests.core.devices.processes import run
 from tests.core.factory.grafting import assert_copied, begin
 
@@ -67,7 +68,7 @@ def task(domain: str, name: str) -> Any:
     return suite.load(domain, name, task_kwargs={"random": 0})
 
 
-@pytest.mark.sample
+@pytest.mark.sample(ci=2)
 @pytest.mark.parametrize(("domain", "name"), QUICK)
 def test_a_task_of_the_suite_is_copied_and_does_the_same(domain: str, name: str) -> None:
     environment = task(domain, name)
@@ -96,7 +97,7 @@ def test_wrappers_are_copied_too() -> None:
     "name", [QUICKEST, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in FEATURES if n != QUICKEST)]
 )
 def test_a_task_of_the_composer_is_copied_and_does_the_same(name: str) -> None:
-    copy = assert_copied(manipulation.load(name, seed=0), steps=8)
+    copy = assert_copied(manipulation.load(name, seed=0), steps=4)
     assert isinstance(copy, composer.Environment)
 
 
@@ -107,7 +108,13 @@ def test_so_is_what_draws_what_it_observes(line: str) -> None:
     assert ended.answer == "copied", ended.stderr
 
 
-@pytest.mark.sample(quick=0, ci=1)
+def test_a_maze_is_refused_by_name() -> None:
+    labmaze = pytest.importorskip("labmaze")
+    with pytest.raises(_graft.Refused, match=r"_native_maze .*RandomMaze"):
+        _graft.dumps([labmaze.RandomMaze(height=11, width=11)])
+
+
+@pytest.mark.exhaustive
 @pytest.mark.skipif(importlib.util.find_spec("labmaze") is None, reason="needs labmaze")
 @pytest.mark.parametrize("line", MAZES)
 def test_mazes_are_refused_for_a_generator_of_theirs_that_cannot_be_read(line: str) -> None:

@@ -95,12 +95,6 @@ def test_workers_draw_differently_from_every_generator_and_the_same_each_time() 
         assert len(set(values)) == len(values), name
 
 
-def test_without_a_seed_nothing_is_the_same() -> None:
-    packed = _graft.dumps(_world())
-    one, other = _drawn(_in_worker(packed, seed=None)), _drawn(_in_worker(packed, seed=None))
-    assert all(one[name] != other[name] for name in one)
-
-
 def test_generators_that_were_two_draw_differently_unless_they_were_alike() -> None:
     states = [np.random.RandomState(seed) for seed in (1, 2, 2)]
     one, two, three = _in_worker(_graft.dumps(states))
@@ -134,7 +128,7 @@ def test_emulators_draw_from_streams_of_their_own_too() -> None:
     environment = made("ALE/Breakout-v5", repeat_action_probability=0.5)
     environment.reset(seed=1)
     packed = _graft.dumps(environment)
-    actions = [environment.action_space.sample() for _ in range(60)]
+    actions = [environment.action_space.sample() for _ in range(20)]
 
     def played(worker: int) -> bytes:
         copy = _in_worker(packed, worker=worker)

@@ -95,13 +95,6 @@ class DrawsFromPython(Plain):
         return random.random()
 
 
-class DrawsFromTorch(Plain):
-    def noise(self) -> float:
-        import torch
-
-        return float(torch.rand(()))
-
-
 class BuiltFromTorch(Plain):
     """A world drawn by torch, which nothing has imported before."""
 

@@ -181,10 +181,7 @@ def test_a_supervisor_that_is_killed_is_an_error_and_takes_its_processes_along(
         found: list[int] = []
 
         def kill_meanwhile() -> object:
-            process = subprocess.Popen(
-                ["bash", "-c", MEANWHILE.format(supervisor.pid)],
-                stdout=subprocess.PIPE,
-            )
+            process = subprocess.Popen(["bash", "-c", MEANWHILE.format(supervisor.pid)], stdout=subprocess.PIPE)
             try:
                 return answer()
             finally:

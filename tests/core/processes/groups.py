@@ -20,6 +20,11 @@ FRESH = ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
 METHODS = [*FRESH, pytest.param("fork", marks=pytest.mark.slow)]
 
 
+def in_turns(*cases: Any) -> list[tuple[Any, str]]:
+    """Give each case one method: what is shown has little to do with how a worker starts."""
+    return [(case, ("forkserver", "fork", "spawn")[number % 3]) for number, case in enumerate(cases)]
+
+
 class Group:
     def __init__(self, workers: list[Worker], pipes: list[Connection], watch: Watch) -> None:
         self.workers, self.pipes, self.watch = workers, pipes, watch

@@ -109,6 +109,7 @@ def test_variables_are_set_before_the_first_import(
     assert process.exitcode == 0
 
 
+@pytest.mark.sample(ci=2)
 def test_workers_pass_over_interrupts_and_what_they_start_does_not(method: str) -> None:
     with group(method, 1) as workers:
         assert workers.ask(0, "survive_an_interrupt") == 1
@@ -127,6 +128,7 @@ def foreign_handler() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.sample(ci=2)
 @pytest.mark.usefixtures("foreign_handler")
 def test_terminate_ends_workers_whatever_handles_the_signal_here(method: str) -> None:
     with group(method, 1) as workers:
@@ -136,6 +138,7 @@ def test_terminate_ends_workers_whatever_handles_the_signal_here(method: str) ->
         assert workers.workers[0].exitcode == -signal.SIGTERM
 
 
+@pytest.mark.sample(ci=2)
 def test_handlers_of_this_process_do_not_run_in_workers(method: str, tmp_path: Path) -> None:
     before = signal.signal(signal.SIGUSR2, lambda *_: (tmp_path / "handled").touch())
     try:
@@ -148,6 +151,7 @@ def test_handlers_of_this_process_do_not_run_in_workers(method: str, tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.sample(ci=2)
 def test_a_registered_context_is_found_by_its_name_while_it_is_open(method: str) -> None:
     context = get_context(method)
     known = set(multiprocessing.context._concrete_contexts)  # type: ignore[attr-defined]
@@ -230,6 +234,7 @@ def _starts_another(method: str) -> None:
     sys.exit(worker.exitcode or 7 * (not multiprocessing.current_process().daemon))
 
 
+@pytest.mark.sample(ci=2)
 def test_daemons_may_start_workers(method: str) -> None:
     daemon = multiprocessing.get_context("fork").Process(target=_starts_another, args=(method,), daemon=True)
     daemon.start()

@@ -9,7 +9,7 @@ import pytest
 
 from rl_ext_core.errors import WorkerError
 from tests.core.processes import targets
-from tests.core.processes.groups import FRESH, group
+from tests.core.processes.groups import FRESH, group, in_turns
 
 
 def failure_of(method: str, command: str, **options: object) -> WorkerError:
@@ -42,14 +42,17 @@ CAUSES = {
 }
 
 
-@pytest.mark.sample(ci=24)
-@pytest.mark.parametrize("command", CAUSES)
-def test_the_error_says_why_the_worker_died(method: str, command: str) -> None:
+@pytest.mark.sample
+@pytest.mark.parametrize(("command", "method"), in_turns(*CAUSES))
+def test_the_error_says_why_the_worker_died(command: str, method: str) -> None:
     error = failure_of(method, command)
     kind, pattern = CAUSES[command]
     assert re.match(r"worker 1 of 3 " + pattern, str(error)), str(error)
     assert (error.worker, error.kind, error.phase) == (1, kind, "step")
     assert "rl_ext_core/processes/worker.py" not in str(error)
+    if command in ("raise_needs_arguments", "raise_unpicklable", "raise_when_unpickled", "segfault"):
+        assert error.__cause__ is None  # it cannot be rebuilt
+        assert error.__suppress_context__
 
 
 def test_causes_of_the_cause_come_along() -> None:
@@ -57,14 +60,6 @@ def test_causes_of_the_cause_come_along() -> None:
     assert isinstance(cause, ValueError)
     assert isinstance(cause.__cause__, KeyError)
     assert cause.__cause__.__cause__ is None
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize("command", ["raise_needs_arguments", "raise_unpicklable", "raise_when_unpickled", "segfault"])
-def test_there_is_no_cause_where_it_cannot_be_rebuilt(command: str) -> None:
-    error = failure_of("forkserver", command)
-    assert error.__cause__ is None
-    assert error.__suppress_context__
 
 
 def test_large_reports_are_cut_and_keep_both_ends() -> None:
@@ -79,13 +74,13 @@ def test_large_reports_are_cut_and_keep_both_ends() -> None:
     assert "raised ValueError(b'xxx" in str(error)
 
 
-def test_a_running_thread_does_not_keep_a_failed_worker_alive(method: str) -> None:
-    assert "ValueError('with a thread')" in str(failure_of(method, "raise_while_a_thread_runs"))
+def test_a_running_thread_does_not_keep_a_failed_worker_alive() -> None:
+    assert "ValueError('with a thread')" in str(failure_of("forkserver", "raise_while_a_thread_runs"))
 
 
 @pytest.mark.parametrize("end", ["crashed", "raised"])
-def test_the_end_of_a_grandchild_is_not_taken_for_the_workers(method: str, end: str) -> None:
-    error = failure_of(method, f"kill_after_a_grandchild_{end}")
+def test_the_end_of_a_grandchild_is_not_taken_for_the_workers(end: str) -> None:
+    error = failure_of("forkserver", f"kill_after_a_grandchild_{end}")
     assert "was killed by SIGKILL in step. The kernel's" in str(error)
     assert error.traceback == ""
 

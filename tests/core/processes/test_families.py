@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from rl_ext_core.errors import WorkerError
-from tests.core.processes.groups import LIMIT_S, Group, group
+from tests.core.processes.groups import LIMIT_S, Group, group, in_turns
 
 
 def wait_until_gone(pids: Iterable[int]) -> None:
@@ -37,11 +37,12 @@ def fail(workers: Group, command: str, timeout: float | None = None) -> WorkerEr
     return caught.value
 
 
-@pytest.mark.sample(ci=12)
+@pytest.mark.sample
 @pytest.mark.parametrize(
-    "command", ["raise_bad_level", "kill", "os_exit", "segfault", "exit_3", "hang", "hang_in_c", "stop"]
+    ("command", "method"),
+    in_turns("raise_bad_level", "kill", "os_exit", "segfault", "exit_3", "hang", "hang_in_c", "stop"),
 )
-def test_what_a_worker_has_started_ends_when_it_fails_or_hangs(method: str, command: str) -> None:
+def test_what_a_worker_has_started_ends_when_it_fails_or_hangs(command: str, method: str) -> None:
     with group(method, 2) as workers:
         helpers = [workers.ask(worker, "start_helpers") for worker in (0, 1)]
         fail(workers, command, timeout=0.3 if command in ("hang", "hang_in_c", "stop") else None)
@@ -59,8 +60,8 @@ def test_what_workers_have_started_ends_when_they_are_killed(method: str) -> Non
         wait_until_gone([*helpers[0], *helpers[1]])
 
 
-def test_what_workers_leave_behind_in_good_order_lives_on(method: str) -> None:
-    with group(method, 1) as workers:
+def test_what_workers_leave_behind_in_good_order_lives_on() -> None:
+    with group("forkserver", 1) as workers:
         program, forked, apart = workers.ask(0, "start_helpers")
         workers.close()
         assert workers.workers[0].exitcode == 0
@@ -87,9 +88,9 @@ def test_a_worker_that_returns_leaves_the_closing_to_its_function() -> None:
             Path(file).unlink()
 
 
-@pytest.mark.sample(quick=0, ci=1)
-def test_closing_has_an_end(method: str) -> None:
-    with group(method, 2) as workers:
+@pytest.mark.slow
+def test_closing_has_an_end() -> None:
+    with group("forkserver", 2) as workers:
         helpers = [workers.ask(worker, "start_helpers") for worker in (0, 1)]
         for worker in (0, 1):
             workers.ask(worker, "close_slowly")
@@ -113,9 +114,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.sample(ci=5)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
-def test_all_ends_with_the_parent(method: str, number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.sample
+@pytest.mark.parametrize(("number", "method"), in_turns(signal.SIGKILL, signal.SIGTERM, signal.SIGHUP))
+def test_all_ends_with_the_parent(number: signal.Signals, method: str, tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     parent = subprocess.Popen([sys.executable, str(script), method], stdout=subprocess.PIPE, text=True)

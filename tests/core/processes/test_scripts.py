@@ -88,7 +88,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
 
 
 def session_of(pid: int) -> list[psutil.Process]:
-    """All processes of a program and its workers, also when their parents are gone, after twenty seconds for their end.
+    """All processes of a program and its workers, also when their parents are gone, after time for their end.
 
     Workers may lead sessions of their own; they have the program's variables.
     """
@@ -123,6 +123,7 @@ def test_a_missing_guard_is_explained_once(method: str, program: Program) -> Non
     assert errors.count("bootstrapping phase") == 1  # the worker's traceback, once
 
 
+@pytest.mark.sample(ci=2)
 @pytest.mark.parametrize(("line", "what"), [("1 / 0", "raised ZeroDivisionError"), ("sys.exit(4)", "exited by System")])
 @pytest.mark.parametrize("method", FRESH)
 def test_an_error_of_the_main_module_reaches_the_parent(method: str, line: str, what: str, program: Program) -> None:
@@ -143,6 +144,7 @@ def clear_sockets(program: Program) -> None:
         folder.rmdir()
 
 
+@pytest.mark.sample(ci=2)
 def test_workers_that_only_just_start_do_not_outlive_their_parent(method: str, program: Program) -> None:
     body = """
         import signal
@@ -155,6 +157,7 @@ def test_workers_that_only_just_start_do_not_outlive_their_parent(method: str, p
     clear_sockets(program)
 
 
+@pytest.mark.sample(ci=2)
 def test_the_exit_of_the_interpreter_does_not_wait_for_watched_workers(method: str, program: Program) -> None:
     body = """
         global kept
@@ -167,6 +170,7 @@ def test_the_exit_of_the_interpreter_does_not_wait_for_watched_workers(method: s
     assert program.ended(method, body) == (7, "")
 
 
+@pytest.mark.sample(ci=2)
 def test_an_error_that_ends_the_parent_is_printed_once(method: str, program: Program) -> None:
     body = """
         global kept
@@ -180,6 +184,7 @@ def test_an_error_that_ends_the_parent_is_printed_once(method: str, program: Pro
     assert errors.count('raise ValueError("bad level")') == 1
 
 
+@pytest.mark.sample(ci=2)
 def test_an_interrupt_of_the_group_is_the_parents_alone(method: str, program: Program) -> None:
     body = """
         try:
@@ -200,6 +205,7 @@ def test_an_interrupt_of_the_group_is_the_parents_alone(method: str, program: Pr
     assert (process.returncode, errors) == (9, "")
 
 
+@pytest.mark.sample(ci=2)
 def test_an_interrupt_while_workers_start_is_the_parents_alone(method: str, program: Program) -> None:
     body = """
         print("ready")

@@ -17,7 +17,7 @@ import pytest
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.processes import get_context, servers
 from rl_ext_core.processes.servers import stop_servers
-from tests.core.processes.groups import group
+from tests.core.processes.groups import LIMIT_S, group
 
 
 @pytest.fixture(autouse=True)
@@ -76,11 +76,11 @@ def test_each_value_that_is_read_at_import_has_its_server(module: Path, monkeypa
     assert [text.count("DEVICE") for text in environments] == [1, 1, 1, 1]
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("source", ["import no_such_module", "1 / 0", "raise SystemExit(3)", "a b"])
-def test_a_module_that_cannot_be_preloaded_is_left_out(module: Path, source: str) -> None:
-    module.write_text(source)
-    with group("forkserver", 1, preload=["preloaded_module", "wave"]) as workers:
+def test_modules_that_cannot_be_preloaded_are_left_out(module: Path) -> None:
+    sources = {"missing": "import no_such_module", "raises": "1 / 0", "exits": "raise SystemExit(3)", "wrong": "a b"}
+    for name, source in sources.items():
+        (module.parent / f"{name}_module.py").write_text(source)
+    with group("forkserver", 1, preload=[*(f"{name}_module" for name in sources), "wave"]) as workers:
         assert "wave" in workers.ask(0, "modules")
 
 
@@ -120,7 +120,7 @@ def test_the_death_of_a_server_ends_its_workers_and_is_told() -> None:
         ):
             os.kill(server_pids()[0], signal.SIGKILL)
             workers.pipes[0].recv()
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=5)
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=LIMIT_S)
     assert not alive
 
 

@@ -19,7 +19,10 @@ import pytest
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, WorkerError
 from rl_ext_core.processes import Watch, get_context
 from tests.core.processes import targets
-from tests.core.processes.groups import LIMIT_S, group
+from tests.core.processes.groups import LIMIT_S, group, in_turns
+
+# By spawn, nothing of this differs from the fork server.
+pytestmark = pytest.mark.sample(ci=2)
 
 
 def wait_for_failure(watch: Watch) -> None:
@@ -112,9 +115,9 @@ def test_a_failure_after_closing_counts_if_the_exit_code_is_not_zero() -> None:
             workers.ask(1, "raise_bad_level")
 
 
-@pytest.mark.sample(ci=4)
-@pytest.mark.parametrize("command", ["hang", "hang_in_c", "stop"])
-def test_a_worker_that_hangs_is_found_by_the_time_limit(method: str, command: str) -> None:
+@pytest.mark.sample
+@pytest.mark.parametrize(("command", "method"), in_turns("hang", "hang_in_c", "stop"))
+def test_a_worker_that_hangs_is_found_by_the_time_limit(command: str, method: str) -> None:
     with group(method) as workers:
         assert workers.ask(0, "pid")  # it waits again, idle
         with pytest.raises(WorkerError) as caught, workers.watch.operation("step", timeout=0.3):
@@ -152,14 +155,14 @@ def test_where_no_worker_hangs_the_parent_is_named() -> None:
             workers.ask(0, "pid")
 
 
-@pytest.mark.slow
-def test_operations_within_the_limit_are_left_alone() -> None:
+def test_each_operation_has_the_limit_anew() -> None:
     with group("forkserver") as workers:
-        for _ in range(4):
-            with workers.watch.operation("step", timeout=2):
-                time.sleep(0.6)
+        operations = [workers.watch.operation("step", timeout=LIMIT_S) for _ in range(2)]
+        for operation in operations:
+            with operation:
                 workers.ask(1, "pid")
-        assert workers.watch.failure is None
+        first, second = (operation.deadline or 0 for operation in operations)
+        assert first < second < time.monotonic() + LIMIT_S
 
 
 def test_the_outermost_operation_names_the_phase_and_the_limit() -> None:
@@ -195,7 +198,7 @@ def test_an_error_in_on_failure_is_logged(caplog: pytest.LogCaptureFixture) -> N
         assert "ZeroDivisionError" in caplog.text
 
 
-@pytest.mark.sample(quick=0, ci=2)
+@pytest.mark.sample(quick=0, ci=1)
 def test_kill_and_stop_can_be_called_again_and_leave_no_descriptor(method: str) -> None:
     counts = []
     for _ in range(3):

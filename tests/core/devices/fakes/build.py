@@ -66,11 +66,7 @@ class Drivers:
         environ = {name: os.environ[name] for name in _KEPT if name in os.environ}
         environ["LD_LIBRARY_PATH"] = str(self._folder_without(without))
         done = subprocess.run(
-            [str(word) for word in command],
-            env={**environ, **settings},
-            capture_output=True,
-            text=True,
-            check=False,
+            [str(word) for word in command], env={**environ, **settings}, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, f"exit {done.returncode}:\n{done.stderr}"
         return done.stdout
