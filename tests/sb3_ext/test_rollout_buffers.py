@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -173,21 +171,3 @@ def test_one_is_made_like_that_of_a_model(kind: str) -> None:
             ROLLOUT[kind][0].like(plain)
         with pytest.raises(InvalidTypeError, match="expected a Dict; use CompressedRecurrentRolloutBuffer"):
             ROLLOUT["recurrent dict"][0].like(theirs)
-
-
-_WITHOUT = """
-import sys
-sys.modules["sb3_contrib"] = None
-import sb3_ext
-try:
-    import sb3_ext.contrib
-except ImportError as error:
-    print(type(error).__name__, error)
-"""
-
-
-@pytest.mark.slow
-def test_only_those_of_sb3_contrib_need_it() -> None:
-    run = subprocess.run([sys.executable, "-c", _WITHOUT], capture_output=True, text=True, check=True)
-    assert run.stdout.startswith("MissingDependencyError sb3_ext.contrib needs the package 'sb3_contrib'")
-    assert 'pip install "rl-ext[contrib]"' in run.stdout
