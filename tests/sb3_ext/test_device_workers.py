@@ -19,7 +19,7 @@ import sys, torch
 """
 
 
-def test_each_worker_gets_its_gpu_before_its_factory_is_unpickled(tmp_path: Path) -> None:
+def test_each_worker_gets_its_gpu_before_its_factory_is_unpickled_and_one_process_the_first(tmp_path: Path) -> None:
     ended = run(
         SB3,
         f"""
@@ -28,28 +28,18 @@ def test_each_worker_gets_its_gpu_before_its_factory_is_unpickled(tmp_path: Path
         venv.reset()
         venv.close()
         answer = [reports(folder), variables(), torch.cuda.is_initialized()]
+        DummyVecEnv(bound(folder)).close()
+        answer += [[report["called"] for report in reports(folder)], variables()]
         """,
     )
-    workers, parent, cuda = ended.answer
+    workers, before, cuda, built, after = ended.answer
     for when in ("imported", "unpickled", "called"):
         assert [report[when] for report in workers] == EXPECTED
     assert not any(report["in_parent"] for report in workers)
-    assert parent == UNSET
+    assert before == UNSET
     assert not cuda
-
-
-def test_in_one_process_the_first_decision_is_kept_and_that_is_said_once(tmp_path: Path) -> None:
-    ended = run(
-        SB3,
-        f"""
-        folder = {str(tmp_path)!r}
-        DummyVecEnv(bound(folder)).close()
-        answer = [[report["called"] for report in reports(folder)], variables()]
-        """,
-    )
-    built, parent = ended.answer
     assert built == [EXPECTED[0]] * 3
-    assert parent == EXPECTED[0]
+    assert after == EXPECTED[0]
     assert ended.stderr.count("a worker's environment is built in the parent process") == 1
 
 

@@ -134,9 +134,13 @@ def test_what_was_begun_can_be_waited_for_after_an_interruption(options: str, ev
     venv.close()
 
 
+denser = pytest.mark.parametrize("every", [pytest.param(7, marks=pytest.mark.exhaustive), 29])
+
+
 @pytest.mark.slow
+@denser
 @pytest.mark.parametrize(("options", "begun"), [("one each", True), ("restarting", False)])
-def test_close_again_after_an_interrupted_close(options: str, begun: bool) -> None:
+def test_close_again_after_an_interrupted_close(options: str, begun: bool, every: int) -> None:
     made: list[SharedMemoryVecEnv] = []
 
     def prepare() -> Callable[[], Any]:
@@ -150,7 +154,7 @@ def test_close_again_after_an_interrupted_close(options: str, begun: bool) -> No
     made.clear()
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
-    for where in everywhere(prepare, below=BELOW, every=29):
+    for where in everywhere(prepare, below=BELOW, every=every):
         made.pop().close()
         assert no_workers(), where
     made.clear()
@@ -159,16 +163,18 @@ def test_close_again_after_an_interrupted_close(options: str, begun: bool) -> No
 
 
 @pytest.mark.slow
-def test_an_interrupted_start_leaves_nothing() -> None:
+@denser
+def test_an_interrupted_start_leaves_nothing(every: int) -> None:
     def prepare() -> Callable[[], Any]:
         return lambda: SharedMemoryVecEnv([World] * 2, FAST).close()
 
-    for where in everywhere(prepare, below=BELOW, every=37):
+    for where in everywhere(prepare, below=BELOW, every=every):
         assert no_workers(), where
 
 
 @pytest.mark.slow
-def test_an_interrupted_restart_is_done_again() -> None:
+@denser
+def test_an_interrupted_restart_is_done_again(every: int) -> None:
     made: list[SharedMemoryVecEnv] = []
 
     def prepare() -> Callable[[], Any]:
@@ -181,7 +187,7 @@ def test_an_interrupted_restart_is_done_again() -> None:
         made[0].step(ACTIONS[:2])
         return lambda: made[0].step(ACTIONS[:2])
 
-    for where in everywhere(prepare, below=BELOW, every=29):
+    for where in everywhere(prepare, below=BELOW, every=every):
         venv = made[0]
         if venv.waiting:
             _, _, dones, infos = venv.step_wait()
