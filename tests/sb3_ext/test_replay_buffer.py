@@ -194,6 +194,7 @@ def test_one_store_that_fails_leaves_the_others_as_they_were(
     [
         ({"buffer_size": 0}, SHAPE, "buffer_size=0 must be at least 1"),
         ({"codec": "zstd"}, SHAPE, "unknown codec 'zstd'; known: 'auto', 'jpeg', 'patch'"),
+        ({"codec": None}, TYPE, "codec must be a name, got None"),
         ({"n_stack": 3}, SHAPE, r"n_stack=3 does not divide the 4 channels.*\[1, 2, 4\]"),
         ({"block_length": 10}, SHAPE, "block_length=10 is not a power of two from 1 to 4096"),
         ({"buffer_size": 1e6}, TYPE, "buffer_size=1000000.0 must be .*, for example buffer_size=1_000_000$"),

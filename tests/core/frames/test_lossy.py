@@ -131,6 +131,7 @@ ARGUMENT, TYPE = InvalidArgumentError, InvalidTypeError
         ({"codec": "jpeg", "shape": (4, 40, 40), "dtype": "f4"}, TYPE, "stores images of dtype uint8, got float32"),
         ({"codec": "jpeg", "shape": (9, 40, 40), "n_stack": 1}, ARGUMENT, r"1 or 3 channels, got .* \(9, 40, 40\)"),
         ({"codec": "jpeg", "shape": (8, 40, 40)}, ARGUMENT, r"shape \(2, 40, 40\) \(4 in an observation"),
+        ({"codec": "jpeg", "shape": (12,)}, ARGUMENT, "1 or 3 channels"),
         ({"codec": "jpeg", "shape": (2, 3, 40, 40), "n_stack": 2}, ARGUMENT, "1 or 3 channels"),
     ],
 )

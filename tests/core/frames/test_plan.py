@@ -248,6 +248,8 @@ def test_an_environment_that_is_wrong_is_named_and_closed(how: str, error: type[
     [
         ({"shape": (9, 9), "size": 0}, InvalidArgumentError, "size=0 must be at least 1"),
         ({"shape": (9, 9), "size": 1, "max_bytes": 0}, InvalidArgumentError, "max_bytes=0"),
+        ({"shape": None, "size": 1, "env": Film, "steps": 0}, InvalidArgumentError, "steps=0 must be at least 1"),
+        ({"shape": None, "size": 1, "frames": np.zeros(500)}, InvalidArgumentError, r"frames has shape \(500,\)"),
         ({"shape": None, "size": 1}, InvalidArgumentError, "shape=None needs frames or env"),
         ({"shape": (84, 84, 4), "size": 1, "n_stack": 5}, InvalidArgumentError, "n_stack=5 does not divide"),
         ({"shape": None, "size": 1, "frames": np.zeros((50, 9, 9))}, InvalidArgumentError, "at least 128"),

@@ -424,9 +424,12 @@ except OutOfMemoryError as error:
 """
 
 
+def test_more_than_any_system_has_is_refused() -> None:
+    with pytest.raises(OutOfMemoryError, match=r"no memory for another 4,611,686,018,427,387,904 bytes.*size"):
+        allocate(1 << 62)
+
+
 @pytest.mark.slow
 def test_the_systems_refusal_of_memory_says_what_to_do() -> None:
     done = subprocess.run([sys.executable, "-c", NO_ADDRESSES], capture_output=True, text=True, check=True)
     assert re.search(r"refuses [\d,]+ bytes of address space .*smaller max_size, or raise the limit", done.stdout)
-    with pytest.raises(OutOfMemoryError, match=r"no memory for another 4,611,686,018,427,387,904 bytes.*size"):
-        allocate(1 << 62)
