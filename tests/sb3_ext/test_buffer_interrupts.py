@@ -165,7 +165,7 @@ def check(kind: str, call: Callable[[Any], Any], there: int, *, every: int, fold
     assert number > 3, "nothing was interrupted"
 
 
-@pytest.mark.sample(quick=6)
+@pytest.mark.sample(quick=6, ci=10)
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("name", REPLAY_CALLS)
 @pytest.mark.parametrize("kind", REPLAY)
@@ -173,7 +173,7 @@ def test_a_replay_buffer_is_as_before_the_call_or_as_after_it(kind: str, name: s
     check(kind, REPLAY_CALLS[name], 8, every=every)
 
 
-@pytest.mark.sample
+@pytest.mark.sample(ci=8)
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("kind", ROLLOUTS)
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_a_rollout_buffer_is_as_before_the_call_or_as_after_it(kind: str, call: 
     check(kind, call, there, every=every)
 
 
-@pytest.mark.sample(quick=0)
+@pytest.mark.sample(quick=0, ci=3)
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("name", ["add", "reset", "flush"])
 @pytest.mark.parametrize("kind", REPLAY)

@@ -21,7 +21,7 @@ from stable_baselines3.common.save_util import save_to_pkl
 
 from rl_ext_core.errors import InvalidArgumentError
 from tests.interrupts import interrupt
-from tests.sb3_ext.toys import REPLAY, assert_equal_bits, with_state
+from tests.sb3_ext.toys import REPLAY, assert_same_draws
 
 N_STACK, FRAME = 3, (6, 5)
 IMAGE = spaces.Box(0, 255, (N_STACK, *FRAME), np.uint8)
@@ -143,10 +143,7 @@ class SameAsUpstream(RuleBasedStateMachine):
     def sample(self, batch_size: int, seed: int) -> None:
         known = self.ours.size() == self.theirs.size() and np.any(getattr(self.theirs, "ep_length", 1))
         if self.theirs.size() and known:
-            left, left_state = with_state(lambda: self.ours.sample(batch_size), seed)
-            right, right_state = with_state(lambda: self.theirs.sample(batch_size), seed)
-            assert_equal_bits(left, right)
-            assert (left_state[1] == right_state[1]).all()
+            assert_same_draws(lambda buffer: buffer.sample(batch_size), self.ours, self.theirs, seed)
 
     @rule(start=st.integers(-45, 45), stop=st.integers(-45, 45), step=st.sampled_from([-2, -1, 1, 3]))
     def slice(self, start: int, stop: int, step: int) -> None:
@@ -230,4 +227,4 @@ class SameAsUpstream(RuleBasedStateMachine):
 
 
 TestSameAsUpstream = SameAsUpstream.TestCase
-TestSameAsUpstream.settings = settings(max_examples=60 if "CI" in os.environ else 25, stateful_step_count=25)
+TestSameAsUpstream.settings = settings(max_examples=50 if "CI" in os.environ else 20, stateful_step_count=25)

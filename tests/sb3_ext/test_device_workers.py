@@ -16,45 +16,30 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 from tests.core.devices.binding import bound, on_mesa
 from tests.core.devices.reporting import Reporter, reports
 import sys, torch
-def visit(factories, start_method):
-    venv = SubprocVecEnv(factories, start_method=start_method)
-    venv.reset()
-    venv.close()
 """
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", pytest.param("fork", marks=pytest.mark.slow)])
-def test_each_worker_gets_its_gpu_before_its_factory_is_unpickled(start_method: str, tmp_path: Path) -> None:
-    ended = run(
-        SB3,
-        f"""
-        folder, start_method = {str(tmp_path)!r}, {start_method!r}
-        visit(bound(folder), start_method)
-        answer = [reports(folder), variables(), torch.cuda.is_initialized()]
-        """,
-    )
-    workers, parent, cuda = ended.answer
-    assert [report["called"] for report in workers] == EXPECTED
-    assert [report["unpickled"] for report in workers] == EXPECTED
-    # A forked worker has this module from its parent.
-    assert [report["imported"] for report in workers] == ([UNSET] * 3 if start_method == "fork" else EXPECTED)
-    assert not any(report["in_parent"] for report in workers)
-    assert parent == UNSET
-    assert not cuda
-
-
-def test_in_one_process_the_first_decision_is_kept_and_that_is_said_once(tmp_path: Path) -> None:
+def test_each_worker_gets_its_gpu_before_its_factory_is_unpickled_and_one_process_the_first(tmp_path: Path) -> None:
     ended = run(
         SB3,
         f"""
         folder = {str(tmp_path)!r}
+        venv = SubprocVecEnv(bound(folder), start_method="forkserver")
+        venv.reset()
+        venv.close()
+        answer = [reports(folder), variables(), torch.cuda.is_initialized()]
         DummyVecEnv(bound(folder)).close()
-        answer = [[report["called"] for report in reports(folder)], variables()]
+        answer += [[report["called"] for report in reports(folder)], variables()]
         """,
     )
-    built, parent = ended.answer
+    workers, before, cuda, built, after = ended.answer
+    for when in ("imported", "unpickled", "called"):
+        assert [report[when] for report in workers] == EXPECTED
+    assert not any(report["in_parent"] for report in workers)
+    assert before == UNSET
+    assert not cuda
     assert built == [EXPECTED[0]] * 3
-    assert parent == EXPECTED[0]
+    assert after == EXPECTED[0]
     assert ended.stderr.count("a worker's environment is built in the parent process") == 1
 
 

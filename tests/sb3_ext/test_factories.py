@@ -8,8 +8,6 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from stable_baselines3 import PPO
-from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 
@@ -17,9 +15,6 @@ from sb3_ext import as_factory
 from tests.core.factory.main_script import DEFINED, USED, in_pools
 from tests.core.factory.worlds import Line
 from tests.ways import WAYS, run_as
-
-# Workers that are not forks import torch first.
-METHODS = [*(pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "forkserver")), "fork"]
 
 
 def changed_cart_pole() -> gym.Env[Any, Any]:
@@ -64,35 +59,25 @@ def test_environments_in_this_process_do_what_the_written_line_does(make: Any) -
     np.testing.assert_equal(rollouts(DummyVecEnv(as_factory(make()).for_workers(3))), theirs)
 
 
-@pytest.mark.sample(quick=0, ci=4)
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("make", CASES)
+@pytest.mark.parametrize(
+    ("make", "method"),  # workers that are not forks import torch first
+    [(changed_sealed, "fork"), pytest.param(changed_monitored, "forkserver", marks=pytest.mark.slow)],
+)
 def test_environments_in_workers_do_what_the_written_line_does(make: Any, method: str) -> None:
     theirs = rollouts(DummyVecEnv([make] * 2))
     ours = rollouts(SubprocVecEnv(as_factory(make()).for_workers(2), start_method=method))
     np.testing.assert_equal(ours, theirs)
 
 
-def test_a_worker_has_what_the_instance_has() -> None:
-    env = changed_cart_pole()
-    env.reset(seed=0)
-    venv = SubprocVecEnv(as_factory(env).for_workers(2), start_method="fork")
-    assert venv.get_attr("gravity") == [5.0, 5.0]
-    venv.close()
-    env.step(0)
-
-
-@pytest.mark.parametrize(
-    ("method", "lived"), [("fork", False), ("fork", True), pytest.param("spawn", True, marks=pytest.mark.slow)]
-)
-def test_copies_draw_differently_and_the_same_again_with_a_seed(method: str, lived: bool) -> None:
+@pytest.mark.parametrize("lived", [False, True])
+def test_copies_draw_differently_and_the_same_again_with_a_seed(lived: bool) -> None:
     env = gym.make("CartPole-v1")
     if lived:
         env.reset(seed=0)
         env.unwrapped.gravity = 5.0  # type: ignore[attr-defined]
     factory = as_factory(env)
     seen = [
-        rollouts(SubprocVecEnv(factory.for_workers(2, seed=seed), start_method=method), seed=None, steps=1)[0]
+        rollouts(SubprocVecEnv(factory.for_workers(2, seed=seed), start_method="fork"), seed=None, steps=1)[0]
         for seed in (1, 1, None)
     ]
     assert not np.array_equal(seen[0][0], seen[0][1])
@@ -100,24 +85,14 @@ def test_copies_draw_differently_and_the_same_again_with_a_seed(method: str, liv
     assert not np.array_equal(seen[0], seen[2])
 
 
-def test_overrides_reach_the_workers() -> None:
-    factories = as_factory(gym.make("CartPole-v1")).for_workers(2, overrides=[{"gravity": 1.0}, {"length": 2.0}])
+def test_workers_have_what_the_instance_has_and_overrides_reach_them() -> None:
+    env = changed_cart_pole()
+    env.reset(seed=0)
+    factories = as_factory(env).for_workers(2, overrides=[{"gravity": 1.0}, {"length": 2.0}])
     venv = SubprocVecEnv(factories, start_method="fork")
-    assert (venv.get_attr("gravity"), venv.get_attr("length")) == ([1.0, 9.8], [0.5, 2.0])
+    assert (venv.get_attr("gravity"), venv.get_attr("length")) == ([1.0, 5.0], [0.5, 2.0])
     venv.close()
-
-
-@pytest.mark.slow
-def test_a_model_learns_the_same_as_with_the_written_line() -> None:
-    def learned(venv: VecEnv) -> Any:
-        model = PPO("MlpPolicy", venv, n_steps=32, batch_size=32, n_epochs=1, seed=0, device="cpu")
-        model.set_logger(Logger(folder=None, output_formats=[]))
-        model.learn(128)
-        venv.close()
-        return {name: value.numpy() for name, value in model.policy.state_dict().items()}
-
-    ours = learned(SubprocVecEnv(as_factory(changed_cart_pole()).for_workers(2)))
-    np.testing.assert_equal(ours, learned(DummyVecEnv([changed_cart_pole] * 2)))
+    env.step(0)
 
 
 POOLS = in_pools(
@@ -128,7 +103,7 @@ POOLS = in_pools(
 )
 
 
-@pytest.mark.sample(quick=0, ci=2)
+@pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_the_main_modules_own_travels_and_stays_as_it_is(way: str, tmp_path: Path) -> None:
     assert "as expected" in run_as(way, DEFINED + USED + POOLS, tmp_path)

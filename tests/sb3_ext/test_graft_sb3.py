@@ -48,21 +48,13 @@ def _mask(_: Any) -> Any:
 
 
 WRAPPED: dict[str, Callable[[], Any]] = {
-    "AtariWrapper": lambda: atari.AtariWrapper(_pong()),
-    "NoopResetEnv": lambda: atari.NoopResetEnv(_pong()),
-    "FireResetEnv": lambda: atari.FireResetEnv(_pong()),
-    "EpisodicLifeEnv": lambda: atari.EpisodicLifeEnv(_pong()),
-    "MaxAndSkipEnv": lambda: atari.MaxAndSkipEnv(_pong()),
-    "ClipRewardEnv": lambda: atari.ClipRewardEnv(_pong()),
-    "WarpFrame": lambda: atari.WarpFrame(_pong()),
-    "StickyActionEnv": lambda: atari.StickyActionEnv(_pong(), 0.3),
+    "Atari": lambda: atari.AtariWrapper(_pong(), action_repeat_probability=0.3),  # seven wrappers
     "Monitor": lambda: Monitor(_cart()),
     "TimeFeatureWrapper": lambda: TimeFeatureWrapper(_cart()),
     "ActionMasker": lambda: ActionMasker(_cart(), _mask),
     "BitFlippingEnv": BitFlippingEnv,
 }
 VECTORISED: dict[str, Callable[[], Any]] = {
-    "DummyVecEnv": _vec,
     "VecNormalize": lambda: VecNormalize(_vec()),
     "VecFrameStack": lambda: VecFrameStack(_vec(), 3),
     "VecMonitor": lambda: VecMonitor(_vec()),

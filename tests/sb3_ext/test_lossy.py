@@ -13,7 +13,7 @@ from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.frames import planning
 from rl_ext_core.frames.planning import MemoryWatch
 from sb3_ext import CompressedReplayBuffer
-from tests.sb3_ext.toys import add_all, collected, for_envs, image_env, with_state
+from tests.sb3_ext.toys import add_all, collected, for_envs, image_env
 
 
 def filled(channels: int, **options: Any) -> tuple[Any, Any]:
@@ -24,9 +24,7 @@ def filled(channels: int, **options: Any) -> tuple[Any, Any]:
     return buffers
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("codec", ["auto", "patch", "patch+lz4"])
+@pytest.mark.parametrize(("codec", "channels"), [("auto", 3), pytest.param("patch+lz4", 1, marks=pytest.mark.slow)])
 def test_everything_is_within_the_bound(channels: int, codec: str) -> None:
     ours, theirs = filled(channels, max_error=4, codec=codec)
     assert theirs.dones.sum() > 10
@@ -38,7 +36,11 @@ def test_everything_is_within_the_bound(channels: int, codec: str) -> None:
     assert worst == 4
     for name in ("actions", "rewards", "dones", "timeouts"):
         np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
-    sample, expected = (with_state(lambda buffer=buffer: buffer.sample(64), 3)[0] for buffer in (ours, theirs))
+    draws = []
+    for buffer in (ours, theirs):
+        np.random.seed(3)
+        draws.append(buffer.sample(64))
+    sample, expected = draws
     assert (sample.observations.int() - expected.observations.int()).abs().max() <= 4
     assert (sample.rewards == expected.rewards).all()
 

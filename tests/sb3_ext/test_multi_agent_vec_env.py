@@ -109,7 +109,7 @@ def test_an_agent_that_joins() -> None:
     env.close()
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 @pytest.mark.parametrize("game", ["sisl.pursuit_v5", "butterfly.knights_archers_zombies_v11", "sisl.multiwalker_v9"])
 def test_real_environments(game: str) -> None:
     module = pytest.importorskip(f"pettingzoo.{game}")

@@ -37,20 +37,16 @@ def dqn(replay_buffer_class: Any = CompressedNStepReplayBuffer, **options: Any) 
     )
 
 
-@pytest.mark.parametrize("through", ["algorithm", "kwargs", pytest.param("both", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("through", ["algorithm", pytest.param("both", marks=pytest.mark.slow)])
 def test_a_model_learns_what_it_learns_with_the_original(through: str, caplog: pytest.LogCaptureFixture) -> None:
     theirs = dqn(None, n_steps=3, gamma=0.9)
     theirs.learn(400)
     assert type(theirs.replay_buffer) is NStepReplayBuffer
-    options: dict[str, Any] = {"gamma": 0.9}
-    if through != "algorithm":
-        options["replay_buffer_kwargs"] = {"n_steps": 3, "codec": "patch"}
+    options = {"replay_buffer_kwargs": {"n_steps": 3, "codec": "patch"}} if through == "both" else {}
     with warnings.catch_warnings(), caplog.at_level(logging.WARNING, "sb3_ext"):
-        if through != "kwargs":
-            options["n_steps"] = 3
-            warnings.filterwarnings("ignore", "`n_steps=3` is ignored")
-        ours = dqn(**options)
-    assert ("n_steps=3 of the algorithm is used" in caplog.text) == (through != "kwargs")
+        warnings.filterwarnings("ignore", "`n_steps=3` is ignored")
+        ours = dqn(n_steps=3, gamma=0.9, **options)
+    assert "n_steps=3 of the algorithm is used" in caplog.text
     ours.learn(400)
     assert type(ours.replay_buffer) is CompressedNStepReplayBuffer
     assert_same(ours.replay_buffer, theirs.replay_buffer)
@@ -95,20 +91,23 @@ def test_a_buffer_that_is_made_while_a_model_learns_is_not_the_models() -> None:
 
 
 _EARLIER = """
+import sys
 from stable_baselines3.common import buffers
 del buffers.NStepReplayBuffer
+sys.modules["sb3_contrib"] = None
 import sb3_ext
 sb3_ext.CompressedReplayBuffer
-try:
-    sb3_ext.CompressedNStepReplayBuffer
-except ImportError as error:
-    print(type(error).__name__, error)
+for use in (lambda: sb3_ext.CompressedNStepReplayBuffer, lambda: __import__("sb3_ext.contrib")):
+    try: use()
+    except ImportError as error: print(type(error).__name__, error)
 """
 
 
 @pytest.mark.slow
-def test_earlier_versions_of_the_framework_are_told_what_they_lack() -> None:
-    run = subprocess.run([sys.executable, "-c", _EARLIER], capture_output=True, text=True)
-    assert run.stdout.startswith("MissingDependencyError CompressedNStepReplayBuffer needs Stable Baselines3 2.7"), run
+def test_what_is_missing_is_named_where_it_is_asked_for() -> None:
+    said = subprocess.run([sys.executable, "-c", _EARLIER], capture_output=True, text=True, check=True).stdout
+    assert said.startswith("MissingDependencyError CompressedNStepReplayBuffer needs Stable Baselines3 2.7"), said
+    assert "MissingDependencyError sb3_ext.contrib needs the package 'sb3_contrib'" in said
+    assert 'pip install "rl-ext[contrib]"' in said
     with pytest.raises(AttributeError, match="has no attribute 'Another'"):
         sb3_ext.Another  # noqa: B018

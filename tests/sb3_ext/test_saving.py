@@ -41,7 +41,6 @@ def model_of(kind: str, ours: bool, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("kind", "n_steps", "options", "load"),
     [
-        ("plain", 120, {}, {}),
         ("plain", 500, {}, {}),
         ("hindsight", 50, {}, {"truncate_last_traj": False}),
         ("hindsight", 50, {"copy_info_dict": True}, {"truncate_last_traj": True}),

@@ -9,29 +9,14 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch._dynamo  # noqa: F401 - optimizers do it otherwise, which makes a folder in the tests' temporary one
-from sb3_contrib import QRDQN, TRPO, MaskablePPO, RecurrentPPO
-from sb3_contrib.common.maskable.buffers import MaskableDictRolloutBuffer, MaskableRolloutBuffer
-from sb3_contrib.common.recurrent.buffers import RecurrentDictRolloutBuffer, RecurrentRolloutBuffer
-from stable_baselines3 import A2C, DQN, PPO, SAC, TD3, HerReplayBuffer
-from stable_baselines3.common.buffers import DictReplayBuffer, DictRolloutBuffer, ReplayBuffer, RolloutBuffer
+from sb3_contrib import MaskablePPO, RecurrentPPO
+from stable_baselines3 import DQN, PPO, SAC, TD3
 from stable_baselines3.common.env_util import make_atari_env, make_vec_env
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecFrameStack, VecNormalize
 
-from sb3_ext import (
-    CompressedDictReplayBuffer,
-    CompressedDictRolloutBuffer,
-    CompressedHerReplayBuffer,
-    CompressedReplayBuffer,
-    CompressedRolloutBuffer,
-)
-from sb3_ext.contrib import (
-    CompressedMaskableDictRolloutBuffer,
-    CompressedMaskableRolloutBuffer,
-    CompressedRecurrentDictRolloutBuffer,
-    CompressedRecurrentRolloutBuffer,
-)
-from tests.sb3_ext.toys import check_equal_weights, dict_env, image_env, reach
+from sb3_ext import CompressedReplayBuffer
+from tests.sb3_ext.toys import REPLAY, ROLLOUT, check_equal_weights, dict_env, image_env, reach
 
 
 class Masked(VecEnvWrapper):
@@ -60,47 +45,24 @@ def pong() -> VecEnv:
 
 
 def pendulum() -> VecEnv:
-    return make_vec_env("Pendulum-v1", n_envs=2, seed=0)
+    return VecNormalize(make_vec_env("Pendulum-v1", n_envs=2, seed=0))
 
-
-REPLAY, DICT_REPLAY = (CompressedReplayBuffer, ReplayBuffer), (CompressedDictReplayBuffer, DictReplayBuffer)
-ROLLOUT, DICT_ROLLOUT = (CompressedRolloutBuffer, RolloutBuffer), (CompressedDictRolloutBuffer, DictRolloutBuffer)
-MASKABLE = CompressedMaskableRolloutBuffer, MaskableRolloutBuffer
-MASKABLE_DICT = CompressedMaskableDictRolloutBuffer, MaskableDictRolloutBuffer
-RECURRENT = CompressedRecurrentRolloutBuffer, RecurrentRolloutBuffer
-RECURRENT_DICT = CompressedRecurrentDictRolloutBuffer, RecurrentDictRolloutBuffer
 
 CASES: dict[str, tuple[Any, str, Any, Any]] = {
-    "DQN": (DQN, "CnnPolicy", image_env, REPLAY),
-    "PPO": (PPO, "CnnPolicy", image_env, ROLLOUT),
-    "SAC of a dictionary": (SAC, "MultiInputPolicy", lambda: dict_env(continuous=True), DICT_REPLAY),
-    "PPO of a dictionary": (PPO, "MultiInputPolicy", dict_env, DICT_ROLLOUT),
-    "SAC with hindsight": (
-        SAC,
-        "MultiInputPolicy",
-        lambda: reach(size=36),
-        (CompressedHerReplayBuffer, HerReplayBuffer),
-    ),
-    "DQN of Pong": (DQN, "CnnPolicy", pong, REPLAY),
-    "QRDQN of RGB, channels last": (QRDQN, "CnnPolicy", lambda: image_env(3, 2, first=False), REPLAY),
-    "TD3 of normalized vectors": (TD3, "MlpPolicy", lambda: VecNormalize(pendulum()), REPLAY),
-    "PPO of normalized vectors": (PPO, "MlpPolicy", lambda: VecNormalize(pendulum()), ROLLOUT),
-    "A2C": (A2C, "CnnPolicy", image_env, ROLLOUT),
-    "TRPO": (TRPO, "CnnPolicy", image_env, ROLLOUT),
-    "MaskablePPO": (MaskablePPO, "CnnPolicy", lambda: Masked(image_env()), MASKABLE),
-    "MaskablePPO of a dictionary": (MaskablePPO, "MultiInputPolicy", lambda: Masked(dict_env()), MASKABLE_DICT),
-    "RecurrentPPO": (RecurrentPPO, "CnnLstmPolicy", image_env, RECURRENT),
-    "RecurrentPPO of a dictionary": (RecurrentPPO, "MultiInputLstmPolicy", dict_env, RECURRENT_DICT),
+    "PPO of a dictionary": (PPO, "MultiInputPolicy", dict_env, ROLLOUT["dict"]),
+    "MaskablePPO": (MaskablePPO, "CnnPolicy", lambda: Masked(image_env()), ROLLOUT["maskable"]),
+    "DQN of Pong": (DQN, "CnnPolicy", pong, REPLAY["plain"]),
+    "SAC with hindsight": (SAC, "MultiInputPolicy", lambda: reach(size=36), REPLAY["hindsight"]),
+    "TD3 of normalized vectors": (TD3, "MlpPolicy", pendulum, REPLAY["plain"]),
+    "PPO of RGB, channels last": (PPO, "CnnPolicy", lambda: image_env(3, 2, first=False), ROLLOUT["plain"]),
+    "RecurrentPPO": (RecurrentPPO, "CnnLstmPolicy", image_env, ROLLOUT["recurrent"]),
+    "RecurrentPPO of a dictionary": (RecurrentPPO, "MultiInputLstmPolicy", dict_env, ROLLOUT["recurrent dict"]),
 }
-OFF_POLICY = {"buffer_size": 260, "learning_starts": 60, "batch_size": 16, "train_freq": 8}
+OFF_POLICY = {"buffer_size": 180, "learning_starts": 60, "batch_size": 16, "train_freq": 8}
 
 
-QUICK = ("DQN", "PPO of a dictionary", "MaskablePPO")
-
-
-@pytest.mark.parametrize(
-    "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in CASES if case not in QUICK)]
-)
+@pytest.mark.sample(quick=2)
+@pytest.mark.parametrize("case", CASES)
 def test_the_same_weights(case: str) -> None:
     algorithm, policy, env, (ours, theirs) = CASES[case]
     small: dict[str, Any] = {"policy_kwargs": {"net_arch": [8]}, "seed": 1, "device": "cpu"}
@@ -110,21 +72,15 @@ def test_the_same_weights(case: str) -> None:
     def make(buffer_class: Any) -> Any:
         if issubclass(algorithm, OffPolicyAlgorithm):
             return algorithm(policy, env(), replay_buffer_class=buffer_class, **OFF_POLICY, **small)
-        options = {"n_steps": 5} if algorithm is A2C else {"n_steps": 16, "batch_size": 16}
-        if "PPO" in algorithm.__name__:
-            options["n_epochs"] = 2
-        if algorithm not in (TRPO, RecurrentPPO):
+        options = {"n_steps": 16, "batch_size": 16, "n_epochs": 2}
+        if algorithm is not RecurrentPPO:
             return algorithm(policy, env(), rollout_buffer_class=buffer_class, **options, **small)
-        model = algorithm(policy, env(), **options, **small)
-        plain = model.rollout_buffer
-        if algorithm is TRPO:  # these two have no such argument
-            arguments = (plain.buffer_size, plain.observation_space, plain.action_space, plain.device)
-            model.rollout_buffer = buffer_class(*arguments, plain.gae_lambda, plain.gamma, plain.n_envs)
-        elif buffer_class is ours:
-            model.rollout_buffer = buffer_class.like(plain)
+        model = algorithm(policy, env(), **options, **small)  # it has no such argument
+        if buffer_class is ours:
+            model.rollout_buffer = buffer_class.like(model.rollout_buffer)
         return model
 
-    model = check_equal_weights(make, ours, theirs, 300 if issubclass(algorithm, OffPolicyAlgorithm) else 64)
+    model = check_equal_weights(make, ours, theirs, 200 if issubclass(algorithm, OffPolicyAlgorithm) else 64)
     assert algorithm is not MaskablePPO or (model.rollout_buffer.action_masks == 0).any()
     if env is pong:
         assert (model.replay_buffer.n_stack, model.replay_buffer.codec) == (4, "patch")

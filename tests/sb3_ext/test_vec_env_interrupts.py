@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import random
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -91,7 +86,7 @@ def as_dummy(venv: VecEnv, model: VecEnv) -> None:
     assert venv.env_method("count") == [2, 2, 2]
 
 
-@pytest.mark.sample(ci=31)
+@pytest.mark.sample(ci=14)
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.exhaustive), 13])
 @pytest.mark.parametrize("options", list(OPTIONS))
 @pytest.mark.parametrize("call", list(CALLS))
@@ -139,16 +134,19 @@ def test_what_was_begun_can_be_waited_for_after_an_interruption(options: str, ev
     venv.close()
 
 
-@pytest.mark.sample(quick=0, ci=2)
-@pytest.mark.parametrize("begun", ["idle", pytest.param("in a step", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("options", ["one each", pytest.param("restarting", marks=pytest.mark.slow)])
-def test_close_again_after_an_interrupted_close(options: str, begun: str) -> None:
+denser = pytest.mark.parametrize("every", [pytest.param(7, marks=pytest.mark.exhaustive), 29])
+
+
+@pytest.mark.slow
+@denser
+@pytest.mark.parametrize(("options", "begun"), [("one each", True), ("restarting", False)])
+def test_close_again_after_an_interrupted_close(options: str, begun: bool, every: int) -> None:
     made: list[SharedMemoryVecEnv] = []
 
     def prepare() -> Callable[[], Any]:
         made.append(SharedMemoryVecEnv([World] * 2, FAST, **OPTIONS[options]))
         made[-1].reset()
-        if begun == "in a step":
+        if begun:
             made[-1].step_async(ACTIONS[:2])
         return made[-1].close
 
@@ -156,7 +154,7 @@ def test_close_again_after_an_interrupted_close(options: str, begun: str) -> Non
     made.clear()
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
-    for where in everywhere(prepare, below=BELOW, every=7):
+    for where in everywhere(prepare, below=BELOW, every=every):
         made.pop().close()
         assert no_workers(), where
     made.clear()
@@ -165,16 +163,18 @@ def test_close_again_after_an_interrupted_close(options: str, begun: str) -> Non
 
 
 @pytest.mark.slow
-def test_an_interrupted_start_leaves_nothing() -> None:
+@denser
+def test_an_interrupted_start_leaves_nothing(every: int) -> None:
     def prepare() -> Callable[[], Any]:
         return lambda: SharedMemoryVecEnv([World] * 2, FAST).close()
 
-    for where in everywhere(prepare, below=BELOW, every=9):
+    for where in everywhere(prepare, below=BELOW, every=every):
         assert no_workers(), where
 
 
 @pytest.mark.slow
-def test_an_interrupted_restart_is_done_again() -> None:
+@denser
+def test_an_interrupted_restart_is_done_again(every: int) -> None:
     made: list[SharedMemoryVecEnv] = []
 
     def prepare() -> Callable[[], Any]:
@@ -187,7 +187,7 @@ def test_an_interrupted_restart_is_done_again() -> None:
         made[0].step(ACTIONS[:2])
         return lambda: made[0].step(ACTIONS[:2])
 
-    for where in everywhere(prepare, below=BELOW, every=7):
+    for where in everywhere(prepare, below=BELOW, every=every):
         venv = made[0]
         if venv.waiting:
             _, _, dones, infos = venv.step_wait()
@@ -200,48 +200,4 @@ def test_an_interrupted_restart_is_done_again() -> None:
             assert venv.reset()[:, 0].tolist() == [0, 0], where
             assert venv.step(ACTIONS[:2])[0][:, 0].tolist() == [1, 1], where
     made[0].close()
-    assert no_workers()
-
-
-@contextmanager
-def ctrl_c(after_s: float) -> Iterator[None]:
-    """Send this process SIGINT after a time, however the body ends."""
-    sent = threading.Event()
-
-    def send() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        sent.set()
-
-    timer = threading.Timer(after_s, send)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.join()
-        assert sent.is_set()
-
-
-class Slower(World):
-    def step(self, action: int) -> Any:
-        time.sleep(0.001)
-        return super().step(action)
-
-
-def step_forever(venv: VecEnv) -> None:
-    while True:
-        venv.step(ACTIONS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("n_workers", [1, 2])
-def test_signals_at_random_moments(n_workers: int) -> None:
-    venv, model = SharedMemoryVecEnv([Slower] * 3, FAST, n_workers=n_workers), DummyVecEnv([World] * 3)
-    rng = random.Random(0)
-    for _ in range(60):
-        as_dummy(venv, model)
-        with pytest.raises(KeyboardInterrupt), ctrl_c(rng.uniform(0.001, 0.015)):
-            step_forever(venv)
-        if venv.waiting and rng.random() < 0.5:
-            assert venv.step_wait()[0][:, 0].tolist() == venv.env_method("count")
-    venv.close()
     assert no_workers()

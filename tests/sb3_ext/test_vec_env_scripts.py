@@ -46,33 +46,31 @@ class Around(gym.Wrapper):
 
 gym.register("World-v0", entry_point=World)
 def make(): return Around(World(3))
-"""
-
-WAYS = {
-    "a class": "SharedMemoryVecEnv([World] * 2{options})",
-    "a function": "SharedMemoryVecEnv([make] * 2{options})",
-    "lambdas": "SharedMemoryVecEnv([lambda level=level: World(level) for level in range(2)]{options})",
-    "an id": "SharedMemoryVecEnv([lambda: gym.make('World-v0')] * 2{options})",
-    "make_vec_env": "make_vec_env('World-v0', 2, isolation='process')",
-    "make_vec_env, auto": "make_vec_env(World, 2)",
-}
-USE = """
+def use(venv):
     venv.reset()
     venv.step(np.zeros(2, np.int64))
-    print(venv.get_attr("level"), venv.env_is_wrapped(Around), flush=True)
+    level = venv.get_attr("level")
+    assert venv.env_is_wrapped(Around) == [level[0] == 3] * 2
+    print(level, flush=True)
     venv.close()
 """
-PRINTED = {"a function": "[3, 3] [True, True]", "lambdas": "[0, 1] [False, False]"}
+
+USE = """
+if True:
+    for options in ({}, {"start_method": "spawn"}):
+        for env_fns in (
+            [World] * 2, [make] * 2, [lambda level=level: World(level) for level in range(2)],
+            [lambda: gym.make("World-v0")] * 2,
+        ):
+            use(SharedMemoryVecEnv(env_fns, **options))
+        use(make_vec_env("World-v0", 2, isolation="process", vec_env_kwargs=options))
+    use(make_vec_env(World, 2))
+"""
+PRINTED = ["[1, 1]", "[3, 3]", "[0, 1]", "[1, 1]", "[1, 1]"]
 
 
-def run(program: Program, text: str, name: str = "train.py") -> subprocess.CompletedProcess[str]:
-    process = start(program, text, name)
-    output, errors = process.communicate(timeout=4 * LIMIT_S)
-    return subprocess.CompletedProcess([], process.returncode, output, errors)
-
-
-def start(program: Program, text: str, name: str = "train.py") -> subprocess.Popen[str]:
-    script = program.folder / name
+def start(program: Program, text: str) -> subprocess.Popen[str]:
+    script = program.folder / "train.py"
     script.write_text(text)
     os.environ["SEEN"] = str(program.folder / "seen")
     os.environ["XDG_CACHE_HOME"] = str(program.folder / "cache")
@@ -85,44 +83,37 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "")
 
 
-@pytest.mark.sample(quick=0, ci=4)
-@pytest.mark.parametrize("method", ["", pytest.param(", 'spawn'", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "way", [way if way != "make_vec_env, auto" else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
-)
-def test_environments_of_the_main_script_need_no_guard(way: str, method: str, program: Program) -> None:
-    ended = run(program, f"{SCRIPT}if True:\n    venv = {WAYS[way].format(options=method)}{USE}")
-    assert ended.stderr == ""
-    assert ended.stdout.strip() == PRINTED.get(way, "[1, 1] [False, False]")
+@pytest.mark.slow
+def test_environments_of_the_main_script_need_no_guard(program: Program) -> None:
+    process = start(program, SCRIPT + USE)
+    output, errors = process.communicate(timeout=4 * LIMIT_S)
+    assert errors == ""
+    assert output.splitlines() == [*PRINTED, *PRINTED, "[1, 1]"]
     assert (program.folder / "seen").read_text() == "x"
 
 
 DEATH = """
 if __name__ == "__main__":
+    from rl_ext_core.errors import WorkerError
     venv = SharedMemoryVecEnv([lambda: World(), lambda: World("hang"), lambda: World()], {method!r})
     venv.reset()
     try:
         print("ready", flush=True)
-        {work}
+        venv.step(np.zeros(3, np.int64))
     finally:
-        {last}
+        if {closes}:
+            try: venv.close()
+            except WorkerError: pass
 """
-STEP = "venv.step(np.zeros(3, np.int64))"
 
 
-@pytest.mark.sample(quick=0, ci=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "method", ["fork", *(pytest.param(method, marks=pytest.mark.slow) for method in ("forkserver", "spawn"))]
+    ("end", "method", "closes"),
+    [(signal.SIGKILL, "forkserver", False), (signal.SIGTERM, "spawn", False), (signal.SIGINT, "fork", True)],
 )
-@pytest.mark.parametrize(
-    ("end", "last"), [(signal.SIGKILL, "pass"), (signal.SIGTERM, "pass"), (signal.SIGINT, "venv.close()")]
-)
-def test_no_worker_outlives_the_program(method: str, end: signal.Signals, last: str, program: Program) -> None:
-    last = last.replace(
-        "venv.close()",
-        "from rl_ext_core.errors import WorkerError\n        try: venv.close()\n        except WorkerError: pass",
-    )
-    process = start(program, SCRIPT + DEATH.format(method=method, work=STEP, last=last))
+def test_no_worker_outlives_the_program(end: signal.Signals, method: str, closes: bool, program: Program) -> None:
+    process = start(program, SCRIPT + DEATH.format(method=method, closes=closes))
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.2)
@@ -135,6 +126,6 @@ def test_no_worker_outlives_the_program(method: str, end: signal.Signals, last: 
 
 @pytest.mark.slow
 def test_a_program_that_forgets_to_close_ends(program: Program) -> None:
-    ended = run(program, SCRIPT + "venv = SharedMemoryVecEnv([World] * 2)\nvenv.reset()\nprint('end')")
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "end\n", "")
-    assert not session_of(program.running[-1].pid)
+    process = start(program, SCRIPT + "venv = SharedMemoryVecEnv([World] * 2)\nvenv.reset()\nprint('end')")
+    assert (*process.communicate(timeout=4 * LIMIT_S), process.returncode) == ("end\n", "", 0)
+    assert not session_of(process.pid)

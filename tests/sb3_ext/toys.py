@@ -54,15 +54,24 @@ class Sprite(gym.Env[np.ndarray, int]):
         return self._seen(), float(action) - 0.5, terminated, truncated, {}
 
 
-def image_env(
-    channels: int = 1, n_envs: int = 2, n_stack: int = 4, *, first: bool = True, still: bool = True, size: int = 36
-) -> VecEnv:
-    """What SB3 makes of an image environment: stacked, and transposed to channel-first unless told otherwise."""
-    venv: VecEnv = DummyVecEnv([lambda: Sprite(channels, size, still=still) for _ in range(n_envs)])
+def stacked(env_fn: Callable[[], gym.Env[Any, Any]], n_envs: int, n_stack: int, first: bool) -> VecEnv:
+    venv: VecEnv = DummyVecEnv([env_fn] * n_envs)
     venv.seed(0)
     if n_stack > 1:
         venv = VecFrameStack(venv, n_stack)
     return VecTransposeImage(venv) if first else venv
+
+
+def image_env(
+    channels: int = 1, n_envs: int = 2, n_stack: int = 4, *, first: bool = True, still: bool = True
+) -> VecEnv:
+    """What SB3 makes of an image environment: stacked, and transposed to channel-first unless told otherwise."""
+    return stacked(lambda: Sprite(channels, still=still), n_envs, n_stack, first)
+
+
+def dict_env(n_envs: int = 2, *, continuous: bool = False) -> VecEnv:
+    """Likewise, with a dictionary of an image and a vector."""
+    return stacked(lambda: Camera(Sprite(), continuous=continuous), n_envs, 4, True)
 
 
 class Camera(gym.Wrapper[dict[str, np.ndarray], int, np.ndarray, int]):
@@ -86,17 +95,6 @@ class Camera(gym.Wrapper[dict[str, np.ndarray], int, np.ndarray, int]):
     def step(self, action: int) -> tuple[dict[str, np.ndarray], float, bool, bool, dict]:
         image, *rest = super().step(round(float(np.sum(action))) if np.ndim(action) else action)
         return self._described(image), *rest
-
-
-def dict_env(
-    n_envs: int = 2, n_stack: int = 4, *, first: bool = True, continuous: bool = False, still: bool = True
-) -> VecEnv:
-    """Likewise, with a dictionary of an image and a vector."""
-    venv: VecEnv = DummyVecEnv([lambda: Camera(Sprite(still=still), continuous=continuous) for _ in range(n_envs)])
-    venv.seed(0)
-    if n_stack > 1:
-        venv = VecFrameStack(venv, n_stack)
-    return VecTransposeImage(venv) if first else venv
 
 
 class Reach(gym.Env[dict[str, np.ndarray], np.ndarray]):
@@ -141,9 +139,7 @@ class Reach(gym.Env[dict[str, np.ndarray], np.ndarray]):
 
 
 def reach(n_envs: int = 2, **options: Any) -> VecEnv:
-    venv = DummyVecEnv([lambda: Reach(**options) for _ in range(n_envs)])
-    venv.seed(0)
-    return venv
+    return stacked(lambda: Reach(**options), n_envs, 1, False)
 
 
 Transition = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, list[dict[str, Any]]]
@@ -249,11 +245,16 @@ def silenced(model: Any) -> Any:
     return model
 
 
-def with_state(call: Callable[[], Any], seed: int) -> tuple[Any, Any]:
-    """What a call gives, and the state of NumPy's generator behind it."""
-    np.random.seed(seed)
-    result = call()
-    return result, np.random.get_state()
+def assert_same_draws(draw: Callable[[Any], Any], ours: Any, theirs: Any, seed: int) -> None:
+    """Equal bits of what is drawn of both, and of NumPy's generator behind it."""
+    found = []
+    for buffer in (ours, theirs):
+        np.random.seed(seed)
+        found.append((draw(buffer), np.random.get_state()))
+    (left, left_state), (right, right_state) = found
+    assert_equal_bits(left, right)
+    assert str(left_state) == str(right_state)
+    assert (left_state[1] == right_state[1]).all()
 
 
 def assert_same(ours: Any, theirs: Any, batch_size: int = 40, env: Any = None) -> None:
@@ -270,11 +271,7 @@ def assert_same(ours: Any, theirs: Any, batch_size: int = 40, env: Any = None) -
     if not ours.size() or not np.any(getattr(theirs, "ep_length", 1)):
         return
     for seed in range(3):
-        left, left_state = with_state(lambda: ours.sample(batch_size, env=env), seed)
-        right, right_state = with_state(lambda: theirs.sample(batch_size, env=env), seed)
-        assert_equal_bits(left, right)
-        assert str(left_state) == str(right_state)
-        assert (left_state[1] == right_state[1]).all()
+        assert_same_draws(lambda buffer: buffer.sample(batch_size, env=env), ours, theirs, seed)
 
 
 def assert_equal_bits(left: Any, right: Any, name: str = "") -> None:
@@ -296,13 +293,7 @@ def assert_equal_bits(left: Any, right: Any, name: str = "") -> None:
 def assert_same_batches(ours: Any, theirs: Any, batch_size: int | None) -> None:
     """Equal bits of all minibatches of a rollout, and of the generator."""
     for seed in range(2):
-        left, left_state = with_state(lambda: list(ours.get(batch_size)), seed)
-        right, right_state = with_state(lambda: list(theirs.get(batch_size)), seed)
-        assert len(left) == len(right)
-        for mine, other in zip(left, right, strict=True):
-            assert_equal_bits(mine, other)
-        assert str(left_state) == str(right_state)
-        assert (left_state[1] == right_state[1]).all()
+        assert_same_draws(lambda buffer: tuple(buffer.get(batch_size)), ours, theirs, seed)
 
 
 def trained(make: Callable[[Any], Any], buffer_class: Any, n_steps: int, *, again: int) -> Any:

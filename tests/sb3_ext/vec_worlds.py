@@ -284,6 +284,26 @@ class FailingOnce(Failing):
             fail(self._how)
 
 
+class Gated(Counting):
+    """Waits in its steps for a file.
+
+    :param gate: the file
+    :param tells: a process that it sends a signal to, in its first step
+    """
+
+    def __init__(self, gate: Path, tells: int | None = None, sent: signal.Signals = signal.SIGINT) -> None:
+        super().__init__()
+        self._gate, self._tells, self._sent = gate, tells, sent
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if self._tells is not None:
+            os.kill(self._tells, self._sent)
+            self._tells = None
+        while not self._gate.exists():
+            time.sleep(0.005)
+        return super().step(action)
+
+
 class Returning(Counting):
     """Returns the observation that it is given."""
 

@@ -1,4 +1,4 @@
-"""Transitions that follow from their number, and a process that adds them until it is killed."""
+"""Transitions that follow from their number, and processes that add them until they are killed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import random
 import resource
 import signal
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -150,41 +148,25 @@ def files_of_at_most(n_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-class Adder:
-    """A process that forks others, which add transitions to a folder until they are killed.
-
-    Forks, because importing everything takes longer than what is measured here.
-    """
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.core.frames.disk_toys"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[3],
-        )
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == "ready\n"
-
-    def kill_while_adding(self, folder: Path, kind: str, capacity: int, seconds: float) -> tuple[int, int]:
-        """Lets transitions be added for about that long; returns how many were, and how many count."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(f"{kind} {capacity} {seconds} {folder}\n")
-        self._process.stdin.flush()
-        added, sure = map(int, self._process.stdout.readline().split())
-        return added, sure
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(60)
-        self._process.stdout.close()
+def kill_while_adding(folder: Path, kind: str, capacity: int, seconds: float) -> tuple[int, int]:
+    """Lets a fork add transitions for about that long; returns how many were added, and how many of them count."""
+    progress = mmap.mmap(-1, 16)
+    child = os.fork()
+    if child == 0:
+        try:
+            _add_forever(folder, kind, capacity, progress)
+        finally:
+            os._exit(1)
+    while struct.unpack_from("<q", progress)[0] == 0 and os.waitpid(child, os.WNOHANG) == (0, 0):
+        time.sleep(0.0005)
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "it ended by itself"
+    added, sure = struct.unpack_from("<qq", progress)
+    return added, sure
 
 
-def _add_forever(folder: str, kind: str, capacity: int, progress: mmap.mmap) -> None:
+def _add_forever(folder: Path, kind: str, capacity: int, progress: mmap.mmap) -> None:
     store, numbers, rewards = open_store(folder, kind, capacity)
     number = check(store, numbers, rewards)
     while True:
@@ -199,36 +181,6 @@ def _say(progress: mmap.mmap, at: int, number: int) -> None:
     progress[at : at + 8] = struct.pack("<q", number)
 
 
-def _main() -> None:
-    store = FrameStore(8, N_ENVS, LAYOUT, codec="patch+lz4")  # loads all that is loaded late
-    for number in range(30):
-        store.append(*transition(number))
-    sys.stdout.write("ready\n")
-    sys.stdout.flush()
-    for line in sys.stdin:
-        kind, capacity, seconds, folder = line.rstrip("\n").split(" ", 3)
-        progress = mmap.mmap(-1, 16)
-        child = os.fork()
-        if child == 0:
-            try:
-                _add_forever(folder, kind, int(capacity), progress)
-            finally:
-                os._exit(1)
-        deadline = time.monotonic() + 120
-        while struct.unpack_from("<q", progress)[0] == 0 and time.monotonic() < deadline:
-            time.sleep(0.0005)
-        time.sleep(float(seconds))
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status), "it ended by itself"
-        sys.stdout.write("{} {}\n".format(*struct.unpack_from("<qq", progress)))
-        sys.stdout.flush()
-
-
 def seconds_of(seed: int) -> float:
     """How long to add, mostly short."""
     return 0.15 * random.Random(seed).random() ** 2
-
-
-if __name__ == "__main__":
-    _main()

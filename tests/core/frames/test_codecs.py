@@ -12,16 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, MissingDependencyError
-from rl_ext_core.frames import Codec, FrameStore, codec_names, codecs, get_codec, register_codec
+from rl_ext_core.errors import MissingDependencyError
+from rl_ext_core.frames import Codec, FrameStore, StackLayout, codec_names, codecs, register_codec
 from rl_ext_core.frames.arrays import FRAMES
-from rl_ext_core.testing import (
-    LAYOUTS,
-    ConformanceError,
-    check_codec,
-    check_frame_store,
-    transitions,
-)
+from rl_ext_core.testing import LAYOUTS, ConformanceError, check_codec, check_frame_store, transitions
 from tests.core.frames.disk_toys import append_all
 
 
@@ -47,24 +41,26 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codecs, "_REGISTRY", dict(codecs._REGISTRY))
 
 
-@pytest.mark.sample(quick=0, ci=1)
-@pytest.mark.parametrize("name", ["patch", "patch+lz4", "raw"])
-def test_every_codec_conforms(name: str) -> None:
-    assert name in codec_names()
-    check_codec(name)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "codec", ["patch+lz4", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("patch", "raw"))]
+)
+def test_a_codec_conforms(codec: str) -> None:
+    assert codec in codec_names()
+    check_codec(codec)
 
 
 @pytest.mark.slow
-def test_a_codec_of_a_third_party_conforms() -> None:
+@pytest.mark.parametrize("kind", ["third party's codec", "adaptive"])
+def test_a_store_conforms(kind: str) -> None:
     register_codec(ZlibCodec)
-    check_codec(ZlibCodec())
 
+    def made(capacity: int, n_envs: int, layout: StackLayout) -> FrameStore:
+        if kind == "adaptive":
+            return FrameStore.adaptive(capacity, n_envs, layout.shape, layout.dtype)
+        return FrameStore(capacity, n_envs, layout, codec=ZlibCodec(), block_length=4)
 
-@pytest.mark.slow
-def test_an_adaptive_store_conforms() -> None:
-    check_frame_store(
-        lambda capacity, n_envs, layout: FrameStore.adaptive(capacity, n_envs, layout.shape, layout.dtype)
-    )
+    check_frame_store(made, contents=("mixed",))
 
 
 def faulty_codec(fault: str) -> type[Codec]:
@@ -79,8 +75,8 @@ def faulty_codec(fault: str) -> type[Codec]:
         def unseal(self, sealed: memoryview, n_bytes: int) -> bytes:
             block = super().unseal(sealed, n_bytes)
             if fault == "flips" and n_bytes > 4000:
-                return block[:-1] + bytes([block[-1] ^ 1])
-            return block[:-1] if fault == "shortens" else block
+                block = block[:-1] + bytes([block[-1] ^ 1])
+            return block
 
     return FaultyCodec
 
@@ -89,7 +85,6 @@ def faulty_codec(fault: str) -> type[Codec]:
     ("fault", "text"),
     [
         ("flips", r"unseal\(\) gave"),
-        ("shortens", r"\(0 bytes\) for a block of"),
         ("scribbles", r"seal\(\) changed the block"),
     ],
 )
@@ -110,8 +105,6 @@ class Faulty(FrameStore):
         super().get(rows, envs, observations, next_observations, **options)
         if self.fault == "next" and next_observations is not None:
             next_observations[-1, ..., -1] = 3
-        if self.fault == "unwritten":
-            observations[0, ..., 0] = 0xA5
         if self.fault == "threads" and options.get("num_threads", 1) > 1:
             observations[:] = observations[::-1].copy()
 
@@ -128,7 +121,6 @@ class Faulty(FrameStore):
     ("fault", "text"),
     [
         ("next", "next observation of row"),
-        ("unwritten", "observation of row"),
         ("threads", "num_threads=2"),
         ("size", "size is"),
         ("leak", "nbytes grew to"),
@@ -138,19 +130,6 @@ def test_the_check_of_stores_can_fail(fault: str, text: str) -> None:
     factory = functools.partial(Faulty, codec="raw", fault=fault)
     with pytest.raises(ConformanceError, match=text):
         check_frame_store(factory, contents=("sparse",), label="faulty")
-
-
-def test_an_unknown_codec_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(InvalidArgumentError, match="unknown codec 'zstd'; known: 'auto', 'jpeg', 'patch'"):
-        get_codec("zstd")
-
-
-@pytest.mark.parametrize("name", [None, 3, RuntimeError])
-def test_a_codec_that_is_no_name_is_refused(name: Any) -> None:
-    with pytest.raises(InvalidTypeError, match="codec must be a name"):
-        get_codec(name)
-    with pytest.raises(InvalidTypeError, match="codec='auto'"):
-        FrameStore.adaptive(4, 1, (3,), np.uint8, codec=name)
 
 
 def test_a_codec_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

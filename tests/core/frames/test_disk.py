@@ -167,10 +167,10 @@ class SameAsInMemory(RuleBasedStateMachine):
 
 
 TestSameAsInMemory = SameAsInMemory.TestCase
-TestSameAsInMemory.settings = settings(max_examples=40, stateful_step_count=20)
+TestSameAsInMemory.settings = settings(max_examples=40 if "CI" in os.environ else 20, stateful_step_count=20)
 
 
-@pytest.mark.parametrize("n_stack", [None, 3])
+@pytest.mark.parametrize("n_stack", [None, pytest.param(3, marks=pytest.mark.slow)])
 def test_an_adaptive_store_finds_again_what_it_found_out(tmp_path: Path, n_stack: int | None) -> None:
     store, *rows = open_store(tmp_path / "a", "adaptive", 300, n_stack=n_stack)
     for number in range(450):
@@ -268,10 +268,7 @@ def test_a_forked_process_may_read_and_not_add_and_holds_no_lock(tmp_path: Path)
         ({"kind": "patch"}, {"capacity": 51}, "capacity"),
         ({"kind": "patch"}, {"kind": "raw"}, "codec"),
         ({"kind": "patch"}, {"kind": "adaptive"}, "layout"),
-        *(
-            ({"kind": "adaptive"}, change, next(iter(change)))
-            for change in ({"codec": "raw"}, {"n_stack": 1}, {"block_length": 8})
-        ),
+        ({"kind": "adaptive"}, {"n_stack": 1}, "n_stack"),
     ],
     ids=str,
 )
@@ -310,31 +307,31 @@ def test_rows_beyond_the_transitions_may_be_written_to_and_the_newest_may_change
         store.close()
 
 
-def test_nothing_can_be_read_or_added_after_it_was_closed(tmp_path: Path) -> None:
-    store, *rows = open_store(tmp_path / "a", "patch", 50, count=30)
-    store.close()
-    with pytest.raises(StorageError):
-        add(store, *rows, 30)
-    with pytest.raises(StorageError):
-        all_of(store)
-
-
-def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
+def test_folders_that_cannot_be_used_are_refused_and_left_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "thesis.tex").write_text("x")
-    with pytest.raises(InvalidArgumentError, match=r"holds 'thesis.tex', which is no part of a store; pass an empty"):
-        open_store(tmp_path, "patch", 50)
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
+    def refused(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-@pytest.mark.parametrize("fault", ["options", "budget", "file in the way"])
-def test_a_store_that_cannot_be_made_leaves_no_folder(tmp_path: Path, fault: str) -> None:
-    options = {"options": {"codec": "none"}, "budget": {"max_bytes": 10}, "file in the way": {}}[fault]
-    folder = tmp_path / "a" / "b"
-    if fault == "file in the way":
-        (tmp_path / "a").write_text("")
-    with pytest.raises((InvalidArgumentError, StorageError)):
-        FrameStore(50, N_ENVS, LAYOUT, storage_dir=folder, **options)
-    assert not folder.exists()
+    for folder, options, error, said in (
+        ("", {}, InvalidArgumentError, r"storage_dir='' is empty; .*storage_dir='buffer', or None"),
+        (tmp_path, {}, InvalidArgumentError, r"holds 'thesis.tex', which is no part of a store; pass an empty"),
+        ("thesis.tex/b", {}, StorageError, "thesis.tex"),
+        ("a/b", {"codec": "none"}, InvalidArgumentError, "'none'"),
+        ("a/b", {"max_bytes": 10}, InvalidArgumentError, "max_bytes=10"),
+    ):
+        with pytest.raises(error, match=said):
+            FrameStore(50, N_ENVS, LAYOUT, storage_dir=folder, **options)  # type: ignore[arg-type]
+    for use in (lambda: open_store("", "adaptive", 8), lambda: salvage("")):
+        with pytest.raises(InvalidArgumentError, match="is empty"):
+            use()
+    monkeypatch.setattr(fcntl, "flock", refused)
+    with pytest.raises(StorageError, match=r"cannot lock .*/lock: No locks available; .*a file system that has locks"):
+        open_store(tmp_path / "c", "patch", 8)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name not in ("thesis.tex", "lock")]
 
 
 def test_row_arrays_are_asked_for_before_the_first_transition(tmp_path: Path) -> None:
@@ -348,6 +345,9 @@ def test_row_arrays_are_asked_for_before_the_first_transition(tmp_path: Path) ->
         store.rows("../x", (), np.int64)
     assert store.rows("number", (), np.int64) is rows[0]
     store.close()
+    for use in (lambda: add(store, *rows, 1), lambda: all_of(store)):  # when it is closed
+        with pytest.raises(StorageError):
+            use()
 
 
 def test_reference_frames_of_many_open_blocks_are_there(tmp_path: Path) -> None:
@@ -399,26 +399,7 @@ def test_a_file_of_another_store_is_no_part_of_this_one(tmp_path: Path, name: st
         read_all()
 
 
-def test_an_empty_path_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for kind in ("patch", "adaptive"):
-        with pytest.raises(InvalidArgumentError, match=r"storage_dir='' is empty; .*storage_dir='buffer', or None"):
-            open_store("", kind, 8)
-    with pytest.raises(InvalidArgumentError, match="is empty"):
-        salvage("")
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_file_system_without_locks_is_said_to_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: Any) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", refused)
-    with pytest.raises(StorageError, match=r"cannot lock .*/lock: No locks available; .*a file system that has locks"):
-        open_store(tmp_path / "a", "patch", 8)
-
-
-@pytest.mark.parametrize("kind", ["patch", "patch+lz4", "adaptive"])
+@pytest.mark.parametrize("kind", ["patch+lz4", "adaptive"])
 def test_one_thread_reads_while_another_adds_and_what_is_there_is_stored_anew(tmp_path: Path, kind: str) -> None:
     store, *_ = open_store(tmp_path / "a", kind, 200)
     store.append(*transition(0))

@@ -111,9 +111,8 @@ def check_damage(made: tuple[Path, str, int], tmp_path: Path, seed: int) -> None
 
 
 @pytest.mark.sample(quick=2)
-@pytest.mark.parametrize("seeds", [range(6)], ids=str)
-def test_random_damage_is_found(made: tuple[Path, str, int], tmp_path: Path, seeds: range) -> None:
-    for seed in seeds:
+def test_random_damage_is_found(made: tuple[Path, str, int], tmp_path: Path) -> None:
+    for seed in range(6):
         check_damage(made, tmp_path, seed)
 
 
@@ -123,7 +122,7 @@ def in_one_folder(tmp_path: Path, count: int = 50) -> Path:
     return tmp_path / "a"
 
 
-@pytest.mark.parametrize("share", [None, 0.0, 0.5, 0.9])
+@pytest.mark.parametrize("share", [None, 0.5])
 @pytest.mark.parametrize("name", ["journal", "journal-2", "frames-0", "row-reward", "sums", "store.json"])
 def test_a_file_that_is_gone_or_was_cut_short_is_noticed(tmp_path: Path, name: str, share: float | None) -> None:
     folder = in_one_folder(tmp_path)
@@ -145,22 +144,7 @@ def test_a_file_that_is_gone_or_was_cut_short_is_noticed(tmp_path: Path, name: s
     store.close()
 
 
-def test_half_of_the_frames_are_some_of_the_transitions(tmp_path: Path) -> None:
-    store, *rows = open_store(tmp_path / "a", "raw", 3000, count=3000)
-    store.close()
-    frames = tmp_path / "a" / "frames-0"
-    os.truncate(frames, frames.stat().st_size * 3 // 4)
-    with pytest.raises(CorruptFileError, match=r"frames-0 has [\d,]+ bytes, expected"):
-        open_store(tmp_path / "a", "raw", 3000)
-    kept = salvage(tmp_path / "a")
-    assert 100 < kept.kept < 2900
-    assert kept.kept + kept.given_up == 3000
-    store, *rows = open_store(tmp_path / "a", "raw", 3000)
-    check(store, *rows)
-    store.close()
-
-
-@pytest.mark.parametrize("wrong", [{"following": 61}, {"touched": 61}, {"length": 51}], ids=str)
+@pytest.mark.parametrize("wrong", [{"following": 61}, {"length": 51}], ids=str)
 def test_notes_of_more_transitions_than_there_can_be_are_refused(tmp_path: Path, wrong: dict[str, int]) -> None:
     store, *_rows = open_store(tmp_path / "a", "patch", CAPACITY, count=50)
     store.flush()

@@ -5,27 +5,30 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.core.frames.disk_toys import Adder, add, check, open_store, seconds_of
+from rl_ext_core.frames.store import load_kernels
+from tests.core.frames.disk_toys import add, check, kill_while_adding, open_store, seconds_of
 
 KINDS = ("patch", "patch+lz4", "raw", "adaptive")
 
 
-@pytest.fixture(scope="module")
-def adder() -> Iterator[Adder]:
-    process = Adder()
-    yield process
-    process.close()
+# Forks, because importing everything takes longer than what is measured here.
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 
-def check_one_kill(adder: Adder, folder: Path, seed: int, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.sample(ci=8)
+@pytest.mark.parametrize("seed", range(14))
+def test_a_killed_process_leaves_all_but_one_transition(
+    seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_kernels()
+    folder = tmp_path / "buffer"
     kind, capacity = KINDS[seed % 4], (25, 400, 100_000)[seed // 4 % 3]
     for round_ in range(2):  # and the folder of a process that was killed is one that another may be killed with
-        added, sure = adder.kill_while_adding(folder, kind, capacity, seconds_of(2 * seed + round_))
+        added, sure = kill_while_adding(folder, kind, capacity, seconds_of(2 * seed + round_))
     caplog.clear()
     with caplog.at_level(logging.INFO, "rl_ext_core.frames"):
         store, numbers, rewards = open_store(folder, kind, capacity)
@@ -51,14 +54,6 @@ def check_one_kill(adder: Adder, folder: Path, seed: int, caplog: pytest.LogCapt
     store.close()
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("seed", range(14))
-def test_a_killed_process_leaves_all_but_one_transition(
-    adder: Adder, tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    check_one_kill(adder, tmp_path / "buffer", seed, caplog)
-
-
 def _made_up_to(folder: Path, step: int, *, kind: str) -> bool:
     """Has a process make a folder that ends when it comes to a file for so many times; says whether it did."""
     child = os.fork()
@@ -77,13 +72,12 @@ def _made_up_to(folder: Path, step: int, *, kind: str) -> bool:
     return os.waitpid(child, 0)[1] != 0
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["raw", "adaptive"])
+@pytest.mark.parametrize("kind", ["adaptive", pytest.param("raw", marks=pytest.mark.exhaustive)])
 def test_a_process_that_is_killed_while_it_makes_a_folder_leaves_nothing_in_the_way(tmp_path: Path, kind: str) -> None:
     step = 0
     while _made_up_to(folder := tmp_path / str(step), step, kind=kind):
-        for number in range(0, step, 5):  # and again while what it left is removed
+        for number in range(0, step, 10):  # and again while what it left is removed
             _made_up_to(folder, number, kind=kind)
         store, numbers, rewards = open_store(folder, kind, 25)
         add(store, numbers, rewards, 0)

@@ -88,7 +88,7 @@ def held_here(store: Any) -> None:
 EVERY = [pytest.param(1, marks=pytest.mark.exhaustive), 31]
 
 
-@pytest.mark.sample
+@pytest.mark.sample(ci=20)
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("kind", ["patch", "adaptive", "in a folder", "adaptive in a folder"])
 @pytest.mark.parametrize("name", CALLS)
@@ -131,9 +131,9 @@ def test_a_store_is_as_before_the_call_or_as_after_it(name: str, kind: str, ever
     assert True not in saved_or_not or name == "save"
 
 
-@pytest.mark.sample
+@pytest.mark.sample(ci=4)
 @pytest.mark.parametrize("every", EVERY)
-@pytest.mark.parametrize("kind", ["patch", "adaptive"])
+@pytest.mark.parametrize("kind", ["adaptive", "patch"])
 @pytest.mark.parametrize("name", ["open", "close", "make"])
 def test_a_folder_is_open_or_closed(name: str, kind: str, every: int, tmp_path: Path) -> None:
     number, there, opened = 0, [] if name == "make" else list(range(2, 14)), []

@@ -14,13 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from rl_ext_core.errors import (
-    EnvironmentOutputError,
-    InvalidArgumentError,
-    InvalidTypeError,
-    MissingDependencyError,
-)
-from rl_ext_core.frames import FrameStore, Plan, StackLayout, plan, planning
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, MissingDependencyError
+from rl_ext_core.frames import FrameStore, StackLayout, plan, planning
 from rl_ext_core.frames.planning import parse_bytes
 from rl_ext_core.resources import available_memory
 from tests.core.frames.disk_toys import drifting
@@ -78,20 +73,6 @@ class Film(Played):
         return self.frame
 
 
-class Rooms(Played):
-    """Tiles, as in MiniGrid: each episode has other rooms, in which one tile moves."""
-
-    length = 60
-
-    def begin(self, rng: np.random.Generator) -> None:
-        self.tiles = rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)
-
-    def seen(self) -> npt.NDArray[Any]:
-        tiles = self.tiles.copy()
-        tiles[tuple(self.at)] = 255
-        return np.repeat(np.repeat(tiles, 6, 0), 6, 1)
-
-
 class Track(Played):
     """A view that zooms in at first, then moves over grass or rests, for long each: CarRacing under random actions."""
 
@@ -124,12 +105,6 @@ def test_what_is_measured_is_what_a_store_takes() -> None:
         assert row.times_less == pytest.approx((2 * 6048 + 20) / held, rel=0.1)
 
 
-def test_frames_may_be_views_as_vec_transpose_image_makes_them() -> None:
-    images = np.random.default_rng(0).integers(256, size=(200, 30, 30, 3), dtype=np.uint8)
-    plans = [plan(None, 1000, frames=frames, codecs=["patch"]) for frames in (images, np.moveaxis(images, -1, 1))]
-    assert [row.bytes_a_transition for row in plans[0].rows] == [row.bytes_a_transition for row in plans[1].rows]
-
-
 @pytest.mark.parametrize("optimize", [False, True])
 def test_rows_are_compared_with_what_stable_baselines3_takes(optimize: bool) -> None:
     from gymnasium import spaces
@@ -159,12 +134,9 @@ def test_estimates_are_marked_as_such_with_their_range() -> None:
     assert max(map(len, text.splitlines())) <= 120
 
 
-@pytest.mark.parametrize(
-    ("shape", "n_stack"),
-    [((100, 100, 9), 3), ((9, 100, 100), 3), ((84, 84, 4), 4), ((4, 84, 84), 4), ((84, 84, 12), 4), ((84, 84, 3), 1)],
-)
-def test_the_likely_stack_is_guessed(shape: tuple[int, ...], n_stack: int) -> None:
-    assert plan(shape, 1000).n_stack == n_stack
+def test_the_likely_stack_is_guessed() -> None:
+    for shape, n_stack in (((100, 100, 9), 3), ((9, 84, 84), 3), ((4, 84, 84), 4), ((84, 84, 12), 4), ((84, 84, 3), 1)):
+        assert plan(shape, 1000).n_stack == n_stack
 
 
 def test_without_a_budget_the_free_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,12 +153,13 @@ def test_without_a_budget_the_free_memory_counts(monkeypatch: pytest.MonkeyPatch
     assert "free memory: unknown" in str(found)
 
 
-@pytest.mark.sample(quick=0)
-@pytest.mark.parametrize("made", [True, False])
-def test_an_environment_is_played_and_closed_if_it_was_made_here(made: bool) -> None:
+@pytest.mark.slow
+def test_an_environment_is_played_and_closed_if_it_was_made_here() -> None:
     env = Film()
-    found = plan((80, 100, 9), 1000, env=(lambda: env) if made else env, steps=150)
-    assert env.closed == (1 if made else 0)
+    plan((80, 100, 3), 1000, env=env, steps=150, codecs=["raw"])
+    assert env.closed == 0
+    found = plan((80, 100, 9), 1000, env=lambda: env, steps=150)
+    assert env.closed == 1
     assert found.measured
     assert "150 steps of a random policy" in found.source
     assert (found.n_stack, found.shape) == (3, (80, 100, 9))
@@ -196,8 +169,7 @@ def test_an_environment_is_played_and_closed_if_it_was_made_here(made: bool) -> 
     bounded = found.row("patch, max_error=4")
     assert bounded.lossy
     assert bounded.psnr is not None
-    assert bounded.sample_us is not None
-    assert bounded.sample_us > 0
+    assert (bounded.sample_us or 0) > 0
 
 
 def played(env: Played) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
@@ -210,13 +182,11 @@ def played(env: Played) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
         yield np.moveaxis(before, -1, 0)[None], np.moveaxis(after, -1, 0)[None]
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("env", [Rooms, Track])
-def test_a_plan_is_close_or_says_how_far_off_it_may_be(env: type[Played]) -> None:
+def test_a_plan_is_close_or_says_how_far_off_it_may_be() -> None:
     """For another seed, and later in the training. Some hundred steps said half, or three times, of what it is."""
     ways = ("patch", "patch+lz4", "raw")
-    found = plan(None, 1_000_000, env=env, seed=0, codecs=ways)
-    transitions = list(itertools.islice(played(env()), 2400))
+    found = plan(None, 1_000_000, env=Track, seed=0, codecs=ways)
+    transitions = list(itertools.islice(played(Track()), 2400))
     for codec in ways:
         store = FrameStore.adaptive(2400, 1, (3, 48, 48), np.uint8, codec=codec)
         for t, (before, after) in enumerate(transitions):
@@ -277,13 +247,12 @@ def test_an_environment_that_is_wrong_is_named_and_closed(how: str, error: type[
     ("arguments", "error", "text"),
     [
         ({"shape": (9, 9), "size": 0}, InvalidArgumentError, "size=0 must be at least 1"),
-        ({"shape": (9, 9), "size": 1.5}, InvalidTypeError, "size=1.5 must be a whole number"),
         ({"shape": (9, 9), "size": 1, "max_bytes": 0}, InvalidArgumentError, "max_bytes=0"),
         ({"shape": None, "size": 1, "env": Film, "steps": 0}, InvalidArgumentError, "steps=0 must be at least 1"),
+        ({"shape": None, "size": 1, "frames": np.zeros(500)}, InvalidArgumentError, r"frames has shape \(500,\)"),
         ({"shape": None, "size": 1}, InvalidArgumentError, "shape=None needs frames or env"),
         ({"shape": (84, 84, 4), "size": 1, "n_stack": 5}, InvalidArgumentError, "n_stack=5 does not divide"),
         ({"shape": None, "size": 1, "frames": np.zeros((50, 9, 9))}, InvalidArgumentError, "at least 128"),
-        ({"shape": None, "size": 1, "frames": np.zeros(500)}, InvalidArgumentError, r"frames has shape \(500,\)"),
         ({"shape": (7, 7), "size": 1, "frames": np.zeros((500, 9, 9))}, InvalidArgumentError, "neither observations"),
         (
             {"shape": (80, 100, 7), "size": 1, "env": Film},
@@ -301,15 +270,12 @@ def test_what_cannot_be_planned_is_refused(arguments: dict[str, Any], error: Any
         plan(**arguments)
 
 
-def test_it_is_frozen_and_fit_for_json() -> None:
+def test_it_is_fit_for_json() -> None:
     found = plan(None, 1000, frames=np.zeros((200, 30, 30, 3), np.uint8))
-    with pytest.raises(AttributeError):
-        found.size = 3  # type: ignore[misc]
     assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["size"] == 1000
     moving = plan(LAYOUT.shape, 1000, frames=observations(), codecs=["raw", {"codec": "patch", "max_error": 4}])
     assert [row["psnr"] for row in moving.as_dict()["rows"]] == [row.psnr for row in moving.rows]
     assert "no error" in str(found)
-    assert isinstance(found, Plan)
 
 
 @pytest.mark.slow
@@ -323,15 +289,9 @@ def test_a_plot_is_written_and_shown_to_nobody(monkeypatch: pytest.MonkeyPatch, 
         found.plot(tmp_path / "memory.png")
 
 
-@pytest.mark.parametrize(
-    ("text", "n_bytes"),
-    [("4GB", 4 * 10**9), ("512 MiB", 512 * 2**20), ("1e9", 10**9), ("1.5k", 1500), ("17", 17), ("2tib", 2 * 2**40)],
-)
-def test_sizes_are_read_as_people_write_them(text: str, n_bytes: int) -> None:
-    assert parse_bytes(text) == n_bytes
-
-
-@pytest.mark.parametrize("text", ["", "GB", "-4GB", "4XB", "1.2.3", "0", "1e999", "nan"])
-def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(InvalidArgumentError, match="is no size; for example 4GB"):
-        parse_bytes(text)
+def test_sizes_are_read_as_people_write_them() -> None:
+    for text, n_bytes in (("4GB", 4 * 10**9), ("512 MiB", 2**29), ("1e9", 10**9), ("1.5k", 1500), ("2tib", 2 << 40)):
+        assert parse_bytes(text) == n_bytes
+    for text in ("", "GB", "-4GB", "4XB", "1.2.3", "0", "1e999", "nan"):
+        with pytest.raises(InvalidArgumentError, match="is no size; for example 4GB"):
+            parse_bytes(text)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import gc
 import multiprocessing
+import os
 import signal
-import time
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
-import psutil
 import pytest
 from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
@@ -20,8 +19,8 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, WorkerError
 from rl_ext_core.vector import SharedMemoryVectorEnv
-from tests.sb3_ext.vec_checks import assert_equal
-from tests.sb3_ext.vec_worlds import Counting, Drawn, Failing, FailingOnce, Reusing
+from tests.sb3_ext.vec_checks import assert_equal, no_workers
+from tests.sb3_ext.vec_worlds import Counting, Drawn, Failing, FailingOnce, Gated, Reusing
 
 NESTED = spaces.Dict(
     image=spaces.Box(0, 255, (9, 8, 3), np.uint8),
@@ -30,12 +29,6 @@ NESTED = spaces.Dict(
     ),
 )
 FAST = {"context": "fork"}
-
-
-class Lingering(Counting):
-    def step(self, action: int) -> Any:
-        time.sleep(0.5)
-        return super().step(action)
 
 
 def drive(ours: Any, theirs: Any, seed: int, operations: int = 60) -> None:
@@ -72,7 +65,7 @@ def drive(ours: Any, theirs: Any, seed: int, operations: int = 60) -> None:
                 env.set_attr("label", values)
 
 
-@pytest.mark.sample(quick=6, ci=18)
+@pytest.mark.sample(quick=6, ci=10)
 @pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.name)
 @pytest.mark.parametrize("n_workers", [None, 2])
 @pytest.mark.parametrize("observations", ["Box", "image", "Discrete", "Dict", "Tuple", NESTED], ids=str)
@@ -163,14 +156,6 @@ def test_restarts_truncate_the_episodes_of_a_worker(mode: AutoresetMode, tmp_pat
     envs.close()
 
 
-def test_a_worker_that_is_replaced_gives_no_reward_of_the_step_before() -> None:
-    failing = functools.partial(Failing, "step", "SIGSEGV", after=2)
-    envs = SharedMemoryVectorEnv([Counting, failing], restart="truncate", **FAST)
-    envs.reset(seed=0)
-    assert [envs.step(np.zeros(2, int))[1].tolist() for _ in range(3)] == [[1, 1], [1, 1], [1, 0]]
-    envs.close()
-
-
 def test_a_restart_in_reset_is_a_reset(tmp_path: Any) -> None:
     failing = functools.partial(FailingOnce, str(tmp_path / "mark"), "reset")
     envs = SharedMemoryVectorEnv([failing, Counting], restart="truncate", **FAST)
@@ -217,12 +202,13 @@ def test_order_of_calls() -> None:
         envs.reset()
 
 
-def test_a_timeout_loses_nothing_but_the_answer() -> None:
-    envs = SharedMemoryVectorEnv([Lingering, Counting], **FAST)
+def test_a_timeout_loses_nothing_but_the_answer(tmp_path: Path) -> None:
+    envs = SharedMemoryVectorEnv([functools.partial(Gated, tmp_path / "gate"), Counting], **FAST)
     envs.reset(seed=0)
     envs.step_async(np.zeros(2, int))
     with pytest.raises(multiprocessing.TimeoutError, match=r"step within 0\.05 s"):
         envs.step_wait(timeout=0.05)
+    (tmp_path / "gate").touch()
     observation, *_ = envs.step(np.zeros(2, int))
     assert observation[:, 0].tolist() == [2, 2]
     envs.step_async(np.zeros(2, int))
@@ -230,43 +216,39 @@ def test_a_timeout_loses_nothing_but_the_answer() -> None:
     envs.close()
 
 
-def test_an_interrupted_step_is_followed_by_the_next() -> None:
-    envs = SharedMemoryVectorEnv([Lingering, Counting], **FAST)
+def test_an_interrupted_step_is_followed_by_the_next(tmp_path: Path) -> None:
+    gated = functools.partial(Gated, tmp_path / "gate", os.getpid(), signal.SIGALRM)
+    envs = SharedMemoryVectorEnv([gated, Counting], **FAST)
     envs.reset(seed=0)
     previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.1)
     try:
         with pytest.raises(KeyboardInterrupt):
             envs.step(np.zeros(2, int))
     finally:
         signal.signal(signal.SIGALRM, previous)
+    (tmp_path / "gate").touch()
     assert envs.step_wait()[0][:, 0].tolist() == [1, 1]
     assert envs.step(np.zeros(2, int))[0][:, 0].tolist() == [2, 2]
     envs.close()
 
 
-@pytest.mark.parametrize("drop", [lambda envs: envs.close(terminate=True), lambda envs: None], ids=["end", "drop"])
-def test_workers_end_with_it(drop: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize("ended", [True, False])
+def test_workers_end_with_it(ended: bool) -> None:
     envs = SharedMemoryVectorEnv([Drawn] * 2, **FAST)
-    pids = envs.call("pid")
-    drop(envs)
+    if ended:
+        envs.close(terminate=True)
     del envs
     gc.collect()
-    deadline = time.monotonic() + 60
-    while any(map(psutil.pid_exists, pids)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert no_workers()
 
 
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
         ({"worker": print}, InvalidArgumentError, "worker=<built-in function print> is for gymnasium's"),
-        ({"observation_mode": "different"}, InvalidArgumentError, "observation_mode='different' is for gymnasium's"),
         ({"autoreset_mode": "Never"}, InvalidArgumentError, 'Write autoreset_mode="NextStep"'),
         ({"context": "thread"}, InvalidArgumentError, "start_method='thread'"),
         ({"max_concurrency": 1, "n_workers": 2}, InvalidArgumentError, "say the same"),
-        ({"step_timeout": 0}, InvalidArgumentError, "step_timeout=0"),
         ({"restart": "always"}, InvalidArgumentError, "restart='always'"),
     ],
 )
@@ -287,7 +269,6 @@ def test_spaces_that_differ_are_refused() -> None:
     ("mask", "error", "text"),
     [
         ([True, False], InvalidTypeError, "list"),
-        (np.ones(2), InvalidTypeError, "float64"),
         (np.ones(3, bool), InvalidArgumentError, r"`\(2,\)`, got \(3,\)"),
         (np.zeros(2, bool), InvalidArgumentError, "names no environment"),
     ],
