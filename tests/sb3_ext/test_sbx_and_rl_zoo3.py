@@ -23,7 +23,7 @@ def run(folder: Path, *command: str) -> str:
     # Both JAX and torch would take all cores, of which other tests need some.
     variables = environment(CUDA_VISIBLE_DEVICES="", JAX_PLATFORMS="cpu", OMP_NUM_THREADS="1", TMPDIR=str(folder))
     program = [str(VENV / "bin" / "python"), *command]
-    done = subprocess.run(program, cwd=folder, env=variables, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(program, cwd=folder, env=variables, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 

@@ -208,9 +208,10 @@ def random_transitions(space: spaces.Space[Any], actions: spaces.Space[Any], n_e
 REPLAY: dict[str, tuple[Any, Any]] = {
     "plain": (sb3_ext.CompressedReplayBuffer, buffers.ReplayBuffer),
     "dict": (sb3_ext.CompressedDictReplayBuffer, buffers.DictReplayBuffer),
-    "n-step": (sb3_ext.CompressedNStepReplayBuffer, buffers.NStepReplayBuffer),
     "hindsight": (sb3_ext.CompressedHerReplayBuffer, HerReplayBuffer),
 }
+if hasattr(buffers, "NStepReplayBuffer"):  # from SB3 2.7 on
+    REPLAY["n-step"] = (sb3_ext.CompressedNStepReplayBuffer, buffers.NStepReplayBuffer)
 ROLLOUT: dict[str, tuple[Any, Any]] = {
     "plain": (sb3_ext.CompressedRolloutBuffer, buffers.RolloutBuffer),
     "dict": (sb3_ext.CompressedDictRolloutBuffer, buffers.DictRolloutBuffer),
