@@ -268,10 +268,7 @@ class IsaacByIds(Isaac):
     """The same, resetting those that it is told to."""
 
     def reset(
-        self,
-        seed: int | None = None,
-        env_ids: torch.Tensor | None = None,
-        options: dict[str, Any] | None = None,
+        self, seed: int | None = None, env_ids: torch.Tensor | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
         if env_ids is None:
             return super().reset(seed, options)

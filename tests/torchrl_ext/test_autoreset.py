@@ -402,10 +402,7 @@ def test_every_wrapper_sees_a_partial_reset(name: str) -> None:
     ("wrap", "text"),
     [
         (Narrow, r"Narrow\.reset takes no env_ids.*Write def reset\(self, \*\*kwargs"),
-        (
-            lambda env: Tenfold(OrderEnforcing(Tenfold(env))),
-            r"OrderEnforcing\.reset takes no env_ids",
-        ),
+        (lambda env: Tenfold(OrderEnforcing(Tenfold(env))), r"OrderEnforcing\.reset takes no env_ids"),
     ],
 )
 def test_a_wrapper_that_cannot_pass_it_on_is_named(wrap: Any, text: str) -> None:

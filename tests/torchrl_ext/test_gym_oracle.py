@@ -132,9 +132,7 @@ CASES: dict[str, Build] = {
     "text": made(Spoken),
     "text on a device": made(Spoken, device="cpu"),
     "a mask": under(
-        made(Masked),
-        partial(t.DTypeCastTransform, torch.int8, torch.bool, in_keys=["action_mask"]),
-        t.ActionMask,
+        made(Masked), partial(t.DTypeCastTransform, torch.int8, torch.bool, in_keys=["action_mask"]), t.ActionMask
     ),
     "actions, discretised": under(pendulum, partial(t.ActionDiscretizer, 5)),
     "actions, scaled": under(pendulum, t.ActionScaling),
