@@ -47,7 +47,7 @@ def check_chain(rollout: Any, place: Any = "observation") -> None:
     assert torch.equal(after[done[:, :-1]], torch.stack([begun[:, 0], begun[:, 1] + 1, torch.zeros(len(begun))], -1))
 
 
-@pytest.mark.sample(quick=40)
+@pytest.mark.sample(quick=30, ci=60)
 @pytest.mark.parametrize("form", SameStep.FORMS)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @nesting
@@ -70,12 +70,9 @@ def test_every_form(form: str, lengths: list[int], nested: bool, torch_tensors: 
 
 @ways
 @libraries
-@nesting
 @pytest.mark.parametrize("info", [{}, None, ["nothing"] * 3, "nothing"], ids=str)
-def test_what_is_not_given_is_nan_or_the_observation_before(
-    info: Any, nested: bool, torch_tensors: bool, looks: bool
-) -> None:
-    for missing in ("nan", "previous"):
+def test_what_is_not_given_is_nan_or_the_observation_before(info: Any, torch_tensors: bool, looks: bool) -> None:
+    for missing, nested in (("nan", True), ("previous", True), ("previous", False)):
         inner = SameStep([1, 2, 5], None, nested=nested, torch_tensors=torch_tensors)
         step = inner.step
         inner.step = lambda action, step=step: (*step(action)[:-1], info)  # type: ignore[method-assign]
@@ -124,7 +121,6 @@ def several(*rows: Any) -> Any:
 FAULTS: dict[str, tuple[str, Any, str]] = {
     "none for one that is done": ("objects", lambda final: np.full(2, None, object), "holds nothing for .*0"),
     "of another shape": ("list", several(np.zeros(4), np.zeros(4)), r"shape \(1, 4\).*\(1, 3\)"),
-    "of another shape, as arrays": ("objects", lambda final: np.zeros((2, 4)), r"shape \(1, 4\).*\(1, 3\)"),
     "of one number, which would be spread": ("list", several(*[np.zeros(1)] * 2), r"shape \(1, 1\).*\(1, 3\)"),
     "of several shapes": ("list", several(np.zeros(3), np.zeros((2, 2))), "final_obs"),
     "too few": ("list", several(*[np.zeros(3)] * 3), "3 rows; expected 2"),
@@ -132,16 +128,8 @@ FAULTS: dict[str, tuple[str, Any, str]] = {
     "text": ("batch", lambda final: np.array(["a", "b"]), "makes no tensor"),
     "a dict": ("batch", lambda final: {"observation": np.zeros((2, 3))}, "dict"),
     "no nested dict": ("nested", lambda final: {"kind": final["kind"]}, "no 'inner'.*holds.*kind"),
-    "no nested entry": (
-        "nested",
-        lambda final: {**final, "inner": {"place": final["inner"]["place"]}},
-        "no 'inner._private'",
-    ),
-    "an entry for a dict": (
-        "nested",
-        lambda final: {**final, "inner": final["inner"]["place"]},
-        "final_obs inner is of type",
-    ),
+    "no nested entry": ("nested", lambda final: {**final, "inner": {"place": 0}}, "no 'inner._private'"),
+    "an entry for a dict": ("nested", lambda final: {**final, "inner": final["kind"]}, "final_obs inner is of type"),
     "fractions": ("nested", lambda final: {**final, "kind": final["kind"] + 0.5}, "final_obs kind.*float.*int64"),
     "no dict": ("nested", lambda final: final["kind"], "dict"),
 }
@@ -159,20 +147,6 @@ def test_what_does_not_fit_is_named(name: str) -> None:
         env.rollout(5, break_when_any_done=False)
     inner.final = final  # type: ignore[method-assign]
     check_chain(env.rollout(9, break_when_any_done=False), place_of(nested))
-
-
-def test_an_entry_that_torchrl_renames() -> None:
-    space = spaces.Dict(state=spaces.Box(-np.inf, np.inf, (4,), np.float32))
-
-    class Renamed(Walk):
-        observation_space = space  # type: ignore[assignment]
-
-        def observation(self) -> Any:
-            return {"state": super().observation()}
-
-    env = GymWrapper(vector([partial(Renamed, 2, 2), partial(Renamed, 5, 5)], 2, "SameStep"))
-    rollout = env.rollout(12, break_when_any_done=False)
-    assert torch.equal(rollout["next", "observation"][..., 1], rollout["observation"][..., 1] + 1)
 
 
 def test_as_gymnasium_made_them_from_dicts() -> None:
@@ -219,10 +193,8 @@ def test_the_loss_can_be_an_error(looks: bool) -> None:
     assert env.rollout(2).shape == (2, 2)
     with pytest.raises(EnvironmentOutputError, match=r"final_obs.*missing_final_obs="):
         env.rollout(4)
-    check_chain(
-        wrapped(SameStep([3, 3], "list"), missing_final_obs="error").rollout(5, break_when_any_done=False),
-        "observation",
-    )
+    told = wrapped(SameStep([3, 3], "list"), missing_final_obs="error")
+    check_chain(told.rollout(5, break_when_any_done=False))
 
 
 @ways
@@ -248,9 +220,8 @@ def test_graphs_and_dtypes_of_last_observations(dtype: torch.dtype, form: str, l
 
 @ways
 @pytest.mark.parametrize("final_obs", [True, False])
-@pytest.mark.parametrize("count", [1, 6])
-def test_isaacs_fashion(count: int, final_obs: bool, looks: bool) -> None:
-    inner = Isaac(count, final_obs=final_obs)
+def test_isaacs_fashion(final_obs: bool, looks: bool) -> None:
+    inner = Isaac(6, final_obs=final_obs)
     env = wrapped(inner, looks=looks)
     check_env_specs(env)
     rollout = env.rollout(20, break_when_any_done=False)
