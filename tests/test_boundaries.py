@@ -27,22 +27,32 @@ DECIDE = "import rl_ext_core.devices as d; d.resolve('auto', render='same', rend
         (f"import {LIGHT}, rl_ext_core.processes, rl_ext_core.resources", HEAVY, set()),
         (DECIDE, HEAVY, {"pynvml"}),
         ("import rl_ext_core.factory", HEAVY, {"cloudpickle"}),  # which factories are made by
+        pytest.param("import sb3_ext", TORCHRL, set(), marks=pytest.mark.slow),
+        pytest.param("import torchrl_ext", SB3, set(), marks=pytest.mark.slow),
         # The check can fail.
-        pytest.param("import sb3_ext", TORCHRL | {"torch"}, {"torch"}, marks=pytest.mark.slow),
-        pytest.param("import torchrl_ext", TORCHRL | SB3, TORCHRL, marks=pytest.mark.slow),
+        ("import rl_ext_core.devices as d; d.resolve('cpu').compute", {"torch"}, {"torch"}),
+        pytest.param("import sb3_ext, torchrl_ext", TORCHRL, TORCHRL, marks=pytest.mark.slow),
     ],
 )
 def test_what_a_statement_loads(statement: str, watched: set[str], expected: set[str]) -> None:
     assert loaded_by(statement, watched) == expected
 
 
+def test_a_module_that_does_not_import_is_not_taken_for_a_light_one() -> None:
+    with pytest.raises(AssertionError, match="no_such_module"):
+        loaded_by("import no_such_module", HEAVY)
+
+
 @pytest.mark.parametrize(
     ("package", "statement", "refused"),
     [
+        ("shared/rl_ext_core", "import torchrl.envs", True),
         ("shared/rl_ext_core", "def later():\n    from stable_baselines3 import DQN", True),
+        ("shared/rl_ext_core", "import torch", False),
         ("shared/rl_ext_core", "import torch\nok = torch.cuda.is_available()", True),
         ("sb3_ext", "from tensordict import TensorDict", True),
-        ("sb3_ext", "import stable_baselines3, torch", False),
+        ("sb3_ext", "from stable_baselines3 import DQN", False),
+        ("sb3_ext", "from torch.cuda import is_available", True),
         ("torchrl_ext", "import sb3_ext.vec_env", True),
         ("torchrl_ext", "import torchrl.envs", False),
     ],
@@ -73,6 +83,8 @@ def test_only_the_devices_package_names_the_variables_that_pick_devices() -> Non
 @pytest.mark.parametrize(
     ("source", "count"),
     [
+        ("os.environ['CUDA_VISIBLE_DEVICES']", 1),
+        ("os.environ.get('MUJOCO_GL')", 1),
         ("NAME = 'MUJOCO_EGL_DEVICE_ID'", 1),
         ("raise ValueError(f'bad CUDA_VISIBLE_DEVICES={value}')", 1),
         ('"""Explains CUDA_VISIBLE_DEVICES."""', 0),

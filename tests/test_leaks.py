@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rl_ext_core.processes.servers import stop_servers
-from tests.leaks import children_left
+from tests.leaks import children_left, files_below
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -28,6 +28,15 @@ def test_a_child_that_lives_on_is_reported() -> None:
             assert [line.split(":")[0] for line in children_left(grace_s=0)] == [str(child.pid)]
         finally:
             child.kill()
+
+
+def test_a_new_file_is_reported_and_caches_and_hidden_files_are_not(tmp_path: Path) -> None:
+    before = files_below(tmp_path)
+    names = ("deep/er/left.bin", "__pycache__/a.pyc", ".cache/b", ".hidden", "out/plot.png")
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert files_below(tmp_path) - before == {tmp_path / names[0]}
 
 
 @pytest.mark.slow

@@ -141,6 +141,15 @@ def channel_last(recording: Recording) -> Recording:
     return recording
 
 
+def test_the_comparison_can_fail() -> None:
+    recording = recorders.record_atari("Breakout", steps=2, n_envs=1)
+    views, contiguous = recording.transitions(), recording.transitions(transposed_views=False)
+    obs, *others = next(views)
+    assert described(obs, *others) != described(*next(contiguous))
+    obs[0, 0, 0, 0] ^= 1
+    assert described(obs, *others) != described(*next(recording.transitions()))
+
+
 def test_a_recording_survives_its_file(tmp_path: Path) -> None:
     venv = make_vec_env(lambda: Film(channel_first=False), n_envs=2, seed=3)
     policy = Policy("still", lambda venv: np.zeros((2, 2), np.float32))
@@ -153,11 +162,30 @@ def test_a_recording_survives_its_file(tmp_path: Path) -> None:
     assert len(loaded.terminal_frames) == recording.dones.sum() > 0
     pairs = zip(loaded.transitions(), recording.transitions(), strict=True)
     assert all(described(*one) == described(*other) for one, other in pairs)
-    views, contiguous = (next(loaded.transitions(transposed_views=views)) for views in (True, False))
-    assert described(*views) != described(*contiguous)  # the comparison can fail
     np.savez(tmp_path / "old.npz", header=json.dumps({"format": 0}))
     with pytest.raises(ValueError, match=r"old\.npz is not in format .*: delete it"):
         Recording.load(tmp_path / "old.npz")
+
+
+def test_load_records_what_is_missing_or_too_short_and_cuts_what_is_longer(tmp_path: Path) -> None:
+    short = recordings.load("pong-scripted", steps=10, folder=tmp_path)
+    first = (tmp_path / "pong-scripted.npz").stat().st_mtime_ns
+    longer = recordings.load("pong-scripted", steps=30, folder=tmp_path)
+    second = (tmp_path / "pong-scripted.npz").stat().st_mtime_ns
+    cut = recordings.load("pong-scripted", steps=20, folder=tmp_path)
+    assert (len(short), len(longer), len(cut)) == (10, 30, 20)
+    assert first < second == (tmp_path / "pong-scripted.npz").stat().st_mtime_ns
+    np.testing.assert_array_equal(cut.frames, longer.frames[:21])
+    np.testing.assert_array_equal(short.frames, longer.frames[:11])
+    assert cut.n_transitions == 40 == cut.rewards.size
+
+
+@pytest.mark.slow
+def test_the_script_plays_breakout_and_noise_does_not() -> None:
+    scripted = recorders.record_atari("Breakout", policy="scripted", steps=400)
+    noise = recorders.record_atari("Breakout", policy="sticky", steps=400)
+    assert scripted.rewards.sum() > 2 * noise.rewards.sum() > 0
+    assert (noise.actions[1:] == noise.actions[:-1]).mean() == pytest.approx(0.75 + 0.25 / 4, abs=0.05)
 
 
 @pytest.mark.slow
@@ -168,11 +196,3 @@ def test_doom_is_recorded_and_leaves_no_file_behind(tmp_path: Path, monkeypatch:
     assert recording.frames.std() > 10
     assert Path.cwd() == tmp_path
     assert list(tmp_path.iterdir()) == []
-
-
-def test_load_records_what_is_missing_or_too_short_and_cuts_what_is_longer(tmp_path: Path) -> None:
-    short, longer, cut = (recordings.load("pong-scripted", steps=n, folder=tmp_path) for n in (10, 30, 20))
-    assert (len(short), len(longer), len(cut)) == (10, 30, 20)
-    np.testing.assert_array_equal(cut.frames, longer.frames[:21])
-    np.testing.assert_array_equal(short.frames, longer.frames[:11])
-    assert cut.n_transitions == 40 == cut.rewards.size

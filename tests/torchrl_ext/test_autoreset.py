@@ -436,13 +436,15 @@ def test_flags_that_are_edited_between_a_step_and_its_reset() -> None:
 
 
 class ManiSkill(Isaac):
-    """As ManiSkill's environments, which reset those that an option names, and none by themselves."""
+    """As ManiSkill's environments, which reset those that an option names."""
 
     __module__ = "mani_skill.envs.sapien_env"
 
-    def __init__(self) -> None:
-        super().__init__(3, lengths=[2, 3, 5])
-        self.cfg.auto_reset = False
+    def __init__(self, *, auto_reset: bool | None) -> None:
+        super().__init__(3, lengths=[2, 3, 5], final_obs=True)
+        self.cfg.auto_reset = int(auto_reset is True)  # no boolean: the setting is mjlab's alone
+        if auto_reset is not None:
+            self.auto_reset = auto_reset  # as its vector wrapper has it
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         rows = (options or {}).get("env_idx")
@@ -452,37 +454,9 @@ class ManiSkill(Isaac):
         return {"policy": self.state}, self.extras
 
 
-class ManiSkillVector(gymnasium.vector.VectorEnv[Any, Any, Any]):
-    """As the wrapper that ManiSkill has for them."""
-
-    metadata: dict[str, Any] = {}  # noqa: RUF012 gymnasium's is one for all classes
-
-    def __init__(self, env: Any, *, auto_reset: bool) -> None:
-        self.inner, self.auto_reset, self.num_envs = env, auto_reset, env.num_envs
-        for name in ("observation_space", "action_space", "single_observation_space", "single_action_space"):
-            setattr(self, name, getattr(env, name))
-
-    @property
-    def unwrapped(self) -> Any:
-        return self.inner
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        return self.inner.reset(seed=seed, options=options)
-
-    def step(self, action: Any) -> Any:
-        observation, reward, terminated, truncated, info = self.inner.step(action)
-        rows = (terminated | truncated).nonzero().view(-1)
-        if self.auto_reset and len(rows):
-            final = {"policy": observation["policy"].clone()}
-            observation, info = self.reset(options={"env_idx": rows})
-            info["final_observation"] = final
-        return observation, reward, terminated, truncated, info
-
-
-@pytest.mark.parametrize("auto_reset", [None, True])
+@pytest.mark.parametrize("auto_reset", [None, True, False])
 def test_maniskills_environments_are_reset_without_being_asked_how(auto_reset: bool | None) -> None:
-    inner = ManiSkill() if auto_reset is None else ManiSkillVector(ManiSkill(), auto_reset=auto_reset)
-    env = GymWrapper(inner)
+    env = GymWrapper(ManiSkill(auto_reset=auto_reset))
     rollout = env.rollout(12, break_when_any_done=False)
     for row, length in enumerate((2, 3, 5)):
         assert rollout["policy"][row, :, 2].tolist() == [step % length for step in range(12)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,20 +29,29 @@ LIMIT_S = 800  # which only a hang reaches
 
 # What one script collects, by the kind of collector: sources and seeds. Starting workers takes seconds, so each kind
 # is run once.
-RUNS = {"sync": ("transformed:0",), "distributed": ("changed:0",), "ray": ("changed:0", "id:0", "id:1")}
+RUNS = {
+    "sync": ("changed:0", "transformed:0"),
+    "distributed": ("changed:0",),
+    "ray": ("changed:0", "transformed:0", "id:0", "id:0", "id:1"),
+}
 
 Collected = dict[str, np.ndarray]
 
 
-def run(kind: str) -> tuple[dict[str, Collected], int]:
+@pytest.fixture(scope="module")
+def ran(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Run the script for a kind of collector, see that it leaves nothing behind, and give what it prints, by run."""
+    kind: str = request.param
     if kind == "ray" and find_spec("ray") is None and "CI" not in os.environ:
         pytest.skip("ray is not installed: pip install 'rl-ext[ray]'")
     # In /tmp, since the paths of sockets may have 107 characters.
     with tempfile.TemporaryDirectory(prefix="rl-", dir="/tmp") as root:
         command = [str(SCRIPT), str(Path(root, "ray")), kind, *RUNS[kind]]
         results, held = json.loads(output_of(command, Path(root), limit_s=LIMIT_S).splitlines()[-1])
-    return dict(zip(RUNS[kind], map(arrays, results), strict=True)), held
+    found: dict[str, Any] = {"held": held}
+    for run, result in zip(RUNS[kind], results, strict=True):
+        found.setdefault(run, []).append(arrays(result))
+    return found
 
 
 def arrays(result: dict[str, Any]) -> Collected:
@@ -73,6 +83,22 @@ def next_observations(collected: Collected, gravity: float) -> np.ndarray:
     return answers
 
 
+def everywhere(*kinds: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("ran", [pytest.param(kind, marks=pytest.mark.slow) for kind in kinds], indirect=True)
+
+
+@pytest.mark.slow
+def test_collectors_in_this_process_take_copies_of_an_instance() -> None:
+    env = collecting.transformed()
+    collected = here(env, seed=0)
+    assert_same(collected, here(env, seed=0))
+    assert (collected["observation"] != here(env, seed=1)["observation"]).any(axis=-1).all()
+    assert (collected["observation"][0] != collected["observation"][1]).any(axis=-1).all()
+    assert collected["step_count"].max() == collecting.MAX_STEPS - 1
+    assert env.rollout(2).shape == (2,)
+    env.close()
+
+
 def test_what_was_changed_on_the_instance_is_changed_on_the_copies() -> None:
     collected = here(collecting.changed(), seed=0)
     found = collected["next.observation"]
@@ -80,38 +106,31 @@ def test_what_was_changed_on_the_instance_is_changed_on_the_copies() -> None:
     assert np.abs(found - next_observations(collected, 9.8)).max() > 1e-3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", RUNS)
-def test_copies_elsewhere_collect_what_copies_here_do(kind: str) -> None:
-    ran, held = run(kind)
-    if "changed:0" in ran:
-        assert_same(ran["changed:0"], here(collecting.changed(), seed=0))
-    if kind == "sync":
-        env = collecting.transformed()
-        collected, other = ran["transformed:0"], here(env, seed=1)
-        assert_same(collected, here(env, seed=0))
-        np.testing.assert_array_equal(collected["next.episode_reward"].max(axis=(1, 2)), collecting.MAX_STEPS)
-        assert collected["step_count"].max() == collecting.MAX_STEPS - 1
-        assert (collected["observation"] != other["observation"]).any(axis=-1).all()
-        assert (collected["observation"][0] != collected["observation"][1]).any(axis=-1).all()
-        assert env.rollout(2).shape == (2,)
-    if kind == "ray":  # what only the script registers draws differently in each worker, and by the seed
-        drawn = np.concatenate([ran["id:0"]["observation"], ran["id:1"]["observation"]]).reshape(-1, 4)
-        assert np.unique(drawn).size == drawn.size
-        assert held == 120  # in a buffer in a process of its own, which two others have filled
+@everywhere(*RUNS)
+def test_copies_elsewhere_collect_what_copies_here_do(ran: dict[str, list[Collected]]) -> None:
+    assert_same(ran["changed:0"][0], here(collecting.changed(), seed=0))
 
 
-def test_in_one_process(diary: Any) -> None:
-    collector = Collector(ParallelEnv(2, Well(4.0), seed=0), frames_per_batch=20, total_frames=40)
-    first, second = (batch.clone() for batch in collector)
-    collector.shutdown()
-    assert first.shape == second.shape == (2, 10)
-    observations = first["observation"]
-    assert observations[..., 0].unique().tolist() == [4.0]
-    assert observations[0, :, 1].tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2]
-    assert (observations[0, :, 2] != observations[1, :, 2]).all()
-    assert told("reset", here=True) == 0
-    assert not workers_left()
+@everywhere("sync", "ray")
+def test_transforms_come_along(ran: dict[str, list[Collected]]) -> None:
+    (collected,) = ran["transformed:0"]
+    assert_same(collected, here(collecting.transformed(), seed=0))
+    np.testing.assert_array_equal(collected["next.episode_reward"].max(axis=(1, 2)), collecting.MAX_STEPS)
+
+
+@everywhere("ray")
+def test_copies_of_what_only_the_script_registers_draw_differently_and_by_the_seed(
+    ran: dict[str, list[Collected]],
+) -> None:
+    one, again = ran["id:0"]
+    assert_same(one, again)
+    drawn = np.concatenate([one["observation"], ran["id:1"][0]["observation"]]).reshape(-1, 4)
+    assert np.unique(drawn).size == drawn.size
+
+
+@everywhere("ray")
+def test_a_buffer_in_a_process_of_its_own_is_filled_by_two_others(ran: Any) -> None:
+    assert ran["held"] == 120
 
 
 class MakeParallel:
@@ -124,13 +143,31 @@ class MakeParallel:
         return ParallelEnv(2, self.factory)
 
 
+def collected(collector: Any) -> Any:
+    try:
+        return [batch.clone() for batch in collector]
+    finally:
+        collector.shutdown()
+
+
+def test_in_one_process(diary: Any) -> None:
+    first, second = collected(Collector(ParallelEnv(2, Well(4.0), seed=0), frames_per_batch=20, total_frames=40))
+    assert first.shape == second.shape == (2, 10)
+    observations = first["observation"]
+    assert observations[..., 0].unique().tolist() == [4.0]
+    assert observations[0, :, 1].tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2]
+    assert (observations[0, :, 2] != observations[1, :, 2]).all()
+    assert told("reset", here=True) == 0
+    assert not workers_left()
+
+
 @pytest.mark.slow
-def test_in_processes_of_the_collectors(diary: Any) -> None:
-    made_there = MakeParallel(as_factory(Well(4.0)))
-    sources, before = [made_there, made_there()], told("built", here=True)  # the latter is pickled
-    collector = MultiSyncCollector(sources, frames_per_batch=20, total_frames=20, cat_results="stack")
-    (first,) = (batch.clone() for batch in collector)
-    collector.shutdown()
+@pytest.mark.parametrize("make", [MakeParallel, lambda factory: MakeParallel(factory)()], ids=["made there", "pickled"])
+def test_in_processes_of_the_collectors(make: Callable[[Any], Any], diary: Any) -> None:
+    source = make(as_factory(Well(4.0)))
+    before = told("built", here=True)
+    collector = MultiSyncCollector([source] * 2, frames_per_batch=40, total_frames=80, cat_results="stack")
+    first, _ = collected(collector)
     assert first["observation"][..., 0].unique().tolist() == [4.0]
     drawn = first["observation"][..., 0, 2].flatten().tolist()
     assert len(set(drawn)) == 4

@@ -15,14 +15,12 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces, wrappers
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torchrl import envs as upstream
 from torchrl.data import Unbounded
 from torchrl.envs import StepCounter, check_env_specs
 
 from tests.torchrl_ext.comparing import assert_same, seeded_rollout, storages, tensors, vector
-from tests.torchrl_ext.environments import Buffered, DictWalk, Isaac, IsaacByIds, SameStep, Sampled, Walk, box
+from tests.torchrl_ext.environments import DictWalk, Isaac, IsaacByIds, SameStep, Sampled, Walk, box
 from torchrl_ext import GymEnv, GymWrapper
 
 AGE = [Unbounded((), dtype=torch.int64)]
@@ -133,13 +131,31 @@ def test_a_compiled_step() -> None:
         compiled.eager()
 
 
-styles = pytest.mark.parametrize("style", Buffered.STYLES)
-libraries = pytest.mark.parametrize("torch_tensors", [False, True], ids=["NumPy", "torch"])
+class Reuses(Walk):
+    """Observes into one buffer."""
+
+    def __init__(self, buffer: Any) -> None:
+        super().__init__()
+        self.buffer = buffer
+
+    def observation(self) -> Any:
+        self.buffer[...] = torch.from_numpy(super().observation())
+        return self.buffer
 
 
-def memory_of(env: Any) -> set[int]:
-    buffers = [torch.as_tensor(buffer) for buffer in env.own_memory]
-    return storages(buffers)
+BUFFERS: list[Callable[[], Any]] = [lambda: np.zeros(4, np.float32), lambda: torch.zeros(9, 4)[3]]
+
+
+@pytest.mark.parametrize("make", BUFFERS, ids=["NumPy", "torch"])
+def test_sharing_is_what_false_means(make: Any) -> None:
+    buffer = make()
+    env = GymWrapper(Reuses(buffer), copy=False)
+    first = env.rand_step(env.reset())
+    assert storages(first["next", "observation"]) == storages([torch.as_tensor(buffer)])
+    env.rand_step(env.step_mdp(first))
+    assert first["next", "observation"][1] == 2
+    shared = storages([torch.as_tensor(buffer)])
+    assert not storages([first["next", key] for key in ("reward", "done")]) & shared
 
 
 def played(env: Any, steps: int) -> list[Any]:
@@ -149,66 +165,6 @@ def played(env: Any, steps: int) -> list[Any]:
         before, data = env.step_and_maybe_reset(env.rand_action(data))
         seen += [before, data.copy()]
     return seen
-
-
-@styles
-@libraries
-def test_nothing_is_shared_and_nothing_changes_later(style: str, torch_tensors: bool) -> None:
-    inner = Buffered(style, length=7, torch_tensors=torch_tensors)
-    env = GymWrapper(inner)
-    seen, kept = [], []
-    data = env.reset()
-    for _ in range(30):
-        before, data = env.step_and_maybe_reset(env.rand_action(data))
-        assert not storages(before.to_dict()) & memory_of(inner)
-        seen.append(before)
-        kept.append(before.clone())
-    for one, other in zip(seen, kept, strict=True):
-        assert_same(one, other)
-    counts = [int(data["next", "observation"][0]) for data in seen]
-    assert counts == [step % 7 + 1 for step in range(30)]
-    assert all((data["action"].abs() <= 1).all() for data in seen)
-
-
-@libraries
-def test_sharing_is_what_false_means(torch_tensors: bool) -> None:
-    inner = Buffered("one buffer", torch_tensors=torch_tensors)
-    env = GymWrapper(inner, copy=False)
-    first = env.rand_step(env.reset())
-    assert storages(first["next", "observation"]) <= memory_of(inner)
-    env.rand_step(env.step_mdp(first))
-    assert first["next", "observation"].tolist() == [2, 2, 2]
-    assert not storages([first["next", key] for key in ("reward", "done")]) & memory_of(inner)
-
-
-class Keeps(Walk):
-    """Returns new arrays and writes into them later; ``where`` says in which calls."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__(40, 40)
-        self.where, self.kept = where, []  # type: ignore[var-annotated]
-
-    def reset(self, **kwargs: Any) -> Any:
-        observation, info = super().reset(**kwargs)
-        return self.handed(observation, "reset"), info
-
-    def step(self, action: Any) -> Any:
-        observation, *rest = super().step(action)
-        return self.handed(observation, "step"), *rest
-
-    def handed(self, observation: Any, where: str) -> Any:
-        for array in self.kept:
-            array[...] = -1
-        self.kept = [observation[:]] if self.where == "step, a view" else [observation] * (where == self.where)
-        return observation
-
-
-@pytest.mark.parametrize("where", ["reset", "step", "step, a view"])
-def test_what_is_written_into_later_is_copied_however_late_that_is(where: str) -> None:
-    seen = played(GymWrapper(Keeps(where)), 90)
-    for data in seen:
-        for part in (data, data.get("next", data)):
-            assert part["observation"][0] != -1
 
 
 def test_a_dict_with_one_array_twice() -> None:
@@ -239,7 +195,9 @@ def test_arrays_that_torch_takes_in_no_way_are_copied() -> None:
             assert part["a"].tolist() == part["b"].tolist() == part["c"].tolist()
 
 
-BATCHES: dict[str, Any] = {
+INNER: dict[str, Any] = {
+    "NumPy": lambda: Reuses(BUFFERS[0]()),
+    "torch": lambda: Reuses(BUFFERS[1]()),
     "Isaac": lambda: Isaac(4, final_obs=True),
     "Isaac, lost": lambda: Isaac(4),
     "Isaac by ids": lambda: IsaacByIds(4, final_obs=True, spoils_actions=True),
@@ -250,9 +208,9 @@ BATCHES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("missing", ["nan", "previous"])
-@pytest.mark.parametrize("name", BATCHES)
-def test_batches_share_nothing_and_are_left_alone(name: str, missing: Any) -> None:
-    inner = BATCHES[name]()
+@pytest.mark.parametrize("name", INNER)
+def test_nothing_is_shared_or_changes_later_and_environments_are_left_alone(name: str, missing: Any) -> None:
+    inner = INNER[name]()
     written: list[tuple[Any, Any]] = []
     step, reset = inner.step, inner.reset
 
@@ -293,34 +251,21 @@ def leaves(value: Any) -> list[Any]:
     return [value] if is_array else []
 
 
-@settings(max_examples=40)
-@given(
-    space=st.sampled_from(
-        [
-            box(3),
-            spaces.Discrete(4),
-            spaces.MultiBinary(3),
-            spaces.MultiDiscrete([2, 3]),
-            spaces.Dict(a=box(2), b=spaces.MultiBinary(2)),
-            spaces.Tuple([box(2), box(2)]),
-        ]
-    ),
-    torch_tensors=st.booleans(),
-    categorical=st.booleans(),
-    clip=st.booleans(),
-)
-def test_actions_are_the_environments_own(space: Any, torch_tensors: bool, categorical: bool, clip: bool) -> None:
+ACTIONS = [box(3), spaces.Discrete(4), spaces.MultiBinary(3), spaces.MultiDiscrete([2, 3])]
+ACTIONS += [spaces.Dict(a=box(2), b=spaces.MultiBinary(2)), spaces.Tuple([box(2), box(2)])]
+
+
+@pytest.mark.parametrize("categorical", [False, True], ids=["one-hot", "categorical"])
+@pytest.mark.parametrize("torch_tensors", [False, True], ids=["NumPy", "torch"])
+@pytest.mark.parametrize("space", ACTIONS, ids=str)
+def test_actions_are_the_environments_own(space: Any, torch_tensors: bool, categorical: bool) -> None:
     inner = Sampled(box(2), space)
-    env = GymWrapper(
-        inner,
-        env_type="auto",
-        convert_actions_to_numpy=not torch_tensors,
-        categorical_action_encoding=categorical,
-        clip_actions=0.5 if clip and "Box" in str(space) else None,
-    )
-    data = env.rand_action(env.reset())
-    given = data.select(*env.action_keys).clone()
-    env.step(data)
-    for leaf in leaves(inner.received[-1]):
-        leaf[...] = 1 - leaf
-    assert_same(data.select(*env.action_keys), given)
+    options = {"convert_actions_to_numpy": not torch_tensors, "categorical_action_encoding": categorical}
+    for clip in (None, 0.5) if "Box" in str(space) else (None,):
+        env = GymWrapper(inner, env_type="auto", clip_actions=clip, **options)
+        data = env.rand_action(env.reset())
+        given = data.select(*env.action_keys).clone()
+        env.step(data)
+        for leaf in leaves(inner.received[-1]):
+            leaf[...] = 1 - leaf
+        assert_same(data.select(*env.action_keys), given)

@@ -132,7 +132,7 @@ CALLS: dict[str, Any] = {
 }
 
 
-@pytest.mark.sample(ci=14)
+@pytest.mark.sample
 @pytest.mark.parametrize("kind", ["memory", "folder"])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_that_is_interrupted_is_done_or_not_begun(name: str, kind: str, tmp_path: Path) -> None:

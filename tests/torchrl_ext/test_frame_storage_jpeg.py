@@ -52,9 +52,9 @@ def check(ours: Any, theirs: Any) -> None:
         assert_same(*drawn)
 
 
-@pytest.mark.sample(ci=2)
+@pytest.mark.sample(ci=3)
 @pytest.mark.parametrize("quality", [95, 50])
-@pytest.mark.parametrize("batch", [1, 60])
+@pytest.mark.parametrize("batch", [1, 7, 60])
 def test_what_is_sampled_is_what_jpeg_makes_of_each_frame(batch: int, quality: int) -> None:
     ours, theirs = buffer_of(quality=quality), twin_of()
     data = pictures(140, n_envs=2)
@@ -89,7 +89,9 @@ def test_damaged_images_are_reported() -> None:
 @pytest.mark.parametrize(
     ("saved", "options", "text"),
     [
+        ({"codec": "jpeg", "quality": 80}, {}, "made with codec='jpeg', quality=80"),
         ({"codec": "jpeg", "quality": 80}, {"codec": "jpeg"}, "made with codec='jpeg', quality=80"),
+        ({"max_error": 4}, {}, "made with max_error=4"),
         ({"max_error": 4}, {"max_error": 3}, "made with max_error=4"),
     ],
 )

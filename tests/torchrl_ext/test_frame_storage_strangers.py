@@ -185,7 +185,7 @@ def test_numbers_that_lead_astray_do_not_end_the_process(way: str, tmp_path: Pat
     alter = _alter_stored if way == "open" else _alter_dumped
     read = _loaded if way == "loads" else lambda folder: FrameStorage(60, storage_dir=folder)
     _read_all(read, shutil.copytree(original, tmp_path / "warm"))
-    for seed in range(20):
+    for seed in range(30):
         folder = tmp_path / f"altered{seed}"
         shutil.copytree(original, folder)
         alter(folder, np.random.default_rng(seed))

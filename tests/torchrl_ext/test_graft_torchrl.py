@@ -13,20 +13,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.data import Bounded, Composite, Unbounded
-from torchrl.envs import (
-    CatFrames,
-    Compose,
-    DoubleToFloat,
-    EnvBase,
-    GymEnv,
-    GymWrapper,
-    RewardScaling,
-    RewardSum,
-    StepCounter,
-    TransformedEnv,
-)
+from torchrl.envs import Compose, DoubleToFloat, EnvBase, GymEnv, RewardScaling, RewardSum, StepCounter, TransformedEnv
 from torchrl.envs import transforms as t
-from torchrl.envs.custom import TicTacToeEnv
 from torchrl.envs.libs.dm_control import DMControlEnv, DMControlWrapper
 from torchrl.envs.libs.pettingzoo import PettingZooWrapper
 
@@ -79,16 +67,12 @@ def _pong() -> Any:
 
 MADE: dict[str, Callable[[], Any]] = {
     "GymEnv": lambda: GymEnv("CartPole-v1", frame_skip=2),
-    "GymWrapper": lambda: GymWrapper(gym.make("Pendulum-v1")),
-    "our GymEnv": lambda: torchrl_ext.GymEnv("CartPole-v1"),
     "ours, MuJoCo": lambda: torchrl_ext.GymEnv("HalfCheetah-v5"),
     "ours, Atari": _pong,
     "ours, vectorised": lambda: torchrl_ext.GymWrapper(gym.make_vec("CartPole-v1", 2, vectorization_mode="sync")),
     "transforms": lambda: _pendulum(DoubleToFloat(), StepCounter(10), RewardSum(), RewardScaling(0.0, 2.0)),
-    "CatFrames": lambda: TransformedEnv(GymEnv("CartPole-v1"), CatFrames(3, dim=-1, in_keys=["observation"])),
     "NoopResetEnv": lambda: _pendulum(t.NoopResetEnv(3)),
     "VecNorm": lambda: _pendulum(t.VecNormV2(in_keys=["observation"], out_keys=["observation"])),
-    "TicTacToe": TicTacToeEnv,
     "views of one tensor": Cars,
 }
 # An emulator's next action may stick; solvers remember contacts that cannot be read.

@@ -103,14 +103,12 @@ CASES: dict[str, Build] = {
     "HalfCheetah": made(short_cheetah),
     "Pong": made(pong),
     "Walk": made(Walk),
-    "Walk on a device": made(Walk, device="cpu"),
     "nested": made(DictWalk),
     "nested on a device": made(DictWalk, device="cpu"),
     "two rewards": made(VectorRewards),
     "categorical": by_id("CartPole-v1", categorical_action_encoding=True),
     "frames skipped": by_id("CartPole-v1", frame_skip=3),
     "Pendulum, frames skipped": by_id("Pendulum-v1", frame_skip=3),
-    "pixels": by_id("CartPole-v1", from_pixels=True),
     "pixels and more": by_id("CartPole-v1", from_pixels=True, pixels_only=False),
     "infos": lambda cls: cls(short_cheetah()).auto_register_info_dict(),
     "infos by name": lambda cls: cls(Walk()).set_info_dict_reader(default_info_dict_reader(["age"], spec=AGE)),
@@ -248,7 +246,7 @@ def check_spaces(observed: Any, taken: Any, categorical: bool, count: int | None
     return second.received
 
 
-@pytest.mark.sample(quick=20)
+@pytest.mark.sample(quick=20, ci=44)
 @pytest.mark.parametrize("categorical", [False, True], ids=["one-hot", "categorical"])
 @pytest.mark.parametrize(
     ("name", "count"), [(name, count) for name in SPACES for count in (None, 1, 3) if not (count and name in SINGLE)]

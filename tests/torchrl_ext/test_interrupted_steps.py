@@ -16,6 +16,7 @@ from tests.torchrl_ext.environments import DictWalk, Isaac, Walk
 from torchrl_ext import GymWrapper
 
 MAKERS: dict[str, Callable[[], Any]] = {
+    "single": lambda: GymWrapper(Walk(3, 3)),
     "nested": lambda: GymWrapper(DictWalk(3, 3)),
     "SameStep": lambda: GymWrapper(vector([lambda: Walk(3, 3), lambda: Walk(5, 5)], 2, "SameStep")),
     "NextStep": lambda: GymWrapper(vector([lambda: Walk(3, 3), lambda: Walk(5, 5)], 2, "NextStep")),
@@ -48,7 +49,7 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.sample
 @pytest.mark.parametrize(
     ("name", "every"),
-    [("nested", 9), ("SameStep", 19), *(pytest.param(name, 3, marks=pytest.mark.exhaustive) for name in MAKERS)],
+    [("single", 9), ("SameStep", 19), *(pytest.param(name, 3, marks=pytest.mark.exhaustive) for name in MAKERS)],
 )
 @pytest.mark.parametrize("call", CALLS)
 def test_the_next_rollout_is_as_ever(name: str, every: int, call: str) -> None:
@@ -72,19 +73,22 @@ def test_the_next_rollout_is_as_ever(name: str, every: int, call: str) -> None:
     assert count > 1
 
 
-@pytest.mark.parametrize("name", ["SameStep", "NextStep"])
-def test_a_partial_reset_after_it_tells_how_the_environments_are(name: str) -> None:
+@pytest.mark.sample
+@pytest.mark.parametrize("name", ["SameStep", "NextStep", "Disabled"])
+@pytest.mark.parametrize("call", ["step", "step_and_maybe_reset"])
+def test_a_partial_reset_after_it_tells_how_the_environments_are(name: str, call: str) -> None:
     state: dict[str, Any] = {}
 
     def prepare() -> Callable[[], Any]:
         env, data = begun(name)
         state.update(env=env)
-        return lambda: env.step(data)
+        return lambda: CALLS[call](env, data)
 
-    for _ in everywhere(prepare, below=("torchrl_ext/",), every=7):
+    for _ in everywhere(prepare, below=("torchrl_ext/",), every=5):
         env = state["env"]
         data = env.reset(TensorDict({"_reset": torch.tensor([[True], [False]])}, [2]))
-        assert env._env.envs[0].step_count == 0
+        each = env._env.envs
+        assert each[0].step_count == 0
         assert data["observation"][0, 1] == 0
         assert not data["done"][0].any()
         found = env.rand_step(data)["next", "observation"][:, 1]
@@ -101,7 +105,7 @@ def test_the_observation_before_is_not_that_of_another_step() -> None:
         state.update(env=env, before=data.clone())
         return lambda: env.step(data)
 
-    for _ in everywhere(prepare, below=("torchrl_ext/",), every=5):
+    for _ in everywhere(prepare, below=("torchrl_ext/",), every=3):
         env = state["env"]
         inner = env._env
         steps = inner.steps.clone()

@@ -21,6 +21,9 @@ from torchrl_ext import ParallelEnv
 __all__ = ["no_workers_left"]
 
 
+slow = pytest.mark.slow
+
+
 @pytest.fixture(autouse=True)
 def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of this process's own: robosuite makes some when it is imported, as by tests before these."""
@@ -33,9 +36,10 @@ def on_gpus(inventory: Any = MACHINE, **options: Any) -> list[Decision]:
     return [resolve("auto", worker=number, inventory=inventory, **options) for number in range(3)]
 
 
-@pytest.mark.sample(quick=0, ci=2)
+@pytest.mark.sample(quick=0)
 @pytest.mark.parametrize(
-    ("form", "method"), [("class", "forkserver"), ("instance", "spawn"), ("instance", "forkserver")]
+    ("form", "method"),
+    [("class", "forkserver"), ("instance", "forkserver"), pytest.param("instance", "spawn", marks=slow)],
 )
 def test_each_worker_has_its_gpu_before_mujoco_is_imported(form: str, method: str) -> None:
     """Fork servers have imported mujoco, with TorchRL: it reads the backend at import, the number of the GPU later."""
@@ -79,7 +83,7 @@ def test_round_robin_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> No
     ]
 
 
-@pytest.mark.slow
+@slow
 def test_workers_render_with_mesa() -> None:
     env = gymnasium.make("HalfCheetah-v5", render_mode="rgb_array", width=32, height=32)
     decision = resolve("cpu", render="same", renderer="gymnasium")
@@ -98,10 +102,20 @@ FROM_WORKERS = dict(metadata_from_workers=True, use_buffers=False)
 """
 
 
+start_methods = pytest.mark.parametrize(
+    "start_method",
+    ["fork", pytest.param("forkserver", marks=pytest.mark.slow), pytest.param("spawn", marks=pytest.mark.slow)],
+)
+
+
 @pytest.mark.sample(quick=0, ci=2)
+@start_methods
 @pytest.mark.parametrize(
-    ("start_method", "from_workers"),
-    [("fork", True), ("forkserver", False), ("spawn", True), ("fork", False), ("forkserver", True)],
+    "from_workers",
+    [
+        pytest.param(True, id="metadata from workers"),
+        pytest.param(False, id="metadata from the parent", marks=pytest.mark.slow),
+    ],
 )
 def test_each_worker_gets_its_gpu_before_its_factory_is_unpickled(
     start_method: str, from_workers: bool, tmp_path: Path
