@@ -25,11 +25,7 @@ def test_the_wheel_holds_the_three_packages_and_no_folder_called_shared(built: P
     (wheel,) = built.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     top = {name.split("/")[0] for name in names}
-    assert {name for name in top if not name.endswith(".dist-info")} == {
-        "rl_ext_core",
-        "torchrl_ext",
-        "sb3_ext",
-    }
+    assert {name for name in top if not name.endswith(".dist-info")} == {"rl_ext_core", "torchrl_ext", "sb3_ext"}
     assert {f"{name}/py.typed" for name in ("rl_ext_core", "torchrl_ext", "sb3_ext")} <= set(names)
     assert "rl_ext_core/devices/__init__.py" in names
 

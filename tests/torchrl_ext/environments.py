@@ -86,40 +86,6 @@ class Sampled(gymnasium.Env[Any, Any]):
         return self.observation_space.sample(), 1.5, self.step_count % self.length == 0, False, {}
 
 
-class Buffered(gymnasium.Env[Any, Any]):
-    """Counts its steps into memory of its own: ``reuse`` says which it hands out."""
-
-    observation_space = spaces.Box(-np.inf, np.inf, (3,), F32)
-    action_space = spaces.Box(-1, 1, (2,), F32)
-    STYLES = ("fresh", "one buffer", "two buffers", "part of a larger one", "the state itself")
-
-    def __init__(self, reuse: str, length: int = 50, *, torch_tensors: bool = False) -> None:
-        self.reuse, self.length, self.count, self.total = reuse, length, 0, 0
-        make: Any = torch.zeros if torch_tensors else lambda *shape: np.zeros(shape, F32)
-        self.make, self.buffers, self.larger = make, (make(3), make(3)), make(64, 3)
-
-    @property
-    def own_memory(self) -> list[Any]:
-        return [*self.buffers, self.larger]
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self.count = 0
-        return self.observation(), {}
-
-    def observation(self) -> Any:
-        self.total += 1
-        place = {"two buffers": self.buffers[self.count % 2], "part of a larger one": self.larger[self.total % 64]}
-        buffer = self.make(3) if self.reuse == "fresh" else place.get(self.reuse, self.buffers[0])
-        buffer[...] = float(self.count)
-        return buffer
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self.count += 1
-        action[...] = 99.0  # and spoils what it is given
-        return self.observation(), 1.0, False, self.count >= self.length, {}
-
-
 class Bare(Walk):
     """Without infos: upstream writes all of them into the data of an environment that resets in the same step."""
 
@@ -268,10 +234,7 @@ class IsaacByIds(Isaac):
     """The same, resetting those that it is told to."""
 
     def reset(
-        self,
-        seed: int | None = None,
-        env_ids: torch.Tensor | None = None,
-        options: dict[str, Any] | None = None,
+        self, seed: int | None = None, env_ids: torch.Tensor | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
         if env_ids is None:
             return super().reset(seed, options)

@@ -139,6 +139,16 @@ class Twins:
             assert_same(*self.both(lambda buffer: buffer.sample(batch_size)))
 
 
+def transitions(n: int, **options: Any) -> TensorDict:
+    """So many transitions of one environment."""
+    return Videos(1, **options).collect(n).reshape(-1)
+
+
+def buffer_of(size: int, **options: Any) -> TensorDictReplayBuffer:
+    """A buffer over our storage."""
+    return TensorDictReplayBuffer(storage=FrameStorage(size, **options), batch_size=16)
+
+
 def collect_into(buffer: Any, seed: int, batches: list[int]) -> None:
     """Adds batches of videos."""
     torch.set_num_threads(1)

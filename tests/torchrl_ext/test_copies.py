@@ -15,23 +15,19 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces, wrappers
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torchrl import envs as upstream
 from torchrl.data import Unbounded
 from torchrl.envs import StepCounter, check_env_specs
 
-from tests.torchrl_ext.comparing import assert_same, assert_same_rollouts, seeded_rollout, storages, tensors, vector
-from tests.torchrl_ext.environments import Buffered, DictWalk, Isaac, IsaacByIds, SameStep, Sampled, Walk, box
+from tests.torchrl_ext.comparing import assert_same, seeded_rollout, storages, tensors, vector
+from tests.torchrl_ext.environments import DictWalk, Isaac, IsaacByIds, SameStep, Sampled, Walk, box
 from torchrl_ext import GymEnv, GymWrapper
 
 AGE = [Unbounded((), dtype=torch.int64)]
 ENVIRONMENTS: dict[str, Any] = {
-    "single": lambda: GymWrapper(Walk()),
     "by its id": lambda: GymEnv("CartPole-v1"),
     "nested": lambda: GymWrapper(DictWalk()),
     "batch": lambda: GymWrapper(vector(Walk, 3, "SameStep")),
-    "batch, reset in the next step": lambda: GymWrapper(vector(Walk, 3, "NextStep")),
     "CartPole": lambda: GymWrapper(gymnasium.make_vec("CartPole-v1", num_envs=3)),
     "torch batch": lambda: GymWrapper(IsaacByIds(3, final_obs=True)),
     "torch batch that remembers": lambda: GymWrapper(Isaac(3), missing_final_obs="previous"),
@@ -40,22 +36,20 @@ ENVIRONMENTS: dict[str, Any] = {
 }
 COPIES: dict[str, Any] = {
     "pickle": lambda env: pickle.loads(pickle.dumps(env)),
-    "cloudpickle": lambda env: pickle.loads(cloudpickle.dumps(env)),
     "deepcopy": copy.deepcopy,
-    "to": lambda env: copy.deepcopy(env).to("cpu"),
+    "to": lambda env: pickle.loads(cloudpickle.dumps(env)).to("cpu"),
 }
 
 
 @pytest.mark.sample(quick=10)
-@pytest.mark.parametrize("steps", [0, 10])
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("name", ENVIRONMENTS)
-def test_copies_go_on_alike(name: str, way: str, steps: int) -> None:
+def test_copies_go_on_alike(name: str, way: str) -> None:
     env = ENVIRONMENTS[name]()
     env.set_seed(0)
     torch.manual_seed(0)
     data = env.reset()
-    for _ in range(steps):
+    for _ in range(10):
         _, data = env.step_and_maybe_reset(env.rand_action(data))
     other, state = COPIES[way](env), data.to("cpu") if way == "to" else data.clone()
 
@@ -75,7 +69,7 @@ def test_copies_go_on_alike(name: str, way: str, steps: int) -> None:
 
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
-@pytest.mark.parametrize("at", [1, 2, 5])
+@pytest.mark.parametrize("at", [1, 5])
 def test_copies_between_a_step_and_its_reset(mode: str, way: str, at: int) -> None:
     """Who has reset itself within the step is not reset again."""
 
@@ -110,28 +104,15 @@ def test_an_environment_that_was_reset_behind_the_wrappers_back() -> None:
     assert not observation[1]
 
 
-def test_another_environment_in_the_same_wrapper() -> None:
-    env = GymWrapper(Walk())
-    env.rollout(3)
-    env.set_spec_lock_(False)
-    env.rebuild_with_kwargs(env=Sampled(box(2), gymnasium.spaces.Discrete(2)))
-    env.set_spec_lock_(True)
-    assert env.rollout(3)["observation"].shape == (3, 2)
-
-
 # -- gymnasium.wrappers.NumpyToTorch
 
 
-@pytest.mark.parametrize(
-    "make", [partial(gymnasium.make, "CartPole-v1"), partial(gymnasium.make, "Pendulum-v1"), DictWalk]
-)
+@pytest.mark.parametrize("make", [partial(gymnasium.make, "Pendulum-v1"), DictWalk])
 def test_numpy_to_torch(make: Any) -> None:
-    env, plain = GymWrapper(wrappers.NumpyToTorch(make())), GymWrapper(make())
-    found, expected = seeded_rollout(env, 80), seeded_rollout(plain, 80)
-    assert_same(found, expected)
-    check_env_specs(env)
-    asked = GymWrapper(wrappers.NumpyToTorch(make()), env_type="torch")
-    assert_same(seeded_rollout(asked, 9), seeded_rollout(plain, 9))
+    plain = GymWrapper(make())
+    for env in (GymWrapper(wrappers.NumpyToTorch(make()), **kwargs) for kwargs in ({}, {"env_type": "torch"})):
+        assert_same(seeded_rollout(env, 80), seeded_rollout(plain, 80))
+        check_env_specs(env)
 
 
 @pytest.mark.parametrize("mode", ["NextStep", "Disabled"])  # gymnasium's wrapper cannot convert final_obs
@@ -140,36 +121,41 @@ def test_numpy_to_torch_of_a_batch(mode: str) -> None:
     assert_same(seeded_rollout(env, 40), seeded_rollout(GymWrapper(vector(Walk, 3, mode)), 40))
 
 
-# -- what is left to upstream
-
-
 @pytest.mark.slow
 def test_a_compiled_step() -> None:
     plain, compiled = GymWrapper(Walk()), GymWrapper(Walk())
     compiled.compile(backend="eager")
     try:
-        assert_same_rollouts(compiled, plain, 12)
+        assert_same(seeded_rollout(compiled, 12), seeded_rollout(plain, 12))
     finally:
         compiled.eager()
-    compiled.fast_encoding()  # which changes nothing
-    assert_same_rollouts(compiled, plain, 12)
 
 
-def test_closing() -> None:
-    env = GymWrapper(vector(Walk, 2, "SameStep", asynchronous=True))
-    env.rollout(3)
-    env.close()
-    assert env.is_closed
-    assert repr(env) == f"GymWrapper(env={env._env}, batch_size=torch.Size([2]))"
+class Reuses(Walk):
+    """Observes into one buffer."""
+
+    def __init__(self, buffer: Any) -> None:
+        super().__init__()
+        self.buffer = buffer
+
+    def observation(self) -> Any:
+        self.buffer[...] = torch.from_numpy(super().observation())
+        return self.buffer
 
 
-styles = pytest.mark.parametrize("style", Buffered.STYLES)
-libraries = pytest.mark.parametrize("torch_tensors", [False, True], ids=["NumPy", "torch"])
+BUFFERS: list[Callable[[], Any]] = [lambda: np.zeros(4, np.float32), lambda: torch.zeros(9, 4)[3]]
 
 
-def memory_of(env: Any) -> set[int]:
-    buffers = [torch.as_tensor(buffer) for buffer in env.own_memory]
-    return storages(buffers)
+@pytest.mark.parametrize("make", BUFFERS, ids=["NumPy", "torch"])
+def test_sharing_is_what_false_means(make: Any) -> None:
+    buffer = make()
+    env = GymWrapper(Reuses(buffer), copy=False)
+    first = env.rand_step(env.reset())
+    assert storages(first["next", "observation"]) == storages([torch.as_tensor(buffer)])
+    env.rand_step(env.step_mdp(first))
+    assert first["next", "observation"][1] == 2
+    shared = storages([torch.as_tensor(buffer)])
+    assert not storages([first["next", key] for key in ("reward", "done")]) & shared
 
 
 def played(env: Any, steps: int) -> list[Any]:
@@ -181,75 +167,14 @@ def played(env: Any, steps: int) -> list[Any]:
     return seen
 
 
-@styles
-@libraries
-def test_nothing_is_shared_and_nothing_changes_later(style: str, torch_tensors: bool) -> None:
-    inner = Buffered(style, length=7, torch_tensors=torch_tensors)
-    env = GymWrapper(inner)
-    seen, kept = [], []
-    data = env.reset()
-    for _ in range(100):
-        before, data = env.step_and_maybe_reset(env.rand_action(data))
-        assert not storages(before.to_dict()) & memory_of(inner)
-        seen.append(before)
-        kept.append(before.clone())
-    for one, other in zip(seen, kept, strict=True):
-        assert_same(one, other)
-    counts = [int(data["next", "observation"][0]) for data in seen]
-    assert counts == [step % 7 + 1 for step in range(100)]
-    assert all((data["action"].abs() <= 1).all() for data in seen)
-
-
-@libraries
-def test_sharing_is_what_false_means(torch_tensors: bool) -> None:
-    inner = Buffered("one buffer", torch_tensors=torch_tensors)
-    env = GymWrapper(inner, copy=False)
-    first = env.rand_step(env.reset())
-    assert storages(first["next", "observation"]) <= memory_of(inner)
-    env.rand_step(env.step_mdp(first))
-    assert first["next", "observation"].tolist() == [2, 2, 2]
-    assert not storages([first["next", key] for key in ("reward", "done")]) & memory_of(inner)
-
-
-class Keeps(Walk):
-    """Returns new arrays and writes into them later; ``where`` says in which calls."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__(40, 40)
-        self.where, self.kept = where, []  # type: ignore[var-annotated]
-
-    def reset(self, **kwargs: Any) -> Any:
-        observation, info = super().reset(**kwargs)
-        return self.handed(observation, "reset"), info
-
-    def step(self, action: Any) -> Any:
-        observation, *rest = super().step(action)
-        return self.handed(observation, "step"), *rest
-
-    def handed(self, observation: Any, where: str) -> Any:
-        for array in self.kept:
-            array[...] = -1
-        self.kept = [observation[:]] if self.where == "step, a view" else [observation] * (where == self.where)
-        return observation
-
-
-@pytest.mark.parametrize("where", ["reset", "step", "step, a view"])
-def test_what_is_written_into_later_is_copied_however_late_that_is(where: str) -> None:
-    seen = played(GymWrapper(Keeps(where)), 200)
-    for data in seen:
-        for part in (data, data.get("next", data)):
-            assert part["observation"][0] != -1
-
-
 def test_a_dict_with_one_array_twice() -> None:
     class Twice(Walk):
         observation_space = spaces.Dict(a=box(4), b=box(4))  # type: ignore[assignment]
 
         def observation(self) -> Any:
-            array = super().observation()
-            return {"a": array, "b": array}
+            return dict.fromkeys("ab", super().observation())
 
-    data = played(GymWrapper(Twice()), 50)[-2]["next"]
+    data = played(GymWrapper(Twice()), 9)[-2]["next"]
     assert len(storages([data["a"], data["b"]])) == 2
 
 
@@ -265,12 +190,14 @@ def test_arrays_that_torch_takes_in_no_way_are_copied() -> None:
             locked.flags.writeable = False
             return {"a": locked, "b": array[::-1].copy()[::-1], "c": array.astype(">f4")}
 
-    for data in played(GymWrapper(Odd(), copy=False), 50):
+    for data in played(GymWrapper(Odd(), copy=False), 12):
         for part in (data, data["next"]) if "next" in data.keys() else (data,):  # noqa: SIM118
             assert part["a"].tolist() == part["b"].tolist() == part["c"].tolist()
 
 
-BATCHES: dict[str, Any] = {
+INNER: dict[str, Any] = {
+    "NumPy": lambda: Reuses(BUFFERS[0]()),
+    "torch": lambda: Reuses(BUFFERS[1]()),
     "Isaac": lambda: Isaac(4, final_obs=True),
     "Isaac, lost": lambda: Isaac(4),
     "Isaac by ids": lambda: IsaacByIds(4, final_obs=True, spoils_actions=True),
@@ -281,9 +208,9 @@ BATCHES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("missing", ["nan", "previous"])
-@pytest.mark.parametrize("name", BATCHES)
-def test_batches_share_nothing_and_are_left_alone(name: str, missing: Any) -> None:
-    inner = BATCHES[name]()
+@pytest.mark.parametrize("name", INNER)
+def test_nothing_is_shared_or_changes_later_and_environments_are_left_alone(name: str, missing: Any) -> None:
+    inner = INNER[name]()
     written: list[tuple[Any, Any]] = []
     step, reset = inner.step, inner.reset
 
@@ -324,34 +251,21 @@ def leaves(value: Any) -> list[Any]:
     return [value] if is_array else []
 
 
-@settings(max_examples=60)
-@given(
-    space=st.sampled_from(
-        [
-            box(3),
-            spaces.Discrete(4),
-            spaces.MultiBinary(3),
-            spaces.MultiDiscrete([2, 3]),
-            spaces.Dict(a=box(2), b=spaces.MultiBinary(2)),
-            spaces.Tuple([box(2), box(2)]),
-        ]
-    ),
-    torch_tensors=st.booleans(),
-    categorical=st.booleans(),
-    clip=st.booleans(),
-)
-def test_actions_are_the_environments_own(space: Any, torch_tensors: bool, categorical: bool, clip: bool) -> None:
+ACTIONS = [box(3), spaces.Discrete(4), spaces.MultiBinary(3), spaces.MultiDiscrete([2, 3])]
+ACTIONS += [spaces.Dict(a=box(2), b=spaces.MultiBinary(2)), spaces.Tuple([box(2), box(2)])]
+
+
+@pytest.mark.parametrize("categorical", [False, True], ids=["one-hot", "categorical"])
+@pytest.mark.parametrize("torch_tensors", [False, True], ids=["NumPy", "torch"])
+@pytest.mark.parametrize("space", ACTIONS, ids=str)
+def test_actions_are_the_environments_own(space: Any, torch_tensors: bool, categorical: bool) -> None:
     inner = Sampled(box(2), space)
-    env = GymWrapper(
-        inner,
-        env_type="auto",
-        convert_actions_to_numpy=not torch_tensors,
-        categorical_action_encoding=categorical,
-        clip_actions=0.5 if clip and "Box" in str(space) else None,
-    )
-    data = env.rand_action(env.reset())
-    given = data.select(*env.action_keys).clone()
-    env.step(data)
-    for leaf in leaves(inner.received[-1]):
-        leaf[...] = 1 - leaf
-    assert_same(data.select(*env.action_keys), given)
+    options = {"convert_actions_to_numpy": not torch_tensors, "categorical_action_encoding": categorical}
+    for clip in (None, 0.5) if "Box" in str(space) else (None,):
+        env = GymWrapper(inner, env_type="auto", clip_actions=clip, **options)
+        data = env.rand_action(env.reset())
+        given = data.select(*env.action_keys).clone()
+        env.step(data)
+        for leaf in leaves(inner.received[-1]):
+            leaf[...] = 1 - leaf
+        assert_same(data.select(*env.action_keys), given)

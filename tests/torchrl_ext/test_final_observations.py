@@ -47,7 +47,7 @@ def check_chain(rollout: Any, place: Any = "observation") -> None:
     assert torch.equal(after[done[:, :-1]], torch.stack([begun[:, 0], begun[:, 1] + 1, torch.zeros(len(begun))], -1))
 
 
-@pytest.mark.sample(quick=40)
+@pytest.mark.sample(quick=30, ci=60)
 @pytest.mark.parametrize("form", SameStep.FORMS)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @nesting
@@ -70,12 +70,9 @@ def test_every_form(form: str, lengths: list[int], nested: bool, torch_tensors: 
 
 @ways
 @libraries
-@nesting
 @pytest.mark.parametrize("info", [{}, None, ["nothing"] * 3, "nothing"], ids=str)
-def test_what_is_not_given_is_nan_or_the_observation_before(
-    info: Any, nested: bool, torch_tensors: bool, looks: bool
-) -> None:
-    for missing in ("nan", "previous"):
+def test_what_is_not_given_is_nan_or_the_observation_before(info: Any, torch_tensors: bool, looks: bool) -> None:
+    for missing, nested in (("nan", True), ("previous", True), ("previous", False)):
         inner = SameStep([1, 2, 5], None, nested=nested, torch_tensors=torch_tensors)
         step = inner.step
         inner.step = lambda action, step=step: (*step(action)[:-1], info)  # type: ignore[method-assign]
@@ -106,17 +103,6 @@ def test_the_observation_before_stays_whatever_is_done_to_the_data() -> None:
     assert torch.equal(played(True), played(False))
 
 
-def test_the_observation_before_is_the_environments_under_transforms() -> None:
-    def rollout(*transforms: Any) -> Any:
-        env = TransformedEnv(wrapped(IsaacByIds(3), missing_final_obs="previous"), *transforms)
-        env.set_seed(0)
-        torch.manual_seed(0)
-        return env.rollout(8, break_when_any_done=False)
-
-    plain, renamed = rollout(), rollout(RenameTransform(["policy"], ["else"]))
-    assert torch.equal(renamed["next", "else"], plain["next", "policy"])
-
-
 def several(*rows: Any) -> Any:
     return lambda final: list(rows)
 
@@ -124,7 +110,6 @@ def several(*rows: Any) -> Any:
 FAULTS: dict[str, tuple[str, Any, str]] = {
     "none for one that is done": ("objects", lambda final: np.full(2, None, object), "holds nothing for .*0"),
     "of another shape": ("list", several(np.zeros(4), np.zeros(4)), r"shape \(1, 4\).*\(1, 3\)"),
-    "of another shape, as arrays": ("objects", lambda final: np.zeros((2, 4)), r"shape \(1, 4\).*\(1, 3\)"),
     "of one number, which would be spread": ("list", several(*[np.zeros(1)] * 2), r"shape \(1, 1\).*\(1, 3\)"),
     "of several shapes": ("list", several(np.zeros(3), np.zeros((2, 2))), "final_obs"),
     "too few": ("list", several(*[np.zeros(3)] * 3), "3 rows; expected 2"),
@@ -132,16 +117,8 @@ FAULTS: dict[str, tuple[str, Any, str]] = {
     "text": ("batch", lambda final: np.array(["a", "b"]), "makes no tensor"),
     "a dict": ("batch", lambda final: {"observation": np.zeros((2, 3))}, "dict"),
     "no nested dict": ("nested", lambda final: {"kind": final["kind"]}, "no 'inner'.*holds.*kind"),
-    "no nested entry": (
-        "nested",
-        lambda final: {**final, "inner": {"place": final["inner"]["place"]}},
-        "no 'inner._private'",
-    ),
-    "an entry for a dict": (
-        "nested",
-        lambda final: {**final, "inner": final["inner"]["place"]},
-        "final_obs inner is of type",
-    ),
+    "no nested entry": ("nested", lambda final: {**final, "inner": {"place": 0}}, "no 'inner._private'"),
+    "an entry for a dict": ("nested", lambda final: {**final, "inner": final["kind"]}, "final_obs inner is of type"),
     "fractions": ("nested", lambda final: {**final, "kind": final["kind"] + 0.5}, "final_obs kind.*float.*int64"),
     "no dict": ("nested", lambda final: final["kind"], "dict"),
 }
@@ -161,56 +138,28 @@ def test_what_does_not_fit_is_named(name: str) -> None:
     check_chain(env.rollout(9, break_when_any_done=False), place_of(nested))
 
 
-def test_an_entry_that_torchrl_renames() -> None:
-    space = spaces.Dict(state=spaces.Box(-np.inf, np.inf, (4,), np.float32))
-
-    class Renamed(Walk):
-        observation_space = space  # type: ignore[assignment]
-
-        def observation(self) -> Any:
-            return {"state": super().observation()}
-
-    env = GymWrapper(vector([partial(Renamed, 2, 2), partial(Renamed, 5, 5)], 2, "SameStep"))
-    rollout = env.rollout(12, break_when_any_done=False)
-    assert torch.equal(rollout["next", "observation"][..., 1], rollout["observation"][..., 1] + 1)
-
-
 def test_as_gymnasium_made_them_from_dicts() -> None:
     # Infos that are dicts become dicts of arrays, with a mask "_key" beside each "key".
     env = SameStep([2, 3], "batch", nested=True)
     final = env.final
 
     def with_masks(rows: list[int]) -> Any:
-        mask = np.isin(np.arange(2), rows)
-        batch = final(rows)
-        inner = {**batch["inner"], "_place": mask}
-        return {"inner": inner, "_inner": mask, "kind": batch["kind"], "_kind": mask}
+        mask, batch = np.isin(np.arange(2), rows), final(rows)
+        return {**batch, "inner": {**batch["inner"], "_place": mask}, "_inner": mask, "_kind": mask}
 
     env.final = with_masks  # type: ignore[method-assign]
     check_chain(wrapped(env).rollout(9, break_when_any_done=False), ("inner", "place"))
 
 
 def test_whole_numbers_of_last_observations() -> None:
-    class Whole(Walk):
-        observation_space = spaces.Box(-9999, 9999, (4,), np.int64)  # type: ignore[assignment]
-
-        def observation(self) -> Any:
-            return (super().observation() * 10).astype(np.int64)
-
-    inner: Any = vector(partial(Whole, 3, 3), 2, "SameStep")
-    step = inner.step
-    assert GymWrapper(inner).rollout(9, break_when_any_done=False)["next", "observation"].dtype is torch.int64
-
-    def fractions(action: Any) -> Any:
-        *result, info = step(action)
-        if "final_obs" in info:
-            info["final_obs"] = np.array([None, None], object)
-            info["final_obs"][:] = [np.full(4, 0.5)] * 2
-        return (*result, info)
-
-    inner.step = fractions
+    inner: Any = SameStep([3, 3], "objects")
+    inner.single_observation_space = spaces.Box(-9999, 9999, (3,), np.int64)
+    observation, final = inner.observation, inner.final
+    inner.observation = lambda rows: observation(rows).astype(np.int64)
+    assert wrapped(inner).rollout(9, break_when_any_done=False)["next", "observation"].dtype is torch.int64
+    inner.final = lambda rows: [np.full(3, 0.5) for _ in final(rows)]
     with pytest.raises(EnvironmentOutputError, match=r"final_obs observation.*float64, which loses"):
-        GymWrapper(inner).rollout(9, break_when_any_done=False)
+        wrapped(inner).rollout(9, break_when_any_done=False)
 
 
 @ways
@@ -219,27 +168,22 @@ def test_the_loss_can_be_an_error(looks: bool) -> None:
     assert env.rollout(2).shape == (2, 2)
     with pytest.raises(EnvironmentOutputError, match=r"final_obs.*missing_final_obs="):
         env.rollout(4)
-    check_chain(
-        wrapped(SameStep([3, 3], "list"), missing_final_obs="error").rollout(5, break_when_any_done=False),
-        "observation",
-    )
+    told = wrapped(SameStep([3, 3], "list"), missing_final_obs="error")
+    check_chain(told.rollout(5, break_when_any_done=False))
 
 
 @ways
 @pytest.mark.parametrize("form", ["batch", "list"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_graphs_and_dtypes_of_last_observations(dtype: torch.dtype, form: str, looks: bool) -> None:
+def test_graphs_and_dtypes_of_last_observations(form: str, looks: bool) -> None:
     inner = SameStep([2, 3], form, torch_tensors=True)
     final = inner.final
 
-    def with_graph(rows: list[int]) -> Any:
-        def changed(value: Any) -> Any:
-            return value if value is None else value.to(dtype).requires_grad_() * 1
+    def changed(value: Any) -> Any:
+        if isinstance(value, list):
+            return [changed(part) for part in value]
+        return value if value is None else value.double().requires_grad_() * 1
 
-        given = final(rows)
-        return [changed(part) for part in given] if form == "list" else changed(given)
-
-    inner.final = with_graph  # type: ignore[method-assign]
+    inner.final = lambda rows: changed(final(rows))  # type: ignore[method-assign]
     rollout = wrapped(inner, looks=looks).rollout(7, break_when_any_done=False)
     assert not rollout["next", "observation"].requires_grad
     assert rollout["next", "observation"].dtype is torch.float32
@@ -248,9 +192,8 @@ def test_graphs_and_dtypes_of_last_observations(dtype: torch.dtype, form: str, l
 
 @ways
 @pytest.mark.parametrize("final_obs", [True, False])
-@pytest.mark.parametrize("count", [1, 6])
-def test_isaacs_fashion(count: int, final_obs: bool, looks: bool) -> None:
-    inner = Isaac(count, final_obs=final_obs)
+def test_isaacs_fashion(final_obs: bool, looks: bool) -> None:
+    inner = Isaac(6, final_obs=final_obs)
     env = wrapped(inner, looks=looks)
     check_env_specs(env)
     rollout = env.rollout(20, break_when_any_done=False)
@@ -279,3 +222,28 @@ def test_the_way_of_a_gpu_gives_what_that_of_a_cpu_gives() -> None:
 
     for one, other in zip(rollout(True), rollout(False), strict=True):
         assert_same(one, other)
+
+
+def test_the_observation_before_is_the_environments_under_transforms() -> None:
+    def rollout(*transforms: Any) -> Any:
+        env = TransformedEnv(wrapped(IsaacByIds(3), missing_final_obs="previous"), *transforms)
+        env.set_seed(0)
+        torch.manual_seed(0)
+        return env.rollout(8, break_when_any_done=False)
+
+    plain, renamed = rollout(), rollout(RenameTransform(["policy"], ["else"]))
+    assert torch.equal(renamed["next", "else"], plain["next", "policy"])
+
+
+def test_an_entry_that_torchrl_renames() -> None:
+    space = spaces.Dict(state=spaces.Box(-np.inf, np.inf, (4,), np.float32))
+
+    class Renamed(Walk):
+        observation_space = space  # type: ignore[assignment]
+
+        def observation(self) -> Any:
+            return {"state": super().observation()}
+
+    env = GymWrapper(vector([partial(Renamed, 2, 2), partial(Renamed, 5, 5)], 2, "SameStep"))
+    rollout = env.rollout(12, break_when_any_done=False)
+    assert torch.equal(rollout["next", "observation"][..., 1], rollout["observation"][..., 1] + 1)

@@ -8,12 +8,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, tensorclass
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 
-from rl_ext_core.errors import (
-    InvalidArgumentError,
-    InvalidTypeError,
-    NotCopyableError,
-    OutOfMemoryError,
-)
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, OutOfMemoryError
 from tests.torchrl_ext.frame_data import Videos, assert_same
 from torchrl_ext import FrameStorage
 

@@ -31,7 +31,6 @@ from torchrl.envs import (
     ToTensorImage,
     check_env_specs,
     default_info_dict_reader,
-    step_mdp,
 )
 from torchrl.envs import transforms as t
 
@@ -71,10 +70,6 @@ def pong() -> Any:
     return FrameStackObservation(AtariPreprocessing(env, noop_max=5), 4)
 
 
-def image() -> Any:
-    return Sampled(spaces.Box(0, 255, (8, 8, 3)), spaces.Discrete(3))
-
-
 class Spoken(Walk):
     observation_space = spaces.Dict(place=spaces.Box(-np.inf, np.inf, (4,), np.float32), mission=spaces.Text(10))  # type: ignore[assignment]
 
@@ -100,10 +95,9 @@ cartpole, cheetah = partial(gymnasium.make, "CartPole-v1"), partial(gymnasium.ma
 short_cheetah = partial(cheetah, max_episode_steps=40)
 norm = partial(ObservationNorm, loc=0.5, scale=2.0, in_keys=["observation"])
 norm_place = partial(ObservationNorm, loc=0.5, scale=2.0, in_keys=[("inner", "place")])
-nested = under(made(DictWalk), norm_place, RewardSum, InitTracker, partial(StepCounter, 6))
-bookkeeping = (RewardSum, InitTracker, StepCounter)
 AGE = [Unbounded((), dtype=torch.int64)]
 cut = (RewardSum, InitTracker, partial(StepCounter, 5))
+nested = under(made(DictWalk), norm_place, *cut)
 
 CASES: dict[str, Build] = {
     "CartPole": made(cartpole),
@@ -111,30 +105,26 @@ CASES: dict[str, Build] = {
     "HalfCheetah": made(short_cheetah),
     "Pong": made(pong),
     "Walk": made(Walk),
-    "Walk on a device": made(Walk, device="cpu"),
     "nested": made(DictWalk),
     "nested on a device": made(DictWalk, device="cpu"),
     "two rewards": made(VectorRewards),
     "categorical": by_id("CartPole-v1", categorical_action_encoding=True),
     "frames skipped": by_id("CartPole-v1", frame_skip=3),
     "Pendulum, frames skipped": by_id("Pendulum-v1", frame_skip=3),
-    "pixels": by_id("CartPole-v1", from_pixels=True),
     "pixels and more": by_id("CartPole-v1", from_pixels=True, pixels_only=False),
     "infos": lambda cls: cls(short_cheetah()).auto_register_info_dict(),
     "infos by name": lambda cls: cls(Walk()).set_info_dict_reader(default_info_dict_reader(["age"], spec=AGE)),
     "HalfCheetah, normalised": under(made(short_cheetah), DoubleToFloat, norm, partial(RewardScaling, 0.1, 2.0)),
-    "image, cut": under(made(image), partial(ToTensorImage, in_keys=["pixels"]), RewardSum, partial(StepCounter, 4)),
+    "image, cut": under(
+        made(partial(Sampled, spaces.Box(0, 255, (8, 8, 3)), spaces.Discrete(3))),
+        *(partial(ToTensorImage, in_keys=["pixels"]), RewardSum, partial(StepCounter, 4)),
+    ),
     "nested, cut": nested,
     "frame skip as a transform": under(made(partial(Walk, 6, 20)), partial(FrameSkipTransform, 2)),
-    "transforms of its own": lambda cls: (
-        by_id("CartPole-v1")(cls).append_transform(StepCounter(9)).append_transform(RewardSum())
-    ),
     "text": made(Spoken),
     "text on a device": made(Spoken, device="cpu"),
     "a mask": under(
-        made(Masked),
-        partial(t.DTypeCastTransform, torch.int8, torch.bool, in_keys=["action_mask"]),
-        t.ActionMask,
+        made(Masked), partial(t.DTypeCastTransform, torch.int8, torch.bool, in_keys=["action_mask"]), t.ActionMask
     ),
     "actions, discretised": under(pendulum, partial(t.ActionDiscretizer, 5)),
     "actions, scaled": under(pendulum, t.ActionScaling),
@@ -152,20 +142,16 @@ CASES: dict[str, Build] = {
     "staggered, SameStep, on a device": batch(STAGGERED, "SameStep", device="cpu"),
     "staggered, Disabled": batch(STAGGERED, "Disabled"),
     "Walk, Disabled": batch(Bare, "Disabled"),
-    "Walk, Disabled, on a device": batch(Bare, "Disabled", device="cpu"),
-    "nested, Disabled": batch(DictWalk, "Disabled"),
+    "nested, Disabled": batch(DictWalk, "Disabled", device="cpu"),
     "nested, Disabled, infos": lambda cls: batch(DictWalk, "Disabled")(cls).auto_register_info_dict(),
     "processes, SameStep": batch(STAGGERED, "SameStep", 2, asynchronous=True),
     "processes, Disabled": batch(STAGGERED, "Disabled", 2, asynchronous=True),
-    "SameStep, under transforms": under(batch(STAGGERED, "SameStep"), *bookkeeping),
-    "Disabled, under transforms": under(batch(Bare, "Disabled"), *bookkeeping),
+    "SameStep, under transforms": under(batch(STAGGERED, "SameStep"), RewardSum, InitTracker, StepCounter),
     "Disabled, cut": under(batch(Bare, "Disabled"), *cut),
     "nested, Disabled, cut": under(batch(DictWalk, "Disabled"), *cut),
     "serial": lambda cls: SerialEnv(2, partial(cls, Walk())),
-    "serial, under transforms": under(lambda cls: SerialEnv(3, partial(cls, DictWalk())), *cut),
     "serial, of transforms": lambda cls: SerialEnv(2, partial(nested, cls)),
 }
-NEVER_DONE = [name for name in CASES if name.startswith(("Pendulum", "Pong", "action")) and "Disabled" not in name]
 
 
 @pytest.mark.sample(quick=16)
@@ -174,16 +160,13 @@ def test_rollouts_are_those_of_upstream(name: str) -> None:
     ours, theirs = both(CASES[name])
     # None of STAGGERED ends with the 69th step: upstream's next reset were wrong then (test_upstream_defects.py).
     rollout = assert_same_rollouts(ours, theirs, 69)
-    assert rollout["next", "done"].any() or name in NEVER_DONE
+    assert rollout["next", "done"].any() or name.startswith(("Pendulum", "Pong", "action"))
+    if name in ("categorical", "HalfCheetah, normalised", "nested, cut", "Disabled, cut"):
+        assert_same_rollouts(ours, theirs, 70, break_when_any_done=True)
     assert (ours.device, ours.full_action_spec) == (theirs.device, theirs.full_action_spec)
     check_env_specs(ours)
     ours.close()
     theirs.close()
-
-
-@pytest.mark.parametrize("name", ["categorical", "HalfCheetah, normalised", "nested, cut", "Disabled, cut"])
-def test_until_the_first_is_done(name: str) -> None:
-    assert_same_rollouts(*both(CASES[name]), 70, break_when_any_done=True)
 
 
 @pytest.mark.parametrize("stop", ["any", "all"])
@@ -195,11 +178,8 @@ def test_a_batch_until_the_first_or_the_last_is_done(stop: str) -> None:
     assert_same(found, expected)
 
 
-COLLECTED = ["CartPole", "nested", "HalfCheetah, normalised", "SameStep, under transforms", "Disabled, cut", "serial"]
-
-
 @pytest.mark.sample(quick=3)
-@pytest.mark.parametrize("name", COLLECTED)
+@pytest.mark.parametrize("name", ["CartPole", "nested, cut", "SameStep, under transforms", "Disabled, cut", "serial"])
 def test_collectors(name: str) -> None:
     def collected(env: Any) -> list[Any]:
         env.set_seed(2)
@@ -216,25 +196,10 @@ def test_collectors(name: str) -> None:
         assert_same(one, other)
 
 
-def walk(cls: Any) -> Any:
-    return cls(Walk())
-
-
-@pytest.mark.slow
-def test_in_processes_of_upstreams() -> None:
-    ours, theirs = both(lambda cls: ParallelEnv(2, partial(walk, cls), mp_start_method="fork"))
-    try:
-        assert_same_rollouts(ours, theirs, 40)
-    finally:
-        ours.close(raise_if_closed=False)
-        theirs.close(raise_if_closed=False)
-
-
 @pytest.mark.parametrize("mode", ["SameStep", "NextStep"])
 def test_workers_that_share_memory(mode: str) -> None:
-    workers = SharedMemoryVectorEnv([cartpole] * 3, n_workers=2, autoreset_mode=mode, context="fork")
-    ours, theirs = GymWrapper(workers), GymWrapper(vector(cartpole, 3, mode))
-    assert_same_rollouts(ours, theirs, 60)
+    ours = GymWrapper(SharedMemoryVectorEnv([cartpole] * 3, n_workers=2, autoreset_mode=mode, context="fork"))
+    assert_same_rollouts(ours, GymWrapper(vector(cartpole, 3, mode)), 60)
     ours.close()
 
 
@@ -248,11 +213,9 @@ SPACES: dict[str, Any] = {
     "bool": spaces.Box(0, 1, (2,), bool),
     "Discrete": spaces.Discrete(4),
     "MultiDiscrete": spaces.MultiDiscrete([3, 4]),
-    "MultiDiscrete, all the same": spaces.MultiDiscrete([3, 3]),
     "MultiDiscrete, a matrix": spaces.MultiDiscrete([[3, 3], [3, 3]]),
     "MultiBinary": spaces.MultiBinary(4),
-    "Dict": spaces.Dict(a=box(2), b=spaces.Discrete(3), c=box()),
-    "nested Dict": spaces.Dict(a=spaces.Dict(x=box(2), y=spaces.Dict(z=box(1))), b=box(3)),
+    "Dict": spaces.Dict(a=spaces.Dict(x=box(2), y=spaces.Dict(z=box(1))), b=spaces.Discrete(3), c=box()),
     "state, renamed": spaces.Dict(state=box(2)),
     "underscored": spaces.Dict(_a=box(2), b=box(1)),
     "Tuple of Discrete": spaces.Tuple([spaces.Discrete(3), spaces.Discrete(3)]),
@@ -285,7 +248,7 @@ def check_spaces(observed: Any, taken: Any, categorical: bool, count: int | None
     return second.received
 
 
-@pytest.mark.sample(quick=20)
+@pytest.mark.sample(quick=20, ci=44)
 @pytest.mark.parametrize("categorical", [False, True], ids=["one-hot", "categorical"])
 @pytest.mark.parametrize(
     ("name", "count"), [(name, count) for name in SPACES for count in (None, 1, 3) if not (count and name in SINGLE)]
@@ -348,11 +311,6 @@ def test_vectors_that_are_not_one_hot(action: list[Any], count: int | None) -> N
     assert taken(ours) == taken(theirs)
 
 
-def test_images_are_pixels() -> None:
-    rollout = GymWrapper(Sampled(spaces.Box(0, 255, (5, 5, 3), np.uint8), spaces.Discrete(2))).rollout(3)
-    assert rollout["pixels"].shape == (3, 5, 5, 3)
-
-
 def test_rewards_of_two_parts_in_a_batch() -> None:
     assert batch(VectorRewards, "Disabled")(GymWrapper).reward_spec.shape == (3, 1)  # gymnasium's own batches know none
     inner: Any = vector(Walk, 3, "Disabled")
@@ -372,25 +330,6 @@ def test_rewards_of_two_parts_in_a_batch() -> None:
 
 
 # -- by hand
-
-
-@pytest.mark.parametrize("device", [None, "cpu"])
-def test_steps_and_resets(device: str | None) -> None:
-    def played(env: Any) -> list[Any]:
-        env.set_seed(1)
-        torch.manual_seed(0)
-        seen, data = [], env.reset()
-        for _ in range(40):
-            data = env.step(env.rand_action(data))
-            seen.append(data.copy())
-            done = bool(data["next", "done"])
-            data = step_mdp(data)
-            if done:
-                data = env.reset(data)
-        return seen
-
-    for one, other in zip(*map(played, both(made(Walk, device=device))), strict=True):
-        assert_same(one, other)
 
 
 def test_a_reset_of_some() -> None:
@@ -426,14 +365,6 @@ def test_workers_of_one_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert make().rollout(3).shape == (3,)
 
 
-@pytest.mark.slow
-def test_workers_of_one_environment_are_watched() -> None:
-    parallel = GymEnv("CartPole-v1", num_workers=2)
-    assert isinstance(parallel, torchrl_ext.ParallelEnv)
-    assert parallel.rollout(3).shape == (2, 3)
-    parallel.close()
-
-
 # -- what a policy leaves in the data
 
 
@@ -448,7 +379,6 @@ BUILDERS: dict[str, Build] = {
     "single": made(partial(Bare, 3, 3)),
     "nested": made(partial(DictWalk, 3, 3)),
     "SameStep": batch([partial(Bare, n, n) for n in (3, 5)], "SameStep", 2),
-    "Disabled": batch(Bare, "Disabled", 2),
     "nested, Disabled": batch(DictWalk, "Disabled", 2),
 }
 builders = pytest.mark.parametrize("name", BUILDERS)
@@ -491,3 +421,25 @@ def test_containers_stay_apart(name: str, steps: int) -> None:
             assert_same(places[key], other)
         for container in containers:
             container.pop("a new entry")
+
+
+def _walk(cls: Any) -> Any:
+    return cls(Walk())
+
+
+@pytest.mark.slow
+def test_in_processes_of_upstreams() -> None:
+    ours, theirs = both(lambda cls: ParallelEnv(2, partial(_walk, cls), mp_start_method="fork"))
+    try:
+        assert_same_rollouts(ours, theirs, 40)
+    finally:
+        ours.close(raise_if_closed=False)
+        theirs.close(raise_if_closed=False)
+
+
+@pytest.mark.slow
+def test_workers_of_one_environment_are_watched() -> None:
+    parallel = GymEnv("CartPole-v1", num_workers=2)
+    assert isinstance(parallel, torchrl_ext.ParallelEnv)
+    assert parallel.rollout(3).shape == (2, 3)
+    parallel.close()

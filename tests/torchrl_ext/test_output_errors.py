@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -13,6 +12,7 @@ from gymnasium import spaces
 from torchrl.data import Unbounded
 
 from rl_ext_core.errors import EnvironmentOutputError
+from tests.torchrl_ext.comparing import vector
 from tests.torchrl_ext.environments import DictWalk, Faulty, SameStep, Sampled, Walk, box
 from torchrl_ext import GymWrapper
 
@@ -21,9 +21,7 @@ SINGLE: dict[str, tuple[dict[str, Any], str]] = {
     "more axes": ({"observation": np.zeros((4, 4), np.float32)}, r"\(4, 4\); its space has \(4,\)"),
     "None": ({"observation": None}, r"observation.* is None; its space"),
     "text": ({"observation": "left"}, r"'observation' is of type str, which makes no tensor.*\(4,\) of torch.float32"),
-    "ragged": ({"observation": [[1.0], [1.0, 2.0]]}, r"'observation' is of type list, which makes no tensor"),
     "objects": ({"observation": [None] * 4}, r"'observation' is of type list, which makes no tensor"),
-    "a dict": ({"observation": {"a": 1.0}}, r"'observation' is of type dict"),
     "complex": ({"observation": np.full(4, 1j)}, r"'observation' has the dtype torch.complex128.*torch.float32"),
     "reward None": ({"reward": None}, r"'reward' is None; its space has the shape \(1,\)"),
     "reward of text": ({"reward": "much"}, r"'reward' is of type str"),
@@ -36,7 +34,6 @@ SINGLE: dict[str, tuple[dict[str, Any], str]] = {
         r"step\(\) returned 4 values; expected the 5 of gymnasium",
     ),
     "no step": ({"step": lambda result: None}, r"step\(\) returned a value of type NoneType; expected the 5"),
-    "one array": ({"step": lambda result: result[0]}, r"step\(\) returned a value of type ndarray; expected the 5"),
 }
 
 
@@ -171,11 +168,7 @@ def test_dict_observations(name: str) -> None:
 
 
 BATCHES: dict[str, tuple[int, Any, str]] = {
-    "batch axis": (
-        0,
-        lambda value: value[0],
-        r"'observation' has the shape \(3,\) \(the batch axis is lost\); .*\(4, 3\)",
-    ),
+    "batch axis": (0, lambda value: value[0], r"the shape \(3,\) \(the batch axis is lost\); .*\(4, 3\)"),
     "rows": (0, lambda value: value[:2], r"'observation' has the shape \(2, 3\); its space has \(4, 3\)"),
     "observation None": (0, lambda value: None, r"'observation' is None; its space has the shape \(4, 3\)"),
     "one reward": (1, lambda value: 1.0, r"'reward' has the shape \(\); its space has \(4, 1\)"),
@@ -219,8 +212,8 @@ def test_batches(name: str, torch_tensors: bool) -> None:
 
 @pytest.mark.parametrize(
     "reward",
-    [[1.0] * 4, (1, 2, 3, 4), np.ones((4, 1)), np.ones(4, np.int8), torch.ones(4, 1, dtype=torch.float64)],
-    ids=["list", "tuple", "column", "bytes", "torch column"],
+    [(1, 2, 3, 4), np.ones(4, np.int8), torch.ones(4, 1, dtype=torch.float64)],
+    ids=["tuple", "bytes", "torch column"],
 )
 def test_rewards_of_a_batch_in_other_forms(reward: Any) -> None:
     inner = SameStep([3, 4, 5, 6], "batch")
@@ -249,14 +242,8 @@ def test_skipped_frames(place: int, value: Any, count: int | None) -> None:
         env.step(env.rand_action(env.reset()))
 
 
-class Halved(gymnasium.vector.VectorWrapper):
-    def step(self, actions: Any) -> Any:
-        observation, reward, *rest = self.env.step(actions)
-        return observation, 0.5 * reward, *rest
-
-
 def test_a_reward_with_a_fraction_does_not_fit_a_specification_of_whole_numbers() -> None:
-    env = GymWrapper(Halved(gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync")))
+    env = GymWrapper(vector(Walk, 2, "NextStep"))  # whose rewards end in a half
     env.reward_spec = Unbounded((2, 1), dtype=torch.int64)
     with pytest.raises(EnvironmentOutputError, match=r"'reward' has the dtype torch\.float64, which loses"):
         env.rand_step(env.reset())

@@ -8,7 +8,6 @@ import os
 import pickle
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.factory import EnvFactory
-from tests.torchrl_ext.parallel_checks import AT_MOST_S, diary, no_workers_left, workers, workers_left
+from tests.torchrl_ext.parallel_checks import diary, no_workers_left, workers, workers_left
 from tests.torchrl_ext.parallel_environments import Failing, Well
 from torchrl_ext import ParallelEnv, as_factory
 
@@ -51,10 +50,8 @@ def live(env: ParallelEnv) -> None:
 @contextmanager
 def within_reach(env: ParallelEnv) -> Iterator[Any]:
     """Expect a failure; afterwards there is no process, closing is fine, and the environment can be used anew."""
-    begin = time.monotonic()
     with pytest.raises(WorkerError) as caught:
         yield caught
-    assert time.monotonic() - begin < AT_MOST_S
     assert not workers()
     assert env.is_closed
     env.close()
@@ -73,7 +70,7 @@ HOWS = {
 OCCASIONS = ["constructor", "reset", "step", "method", "close"]
 
 
-@pytest.mark.sample(quick=5, ci=16)
+@pytest.mark.sample(quick=4, ci=10)
 @buffers
 @pytest.mark.parametrize(
     ("when", "how", "method"),
@@ -108,16 +105,17 @@ def test_failures_reach_the_parent(when: str, how: str, method: str | None, use_
         assert repr(cause) == "ValueError('the well is dry')"
 
 
-@pytest.mark.sample(quick=0, ci=4)
+@pytest.mark.sample(quick=0, ci=3)
 @buffers
 @pytest.mark.parametrize("when", ["constructor", "reset", "step", "method"])
 def test_workers_that_hang_are_found_by_the_time_limit(when: str, use_buffers: bool) -> None:
-    limits = {"start_timeout" if when == "constructor" else "step_timeout": 2.0}
+    # A worker that is started imports its class first, which may take a while.
+    limits = {"start_timeout": 15.0} if when == "constructor" else {"step_timeout": 3.0}
     env = failing(when, "hang", use_buffers=use_buffers, **limits)
     with within_reach(env) as caught:
         live(env)
     assert (caught.value.worker, caught.value.kind) == (1, "timeout")
-    assert "did not answer within 2 s" in str(caught.value)
+    assert f"did not answer within {limits.popitem()[1]:g} s" in str(caught.value)
     assert "in fail" in str(caught.value)  # the function that hangs
 
 
@@ -133,12 +131,6 @@ def test_workers_killed_while_idle(then: Any, use_buffers: bool) -> None:
     assert "worker 1 of 2 was killed by SIGKILL" in str(caught.value)
 
 
-def test_a_constructor_that_fails_everywhere_fails_at_once() -> None:
-    with pytest.raises(WorkerError, match="the well is dry") as caught:
-        ParallelEnv(2, functools.partial(Failing, when="constructor"))
-    assert repr(caught.value.__cause__) == "ValueError('the well is dry')"
-
-
 def test_stepping_without_workers_is_refused() -> None:
     env = failing("step")
     with pytest.raises(WorkerError, match="the well is dry"):
@@ -146,6 +138,9 @@ def test_stepping_without_workers_is_refused() -> None:
     with pytest.raises(WorkerError, match=r"no workers, because worker 1 of 2 .* reset\(\) starts new ones"):
         env.step(env.full_action_spec.zero())
     assert not workers()
+    with pytest.raises(WorkerError, match="the well is dry") as caught:  # as it does everywhere
+        ParallelEnv(2, functools.partial(Failing, when="constructor"))
+    assert repr(caught.value.__cause__) == "ValueError('the well is dry')"
 
 
 class Undead:
@@ -160,12 +155,11 @@ class Undead:
 def test_data_of_a_failed_step_are_not_handed_out() -> None:
     """Upstream is woken from its waiting by the flags that say that data are there."""
     env = failing("step", "SIGKILL")
-    td = env.reset()
+    td = env.reset().set("action", torch.zeros(2, dtype=torch.int64))
     env._workers = [Undead(), Undead()]
     with pytest.raises(WorkerError):  # noqa: PT012 which of them does it is the point
-        for _ in range(2):
-            td = env.step(td.set("action", torch.zeros(2, dtype=torch.int64)))["next"]
-        td = env.step(td.set("action", torch.zeros(2, dtype=torch.int64)))["next"]
+        for _ in range(3):
+            td = env.step_mdp(env.step(td))
         pytest.fail("the third step has returned something")
 
 
@@ -176,22 +170,16 @@ def test_of_two_failures_the_first_is_told() -> None:
     assert (caught.value.worker, caught.value.kind) == (2, "exception")
 
 
-def test_results_that_cannot_be_pickled() -> None:
-    env = ParallelEnv(2, factory())
-    env.reset()
-    with within_reach(env) as caught:
-        env.lock()
-    assert "cannot pickle '_thread.lock' object" in str(caught.value)
-    assert caught.value.phase == "lock"
-
-
 def test_after_a_result_that_this_process_cannot_read_the_next_one_is_not_mixed_up() -> None:
     env = ParallelEnv(2, factory(), overrides=[{"when": "method", "how": ""}, {}])
     env.reset()
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
         env.unreadable()
     assert env.fetch(litres=4) == [8, 8]
-    env.close()
+    with within_reach(env) as caught:
+        env.lock()
+    assert "cannot pickle '_thread.lock' object" in str(caught.value)
+    assert caught.value.phase == "lock"
 
 
 def test_errors_of_this_process_leave_the_workers_alone() -> None:
@@ -207,33 +195,22 @@ def test_errors_of_this_process_leave_the_workers_alone() -> None:
     env.close()
 
 
-def interrupt_soon() -> None:
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-
-
 @pytest.mark.sample
-@pytest.mark.parametrize("use_buffers", [True, pytest.param(False, marks=slow)], ids=["buffers", "pipes"])
-@pytest.mark.parametrize("when", ["step", "method"])
+@pytest.mark.parametrize(
+    ("when", "use_buffers"), [("step", True), pytest.param("constructor", True, marks=slow), ("method", False)]
+)
 def test_ctrl_c_ends_the_workers(when: str, use_buffers: bool) -> None:
     env = failing(when, "hang", use_buffers=use_buffers)
-    env.reset()
-    interrupt_soon()
-    with pytest.raises(KeyboardInterrupt):
-        env.rollout(5) if when == "step" else env.fetch()
-    assert not workers_left()
-    env.close()
-    env.reset()
-    env.close()
-
-
-@pytest.mark.slow
-def test_ctrl_c_during_the_start_ends_the_workers() -> None:
-    env = failing("constructor", "hang")
-    interrupt_soon()
-    with pytest.raises(KeyboardInterrupt):
+    if when != "constructor":
         env.reset()
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        live(env) if when == "constructor" else env.rollout(5) if when == "step" else env.fetch()
     assert not workers_left()
     env.close()
+    if when != "constructor":
+        env.reset()
+        env.close()
 
 
 def test_what_prevents_a_worker_from_starting_ends_those_that_have_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,9 +31,9 @@ from torchrl.envs import ParallelEnv as Upstream
 
 from rl_ext_core.errors import WorkerError
 from tests.interrupts import interrupt
-from tests.torchrl_ext.parallel_checks import AT_MOST_S, diary, no_workers_left, workers, workers_left
+from tests.torchrl_ext.parallel_checks import diary, no_workers_left, workers, workers_left
 from tests.torchrl_ext.parallel_environments import Failing, Well, told
-from torchrl_ext import GymWrapper, ParallelEnv, as_factory
+from torchrl_ext import GymWrapper, ParallelEnv
 
 __all__ = ["diary", "no_workers_left"]
 
@@ -41,19 +41,8 @@ slow = pytest.mark.slow
 buffers = pytest.mark.parametrize("use_buffers", [True, False], ids=["buffers", "pipes"])
 
 
-@functools.cache
-def factory() -> Any:
-    return as_factory(Failing())
-
-
-def one_fails(when: str, how: str = "raise", **options: Any) -> ParallelEnv:
-    return ParallelEnv(2, factory(), overrides=[{}, {"when": when, "how": how}], **options)
-
-
-@pytest.mark.sample(quick=1, ci=2)
-@buffers
-def test_closing_ends_the_workers_and_their_environments(use_buffers: bool, diary: Any) -> None:
-    env = ParallelEnv(2, factory(), use_buffers=use_buffers)
+def test_closing_ends_the_workers_and_their_environments(diary: Any) -> None:
+    env = ParallelEnv(2, Failing)
     env.reset()
     env.close()
     assert not workers()
@@ -68,7 +57,8 @@ def test_closing_ends_the_workers_and_their_environments(use_buffers: bool, diar
 
 @slow
 def test_no_descriptors_and_threads_are_left_and_this_process_has_its_number_of_threads() -> None:
-    env, counts, before = one_fails("step"), [], torch.get_num_threads()
+    env = ParallelEnv(2, Failing, create_env_kwargs=[{}, {"when": "step"}])
+    counts, before = [], torch.get_num_threads()
     try:
         for _ in range(3):
             torch.set_num_threads(5)
@@ -89,7 +79,7 @@ def test_no_descriptors_and_threads_are_left_and_this_process_has_its_number_of_
 
 
 def test_views_fail_with_the_whole() -> None:
-    env = ParallelEnv(3, factory(), overrides=[{}, {}, {"when": "step", "how": "SIGKILL"}])
+    env = ParallelEnv(3, Failing, create_env_kwargs=[{}, {}, {"when": "step", "how": "SIGKILL"}])
     env.reset()
     view = env[1:]
     with pytest.raises(WorkerError, match="worker 2 of 3 was killed by SIGKILL"):
@@ -99,23 +89,12 @@ def test_views_fail_with_the_whole() -> None:
     env.reset()
     with pytest.raises(RuntimeError, match="closed indexed batched environment view"):
         view.rollout(5)
-    assert env[0].fetch() == [2]
-    env.close()
-
-
-def test_views_of_workers_that_have_ended() -> None:
-    env = ParallelEnv(2, factory())
-    env.reset()
-    view = env[:1]
+    view = env[0]
+    assert view.fetch() == [2]
     env.close()
     with pytest.raises(RuntimeError, match="view after its parent environment has been closed"):
         view.reset()
-    env.reset()
-    with pytest.raises(RuntimeError, match="closed indexed batched environment view"):
-        view.reset()
     view.close(raise_if_closed=False)
-    assert env.rollout(2).shape == (2, 2)
-    env.close()
 
 
 # -- pickles
@@ -124,14 +103,8 @@ def test_views_of_workers_that_have_ended() -> None:
 @pytest.mark.sample
 @pytest.mark.parametrize(
     ("source", "dumps"),
-    [
-        (Well, pickle.dumps),
-        (lambda: GymWrapper(Well()), pickle.dumps),
-        (Well(4.0), cloudpickle.dumps),
-        ([Well(), Failing], pickle.dumps),
-        ("CartPole-v1", pickle.dumps),
-    ],
-    ids=["class", "lambda", "instance", "list", "id"],
+    [(lambda: GymWrapper(Well()), pickle.dumps), (Well(4.0), cloudpickle.dumps)],
+    ids=["lambda", "instance"],
 )
 def test_pickles_of_closed_ones(source: Any, dumps: Callable[[Any], bytes]) -> None:
     env = ParallelEnv(2, source, seed=3)
@@ -176,7 +149,7 @@ def runs(pid: int) -> bool:
         return False
 
 
-@pytest.mark.sample(quick=0, ci=3)
+@pytest.mark.sample(quick=0, ci=2)
 @pytest.mark.parametrize("method", ["forkserver", "fork"])
 @pytest.mark.parametrize("how", ["SIGKILL", "raise"])
 @pytest.mark.parametrize("when", ["step", "method"])
@@ -193,23 +166,23 @@ def test_a_worker_fails_while_what_it_has_forked_lives_on(
         env.rollout(5, break_when_any_done=False)
         env.fetch()
     assert caught.value.kind != "timeout"
-    end = time.monotonic() + AT_MOST_S
+    end = time.monotonic() + 120
     while (left := list(filter(runs, map(int, pids.read_text().split())))) and time.monotonic() < end:
         time.sleep(0.01)
     assert not left
     env.close()
 
 
-@pytest.mark.sample(quick=1, ci=3)
+@pytest.mark.sample(quick=1, ci=2)
 @pytest.mark.parametrize("how", ["Ctrl-C", "raise", "hang"])
 def test_environments_are_closed_when_another_one_fails(how: str, diary: Path) -> None:
     fault = {"when": "step", "how": "raise" if how == "raise" else "hang"}
     env = ParallelEnv(3, Failing, create_env_kwargs=[{}, fault, {}], step_timeout=3 if how == "hang" else None)
     env.reset()
     before = told("closed", here=False)
-    if how == "Ctrl-C":
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt if how == "Ctrl-C" else WorkerError):
+    with pytest.raises(KeyboardInterrupt if how == "Ctrl-C" else WorkerError):  # noqa: PT012
+        if how == "Ctrl-C":
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         env.rollout(5)
     assert told("closed", here=False) - before == 3
 
@@ -236,7 +209,7 @@ def test_closing_takes_as_long_as_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("torchrl_ext.parallel.supervision._LONG_S", 0.2)
-    env = ParallelEnv(2, Slow, create_env_kwargs={"file": str(tmp_path / "video"), "seconds": 1.5})
+    env = ParallelEnv(2, Slow, create_env_kwargs={"file": str(tmp_path / "video"), "seconds": 0.7})
     env.rollout(3)
     (tmp_path / "video").unlink(missing_ok=True)  # of a copy that was tried
     env.close()
@@ -295,7 +268,7 @@ NESTED: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.sample(quick=0, ci=2)
+@pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("form", NESTED)
 def test_environments_may_have_processes_of_their_own(form: str) -> None:
     env = ParallelEnv(2, NESTED[form]())
@@ -319,8 +292,8 @@ BELOW = ("/torchrl_ext/parallel/", "/rl_ext_core/processes/", "/batched_envs.py"
 
 # What is raised while Python finalizes an object ends there, and is told as a warning.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.sample(quick=0, ci=5)
-@pytest.mark.parametrize("use_buffers", [True, False], ids=["buffers", "pipes"])
+@pytest.mark.sample(quick=0, ci=3)
+@buffers
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("every", [151, pytest.param(17, marks=pytest.mark.exhaustive)])
 def test_ctrl_c_anywhere(call: str, every: int, use_buffers: bool) -> None:
@@ -347,23 +320,6 @@ def go_on(env: ParallelEnv, *, stepping: bool) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
-
-
-# Ctrl-C may come while torch makes one of these, or while multiprocessing opens the socket that fetches a tensor.
-@slow
-@pytest.mark.filterwarnings("ignore:.*(StorageWeakRef|socket.socket):pytest.PytestUnraisableExceptionWarning")
-def test_ctrl_c_in_steps_then_reset() -> None:
-    env = ParallelEnv(2, Failing)
-    for attempt in range(8):
-        data = env.reset()
-        killer = threading.Timer(0.02 + 0.007 * attempt, os.kill, (os.getpid(), signal.SIGINT))
-        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
-            killer.start()
-            while True:
-                env.step(env.rand_action(data))
-        killer.join()
-    assert env.rollout(3, break_when_any_done=False)["next", "observation"][..., 1].tolist() == [[1, 2, 3]] * 2
-    env.close()
 
 
 # -- what is said of memory and speed: once, and with figures

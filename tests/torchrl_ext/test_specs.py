@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -19,7 +20,7 @@ from torchrl.envs import check_env_specs
 from rl_ext_core.errors import InvalidArgumentError
 from tests.torchrl_ext.comparing import assert_same, seeded_rollout, vector
 from tests.torchrl_ext.environments import F32, ForeignBox, ForeignDict, Isaac, Sampled, Walk, box
-from torchrl_ext import GymWrapper
+from torchrl_ext import GymEnv, GymWrapper
 
 INF = float("inf")
 LOW, HIGH = np.array([-INF, 0, -INF, -1], np.float32), np.array([INF, INF, 2, 1], np.float32)
@@ -29,10 +30,8 @@ FOREIGN: dict[str, tuple[Any, Any]] = {
     "box": (ForeignBox(-1.0, 1.0, (3,), np.float32), box(3)),
     "box of arrays": (ForeignBox(-np.ones(2), np.ones(2)), box(2)),
     "box of tensors": (ForeignBox(-torch.ones(2), torch.ones(2), dtype=torch.float64), box(2, dtype=np.float64)),
-    "box of bytes": (ForeignBox(0, 255, (4, 4, 3), "uint8"), spaces.Box(0, 255, (4, 4, 3), np.uint8)),
     "box in half precision": (ForeignBox(-1.0, 1.0, (2,), torch.bfloat16), box(2)),
     "box without a shape": (ForeignBox(-1.0, 1.0, (), np.float32), box()),
-    "discrete": (SimpleNamespace(n=3, shape=()), spaces.Discrete(3)),
     "discrete, a tensor": (SimpleNamespace(n=torch.tensor(3)), spaces.Discrete(3)),
     "binary": (SimpleNamespace(n=3, shape=(3,)), spaces.MultiBinary(3)),
     "many discrete": (SimpleNamespace(nvec=[3, 4]), spaces.MultiDiscrete([3, 4])),
@@ -79,9 +78,9 @@ def test_unknown_spaces(space: Any) -> None:
 
 @pytest.mark.parametrize("space", [spaces.Tuple([box(2), box(2)]), spaces.Text(4), spaces.Sequence(box(2), stack=True)])
 def test_spaces_that_make_no_batch(space: Any) -> None:
-    for observed, taken in ((space, spaces.Discrete(2)), (box(2), space), (spaces.Dict(a=space), spaces.Discrete(2))):
+    for observed, taken in ((spaces.Dict(a=space), spaces.Discrete(2)), (box(2), space)):
         with pytest.raises(InvalidArgumentError, match=r"vectorised environments.*Write"):
-            GymWrapper(vector(lambda observed=observed, taken=taken: Sampled(observed, taken), 2, "Disabled"))
+            GymWrapper(vector(partial(Sampled, observed, taken), 2, "Disabled"))
 
 
 def test_spaces_that_torchrl_was_taught() -> None:
@@ -150,23 +149,17 @@ def check_samples(samples: torch.Tensor) -> None:
 
 
 VARIANTS: dict[str, Any] = {
-    "itself": lambda spec: spec,
-    "clone": lambda spec: spec.clone(),
-    "to": lambda spec: spec.to("cpu"),
     "to another dtype": lambda spec: spec.to(torch.float64),
-    "expand": lambda spec: spec.expand(5, 4),
     "index": lambda spec: spec.expand(5, 4)[1:3],
-    "one of them": lambda spec: spec.expand(5, 4)[2],
-    "unbind": lambda spec: spec.expand(5, 4).unbind(0)[1],
+    "unbind": lambda spec: spec.clone().expand(5, 4).unbind(0)[1],
     "stack": lambda spec: torch.stack([spec, spec], 0),
-    "unsqueeze": lambda spec: spec.unsqueeze(0).squeeze(0),
-    "reshape": lambda spec: spec.expand(6, 4).reshape(2, 3, 4),
-    "flatten": lambda spec: spec.expand(2, 3, 4).flatten(0, 1),
-    "unflatten": lambda spec: spec.expand(6, 4).unflatten(0, (2, 3)),
-    "pickle": lambda spec: pickle.loads(pickle.dumps(spec)),
-    "deepcopy": lambda spec: copy.deepcopy(spec),
-    "in a Composite": lambda spec: Composite(a=spec).expand(3).clone().to("cpu")["a"],
-    "in a locked Composite": lambda spec: Composite(a=Composite(b=spec)).lock_(recurse=True)["a", "b"],
+    "reshape": lambda spec: (
+        spec.unsqueeze(0).squeeze(0).expand(6, 4).reshape(2, 3, 4).flatten(0, 1).unflatten(0, (2, 3))
+    ),
+    "pickle": lambda spec: copy.deepcopy(pickle.loads(pickle.dumps(spec))),
+    "in a Composite": lambda spec: (
+        Composite(a=Composite(b=spec)).expand(3).clone().to("cpu").lock_(recurse=True)["a", "b"]
+    ),
 }
 
 
@@ -181,15 +174,12 @@ def test_samples_stay_finite_whatever_becomes_of_the_spec(name: str) -> None:
 
 
 def test_random_actions_are_finite_and_in_dicts_and_batches_too() -> None:
-    single = GymWrapper(Sampled(box(2), MIXED))
-    check_samples(torch.stack([single.rand_action()["action"] for _ in range(300)]))
     nested = GymWrapper(Sampled(box(2), spaces.Dict(a=spaces.Dict(b=MIXED), c=spaces.Discrete(2))))
     check_samples(torch.stack([nested.rand_action()["a", "b"] for _ in range(300)]))
     batch = GymWrapper(vector(lambda: Sampled(MIXED, MIXED), 5, "SameStep"))
     check_samples(torch.stack([batch.rand_action()["action"] for _ in range(100)]))
-    assert GymWrapper(Sampled(MIXED, MIXED)).observation_spec.rand()["observation"].isfinite().all()
     assert batch.observation_spec.rand()["observation"].isfinite().all()
-    for env in (single, nested, batch):
+    for env in (nested, batch):
         check_env_specs(env)
 
 
@@ -198,9 +188,8 @@ def test_random_actions_are_finite_and_in_dicts_and_batches_too() -> None:
 
 @pytest.mark.parametrize("torch_tensors", [False, True])
 def test_clipped_actions(torch_tensors: bool) -> None:
-    inner: Any = (
-        Isaac(3) if torch_tensors else vector(lambda: Sampled(box(2), spaces.Box(-INF, INF, (2,))), 3, "Disabled")
-    )
+    numpy = partial(Sampled, box(2), spaces.Box(-INF, INF, (2,)))
+    inner: Any = Isaac(3) if torch_tensors else vector(numpy, 3, "Disabled")
     received: list[Any] = []
     step = inner.step
     inner.step = lambda action: received.append(torch.as_tensor(action).clone()) or step(action)  # type: ignore[func-returns-value]
@@ -228,31 +217,18 @@ def test_clipping_narrows_and_never_widens() -> None:
     env.step(env.rand_action(env.reset()).set("c", torch.tensor([9, -9])).set("b", torch.tensor(2)))
     assert inner.received[0]["c"].tolist() == [9, -9]
     assert inner.received[0]["b"] == 2
+    for nothing in (Walk(), Sampled(box(2), spaces.Dict(a=spaces.Discrete(2))), vector(Walk, 2, "SameStep")):
+        with pytest.raises(InvalidArgumentError, match=r"clip_actions=0\.5 was given, and the action space .* Leave"):
+            GymWrapper(nothing, clip_actions=0.5)
 
 
 # -- options
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("env_type", "jax"),
-        ("env_type", None),
-        ("copy", "sometimes"),
-        ("copy", 1),
-        ("copy", None),
-        ("missing_final_obs", 0.0),
-        ("finite_horizon", "yes"),
-        ("clip_actions", 0),
-        ("clip_actions", -1.0),
-        ("clip_actions", "1"),
-        ("clip_actions", float("nan")),
-    ],
-)
-def test_options_with_values_that_they_cannot_have(option: str, value: Any) -> None:
-    from torchrl_ext import GymEnv
-
-    for make in (lambda **kwargs: GymWrapper(Walk(), **kwargs), lambda **kwargs: GymEnv("CartPole-v1", **kwargs)):
+@pytest.mark.parametrize("make", [lambda **kwargs: GymWrapper(Walk(), **kwargs), partial(GymEnv, "CartPole-v1")])
+def test_options_with_values_that_they_cannot_have(make: Any) -> None:
+    wrong = [("env_type", "jax"), ("copy", 1), ("copy", None), ("missing_final_obs", 0.0), ("finite_horizon", "yes")]
+    for option, value in [*wrong, ("clip_actions", 0), ("clip_actions", "1"), ("clip_actions", float("nan"))]:
         with pytest.raises(InvalidArgumentError, match=f"{option}=.*Write {option}="):
             make(**{option: value})
 
@@ -324,21 +300,8 @@ def test_batches_with_no_other_spaces(name: str, by: str) -> None:
         np.testing.assert_array_equal(action, other)
 
 
-def test_a_batch_whose_spaces_are_those_of_one() -> None:
-    class Single(Batch):
-        def reset(self, **kwargs: Any) -> Any:
-            return np.zeros((4, 3), F32), {}
-
-        def step(self, action: Any) -> Any:
-            assert action.shape == (4, 2)
-            return np.zeros((4, 3), F32), *super().step(action)[1:]
-
-    assert GymWrapper(Single(box(3), box(2))).rollout(3)["observation"].shape == (4, 3, 3)
-
-
 COUNTED = {
-    "Discrete": spaces.Discrete(3, start=1),
-    "negative": spaces.Discrete(3, start=-2),
+    "Discrete": spaces.Discrete(3, start=-2),
     "MultiDiscrete": spaces.MultiDiscrete([3, 4], start=[1, 2]),
     "equal MultiDiscrete": spaces.MultiDiscrete([3, 3], start=[0, 5]),
     "Dict": spaces.Dict(a=spaces.Discrete(3, start=1), b=spaces.Discrete(2), c=box(2)),
@@ -348,34 +311,24 @@ COUNTED = {
 
 @pytest.mark.parametrize("name", COUNTED)
 @pytest.mark.parametrize("categorical", [False, True])
-@pytest.mark.parametrize("mode", [None, "SameStep", "Disabled"])
+@pytest.mark.parametrize("mode", [None, "SameStep"])
 def test_integers_that_count_from_elsewhere(name: str, categorical: bool, mode: str | None) -> None:
     if mode and name == "Tuple":
         return
     space = COUNTED[name]
-
-    def make() -> Any:
-        observation = spaces.Dict(o=space) if isinstance(space, spaces.Dict) else space
-        return Sampled(observation, space, 3)
-
-    if mode:
-        inner: Any = gymnasium.vector.SyncVectorEnv([make, make], autoreset_mode=mode)
-        each = inner.envs
-    else:
-        inner = make()
-        each = [inner]
+    make = partial(Sampled, spaces.Dict(o=space) if isinstance(space, spaces.Dict) else space, space, 3)
+    inner = gymnasium.vector.SyncVectorEnv([make, make], autoreset_mode=mode) if mode else make()
     env = GymWrapper(inner, categorical_action_encoding=categorical)
     check_env_specs(env)
     rollout = seeded_rollout(env, 8)
     assert all(type(part).__name__ != "HalfBounded" for part in env.full_action_spec.values())
-    for sampled in each:
+    for sampled in inner.envs if mode else [inner]:
         assert len(sampled.received) >= 8
         for action in sampled.received:
-            as_tuple = tuple(np.asarray(action).tolist()) if isinstance(space, spaces.Tuple) else action
-            if isinstance(as_tuple, dict):
-                as_tuple = {key: np.asarray(part, space[key].dtype)[()] for key, part in as_tuple.items()}
-            assert space.contains(as_tuple), as_tuple
-    assert not rollout.isnan().any() if categorical else True
+            if isinstance(space, spaces.Dict):
+                action = {key: np.asarray(part, space[key].dtype)[()] for key, part in action.items()}
+            assert space.contains(tuple(action.tolist()) if isinstance(space, spaces.Tuple) else action), action
+    assert not categorical or not rollout.isnan().any()
 
 
 def test_observations_that_count_from_elsewhere_are_the_values() -> None:
@@ -417,14 +370,6 @@ def test_a_numpy_environment_with_a_device_does_not_move_the_wrapper() -> None:
     assert GymWrapper(Isaac(3), env_type="numpy").device is None
 
 
-def test_clipping_where_nothing_can_be_clipped_is_refused() -> None:
-    for inner in (Walk(), Sampled(box(2), spaces.Dict(a=spaces.Discrete(2))), vector(Walk, 2, "SameStep")):
-        with pytest.raises(
-            InvalidArgumentError, match=r"clip_actions=0\.5 was given, and the action space .* Leave it"
-        ):
-            GymWrapper(inner, clip_actions=0.5)
-
-
 @pytest.mark.parametrize("asked", [None, True, False])
 @pytest.mark.parametrize("configured", [True, False])
 def test_time_outs_of_a_finite_horizon_are_terminations(asked: bool | None, configured: bool) -> None:
@@ -444,21 +389,17 @@ def test_time_outs_of_a_finite_horizon_are_terminations(asked: bool | None, conf
 
 def test_a_finite_horizon_of_single_and_numpy_environments() -> None:
     for make in (Walk, lambda: vector(Walk, 3, "SameStep"), lambda: gymnasium.wrappers.TimeLimit(Walk(), 3)):
-        rollout = GymWrapper(make(), finite_horizon=True).rollout(40, break_when_any_done=False)["next"]
+        rollout = GymWrapper(make(), finite_horizon=True, frame_skip=2).rollout(40, break_when_any_done=False)["next"]
         assert rollout["done"].any()
         assert torch.equal(rollout["terminated"], rollout["done"])
         assert not rollout["truncated"].any()
-    for frame_skip in (1, 3):
-        rollout = GymWrapper(Walk(), finite_horizon=True, frame_skip=frame_skip).rollout(40, break_when_any_done=False)
-        assert torch.equal(rollout["next", "terminated"], rollout["next", "done"])
 
 
 class Hides:
     """A wrapper that has no spaces; its environment has."""
 
     def __init__(self, env: Any) -> None:
-        self.unwrapped = env
-        self.reset, self.step = env.reset, env.step
+        self.unwrapped, self.reset, self.step = env, env.reset, env.step
 
 
 def test_spaces_under_unwrapped_alone() -> None:
@@ -476,11 +417,9 @@ def test_half_bounded_specs_are_equal_to_torchrls_and_stack_with_them() -> None:
     space = spaces.Box(np.array([0, -np.inf, -1], F32), np.array([np.inf, 1, 1], F32), dtype=F32)
     ours = GymWrapper(Sampled(space, spaces.Discrete(2))).observation_spec
     theirs = upstream.GymWrapper(Sampled(space, spaces.Discrete(2))).observation_spec
-    assert ours == theirs
-    assert theirs == ours
     one, other = ours["observation"], theirs["observation"]
-    assert one == other
-    assert other == one
+    for left, right in ((ours, theirs), (theirs, ours), (one, other), (other, one)):
+        assert left == right
     assert one != Bounded(-1, 1, (3,))
     assert one != 3
     for pair in ([one, other], [other, one]):

@@ -47,15 +47,10 @@ def test_environments_that_upstream_refuses(make: Any) -> None:
 
 
 def test_environments_by_their_id_take_a_step_that_only_resets() -> None:
-    def rewards(cls: Any) -> set[float]:
+    for cls, expected in ((GymEnv, {1.0}), (upstream.GymEnv, {0.0, 1.0})):
         env = cls("CartPole-v1", num_envs=2)
-        try:
-            return set(seeded_rollout(env, 80)["next", "reward"].flatten().tolist())
-        finally:
-            env.close()
-
-    assert rewards(GymEnv) == {1.0}
-    assert rewards(upstream.GymEnv) == {0.0, 1.0}
+        assert set(seeded_rollout(env, 80)["next", "reward"].flatten().tolist()) == expected
+        env.close()
 
 
 class InDouble(gymnasium.Env[Any, Any]):
@@ -88,26 +83,17 @@ def test_dtypes_and_graphs() -> None:
 
 
 def test_discrete_actions_of_torch_environments() -> None:
-    space = spaces.Box(-1, 1, (2,), np.float32)
-
-    def received(cls: Any, **kwargs: Any) -> Any:
-        env = Sampled(space, spaces.Discrete(3))
-        wrapped = cls(env, **kwargs)
+    for cls, expected in ((upstream.GymWrapper, [0, 0, 1]), (GymWrapper, 2)):
+        env = Sampled(box(2), spaces.Discrete(3))
+        wrapped = cls(env, convert_actions_to_numpy=False)
         wrapped.step(wrapped.reset().set("action", torch.tensor([0, 0, 1])))
-        return env.received[0].tolist()
-
-    assert received(upstream.GymWrapper, convert_actions_to_numpy=False) == [0, 0, 1]
-    assert received(GymWrapper, convert_actions_to_numpy=False) == 2
+        assert env.received[0].tolist() == expected
 
 
 def test_a_reset_after_a_rollout_that_an_episode_ended() -> None:
-    def after(cls: Any) -> tuple[Any, Any]:
+    for cls, right in ((upstream.GymWrapper, False), (GymWrapper, True)):
         env = cls(vector(STAGGERED, 3, "SameStep"))
         seeded_rollout(env, 50, break_when_any_done=True)
         inner = env.base_env._env if hasattr(env, "base_env") else env._env
-        return env.reset()["observation"], torch.from_numpy(np.stack(inner._env_obs))
-
-    data, truth = after(upstream.GymWrapper)
-    assert not torch.equal(data, truth)  # that of the step before
-    data, truth = after(GymWrapper)
-    assert torch.equal(data, truth)
+        data = env.reset()["observation"]  # upstream gives that of the step before
+        assert torch.equal(data, torch.from_numpy(np.stack(inner._env_obs))) == right
