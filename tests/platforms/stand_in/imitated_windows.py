@@ -25,6 +25,7 @@ _libc.mprotect.argtypes = [_pointer, _size, ctypes.c_int]
 _open, _flock, _lockf, _unlink = os.open, fcntl.flock, fcntl.lockf, os.unlink
 _lock, _at_once, _free = fcntl.LOCK_EX, fcntl.LOCK_NB, fcntl.LOCK_UN
 _sizes: dict[int, int] = {}
+_places = [1 << 44]
 
 
 def _map(address: int | None, n_bytes: int, protection: int, flags: int, descriptor: int, offset: int) -> int:
@@ -40,7 +41,11 @@ def _granular(*numbers: int) -> None:
 
 
 def reserve(address: int | None, n_bytes: int) -> int:
-    start = _map(address, n_bytes, _NONE, _ANONYMOUS | (_FIXED_NOREPLACE if address else 0), -1, 0)
+    # As on Windows, far from where other memory goes, which would take what is given up for a moment.
+    if address is None:
+        address = _places.pop()
+        _places.append((address + n_bytes + (1 << 20)) >> 20 << 20)
+    start = _map(address, n_bytes, _NONE, _ANONYMOUS | _FIXED_NOREPLACE, -1, 0)
     _sizes[start] = n_bytes
     return start
 
