@@ -96,9 +96,10 @@ for python in "${pythons[@]}"; do
         versions=$("$venv/bin/python" -m pip list --format freeze 2>/dev/null | tr _ - |
             grep -E '^(torch|torchrl|stable-baselines3|gymnasium|numpy|numba|lz4|simplejpeg|cloudpickle|rich)==' |
             sed 's/==/ /; s/stable-baselines3/SB3/; s/numpy/NumPy/' | paste -sd, | sed 's/,/, /g')
-        # Versions of numba that share a cache overwrite what the others have compiled.
+        # Versions of numba that share a cache overwrite what the others have compiled. Old versions warn of what was
+        # new then, which is no failure here.
         # shellcheck disable=SC2086  # several tests
-        NUMBA_CACHE_DIR=$venv/numba PYTHONPATH=$PWD/shared "$venv/bin/python" -m pytest -q -p no:cacheprovider --numprocesses auto \
+        NUMBA_CACHE_DIR=$venv/numba PYTHONPATH=$PWD/shared "$venv/bin/python" -m pytest -q -p no:cacheprovider --numprocesses auto -W default \
             -m "not exhaustive and not slow" $tests 2>&1 | tee "$venv/log" || failed=1
         outcome=$(grep -E '^[0-9]+ (passed|failed)|^=* ?[0-9]+ (passed|failed)|^(ERROR|FAILED)' "$venv/log" | tail -1 |
             sed -E 's/^=+ //; s/ in [0-9].*//')
