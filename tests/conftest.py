@@ -67,8 +67,6 @@ def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         yield
         if "rl_ext_core.processes.servers" in sys.modules:
             sys.modules["rl_ext_core.processes.servers"].stop_servers()  # they are kept until the interpreter ends
-        if "tests.core.devices.processes" in sys.modules:
-            sys.modules["tests.core.devices.processes"].stop_server()
         left = [f"process {child}" for child in children_left()]
         for place in places:
             left += [f"file {path}" for path in files_below(place) - before[place]]
@@ -77,6 +75,14 @@ def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         left += [f"temporary {path}" for path in scratch.iterdir() if not path.name.startswith(expected)]
     if left:
         pytest.fail("the session left behind:\n" + "\n".join(sorted(left)), pytrace=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_server_left() -> Iterator[None]:
+    """Stop the process that tests of devices fork others from: later tests count this one's children."""
+    yield
+    if "tests.core.devices.processes" in sys.modules:
+        sys.modules["tests.core.devices.processes"].stop_server()
 
 
 @pytest.fixture(autouse=True)

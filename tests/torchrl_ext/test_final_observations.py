@@ -117,7 +117,11 @@ FAULTS: dict[str, tuple[str, Any, str]] = {
     "text": ("batch", lambda final: np.array(["a", "b"]), "makes no tensor"),
     "a dict": ("batch", lambda final: {"observation": np.zeros((2, 3))}, "dict"),
     "no nested dict": ("nested", lambda final: {"kind": final["kind"]}, "no 'inner'.*holds.*kind"),
-    "no nested entry": ("nested", lambda final: {**final, "inner": {"place": 0}}, "no 'inner._private'"),
+    "no nested entry": (
+        "nested",
+        lambda final: {**final, "inner": {"place": final["inner"]["place"]}},
+        "no 'inner._private'",
+    ),
     "an entry for a dict": ("nested", lambda final: {**final, "inner": final["kind"]}, "final_obs inner is of type"),
     "fractions": ("nested", lambda final: {**final, "kind": final["kind"] + 0.5}, "final_obs kind.*float.*int64"),
     "no dict": ("nested", lambda final: final["kind"], "dict"),
