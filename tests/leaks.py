@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import psutil
 
 # Files in these are made by running anything at all, or by benchmarks that may run beside the tests.
 IGNORED_FOLDERS = {"__pycache__", "build", "dist", "data", "results", "out"}
+# In the command lines of processes that live as long as this one.
+_KEPT = ("forkserver", "resource_tracker", "tests.core.devices")
 
 
 def files_below(root: Path) -> set[Path]:
@@ -21,19 +23,23 @@ def files_below(root: Path) -> set[Path]:
     return found
 
 
+def workers() -> list[psutil.Process]:
+    """Return the living processes below this one, but for those that it keeps on purpose: servers that others fork
+    from, and multiprocessing's tracker of resources.
+    """
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            kept = process.ppid() == os.getpid() and any(mark in " ".join(process.cmdline()) for mark in _KEPT)
+            if not kept and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
 def children_left(*, grace_s: float = 5.0) -> list[str]:
     """Describe the child processes that are still there after ``grace_s`` seconds."""
-    children = psutil.Process().children(recursive=True)
-    own = [child for child in children if child.pid not in _pids_of_multiprocessing()]
-    _, alive = psutil.wait_procs(own, timeout=grace_s)
+    _, alive = psutil.wait_procs(workers(), timeout=grace_s)
     return [_describe(child) for child in alive]
-
-
-def _pids_of_multiprocessing() -> set[int | None]:
-    """Processes that multiprocessing keeps until the interpreter ends, by design."""
-    tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
-    server = getattr(forkserver._forkserver, "_forkserver_pid", None)
-    return {tracker, server}
 
 
 def _describe(process: psutil.Process) -> str:

@@ -18,9 +18,10 @@ import psutil
 import pytest
 
 from rl_ext_core.errors import WorkerError
+from rl_ext_core.vector.pool import Pool
 from sb3_ext import SharedMemoryVecEnv
 from tests.load import busy
-from tests.sb3_ext.vec_checks import FAST, no_workers
+from tests.sb3_ext.vec_checks import FAST, interrupted, no_workers
 from tests.sb3_ext.vec_worlds import Counting, Failing, Gated
 
 ACTIONS = np.zeros(3, np.int64)
@@ -177,12 +178,14 @@ def test_the_time_to_close_is_told(how: str, said: str, tmp_path: Path) -> None:
     assert no_workers()
 
 
-def test_close_does_not_wait_for_a_step_that_was_interrupted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["step", "_receive"])
+def test_close_does_not_wait_for_a_step_that_was_interrupted(
+    method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("rl_ext_core.vector.pool.INTERRUPTED_SECONDS", 0.3)
-    hangs = functools.partial(Gated, tmp_path / "never")
-    venv = SharedMemoryVecEnv([functools.partial(hangs, os.getpid()), hangs], FAST)
+    venv = SharedMemoryVecEnv([functools.partial(Gated, tmp_path / "never")] * 2, FAST)
     venv.reset()
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(Pool, method), pytest.raises(KeyboardInterrupt):
         venv.step(ACTIONS[:2])
     with pytest.warns(UserWarning, match="environment 0 of 2 was still in step after"):
         venv.close()

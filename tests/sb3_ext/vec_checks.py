@@ -9,23 +9,29 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import psutil
+import pytest
 from gymnasium import spaces
 from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnv
 
 from sb3_ext.vec_env import SharedMemoryVecEnv
+from tests.leaks import workers
 
 FAST = "fork"  # SB3's workers import torch with the other methods
 
 
-def workers() -> list[psutil.Process]:
-    """This process's children that are not kept on purpose: fork servers and the tracker of resources."""
-    found = []
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if "from multiprocessing" not in " ".join(child.cmdline()) or child.ppid() != psutil.Process().pid:
-                found.append(child)
-    return [child for child in found if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+@contextlib.contextmanager
+def interrupted(owner: type, method: str) -> Iterator[None]:
+    """Have Ctrl-C come in a method: at once where it waits, at its end where it has workers begin."""
+    original = getattr(owner, method)
+
+    def interrupting(*args: Any) -> None:
+        if method != "_receive":
+            original(*args)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, method, interrupting)
+        yield
 
 
 def no_workers(grace_s: float = 60) -> bool:

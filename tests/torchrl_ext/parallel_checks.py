@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -11,23 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.leaks import workers
 from tests.torchrl_ext.parallel_environments import DIARY
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def workers() -> list[psutil.Process]:
-    """List the worker processes: all below this one, but for fork servers and multiprocessing's resource tracker."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            kept = ("forkserver", "resource_tracker")
-            ours = process.ppid() == os.getpid() and any(name in " ".join(process.cmdline()) for name in kept)
-            if not ours and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
 
 
 def workers_left(*, besides: Collection[psutil.Process] = (), grace_s: float = 60.0) -> list[psutil.Process]:

@@ -17,7 +17,8 @@ import torch
 
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.factory import EnvFactory
-from tests.torchrl_ext.parallel_checks import diary, no_workers_left, workers, workers_left
+from tests.leaks import workers
+from tests.torchrl_ext.parallel_checks import diary, no_workers_left, workers_left
 from tests.torchrl_ext.parallel_environments import Failing, Well
 from torchrl_ext import ParallelEnv, as_factory
 

@@ -31,7 +31,8 @@ from torchrl.envs import ParallelEnv as Upstream
 
 from rl_ext_core.errors import WorkerError
 from tests.interrupts import interrupt
-from tests.torchrl_ext.parallel_checks import diary, no_workers_left, workers, workers_left
+from tests.leaks import workers
+from tests.torchrl_ext.parallel_checks import diary, no_workers_left, workers_left
 from tests.torchrl_ext.parallel_environments import Failing, Well, told
 from torchrl_ext import GymWrapper, ParallelEnv
 

@@ -244,7 +244,7 @@ SOURCES: dict[str, Callable[[], Any]] = {
     "a class": lambda: Well,
     "a class that takes no seed": lambda: Unseeded,
     "an instance": Well,
-    "a list": lambda: [used(Well()), Native()],
+    "a list": lambda: [used(Well()), Well],
 }
 
 

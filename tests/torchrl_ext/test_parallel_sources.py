@@ -14,7 +14,8 @@ from torchrl.envs import RewardSum, SerialEnv, StepCounter, TransformedEnv
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, WorkerError
 from rl_ext_core.factory._examine import in_subprocess
 from rl_ext_core.factory._fingerprint import fingerprint
-from tests.torchrl_ext.parallel_checks import diary, no_workers_left, workers
+from tests.leaks import workers
+from tests.torchrl_ext.parallel_checks import diary, no_workers_left
 from tests.torchrl_ext.parallel_environments import Native, Well, told
 from torchrl_ext import GymWrapper, ParallelEnv, as_factory
 

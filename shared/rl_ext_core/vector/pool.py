@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from rl_ext_core import processes
 from rl_ext_core._interrupts import uninterrupted
@@ -67,6 +67,23 @@ class Timings:
         """Count one."""
         self.steps += 1
         self.total_step_seconds += seconds
+
+
+_T = TypeVar("_T", bound=Callable[..., Any])
+
+
+def _noting_interrupts(method: _T) -> _T:
+    """Decorate a pool's method so that the pool knows of a Ctrl-C in it: its workers may never end what they do."""
+
+    @functools.wraps(method)
+    def noting(self: Any, *args: Any, **options: Any) -> Any:
+        try:
+            return method(self, *args, **options)
+        except KeyboardInterrupt:
+            self._interrupted = True
+            raise
+
+    return cast(_T, noting)
 
 
 class WorkerPool:
@@ -161,6 +178,7 @@ class WorkerPool:
         self._flags, self._kinds = arrays["flags"].data, arrays["reward kind"].data
         self._zeros = bytes(len(self.worker_of))
 
+    @_noting_interrupts
     def begin_step(self, actions: Any, each: Callable[[Any], Sequence[Any]] = list) -> None:
         """Have all environments begin a step.
 
@@ -193,6 +211,7 @@ class WorkerPool:
         # By comparing bytes, a tenth of what NumPy takes.
         return self._flags == self._kinds == self._zeros and all(worker.answer is None for worker in self.workers)
 
+    @_noting_interrupts
     def begin_reset(self, asked: Sequence[tuple[int | None, dict[str, Any] | None] | None]) -> None:
         """Have environments begin to reset, each with a seed and options; None: that one is left as it is."""
         self.settle()
@@ -243,6 +262,7 @@ class WorkerPool:
             stacklevel=4,
         )
 
+    @_noting_interrupts
     def wait(self, timeout: float | None, *, failing: bool = False) -> None:
         """Wait for all answers that workers owe.
 
@@ -252,11 +272,7 @@ class WorkerPool:
         :param failing: raise such an answer
         :raises WorkerError: a worker has failed
         """
-        try:
-            self._receive(timeout)
-        except KeyboardInterrupt:
-            self._interrupted = True
-            raise
+        self._receive(timeout)
         self._unsettled = False
         if failing:
             for worker in self.workers:
@@ -298,6 +314,7 @@ class WorkerPool:
         self.begin_call(environments, name, [data] * len(environments))
         return self.results()
 
+    @_noting_interrupts
     def begin_call(self, environments: Sequence[int], name: str, arguments: Sequence[Any]) -> None:
         """Have something done with environments: see ``CALLS`` of :mod:`rl_ext_core.vector.environments`.
 

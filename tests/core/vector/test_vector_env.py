@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import multiprocessing
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,8 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, WorkerError
 from rl_ext_core.vector import SharedMemoryVectorEnv
-from tests.sb3_ext.vec_checks import assert_equal, no_workers
+from rl_ext_core.vector.pool import Pool
+from tests.sb3_ext.vec_checks import assert_equal, interrupted, no_workers
 from tests.sb3_ext.vec_worlds import Counting, Drawn, Failing, FailingOnce, Gated, Reusing
 
 NESTED = spaces.Dict(
@@ -216,18 +215,15 @@ def test_a_timeout_loses_nothing_but_the_answer(tmp_path: Path) -> None:
     envs.close()
 
 
-def test_an_interrupted_step_is_followed_by_the_next(tmp_path: Path) -> None:
-    gated = functools.partial(Gated, tmp_path / "gate", os.getpid(), signal.SIGALRM)
-    envs = SharedMemoryVectorEnv([gated, Counting], **FAST)
+@pytest.mark.parametrize("method", ["step", "_receive"])
+def test_an_interrupted_step_is_followed_by_the_next(method: str, tmp_path: Path) -> None:
+    envs = SharedMemoryVectorEnv([functools.partial(Gated, tmp_path / "gate"), Counting], **FAST)
     envs.reset(seed=0)
-    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            envs.step(np.zeros(2, int))
-    finally:
-        signal.signal(signal.SIGALRM, previous)
+    with interrupted(Pool, method), pytest.raises(KeyboardInterrupt):
+        envs.step(np.zeros(2, int))
     (tmp_path / "gate").touch()
-    assert envs.step_wait()[0][:, 0].tolist() == [1, 1]
+    if method == "_receive":
+        assert envs.step_wait()[0][:, 0].tolist() == [1, 1]
     assert envs.step(np.zeros(2, int))[0][:, 0].tolist() == [2, 2]
     envs.close()
 
