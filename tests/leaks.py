@@ -37,9 +37,21 @@ def workers() -> list[psutil.Process]:
 
 
 def children_left(*, grace_s: float = 5.0) -> list[str]:
-    """Describe the child processes that are still there after ``grace_s`` seconds."""
-    _, alive = psutil.wait_procs(workers(), timeout=grace_s)
+    """Describe the processes below this one that are still there after ``grace_s`` seconds, and those that others have
+    left, which have its ``TMPDIR``.
+    """
+    children = workers()
+    orphans = [process for process in psutil.process_iter() if _is_ours(process) and process not in children]
+    _, alive = psutil.wait_procs(children + orphans, timeout=grace_s)
     return [_describe(child) for child in alive]
+
+
+def _is_ours(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        folder = os.environ.get("TMPDIR")
+        kept = any(mark in " ".join(process.cmdline()) for mark in _KEPT)
+        return folder is not None and not kept and process.environ().get("TMPDIR") == folder
+    return False
 
 
 def _describe(process: psutil.Process) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,15 @@ def test_a_child_that_lives_on_is_reported() -> None:
             assert [line.split(":")[0] for line in children_left(grace_s=0)] == [str(child.pid)]
         finally:
             child.kill()
+
+
+def test_what_a_child_that_is_gone_has_left_is_reported() -> None:
+    script = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL).pid)"
+    left = subprocess.run([sys.executable, "-c", script, *SLEEP], stdout=subprocess.PIPE, text=True, check=True)
+    try:
+        assert [line.split(":")[0] for line in children_left(grace_s=0)] == [left.stdout.strip()]
+    finally:
+        os.kill(int(left.stdout), signal.SIGKILL)
 
 
 def test_a_new_file_is_reported_and_caches_and_hidden_files_are_not(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from rl_ext_core.factory import _byvalue, _sources, _streams
 from rl_ext_core.factory._drivers import driver_for
 from rl_ext_core.factory._fingerprint import Fingerprint, fingerprint, import_own
 from rl_ext_core.processes import spawned
+from rl_ext_core.processes.worker import kill_own_family
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -101,6 +102,7 @@ def in_subprocess(
 def _main(sender: Connection, packed: bytes) -> None:
     sender.send_bytes(_packed(packed))
     sender.close()
+    kill_own_family()  # this process may be gone, in good order, before it is killed with all that it has started
 
 
 def _packed(task: bytes) -> bytes:

@@ -197,8 +197,8 @@ def close_slowly() -> None:
     at_end(functools.partial(time.sleep, 100))
 
 
-def nested_pid() -> int:
-    """Start a worker of this worker, which starts a program."""
+def nested_pids() -> list[int]:
+    """Start a worker of this worker, which starts a program and one in a session of its own."""
     from rl_ext_core.processes import get_context
 
     context = get_context("forkserver")
@@ -207,7 +207,8 @@ def nested_pid() -> int:
     nested.start()
     NESTED.extend([nested, ours])
     ours.send("start_helpers")
-    return int(ours.recv()[0])
+    program, _, apart = ours.recv()
+    return [program, apart]
 
 
 NESTED: list[Any] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -73,9 +74,11 @@ def test_what_workers_leave_behind_in_good_order_lives_on() -> None:
 
 def test_workers_of_workers_end_with_what_they_have_started(method: str) -> None:
     with group(method, 2) as workers:
-        nested = workers.ask(0, "nested_pid")
+        program, apart = workers.ask(0, "nested_pids")
         fail(workers, "kill")
-        wait_until_gone([nested])
+        wait_until_gone([program])
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(apart, signal.SIGKILL)
 
 
 def test_a_worker_that_returns_leaves_the_closing_to_its_function() -> None:
@@ -106,10 +109,10 @@ if __name__ == "__main__":
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
     with group(sys.argv[1], 2) as workers:
         (*first, apart_1), (*second, apart_2) = [workers.ask(worker, "start_helpers") for worker in (0, 1)]
-        nested = workers.ask(0, "nested_pid")
+        nested, apart_3 = workers.ask(0, "nested_pids")
         workers.pipes[1].send("hang_in_c")
         pids = [worker.pid for worker in workers.workers]
-        print(apart_1, apart_2, *first, *second, nested, *pids, flush=True)
+        print(apart_1, apart_2, apart_3, *first, *second, nested, *pids, flush=True)
         time.sleep(100)
 """
 
