@@ -72,7 +72,7 @@ def test_a_notebook_runs(name: str, parts: list[str], tmp_path: Path, variables:
     assert name != "robosuite_devices" or float(text.split("brightness")[1].split()[0]) > 10
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_million_images_are_planned_and_trained_on(tmp_path: Path, variables: dict[str, str]) -> None:
     text = executed("image_replay_plan.ipynb", tmp_path, variables)
     assert "measured: MountainCar-v0, 150 steps of a random policy" in text
@@ -83,7 +83,7 @@ def test_a_million_images_are_planned_and_trained_on(tmp_path: Path, variables: 
     assert (tmp_path / "plan.png").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ppo_of_seven_agents_of_melting_pot(tmp_path: Path, variables: dict[str, str]) -> None:
     kernel = tmp_path / "JUPYTER_DATA_DIR" / "kernels" / "meltingpot" / "kernel.json"
     kernel.parent.mkdir(parents=True)

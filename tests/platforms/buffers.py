@@ -262,10 +262,10 @@ def test_sb3s_buffer() -> None:
 
 
 def main(tests: dict[str, Any]) -> int:
-    """Run all tests of a module without pytest."""
+    """Run all tests of a module without pytest, or those that the command line names."""
     failed = 0
     for name, test in list(tests.items()):
-        if name.startswith("test_"):
+        if name.startswith("test_") and (name in sys.argv or len(sys.argv) == 1):
             start = time.perf_counter()
             try:
                 test()

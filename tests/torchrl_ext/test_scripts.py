@@ -92,7 +92,8 @@ def _of_program(folder: Path) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "unguarded"])
+@pytest.mark.sample(quick=0, ci=1)
+@pytest.mark.parametrize("guarded", [False, True], ids=["unguarded", "guarded"])
 def test_what_a_script_defines(guarded: bool, tmp_path: Path) -> None:
     text = OWN + ('if __name__ == "__main__":\n' + textwrap.indent(USES, "    ") if guarded else USES)
     code, out, err = ended(started(tmp_path, text), tmp_path)
@@ -111,6 +112,7 @@ print("running", flush=True)
 )
 
 
+@pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("last", ["", "del env"])
 def test_scripts_that_do_not_close(last: str, tmp_path: Path) -> None:
     begin = time.monotonic()
@@ -119,7 +121,8 @@ def test_scripts_that_do_not_close(last: str, tmp_path: Path) -> None:
     assert time.monotonic() - begin < 60
 
 
-@pytest.mark.parametrize("signal_", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.sample(quick=0, ci=1)
+@pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGINT])
 def test_scripts_that_are_ended(signal_: signal.Signals, tmp_path: Path) -> None:
     """Ctrl-C goes to the whole group of processes, as a terminal sends it; the others to the script alone."""
     process = started(tmp_path, ENDS + "while True: env.rollout(10)")
@@ -210,7 +213,7 @@ def test_classes_and_globals_of_main_in_a_wrapper(way: str, tmp_path: Path) -> N
     assert run_as(way, WRAPPED, tmp_path).strip().endswith("[[4.0, 4.0, 4.0, 4.0], [8.0, 8.0, 8.0, 8.0]] 13")
 
 
-@pytest.mark.sample(quick=0, ci=2)
+@pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("way", WAYS)
 def test_environments_of_the_main_module(way: str, tmp_path: Path) -> None:
     assert run_as(way, OF_MAIN, tmp_path).split() == ["[112.0]", "[112.0]", "True"]
