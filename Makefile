@@ -4,8 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-# Many tests wait for processes: one worker for each core.
-WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
+# One more than there are cores: tests wait for processes now and then.
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 # What the targets run is in tasks.py, for systems without make.
 RUN := $(BIN)/python tasks.py --installed
 

@@ -98,7 +98,7 @@ def assert_same(recording: Recording, spy: Spy, *, transposed_views: bool = True
         assert described(*replayed) == seen, f"step {t} differs"
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 @pytest.mark.parametrize("n_envs", [1, 2])
 def test_the_replay_of_an_atari_game_is_what_dqn_stores(n_envs: int) -> None:
     def make() -> Any:

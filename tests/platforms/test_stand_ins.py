@@ -54,6 +54,7 @@ def run(system: str, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("system", MISSING)
 def test_imports_and_help(system: str) -> None:
     done = run(system, "-c", IMPORTS, *MISSING[system])
@@ -62,6 +63,7 @@ def test_imports_and_help(system: str) -> None:
     assert "doctor" in done.stdout
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("system", MISSING)
 def test_buffers(system: str) -> None:
     """Processes that share memory, and some that are killed, among them."""

@@ -19,6 +19,7 @@ import sys, torch
 """
 
 
+@pytest.mark.slow
 def test_each_worker_gets_its_gpu_before_its_factory_is_unpickled_and_one_process_the_first(tmp_path: Path) -> None:
     ended = run(
         SB3,

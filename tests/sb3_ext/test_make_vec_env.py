@@ -184,8 +184,8 @@ def with_sb3s(build: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "make"),
     [
-        ("CRASH_OF_SECOND", with_sb3s),
-        pytest.param("SHARED_GLOBALS", lambda build: make_vec_env(build, 3, seed=0), marks=pytest.mark.slow),
+        pytest.param("CRASH_OF_SECOND", with_sb3s, marks=pytest.mark.slow),
+        ("SHARED_GLOBALS", lambda build: make_vec_env(build, 3, seed=0)),
     ],
 )
 def test_what_cannot_share_a_process_does_not(name: str, make: Any, variant: Variant, tmp_path: Path) -> None:

@@ -37,7 +37,8 @@ def dqn(replay_buffer_class: Any = CompressedNStepReplayBuffer, **options: Any) 
     )
 
 
-@pytest.mark.parametrize("through", ["algorithm", pytest.param("both", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("through", ["algorithm", "both"])
 def test_a_model_learns_what_it_learns_with_the_original(through: str, caplog: pytest.LogCaptureFixture) -> None:
     theirs = dqn(None, n_steps=3, gamma=0.9)
     theirs.learn(400)

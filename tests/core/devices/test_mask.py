@@ -132,6 +132,7 @@ print(json.dumps(answers))
 """
 
 
+@pytest.mark.slow
 def test_torch_itself_finds_the_same_gpus_through_nvml(drivers: build.Drivers) -> None:
     texts = [
         None,

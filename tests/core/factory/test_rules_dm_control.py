@@ -94,7 +94,7 @@ def test_wrappers_are_copied_too() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [QUICKEST, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in FEATURES if n != QUICKEST)]
+    "name", [pytest.param(n, marks=pytest.mark.slow if n == QUICKEST else pytest.mark.exhaustive) for n in FEATURES]
 )
 def test_a_task_of_the_composer_is_copied_and_does_the_same(name: str) -> None:
     copy = assert_copied(manipulation.load(name, seed=0), steps=4)

@@ -92,6 +92,7 @@ def test_a_messy_environment_leaves_neither_files_nor_processes(
     assert set(psutil.Process().children(recursive=True)) <= others
 
 
+@pytest.mark.slow
 def test_nothing_is_built_here(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: object) -> None:
         raise AssertionError("built in the caller's process")
