@@ -31,6 +31,7 @@ def test_the_wheel_holds_the_three_packages_and_no_folder_called_shared(built: P
     assert "rl_ext_core/devices/__init__.py" in names
 
 
+@pytest.mark.slow
 def test_the_sdist_holds_what_a_build_and_the_tests_need(built: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:

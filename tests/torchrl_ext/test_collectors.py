@@ -99,6 +99,7 @@ def test_collectors_in_this_process_take_copies_of_an_instance() -> None:
     env.close()
 
 
+@pytest.mark.slow
 def test_what_was_changed_on_the_instance_is_changed_on_the_copies() -> None:
     collected = here(collecting.changed(), seed=0)
     found = collected["next.observation"]

@@ -188,6 +188,7 @@ def test_what_is_no_report_is_refused(text: str) -> None:
         replay(text)
 
 
+@pytest.mark.slow
 def test_a_report_with_any_part_missing_or_of_another_type_is_refused_or_shown() -> None:
     seen = Verified("mujoco", "gpu", uuid(0), 0, 0)
     data = examine(machine(1, mig={0: ["MIG-1"]}), EGL, question=Question(), verified=[seen]).to_dict()

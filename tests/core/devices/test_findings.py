@@ -463,6 +463,7 @@ def test_a_decision_that_was_applied_is_not_judged(here: pytest.MonkeyPatch) -> 
     assert len(check_environment()) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["mujoco", "dm_control._render"])
 def test_a_backend_that_was_set_after_the_import(module: str) -> None:
     ended = run(

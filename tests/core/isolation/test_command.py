@@ -51,6 +51,7 @@ def test_an_environment_that_is_broken_is_status_one(capsys: pytest.CaptureFixtu
     assert printed.err == ""
 
 
+@pytest.mark.slow
 def test_a_module_in_the_working_directory_is_found(tmp_path: Path) -> None:
     (tmp_path / "own_module.py").write_text(f"from {MODULE} import Plain as make\n")
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
