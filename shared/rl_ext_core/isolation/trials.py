@@ -52,6 +52,7 @@ from rl_ext_core.isolation.experiments import (
 )
 from rl_ext_core.processes.failures import exit_code_name, signal_name
 from rl_ext_core.processes.servers import preload_modules
+from rl_ext_core.processes.spawned import take_along
 from rl_ext_core.processes.worker import kill_families, kill_group, kill_own_family, main_module, postpone_main
 
 _log = logging.getLogger("rl_ext_core.isolation")
@@ -414,6 +415,7 @@ def follow_anew(task: Task, main: Mapping[str, Any], preload: Sequence[str]) -> 
     """Do a trial in a process that was spawned for it."""
     if hasattr(os, "setsid"):
         os.setsid()
+    take_along()
     prepare(main, preload)
     follow(task)
 
