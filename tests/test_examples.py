@@ -95,7 +95,7 @@ def test_ppo_of_seven_agents_of_melting_pot(tmp_path: Path, variables: dict[str,
     assert "apples per episode" in text
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ppo_on_a_console_game(tmp_path: Path, variables: dict[str, str]) -> None:
     if find_spec("stable_retro") is None:
         give_up("stable-retro is not installed: pip install stable-retro")

@@ -95,7 +95,7 @@ def run_instead(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     monkeypatch.setattr("benchmarks.parallel_env.subprocess.Popen", popen)
 
 
-@pytest.mark.slow
+@pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("whose", parallel_env.WHO)
 def test_a_start_is_measured(whose: str) -> None:
     first, later = parallel_env.once("start", whose, 1)

@@ -28,6 +28,7 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.exhaustive
 def test_sbx_learns_the_same_weights_with_ours(tmp_path: Path) -> None:
     found = json.loads(run(tmp_path, str(ROOT / "tests" / "sb3_ext" / "sbx_checks.py")).splitlines()[-1])
     assert found == {"DQN": True, "PPO": True, "SAC": True}

@@ -84,7 +84,10 @@ def next_observations(collected: Collected, gravity: float) -> np.ndarray:
 
 
 def everywhere(*kinds: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("ran", [pytest.param(kind, marks=pytest.mark.slow) for kind in kinds], indirect=True)
+    # Ray takes minutes on a busy machine.
+    tiers = [pytest.mark.exhaustive if kind == "ray" else pytest.mark.slow for kind in kinds]
+    cases = [pytest.param(kind, marks=tier) for kind, tier in zip(kinds, tiers, strict=True)]
+    return pytest.mark.parametrize("ran", cases, indirect=True)
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ def on_gpus(inventory: Any = MACHINE, **options: Any) -> list[Decision]:
     return [resolve("auto", worker=number, inventory=inventory, **options) for number in range(3)]
 
 
-@pytest.mark.sample(quick=0)
+@pytest.mark.sample(quick=0, ci=2)
 @pytest.mark.parametrize(
     ("form", "method"),
     [("class", "forkserver"), ("instance", "forkserver"), pytest.param("instance", "spawn", marks=slow)],

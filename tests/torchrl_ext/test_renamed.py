@@ -50,7 +50,7 @@ def test_a_name_that_is_gone_costs_speed_and_nothing_else(name: str) -> None:
         assert ours == theirs
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_nothing_is_said_where_all_names_are_there() -> None:
     found = outcome("a_name_that_nobody_has")
     assert found["said"] == []
