@@ -9,6 +9,7 @@ import itertools
 import math
 import os
 import shutil
+import stat
 import sys
 import sysconfig
 import tempfile
@@ -93,14 +94,17 @@ def _link(original: Path, path: Path) -> None:
 
             _winapi.CreateJunction(str(original), str(path))  # type: ignore[attr-defined]
         else:
-            with contextlib.suppress(OSError):  # another volume
-                return os.link(original, path)
+            if original.stat().st_mode & stat.S_IWRITE:
+                with contextlib.suppress(OSError):  # another volume
+                    return os.link(original, path)
             _copy(original, path)
 
 
 def _copy(original: str | Path, path: str | Path) -> None:
     shutil.copyfile(original, path)  # not copy2(), which calls what Wine lacks
     shutil.copystat(original, path)
+    if os.name == "nt":  # which deletes nothing that is read-only, as git's objects are; a link is so with its original
+        os.chmod(path, stat.S_IWRITE)
 
 
 class Mirrored:
