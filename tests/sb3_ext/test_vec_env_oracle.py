@@ -229,7 +229,7 @@ def called(venv: VecEnv) -> list[Any]:
         venv.get_attr("level", indices=[2, 0]),
         venv.get_attr("label", indices=-1),
         venv.get_attr("mark", indices=range(2)),
-        [venv.has_attr(name) for name in ("label", "given", "nothing")],
+        [venv.has_attr(name) for name in ("label", "given", "nothing") if hasattr(venv, "has_attr")],
         venv.env_method("double", 4, plus=1),
         venv.env_method("double", 4, indices=[2, 2, 1, -3]),
         venv.env_method("double", 4, indices=[]),
