@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import psutil
@@ -30,27 +31,39 @@ def workers() -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            kept = process.ppid() == os.getpid() and any(mark in " ".join(process.cmdline()) for mark in _KEPT)
+            kept = process.ppid() == os.getpid() and _lives_long(process)
             if not kept and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
+
+
+def _lives_long(process: psutil.Process) -> bool:
+    return any(mark in " ".join(process.cmdline()) for mark in _KEPT)
 
 
 def children_left(*, grace_s: float = 5.0) -> list[str]:
     """Describe the processes below this one that are still there after ``grace_s`` seconds, and those that others have
     left, which have its ``TMPDIR``.
     """
-    children = workers()
-    orphans = [process for process in psutil.process_iter() if _is_ours(process) and process not in children]
-    _, alive = psutil.wait_procs(children + orphans, timeout=grace_s)
+    children = psutil.Process().children(recursive=True)
+    # Of servers none is to be left, but for those of multiprocessing itself.
+    own = [child for child in children if child.pid not in _pids_of_multiprocessing()]
+    orphans = [process for process in psutil.process_iter() if process not in children and _is_orphan(process)]
+    _, alive = psutil.wait_procs(own + orphans, timeout=grace_s)
     return [_describe(child) for child in alive]
 
 
-def _is_ours(process: psutil.Process) -> bool:
+def _pids_of_multiprocessing() -> set[int | None]:
+    """Processes that multiprocessing keeps until the interpreter ends, by design."""
+    tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
+    server = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    return {tracker, server}
+
+
+def _is_orphan(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         folder = os.environ.get("TMPDIR")
-        kept = any(mark in " ".join(process.cmdline()) for mark in _KEPT)
-        return folder is not None and not kept and process.environ().get("TMPDIR") == folder
+        return folder is not None and not _lives_long(process) and process.environ().get("TMPDIR") == folder
     return False
 
 

@@ -288,16 +288,16 @@ class Gated(Counting):
     """Waits in its steps for a file.
 
     :param gate: the file
-    :param tells: a process that it sends a signal to, in its first step
+    :param tells: a process that it sends Ctrl-C to, in its first step
     """
 
-    def __init__(self, gate: Path, tells: int | None = None, sent: signal.Signals = signal.SIGINT) -> None:
+    def __init__(self, gate: Path, tells: int | None = None) -> None:
         super().__init__()
-        self._gate, self._tells, self._sent = gate, tells, sent
+        self._gate, self._tells = gate, tells
 
     def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         if self._tells is not None:
-            os.kill(self._tells, self._sent)
+            os.kill(self._tells, signal.SIGINT)
             self._tells = None
         while not self._gate.exists():
             time.sleep(0.005)

@@ -32,7 +32,7 @@ LIMIT_S = 800  # which only a hang reaches
 RUNS = {
     "sync": ("changed:0", "transformed:0"),
     "distributed": ("changed:0",),
-    "ray": ("changed:0", "id:0", "id:0", "id:1"),
+    "ray": ("changed:0", "transformed:0", "id:0", "id:0", "id:1"),
 }
 
 Collected = dict[str, np.ndarray]
@@ -115,7 +115,7 @@ def test_copies_elsewhere_collect_what_copies_here_do(ran: dict[str, list[Collec
     assert_same(ran["changed:0"][0], here(collecting.changed(), seed=0))
 
 
-@everywhere("sync")
+@everywhere("sync", "ray")
 def test_transforms_come_along(ran: dict[str, list[Collected]]) -> None:
     (collected,) = ran["transformed:0"]
     assert_same(collected, here(collecting.transformed(), seed=0))
