@@ -102,7 +102,7 @@ for python in "${pythons[@]}"; do
         NUMBA_CACHE_DIR=$venv/numba PYTHONPATH=$PWD/shared "$venv/bin/python" -m pytest -q -p no:cacheprovider --numprocesses auto -W default \
             -m "not exhaustive and not slow" $tests 2>&1 | tee "$venv/log" || failed=1
         outcome=$(grep -E '^[0-9]+ (passed|failed)|^=* ?[0-9]+ (passed|failed)|^(ERROR|FAILED)' "$venv/log" | tail -1 |
-            sed -E 's/^=+ //; s/ in [0-9].*//')
+            sed -E 's/^=+ //; s/ in [0-9].*//; s/, [0-9]+ warnings?//')
         write "$version" "$kind" "$versions" "$outcome"
     done
 done

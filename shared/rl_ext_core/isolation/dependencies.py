@@ -14,6 +14,7 @@ import site
 import struct
 import sys
 import sysconfig
+import zipimport
 from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -45,10 +46,8 @@ def sources() -> list[str]:
     """List files by which a change of the environment's code shows.
 
     Each module has its own, but for Python's and ours, and for big packages of which a process may load a thousand: of
-    those it is the one that is written whenever the package is.
+    those it is the one that is written whenever the package is. For what lies in an archive it is the archive.
     """
-    standard = _standard_folders()
-    installed = _folders_of_packages()
     found = set()
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None)
@@ -57,10 +56,11 @@ def sources() -> list[str]:
             continue
         if top in _BIG:
             path = getattr(sys.modules.get(top), "__file__", None)
-        elif path.startswith(standard) and not path.startswith(installed):
+        elif _is_pythons(top, path):
             continue
+        loader = getattr(getattr(module, "__spec__", None), "loader", None)
         if isinstance(path, str):
-            found.add(path)
+            found.add(loader.archive if isinstance(loader, zipimport.zipimporter) else path)
     return sorted(found)
 
 
@@ -116,14 +116,23 @@ def _is_plain(value: Any) -> bool:
 
 
 def _users_modules() -> list[Any]:
-    fixed = (*_folders_of_packages(), *_standard_folders())
     return [
         module
         for name, module in list(sys.modules.items())
-        if name.partition(".")[0] not in ("__main__", "__mp_main__", _OWN_PACKAGE)
+        if (top := name.partition(".")[0]) not in ("__main__", "__mp_main__", _OWN_PACKAGE)
         and isinstance(path := getattr(module, "__file__", None), str)
-        and not path.startswith(fixed)
+        and not path.startswith(_folders_of_packages())
+        and not _is_pythons(top, path)
     ]
+
+
+def _is_pythons(top: str, path: str) -> bool:
+    """Whether a module is one of Python's own, by the first part of its name and its path."""
+    if path.startswith(_folders_of_packages()):
+        return False
+    # On Windows its extension modules lie outside the folder of the others, which may be an archive.
+    in_python = top in sys.stdlib_module_names and path.startswith(sys.base_prefix + os.sep)
+    return in_python or path.startswith(_standard_folders())
 
 
 @functools.cache
@@ -134,7 +143,9 @@ def _standard_folders() -> tuple[str, ...]:
 @functools.cache
 def _folders_of_packages() -> tuple[str, ...]:
     folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()]
-    return tuple(folder + os.sep for folder in dict.fromkeys([*folders, *site.getsitepackages()]))
+    # On Windows Python's own folder is among them, in which its library lies.
+    others = [folder for folder in site.getsitepackages() if folder != sys.prefix]
+    return tuple(folder + os.sep for folder in dict.fromkeys([*folders, *others]))
 
 
 def _mapped() -> set[str]:

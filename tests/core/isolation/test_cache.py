@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,23 @@ def test_an_edited_module_is_probed_again(place: str, tmp_path: Path, monkeypatc
             del sys.modules[name]
     assert [verdict.declared_by for verdict in found] == ["probe", "cache", "probe"]
     assert found[2].isolation is Isolation.SHARED_STATE
+
+
+def test_code_in_an_archive_is_known_by_the_archive(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path / "archive.zip")
+    found = []
+    for kind, written in (("Plain", True), ("Plain", False), ("DrawsFromNumPy", True)):
+        if written:
+            with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
+                core = f"from tests.core.isolation.simulator import {kind} as Simulator\n"
+                archive.writestr("archived_sim.py", f"{core}def make():\n    return Simulator()\n")
+        importlib.invalidate_caches()
+        found.append(probe(importlib.import_module("archived_sim").make).declared_by)
+        probing._of_this_process.clear()
+        del sys.modules["archived_sim"]
+    assert found == ["probe", "cache", "probe"]
 
 
 READS = """
