@@ -88,7 +88,7 @@ for python in "${pythons[@]}"; do
             mapfile -t wanted < <(requirements "$venv/bin/python" "$kind")
             if ! "$venv/bin/python" -m pip install --quiet --prefer-binary "${wanted[@]}" pytest pytest-timeout \
                 pytest-xdist hypothesis psutil >"$venv/log" 2>&1; then
-                write "$version" "$kind" "" "cannot be installed: $(grep -m 1 '^ERROR' "$venv/log" | cut -c 8-)"
+                write "$version" "$kind" "" "cannot be installed: $(grep -v '^WARNING\|^ *$' "$venv/log" | tail -1)"
                 continue
             fi
             touch "$venv/.made"

@@ -115,6 +115,12 @@ def test_any_masks_given_by_hand(mode: str, data: st.DataObject) -> None:
         more = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
         mask = [one or other for one, other in zip(done, more, strict=True)]
         now = env.step_mdp(after)
+        if data.draw(st.booleans()):
+            now, mask = env.reset(), more
+            for row, single in enumerate(singles):
+                if done[row] and mode == "SameStep":
+                    single.reset()  # as it did itself
+                truth[row] = single.reset()[0]
         if data.draw(st.booleans()) and not any(mask):
             continue  # no reset at all
         now = env.reset(now.set("_reset", torch.tensor(mask).unsqueeze(-1)))
@@ -266,8 +272,13 @@ def test_modes_without_a_reset_in_the_step_as_on_a_gpu(mode: str) -> None:
 def test_environments_that_reset_all_or_nothing_are_found_out() -> None:
     for env in (Isaac(4), Isaac(4, foreign=True)):
         wrapped = GymWrapper(env).append_transform(StepCounter(4))  # when one row has ended by itself before
-        with pytest.raises(EnvironmentOutputError, match=r"also changed sub-environments.*env_ids"):
-            wrapped.rollout(9, break_when_any_done=False)
+        for _ in range(2):  # who catches it is told again
+            with pytest.raises(EnvironmentOutputError, match=r"also changed sub-environments.*env_ids"):
+                wrapped.rollout(9, break_when_any_done=False)
+        now = wrapped.step_mdp(wrapped.step(wrapped.rand_action(wrapped.reset())))
+        for _ in range(2):
+            with pytest.raises(EnvironmentOutputError, match="also changed sub-environments"):
+                wrapped.reset(now.clone().set("_reset", torch.tensor([[True], [False], [False], [False]])))
     all_at_once = GymWrapper(Isaac(3, lengths=[9] * 3)).append_transform(StepCounter(4))  # needs no partial reset
     assert all_at_once.rollout(12, break_when_any_done=False)["policy"][..., 2].max() == 3
 

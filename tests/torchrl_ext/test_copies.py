@@ -69,12 +69,12 @@ def test_copies_go_on_alike(name: str, way: str) -> None:
 
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
-@pytest.mark.parametrize("at", [1, 5])
-def test_copies_between_a_step_and_its_reset(mode: str, way: str, at: int) -> None:
+@pytest.mark.parametrize(("at", "lengths"), [(1, (2, 3, 4)), (5, (2, 3, 4)), (1, (2, 2, 2))])
+def test_copies_between_a_step_and_its_reset(mode: str, way: str, at: int, lengths: tuple[int, ...]) -> None:
     """Who has reset itself within the step is not reset again."""
 
     def played(copied: Callable[[Any], Any]) -> list[Any]:
-        env = GymWrapper(vector([partial(Walk, n, n) for n in (2, 3, 4)], 3, mode), missing_final_obs="previous")
+        env = GymWrapper(vector([partial(Walk, n, n) for n in lengths], 3, mode), missing_final_obs="previous")
         env.set_seed(0)
         torch.manual_seed(0)
         data, seen = env.reset(), []
@@ -97,10 +97,12 @@ def test_an_environment_that_was_reset_behind_the_wrappers_back() -> None:
     env = GymWrapper(inner)
     data = env.step(env.rand_action())
     assert data["next", "observation"][1] == 1
-    batch = Isaac(3)
+    batch, step, actions = Isaac(3), Isaac.step, []
     batch.reset()
+    batch.step = lambda action: (actions.append(action), step(batch, action))[1]  # type: ignore[method-assign]
     env = GymWrapper(batch)
     assert env.step(env.rand_action())["next", "policy"][:, 2].tolist() == [1, 1, 1]
+    assert isinstance(actions[0], torch.Tensor)
     assert not observation[1]
 
 

@@ -331,6 +331,22 @@ def test_integers_that_count_from_elsewhere(name: str, categorical: bool, mode: 
     assert not categorical or not rollout.isnan().any()
 
 
+def test_torch_actions_that_count_from_elsewhere() -> None:
+    inner = Sampled(box(2), spaces.Discrete(3, start=-2))
+    GymWrapper(gymnasium.wrappers.NumpyToTorch(inner)).rollout(20, break_when_any_done=False)
+    assert set(map(int, inner.received)) == {-2, -1, 0}
+
+
+def test_a_batch_of_a_state_and_an_observation() -> None:
+    space = spaces.Dict(state=box(2), observation=box(3))
+    env = GymWrapper(vector(partial(Sampled, space, spaces.Discrete(2)), 2, "SameStep"))
+    check_env_specs(env)
+    assert {key: tuple(spec.shape) for key, spec in env.observation_spec.items()} == {
+        "state": (2, 2),
+        "observation": (2, 3),
+    }
+
+
 def test_observations_that_count_from_elsewhere_are_the_values() -> None:
     class Ages(Walk):
         observation_space = spaces.Discrete(20, start=5)  # type: ignore[assignment]

@@ -237,7 +237,6 @@ class Engine:
         if self._trusted or before is None:
             return fresh, info
         if not vector.same_rows(self._leaves, fresh, before, (~mask).nonzero().view(-1)):
-            self._now = None
             raise EnvironmentOutputError(
                 f"{type(self.env).__name__}.reset(options={{'reset_mask': ...}}) also changed "
                 "sub-environments that it was not to reset: it cannot reset some of them alone. Write "

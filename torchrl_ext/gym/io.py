@@ -147,7 +147,14 @@ def _loses(found: torch.Tensor, wanted: torch.dtype) -> bool:
     """Return whether it does. On a GPU, where looking would make the step wait, it is taken to; so are complex."""
     if found.device.type != "cpu" or found.is_complex():
         return True
-    return not torch.equal(found.to(wanted).to(found.dtype), found)
+    cast = found.to(wanted)
+    if not torch.equal(cast.to(found.dtype), found):
+        return True
+    if _kind(found.dtype) != 1 or _kind(wanted) != 1:
+        return False
+    # Between a sign and none, of one width, all values come back as they were.
+    signed = found if found.dtype.is_signed else cast
+    return found.dtype.is_signed != wanted.is_signed and bool((signed < 0).any())
 
 
 def compile_one_hot(spec: OneHot, shape: tuple[int, ...], *, name: str, device: torch.device | None) -> Convert:
