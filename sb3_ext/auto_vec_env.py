@@ -138,9 +138,9 @@ def make_vec_env(
     if vec_env_cls is None:
         vec_env: VecEnv = choose(factories, here, asked, n_envs, isolation, options, probe_timeout)
     elif isolation != "auto":
+        name = getattr(vec_env_cls, "__name__", vec_env_cls)
         raise InvalidArgumentError(
-            f"isolation={isolation!r} and vec_env_cls={vec_env_cls.__name__} both say where environments live; leave "
-            "one out"
+            f"isolation={isolation!r} and vec_env_cls={name} both say where environments live; leave one out"
         )
     else:
         vec_env = vec_env_cls(factories(), **options)

@@ -54,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     :param argv: the arguments; default: those of the program
     :return: the exit status: 0, 1 if something is wrong with the machine, 2 if something is wrong with the arguments
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed before Python started
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # characters that the terminal lacks are no reason to fail
             stream.reconfigure(errors="backslashreplace")

@@ -229,3 +229,9 @@ def test_a_terminal_without_these_characters_is_no_error(tmp_path: Path) -> None
     done = subprocess.run(command, env=ascii_only, capture_output=True, text=True, check=False)
     assert done.stderr == ""
     assert r"\xe9\xb9" in done.stdout
+
+
+def test_a_closed_output_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["plan", "--shape", "84,84,4", "--size", "1000"]) == 0
+    sys.stdout.close()

@@ -21,6 +21,7 @@ from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, Isolation
 from sb3_ext import AutoVecEnv, EnvFactory, SharedMemoryVecEnv, as_factory, make_vec_env
 from tests.core.isolation.conftest import Variant, compiled, compiler, own_cache, variant
 from tests.core.isolation.test_what_is_tried import SlowReset
+from tests.sb3_ext.test_multi_agent_vec_env import Race
 from tests.sb3_ext.vec_checks import FAST, assert_equal, no_workers
 from tests.sb3_ext.vec_worlds import Bounded, Counting, Drawn, Slow, cart_pole, noted
 from tests.ways import WAYS, run_as
@@ -256,6 +257,7 @@ def test_asking_for_it_decides_without_a_try(monkeypatch: pytest.MonkeyPatch) ->
         ({"env_id": "NoSuchEnv-v0"}, InvalidArgumentError, "NoSuchEnv"),
         ({"env_id": 3}, InvalidTypeError, "builds no environment"),
         ({"env_id": lambda: 3}, InvalidTypeError, r"builtins\.int"),
+        ({"env_id": lambda: Race()}, InvalidTypeError, r"hand over a parallel environment itself"),
         ({"isolation": "thread"}, InvalidArgumentError, "isolation='thread'"),
         ({"isolation": "process", "vec_env_cls": DummyVecEnv}, InvalidArgumentError, "vec_env_cls=DummyVecEnv"),
         ({"env_id": Counting(), "env_kwargs": {"a": 1}}, InvalidArgumentError, "env_kwargs"),
@@ -270,6 +272,29 @@ def test_what_cannot_be_used_is_refused(arguments: dict[str, Any], kind: Any, sa
             **{"env_id": Counting, "n_envs": 2, **({} if "isolation" in arguments else OURS["in process"]), **arguments}
         )
     assert no_workers()
+
+
+@pytest.mark.slow
+def test_trials_leave_the_monitors_files_alone(tmp_path: Path) -> None:
+    written = []
+    for kind in (DummyVecEnv, AutoVecEnv):
+        logs = tmp_path / kind.__name__
+        for _ in range(2):
+            venv = env_util.make_vec_env(
+                Counting,
+                2,
+                seed=0,
+                monitor_dir=str(logs),
+                monitor_kwargs={"override_existing": False},
+                vec_env_cls=kind,  # type: ignore[arg-type]
+            )
+            venv.reset()
+            for _ in range(40):
+                venv.step(np.zeros(2, np.int64))
+            venv.close()
+        written.append([len(file.read_text().splitlines()) for file in sorted(logs.iterdir())])
+    assert written[0] == written[1]
+    assert min(written[0]) > 2
 
 
 @pytest.mark.parametrize("isolation", ["in-process", pytest.param("auto", marks=pytest.mark.slow)])

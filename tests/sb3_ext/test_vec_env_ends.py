@@ -101,6 +101,20 @@ def test_a_failure_leaves_no_simulator(how: str, closed_too: int, tmp_path: Path
     venv.close()
 
 
+class Forgetful(WithSimulator):
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("fork", marks=pytest.mark.slow)])
+def test_what_environments_do_not_end_ends_with_their_worker(method: Any, tmp_path: Path) -> None:
+    venv = SharedMemoryVecEnv([functools.partial(Forgetful, str(tmp_path))] * 3, method)
+    venv.reset()
+    assert len(simulators(tmp_path)) == 3
+    venv.close()
+    assert until(lambda: not simulators(tmp_path))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "options"), [(FAST, {"restart": "truncate"}), ("forkserver", {})])
 def test_what_is_dropped_is_closed_and_keeps_nothing_open(method: str, options: Any, tmp_path: Path) -> None:

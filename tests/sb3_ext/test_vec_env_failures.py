@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import pickle
+import re
+import resource
 import signal
 import threading
 from collections.abc import Iterator
@@ -19,7 +21,7 @@ from gymnasium import spaces
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, WorkerError
 from sb3_ext.vec_env import SharedMemoryVecEnv
 from tests.sb3_ext.vec_checks import FAST, no_workers
-from tests.sb3_ext.vec_worlds import Counting, Drawn, Failing, Returning, Unpicklable
+from tests.sb3_ext.vec_worlds import Counting, Drawn, Failing, Informing, Returning, Unpicklable
 
 methods = pytest.mark.parametrize("method", ["forkserver", "fork"])
 AT_MOST_S = 60  # for threads to end; loaded machines take seconds
@@ -232,3 +234,28 @@ def test_what_cannot_be_used_is_refused(env_fns: Any, options: Any, kind: type[E
     with pytest.raises(kind, match=said):
         SharedMemoryVecEnv(env_fns, **{"start_method": FAST, **options})
     assert no_workers()
+
+
+@pytest.mark.parametrize(("when", "info"), [("reset", None), ("step", []), ("step", "fine"), ("end", None)])
+def test_an_information_that_is_none_is_named(when: str, info: Any) -> None:
+    method = "reset" if when == "reset" else "step"
+    said = rf"environment 1 of 2.*in {method}: raised .*{method}\(\) returned an info of type {type(info).__name__}"
+    with caught() as found:
+        live_two(SharedMemoryVecEnv([Counting, functools.partial(Informing, when, info)], FAST))
+    assert re.search(said, str(found.value)), found.value
+
+
+def live_two(venv: SharedMemoryVecEnv) -> None:
+    venv.reset()
+    for _ in range(30):
+        venv.step(ACTIONS[:2])
+
+
+def test_more_workers_than_descriptors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (held + 55, held + 55))
+    with pytest.raises(InvalidArgumentError, match=r"4 workers need 40 descriptors.*Write n_workers=3 or fewer"):
+        SharedMemoryVecEnv([Counting] * 4)
+    venv = SharedMemoryVecEnv([Counting] * 4, n_workers=3)
+    venv.reset()
+    venv.close()

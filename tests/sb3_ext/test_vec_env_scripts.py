@@ -92,6 +92,32 @@ def test_environments_of_the_main_script_need_no_guard(program: Program) -> None
     assert (program.folder / "seen").read_text() == "x"
 
 
+SPAWNED = """
+def train(kind):
+    use(SharedMemoryVecEnv([World] * 2))
+    use(make_vec_env(World(4), 2, isolation="process"))
+    from torchrl_ext import ParallelEnv, GymWrapper
+    env = ParallelEnv(2, lambda: GymWrapper(World()))
+    print(env.rollout(2)["action"].shape, flush=True)
+    env.close()
+
+if __name__ == "__main__":
+    import multiprocessing
+    process = multiprocessing.get_context({method!r}).Process(target=train, args=(World,))
+    process.start()
+    process.join()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_environments_of_the_main_script_in_a_process_that_it_spawns(method: str, program: Program) -> None:
+    process = start(program, SCRIPT + SPAWNED.replace("{method!r}", repr(method)))
+    output, errors = process.communicate(timeout=4 * LIMIT_S)
+    assert errors == ""
+    assert output.splitlines() == ["[1, 1]", "[4, 4]", "torch.Size([2, 2, 2])"]
+
+
 DEATH = """
 if __name__ == "__main__":
     from rl_ext_core.errors import WorkerError

@@ -315,6 +315,26 @@ class Returning(Counting):
         return self._observation
 
 
+class Informing(Counting):
+    """Has informations as they are given.
+
+    :param when: ``"reset"``, ``"step"`` or ``"end"``: in the last step of an episode
+    """
+
+    def __init__(self, when: str, info: Any) -> None:
+        super().__init__()
+        self.when, self.info = when, info
+
+    def reset(self, **options: Any) -> Any:
+        observation, info = super().reset(**options)
+        return observation, self.info if self.when == "reset" else info
+
+    def step(self, action: int) -> Any:
+        *result, terminated, truncated, info = super().step(action)
+        when = "end" if terminated or truncated else "step"
+        return (*result, terminated, truncated, self.info if when == self.when else info)
+
+
 class Unpicklable(Counting):
     """Has an information that does not pickle."""
 

@@ -309,6 +309,44 @@ def test_slices_hold_consecutive_steps_when_elements_were_dropped() -> None:
             assert (steps.diff(dim=1) == 1).all()
 
 
+@pytest.mark.parametrize(("size", "fit"), [(64, 48), (16, 780)])
+def test_images_that_continue_none_are_kept_to_a_limit_too(size: int, fit: int) -> None:
+    """Each keeps a block open until others take its place, whatever was dropped."""
+    limit = fit * size * size * 3
+    storage = FrameStorage(100_000, max_bytes=limit)
+    buffer = TensorDictReplayBuffer(storage=storage, batch_size=4)
+    data = TensorDict({"n": torch.arange(1200), "pixels": torch.zeros(1200, size, size, 3, dtype=torch.uint8)}, [1200])
+    data["pixels"][600:] = torch.randint(256, (600, size, size, 3), dtype=torch.uint8)
+    held = 0
+    for row in data.split(1):  # a run goes well until the images change
+        buffer.extend(row)
+        assert storage.used_nbytes <= limit
+        held = len(buffer) if int(row["n"]) == 599 else held
+    assert held == 600
+    assert fit / 2 < len(buffer) <= fit
+    everything = buffer[:].clone()
+    assert torch.equal(everything["pixels"], data["pixels"][everything["n"]])
+    assert sorted(everything["n"].tolist()) == list(range(1200 - len(buffer), 1200))
+    buffer.empty()
+    assert (len(buffer), storage.max_size) == (0, 100_000)
+    buffer.extend(data[:300])
+    assert torch.equal(buffer[:]["pixels"] + 0, data["pixels"][:300])
+
+
+def test_images_that_were_taken_before_the_storage_was_emptied_are_refused() -> None:
+    buffer = TensorDictReplayBuffer(storage=FrameStorage(50), batch_size=8)
+    data = Videos(1).collect(50).reshape(-1)
+    buffer.extend(data)
+    before, kept = buffer[:], buffer[:].clone()
+    buffer.empty()
+    for use in (lambda: before["pixels"] + 0, lambda: before["pixels"][3:5].numpy(), lambda: before.clone()):
+        with pytest.raises(InvalidArgumentError, match=r"buffer\[:\]\.clone\(\)"):
+            use()
+    assert_same(kept.exclude("index"), data.to("cpu").exclude("index"))
+    buffer.extend(data[:10])
+    assert torch.equal(buffer[:]["pixels"] + 0, data["pixels"][:10])
+
+
 def test_a_limit_that_nothing_fits_into_is_refused() -> None:
     buffer = TensorDictReplayBuffer(storage=FrameStorage(1000, max_bytes=1000))
     with pytest.raises(OutOfMemoryError, match="max_bytes=1000 is too little"):

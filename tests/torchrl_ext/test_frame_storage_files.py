@@ -359,3 +359,14 @@ def test_a_disk_that_becomes_full_is_an_error_and_no_end_of_the_process(tmp_path
     buffer.extend(
         TensorDict({"pixels": torch.zeros(8, 3, 60, 50, dtype=torch.uint8), "number": torch.zeros(8).long()}, [8])
     )
+
+
+def test_a_key_that_comes_late_is_refused(tmp_path: Path) -> None:
+    buffer = buffer_of(50, storage_dir=tmp_path)
+    data = Videos(1).collect(20).reshape(-1)
+    buffer.extend(data[:10])
+    with pytest.raises(InvalidArgumentError, match=r"'late' was not among the first elements"):
+        buffer.extend(data[10:].clone().set("late", torch.ones(10)))
+    assert len(buffer) == 10
+    buffer.extend(data[10:])
+    assert len(buffer) == 20

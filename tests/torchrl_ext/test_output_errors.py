@@ -124,6 +124,7 @@ INTEGERS: dict[str, tuple[Any, Any, str | None]] = {
     "one index of two": (spaces.MultiDiscrete([3, 4]), np.array([2]), r"shape \(1,\); its space has \(2,\)"),
     "bfloat16": (box(2), torch.ones(2, dtype=torch.bfloat16), None),
     "wide unsigned": (spaces.Box(-9, 9, (2,), np.int64), np.array([3, 4], np.uint16), None),
+    "of another byte order": (spaces.Box(-9, 9, (2,), np.int64), np.array([3, 4], ">i2"), None),
     "a list of tensors": (box(2), [torch.ones(()), torch.ones(())], None),
     "a tuple of tensors": (spaces.Tuple([box(2), box(2)]), (torch.ones(2), torch.ones(2)), None),
     "ragged tensors": (box(2), [torch.ones(2), torch.ones(3)], r"makes no tensor"),

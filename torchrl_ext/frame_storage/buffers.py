@@ -19,6 +19,7 @@ from rl_ext_core.errors import InvalidArgumentError, OutOfMemoryError
 
 _NUMBERS_OF_STORAGES = "_len_value", "_last_cursor_index_value", "_mutation_revision_value"
 _NUMBERS_OF_WRITERS = "_cursor_value", "_write_count_value"
+_OPEN = 0.25  # of what is held: so much may be what only elements to come need
 _PART = 64  # at least one in so many elements go at a time, since those behind them have to be moved
 
 
@@ -130,9 +131,16 @@ class Budget:
         :raises OutOfMemoryError: if not even a few elements fit.
         """
         held = storage.used_nbytes
-        coming = max(held - self._before, 0)
+        # What came at once may have been much, and the elements before are not to go for that.
+        coming = min(max(held - self._before, 0), self.max_bytes // 2)
         while held + coming > self.max_bytes:
+            # Of elements that continue none, each keeps a block open, and what is dropped would take as much as before.
+            storage.rest(_OPEN if len(storage) > 1 else 0)
+            held = storage.used_nbytes
+            if held + coming <= self.max_bytes or (len(storage) < 2 and held <= self.max_bytes):
+                break
             if len(storage) < 2:
+                self._before = held
                 raise OutOfMemoryError(
                     f"max_bytes={self.max_bytes} is too little: {len(storage)} elements of this kind take {held} "
                     "bytes; pass a larger max_bytes, or add fewer at a time"

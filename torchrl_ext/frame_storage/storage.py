@@ -115,6 +115,7 @@ class FrameStorage(TensorStorage):
     _journal: Journal | None = None  # where other processes, or later ones, may have to make them whole
     _goes_on_at: int | None = None  # of a storage that was opened again, until the first element is added
     _most = 0  # places from here on were never written by this process
+    emptied = 0  # how often
     _places: Places = np.zeros(0, dtype=np.int64)  # that are being written
     _exposed = False  # whether views of elements in a folder were handed out
 
@@ -358,6 +359,7 @@ class FrameStorage(TensorStorage):
                 )
             casts = is_one(cursor) or isinstance(cursor, slice)  # as torch does
             if not fits(where, self._storage, self._columns, casts=casts):
+                self._refuse_late(where.data)
                 undo = memory_of(self._storage, where.cursor)
             small, new = encoded(self._columns, where.data)
             begun = True
@@ -412,6 +414,14 @@ class FrameStorage(TensorStorage):
         with self.lock:
             return column.decode([handles])[0]
 
+    def _refuse_late(self, data: Any) -> None:
+        late = [key for key in data.keys(True, True) if self._storage.get(key, None) is None]
+        if self._folder is not None and late:
+            raise InvalidArgumentError(
+                f"{late[0]!r} was not among the first elements, and the files in storage_dir have no room for it; "
+                "nothing was stored. Give all elements the same keys, or leave storage_dir out"
+            )
+
     @uninterrupted
     def write_images(self, column: FrameColumn, handles: torch.Tensor, index: Any, images: torch.Tensor) -> None:
         """Store images in place of those that an index of these handles names.
@@ -452,7 +462,12 @@ class FrameStorage(TensorStorage):
         with self.lock:
             self._refresh()
             super()._empty()
+            self.emptied += 1
             self._places = self._places[:0]
+            if self._budget is not None:  # which has made it smaller
+                self._goes_on_at = None
+                self._hold_nothing()
+                return
             self._written()
             touched = self._most if self._journal is None else max(self._most, self._journal.read()[0].touched)
             # In this order, so that a handle that is there always leads somewhere.
@@ -483,6 +498,16 @@ class FrameStorage(TensorStorage):
         self._set_last_cursor((start - 1) % self.max_size)
         go_on_at(self, start % self.max_size)
         self._bump_mutation_revision()
+
+    @uninterrupted
+    def rest(self, share: float = 0.0) -> None:
+        """Give back what only elements to come need; those share nothing with what is there.
+
+        :param share: where that is less than this fraction of what is held, it is kept.
+        """
+        if sum(column.pool.stream_nbytes for column in self._columns) >= share * self.used_nbytes:
+            for column in self._columns:
+                column.pool.rest()
 
     @property
     def used_nbytes(self) -> int:

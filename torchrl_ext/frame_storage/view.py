@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from rl_ext_core.errors import InvalidArgumentError
 from torchrl_ext.frame_storage.columns import FrameColumn
 
 _aten = torch.ops.aten
@@ -30,25 +31,39 @@ class FrameView(torch.Tensor):
     :param handles: handles of the images, a view of the storage's.
     :param column: whose images these are.
     :param storage: the storage.
+    :param emptied: how often it had been emptied when these were there; default: as often as by now.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _handles: torch.Tensor
     _column: FrameColumn
     _storage: Any
+    _emptied: int
 
     @staticmethod
-    def __new__(cls, handles: torch.Tensor, column: FrameColumn, storage: Any) -> FrameView:
+    def __new__(cls, handles: torch.Tensor, column: FrameColumn, storage: Any, emptied: int | None = None) -> FrameView:
         """Return a tensor without memory of its own."""
         shape = (*handles.shape, *column.shape)
         view: FrameView = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=column.dtype)
         view._handles, view._column, view._storage = handles, column, storage
+        view._emptied = storage.emptied if emptied is None else emptied
         return view
 
     def decoded(self) -> torch.Tensor:
         """Return the images, as a tensor of their own."""
-        images: torch.Tensor = self._storage.read_images(self._column, self._handles)
+        return self._read(self._handles)
+
+    def _read(self, handles: torch.Tensor) -> torch.Tensor:
+        self._check_there()
+        images: torch.Tensor = self._storage.read_images(self._column, handles)
         return images
+
+    def _check_there(self) -> None:
+        if self._emptied != self._storage.emptied:
+            raise InvalidArgumentError(
+                "these images are gone, since the storage was emptied after they were taken from it; keep them with "
+                "batch = buffer[:].clone() before buffer.empty()"
+            )
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -56,9 +71,9 @@ class FrameView(torch.Tensor):
         self = args[0]
         if isinstance(self, FrameView):
             if (handles := self._rearranged(func, args, kwargs)) is not None:
-                return FrameView(handles, self._column, self._storage)
+                return FrameView(handles, self._column, self._storage, self._emptied)
             if func is _aten.index.Tensor and len(args[1]) <= self._handles.ndim:
-                return self._storage.read_images(self._column, func(self._handles, args[1]))
+                return self._read(func(self._handles, args[1]))
             if func._schema.is_mutable:
                 changed = self.decoded().clone()
                 func(changed, *tree_map(_decoded, args[1:]), **tree_map(_decoded, kwargs))
@@ -100,6 +115,7 @@ class FrameView(torch.Tensor):
         self._write(parts, images.expand(*self._handles[parts].shape, *self._column.shape))
 
     def _write(self, index: Any, images: torch.Tensor) -> None:
+        self._check_there()
         self._storage.write_images(self._column, self._handles, index, images)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

@@ -9,8 +9,10 @@ are there where they were packed; and functions that share a variable go on shar
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
+import sys
 import types
 import uuid
 import weakref
@@ -23,6 +25,8 @@ from rl_ext_core._system import after_fork
 
 # In the globals of functions that were loaded: keeps the namespace for as long as one of them lives.
 _NAME = "__rl_ext_namespace__"
+# What multiprocessing calls the script in a process that it has spawned.
+_SPAWNED = "__mp_main__"
 # In place of a packing's name.
 _MESSAGE = b"message"
 
@@ -93,6 +97,20 @@ class ByValue:
     def __init__(self, file: io.BytesIO, packing: bytes) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)  # type: ignore[call-arg]
         self._packing = packing
+
+    def dump(self, value: Any) -> None:
+        """Pickle a value. In a process that was spawned, the script is a module, which its workers would not have."""
+        script = sys.modules.get(_SPAWNED)
+        spawned = script is not None and script.__name__ == _SPAWNED and self._packing != _MESSAGE
+        if not spawned or _SPAWNED in cloudpickle.list_registry_pickle_by_value():
+            super().dump(value)  # type: ignore[misc]
+            return
+        cloudpickle.register_pickle_by_value(script)
+        try:
+            super().dump(value)  # type: ignore[misc]
+        finally:
+            with contextlib.suppress(ValueError):  # another thread's
+                cloudpickle.unregister_pickle_by_value(script)
 
     def reducer_override(self, value: Any) -> Any:
         """Reduce what travels by value."""

@@ -474,9 +474,17 @@ _PLACES = tuple(
 
 
 def import_own(paths: Iterable[str]) -> None:
-    """Import the user's own modules whose globals have these paths: a function may do so when it is first called."""
+    """Import the user's own modules whose globals have these paths: a function may do so when it is first called.
+
+    Modules that get a global when it is first asked for (PEP 562) are asked.
+    """
     for path in paths:
-        module = path.removeprefix("<global ").rpartition(".")[0]
-        if path.startswith("<global ") and module not in sys.modules and not _is_installed(module.partition(".")[0]):
-            with contextlib.suppress(Exception):
+        if not path.startswith("<global "):
+            continue
+        module, _, name = path.removeprefix("<global ").removesuffix(">").rpartition(".")
+        with contextlib.suppress(Exception):
+            if module not in sys.modules and not _is_installed(module.partition(".")[0]):
                 importlib.import_module(module)
+            held = vars(sys.modules[module])
+            if name not in held and "__getattr__" in held:
+                getattr(sys.modules[module], name)

@@ -300,10 +300,14 @@ class Room:
         """Bytes held."""
         head, layout = self._head, self._layout
         rows = sum(self._arrays[name][: int(head[field])].nbytes for name, field in COUNTS.items())
-        streams = int(head[STREAMS]) * self._stream_bytes
         references = int(head[REFERENCES]) * (layout.frame_bytes + SLACK)
         grains = int(head[GRAINS])
-        return rows + grains * self._sizes.grain + grains // 8 + references + streams + self._opened_bytes
+        return rows + grains * self._sizes.grain + grains // 8 + references + self.stream_nbytes
+
+    @property
+    def stream_nbytes(self) -> int:
+        """Those of them that only stacks to come need, and what is being filled."""
+        return int(self._head[STREAMS]) * self._stream_bytes + self._opened_bytes
 
     @property
     def unused_nbytes(self) -> int:

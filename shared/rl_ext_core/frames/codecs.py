@@ -19,6 +19,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -177,7 +178,13 @@ def check_numba(purpose: str) -> None:
 
     :param purpose: what needs that.
     :raises MissingDependencyError: if numba is not installed.
+    :raises InvalidArgumentError: if it is told not to compile.
     """
+    if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):
+        raise InvalidArgumentError(
+            f"{purpose} needs numba to compile, and NUMBA_DISABLE_JIT={os.environ['NUMBA_DISABLE_JIT']!r} keeps it from "
+            "that; write del os.environ['NUMBA_DISABLE_JIT'] before the first import of numba"
+        )
     if importlib.util.find_spec("numba") is None:
         raise missing_dependency("numba", "frames", purpose)
 

@@ -304,6 +304,11 @@ class FramePool:
         return self.nbytes - self._room.unused_nbytes
 
     @property
+    def stream_nbytes(self) -> int:
+        """At most so many of them are given back by :meth:`rest`."""
+        return self._room.stream_nbytes
+
+    @property
     def changed_fraction(self) -> float:
         """What a frame took on average, as a fraction of its raw size, before anything was freed."""
         return self._room.changed_fraction

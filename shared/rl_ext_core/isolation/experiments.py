@@ -556,7 +556,22 @@ def _unpacked(packed: bytes) -> list[Any]:
             object.__setattr__(factory._recipe, "called", called)
         factory._adapters = adapters
         factories.append(factory)
+    _leave_monitors_files()
     return factories
+
+
+def _leave_monitors_files() -> None:
+    """Have Stable Baselines3's monitors write no files: what they append to is the record of the user's run."""
+    monitor: Any = sys.modules.get("stable_baselines3.common.monitor")
+    if monitor is None:
+        return
+
+    written = monitor.Monitor.__init__
+
+    def unwritten(self: Any, env: Any, filename: str | None = None, *args: Any, **kwargs: Any) -> None:
+        written(self, env, None, *args, **kwargs)
+
+    monitor.Monitor.__init__ = unwritten
 
 
 def _attribute(environment: Any, name: str) -> Any:

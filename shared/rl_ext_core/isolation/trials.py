@@ -181,9 +181,9 @@ class TrialRunner:
         self._process: subprocess.Popen[bytes] | None = None
         self._said = tempfile.TemporaryFile()
         self._caller, theirs = multiprocessing.Pipe()
-        # By the name that the processes will know it by: macOS has links there, Windows short names.
-        self._scratch = os.path.realpath(tempfile.mkdtemp(prefix="rl-ext-probe-"))
+        self._scratch = ""
         try:
+            self._make_scratch()
             with theirs:
                 self._start(theirs)
             with contextlib.suppress(OSError):  # it has ended
@@ -193,6 +193,11 @@ class TrialRunner:
             self._end()
             raise
         return self
+
+    @uninterrupted
+    def _make_scratch(self) -> None:
+        # By the name that the processes will know it by: macOS has links there, Windows short names.
+        self._scratch = os.path.realpath(tempfile.mkdtemp(prefix="rl-ext-probe-"))
 
     @uninterrupted
     def _start(self, theirs: Connection[Any, Any]) -> None:
@@ -281,7 +286,8 @@ class TrialRunner:
                     kill_families([pid] if code is None else [], [pid])
                 self._process.wait()
             self._said.close()
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            if self._scratch:
+                shutil.rmtree(self._scratch, ignore_errors=True)
 
 
 class _GoneError(Exception):

@@ -46,7 +46,7 @@ from rl_ext_core._system import after_fork
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.processes import servers, worker
 from rl_ext_core.processes.report import Report
-from rl_ext_core.processes.worker import kill_families
+from rl_ext_core.processes.worker import kill_families, kill_group
 
 __all__ = ["Worker", "WorkerContext", "WorkerPopen", "get_context", "registered"]
 
@@ -136,11 +136,12 @@ class WorkerPopen(popen_fork.Popen):
 
     report: Report  # what it says of its end
     lost: bool  # its fork server died, so that its exit code is not known
+    watched: bool  # what it has started ends with it, though it ends in order
     _fds: list[int]
     _send_signal: Callable[[int], None]
 
     def _launch(self, process_obj: Any) -> None:
-        self.lost = self._cleared = False
+        self.lost = self.watched = self._cleared = False
         self._polling = threading.Lock()
         reading, writing = os.pipe()
         _lifelines.add(writing)
@@ -184,6 +185,9 @@ class WorkerPopen(popen_fork.Popen):
             if self.returncode and not self._cleared:
                 self._cleared = True
                 kill_families([], [self.pid])
+            elif self.returncode == 0 and self.watched and not self._cleared:
+                self._cleared = True
+                kill_group(self.pid)
             code: int | None = self.returncode
             return code
 
@@ -537,7 +541,7 @@ class _NotingPickler(reduction.ForkingPickler):
     needs_main = False
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, (type, types.FunctionType)) and value.__module__ == "__main__":
+        if isinstance(value, (type, types.FunctionType)) and value.__module__ in ("__main__", "__mp_main__"):
             self.needs_main = True
         return NotImplemented
 

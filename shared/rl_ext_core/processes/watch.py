@@ -96,7 +96,7 @@ class Watch:
         self._closing = self._killing = self._stopping = False
         self._owner = os.getpid()
         for popen in self._popens:
-            popen.report.taken = True
+            popen.report.taken = popen.watched = True
         self._over = threading.Event()
         self._wake_r, self._wake_w = os.pipe()
         self._at_exit = util.Finalize(None, self._end_at_exit, exitpriority=_EXIT_PRIORITY)

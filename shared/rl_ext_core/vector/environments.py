@@ -30,9 +30,11 @@ def checked(environment: Any) -> Any:
     if isinstance(environment, gymnasium.Env):
         return environment
     kind = type(environment)
+    advice = "Wrap one of the old gym: shimmy.GymV21CompatibilityV0(env=env)"
+    if hasattr(environment, "possible_agents"):
+        advice = "Of PettingZoo's, hand over a parallel environment itself: make_vec_env(parallel_env())"
     raise InvalidTypeError(
-        f"the environment is a {kind.__module__}.{kind.__qualname__}; expected one of gymnasium. Wrap one of the old "
-        "gym: shimmy.GymV21CompatibilityV0(env=env)"
+        f"the environment is a {kind.__module__}.{kind.__qualname__}; expected one of gymnasium. {advice}"
     )
 
 

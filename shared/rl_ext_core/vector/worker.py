@@ -76,6 +76,18 @@ def main(
     mine.close_what_is_open()
 
 
+def _checked(info: Any, method: str) -> dict[str, Any]:
+    """Return an information that is one.
+
+    :raises EnvironmentOutputError: it is none
+    """
+    if isinstance(info, dict):
+        return info
+    raise EnvironmentOutputError(
+        f"{method}() returned an info of type {type(info).__name__}, expected a dict; write {{}} where there is none"
+    )
+
+
 def _serve_commands(mine: Environments, doorbell: int, cells: memoryview, mail: Memory, spin: Spin | None) -> None:
     told, size, answered = Cell.TOLD, Cell.TOLD_SIZE, Cell.ANSWERED
     while (spin is not None and spin.sees(cells, told, cells[answered] + 1)) or os.read(doorbell, 256):
@@ -184,8 +196,7 @@ class Environments:
         maybe = {} if options is None else {"options": options}
         observation, info = self._envs[number].reset(seed=seed, **maybe)
         self._write(number, observation)
-        found: dict[str, Any] = info
-        return found
+        return _checked(info, "reset")
 
     def _write(self, number: int, observation: Any) -> None:
         for row in self._rows[number]:
@@ -220,11 +231,13 @@ class Environments:
                 cells[phase_at] = _STEP
                 observation, reward, terminated, truncated, info = env.step(action)
                 if terminated or truncated:
+                    _checked(info, "step")
                     flags[number] = (TERMINATED if terminated else 0) | (TRUNCATED if truncated else 0)
                     if same_step:
                         final = kept(observation)
                         cells[phase_at] = _RESET
                         observation, reset_info = env.reset()
+                        _checked(reset_info, "reset")
                     elif self._autoreset is Autoreset.NEXT_STEP:
                         due.add(number)
                 else:
@@ -246,7 +259,8 @@ class Environments:
                     row.write(part)
                     if row.changed:
                         flags[number] |= CHANGED
-            if info or reset_info is not None or kind == OTHER:
+            if info or reset_info is not None or kind == OTHER or type(info) is not dict:
+                _checked(info, "step")
                 entries = entries or [None] * len(self._envs)
                 entries[number] = (info, reset_info, reward if kind == OTHER else None, final)
         if entries is None:

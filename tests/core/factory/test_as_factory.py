@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import pickle
 import subprocess
@@ -238,3 +239,43 @@ def test_names_of_stable_retros_games() -> None:
     for name in ("Airstriker-Genesis-v9", "", "../stable/Airstriker-Genesis-v0"):
         with pytest.raises(InvalidArgumentError, match="gymnasium does not know the id"):
             as_factory(name)
+
+
+LAZY = """
+import gymnasium
+
+def __getattr__(name):
+    if name == "helper":
+        from lazily.impl import helper
+        globals()[name] = helper
+        return helper
+    raise AttributeError(name)
+"""
+USER = """
+import lazily
+from tests.core.factory.worlds import Line
+
+class Later(Line):
+    def reset(self, **options):
+        lazily.helper(self)
+        return super().reset(**options)
+"""
+
+
+def test_a_global_that_is_resolved_when_it_is_first_asked_for_is_no_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "lazily").mkdir()
+    (tmp_path / "lazily" / "__init__.py").write_text(LAZY)
+    (tmp_path / "lazily" / "impl.py").write_text("TABLE = [1, 2]\ndef helper(env):\n    return TABLE[0]\n")
+    (tmp_path / "users_lazy.py").write_text(USER)
+    monkeypatch.syspath_prepend(tmp_path)
+    environment = importlib.import_module("users_lazy").Later()
+    environment.reset(seed=0)
+    as_factory(environment)
+    assert "lazily" not in caplog.text
+    sys.modules["lazily"].helper = print  # type: ignore[attr-defined]
+    as_factory(environment)
+    assert "<global lazily.helper>" in caplog.text
+    for name in ("users_lazy", "lazily", "lazily.impl"):
+        del sys.modules[name]
