@@ -180,10 +180,10 @@ def check_numba(purpose: str) -> None:
     :raises MissingDependencyError: if numba is not installed.
     :raises InvalidArgumentError: if it is told not to compile.
     """
-    if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):
+    if (given := os.environ.get("NUMBA_DISABLE_JIT", "0")) not in ("", "0"):
         raise InvalidArgumentError(
-            f"{purpose} needs numba to compile, and NUMBA_DISABLE_JIT={os.environ['NUMBA_DISABLE_JIT']!r} keeps it from "
-            "that; write del os.environ['NUMBA_DISABLE_JIT'] before the first import of numba"
+            f"{purpose} needs numba to compile, and NUMBA_DISABLE_JIT={given!r} keeps it from that; write "
+            "del os.environ['NUMBA_DISABLE_JIT'] before the first import of numba"
         )
     if importlib.util.find_spec("numba") is None:
         raise missing_dependency("numba", "frames", purpose)
