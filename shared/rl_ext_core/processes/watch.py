@@ -45,6 +45,8 @@ class Watch:
     failure: the others are killed, so that no call that waits for them waits any longer. It has one thread, which
     starts with it: make it when all workers have started, because forking with threads is unsafe.
 
+    What a worker has started ends with it, however that ends, but for sessions of their own.
+
     A Watch that is open when the interpreter exits kills its workers, which would be waited for otherwise.
 
     :param processes: started ones, of a context of :func:`get_context`

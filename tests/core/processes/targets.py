@@ -185,6 +185,10 @@ def start_helpers() -> list[int]:
     return [program.pid, forked, apart.pid]
 
 
+def tell_helpers(writer: Any) -> None:
+    writer.send(start_helpers())
+
+
 def close_files() -> None:
     """Have two files removed at the end, the second in vain."""
     files = [tempfile.mkstemp()[1] for _ in range(2)]

@@ -15,7 +15,9 @@ import psutil
 import pytest
 
 from rl_ext_core.errors import WorkerError
+from rl_ext_core.processes import get_context
 from tests.core.processes.groups import LIMIT_S, Group, group, in_turns
+from tests.core.processes.targets import tell_helpers
 
 
 def wait_until_gone(pids: Iterable[int]) -> None:
@@ -61,15 +63,27 @@ def test_what_workers_have_started_ends_when_they_are_killed(method: str) -> Non
         wait_until_gone([*helpers[0], *helpers[1]])
 
 
-def test_what_workers_leave_behind_in_good_order_lives_on() -> None:
+def test_what_workers_leave_behind_in_good_order_ends_too() -> None:
     with group("forkserver", 1) as workers:
         program, forked, apart = workers.ask(0, "start_helpers")
         workers.close()
         assert workers.workers[0].exitcode == 0
-        workers.watch.stop()
-        assert _runs(program)
-        for pid in (program, forked, apart):
-            os.kill(pid, signal.SIGKILL)
+        wait_until_gone([program, forked])
+        assert _runs(apart)
+        os.kill(apart, signal.SIGKILL)
+
+
+def test_what_a_process_that_is_not_watched_leaves_behind_in_good_order_lives_on() -> None:
+    context = get_context("forkserver")
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=tell_helpers, args=(writer,))
+    process.start()
+    pids = reader.recv()
+    process.join()
+    time.sleep(0.2)  # in which it would be killed
+    assert all(map(_runs, pids))
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_workers_of_workers_end_with_what_they_have_started(method: str) -> None:
