@@ -202,11 +202,14 @@ class PoolVecEnv(CheckedVecEnv):
     def env_method(
         self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any
     ) -> list[Any]:
-        """Call a method of environments; what one raises is raised here, and the environments live on."""
+        """Call a method of environments; what one raises is raised here, and the environments live on.
+
+        :raises RuntimeError: in place of an exception that cannot be made again in this process; it names it
+        """
         return self._call("env_method", (method_name, method_args, method_kwargs), indices)
 
     def env_is_wrapped(self, wrapper_class: type, indices: Indices = None) -> list[bool]:
-        """Return which environments have a wrapper of a class."""
+        """Return which environments have a wrapper of a class, or of one of the same name and module."""
         # By name: to unpickle the class, a worker would have to import its module.
         return self._call("env_is_wrapped", (wrapper_class.__module__, wrapper_class.__qualname__), indices)
 
