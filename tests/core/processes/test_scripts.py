@@ -60,6 +60,7 @@ class Program:
         temporary.mkdir(exist_ok=True)
         path = os.pathsep.join([str(ROOT), str(ROOT / "shared")])
         environ = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"}
+        environ["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / "inductor")  # torch would put it into TMPDIR
         process = subprocess.Popen(
             [sys.executable, *arguments],
             stdout=subprocess.PIPE,
