@@ -239,16 +239,10 @@ def test_what_cannot_be_used_is_refused(env_fns: Any, options: Any, kind: type[E
 @pytest.mark.parametrize(("when", "info"), [("reset", None), ("step", []), ("step", "fine"), ("end", None)])
 def test_an_information_that_is_none_is_named(when: str, info: Any) -> None:
     method = "reset" if when == "reset" else "step"
-    said = rf"environment 1 of 2.*in {method}: raised .*{method}\(\) returned an info of type {type(info).__name__}"
+    said = rf"environment 1 of 3.*in {method}: raised .*{method}\(\) returned an info of type {type(info).__name__}"
     with caught() as found:
-        live_two(SharedMemoryVecEnv([Counting, functools.partial(Informing, when, info)], FAST))
+        live(SharedMemoryVecEnv([Counting, functools.partial(Informing, when, info), Counting], FAST))
     assert re.search(said, str(found.value)), found.value
-
-
-def live_two(venv: SharedMemoryVecEnv) -> None:
-    venv.reset()
-    for _ in range(30):
-        venv.step(ACTIONS[:2])
 
 
 def test_more_workers_than_descriptors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,7 +112,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_environments_of_the_main_script_in_a_process_that_it_spawns(method: str, program: Program) -> None:
-    process = start(program, SCRIPT + SPAWNED.replace("{method!r}", repr(method)))
+    process = start(program, SCRIPT + SPAWNED.format(method=method))
     output, errors = process.communicate(timeout=4 * LIMIT_S)
     assert errors == ""
     assert output.splitlines() == ["[1, 1]", "[4, 4]", "torch.Size([2, 2, 2])"]

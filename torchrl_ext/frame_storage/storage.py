@@ -358,8 +358,7 @@ class FrameStorage(TensorStorage):
                     "another storage_dir"
                 )
             casts = is_one(cursor) or isinstance(cursor, slice)  # as torch does
-            if not fits(where, self._storage, self._columns, casts=casts):
-                self._refuse_late(where.data)
+            if not fits(where, self._storage, self._columns, casts=casts, grows=self._folder is None):
                 undo = memory_of(self._storage, where.cursor)
             small, new = encoded(self._columns, where.data)
             begun = True
@@ -414,14 +413,6 @@ class FrameStorage(TensorStorage):
         with self.lock:
             return column.decode([handles])[0]
 
-    def _refuse_late(self, data: Any) -> None:
-        late = [key for key in data.keys(True, True) if self._storage.get(key, None) is None]
-        if self._folder is not None and late:
-            raise InvalidArgumentError(
-                f"{late[0]!r} was not among the first elements, and the files in storage_dir have no room for it; "
-                "nothing was stored. Give all elements the same keys, or leave storage_dir out"
-            )
-
     @uninterrupted
     def write_images(self, column: FrameColumn, handles: torch.Tensor, index: Any, images: torch.Tensor) -> None:
         """Store images in place of those that an index of these handles names.
@@ -465,8 +456,7 @@ class FrameStorage(TensorStorage):
             self.emptied += 1
             self._places = self._places[:0]
             if self._budget is not None:  # which has made it smaller
-                self._goes_on_at = None
-                self._hold_nothing()
+                self._forget()
                 return
             self._written()
             touched = self._most if self._journal is None else max(self._most, self._journal.read()[0].touched)

@@ -171,7 +171,7 @@ class WorkerPopen(popen_fork.Popen):
             self._closing.append(util.Finalize(self, os.close, (self.sentinel,)))
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
-        """Fetch the exit code; what a worker that has failed leaves behind is killed."""
+        """Fetch the exit code; what a worker leaves behind that has failed, or that is watched, is killed."""
         if flag != os.WNOHANG and self.returncode is None:
             connection.wait([self.sentinel])
         return self._fetched()

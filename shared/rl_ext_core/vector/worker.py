@@ -225,13 +225,15 @@ class Environments:
                 due.discard(number)
                 cells[phase_at] = _RESET
                 observation, info = env.reset()
+                _checked(info, "reset")
                 reward = 0.0
                 flags[number] = 0
             else:
                 cells[phase_at] = _STEP
                 observation, reward, terminated, truncated, info = env.step(action)
-                if terminated or truncated:
+                if type(info) is not dict:
                     _checked(info, "step")
+                if terminated or truncated:
                     flags[number] = (TERMINATED if terminated else 0) | (TRUNCATED if truncated else 0)
                     if same_step:
                         final = kept(observation)
@@ -259,8 +261,7 @@ class Environments:
                     row.write(part)
                     if row.changed:
                         flags[number] |= CHANGED
-            if info or reset_info is not None or kind == OTHER or type(info) is not dict:
-                _checked(info, "step")
+            if info or reset_info is not None or kind == OTHER:
                 entries = entries or [None] * len(self._envs)
                 entries[number] = (info, reset_info, reward if kind == OTHER else None, final)
         if entries is None:

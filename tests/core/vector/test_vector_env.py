@@ -294,3 +294,24 @@ def test_wrappers_of_gymnasium_go_around_it() -> None:
         assert ("episode" in infos) == ("episode" in their_infos)
     ours.close()
     theirs.close()
+
+
+class SaysNothing(Counting):
+    """Has no information after its first episode."""
+
+    episodes = 0
+
+    def reset(self, **options: Any) -> Any:
+        self.episodes += 1
+        observation, info = super().reset(**options)
+        return observation, info if self.episodes == 1 else None
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_an_information_that_is_none_is_that_of_a_reset(mode: AutoresetMode) -> None:
+    envs = SharedMemoryVectorEnv([SaysNothing] * 2, autoreset_mode=mode)
+    envs.reset()
+    with pytest.raises(WorkerError, match=r"reset\(\) returned an info of type NoneType"):
+        for _ in range(12):
+            envs.step(np.zeros(2, np.int64))
+    envs.close()
