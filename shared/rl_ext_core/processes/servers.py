@@ -100,6 +100,7 @@ def connect(
 
 
 def _ask(server: ForkServer, fds: Sequence[int], accept: Callable[[int, int, int], None]) -> None:
+    check_descriptors(1 + 4)  # a socket and two pipes: the server, and so its workers, would die of half a request
     status, data = server.connect_to_new_process(fds)
     try:
         pid = read_signed(status)
@@ -108,6 +109,20 @@ def _ask(server: ForkServer, fds: Sequence[int], accept: Callable[[int, int, int
         os.close(data)
         raise
     accept(status, data, pid)
+
+
+@uninterrupted
+def check_descriptors(count: int) -> None:
+    """Open so many descriptors and close them: where they are too few, multiprocessing leaves open what it has opened.
+
+    :raises OSError: there are too few
+    """
+    opened: list[int] = []
+    try:
+        for _ in range(count):
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    finally:
+        util.close_fds(*opened)  # type: ignore[attr-defined]
 
 
 @uninterrupted

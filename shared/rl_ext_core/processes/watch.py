@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection, util
 from multiprocessing.process import BaseProcess
 from types import TracebackType
@@ -100,10 +100,19 @@ class Watch:
         for popen in self._popens:
             popen.report.taken = popen.watched = True
         self._over = threading.Event()
-        self._wake_r, self._wake_w = os.pipe()
+        self._wake_r = self._wake_w = -1
         self._at_exit = util.Finalize(None, self._end_at_exit, exitpriority=_EXIT_PRIORITY)
-        self._thread = threading.Thread(target=self._watch, name="rl_ext_core-watch", daemon=True)
-        self._thread.start()
+        handles: dict[int, int] = {}
+        self._thread = threading.Thread(target=self._watch, args=(handles,), name="rl_ext_core-watch", daemon=True)
+        try:
+            for worker, popen in enumerate(self._popens):
+                handles[os.dup(popen.sentinel)] = worker  # of its own: a process may be closed meanwhile
+            self._wake_r, self._wake_w = os.pipe()
+            self._thread.start()
+        except BaseException:
+            util.close_fds(*handles)  # type: ignore[attr-defined]
+            self._close_descriptors()
+            raise
 
     def operation(self, name: str, timeout: float | None = None) -> _Operation:
         """Say what the main thread waits for, in a ``with`` statement around the call that waits.
@@ -171,9 +180,7 @@ class Watch:
         if self._wake_w >= 0:
             os.write(self._wake_w, b"\0")
 
-    def _watch(self) -> None:
-        # Of its own: a process may be closed meanwhile.
-        handles = {os.dup(popen.sentinel): worker for worker, popen in enumerate(self._popens)}
+    def _watch(self, handles: Mapping[int, int]) -> None:
         waiting = dict(handles)
         try:
             while waiting and not self._stopping and self.failure is None:

@@ -144,6 +144,7 @@ def test_a_caller_that_ends_takes_everything_along(ending: signal.Signals, tmp_p
         [sys.executable, "-c", code, str(notes), "hangs"], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     while not notes.exists() or not notes.read_text():
+        assert caller.poll() is None
         time.sleep(0.005)
     caller.send_signal(ending)
     caller.communicate(timeout=120)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import errno
+import gc
+import itertools
+import os
+import resource
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
 import pytest
 
 from rl_ext_core.processes import Watch, get_context
@@ -71,3 +77,38 @@ def group(
         watching.stop()
         for pipe in pipes:
             pipe.close()
+
+
+@contextmanager
+def descriptors(more: int) -> Iterator[None]:
+    """Allow so many descriptors more than are open, which have all numbers below."""
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    fillers = [os.open(os.devnull, os.O_RDONLY)]
+    while fillers[-1] < highest:
+        fillers.append(os.open(os.devnull, os.O_RDONLY))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (fillers[-1] + 1 + more, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for filler in fillers:
+            os.close(filler)
+
+
+def fails_until_there_are_enough_descriptors(call: Callable[[], Any]) -> Any:
+    """Make a call with ever more descriptors, and see that nothing is left of those that fail; return its result."""
+    for more in itertools.count():
+        gc.collect()
+        before = set(os.listdir("/proc/self/fd")), set(psutil.Process().children(recursive=True))
+        try:
+            with descriptors(more):
+                result = call()
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            assert set(os.listdir("/proc/self/fd")) == before[0]
+            assert set(psutil.Process().children(recursive=True)) <= before[1]
+        else:
+            assert more > 3
+            return result

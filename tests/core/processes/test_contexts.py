@@ -23,9 +23,9 @@ import psutil
 import pytest
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
-from rl_ext_core.processes import get_context, registered
+from rl_ext_core.processes import contexts, get_context, registered
 from tests.core.processes import targets
-from tests.core.processes.groups import FRESH, LIMIT_S, group
+from tests.core.processes.groups import FRESH, LIMIT_S, fails_until_there_are_enough_descriptors, group
 
 
 def test_it_is_a_context_of_multiprocessing(method: str) -> None:
@@ -225,6 +225,46 @@ def test_what_cannot_be_pickled_fails_in_the_parent_and_leaves_nothing() -> None
             process.start()
         assert process.exitcode is None
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def _children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+@pytest.mark.parametrize("method", FRESH)
+def test_a_start_that_is_interrupted_while_it_is_sent_leaves_nothing(
+    method: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with group(method, 1) as workers:  # a fork server runs from here on
+        workers.ask(0, "pid")
+    gc.collect()
+    before, descriptors = _children(), len(os.listdir("/proc/self/fd"))
+
+    def interrupted(descriptor: int, data: bytes) -> None:
+        os.write(descriptor, data[:10])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(contexts, "_send", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        get_context(method).Process(target=targets.hang).start()
+    assert _children() <= before
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert capfd.readouterr().err == ""
+
+
+def test_a_start_for_which_there_are_too_few_descriptors_leaves_all_as_it_was(method: str) -> None:
+    with group(method, 1) as workers:
+        workers.ask(0, "pid")
+
+        def start() -> BaseProcess:
+            process = get_context(method).Process(target=targets.pid)
+            process.start()
+            return process
+
+        process = fails_until_there_are_enough_descriptors(start)
+        process.join(LIMIT_S)
+        assert process.exitcode == 0
+        assert workers.ask(0, "pid")  # which a fork server that dies would take along
 
 
 def _starts_another(method: str) -> None:

@@ -105,6 +105,20 @@ def test_a_worker_that_returns_leaves_the_closing_to_its_function() -> None:
             Path(file).unlink()
 
 
+@pytest.mark.parametrize("end", ["fails", "is killed"])
+def test_a_worker_that_ends_early_closes_what_it_has(end: str) -> None:
+    with group("forkserver", 2) as workers:
+        workers.ask(1, "close_files")
+        popen = workers.workers[1].popen
+        assert popen is not None
+        closed, other = map(Path, popen.report.read().notes["files"])
+        if end == "fails":
+            fail(workers, "raise_bad_level")
+        workers.watch.kill()
+    assert not closed.exists()
+    other.unlink()
+
+
 @pytest.mark.slow
 def test_closing_has_an_end() -> None:
     with group("forkserver", 2) as workers:

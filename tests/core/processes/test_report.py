@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rl_ext_core.processes import report as report_module
 from rl_ext_core.processes.report import Raised, Report, Writer
+from tests.interrupts import everywhere
 
 
 @pytest.fixture
@@ -46,6 +49,45 @@ def test_notes_take_anything_and_stay_small(report: Report) -> None:
     assert "characters cut" in notes["text"]
     writer.write_notes({str(number): "ü" * 1000 for number in range(1000)})
     assert report.size() == report_module.PAGE
+
+
+def test_notes_that_are_cut_short_by_death_are_old_new_or_none(report: Report) -> None:
+    writer, old, new = Writer(report.fd), {"phase": "reset", "text": "x" * 100}, {"phase": "step"}
+    seen = []
+    for _ in everywhere(lambda: writer.write_notes(old) or (lambda: writer.write_notes(new)), below=("/report.py",)):  # type: ignore[func-returns-value]
+        assert report.read().notes in (old, new, {})
+        seen.append(report.read().notes)
+    assert old in seen
+    assert new in seen
+
+
+def _raise_through(*files: str) -> Exception:
+    """Raise an exception where the last of these files is called from the one before, and so on."""
+
+    def fail() -> None:
+        raise ValueError("wrong")
+
+    call: Any = fail
+    for file in reversed(files):
+        variables = {"call": call}
+        exec(compile("def run(): call()", file, "exec"), variables)
+        call = variables["run"]
+    try:
+        call()
+    except ValueError as error:
+        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+        return error
+    raise AssertionError
+
+
+def test_tracebacks_start_at_the_users_code() -> None:
+    ours = "/site-packages/rl_ext_core/processes/worker.py"
+    text = Raised.of(_raise_through("/lib/multiprocessing/process.py", ours, "theirs.py", ours)).traceback
+    assert re.findall(r'File "(.*?)"', text) == ["theirs.py", ours, __file__]
+    error = _raise_through(ours)
+    assert error.__traceback__ is not None
+    error.__traceback__.tb_next = None
+    assert re.findall(r'File "(.*?)"', Raised.of(error).traceback) == [ours]
 
 
 def test_an_exception_never_imports_a_module(report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

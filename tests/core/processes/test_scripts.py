@@ -124,6 +124,18 @@ def test_a_missing_guard_is_explained_once(method: str, program: Program) -> Non
     assert errors.count("bootstrapping phase") == 1  # the worker's traceback, once
 
 
+def test_a_missing_guard_is_explained_where_the_script_raises_an_error_of_its_own(program: Program) -> None:
+    body = """
+        try:
+            with group(METHOD, arguments=(main,)) as workers, workers.watch.operation("start"):
+                workers.pipes[0].recv()
+        except Exception as error:
+            raise ValueError("no training") from error
+    """
+    _, errors = program.ended("spawn", body, guard="")
+    assert "cannot start. Each worker imports the main script" in errors
+
+
 @pytest.mark.sample(ci=2)
 @pytest.mark.parametrize(("line", "what"), [("1 / 0", "raised ZeroDivisionError"), ("sys.exit(4)", "exited by System")])
 @pytest.mark.parametrize("method", FRESH)

@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
@@ -89,6 +91,25 @@ def test_a_module_that_ends_the_server_is_named(module: Path) -> None:
     with pytest.raises(WorkerError, match=r"ended with exit code 5 while it imported \['preloaded_module'\]"):
         get_context("forkserver", preload=["preloaded_module"]).Process().start()
     assert not servers._servers
+
+
+def test_an_interrupt_while_a_server_imports_ends_it(module: Path) -> None:
+    module.write_text("import pathlib, time\npathlib.Path(__file__).with_suffix('.begun').touch()\ntime.sleep(600)\n")
+    before, main = set(psutil.Process().children()), threading.main_thread().ident or 0
+
+    def interrupt() -> None:
+        while not module.with_suffix(".begun").exists():
+            time.sleep(0.01)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        get_context("forkserver", preload=["preloaded_module"]).Process(target=module.touch).start()
+    thread.join()
+    assert not servers._servers
+    left = [child for child in set(psutil.Process().children()) - before if "preloaded_module" in str(child.cmdline())]
+    assert not left
 
 
 def test_threads_started_by_a_preloaded_module_are_reported(module: Path, capfd: pytest.CaptureFixture[str]) -> None:

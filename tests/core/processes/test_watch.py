@@ -10,6 +10,7 @@ import re
 import signal
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, WorkerError
 from rl_ext_core.processes import Watch, get_context
 from tests.core.processes import targets
-from tests.core.processes.groups import LIMIT_S, group, in_turns
+from tests.core.processes.groups import LIMIT_S, fails_until_there_are_enough_descriptors, group, in_turns
 
 # By spawn, nothing of this differs from the fork server.
 pytestmark = pytest.mark.sample(ci=2)
@@ -222,6 +223,24 @@ def test_workers_live_on_when_the_watch_stops() -> None:
         assert workers.ask(1, "pid")
         with workers.watch.operation("step", timeout=0.01):
             time.sleep(0.05)
+
+
+def test_a_watch_for_which_there_are_too_few_descriptors_leaves_all_as_it_was() -> None:
+    with group("forkserver") as workers:
+        workers.watch.stop()
+        watch = fails_until_there_are_enough_descriptors(lambda: Watch(workers.workers))
+        with pytest.raises(WorkerError, match="bad level"), watch.operation("step"):
+            workers.ask(1, "raise_bad_level")
+        watch.stop()
+
+
+def test_a_watch_that_has_stopped_is_freed() -> None:
+    with group("forkserver") as workers:
+        workers.watch.stop()
+        watch = weakref.ref(workers.watch)
+        workers.watch = None  # type: ignore[assignment]
+    gc.collect()
+    assert watch() is None
 
 
 def test_what_nobody_took_is_printed_as_multiprocessing_does(method: str, capfd: pytest.CaptureFixture[str]) -> None:
