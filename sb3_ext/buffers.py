@@ -73,11 +73,26 @@ def begun_whole(method: _Method) -> _Method:
     return call  # type: ignore[return-value]
 
 
+def making_batch(method: _Method) -> _Method:
+    """Have a method of upstream's not copy what it decodes, which nobody else holds."""
+
+    @functools.wraps(method)
+    def call(self: CompressedBuffer, *args: Any, **kwargs: Any) -> Any:
+        self._makes_batch = True
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self.__dict__.pop("_makes_batch", None)
+
+    return call  # type: ignore[return-value]
+
+
 class CompressedBuffer(BaseBuffer):
     """What replay buffers and rollout buffers have in common: the observations that they are made of."""
 
     _observations: Observations
     _FOR_OTHERS: str  # what to write for an observation space of the other kind
+    _makes_batch = False
 
     def _open(self, space: spaces.Space[Any], places: tuple[int, int], **options: Any) -> None:
         takes_dict = isinstance(self, (DictReplayBuffer, DictRolloutBuffer))
@@ -126,11 +141,12 @@ class CompressedBuffer(BaseBuffer):
         Convert an array to a tensor.
 
         :param array: The array
-        :param copy: Whether to copy it. One that was decoded for a batch is not copied: nothing else refers to it
+        :param copy: Whether to copy it
         :return: The tensor, on the device of the buffer
         """
-        large = array.nbytes > _COPIED  # it takes as long to find out whether a small one has to be copied
-        return super().to_torch(array, copy and not (large and self._observations.decoded(array)))
+        # To find out whether a small one was decoded takes as long as copying it.
+        alone = self._makes_batch and array.nbytes > _COPIED and self._observations.decoded(array)
+        return super().to_torch(array, copy and not alone)
 
 
 class TakesOptions(CompressedBuffer):
@@ -344,11 +360,12 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         :param env: Environment to normalize observations and rewards with
         :return: Samples
         """
-        held = self.size()
-        rows = np.random.randint(0, held, size=batch_size)
-        if held < self._rows_written:  # the oldest were given up
-            rows = (self.pos - held + rows) % self.buffer_size
-        return self._get_samples(rows, env)
+        with self._observations.lock:  # another thread may add, and give up what is drawn here
+            held = self.size()
+            rows = np.random.randint(0, held, size=batch_size)
+            if held < self._rows_written:  # the oldest were given up
+                rows = (self.pos - held + rows) % self.buffer_size
+            return self._get_samples(rows, env)
 
     def _get_samples(self, batch_inds: np.ndarray, env: VecNormalize | None = None) -> Any:
         # The same call to the generator as in the class this one stands in for.
@@ -367,7 +384,8 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
             rewards = self._normalize_reward(rewards, env)
         actions = self.actions[rows, envs, :]
         # All of these are fresh arrays, or recycled ones that nobody else sees: no copy is needed.
-        tensor = th.from_numpy if th.device(self.device).type == "cpu" else self.to_torch
+        on_cpu = th.device(self.device).type == "cpu"
+        tensor = th.from_numpy if on_cpu else functools.partial(self.to_torch, copy=False)
         parts = tensor(actions), tensor(dones.reshape(-1, 1)), tensor(rewards)
         if not isinstance(obs, dict):
             return ReplayBufferSamples(tensor(obs), parts[0], tensor(next_obs), *parts[1:])
@@ -532,7 +550,7 @@ if hasattr(buffers, "NStepReplayBuffer"):  # from Stable Baselines3 2.7 on; all 
             rewards = self._normalize_reward(self.rewards[rows], env) * self.gamma ** steps.astype(np.float32) * counts
             last = (batch_inds + n_more) % self.buffer_size, envs
             dones = self.dones[last] * (1 - self.timeouts[last])
-            parts = (
+            parts: tuple[Any, ...] = (
                 self._normalize_obs(self.observations[batch_inds, envs], env),
                 self.actions[batch_inds, envs],
                 self._normalize_obs(self.next_observations[last], env),
@@ -540,7 +558,7 @@ if hasattr(buffers, "NStepReplayBuffer"):  # from Stable Baselines3 2.7 on; all 
                 rewards.sum(axis=1, keepdims=True),
                 self.gamma ** counts.sum(axis=1, keepdims=True).astype(np.float32),
             )
-            return ReplayBufferSamples(*map(self.to_torch, parts))
+            return ReplayBufferSamples(*(self.to_torch(part, copy=False) for part in parts))
 
 
 def _agreed(name: str, ours: Any, theirs: Any) -> Any:
@@ -683,6 +701,10 @@ class CompressedHerReplayBuffer(TakesOptions, HerReplayBuffer, CompressedDictRep
         :raises RuntimeError: if no episode has ended yet
         :raises InvalidArgumentError: if there is no environment to compute rewards with
         """
+        with self._observations.lock:  # another thread may add
+            return self._sample(batch_size, env)
+
+    def _sample(self, batch_size: int, env: VecNormalize | None) -> DictReplayBufferSamples:
         is_valid = self.ep_length > 0
         if not is_valid.any():
             return super().sample(batch_size, env)  # says why
@@ -816,6 +838,8 @@ class CompressedRolloutBuffer(CompressedBuffer, RolloutBuffer):
         for store in self._observations.stores:
             store.rest()
 
+    _get_samples: Any = making_batch(RolloutBuffer._get_samples)
+
     @staticmethod
     def swap_and_flatten(arr: Any) -> Any:
         """
@@ -844,3 +868,4 @@ class CompressedDictRolloutBuffer(CompressedRolloutBuffer, DictRolloutBuffer):
     """
 
     _FOR_OTHERS = "use rollout_buffer_class=CompressedRolloutBuffer for it"
+    _get_samples: Any = making_batch(DictRolloutBuffer._get_samples)

@@ -17,7 +17,14 @@ import importlib.util
 from typing import Any, TypeVar
 
 from rl_ext_core.errors import InvalidTypeError, missing_dependency
-from sb3_ext.buffers import CompressedDictRolloutBuffer, CompressedRolloutBuffer, TakesOptions, begun_whole, whole
+from sb3_ext.buffers import (
+    CompressedDictRolloutBuffer,
+    CompressedRolloutBuffer,
+    TakesOptions,
+    begun_whole,
+    making_batch,
+    whole,
+)
 
 if importlib.util.find_spec("sb3_contrib") is None:
     raise missing_dependency("sb3_contrib", "contrib", "sb3_ext.contrib")
@@ -48,6 +55,7 @@ class CompressedMaskableRolloutBuffer(TakesOptions, MaskableRolloutBuffer, Compr
     _FOR_OTHERS = "use rollout_buffer_class=CompressedMaskableDictRolloutBuffer for it"
     add, reset = whole(MaskableRolloutBuffer.add), whole(MaskableRolloutBuffer.reset)
     get = begun_whole(MaskableRolloutBuffer.get)
+    _get_samples: Any = making_batch(MaskableRolloutBuffer._get_samples)
 
 
 class CompressedMaskableDictRolloutBuffer(TakesOptions, MaskableDictRolloutBuffer, CompressedDictRolloutBuffer):
@@ -65,6 +73,7 @@ class CompressedMaskableDictRolloutBuffer(TakesOptions, MaskableDictRolloutBuffe
     _FOR_OTHERS = "use rollout_buffer_class=CompressedMaskableRolloutBuffer for it"
     add, reset = whole(MaskableDictRolloutBuffer.add), whole(MaskableDictRolloutBuffer.reset)
     get = begun_whole(MaskableDictRolloutBuffer.get)  # type: ignore[assignment]
+    _get_samples: Any = making_batch(MaskableDictRolloutBuffer._get_samples)
 
 
 class _Recurrent(TakesOptions):
@@ -112,6 +121,7 @@ class CompressedRecurrentRolloutBuffer(_Recurrent, RecurrentRolloutBuffer, Compr
     _FOR_OTHERS = "use CompressedRecurrentDictRolloutBuffer for it"
     add, reset = whole(RecurrentRolloutBuffer.add), whole(RecurrentRolloutBuffer.reset)
     get = begun_whole(RecurrentRolloutBuffer.get)
+    _get_samples: Any = making_batch(RecurrentRolloutBuffer._get_samples)
 
 
 class CompressedRecurrentDictRolloutBuffer(_Recurrent, RecurrentDictRolloutBuffer, CompressedDictRolloutBuffer):
@@ -128,3 +138,4 @@ class CompressedRecurrentDictRolloutBuffer(_Recurrent, RecurrentDictRolloutBuffe
     _FOR_OTHERS = "use CompressedRecurrentRolloutBuffer for it"
     add, reset = whole(RecurrentDictRolloutBuffer.add), whole(RecurrentDictRolloutBuffer.reset)  # type: ignore[assignment]
     get = begun_whole(RecurrentDictRolloutBuffer.get)  # type: ignore[assignment]
+    _get_samples: Any = making_batch(RecurrentDictRolloutBuffer._get_samples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import secrets
 import threading
@@ -76,6 +77,13 @@ class Part:
 
     def append_step(self, row: int, obs: Any) -> None:
         """Store one step of a rollout."""
+        try:
+            row = operator.index(row)
+        except TypeError:
+            raise InvalidTypeError(
+                f"observations of a rollout are assigned row by row, not by {row!r}; write "
+                "buffer.observations[row] = observations, of all environments"
+            ) from None
         if row >= self.places[0]:
             raise InvalidArgumentError(f"the rollout is full with {row} steps; call reset() before the next one")
         self.append(obs, obs, row)

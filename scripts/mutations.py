@@ -5,8 +5,9 @@
 
 Everything happens in a copy of the tree. The tests run once to record which lines each of them passes. After that, each
 mutant is shown to the tests that pass its line, until one fails. The same command goes on where it was interrupted;
-another ``--work`` folder begins anew. Lines that numba compiles, or that run in other processes alone, are not in the
-record: their mutants are shown to the tests that ``--otherwise`` names.
+another ``--work`` folder begins anew. Lines that numba compiles, or that run in other processes, are not in the record:
+mutants are shown to the tests that ``--otherwise`` names, too. One of code that kills processes may kill any; write
+``unshare --pid --fork --mount-proc`` before the command.
 """
 
 from __future__ import annotations
@@ -147,7 +148,9 @@ class Sandbox:
         return status, output.read_text(errors="replace")
 
     def tests_of(self, mutant: Mutant, otherwise: list[str], seconds: float) -> list[str]:
-        """Tests that pass a line, as many as fit into the time: a case of each first, and of these the quickest."""
+        """Tests that pass a line, as many as fit into the time: a case of each first, and of these the quickest. Those
+        that are named otherwise come behind: the line may be passed in a process that is not recorded.
+        """
         passing = (
             "select context, numbits from line_bits join context on context.id = context_id "
             "join file on file.id = file_id where path like ?"
@@ -157,13 +160,14 @@ class Sandbox:
             for context, bits in database.execute(passing, (f"%/{mutant.path}",)):
                 if mutant.line in numbits_to_nums(bits):
                     tests.add(context.partition("|")[0])
-            if tests <= {""}:
-                contexts = {context.partition("|")[0] for (context,) in database.execute("select context from context")}
-                tests = {test for test in contexts if test.startswith(tuple(otherwise))}
-        ordered = sorted(tests - {""} - self.broken, key=lambda each: (self.durations[each], each))
-        firsts = {test.partition("[")[0]: test for test in reversed(ordered)}.values()
+        others = {test for test in self.durations if test.startswith(tuple(otherwise))}
+        inside, outside = (
+            sorted(group - {""} - self.broken, key=lambda each: (self.durations[each], each))
+            for group in (tests, others - tests)
+        )
+        firsts = {test.partition("[")[0]: test for test in reversed(inside)}.values()
         chosen: list[str] = []
-        for test in dict.fromkeys([*reversed(firsts), *ordered]):
+        for test in dict.fromkeys([*reversed(firsts), *inside, *outside]):
             seconds -= self.durations[test] + 0.01
             if seconds > 0 or not chosen:
                 chosen.append(test)

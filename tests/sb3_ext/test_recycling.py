@@ -53,6 +53,15 @@ def test_what_is_held_is_never_overwritten(buffer: CompressedReplayBuffer, pick:
             assert left is right is None or np.array_equal(np.asarray(left), np.asarray(right))
 
 
+def test_what_the_caller_holds_is_copied(buffer: CompressedReplayBuffer) -> None:
+    images = buffer.observations[np.arange(16), np.zeros(16, dtype=np.int64)]
+    tensor, shared = buffer.to_torch(images), buffer.to_torch(images, copy=False)
+    before = images.copy()
+    images += 50
+    np.testing.assert_array_equal(tensor, before)
+    np.testing.assert_array_equal(shared, images)
+
+
 def test_what_nobody_holds_is_used_again(buffer: CompressedReplayBuffer) -> None:
     places = set()
     for _ in range(20):

@@ -137,6 +137,21 @@ def test_copies_go_on(copied: Callable[[Any], Any], kind: str) -> None:
     assert_same_batches(ours, buffers[1], 5)
 
 
+@pytest.mark.parametrize("row", [2, 8, 9])
+def test_rows_that_are_assigned_once_more_are_those_of_the_original(row: int) -> None:
+    venv = env_for("plain")
+    buffers = both("plain", 12, venv.observation_space)
+    *steps, other = seen(venv, 11)
+    fill(buffers, steps)
+    for buffer in buffers:
+        buffer.observations[row] = other
+    copied = copy.deepcopy(buffers[0])
+    for ours in (buffers[0], copied):
+        np.testing.assert_array_equal(np.asarray(ours.observations), buffers[1].observations)
+    with pytest.raises(InvalidTypeError, match=r"assigned row by row, not by \(0, 1\); write"):
+        copied.observations[0, 1] = other[1]
+
+
 def test_what_does_not_fit_is_refused_and_replaced_by_what_does() -> None:
     venv = image_env()
     buffers = both("plain", 8, venv.observation_space)

@@ -115,6 +115,27 @@ def test_folders_of_two_buffers_are_not_one(tmp_path: Path) -> None:
         new("dict", 40, venv, storage_dir=tmp_path / "a")
 
 
+@pytest.mark.parametrize(
+    "leave", [lambda path: path.rename(path.with_name("old")), shutil.rmtree], ids=["move", "delete"]
+)
+def test_a_folder_that_another_one_has_taken_the_place_of_is_left_alone(leave: Any, tmp_path: Path) -> None:
+    venv, path = image_env(still=False), tmp_path / "run"
+    transitions = collected(venv, 140)
+    former = new("plain", 200, venv, storage_dir=path)
+    add_all([former], transitions[:50])
+    leave(path)
+    latter = new("plain", 200, venv, storage_dir=path)
+    add_all([latter], transitions[:30])
+    add_all([former], transitions[50:])  # how frames are stored is chosen again, which writes others
+    assert len(former.observations[:140]) == 140
+    latter.close()
+    former.close()
+    opened = new("plain", 200, venv, storage_dir=path)
+    assert opened.size() == 30
+    np.testing.assert_array_equal(opened.observations[:30], [transition[0] for transition in transitions[:30]])
+    opened.close()
+
+
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_process_that_is_killed_while_it_samples_leaves_no_damage(tmp_path: Path) -> None:
     venv = ENVS["n-step"]()
@@ -133,6 +154,30 @@ def test_a_process_that_is_killed_while_it_samples_leaves_no_damage(tmp_path: Pa
     buffer = new("n-step", 40, venv, storage_dir=tmp_path / "a")
     assert buffer.recovered == (30, 0, 0)
     buffer.close()
+
+
+@pytest.mark.parametrize("kind", ["plain", "dict", "hindsight"])
+def test_another_thread_that_adds_waits_until_a_batch_is_decoded(kind: str) -> None:
+    venv = ENVS[kind]()
+    transitions = collected(venv, 60)
+    buffer = new(kind, 200, venv)
+    add_all([buffer], transitions)
+    decode, added = buffer._observations.decode, threading.Event()
+
+    def add() -> None:
+        add_all([buffer], transitions[:1])
+        added.set()
+
+    def meanwhile(*places: Any) -> Any:
+        thread.start()
+        assert not added.wait(0.1)
+        return decode(*places)
+
+    thread = threading.Thread(target=add)
+    buffer._observations.decode = meanwhile
+    buffer.sample(8)
+    thread.join()
+    assert added.is_set()
 
 
 def test_a_buffer_is_saved_while_another_thread_adds() -> None:

@@ -333,6 +333,30 @@ def test_images_that_continue_none_are_kept_to_a_limit_too(size: int, fit: int) 
     assert torch.equal(buffer[:]["pixels"] + 0, data["pixels"][:300])
 
 
+def test_a_part_of_an_image_is_written_and_no_other_image_is_stored_anew() -> None:
+    storage = FrameStorage(100, max_error=10, codec="patch")
+    data = Videos(1).collect(60).reshape(-1)
+    data["pixels"] += torch.randint(0, 8, data["pixels"].shape, dtype=torch.uint8)
+    storage.set(range(60), data)
+    images = storage[:]["pixels"]
+    for change in (
+        lambda images: images.__setitem__((7, 0, 3), 255),
+        lambda images: images.__setitem__((..., 0, 0, 0), torch.arange(60, dtype=torch.uint8)),
+        lambda images: images[20:30].add_(1),
+        lambda images: images.__setitem__(images > 250, 0),
+    ):
+        before = images[:].clone()
+        expected = before.clone()
+        change(images)
+        change(expected)
+        changed = (before != expected).flatten(1).any(1)
+        assert torch.equal(images[~changed], before[~changed])
+        assert int((images[changed].int() - expected[changed].int()).abs().max()) <= 10
+    mask = torch.rand(60, STACK) < 0.3
+    for index in (images[:] > 100, mask, (mask, 3), torch.arange(60) % 7 == 0):
+        assert torch.equal(images[index], images[:].clone()[index])
+
+
 def test_images_that_were_taken_before_the_storage_was_emptied_are_refused() -> None:
     buffer = TensorDictReplayBuffer(storage=FrameStorage(50), batch_size=8)
     data = Videos(1).collect(50).reshape(-1)

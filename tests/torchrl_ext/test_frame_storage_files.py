@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import itertools
 import json
@@ -359,6 +360,35 @@ def test_a_disk_that_becomes_full_is_an_error_and_no_end_of_the_process(tmp_path
     buffer.extend(
         TensorDict({"pixels": torch.zeros(8, 3, 60, 50, dtype=torch.uint8), "number": torch.zeros(8).long()}, [8])
     )
+
+
+def test_a_folder_that_another_storage_has_taken_the_place_of_is_left_alone(tmp_path: Path) -> None:
+    data = Videos(1).collect(40).reshape(-1)
+    former = FrameStorage(150, storage_dir=tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "old")
+    latter = FrameStorage(150, storage_dir=tmp_path / "run")
+    latter.set(range(30), data[:30].clone())
+    with pytest.raises(StorageError, match=r"was moved, deleted or replaced since .* pass another storage_dir"):
+        former.set(range(10), data[:10].clone())
+    latter.close()
+    latter = FrameStorage(150, storage_dir=tmp_path / "run")
+    assert_same(latter[:], data[:30].to("cpu"))
+    latter.close()
+
+
+@pytest.mark.parametrize("way", [_through_state_dict, _through_dumps, lambda buffer, *_: copy.deepcopy(buffer)])
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_a_storage_that_was_emptied_is_saved_and_copied(way: Any, ndim: int, tmp_path: Path) -> None:
+    buffer = buffer_of(60, ndim=ndim)
+    data = Videos(2).collect(20)
+    for _ in range(2):
+        buffer.extend(data.clone() if ndim == 2 else data.reshape(-1))
+        buffer.empty()
+    loaded = way(buffer, 60, tmp_path)
+    assert len(loaded) == 0
+    for each in (buffer, loaded):
+        each.extend(data.clone() if ndim == 2 else data.reshape(-1))
+    assert_same(loaded[:], buffer[:])
 
 
 def test_a_key_that_comes_late_is_refused(tmp_path: Path) -> None:

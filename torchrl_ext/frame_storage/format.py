@@ -153,6 +153,8 @@ def unpacked(held: dict[str, Any]) -> tuple[Any, list[dict[str, Any]]]:
         contents = np.array(held["leaves"][number])
         if checksum(contents) != held["sums"][number]:
             raise CorruptFileError("the elements are damaged: their checksum does not match their contents")
-        return torch.from_numpy(contents).view(dtype).reshape(shape)
+        return (
+            torch.from_numpy(contents).view(dtype).reshape(shape) if contents.size else torch.empty(shape, dtype=dtype)
+        )
 
     return rebuilt(held["rows"], leaf), held["frames"]

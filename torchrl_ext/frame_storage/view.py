@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
@@ -26,7 +28,8 @@ class FrameView(torch.Tensor):
     """A tensor of images that reads and writes those of a storage, as a view of its memory would.
 
     Slicing it gives another one, and assigning to an index of it stores images. Whatever else is done with it is done
-    with the images, decoded at that moment, which are a copy.
+    with the images, decoded at that moment, which are a copy. Of an image that changes in part, the rest is stored as
+    it was decoded: a lossy codec adds to its error.
 
     :param handles: handles of the images, a view of the storage's.
     :param column: whose images these are.
@@ -72,12 +75,10 @@ class FrameView(torch.Tensor):
         if isinstance(self, FrameView):
             if (handles := self._rearranged(func, args, kwargs)) is not None:
                 return FrameView(handles, self._column, self._storage, self._emptied)
-            if func is _aten.index.Tensor and len(args[1]) <= self._handles.ndim:
+            if func is _aten.index.Tensor and _n_axes(args[1]) <= self._handles.ndim:
                 return self._read(func(self._handles, args[1]))
             if func._schema.is_mutable:
-                changed = self.decoded().clone()
-                func(changed, *tree_map(_decoded, args[1:]), **tree_map(_decoded, kwargs))
-                self._write(..., changed)
+                self._change(lambda images: func(images, *tree_map(_decoded, args[1:]), **tree_map(_decoded, kwargs)))
                 return self
         return func(*tree_map(_decoded, args), **tree_map(_decoded, kwargs))
 
@@ -107,12 +108,18 @@ class FrameView(torch.Tensor):
     def __setitem__(self, index: Any, value: Any) -> None:
         parts = index if isinstance(index, tuple) else (index,)
         value = _decoded(value)
-        if len(parts) > self._handles.ndim or any(part is None or part is ... for part in parts):
-            changed = self.decoded().clone()
-            changed[index] = value
-            return self._write(..., changed)
+        if _n_axes(parts) > self._handles.ndim or any(part is None or part is ... for part in parts):
+            return self._change(lambda images: images.__setitem__(index, value))
         images = torch.as_tensor(value).to(self.dtype)
         self._write(parts, images.expand(*self._handles[parts].shape, *self._column.shape))
+
+    def _change(self, change: Callable[[torch.Tensor], Any]) -> None:
+        before = self.decoded()
+        images = before.clone()
+        change(images)
+        # To store the others anew would add to what a lossy codec has made of them.
+        changed = (images != before).flatten(self._handles.ndim).any(-1)
+        self._write(changed, images[changed])
 
     def _write(self, index: Any, images: torch.Tensor) -> None:
         self._check_there()
@@ -138,6 +145,12 @@ class FrameView(torch.Tensor):
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return self.decoded().clone()
+
+
+def _n_axes(parts: Any) -> int:
+    """Return how many axes an index names: a mask names as many as it has."""
+    masks = (torch.bool, torch.uint8, np.dtype(bool))
+    return sum(part.ndim if getattr(part, "dtype", None) in masks else 1 for part in parts)
 
 
 def _decoded(value: Any) -> Any:

@@ -353,7 +353,20 @@ class StoreFolder:
     def _has(self, *names: str) -> bool:
         return any((self.path / name).exists() for name in names)
 
+    def _check_there(self) -> None:
+        """
+        :raises StorageError: where the path leads to another folder by now, which may be another store's.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            if _system.WINDOWS or os.path.samestat(os.fstat(self._lock), os.stat(self.path / "lock")):
+                return  # Windows moves no folder with open files
+        raise StorageError(
+            f"{self.path} was moved, deleted or replaced since it was opened here, so nothing more is written to it; "
+            "pass another storage_dir"
+        )
+
     def _mark_half_made(self) -> None:
+        self._check_there()
         try:
             (self.path / _MAKING).touch()
         except OSError as error:
@@ -370,6 +383,7 @@ class StoreFolder:
         if not _FILES.fullmatch(name):
             raise CorruptFileError(f"{self.path / MANIFEST} is damaged: it names {name!r}, which is no file of a store")
         if new:
+            self._check_there()
             _delete(self.path / name)  # of a process that was killed
         # Arrays that were asked for by name are in the hands of others, who may write anywhere.
         return RegionFile(self.path / name, self._identity, self.mend, lenient=name.startswith("row-"))
@@ -415,6 +429,7 @@ class StoreFolder:
             "settings": settings,
             "rows": self.rows.described(),
         }
+        self._check_there()
         try:
             write_json(self.path / MANIFEST, manifest)
         except OSError as error:
@@ -474,6 +489,7 @@ class StoreFolder:
 
     def remove_others(self) -> None:
         """Deletes frames in whose place others are."""
+        self._check_there()
         for path in self.path.glob("frames-*"):
             if path.name not in self._frames(self._numbers):
                 _system.remove(path)
@@ -516,9 +532,11 @@ class StoreFolder:
 
     def abandon(self) -> None:
         """Closes it, and leaves nothing where nothing was."""
+        with contextlib.suppress(StorageError):
+            self._check_there()
+            if self._made:
+                shutil.rmtree(self.path, ignore_errors=True)
         self.close()
-        if self._made:
-            shutil.rmtree(self.path, ignore_errors=True)
 
     def __getstate__(self) -> dict[str, Any]:
         # Only on the way to a child process, which holds the lock as well.

@@ -92,6 +92,8 @@ def candidate_layouts(
     """All layouts that an observation of this shape can have, the finest frames first, the unstacked one last."""
     if not shape:
         raise InvalidArgumentError("observations of shape () cannot be stored; give them shape (1,)")
+    if 0 in shape:
+        raise InvalidArgumentError(f"observations of shape {shape} hold nothing to store; leave them out of the space")
     if n_stack is not None:
         axes = dict.fromkeys((*stacking_axes(shape), 0, len(shape) - 1))
         fitting = [axis for axis in axes if n_stack > 0 and shape[axis] % n_stack == 0]

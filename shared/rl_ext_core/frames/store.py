@@ -506,7 +506,8 @@ class FrameStore:
         return index(row)  # NumPy's integers are written in a way that depends on its version
 
     def _advance(self, row: int, pairs: Pairs) -> None:
-        """Makes the transition with these numbers the newest."""
+        """Makes the transition with these numbers the newest; or that of an older row, where that is in memory."""
+        older = self._folder is None and (row < self.position or (self.full and row != self.position))
         if self._folder is not None:
             self._begin_row(row)
         if self.full and self.dropped and row == self.position:
@@ -517,6 +518,8 @@ class FrameStore:
         index[row] = pairs
         self._staged = None
         self._pool.note_row(row)
+        if older:
+            return
         self.position = row + 1
         if self.position == self.capacity:
             self.position, self.full = 0, True
