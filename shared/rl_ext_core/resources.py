@@ -1,4 +1,4 @@
-"""What this process may use: processor cores and memory, with the limits of its control groups."""
+"""What this process may use: processor cores and memory, with the limits of its control groups, and descriptors."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["available_memory", "private_memory", "shortage", "usable_cores"]
+from rl_ext_core.errors import InvalidArgumentError
+
+__all__ = ["available_memory", "check_descriptors", "private_memory", "shortage", "usable_cores"]
 
 _ROOT = Path("/")
+_SPARE_DESCRIPTORS = 20
 
 
 def usable_cores() -> int:
@@ -67,6 +70,25 @@ def shortage(private_bytes: int, num_workers: int) -> str | None:
         f"{num_workers} workers need about {needed:.1f} GB ({private_bytes / 1e6:.0f} MB each, measured), and "
         f"{available / 1e9:.1f} GB are available: use {fitting} or fewer"
     )
+
+
+def check_descriptors(n_workers: int, each: int, argument: str) -> None:
+    """Refuse more workers than there are descriptors for: with none left, nothing could be ended in good order either.
+
+    :param each: how many a worker takes in this process
+    :param argument: what says how many workers there are, with ``{}`` in place of the number
+    :raises InvalidArgumentError: there are too few
+    """
+    import resource  # Linux and macOS have it
+
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    left = limit - len(os.listdir("/proc/self/fd")) - _SPARE_DESCRIPTORS
+    if limit != resource.RLIM_INFINITY and n_workers * each > left:
+        raise InvalidArgumentError(
+            f"{n_workers} workers need {n_workers * each} descriptors of files, and this process may open "
+            f"{max(left, 0)} more (ulimit -n is {limit}). Write {argument.format(max(left // each, 1))} or fewer, or "
+            "raise the limit: ulimit -n 4096"
+        )
 
 
 def _groups(controller: str) -> Iterator[Path]:

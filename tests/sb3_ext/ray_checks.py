@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import signal
 import sys
 import time
 import traceback
@@ -25,6 +27,7 @@ from stable_baselines3.common.vec_env import SubprocVecEnv
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, WorkerError
 from sb3_ext import RayVecEnv, as_factory, make_vec_env
+from tests.interrupts import everywhere
 from tests.sb3_ext.vec_checks import FAST, action_of, assert_equal, rollout
 from tests.sb3_ext.vec_worlds import Counting, Drawn, Failing, Unpicklable
 
@@ -138,6 +141,56 @@ def deaths() -> None:
 
 
 @check
+def deaths_between_two_calls_concern_nobody_who_closes() -> None:
+    venv = RayVecEnv([Drawn] * 2)
+    os.kill(venv.env_method("pid")[0], signal.SIGKILL)
+    time.sleep(1)
+    venv.close()
+
+
+@check
+def actors_that_ray_starts_anew() -> None:
+    venv = RayVecEnv([Drawn], actor_options={"max_restarts": 1, "max_task_retries": 1})
+    os.kill(venv.env_method("pid")[0], signal.SIGKILL)
+    with pytest.raises(WorkerError, match="without its environments; leave max_restarts and max_task_retries out"):
+        venv.reset()
+    venv.close()
+
+
+@check
+def interrupted_steps_are_waited_for_again() -> None:
+    venv = RayVecEnv([Counting] * 3, n_workers=2)
+    actions = np.zeros(3, dtype=np.int64)
+
+    def prepare() -> Callable[[], Any]:
+        venv.reset()
+        venv.step(actions)
+        venv.step_async(actions)
+        return venv.step_wait
+
+    n_waited = 0
+    for where in everywhere(prepare, below=("/vector/ray.py",)):
+        if venv.waiting:
+            n_waited += 1
+            assert venv.step_wait()[0][:, 0].tolist() == [2, 2, 2], where
+    assert n_waited > 10
+    venv.close()
+
+
+@check
+def a_ray_that_was_shut_down_is_not_started_anew() -> None:
+    for call in (RayVecEnv.close, RayVecEnv.reset):
+        venv = RayVecEnv([Drawn] * 2)
+        ray.shutdown()
+        if call is RayVecEnv.reset:
+            with pytest.raises(WorkerError, match=r"environment 0 of 2, in reset: ray.shutdown\(\) has ended it"):
+                venv.reset()
+        venv.close()
+        assert not ray.is_initialized()
+        start_ray()
+
+
+@check
 def hangs() -> None:
     fails("step", "hang", "did not answer within 1 s", "step", step_timeout=1)
     fails("constructor", "hang", "did not answer within 10 s", "constructor", start_timeout=10)
@@ -161,10 +214,14 @@ def nothing_is_left() -> None:
         time.sleep(0.1)
 
 
+def start_ray() -> None:
+    options = {"num_cpus": 4, "include_dashboard": False, "object_store_memory": 2**27, "log_to_driver": False}
+    ray.init("local", _temp_dir=sys.argv[1], **options)
+
+
 def main() -> None:
     found = {}
-    ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=2**27, log_to_driver=False,
-             _temp_dir=sys.argv[1])  # fmt: skip
+    start_ray()
     for name, function in CHECKS.items():
         try:
             function()

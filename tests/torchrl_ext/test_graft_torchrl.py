@@ -213,3 +213,9 @@ def test_what_was_changed_below_the_wrapper_is_in_the_copy() -> None:
     assert (physics.model.opt.timestep, physics.model.body_mass[3]) == (0.004, 2.5)
     assert copy.transform.note.tolist() == [0, 1, 2]
     assert copy.rollout(5)["next", "reward"].shape == (5, 1)
+
+
+def test_what_torchrl_notes_on_classes_is_no_difference(caplog: pytest.LogCaptureFixture) -> None:
+    GymEnv("CartPole-v1")  # whose class is a base of ours
+    torchrl_ext.as_factory(torchrl_ext.GymEnv("CartPole-v1"))
+    assert not caplog.records

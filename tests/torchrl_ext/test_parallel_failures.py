@@ -6,6 +6,7 @@ import functools
 import itertools
 import os
 import pickle
+import resource
 import signal
 import threading
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_ext_core.errors import WorkerError
+from rl_ext_core.errors import InvalidArgumentError, WorkerError
 from rl_ext_core.factory import EnvFactory
 from tests.leaks import workers
 from tests.torchrl_ext.parallel_checks import diary, no_workers_left, workers_left
@@ -45,6 +46,15 @@ def live(env: ParallelEnv) -> None:
     env.reset()
     env.rollout(5, break_when_any_done=False)
     env.fetch(litres=3)
+    env.close()
+
+
+def test_more_workers_than_descriptors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (len(os.listdir("/proc/self/fd")) + 55,) * 2)
+    with pytest.raises(InvalidArgumentError, match=r"4 workers need 40 .*Write ParallelEnv\(3, ...\) or fewer"):
+        ParallelEnv(4, factory()).reset()
+    env = ParallelEnv(3, factory())
+    env.reset()
     env.close()
 
 

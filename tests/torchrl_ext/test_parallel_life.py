@@ -346,3 +346,19 @@ def test_workers_that_do_not_fit_and_cost_more_time_than_they_save(
     match = re.match(pattern, speed)
     assert match is not None
     assert float(match[1]) > float(match[2])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_that_lets_go_of_it_leaves_the_workers_alone() -> None:
+    env = ParallelEnv(2, "CartPole-v1")
+    env.reset()
+    for leave in (env.close, env._discard):
+        child = os.fork()
+        if child == 0:
+            try:
+                leave()
+            finally:
+                os._exit(0 if env.is_closed else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert env.rollout(3).shape == (2, 3)
+    env.close()

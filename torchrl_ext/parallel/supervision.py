@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torchrl.envs import batched_envs as upstream
 
-from rl_ext_core import processes
+from rl_ext_core import processes, resources
 from rl_ext_core.errors import WorkerError
 from torchrl_ext.parallel.plan import Plan, SpeedCheck
 
@@ -23,6 +23,8 @@ __all__ = ["SupervisedEnv"]
 
 # An attribute that all environments have, and that a ParallelEnv does not ask its workers for.
 _PING = "batch_size"
+# Which a worker takes in this process, with what its start needs.
+_DESCRIPTORS = 10
 # After this it is said that closing takes long.
 _LONG_S = 10.0
 
@@ -71,6 +73,8 @@ class SupervisedEnv(upstream.ParallelEnv):
         self._threads = torch.get_num_threads()
         if self._speed is None:
             self._speed = self._plan.advice()
+        if processes.SUPPORTED:  # else it is refused below
+            resources.check_descriptors(self.num_workers, _DESCRIPTORS, "ParallelEnv({}, ...)")
         started: list[Any] = []
         try:
             with contextlib.ExitStack() as stack:
@@ -157,6 +161,8 @@ class SupervisedEnv(upstream.ParallelEnv):
         watch = self._watch
         if not self._closing or watch is None:
             return  # upstream has found a dead worker and will raise: the operation says which and why
+        if not watch.ours:
+            return self._release(watch)  # in a forked child, whose parent goes on with them
         limit = None if math.isinf(self.shutdown_timeout) else self.shutdown_timeout
         members = list(zip(self.parent_channels, self._workers, strict=True))
         try:

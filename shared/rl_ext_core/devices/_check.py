@@ -30,6 +30,8 @@ Changes: TypeAlias = Mapping[str, "str | None"]
 _KNOWN = (MASK, ORDER, BACKEND, INDEX, PLATFORM, LOCAL_RANK)
 # Names of their own right that are close to these.
 _NEIGHBOURS = ("MUSA_VISIBLE_DEVICES", PYRENDER_INDEX)
+_ORDERS = ("PCI_BUS_ID", "FASTEST_FIRST")
+_EVERY_GPU = ("all", "*", "any", "auto")  # which is what Docker calls them
 _QUOTES = " \t\r\n'\"`[](){}<>"
 _NO_CUDA = 'torch.device("cuda") ends in "RuntimeError: No CUDA GPUs are available"'
 _NO_DISPLAY = "mujoco.FatalError: an OpenGL platform library has not been loaded into this process"
@@ -209,11 +211,23 @@ def _names(situation: Situation) -> Findings:
         if known is None or right == text:
             continue
         effect = f"{known} is read, and never {name!r}"
-        if right is None:
-            yield situation.finding(name, f"{effect}, so that it has no effect", {known: text})
-        else:
+        drop: Changes = {name: None} if name.isidentifier() else {}  # shells know no other names
+        if right is not None:
             effect = f"{effect}, so that {known}={right!r} is in force alone"
-            yield situation.finding(name, effect, {known: right}, "warning")
+            yield situation.finding(name, effect, drop or {known: right}, "warning")
+        elif drop and not _may_be(known, text):
+            yield situation.finding(name, f"{effect}, which would not know {text!r}, either", drop, "warning")
+        else:
+            yield situation.finding(name, f"{effect}, so that it has no effect", {known: text})
+
+
+def _may_be(name: str, value: str) -> bool:
+    """Whether a variable may have a value, as far as that does not depend on the machine."""
+    if name == MASK:
+        return value.lower() not in _EVERY_GPU
+    if name == ORDER:
+        return value in _ORDERS
+    return name not in (INDEX, LOCAL_RANK) or _cuda.is_rank(value)
 
 
 # CUDA's order, the mask, ranks
@@ -224,7 +238,7 @@ def _order(situation: Situation) -> Findings:
     by_speed = inventory.fastest_first
     unlike = bool(inventory.gpus) and by_speed != tuple(gpu.uuid for gpu in inventory.gpus)
     first = f": number 0 is {named(inventory.gpu(by_speed[0]))}" if unlike and by_speed else ""
-    if value is not None and value.strip() and value not in ("PCI_BUS_ID", "FASTEST_FIRST"):
+    if value is not None and value.strip() and value not in _ORDERS:
         fix = {ORDER: "FASTEST_FIRST" if "FAST" in value.upper() else "PCI_BUS_ID"}
         effect = f"CUDA does not know it and counts the fastest first{first}"
         yield situation.finding(ORDER, effect, fix, "error" if unlike else "warning")
@@ -263,7 +277,7 @@ def _mask(situation: Situation) -> Findings:
     elif re.fullmatch(r"-\d+", word) or word in ("none", "void", "no", "off", "null", "nil", "false", "cpu"):
         effect = f"{word!r} hides all {len(gpus)} GPUs, so that the CPU computes and {_NO_CUDA}"
         yield situation.finding(MASK, effect, {MASK: None}, "warning")
-    elif word in ("all", "*", "any", "auto"):
+    elif word in _EVERY_GPU:
         effect = f"CUDA knows no such word and shows no GPU, though that is how Docker names all of them: {_NO_CUDA}"
         yield situation.finding(MASK, effect, {MASK: None})
     else:

@@ -330,8 +330,9 @@ def _of_rank(rank: int, source: str, count: int, machine: Machine) -> tuple[int,
     if rank < count:
         return rank, f"{source} is this process's place on this machine"
     own = next((name for name in _SLURM_OWN_GPUS if environ.get(name)), None)
-    if count == 1 and own:
-        return 0, f"{source}, and SLURM shows each task its own GPU ({own}={environ[own]!r})"
+    if own:
+        gpus = "a GPU" if count == 1 else "GPUs"
+        return rank % count, f"{source}, and SLURM shows each task {gpus} of its own ({own}={environ[own]!r})"
     mask = environ.get(MASK)
     start = f"srun --ntasks-per-node={count}" if source.startswith(SLURM_RANK) else f"torchrun --nproc-per-node={count}"
     more = f", or let {MASK} name {rank + 1} GPUs" if rank < len(machine.inventory.gpus) else ""

@@ -332,10 +332,7 @@ def decide_render(request: Request, name: str, machine: Machine, computing: Deci
             raise DeviceUnavailableError(f'{request}: {renderer} does not render through EGL. Write render="same"')
         return _through_egl(renderer, _egl_device(request, machine), machine, request, computing)
     gpu = _rendering_gpu(request, machine, computing, picker)
-    if gpu.mig:
-        raise DeviceUnavailableError(
-            f"{request}: {gpu.uuid} is cut into MIG slices ({gpu.mig[0]}), which do not render. {_ON_THE_CPU}"
-        )
+    _check_whole(gpu, request)
     if renderer.selects is None:
         return _through_vulkan(renderer, gpu, machine, request, computing)
     return _through_egl(renderer, _egl_of(gpu, machine, request), machine, request, computing)
@@ -423,6 +420,13 @@ def _egl_of(gpu: Gpu, machine: Machine, request: Request) -> EglDevice:
     raise DeviceUnavailableError(f"{request}: {gpu.name} ({gpu.uuid}) does not render here: {why}. {_ON_THE_CPU}")
 
 
+def _check_whole(gpu: Gpu, request: Request) -> None:
+    if gpu.mig:
+        raise DeviceUnavailableError(
+            f"{request}: {gpu.uuid} is cut into MIG slices ({gpu.mig[0]}), which do not render. {_ON_THE_CPU}"
+        )
+
+
 def _through_egl(
     renderer: Renderer, device: EglDevice, machine: Machine, request: Request, computing: Decision
 ) -> Decision:
@@ -431,6 +435,8 @@ def _through_egl(
     except DeviceUnavailableError as error:
         raise DeviceUnavailableError(f"{request}: {error}") from error
     gpu = machine.inventory.gpu(device.uuid) if device.uuid else None
+    if gpu is not None:
+        _check_whole(gpu, request)
     who = "the CPU" if device.software else gpu.uuid if gpu else "a device that NVML does not know"
     rule = Step(f"rule of {renderer}", renderer.index, index, f"EGL device {device.index}")
     return dataclasses.replace(

@@ -14,18 +14,22 @@ if TYPE_CHECKING:
     from rl_ext_core.factory._rules import Rules
 
 
-# TorchRL's ``__new__`` puts these on the class; in a process that has constructed no environment it has none or others.
+# TorchRL's ``__new__`` puts these on the class; in a process that has constructed no environment it has none or others,
+# and so have its bases.
 _OF_ENV_BASE = ("_inplace_update", "_batch_locked", "_device", "_cache_in_keys")
 
 
 def _env_base(env: Any) -> tuple[Any, ...]:
     kind, state = type(env), _rules.new(type(env), dict(vars(env)))[2:]
-    return _new_env_base, (kind, {name: vars(kind)[name] for name in _OF_ENV_BASE if name in vars(kind)}), *state
+    of_classes = [
+        (base, name, vars(base)[name]) for base in kind.__mro__ for name in _OF_ENV_BASE if name in vars(base)
+    ]
+    return _new_env_base, (kind, of_classes), *state
 
 
-def _new_env_base(kind: Any, of_class: dict[str, Any]) -> Any:
-    for name, value in of_class.items():
-        setattr(kind, name, value)
+def _new_env_base(kind: Any, of_classes: list[tuple[Any, str, Any]]) -> Any:
+    for base, name, value in of_classes:
+        setattr(base, name, value)
     return object.__new__(kind)
 
 

@@ -136,13 +136,18 @@ class Watch:
         """Whether the workers are expected to end."""
         return self._closing
 
+    @property
+    def ours(self) -> bool:
+        """Whether it was made by this process, and not by one that this was forked from."""
+        return os.getpid() == self._owner
+
     def kill(self) -> None:
         """End the workers that live; nothing is a failure any more.
 
         They may close what they have registered by :func:`~rl_ext_core.processes.at_end`, for three seconds; then they
         are killed, with all that they have started. Ctrl-C ends the waiting for that, not the killing.
         """
-        if os.getpid() != self._owner or threading.current_thread() is self._thread:
+        if not self.ours or threading.current_thread() is self._thread:
             return
         self._closing = self._killing = self._stopping = True
         self._wake()
@@ -151,7 +156,7 @@ class Watch:
 
     def stop(self) -> None:
         """End the thread and close the descriptors; the workers that live go on, unwatched."""
-        if os.getpid() != self._owner or self._wake_w < 0:
+        if not self.ours or self._wake_w < 0:
             return
         self._stopping = True
         self._wake()

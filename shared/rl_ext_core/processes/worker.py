@@ -380,7 +380,10 @@ def _processes() -> list[tuple[int, int, int]]:
     if not Path("/proc").is_dir():
         return _processes_by_psutil()
     found = []
-    for entry in Path("/proc").iterdir():
+    entries: list[Path] = []
+    with suppress(OSError):  # no descriptor is left: groups are found all the same
+        entries = list(Path("/proc").iterdir())
+    for entry in entries:
         if entry.name.isdigit():
             with suppress(OSError, ValueError):
                 state, parent, group = (entry / "stat").read_bytes().rpartition(b")")[2].split()[:3]

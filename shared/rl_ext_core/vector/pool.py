@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from rl_ext_core import processes
+from rl_ext_core import processes, resources
 from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core.devices import READ_AT_IMPORT
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
@@ -40,8 +40,8 @@ INTERRUPTED_SECONDS = 5.0
 
 # What a worker needs whatever its environment is.
 _PRELOAD = ("numpy", "gymnasium.wrappers", "rl_ext_core.factory", "rl_ext_core.vector.worker")
-# Which a worker takes in this process, with what its start needs; and for everything else.
-_DESCRIPTORS, _SPARE_DESCRIPTORS = 10, 20
+# Which a worker takes in this process, with what its start needs.
+_DESCRIPTORS = 10
 _WHEN = {"start": "at its start", "idle": "between two calls", "constructor": "in its constructor"}
 
 
@@ -424,7 +424,7 @@ class Pool(WorkerPool):
     ) -> None:
         super().__init__(env_fns, options, WorkerHandle)
         if processes.SUPPORTED:  # else it is refused below
-            _check_descriptors(len(self.workers))
+            resources.check_descriptors(len(self.workers), _DESCRIPTORS, "n_workers={}")
         self._autoreset, self._apart, self._last_first = autoreset, options.restart is not None, self.workers[::-1]
         self._last: list[np.ndarray[Any, Any]] = []  # observations that were returned, where workers are replaced
         self._spins = channel.worth_spinning(len(self.workers))
@@ -711,23 +711,6 @@ class Pool(WorkerPool):
     def _end_workers(self) -> None:
         _end(self.workers, self._memory, self._scratch)
         self._end.detach()
-
-
-def _check_descriptors(n_workers: int) -> None:
-    """Refuse more workers than there are descriptors for: with none left, nothing could be ended in good order either.
-
-    :raises InvalidArgumentError: there are too few
-    """
-    import resource  # Linux has it
-
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    left = limit - len(os.listdir("/proc/self/fd")) - _SPARE_DESCRIPTORS
-    if limit != resource.RLIM_INFINITY and n_workers * _DESCRIPTORS > left:
-        raise InvalidArgumentError(
-            f"{n_workers} workers need {n_workers * _DESCRIPTORS} descriptors of files, and this process may open "
-            f"{max(left, 0)} more (ulimit -n is {limit}). Write n_workers={max(left // _DESCRIPTORS, 1)} or fewer, or "
-            "raise the limit: ulimit -n 4096"
-        )
 
 
 def _wait_while(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core.errors import WorkerError, missing_dependency
 from rl_ext_core.vector import channel
 from rl_ext_core.vector.arguments import Options
@@ -47,8 +48,13 @@ class Actor:
             if name == "map":
                 self._memory.grow(data.size)
                 self._arrays = data.arrays(self._memory.map(data.size))
-            if self._envs is None:
+            if name == "build":
                 self._envs = Environments(self._messages.append, self._memory, self._cells, 0, data)
+            elif self._envs is None:
+                raise RuntimeError(
+                    "Ray has started this actor anew, without its environments; leave max_restarts and "
+                    "max_task_retries out of actor_options"
+                )
             else:
                 self._envs.do(name, data)
         except BaseException as error:  # Ray takes SystemExit for a wish to end the actor
@@ -56,6 +62,9 @@ class Actor:
             raise ActorFailure(*at, Raised.of(error)) from None
         sent = {key: array for key, array in self._arrays.items() if key != "action"}
         return self._messages.pop(), sent if name in ("step", "reset") else {}
+
+    def ping(self) -> None:
+        """Show that it lives."""
 
 
 class ActorHandle:
@@ -103,6 +112,7 @@ class RayPool(WorkerPool):
         self._ray = ray
         new = ray.remote(Actor).options(**actor_options).remote
         super().__init__(env_fns, options, lambda number, first, last: ActorHandle(number, first, last, new()))
+        self._job = ray.get_runtime_context().get_job_id()
         self._start()
 
     def _build(self) -> None:
@@ -131,8 +141,28 @@ class RayPool(WorkerPool):
             self.end(failure)
             raise failure from failure.__cause__
         for worker, answer in zip(asked, answers, strict=True):
-            for name, array in worker.receive(answer).items():
-                self.arrays[name][worker.first : worker.last] = array
+            self._take(worker, answer)
+
+    @uninterrupted
+    def _take(self, worker: ActorHandle, answer: Answer) -> None:
+        for name, array in worker.receive(answer).items():
+            self.arrays[name][worker.first : worker.last] = array
+
+    def send(self, worker: ActorHandle, name: str, data: Any) -> None:
+        """Give an actor a command.
+
+        :raises WorkerError: Ray was shut down, and would be started anew by this
+        """
+        if not self._is_there():
+            failure = self._failed(worker, 0, _PHASES_OF.get(name, name), "ray.shutdown() has ended it", kind="exit")
+            self.end(failure)
+            raise failure
+        super().send(worker, name, data)
+
+    def _is_there(self) -> bool:
+        """Whether Ray is the one that the actors were started by."""
+        ray = self._ray
+        return bool(ray.is_initialized() and ray.get_runtime_context().get_job_id() == self._job)
 
     def _described(self, asked: Sequence[ActorHandle], error: Exception, timeout: float | None) -> WorkerError:
         ray = self._ray
@@ -161,9 +191,20 @@ class RayPool(WorkerPool):
             return True
         return False
 
+    def _has_come(self, ping: Any) -> bool:
+        try:
+            self._ray.get(ping, timeout=0)
+        except self._ray.exceptions.RayError:
+            return False
+        return True
+
     def _close_environments(self, patience: float | None) -> list[WorkerError]:
         ray, begin = self._ray, time.monotonic()
+        if not self._is_there():
+            return []
+        pings = {}
         for worker in self.workers:
+            pings[worker] = worker.actor.ping.remote()
             worker.send("close", None)  # when it has done what it is at
         pending = [worker.pending for worker in self.workers]
         ready = set(ray.wait(pending, num_returns=len(pending), timeout=patience)[0])
@@ -174,7 +215,7 @@ class RayPool(WorkerPool):
                     worker.receive(ray.get(worker.pending))
                     found = self._failed_to_close(worker)
                 except (ray.exceptions.RayError, ActorFailure) as error:
-                    found = self._described([worker], error, patience)
+                    found = self._described([worker], error, patience) if self._has_come(pings[worker]) else None
                 # What has happened before concerns nobody any more.
                 failures += [found] if found is not None and found.phase == "close" else []
         late = [worker for worker in self.workers if worker.pending is not None and worker.pending not in ready]
@@ -183,7 +224,7 @@ class RayPool(WorkerPool):
         return failures
 
     def _end_workers(self) -> None:
-        for worker in self.workers:
-            # Ray may have been shut down before.
+        for worker in self.workers if self._is_there() else ():
+            # Ray may be shut down meanwhile.
             with contextlib.suppress(self._ray.exceptions.RaySystemError, ValueError):
                 self._ray.kill(worker.actor)

@@ -234,6 +234,23 @@ def test_a_mistake_is_found_and_mended_by_the_line_that_is_offered(
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "others"),
+    [
+        ("CUDA_VISIBLE_DEVICE", "all", {}),
+        ("CUDA_VISIBLE_DEVICE", "1", {MASK: "2"}),
+        ("MUJOCO_EGL_DEVICE", "-1", SCREEN),
+        ("LOCALRANK", "one", {}),
+        ("CUDA_DEVICES_ORDER", "pci", {}),
+    ],
+)
+def test_a_misspelled_name_of_a_value_that_would_not_do_is_to_go(name: str, value: str, others: dict[str, str]) -> None:
+    environ = {**others, name: value}
+    (found,) = (entry for entry in check(environ, FOUR) if entry.variable == name)
+    assert (found.fix, found.severity) == (f"unset {name}", "warning")
+    assert check(typed(found.fix, environ), FOUR) == check(others, FOUR)
+
+
+@pytest.mark.parametrize(
     ("name", "value", "line"),
     [
         ("cuda_visible_devices", "1", f"export {MASK}=1"),
@@ -330,7 +347,7 @@ def test_several_mistakes_are_told_apart() -> None:
     assert (rank.variable, index.variable) == (RANK, INDEX)
     assert index.fix.endswith(".apply()")
     (differs,) = check({MASK: "1", "cuda_visible_devices": "2"}, BARE)
-    assert (differs.severity, differs.fix) == ("warning", f"export {MASK}=1")
+    assert (differs.severity, differs.fix) == ("warning", "unset cuda_visible_devices")
     robust, mask = check({**SCREEN, MASK: "1,"}, only(FOUR, "robosuite"))
     assert "ValueError: invalid literal for int() with base 10: ''" in robust.effect
     assert (typed(robust.fix, {})[INDEX], mask.severity, mask.fix) == ("1", "warning", f"export {MASK}=1")

@@ -119,8 +119,9 @@ DECIDED: list[Decided] = [
     on(0, 0, FOUR, {RANK: "3"}, device="cuda"),  # a named device heeds no rank
     cpu(FOUR, {MASK: "", "RAY_JOB_ID": "1"}, says=f"{MASK}=''"),
     on(2, 2, FOUR, {TASK: "2"}),
-    on(3, 0, FOUR, {TASK: "3", "SLURM_GPUS_PER_TASK": "1", MASK: "3"}, says="its own GPU"),
+    on(3, 0, FOUR, {TASK: "3", "SLURM_GPUS_PER_TASK": "1", MASK: "3"}, says="a GPU of its own"),
     on(1, 0, FOUR, {TASK: "2", "SLURM_GPU_BIND": "closest", MASK: "1"}),
+    on(3, 1, FOUR, {TASK: "3", "SLURM_GPUS_PER_TASK": "2", MASK: "2,3"}, says="GPUs of its own"),
     on(1, 1, FOUR, {TASK: "0", RANK: "1"}),
     on(1, 1, FOUR, {RANK: "3"}, rank=1),
     on(3, 1, FOUR, {MASK: "1,3"}, worker=5),
@@ -253,6 +254,7 @@ REFUSED: list[Refused] = [
     no(GONE, "sapien 3.0.3 renders on GPUs only", "", SAPIEN, device="cpu", **SAME, renderer="sapien"),
     no(GONE, "sapien 3.0.3 does not render through EGL", "", SAPIEN, render="egl:0", renderer="sapien"),
     no(GONE, "MIG slices", "do not render", SAPIEN_CUT, {MASK: "0"}, **SAME, renderer="sapien"),
+    no(GONE, "MIG slices", "do not render", CUT, {MASK: "0"}, render="egl:1"),
     no(MISSING, "sapien", "pip install sapien", machine(1), **SAME, renderer="sapien"),
 ]
 

@@ -16,7 +16,7 @@ import pytest
 
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.processes import get_context
-from tests.core.processes.groups import LIMIT_S, Group, group, in_turns
+from tests.core.processes.groups import LIMIT_S, Group, descriptors, group, in_turns
 from tests.core.processes.targets import tell_helpers
 
 
@@ -61,6 +61,15 @@ def test_what_workers_have_started_ends_when_they_are_killed(method: str) -> Non
         helpers = [workers.ask(worker, "start_helpers") for worker in (0, 1)]
         workers.watch.kill()
         wait_until_gone([*helpers[0], *helpers[1]])
+
+
+def test_what_a_worker_has_started_is_found_where_no_descriptor_is_left() -> None:
+    with group("forkserver", 1) as workers:
+        program, forked, apart = workers.ask(0, "start_helpers")
+        with descriptors(0):
+            workers.workers[0].kill()
+        wait_until_gone([program, forked])
+        os.kill(apart, signal.SIGKILL)
 
 
 def test_what_workers_leave_behind_in_good_order_ends_too() -> None:
