@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import gc
@@ -195,6 +196,12 @@ def close_files() -> None:
     note(files=files)
     at_end(functools.partial(os.unlink, files[0]))
     at_end(functools.partial(os.unlink, "/nowhere"))
+
+
+def remove_at_exit() -> None:
+    file = tempfile.mkstemp()[1]
+    note(file=file)
+    atexit.register(os.unlink, file)
 
 
 def close_slowly() -> None:

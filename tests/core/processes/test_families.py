@@ -129,6 +129,13 @@ def test_a_worker_that_ends_early_closes_what_it_has(end: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_worker_that_fails_runs_its_exit_handlers() -> None:
+    with group("spawn", 2) as workers:  # what is forked runs none, as in multiprocessing
+        workers.ask(1, "remove_at_exit")
+        assert not Path(fail(workers, "raise_bad_level").notes["file"]).exists()
+
+
+@pytest.mark.slow
 def test_closing_has_an_end() -> None:
     with group("forkserver", 2) as workers:
         helpers = [workers.ask(worker, "start_helpers") for worker in (0, 1)]
