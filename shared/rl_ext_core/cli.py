@@ -8,6 +8,7 @@ Every command is a module of its own, which ``COMMANDS`` names: ``add_arguments(
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import io
 import os
@@ -69,8 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _USAGE if isinstance(error, _WRONG_USAGE) else _FAILED
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read has seen enough. Python would complain once more when it flushes at exit.
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        if error.errno == errno.ENOSPC:  # else whoever read has seen enough
+            print(f"rl-ext {arguments.command}: the output cannot be written: {error.strerror}", file=sys.stderr)
+        # Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _FAILED
     return status

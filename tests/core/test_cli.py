@@ -235,3 +235,11 @@ def test_a_closed_output_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     assert main(["plan", "--shape", "84,84,4", "--size", "1000"]) == 0
     sys.stdout.close()
+
+
+def test_an_output_without_room_is_told_in_one_sentence() -> None:
+    code = "import sys; from rl_ext_core.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "plan", "--shape", "84,84,4", "--size", "1000"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "rl-ext plan: the output cannot be written: No space left on device\n")

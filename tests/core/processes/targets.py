@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import gc
@@ -17,7 +18,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rl_ext_core.processes import at_end, note
+from rl_ext_core.processes import at_end, fail, note
 
 
 class NeedsArgumentsError(Exception):
@@ -78,6 +79,11 @@ def raise_from_cause() -> None:
         raise KeyError("inner")
     except KeyError as error:
         raise ValueError("outer") from error
+
+
+def fail_past_handlers() -> None:
+    with contextlib.suppress(Exception):
+        fail(ValueError("past all handlers"))
 
 
 def throw(kind: type[BaseException], *args: Any) -> None:
