@@ -29,7 +29,7 @@ def named_source(text: str) -> Any:
         sys.path.insert(0, os.getcwd())
     try:
         imported = importlib.import_module(module)
-    except Exception as error:  # importing runs what the module's author wrote
+    except (Exception, SystemExit) as error:  # importing runs what the module's author wrote
         raise InvalidArgumentError(
             f"{text!r}: {module!r} cannot be imported ({type(error).__name__}: {error}). Expected {EXPECTED}"
         ) from error

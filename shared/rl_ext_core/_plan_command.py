@@ -13,13 +13,16 @@ examples:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
+import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from rl_ext_core._named_source import EXPECTED, named_source
-from rl_ext_core.errors import InvalidArgumentError, RlExtError, missing_dependency
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, RlExtError, missing_dependency
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +53,7 @@ def _shape(text: str) -> tuple[int, ...]:
 def _count(text: str) -> int:
     digits = text.replace("_", "").replace(",", "")
     if not (digits.isascii() and digits.isdigit() and 0 < int(digits) < 10**15):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on, below 10**15")
     return int(digits)
 
 
@@ -70,17 +73,18 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidArgumentError(f"--dtype {arguments.dtype!r} is no dtype of NumPy; for example uint8") from None
     if arguments.shape is None and arguments.env is None:
         raise InvalidArgumentError("give --shape, for example --shape 100,100,9, or an environment with --env")
-    found = plan(
-        arguments.shape,
-        arguments.size,
-        dtype=dtype,
-        n_stack=arguments.stack,
-        n_envs=arguments.envs,
-        env=None if arguments.env is None else functools.partial(_made, arguments.env),
-        steps=arguments.steps,
-        seed=arguments.seed,
-        max_bytes=None if arguments.max_bytes is None else parse_bytes(arguments.max_bytes),
-    )
+    with _played(arguments.env):
+        found = plan(
+            arguments.shape,
+            arguments.size,
+            dtype=dtype,
+            n_stack=arguments.stack,
+            n_envs=arguments.envs,
+            env=None if arguments.env is None else functools.partial(_made, arguments.env),
+            steps=arguments.steps,
+            seed=arguments.seed,
+            max_bytes=None if arguments.max_bytes is None else parse_bytes(arguments.max_bytes),
+        )
     if arguments.plot is not None:
         try:
             found.plot(arguments.plot)
@@ -90,6 +94,29 @@ def run(arguments: argparse.Namespace) -> int:
             ) from error
     sys.stdout.write(f"{json.dumps(found.as_dict(), indent=2) if arguments.json else found}\n")
     return 0 if found.fits else 1
+
+
+@contextlib.contextmanager
+def _played(name: str | None) -> Iterator[None]:
+    """Say which environment has raised, and show what it prints as errors: the output is the plan's."""
+    if name is None:
+        yield
+        return
+    sys.stdout.flush()
+    output = os.dup(1)
+    try:
+        os.dup2(2, 1)  # libraries in C print there
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except RlExtError:
+        raise
+    except (Exception, SystemExit) as error:  # environments raise anything
+        raise EnvironmentOutputError(
+            f"--env {name!r} raised {type(error).__name__}: {error} while it was played with random actions"
+        ) from error
+    finally:
+        os.dup2(output, 1)
+        os.close(output)
 
 
 def _made(name: str) -> Any:
@@ -105,7 +132,7 @@ def _made(name: str) -> Any:
         return found() if callable(found) else found
     except RlExtError:
         raise
-    except Exception as error:  # environments raise anything
+    except (Exception, SystemExit) as error:
         raise InvalidArgumentError(
             f"--env {name!r} cannot be made ({type(error).__name__}: {error}); give {EXPECTED}"
         ) from error

@@ -13,6 +13,8 @@ from rl_ext_core.frames import planning
 SHAPE = ("plan", "--shape", "100,100,9", "--size", "1000000")
 
 FACTORY = """
+import os
+
 import gymnasium
 from gymnasium.wrappers import AddRenderObservation, ResizeObservation
 
@@ -24,6 +26,23 @@ def make():
 
 def fails():
     raise RuntimeError("no licence")
+
+
+class Loud(gymnasium.Env):
+    observation_space, action_space = gymnasium.spaces.Box(0, 1, (4,)), gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        print("it starts", flush=True)
+        os.write(1, b"it says in C")
+        return self.observation_space.low, {}
+
+    def step(self, action):
+        return self.observation_space.low, 0.0, False, False, {}
+
+
+class Quits(Loud):
+    def step(self, action):
+        raise SystemExit(0)
 """
 
 
@@ -52,6 +71,23 @@ def test_json_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["rows"][0]["name"] == "SB3 ReplayBuffer"
 
 
+def test_what_an_environment_prints_is_no_part_of_the_plan(capfd: pytest.CaptureFixture[str], module: str) -> None:
+    assert main(["plan", "--size", "1000", "--env", f"{module}:Loud", "--steps", "150", "--json"]) == 0
+    said = capfd.readouterr()
+    assert json.loads(said.out)["measured"]
+    assert "it starts" in said.err
+    assert "it says in C" in said.err
+
+
+def test_an_environment_that_fails_while_it_is_played_is_no_plan(
+    capsys: pytest.CaptureFixture[str], module: str
+) -> None:
+    assert main(["plan", "--size", "1000", "--env", f"{module}:Quits"]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert f"--env '{module}:Quits' raised SystemExit: 0 while it was played" in said.err
+
+
 def test_it_fails_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SHAPE, "--max-bytes", "1MB"]) == 1
     assert "max_bytes: 1 MB" in capsys.readouterr().out
@@ -71,6 +107,8 @@ def test_figures_are_measured_on_an_id(capsys: pytest.CaptureFixture[str]) -> No
         ("plan --size 10", "give --shape, for example --shape 100,100,9, or an environment with --env"),
         ("plan --size 10 --env Nope-v0", "--env 'Nope-v0' cannot be made"),
         ("plan --size 10 --env {module}:fails", "cannot be made (RuntimeError: no licence)"),
+        ("plan --size 10 --env {module}:str", "has no 'str'"),
+        ("plan --size 10 --env builtins:str", "gives '', which is none of gymnasium's"),
         ("plan --size 10 --shape 7,7 --env CartPole-v1", "neither observations of shape (7, 7) nor frames"),
         ("plan --size 10 --shape 9,9 --max-bytes many", "'many' is no size"),
         ("plan --size 10 --shape 9,9 --dtype pixels", "--dtype 'pixels' is no dtype of NumPy"),

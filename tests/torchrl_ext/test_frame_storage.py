@@ -145,6 +145,31 @@ def test_elements_can_be_written_through_every_way_of_the_buffer() -> None:
         buffer[:]["pixels"][20:22] = 7
         buffer[:]["pixels"][23][0, 3] = 9
         buffer.set_at_("pixels", data["pixels"][50:52], torch.tensor([30, 31]))
+        buffer[:][24:27].update_(data[60:63])
+        buffer[:][27:29].copy_(data[63:65])
+        buffer[:].copy_at_(data[66], 29)
+        images = buffer[32:35]["pixels"]
+        torch.add(images, 1, out=images)
+        torch._foreach_mul_([buffer[35:37]["pixels"], buffer[37:39]["next", "pixels"]], 3)
+        buffer[data["action"][:50] > 100] = data[:0].clone()
+        buffer[[]] = data[:0].clone()
+        buffer.extend(data[:0].clone())
+
+    twins.both(write)
+    twins.check()
+    sizes = twins.both(lambda buffer: buffer[:].bytes())
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("index", [..., (...,), (slice(None), ...), (..., slice(3, 9)), (1,), (slice(2, 5),)], ids=str)
+def test_places_are_written_by_every_index_that_reads_them(index: Any) -> None:
+    twins = Twins(50)
+    twins.extend(Videos(1).collect(50).reshape(-1))
+    other = Videos(1, seed=3).collect(50).reshape(-1)
+
+    def write(buffer: Any) -> None:
+        length = len(buffer[index]) if buffer[index].ndim else 0
+        buffer.storage[index] = other[:length].clone() if length else other[0].clone()
 
     twins.both(write)
     twins.check()

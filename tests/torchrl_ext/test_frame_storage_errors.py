@@ -186,6 +186,22 @@ def test_elements_that_differ_in_shape_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="differ in shape"):
         storage.set(torch.tensor([0, 1]), LazyStackedTensorDict(_data(1)[0], short), set_cursor=False)
     assert_same(storage[torch.arange(32)], theirs[torch.arange(32)])
+    first = FrameStorage(10)
+    agents = [TensorDict({"pixels": torch.zeros(size, 40, 3, dtype=torch.uint8)}) for size in (36, 37)]
+    with pytest.raises(InvalidArgumentError, match="differ in shape"):
+        first.set(range(4), TensorDict({"agents": LazyStackedTensorDict(*agents).expand(4, 2)}, [4]))
+    first.set(range(4), _data(4))
+    assert len(first) == 4
+
+
+@pytest.mark.parametrize("index", [None, True, (None, 3)])
+def test_an_index_that_adds_a_dimension_is_refused(index: Any) -> None:
+    storage, theirs = _two()
+    with pytest.raises(
+        InvalidArgumentError, match=r"adds a dimension and names no elements.* Write storage\[:\] = data"
+    ):
+        storage[index] = _data(32)
+    assert_same(storage[torch.arange(32)], theirs[torch.arange(32)])
 
 
 @tensorclass

@@ -15,7 +15,7 @@ from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.frames.codecs import DEFAULT_QUALITY, Loss
 from rl_ext_core.frames.journal import Places
 from rl_ext_core.frames.layout import candidate_layouts
-from torchrl_ext.frame_storage.columns import FrameColumn
+from torchrl_ext.frame_storage.columns import FrameColumn, items_of
 
 
 def at_least_one(name: str, value: Any) -> int:
@@ -88,6 +88,23 @@ class Target(NamedTuple):
     places: Places
     batch_dims: int
     stored_dims: int
+
+
+def as_cursor(index: Any, ndim: int) -> Any:
+    """Return an index without ``...``, and what a tuple of one part holds.
+
+    :raises InvalidArgumentError: for what adds a dimension.
+    """
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(part is None or isinstance(part, bool) for part in parts):
+        raise InvalidArgumentError(
+            f"index {index!r} adds a dimension and names no elements; nothing was stored. Write storage[:] = data"
+        )
+    at = next((number for number, part in enumerate(parts) if part is ...), None)
+    if at is not None:
+        rest = parts[:at] + (slice(None),) * max(ndim + 1 - len(parts), 0) + parts[at + 1 :]
+        parts = rest or (slice(None),)
+    return parts[0] if len(parts) == 1 else parts
 
 
 def is_one(cursor: Any) -> bool:
@@ -182,14 +199,7 @@ def fits(where: Target, held: Any, columns: list[FrameColumn], *, casts: bool, g
     """
     images = {key: column.shape for column in columns for key in column.keys}
     known = True
-    try:
-        parts = list(where.data.items(include_nested=True))
-    except RuntimeError as error:  # of a lazy stack
-        raise InvalidArgumentError(
-            f"the elements differ in shape ({str(error)[:200]}); pad them to one shape, for example with "
-            "tensordict.pad_sequence; nothing was stored"
-        ) from error
-    for key, leaf in parts:
+    for key, leaf in items_of(where.data):
         stored = held.get(key, None)
         if type(leaf) is type(stored) is TensorDict:
             continue

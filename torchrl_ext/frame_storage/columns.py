@@ -237,7 +237,8 @@ def encoded(columns: list[FrameColumn], data: Any) -> tuple[Any, dict[Key, torch
     """Return elements with handles in place of images, and these handles by key, each to be released once."""
     ended = data.get(("next", "done"), None)
     if ended is not None:
-        ended = ended.reshape(data.batch_size.numel(), -1).any(-1).cpu().numpy()
+        n = data.batch_size.numel()
+        ended = ended.reshape(n, ended.numel() // max(n, 1)).any(-1).cpu().numpy()
     new: dict[Key, torch.Tensor] = {}
     try:
         for column in columns:
@@ -272,6 +273,20 @@ def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
         ) from None
 
 
+def items_of(data: Any, *, leaves_only: bool = False) -> list[tuple[Key, Any]]:
+    """Return what elements hold, by key.
+
+    :raises InvalidArgumentError: if they differ in shape.
+    """
+    try:
+        return list(data.items(include_nested=True, leaves_only=leaves_only))
+    except RuntimeError as error:  # of a lazy stack
+        raise InvalidArgumentError(
+            f"the elements differ in shape ({str(error)[:200]}); pad them to one shape, for example with "
+            "tensordict.pad_sequence; nothing was stored"
+        ) from error
+
+
 def image_kinds(row: Any, pixels: Sequence[Key] | None) -> list[dict[str, Any]]:
     """Return what the image columns of a storage are like, in values that JSON knows.
 
@@ -297,9 +312,7 @@ def image_kinds(row: Any, pixels: Sequence[Key] | None) -> list[dict[str, Any]]:
 
 def _images(row: Any, pixels: Sequence[Key] | None) -> dict[Key, torch.Size]:
     """The leaves of a row to compress, and the shape of one image of each."""
-    leaves = {
-        key: leaf for key, leaf in row.items(include_nested=True, leaves_only=True) if isinstance(leaf, torch.Tensor)
-    }
+    leaves = {key: leaf for key, leaf in items_of(row, leaves_only=True) if isinstance(leaf, torch.Tensor)}
     shapes = {key: leaf.shape[_holder(row, key).batch_dims :] for key, leaf in leaves.items()}
     if pixels is None:
         return {

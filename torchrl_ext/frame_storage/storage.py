@@ -25,6 +25,7 @@ from rl_ext_core.frames.folder import Rows, StoreFolder, reading
 from rl_ext_core.frames.journal import Journal, Places
 from rl_ext_core.frames.region import ProcessLock, RegionFile
 from torchrl_ext.frame_storage.arguments import (
+    as_cursor,
     as_tensordict,
     at_least_one,
     check_options,
@@ -330,7 +331,7 @@ class FrameStorage(TensorStorage):
         with self.lock:
             try:
                 self._refresh()
-                self._set(cursor, as_tensordict(data), set_cursor=set_cursor)
+                self._set(as_cursor(cursor, self.ndim), as_tensordict(data), set_cursor=set_cursor)
             except BaseException:
                 if set_cursor:
                     go_back(self, cursor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -71,15 +70,14 @@ class FrameView(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            return _written_by(func, args, kwargs)
         self = args[0]
         if isinstance(self, FrameView):
             if (handles := self._rearranged(func, args, kwargs)) is not None:
                 return FrameView(handles, self._column, self._storage, self._emptied)
             if func is _aten.index.Tensor and _n_axes(args[1]) <= self._handles.ndim:
                 return self._read(func(self._handles, args[1]))
-            if func._schema.is_mutable:
-                self._change(lambda images: func(images, *tree_map(_decoded, args[1:]), **tree_map(_decoded, kwargs)))
-                return self
         return func(*tree_map(_decoded, args), **tree_map(_decoded, kwargs))
 
     def _rearranged(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
@@ -109,16 +107,15 @@ class FrameView(torch.Tensor):
         parts = index if isinstance(index, tuple) else (index,)
         value = _decoded(value)
         if _n_axes(parts) > self._handles.ndim or any(part is None or part is ... for part in parts):
-            return self._change(lambda images: images.__setitem__(index, value))
+            images = self.decoded()
+            images[index] = value
+            return self._store(images)
         images = torch.as_tensor(value).to(self.dtype)
         self._write(parts, images.expand(*self._handles[parts].shape, *self._column.shape))
 
-    def _change(self, change: Callable[[torch.Tensor], Any]) -> None:
-        before = self.decoded()
-        images = before.clone()
-        change(images)
+    def _store(self, images: torch.Tensor) -> None:
         # To store the others anew would add to what a lossy codec has made of them.
-        changed = (images != before).flatten(self._handles.ndim).any(-1)
+        changed = (images != self.decoded()).flatten(self._handles.ndim).any(-1)
         self._write(changed, images[changed])
 
     def _write(self, index: Any, images: torch.Tensor) -> None:
@@ -140,6 +137,14 @@ class FrameView(torch.Tensor):
         """Return the images as nested lists."""
         return self.decoded().tolist()
 
+    @property
+    def _images(self) -> torch.Tensor:
+        return self.decoded()
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        """Say what is to be counted where TensorDict counts bytes."""
+        return ["_images"], None
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.decoded().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
@@ -151,6 +156,31 @@ def _n_axes(parts: Any) -> int:
     """Return how many axes an index names: a mask names as many as it has."""
     masks = (torch.bool, torch.uint8, np.dtype(bool))
     return sum(part.ndim if getattr(part, "dtype", None) in masks else 1 for part in parts)
+
+
+def _written_by(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function that changes some of its arguments, and store what it has made of images."""
+    written: list[tuple[FrameView, torch.Tensor]] = []
+
+    def opened(value: Any, argument: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [opened(each, argument) for each in value]
+        if not isinstance(value, FrameView):
+            return value
+        images = value.decoded()
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append((value, images))
+        return images
+
+    arguments = func._schema.arguments
+    named = {argument.name: argument for argument in arguments}
+    result = func(
+        *[opened(value, argument) for value, argument in zip(args, arguments, strict=False)],
+        **{name: opened(value, named[name]) for name, value in kwargs.items()},
+    )
+    for view, images in written:
+        view._store(images)
+    return next((view for view, images in written if images is result), result)
 
 
 def _decoded(value: Any) -> Any:

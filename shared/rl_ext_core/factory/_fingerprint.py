@@ -128,7 +128,7 @@ class _Walk:
         self._sets: deque[tuple[str, Any]] = deque()
         self._arrays: list[tuple[str, _objects.Extent]] = []
         self._numbers: list[tuple[str, int]] = []
-        self.classes: set[type] = set()
+        self.classes: dict[type, None] = {}  # in the order in which they are met
         self.functions: list[types.FunctionType] = []
 
     def through(self, value: Any) -> None:
@@ -160,7 +160,7 @@ class _Walk:
             path = f"{path[:60]}...{_parts.digest(path.encode('utf-8', 'surrogatepass'))}"
         if self._is_named(path, item):
             return
-        self.classes.add(type(item))
+        self.classes[type(item)] = None
         place = _objects.extent(item)
         if place is not None:
             self._arrays.append((path, place))
@@ -176,7 +176,7 @@ class _Walk:
         if issubclass(kind, (type, types.ModuleType)) or (kind is types.FunctionType and _parts.is_global(item)):
             self.tokens[path] = _parts.whole(item)
             if issubclass(kind, type):
-                self.classes.add(item)
+                self.classes[item] = None
             elif kind is types.FunctionType:
                 self.functions.append(item)
             return True
@@ -314,14 +314,15 @@ class _Beside:
     def __init__(self, *, code: bool, imported: bool = True) -> None:
         self._code, self._imported = code, imported
         self.tokens: dict[str, Any] = {}
-        self._met: set[type] = set()
+        self._met: dict[type, None] = {}
+        self._names: dict[str, list[type]] = {}
         self._done: set[int] = set()
         self.libraries: set[str] = set()
         self._waiting: deque[Any] = deque()
 
     def run(self, walk: _Walk) -> None:
         """Begin with the classes and functions that a walk has met."""
-        self._met = {base for kind in walk.classes for base in kind.__mro__}
+        self._met = dict.fromkeys(base for kind in walk.classes for base in kind.__mro__)
         for found in (*sorted(self._met, key=_objects.full_name), *(walk.functions if self._code else ())):
             self._add(found)
         while self._waiting:
@@ -338,6 +339,9 @@ class _Beside:
         module = _objects.name_of(kind)[0]
         if _is_fixed(module) or not _objects.made_in_python(kind):
             return
+        alike = self._names.setdefault(_objects.full_name(kind), [])
+        alike.append(kind)  # a decorator may have made another one of that name
+        called = _objects.full_name(kind) + f" number {len(alike)}" * (len(alike) > 1)
         for name, part in _objects.namespace(kind).items():
             functions = list(_functions_in(part)) if self._code else []
             for function in functions:
@@ -345,12 +349,12 @@ class _Beside:
             special = name.startswith("__") and name.endswith("__")
             if (special and not functions) or name == "_abc_impl" or _objects.is_inherited(kind, name, part):
                 continue
-            label = f"<class {_objects.full_name(kind)}>.{name}"
+            label = f"<class {called}>.{name}"
             # What libraries keep for themselves differs by process.
             private = name.startswith("_") and _is_installed(module.partition(".")[0])
             if isinstance(part, type):
                 if part.__qualname__.startswith(f"{kind.__qualname__}."):
-                    self._met.add(part)
+                    self._met[part] = None
                     self._add(part)
                 elif self._code:
                     self._follow(part, part.__module__, module)

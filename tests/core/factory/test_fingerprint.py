@@ -207,6 +207,25 @@ def test_a_difference_is_named_by_its_path() -> None:
     ]
 
 
+def _twice(kind: type) -> Any:
+    class Another(kind):  # type: ignore[misc]
+        gain = 3
+
+    Another.__name__, Another.__qualname__ = kind.__name__, kind.__qualname__
+    return Another
+
+
+@_twice
+class Decorated:
+    gain = 2
+
+
+def test_two_classes_of_one_name_are_told_apart() -> None:
+    world = Decorated()
+    tokens = {path: token for path, token in fingerprint(world).tokens.items() if path.endswith("gain")}
+    assert len(tokens) == len(set(tokens.values())) == 2
+
+
 def test_a_handle_that_is_a_number_is_noticed() -> None:
     memory = ctypes.create_string_buffer(1 << 22)  # what is small may lie at an address that is a common number
     handle = ctypes.addressof(memory)
