@@ -13,7 +13,7 @@ import time
 import types
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import popen_fork, util
+from multiprocessing import popen_fork, resource_tracker, util
 from multiprocessing.forkserver import ForkServer
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -217,6 +217,7 @@ def test_an_interrupt_that_another_thread_takes_comes_after_the_start(
 
 
 def test_what_cannot_be_pickled_fails_in_the_parent_and_leaves_nothing() -> None:
+    resource_tracker.ensure_running()
     gc.collect()  # what earlier tests have left
     before = len(os.listdir("/proc/self/fd"))
     for method in ("spawn", "forkserver"):
