@@ -148,8 +148,8 @@ class Sandbox:
         return status, output.read_text(errors="replace")
 
     def tests_of(self, mutant: Mutant, otherwise: list[str], seconds: float) -> list[str]:
-        """Tests that pass a line, as many as fit into the time: a case of each first, and of these the quickest. Those
-        that are named otherwise come behind: the line may be passed in a process that is not recorded.
+        """As many tests as fit into the time, the quickest first: a case of each that passes the line, all that are
+        named otherwise, since the line may be passed in a process that is not recorded, and the rest that pass it.
         """
         passing = (
             "select context, numbits from line_bits join context on context.id = context_id "
@@ -165,9 +165,10 @@ class Sandbox:
             sorted(group - {""} - self.broken, key=lambda each: (self.durations[each], each))
             for group in (tests, others - tests)
         )
-        firsts = {test.partition("[")[0]: test for test in reversed(inside)}.values()
+        firsts = list({test.partition("[")[0]: test for test in reversed(inside)}.values())
         chosen: list[str] = []
-        for test in dict.fromkeys([*reversed(firsts), *inside, *outside]):
+        own = [test for test in firsts if test in others]
+        for test in dict.fromkeys([*reversed(own), *outside, *reversed(firsts), *inside]):
             seconds -= self.durations[test] + 0.01
             if seconds > 0 or not chosen:
                 chosen.append(test)
