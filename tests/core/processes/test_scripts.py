@@ -124,6 +124,15 @@ def test_a_missing_guard_is_explained_once(method: str, program: Program) -> Non
     assert errors.count("bootstrapping phase") == 1  # the worker's traceback, once
 
 
+@pytest.mark.parametrize("method", FRESH)
+def test_a_script_whose_workers_need_nothing_of_it_needs_no_guard(method: str, program: Program) -> None:
+    body = """
+        with group(METHOD) as workers:
+            workers.ask(0, "pid")
+    """
+    assert program.ended(method, body, guard="") == (0, "")
+
+
 def test_a_missing_guard_is_explained_where_the_script_raises_an_error_of_its_own(program: Program) -> None:
     body = """
         try:

@@ -159,8 +159,10 @@ def test_stopped_servers_leave_no_process_no_socket_and_no_descriptor() -> None:
     before = len(os.listdir("/proc/self/fd"))
     (server,) = servers._servers.values()
     socket = Path(server._forkserver_address)  # type: ignore[attr-defined]
+    (pid,) = server_pids()
     assert socket.is_socket()
     stop_servers()
+    assert not psutil.pid_exists(pid)
     assert len(os.listdir("/proc/self/fd")) == before - 1
     assert not socket.exists()
 
