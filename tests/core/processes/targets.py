@@ -210,6 +210,12 @@ def remove_at_exit() -> None:
     atexit.register(os.unlink, file)
 
 
+def import_main() -> bool:
+    from rl_ext_core.processes import worker
+
+    return worker.import_main()
+
+
 def close_slowly() -> None:
     at_end(functools.partial(time.sleep, 100))
 

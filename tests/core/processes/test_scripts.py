@@ -133,6 +133,16 @@ def test_a_script_whose_workers_need_nothing_of_it_needs_no_guard(method: str, p
     assert program.ended(method, body, guard="") == (0, "")
 
 
+def test_a_script_without_a_guard_starts_nothing_where_a_worker_imports_it_late(program: Program) -> None:
+    body = """
+        with group(METHOD) as workers, workers.watch.operation("step"):
+            workers.ask(0, "import_main")
+    """
+    code, errors = program.ended("spawn", body, guard="")
+    assert code == 1
+    assert "bootstrapping phase" in errors
+
+
 def test_a_missing_guard_is_explained_where_the_script_raises_an_error_of_its_own(program: Program) -> None:
     body = """
         try:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from pathlib import Path
 
 import psutil
@@ -110,6 +110,19 @@ def test_an_interrupt_while_a_server_imports_ends_it(module: Path) -> None:
     assert not servers._servers
     left = [child for child in set(psutil.Process().children()) - before if "preloaded_module" in str(child.cmdline())]
     assert not left
+
+
+def test_ctrl_c_is_held_back_from_a_server_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, held = util.spawnv_passfds, []
+
+    def noted(path: bytes, arguments: list[str], descriptors: list[int]) -> int:
+        if "forkserver" in str(arguments):
+            held.append(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        return int(start(path, arguments, descriptors))
+
+    monkeypatch.setattr(util, "spawnv_passfds", noted)
+    parent_of_worker()
+    assert held == [True]
 
 
 def test_threads_started_by_a_preloaded_module_are_reported(module: Path, capfd: pytest.CaptureFixture[str]) -> None:
