@@ -210,6 +210,13 @@ def remove_at_exit() -> None:
     atexit.register(os.unlink, file)
 
 
+def files_of_a_program() -> list[str]:
+    """Start a program that gets all that may be inherited, and list what it has open."""
+    code = "import os; print(*(os.path.realpath(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd')), sep='\\n')"
+    command = [sys.executable, "-S", "-c", code]
+    return subprocess.run(command, close_fds=False, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
+
+
 def import_main() -> bool:
     from rl_ext_core.processes import worker
 

@@ -117,6 +117,13 @@ def test_workers_pass_over_interrupts_and_what_they_start_does_not(method: str) 
         assert workers.ask(0, "pid") == workers.workers[0].pid
 
 
+def test_programs_that_workers_start_get_no_descriptors_of_ours(method: str) -> None:
+    with group(method, 1) as workers:
+        files = workers.ask(0, "files_of_a_program")
+        assert len(files) > 2
+        assert not [file for file in files if "rl_ext_core-report" in file]
+
+
 @pytest.fixture
 def foreign_handler() -> Iterator[None]:
     """Handle SIGTERM in C, in vain, as SDL does."""
