@@ -107,15 +107,16 @@ class FrameView(torch.Tensor):
         parts = index if isinstance(index, tuple) else (index,)
         value = _decoded(value)
         if _n_axes(parts) > self._handles.ndim or any(part is None or part is ... for part in parts):
-            images = self.decoded()
+            before = self.decoded()
+            images = before.clone()
             images[index] = value
-            return self._store(images)
+            return self._store(images, before)
         images = torch.as_tensor(value).to(self.dtype)
         self._write(parts, images.expand(*self._handles[parts].shape, *self._column.shape))
 
-    def _store(self, images: torch.Tensor) -> None:
+    def _store(self, images: torch.Tensor, before: torch.Tensor) -> None:
         # To store the others anew would add to what a lossy codec has made of them.
-        changed = (images != self.decoded()).flatten(self._handles.ndim).any(-1)
+        changed = (images != before).flatten(self._handles.ndim).any(-1)
         self._write(changed, images[changed])
 
     def _write(self, index: Any, images: torch.Tensor) -> None:
@@ -160,17 +161,18 @@ def _n_axes(parts: Any) -> int:
 
 def _written_by(func: Any, args: Any, kwargs: Any) -> Any:
     """Call a function that changes some of its arguments, and store what it has made of images."""
-    written: list[tuple[FrameView, torch.Tensor]] = []
+    written: list[tuple[FrameView, torch.Tensor, torch.Tensor]] = []
 
     def opened(value: Any, argument: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return [opened(each, argument) for each in value]
         if not isinstance(value, FrameView):
             return value
-        images = value.decoded()
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written.append((value, images))
-        return images
+        before = value.decoded()
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            return before
+        written.append((value, before.clone(), before))
+        return written[-1][1]
 
     arguments = func._schema.arguments
     named = {argument.name: argument for argument in arguments}
@@ -178,9 +180,9 @@ def _written_by(func: Any, args: Any, kwargs: Any) -> Any:
         *[opened(value, argument) for value, argument in zip(args, arguments, strict=False)],
         **{name: opened(value, named[name]) for name, value in kwargs.items()},
     )
-    for view, images in written:
-        view._store(images)
-    return next((view for view, images in written if images is result), result)
+    for view, images, before in written:
+        view._store(images, before)
+    return next((view for view, images, _ in written if images is result), result)
 
 
 def _decoded(value: Any) -> Any:

@@ -353,17 +353,19 @@ class StoreFolder:
     def _has(self, *names: str) -> bool:
         return any((self.path / name).exists() for name in names)
 
-    def _check_there(self) -> None:
-        """
-        :raises StorageError: where the path leads to another folder by now, which may be another store's.
-        """
+    def _is_there(self) -> bool:
+        """Whether the path leads to this folder, and not to another one by now, which may be another store's."""
         with contextlib.suppress(FileNotFoundError):
-            if _system.WINDOWS or os.path.samestat(os.fstat(self._lock), os.stat(self.path / "lock")):
-                return  # Windows moves no folder with open files
-        raise StorageError(
-            f"{self.path} was moved, deleted or replaced since it was opened here, so nothing more is written to it; "
-            "pass another storage_dir"
-        )
+            # Windows moves no folder with open files.
+            return _system.WINDOWS or os.path.samestat(os.fstat(self._lock), os.stat(self.path / "lock"))
+        return False
+
+    def _check_there(self) -> None:
+        if not self._is_there():
+            raise StorageError(
+                f"{self.path} was moved, deleted or replaced since it was opened here, so nothing more is written to "
+                "it; pass another storage_dir"
+            )
 
     def _mark_half_made(self) -> None:
         self._check_there()
@@ -532,11 +534,10 @@ class StoreFolder:
 
     def abandon(self) -> None:
         """Closes it, and leaves nothing where nothing was."""
-        with contextlib.suppress(StorageError):
-            self._check_there()
-            if self._made:
-                shutil.rmtree(self.path, ignore_errors=True)
+        goes = self._made and self._is_there()
         self.close()
+        if goes:
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def __getstate__(self) -> dict[str, Any]:
         # Only on the way to a child process, which holds the lock as well.
