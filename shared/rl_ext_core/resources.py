@@ -12,7 +12,8 @@ from rl_ext_core.errors import InvalidArgumentError
 __all__ = ["available_memory", "check_descriptors", "private_memory", "shortage", "usable_cores"]
 
 _ROOT = Path("/")
-_SPARE_DESCRIPTORS = 20
+# Which a worker takes in this process, with what its start needs; and for everything else.
+_DESCRIPTORS, _SPARE_DESCRIPTORS = 10, 20
 
 
 def usable_cores() -> int:
@@ -72,10 +73,9 @@ def shortage(private_bytes: int, num_workers: int) -> str | None:
     )
 
 
-def check_descriptors(n_workers: int, each: int, argument: str) -> None:
+def check_descriptors(n_workers: int, argument: str) -> None:
     """Refuse more workers than there are descriptors for: with none left, nothing could be ended in good order either.
 
-    :param each: how many a worker takes in this process
     :param argument: what says how many workers there are, with ``{}`` in place of the number
     :raises InvalidArgumentError: there are too few
     """
@@ -83,11 +83,11 @@ def check_descriptors(n_workers: int, each: int, argument: str) -> None:
 
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     left = limit - len(os.listdir("/proc/self/fd")) - _SPARE_DESCRIPTORS
-    if limit != resource.RLIM_INFINITY and n_workers * each > left:
+    if limit != resource.RLIM_INFINITY and n_workers * _DESCRIPTORS > left:
         raise InvalidArgumentError(
-            f"{n_workers} workers need {n_workers * each} descriptors of files, and this process may open "
-            f"{max(left, 0)} more (ulimit -n is {limit}). Write {argument.format(max(left // each, 1))} or fewer, or "
-            "raise the limit: ulimit -n 4096"
+            f"{n_workers} workers need {n_workers * _DESCRIPTORS} descriptors of files, and this process may open "
+            f"{max(left, 0)} more (ulimit -n is {limit}). Write {argument.format(max(left // _DESCRIPTORS, 1))} or "
+            "fewer, or raise the limit: ulimit -n 4096"
         )
 
 

@@ -23,8 +23,6 @@ __all__ = ["SupervisedEnv"]
 
 # An attribute that all environments have, and that a ParallelEnv does not ask its workers for.
 _PING = "batch_size"
-# Which a worker takes in this process, with what its start needs.
-_DESCRIPTORS = 10
 # After this it is said that closing takes long.
 _LONG_S = 10.0
 
@@ -74,7 +72,7 @@ class SupervisedEnv(upstream.ParallelEnv):
         if self._speed is None:
             self._speed = self._plan.advice()
         if processes.SUPPORTED:  # else it is refused below
-            resources.check_descriptors(self.num_workers, _DESCRIPTORS, "ParallelEnv({}, ...)")
+            resources.check_descriptors(self.num_workers, "ParallelEnv({}, ...)")
         started: list[Any] = []
         try:
             with contextlib.ExitStack() as stack:

@@ -17,7 +17,7 @@ import sys
 import sysconfig
 import types
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -315,7 +315,7 @@ class _Beside:
         self._code, self._imported = code, imported
         self.tokens: dict[str, Any] = {}
         self._met: dict[type, None] = {}
-        self._names: dict[str, list[type]] = {}
+        self._named: Counter[str] = Counter()
         self._done: set[int] = set()
         self.libraries: set[str] = set()
         self._waiting: deque[Any] = deque()
@@ -339,9 +339,10 @@ class _Beside:
         module = _objects.name_of(kind)[0]
         if _is_fixed(module) or not _objects.made_in_python(kind):
             return
-        alike = self._names.setdefault(_objects.full_name(kind), [])
-        alike.append(kind)  # a decorator may have made another one of that name
-        called = _objects.full_name(kind) + f" number {len(alike)}" * (len(alike) > 1)
+        called = _objects.full_name(kind)
+        self._named[called] += 1
+        if (number := self._named[called]) > 1:  # a decorator may have made another one of that name
+            called += f" number {number}"
         for name, part in _objects.namespace(kind).items():
             functions = list(_functions_in(part)) if self._code else []
             for function in functions:

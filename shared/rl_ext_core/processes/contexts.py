@@ -229,7 +229,7 @@ class _ForkPopen(WorkerPopen):
         process_obj.start_in_fork = start
         # A worker that had to start one would take it with it.
         resource_tracker.ensure_running()
-        servers.check_descriptors(4)
+        servers.try_to_open(4)
         self._fork(process_obj)
         del process_obj.start_in_fork
         self._watch_process()

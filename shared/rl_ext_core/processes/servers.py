@@ -100,7 +100,7 @@ def connect(
 
 
 def _ask(server: ForkServer, fds: Sequence[int], accept: Callable[[int, int, int], None]) -> None:
-    check_descriptors(1 + 4)  # a socket and two pipes: the server, and so its workers, would die of half a request
+    try_to_open(1 + 4)  # a socket and two pipes: the server, and so its workers, would die of half a request
     status, data = server.connect_to_new_process(fds)
     try:
         pid = read_signed(status)
@@ -112,7 +112,7 @@ def _ask(server: ForkServer, fds: Sequence[int], accept: Callable[[int, int, int
 
 
 @uninterrupted
-def check_descriptors(count: int) -> None:
+def try_to_open(count: int) -> None:
     """Open so many descriptors and close them: where they are too few, multiprocessing leaves open what it has opened.
 
     :raises OSError: there are too few

@@ -40,8 +40,6 @@ INTERRUPTED_SECONDS = 5.0
 
 # What a worker needs whatever its environment is.
 _PRELOAD = ("numpy", "gymnasium.wrappers", "rl_ext_core.factory", "rl_ext_core.vector.worker")
-# Which a worker takes in this process, with what its start needs.
-_DESCRIPTORS = 10
 _WHEN = {"start": "at its start", "idle": "between two calls", "constructor": "in its constructor"}
 
 
@@ -424,7 +422,7 @@ class Pool(WorkerPool):
     ) -> None:
         super().__init__(env_fns, options, WorkerHandle)
         if processes.SUPPORTED:  # else it is refused below
-            resources.check_descriptors(len(self.workers), _DESCRIPTORS, "n_workers={}")
+            resources.check_descriptors(len(self.workers), "n_workers={}")
         self._autoreset, self._apart, self._last_first = autoreset, options.restart is not None, self.workers[::-1]
         self._last: list[np.ndarray[Any, Any]] = []  # observations that were returned, where workers are replaced
         self._spins = channel.worth_spinning(len(self.workers))

@@ -171,7 +171,7 @@ class RayPool(WorkerPool):
             worker = next((worker for worker in asked if worker.pending not in done), asked[0])
             kind, what = "timeout", f"did not answer within {timeout:g} s"
         else:
-            worker = next(worker for worker in asked if self._has_failed(worker))
+            worker = next(worker for worker in asked if self._has_failed(worker.pending))
             raised = getattr(error, "cause", error)
             if isinstance(raised, ActorFailure):
                 environment, phase, told = raised.args
@@ -182,21 +182,14 @@ class RayPool(WorkerPool):
             kind, what = "exit", f"its actor{which} has died: {error}"
         return self._failed(worker, 0, _PHASES_OF.get(worker.at, worker.at), what, kind=kind)
 
-    def _has_failed(self, worker: ActorHandle) -> bool:
+    def _has_failed(self, answer: Any) -> bool:
         try:
-            self._ray.get(worker.pending, timeout=0)
+            self._ray.get(answer, timeout=0)
         except self._ray.exceptions.GetTimeoutError:
             return False
         except (self._ray.exceptions.RayError, ActorFailure):
             return True
         return False
-
-    def _has_come(self, ping: Any) -> bool:
-        try:
-            self._ray.get(ping, timeout=0)
-        except self._ray.exceptions.RayError:
-            return False
-        return True
 
     def _close_environments(self, patience: float | None) -> list[WorkerError]:
         ray, begin = self._ray, time.monotonic()
@@ -215,7 +208,7 @@ class RayPool(WorkerPool):
                     worker.receive(ray.get(worker.pending))
                     found = self._failed_to_close(worker)
                 except (ray.exceptions.RayError, ActorFailure) as error:
-                    found = self._described([worker], error, patience) if self._has_come(pings[worker]) else None
+                    found = None if self._has_failed(pings[worker]) else self._described([worker], error, patience)
                 # What has happened before concerns nobody any more.
                 failures += [found] if found is not None and found.phase == "close" else []
         late = [worker for worker in self.workers if worker.pending is not None and worker.pending not in ready]
