@@ -4,8 +4,6 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-# One more than there are cores: tests wait for processes now and then.
-WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 # What the targets run is in tasks.py, for systems without make.
 RUN := $(BIN)/python tasks.py --installed
 
@@ -51,7 +49,7 @@ test: $(VENV)/.extra-test
 	$(if $(CI),scripts/make_mujoco4_venv.sh)
 	$(if $(CI),scripts/make_meltingpot_venv.sh --if-possible)
 	$(if $(CI),scripts/make_sbx_venv.sh)
-	$(RUN) test --numprocesses $(WORKERS) $(SELECT)
+	$(RUN) test $(SELECT)
 
 test-exhaustive:
 	$(MAKE) test CI=true SELECT='-m ""'

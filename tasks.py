@@ -66,7 +66,7 @@ def main() -> None:
         slow = os.environ.get("CI")
         select = "not exhaustive" if slow else "not exhaustive and not slow"
         tests = QUICK_TESTS if arguments.task == "quick" else []
-        run(python, "-m", "pytest", "--numprocesses", "auto", "--dist", "worksteal", "-m", select, *tests, *others)
+        run(python, "-m", "pytest", "--numprocesses", "logical", "--dist", "worksteal", "-m", select, *tests, *others)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,9 @@ DECIDE = "import rl_ext_core.devices as d; d.resolve('auto', render='same', rend
         pytest.param("import sb3_ext", TORCHRL, set(), marks=pytest.mark.slow),
         pytest.param("import torchrl_ext", SB3, set(), marks=pytest.mark.slow),
         # The check can fail.
-        ("import rl_ext_core.devices as d; d.resolve('cpu').compute", {"torch"}, {"torch"}),
+        pytest.param(
+            "import rl_ext_core.devices as d; d.resolve('cpu').compute", {"torch"}, {"torch"}, marks=pytest.mark.slow
+        ),
         pytest.param("import sb3_ext, torchrl_ext", TORCHRL, TORCHRL, marks=pytest.mark.slow),
     ],
 )

@@ -54,7 +54,7 @@ def run(system: str, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 @pytest.mark.parametrize("system", MISSING)
 def test_imports_and_help(system: str) -> None:
     done = run(system, "-c", IMPORTS, *MISSING[system])

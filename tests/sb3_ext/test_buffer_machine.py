@@ -227,4 +227,4 @@ class SameAsUpstream(RuleBasedStateMachine):
 
 
 TestSameAsUpstream = SameAsUpstream.TestCase
-TestSameAsUpstream.settings = settings(max_examples=50 if "CI" in os.environ else 20, stateful_step_count=25)
+TestSameAsUpstream.settings = settings(max_examples=50 if "CI" in os.environ else 10, stateful_step_count=25)

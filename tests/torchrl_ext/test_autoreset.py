@@ -6,6 +6,7 @@ and no transition is made up. Partial resets go through every wrapper; what cann
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from functools import partial
 from typing import Any, ClassVar
@@ -77,7 +78,7 @@ def test_gymnasiums_vectorised_environments(kind: str, mode: str) -> None:
 
 @pytest.mark.sample
 @modes
-@settings(max_examples=30)
+@settings(max_examples=30 if "CI" in os.environ else 10)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=4),
     cut=st.integers(1, 6),
@@ -91,7 +92,7 @@ def test_any_lengths(mode: str, lengths: list[tuple[int, int]], cut: int, nested
 
 @pytest.mark.sample
 @modes
-@settings(max_examples=30)
+@settings(max_examples=30 if "CI" in os.environ else 10)
 @given(data=st.data())
 def test_any_masks_given_by_hand(mode: str, data: st.DataObject) -> None:
     """Resets of rows that are done, of some that are not, and of all, between steps."""

@@ -41,7 +41,7 @@ COPIES: dict[str, Any] = {
 }
 
 
-@pytest.mark.sample(quick=10)
+@pytest.mark.sample(quick=5)
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_copies_go_on_alike(name: str, way: str) -> None:

@@ -334,6 +334,7 @@ def test_slices_hold_consecutive_steps_when_elements_were_dropped() -> None:
             assert (steps.diff(dim=1) == 1).all()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("size", "fit"), [(64, 48), (16, 780)])
 def test_images_that_continue_none_are_kept_to_a_limit_too(size: int, fit: int) -> None:
     """Each keeps a block open until others take its place, whatever was dropped."""

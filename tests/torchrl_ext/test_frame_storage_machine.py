@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -164,4 +165,4 @@ class SameAsUpstream(RuleBasedStateMachine):
 
 
 TestSameAsUpstream = SameAsUpstream.TestCase
-TestSameAsUpstream.settings = settings(max_examples=40, stateful_step_count=20)
+TestSameAsUpstream.settings = settings(max_examples=40 if "CI" in os.environ else 12, stateful_step_count=20)

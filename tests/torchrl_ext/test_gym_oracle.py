@@ -154,7 +154,7 @@ CASES: dict[str, Build] = {
 }
 
 
-@pytest.mark.sample(quick=16)
+@pytest.mark.sample(quick=10)
 @pytest.mark.parametrize("name", CASES)
 def test_rollouts_are_those_of_upstream(name: str) -> None:
     ours, theirs = both(CASES[name])
@@ -248,7 +248,7 @@ def check_spaces(observed: Any, taken: Any, categorical: bool, count: int | None
     return second.received
 
 
-@pytest.mark.sample(quick=20, ci=44)
+@pytest.mark.sample(quick=12, ci=44)
 @pytest.mark.parametrize("categorical", [False, True], ids=["one-hot", "categorical"])
 @pytest.mark.parametrize(
     ("name", "count"), [(name, count) for name in SPACES for count in (None, 1, 3) if not (count and name in SINGLE)]

@@ -139,6 +139,7 @@ def test_what_is_predicted_is_what_happens(name: str, environ: dict[str, str]) -
         assert ended.answer == predicted.egl
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "question", [None, Question("auto", "same", "robosuite"), Question("cuda:9", "egl:1", "mujoco")]
 )
@@ -274,7 +275,7 @@ SAY = f"import os, time; print({_verify._MARK + json.dumps({'decided': 'gpu'})!r
         ("import sys; sys.exit('no\\ndriver')", "the process ended with exit status 1: driver", None),
         ("pass", "the process ended with exit status 0: it said nothing", None),
         (SAY + "os.abort()", "by SIGABRT", "gpu"),
-        (SAY + "time.sleep(600)", "did not end within 10 s", "gpu"),
+        pytest.param(SAY + "time.sleep(600)", "did not end within 10 s", "gpu", marks=pytest.mark.slow),
     ],
 )
 def test_a_process_that_ends_early_is_told_by_how_it_ended_and_what_it_had_decided(

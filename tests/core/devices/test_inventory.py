@@ -164,6 +164,7 @@ def test_a_gpu_that_mesa_lists_too_renders_through_its_own_driver(
     assert device.index == index
 
 
+@pytest.mark.sample(quick=4)
 @pytest.mark.parametrize(
     ("settings", "without", "error"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from unittest import mock
 
@@ -50,7 +51,7 @@ masks = st.one_of(
 )
 
 
-@settings(max_examples=1000)
+@settings(max_examples=1000 if "CI" in os.environ else 300)
 @given(mask=masks, count=st.integers(0, 8), order=st.sampled_from([None, "PCI_BUS_ID", "FASTEST_FIRST"]))
 @example(mask="0 1", count=4, order=None)
 @example(mask="0,0", count=4, order=None)

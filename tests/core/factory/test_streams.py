@@ -127,6 +127,7 @@ def test_emulators_draw_from_streams_of_their_own_too() -> None:
     gym.register_envs(ale_py)
     environment = made("ALE/Breakout-v5", repeat_action_probability=0.5)
     environment.reset(seed=1)
+    environment.action_space.seed(1)
     packed = _graft.dumps(environment)
     actions = [environment.action_space.sample() for _ in range(20)]
 

@@ -167,7 +167,7 @@ class SameAsInMemory(RuleBasedStateMachine):
 
 
 TestSameAsInMemory = SameAsInMemory.TestCase
-TestSameAsInMemory.settings = settings(max_examples=40 if "CI" in os.environ else 20, stateful_step_count=20)
+TestSameAsInMemory.settings = settings(max_examples=40 if "CI" in os.environ else 10, stateful_step_count=20)
 
 
 @pytest.mark.parametrize("n_stack", [None, pytest.param(3, marks=pytest.mark.slow)])

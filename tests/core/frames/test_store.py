@@ -61,7 +61,7 @@ def saved_and_loaded(store: Any) -> Any:
     return type(store).load(io.BytesIO(file.getvalue()))
 
 
-@settings(max_examples=120 if "CI" in os.environ else 50)
+@settings(max_examples=120 if "CI" in os.environ else 25)
 @given(data=st.data(), layout=layouts(), capacity=st.integers(1, 40), n_envs=st.integers(1, 4))
 def test_a_store_equals_plain_arrays(data: st.DataObject, layout: StackLayout, capacity: int, n_envs: int) -> None:
     codec = data.draw(st.sampled_from(CODECS))
@@ -89,7 +89,7 @@ def test_a_store_equals_plain_arrays(data: st.DataObject, layout: StackLayout, c
             check_contents(store, plain, f"{store!r} after {options} and {action}")
 
 
-@settings(max_examples=60)
+@settings(max_examples=60 if "CI" in os.environ else 20)
 @given(layout=layouts(), steps=st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=60))
 def test_frames_that_recur_are_never_confused(layout: StackLayout, steps: list[tuple[int, bool]]) -> None:
     """Few different images, so that stacks often continue each other by chance."""
@@ -119,7 +119,7 @@ def check_held(store: Any, plain: PlainStore) -> None:
         np.testing.assert_array_equal(out.reshape(expected.shape), expected)
 
 
-@settings(max_examples=40 if "CI" in os.environ else 20)
+@settings(max_examples=40 if "CI" in os.environ else 10)
 @given(data=st.data(), capacity=st.sampled_from([3, 50, 300]), budget=st.integers(30_000, 200_000))
 def test_a_store_with_a_budget_equals_plain_arrays(data: st.DataObject, capacity: int, budget: int) -> None:
     store: Any = FrameStore(capacity, 2, GREY, codec="patch", block_length=4, max_bytes=budget)

@@ -77,6 +77,7 @@ def test_an_edited_module_is_probed_again(place: str, tmp_path: Path, monkeypatc
     assert found[2].isolation is Isolation.SHARED_STATE
 
 
+@pytest.mark.slow
 def test_code_in_an_archive_is_known_by_the_archive(
     own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

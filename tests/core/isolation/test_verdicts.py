@@ -43,7 +43,7 @@ def check_colliding(variant: Variant, name: str) -> None:
     assert "in processes of their own" in verdict.explanation
 
 
-@pytest.mark.sample(quick=2, ci=6)
+@pytest.mark.sample(ci=6)
 @pytest.mark.parametrize("name", ["SEEDED_BY_CLOCK", *(name for name in VARIANTS if name != "SEEDED_BY_CLOCK")])
 def test_the_verdict_on_each_variant(name: str, variant: Variant, own_cache: Path) -> None:
     check(variant, name, own_cache)

@@ -225,6 +225,7 @@ def test_workers_live_on_when_the_watch_stops() -> None:
             time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_watch_for_which_there_are_too_few_descriptors_leaves_all_as_it_was() -> None:
     with group("forkserver") as workers:
         workers.watch.stop()

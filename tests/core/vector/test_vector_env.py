@@ -307,6 +307,7 @@ class SaysNothing(Counting):
         return observation, info if self.episodes == 1 else None
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
 def test_an_information_that_is_none_is_that_of_a_reset(mode: AutoresetMode) -> None:
     envs = SharedMemoryVectorEnv([SaysNothing] * 2, autoreset_mode=mode)
