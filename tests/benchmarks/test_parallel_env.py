@@ -95,8 +95,8 @@ def run_instead(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     monkeypatch.setattr("benchmarks.parallel_env.subprocess.Popen", popen)
 
 
-@pytest.mark.sample(quick=0, ci=1)
-@pytest.mark.parametrize("whose", parallel_env.WHO)
+@pytest.mark.slow
+@pytest.mark.parametrize("whose", ["ours", pytest.param("TorchRL", marks=pytest.mark.exhaustive)])
 def test_a_start_is_measured(whose: str) -> None:
     first, later = parallel_env.once("start", whose, 1)
     assert all(value > 0 for start in (first, later) for value in start.values())

@@ -109,8 +109,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.sample(quick=0, ci=1)
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_environments_of_the_main_script_in_a_process_that_it_spawns(method: str, program: Program) -> None:
     process = start(program, SCRIPT + SPAWNED.format(method=method))
     output, errors = process.communicate(timeout=4 * LIMIT_S)

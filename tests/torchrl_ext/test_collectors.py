@@ -84,8 +84,8 @@ def next_observations(collected: Collected, gravity: float) -> np.ndarray:
 
 
 def everywhere(*kinds: str) -> pytest.MarkDecorator:
-    # Ray takes minutes on a busy machine.
-    tiers = [pytest.mark.exhaustive if kind == "ray" else pytest.mark.slow for kind in kinds]
+    # Each takes half a minute, and Ray minutes on a busy machine.
+    tiers = [pytest.mark.slow if kind == "sync" else pytest.mark.exhaustive for kind in kinds]
     cases = [pytest.param(kind, marks=tier) for kind, tier in zip(kinds, tiers, strict=True)]
     return pytest.mark.parametrize("ran", cases, indirect=True)
 

@@ -153,7 +153,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.sample(quick=5)
+@pytest.mark.sample(quick=5, ci=18)
 @pytest.mark.parametrize("name", [*MADE, *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES)])
 def test_a_copy_is_the_original_and_does_the_same(name: str) -> None:
     environment = {**MADE, **FAMILIES}[name]()

@@ -104,7 +104,7 @@ FROM_WORKERS = dict(metadata_from_workers=True, use_buffers=False)
 
 start_methods = pytest.mark.parametrize(
     "start_method",
-    ["fork", pytest.param("forkserver", marks=pytest.mark.slow), pytest.param("spawn", marks=pytest.mark.slow)],
+    ["fork", pytest.param("forkserver", marks=pytest.mark.slow), pytest.param("spawn", marks=pytest.mark.exhaustive)],
 )
 
 

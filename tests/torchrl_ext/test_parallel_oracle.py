@@ -191,7 +191,7 @@ def upstreams(reference: Callable[[], Any]) -> Any:
         ("torch's generator, copied", {"use_buffers": False}),
         ("an instance", {"mp_start_method": "spawn"}),
         ("an instance", {"mp_start_method": "fork"}),
-        ("torch's generator", {"mp_start_method": "spawn"}),
+        pytest.param("torch's generator", {"mp_start_method": "spawn"}, marks=pytest.mark.exhaustive),
         ("torch's generator", {"mp_start_method": "fork"}),
     ],
 )
