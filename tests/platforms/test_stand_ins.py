@@ -81,10 +81,7 @@ SCRIPTS = {
 }
 # Trials and workers that are spawned take minutes: CI tries what both systems lack under one, half of it each.
 IN_CI = {
-    "windows": (
-        SCRIPTS["workers.py"],
-        "test_torchrls_workers_take_an_instance",
-    ),
+    "windows": (SCRIPTS["workers.py"],),
     "macos": ("test_what_hangs_is_ended_with_what_it_has_started", "test_who_has_died_is_said"),
 }
 

@@ -21,10 +21,17 @@ NEEDED = 8 * 2**30
 pytestmark = pytest.mark.slow
 
 
-def run(part: str, num_workers: int, folder: Path) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def num_workers() -> int:
+    return 6 if psutil.virtual_memory().available > NEEDED else 2
+
+
+@pytest.fixture(scope="module")
+def answers(num_workers: int, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("meltingpot")
     mark = f"{folder}/simulators"
     done = subprocess.run(
-        [python(), FOLDER / "program.py", part, str(num_workers)],
+        [python(), FOLDER / "program.py", str(num_workers)],
         env=environment(LAB2D_LOG=mark, PYTHONPATH=str(FOLDER), CUDA_VISIBLE_DEVICES="", TF_ENABLE_ONEDNN_OPTS="0"),
         cwd=folder,
         capture_output=True,
@@ -34,8 +41,8 @@ def run(part: str, num_workers: int, folder: Path) -> dict[str, Any]:
     )
     assert done.returncode == 0, done.stderr
     assert left(mark) == []
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def left(mark: str) -> list[str]:
@@ -55,9 +62,8 @@ def marked(process: psutil.Process, mark: str) -> bool:
         return False
 
 
-def test_the_line_that_users_write(tmp_path: Path) -> None:
-    num_workers = 6 if psutil.virtual_memory().available > NEEDED else 2
-    answer = run("the line", num_workers, tmp_path)
+def test_the_line_that_users_write(answers: list[dict[str, Any]], num_workers: int) -> None:
+    answer = answers[0]
     assert answer["shape"] == [num_workers, 5]
     assert answer["frames differ"]
     assert len(set(answer["first seeds"])) == num_workers
@@ -67,8 +73,8 @@ def test_the_line_that_users_write(tmp_path: Path) -> None:
     assert max(answer["private MiB"]) < 300
 
 
-def test_an_instance_that_was_changed_and_a_seed(tmp_path: Path) -> None:
-    answer = run("the instance", 2, tmp_path)
+def test_an_instance_that_was_changed_and_a_seed(answers: list[dict[str, Any]]) -> None:
+    answer = answers[1]
     first, again = answer["chains"]
     assert first == again
     for chain in first:

@@ -182,7 +182,7 @@ def upstreams(reference: Callable[[], Any]) -> Any:
     return lived(Upstream(3, reference, mp_start_method="fork"), 7)
 
 
-@pytest.mark.sample(quick=0, ci=6)
+@pytest.mark.sample(quick=0, ci=4)
 @pytest.mark.parametrize(
     ("form", "options"),
     [
@@ -255,7 +255,7 @@ def draws(env: ParallelEnv) -> list[list[float]]:
     return found
 
 
-@pytest.mark.sample(ci=3)
+@pytest.mark.sample(ci=2)
 @pytest.mark.parametrize("form", SOURCES)
 def test_workers_draw_differently_and_with_a_seed_the_same_in_every_run(form: str) -> None:
     source = SOURCES[form]()

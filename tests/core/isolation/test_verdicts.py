@@ -43,7 +43,7 @@ def check_colliding(variant: Variant, name: str) -> None:
     assert "in processes of their own" in verdict.explanation
 
 
-@pytest.mark.sample(ci=6)
+@pytest.mark.sample(ci=4)
 @pytest.mark.parametrize("name", ["SEEDED_BY_CLOCK", *(name for name in VARIANTS if name != "SEEDED_BY_CLOCK")])
 def test_the_verdict_on_each_variant(name: str, variant: Variant, own_cache: Path) -> None:
     check(variant, name, own_cache)
@@ -69,7 +69,7 @@ def test_the_verdict_is_the_same_every_time(name: str, turn: int, variant: Varia
     check(variant, name, own_cache) if name in VARIANTS else check_colliding(variant, name)
 
 
-@pytest.mark.sample(ci=5)
+@pytest.mark.sample(ci=3)
 @pytest.mark.parametrize(
     ("source", "expected", "text"),
     [

@@ -305,7 +305,7 @@ class SlowReset(simulator.Plain):
         return super().reset(seed=seed)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_reset_that_takes_long_makes_the_trial_short(own_cache: Path) -> None:
     verdict = probe([functools.partial(SlowReset, 2.1)] * 2, cache=False)
     assert verdict.isolation is INDEPENDENT

@@ -72,5 +72,4 @@ def the_instance(num_workers: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    part = {"the line": the_line, "the instance": the_instance}[sys.argv[1]]
-    sys.stdout.write(json.dumps(part(int(sys.argv[2]))))
+    sys.stdout.write(json.dumps([the_line(int(sys.argv[1])), the_instance(2)]))
