@@ -575,7 +575,9 @@ def _algorithm_that_builds(buffer: Any) -> OffPolicyAlgorithm | None:
     Return the algorithm in whose set-up the buffer is made. It hands ``n_steps`` and ``gamma`` to the class of Stable
     Baselines3 alone, and with other ones than its own it would learn something else in silence.
     """
-    frame = inspect.currentframe()
+    own = inspect.currentframe()
+    frame = own and own.f_back  # what a frame's variables are read by holds itself, if it is asked for its own
+    del own
     while frame is not None and frame.f_locals.get("self", frame.f_locals.get("buffer")) is buffer:
         frame = frame.f_back
     caller = None if frame is None or frame.f_code.co_name != "_setup_model" else frame.f_locals.get("self")

@@ -6,7 +6,6 @@ import math
 import operator
 import os
 import secrets
-import threading
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -21,6 +20,7 @@ from gymnasium import spaces
 from stable_baselines3.common.preprocessing import get_obs_shape
 
 from rl_ext_core._interrupts import uninterrupted
+from rl_ext_core._system import thread_lock
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, RlExtError
 from rl_ext_core.frames import FrameStore
 from rl_ext_core.frames.folder import checked_path
@@ -156,6 +156,8 @@ class Observations:
         **options: Any,
     ) -> None:
         by_key: dict[Any, Any] = space.spaces if isinstance(space, spaces.Dict) else {_ALONE: space}
+        if not by_key:
+            raise InvalidArgumentError(f"the observation space {space} has no keys, so that there is nothing to store")
         for name, value in options.items():
             if isinstance(value, Mapping) and (unknown := [key for key in value if key not in by_key]):
                 raise InvalidArgumentError(f"{name} is given for {unknown}, which are not among the keys {[*by_key]}")
@@ -188,7 +190,7 @@ class Observations:
         self.parts, self._limited = parts, limited
         self.stores = [part.store for part in parts.values()]
         self.first = self.stores[0]
-        self.lock = threading.RLock()
+        self.lock = thread_lock()
         self.arrays: dict[str, npt.NDArray[Any]] = {}
         self._own_arrays: dict[str, npt.NDArray[Any]] = {}  # those that no store counts
         self._numbers: list[npt.NDArray[np.int64]] = []  # of the transition in each row, in each store's folder

@@ -6,7 +6,7 @@ itself was wrong.
 
 examples:
   rl-ext plan --shape 100,100,9 --size 1000000
-  rl-ext plan --env ALE/Pong-v5 --size 1000000 --max-bytes 8GB --plot memory.png
+  rl-ext plan --env ale_py:ALE/Pong-v5 --size 1000000 --max-bytes 8GB --plot memory.png
   rl-ext plan --env my_module:make_env --size 500000 --json
 """
 
@@ -31,10 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", type=_count, required=True, help="transitions, over all environments: 1000000")
     parser.add_argument("--stack", type=_count, help="frames in an observation (default: found out)")
     parser.add_argument("--envs", type=_count, default=1, help="environments that the buffer is for (default: 1)")
-    parser.add_argument("--dtype", default="uint8", help="of an observation (default: uint8)")
+    parser.add_argument("--dtype", help="of an observation, without --env, which says it (default: uint8)")
     parser.add_argument("--env", metavar="ID|MODULE:FUNCTION", help="measure on this environment")
     parser.add_argument("--steps", type=_count, help="of a random policy in it (default: until the figures are known)")
-    parser.add_argument("--seed", type=int, default=0, help="of the policy and the environment (default: 0)")
+    parser.add_argument("--seed", type=_seed, default=None, help="of the policy and the environment (default: 0)")
     parser.add_argument("--max-bytes", metavar="SIZE", help="the budget: 4GB, 512MiB (default: what is free)")
     parser.add_argument("--json", action="store_true", help="write the plan as JSON")
     parser.add_argument("--plot", metavar="FILE", help="draw it too: memory.png")
@@ -57,6 +57,12 @@ def _count(text: str) -> int:
     return int(digits)
 
 
+def _seed(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) < 2**32):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 on, below 2**32")
+    return int(text)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Plan, and show it.
 
@@ -68,11 +74,19 @@ def run(arguments: argparse.Namespace) -> int:
     from rl_ext_core.frames.planning import parse_bytes, plan
 
     try:
-        dtype = np.dtype(arguments.dtype)
+        dtype = np.dtype(arguments.dtype or "uint8")
     except TypeError:
         raise InvalidArgumentError(f"--dtype {arguments.dtype!r} is no dtype of NumPy; for example uint8") from None
     if arguments.shape is None and arguments.env is None:
         raise InvalidArgumentError("give --shape, for example --shape 100,100,9, or an environment with --env")
+    if arguments.env is not None and arguments.dtype is not None:
+        raise InvalidArgumentError(f"--dtype {arguments.dtype} is for --shape alone: --env says its own; leave it out")
+    if arguments.env is None and (
+        unused := [name for name in ("steps", "seed") if getattr(arguments, name) is not None]
+    ):
+        raise InvalidArgumentError(f"--{unused[0]} is for --env, which is not given; leave it out")
+    if arguments.plot == "":
+        raise InvalidArgumentError("--plot is empty; for example --plot memory.png")
     with _played(arguments.env):
         found = plan(
             arguments.shape,
@@ -82,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
             n_envs=arguments.envs,
             env=None if arguments.env is None else functools.partial(_made, arguments.env),
             steps=arguments.steps,
-            seed=arguments.seed,
+            seed=arguments.seed or 0,
             max_bytes=None if arguments.max_bytes is None else parse_bytes(arguments.max_bytes),
         )
     if arguments.plot is not None:
@@ -112,7 +126,7 @@ def _played(name: str | None) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:  # environments raise anything
         raise EnvironmentOutputError(
-            f"--env {name!r} raised {type(error).__name__}: {error} while it was played with random actions"
+            f"--env {name!r} raised {type(error).__name__}: {error} while it was made or played with random actions"
         ) from error
     finally:
         os.dup2(output, 1)
@@ -127,12 +141,13 @@ def _made(name: str) -> Any:
             import gymnasium
         except ImportError:
             raise missing_dependency("gymnasium", "sb3", "--env") from None
-        found = functools.partial(gymnasium.make, found)
-    try:
-        return found() if callable(found) else found
-    except RlExtError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise InvalidArgumentError(
-            f"--env {name!r} cannot be made ({type(error).__name__}: {error}); give {EXPECTED}"
-        ) from error
+        try:
+            return gymnasium.make(found)
+        except gymnasium.error.Error as error:
+            unknown = isinstance(error, (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv))
+            if unknown or type(error) is gymnasium.error.Error:  # which is of an id that is malformed
+                raise InvalidArgumentError(
+                    f"--env {name!r} cannot be made ({type(error).__name__}: {error}); give {EXPECTED}"
+                ) from error
+            raise
+    return found() if callable(found) else found

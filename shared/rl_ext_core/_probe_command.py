@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from rl_ext_core.isolation.verdict import Verdict
 
-_WIDTH_ELSEWHERE = 120
+_WIDTH_ELSEWHERE, _LEAST_WIDTH = 120, 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rl_ext_core.isolation import Isolation, probe
 
     console = Console(markup=False, emoji=False, highlight=False)
-    if not console.is_terminal and "COLUMNS" not in console._environ:
+    if console.width < _LEAST_WIDTH or (not console.is_terminal and "COLUMNS" not in console._environ):
         console.width = _WIDTH_ELSEWHERE
     source = named_source(arguments.source)
     options = {"cache": not arguments.no_cache, "steps": arguments.steps, "timeout": arguments.timeout}

@@ -16,6 +16,7 @@ import importlib
 import importlib.util
 import mmap
 import os
+import threading
 import time
 import uuid
 import weakref
@@ -41,6 +42,7 @@ __all__ = [
     "set_variables",
     "shorten",
     "take_room",
+    "thread_lock",
     "unlock",
     "write_at",
 ]
@@ -63,6 +65,33 @@ def after_fork(function: Callable[[], object]) -> None:
     """Have a function called in every process that is forked from this one."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=function)
+
+
+_locks: weakref.WeakSet[Any] = weakref.WeakSet()
+_held: list[Any] = []
+
+
+def thread_lock() -> Any:
+    """Return an ``RLock`` that forks wait for: no child has its holder, and what that one does would be half done."""
+    lock = threading.RLock()
+    _locks.add(lock)
+    return lock
+
+
+def _hold_locks() -> None:
+    for reference in _locks.data.copy():  # type: ignore[attr-defined]  # at once: other threads make locks meanwhile
+        if (lock := reference()) is not None:
+            lock.acquire()
+            _held.append(lock)
+
+
+def _free_locks() -> None:
+    while _held:
+        _held.pop().release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_hold_locks, after_in_parent=_free_locks, after_in_child=_free_locks)
 
 
 def set_variables(variables: Mapping[str, str | None], environ: MutableMapping[str, str] = os.environ) -> None:

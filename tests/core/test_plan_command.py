@@ -28,6 +28,10 @@ def fails():
     raise RuntimeError("no licence")
 
 
+def gives_a_class():
+    return Loud
+
+
 class Loud(gymnasium.Env):
     observation_space, action_space = gymnasium.spaces.Box(0, 1, (4,)), gymnasium.spaces.Discrete(2)
 
@@ -85,7 +89,14 @@ def test_an_environment_that_fails_while_it_is_played_is_no_plan(
     assert main(["plan", "--size", "1000", "--env", f"{module}:Quits"]) == 1
     said = capsys.readouterr()
     assert said.out == ""
-    assert f"--env '{module}:Quits' raised SystemExit: 0 while it was played" in said.err
+    assert f"--env '{module}:Quits' raised SystemExit: 0 while it was made or played" in said.err
+
+
+def test_an_environment_that_cannot_be_made_is_no_fault_of_the_command(
+    capsys: pytest.CaptureFixture[str], module: str
+) -> None:
+    assert main(f"plan --size 10 --env {module}:fails".split()) == 1
+    assert f"'{module}:fails' raised RuntimeError: no licence" in capsys.readouterr().err
 
 
 def test_it_fails_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +117,11 @@ def test_figures_are_measured_on_an_id(capsys: pytest.CaptureFixture[str]) -> No
     [
         ("plan --size 10", "give --shape, for example --shape 100,100,9, or an environment with --env"),
         ("plan --size 10 --env Nope-v0", "--env 'Nope-v0' cannot be made"),
-        ("plan --size 10 --env {module}:fails", "cannot be made (RuntimeError: no licence)"),
+        ("plan --size 10 --env CartPole-v1 --dtype int8", "--dtype int8 is for --shape alone"),
+        ("plan --size 10 --shape 9,9 --seed 3", "--seed is for --env"),
+        ("plan --size 10 --shape 9,9 --dtype O", "dtype object are no images or numbers"),
+        ("plan --size 10 --shape 9,9 --plot=", "--plot is empty"),
+        ("plan --size 10 --env {module}:gives_a_class", "which is none of gymnasium's"),
         ("plan --size 10 --env {module}:str", "has no 'str'"),
         ("plan --size 10 --env builtins:str", "gives '', which is none of gymnasium's"),
         ("plan --size 10 --shape 7,7 --env CartPole-v1", "neither observations of shape (7, 7) nor frames"),
@@ -126,7 +141,9 @@ def test_what_is_wrong_is_said_in_one_sentence(
     assert said.err.startswith("rl-ext plan: ")
 
 
-@pytest.mark.parametrize("line", ["plan", "plan --size many", "plan --size 0", "plan --size 10 --shape 9,x"])
+@pytest.mark.parametrize(
+    "line", ["plan", "plan --size many", "plan --size 0", "plan --size 10 --shape 9,x", "plan --size 10 --seed -1"]
+)
 def test_wrong_usage_ends_with_status_2(capsys: pytest.CaptureFixture[str], line: str) -> None:
     with pytest.raises(SystemExit) as ended:
         main(line.split())

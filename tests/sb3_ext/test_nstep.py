@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import subprocess
 import sys
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -76,6 +78,15 @@ def test_a_class_of_ones_own_agrees_too() -> None:
             super().__init__(*args, **kwargs)
 
     assert dqn(Own, gamma=0.9).replay_buffer.gamma == 0.9
+
+
+def test_it_goes_when_nobody_needs_it() -> None:
+    gc.disable()
+    try:
+        buffer = weakref.ref(CompressedNStepReplayBuffer(10, spaces.Box(0, 255, (4, 12, 11), "u1"), ACTIONS))
+        assert buffer() is None
+    finally:
+        gc.enable()
 
 
 def test_a_buffer_that_is_made_while_a_model_learns_is_not_the_models() -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -211,6 +215,35 @@ def test_arguments(options: dict[str, Any], error: type[Exception], text: str) -
         CompressedReplayBuffer(
             **{"buffer_size": 10, "observation_space": GREY, "action_space": ACTIONS, **options}  # type: ignore[arg-type]
         )
+
+
+def test_a_dictionary_of_nothing_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="has no keys"):
+        CompressedDictReplayBuffer(10, spaces.Dict(), ACTIONS)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_that_is_forked_while_another_thread_samples_may_sample() -> None:
+    buffer = CompressedReplayBuffer(10, GREY, ACTIONS)
+    image = np.zeros((1, *GREY.shape), np.uint8)
+    buffer.add(image, image, np.zeros((1, 1)), np.zeros(1), np.zeros(1), [{}])
+    lock, inside = buffer._observations.lock, threading.Event()
+
+    def samples() -> None:
+        with lock:
+            inside.set()
+            time.sleep(0.1)
+
+    thread = threading.Thread(target=samples)
+    thread.start()
+    inside.wait()
+    if not (child := os.fork()):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest's own would go on with the tests here
+        signal.alarm(60)
+        buffer.sample(2)
+        os._exit(0)
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_options_by_key() -> None:

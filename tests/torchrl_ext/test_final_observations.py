@@ -15,6 +15,7 @@ from rl_ext_core.errors import EnvironmentOutputError
 from tests.torchrl_ext.comparing import assert_same, vector
 from tests.torchrl_ext.environments import Isaac, IsaacByIds, SameStep, Walk
 from torchrl_ext import GymWrapper
+from torchrl_ext.gym.vector import rows_of
 
 LENGTHS = {"apart": [2, 3, 5], "all at once": [3, 3, 3], "every step": [1, 1, 4], "one": [2]}
 libraries = pytest.mark.parametrize("torch_tensors", [False, True], ids=["NumPy", "torch"])
@@ -251,3 +252,17 @@ def test_an_entry_that_torchrl_renames() -> None:
     env = GymWrapper(vector([partial(Renamed, 2, 2), partial(Renamed, 5, 5)], 2, "SameStep"))
     rollout = env.rollout(12, break_when_any_done=False)
     assert torch.equal(rollout["next", "observation"][..., 1], rollout["observation"][..., 1] + 1)
+
+
+def test_an_observation_that_is_named_as_gymnasium_names_its_masks() -> None:
+    final = {
+        "goal": np.arange(2),
+        "_goal": np.arange(4).reshape(2, 2),
+        "kind": np.arange(2),
+        "_kind": np.array([False, True]),
+    }
+    assert {key: part.tolist() for key, part in rows_of(final, [1], 2).items()} == {
+        "goal": [1],
+        "_goal": [[2, 3]],
+        "kind": [1],
+    }

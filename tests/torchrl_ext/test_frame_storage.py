@@ -387,6 +387,13 @@ def test_a_part_of_an_image_is_written_and_no_other_image_is_stored_anew() -> No
         assert torch.equal(images[index], images[:].clone()[index])
 
 
+def test_the_sign_of_a_zero_is_a_change() -> None:
+    storage = FrameStorage(4, pixels=["pixels"])
+    storage.set(range(4), TensorDict({"pixels": torch.zeros(4, 8, 8)}, [4]))
+    storage[:]["pixels"].neg_()
+    assert storage[:]["pixels"].decoded().signbit().all()
+
+
 def test_images_that_were_taken_before_the_storage_was_emptied_are_refused() -> None:
     buffer = TensorDictReplayBuffer(storage=FrameStorage(50), batch_size=8)
     data = Videos(1).collect(50).reshape(-1)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, tensorclass
-from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictMaxValueWriter, TensorDictReplayBuffer
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, OutOfMemoryError
 from tests.torchrl_ext.frame_data import Videos, assert_same
@@ -58,6 +58,21 @@ MISFITS: list[tuple[Any, type[Exception], str]] = [
     (lambda data: data["pixels"], InvalidTypeError, "FrameStorage stores TensorDicts, got Tensor"),
     (lambda data: {"pixels": data["pixels"]}, InvalidTypeError, "FrameStorage stores TensorDicts, got dict"),
 ]
+
+
+def test_a_writer_of_the_highest_does_not_count_what_was_refused() -> None:
+    def extend(n: int, rank: float, side: int = 32) -> None:
+        pixels = torch.full((n, side, side), int(rank), dtype=torch.uint8)
+        buffer.extend(TensorDict({"rank": torch.full((n,), rank), "pixels": pixels}, [n]))
+
+    writer = TensorDictMaxValueWriter(rank_key="rank")
+    buffer = TensorDictReplayBuffer(storage=FrameStorage(6), batch_size=2, writer=writer)
+    extend(4, 1.0)
+    with pytest.raises(InvalidArgumentError, match="nothing was stored"):
+        extend(4, 5.0, side=16)
+    for rank in (2.0, 3.0, 4.0, 6.0):
+        extend(2, rank)
+    assert buffer[:]["rank"].tolist() == buffer[:]["pixels"][:, 0, 0].tolist() == [3, 3, 4, 4, 6, 6]
 
 
 @pytest.mark.parametrize(("wrong", "error", "text"), MISFITS)

@@ -256,3 +256,14 @@ def test_a_reward_with_a_fraction_does_not_fit_a_specification_of_whole_numbers(
     env.reward_spec = Unbounded((2, 1), dtype=torch.int64)
     with pytest.raises(EnvironmentOutputError, match=r"'reward' has the dtype torch\.float64, which loses"):
         env.rand_step(env.reset())
+
+
+@pytest.mark.parametrize("reward", [1.5, np.float32(2.5), float("nan"), -0.9])
+def test_nor_does_a_number(reward: Any) -> None:
+    inner = Walk()
+    step, inner.reward_space = inner.step, spaces.Box(-9, 9, (1,), np.int64)  # type: ignore[attr-defined]
+    inner.step = lambda action: (step(action)[0], reward, *step(action)[2:])  # type: ignore[method-assign]
+    env = GymWrapper(inner)
+    assert env.reward_spec.dtype == torch.int64
+    with pytest.raises(EnvironmentOutputError, match=r"'reward' has the dtype torch\.float"):
+        env.rand_step(env.reset())

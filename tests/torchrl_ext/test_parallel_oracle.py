@@ -17,6 +17,7 @@ from torchrl.envs import GymWrapper as UpstreamGymWrapper
 from torchrl.envs import ParallelEnv as Upstream
 from torchrl.envs import RewardSum, TransformedEnv
 
+from rl_ext_core.errors import InvalidArgumentError
 from tests.torchrl_ext.parallel_checks import no_workers_left
 from tests.torchrl_ext.parallel_environments import Native, Well
 from torchrl_ext import GymWrapper, ParallelEnv
@@ -126,6 +127,12 @@ def test_takes_upstreams_options(options: dict[str, Any]) -> None:
     ours = ParallelEnv(2, make_native, **options)
     assert equal(result(lambda env: env.rollout(3), ours), without_options())
     ours.close()
+
+
+def test_buffers_that_forked_workers_have_copies_of_are_refused() -> None:
+    """Upstream gives zeros."""
+    with pytest.raises(InvalidArgumentError, match="leave shared_memory out"):
+        ParallelEnv(2, make_native, shared_memory=False, mp_start_method="fork").reset()
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from multiprocessing import sharedctypes
 from typing import Any
 
 import torch
-from torchrl.data import RoundRobinWriter
+from torchrl.data import RoundRobinWriter, TensorDictMaxValueWriter
 
 from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core.errors import InvalidArgumentError, OutOfMemoryError
@@ -73,16 +73,16 @@ def bear_kills(storage: Any) -> None:
                 buffer._write_lock = storage.lock
 
 
-def _round_robin_writers(storage: Any) -> Iterator[Any]:
-    writers = (getattr(buffer, "_writer", None) for buffer in storage._attached_entities)
-    return (writer for writer in writers if isinstance(writer, RoundRobinWriter))
+def _writers(storage: Any) -> Iterator[Any]:
+    return (getattr(buffer, "_writer", None) for buffer in storage._attached_entities)
 
 
 def go_on_at(storage: Any, place: int) -> None:
     """Let the writers of a storage go on at a place."""
-    for writer in _round_robin_writers(storage):
-        writer._cursor = place
-        writer._write_count = max(writer._write_count, len(storage))
+    for writer in _writers(storage):
+        if isinstance(writer, RoundRobinWriter):
+            writer._cursor = place
+            writer._write_count = max(writer._write_count, len(storage))
 
 
 def go_back(storage: Any, cursor: Any) -> None:
@@ -91,8 +91,14 @@ def go_back(storage: Any, cursor: Any) -> None:
     Writers move on first and store then; what they passed over would count as elements from the next ones on.
     """
     places = torch.as_tensor(cursor).reshape(-1).tolist() if isinstance(cursor, (int, torch.Tensor)) else []
-    for writer in _round_robin_writers(storage) if places else ():
-        if writer._cursor in (places[-1] + 1, 0):
+    for writer in _writers(storage) if places else ():
+        if isinstance(writer, TensorDictMaxValueWriter):
+            # It has noted the ranks of what was not stored, in place of those that are there.
+            writer._cursor, writer._current_top_values = 0, []
+            for place in range(len(storage)):
+                writer.get_insert_index(storage.get(place))
+            writer._write_count -= len(places)
+        elif isinstance(writer, RoundRobinWriter) and writer._cursor in (places[-1] + 1, 0):
             writer._cursor = places[0]
             writer._write_count -= len(places)
 

@@ -80,7 +80,8 @@ class FrameStorage(TensorStorage):
     :param n_stack: Frames in an image stack, or None to find it from the data.
     :param block_length: Frames in a block, a power of two, or None to choose it by what is seen. Longer blocks take
         less memory and more time to sample from.
-    :param max_bytes: What it may hold, in bytes; where that is reached, ``max_size`` is lowered, and the oldest go.
+    :param max_bytes: What its elements may take, in bytes; where that is reached, ``max_size`` is lowered, and the
+        oldest go. What they leave, which is used again, is not counted: below 40 MB it may be almost as much again.
     :param storage_dir: A folder to keep everything in, memory-mapped: it may exceed main memory, and whoever opens it
         again with the same arguments finds what was there and goes on behind it, even after a crash of the process,
         but for elements that were being added at that moment. Damage is found by checksum: of elements when the folder

@@ -116,7 +116,9 @@ class FrameView(torch.Tensor):
 
     def _store(self, images: torch.Tensor, before: torch.Tensor) -> None:
         # To store the others anew would add to what a lossy codec has made of them.
-        changed = (images != before).flatten(self._handles.ndim).any(-1)
+        # By their bits: zeros of another sign are equal, and numbers that are none are not.
+        changed = images.contiguous().view(torch.uint8) != before.contiguous().view(torch.uint8)
+        changed = changed.flatten(self._handles.ndim).any(-1)
         self._write(changed, images[changed])
 
     def _write(self, index: Any, images: torch.Tensor) -> None:

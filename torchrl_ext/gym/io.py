@@ -372,7 +372,7 @@ def _leaf(spec: TensorSpec, name: str, device: torch.device | None, copy: bool) 
 def compile_reward(spec: TensorSpec, *, device: torch.device | None) -> Convert:
     """Compile the way from a reward to a tensor of the spec: from a number, or from one per sub-environment."""
     read = _compile_column(tuple(spec.shape), spec.dtype, "reward", device)
-    if spec.shape != (1,):
+    if spec.shape != (1,) or not spec.dtype.is_floating_point:  # of which a number may lose its fraction
         return read
     moves, scalars = device is not None and device.type != "cpu", (float, int, np.floating)
     array, from_numpy, wanted = np.array, torch.from_numpy, torch_to_numpy_dtype_dict[spec.dtype]

@@ -105,7 +105,7 @@ def rows_of(final: Any, rows: list[int], count: int) -> Any:
     """
     if isinstance(final, dict):
         # gymnasium puts a mask "_key" beside each "key".
-        masks = {f"_{key}" for key in final}
+        masks = {f"_{key}" for key in final if _is_mask(final.get(f"_{key}"), count)}
         return {key: rows_of(part, rows, count) for key, part in final.items() if key not in masks}
     length = len(final) if hasattr(final, "__len__") else None
     if length not in (count, len(rows)):
@@ -120,6 +120,10 @@ def rows_of(final: Any, rows: list[int], count: int) -> Any:
     if absent:
         raise EnvironmentOutputError(f"final_obs holds nothing for the sub-environments {absent}, which are done")
     return _stacked(singles)
+
+
+def _is_mask(part: Any, count: int) -> bool:
+    return getattr(part, "dtype", None) in (np.bool_, torch.bool) and part.shape == (count,)
 
 
 def _stacked(singles: list[Any]) -> Any:

@@ -16,7 +16,7 @@ import torch
 from torchrl.envs import batched_envs as upstream
 
 from rl_ext_core import processes, resources
-from rl_ext_core.errors import WorkerError
+from rl_ext_core.errors import InvalidArgumentError, WorkerError
 from torchrl_ext.parallel.plan import Plan, SpeedCheck
 
 __all__ = ["SupervisedEnv"]
@@ -65,6 +65,14 @@ class SupervisedEnv(upstream.ParallelEnv):
     _speed: SpeedCheck | None = None
     _closing = _unfinished = False
 
+    def _check_buffers(self, method: str) -> None:
+        if method == "fork" and self._use_buffers and not (self._share_memory or self._memmap):
+            raise InvalidArgumentError(
+                "shared_memory=False keeps the buffers in memory that forked workers have a copy of, and what they "
+                "write there reaches nobody; leave shared_memory out, or write memmap=True, use_buffers=False or "
+                'mp_start_method="forkserver"'
+            )
+
     def _start_workers(self) -> None:
         if not isinstance(self._mp_start_method, _Registered):  # it is where the last start was interrupted
             self._method = self._mp_start_method
@@ -86,6 +94,7 @@ class SupervisedEnv(upstream.ParallelEnv):
                             stack.enter_context(env._watched(started).operation("start", env._start_timeout))
 
                 context = self._plan.context(self._method, watch)
+                self._check_buffers(context.get_start_method())
                 self._mp_start_method = _Registered(stack.enter_context(processes.registered(context)))
                 super()._start_workers()
                 starting.clear()

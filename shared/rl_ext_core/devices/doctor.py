@@ -39,7 +39,7 @@ __all__ = ["Question", "Report", "add_arguments", "examine", "replay", "run", "s
 
 FORMAT = 1
 # What a log or a pipe gets; a terminal has a width of its own.
-_WIDTH_ELSEWHERE = 120
+_WIDTH_ELSEWHERE, _LEAST_WIDTH = 120, 20
 _STYLES = {"error": "bold red", "warning": "yellow", "ok": "green"}
 
 # The variables that go into a report: those that decide on devices, and no others. Reports end up in public bug
@@ -372,7 +372,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     console = Console(markup=False, emoji=False, highlight=False)
-    if not console.is_terminal and "COLUMNS" not in console._environ:
+    if console.width < _LEAST_WIDTH or (not console.is_terminal and "COLUMNS" not in console._environ):
         console.width = _WIDTH_ELSEWHERE
     report = _report(arguments, console)
     if arguments.json:

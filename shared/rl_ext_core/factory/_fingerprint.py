@@ -350,6 +350,8 @@ class _Beside:
             special = name.startswith("__") and name.endswith("__")
             if (special and not functions) or name == "_abc_impl" or _objects.is_inherited(kind, name, part):
                 continue
+            if isinstance(part, types.MemberDescriptorType):  # of a slot: what the class is made of, as its methods are
+                continue
             label = f"<class {called}>.{name}"
             # What libraries keep for themselves differs by process.
             private = name.startswith("_") and _is_installed(module.partition(".")[0])
@@ -366,9 +368,9 @@ class _Beside:
 
     def _read_code(self, function: types.FunctionType) -> None:
         module = str(function.__globals__.get("__name__"))
-        names = _parts.names_in(function.__code__)
+        names, read = _parts.names_in(function.__code__), _parts.globals_in(function.__code__)
         for name in sorted(names):
-            if name in function.__globals__:
+            if name in read and name in function.__globals__:
                 self._global(module, name, function.__globals__[name], module, names)
             elif name in sys.modules and not _is_installed(name):  # imported where it is needed
                 self._global(module, name, sys.modules[name], module, names)

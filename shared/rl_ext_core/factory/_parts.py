@@ -6,6 +6,7 @@ equal for equal values, in every process: there is no address and no hash() in i
 
 from __future__ import annotations
 
+import dis
 import enum
 import functools
 import hashlib
@@ -258,16 +259,28 @@ def _of_function(function: types.FunctionType) -> Parts:
     yield from named(vars(function))
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         yield f".<{name}>", cell
-    for name in sorted(names_in(function.__code__)):
+    for name in sorted(globals_in(function.__code__)):
         part = function.__globals__.get(name)
         if part is not None and not isinstance(part, types.ModuleType):
             yield f".<global {name}>", part
 
 
 def names_in(code: types.CodeType) -> set[str]:
-    """Return the names that code reads beside its variables, that of functions within it too."""
-    within = (part for part in code.co_consts if isinstance(part, types.CodeType))
-    return set(code.co_names).union(*map(names_in, within))
+    """Return the names that code reads beside its variables, with those of attributes, and of functions within it."""
+    return set(code.co_names).union(*map(names_in, _codes_within(code)))
+
+
+@functools.lru_cache(maxsize=10_000)
+def globals_in(code: types.CodeType) -> frozenset[str]:
+    """Return the names of globals that code reads or sets, that of functions within it too."""
+    found = (
+        step.argval for step in dis.get_instructions(code) if "GLOBAL" in step.opname or step.opname == "LOAD_NAME"
+    )
+    return frozenset(found).union(*map(globals_in, _codes_within(code)))
+
+
+def _codes_within(code: types.CodeType) -> list[types.CodeType]:
+    return [part for part in code.co_consts if isinstance(part, types.CodeType)]
 
 
 def variables(function: types.FunctionType) -> list[Any]:

@@ -199,7 +199,8 @@ def referred(build: Any) -> Iterator[Any]:
         yield value
         if type(value) is types.FunctionType:
             yield from _texts_in(value.__code__)
-            yield from (value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__)
+            read = _parts.globals_in(value.__code__)
+            yield from (value.__globals__[name] for name in sorted(read) if name in value.__globals__)
             waiting += [*(value.__defaults__ or ()), *_parts.variables(value)]
 
 

@@ -23,7 +23,7 @@ class StackLayout:
     :param dtype: dtype of the observation, or what NumPy makes one of.
     :param n_stack: number of frames in a stack; 1 treats the observation as one frame.
     :param axis: the stacking axis, 0 (channel-first) or ``len(shape) - 1`` (channel-last).
-    :raises InvalidArgumentError: if the stack size does not divide the length of the axis.
+    :raises InvalidArgumentError: if the stack size does not divide the length of the axis, or of what is no number.
 
     >>> import numpy as np
     >>> from rl_ext_core.frames import StackLayout
@@ -39,6 +39,10 @@ class StackLayout:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", np.dtype(self.dtype))  # np.uint8 and "uint8" are what people write
+        if self.dtype.kind not in "biufc":
+            raise InvalidArgumentError(
+                f"observations of dtype {self.dtype} are no images or numbers; for example uint8"
+            )
         length = self.shape[self.axis]
         if not 1 <= self.n_stack <= MAX_STACK or length % self.n_stack:
             divisors = [d for d in range(1, min(length, MAX_STACK) + 1) if length % d == 0]

@@ -475,7 +475,7 @@ def _played(
         if not callable(env):
             raise InvalidTypeError(f"env={env!r} is neither a gymnasium environment nor what makes one")
         env = env()
-        if not hasattr(env, "observation_space"):
+        if isinstance(env, type) or not hasattr(env, "observation_space"):
             raise InvalidTypeError(f"what makes the environment gives {env!r}, which is none of gymnasium's")
         opened.callback(env.close)
     space = env.observation_space

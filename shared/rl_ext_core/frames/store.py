@@ -8,7 +8,6 @@ import copy
 import functools
 import logging
 import os
-import threading
 import weakref
 from operator import index
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -17,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_ext_core._interrupts import uninterrupted
+from rl_ext_core._system import thread_lock
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, StorageError
 from rl_ext_core.frames.arrays import MOST_PLACES
 from rl_ext_core.frames.auto import COPIED, LAST_CHECK, Choice, Chooser
@@ -184,7 +184,7 @@ class FrameStore:
         self._chooser, self.seen = chooser, 0
         self._shape = (self.n_envs, *layout.shape)
         # The kernels release the GIL: a thread that samples must not read a block while another one fills it.
-        self._lock = threading.RLock()
+        self._lock = thread_lock()
         self.position, self.full, self.dropped = 0, False, 0
         self._staged: Pairs | None = None  # what was stored and is no transition yet
         self._unfinished = False  # in a folder: whether the owner may yet write to the newest transition's row

@@ -59,7 +59,7 @@ def mirror(source: Path, target: Path) -> None:
     while waiting:
         one, other = waiting.popleft()
         with contextlib.suppress(OSError), os.scandir(one) as scanned:
-            entries = sorted(scanned, key=lambda entry: entry.name)
+            entries, device = sorted(scanned, key=lambda entry: entry.name), os.stat(one).st_dev
             if other != target:
                 if entries_left <= len(entries):
                     _link(one, other)
@@ -72,6 +72,9 @@ def mirror(source: Path, target: Path) -> None:
                     if Path(entry.path) in itself:
                         continue
                     if entry.is_dir(follow_symlinks=False):
+                        if os.stat(entry.path).st_dev != device:  # such as /proc below /
+                            _link(Path(entry.path), other / entry.name)
+                            continue
                         waiting.append((Path(entry.path), other / entry.name))
                         continue
                     size = entry.stat().st_size if entry.is_file() and entries_left else math.inf
@@ -101,7 +104,10 @@ def _link(original: Path, path: Path) -> None:
 
 
 def _copy(original: str | Path, path: str | Path) -> None:
-    shutil.copyfile(original, path)  # not copy2(), which calls what Wine lacks
+    if os.stat(original).st_size:
+        shutil.copyfile(original, path)  # not copy2(), which calls what Wine lacks
+    else:  # reading /proc/kmsg, which says so of itself, has no end
+        Path(path).touch()
     shutil.copystat(original, path)
     if os.name == "nt":  # which deletes nothing that is read-only, as git's objects are; a link is so with its original
         os.chmod(path, stat.S_IWRITE)

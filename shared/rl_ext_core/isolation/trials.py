@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from multiprocessing import connection, spawn, util
 from multiprocessing.connection import Connection
@@ -322,6 +323,8 @@ class _Supervisor:
         self._packed, self._scratch, self._cwd = packed, scratch, os.getcwd()
         self._context: Any = multiprocessing.get_context("spawn")
         if processes.SUPPORTED:
+            # It is killed with all that has been started from here, and the next trials start another one.
+            warnings.filterwarnings("ignore", "resource_tracker: process died unexpectedly")
             # So that descendants that lose their parents can be found.
             ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             self._context = processes.get_context("fork", own_session=True)

@@ -160,7 +160,7 @@ def declared_by_source(factory: EnvFactory[Any]) -> Declaration | None:
     """Read what is known without building: what the instance says that a factory was made from, or the class."""
     if factory.live is not None:
         return declared_by_instance(factory.live)
-    if factory.origin == "graft" or factory.adapted:
+    if factory.origin == "graft":
         return None
     with contextlib.suppress(Exception):  # whatever is wrong with it will show when it is built
         build, _ = factory._recipe.unpacked()

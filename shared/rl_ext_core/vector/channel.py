@@ -8,6 +8,8 @@ pickle. Most steps need none: what they exchange are arrays.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import mmap
 import os
 import pickle
@@ -19,10 +21,13 @@ from typing import TYPE_CHECKING, Any
 from rl_ext_core import resources
 from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core._system import new_memory_file
+from rl_ext_core.errors import StorageError
 from rl_ext_core.factory import _byvalue
 from rl_ext_core.processes.report import Raised
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from rl_ext_core.errors import WorkerError
     from rl_ext_core.processes import Watch
 
@@ -56,6 +61,20 @@ def cells_of(block: Any, worker: int) -> memoryview:
     return memoryview(block).cast("B")[CELL_BYTES * worker : CELL_BYTES * (worker + 1)].cast("Q")
 
 
+@contextlib.contextmanager
+def _limited(size: int) -> Iterator[None]:
+    """Say which limit keeps memory from growing: it counts as a file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EFBIG:
+            raise
+        raise StorageError(
+            f"{size / 1e6:.1f} MB of shared memory count as a file, and this process may write none that large: raise "
+            "the limit, ulimit -f unlimited"
+        ) from None
+
+
 class Memory:
     """Shared memory without a name: nothing is left of it when the last process is gone.
 
@@ -72,7 +91,8 @@ class Memory:
 
     def grow(self, size: int) -> None:
         """Make it that large."""
-        os.ftruncate(self.descriptor, size)
+        with _limited(size):
+            os.ftruncate(self.descriptor, size)
 
     def map(self, size: int) -> mmap.mmap:
         """Map its first bytes into this process."""
@@ -83,8 +103,9 @@ class Memory:
         if os.fstat(self.descriptor).st_size > max(_KEPT, len(message)):
             os.ftruncate(self.descriptor, 0)
         written, data = 0, memoryview(message)
-        while written < len(data):
-            written += os.pwrite(self.descriptor, data[written:], written)
+        with _limited(len(data)):
+            while written < len(data):
+                written += os.pwrite(self.descriptor, data[written:], written)
 
     def read(self, size: int) -> bytes:
         """Read the message, which has this many bytes."""

@@ -84,6 +84,19 @@ def test_the_live_instance_stays_here() -> None:
     assert as_factory(make_line).live is None
 
 
+scale = 2.0  # a global, and an attribute of what the function below reads
+
+
+def test_an_attribute_is_not_taken_for_the_global_of_its_name() -> None:
+    def read(observation: Any) -> Any:
+        return observation.scale if hasattr(observation, "scale") else observation
+
+    env = gym.wrappers.TransformObservation(gym.make("CartPole-v1"), read, None)
+    factory = as_factory(env)
+    assert factory.origin == "graft"
+    assert factory().reset(seed=3)[0].tolist() == env.reset(seed=3)[0].tolist()
+
+
 def test_then_adapts_what_is_built() -> None:
     factory = as_factory(make_line).then(worlds.Scaled).then(functools.partial(worlds.Scaled, scale=5.0))
     assert factory.adapted

@@ -226,6 +226,20 @@ def test_two_classes_of_one_name_are_told_apart() -> None:
     assert len(tokens) == len(set(tokens.values())) == 2
 
 
+class Slotted:
+    __slots__ = ("gain",)
+
+    def read(self) -> Any:
+        return self.gain
+
+
+gain = 3  # which nothing reads
+
+
+def test_slots_and_names_of_attributes_are_no_values() -> None:
+    assert [path for path in fingerprint(Slotted()).tokens if "gain" in path] == []
+
+
 def test_a_handle_that_is_a_number_is_noticed() -> None:
     memory = ctypes.create_string_buffer(1 << 22)  # what is small may lie at an address that is a common number
     handle = ctypes.addressof(memory)

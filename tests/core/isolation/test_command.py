@@ -44,7 +44,10 @@ def test_json_is_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     assert "in 20 steps" in Verdict.from_json(text).explanation
 
 
-def test_an_environment_that_is_broken_is_status_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_environment_that_is_broken_is_status_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
     assert status_of(f"{MODULE}:exits", "--no-cache") == 1
     printed = capsys.readouterr()
     assert "building it raises SystemExit: no license" in printed.out

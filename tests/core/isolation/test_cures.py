@@ -92,6 +92,15 @@ def test_a_mirror_has_small_files_of_its_own_and_the_rest_in_common(tmp_path: Pa
     assert not (target / "folder").is_symlink()
 
 
+@pytest.mark.skipif(not os.path.ismount("/proc"), reason="there is no /proc")
+def test_what_the_kernel_shows_as_files_is_linked_or_not_read(tmp_path: Path) -> None:
+    """Reading /proc/kmsg, of whoever may, has no end."""
+    mirror(Path("/"), tmp_path / "root")
+    assert (tmp_path / "root/proc").is_symlink()
+    mirror(Path("/proc/self"), tmp_path / "self")
+    assert (tmp_path / "self/status").read_text() == ""
+
+
 WRITES = """
 import os, shutil, sys
 from pathlib import Path

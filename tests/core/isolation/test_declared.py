@@ -41,6 +41,7 @@ def registered() -> Any:
         simulator.SaysSingle,
         functools.partial(simulator.SaysSingle),
         as_factory(simulator.SaysSingle),
+        as_factory(simulator.SaysSingle).then(functools.partial(gymnasium.wrappers.TimeLimit, max_episode_steps=7)),
         simulator.SaysSingle(),
         gymnasium.wrappers.TimeLimit(simulator.SaysSingle(), 7),
     ],

@@ -131,7 +131,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_an_id_that_only_the_script_registers_is_known(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(REGISTERS)
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error::UserWarning"}
     done = subprocess.run(
         [sys.executable, tmp_path / "script.py"], env=environ, capture_output=True, text=True, check=False
     )

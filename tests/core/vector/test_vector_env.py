@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import multiprocessing
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
-from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, WorkerError
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, StorageError, WorkerError
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from rl_ext_core.vector.pool import Pool
 from tests.sb3_ext.vec_checks import assert_equal, interrupted, no_workers
@@ -252,6 +253,16 @@ def test_bad_options_start_nothing(options: dict[str, Any], error: type[Exceptio
     with pytest.raises(error) as caught:
         SharedMemoryVectorEnv([Counting] * 2, **options)
     assert text in str(caught.value)
+
+
+def test_a_limit_on_files_is_named() -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        with pytest.raises((StorageError, WorkerError), match=r"count as a file.* ulimit -f unlimited"):
+            SharedMemoryVectorEnv([functools.partial(Drawn, "image")] * 40, **FAST)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_spaces_that_differ_are_refused() -> None:
