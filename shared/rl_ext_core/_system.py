@@ -69,6 +69,7 @@ def after_fork(function: Callable[[], object]) -> None:
 
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 _held: list[Any] = []
+_forking = threading.RLock()  # two threads that fork at a time might take the others in different orders
 
 
 def thread_lock() -> Any:
@@ -79,6 +80,7 @@ def thread_lock() -> Any:
 
 
 def _hold_locks() -> None:
+    _forking.acquire()
     for reference in _locks.data.copy():  # type: ignore[attr-defined]  # at once: other threads make locks meanwhile
         if (lock := reference()) is not None:
             lock.acquire()
@@ -88,6 +90,7 @@ def _hold_locks() -> None:
 def _free_locks() -> None:
     while _held:
         _held.pop().release()
+    _forking.release()
 
 
 if hasattr(os, "register_at_fork"):
