@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import ctypes
 import dataclasses
+import dis
 import enum
 import functools
 import math
@@ -13,7 +15,8 @@ import pickle
 import subprocess
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -23,6 +26,7 @@ import torch
 
 from rl_ext_core.factory import _rules, register_rebuilder
 from rl_ext_core.factory._fingerprint import fingerprint
+from rl_ext_core.factory._parts import globals_in
 from tests.core.factory.grafting import copied, different
 
 
@@ -240,6 +244,19 @@ def test_slots_and_names_of_attributes_are_no_values() -> None:
     slotted = Slotted()
     slotted.gain = 1
     assert [path for path in fingerprint(slotted, code=True).tokens if path.endswith("gain")] == [".gain"]
+
+
+def test_names_of_globals_are_those_that_the_standard_library_finds() -> None:
+    def codes(code: types.CodeType) -> Iterator[types.CodeType]:
+        yield code
+        for part in code.co_consts:
+            yield from codes(part) if isinstance(part, types.CodeType) else ()
+
+    for module in (argparse, collections, os):  # some with more names than a byte counts
+        whole = compile(Path(str(module.__file__)).read_text(encoding="utf-8"), "<string>", "exec")
+        steps = [step for code in codes(whole) for step in dis.get_instructions(code)]
+        expected = {step.argval for step in steps if "GLOBAL" in step.opname or step.opname == "LOAD_NAME"}
+        assert globals_in(whole) == expected
 
 
 def test_a_handle_that_is_a_number_is_noticed() -> None:
