@@ -63,7 +63,7 @@ def test_imports_and_help(system: str) -> None:
     assert "doctor" in done.stdout
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 @pytest.mark.parametrize("system", MISSING)
 def test_buffers(system: str) -> None:
     """Processes that share memory, and some that are killed, among them."""

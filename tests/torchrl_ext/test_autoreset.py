@@ -57,6 +57,7 @@ def check_against_single_environments(rollout: Any, makers: list[Any], seed: int
                 observation, _ = env.reset()
 
 
+@pytest.mark.sample(quick=5)
 @modes
 @pytest.mark.parametrize("kind", ["Sync", "processes", "processes without shared memory"])
 def test_gymnasiums_vectorised_environments(kind: str, mode: str) -> None:

@@ -84,6 +84,7 @@ def segment_trees(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(prioritized, f"{name}SegmentTreeFp64", partial(Tree, reduce=reduce))
 
 
+@pytest.mark.sample(quick=4)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.usefixtures("segment_trees")
 def test_every_sampler_gives_the_bits_of_lazy_tensor_storage(sampler: str) -> None:

@@ -62,7 +62,7 @@ SOURCES: dict[str, Any] = {
 OTHERWISE = ("a transformed instance", "a lambda")
 
 
-@pytest.mark.sample(quick=4, ci=7)
+@pytest.mark.sample(quick=3, ci=7)
 @pytest.mark.parametrize(
     ("form", "method"),
     [

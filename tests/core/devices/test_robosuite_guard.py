@@ -68,7 +68,7 @@ def test_without_a_decision_robosuite_fails_like_this(variables: dict[str, str],
     assert ("object has no attribute 'con'" in ended.stderr) is not refused_at_import
 
 
-@pytest.mark.sample(quick=2)
+@pytest.mark.sample
 @pytest.mark.parametrize("case", range(len(BAFFLING)))
 def test_under_a_decision_it_renders_as_decided(case: int) -> None:
     (variables, device_id, _), lines = BAFFLING[case], APPLIED[case % 3]

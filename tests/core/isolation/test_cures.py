@@ -92,6 +92,7 @@ def test_a_mirror_has_small_files_of_its_own_and_the_rest_in_common(tmp_path: Pa
     assert not (target / "folder").is_symlink()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.ismount("/proc"), reason="there is no /proc")
 def test_what_the_kernel_shows_as_files_is_linked_or_not_read(tmp_path: Path) -> None:
     """Reading /proc/kmsg, of whoever may, has no end."""

@@ -257,10 +257,10 @@ def test_bad_options_start_nothing(options: dict[str, Any], error: type[Exceptio
 
 def test_a_limit_on_files_is_named() -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 13, before[1]))
     try:
         with pytest.raises((StorageError, WorkerError), match=r"count as a file.* ulimit -f unlimited"):
-            SharedMemoryVectorEnv([functools.partial(Drawn, "image")] * 40, **FAST)
+            SharedMemoryVectorEnv([functools.partial(Drawn, "image")] * 2, **FAST)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
