@@ -69,7 +69,7 @@ def after_fork(function: Callable[[], object]) -> None:
 
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 _held: list[Any] = []
-_forking = threading.RLock()  # two threads that fork at a time might take the others in different orders
+_forking = threading.RLock()
 
 
 def thread_lock() -> Any:
@@ -81,15 +81,31 @@ def thread_lock() -> Any:
 
 def _hold_locks() -> None:
     _forking.acquire()
-    for reference in _locks.data.copy():  # type: ignore[attr-defined]  # at once: other threads make locks meanwhile
-        if (lock := reference()) is not None:
-            lock.acquire()
-            _held.append(lock)
+    while (busy := next((lock for lock in _all_locks() if not _hold(lock, blocking=False)), None)) is not None:
+        # Waiting with nothing in hand: its holder may be about to take another one.
+        _release()
+        _hold(busy, blocking=True)
+
+
+def _all_locks() -> list[Any]:
+    references = _locks.data.copy()  # type: ignore[attr-defined]  # at once: other threads make locks meanwhile
+    return [lock for reference in references if (lock := reference()) is not None]
+
+
+def _hold(lock: Any, *, blocking: bool) -> bool:
+    held: bool = lock.acquire(blocking=blocking)
+    if held:
+        _held.append(lock)
+    return held
+
+
+def _release() -> None:
+    while _held:
+        _held.pop().release()
 
 
 def _free_locks() -> None:
-    while _held:
-        _held.pop().release()
+    _release()
     _forking.release()
 
 
