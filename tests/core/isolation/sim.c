@@ -45,7 +45,7 @@ static void *work(void *unused) {
 
 #ifdef SHARED_MEMORY
 static Sim *shared_memory(void) {
-    int file = shm_open("/rl_ext_toy_simulator", O_CREAT | O_RDWR, 0600);
+    int file = shm_open(SHARED_MEMORY_NAME, O_CREAT | O_RDWR, 0600);
     if (file < 0 || ftruncate(file, sizeof(Sim))) return NULL;
     Sim *sim = mmap(NULL, sizeof(Sim), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     close(file);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from rl_ext_core.isolation import Isolation
 from tests.core.isolation.simulator import Simulator
 
 SOURCE = Path(__file__).parent / "sim.c"
-SHARED_MEMORY = Path("/dev/shm/rl_ext_toy_simulator")
+# One of this process alone: others run the same tests on this machine.
+SHARED_MEMORY = Path(f"/dev/shm/toy_simulator-{os.getpid()}")
 
 INDEPENDENT, SINGLE, SHARED = Isolation.INDEPENDENT, Isolation.SINGLE_INSTANCE, Isolation.SHARED_STATE
 COLLIDE, UNTOLD, BROKEN = Isolation.PROCESSES_COLLIDE, Isolation.NON_DETERMINISTIC, Isolation.BROKEN
@@ -56,6 +58,7 @@ def compiled(name: str, folder: Path, compiler: str) -> functools.partial[Simula
     library = folder / name.lower() / "libsim.so"
     library.parent.mkdir()
     command = [compiler, "-std=c11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-D{name}"]
+    command += [f'-DSHARED_MEMORY_NAME="/{SHARED_MEMORY.name}"']
     command += ["-o", str(library), str(SOURCE), "-pthread", "-lrt", "-ldl"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{name} does not compile:\n{done.stderr}"
