@@ -53,12 +53,13 @@ def variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        (
+        pytest.param(
             "robosuite_devices",
             [
                 *("compute  cpu", "render   the CPU (Mesa, EGL device 0) through robosuite", "total_timesteps | 16"),
                 "torch.Size([4, 84, 84, 3]) mean brightness",
             ],
+            marks=pytest.mark.exhaustive,
         ),
         ("ppo_torch_env", ["mean reward", "Partial resets are not handled"]),
         ("sb3_torch_env", ["cut by the time limit:         True", "steps a second, learning included"]),

@@ -95,8 +95,8 @@ def run_instead(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     monkeypatch.setattr("benchmarks.parallel_env.subprocess.Popen", popen)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("whose", ["ours", pytest.param("TorchRL", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("whose", ["ours", "TorchRL"])
 def test_a_start_is_measured(whose: str) -> None:
     first, later = parallel_env.once("start", whose, 1)
     assert all(value > 0 for start in (first, later) for value in start.values())

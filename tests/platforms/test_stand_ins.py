@@ -54,7 +54,7 @@ def run(system: str, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("system", MISSING)
 def test_imports_and_help(system: str) -> None:
     done = run(system, "-c", IMPORTS, *MISSING[system])
@@ -79,11 +79,12 @@ SCRIPTS = {
     "dll.py": "test_who_has_died_is_said",
     "workers.py": "test_one_instance_per_process",
 }
-# Trials and workers that are spawned take minutes: CI tries what both systems lack under one, half of it each.
-IN_CI = {
-    "windows": (SCRIPTS["workers.py"],),
-    "macos": ("test_what_hangs_is_ended_with_what_it_has_started", "test_who_has_died_is_said"),
-}
+# Trials and workers that are spawned take minutes: CI tries what both systems lack under one, a part of it each.
+IN_CI = [
+    ("windows", "dll.py", ("test_each_process_has_one",)),
+    ("windows", "workers.py", (SCRIPTS["workers.py"],)),
+    ("macos", "workers.py", ("test_what_hangs_is_ended_with_what_it_has_started", "test_who_has_died_is_said")),
+]
 
 
 @pytest.mark.slow
@@ -91,10 +92,9 @@ IN_CI = {
     ("system", "script", "names"),
     [
         ("windows", "entries.py", ()),
-        ("windows", "dll.py", ()),
-        *((system, "workers.py", names) for system, names in IN_CI.items()),
+        *IN_CI,
         *(pytest.param("macos", script, (), marks=pytest.mark.exhaustive) for script in SCRIPTS),
-        pytest.param("windows", "workers.py", (), marks=pytest.mark.exhaustive),
+        *(pytest.param("windows", script, (), marks=pytest.mark.exhaustive) for script in ("dll.py", "workers.py")),
     ],
 )
 def test_public_entries(

@@ -116,7 +116,10 @@ def test_what_environments_do_not_end_ends_with_their_worker(method: Any, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "options"), [(FAST, {"restart": "truncate"}), ("forkserver", {})])
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [(FAST, {"restart": "truncate"}), pytest.param("forkserver", {}, marks=pytest.mark.exhaustive)],
+)
 def test_what_is_dropped_is_closed_and_keeps_nothing_open(method: str, options: Any, tmp_path: Path) -> None:
     def once(*, dropped: bool) -> int:
         venv = SharedMemoryVecEnv([functools.partial(WithSimulator, str(tmp_path))] * 2, method, **options)

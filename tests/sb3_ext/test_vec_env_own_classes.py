@@ -90,7 +90,7 @@ print("well")
 """
 
 
-@pytest.mark.sample(quick=0, ci=2)
+@pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_the_script_defines_crosses_processes_and_stays_what_it_is(way: str, tmp_path: Path) -> None:
     assert run_as(way, TEXT, tmp_path).strip() == "well"

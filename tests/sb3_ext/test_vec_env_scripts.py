@@ -136,7 +136,11 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "method", "closes"),
-    [(signal.SIGKILL, "forkserver", False), (signal.SIGTERM, "spawn", False), (signal.SIGINT, "fork", True)],
+    [
+        (signal.SIGKILL, "forkserver", False),
+        pytest.param(signal.SIGTERM, "spawn", False, marks=pytest.mark.exhaustive),
+        (signal.SIGINT, "fork", True),
+    ],
 )
 def test_no_worker_outlives_the_program(end: signal.Signals, method: str, closes: bool, program: Program) -> None:
     process = start(program, SCRIPT + DEATH.format(method=method, closes=closes))

@@ -69,7 +69,7 @@ PARALLEL = in_pools(
 )
 
 
-@pytest.mark.sample(quick=0, ci=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_the_main_modules_own_travels_and_stays_as_it_is(way: str, tmp_path: Path) -> None:
     assert "as expected" in run_as(way, DEFINED + USED + PARALLEL, tmp_path)

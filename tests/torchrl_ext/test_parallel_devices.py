@@ -36,7 +36,7 @@ def on_gpus(inventory: Any = MACHINE, **options: Any) -> list[Decision]:
     return [resolve("auto", worker=number, inventory=inventory, **options) for number in range(3)]
 
 
-@pytest.mark.sample(quick=0, ci=2)
+@pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize(
     ("form", "method"),
     [("class", "forkserver"), ("instance", "forkserver"), pytest.param("instance", "spawn", marks=slow)],
@@ -108,7 +108,7 @@ start_methods = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.sample(quick=0, ci=2)
+@pytest.mark.sample(quick=0, ci=1)
 @start_methods
 @pytest.mark.parametrize(
     "from_workers",

@@ -87,7 +87,7 @@ OCCASIONS = ["constructor", "reset", "step", "method", "close"]
     ("when", "how", "method"),
     [
         *((*case, None) for case in itertools.product(OCCASIONS, HOWS)),
-        ("constructor", "raise", "spawn"),
+        pytest.param("constructor", "raise", "spawn", marks=pytest.mark.exhaustive),
         ("step", "segfault", "fork"),
     ],
 )
@@ -116,7 +116,7 @@ def test_failures_reach_the_parent(when: str, how: str, method: str | None, use_
         assert repr(cause) == "ValueError('the well is dry')"
 
 
-@pytest.mark.sample(quick=0, ci=3)
+@pytest.mark.sample(quick=0, ci=2)
 @buffers
 @pytest.mark.parametrize("when", ["constructor", "reset", "step", "method"])
 def test_workers_that_hang_are_found_by_the_time_limit(when: str, use_buffers: bool) -> None:

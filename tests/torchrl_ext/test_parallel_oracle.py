@@ -189,7 +189,7 @@ def upstreams(reference: Callable[[], Any]) -> Any:
     return lived(Upstream(3, reference, mp_start_method="fork"), 7)
 
 
-@pytest.mark.sample(quick=0, ci=4)
+@pytest.mark.sample(quick=0, ci=2)
 @pytest.mark.parametrize(
     ("form", "options"),
     [

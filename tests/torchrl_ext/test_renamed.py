@@ -37,7 +37,7 @@ def outcome(name: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.sample(quick=0, ci=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CANDIDATES)
 def test_a_name_that_is_gone_costs_speed_and_nothing_else(name: str) -> None:
     found = outcome(name)

@@ -207,7 +207,7 @@ print(rewards, len(calls))
 """
 
 
-@pytest.mark.sample(quick=0, ci=2)
+@pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("way", WAYS)
 def test_classes_and_globals_of_main_in_a_wrapper(way: str, tmp_path: Path) -> None:
     assert run_as(way, WRAPPED, tmp_path).strip().endswith("[[4.0, 4.0, 4.0, 4.0], [8.0, 8.0, 8.0, 8.0]] 13")
