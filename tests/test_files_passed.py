@@ -51,7 +51,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.sample(quick=0, ci=2)
 @pytest.mark.parametrize(
     ("imports", "call", "most"),  # what they pass today: no more without a reason
     [

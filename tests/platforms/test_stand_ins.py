@@ -82,7 +82,6 @@ SCRIPTS = {
 # Trials and workers that are spawned take minutes: CI tries what both systems lack under one, a part of it each.
 IN_CI = [
     ("windows", "dll.py", ("test_each_process_has_one",)),
-    ("windows", "workers.py", (SCRIPTS["workers.py"],)),
     ("macos", "workers.py", ("test_what_hangs_is_ended_with_what_it_has_started", "test_who_has_died_is_said")),
 ]
 

@@ -185,7 +185,7 @@ def with_sb3s(build: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "make"),
     [
-        pytest.param("CRASH_OF_SECOND", with_sb3s, marks=pytest.mark.slow),
+        pytest.param("CRASH_OF_SECOND", with_sb3s, marks=pytest.mark.exhaustive),
         ("SHARED_GLOBALS", lambda build: make_vec_env(build, 3, seed=0)),
     ],
 )

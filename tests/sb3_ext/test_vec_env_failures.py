@@ -101,7 +101,7 @@ def test_failures_reach_the_caller(when: str, how: str, method: str) -> None:
     assert (error.exitcode == -signal.SIGSEGV) == (how == "SIGSEGV")
 
 
-@pytest.mark.sample(quick=0, ci=2)
+@pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("how", ["hang", "hang in C"])
 @pytest.mark.parametrize("when", BEFORE_CLOSE)
 def test_hangs_are_found_by_the_time_limits(when: str, how: str) -> None:

@@ -83,7 +83,7 @@ def test_round_robin_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> No
     ]
 
 
-@slow
+@pytest.mark.exhaustive
 def test_workers_render_with_mesa() -> None:
     env = gymnasium.make("HalfCheetah-v5", render_mode="rgb_array", width=32, height=32)
     decision = resolve("cpu", render="same", renderer="gymnasium")

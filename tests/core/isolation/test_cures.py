@@ -51,7 +51,7 @@ def in_two_workers(cure: str, library: str, tmp_path: Path) -> list[str]:
     return [worker.said for worker in workers]  # type: ignore[attr-defined]
 
 
-@pytest.mark.sample(quick=0, ci=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["LOCK_IN_CWD", "LOCK_IN_TMPDIR", "LOCK_BESIDE_LIBRARY"])
 def test_the_recommended_cure_is_the_one_that_helps_workers(name: str, variant: Variant, tmp_path: Path) -> None:
     library = variant(name).args[0]
