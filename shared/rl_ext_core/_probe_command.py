@@ -17,13 +17,12 @@ import sys
 from typing import TYPE_CHECKING
 
 from rl_ext_core._named_source import named_source
+from rl_ext_core.cli import new_console
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from rl_ext_core.isolation.verdict import Verdict
-
-_WIDTH_ELSEWHERE, _LEAST_WIDTH = 120, 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,13 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
     :return: the exit status
     :raises RlExtError: there is no such source, or what it names builds nothing
     """
-    from rich.console import Console
-
     from rl_ext_core.isolation import Isolation, probe
 
-    console = Console(markup=False, emoji=False, highlight=False)
-    if console.width < _LEAST_WIDTH or (not console.is_terminal and "COLUMNS" not in console._environ):
-        console.width = _WIDTH_ELSEWHERE
+    console = new_console()
     source = named_source(arguments.source)
     options = {"cache": not arguments.no_cache, "steps": arguments.steps, "timeout": arguments.timeout}
     if console.is_terminal and not arguments.json:

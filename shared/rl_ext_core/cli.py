@@ -21,6 +21,8 @@ from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTy
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rich.console import Console
+
 __all__ = ["main"]
 
 COMMANDS = {
@@ -38,6 +40,8 @@ COMMANDS = {
     ),
 }
 
+# What a log or a pipe gets; a terminal has a width of its own.
+_WIDTH_ELSEWHERE, _LEAST_WIDTH = 120, 20
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
 _WRONG_USAGE = (InvalidArgumentError, InvalidTypeError, CorruptFileError)
 
@@ -79,6 +83,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _FAILED
     return status
+
+
+def new_console() -> Console:
+    """Return what prints tables and plain text, wide enough for them where no terminal says how wide it is."""
+    from rich.console import Console
+
+    console = Console(markup=False, emoji=False, highlight=False)
+    if console.width < _LEAST_WIDTH or (not console.is_terminal and "COLUMNS" not in console._environ):
+        console.width = _WIDTH_ELSEWHERE
+    return console
 
 
 def _parser() -> argparse.ArgumentParser:

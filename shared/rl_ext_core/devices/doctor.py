@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rl_ext_core
+from rl_ext_core.cli import new_console
 from rl_ext_core.devices import _renderers, _resolve
 from rl_ext_core.devices._check import Finding, Prediction, Situation, check_environment, meant_by, predict
 from rl_ext_core.devices._verify import LIMIT_S, Verified, verify
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 __all__ = ["Question", "Report", "add_arguments", "examine", "replay", "run", "show"]
 
 FORMAT = 1
-# What a log or a pipe gets; a terminal has a width of its own.
-_WIDTH_ELSEWHERE, _LEAST_WIDTH = 120, 20
 _STYLES = {"error": "bold red", "warning": "yellow", "ok": "green"}
 
 # The variables that go into a report: those that decide on devices, and no others. Reports end up in public bug
@@ -369,11 +368,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidArgumentError("--replay and --verify exclude each other")
     if arguments.verify and arguments.render == "none":
         raise InvalidArgumentError('--verify renders, so --render "none" leaves nothing to do')
-    from rich.console import Console
-
-    console = Console(markup=False, emoji=False, highlight=False)
-    if console.width < _LEAST_WIDTH or (not console.is_terminal and "COLUMNS" not in console._environ):
-        console.width = _WIDTH_ELSEWHERE
+    console = new_console()
     report = _report(arguments, console)
     if arguments.json:
         sys.stdout.write(f"{report.to_json()}\n")
