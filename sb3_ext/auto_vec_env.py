@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -77,20 +80,20 @@ def make_vec_env(
 
     Source: https://github.com/openai/retro/issues/2
     """
+    count = resources.usable_cores() if n_envs is None else at_least_one("n_envs", n_envs)
+    of_singles = {"monitor_dir": monitor_dir, "vec_env_cls": vec_env_cls, "monitor_kwargs": monitor_kwargs}
+    of_singles |= {"devices": devices, "probe_timeout": probe_timeout, "start_index": start_index or None}
+    of_wrapped = {"env_kwargs": env_kwargs, "wrapper_class": wrapper_class, "wrapper_kwargs": wrapper_kwargs}
     if is_parallel(env_id):
-        options = {"monitor_dir": monitor_dir, "vec_env_cls": vec_env_cls, "monitor_kwargs": monitor_kwargs}
-        options |= {"env_kwargs": env_kwargs, "wrapper_class": wrapper_class, "devices": devices}
-        _refuse_for_vectorised({**options, "isolation": None if isolation in ("auto", "in-process") else isolation})
-        agents = MultiAgentVecEnv([as_factory(env_id)] * at_least_one("n_envs", n_envs or 1))
+        of_singles |= {"isolation": None if isolation in ("auto", "in-process") else isolation}
+        _refuse_for_vectorised({**of_singles, **of_wrapped, "vectorization_mode": vectorization_mode})
+        agents = MultiAgentVecEnv([as_factory(env_id)] * count)
         agents.seed(seed)
         agents.action_space.seed(seed)
         return _told(agents, "Its agents are in this process: one policy plays them all.")
     if vectorization_mode is not None or _is_vectorised(env_id):
-        of_singles = {"monitor_dir": monitor_dir, "vec_env_cls": vec_env_cls, "monitor_kwargs": monitor_kwargs}
-        of_singles |= {"devices": devices, "isolation": None if isolation == "auto" else isolation}
-        if vectorization_mode is None:
-            of_singles |= {"env_kwargs": env_kwargs, "wrapper_class": wrapper_class}
-        _refuse_for_vectorised(of_singles)
+        of_singles |= {"isolation": None if isolation == "auto" else isolation}
+        _refuse_for_vectorised({**of_singles, **(of_wrapped if vectorization_mode is None else {})})
         if vectorization_mode is not None and not isinstance(env_id, (str, EnvSpec)):
             raise InvalidTypeError(
                 f"vectorization_mode={vectorization_mode!r} is for ids, and env_id is {env_id!r}; vectorise it: "
@@ -99,13 +102,13 @@ def make_vec_env(
         env = env_id
         if vectorization_mode is not None:
             wrapped = None if wrapper_class is None else [functools.partial(wrapper_class, **(wrapper_kwargs or {}))]
-            env = gymnasium.make_vec(env_id, n_envs or 1, vectorization_mode, None, wrapped, **(env_kwargs or {}))
+            env = gymnasium.make_vec(env_id, count, vectorization_mode, None, wrapped, **(env_kwargs or {}))
         elif n_envs not in (None, 1, env.num_envs):
             raise InvalidArgumentError(
                 f"n_envs={n_envs} for an environment that is vectorised already and has {env.num_envs}; leave it out"
             )
         return _of_vectorised(env, seed, vec_env_kwargs or {})
-    n_envs = resources.usable_cores() if n_envs is None else at_least_one("n_envs", n_envs)
+    n_envs = count
     if isinstance(env_id, str) and env_id not in gymnasium.registry:
         env_id = game_of_id(env_id) or env_id  # what builds a game of stable-retro, which gymnasium does not know
     source = functools.cache(lambda: _source(env_id, env_kwargs or {}))
@@ -190,10 +193,29 @@ def _monitor(rank: int, monitor_dir: str | None, monitor_kwargs: dict[str, Any])
     # Files and their options are Stable Baselines3's own affair: its class does that, and is loaded in the workers.
     from stable_baselines3.common.monitor import Monitor
 
-    if monitor_dir is not None:
-        os.makedirs(monitor_dir, exist_ok=True)
-    path = None if monitor_dir is None else os.path.join(monitor_dir, str(rank))
-    return functools.partial(Monitor, filename=path, **monitor_kwargs)
+    if monitor_dir is None:
+        return functools.partial(Monitor, **monitor_kwargs)
+    folder = os.path.abspath(monitor_dir)  # workers may have a working directory of their own
+    os.makedirs(folder, exist_ok=True)
+    return functools.partial(
+        _monitor_to, path=os.path.join(folder, str(rank)), since=time.time(), monitor_kwargs=monitor_kwargs
+    )
+
+
+def _monitor_to(env: Any, *, path: str, since: float, monitor_kwargs: dict[str, Any]) -> Any:
+    """Put a ``Monitor`` around an environment. It goes on with a file that was begun since then, by a worker that this
+    one replaces.
+    """
+    from stable_baselines3.common.monitor import Monitor
+
+    begun = None
+    with contextlib.suppress(OSError, ValueError, KeyError), open(f"{path}.{Monitor.EXT}", encoding="utf-8") as file:
+        begun = json.loads(file.readline().removeprefix("#"))["t_start"]
+    if begun is None or begun < since:
+        return Monitor(env, filename=path, **monitor_kwargs)
+    monitor = Monitor(env, filename=path, **{**monitor_kwargs, "override_existing": False})
+    monitor.t_start = begun  # from which the seconds in the file are counted
+    return monitor
 
 
 class AutoVecEnv:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.vector.autoreset import find_mode, layers
+from rl_ext_core.vector.environments import EpisodeMonitor
 from sb3_ext._compat import call_in_workers
 from sb3_ext._vector_steps import Batched, Ended, Layout, Separate
 from sb3_ext.vec_env import CheckedVecEnv, Indices
@@ -95,19 +97,20 @@ class GymVecEnv(CheckedVecEnv):
             device = torch.device("cpu")
         observation_space, key = _observed(_single(vector_env, "observation_space"), observation_key, device)
         action_space = _bounded(_single(vector_env, "action_space"), clip_actions)
+        mode = find_mode(vector_env, autoreset_mode, speaks_torch=device is not None)
         # Those of which each sub-environment is in this process and nothing stands in between.
-        self._separate = type(vector_env) is SyncVectorEnv and not {"step", "reset"} & set(vars(vector_env))
+        separate = type(vector_env) is SyncVectorEnv and not {"step", "reset"} & set(vars(vector_env)) and key is None
         layout = Layout(observation_space)
         self._source: Any = (
             Separate(vector_env.envs, layout, infos == "all")
-            if self._separate
+            if separate
             else Batched(
                 vector_env,
                 layout,
                 num_envs=num_envs,
                 device=device,
                 key=key,
-                mode=find_mode(vector_env, autoreset_mode, speaks_torch=device is not None),
+                mode=mode,
                 previous=missing_final_obs == "previous",
                 all_infos=infos == "all",
                 copy=copy and not _gives_new_arrays(vector_env),
@@ -253,12 +256,15 @@ class GymVecEnv(CheckedVecEnv):
             return [True for _ in chosen]
         if isinstance(self._base, SyncVectorEnv):
             return [is_wrapped(self._base.envs[index], wrapper_class) for index in chosen]
-        specs = self._called(chosen, "get_wrapper_attr", "spec")
-        if specs is None:
+        if hasattr(self._base, "env_is_wrapped"):  # SharedMemoryVectorEnv
+            self._require_open()
+            return list(self._base.env_is_wrapped(wrapper_class, chosen))
+        told = self._called(chosen, "__str__")
+        if told is None:
             return [False for _ in chosen]
-        # By name: what workers tell of their wrappers.
-        name = f"{wrapper_class.__module__}:{wrapper_class.__name__}"
-        return [spec is not None and name in [each.entry_point for each in spec.additional_wrappers] for spec in specs]
+        # By name, "<TimeLimit<Monitor<E instance>>>": AsyncVectorEnv's workers die of an answer that does not pickle.
+        names = _names_of(wrapper_class)
+        return [bool(names.intersection(re.findall(r"<(\w+)", text))) for text in told]
 
     def _called(
         self, indices: Sequence[int], name: str, *args: Any, needs: str | None = None, **kwargs: Any
@@ -362,8 +368,15 @@ def _observed(space: Any, key: str | None, device: Any) -> tuple[Any, str | None
     return parts[key], key
 
 
-def _bounded(space: Any, clip: float | None) -> Any:
-    if clip is not None and not clip > 0:
+def _names_of(wrapper_class: type) -> set[str]:
+    """Return the names of a class of wrappers, of those that stand for it, and of those derived from it."""
+    names = {wrapper_class.__name__}.union(*map(_names_of, wrapper_class.__subclasses__()))
+    stands = (wrapper_class.__module__, wrapper_class.__qualname__) in EpisodeMonitor.stands_for
+    return names | {EpisodeMonitor.__name__} if stands else names
+
+
+def _bounded(space: Any, clip: Any) -> Any:
+    if clip is not None and not (isinstance(clip, int | float | np.number) and clip > 0):
         raise InvalidArgumentError(f"clip_actions={clip!r} is not a positive number. Write clip_actions=1.0")
     if not isinstance(space, spaces.Box) or space.is_bounded("both"):
         return space

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import pickle
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
-from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from gymnasium.wrappers.vector import DictInfoToList, RecordEpisodeStatistics
 from sb3_contrib import MaskablePPO
 from sb3_contrib.common.envs import InvalidActionEnvDiscrete
 from stable_baselines3 import DQN, PPO, SAC, HerReplayBuffer
@@ -33,6 +34,7 @@ from stable_baselines3.common.vec_env import (
 )
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
+from rl_ext_core.resources import usable_cores
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from sb3_ext import GymVecEnv, _compat, make_vec_env
 from tests.sb3_ext.toys import silenced
@@ -273,6 +275,8 @@ def test_what_is_refused() -> None:
         (gym.make("CartPole-v1"), {}, InvalidTypeError, "make_vec_env"),
         (DummyVecEnv([cart_pole]), {}, InvalidTypeError, "use it as it is"),
         (Announced("new"), {"autoreset_mode": "x"}, InvalidArgumentError, "autoreset_mode='x'"),
+        (SyncVectorEnv([cart_pole]), {"autoreset_mode": "x"}, InvalidArgumentError, "autoreset_mode='x'"),
+        (SyncVectorEnv([cart_pole]), {"clip_actions": "x"}, InvalidArgumentError, "clip_actions='x' is not a positive"),
         (env, {}, InvalidArgumentError, 'autoreset_mode="SameStep"'),
     ]
     for option in ("env_type", "missing_final_obs", "infos"):
@@ -341,6 +345,53 @@ def test_options_for_each() -> None:
     venv.set_options([{"a": 1}, {"a": 2}])
     with pytest.raises(InvalidArgumentError, match="one dict"):
         venv.reset()
+
+
+class _Mine(Monitor):
+    pass
+
+
+def _wrapped() -> Any:
+    env = _Mine(gym.wrappers.TimeLimit(Images(), 30))  # which has no spec
+    return gym.wrappers.TransformReward(env, lambda reward: reward / 10)  # and this one's would not pickle
+
+
+@pytest.mark.parametrize("kind", ["sync", "async", "ours"])
+def test_wrappers_around_each_are_known(kind: str) -> None:
+    venv = GymVecEnv(made(kind, _wrapped, 2, AutoresetMode.SAME_STEP))
+    found = [venv.env_is_wrapped(each, [1, 0]) for each in (Monitor, gym.wrappers.TimeLimit, gym.wrappers.ClipAction)]
+    assert found == [[True, True], [True, True], [False, False]]
+    idle: Any = types.SimpleNamespace(predict=lambda seen, **_: (np.zeros(len(seen), int), None))
+    returns, lengths = evaluate_policy(idle, venv, 3, return_episode_rewards=True)
+    np.testing.assert_allclose(returns, np.multiply(lengths, 0.1))  # those that the monitor has seen
+    venv.close()
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_infos_that_come_as_a_list(mode: AutoresetMode) -> None:
+    found = []
+    for wrap in (Thin, DictInfoToList):
+        venv = GymVecEnv(wrap(SyncVectorEnv([Images] * 3, autoreset_mode=mode)), infos="all")
+        seen = ends(venv, [np.zeros(3, int)] * 20)
+        venv.seed(3)
+        venv.reset()
+        steps = [(venv.step(np.zeros(3, int))[3], venv.reset_infos) for _ in range(20)]
+        found.append([seen, [[{**info, "episode": None} for info in infos] for infos, _ in steps]])
+    assert_equal(found[1], found[0])
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_part_of_the_observations(kind: str) -> None:
+    build = functools.partial(Drawn, "Dict")
+    all_of_it = GymVecEnv(made(kind, build, 2, AutoresetMode.SAME_STEP))
+    key = next(iter(all_of_it.observation_space.spaces))  # type: ignore[attr-defined]
+    part = GymVecEnv(made(kind, build, 2, AutoresetMode.SAME_STEP), observation_key=key)
+    actions = [action_of(all_of_it.action_space, 2) for _ in range(30)]
+    whole = ends(all_of_it, actions)
+    expected = [whole[0][key], *([step[0][key], *step[1:3]] for step in whole[1:])]
+    assert_equal([(step if i == 0 else step[:3]) for i, step in enumerate(ends(part, actions))], expected)
+    all_of_it.close()
+    part.close()
 
 
 def test_monitors_around_each() -> None:
@@ -483,10 +534,14 @@ def test_make_vec_env_takes_what_is_vectorised() -> None:
     assert venv.num_envs == 2
     model = silenced(PPO("MlpPolicy", venv, n_steps=32, batch_size=64, device="cpu"))
     assert model.learn(64).num_timesteps == 64
-    for options in ({"monitor_dir": "logs"}, {"wrapper_class": gym.Wrapper}, {"isolation": "process"}):
+    single = {"monitor_dir": "logs", "wrapper_class": gym.Wrapper, "isolation": "process", "wrapper_kwargs": {"a": 1}}
+    for options in [{name: value} for name, value in {**single, "probe_timeout": 3.0, "start_index": 3}.items()]:
         with pytest.raises(InvalidArgumentError, match="is for single environments"):
             make_vec_env(envs, **options)
     with pytest.raises(InvalidArgumentError, match=r"n_envs=4 .* has 2; leave it out"):
         make_vec_env(envs, 4)
     with pytest.raises(InvalidTypeError, match="vectorization_mode='sync' is for ids"):
         make_vec_env(cart_pole, 4, vectorization_mode="sync")
+    assert make_vec_env("CartPole-v1", None, vectorization_mode="sync").num_envs == usable_cores()
+    with pytest.raises(InvalidArgumentError, match="n_envs=0 must be at least 1"):
+        make_vec_env("CartPole-v1", 0, vectorization_mode="sync")

@@ -23,7 +23,7 @@ from tests.core.isolation.conftest import Variant, compiled, compiler, own_cache
 from tests.core.isolation.test_what_is_tried import SlowReset
 from tests.sb3_ext.test_multi_agent_vec_env import Race
 from tests.sb3_ext.vec_checks import FAST, assert_equal, no_workers
-from tests.sb3_ext.vec_worlds import Bounded, Counting, Drawn, Slow, cart_pole, noted
+from tests.sb3_ext.vec_worlds import Bounded, Counting, Drawn, Failing, Slow, cart_pole, noted
 from tests.ways import WAYS, run_as
 
 __all__ = ["compiled", "compiler", "own_cache", "variant"]
@@ -224,9 +224,26 @@ def test_what_is_independent_and_slow_is_shared_by_as_many_processes_as_there_ar
     venv.close()
 
 
+def test_a_worker_that_is_replaced_goes_on_with_the_monitors_file(tmp_path: Path) -> None:
+    folder = tmp_path / "logs"
+    options = {"monitor_dir": str(folder), "isolation": "process", "vec_env_kwargs": {"restart": "truncate"}}
+    build = functools.partial(Failing, "step", "SIGKILL", after=50)
+    for _ in range(2):  # and another run begins anew
+        venv = make_vec_env(build, 1, **options)  # type: ignore[arg-type]
+        venv.reset()
+        infos = [venv.step(np.zeros(1, np.int64))[3][0] for _ in range(130)]
+        ends = [info["episode"] for info in infos if "episode" in info]
+        venv.close()
+        assert len(ends) == 12
+        rows = (folder / "0.monitor.csv").read_text().splitlines()[2:]
+        assert rows == [f"{end['r']},{end['l']},{end['t']}" for end in ends]
+        assert [end["t"] for end in ends] == sorted(end["t"] for end in ends)
+
+
 def test_processes_that_collide_are_cured(variant: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    venv = make_vec_env(variant("LOCK_IN_CWD"), 2)
+    venv = make_vec_env(variant("LOCK_IN_CWD"), 2, monitor_dir="logs")
+    assert sorted(path.name for path in Path("logs").iterdir()) == ["0.monitor.csv", "1.monitor.csv"]
     assert len(set(pids(venv))) == 2
     assert "working directory" in venv.isolation_report  # type: ignore[attr-defined]
     venv.reset()

@@ -289,6 +289,13 @@ def test_a_leaf_is_got_by_its_key(n: int) -> None:
     for key in ("pixels", ("next", "pixels"), ("next", "done"), "action", ("inner", "vector")):
         assert torch.equal(ours.get(key), theirs.get(key))
     assert f"FrameView(shape=torch.Size([{len(ours)}, {STACK}, {HEIGHT}, {WIDTH}])" in repr(ours)  # undecoded
+    buffer = ReplayBuffer(storage=ours)
+    for key in ("pixels", ("next", "done"), "new"):  # upstream's loses them, too, until it is full
+        with pytest.raises(InvalidArgumentError, match=r"write buffer\[:\]\[.*\]\[:\] = values"):
+            buffer[key] = torch.zeros(len(ours))
+    for key in ("pixels", ("next", "done")):
+        buffer[:][key][:] = torch.ones_like(theirs.get(key))
+        assert bool((buffer[torch.arange(len(ours))][key] == 1).all())
 
 
 @pytest.mark.parametrize("shape", [(3, 40, 40), (40, 40, 3), (40, 40)])

@@ -6,19 +6,25 @@ TorchRL shares numbers and a lock by semaphores. Those stay taken for ever when 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from inspect import unwrap
 from multiprocessing import sharedctypes
+from types import FrameType
 from typing import Any
 
 import torch
-from torchrl.data import RoundRobinWriter, TensorDictMaxValueWriter
+from tensordict.utils import unravel_key
+from torchrl.data import ReplayBuffer, RoundRobinWriter, TensorDictMaxValueWriter
 
 from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core.errors import InvalidArgumentError, OutOfMemoryError
 
 _NUMBERS_OF_STORAGES = "_len_value", "_last_cursor_index_value", "_mutation_revision_value"
 _NUMBERS_OF_WRITERS = "_cursor_value", "_write_count_value"
+_SETS = unwrap(ReplayBuffer.__setitem__).__code__
+_MOST_BETWEEN = 8  # functions that it calls to get there: decorators, and methods of buffer and storage
 _OPEN = 0.25  # of what is held: so much may be what only elements to come need
 _PART = 64  # at least one in so many elements go at a time, since those behind them have to be moved
 
@@ -101,6 +107,26 @@ def go_back(storage: Any, cursor: Any) -> None:
         elif isinstance(writer, RoundRobinWriter) and writer._cursor in (places[-1] + 1, 0):
             writer._cursor = places[0]
             writer._write_count -= len(places)
+
+
+def check_sets_no_key() -> None:
+    """Refuse ``buffer[key] = values``, for which TorchRL replaces a tensor of ``buffer[:]``: it would be a copy's.
+
+    :raises InvalidArgumentError: if that is what asks.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_MOST_BETWEEN):
+        if frame is None or frame.f_code is _SETS:
+            break
+        frame = frame.f_back
+    if frame is None or frame.f_code is not _SETS:
+        return
+    key = frame.f_locals.get("index")
+    if isinstance(key, str) or (isinstance(key, tuple) and unravel_key(key)):
+        raise InvalidArgumentError(
+            f"buffer[{key!r}] = values would replace a tensor of a copy, and the elements would keep theirs; write "
+            f"buffer[:][{key!r}][:] = values"
+        )
 
 
 class Budget:

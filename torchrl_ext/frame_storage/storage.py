@@ -37,7 +37,7 @@ from torchrl_ext.frame_storage.arguments import (
     places_in,
     target,
 )
-from torchrl_ext.frame_storage.buffers import Budget, bear_kills, go_back, go_on_at
+from torchrl_ext.frame_storage.buffers import Budget, bear_kills, check_sets_no_key, go_back, go_on_at
 from torchrl_ext.frame_storage.checkpoint import FrameStorageCheckpointer, State, as_state, from_state
 from torchrl_ext.frame_storage.columns import FrameColumn, Key, encoded, image_kinds, release
 from torchrl_ext.frame_storage.folder import begin, folder_at, recover, salvage, tensors_in
@@ -67,7 +67,7 @@ class FrameStorage(TensorStorage):
     or other trees of them, is refused: write ``TensorDict(data, batch_size=[n])``.
 
     Slices, such as ``buffer[:]``, decode images when they are used; what is changed in place in a decoded image is a
-    copy, so write by an index: ``buffer[:]["pixels"][3] = image``.
+    copy, so write by an index: ``buffer[:]["pixels"][3] = image``. A key that is set on ``buffer[:]`` is set on it alone.
 
     :param max_size: Max number of elements, as in ``LazyTensorStorage``.
     :param device: Where samples go; what is stored stays in main memory.
@@ -396,6 +396,8 @@ class FrameStorage(TensorStorage):
         if isinstance(index, str) or (isinstance(index, tuple) and index and isinstance(index[0], str)):
             return self.get(slice(None)).get(index)
         lazy = isinstance(index, slice) or (isinstance(index, tuple) and all(isinstance(i, slice) for i in index))
+        if lazy:
+            check_sets_no_key()
         self._check_open()
         with self.lock:
             self._refresh()

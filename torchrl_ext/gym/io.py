@@ -7,6 +7,7 @@ nothing is lost, and what is wrong with the rest is said.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +105,15 @@ def _tensor(value: Any, shape: tuple[int, ...], dtype: torch.dtype, name: str) -
     if isinstance(value, torch.Tensor):
         return value.detach()
     if value is None:
-        raise EnvironmentOutputError(f"{name!r} is None; its space has the shape {tuple(shape)} of {dtype}")
+        instead = "0.0" if name == "reward" else f"np.zeros({tuple(shape)})"
+        raise EnvironmentOutputError(
+            f"{name!r} is None; its space has the shape {tuple(shape)} of {dtype}. Return {instead} where there is none"
+        )
+    if isinstance(value, Mapping):
+        raise EnvironmentOutputError(
+            f"{name!r} is a dict with the keys {list(value)}; its space has the shape {tuple(shape)} of {dtype}. "
+            "Return what is in it, or write the space as gymnasium.spaces.Dict with these keys"
+        )
     try:
         if isinstance(value, (list, tuple)) and any(isinstance(part, torch.Tensor) for part in value):
             return torch.stack([torch.as_tensor(part).detach() for part in value])
@@ -269,6 +278,11 @@ def compile_action(
 def _place_of_one(action: torch.Tensor) -> int:
     """Return the index of one one-hot vector, in a third of NumPy's time."""
     values = action.tolist()
+    if not isinstance(values, list):
+        raise InvalidArgumentError(
+            f"the action is the index {values}, and the action spec one-hot. Write categorical_action_encoding=True "
+            "for the environment, or torch.nn.functional.one_hot(action, env.action_spec.shape[-1])"
+        )
     return values.index(1) if 1 in values else int(_places_of_ones(action))  # what is none: as upstream
 
 

@@ -255,6 +255,8 @@ def final_observation(info: Any) -> Any:
 
 def without_final(info: Any) -> Any:
     """Leave out of an info what belongs to the last observations."""
+    if isinstance(info, list):
+        return [without_final(part) for part in info]
     if not isinstance(info, dict):
         return info
     return {key: value for key, value in info.items() if key.removeprefix("_") not in _FINAL}

@@ -225,6 +225,16 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         self._require_no_command(name)
         return self._pool.call(indices, "call", (name, args, kwargs))
 
+    def env_is_wrapped(self, wrapper_class: type, indices: Sequence[int] | None = None) -> list[bool]:
+        """Return which environments have a wrapper of a class, or of one of the same name and module.
+
+        :param indices: their numbers; None: all
+        """
+        self._require_idle("env_is_wrapped")
+        # By name: to unpickle the class, a worker would have to import its module.
+        name = wrapper_class.__module__, wrapper_class.__qualname__
+        return self._pool.call(range(self.num_envs) if indices is None else indices, "env_is_wrapped", name)
+
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         """Have the environments begin to call a method: see :meth:`call`."""
         self._require_idle("call_async")
