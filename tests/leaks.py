@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 # Files in these are made by running anything at all, or by benchmarks that may run beside the tests.
-IGNORED_FOLDERS = {"__pycache__", "build", "dist", "data", "results", "out"}
+IGNORED_FOLDERS = {"__pycache__", "build", "dist", "data", "results", "out", "_build", "notebooks"}
 # In the command lines of processes that live as long as this one.
 _KEPT = ("forkserver", "resource_tracker", "tests.core.devices")
 

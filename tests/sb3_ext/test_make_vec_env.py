@@ -203,7 +203,8 @@ def test_what_cannot_share_a_process_does_not(name: str, make: Any, variant: Var
     assert no_workers()
 
 
-def test_what_is_independent_and_fast_shares_this_process(variant: Variant) -> None:
+def test_what_is_independent_and_fast_shares_this_process(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_ext_core.resources.usable_cores", lambda: 2)
     venv = make_vec_env(variant("GOOD"), 3)
     assert isinstance(venv, DummyVecEnv)
     assert "So they share this process: a step of 3 takes" in venv.isolation_report  # type: ignore[attr-defined]

@@ -99,7 +99,9 @@ def fail(how: str) -> None:
         os._exit(0)
     if how == "sys.exit":
         sys.exit("enough")
-    if how == "hang":
+    if how.startswith("interrupt "):
+        os.kill(int(how.split()[1]), signal.SIGINT)
+    if how.startswith(("hang", "interrupt ")):
         time.sleep(1000)
 
 

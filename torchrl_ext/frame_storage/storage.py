@@ -67,7 +67,8 @@ class FrameStorage(TensorStorage):
     or other trees of them, is refused: write ``TensorDict(data, batch_size=[n])``.
 
     Slices, such as ``buffer[:]``, decode images when they are used; what is changed in place in a decoded image is a
-    copy, so write by an index: ``buffer[:]["pixels"][3] = image``. A key that is set on ``buffer[:]`` is set on it alone.
+    copy, so write by an index: ``buffer[:]["pixels"][3] = image``. What is set by a key on ``buffer[:]`` is set on it
+    alone.
 
     :param max_size: Max number of elements, as in ``LazyTensorStorage``.
     :param device: Where samples go; what is stored stays in main memory.

@@ -13,9 +13,10 @@ import importlib
 import logging
 import os
 import signal
+import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker, util
 from multiprocessing.forkserver import ForkServer, read_signed
 from typing import Any, TypeVar
@@ -138,8 +139,25 @@ def _running(key: _Key, sys_path: Sequence[str]) -> Any:
             server = _servers[key] = ForkServer()
             server.set_forkserver_preload(_Program(key, sys_path))
         resource_tracker.ensure_running()
-        interrupts_held(server.ensure_running)()
+        with _short_enough():
+            interrupts_held(server.ensure_running)()
         return server
+
+
+@contextmanager
+def _short_enough() -> Iterator[None]:
+    """Say which variable makes the name of a server's socket too long."""
+    try:
+        yield
+    except OSError as error:
+        if "AF_UNIX path too long" not in str(error):
+            raise
+        folder = tempfile.gettempdir()
+        raise WorkerError(
+            f"the folder for temporary files is {folder!r}, whose {len(os.fsencode(folder))} bytes leave too few for a "
+            "socket's name; write export TMPDIR=/tmp before the program starts",
+            kind="start",
+        ) from error
 
 
 def interrupts_held(start: _F) -> _F:

@@ -47,6 +47,9 @@ def steps_of(packed: bytes) -> list[Any]:
 @pytest.fixture(scope="module")
 def elsewhere() -> Iterator[ProcessPoolExecutor]:
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONHASHSEED", "random")  # so that sets have another order there
+            pool.submit(int).result()
         yield pool
 
 

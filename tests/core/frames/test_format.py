@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import io
 import pickle
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -251,7 +252,7 @@ class Evil:
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", pickle.dumps([1]), pickle.dumps(Evil())], ids=str)
 def test_a_foreign_file_is_refused(tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_bytes(content)
-    with pytest.raises(CorruptFileError, match=rf"{tmp_path}/file .*"):
+    with pytest.raises(CorruptFileError, match=re.escape(f"{tmp_path}/file ")):
         FrameStore.load(tmp_path / "file")
     assert capsys.readouterr().out == ""
 

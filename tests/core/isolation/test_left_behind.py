@@ -72,7 +72,7 @@ def wait_until_gone(*pids: int) -> None:
 
 
 def mentioned(notes: Path) -> list[list[str]]:
-    return [line.split() for line in notes.read_text().splitlines()]
+    return [line.split(maxsplit=2) for line in notes.read_text().splitlines()]
 
 
 def test_a_messy_environment_leaves_neither_files_nor_processes(

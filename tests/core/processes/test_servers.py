@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -178,6 +179,20 @@ def test_stopped_servers_leave_no_process_no_socket_and_no_descriptor() -> None:
     assert not psutil.pid_exists(pid)
     assert len(os.listdir("/proc/self/fd")) == before - 1
     assert not socket.exists()
+
+
+def test_a_folder_for_temporary_files_with_too_long_a_name_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("long" * 20)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.delitem(multiprocessing.current_process()._config, "tempdir", raising=False)  # type: ignore[attr-defined]
+    stop_servers()
+    with pytest.raises(WorkerError, match=r"longlong.* bytes leave too few .* write export TMPDIR=/tmp"):
+        parent_of_worker()
+    monkeypatch.undo()
+    assert parent_of_worker()
 
 
 def test_a_forked_child_has_servers_of_its_own() -> None:
