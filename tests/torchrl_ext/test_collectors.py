@@ -85,8 +85,7 @@ def next_observations(collected: Collected, gravity: float) -> np.ndarray:
 
 def everywhere(*kinds: str) -> pytest.MarkDecorator:
     # Each takes half a minute, and Ray minutes on a busy machine.
-    tiers = [pytest.mark.slow if kind == "sync" else pytest.mark.exhaustive for kind in kinds]
-    cases = [pytest.param(kind, marks=tier) for kind, tier in zip(kinds, tiers, strict=True)]
+    cases = [pytest.param(kind, marks=pytest.mark.exhaustive) for kind in kinds]
     return pytest.mark.parametrize("ran", cases, indirect=True)
 
 

@@ -275,7 +275,7 @@ SAY = f"import os, time; print({_verify._MARK + json.dumps({'decided': 'gpu'})!r
         ("import sys; sys.exit('no\\ndriver')", "the process ended with exit status 1: driver", None),
         ("pass", "the process ended with exit status 0: it said nothing", None),
         (SAY + "os.abort()", "by SIGABRT", "gpu"),
-        pytest.param(SAY + "time.sleep(600)", "did not end within 10 s", "gpu", marks=pytest.mark.slow),
+        pytest.param(SAY + "time.sleep(600)", "did not end within 10 s", "gpu", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_process_that_ends_early_is_told_by_how_it_ended_and_what_it_had_decided(
