@@ -356,7 +356,8 @@ def _wrapped() -> Any:
     return gym.wrappers.TransformReward(env, lambda reward: reward / 10)  # and this one's would not pickle
 
 
-@pytest.mark.parametrize("kind", ["sync", "async", "ours"])
+@pytest.mark.sample(quick=1)
+@pytest.mark.parametrize("kind", ["async", "ours", "sync"])
 def test_wrappers_around_each_are_known(kind: str) -> None:
     venv = GymVecEnv(made(kind, _wrapped, 2, AutoresetMode.SAME_STEP))
     found = [venv.env_is_wrapped(each, [1, 0]) for each in (Monitor, gym.wrappers.TimeLimit, gym.wrappers.ClipAction)]
@@ -380,6 +381,7 @@ def test_infos_that_come_as_a_list(mode: AutoresetMode) -> None:
     assert_equal(found[1], found[0])
 
 
+@pytest.mark.sample(quick=1)
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_a_part_of_the_observations(kind: str) -> None:
     build = functools.partial(Drawn, "Dict")

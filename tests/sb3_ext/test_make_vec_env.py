@@ -225,6 +225,7 @@ def test_what_is_independent_and_slow_is_shared_by_as_many_processes_as_there_ar
     venv.close()
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_replaced_goes_on_with_the_monitors_file(tmp_path: Path) -> None:
     folder = tmp_path / "logs"
     options = {"monitor_dir": str(folder), "isolation": "process", "vec_env_kwargs": {"restart": "truncate"}}
