@@ -18,6 +18,7 @@ from rl_ext_core.vector.autoreset import (
     STEP,
     Autoreset,
     PartialReset,
+    final_information,
     final_observation,
     partial_reset,
     unpacked,
@@ -270,7 +271,7 @@ class Batched:
                 'write missing_final_obs="previous", which takes the observations before'
             )
         rest = without_final(info)
-        final_info = [part.get("final_info") for part in info] if isinstance(info, list) else info.get("final_info")
+        final_info = final_information(info)
         if self._device is not None:  # Rows of what was logged; what concerns all is not repeated for each.
             found = {**_taken(rest, rows, self._count), **_taken(final_info, rows, self._count)}
             return lasts, _rows_of(found, ended), None

@@ -176,8 +176,16 @@ def test_statistics_of_episodes_under_a_wrapper(mode: str) -> None:
 
 
 def test_infos_as_a_list() -> None:
-    env = GymWrapper(wrappers.DictInfoToList(vector(Walk, 3, "SameStep")))
-    check_against_single_environments(seeded_rollout(env, 40), [Walk], 3)
+    ages: list[list[list[int]]] = [[], []]
+    for read, wrap in zip(ages, (lambda env: env, wrappers.DictInfoToList), strict=True):
+
+        def reader(info: Any, data: Any, read: Any = read) -> Any:
+            read.append([int(part["age"]) for part in info] if isinstance(info, list) else info["age"].tolist())
+            return data
+
+        env = GymWrapper(wrap(vector(Walk, 3, "SameStep"))).set_info_dict_reader(reader)
+        check_against_single_environments(seeded_rollout(env, 40), [Walk], 3)
+    assert ages[1] == ages[0]  # at the end of an episode the last step's, and then the reset's
 
 
 def test_a_wrapper_that_refuses_partial_resets_says_so() -> None:

@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from torchrl.data import Composite, OneHot
 
 from rl_ext_core.errors import EnvironmentOutputError
-from rl_ext_core.vector.autoreset import without_final
+from rl_ext_core.vector.autoreset import final_information, without_final
 from torchrl_ext._compat import built
 from torchrl_ext.gym.io import compile_one_hot, compile_value
 
@@ -65,8 +65,9 @@ def last_info(info: Any, rows: list[int], count: int) -> Any:
     :param rows: which were reset
     :param count: of all sub-environments
     """
-    final = info.get("final_info") if isinstance(info, dict) else None
-    rest = without_final(info)
+    final, rest = final_information(info), without_final(info)
+    if isinstance(info, list) and final is not None:
+        return [{**part, **(last or {})} for part, last in zip(rest, final, strict=True)]
     return merged_info(rest, final, rows, count) if isinstance(final, dict) else rest
 
 

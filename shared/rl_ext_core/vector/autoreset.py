@@ -244,13 +244,20 @@ def unpacked(result: Any, expected: tuple[str, ...]) -> tuple[Any, ...]:
 
 def final_observation(info: Any) -> Any:
     """Take the last observations out of a step's info. None where it holds none."""
+    return _taken_out(info, "final_obs", "final_observation")
+
+
+def final_information(info: Any) -> Any:
+    """Take the infos that belong to the last observations out of a step's. None where it holds none."""
+    return _taken_out(info, "final_info")
+
+
+def _taken_out(info: Any, *names: str) -> Any:
     if isinstance(info, list):  # one info a sub-environment
-        each = [final_observation(part) for part in info]
+        each = [_taken_out(part, *names) for part in info]
         return each if any(part is not None for part in each) else None
-    if not isinstance(info, dict):
-        return None
-    found = info.get("final_obs")
-    return info.get("final_observation") if found is None else found
+    found = [info.get(name) for name in names] if isinstance(info, dict) else []
+    return next((value for value in found if value is not None), None)
 
 
 def without_final(info: Any) -> Any:
