@@ -14,6 +14,7 @@ from typing import Any, Literal
 import gymnasium
 import numpy as np
 from gymnasium.envs.registration import EnvSpec
+from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
 from rl_ext_core import processes, resources
@@ -108,7 +109,6 @@ def make_vec_env(
                 f"n_envs={n_envs} for an environment that is vectorised already and has {env.num_envs}; leave it out"
             )
         return _of_vectorised(env, seed, vec_env_kwargs or {})
-    n_envs = count
     if isinstance(env_id, str) and env_id not in gymnasium.registry:
         env_id = game_of_id(env_id) or env_id  # what builds a game of stable-retro, which gymnasium does not know
     source = functools.cache(lambda: _source(env_id, env_kwargs or {}))
@@ -118,14 +118,14 @@ def make_vec_env(
     def asked() -> list[EnvFactory[Any]]:
         # All that will run, but for files: those of the monitors are not for trials.
         factory = base().then(environments.monitored)
-        return [factory if wrapper is None else factory.then(wrapper)] * n_envs
+        return [factory if wrapper is None else factory.then(wrapper)] * count
 
     def around(rank: int) -> list[Callable[[Any], Any]]:
         seeded = [] if seed is None else [functools.partial(environments.seeded, seed=seed + rank)]
         return [*seeded, _monitor(rank, monitor_dir, monitor_kwargs or {}), *([] if wrapper is None else [wrapper])]
 
     def factories() -> list[EnvFactory[Any]]:
-        made = enumerate(base().for_workers(n_envs, seed=seed, devices=devices), start_index)
+        made = enumerate(base().for_workers(count, seed=seed, devices=devices), start_index)
         return [functools.reduce(EnvFactory.then, around(rank), factory) for rank, factory in made]
 
     def built(rank: int) -> Any:
@@ -135,11 +135,11 @@ def make_vec_env(
         if devices is not None or isinstance(source(), EnvFactory) or not callable(source()):
             return DummyVecEnv(list(factories()))
         # The caller's own function, which may share objects with the training: a factory would unpickle copies.
-        return DummyVecEnv([functools.partial(built, rank) for rank in range(start_index, start_index + n_envs)])
+        return DummyVecEnv([functools.partial(built, rank) for rank in range(start_index, start_index + count)])
 
     options = vec_env_kwargs or {}
     if vec_env_cls is None:
-        vec_env: VecEnv = choose(factories, here, asked, n_envs, isolation, options, probe_timeout)
+        vec_env: VecEnv = choose(factories, here, asked, count, isolation, options, probe_timeout)
     elif isolation != "auto":
         name = getattr(vec_env_cls, "__name__", vec_env_cls)
         raise InvalidArgumentError(
@@ -159,8 +159,9 @@ def _refuse_for_vectorised(options: dict[str, Any]) -> None:
     for name, value in options.items():
         if value is not None:
             raise InvalidArgumentError(
-                f"{name}={value!r} is for single environments, and this one holds several: put it around them before "
-                "they are put together, or around the result: VecMonitor(make_vec_env(env), filename=...)"
+                f"{name}={value!r} is for single environments, and this one holds several: leave it out. What wraps "
+                "them goes around each before they are put together, or around the result: "
+                "VecMonitor(make_vec_env(env), filename=...)"
             )
 
 
@@ -190,9 +191,7 @@ def _source(env_id: Any, env_kwargs: dict[str, Any]) -> Any:
 def _monitor(rank: int, monitor_dir: str | None, monitor_kwargs: dict[str, Any]) -> Any:
     if monitor_dir is None and not monitor_kwargs:
         return environments.monitored
-    # Files and their options are Stable Baselines3's own affair: its class does that, and is loaded in the workers.
-    from stable_baselines3.common.monitor import Monitor
-
+    # Files and their options are Stable Baselines3's own affair: its class does that.
     if monitor_dir is None:
         return functools.partial(Monitor, **monitor_kwargs)
     folder = os.path.abspath(monitor_dir)  # workers may have a working directory of their own
@@ -206,8 +205,6 @@ def _monitor_to(env: Any, *, path: str, since: float, monitor_kwargs: dict[str, 
     """Put a ``Monitor`` around an environment. It goes on with a file that was begun since then, by a worker that this
     one replaces.
     """
-    from stable_baselines3.common.monitor import Monitor
-
     begun = None
     with contextlib.suppress(OSError, ValueError, KeyError), open(f"{path}.{Monitor.EXT}", encoding="utf-8") as file:
         begun = json.loads(file.readline().removeprefix("#"))["t_start"]

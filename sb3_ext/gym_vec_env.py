@@ -18,7 +18,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.vector.autoreset import find_mode, layers
-from rl_ext_core.vector.environments import EpisodeMonitor
+from rl_ext_core.vector.environments import EpisodeMonitor, name_of
 from sb3_ext._compat import call_in_workers
 from sb3_ext._vector_steps import Batched, Ended, Layout, Separate
 from sb3_ext.vec_env import CheckedVecEnv, Indices
@@ -371,8 +371,7 @@ def _observed(space: Any, key: str | None, device: Any) -> tuple[Any, str | None
 def _names_of(wrapper_class: type) -> set[str]:
     """Return the names of a class of wrappers, of those that stand for it, and of those derived from it."""
     names = {wrapper_class.__name__}.union(*map(_names_of, wrapper_class.__subclasses__()))
-    stands = (wrapper_class.__module__, wrapper_class.__qualname__) in EpisodeMonitor.stands_for
-    return names | {EpisodeMonitor.__name__} if stands else names
+    return names | {EpisodeMonitor.__name__} if name_of(wrapper_class) in EpisodeMonitor.stands_for else names
 
 
 def _bounded(space: Any, clip: Any) -> Any:

@@ -16,6 +16,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 from rl_ext_core import resources
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.vector.arguments import Options
+from rl_ext_core.vector.environments import name_of
 from rl_ext_core.vector.pool import Pool, Timings, WorkerPool
 from rl_ext_core.vector.ray import RayPool
 from rl_ext_core.vector.worker import ENDED, OTHER, TRUNCATED
@@ -210,8 +211,7 @@ class PoolVecEnv(CheckedVecEnv):
 
     def env_is_wrapped(self, wrapper_class: type, indices: Indices = None) -> list[bool]:
         """Return which environments have a wrapper of a class, or of one of the same name and module."""
-        # By name: to unpickle the class, a worker would have to import its module.
-        return self._call("env_is_wrapped", (wrapper_class.__module__, wrapper_class.__qualname__), indices)
+        return self._call("env_is_wrapped", name_of(wrapper_class), indices)
 
     def _call(self, name: str, data: Any, indices: Indices) -> list[Any]:
         self._require_idle()

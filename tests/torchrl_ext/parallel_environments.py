@@ -101,7 +101,8 @@ def fail(how: str) -> None:
         sys.exit("enough")
     if how.startswith("interrupt "):
         os.kill(int(how.split()[1]), signal.SIGINT)
-    if how.startswith(("hang", "interrupt ")):
+        how = "hang"
+    if how == "hang":
         time.sleep(1000)
 
 

@@ -90,6 +90,11 @@ class Target(NamedTuple):
     stored_dims: int
 
 
+def is_key(index: Any) -> bool:
+    """Return whether an index is the key of a leaf."""
+    return isinstance(index, str) or (isinstance(index, tuple) and bool(index) and isinstance(index[0], str))
+
+
 def as_cursor(index: Any, ndim: int) -> Any:
     """Return an index without ``...``, and what a tuple of one part holds.
 

@@ -10,16 +10,17 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from inspect import unwrap
+from itertools import islice
 from multiprocessing import sharedctypes
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 import torch
-from tensordict.utils import unravel_key
 from torchrl.data import ReplayBuffer, RoundRobinWriter, TensorDictMaxValueWriter
 
 from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core.errors import InvalidArgumentError, OutOfMemoryError
+from torchrl_ext.frame_storage.arguments import is_key
 
 _NUMBERS_OF_STORAGES = "_len_value", "_last_cursor_index_value", "_mutation_revision_value"
 _NUMBERS_OF_WRITERS = "_cursor_value", "_write_count_value"
@@ -114,15 +115,9 @@ def check_sets_no_key() -> None:
 
     :raises InvalidArgumentError: if that is what asks.
     """
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_MOST_BETWEEN):
-        if frame is None or frame.f_code is _SETS:
-            break
-        frame = frame.f_back
-    if frame is None or frame.f_code is not _SETS:
-        return
-    key = frame.f_locals.get("index")
-    if isinstance(key, str) or (isinstance(key, tuple) and unravel_key(key)):
+    callers = islice(walk_stack(sys._getframe(1)), _MOST_BETWEEN)
+    key = next((frame.f_locals.get("index") for frame, _ in callers if frame.f_code is _SETS), None)
+    if is_key(key):
         raise InvalidArgumentError(
             f"buffer[{key!r}] = values would replace a tensor of a copy, and the elements would keep theirs; write "
             f"buffer[:][{key!r}][:] = values"

@@ -30,6 +30,7 @@ from torchrl_ext.frame_storage.arguments import (
     at_least_one,
     check_options,
     fits,
+    is_key,
     is_one,
     last_of_each,
     memory_of,
@@ -394,7 +395,7 @@ class FrameStorage(TensorStorage):
 
         :param index: or a key, for that leaf of all elements.
         """
-        if isinstance(index, str) or (isinstance(index, tuple) and index and isinstance(index[0], str)):
+        if is_key(index):
             return self.get(slice(None)).get(index)
         lazy = isinstance(index, slice) or (isinstance(index, tuple) and all(isinstance(i, slice) for i in index))
         if lazy:

@@ -123,6 +123,11 @@ def _has(env: Any, name: str) -> bool:
     return True
 
 
+def name_of(wrapper_class: type) -> tuple[str, str]:
+    """Return what ``env_is_wrapped`` of a worker takes: to unpickle the class, it would have to import its module."""
+    return wrapper_class.__module__, wrapper_class.__qualname__
+
+
 def _is_wrapped(env: Any, name: tuple[str, str]) -> bool:
     while isinstance(env, gymnasium.Wrapper):
         if _is(env, name):
@@ -146,5 +151,5 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
 
 def _is(layer: Any, name: tuple[str, str]) -> bool:
     """Return whether a layer is of a class, given by module and name: naming it must not import the framework here."""
-    own = [(base.__module__, base.__qualname__) for base in type(layer).__mro__]
+    own = map(name_of, type(layer).__mro__)
     return name in own or name in getattr(type(layer), "stands_for", ())

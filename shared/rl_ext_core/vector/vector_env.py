@@ -16,6 +16,7 @@ from gymnasium.vector.utils import batch_space, iterate
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, also
 from rl_ext_core.vector.arguments import Options
 from rl_ext_core.vector.autoreset import Autoreset
+from rl_ext_core.vector.environments import name_of
 from rl_ext_core.vector.pool import Pool
 from rl_ext_core.vector.worker import OTHER, TERMINATED, TRUNCATED
 
@@ -231,9 +232,8 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         :param indices: their numbers; None: all
         """
         self._require_idle("env_is_wrapped")
-        # By name: to unpickle the class, a worker would have to import its module.
-        name = wrapper_class.__module__, wrapper_class.__qualname__
-        return self._pool.call(range(self.num_envs) if indices is None else indices, "env_is_wrapped", name)
+        chosen = range(self.num_envs) if indices is None else indices
+        return self._pool.call(chosen, "env_is_wrapped", name_of(wrapper_class))
 
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         """Have the environments begin to call a method: see :meth:`call`."""
