@@ -33,6 +33,7 @@ DECIDE = "import rl_ext_core.devices as d; d.resolve('auto', render='same', rend
         pytest.param(
             "import rl_ext_core.devices as d; d.resolve('cpu').compute", {"torch"}, {"torch"}, marks=pytest.mark.slow
         ),
+        pytest.param("import sb3_ext, torchrl_ext", TORCHRL, TORCHRL, marks=pytest.mark.exhaustive),
     ],
 )
 def test_what_a_statement_loads(statement: str, watched: set[str], expected: set[str]) -> None:

@@ -124,7 +124,7 @@ def fails(when: str, how: str, said: str, phase: str, **options: Any) -> WorkerE
 
 @check
 def exceptions() -> None:
-    for phase in ("constructor", "step", "close"):
+    for phase in ("constructor", "reset", "step", "close"):
         error = fails(phase, "raise", "environment 1 of 3.*ValueError.'the rope has snapped'", phase)
         assert isinstance(error.__cause__, ValueError)
         assert "vec_worlds.py" in error.traceback
@@ -135,8 +135,9 @@ def exceptions() -> None:
 
 @check
 def deaths() -> None:
-    error = fails("step", "SIGSEGV", r"environment [01] of 3 .*its actor, with environments 0 to 1, has died", "step")
-    assert error.kind == "exit"
+    for how in ("SIGSEGV", "SIGKILL", "os._exit"):
+        error = fails("step", how, r"environment [01] of 3 .*its actor, with environments 0 to 1, has died", "step")
+        assert error.kind == "exit"
 
 
 @check

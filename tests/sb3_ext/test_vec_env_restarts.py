@@ -152,9 +152,9 @@ def test_restarted_environments_draw_differently(seed: int | None) -> None:
 
 @pytest.mark.slow
 def test_ppo_goes_on_through_crashes(tmp_path: Path) -> None:
-    hows = ["SIGSEGV", "raise", "os._exit", "SIGKILL", "raise what does not pickle"]
+    hows = ["SIGSEGV", "raise", "os._exit", "hang", "SIGKILL", "raise what does not pickle"]
     build = functools.partial(FailingOften, str(tmp_path), hows)
-    venv = SharedMemoryVecEnv([build] * 4, FAST, restart="truncate")
+    venv = SharedMemoryVecEnv([build] * 4, FAST, restart="truncate", step_timeout=3.0)
     model = silenced(PPO("MlpPolicy", venv, n_steps=64, batch_size=64, n_epochs=1, device="cpu", seed=0))
     model.learn(64 * 4 * 4)
     assert model.num_timesteps == 64 * 4 * 4

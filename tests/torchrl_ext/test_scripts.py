@@ -40,6 +40,9 @@ class Own(gym.Env):
 def helper(size):
     return 2 * size
 
+def make():
+    return GymWrapper(Own(7.0))
+
 gym.register("Own-v0", Own, kwargs={"size": 9.0})
 """
 
@@ -47,14 +50,15 @@ USES = """
 own = Own()
 own.size = 8.0
 made = gym.make("Own-v0")
-called = (lambda: GymWrapper(Own(7.0)), Own, lambda: GymEnv("Own-v0"))
-for source in (own, GymWrapper(own), *called, gym.spec("Own-v0"), made):
+for source in (
+    own, GymWrapper(own), make, lambda: Own(7.0), Own, "Own-v0", gym.spec("Own-v0"), lambda: GymEnv("Own-v0"), made
+):
     env = ParallelEnv(2, source)
     rollout = env.rollout(2)
     print(rollout["observation"][0, 0, 0].item(), rollout["next", "observation"][1, 0, 0].item())
     env.close()
 """
-PRINTED = [8, 8, 7, 1, 9, 9, 9]
+PRINTED = [8, 8, 7, 7, 1, 9, 9, 9, 9]
 
 
 def started(folder: Path, text: str) -> subprocess.Popen[str]:

@@ -18,6 +18,7 @@ from rl_ext_core.factory import as_factory
 from rl_ext_core.isolation import Isolation, probe, trials
 from rl_ext_core.isolation.experiments import RACE
 from tests.core.isolation import simulator
+from tests.core.isolation.conftest import Variant
 from tests.load import busy
 from tests.ways import run_as
 
@@ -339,9 +340,10 @@ def test_a_slow_constructor_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_busy_machine_changes_no_verdict() -> None:
+def test_a_busy_machine_changes_no_verdict(variant: Variant) -> None:
     with busy():
         assert probe([functools.partial(SlowReset, 0.1)] * 2, cache=False).isolation is INDEPENDENT
+        assert probe(variant("SHARED_RANDOM"), cache=False).isolation is SHARED
 
 
 class LeavesALock(simulator.Plain):
