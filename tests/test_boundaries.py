@@ -60,7 +60,7 @@ def test_a_module_that_does_not_import_is_not_taken_for_a_light_one() -> None:
     ],
 )
 def test_ruff_refuses_imports_across_the_boundaries(package: str, statement: str, refused: bool) -> None:
-    pytest.importorskip("ruff", reason='pip install "rl-ext[dev]"')
+    pytest.importorskip("ruff", reason='pip install "./rl-ext[dev]"')
     command = ["ruff", "check", "--no-cache", "--select", "TID251", "--stdin-filename", f"{package}/offender.py", "-"]
     done = subprocess.run(
         [sys.executable, "-m", *command], input=statement, cwd=ROOT, capture_output=True, text=True, check=False

@@ -24,6 +24,7 @@ __all__ = [
     "StorageError",
     "WorkerError",
     "also",
+    "install_line",
     "missing_dependency",
 ]
 
@@ -127,6 +128,19 @@ def also(kind: type[RlExtError], error: BaseException) -> type[RlExtError]:
         return kind
 
 
+# The package is in no package index yet. Once it is there: "rl-ext", and no note.
+_SOURCE = "./rl-ext"
+_SOURCE_NOTE = f" ({_SOURCE} is your clone of the repository)"
+
+
+def install_line(extra: str) -> str:
+    """Return the command that installs this package with one of its extras.
+
+    :param extra: Name of the extra, or several of them with commas
+    """
+    return f'pip install "{_SOURCE}[{extra}]"'
+
+
 def missing_dependency(name: str, extra: str, why: str) -> MissingDependencyError:
     """Build the error for a package that is not installed, with the line that installs it.
 
@@ -135,5 +149,5 @@ def missing_dependency(name: str, extra: str, why: str) -> MissingDependencyErro
     :param why: what needs the package, as a noun phrase that starts the sentence
     :return: the error, for the caller to raise
     """
-    text = f"{why} needs the package {name!r}, which is not installed. Install it with:\n"
-    return MissingDependencyError(f'{text}    pip install "rl-ext[{extra}]"', name=name)
+    text = f"{why} needs the package {name!r}, which is not installed. Install it with{_SOURCE_NOTE}:\n"
+    return MissingDependencyError(f"{text}    {install_line(extra)}", name=name)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 
 from rl_ext_core import errors
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
@@ -31,5 +35,21 @@ def test_each_error_is_the_projects_and_a_builtin(error: type[Exception], builti
 def test_a_missing_dependency_names_the_package_and_the_line_that_installs_it() -> None:
     error = errors.missing_dependency("numba", "frames", 'The codec "patch"')
     assert "The codec \"patch\" needs the package 'numba'" in str(error)
-    assert '    pip install "rl-ext[frames]"' in str(error).splitlines()
+    assert str(error).splitlines()[-1] == f"    {errors.install_line('frames')}"
     assert error.name == "numba"
+
+
+def test_the_line_that_installs_an_extra_is_the_readmes_and_is_written_in_one_place() -> None:
+    extras = re.search(r"\[project.optional-dependencies\]\n(.*?)\n\[", (ROOT / "pyproject.toml").read_text(), re.S)[1]  # type: ignore[index]
+    known = set(re.findall(r"^([a-z0-9_-]+) = \[", extras, re.M))
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.ipynb")]
+    for page in pages:
+        for line, names in re.findall(r'(pip install \\?"[^"\n]*rl-ext\[([^"\n]*)\]\\?")', page.read_text()):
+            assert line.replace("\\", "") == errors.install_line(names), page
+            assert known.issuperset(names.split(",")), page
+    for package in ("shared/rl_ext_core", "sb3_ext", "torchrl_ext"):
+        for path in (ROOT / package).rglob("*.py"):
+            text = path.read_text()
+            assert "rl-ext[" not in text, path
+            for extra in re.findall(r"missing_dependency\([^,()]+, \"([^\"]+)\"", text):
+                assert extra in known, path

@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).with_name("ray_checks.py")
 @pytest.mark.slow
 def test_in_ray_it_is_as_on_this_machine() -> None:
     if find_spec("ray") is None and "CI" not in os.environ:
-        pytest.skip("ray is not installed: pip install 'rl-ext[ray]'")
+        pytest.skip("ray is not installed: pip install './rl-ext[ray]'")
     with tempfile.TemporaryDirectory(prefix="rl-", dir="/tmp") as root:
         lines = output_of([str(SCRIPT), str(Path(root, "ray"))], Path(root), limit_s=800).splitlines()
     found: dict[str, str] = json.loads(lines[-1])
@@ -38,5 +38,5 @@ def test_options_are_checked_before_ray_is_started() -> None:
 
 def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
-    with pytest.raises(MissingDependencyError, match=r'pip install "rl-ext\[ray\]"'):
+    with pytest.raises(MissingDependencyError, match=r'rl-ext\[ray\]"'):
         RayVecEnv([Counting])

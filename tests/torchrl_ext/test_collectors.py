@@ -43,7 +43,7 @@ def ran(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Run the script for a kind of collector, see that it leaves nothing behind, and give what it prints, by run."""
     kind: str = request.param
     if kind == "ray" and find_spec("ray") is None and "CI" not in os.environ:
-        pytest.skip("ray is not installed: pip install 'rl-ext[ray]'")
+        pytest.skip("ray is not installed: pip install './rl-ext[ray]'")
     # In /tmp, since the paths of sockets may have 107 characters.
     with tempfile.TemporaryDirectory(prefix="rl-", dir="/tmp") as root:
         command = [str(SCRIPT), str(Path(root, "ray")), kind, *RUNS[kind]]
