@@ -11,15 +11,17 @@ import difflib
 import os
 import re
 import shlex
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeAlias
 
-from rl_ext_core.devices import _apply, _cuda, _renderers
-from rl_ext_core.devices._cuda import LOCAL_RANK, MASK, ORDER, SLURM_RANK, Machine, Picker
+from rl_ext_core.devices import _apply, _cuda, _pick, _renderers
+from rl_ext_core.devices._cuda import MASK, ORDER, Machine
+from rl_ext_core.devices._pick import LOCAL_RANK, RANKS, Picker
 from rl_ext_core.devices._renderers import BACKEND, INDEX, PLATFORM, PYRENDER_INDEX, EglWorld, RefusedError, Renderer
-from rl_ext_core.devices._resolve import decide_compute, decide_render, parse
+from rl_ext_core.devices._resolve import WSL_LIMIT, decide_compute, decide_render, on_wsl, parse
 from rl_ext_core.devices.decision import Decision
 from rl_ext_core.devices.inventory import Gpu, Inventory
 from rl_ext_core.errors import DeviceConflictError, RlExtError
@@ -30,6 +32,17 @@ Changes: TypeAlias = Mapping[str, "str | None"]
 _KNOWN = (MASK, ORDER, BACKEND, INDEX, PLATFORM, LOCAL_RANK)
 # Names of their own right that are close to these.
 _NEIGHBOURS = ("MUSA_VISIBLE_DEVICES", PYRENDER_INDEX)
+# Names that people export for MuJoCo, which does not read them. Other software reads some: pyrender and old releases
+# of dm_control EGL_DEVICE_ID, PyBullet EGL_VISIBLE_DEVICES, and a script of the user's may read an argument's name.
+_UNREAD = {
+    PYRENDER_INDEX: INDEX,
+    "EGL_VISIBLE_DEVICE": INDEX,
+    "EGL_VISIBLE_DEVICES": INDEX,
+    "MUJOCO_GPU_ID": INDEX,
+    "RENDER_GPU_DEVICE_ID": INDEX,
+    "MUJOCO_RENDERER": BACKEND,
+}
+_READ_ELSEWHERE = ("EGL_VISIBLE_DEVICES", "RENDER_GPU_DEVICE_ID")
 _ORDERS = ("PCI_BUS_ID", "FASTEST_FIRST")
 _EVERY_GPU = ("all", "*", "any", "auto")  # which is what Docker calls them
 _QUOTES = " \t\r\n'\"`[](){}<>"
@@ -158,13 +171,15 @@ def check_environment(
     """
     variables = dict(os.environ if environ is None else environ)
     machine = Inventory.current() if inventory is None else inventory
-    original = situation = Situation(machine, variables, variables)
     ours = environ is None and inventory is None
+    if ours and "torchrl.envs.libs.dm_control" in sys.modules and "pyrender" not in machine.versions:
+        variables.pop(PYRENDER_INDEX, None)  # TorchRL sets it when it is imported, to no effect
+    original = situation = Situation(machine, variables, variables)
     applied = _apply.current.variables if ours and _apply.current else {}
     # A decision that is in force in this process has seen to the renderers.
     settled = bool(applied) and all(variables.get(name) == value for name, value in applied.items())
     findings: list[Finding] = []
-    for stage in (_names, _order, _mask, _rank, _lacks, *(() if settled else (_egl, _render))):
+    for stage in (_names, _unread, _order, _mask, _rank, _lacks, *(() if settled else (_egl, _render))):
         for finding, changes in list(stage(situation)):
             findings.append(finding)
             if finding.severity == "error":
@@ -194,6 +209,8 @@ def meant_by(name: str) -> str | None:
     """Return which variable was meant by a misspelt name; None if it is one, or none."""
     if name in (*_KNOWN, *_NEIGHBOURS):
         return None
+    if name in _UNREAD:
+        return _UNREAD[name]
     # Env files leave blanks and a leading "export" in names.
     letters = "".join(re.sub(r"^\s*export\s+", "", name).split()).replace("-", "_").upper()
     return next(iter(difflib.get_close_matches(letters, _KNOWN, 1, 0.88)), None)
@@ -201,24 +218,74 @@ def meant_by(name: str) -> str | None:
 
 def _names(situation: Situation) -> Findings:
     for name, value in situation.original.items():
-        known = meant_by(name)
+        known = None if name in _UNREAD else meant_by(name)
         right = situation.original.get(known or "")
-        text = value.strip(_QUOTES)
-        if known == MASK:
-            text = _meant(value, situation)[0] or text
-        elif known == BACKEND:
-            text = text.lower() if text.lower() in ("egl", "osmesa", "glfw") else "egl"
+        text = _value_meant(known, value, situation)
         if known is None or right == text:
             continue
-        effect = f"{known} is read, and never {name!r}"
         drop: Changes = {name: None} if name.isidentifier() else {}  # shells know no other names
         if right is not None:
-            effect = f"{effect}, so that {known}={right!r} is in force alone"
+            effect = f"{name!r} has no effect: the variable is {known}, and {known}={right!r} counts"
             yield situation.finding(name, effect, drop or {known: right}, "warning")
         elif drop and not _may_be(known, text):
-            yield situation.finding(name, f"{effect}, which would not know {text!r}, either", drop, "warning")
+            effect = f"{name!r} has no effect: the variable is {known}, for which {text!r} is not valid"
+            yield situation.finding(name, effect, drop, "warning")
         else:
-            yield situation.finding(name, f"{effect}, so that it has no effect", {known: text})
+            yield situation.finding(name, f"{name!r} has no effect: the variable is {known}", {known: text})
+
+
+def _value_meant(known: str | None, value: str, situation: Situation) -> str:
+    """Return the value for ``known`` that somebody meant who gave it to another variable."""
+    text = value.strip(_QUOTES)
+    if known == MASK:
+        return _meant(value, situation)[0] or text
+    if known == BACKEND:
+        return text.lower() if text.lower() in ("egl", "osmesa", "glfw") else "egl"
+    return text
+
+
+def _unread(situation: Situation) -> Findings:
+    """Find variables that are exported for MuJoCo and that it does not read."""
+    environ, versions = situation.environ, situation.inventory.versions
+    mujocos = [entry for entry in _installed(situation) if entry.name in _renderers.MUJOCO_NAMES]
+    through_egl = not _renderers.has_display(environ) or any(_backend(entry, environ) == "egl" for entry in mujocos)
+    for name, known in _UNREAD.items():
+        if name not in environ or not mujocos or not (through_egl or known == BACKEND):
+            continue
+        if name == PYRENDER_INDEX and "pyrender" in versions:
+            continue
+        text, right = _value_meant(known, environ[name], situation), environ.get(known)
+        severity: Severity = "warning" if name in _READ_ELSEWHERE else "error"
+        effect = f"MuJoCo, dm_control and robosuite ignore it and read {known} instead"
+        if right is not None:
+            if right != text and severity == "error":
+                yield situation.finding(name, f"{effect}, which is {right!r}", {name: None}, "warning")
+        elif _may_be(known, text):
+            yield situation.finding(name, effect, {known: text}, severity)
+        else:
+            yield situation.finding(name, f"{effect}, for which {text!r} is not valid", {name: None}, "warning")
+    mask = _unread_container_mask(situation)
+    if mask is not None:
+        effect = (
+            f"NVIDIA's container runtime reads it when a container starts, and it hides none of the "
+            f"{len(situation.inventory.gpus)} GPUs from this process"
+        )
+        yield situation.finding(_CONTAINER, effect, {MASK: mask}, "warning")
+
+
+def _unread_container_mask(situation: Situation) -> str | None:
+    """Return the mask that NVIDIA_VISIBLE_DEVICES means, where fewer GPUs are named than are here; None if not."""
+    gpus, value = situation.inventory.gpus, situation.environ.get(_CONTAINER, "")
+    if MASK in situation.environ or not re.fullmatch(r"\d{1,3}(,\d{1,3})*", value, re.ASCII):
+        return None
+    numbers = dict.fromkeys(int(number) for number in value.split(","))
+    if len(numbers) >= len(gpus) or max(numbers) >= len(gpus):
+        return None  # the container shows what was named, counted anew
+    # They are nvidia-smi's numbers, which CUDA's may not be.
+    uuids = [gpus[number].uuid for number in numbers]
+    text = ",".join(map(str, numbers))
+    shown = situation.with_changes({MASK: text}).visible
+    return text if shown is not None and list(shown.uuids) == uuids else ",".join(uuids)
 
 
 def _may_be(name: str, value: str) -> bool:
@@ -227,7 +294,7 @@ def _may_be(name: str, value: str) -> bool:
         return value.lower() not in _EVERY_GPU
     if name == ORDER:
         return value in _ORDERS
-    return name not in (INDEX, LOCAL_RANK) or _cuda.is_rank(value)
+    return name not in (INDEX, LOCAL_RANK) or _pick.is_rank(value)
 
 
 # CUDA's order, the mask, ranks
@@ -266,7 +333,8 @@ def _mask(situation: Situation) -> Findings:
         return
     if mask is None:
         if shown.ended:
-            yield situation.finding(MASK, f"it is not set, and {shown.ended}", {MASK: shown.mig}, "warning")
+            own = _pick.slice_of_rank(situation.machine) or shown.mig
+            yield situation.finding(MASK, f"it is not set, and {shown.ended}", {MASK: own}, "warning")
         return
     word = mask.split(",")[0].strip(_QUOTES).lower()
     slices = [slice_ for gpu in gpus for slice_ in gpu.mig]
@@ -287,6 +355,8 @@ def _mask(situation: Situation) -> Findings:
         if re.search(r"[][(){}'\"]", mask):
             oddity += " (quotes and brackets are part of the value)"
         meant, complete = _meant(mask, situation)
+        if shown.mig and meant and complete:
+            meant = _pick.slice_of_rank(situation.machine) or meant
         harmless = complete and situation.with_changes({MASK: meant}).machine.visible.uuids == shown.uuids
         effect = f"{oddity}; torch sees {_seen(shown, situation)}"
         yield situation.finding(MASK, effect, {MASK: meant} if meant else one, "warning" if harmless else "error")
@@ -298,7 +368,7 @@ def _hidden(mask: str, word: str, one: Changes, situation: Situation) -> tuple[F
     slurm = any(name.startswith("SLURM_") for name in situation.environ)
     line = "srun --gpus-per-task=1 python train.py" if slurm else "@ray.remote(num_gpus=1)"
     if word:
-        effect = f"a launcher (Ray, SLURM) sets it for a process that has asked for no GPU: {_NO_CUDA}"
+        effect = f"a launcher (Ray, Slurm) sets it for a process that has asked for no GPU: {_NO_CUDA}"
     elif ray:
         effect = f"Ray hides all GPUs from an actor that asks for none: {_NO_CUDA}"
     else:
@@ -383,24 +453,32 @@ def _named_by(token: str, inventory: Inventory) -> list[str]:
 
 
 def _rank(situation: Situation) -> Findings:
-    """Find ranks that are none, or that stand for a GPU which is not visible."""
-    name = next((name for name in (LOCAL_RANK, SLURM_RANK) if name in situation.environ), None)
+    """Find ranks that are invalid, beyond the visible GPUs, or contradicted by another launcher's."""
+    environ, shown, name = situation.environ, situation.visible, _pick.launched(situation.environ)
     if name is None:
         return
-    value, shown = situation.environ[name], situation.visible
-    if not _cuda.is_rank(value):
+    value = environ[name]
+    if not _pick.is_rank(value):
         text = value.strip(_QUOTES)
-        effect = f'{value!r} is no rank: int(os.environ["{name}"]) and resolve("auto") refuse it'
-        yield situation.finding(name, effect, {name: text if _cuda.is_rank(text) else None})
+        effect = f'{value!r} is not a rank: int(os.environ["{name}"]) and resolve("auto") refuse it'
+        yield situation.finding(name, effect, {name: text if _pick.is_rank(text) else None})
     elif shown and shown.uuids and situation.computing is None:
-        count = len(shown.uuids)
-        effect = (
-            f"it asks for cuda:{int(value)}, and torch sees {count} GPU{'' if count == 1 else 's'} counted from 0: "
-            f'torch.cuda.set_device({int(value)}) ends in "CUDA error: invalid device ordinal"'
-        )
-        slurm = name == SLURM_RANK
-        line = f"srun --ntasks-per-node={count} python" if slurm else f"torchrun --nproc-per-node={count}"
-        yield situation.finding(name, effect, f"{line} train.py")[0], {name: "0"}
+        yield _beyond(name, int(value), len(shown.uuids), situation)
+    elif shown and (different := _pick.contradiction(situation.machine)):
+        other = f"{different[1]}={environ[different[1]]!r}"
+        effect = f"it contradicts {other} and comes first, so that all processes with the same {name} share a GPU"
+        yield situation.finding(name, effect, {name: None}, "warning")
+
+
+def _beyond(name: str, rank: int, count: int, situation: Situation) -> tuple[Finding, Changes]:
+    error = f'torch.cuda.set_device({rank}) ends in "CUDA error: invalid device ordinal"'
+    changes = _pick.changes_for(rank, situation.machine)
+    if changes is not None:
+        effect = f"it asks for cuda:{rank}, and CUDA shows one MIG slice to a process, as cuda:0: {error}"
+        return situation.finding(name, effect, changes)
+    gpus = "1 GPU" if count == 1 else f"{count} GPUs"
+    effect = f"it asks for cuda:{rank}, and torch sees {gpus}, counted from 0: {error}"
+    return situation.finding(name, effect, _pick.start_line(rank, situation.machine))[0], {name: "0"}
 
 
 # What the machine lacks
@@ -446,6 +524,10 @@ def _unlisted(gpu: Gpu, situation: Situation, severity: Severity) -> tuple[Findi
     effect += "lands on another GPU" if others else where
     if inventory.egl_error:
         return situation.finding("EGL", f"{effect}: {inventory.egl_error}", "apt-get install libegl1", severity)
+    if on_wsl(situation.machine):
+        line = f'resolve("auto", render="cpu", renderer="{_installed(situation)[-1].name}").apply()'
+        fix = f"from rl_ext_core.devices import resolve\n{line}"
+        return situation.finding("EGL", f"{named(gpu)} {WSL_LIMIT}", fix, "warning")
     overridden = next((name for name in _VENDOR_FILES if environ.get(name)), None)
     if overridden:
         effect = f"it replaces the drivers that EGL would find: {effect}"
@@ -643,8 +725,8 @@ def _remedy(renderer: Renderer, situation: Situation) -> str:
         except RlExtError:
             continue
         changes = {name: value for name, value in decision.variables.items() if environ.get(name) != value}
-        launched = LOCAL_RANK in environ or SLURM_RANK in environ
-        by_process = launched and situation.visible is not None and len(situation.visible.uuids) > 1
+        count = len(situation.visible.uuids) if situation.visible else 0
+        by_process = count > 1 and any(name in environ for name in RANKS)
         refused = renderer.name == "robosuite" and import_refused(situation.with_changes(changes).environ)
         return python if refused or by_process or render == "cpu" or not changes else _shell(changes)
     return _MESA

@@ -1,4 +1,4 @@
-"""What CUDA shows to this process, and which of that ``"auto"`` means.
+"""The GPUs that CUDA shows to this process.
 
 The mask is read by CUDA's rules, as torch replicates them. Sources: ``torch.cuda._parse_visible_devices`` and
 ``_transform_uuid_to_ordinals``, which the tests hold this against, and the CUDA C++ Programming Guide, "CUDA
@@ -11,26 +11,16 @@ import re
 import sys
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from rl_ext_core.devices.inventory import Gpu, Inventory, NvmlUnavailableError, read_gpus
-from rl_ext_core.errors import (
-    DeviceConflictError,
-    DeviceUnavailableError,
-    InvalidArgumentError,
-    InvalidTypeError,
-)
+from rl_ext_core.devices.inventory import Gpu, Inventory
+from rl_ext_core.errors import DeviceConflictError, DeviceUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 MASK = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
-Pick = Literal["rank", "free-memory"]
-LOCAL_RANK = "LOCAL_RANK"
-SLURM_RANK = "SLURM_LOCALID"
-# Where one of these is set, SLURM shows each task GPUs of its own.
-_SLURM_OWN_GPUS = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK")
 
 
 @dataclass(frozen=True)
@@ -256,105 +246,6 @@ def _started_uuids() -> tuple[str, ...] | None:
     if not all(hasattr(device, "uuid") for device in devices):
         return None
     return tuple(f"GPU-{device.uuid}" for device in devices)
-
-
-@dataclass(frozen=True)
-class Picker:
-    """How ``"auto"`` chooses.
-
-    :param pick: the rule where neither ``rank`` nor ``worker`` is given
-    :param rank: this process among those of this machine that train together
-    :param worker: this environment worker, counted from 0; workers share GPUs in turn
-    """
-
-    pick: Pick = "rank"
-    rank: int | None = None
-    worker: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.pick not in ("rank", "free-memory"):
-            raise InvalidArgumentError(f'pick={self.pick!r} is none of "rank", "free-memory". Write pick="rank"')
-        for name in ("rank", "worker"):
-            value = getattr(self, name)
-            if value is not None and type(value) is not int:
-                raise InvalidTypeError(f"{name}={value!r} is not an index. Write {name}=0 for the first")
-            if value is not None and value < 0:
-                raise InvalidArgumentError(f"{name}={value!r} is negative. Write {name}=0 for the first")
-
-
-def pick(picker: Picker, machine: Machine) -> tuple[int, str]:
-    """Choose among the visible GPUs, of which there is at least one.
-
-    :return: the torch ordinal, and the reason as the end of a sentence
-    :raises DeviceUnavailableError: the rank is beyond the visible GPUs
-    :raises InvalidArgumentError: a launcher's variable holds no rank
-    """
-    count = len(machine.visible.uuids)
-    if picker.worker is not None:
-        ordinal = picker.worker % count
-        return ordinal, f"worker {picker.worker} takes GPU {ordinal} of the {count} visible ones in turn"
-    if picker.rank is not None:
-        return _of_rank(picker.rank, f"rank={picker.rank}", count, machine)
-    if picker.pick == "free-memory":
-        return _most_free(machine)
-    launched = _launched_rank(machine.environ)
-    if launched is not None:
-        return _of_rank(*launched, count, machine)
-    current = current_of_torch()
-    if current is not None and current < count:
-        return current, "it is torch's current device"
-    return 0, f"it is the first of {count} visible" if count > 1 else "it is the only one visible"
-
-
-def _launched_rank(environ: Mapping[str, str]) -> tuple[int, str] | None:
-    """Read the rank that a launcher gave: torchrun's or Ray Train's, then SLURM's."""
-    for name in (LOCAL_RANK, SLURM_RANK):
-        value = environ.get(name)
-        if value is None:
-            continue
-        if not is_rank(value):
-            raise InvalidArgumentError(
-                f"{name}={value!r} holds no rank: expected an index from 0. Write: unset {name}, or {name}=0"
-            )
-        return int(value), f"{name}={value!r}"
-    return None
-
-
-def is_rank(value: str) -> bool:
-    """Return whether a launcher's variable holds an index from 0."""
-    return value.isascii() and value.isdigit() and len(value) < 10
-
-
-def _of_rank(rank: int, source: str, count: int, machine: Machine) -> tuple[int, str]:
-    environ = machine.environ
-    if rank < count:
-        return rank, f"{source} is this process's place on this machine"
-    own = next((name for name in _SLURM_OWN_GPUS if environ.get(name)), None)
-    if own:
-        gpus = "a GPU" if count == 1 else "GPUs"
-        return rank % count, f"{source}, and SLURM shows each task {gpus} of its own ({own}={environ[own]!r})"
-    mask = environ.get(MASK)
-    start = f"srun --ntasks-per-node={count}" if source.startswith(SLURM_RANK) else f"torchrun --nproc-per-node={count}"
-    more = f", or let {MASK} name {rank + 1} GPUs" if rank < len(machine.inventory.gpus) else ""
-    raise DeviceUnavailableError(
-        f"{source} asks for GPU {rank}, but this process sees {count}, counted from 0"
-        f"{'' if mask is None else f' ({MASK}={mask!r})'}. Start {count} process{'es' if count > 1 else ''} a machine: "
-        f"{start}{more}"
-    )
-
-
-def _most_free(machine: Machine) -> tuple[int, str]:
-    free = {gpu.uuid: gpu.memory_free for gpu in machine.inventory.gpus}
-    uuids = machine.visible.uuids
-    try:
-        # Free memory is the one thing that an inventory does not keep true.
-        now = {gpu.uuid: gpu.memory_free for gpu in read_gpus()}
-    except NvmlUnavailableError:
-        now = {}
-    if now.keys() == free.keys():
-        free = now
-    ordinal = max(range(len(uuids)), key=lambda place: free[uuids[place]])
-    return ordinal, f"it has the most free memory: {free[uuids[ordinal]] / 2**30:.1f} GiB"
 
 
 def current_of_torch() -> int | None:

@@ -9,8 +9,9 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from rl_ext_core.devices import _cuda, _renderers
-from rl_ext_core.devices._cuda import MASK, Machine, Pick, Picker
+from rl_ext_core.devices import _cuda, _pick, _renderers
+from rl_ext_core.devices._cuda import MASK, Machine
+from rl_ext_core.devices._pick import Pick, Picker
 from rl_ext_core.devices._renderers import EglWorld, Renderer
 from rl_ext_core.devices.decision import Decision, Step
 from rl_ext_core.errors import DeviceUnavailableError, InvalidArgumentError, InvalidTypeError
@@ -40,6 +41,8 @@ _EXPECTED = (
     '"auto", "cpu", "cuda", "cuda:<index>", an index, "GPU-<uuid>", "nvidia-smi:<index>", "pci:<address>" '
     "or a torch.device of type cpu or cuda"
 )
+# On WSL libcuda and NVML come with Windows's driver (/usr/lib/wsl/lib), and no libEGL_nvidia.
+WSL_LIMIT = "computes on WSL and does not render there, because NVIDIA's driver for WSL has CUDA and no EGL"
 _ON_THE_CPU = 'Write render="cpu" to render there on purpose'
 
 _log = logging.getLogger("rl_ext_core.devices")
@@ -72,8 +75,9 @@ def resolve(
     :param renderer: ``"robosuite"`` (or ``"libero"``, which renders through it), ``"mujoco"``, ``"gymnasium"`` (its
         MuJoCo environments), ``"dm_control"``, ``"pyrender"``, or ``"sapien"`` (or ``"mani_skill"``): each has its own
         rule, which depends on its version. For SAPIEN see :attr:`Decision.render_device`
-    :param pick: how ``"auto"`` chooses: ``"rank"``, by ``LOCAL_RANK`` or ``SLURM_LOCALID`` where a launcher has set
-        one, else torch's current device; or ``"free-memory"``
+    :param pick: how ``"auto"`` chooses: ``"rank"``, by the first of ``LOCAL_RANK``, ``OMPI_COMM_WORLD_LOCAL_RANK``,
+        ``MV2_COMM_WORLD_LOCAL_RANK``, ``MPI_LOCALRANKID``, ``PMI_LOCAL_RANK`` and ``SLURM_LOCALID`` that is set, else
+        torch's current device; or ``"free-memory"``
     :param rank: this process among those that train together on this machine, in place of what a launcher says
     :param worker: an environment worker's number: workers share the visible GPUs in turn
     :param on_missing: ``"cpu"`` turns a GPU that was named and is not there into the CPU, and logs a warning
@@ -258,7 +262,7 @@ def decide_compute(request: Request, machine: Machine, picker: Picker) -> Decisi
             f'Write {request.argument}="cpu", or {request.argument}="auto" to use a GPU wherever there is one'
         )
     if request.kind == "auto" and machine.visible.uuids:
-        ordinal, why = _cuda.pick(picker, machine)
+        ordinal, why = _pick.pick(picker, machine)
         reason = f"auto: cuda:{ordinal}, because {why}"
     elif request.kind in ("auto", "cuda"):
         ordinal, why = _ordinal(request, machine), f"{request.asked} was asked for"
@@ -277,6 +281,11 @@ def decide_compute(request: Request, machine: Machine, picker: Picker) -> Decisi
     if machine.visible.ended is not None:
         how = f"without {MASK} torch sees" if mask is None else f"{MASK}={mask!r} shows"
         warnings = (f"{how} {_counted(len(machine.visible.uuids))}: {machine.visible.ended}",)
+    different = _pick.contradiction(machine) if request.kind == "auto" and picker.by_launcher else None
+    if different is not None:
+        first, second = (f"{name}={machine.environ[name]!r}" for name in different)
+        use = f"Use `unset {different[0]}` if it was set for another process"
+        warnings = (*warnings, f"{first} contradicts {second} and comes first, so that {device} computes. {use}")
     steps = (masked, request.step(f"{device}, because {why}"))
     return Decision(device, reason, machine.gpu(ordinal), machine.visible.mig, steps=steps, warnings=warnings)
 
@@ -285,11 +294,20 @@ def _ordinal(request: Request, machine: Machine) -> int:
     index = request.index if request.index is not None else _cuda.current_of_torch() or 0
     if index < machine.count:
         return index
-    mask = machine.environ.get(MASK)
-    raise DeviceUnavailableError(
-        f"{request.argument}={str(request.asked)!r} was asked for, but this process sees {_counted(machine.count)}, "
-        f"counted from 0{'' if mask is None else f' ({MASK}={mask!r})'}. "
-        f'Write {request.argument}="cuda:{machine.count - 1}", or {request.argument}="auto"'
+    raise DeviceUnavailableError(_beyond(request, index, machine))
+
+
+def _beyond(request: Request, index: int, machine: Machine) -> str:
+    """Refuse an index that torch does not have, and recognize nvidia-smi's index of a GPU that is visible."""
+    mask, name, last = machine.environ.get(MASK), request.argument, machine.count - 1
+    numbers = [machine.inventory.gpu(uuid).index for uuid in machine.visible.uuids]
+    asked = request.asked if isinstance(request.asked, int) else str(request.asked)
+    use = f'{name}="cuda:{last}", or {name}="auto"'
+    if index in numbers:
+        use = f'{name}="nvidia-smi:{index}" (nvidia-smi:{index} -> cuda:{numbers.index(index)})'
+    return (
+        f"{name}={asked!r} is not visible: expected cuda:0{f' to cuda:{last}' if last else ''}, because "
+        f"this process sees {_counted(machine.count)}{'' if mask is None else f' ({MASK}={mask!r})'}. Use {use}"
     )
 
 
@@ -385,12 +403,10 @@ def _rendering_gpu(request: Request, machine: Machine, computing: Decision, pick
             why = machine.why_none()
         raise DeviceUnavailableError(f"{request} was asked for, but {why}. {_ON_THE_CPU}")
     if request.kind == "auto":
-        return machine.gpu(_cuda.pick(picker, machine)[0])
+        return machine.gpu(_pick.pick(picker, machine)[0])
     ordinal = request.index or 0
     if ordinal >= count:
-        raise DeviceUnavailableError(
-            f'{request} was asked for, but this process sees {count}, counted from 0. Write render="cuda:{count - 1}"'
-        )
+        raise DeviceUnavailableError(_beyond(request, ordinal, machine))
     return machine.gpu(ordinal)
 
 
@@ -408,6 +424,8 @@ def _egl_of(gpu: Gpu, machine: Machine, request: Request) -> EglDevice:
     device = inventory.egl_of(gpu.uuid)
     if device is not None:
         return device
+    if on_wsl(machine):
+        raise DeviceUnavailableError(f'{request}: {gpu.name} ({gpu.uuid}) {WSL_LIMIT}. Use render="cpu"')
     if inventory.egl_error:
         why = inventory.egl_error
     elif any(found.uuid for found in inventory.egl or ()):
@@ -418,6 +436,11 @@ def _egl_of(gpu: Gpu, machine: Machine, request: Request) -> EglDevice:
             "NVIDIA_DRIVER_CAPABILITIES=all), so that EGL lists no GPU"
         )
     raise DeviceUnavailableError(f"{request}: {gpu.name} ({gpu.uuid}) does not render here: {why}. {_ON_THE_CPU}")
+
+
+def on_wsl(machine: Machine) -> bool:
+    """Return whether a machine is WSL: by its inventory, or by the variables of a shell there."""
+    return machine.inventory.wsl or any(name in machine.environ for name in ("WSL_DISTRO_NAME", "WSL_INTEROP"))
 
 
 def _check_whole(gpu: Gpu, request: Request) -> None:

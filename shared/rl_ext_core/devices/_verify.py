@@ -23,7 +23,7 @@ from rl_ext_core.devices._resolve import resolve
 from rl_ext_core.devices._robosuite import import_robosuite
 from rl_ext_core.devices.decision import Decision
 from rl_ext_core.devices.inventory import NvmlUnavailableError, nvml_session
-from rl_ext_core.errors import MissingDependencyError, RlExtError
+from rl_ext_core.errors import MissingDependencyError, RlExtError, install_line
 
 LIMIT_S = 60.0
 # Libraries print to the same stream.
@@ -80,8 +80,8 @@ class Verified:
         """What to type about the problem."""
         if self.missing:
             # gymnasium's own extra brings what its viewers import.
-            package = {"gymnasium": "gymnasium[mujoco]", "pyrender": "pyrender"}.get(self.name, f"rl-ext[{self.name}]")
-            return f'pip install "{package}"'
+            package = {"gymnasium": "gymnasium[mujoco]", "pyrender": "pyrender"}.get(self.name)
+            return install_line(self.name) if package is None else f'pip install "{package}"'
         if not self.decided:
             return f"rl-ext doctor --renderer {self.name}"
         if self.decided == "gpu":

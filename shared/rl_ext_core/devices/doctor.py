@@ -31,7 +31,13 @@ from rl_ext_core.devices._check import Finding, Prediction, Situation, check_env
 from rl_ext_core.devices._verify import LIMIT_S, Verified, verify
 from rl_ext_core.devices.decision import Decision
 from rl_ext_core.devices.inventory import PACKAGES, Gpu, Inventory, installed_versions, read_record
-from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, MissingDependencyError, RlExtError
+from rl_ext_core.errors import (
+    CorruptFileError,
+    InvalidArgumentError,
+    MissingDependencyError,
+    RlExtError,
+    install_line,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,8 +52,10 @@ _STYLES = {"error": "bold red", "warning": "yellow", "ok": "green"}
 _MATTER = re.compile(
     r"""(CUDA|HIP|ROCR|GPU)_\w+ | MUJOCO_\w+ | PYOPENGL_\w+ | (__)?EGL_\w+ | __GLX_\w+ | LIBGL_\w+ | GALLIUM_DRIVER
     | NVIDIA_(VISIBLE_DEVICES|DRIVER_CAPABILITIES|REQUIRE_\w+|DISABLE_REQUIRE)
-    | (LOCAL_|GROUP_)?RANK | (LOCAL_)?WORLD_SIZE | OMPI_COMM_WORLD_(LOCAL_)?RANK | MPI_LOCALRANKID
-    | SLURM_(LOCALID|PROCID|JOB_ID|NTASKS|\w*GPUS?(_\w+)?|TRES_PER_TASK) | RAY_(JOB_ID|\w*VISIBLE_DEVICES)
+    | (LOCAL_|GROUP_)?RANK | (LOCAL_)?WORLD_SIZE | (OMPI|MV2)_COMM_WORLD_(LOCAL_)?RANK
+    | MPI_LOCALRANKID | PMI_(LOCAL_)?RANK | WSL_DISTRO_NAME
+    | SLURM_(LOCALID|PROCID|JOB_ID|NTASKS|\w*GPUS?(_\w+)?|TRES_(PER_TASK|BIND)|ACCEL_BIND_TYPE)
+    | RAY_(JOB_ID|\w*VISIBLE_DEVICES)
     | DISPLAY | WAYLAND_DISPLAY""",
     re.VERBOSE | re.IGNORECASE | re.ASCII,
 )
@@ -233,7 +241,7 @@ def show(report: Report, console: Console) -> None:
     _heading(console, "renderers with the present variables")
     if not report.renderers:
         _line(console, "no renderer that is known here is installed")
-        _line(console, 'pip install "rl-ext[mujoco]"', "bold")
+        _line(console, install_line("mujoco"), "bold")
     answers = {True: "yes", False: "NO", None: "-"}
     rows = [
         (found.renderer, _place(found, report), answers[found.with_compute], found.why) for found in report.renderers

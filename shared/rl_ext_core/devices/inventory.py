@@ -27,6 +27,7 @@ from rl_ext_core.errors import CorruptFileError
 __all__ = ["EglDevice", "Gpu", "Inventory"]
 
 _FORMAT = 1
+_WSL_DEVICE = Path("/dev/dxg")  # the GPU as WSL shows it, in containers on WSL too
 PACKAGES = ("torch", "mujoco", "robosuite", "dm_control", "gymnasium", "pyrender", "sapien")
 
 
@@ -92,6 +93,7 @@ class Inventory:
     :param osmesa: whether OSMesa's library is installed; None if EGL was not asked
     :param nvml_error: why NVML told nothing
     :param egl_error: why EGL told nothing
+    :param wsl: whether this is Windows's Subsystem for Linux, where NVIDIA's driver has no EGL
 
     >>> from rl_ext_core.devices import Inventory, resolve
     >>> machine = Inventory.current()
@@ -107,6 +109,7 @@ class Inventory:
     osmesa: bool | None = None
     nvml_error: str | None = None
     egl_error: str | None = None
+    wsl: bool = False
 
     @classmethod
     def current(cls, *, egl: bool = True, refresh: bool = False) -> Inventory:
@@ -226,12 +229,13 @@ def _read_gpus() -> Inventory:
     try:
         gpus = read_gpus()
     except NvmlUnavailableError as error:
-        return Inventory(versions=versions, nvml_error=str(error))
+        return Inventory(versions=versions, nvml_error=str(error), wsl=_WSL_DEVICE.exists())
     order = tuple(gpu.uuid for gpu in gpus)
     if len({gpu.name for gpu in gpus}) > 1:
         # CUDA puts the fastest first; between equal ones the PCI address decides.
         order = _probe.cuda_order() or ()
-    return Inventory(gpus=gpus, versions=versions, fastest_first=order if len(order) == len(gpus) else None)
+    fastest_first = order if len(order) == len(gpus) else None
+    return Inventory(gpus=gpus, versions=versions, fastest_first=fastest_first, wsl=_WSL_DEVICE.exists())
 
 
 def _with_egl(inventory: Inventory) -> Inventory:

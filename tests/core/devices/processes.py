@@ -21,6 +21,7 @@ _MESA = Path("/usr/share/glvnd/egl_vendor.d/50_mesa.json")
 _TRACEBACK = "Traceback (most recent call last):"
 # What decides on devices on this machine must not decide in there.
 _STEERING = ("CUDA_", "MUJOCO_", "PYOPENGL_", "EGL_", "DISPLAY", "WAYLAND_", "XDG_SESSION_TYPE", "LOCAL_RANK", "SLURM_")
+_STEERING += ("OMPI_", "MV2_", "MPI_", "PMI_")
 _PREAMBLE = """
 import logging, os
 from rl_ext_core.devices import import_robosuite, resolve

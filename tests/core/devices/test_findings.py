@@ -45,6 +45,7 @@ SOFTWARE_FIRST = dataclasses.replace(FOUR, egl=(EglDevice(0, True), *later(egl(r
 _SOFTWARE = tuple(EglDevice(place, software=True) for place in range(4))
 PYRENDER = machine(4, order=(2, 3, 0, 1), versions={"pyrender": "0.1.45"}, without=RENDERERS)
 TWELVE = dataclasses.replace(machine(8), egl=_SOFTWARE + later(egl(range(8), software=False), 4))
+WSL = dataclasses.replace(machine(1), egl=(EglDevice(0, software=True),), wsl=True)
 EGL, SCREEN = {GL: "egl"}, {"DISPLAY": ":0"}
 CONTAINER = "docker run --gpus all -e NVIDIA_DRIVER_CAPABILITIES=all ..."
 
@@ -202,6 +203,36 @@ MISTAKES: list[Mistake] = [
     (EGL, NOTHING_RENDERS, "EGL", "*", "*libegl-mesa0*", "no device"),
     ({GL: "osmesa"}, machine(4, osmesa=False), GL, "*", f"*export {GL}=egl*", "OSMesa"),
     ({GL: "osmesa"}, NOTHING_RENDERS, GL, "*", "*apt-get install libegl1*", "OSMesa"),
+    # Names that MuJoCo does not read: google-deepmind/dm_control#310, pytorch/rl#155.
+    *(
+        ({**EGL, name: "0"}, FOUR, name, severity, f"export {INDEX}=0", "dm_control and robosuite ignore it and read")
+        for name, severity in (
+            *((name, "error") for name in ("EGL_DEVICE_ID", "EGL_VISIBLE_DEVICE", "MUJOCO_GPU_ID")),
+            *((name, "warning") for name in ("EGL_VISIBLE_DEVICES", "RENDER_GPU_DEVICE_ID")),
+        )
+    ),
+    ({**EGL, "EGL_DEVICE_ID": "2", MASK: "2"}, FOUR, "EGL_DEVICE_ID", "error", f"export {INDEX}=2", INDEX),
+    (
+        *({**EGL, "EGL_DEVICE_ID": "2", INDEX: "0"}, FOUR, "EGL_DEVICE_ID", "warning", "unset EGL_DEVICE_ID"),
+        f"read {INDEX} instead, which is '0'",
+    ),
+    (
+        *({**EGL, "EGL_DEVICE_ID": uuid(2)}, FOUR, "EGL_DEVICE_ID", "warning", "unset EGL_DEVICE_ID"),
+        "is not valid",
+    ),
+    ({"MUJOCO_RENDERER": "EGL"}, only(FOUR), "MUJOCO_RENDERER", "error", f"export {GL}=egl", f"read {GL} instead"),
+    ({SHOWN: "2"}, BARE, SHOWN, "warning", f"export {MASK}=2", "hides none of the 4 GPUs from this process"),
+    # nvidia-smi's number 0 is not CUDA's.
+    ({SHOWN: "0", ORDER: "FASTEST_FIRST"}, UNLIKE, SHOWN, "warning", f"export {MASK}={uuid(0)}", "none of the 2"),
+    # habitat-sim#2424
+    *(
+        ({**EGL, **variables}, there, "EGL", "warning", '*render="cpu", renderer="robosuite"*', "CUDA and no EGL")
+        for variables, there in (
+            ({}, WSL),
+            ({SHOWN: "all", CAN: "compute,utility"}, WSL),
+            ({"WSL_DISTRO_NAME": "Ubuntu"}, dataclasses.replace(WSL, wsl=False)),
+        )
+    ),
     ({SHOWN: "void"}, BARE_CPU, SHOWN, "*", "*docker run --gpus all*", "keeps NVIDIA's container runtime"),
     ({SHOWN: "all"}, BARE_CPU, SHOWN, "*", "*docker run --gpus all*", "started without them"),
 ]
@@ -272,7 +303,7 @@ def test_a_misspelled_name_is_found_with_the_right_one(name: str, value: str, li
 
 
 NEIGHBOURS = """
-    NVIDIA_VISIBLE_DEVICES NVIDIA_DRIVER_CAPABILITIES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES GPU_DEVICE_ORDINAL
+    NVIDIA_DRIVER_CAPABILITIES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES GPU_DEVICE_ORDINAL
     ASCEND_VISIBLE_DEVICES MUSA_VISIBLE_DEVICES XPU_VISIBLE_DEVICES ZE_AFFINITY_MASK CUDA_HOME CUDA_PATH CUDA_VERSION
     CUDA_CACHE_PATH CUDA_LAUNCH_BLOCKING CUDA_MODULE_LOADING CUDA_DEVICE_MAX_CONNECTIONS RANK WORLD_SIZE NODE_RANK
     LOCAL_WORLD_SIZE GROUP_RANK ROLE_RANK MPI_LOCALRANKID OMPI_COMM_WORLD_LOCAL_RANK PMI_RANK SLURM_PROCID
@@ -305,6 +336,11 @@ RIGHT: list[tuple[dict[str, str], Inventory]] = [
     ({RANK: "7"}, BARE_CPU),
     ({"SLURM_LOCALID": "3", "SLURM_GPUS_PER_TASK": "1", MASK: "3"}, BARE),
     ({**EGL, SHOWN: "all", CAN: "compute,graphics,utility"}, FOUR),
+    *(({SHOWN: value}, BARE) for value in ("all", "0,1,2,3", "6,7,8,9", "0,1,2,7", uuid(2))),
+    ({SHOWN: "2", MASK: "2"}, BARE),
+    ({**EGL, PLATFORM: "egl", "EGL_DEVICE_ID": "0"}, machine(4, versions={"pyrender": "0.1.45"})),
+    ({GL: "osmesa", PLATFORM: "osmesa", **SCREEN, "EGL_DEVICE_ID": "2"}, FOUR),
+    ({"EGL_DEVICE_ID": "2"}, BARE),
     ({**EGL, SHOWN: "void"}, FOUR),  # Kubernetes gives GPUs in another way
     (EGL, machine(0, versions=CPU_TORCH)),
     ({MASK: "1", "cuda_visible_devices": "1"}, BARE),
@@ -456,6 +492,14 @@ def test_a_mask_that_was_set_after_cuda_had_started(here: pytest.MonkeyPatch) ->
     assert "torch started CUDA in this process with 1, other ones" in found.effect
     # Neither other variables nor another machine are this process's.
     assert check_environment({**EGL, MASK: "0"}) == ()
+
+
+def test_the_index_that_torchrl_sets_itself_is_not_a_finding(here: pytest.MonkeyPatch) -> None:
+    here.setenv("EGL_DEVICE_ID", "1")
+    here.delitem(sys.modules, "torchrl.envs.libs.dm_control", raising=False)
+    assert [found.variable for found in check_environment()] == ["EGL_DEVICE_ID", INDEX]
+    here.setitem(sys.modules, "torchrl.envs.libs.dm_control", types.ModuleType("dm_control"))
+    assert check_environment() == ()
 
 
 def test_a_display_that_was_made_elsewhere(here: pytest.MonkeyPatch) -> None:

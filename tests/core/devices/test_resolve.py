@@ -48,6 +48,7 @@ MUJOCO_4 = machine(4, order=(2, 3, 0, 1), versions={"mujoco": "4.0.0"})
 NO_NVIDIA_EGL = dataclasses.replace(FOUR, egl=egl(()))
 NO_EGL = dataclasses.replace(FOUR, egl=(), osmesa=False, egl_error="libEGL.so.1 is not installed")
 ONLY_OSMESA = dataclasses.replace(NO_EGL, osmesa=True)
+WSL = dataclasses.replace(machine(1), egl=(EglDevice(0, software=True),), wsl=True)
 EGL_LACKS_ONE = dataclasses.replace(FOUR, egl=egl((2, 3, 0)))
 WITH_INTEGRATED = dataclasses.replace(FOUR, egl=(*(FOUR.egl or ()), EglDevice(5, False, None, "/dev/dri/renderD140")))
 FREE = dataclasses.replace(FOUR, gpus=tuple(dataclasses.replace(g, memory_free=g.index * GIB) for g in FOUR.gpus))
@@ -163,6 +164,7 @@ DECIDED: list[Decided] = [
     on(0, 0, FOUR, render="egl:3", renders=3),
     on(0, 0, WITH_INTEGRATED, render="egl:5", renders=5),
     on(0, 0, FOUR, render="cpu", renders={INDEX: "4"}),
+    on(0, 0, WSL, render="cpu", renders={INDEX: "0", BACKEND: "egl"}),
     on(0, 0, ONLY_OSMESA, render="cpu", renders={BACKEND: "osmesa", INDEX: None}),
     on(6, 6, CROWDED, device=6, **SAME, renders=9),
     on(1, 1, NO_NVIDIA_EGL, device="cuda:1", **SAME, on_missing="cpu", renders=0, says="10_nvidia.json"),
@@ -235,13 +237,15 @@ REFUSED: list[Refused] = [
     no(GONE, "render='same': mujoco 3.9.0 asks", "NVIDIA_VISIBLE_DEVICES", CROWDED, device="cuda:7", **SAME),
     no(GONE, f"{uuid(0)}", "NVIDIA_DRIVER_CAPABILITIES=all", NO_NVIDIA_EGL, **SAME),
     no(GONE, "libEGL.so.1 is not installed", 'render="cpu"', NO_EGL, **SAME),
+    no(GONE, "NVIDIA's driver for WSL has CUDA and no EGL", 'Use render="cpu"', WSL, **SAME),
+    no(GONE, "on WSL", 'render="cpu"', dataclasses.replace(WSL, wsl=False), {"WSL_INTEROP": "/run/1"}, **SAME),
     no(GONE, uuid(1), 'render="cpu"', EGL_LACKS_ONE, device="cuda:1", **SAME),
     no(GONE, "render='cpu'", "apt-get install", NO_EGL, render="cpu", on_missing="cpu"),
     no(MISSING, "renderer='mujoco'", "pip install", machine(1, without=("mujoco",)), **SAME),
     no(
         MISSING,
         "renderer='robosuite'",
-        'pip install "rl-ext[robosuite]"',
+        'rl-ext[robosuite]"',
         machine(1, without=("robosuite",)),
         **SAME,
         renderer="robosuite",
@@ -340,7 +344,7 @@ def test_without_torch_a_decision_can_be_made_and_its_torch_device_says_what_to_
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     decision = resolve("cuda:1", inventory=NO_TORCH, render="same")
-    with pytest.raises(MissingDependencyError, match=r'pip install "rl-ext\[sb3\]"'):
+    with pytest.raises(MissingDependencyError, match=r'rl-ext\[sb3\]"'):
         _ = decision.compute
 
 
@@ -374,9 +378,11 @@ def test_a_decision_explains_itself_travels_and_cannot_be_changed() -> None:
 # Pieces of right values, so that wrong ones are nearly right.
 _PIECES = ["0", "1", "3", "9", "-", "-1", ",", ";", " ", "'", "GPU-", "GPU-aaaa", uuid(1), "MIG-", SLICE, "cuda:"]
 _PIECES += ["egl:", "nvidia-smi:", "pci:", "2a:00.0", "same", "none", "auto", "cpu", "osmesa", "egl", "²٣", "9" * 5000]
+_PIECES += ["gres/gpu:", "single:", "none", "+", "verbose,"]
 ANY_TEXT = st.text() | st.lists(st.sampled_from([*_PIECES, "PCI_BUS_ID"]), max_size=5).map("".join)
+LAUNCHERS = ("SLURM_GPU_BIND", "SLURM_TRES_BIND", "SLURM_NTASKS_PER_GPU", "MPI_LOCALRANKID", "GROUP_RANK", "RAY_JOB_ID")
 ANY_ENVIRON = st.dictionaries(
-    st.sampled_from((MASK, ORDER, BACKEND, INDEX, "PYOPENGL_PLATFORM", RANK, TASK, "SLURM_GPU_BIND", "DISPLAY")),
+    st.sampled_from((MASK, ORDER, BACKEND, INDEX, "PYOPENGL_PLATFORM", RANK, TASK, *LAUNCHERS, "DISPLAY")),
     ANY_TEXT,
 )
 MACHINES = (

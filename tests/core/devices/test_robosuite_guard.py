@@ -252,10 +252,8 @@ def test_a_forked_process_keeps_the_decision_of_its_parent_and_gets_an_error_ins
 
 def test_what_robosuite_needs_and_does_not_have_is_named_with_the_line_that_installs_it() -> None:
     ended = run("import sys\nsys.modules['termcolor'] = None\nimport_robosuite()", CUDA_VISIBLE_DEVICES="")
-    assert ended.error.endswith(
-        "import_robosuite() needs the package 'termcolor', which is not installed. Install it with:"
-    )
-    assert 'pip install "rl-ext[robosuite]"' in ended.stderr
+    assert "import_robosuite() needs the package 'termcolor', which is not installed. Install it with" in ended.error
+    assert 'rl-ext[robosuite]"' in ended.stderr
 
 
 def test_a_decision_for_another_renderer_is_refused_and_one_without_rendering_imports_robosuite_as_it_is() -> None:

@@ -1,0 +1,284 @@
+"""Choice of the GPU that ``"auto"`` means among the visible ones: by rank, worker or free memory.
+
+Sources: torchrun's "Environment Variables", the manuals of Open MPI's ``mpirun`` and MPICH's Hydra, and ``man srun``
+(``--gpu-bind``, ``--tres-bind``, ``--gpus-per-task``, ``--ntasks-per-gpu``).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from rl_ext_core.devices import _cuda
+from rl_ext_core.devices._cuda import MASK, Machine
+from rl_ext_core.devices.inventory import NvmlUnavailableError, read_gpus
+from rl_ext_core.errors import DeviceUnavailableError, InvalidArgumentError, InvalidTypeError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Pick = Literal["rank", "free-memory"]
+LOCAL_RANK = "LOCAL_RANK"
+SLURM_RANK = "SLURM_LOCALID"
+# Open MPI, MVAPICH2, Intel MPI and MPICH (Hydra), Cray and other PMI launchers.
+MPI_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
+# A process inherits the variables of all launchers around it, and the innermost one counts: torchrun runs inside
+# mpirun or srun, and mpirun inside a batch script, where SLURM_LOCALID is 0.
+RANKS = (LOCAL_RANK, *MPI_RANKS, SLURM_RANK)
+
+_TORCHRUN = "GROUP_RANK"  # only torchrun sets it
+_RAY = "RAY_JOB_ID"
+_GPU_BIND, _TRES_BIND, _TASKS_PER_GPU = "SLURM_GPU_BIND", "SLURM_TRES_BIND", "SLURM_NTASKS_PER_GPU"
+_BINDINGS = ("closest", "single", "per_task", "map", "map_gpu", "mask", "mask_gpu")
+
+
+@dataclass(frozen=True)
+class Picker:
+    """How ``"auto"`` chooses.
+
+    :param pick: the rule where neither ``rank`` nor ``worker`` is given
+    :param rank: this process among those of this machine that train together
+    :param worker: this environment worker, counted from 0; workers share GPUs in turn
+    """
+
+    pick: Pick = "rank"
+    rank: int | None = None
+    worker: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.pick not in ("rank", "free-memory"):
+            raise InvalidArgumentError(f'pick={self.pick!r} is none of "rank", "free-memory". Write pick="rank"')
+        for name in ("rank", "worker"):
+            value = getattr(self, name)
+            if value is not None and type(value) is not int:
+                raise InvalidTypeError(f"{name}={value!r} is not an index. Write {name}=0 for the first")
+            if value is not None and value < 0:
+                raise InvalidArgumentError(f"{name}={value!r} is negative. Write {name}=0 for the first")
+
+    @property
+    def by_launcher(self) -> bool:
+        """Whether a launcher's rank decides, if there is one."""
+        return self.pick == "rank" and self.rank is None and self.worker is None
+
+
+def pick(picker: Picker, machine: Machine) -> tuple[int, str]:
+    """Choose among the visible GPUs, of which there is at least one.
+
+    :return: the torch ordinal, and the reason as the end of a sentence
+    :raises DeviceUnavailableError: If the rank is beyond the visible GPUs.
+    :raises InvalidArgumentError: If a launcher's variable is not a rank.
+    """
+    count = len(machine.visible.uuids)
+    if picker.worker is not None:
+        ordinal = picker.worker % count
+        return ordinal, f"worker {picker.worker} takes GPU {ordinal} of the {count} visible ones in turn"
+    if picker.rank is not None:
+        return _of_rank(picker.rank, f"rank={picker.rank}", machine)
+    if picker.pick == "free-memory":
+        return _most_free(machine)
+    name = launched(machine.environ)
+    if name is not None:
+        return _of_launched_rank(name, machine)
+    current = _cuda.current_of_torch()
+    if current is not None and current < count:
+        return current, "it is torch's current device"
+    return 0, f"it is the first of {count} visible" if count > 1 else "it is the only one visible"
+
+
+# Ranks of launchers
+
+
+def launched(environ: Mapping[str, str]) -> str | None:
+    """Return the variable that holds the rank that counts, None without a launcher."""
+    return next((name for name in RANKS if name in environ), None)
+
+
+def is_rank(value: str) -> bool:
+    """Return whether a launcher's variable holds an index from 0."""
+    return value.isascii() and value.isdigit() and len(value) < 10
+
+
+def _rank_in(environ: Mapping[str, str], name: str) -> int | None:
+    value = environ.get(name, "")
+    return int(value) if is_rank(value) else None
+
+
+def _different(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the variables of outer launchers whose rank is not the one that counts."""
+    found = [name for name in RANKS if name in environ]
+    return tuple(outer for outer in found if _rank_in(environ, outer) != _rank_in(environ, found[0]))
+
+
+def contradiction(machine: Machine) -> tuple[str, str] | None:
+    """Find a rank that looks copied: several processes have the same one, because an outer launcher counts further.
+
+    ``export LOCAL_RANK=$SLURM_LOCALID`` in a batch script gives every task the 0 of the script. A launcher inside
+    another one is different: it leaves the outer rank at 0, or it is torchrun or Ray, which set more variables.
+
+    :return: the variable that counts and the one that contradicts it
+    """
+    environ, name = machine.environ, launched(machine.environ)
+    nested = _TORCHRUN in environ or _RAY in environ
+    if name is None or nested or _rank_in(environ, name) is None or len(machine.visible.uuids) < 2:
+        return None
+    outer = next((outer for outer in _different(environ) if _rank_in(environ, outer)), None)
+    return None if outer is None else (name, outer)
+
+
+def _of_launched_rank(name: str, machine: Machine) -> tuple[int, str]:
+    environ = machine.environ
+    rank = _rank_in(environ, name)
+    if rank is None:
+        raise InvalidArgumentError(
+            f"{name}={environ[name]!r} is not a rank: expected an index from 0. Use `unset {name}`, or {name}=0"
+        )
+    ordinal, why = _of_rank(rank, f"{name}={environ[name]!r}", machine)
+    others = " and ".join(f"{outer}={environ[outer]!r}" for outer in _different(environ))
+    return ordinal, f"{why} ({name} comes before {others})" if others else why
+
+
+def _of_rank(rank: int, source: str, machine: Machine) -> tuple[int, str]:
+    count = len(machine.visible.uuids)
+    if rank < count:
+        return rank, f"{source} is this process's place on this machine"
+    why = _why_beyond(rank, count, machine.environ)
+    if why is not None:
+        return rank % count, f"{source}, and {why}"
+    raise DeviceUnavailableError(_refusal(rank, source, machine))
+
+
+def _why_beyond(rank: int, count: int, environ: Mapping[str, str]) -> str | None:
+    """Explain why a rank may be beyond the visible GPUs: each process sees its own, counted from 0. None if not."""
+    if _TORCHRUN in environ and LOCAL_RANK in environ:
+        return None  # torchrun counts the processes that share what is visible
+    same = [name for name in RANKS if _rank_in(environ, name) == rank]
+    if SLURM_RANK in same or SLURM_RANK not in environ:
+        per_gpu = _rank_in(environ, _TASKS_PER_GPU) or 0
+        if count > 1 and count <= rank < count * per_gpu:
+            return f"Slurm starts {per_gpu} tasks per GPU ({_TASKS_PER_GPU}={environ[_TASKS_PER_GPU]!r})"
+        binding = _slurm_binding(environ)
+        if binding is not None:
+            gpus = "a GPU" if count == 1 else "GPUs"
+            return f"Slurm shows each task {gpus} of its own ({binding}={environ[binding]!r})"
+    mask = environ.get(MASK)
+    if mask is None or count > 1:
+        return None
+    # Slurm and torchrun have ways to give each process a GPU. Under MPI and Ray a script or an actor sets the mask.
+    by_script = any(name in same for name in MPI_RANKS) or (SLURM_RANK in same and mask == str(rank))
+    return f"{MASK}={mask!r} shows this process one GPU" if by_script or _RAY in environ else None
+
+
+def _slurm_binding(environ: Mapping[str, str]) -> str | None:
+    """Return the variable by which Slurm shows each task GPUs of its own, None if tasks see all GPUs of the job."""
+    explicit = _explicit_binding(environ)
+    if explicit is not None:
+        name, kind = explicit
+        return name if kind in _BINDINGS else None
+    for name in ("SLURM_GPUS_PER_TASK", _TASKS_PER_GPU):
+        if environ.get(name):
+            return name
+    # Slurm sets it for --cpus-per-task too, as "cpu=8".
+    if "gpu" in environ.get("SLURM_TRES_PER_TASK", ""):
+        return "SLURM_TRES_PER_TASK"
+    return "SLURM_ACCEL_BIND_TYPE" if "g" in environ.get("SLURM_ACCEL_BIND_TYPE", "") else None
+
+
+def _explicit_binding(environ: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return which variable binds tasks to GPUs, and its type: ``"single"`` of ``gres/gpu:verbose,single:2``."""
+    entries = re.split(r"\+", environ.get(_TRES_BIND, ""))
+    found = [re.sub(r"^gres[/:]gpu:", "", entry) for entry in entries if re.match(r"gres[/:]gpu:", entry)]
+    for name, value in (*((_TRES_BIND, text) for text in found), (_GPU_BIND, environ.get(_GPU_BIND, ""))):
+        kind = re.sub(r"^(v|verbose)(,|$)", "", value.strip().lower()).partition(":")[0]
+        if kind:
+            return name, kind
+    return None
+
+
+# Ranks that are beyond the visible GPUs
+
+
+def slice_of_rank(machine: Machine) -> str | None:
+    """Return the MIG slice of this process's rank where CUDA shows one slice; None if there is none for it."""
+    name = launched(machine.environ)
+    rank = 0 if name is None else _rank_in(machine.environ, name)
+    slices = _slices(machine)
+    return slices[rank] if rank is not None and rank < len(slices) else None
+
+
+def _slices(machine: Machine) -> list[str]:
+    mask, inventory = machine.environ.get(MASK), machine.inventory
+    if not machine.visible.mig:
+        return []
+    if mask is None:
+        return [slice_ for gpu in inventory.gpus for slice_ in gpu.mig]
+    if not mask.startswith("MIG-"):
+        return list(machine.gpu(0).mig)
+    return [entry for entry in mask.split(",") if _cuda.visible(inventory, {MASK: entry}).mig]
+
+
+def changes_for(rank: int, machine: Machine) -> dict[str, str] | None:
+    """Return the variables that give a rank beyond the visible GPUs its own MIG slice; None if there is none."""
+    slices = _slices(machine)
+    return {MASK: slices[rank], LOCAL_RANK: "0"} if rank < len(slices) else None
+
+
+def start_line(rank: int, machine: Machine) -> str:
+    """Return the command that starts as many processes as there are GPUs, by the launcher that gave the rank."""
+    environ = machine.environ
+    count = max(len(machine.visible.uuids), len(_slices(machine)))
+    name = next((name for name in RANKS if _rank_in(environ, name) == rank), LOCAL_RANK)
+    if name == SLURM_RANK:
+        return f"srun --ntasks-per-node={count} python train.py"
+    if name == MPI_RANKS[0]:
+        return f"mpirun --map-by ppr:{count}:node python train.py"
+    if name in MPI_RANKS:
+        return f"mpiexec -ppn {count} python train.py"
+    return f"torchrun --nproc-per-node={count} train.py"
+
+
+def _refusal(rank: int, source: str, machine: Machine) -> str:
+    environ, count = machine.environ, len(machine.visible.uuids)
+    mask = environ.get(MASK)
+    shown = "" if mask is None else f" ({MASK}={mask!r})"
+    changes = changes_for(rank, machine)
+    if changes is not None:
+        line = f"`export {MASK}={changes[MASK]} {LOCAL_RANK}=0`"
+        if source.startswith("rank="):  # the argument, which no variable overrides
+            line = f"rank=0 and `export {MASK}={changes[MASK]}`"
+        return (
+            f"{source} asks for cuda:{rank}: expected 0, because CUDA shows one MIG slice to a process{shown}. "
+            f"Use {line} for this process"
+        )
+    line, more = start_line(rank, machine), ""
+    explicit = _explicit_binding(environ)
+    if explicit is not None and explicit[1] == "none":
+        shown += f", and {explicit[0]}={environ[explicit[0]]!r} shows every task all GPUs of the job"
+    elif line.startswith("srun"):
+        more = ", or `srun --gpus-per-task=1 python train.py`"
+    elif line.startswith("mpi"):
+        more = ', or device="cuda:0" for processes that share a GPU'
+    elif rank < len(machine.inventory.gpus):
+        more = f", or let {MASK} list {rank + 1} GPUs"
+    gpus = "1 GPU" if count == 1 else f"{count} GPUs"
+    return (
+        f"{source} asks for cuda:{rank}: expected a rank below {count}, because this process sees {gpus}{shown}. "
+        f"Use `{line}`{more}"
+    )
+
+
+# Free memory
+
+
+def _most_free(machine: Machine) -> tuple[int, str]:
+    free = {gpu.uuid: gpu.memory_free for gpu in machine.inventory.gpus}
+    uuids = machine.visible.uuids
+    try:
+        # Free memory is the one thing that an inventory does not keep true.
+        now = {gpu.uuid: gpu.memory_free for gpu in read_gpus()}
+    except NvmlUnavailableError:
+        now = {}
+    if now.keys() == free.keys():
+        free = now
+    ordinal = max(range(len(uuids)), key=lambda place: free[uuids[place]])
+    return ordinal, f"it has the most free memory: {free[uuids[ordinal]] / 2**30:.1f} GiB"
