@@ -13,6 +13,7 @@ import gymnasium as gym
 import pytest
 import torch
 from tensordict import TensorDict
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torchrl.data import Bounded, Composite, Unbounded
 from torchrl.envs import (
     CatFrames,
@@ -37,7 +38,8 @@ from torchrl.envs.libs.pettingzoo import PettingZooWrapper
 
 import torchrl_ext
 from rl_ext_core.factory import _graft, _streams
-from tests.core.factory.grafting import assert_copied, copied
+from rl_ext_core.factory._fingerprint import fingerprint
+from tests.core.factory.grafting import assert_copied, copied, different, life
 
 
 class Cars(EnvBase):
@@ -213,6 +215,57 @@ def test_what_was_changed_below_the_wrapper_is_in_the_copy() -> None:
     assert (physics.model.opt.timestep, physics.model.body_mass[3]) == (0.004, 2.5)
     assert copy.transform.note.tolist() == [0, 1, 2]
     assert copy.rollout(5)["next", "reward"].shape == (5, 1)
+
+
+class Lazy(t.Transform):
+    """Holds a layer whose weights get their shape at the first call, and its hooks until then."""
+
+    def __init__(self) -> None:
+        super().__init__(in_keys=["observation"], out_keys=["observation"])
+        self.layer = torch.nn.LazyLinear(3, dtype=torch.float64)
+
+    def _apply_transform(self, observation: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return self.layer(observation.double()).float()
+
+    def _reset(self, tensordict: Any, tensordict_reset: Any) -> Any:
+        return self._call(tensordict_reset)
+
+
+@pytest.mark.parametrize(
+    "transforms",
+    [
+        [CatFrames(3, dim=-1, in_keys=["observation"])],
+        [t.TimeMaxPool(in_keys=["observation"], T=3), StepCounter()],
+        [CatFrames(2, dim=-1, in_keys=["observation"]), CatFrames(2, dim=-1, in_keys=["observation"])],
+        [Lazy()],
+    ],
+    ids=lambda transforms: "+".join(type(one).__name__ for one in transforms),
+)
+def test_copies_of_unused_transforms_with_uninitialized_tensors(transforms: list[Any]) -> None:
+    environment = _pendulum(DoubleToFloat(), *transforms)
+    original, packed = fingerprint(environment), _graft.dumps(environment)
+    with _streams.keeping():
+        copy = _graft.loads(packed)
+    assert original.differences(fingerprint(copy)) == []
+    assert life(copy, 5, 3) == life(environment, 5, 3)
+
+
+def test_uninitialized_tensors_keep_type_and_identity() -> None:
+    parameter = UninitializedParameter(requires_grad=False, device="meta")
+    buffer = UninitializedBuffer(dtype=torch.float64, persistent=False)
+    copy = copied({"parameter": parameter, "again": parameter, "buffer": buffer})
+    assert copy["again"] is copy["parameter"]
+    assert (copy["parameter"].requires_grad, copy["parameter"].data.device.type) == (False, "meta")
+    assert (copy["buffer"].data.dtype, copy["buffer"].persistent) == (torch.float64, False)
+    for changed in (UninitializedBuffer(persistent=False), UninitializedBuffer(dtype=torch.float64)):
+        assert different(buffer, changed)
+
+
+def test_uninitialized_statistics_keep_the_error_of_torchrl() -> None:
+    copy = copied(ObservationNorm(in_keys=["observation"]))
+    with pytest.raises(RuntimeError, match="init_stats"):
+        copy(TensorDict({"observation": torch.zeros(3)}))
 
 
 def test_what_torchrl_notes_on_classes_is_no_difference(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
+import numpy as np
 import pytest
 import torch
-from torchrl.envs import RewardSum, SerialEnv, StepCounter, TransformedEnv
+from torchrl.envs import CatFrames, RewardSum, SerialEnv, StepCounter, TransformedEnv
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, WorkerError
 from rl_ext_core.factory._examine import in_subprocess
@@ -43,6 +44,11 @@ def transformed(depth: float = 3.0) -> TransformedEnv:
     return env
 
 
+def stacked() -> TransformedEnv:
+    """Stack frames in a buffer that is uninitialized before the first reset."""
+    return TransformedEnv(GymWrapper(changed()), CatFrames(1, dim=-1, in_keys=["observation"]))
+
+
 def make_well(depth: float = 3.0) -> GymWrapper:
     return GymWrapper(Well(depth))
 
@@ -51,6 +57,7 @@ SOURCES: dict[str, Any] = {
     "an instance": changed,
     "an instance of TorchRL's": lambda: GymWrapper(changed()),
     "a transformed instance": transformed,
+    "an instance with unused CatFrames": stacked,
     "a function": lambda: make_well,
     "a lambda": lambda: lambda: GymWrapper(Well(3.0)),
     "a partial": lambda: functools.partial(Well, 3.0),
@@ -162,6 +169,36 @@ def test_overrides_are_arguments_of_callables_and_attributes_of_copies() -> None
         ParallelEnv(2, changed(), overrides=[{"depht": 1.0}, {}]).reset()
 
 
+def wide(width: float) -> Well:
+    return Well(width)
+
+
+@pytest.mark.parametrize(
+    ("sources", "overrides", "expected"),
+    [
+        ([Well, wide], [{"depth": 1.0}, {"width": 2.0}], [1.0, 2.0]),
+        ([changed, wide, changed], [{}, {"width": 2.0}, {"depth": 4.0}], [3.0, 2.0, 4.0]),
+        ([changed(), GymWrapper(changed()), wide], [{"depth": 5.0}, {"_env": Well(6.0)}, {"width": 1.0}], [5, 6, 1]),
+    ],
+    ids=["classes", "function_twice", "instances"],
+)
+def test_overrides_of_each_environment_in_a_list(sources: Any, overrides: Any, expected: list[float]) -> None:
+    env = ParallelEnv(len(sources), sources, overrides=overrides, seed=np.int64(0))
+    assert depths(env) == expected
+    env.close()
+
+
+def test_override_that_the_own_environment_of_a_list_does_not_take() -> None:
+    with pytest.raises(InvalidArgumentError, match="takes no argument width"):
+        ParallelEnv(2, [Well, wide], overrides=[{"width": 1.0}, {"width": 2.0}])
+
+
+def test_numpy_integer_as_number_of_workers() -> None:
+    env = ParallelEnv(np.int64(2), make_well)
+    assert depths(env) == [3.0, 3.0]
+    env.close()
+
+
 @pytest.mark.slow
 def test_kwargs_of_upstream() -> None:
     env = ParallelEnv(2, make_well, create_env_kwargs=[{"depth": 1.0}, {"depth": 2.0}])
@@ -211,6 +248,9 @@ def test_copies_that_are_not_compared() -> None:
         ((True, Well), {}, InvalidArgumentError, "num_workers=True"),
         ((3, [Well, Well]), {}, InvalidArgumentError, r"2 entries for num_workers=3.*ParallelEnv\(2"),
         ((Well,), {}, InvalidTypeError, r"no environment; type is no number\. Write ParallelEnv\(4, env\)"),
+        ((np.float64(2), Well), {}, InvalidArgumentError, "num_workers=np.float64"),
+        ((2, [Well, Well]), {"overrides": [{}]}, InvalidArgumentError, "overrides has 1 entries for 2 workers"),
+        ((2, [Well, Well]), {"overrides": {"depth": 1.0}}, InvalidTypeError, "overrides=.* is no list of mappings"),
         ((2, Well), {"overrides": [{}]}, InvalidArgumentError, "overrides has 1 entries for 2 workers"),
         ((2, Well), {"seed": -1}, InvalidArgumentError, "seed=-1"),
         ((2, Well), {"devices": "fastest"}, InvalidArgumentError, r"(?s)devices='fastest'.*resolve\("),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -128,8 +129,8 @@ class ParallelEnv(_Base, metaclass=_Meta):
 
 def _checked(num_workers: Any, create_env_fn: Any) -> int:
     if create_env_fn is None:
-        numbers = num_workers is None or isinstance(num_workers, int)
-        given = "" if numbers else f"; {type(num_workers).__name__} is no number"
+        is_number = num_workers is None or isinstance(num_workers, numbers.Integral)
+        given = "" if is_number else f"; {type(num_workers).__name__} is no number"
         raise InvalidTypeError(
             f"ParallelEnv was given no environment{given}. Write ParallelEnv(4, env), or "
             "ParallelEnv(create_env_fn=env) for as many workers as there are cores"
@@ -144,9 +145,9 @@ def _checked(num_workers: Any, create_env_fn: Any) -> int:
             )
     if num_workers is None:
         return resources.usable_cores()
-    if not isinstance(num_workers, int) or isinstance(num_workers, bool) or num_workers < 1:
+    if isinstance(num_workers, bool) or not isinstance(num_workers, numbers.Integral) or num_workers < 1:
         raise InvalidArgumentError(f"num_workers={num_workers!r} is not a number of workers; expected 1 or more")
-    return num_workers
+    return int(num_workers)  # upstream takes NumPy's integers for lists
 
 
 class _Single(SerialEnv):

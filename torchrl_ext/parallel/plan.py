@@ -68,7 +68,8 @@ class Plan:
         for item in sources:
             if id(item) not in factories:
                 factory = factory_of(item, verify=verify, start_method=start_method, timeout=timeout)
-                factories[id(item)] = factory.for_workers(num_workers, seed=seed, overrides=overrides, devices=devices)
+                own = _overrides_of(item, sources, overrides)
+                factories[id(item)] = factory.for_workers(num_workers, seed=seed, overrides=own, devices=devices)
         self.factories = [factories[id(item)][index] for index, item in enumerate(sources)]
         self.seeds = _chain(seed, num_workers)
         alike = {key: WorkerEnvs(own, self.seeds) for key, own in factories.items()}
@@ -116,6 +117,14 @@ class Plan:
         if known is not None and isinstance(known.read, EnvMetaData) and not its_own and factory.decision is None:
             return known
         return self._examined(factory, overrides=overrides)
+
+
+def _overrides_of(item: Any, sources: list[Any], overrides: Any) -> Any:
+    """Keep the overrides of those workers that build from this item: others may have other names."""
+    entries = overrides if isinstance(overrides, Sequence) else ()
+    if len(entries) != len(sources) or not all(isinstance(entry, Mapping) for entry in entries):
+        return overrides  # None, or what for_workers() refuses
+    return [entry if source is item else {} for source, entry in zip(sources, entries, strict=True)]
 
 
 def _per_worker(kwargs: Any, num_workers: int) -> list[dict[str, Any]]:
@@ -175,7 +184,7 @@ def _chain(seed: int | None, num_workers: int) -> list[int] | None:
     """Return the seeds that TorchRL's ``set_seed`` gives to the workers."""
     if seed is None:
         return None
-    seeds = [seed]
+    seeds = [int(seed)]
     while len(seeds) < num_workers:
         seeds.append(seed_generator(seeds[-1]))
     return seeds

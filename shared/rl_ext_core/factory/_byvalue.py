@@ -13,14 +13,16 @@ import contextlib
 import io
 import pickle
 import sys
+import threading
 import types
 import uuid
 import weakref
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
 import cloudpickle
 
+from rl_ext_core._import_path import is_found_elsewhere
 from rl_ext_core._system import after_fork
 
 # In the globals of functions that were loaded: keeps the namespace for as long as one of them lives.
@@ -67,6 +69,13 @@ _processes = [uuid.uuid4().bytes]
 after_fork(lambda: _processes.append(uuid.uuid4().bytes))
 
 
+# Whether a new process finds a module, by its name and id, for messages: they may be many.
+_found: dict[tuple[str, int], bool] = {}
+# How many picklers have registered a module with cloudpickle.
+_counts: Counter[str] = Counter()
+_lock = threading.Lock()
+
+
 class InPython(pickle._Pickler):
     """cloudpickle's in Python, which is slow and goes as deep as there is memory: Python limits how deep C goes."""
 
@@ -97,25 +106,58 @@ class ByValue:
     def __init__(self, file: io.BytesIO, packing: bytes) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)  # type: ignore[call-arg]
         self._packing = packing
+        self._seen: set[str] = set()  # top-level names of modules
+        self._registered: list[types.ModuleType] = []
 
     def dump(self, value: Any) -> None:
         """Pickle a value. In a process that was spawned, the script is a module, which its workers would not have."""
         script = sys.modules.get(_SPAWNED)
-        spawned = script is not None and script.__name__ == _SPAWNED and self._packing != _MESSAGE
-        if not spawned or _SPAWNED in cloudpickle.list_registry_pickle_by_value():
-            super().dump(value)  # type: ignore[misc]
-            return
-        cloudpickle.register_pickle_by_value(script)
         try:
+            if script is not None and script.__name__ == _SPAWNED and self._packing != _MESSAGE:
+                self._register(script)
             super().dump(value)  # type: ignore[misc]
         finally:
-            with contextlib.suppress(ValueError):  # another thread's
-                cloudpickle.unregister_pickle_by_value(script)
+            self._unregister()
+
+    def _look_for_module(self, value: Any) -> None:
+        """Have the parts of a module travel by value if a new process does not find it."""
+        name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+        top = name.partition(".")[0] if isinstance(name, str) else ""
+        if top in self._seen:
+            return
+        self._seen.add(top)
+        module = sys.modules.get(top)
+        if isinstance(module, types.ModuleType) and module.__name__ == top:
+            key = top, id(module)
+            if self._packing != _MESSAGE or key not in _found:
+                _found[key] = is_found_elsewhere(top)
+            if not _found[key]:
+                self._register(module)
+
+    def _register(self, module: types.ModuleType) -> None:
+        """Have cloudpickle pickle a module's classes and functions by value until this has pickled its own."""
+        name = module.__name__
+        with _lock:
+            if _counts[name] or name not in cloudpickle.list_registry_pickle_by_value():
+                cloudpickle.register_pickle_by_value(module)
+                _counts[name] += 1
+                self._registered.append(module)
+
+    def _unregister(self) -> None:
+        with _lock:
+            while self._registered:
+                module = self._registered.pop()
+                _counts[module.__name__] -= 1
+                if not _counts[module.__name__]:
+                    with contextlib.suppress(ValueError):  # the user has done it
+                        cloudpickle.unregister_pickle_by_value(module)
 
     def reducer_override(self, value: Any) -> Any:
         """Reduce what travels by value."""
         if type(value) is types.CellType:
             return _reduce_cell(value)
+        if isinstance(value, (type, types.FunctionType, types.ModuleType)):
+            self._look_for_module(value)
         given = super().reducer_override(value)  # type: ignore[misc]
         # Six parts: it goes by value. Others are pickled by their name.
         if type(given) is not tuple or len(given) != 6:

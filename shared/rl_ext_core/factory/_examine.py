@@ -16,7 +16,7 @@ from rl_ext_core import processes, resources
 from rl_ext_core.devices import READ_AT_IMPORT
 from rl_ext_core.factory import _byvalue, _sources, _streams
 from rl_ext_core.factory._drivers import driver_for
-from rl_ext_core.factory._fingerprint import Fingerprint, fingerprint, import_own
+from rl_ext_core.factory._fingerprint import SAME_AS, Fingerprint, fingerprint, import_own
 from rl_ext_core.processes import spawned
 from rl_ext_core.processes.worker import kill_own_family
 
@@ -181,7 +181,12 @@ def _against(original: Fingerprint, recipe: Recipe) -> tuple[list[str], list[str
 
 
 def _said(path: str, original: Fingerprint, copy: Fingerprint) -> str:
-    return f"{path or 'the environment'} is {_value(original, path)} in the instance and {_value(copy, path)} in a copy"
+    start, same, place = path.partition(SAME_AS)
+    if same:
+        return f"{start} is {place} in the instance and another object in a copy"
+    said = f"{path or 'the environment'} is {_value(original, path)} in the instance and {_value(copy, path)} in a copy"
+    place = original.imported_at(path)
+    return f"{said}, because workers import {place} anew" if place else said
 
 
 def _value(of: Fingerprint, path: str) -> str:

@@ -9,6 +9,7 @@ or by the code itself, is not part of a pickle.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import importlib
@@ -17,12 +18,14 @@ import sys
 import sysconfig
 import types
 import weakref
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import cloudpickle
 import numpy as np
 
+from rl_ext_core._import_path import is_found_elsewhere
 from rl_ext_core.factory import _objects, _parts, _rules, _rules_basics
 
 # Lists of numbers and texts that are longer get one token: a recording of them would take minutes.
@@ -37,6 +40,13 @@ _MADE_LATE = ("._np_random", "._np_random_seed")
 # They are as they are in every process, or as what was called there has left them (TorchRL's, tensordict's).
 _FIXED = sys.stdlib_module_names | {"builtins", "numpy", "torch", "torchrl", "tensordict"}
 _DEEP = 6
+# Between the path to an object and the module's global or the class's attribute that is the same object.
+SAME_AS = ".<same object as> "
+# Handles of objects in C are of these types, next to int.
+_NUMBERS = (np.integer, ctypes._SimpleCData)
+_OF_CFFI = {"_cffi_backend.Lib", "_cffi_backend.CompiledLib"}
+_SYSTEM = ("None", "libc.", "libm.", "libdl.", "librt.", "libpthread.", "msvcrt", "ucrtbase", "kernel32")
+_CHANGED_IN_PLACE = {dict, list, set, bytearray, defaultdict, OrderedDict, deque, np.ndarray}
 # What was registered is found by who asks for it.
 _REGISTRIES = {"<global gymnasium.envs.registration.registry>"}
 
@@ -48,17 +58,27 @@ class Fingerprint:
     :ivar tokens: per path, such as ``".env._max_episode_steps"``, something that is equal for equal values
     :ivar opaque: paths of what could not be looked into, with the class's name
     :ivar notes: paths of what no copy has, whatever is compared, with what that is
+    :ivar handles: by the paths of objects with a number that a library in C may have given them, class and reason
+    :ivar references: by the ids of held objects that code reads as a module's global or that are a class's attribute,
+        the module, the qualified name and the steps by which another process finds them
     """
 
     tokens: dict[str, Any]
     opaque: dict[str, str]
     notes: dict[str, str] = dataclasses.field(default_factory=dict)
+    references: dict[int, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    handles: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
 
     def differences(self, other: Fingerprint) -> list[str]:
         """List the paths at which two differ, those of generators' states left out; the shortest first."""
         mine, its = self.tokens, other.tokens
         paths = [path for path in {**mine, **its} if not _alike(path, mine.get(path), its.get(path))]
         return sorted(paths, key=lambda path: (self.is_of_class(path), path.count(".") + path.count("["), path))
+
+    def imported_at(self, path: str) -> str:
+        """Return the module's global or class's attribute in which a path lies; empty if there is none."""
+        same = [key.partition(SAME_AS)[::2] for key in self.tokens if SAME_AS in key]
+        return next((label for start, label in same if path.startswith(start)), "")
 
     @staticmethod
     def is_of_class(path: str) -> bool:
@@ -83,7 +103,9 @@ def fingerprint(value: Any, *, code: bool = False) -> Fingerprint:
     beside = _Beside(code=code)
     beside.run(walk)
     settings = dict(_settings(beside.libraries)) if code else {}
-    return Fingerprint({**walk.tokens, **beside.tokens, **settings}, walk.opaque, walk.notes)
+    tokens = {**walk.tokens, **beside.tokens, **settings}
+    handles = dict(_handles(walk, beside.c_libraries))
+    return Fingerprint(tokens, walk.opaque, walk.notes, beside.references, handles)
 
 
 def description(value: Any) -> list[tuple[str, Any]]:
@@ -121,9 +143,9 @@ class _Walk:
         self.notes: dict[str, str] = {}
         self._own: set[str] = set()
         self._nested, self._careful = nested, careful
-        self._seen: dict[int, str] = {}
+        self.seen: dict[int, str] = {}
         # No id may be used again while the walk lasts.
-        self._alive: list[Any] = []
+        self.alive: list[Any] = []
         self._waiting: deque[tuple[str, Any]] = deque()
         self._sets: deque[tuple[str, Any]] = deque()
         self._arrays: list[tuple[str, _objects.Extent]] = []
@@ -150,10 +172,10 @@ class _Walk:
             return
         if type(item) is types.CellType:
             # Two functions may share it, whatever is in it.
-            where = self._seen.setdefault(id(item), path)
+            where = self.seen.setdefault(id(item), path)
             if where != path:
                 self.tokens[f"{path}.<variable>"] = ("same as", where)
-            self._alive.append(item)
+            self.alive.append(item)
             self._waiting.extendleft((path + step, part) for step, part in _parts.parts(item))
             return
         if len(path) > _LONGEST:
@@ -190,14 +212,14 @@ class _Walk:
             ]
             return True
         # Of arrays, only where their values lie matters: a library in C may show its memory by a new one every time.
-        if id(item) in self._seen and not (kind is np.ndarray and not item.dtype.hasobject):
-            self.tokens[path] = ("same as", self._seen[id(item)])
+        if id(item) in self.seen and not (kind is np.ndarray and not item.dtype.hasobject):
+            self.tokens[path] = ("same as", self.seen[id(item)])
             return True
-        self._seen[id(item)] = path
-        self._alive.append(item)
+        self.seen[id(item)] = path
+        self.alive.append(item)
         held = _objects.dictionary(item)
         if held is not None:
-            where = self._seen.setdefault(id(held), f"{path}.__dict__")
+            where = self.seen.setdefault(id(held), f"{path}.__dict__")
             if where != f"{path}.__dict__":
                 self.tokens[f"{path}.__dict__"] = ("same as", where)
         return False
@@ -218,7 +240,7 @@ class _Walk:
         untold = rebuilder is not None and rebuilder.settings is None and _rules.is_registered(kind)
         if untold or _rules_basics.runs(item):
             self.opaque[path] = _objects.full_name(kind)
-        if not _is_installed(_objects.name_of(kind)[0].partition(".")[0]):
+        if not is_installed(_objects.name_of(kind)[0].partition(".")[0]):
             self._own.add(path)
         if issubclass(kind, (set, frozenset)):
             self._sets.append((path, item))
@@ -239,7 +261,7 @@ class _Walk:
             if text is not None:
                 self.tokens[f"{path}{{{text}}}"] = _parts.scalar(part)
             else:
-                objects.append((self._seen.get(id(part), ""), self._sketch(part), part))
+                objects.append((self.seen.get(id(part), ""), self._sketch(part), part))
         objects.sort(key=lambda entry: entry[:2])
         self._waiting.extend((f"{path}{{#{index}}}", part) for index, (_, _, part) in enumerate(objects))
 
@@ -261,8 +283,8 @@ class _Walk:
         """Note numbers that are the id of something, or point to memory: in a copy they lead elsewhere."""
         mapped = _objects.mapped() if self._numbers else []
         for path, number in self._numbers:
-            if number in self._seen:
-                self.tokens[path] = ("id of", self._seen[number])
+            if number in self.seen:
+                self.tokens[path] = ("id of", self.seen[number])
             elif any(low <= number < high for low, high in mapped):
                 # Equal to no other: another process may have something else there.
                 self.tokens[path] = ("address", os.urandom(8).hex())
@@ -271,7 +293,7 @@ class _Walk:
 def _is_foreign(kind: type) -> bool:
     """Whether it takes code of a library in C to look into instances."""
     base = _objects.foreign_base(kind)
-    return base is not None and not _is_fixed(_objects.name_of(base)[0])
+    return base is not None and not is_fixed(_objects.name_of(base)[0])
 
 
 def _described(item: Any) -> Any:
@@ -309,6 +331,8 @@ class _Beside:
     :param imported: whether classes and functions are looked into that other processes import by their names
     :ivar tokens: by paths such as ``"<class module.Name>.attribute"`` and ``"<global module.name>"``
     :ivar libraries: that the code names
+    :ivar references: see :class:`Fingerprint`
+    :ivar c_libraries: those that code of the user's calls, by its package
     """
 
     def __init__(self, *, code: bool, imported: bool = True) -> None:
@@ -318,11 +342,15 @@ class _Beside:
         self._named: Counter[str] = Counter()
         self._done: set[int] = set()
         self.libraries: set[str] = set()
+        self.references: dict[int, tuple[Any, ...]] = {}
+        self.c_libraries: dict[str, str] = {}
         self._waiting: deque[Any] = deque()
+        self._held: dict[int, str] = {}
 
     def run(self, walk: _Walk) -> None:
         """Begin with the classes and functions that a walk has met."""
         self._met = dict.fromkeys(base for kind in walk.classes for base in kind.__mro__)
+        self._held = walk.seen
         for found in (*sorted(self._met, key=_objects.full_name), *(walk.functions if self._code else ())):
             self._add(found)
         while self._waiting:
@@ -337,7 +365,7 @@ class _Beside:
 
     def _read_class(self, kind: type) -> None:
         module = _objects.name_of(kind)[0]
-        if _is_fixed(module) or not _objects.made_in_python(kind):
+        if is_fixed(module) or not _objects.made_in_python(kind):
             return
         called = _objects.full_name(kind)
         self._named[called] += 1
@@ -353,8 +381,13 @@ class _Beside:
             if isinstance(part, types.MemberDescriptorType):  # of a slot: what the class is made of, as its methods are
                 continue
             label = f"<class {called}>.{name}"
+            if self._code and (token := self._library(part, label, module)) is not None:
+                self.tokens[label] = token
+                continue
+            if self._code and name != "metadata":  # vector environments hold that of their environments
+                self._compare_identity(part, label, kind, name)
             # What libraries keep for themselves differs by process.
-            private = name.startswith("_") and _is_installed(module.partition(".")[0])
+            private = name.startswith("_") and is_installed(module.partition(".")[0])
             if isinstance(part, type):
                 if part.__qualname__.startswith(f"{kind.__qualname__}."):
                     self._met[part] = None
@@ -372,7 +405,7 @@ class _Beside:
         for name in sorted(names):
             if name in read and name in function.__globals__:
                 self._global(module, name, function.__globals__[name], module, names)
-            elif name in sys.modules and not _is_installed(name):  # imported where it is needed
+            elif name in sys.modules and not is_installed(name):  # imported where it is needed
                 self._global(module, name, sys.modules[name], module, names)
         for part in _parts.variables(function):
             for inner in _functions_in(part):
@@ -384,14 +417,18 @@ class _Beside:
         of = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
         self.libraries.add(str(of).partition(".")[0])
         if isinstance(value, types.ModuleType):
-            if not _is_fixed(value.__name__):
+            if not is_fixed(value.__name__):
                 for attribute in sorted(names & vars(value).keys()):
                     inner = vars(value)[attribute]
                     if not isinstance(inner, types.ModuleType) or attribute != name:
                         self._global(value.__name__, attribute, inner, reader, names - {name})
             return
         label = f"<global {module}.{name}>"
+        self._compare_identity(value, label, sys.modules.get(module), name)
         if label in self.tokens or label in _REGISTRIES:
+            return
+        if (token := self._library(value, label, reader)) is not None:
+            self.tokens[label] = token
             return
         if isinstance(value, type):
             # Which one stands there; what is in it where it is followed.
@@ -399,7 +436,7 @@ class _Beside:
             self._follow(value, str(of), reader)
             return
         functions = list(_functions_in(value))
-        if functions or not _is_installed(module.partition(".")[0]):
+        if functions or not is_installed(module.partition(".")[0]):
             self.tokens[label] = self._token(value, functions, module)
         elif not name.startswith("_") and (token := _parts.plain(value, _DEEP)) is not None:
             # Of libraries only what they offer to be set: what they keep for themselves differs by process.
@@ -407,13 +444,50 @@ class _Beside:
         for function in functions:
             self._follow(function, function.__module__, reader)
 
+    def _library(self, value: Any, label: str, reader: str) -> Any:
+        """Return the token of a library in C, or of a function in one; None: it is neither."""
+        token = _library_token(value) if self._imported else None
+        package = reader.partition(".")[0]
+        if token is not None and not is_installed(package) and not _is_of_system(value):
+            self.c_libraries.setdefault(package, label)
+        return token
+
+    def _compare_identity(self, value: Any, label: str, owner: Any, name: str) -> None:
+        """Note that the environment holds the very object that a module or class has under a name."""
+        if not self._imported or id(value) not in self._held or not _has_identity(value, label):
+            return
+        self.tokens[f"{self._held[id(value)]}{SAME_AS}{label}"] = ("is", label)
+        module = owner.__name__ if isinstance(owner, types.ModuleType) else getattr(owner, "__module__", "")
+        is_imported = isinstance(owner, types.ModuleType) or _parts.is_global(owner)
+        # What travels by value stays one object within a pickle.
+        if (
+            id(value) not in self.references
+            and is_imported
+            and vars(owner).get(name) is value
+            and _travels_by_name(module)
+        ):
+            qualified = name if isinstance(owner, types.ModuleType) else f"{owner.__qualname__}.{name}"
+            self._refer(value, (module, qualified))
+
+    def _refer(self, value: Any, place: tuple[Any, ...]) -> None:
+        """Note where a shared object is found, with its parts: the environment may hold these by other paths too."""
+        waiting = deque([(value, place)])
+        while waiting:
+            item, where = waiting.popleft()
+            self.references[id(item)] = where
+            waiting.extend((part, (*where, step)) for step, part in _steps(item) if self._is_referred(part))
+
+    def _is_referred(self, part: Any) -> bool:
+        is_new = id(part) in self._held and id(part) not in self.references
+        return is_new and _rules.find(part) is None and not _rules.is_layer(part)
+
     def _follow(self, found: Any, module: str | None, reader: str) -> None:
         package = str(module).partition(".")[0]
-        if package == reader.partition(".")[0] or not _is_installed(package):
+        if package == reader.partition(".")[0] or not is_installed(package):
             self._add(found)
 
     def _token(self, value: Any, functions: list[types.FunctionType], module: str) -> Any:
-        if _is_installed(module.partition(".")[0]):
+        if is_installed(module.partition(".")[0]):
             # Which function stands there: libraries compile some anew when they are first called.
             token: list[Any] = [("function", one.__module__, one.__qualname__) for one in functions]
         else:
@@ -421,6 +495,72 @@ class _Beside:
             if type(value) is functools._lru_cache_wrapper:
                 return token, value.cache_info().currsize
         return token or _parts.plain(value, _DEEP) or _described(value)
+
+
+def _library_token(value: Any) -> Any:
+    kind = type(value)
+    if issubclass(kind, ctypes.CDLL):
+        return "library", os.path.basename(str(value._name))
+    if issubclass(kind, ctypes._CFuncPtr):  # type: ignore[attr-defined]
+        return "library", str(getattr(value, "__name__", ""))
+    if _objects.full_name(kind) in _OF_CFFI or kind.__qualname__.endswith(".FFILibrary"):
+        return "library", repr(value).partition(" at 0x")[0]
+    return None
+
+
+def _is_of_system(value: Any) -> bool:
+    """Whether a library, or the one of a function, is the C library or a part of it."""
+    if isinstance(value, ctypes.CDLL):
+        return os.path.basename(str(value._name)).startswith(_SYSTEM)
+    return hasattr(ctypes.CDLL(None), str(getattr(value, "__name__", " "))) if os.name != "nt" else False
+
+
+def _handles(walk: _Walk, c_libraries: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Find objects of packages that call a library in C, with numbers by which that may know objects of its own."""
+    for item in walk.alive if c_libraries else ():
+        library = c_libraries.get(_objects.name_of(type(item))[0].partition(".")[0])
+        if library is None or not _objects.made_in_python(type(item)) or _rules.find(item) is not None:
+            continue
+        for name, part in sorted(_objects.attributes(item).items()):
+            inner = part if type(part) in (list, tuple) else part.values() if type(part) is dict else [part]
+            if any(type(number) is int or issubclass(type(number), _NUMBERS) for number in inner):
+                reason = (
+                    f"its {name}={part!r:.40} may be a handle of the C library in {library}, whose state a copy does "
+                    "not get; if the library keeps none, pass verify=False"
+                )
+                yield walk.seen[id(item)], (":".join(_objects.name_of(type(item))), reason)
+                break
+
+
+def _steps(item: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
+    """Return the parts of a shared object, with the operator and the key that lead to each."""
+    kind = type(item)
+    if issubclass(kind, dict):
+        yield from ((("getitem", key), part) for key, part in dict.items(item) if type(key) in (str, int))
+    elif kind in (list, tuple):
+        yield from ((("getitem", index), part) for index, part in enumerate(item))
+    if _objects.foreign_base(kind) is None:
+        yield from ((("getattr", name), part) for name, part in _objects.attributes(item).items())
+
+
+def _travels_by_name(module: str) -> bool:
+    """Whether another process imports a module, and is not sent its classes and functions by value."""
+    by_value = any(f"{module}.".startswith(f"{name}.") for name in cloudpickle.list_registry_pickle_by_value())
+    return module not in ("__main__", "__mp_main__") and not by_value and is_found_elsewhere(module)
+
+
+def _has_identity(value: Any, label: str) -> bool:
+    """Whether it matters which one of equal objects this is: it is changed, or compared by ``is``."""
+    kind = type(value)
+    if kind is object:
+        return True
+    module = label.removeprefix("<class ").removeprefix("<global ")
+    if is_installed(module.partition(".")[0]) or _rules.find(value) is not None or _rules.is_layer(value):
+        return False
+    if kind in _CHANGED_IN_PLACE:
+        return True
+    is_plain = _objects.made_in_python(kind) and _objects.foreign_base(kind) is None and not issubclass(kind, tuple)
+    return is_plain and not is_installed(_objects.name_of(kind)[0].partition(".")[0])
 
 
 def _functions_in(value: Any, depth: int = 4) -> Iterator[types.FunctionType]:
@@ -457,7 +597,7 @@ def _settings(libraries: set[str]) -> Iterator[tuple[str, Any]]:
         yield "<setting torch.get_default_dtype()>", repr(torch.get_default_dtype())
 
 
-def _is_fixed(module: str) -> bool:
+def is_fixed(module: str) -> bool:
     """Whether a module is one that nobody changes, as far as environments are concerned."""
     return module.partition(".")[0] in _FIXED
 
@@ -466,7 +606,7 @@ _OURS = {"rl_ext_core", "torchrl_ext", "sb3_ext"}  # may run from a checkout
 
 
 @functools.lru_cache(maxsize=1000)
-def _is_installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
     """Whether a package was installed, and is not the user's own."""
     if package in _FIXED or package in _OURS:
         return True
@@ -490,7 +630,7 @@ def import_own(paths: Iterable[str]) -> None:
             continue
         module, _, name = path.removeprefix("<global ").removesuffix(">").rpartition(".")
         with contextlib.suppress(Exception):
-            if module not in sys.modules and not _is_installed(module.partition(".")[0]):
+            if module not in sys.modules and not is_installed(module.partition(".")[0]):
                 importlib.import_module(module)
             held = vars(sys.modules[module])
             if name not in held and "__getattr__" in held:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import concurrent.futures
 import copy
 import functools
+import importlib
 import io
+import operator
 import pickle
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import cloudpickle
@@ -32,6 +35,8 @@ Owners = dict[int, tuple[Any, Callable[[Any], Any]]]
 Dumped = tuple[bytes, list[Any], Owners]
 
 Reduced = tuple[Any, ...]
+# By the object's id: a module, a qualified name in it, and steps from there, such as ("getitem", "speed").
+References = Mapping[int, tuple[Any, ...]]
 Dump = Callable[[Any, Mapping[int, Reduced]], object]
 _STUB: Reduced = (str, ())
 
@@ -61,11 +66,16 @@ class _Grafting(_byvalue.ByValue):
 
     :param packing: of the pickles that belong together
     :param replaced: reductions that are decided on already, by the object's id
+    :param references: see :func:`dumps`
     :ivar arrays: all arrays and tensors that it has met
     :ivar owners: all objects that may show their memory by their settings
     """
 
-    def __init__(self, file: io.BytesIO, packing: bytes, replaced: Mapping[int, Reduced]) -> None:
+    def __init__(
+        self, file: io.BytesIO, packing: bytes, references: References, replaced: Mapping[int, Reduced]
+    ) -> None:
+        if references:  # pickle asks this for every object
+            self.persistent_id = lambda value: references.get(id(value))
         super().__init__(file, packing)
         self._replaced = replaced
         self.arrays: list[Any] = []
@@ -95,17 +105,20 @@ class _PicklerInPython(_Grafting, _byvalue.InPython):
 
 
 def _is_shared(tensor: Any, torch: Any) -> bool:
-    return bool(tensor.layout is torch.strided and tensor.device.type == "cpu" and tensor.is_shared())
+    on_host = tensor.layout is torch.strided and tensor.device.type == "cpu" and not torch.nn.parameter.is_lazy(tensor)
+    return bool(on_host and tensor.is_shared())
 
 
-def dumps(environment: Any) -> bytes:
+def dumps(environment: Any, references: References = MappingProxyType({})) -> bytes:
     """Pickle an environment with all its Python state; it is only read.
 
+    :param references: globals of modules and attributes of classes that the environment holds: a copy holds those of
+        its process
     :raises Refused: what cannot be copied, and where it is
     """
     replaced: dict[int, Reduced] = {}
     packing = _byvalue.new_packing()
-    dump = shallow = functools.partial(_dump, packing)
+    dump = shallow = functools.partial(_dump, packing, references)
     while True:
         try:
             packed, arrays, owners = dump(environment, replaced)
@@ -120,9 +133,18 @@ def dumps(environment: Any) -> bytes:
         if not _is_recursion(failure):
             replaced.update(_with_layer_made_anew(environment, failure, replaced, dump))
         elif dump is shallow:
-            dump = functools.partial(_dump_deep, packing)
+            dump = functools.partial(_dump_deep, packing, references)
         else:
             raise Refused("", environment, _TOO_DEEP) from failure
+
+
+class _Unpickler(pickle.Unpickler):
+    def persistent_load(self, place: tuple[Any, ...]) -> Any:
+        module, name, *steps = place
+        found = operator.attrgetter(name)(importlib.import_module(module))
+        for step, key in steps:
+            found = found[key] if step == "getitem" else getattr(found, key)
+        return found
 
 
 def loads(packed: bytes) -> Any:
@@ -130,7 +152,7 @@ def loads(packed: bytes) -> Any:
     before = len(_after)
     file = io.BytesIO(packed)
     try:
-        environment = pickle.load(file)
+        environment = _Unpickler(file).load()
         _rules.adopt(pickle.load(file))
         for action in _after[before:]:
             action()
@@ -145,10 +167,14 @@ def after_loading(action: Callable[[], object]) -> None:
 
 
 def _dump(
-    packing: bytes, value: Any, replaced: Mapping[int, Reduced], pickler_class: type[_Grafting] = _Pickler
+    packing: bytes,
+    references: References,
+    value: Any,
+    replaced: Mapping[int, Reduced],
+    pickler_class: type[_Grafting] = _Pickler,
 ) -> Dumped:
     file = io.BytesIO()
-    pickler: Any = pickler_class(file, packing, replaced)
+    pickler: Any = pickler_class(file, packing, references, replaced)
     pickler.dump(value)
     return file.getvalue(), pickler.arrays, pickler.owners
 
@@ -161,13 +187,13 @@ def _dump_rules(dump: Callable[[Any, Mapping[int, Reduced]], Dumped]) -> bytes:
         raise Refused("register_rebuilder", rules, f"a rule cannot be pickled: {error}") from error
 
 
-def _dump_deep(packing: bytes, value: Any, replaced: Mapping[int, Reduced]) -> Dumped:
+def _dump_deep(packing: bytes, references: References, value: Any, replaced: Mapping[int, Reduced]) -> Dumped:
     """Do the same on a stack of its own: pickle goes some calls deeper for every object on the way to another."""
     limit, size = sys.getrecursionlimit(), threading.stack_size(_STACK)
     try:
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             sys.setrecursionlimit(_CALLS)
-            return pool.submit(_dump, packing, value, replaced, _PicklerInPython).result()
+            return pool.submit(_dump, packing, references, value, replaced, _PicklerInPython).result()
     finally:
         sys.setrecursionlimit(limit)
         threading.stack_size(size)

@@ -153,7 +153,7 @@ def extent(item: Any) -> Extent | None:
             strides = tuple(stride * item.itemsize for stride in item.stride())
             space = "host" if item.device.type == "cpu" else str(item.device)
             return _span(space, item.data_ptr(), item.itemsize, tuple(item.shape), strides)
-        except RuntimeError:  # of those that have no memory
+        except (RuntimeError, ValueError):  # meta and uninitialized tensors have no memory
             return None
     if issubclass(kind, (ctypes.Array, ctypes.Structure)):
         return _span("host", ctypes.addressof(item), 1, (ctypes.sizeof(item),), (1,))

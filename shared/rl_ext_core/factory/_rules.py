@@ -40,6 +40,7 @@ _MODULES = {
     "pymunk": "_rules_games",
     "robosuite": "_rules_mujoco",
     "stable_baselines3": "_rules_frameworks",
+    "torch.nn.parameter": "_rules_frameworks",
     "torchrl": "_rules_frameworks",
     "vmas": "_rules_frameworks",
 }
@@ -164,7 +165,11 @@ _LOSING = {
     *("gym", "gymnasium", "pettingzoo", "sb3_contrib", "shimmy", "stable_baselines3", "supersuit"),
     *("tensordict", "torchrl", "torchrl_ext"),
 }
-_LOSING_BASES = {("torch.nn.modules.module", "Module"), ("numpy.polynomial._polybase", "ABCPolyBase")}
+_LOSING_BASES = {
+    ("torch.nn.modules.module", "Module"),
+    ("torch.nn.modules.module", "_WrappedHook"),
+    ("numpy.polynomial._polybase", "ABCPolyBase"),
+}
 
 
 def reduce(value: Any) -> Any:

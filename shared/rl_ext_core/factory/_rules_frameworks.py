@@ -1,4 +1,4 @@
-"""How environments are copied whose frameworks keep a part of them on the class: TorchRL, Stable Baselines3, VMAS."""
+"""Rules for classes of torch, TorchRL, Stable Baselines3 and VMAS whose own way of pickling loses something."""
 
 from __future__ import annotations
 
@@ -72,8 +72,15 @@ def _fill_vmas(environment: Any, state: tuple[dict[str, Any], tuple[Any, Any, An
     type(environment).vmas_random_state[:] = of_torch.get_state(), of_numpy.get_state(), of_python.getstate()
 
 
+def _uninitialized(tensor: Any) -> tuple[Any, ...]:
+    """Reduce a buffer or parameter of a lazy module. torch's own way loses dtype, device and ``persistent``."""
+    args = (tensor.requires_grad, tensor.data.device, tensor.data.dtype)
+    return type(tensor), args, dict(vars(tensor)), None, None, _objects.set_state
+
+
 # Class, rule, and what a copy has in common with the original; None: what the rule keeps.
 RULES: Rules = [
+    ("torch.nn.parameter:UninitializedTensorMixin", _uninitialized, None),
     ("torchrl.envs.common:EnvBase", _env_base, None),
     ("stable_baselines3.common.vec_env.base_vec_env:VecEnvWrapper", _wrapper, None),
     ("vmas.simulator.environment.environment:Environment", _vmas, None),

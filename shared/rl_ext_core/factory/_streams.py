@@ -116,7 +116,15 @@ def _entropy(state: Any) -> np.random.SeedSequence:
     stream = _stream_here.get() or _stream
     if stream is None:
         return np.random.SeedSequence()
-    words = np.frombuffer(hashlib.blake2b(_packed(state), digest_size=16).digest(), np.uint32)
+    return stream_of(stream, state)
+
+
+def stream_of(stream: np.random.SeedSequence, name: Any) -> np.random.SeedSequence:
+    """Derive the seed of one generator from its worker's stream.
+
+    :param name: differs from those of the worker's other generators; plain data
+    """
+    words = np.frombuffer(hashlib.blake2b(_packed(name), digest_size=16).digest(), np.uint32)
     return np.random.SeedSequence([*map(int, stream.generate_state(4)), *map(int, words)])
 
 
@@ -170,6 +178,24 @@ def is_generator(value: Any) -> bool:
     torch = sys.modules.get("torch")
     known = (np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
     return issubclass(type(value), known) or (torch is not None and issubclass(type(value), torch.Generator))
+
+
+def reseed(generator: Any, seed: np.random.SeedSequence) -> None:
+    """Seed a generator in place. Those of the process and of the operating system are left alone."""
+    torch = sys.modules.get("torch")
+    if isinstance(generator, random.Random):
+        if generator is not random._inst and not isinstance(generator, random.SystemRandom):
+            random.Random.seed(generator, int.from_bytes(seed.generate_state(8).tobytes(), "little"))
+    elif torch is not None and isinstance(generator, torch.Generator):
+        if _reduce_torch_generator(generator)[0] is _torch_generator:
+            generator.manual_seed(int(seed.generate_state(1, np.uint64)[0] >> 1))
+    elif generator is not np.random.mtrand._rand:
+        bits = generator
+        if not isinstance(generator, np.random.BitGenerator):
+            bits = getattr(generator, "_bit_generator", None) or generator.bit_generator
+        bits.state = type(bits)(seed).state
+        if isinstance(generator, np.random.RandomState):  # drops the second number of a pair of normal ones
+            generator.set_state({**generator.get_state(legacy=False), "has_gauss": 0, "gauss": 0.0})
 
 
 def reduce_generator(generator: Any) -> tuple[Any, ...] | str | None:

@@ -7,12 +7,14 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from rl_ext_core.errors import InvalidTypeError, NotCopyableError, missing_dependency
-from rl_ext_core.factory import _examine, _sources
+from rl_ext_core.factory import _examine, _objects, _sources
 from rl_ext_core.factory._examine import Examination
-from rl_ext_core.factory._graft import Refused
+from rl_ext_core.factory._fingerprint import Fingerprint
+from rl_ext_core.factory._graft import References, Refused
 from rl_ext_core.factory.factory import EnvFactory, Recipe, by_calling, by_grafting, make
 
 __all__ = ["as_factory", "convert", "examined"]
@@ -151,13 +153,14 @@ def _of_instance(
 ) -> EnvFactory[Any]:
     line = _sources.line_of_instance(environment)
     recipes, refused = _candidates(environment, line)
-    if not recipes:
-        assert refused is not None
-        raise NotCopyableError(_not_copyable(line, refused)) from refused
     preload = _sources.modules_of_instance(environment)
     if not verify:
         return EnvFactory(recipes[0], live=environment, preload=preload)
     original = _examine.snapshot(environment)
+    if original.references:
+        recipes, refused = _candidates(environment, line, original.references)
+    if original.handles:
+        recipes = _without_graft(line, original, recipes)
     task = functools.partial(_examine.examine, recipes, original, adapt, read)
     examination = _examine.in_subprocess(
         task, preload=_sources.merged_modules(preload, adapts), start_method=start_method, timeout=timeout
@@ -187,17 +190,36 @@ def _of_code(path: str) -> str:
     )
 
 
-def _candidates(environment: Any, line: str) -> tuple[list[Recipe], Refused | None]:
+def _candidates(
+    environment: Any, line: str, references: References = MappingProxyType({})
+) -> tuple[list[Recipe], Refused | None]:
     """Return the ways to build a copy, in order of preference, and why there is no graft."""
     recipes, refused = [], None
     try:
-        recipes.append(by_grafting(environment, line))
+        recipes.append(by_grafting(environment, line, references))
     except Refused as error:
         refused = error
     for origin, build in _builders(environment):
         with contextlib.suppress(Refused):
             recipes.append(by_calling(build, origin, line, takes_arguments=False))
+    if not recipes:
+        assert refused is not None
+        kind = ":".join(_objects.name_of(type(refused.value)))
+        raise NotCopyableError(_not_copyable(line, refused.path, kind, refused.reason)) from refused
     return recipes, refused
+
+
+def _without_graft(line: str, original: Fingerprint, recipes: list[Recipe]) -> list[Recipe]:
+    """Keep the recipes that let the environment ask its library in C for objects of its own.
+
+    :raises NotCopyableError: there are none
+    """
+    built_anew = [recipe for recipe in recipes if recipe.origin != "graft"]
+    path, (kind, reason) = next(iter(original.handles.items()))
+    if not built_anew:
+        raise NotCopyableError(_not_copyable(line, path, kind, reason))
+    original.opaque.update({path: kind.replace(":", ".") for path, (kind, _) in original.handles.items()})
+    return built_anew
 
 
 def _builders(environment: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -211,13 +233,12 @@ def _builders(environment: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield "constructor", functools.partial(cls, *args, **kwargs)
 
 
-def _not_copyable(line: str, refused: Refused) -> str:
-    kind = type(refused.value)
+def _not_copyable(line: str, path: str, kind: str, reason: str) -> str:
+    holds = f"it holds {path} ({kind.replace(':', '.')}): " if path else ""
     return (
-        f"this {line.removeprefix('lambda: ').partition('(')[0]} cannot be copied into a worker: it holds "
-        f"{refused.path or 'something'} ({kind.__module__}.{kind.__qualname__}): {refused.reason}. Hand over what "
-        f"builds it:\n    {line}\nor say how such an object is made: "
-        f'register_rebuilder("{kind.__module__}:{kind.__qualname__}", lambda old: (make, (old.option,)))'
+        f"this {line.removeprefix('lambda: ').partition('(')[0]} cannot be copied into a worker: {holds}{reason}. Hand "
+        f"over what builds it:\n    {line}\nor say how such an object is made: "
+        f'register_rebuilder("{kind}", lambda old: (make, (old.option,)))'
     )
 
 

@@ -17,7 +17,7 @@ from rl_ext_core import processes
 from rl_ext_core._system import process_identity
 from rl_ext_core.devices import Decision, resolve
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
-from rl_ext_core.factory import _byvalue, _graft, _objects, _rules, _sources, _streams
+from rl_ext_core.factory import _byvalue, _graft, _objects, _rules, _seeding, _sources, _streams
 
 if TYPE_CHECKING:
     import uuid
@@ -144,8 +144,9 @@ class EnvFactory(Generic[_Env]):
         """Return a factory for each of several workers.
 
         In a process other than this one they seed the generators that environments may draw from, before they build:
-        Python's, NumPy's, torch's and the C library's, differently in each worker. So are those that the environment
-        holds: copied ones, and gymnasium's that has not drawn yet.
+        Python's, NumPy's, torch's and the C library's, differently in each worker. So are generators that are globals
+        or class attributes of the environment's modules and of the user's, those that a copy holds, and gymnasium's in
+        environments and spaces that have not drawn yet, in lists and vector environments too.
 
         :param num_workers: how many
         :param seed: makes all of that reproducible; by default it never is
@@ -198,16 +199,23 @@ class EnvFactory(Generic[_Env]):
         worker.enter()
         overrides = {**worker.overrides, **overrides}
         stream = worker.stream()
-        if worker.made_in != process_identity():
-            # Before it is built: what the environment's own code seeds stays as it says.
-            _streams.seed_process(stream)
         with _streams.copies_from(stream):
-            return self._built(overrides, stream)
+            return self._built(overrides, stream, elsewhere=worker.made_in != process_identity())
 
-    def _built(self, overrides: Mapping[str, Any], stream: np.random.SeedSequence | None = None) -> _Env:
+    def _built(
+        self, overrides: Mapping[str, Any], stream: np.random.SeedSequence | None = None, *, elsewhere: bool = False
+    ) -> _Env:
+        shared = _seeding.SharedGenerators(stream) if stream is not None and elsewhere else None
+        if shared is not None:
+            # Before it is built: what the environment's own code seeds stays as it says.
+            _streams.seed_process(shared.stream)
+            self._recipe.import_modules()
+            shared.seed()
         environment: _Env = self._recipe.build(overrides)
+        if shared is not None:
+            shared.seed(environment)
         if stream is not None:
-            _seed_gymnasium(environment, stream)
+            _seeding.seed_unseeded(environment, stream)
         for adapt in self._adapters:
             environment = adapt(environment)
         return environment
@@ -239,18 +247,6 @@ class EnvFactory(Generic[_Env]):
 
 def _nothing() -> None:
     """Build nothing: a decision is applied by what it binds."""
-
-
-def _seed_gymnasium(environment: Any, stream: np.random.SeedSequence) -> None:
-    """Seed what would be seeded by the operating system when it is first drawn from."""
-    gymnasium = sys.modules.get("gymnasium")
-    if gymnasium is None:
-        return
-    for index, layer in enumerate(_rules.layers(environment)):
-        own = isinstance(layer, gymnasium.Env) and not isinstance(layer, gymnasium.Wrapper)
-        if own and getattr(layer, "_np_random", stream) is None:
-            # The base class's own: it does nothing but seed. Other words of the stream are the process's seeds.
-            gymnasium.Env.reset(layer, seed=int(stream.generate_state(5 + index)[-1]))
 
 
 def _check_workers(num_workers: Any, seed: Any, overrides: Any, devices: Any) -> None:
@@ -360,6 +356,11 @@ class Recipe:
             object.__setattr__(self, "called", called)
         return called
 
+    def import_modules(self) -> None:
+        """Import the callable's modules before it is called."""
+        if self.takes_arguments:
+            self.unpacked()
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "called": None}
 
@@ -420,12 +421,13 @@ def _parameters(build: Any) -> tuple[str, ...]:
     )
 
 
-def by_grafting(environment: Any, line: str) -> Recipe:
+def by_grafting(environment: Any, line: str, references: _graft.References) -> Recipe:
     """Pack an instance with all its Python state.
 
+    :param references: of its fingerprint
     :raises Refused: it holds what cannot be copied
     """
-    return Recipe("graft", _graft.dumps(environment), line)
+    return Recipe("graft", _graft.dumps(environment, references), line)
 
 
 def make(spec: Any, **kwargs: Any) -> Any:

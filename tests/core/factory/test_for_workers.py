@@ -7,6 +7,7 @@ import pickle
 import random
 import subprocess
 import sys
+import weakref
 from typing import Any
 
 import cloudpickle
@@ -17,6 +18,7 @@ import pytest
 from rl_ext_core.devices import Decision, resolve
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.factory import as_factory
+from tests.core.factory.test_fingerprint import Holder
 from tests.core.factory.worlds import Line, rollout
 
 
@@ -77,6 +79,90 @@ def test_workers_draw_differently_from_every_generator_and_the_same_again_with_a
     drawn_when_made = 3 if isinstance(source, Drawing) else 0
     assert all(one != other for one, other in pairs[drawn_when_made:])
     assert first[1] != second[1]
+
+
+class Gone:
+    """Deleted while a weak proxy of it stays."""
+
+
+GONE = weakref.proxy(Gone())
+NOISE = np.random.default_rng(42)
+LEGACY = np.random.RandomState(42)
+
+
+class Shared(gym.Env[Any, Any]):
+    """Draws from generators and spaces of its module and its class alone."""
+
+    action_space = gym.spaces.Discrete(10**9)
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (6,), np.float64)
+    dice, urn = random.Random(42), np.random.Philox(42)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        own = [NOISE.normal(), LEGACY.standard_normal(), self.dice.gauss(0, 1), self.urn.random_raw() / 2**64]
+        return np.array([*own, self.action_space.sample(), OPTIONS.sample()["speed"][0]]), {}
+
+    def step(self, action: Any) -> Any:
+        return self.reset()[0], self.reset()[0][0], False, False, {}
+
+
+OPTIONS = gym.spaces.Dict(speed=gym.spaces.Box(0, 1, (1,)))
+
+
+@pytest.mark.parametrize("source", [Shared(), Shared], ids=["instance", "class"])
+def test_generators_of_modules_and_classes_differ_by_worker_and_repeat_with_a_seed(source: Any) -> None:
+    first, second = as_factory(source).for_workers(2, seed=3)
+    one, other, again, anew = in_another_process(first, second, pickle.loads(pickle.dumps(second)), second.again(1))
+    assert again == other
+    for left, right in ((one, other), (other, anew)):
+        assert all(a != b for a, b in zip(left[0], right[0], strict=True))
+
+
+def test_generators_of_modules_and_classes_of_this_process_are_left_alone() -> None:
+    generators = Shared.dice.getstate, lambda: NOISE.bit_generator.state, lambda: Shared.urn.state
+    before = [repr(state()) for state in generators]
+    for source in (Shared(), Shared):
+        as_factory(source).for_workers(1, seed=0)[0]()
+    assert [repr(state()) for state in generators] == before
+    assert Shared.action_space._np_random is None
+
+
+class Group(gym.Env[Any, Any]):
+    """Holds environments in a list, in a dict and in an object that is not an environment."""
+
+    action_space, observation_space = gym.spaces.Discrete(2), gym.spaces.Box(-9, 9, (4, 4))
+
+    def __init__(self) -> None:
+        made = [gym.make("CartPole-v1") for _ in range(4)]
+        self.parts, self.named, self.manager = made[:2], {"third": made[2]}, Holder(parts=(made[3],))
+        self.noise = gym.spaces.Box(0, 1, (4,))
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        parts = [*self.parts, *self.named.values(), *self.manager.parts]
+        return np.stack([part.reset()[0] + self.noise.sample() for part in parts]), {}
+
+    def step(self, action: Any) -> Any:
+        return self.reset()[0], 0.0, False, False, {}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Group,
+        lambda: gym.make_vec("CartPole-v1", 2, vectorization_mode="sync"),
+        lambda: gym.make_vec("CartPole-v1", 2, vectorization_mode="vector_entry_point"),
+        lambda: gym.wrappers.vector.RecordEpisodeStatistics(gym.vector.SyncVectorEnv([Group, Group])),
+    ],
+    ids=["lists", "SyncVectorEnv", "CartPoleVectorEnv", "wrapped"],
+)
+def test_environments_inside_environments_differ_and_repeat_with_a_seed(make: Any) -> None:
+    for source in (make(), make):
+        [one, other], again = (
+            [factory().reset()[0].tolist() for factory in as_factory(source, verify=False).for_workers(2, seed=7)]
+            for _ in range(2)
+        )
+        assert [one, other] == again
+        parts = [str(row) for seen in (one, other) for row in np.reshape(seen, (-1, 4)).tolist()]
+        assert len(set(parts)) == len(parts)
 
 
 def test_generators_of_this_process_are_left_alone() -> None:

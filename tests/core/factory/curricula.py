@@ -1,0 +1,51 @@
+"""An environment that shares objects with its module and its class, as a module of the user's has it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, ClassVar
+
+import gymnasium as gym
+import numpy as np
+
+UNSET = object()
+LEVEL: dict[str, Any] = {"level": 1, "extra": [{"speed": 1}]}
+VISITS: defaultdict[str, int] = defaultdict(int)
+WEIGHTS = np.ones(3)
+
+
+class Budget:
+    def __init__(self) -> None:
+        self.left = 10
+
+
+BUDGET = Budget()
+
+
+class Curriculum(gym.Env[Any, Any]):
+    """Reads each object by both of its names: one of them is changed, the other one is shown."""
+
+    START = object()
+    history: ClassVar[list[int]] = []
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}
+    action_space, observation_space = gym.spaces.Discrete(2), gym.spaces.Box(-99, 99, (6,), np.float64)
+
+    def __init__(self) -> None:
+        self.last, self.start = UNSET, self.START
+        self.level, self.visits, self.weights, self.budget, self.seen = LEVEL, VISITS, WEIGHTS, BUDGET, self.history
+        self.extra, self.options = LEVEL["extra"], {"first": LEVEL["extra"][0]}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        LEVEL["level"] += 1
+        VISITS["all"] += 1
+        WEIGHTS[0] += 1
+        BUDGET.left -= 1
+        Curriculum.history.append(1)
+        unset = float(self.last is UNSET and self.start is Curriculum.START)
+        return np.array(
+            [unset, self.level["level"], self.visits["all"], self.weights[0], self.budget.left, len(self.seen)]
+        ), {}
+
+    def step(self, action: Any) -> Any:
+        return self.reset()[0], 0.0, False, False, {}

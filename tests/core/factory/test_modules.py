@@ -1,0 +1,259 @@
+"""Modules that a new process does not find by itself: on entries that have left sys.path, without a file, by hooks."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+
+from rl_ext_core import _import_path
+from rl_ext_core._import_path import import_path, is_found_elsewhere
+from rl_ext_core.isolation import Isolation, probe
+from rl_ext_core.vector import SharedMemoryVectorEnv
+from tests.boundaries import ROOT
+from tests.ways import WAYS, run_as
+
+NAME = "module_of_a_user"
+SOURCE = """
+import gymnasium, numpy as np
+
+LEVEL = {"value": 3.0}
+
+class Info:
+    value = 5
+
+class Env(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-9, 9, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.sum = float(self.np_random.random())
+        return np.full(1, self.sum, np.float32), {"info": Info()}
+
+    def step(self, action):
+        self.sum += level() + float(action)
+        return np.full(1, self.sum % 9, np.float32), level(), False, False, {}
+
+    def set_level(self, value):
+        LEVEL["value"] = value
+        return level()
+
+def level():
+    return LEVEL["value"]
+"""
+
+
+def _from_file(folder: Path, name: str = f"{NAME}.py") -> Any:
+    spec = importlib.util.spec_from_file_location(NAME, folder / name)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[NAME] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _by_entry(entry: str) -> Any:
+    sys.path.insert(0, entry)
+    return importlib.import_module(NAME)
+
+
+def relative_entry(folder: Path) -> Any:
+    os.chdir(folder)
+    module = _by_entry(".")
+    os.chdir("/")
+    return module
+
+
+def empty_entry(folder: Path) -> Any:
+    os.chdir(folder)
+    module = _by_entry("")
+    os.chdir("/")
+    return module
+
+
+def entry_taken_off(folder: Path) -> Any:
+    module = _by_entry(str(folder))
+    sys.path.remove(str(folder))
+    return module
+
+
+def namespace_package(folder: Path) -> Any:
+    (folder / "parts").mkdir()
+    shutil.move(folder / f"{NAME}.py", folder / "parts")
+    sys.path.insert(0, str(folder))
+    module = importlib.import_module(f"parts.{NAME}")
+    sys.path.remove(str(folder))
+    return module
+
+
+def file_deleted(folder: Path) -> Any:
+    module = _by_entry(str(folder))
+    shutil.rmtree(folder)
+    return module
+
+
+def of_a_specification(folder: Path) -> Any:
+    return _from_file(folder)
+
+
+def of_a_file_of_another_name(folder: Path) -> Any:
+    (folder / f"{NAME}.py").rename(folder / "plugin-1.py")
+    return _from_file(folder, "plugin-1.py")
+
+
+def by_a_hook(folder: Path) -> Any:
+    class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+        def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+            return importlib.util.spec_from_loader(fullname, self) if fullname == NAME else None
+
+        def exec_module(self, module: types.ModuleType) -> None:
+            exec(SOURCE, module.__dict__)
+
+    sys.meta_path.insert(0, Finder())
+    return importlib.import_module(NAME)
+
+
+def without_a_file(folder: Path) -> Any:
+    module = sys.modules[NAME] = types.ModuleType(NAME)
+    exec(SOURCE, module.__dict__)
+    return module
+
+
+def package_without_a_file(folder: Path) -> Any:
+    sys.modules[NAME] = types.ModuleType(NAME)
+    module = sys.modules[f"{NAME}.part"] = types.ModuleType(f"{NAME}.part")
+    exec(SOURCE, module.__dict__)
+    return module
+
+
+def another_first(folder: Path) -> Any:
+    module = _by_entry(str(folder))
+    (folder / "other").mkdir()
+    (folder / "other" / f"{NAME}.py").write_text("raise RuntimeError('another module')")
+    sys.path.insert(0, str(folder / "other"))
+    return module
+
+
+FOUND = (relative_entry, empty_entry, entry_taken_off, namespace_package, of_a_specification)
+BY_VALUE = (file_deleted, of_a_file_of_another_name, by_a_hook, without_a_file, package_without_a_file, another_first)
+
+
+@pytest.fixture
+def module(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    folder = tmp_path / "code"
+    folder.mkdir()
+    (folder / f"{NAME}.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    for name in ("path", "meta_path"):
+        monkeypatch.setattr(sys, name, list(getattr(sys, name)))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    before = set(sys.modules)
+    importlib.invalidate_caches()
+    yield request.param(folder)
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in (NAME, "parts"):
+            del sys.modules[name]
+
+
+@pytest.mark.sample(quick=3, ci=11)
+@pytest.mark.parametrize("module", [*BY_VALUE, *FOUND], indirect=True, ids=lambda make: make.__name__)
+def test_workers_run_the_code_of_this_process(module: Any) -> None:
+    module.LEVEL["value"] = 3.0
+    envs = SharedMemoryVectorEnv([module.Env, lambda: module.Env()])
+    try:
+        assert envs.call("set_level", 2.0) == (2.0, 2.0)
+        _, infos = envs.reset(seed=1)
+        # What comes back is of the module's own class.
+        assert [type(info) for info in infos["info"]] == [module.Info] * 2
+        assert envs.step(np.zeros(2, np.int64))[1].tolist() == [2.0, 2.0]
+        assert module.LEVEL == {"value": 3.0}
+    finally:
+        envs.close()
+    assert cloudpickle.list_registry_pickle_by_value() == set()
+
+
+@pytest.mark.sample(quick=2, ci=11)
+@pytest.mark.parametrize("module", [*BY_VALUE, *FOUND], indirect=True, ids=lambda make: make.__name__)
+def test_trials_run_the_code_of_this_process(module: Any, tmp_path: Path) -> None:
+    verdicts = [probe([module.Env] * 2, cache=tmp_path / "verdicts") for _ in range(2)]
+    assert [verdict.isolation for verdict in verdicts] == [Isolation.SHARED_STATE] * 2, verdicts
+    # A verdict is kept by the file of the code: without one that is found again, none is.
+    found = is_found_elsewhere(module.__name__)
+    assert [verdict.declared_by for verdict in verdicts] == ["probe", "cache" if found else "probe"]
+
+
+@pytest.mark.parametrize("module", FOUND, indirect=True, ids=lambda make: make.__name__)
+def test_the_import_path_leads_to_all_modules_with_files(module: Any) -> None:
+    path = import_path()
+    assert all(map(os.path.isabs, path))
+    assert is_found_elsewhere(module.__name__)
+    code = f"import sys; sys.path[:] = {path!r}; import {module.__name__} as m; print(m.__file__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == module.__file__
+
+
+@pytest.mark.parametrize("module", BY_VALUE, indirect=True, ids=lambda make: make.__name__)
+def test_modules_that_are_not_found_are_known(module: Any) -> None:
+    assert not is_found_elsewhere(module.__name__)
+
+
+@pytest.mark.parametrize("name", ["os", "sys", "numpy", "torch._C", "gymnasium", "tests", "rl_ext_core", "_imp"])
+def test_modules_of_python_and_of_packages_are_found(name: str) -> None:
+    importlib.import_module(name.partition(".")[0])
+    assert is_found_elsewhere(name)
+
+
+def test_a_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    monkeypatch.setattr(sys, "path", ["", "relative", *sys.path])
+    assert str(ROOT) in [os.path.realpath(entry) for entry in import_path()]
+
+
+def test_relative_entries_mean_the_directory_at_the_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_import_path, "_at_start", {"lib": "/at/start/lib"})
+    monkeypatch.setattr(sys, "path", ["lib", *sys.path])
+    monkeypatch.chdir(tmp_path)
+    assert import_path()[:2] == ["/at/start/lib", str(tmp_path / "lib")]
+
+
+OF_A_NOTEBOOK = f"""
+import os, sys
+sys.path.insert(0, "")
+open("{NAME}.py", "w").write({SOURCE!r})
+import {NAME}
+# %%
+os.makedirs("out")
+os.chdir("out")
+# %%
+import numpy as np
+from rl_ext_core.isolation import probe
+from rl_ext_core.vector import SharedMemoryVectorEnv
+class Cell({NAME}.Env):
+    def set_level(self, value): return super().set_level(value) + 1
+for kind in ({NAME}.Env, Cell):
+    envs = SharedMemoryVectorEnv([kind] * 2)
+    print(envs.call("set_level", 2.0), probe([kind] * 2, cache=False).isolation.value)
+    envs.close()
+"""
+
+
+@pytest.mark.sample(quick=0, ci=2)
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "script"])
+def test_the_working_directory_changes_before_the_package_is_imported(way: str, tmp_path: Path) -> None:
+    lines = run_as(way, OF_A_NOTEBOOK, tmp_path).splitlines()
+    assert lines == ["(2.0, 2.0) shared-state", "(3.0, 3.0) shared-state"]
