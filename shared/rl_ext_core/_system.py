@@ -16,6 +16,7 @@ import importlib
 import importlib.util
 import mmap
 import os
+import shutil
 import threading
 import time
 import uuid
@@ -28,6 +29,7 @@ __all__ = [
     "LAZY",
     "PAGE",
     "Addresses",
+    "TemporaryFolder",
     "after_fork",
     "give_back",
     "lock",
@@ -292,6 +294,24 @@ def new_memory_file(name: str) -> tuple[int, Path | None]:
         return descriptor, None
     os.close(descriptor)
     return _windows.open_temporary(path), Path(path)
+
+
+class TemporaryFolder:
+    """A folder that is deleted when this object is dropped, or at exit, and never by a forked process.
+
+    Python's ``TemporaryDirectory`` is also deleted by a fork that exits.
+
+    :ivar name: its path
+    :ivar cleanup: deletes it
+    """
+
+    def __init__(self) -> None:
+        import tempfile
+        from multiprocessing import util
+
+        self.name = tempfile.mkdtemp(prefix="rl-ext-")
+        # After the workers have ended.
+        self.cleanup = util.Finalize(self, shutil.rmtree, (self.name, True), exitpriority=-20)
 
 
 def read_at(descriptor: int, n_bytes: int, offset: int) -> bytes:

@@ -19,6 +19,7 @@ import math
 import multiprocessing
 import os
 import select
+import signal
 import socket
 import threading
 import time
@@ -38,6 +39,7 @@ from multiprocessing import (
     util,
 )
 from multiprocessing import context as mp_context
+from multiprocessing import process as mp_process
 from multiprocessing.process import BaseProcess
 from typing import Any, ClassVar
 
@@ -46,12 +48,12 @@ from rl_ext_core._system import after_fork
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.processes import servers, worker
 from rl_ext_core.processes.report import Report
-from rl_ext_core.processes.worker import kill_families, kill_group
+from rl_ext_core.processes.worker import GROUP_SIGNALS, kill_families, kill_group
 
 __all__ = ["Worker", "WorkerContext", "WorkerPopen", "get_context", "registered"]
 
-# multiprocessing's exit code for a process whose fork server has died.
-_LOST = 255
+# multiprocessing's exit code for a process whose fork server has died, and here for any that is not known.
+_UNKNOWN = 255
 # After the children were joined: until then they may still write their reports.
 _EXIT_PRIORITY = -10
 _KILL_S = 1.0
@@ -61,12 +63,16 @@ _names = itertools.count()
 _lifelines: set[int] = set()
 
 
-def _close_lifelines() -> None:
+def _leave_to_parent() -> None:
+    """Drop the workers of the process that this one was forked from."""
     while _lifelines:
         os.close(_lifelines.pop())
+    # multiprocessing would terminate and join them when this process ends.
+    children: set[Any] = mp_process._children  # type: ignore[attr-defined]
+    children.difference_update([child for child in children if isinstance(child, Worker)])
 
 
-after_fork(_close_lifelines)
+after_fork(_leave_to_parent)
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,8 @@ class Settings:
         """Return what a worker is given that is started now."""
         together = {**os.environ, **self.environ}
         environ = {name: value for name, value in together.items() if value is not None}
-        return worker.Start(report, lifeline, environ, self.own_session)
+        handled = tuple(number for number in GROUP_SIGNALS if signal.getsignal(number) is not signal.SIG_DFL)
+        return worker.Start(report, lifeline, environ, self.own_session, os.getpid(), handled)
 
 
 class Worker(BaseProcess):
@@ -135,13 +142,15 @@ class WorkerPopen(popen_fork.Popen):
     """A started worker, as its parent sees it."""
 
     report: Report  # what it says of its end
-    lost: bool  # its fork server died, so that its exit code is not known
+    server_end: str | None  # how its fork server has ended, if that came first: the exit code is not known then
+    is_unreported: bool  # the system has not reported the exit code, nor has the worker
     watched: bool  # what it has started ends with it, though it ends in order
     _fds: list[int]
     _send_signal: Callable[[int], None]
 
     def _launch(self, process_obj: Any) -> None:
-        self.lost = self.watched = self._cleared = False
+        self.is_unreported = self.watched = self._cleared = False
+        self.server_end = None
         self._polling = threading.Lock()
         reading, writing = os.pipe()
         _lifelines.add(writing)
@@ -192,7 +201,13 @@ class WorkerPopen(popen_fork.Popen):
             return code
 
     def _read_exitcode(self) -> None:
+        ended = connection.wait([self.sentinel], 0)
         super().poll(os.WNOHANG)
+        if ended and self.returncode is None and not _is_child(self.pid):
+            # SIGCHLD is ignored, or another part of this process has waited for all of its children.
+            recorded = self.report.exitcode()
+            self.is_unreported = recorded is None
+            self.returncode = _UNKNOWN if recorded is None else recorded
 
     def ask_to_end(self) -> bool:
         """Ask the worker to close what it has and to end, if it has something; tell whether it was asked."""
@@ -228,13 +243,13 @@ class _ForkPopen(WorkerPopen):
     def _start(self, process_obj: Any, start: worker.Start) -> None:
         process_obj.start_in_fork = start
         # A worker that had to start one would take it with it.
-        resource_tracker.ensure_running()
+        servers.signals_held(resource_tracker.ensure_running)()
         servers.try_to_open(4)
         self._fork(process_obj)
         del process_obj.start_in_fork
         self._watch_process()
 
-    @servers.interrupts_held
+    @servers.signals_held
     def _fork(self, process_obj: Any) -> None:
         super(WorkerPopen, self)._launch(process_obj)  # type: ignore[misc]
 
@@ -243,7 +258,7 @@ class _SpawnPopen(WorkerPopen, popen_spawn_posix.Popen):
     method = "spawn"
 
     def _start(self, process_obj: Any, start: worker.Start) -> None:
-        tracker = resource_tracker.getfd()
+        tracker = servers.signals_held(resource_tracker.getfd)()
         assert tracker is not None
         self._fds.append(tracker)
         pickled, _ = _pack(self, process_obj, start)
@@ -258,7 +273,7 @@ class _SpawnPopen(WorkerPopen, popen_spawn_posix.Popen):
         self._watch_process()
         _send(parent_w, pickled)
 
-    @servers.interrupts_held
+    @servers.signals_held
     def _spawn(self, command: Sequence[str], fds: Sequence[int]) -> None:
         self.pid = util.spawnv_passfds(os.fsencode(spawn.get_executable()), command, fds)
 
@@ -273,11 +288,13 @@ class _ForkServerPopen(WorkerPopen, popen_forkserver.Popen):
             settings = process_obj.settings
             read_at_import = {name: start.environ.get(name) for name in settings.import_time}
             first, more = self._fds[: worker.SENT_AT_ONCE], self._fds[worker.SENT_AT_ONCE :]
-            servers.connect(settings.preload, read_at_import, sys_path, first, self._accept)
+            self._server = servers.connect(settings.preload, read_at_import, sys_path, first, self._accept)
             _send(self._data, pickled)
             with suppress(ConnectionError):  # a worker that is dead already is found like any other
                 for at in range(0, len(more), worker.SENT_AT_ONCE):
                     reduction.sendfds(ours, more[at : at + worker.SENT_AT_ONCE])
+
+    _server: Any = None
 
     def _accept(self, status: int, data: int, pid: int) -> None:
         self.sentinel, self._data, self.pid = status, data, pid
@@ -289,8 +306,8 @@ class _ForkServerPopen(WorkerPopen, popen_forkserver.Popen):
             try:
                 self.returncode = forkserver.read_signed(self.sentinel)
             except (OSError, EOFError):
-                self.returncode = _LOST
-                self.lost = True
+                self.returncode = _UNKNOWN
+                self.server_end = servers.end_of(self._server)
                 # The worker may live, and nobody would wait for it; its id may be another's soon.
                 self._closing[0]()
 
@@ -545,6 +562,15 @@ class _NotingPickler(reduction.ForkingPickler):
         if isinstance(value, (type, types.FunctionType)) and value.__module__ in ("__main__", "__mp_main__"):
             self.needs_main = True
         return NotImplemented
+
+
+def _is_child(pid: int) -> bool:
+    """Return whether the system still has an exit code of a child, or will have it."""
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def _send(descriptor: int, data: bytes) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from textwrap import indent
 from typing import Any
 
-from rl_ext_core.errors import WorkerError
+from rl_ext_core.errors import InvalidArgumentError, WorkerError
 from rl_ext_core.processes.report import Contents, Progress, Raised
 
 _GUARD = """\
@@ -106,8 +107,12 @@ class FailedWorker:
         return Failure(self.worker, kind, phase, f"{who} {what}{when}{rest}", seed=seed, notes=notes, **more)
 
 
-def ended(worker: FailedWorker, contents: Contents, exitcode: int | None, *, lost: bool) -> Failure:
-    """Describe the failure of a worker that has ended; it is lost where its fork server has died."""
+def ended(worker: FailedWorker, contents: Contents, exitcode: int | None, *, server_end: str | None = None) -> Failure:
+    """Describe the failure of a worker that has ended.
+
+    :param exitcode: None: the system has not reported it to this process
+    :param server_end: how its fork server has ended, as `ending` writes it, if that has ended the worker
+    """
     started = contents.progress is Progress.RUNNING
     while_it = {
         Progress.LAUNCHED: " before it ran anything of yours",
@@ -118,10 +123,14 @@ def ended(worker: FailedWorker, contents: Contents, exitcode: int | None, *, los
     if contents.raised is not None:
         kind = "exception" if started else "start"
         return _raised(worker, contents, contents.raised, kind, while_it, exitcode)
-    if lost:
+    if server_end is not None:
         what, kind = f"is lost{while_it}", "signal"
-        rest = ": the fork server that started it has died, and so it was ended too"
-    elif exitcode is not None and exitcode < 0:
+        rest = f": the fork server that started it {server_end}, and so it was ended too"
+    elif exitcode is None:
+        what, kind = f"ended{while_it}", "exit"
+        rest = "; why is not known, because this process ignores SIGCHLD or another part of it has waited for the "
+        rest += "worker. Write signal.signal(signal.SIGCHLD, signal.SIG_DFL) before the workers start"
+    elif exitcode < 0:
         name = signal_name(-exitcode)
         what, kind = f"was killed by {name}{while_it}", "signal"
         rest = "; its last Python frames:" if contents.text else f". {_HINTS[name]}" if name in _HINTS else ""
@@ -161,12 +170,34 @@ def timed_out(
     )
 
 
+def require_process(owner: int) -> None:
+    """Refuse calls from a forked process: it would take the answers that workers give to the process that made them.
+
+    :param owner: number of the process that started the workers
+    :raises InvalidArgumentError: If this is another process.
+    """
+    if os.getpid() != owner:
+        raise InvalidArgumentError(
+            f"these environments belong to process {owner}, and process {os.getpid()} was forked from it: expected "
+            "calls from the process that made them. Use environments that are made in this process"
+        )
+
+
 def signal_name(number: int) -> str:
     """Return a signal's name, or its number: most real-time signals have no name."""
     try:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def ending(exitcode: int | None) -> str:
+    """Return how a process has ended, as the end of a sentence."""
+    if exitcode is None:
+        return "has died"
+    if exitcode < 0:
+        return f"was killed by {signal_name(-exitcode)}"
+    return f"ended with exit code {exit_code_name(exitcode)}"
 
 
 def exit_code_name(code: int) -> str:

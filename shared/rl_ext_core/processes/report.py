@@ -28,8 +28,9 @@ from rl_ext_core._system import new_memory_file
 
 PAGE = 4096
 _NUMBER, _LENGTH = struct.Struct("=I"), struct.Struct("=Q")
-# Of the page: how far it got, whether it has something to close, whether it was asked to end, and its notes.
-_CLOSES_AT, _ASKED_AT, _NOTES_AT = 4, 8, 12
+# Of the page: how far it got, whether it has something to close, whether it was asked to end, its exit code plus one,
+# and its notes.
+_CLOSES_AT, _ASKED_AT, _EXITCODE_AT, _NOTES_AT = 4, 8, 12, 16
 _NOTES_FROM = _NOTES_AT + _LENGTH.size
 _NOTES_LIMIT = PAGE - _NOTES_FROM
 _MARK = b"\0report\0"
@@ -158,6 +159,13 @@ class Report:
             return self._closed or self._contents()
 
     @uninterrupted
+    def exitcode(self) -> int | None:
+        """Read the exit code that the worker has recorded; None: it ended before it could, or the file is closed."""
+        with self._lock:
+            recorded = 0 if self._closed else _NUMBER.unpack(os.pread(self.fd, _NUMBER.size, _EXITCODE_AT))[0]
+        return recorded - 1 if recorded else None
+
+    @uninterrupted
     def close(self) -> None:
         """Close the file."""
         with self._lock:
@@ -197,6 +205,10 @@ class Writer:
     def has_to_close(self) -> None:
         """Say that this worker has something to close before it ends."""
         _NUMBER.pack_into(self._page, _CLOSES_AT, 1)
+
+    def write_exitcode(self, code: int) -> None:
+        """Record the exit code, for a parent that the system does not report it to."""
+        _NUMBER.pack_into(self._page, _EXITCODE_AT, (code & 0xFF) + 1)
 
     def write_notes(self, notes: dict[str, Any]) -> None:
         """Replace the notes; what JSON does not know arrives as its ``repr``."""

@@ -15,6 +15,7 @@ import os
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker, util
@@ -24,6 +25,8 @@ from typing import Any, TypeVar
 from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core._system import after_fork, set_variables
 from rl_ext_core.errors import WorkerError
+from rl_ext_core.processes.failures import ending
+from rl_ext_core.processes.worker import GROUP_SIGNALS
 
 _log = logging.getLogger("rl_ext_core.processes")
 
@@ -33,8 +36,15 @@ _Key = tuple[tuple[str, ...], tuple[tuple[str, str | None], ...]]
 # After the children were joined, before multiprocessing removes the folder of the servers' sockets (-100).
 _EXIT_PRIORITY = -50
 _DIED = (ChildProcessError, ConnectionError, EOFError, FileNotFoundError)
+# How long a server whose pipes are closed may take to end.
+_ENDS_WITHIN_S = 0.2
 
-_servers: dict[_Key, ForkServer] = {}
+
+class _Server(ForkServer):
+    exitcode: int | None = None  # None: it runs, or the system has not reported it to this process
+
+
+_servers: dict[_Key, _Server] = {}
 # Those that have answered.
 _served: set[_Key] = set()
 _lock = threading.Lock()
@@ -53,6 +63,7 @@ class _Program(list[str]):
         self._source = (
             f"import sys\nsys.path[:] = {[str(path) for path in sys_path]!r}\n"
             "from rl_ext_core.processes import servers\n"
+            "servers.leave_signals_to_parent()\n"
             f"servers.preload_modules({list(key[0])!r}, {dict(key[1])!r})"
         )
 
@@ -66,38 +77,54 @@ def connect(
     sys_path: Sequence[str],
     fds: Sequence[int],
     accept: Callable[[int, int, int], None],
-) -> None:
+) -> _Server:
     """Have a fork server start a process; start the server if there is none.
 
     :param preload: modules that the server has imported
     :param variables: what they read at import; None is unset
     :param fds: descriptors for the new process
     :param accept: called with descriptors to read its exit code from and to write its pickle to, and its id
+    :return: the server, for :func:`end_of`
     :raises WorkerError: the server dies whenever it is started
     """
     key = (tuple(preload), tuple(variables.items()))
-    for last_try in (False, True):
+    last_try = False
+    while True:
         server = _running(key, sys_path)
         try:
             # It answers at once when it has answered before; a worker that nobody talks to would complain.
             ask = uninterrupted(_ask) if key in _served else _ask
             ask(server, fds, accept)
             _served.add(key)
-            return
+            return server
         except _DIED as error:
-            code = _drop(key)
+            how = end_of(server)
+            _drop(key)
+            code = server.exitcode
             if last_try:
                 raise WorkerError(
-                    f"the fork server of the workers ended with exit code {code} while it imported {list(preload)}: "
+                    f"the fork server of the workers {how} while it imported {list(preload)}: "
                     "leave out of preload what cannot be imported, or write preload=()",
                     kind="start",
                     exitcode=code,
                 ) from error
+            last_try = True
         except BaseException:
             if key not in _served:
                 # Interrupted while it imports, after which it would start that worker.
                 _drop(key)
             raise
+
+
+@uninterrupted
+def end_of(server: Any) -> str:
+    """Return how a server has ended, as the end of a sentence."""
+    until = time.monotonic() + _ENDS_WITHIN_S
+    while True:
+        with _lock:
+            if server._forkserver_pid is None or _has_died(server) or time.monotonic() > until:
+                return ending(server.exitcode)
+        time.sleep(0.001)
 
 
 def _ask(server: ForkServer, fds: Sequence[int], accept: Callable[[int, int, int], None]) -> None:
@@ -127,20 +154,22 @@ def try_to_open(count: int) -> None:
 
 
 @uninterrupted
-def _running(key: _Key, sys_path: Sequence[str]) -> Any:
+def _running(key: _Key, sys_path: Sequence[str]) -> _Server:
     global _at_exit
     with _lock:
         if _at_exit is None:
             _at_exit = util.Finalize(None, stop_servers, exitpriority=_EXIT_PRIORITY)
         server = _servers.get(key)
         if server is None or _has_died(server):
-            _stop(server)
+            if server is not None:
+                _stop(server)
             _served.discard(key)
-            server = _servers[key] = ForkServer()
+            server = _servers[key] = _Server()
             server.set_forkserver_preload(_Program(key, sys_path))
-        resource_tracker.ensure_running()
+        # Signals are held back from it for good, except those that it handles.
+        signals_held(resource_tracker.ensure_running)()
         with _short_enough():
-            interrupts_held(server.ensure_running)()
+            signals_held(server.ensure_running)()
         return server
 
 
@@ -160,8 +189,9 @@ def _short_enough() -> Iterator[None]:
         ) from error
 
 
-def interrupts_held(start: _F) -> _F:
-    """Hold Ctrl-C back from what a function starts, until that has said what to do with it, and from the function.
+def signals_held(start: _F) -> _F:
+    """Hold Ctrl-C and other signals to the process group back from the process that a function starts, until that
+    process has set what to do with them, and hold Ctrl-C back from the function.
 
     A mask does the former, and not the latter: other threads take the signal, which interrupts the main one.
     """
@@ -169,7 +199,7 @@ def interrupts_held(start: _F) -> _F:
     @uninterrupted
     @functools.wraps(start)
     def held(*args: Any, **kwargs: Any) -> Any:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *GROUP_SIGNALS})
         try:
             return start(*args, **kwargs)
         finally:
@@ -179,10 +209,12 @@ def interrupts_held(start: _F) -> _F:
 
 
 @uninterrupted
-def _drop(key: _Key) -> int | None:
+def _drop(key: _Key) -> None:
     with _lock:
         _served.discard(key)
-        return _stop(_servers.pop(key, None))
+        server = _servers.pop(key, None)
+        if server is not None:
+            _stop(server)
 
 
 @uninterrupted
@@ -202,31 +234,69 @@ def stop_servers() -> None:
 
 
 def _has_died(server: Any) -> bool:
-    try:
-        return server._forkserver_pid is not None and os.waitpid(server._forkserver_pid, os.WNOHANG)[0] != 0
-    except ChildProcessError:  # somebody else has waited for it
+    """Return whether a server has ended, and record its exit code if the system reports it."""
+    if server.exitcode is not None:
         return True
-
-
-def _stop(server: Any) -> int | None:
-    """End a server, and give its exit code."""
-    if server is None or server._forkserver_pid is None:
-        return None
-    code = None
-    with suppress(ChildProcessError):
-        # Somebody else has waited for it where this is raised: the number may be another process's by now.
+    if server._forkserver_pid is None:
+        return False
+    try:
         pid, status = os.waitpid(server._forkserver_pid, os.WNOHANG)
-        if not pid:
-            # Closing the pipe that it listens to would not do: its workers hold it too, and what they have forked.
-            os.kill(server._forkserver_pid, signal.SIGKILL)
-            _, status = os.waitpid(server._forkserver_pid, 0)
-        code = os.waitstatus_to_exitcode(status)
+    except ChildProcessError:  # SIGCHLD is ignored, or another part of this process has waited for it
+        return True
+    if pid:
+        server.exitcode = os.waitstatus_to_exitcode(status)
+    return pid != 0
+
+
+def _stop(server: Any) -> None:
+    """End a server."""
+    if server._forkserver_pid is None:
+        return
+    if not _has_died(server):
+        # Closing the pipe that it listens to would not do: its workers hold it too, and what they have forked.
+        os.kill(server._forkserver_pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            server.exitcode = os.waitstatus_to_exitcode(os.waitpid(server._forkserver_pid, 0)[1])
     os.close(server._forkserver_alive_fd)
     if not util.is_abstract_socket_namespace(server._forkserver_address):
         with suppress(FileNotFoundError):
             os.unlink(server._forkserver_address)
     server._forkserver_pid = None
-    return code
+
+
+_defaults: dict[int, Any] = {}
+
+
+def leave_signals_to_parent() -> None:
+    """Survive, in a fork server, the signals that are sent to the process group: the parent handles them or dies of
+    them, and then the server ends as well.
+    """
+    for number in GROUP_SIGNALS:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            # Not ignored, which workers would inherit.
+            _defaults[number] = signal.signal(number, _pass)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
+    os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_restore_signals)
+
+
+def _pass(number: int, frame: object) -> None:
+    pass
+
+
+def _block_signals() -> None:
+    if _defaults:  # else this is a worker, which has these hooks as well
+        signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
+
+
+def _unblock_signals() -> None:
+    if _defaults:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
+
+
+def _restore_signals() -> None:
+    """In a new worker: signals stay blocked until it has left the parent's process group."""
+    while _defaults:
+        signal.signal(*_defaults.popitem())
 
 
 def preload_modules(modules: Sequence[str], variables: Mapping[str, str | None]) -> None:

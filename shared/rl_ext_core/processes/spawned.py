@@ -12,6 +12,7 @@ import pickle
 import struct
 import sys
 from collections.abc import Mapping
+from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
 
 from rl_ext_core._system import set_variables
@@ -92,6 +93,8 @@ def death_of(process: BaseProcess, who: str, worker: int | None = None) -> Worke
     process.join(_ENDS_WITHIN_S)
     code = process.exitcode
     how = "is still running and does not answer"
+    if code is None and connection.wait([process.sentinel], 0):
+        how = "has ended; the system does not tell how, because this process ignores SIGCHLD"
     if code is not None:
         how = f"has ended, with exit code {exit_code_name(code)}"
     return WorkerError(

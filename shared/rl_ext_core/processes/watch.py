@@ -60,6 +60,7 @@ class Watch:
     :raises InvalidArgumentError: one has not started, or there are too few seeds
 
     :ivar failure: the first one; None while there is none
+    :ivar owner: number of the process that made it
 
     >>> import time
     >>> from rl_ext_core.processes import Watch, get_context
@@ -96,7 +97,7 @@ class Watch:
         self._running: _Operation | None = None
         self._tick: float | None = None
         self._closing = self._killing = self._stopping = False
-        self._owner = os.getpid()
+        self.owner = os.getpid()
         for popen in self._popens:
             popen.report.taken = popen.watched = True
         self._over = threading.Event()
@@ -139,7 +140,7 @@ class Watch:
     @property
     def ours(self) -> bool:
         """Whether it was made by this process, and not by one that this was forked from."""
-        return os.getpid() == self._owner
+        return os.getpid() == self.owner
 
     def kill(self) -> None:
         """End the workers that live; nothing is a failure any more.
@@ -212,7 +213,9 @@ class Watch:
         contents = {worker: self._popens[worker].report.read() for worker in unexpected}
         worker = min(unexpected, key=lambda worker: (*_rank(contents[worker], self._popens[worker]), worker))
         popen = self._popens[worker]
-        self._fail(ended(self._describe(worker), contents[worker], popen.final_exitcode(), lost=popen.lost))
+        code = popen.final_exitcode()
+        known = None if popen.is_unreported else code
+        self._fail(ended(self._describe(worker), contents[worker], known, server_end=popen.server_end))
 
     def _find_hanging(self) -> None:
         operation = self._running

@@ -22,6 +22,7 @@ from multiprocessing import forkserver, reduction, spawn
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rl_ext_core._import_path import import_path
 from rl_ext_core._system import after_fork
 from rl_ext_core.processes.report import Progress, Writer
 
@@ -36,6 +37,13 @@ END_SIGNAL = getattr(signal, "SIGUSR2", signal.SIGTERM)  # Windows imports this,
 # Not reset: faulthandler's, and those that nobody can handle.
 _KEPT = {getattr(signal, f"SIG{name}", None) for name in ("SEGV", "FPE", "ABRT", "BUS", "ILL", "KILL", "STOP")}
 _KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # which ends a process as surely on Windows
+# Signals that end a process by default and that launchers may send to a whole process group, as SLURM's --signal does.
+# The others stop it, continue it, or are passed over; SIGINT is treated on its own.
+GROUP_SIGNALS = frozenset(
+    signal.valid_signals()
+    - _KEPT
+    - {getattr(signal, f"SIG{name}", None) for name in ("INT", "CHLD", "CONT", "TSTP", "TTIN", "TTOU", "URG", "WINCH")}
+)
 _CHAIN_LIMIT = 20
 # Something may fork while it is looked for.
 _ROUNDS = 3
@@ -102,13 +110,15 @@ class Start:
     lifeline: Any  # reading end of a pipe that the parent never writes to and alone holds open
     environ: dict[str, str]  # all of its variables
     own_session: bool  # not only a group
+    parent: int  # the number of that process
+    handled: tuple[int, ...]  # signals of GROUP_SIGNALS that the parent handles or ignores
 
     def begin(self) -> None:
         """Set the process up; called before anything that is not the standard library's or ours is imported."""
         global _writer
         os.setsid() if self.own_session else lead_group()
         _writer = None
-        _set_signals()
+        _set_signals(self.parent, self.handled)
         for name in os.environ.keys() - self.environ.keys():
             del os.environ[name]
         for name, value in self.environ.items():
@@ -167,7 +177,7 @@ def preparation(name: str) -> dict[str, Any]:
     """Return multiprocessing's preparation data for a process, in its parent."""
     chosen = multiprocessing.get_start_method(allow_none=True)
     try:
-        return spawn.get_preparation_data(name)
+        return {**spawn.get_preparation_data(name), "sys_path": import_path()}
     finally:
         if not chosen:
             # Asking for the default has fixed it: the user could not set another any more.
@@ -247,6 +257,8 @@ def leave(code: int, *, forked: bool) -> int:
     """End a worker that has reported a failure, without taking the interpreter down, which may take a large library
     half a second, as forked workers never do; else give its exit code back.
     """
+    if _writer is not None:
+        _writer.write_exitcode(code)
     if _ending:
         # Those of whom it was forked by are not its own, and would close what is not open here. From Python 3.13 on,
         # multiprocessing has removed them.
@@ -265,14 +277,20 @@ def _is_unguarded(error: BaseException | None) -> bool:
     return False
 
 
-def _set_signals() -> None:
+def _set_signals(parent: int, handled: Collection[int]) -> None:
     """Leave signals as a fresh process has them: a forked one has its parent's handlers, and those of its libraries.
 
-    What is ignored stays so, as for any program that is started.
+    What is ignored stays so, as for any program that is started, except SIGCHLD: environments could not learn how the
+    processes end that they start.
     """
     signal.set_wakeup_fd(-1)
+    # Until lead_group() this process was in the parent's group, and these were blocked: they were meant for the parent.
+    while handled and (info := signal.sigtimedwait(handled, 0)) is not None:
+        if info.si_pid == parent:  # terminate()
+            os.kill(os.getpid(), info.si_signo)
+            break
     for number in signal.valid_signals() - _KEPT:
-        if signal.getsignal(number) is not signal.SIG_IGN:
+        if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGCHLD:
             signal.signal(number, signal.SIG_DFL)
     # A KeyboardInterrupt here would be a second, misleading error. Not ignored, which programs that are started from
     # here would inherit: some are to be ended by it.
@@ -327,6 +345,11 @@ def lead_group() -> None:
     """
     with suppress(PermissionError):  # it leads a session
         os.setpgid(0, 0)
+
+
+def hides_exit_codes() -> bool:
+    """Return whether SIGCHLD is ignored here: ``subprocess`` gives exit code 0 then, however a child ends."""
+    return hasattr(signal, "SIGCHLD") and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
 
 
 def kill_families(living: Collection[int], ended: Collection[int] = ()) -> None:

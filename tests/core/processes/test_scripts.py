@@ -43,11 +43,13 @@ class Program:
         self.folder = folder
         self.running: list[subprocess.Popen[str]] = []
 
-    def start(self, method: str, body: str, *, top: str = "", guard: str = GUARD) -> subprocess.Popen[str]:
+    def start(
+        self, method: str, body: str, *, top: str = "", guard: str = GUARD, **options: object
+    ) -> subprocess.Popen[str]:
         script = self.folder / "train.py"
         body = indent(dedent(body), "    ")
         script.write_text(SCRIPT.format(method=method, top=dedent(top), body=body, guard=guard))
-        return self.run([str(script)])
+        return self.run([str(script)], **options)
 
     def ended(self, method: str, body: str, **options: str) -> tuple[int, str]:
         """Run a script; return its exit code and what it has printed as errors."""

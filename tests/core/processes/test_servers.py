@@ -150,7 +150,7 @@ def test_the_death_of_a_server_ends_its_workers_and_is_told() -> None:
     with group("forkserver") as workers:
         pids = [workers.ask(worker, "pid") for worker in range(3)]
         with (  # noqa: PT012
-            pytest.raises(WorkerError, match="is lost in step: the fork server that started it has died"),
+            pytest.raises(WorkerError, match="is lost in step: the fork server that started it was killed by SIGKILL"),
             workers.watch.operation("step"),
         ):
             os.kill(server_pids()[0], signal.SIGKILL)
