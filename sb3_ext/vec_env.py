@@ -168,14 +168,15 @@ class PoolVecEnv(CheckedVecEnv):
         pool.begin_reset([(seed, options or None) for seed, options in zip(self._seeds, self._options, strict=True)])
         self.waiting = False
         pool.wait_for_step()
-        self.reset_infos = [reset_info for _, (_, reset_info, _, _) in pool.entries()]  # type: ignore[misc]
+        entries = pool.entries(to_reset=True)
+        self.reset_infos = [reset_info for _, (_, reset_info, _, _) in entries]  # type: ignore[misc]
         pool.tell_of_changes("DummyVecEnv")
         self._reset_seeds()
         self._reset_options()
         return pool.observations()
 
     def close(self) -> None:
-        """Close the environments and end the workers; it always returns.
+        """Close the environments and end the workers; it always returns. In a forked process it does nothing to them.
 
         :raises WorkerError: an environment fails in its ``close``
         """
@@ -259,16 +260,24 @@ class SharedMemoryVecEnv(PoolVecEnv):
     :param close_timeout: seconds until they must have closed their environments and ended; None waits, as
         ``SubprocVecEnv`` does. When it is reached, their processes are killed, and a warning says so
     :param restart: ``"truncate"`` puts a new worker in the place of one that has failed: the episodes of its
-        environments are reported as truncated, with the last observation that was returned, and training goes on
+        environments are reported as truncated, with the last observation that was returned, and training goes on.
+        The new environments get what ``set_attr`` had set and the options of the last reset, and the same seed if the
+        failure came in that reset, else one drawn from it. ``info["worker_error"]``, also in :attr:`reset_infos`, says
+        what failed, and names the calls of ``env_method`` that were not repeated
     :param max_restarts: after so many, the failure is raised
-    :param cure: for environments whose processes disturb each other: ``"working directory"``, ``"TMPDIR"`` or
-        ``"library copy"`` gives each worker its own, see :func:`rl_ext_core.isolation.apply_cure`
+    :param cure: for environments whose processes disturb each other: ``"TMPDIR"`` or ``"library copy"`` gives each
+        worker its own, see :func:`rl_ext_core.isolation.apply_cure`
+    :param cwd: ``"own"`` gives each worker an empty working directory below :attr:`working_directory`, which is kept if
+        files are written there. By default workers share the working directory of this process
     :raises WorkerError: at any call: a worker has failed; the text says which environment, in what, and why; the cause
         is the environment's own exception. All workers are gone then
     :raises EnvironmentOutputError: the environments' spaces differ
-    :raises InvalidArgumentError: an option with another value, observations that are not arrays of fixed shape
+    :raises InvalidArgumentError: an option with another value, observations that are not arrays of fixed shape; also at
+        any call but ``close`` in a process that was forked from the one that made it
 
     :ivar timings: how long the start and the steps have taken, see :class:`VecEnvTimings`
+    :ivar working_directory: folder that has a working directory for each worker, ``"0"``, ``"1"`` and so on; None: they
+        share that of this process
 
     Source: https://github.com/DLR-RM/stable-baselines3/issues/1890
 
@@ -292,11 +301,14 @@ class SharedMemoryVecEnv(PoolVecEnv):
         restart: Literal["truncate"] | None = None,
         max_restarts: int = 100,
         cure: str | None = None,
+        cwd: Literal["own"] | None = None,
     ) -> None:
         options = Options(
-            start_method, n_workers, start_timeout, step_timeout, close_timeout, restart, max_restarts, cure
+            start_method, n_workers, start_timeout, step_timeout, close_timeout, restart, max_restarts, cure, cwd
         )
-        super().__init__(Pool(env_fns, options))
+        pool = Pool(env_fns, options)
+        self.working_directory = pool.working_directory
+        super().__init__(pool)
         _warn_of_memory([worker.process.pid for worker in self._pool.workers])
 
 
@@ -358,10 +370,11 @@ class RayVecEnv(PoolVecEnv):
 
 
 class VecEnvTimings(BaseCallback):
-    """Has what the environments take logged beside Stable Baselines3's own ``time/fps``.
+    """Log how long environments take, next to Stable Baselines3's ``time/fps``.
 
-    ``time/env_start`` and ``time/env_step`` are seconds, the latter the mean of a rollout's steps;
-    ``time/env_restarts`` counts. Of vectorised environments that are no :class:`SharedMemoryVecEnv` it logs nothing.
+    ``time/env_start`` is in seconds, ``time/env_step`` is the mean of a rollout's steps in seconds, and
+    ``time/env_restarts`` counts restarted workers. Only environments in workers are timed, those of
+    :class:`SharedMemoryVecEnv` and :class:`RayVecEnv`. For other VecEnvs nothing is logged.
 
     >>> from stable_baselines3 import PPO
     >>> from sb3_ext import VecEnvTimings, make_vec_env

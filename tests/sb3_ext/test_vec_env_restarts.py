@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium import spaces
 from stable_baselines3 import PPO
 
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
@@ -91,6 +93,104 @@ def test_workers_that_answer_are_not_taken_for_hanging_while_another_is_replaced
     assert venv.step(np.zeros(3, np.int64))[2].tolist() == [True, False, False]
     time.sleep(3.5)  # their time goes by while nobody waits for them
     assert venv.step(np.zeros(3, np.int64))[0][:, 0].tolist() == [1, 2, 2]
+    assert venv.timings.restarts == 1
+    venv.close()
+
+
+class Settable(Counting):
+    """Shows what was set, and ends its process when it is told to by the action or a file."""
+
+    level: Any = 1
+    bonus = 0
+
+    def __init__(self, mark: str | None = None) -> None:
+        super().__init__()
+        self.action_space = spaces.Discrete(3)
+        self._mark, self._options = mark, None
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        if self._mark is not None and os.path.exists(self._mark):
+            os.remove(self._mark)
+            os._exit(3)
+        self._options = options
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if action == 2:
+            os._exit(3)
+        return super().step(action)
+
+    def found(self) -> Any:
+        return self.level, self.bonus, self._options
+
+    def set_bonus(self, bonus: int) -> None:
+        self.bonus = bonus
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "read_only":
+            raise AttributeError(name)
+        super().__setattr__(name, value)
+
+
+def test_attributes_and_reset_options_of_a_replaced_environment() -> None:
+    venv = SharedMemoryVecEnv([Settable] * 3, FAST, n_workers=2, **RESTARTING)
+    level = {"name": "first"}
+    venv.set_attr("level", level)
+    venv.set_attr("level", level, indices=[1, 2])
+    level["name"] = "changed later"
+    venv.set_attr("level", {"name": "third"}, indices=2)
+    venv.env_method("set_bonus", 4, indices=[2])
+    with pytest.raises(AttributeError):
+        venv.set_attr("read_only", 1)
+    venv.seed(5)
+    venv.set_options({"start": 9})
+    venv.reset()
+    pids = venv.env_method("pid", indices=[0, 1, 2])
+    dying = next(index for index in (0, 2) if pids.count(pids[index]) == 2)
+    after, _, dones, infos = venv.step(np.array([2 if index == dying else 0 for index in range(3)]))
+    replaced = [pid == pids[dying] for pid in pids]
+    assert dones.tolist() == replaced
+    for index in np.flatnonzero(replaced):
+        text = infos[index]["worker_error"]
+        again = re.search(r"got again: set_attr\('level'\), reset\(seed=(\d+), options={'start': 9}\)\.", text)
+        assert again
+        assert int(again[1]) != 5 + index, "the same seed would repeat the same episodes"
+        missing = "env_method('set_bonus'), env_method('pid')" if index == 2 else "env_method('pid')"
+        assert f"It did not get: {missing}. Call them again for environment {index}." in text
+        assert venv.reset_infos[index]["worker_error"] == text
+        assert after[index, 1] == np.float32(np.random.default_rng(int(again[1])).random())
+    levels = [{"name": "first"}, {"name": "first"}, {"name": "third"}]
+    bonus = 0 if replaced[2] else 4
+    assert venv.env_method("found") == [(levels[index], bonus * (index == 2), {"start": 9}) for index in range(3)]
+    venv.close()
+
+
+def test_reset_in_which_a_worker_dies_keeps_seed_and_options_and_says_so(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    venv = SharedMemoryVecEnv([Settable, functools.partial(Settable, str(mark))], FAST, **RESTARTING)
+    venv.seed(5)
+    expected = venv.reset()
+    mark.touch()
+    venv.seed(5)
+    venv.set_options({"start": 9})
+    np.testing.assert_array_equal(venv.reset(), expected)
+    assert "worker_error" not in venv.reset_infos[0]
+    assert venv.reset_infos[1]["worker_error"].startswith("environment 1 of 2 (seed 6), in reset: ended with exit code")
+    assert [options for *_, options in venv.env_method("found")] == [{"start": 9}] * 2
+    venv.close()
+
+
+def test_attribute_that_was_not_set_before_the_worker_died_is_named() -> None:
+    class Deadly(Settable):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, os._exit(3) if name == "deadly" else value)
+
+    venv = SharedMemoryVecEnv([Settable, Deadly], FAST, **RESTARTING)
+    venv.reset()
+    with pytest.raises(WorkerError, match="environment 1 of 2, in set_attr"):
+        venv.set_attr("deadly", 1)
+    infos = venv.step(np.zeros(2, np.int64))[3]
+    assert "It did not get: set_attr('deadly'). Call them again for environment 1." in infos[1]["worker_error"]
     assert venv.timings.restarts == 1
     venv.close()
 

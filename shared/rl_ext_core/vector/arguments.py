@@ -15,7 +15,7 @@ from rl_ext_core.factory import EnvFactory, as_factory
 from rl_ext_core.frames.planning import parse_bytes
 from rl_ext_core.isolation.cures import CURES
 
-__all__ = ["Options", "at_least_one", "check_env_fns", "factories_of"]
+__all__ = ["Options", "at_least_one", "check_cwd", "check_env_fns", "factories_of"]
 
 
 def _like(value: Any) -> str:
@@ -62,6 +62,7 @@ class Options:
     :ivar restart: "truncate": workers that have failed are replaced
     :ivar max_restarts: how many times
     :ivar cure: see :func:`rl_ext_core.isolation.apply_cure`
+    :ivar cwd: "own": each worker has a working directory of its own, which is kept; None: they share the parent's
     :raises InvalidArgumentError: an option with another value
     """
 
@@ -73,6 +74,7 @@ class Options:
     restart: str | None = None
     max_restarts: int = 0
     cure: str | None = None
+    cwd: str | None = None
 
     def __post_init__(self) -> None:
         methods = multiprocessing.get_all_start_methods()
@@ -100,6 +102,19 @@ class Options:
             raise InvalidArgumentError(f"max_restarts={self.max_restarts!r} is no number; expected 0 or more")
         if self.cure is not None and self.cure not in CURES:
             raise InvalidArgumentError(f"cure={self.cure!r} is not known; expected one of {', '.join(CURES)}, or None")
+        check_cwd(self.cwd)
+
+
+def check_cwd(cwd: Any) -> None:
+    """Check what a caller says of working directories.
+
+    :raises InvalidArgumentError: If it is neither ``"own"`` nor None.
+    """
+    if cwd not in (None, "own"):
+        raise InvalidArgumentError(
+            f'cwd={cwd!r} is not known: expected "own" (a new directory for each worker) or None (this process\'s). '
+            'Use cwd="own", or call os.chdir(...) before'
+        )
 
 
 def _is_count(value: Any, least: int) -> bool:

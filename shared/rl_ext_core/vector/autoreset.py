@@ -7,9 +7,11 @@ reset within the step as well, and older ones say so nowhere.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from enum import Enum
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -23,8 +25,11 @@ __all__ = [
     "PartialReset",
     "final_observation",
     "find_mode",
+    "info_is_after_reset",
     "layers",
     "partial_reset",
+    "require_own_final_observations",
+    "require_synchronous",
     "unpacked",
     "without_final",
 ]
@@ -100,6 +105,31 @@ def layers(env: Any) -> list[Any]:
     return found if found[-1] is base else [*found, base]
 
 
+def require_synchronous(env: Any) -> None:
+    """Refuse EnvPool's and ALE's asynchronous mode, in which a step returns some of the sub-environments.
+
+    :raises InvalidArgumentError: If ``batch_size`` is smaller than ``num_envs``.
+    """
+    base = getattr(env, "unwrapped", env)
+    if not (_is_envpool(base) or _is_ale(base)):
+        return
+    settings = getattr(getattr(base, "spec", None), "config", base)  # EnvPool has a config, ALE has attributes
+    size, count = getattr(settings, "batch_size", None), getattr(settings, "num_envs", None)
+    if isinstance(size, int) and isinstance(count, int) and 0 < size < count:
+        raise InvalidArgumentError(
+            f"`batch_size={size}` with num_envs={count} makes {type(base).__name__} asynchronous: each step returns "
+            f"{size} of the {count} environments, expected all. Use batch_size={count}, or leave batch_size out"
+        )
+
+
+def info_is_after_reset(env: Any) -> bool:
+    """Return whether an info without ``final_info`` describes the new episode where a step has ended one.
+
+    So does ALE's. Isaac Lab's describes the step.
+    """
+    return _is_ale(getattr(env, "unwrapped", env))
+
+
 def partial_reset(env: Any, mode: Autoreset) -> tuple[PartialReset, bool]:
     """Find the way to reset some sub-environments and leave the others, through all wrappers.
 
@@ -110,8 +140,12 @@ def partial_reset(env: Any, mode: Autoreset) -> tuple[PartialReset, bool]:
     :raises InvalidArgumentError: the environment is known to do it wrongly
     """
     base = getattr(env, "unwrapped", env)
+    if _is_ale(base):
+        if mode is not Autoreset.SAME_STEP:
+            _require_ale_resets()
+        return _by_option(env, "reset_mask", lambda mask: mask.copy()), True
     if _is_envpool(base):
-        return lambda mask, **kwargs: env.reset(np.flatnonzero(mask), **kwargs), True
+        return _by_env_id(env, base), True
     if "env_ids" in _parameters(base.reset):
         return _by_keyword(env, base), True
     if _is_maniskill(base):
@@ -132,6 +166,19 @@ def partial_reset(env: Any, mode: Autoreset) -> tuple[PartialReset, bool]:
         )
     known = isinstance(base, (SyncVectorEnv, AsyncVectorEnv, SharedMemoryVectorEnv, CartPoleVectorEnv))
     return _by_option(env, "reset_mask", lambda mask: mask.copy()), known
+
+
+def _by_env_id(env: Any, base: Any) -> PartialReset:
+    """Call EnvPool's reset with numbers, or through wrappers with a mask: their first argument is another one."""
+    if env is base:
+        return lambda mask, **kwargs: env.reset(np.flatnonzero(mask), **kwargs)
+    if "options" not in _parameters(base.reset):
+        raise InvalidArgumentError(
+            f"`{type(env).__name__}` is a wrapper around an EnvPool whose reset takes no options: expected EnvPool "
+            "1.2.5 or later, which can reset some environments through wrappers. Use pip install 'envpool>=1.2.5', or "
+            "the pool without wrappers"
+        )
+    return _by_option(env, "reset_mask", lambda mask: mask.copy())
 
 
 def _by_keyword(env: Any, base: Any) -> PartialReset:
@@ -218,6 +265,20 @@ def _is_envpool(base: Any) -> bool:
     return any(kind.__module__.split(".")[0] == "envpool" for kind in type(base).__mro__)
 
 
+def _is_ale(base: Any) -> bool:
+    return any(kind.__module__.split(".")[0] == "ale_py" for kind in type(base).__mro__)
+
+
+def _require_ale_resets() -> None:
+    """Refuse versions of ALE whose ``reset_mask`` raises (0.11) or hangs (0.12.0)."""
+    found = version("ale-py")
+    if tuple(int(part) for part in re.findall(r"\d+", found)[:3]) < (0, 12, 1):
+        raise InvalidArgumentError(
+            f"ale-py {found} cannot reset some of its environments: expected 0.12.1 or later. Use pip install "
+            "'ale-py>=0.12.1', or AtariVectorEnv(..., autoreset_mode=AutoresetMode.SAME_STEP)"
+        )
+
+
 def _indices(mask: Any, base: Any) -> Any:
     import torch
 
@@ -245,6 +306,33 @@ def unpacked(result: Any, expected: tuple[str, ...]) -> tuple[Any, ...]:
 def final_observation(info: Any) -> Any:
     """Take the last observations out of a step's info. None where it holds none."""
     return _taken_out(info, "final_obs", "final_observation")
+
+
+def require_own_final_observations(env: Any, final: Any, rows: Iterable[int]) -> None:
+    """Refuse last observations that are overwritten: SyncVectorEnv resets environments before it copies them.
+
+    :param final: the last observations, as :func:`final_observation` returns them
+    :param rows: sub-environments whose episodes have ended
+    :raises EnvironmentOutputError: If an environment has returned one array in its last step and in the reset.
+    """
+    base = getattr(env, "unwrapped", env)
+    current = getattr(base, "_env_obs", None)  # gymnasium's private name: without it, nothing is checked
+    if not isinstance(current, list) or not isinstance(final, list | np.ndarray) or len(final) != len(current):
+        return
+    if any(_share_memory(final[row], current[row]) for row in rows):
+        raise EnvironmentOutputError(
+            f"`autoreset_mode=SAME_STEP` of {type(base).__name__} loses last observations: expected an environment "
+            "that returns new arrays, got one that writes every observation to the same array. Use "
+            "SyncVectorEnv(env_fns, autoreset_mode=AutoresetMode.NEXT_STEP), or return observation.copy()"
+        )
+
+
+def _share_memory(left: Any, right: Any) -> bool:
+    if isinstance(left, dict) and isinstance(right, dict):
+        return any(_share_memory(part, right.get(key)) for key, part in left.items())
+    if isinstance(left, tuple) and isinstance(right, tuple):
+        return any(map(_share_memory, left, right))
+    return isinstance(left, np.ndarray) and isinstance(right, np.ndarray) and np.shares_memory(left, right)
 
 
 def final_information(info: Any) -> Any:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
+import inspect
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import gymnasium
+import numpy as np
 
-from rl_ext_core.errors import EnvironmentOutputError, InvalidTypeError
+from rl_ext_core.errors import EnvironmentOutputError, InvalidTypeError, MissingDependencyError
 
-__all__ = ["CALLS", "EpisodeMonitor", "checked", "make", "monitored", "seeded"]
+__all__ = ["CALLS", "EpisodeMonitor", "check_reward", "checked", "copy_info", "make", "monitored", "seeded"]
 
 
 def make(spec: Any, env_kwargs: dict[str, Any]) -> Any:
@@ -23,19 +28,72 @@ def make(spec: Any, env_kwargs: dict[str, Any]) -> Any:
 
 
 def checked(environment: Any) -> Any:
-    """Return an environment of gymnasium as it is.
+    """Return an environment of gymnasium as it is, and one of the old gym inside shimmy's wrapper.
 
-    :raises InvalidTypeError: it is another one
+    :raises InvalidTypeError: If it is another kind of environment.
+    :raises MissingDependencyError: If it is one of the old gym and shimmy is not installed.
     """
     if isinstance(environment, gymnasium.Env):
         return environment
+    gym_class = getattr(sys.modules.get("gym"), "Env", None)  # loaded already if the environment's class needs it
+    if gym_class is not None and isinstance(environment, gym_class):
+        return _from_gym(environment)
     kind = type(environment)
-    advice = "Wrap one of the old gym: shimmy.GymV21CompatibilityV0(env=env)"
+    advice = "Use a class that inherits from gymnasium.Env"
     if hasattr(environment, "possible_agents"):
         advice = "Of PettingZoo's, hand over a parallel environment itself: make_vec_env(parallel_env())"
     raise InvalidTypeError(
         f"the environment is a {kind.__module__}.{kind.__qualname__}; expected one of gymnasium. {advice}"
     )
+
+
+def _from_gym(environment: Any) -> Any:
+    """Wrap an environment of the old gym, by the rule of Stable Baselines3's ``_patch_env``."""
+    is_v26 = "seed" in inspect.signature(environment.unwrapped.reset).parameters
+    version, wrapper = ("0.26", "GymV26CompatibilityV0") if is_v26 else ("0.21", "GymV21CompatibilityV0")
+    name = type(environment).__name__
+    try:
+        shimmy = importlib.import_module("shimmy")
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"`{name}` is an environment of gym {version}, expected one of gymnasium; shimmy, which converts it, is "
+            f"not installed. Use pip install 'shimmy>=2.0', which makes it shimmy.{wrapper}(env=env)",
+            name="shimmy",
+        ) from error
+    warnings.warn(
+        f"`{name}` is an environment of gym {version}, which is no longer maintained; it runs inside shimmy.{wrapper}. "
+        "Inherit from gymnasium.Env to avoid that.",
+        stacklevel=3,
+    )
+    return getattr(shimmy, wrapper)(env=environment)
+
+
+_IMMUTABLE = (int, float, bool, str, bytes, type(None))
+
+
+def copy_info(info: Any) -> Any:
+    """Copy an info, since environments may write into its parts again. An object that cannot be copied stays."""
+    kind = type(info)
+    if kind in _IMMUTABLE or isinstance(info, np.generic):
+        return info
+    if kind is dict:
+        return {key: copy_info(value) for key, value in info.items()}
+    try:
+        return copy.deepcopy(info)
+    except Exception:  # locks, handles of simulators, tensors with a gradient
+        return info
+
+
+def check_reward(reward: Any) -> None:
+    """Check that a reward is one number.
+
+    :raises EnvironmentOutputError: If it is an array with axes, such as ``np.array([1.0])``.
+    """
+    if np.ndim(reward):
+        raise EnvironmentOutputError(
+            f"step() returned a reward of the shape {np.shape(reward)}: expected a number. Use float(reward[0]), or "
+            "float(reward.sum()) for several"
+        )
 
 
 def seeded(environment: Any, seed: int) -> Any:

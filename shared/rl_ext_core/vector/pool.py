@@ -8,6 +8,7 @@ import functools
 import itertools
 import logging
 import os
+import reprlib
 import select
 import tempfile
 import time
@@ -15,21 +16,22 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
+
+import numpy as np
 
 from rl_ext_core import processes, resources
 from rl_ext_core._interrupts import uninterrupted
+from rl_ext_core._system import TemporaryFolder
 from rl_ext_core.devices import READ_AT_IMPORT
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
+from rl_ext_core.processes.failures import require_process
 from rl_ext_core.vector import channel
 from rl_ext_core.vector.arguments import Options, check_env_fns, factories_of
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.channel import Cell, Memory, Raised, Spin, WorkerHandle
 from rl_ext_core.vector.layout import Layout, common_spaces
 from rl_ext_core.vector.worker import CHANGED, IDLE_IN, PHASES, TRUNCATED, Entry, main
-
-if TYPE_CHECKING:
-    import numpy as np
 
 __all__ = ["INTERRUPTED_SECONDS", "Pool", "Timings", "WorkerPool"]
 
@@ -40,6 +42,9 @@ INTERRUPTED_SECONDS = 5.0
 
 # What a worker needs whatever its environment is.
 _PRELOAD = ("numpy", "gymnasium.wrappers", "rl_ext_core.factory", "rl_ext_core.vector.worker")
+# Calls that may change an environment, and how they are named to the caller.
+_SET_ATTRIBUTE = {"set_attr": "set_attr({!r})", "set_wrapper_attr": "set_attr({!r})"}
+_SETTING = {**_SET_ATTRIBUTE, "env_method": "env_method({!r})", "call": "call({!r})"}
 _WHEN = {"start": "at its start", "idle": "between two calls", "constructor": "in its constructor"}
 
 
@@ -127,6 +132,7 @@ class WorkerPool:
         self.began = 0.0
         self._called: list[int] = []
         self._failure: WorkerError | None = None
+        self._owner = os.getpid()
         self._interrupted = self._ended = self._changes_told = False
         self._unsettled = False  # until all answers to what was begun were read; Ctrl-C leaves it so
 
@@ -272,6 +278,7 @@ class WorkerPool:
         :param failing: raise such an answer
         :raises WorkerError: a worker has failed
         """
+        self.require_owner()
         self._receive(timeout)
         self._unsettled = False
         if failing:
@@ -305,9 +312,23 @@ class WorkerPool:
         """Raise what has ended the workers.
 
         :raises WorkerError: that
+        :raises InvalidArgumentError: If the workers are another process's.
         """
+        self.require_owner()
         if self._failure is not None:
             raise self._failure
+
+    @property
+    def ours(self) -> bool:
+        """Whether this process started the workers, and not one that it was forked from."""
+        return os.getpid() == self._owner
+
+    def require_owner(self) -> None:
+        """Refuse calls from a forked process.
+
+        :raises InvalidArgumentError: If the workers are another process's.
+        """
+        require_process(self._owner)
 
     def call(self, environments: Sequence[int], name: str, data: Any) -> list[Any]:
         """Have the same done with environments, and return what came of it: see :meth:`begin_call`."""
@@ -327,8 +348,15 @@ class WorkerPool:
             worker = self.worker_of[number]
             asked.setdefault(worker.number, []).append((number - worker.first, argument))
         self._called = [self.worker_of[number].number for number in environments]
+        self._note_call(environments, name, arguments)
         for number, calls in asked.items():
             self.send(self.workers[number], name, calls)
+
+    def _note_call(self, environments: Sequence[int], name: str, arguments: Sequence[Any]) -> None:
+        """Record a call that is begun, for workers that replace others."""
+
+    def _note_results(self, results: Sequence[Any]) -> None:
+        """Record what came of the call that was begun last."""
 
     def results(self) -> list[Any]:
         """Return what came of a call.
@@ -339,6 +367,7 @@ class WorkerPool:
         self.wait_for_step(failing=True)
         answers = {number: iter(self.workers[number].answer) for number in self._called}
         results = [channel.unpack(next(answers[number])) for number in self._called]
+        self._note_results(results)
         for result in results:
             if isinstance(result, Raised):
                 raise result.with_traceback()
@@ -347,10 +376,14 @@ class WorkerPool:
     def close(self, timeout: float | None = None) -> None:
         """Have the environments closed, and end the workers. Ctrl-C makes that short.
 
+        In a forked process it does nothing: the workers are those of the process that started them.
+
         :param timeout: seconds that may take; None: ``close_timeout``
         :raises WorkerError: one of them fails in ``close``; all workers are gone all the same
         """
         failures: list[WorkerError] = []
+        if not self.ours:
+            return
         if timeout is not None:
             self._close_timeout = timeout
         try:
@@ -370,7 +403,9 @@ class WorkerPool:
         raise NotImplementedError
 
     def end(self, failure: WorkerError | None = None) -> None:
-        """End the workers without further ado; done again if it was interrupted."""
+        """End the workers without further ado; done again if it was interrupted. See :meth:`close` on forks."""
+        if not self.ours:
+            return
         self._ended, self._failure = True, self._failure or failure
         self._end_workers()
 
@@ -410,6 +445,21 @@ class WorkerPool:
         )
 
 
+@dataclasses.dataclass
+class Settings:
+    """What the caller has set in an environment, for the one that replaces it.
+
+    :ivar options: of the last reset, packed
+    :ivar attributes: packed values by command and name, in the order in which they were set
+    :ivar unrepeated: calls that the replacement does not get: methods, and attributes of which it is not known whether
+        they were set
+    """
+
+    options: bytes | None = None
+    attributes: dict[tuple[str, str], bytes] = dataclasses.field(default_factory=dict)
+    unrepeated: dict[str, None] = dataclasses.field(default_factory=dict)
+
+
 class Pool(WorkerPool):
     """Processes that hold environments and share one block of memory with this one: see :class:`WorkerPool`."""
 
@@ -425,14 +475,20 @@ class Pool(WorkerPool):
             resources.check_descriptors(len(self.workers), "n_workers={}")
         self._autoreset, self._apart, self._last_first = autoreset, options.restart is not None, self.workers[::-1]
         self._last: list[np.ndarray[Any, Any]] = []  # observations that were returned, where workers are replaced
+        self._settings = [Settings() for _ in self.worker_of]
+        self._begun_call: tuple[Sequence[int], str, Sequence[Any]] | None = None
         self._spins = channel.worth_spinning(len(self.workers))
         cell_bytes = channel.CELL_BYTES * len(self.workers)
         self._memory = Memory(cell_bytes)
         self._cells = self._memory.map(cell_bytes)
+        # The workers' own working directories. What environments write there is kept.
+        self.working_directory = None if options.cwd is None else tempfile.mkdtemp(prefix="rl-ext-cwd-")
         # Folders of the workers' own.
-        self._scratch = None if options.cure is None else tempfile.TemporaryDirectory(prefix="rl-ext-")
+        self._scratch = None if options.cure is None else TemporaryFolder()
         # Not by a method: whoever drops this object ends the workers.
-        self._end = weakref.finalize(self, _end, self.workers, self._memory, self._scratch)
+        self._end = weakref.finalize(
+            self, _end, self._owner, self.workers, self._memory, self._scratch, self.working_directory
+        )
         self._end.atexit = False
         self._start(after=cell_bytes)
 
@@ -495,13 +551,43 @@ class Pool(WorkerPool):
             if self._options.cure is not None and self._scratch is not None:
                 cure = self._options.cure, Path(self._scratch.name, f"{worker.number}-{worker.attempt}")
                 cure[1].mkdir()
+            cwd = None if self.working_directory is None else Path(self.working_directory, str(worker.number))
             args = (command_reader, reply_writer, self._memory, mail, worker.number, worker.first, factories)
-            process = context.Process(target=main, args=(*args, foreign, self._spins, cure, self._autoreset))
+            process = context.Process(target=main, args=(*args, foreign, self._spins, cure, cwd, self._autoreset))
             process.start()
             spin = Spin(Spin.FOR_ANSWERS) if self._spins else None
             worker.connect(process, commands, replies, reply_writer, mail, cells, spin)
             ours.pop_all()
         return process
+
+    def reset(self, worker: Any, asked: Sequence[tuple[int | None, dict[str, Any] | None] | None]) -> None:
+        """Have a worker's environments reset: see :meth:`WorkerPool.reset`."""
+        if self._apart:
+            for settings, how in zip(self._settings[worker.first : worker.last], asked, strict=True):
+                if how is not None:
+                    settings.options = channel.pack_by_value(how[1]) if how[1] else None
+        super().reset(worker, asked)
+
+    def _note_call(self, environments: Sequence[int], name: str, arguments: Sequence[Any]) -> None:
+        self._begun_call = None
+        if not self._apart or name not in _SETTING:
+            return
+        self._begun_call = environments, name, arguments
+        for number, argument in zip(environments, arguments, strict=True):
+            self._settings[number].unrepeated[_SETTING[name].format(argument[0])] = None
+
+    def _note_results(self, results: Sequence[Any]) -> None:
+        begun, self._begun_call = self._begun_call, None
+        if begun is None or begun[1] not in _SET_ATTRIBUTE:
+            return
+        # Packed now, as the worker got them: the caller may change them.
+        packed = {id(argument): channel.pack_by_value(argument) for argument in begun[2]}
+        for number, argument, result in zip(begun[0], begun[2], results, strict=True):
+            settings, key = self._settings[number], (begun[1], argument[0])
+            settings.unrepeated.pop(_SETTING[begun[1]].format(argument[0]), None)
+            if not isinstance(result, Raised):
+                settings.attributes.pop(key, None)
+                settings.attributes[key] = packed[id(argument)]
 
     def step(self) -> None:
         """Have all step with the actions in shared memory."""
@@ -599,7 +685,7 @@ class Pool(WorkerPool):
         """Return a worker's answer, or its successor's: see :meth:`WorkerPool.answer_of`."""
         if isinstance(worker.answer, WorkerError):
             unseen = not to_reset and self._autoreset is not Autoreset.SAME_STEP
-            return self._replaced(worker, worker.answer, unseen=unseen)
+            return self._replaced(worker, worker.answer, to_reset=to_reset, unseen=unseen)
         return worker.answer
 
     def remember(self) -> None:
@@ -609,9 +695,10 @@ class Pool(WorkerPool):
 
     def is_ready(self, timeout: float) -> bool:
         """Return whether all answers that workers owe are there within a time, in seconds."""
+        self.require_owner()
         return not _wait_while(self.workers, lambda worker: not worker.is_over(), time.monotonic(), timeout)
 
-    def _replaced(self, worker: WorkerHandle, first: WorkerError, *, unseen: bool) -> list[Entry]:
+    def _replaced(self, worker: WorkerHandle, first: WorkerError, *, to_reset: bool, unseen: bool) -> list[Entry]:
         """Put a new process in the place of one that has failed, with its environments reset, and return its answer.
 
         :raises WorkerError: the limit is reached; the other workers are gone then as well
@@ -624,7 +711,7 @@ class Pool(WorkerPool):
             timings.restarts += 1
             _log.warning("%s\n(restart %d of %d)", failure, timings.restarts, limit)
             try:
-                infos = self._restart(worker, first, unseen=unseen)
+                infos = self._restart(worker, first, same_seeds=to_reset and failure is first, unseen=unseen)
                 break
             except WorkerError as again:
                 failure = again
@@ -634,9 +721,10 @@ class Pool(WorkerPool):
         rows = slice(worker.first, worker.last)
         self.arrays["reward"][rows], self.arrays["reward kind"][rows] = 0.0, 0
         self.arrays["flags"][rows] = TRUNCATED
+        errors = [{"worker_error": self._worker_error(first, index)} for index in range(worker.first, worker.last)]
         answer: list[Entry] = [
-            ({"worker_error": str(first)}, None if unseen else info, None, self._last_of(index))
-            for index, (_, info, _, _) in enumerate(infos, worker.first)
+            (dict(error), None if unseen else {**info, **error}, None, self._last_of(index))
+            for index, ((_, info, _, _), error) in enumerate(zip(infos, errors, strict=True), worker.first)
         ]
         if unseen:
             for array, last in zip(self._observations, self._last, strict=True):
@@ -644,12 +732,31 @@ class Pool(WorkerPool):
         worker.answer, worker.lost = answer, None
         return answer
 
+    def _worker_error(self, failure: WorkerError, number: int) -> str:
+        """Return the text for infos of an environment that replaces another."""
+        settings, seed = self._settings[number], self.seeds[number]
+        options = None if settings.options is None else channel.unpack(settings.options)
+        how = {name: value for name, value in (("seed", seed), ("options", options)) if value is not None}
+        repeated = [_SETTING[command].format(name) for command, name in settings.attributes]
+        if how:
+            repeated.append(f"reset({', '.join(f'{name}={reprlib.repr(value)}' for name, value in how.items())})")
+        lines = [str(failure)]
+        if repeated:
+            lines.append(f"The new environment got again: {', '.join(repeated)}.")
+        if settings.unrepeated:
+            lines.append(f"It did not get: {', '.join(settings.unrepeated)}. Call them again for environment {number}.")
+        return "\n".join(lines)
+
     def _last_of(self, index: int) -> Any:
         # Nothing was returned yet where the first reset fails: then nobody reads this.
         return self.layout.joined([array[index].copy() for array in self._last]) if self._last else None
 
-    def _restart(self, worker: WorkerHandle, failure: WorkerError, *, unseen: bool) -> Any:
-        """Replace a process once, and return what its environments told of their resets."""
+    def _restart(self, worker: WorkerHandle, failure: WorkerError, *, same_seeds: bool, unseen: bool) -> Any:
+        """Replace a process once, and return what its environments told of their resets.
+
+        :param same_seeds: whether they are reset with the seeds of the last reset, and not with others drawn from them:
+            the same seeds repeat the same episodes, and often the same failure
+        """
         worker.lost, self._unsettled = failure, True
         worker.end()
         worker.attempt += 1
@@ -657,13 +764,34 @@ class Pool(WorkerPool):
         self._wait_for(worker, self._options.start_timeout)
         self.send(worker, "map", self.layout)
         self._wait_for(worker, self._options.start_timeout)
-        self.reset(worker, [(None, None)] * (worker.last - worker.first))
+        self._set_attributes(worker)
+        seeds = self.seeds[worker.first : worker.last]
+        if not same_seeds:
+            seeds = [None if seed is None else _next_seed(seed, worker.attempt) for seed in seeds]
+        packed = [settings.options for settings in self._settings[worker.first : worker.last]]
+        options = [None if one is None else channel.unpack(one) for one in packed]
+        self.reset(worker, list(zip(seeds, options, strict=True)))
         self._wait_for(worker, self._options.step_timeout)
         infos = worker.answer
         if unseen and self._autoreset is Autoreset.NEXT_STEP:
             self.send(worker, "reset at next step", None)
             self._wait_for(worker, self._options.step_timeout)
         return infos
+
+    def _set_attributes(self, worker: WorkerHandle) -> None:
+        """Set in a new worker's environments the attributes that were set in those before."""
+        calls: dict[str, list[tuple[int, Any]]] = {}
+        for number, settings in enumerate(self._settings[worker.first : worker.last]):
+            for (command, _), packed in settings.attributes.items():
+                calls.setdefault(command, []).append((number, channel.unpack(packed)))
+        for command, asked in calls.items():
+            self.send(worker, command, asked)
+            self._wait_for(worker, self._options.step_timeout)
+            for (number, (name, _)), result in zip(asked, worker.answer, strict=True):
+                if isinstance(channel.unpack(result), Raised):
+                    settings = self._settings[worker.first + number]
+                    settings.unrepeated[_SETTING[command].format(name)] = None
+                    del settings.attributes[command, name]
 
     def _wait_for(self, worker: WorkerHandle, timeout: float | None) -> None:
         if timeout is not None:
@@ -707,7 +835,7 @@ class Pool(WorkerPool):
         return error if error.phase == "close" else None
 
     def _end_workers(self) -> None:
-        _end(self.workers, self._memory, self._scratch)
+        _end(self._owner, self.workers, self._memory, self._scratch, self.working_directory)
         self._end.detach()
 
 
@@ -724,13 +852,22 @@ def _wait_while(
     return waiting
 
 
+def _next_seed(seed: int, attempt: int) -> int:
+    """Draw a seed from another one, which fits into 31 bits as all environments take it."""
+    return int(np.random.SeedSequence([int(seed), attempt]).generate_state(1)[0] >> 1)
+
+
 def _wake(workers: Sequence[WorkerHandle]) -> None:
     for worker in workers:
         worker.wake()
 
 
-def _end(workers: Sequence[WorkerHandle], memory: Memory, scratch: Any) -> None:
-    """End workers; done again if it was interrupted."""
+def _end(
+    owner: int, workers: Sequence[WorkerHandle], memory: Memory, scratch: Any, working_directory: str | None
+) -> None:
+    """End workers, in the process that started them; done again if it was interrupted."""
+    if os.getpid() != owner:
+        return
     for watch in {id(worker.watch): worker.watch for worker in workers}.values():
         if watch is not None:
             watch.kill()
@@ -740,6 +877,11 @@ def _end(workers: Sequence[WorkerHandle], memory: Memory, scratch: Any) -> None:
     memory.close()
     if scratch is not None:
         scratch.cleanup()
+    if working_directory is not None:
+        # Those that are empty are of no use to anybody.
+        for folder in [*(os.path.join(working_directory, str(worker.number)) for worker in workers), working_directory]:
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
 
 
 def shares(num_envs: int, num_workers: int | None) -> list[tuple[int, int]]:

@@ -50,11 +50,14 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
     :param close_timeout: seconds until they must have closed their environments and ended; None waits
     :param restart: ``"truncate"`` puts a new worker in the place of one that has failed: the episodes of its
         environments are reported as truncated, with the last observation that was returned, and
-        ``info["worker_error"]`` says why
+        ``info["worker_error"]`` says why, also after a reset. The new environments get what ``set_attr`` had set and
+        the options of the last reset, and the same seed if the failure came in that reset, else one drawn from it; the
+        text names calls that were not repeated
     :param max_restarts: after so many, the failure is raised
     :raises WorkerError: at any call: a worker has failed; the cause is the environment's own exception. All are gone
     :raises EnvironmentOutputError: the environments' spaces differ; also a RuntimeError
-    :raises InvalidArgumentError: an option with another value, observations that are not arrays of fixed shape
+    :raises InvalidArgumentError: an option with another value, observations that are not arrays of fixed shape; also at
+        any call but ``close`` in a process that was forked from the one that made it
 
     :ivar timings: how long the start and the steps have taken
 

@@ -50,6 +50,7 @@ def main(
     foreign: Sequence[Connection],
     spins: bool,
     cure: tuple[str, Path] | None,
+    cwd: Path | None,
     autoreset: Autoreset,
 ) -> None:
     """Build environments and do what is asked of them until the parent closes its end."""
@@ -57,6 +58,10 @@ def main(
         from rl_ext_core.isolation.cures import apply_cure
 
         apply_cure(*cure)
+    if cwd is not None:
+        from rl_ext_core.isolation.cures import enter_directory
+
+        enter_directory(cwd)
     for connection in foreign:
         connection.close()
     cells, doorbell = cells_of(memory.map(CELL_BYTES * (worker + 1)), worker), replies.fileno()
@@ -236,7 +241,9 @@ class Environments:
                 if terminated or truncated:
                     flags[number] = (TERMINATED if terminated else 0) | (TRUNCATED if truncated else 0)
                     if same_step:
-                        final = kept(observation)
+                        # The reset may write into what the step returned.
+                        final, info = kept(observation), environments.copy_info(info)
+                        reward = reward if type(reward) in KINDS else kept(reward)
                         cells[phase_at] = _RESET
                         observation, reset_info = env.reset()
                         _checked(reset_info, "reset")
@@ -250,6 +257,8 @@ class Environments:
             kinds[number] = kind
             if kind != OTHER:
                 rewards[number] = reward
+            else:
+                environments.check_reward(reward)
             for row in all_rows[number]:
                 part = observation
                 for key in row.path:

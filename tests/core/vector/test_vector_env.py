@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import gc
 import multiprocessing
+import os
 import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, StorageError, WorkerError
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from rl_ext_core.vector.pool import Pool
+from tests.forks import result_in_fork
 from tests.sb3_ext.vec_checks import assert_equal, interrupted, no_workers
 from tests.sb3_ext.vec_worlds import Counting, Drawn, Failing, FailingOnce, Gated, Reusing
 
@@ -145,8 +148,8 @@ def test_restarts_truncate_the_episodes_of_a_worker(mode: AutoresetMode, tmp_pat
     first, _ = envs.reset(seed=0)
     observation, rewards, terminated, truncated, infos = envs.step(np.zeros(2, int))
     assert (terminated.tolist(), truncated.tolist(), rewards.tolist()) == ([False, False], [False, True], [1.0, 0.0])
-    told = infos["final_info"] if mode is AutoresetMode.SAME_STEP else infos
-    assert "SIGSEGV" in told["worker_error"][1]
+    for told in [infos, infos["final_info"]] if mode is AutoresetMode.SAME_STEP else [infos]:
+        assert "SIGSEGV" in told["worker_error"][1]
     last = infos["final_obs"][1] if mode is AutoresetMode.SAME_STEP else observation[1]
     assert np.array_equal(last, first[1])
     observation, rewards, *_ = envs.step(np.zeros(2, int))
@@ -160,11 +163,67 @@ def test_a_restart_in_reset_is_a_reset(tmp_path: Any) -> None:
     failing = functools.partial(FailingOnce, str(tmp_path / "mark"), "reset")
     envs = SharedMemoryVectorEnv([failing, Counting], restart="truncate", **FAST)
     observation, infos = envs.reset(seed=3)
-    assert set(infos) == {"world", "_world"}
+    assert set(infos) == {"world", "_world", "worker_error", "_worker_error"}
+    assert infos["_worker_error"].tolist() == [True, False]
+    assert infos["worker_error"][0].startswith("environment 0 of 2 (seed 3), in reset: was killed by SIGSEGV")
+    assert "The new environment got again: reset(seed=3)." in infos["worker_error"][0]
     assert np.array_equal(observation[:, 1], infos["world"].astype(np.float32))
     observation, *_ = envs.step(np.zeros(2, int))
     assert observation[:, 0].tolist() == [1, 1]
     envs.close()
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.name)
+def test_attributes_of_a_replaced_environment(mode: AutoresetMode) -> None:
+    envs = SharedMemoryVectorEnv([Counting, Counting], restart="truncate", autoreset_mode=mode, **FAST)
+    envs.reset(seed=4)
+    envs.set_attr("level", [1, 2])
+    envs.set_attr("level", [3, 4])
+    os.kill(envs.call("pid")[1], signal.SIGKILL)
+    _, _, _, truncated, infos = envs.step(np.zeros(2, int))
+    assert truncated.tolist() == [False, True]
+    text = infos["worker_error"][1]
+    assert "The new environment got again: set_attr('level'), reset(seed=" in text
+    assert "It did not get: call('pid'). Call them again for environment 1." in text
+    assert envs.get_attr("level") == (3, 4)
+    envs.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda envs: envs.step(np.zeros(2, int)),
+        lambda envs: envs.reset(),
+        lambda envs: envs.get_attr("_count"),
+        lambda envs: envs.set_attr("_count", 7),
+        lambda envs: envs.call("pid"),
+        lambda envs: envs.render(),
+        lambda envs: envs.call_some([1], "pid"),
+        lambda envs: envs.env_is_wrapped(Counting),
+    ],
+)
+def test_call_in_forked_process_is_refused(call: Any) -> None:
+    envs = SharedMemoryVectorEnv([Counting, Counting], **FAST)
+    envs.reset()
+    text = result_in_fork(lambda: call(envs))
+    assert text.startswith("InvalidArgumentError: these environments belong to process ")
+    assert envs.step(np.zeros(2, int))[0][:, 0].tolist() == [1, 1]
+    envs.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("closes", [True, False])
+def test_end_of_forked_process_leaves_the_workers_alone(closes: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    envs = SharedMemoryVectorEnv([Counting, Counting], **FAST)
+    envs.reset()
+    envs.step_async(np.zeros(2, int))
+    waited = result_in_fork(lambda: envs.step_wait(timeout=1))
+    assert waited.startswith("InvalidArgumentError: these environments belong to process ")
+    assert result_in_fork(lambda: envs.close() if closes else envs.__del__()) == "None"
+    assert envs.step_wait()[0][:, 0].tolist() == [1, 1]
+    envs.close()
+    assert capfd.readouterr().err == ""
 
 
 def test_what_environments_raise_in_calls_leaves_them_alive() -> None:
