@@ -18,7 +18,7 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
 from rl_ext_core import processes, resources
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, IsolationError, NotCopyableError
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, IsolationError, NotCopyableError, WorkerError
 from rl_ext_core.factory import EnvFactory, as_factory
 from rl_ext_core.factory._sources import game_of_id, spec_of_id
 from rl_ext_core.isolation import Isolation, Verdict
@@ -56,6 +56,7 @@ def make_vec_env(
     probe_timeout: float | None = None,
     devices: Any = None,
     vectorization_mode: Any = None,
+    cwd: Literal["own"] | None = None,
 ) -> VecEnv:
     """Create a monitored vectorised environment, in one process or in several as the environment needs it.
 
@@ -73,6 +74,8 @@ def make_vec_env(
     :param devices: per environment, see :meth:`EnvFactory.for_workers`
     :param vectorization_mode: of ``gymnasium.make_vec``, which makes it of an id: ``"sync"``, ``"async"``,
         ``"vector_entry_point"``
+    :param cwd: working directory of workers: ``"own"`` starts a process per environment, each in an empty directory
+        that is kept; ``isolation_report`` names its path. By default workers share that of this process
     :return: the vectorised environment; ``isolation_report`` says why it is the one it is
     :raises WorkerError: an environment cannot be built
     :raises NotCopyableError: an instance cannot be copied
@@ -82,8 +85,9 @@ def make_vec_env(
     Source: https://github.com/openai/retro/issues/2
     """
     count = resources.usable_cores() if n_envs is None else at_least_one("n_envs", n_envs)
+    seed = _python_integer(seed)
     of_singles = {"monitor_dir": monitor_dir, "vec_env_cls": vec_env_cls, "monitor_kwargs": monitor_kwargs}
-    of_singles |= {"devices": devices, "probe_timeout": probe_timeout, "start_index": start_index or None}
+    of_singles |= {"devices": devices, "probe_timeout": probe_timeout, "start_index": start_index or None, "cwd": cwd}
     of_wrapped = {"env_kwargs": env_kwargs, "wrapper_class": wrapper_class, "wrapper_kwargs": wrapper_kwargs}
     if is_parallel(env_id):
         of_singles |= {"isolation": None if isolation in ("auto", "in-process") else isolation}
@@ -137,9 +141,15 @@ def make_vec_env(
         # The caller's own function, which may share objects with the training: a factory would unpickle copies.
         return DummyVecEnv([functools.partial(built, rank) for rank in range(start_index, start_index + count)])
 
-    options = vec_env_kwargs or {}
+    options = dict(vec_env_kwargs or {})
     if vec_env_cls is None:
+        options |= {} if cwd is None else {"cwd": cwd}
         vec_env: VecEnv = choose(factories, here, asked, count, isolation, options, probe_timeout)
+    elif cwd is not None:
+        raise InvalidArgumentError(
+            f"cwd={cwd!r} is for the workers of this package. Use vec_env_cls=None, or "
+            'vec_env_kwargs={"cwd": "own"} with vec_env_cls=SharedMemoryVecEnv'
+        )
     elif isolation != "auto":
         name = getattr(vec_env_cls, "__name__", vec_env_cls)
         raise InvalidArgumentError(
@@ -149,6 +159,11 @@ def make_vec_env(
         vec_env = vec_env_cls(factories(), **options)
     vec_env.seed(seed)
     return vec_env
+
+
+def _python_integer(seed: Any) -> Any:
+    """Return NumPy's integers as Python's, which alone gymnasium takes as seeds."""
+    return int(seed) if isinstance(seed, np.integer) else seed
 
 
 def _is_vectorised(env: Any) -> bool:
@@ -228,7 +243,9 @@ class AutoVecEnv:
     - What cannot be kept apart even by processes is refused.
     - On macOS and Windows those that do not share this process have one each, which is spawned, and scripts need
       ``if __name__ == "__main__":`` for that.
-    - One environment stays in this process, and so do functions that hold what no other process can be given.
+    - One environment stays in this process, and so do functions that hold what no other process can be given, and
+      environments that cannot be tried.
+    - ``cwd="own"`` starts a process for each, without a try.
 
     :param env_fns: build the environments: functions, or whatever :func:`as_factory` takes. Each that is another one
         is asked about
@@ -237,8 +254,8 @@ class AutoVecEnv:
         :func:`~rl_ext_core.isolation.probe`
     :param options: of :class:`SharedMemoryVecEnv`; on macOS and Windows ``start_method`` alone
     :return: the vectorised environment; its ``isolation_report`` is a paragraph on why it is what it is
-    :raises IsolationError: the environment fails by itself, or processes disturb each other
-    :raises WorkerError: an environment cannot be built
+    :raises IsolationError: If the environment fails by itself after it was built, or processes disturb each other.
+    :raises WorkerError: If an environment cannot be built in a process.
 
     >>> from stable_baselines3.common.env_util import make_vec_env
     >>> from sb3_ext import AutoVecEnv
@@ -293,24 +310,29 @@ def choose(
     if isolation == "in-process":
         if options:
             raise InvalidArgumentError(
-                f'isolation="in-process" has no use for {sorted(options)}, which are for processes; leave them out'
+                f'isolation="in-process" does not use {sorted(options)}, which are for processes; leave them out'
             )
         return _told(here(), "They are in this process, as asked.")
-    if isolation == "process":
-        return _told(_in_processes(factories(), options), "Each has its own process, as asked.")
+    if isolation == "process" or options.get("cwd") is not None:
+        n_workers = min(options.get("n_workers") or n_envs, n_envs)
+        vec_env = _in_processes(factories(), options)
+        report = f"{_shares(n_workers, n_envs)}, as asked."
+        folder = getattr(vec_env, "working_directory", None)
+        if folder is not None:
+            report += f" Each process has a working directory of its own in {folder}."
+        return _told(vec_env, report)
     if n_envs == 1:
         return _told(here(), "There is only one, so it is in this process, untried.")
     try:
         tried = asked()
     except NotCopyableError as error:
-        report = (
-            f"They are in this process, whether it allows several of them or not, since no other can be given them: "
-            f"{error}."
-        )
-        vec_env = here()
-        _log.warning("%s", report)
-        return _told(vec_env, report)
-    verdict = probe_all(tried, timeout=probe_timeout)
+        return _untried(here, f"No other process can be given them: {error}.")
+    try:
+        verdict = probe_all(tried, timeout=probe_timeout)
+    except (WorkerError, OSError) as error:
+        return _untried(here, f'They could not be tried: {error}. For one process each, write isolation="process".')
+    if verdict.isolation is Isolation.UNKNOWN:
+        return _untried(here, verdict.explanation)
     workers, why = _choose(verdict, n_envs, options.get("n_workers"))
     report = f"{verdict.explanation} {why}"
     _log.info("%s", report)
@@ -320,6 +342,21 @@ def choose(
     if sentence := resources.shortage(verdict.private_bytes or 0, workers):
         _log.warning("%s", sentence)
     return _told(_in_processes(made, options, n_workers=workers, cure=verdict.cure), report)
+
+
+def _untried(here: Callable[[], VecEnv], why: str) -> VecEnv:
+    """Build all in this process, as Stable Baselines3 does, with one warning."""
+    vec_env = here()
+    report = f"{why} They are in this process, whether it allows several of them or not."
+    _log.warning("%s", report)
+    return _told(vec_env, report)
+
+
+def _shares(n_workers: int, n_envs: int) -> str:
+    """Return a clause on how many processes there are."""
+    if n_workers == n_envs:
+        return "Each has its own process"
+    return f"{n_workers} process{'es share' if n_workers > 1 else ' holds'} the {n_envs} environments"
 
 
 def _in_processes(factories: Sequence[EnvFactory[Any]], options: dict[str, Any], **found: Any) -> VecEnv:
@@ -351,13 +388,14 @@ def _choose(verdict: Verdict, n_envs: int, n_workers: int | None) -> tuple[int, 
         if verdict.in_process:
             return 0, "So they share this process."
         raise IsolationError(
-            f"{verdict.explanation} Use one environment, n_envs=1, or give each its own files: "
+            f"{verdict.explanation} Or use one environment, n_envs=1, or give each its own files: "
             "make_vec_env([lambda i=i: MyEnv(folder=f'run{i}') for i in range(n)])"
         )
     if isolation is not Isolation.INDEPENDENT:
         return n_envs, f"So each of the {n_envs} has its own process."
     if n_workers is not None:
-        return min(n_workers, n_envs), f"{n_workers} processes share them, as asked."
+        workers = min(n_workers, n_envs)
+        return workers, f"{_shares(workers, n_envs)}, as asked."
     return _fastest(verdict.step_seconds, n_envs)
 
 
@@ -372,5 +410,6 @@ def _fastest(step_seconds: float | None, n_envs: int) -> tuple[int, str]:
     if there < _WORTHWHILE * here:
         if not processes.SUPPORTED:
             return n_envs, f"So each has its own process: {figures}."
-        return workers, f"So {workers} processes share them: {figures}."
+        how = "each has its own process" if workers == n_envs else f"{workers} processes share them"
+        return workers, f"So {how}: {figures}."
     return 0, f"So they share this process: {figures}."

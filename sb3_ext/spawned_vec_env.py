@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,9 +13,12 @@ from typing import Any
 import numpy as np
 from stable_baselines3.common.vec_env import SubprocVecEnv
 
+from rl_ext_core._system import TemporaryFolder
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
 from rl_ext_core.isolation import apply_cure
+from rl_ext_core.isolation.cures import enter_directory
 from rl_ext_core.processes.spawned import death_of
+from rl_ext_core.vector.arguments import check_cwd
 
 __all__ = ["SpawnedVecEnv"]
 
@@ -27,20 +31,32 @@ class SpawnedVecEnv(SubprocVecEnv):
     :param env_fns: build the environments
     :param start_method: ``"spawn"`` unless another one is asked for
     :param cure: what keeps their processes apart, see :func:`rl_ext_core.isolation.apply_cure`
+    :param cwd: ``"own"`` gives each process an empty working directory below :attr:`working_directory`, which is kept
     :raises WorkerError: at any call: a process has ended; the others are ended too
     """
 
     def __init__(
-        self, env_fns: Sequence[Any], start_method: str | None = None, *, cure: str | None = None, **options: Any
+        self,
+        env_fns: Sequence[Any],
+        start_method: str | None = None,
+        *,
+        cure: str | None = None,
+        cwd: str | None = None,
+        **options: Any,
     ) -> None:
         if options:
             raise InvalidArgumentError(
                 f"{sorted(options)} are options of this package's own workers, which need Linux; leave them out: here "
                 "the workers are those of Stable Baselines3's SubprocVecEnv"
             )
-        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        check_cwd(cwd)
+        self.working_directory = None if cwd is None else tempfile.mkdtemp(prefix="rl-ext-cwd-")
+        if self.working_directory is not None:
+            folders = [os.path.join(self.working_directory, str(i)) for i in range(len(env_fns))]
+            env_fns = [functools.partial(_in_folder, *pair) for pair in zip(folders, env_fns, strict=True)]
+        self._scratch: TemporaryFolder | None = None
         if cure is not None:
-            self._scratch = tempfile.TemporaryDirectory(prefix="rl-ext-")
+            self._scratch = TemporaryFolder()
             place = Path(self._scratch.name)
             env_fns = [functools.partial(_cured, cure, place / str(i), env_fn) for i, env_fn in enumerate(env_fns)]
         try:
@@ -80,6 +96,11 @@ class SpawnedVecEnv(SubprocVecEnv):
 def _cured(cure: str, scratch: Path, env_fn: Any) -> Any:
     scratch.mkdir()
     apply_cure(cure, scratch)
+    return env_fn()
+
+
+def _in_folder(folder: str, env_fn: Any) -> Any:
+    enter_directory(folder)
     return env_fn()
 
 

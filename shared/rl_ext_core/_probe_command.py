@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.write(f"{verdict.to_json()}\n")
     else:
         _show(verdict, console)
-    return 1 if verdict.isolation is Isolation.BROKEN else 0
+    return 1 if verdict.isolation in (Isolation.BROKEN, Isolation.UNKNOWN) else 0
 
 
 def _show(verdict: Verdict, console: Console) -> None:

@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -88,7 +89,7 @@ def test_the_verdicts() -> None:
         (simulators.Aborts, single, f"building the second {ends}"),
         (simulators.Shares, Isolation.SHARED_STATE, "returns something else from its step"),
         (simulators.Unrepeatable, Isolation.NON_DETERMINISTIC, "does not return the same twice"),
-        (lambda: Single("in its constructor"), Isolation.BROKEN, "building it raises OSError: no licence"),
+        (lambda: Single("in its constructor"), Isolation.UNKNOWN, "building it raises OSError: no licence"),
     ):
         verdict = probe(source, cache=False)
         assert verdict.isolation is expected, verdict
@@ -99,8 +100,9 @@ def test_the_verdicts() -> None:
 def test_what_hangs_is_ended_with_what_it_has_started() -> None:
     with folder() as place:
         (place / "temporary").mkdir()
-        before = {name: os.environ.pop(name, None) for name in ("TMPDIR", "TEMP", "TMP")}
+        before = {name: os.environ.pop(name, None) for name in ("TMPDIR", "TEMP", "TMP", "XDG_CACHE_HOME")}
         os.environ.update(dict.fromkeys(before, str(place / "temporary")))
+        os.environ["XDG_CACHE_HOME"] = str(place)  # which trials may write to
         tempfile.tempdir = None
         try:
             verdict = probe(functools.partial(simulators.Hangs, str(place / "note")), cache=False, timeout=1)
@@ -134,13 +136,17 @@ def test_independent_ones_share_this_process_without_a_guard() -> None:
         assert subprocess.check_output([sys.executable, str(script)], env=environ, text=True).endswith("cache\n")
 
 
-def test_processes_that_collide_get_a_folder_each() -> None:
-    venv = AutoVecEnv([simulators.Locks] * 2)
+def test_processes_that_collide_may_have_a_folder_each() -> None:
+    verdict = probe(simulators.Locks, cache=False)
+    assert verdict.isolation is Isolation.PROCESSES_COLLIDE, verdict
+    assert 'cwd="own"' in verdict.explanation, verdict
+    venv = AutoVecEnv([simulators.Locks] * 2, cwd="own")
     assert isinstance(venv, SubprocVecEnv)
-    assert "a working directory of its own" in venv.isolation_report, venv.isolation_report
+    assert venv.working_directory in venv.isolation_report, venv.isolation_report
     venv.reset()
     assert not Path("lock").exists()
     venv.close()
+    shutil.rmtree(venv.working_directory)
     none_left()
 
 

@@ -7,6 +7,7 @@ import functools
 import inspect
 import os
 import re
+import shutil
 import sqlite3
 from pathlib import Path
 from typing import Any, ClassVar
@@ -190,8 +191,8 @@ def with_sb3s(build: Any) -> Any:
     ],
 )
 def test_what_cannot_share_a_process_does_not(name: str, make: Any, variant: Variant, tmp_path: Path) -> None:
-    folder = tmp_path / "built"
-    folder.mkdir()
+    folder = tmp_path / "cache" / "built"  # which trials may write to
+    folder.mkdir(parents=True)
     venv = make(functools.partial(noted, variant(name), str(folder)))
     assert len(set(pids(venv))) == 3
     assert built_here(folder) == 0
@@ -242,16 +243,92 @@ def test_a_worker_that_is_replaced_goes_on_with_the_monitors_file(tmp_path: Path
         assert [end["t"] for end in ends] == sorted(end["t"] for end in ends)
 
 
-def test_processes_that_collide_are_cured(variant: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    venv = make_vec_env(variant("LOCK_IN_CWD"), 2, monitor_dir="logs")
-    assert sorted(path.name for path in Path("logs").iterdir()) == ["0.monitor.csv", "1.monitor.csv"]
+def test_processes_that_collide_over_temporary_files_are_cured(variant: Variant, tmp_path: Path) -> None:
+    venv = make_vec_env(variant("LOCK_IN_TMPDIR"), 2)
     assert len(set(pids(venv))) == 2
-    assert "working directory" in venv.isolation_report  # type: ignore[attr-defined]
+    assert "TMPDIR" in venv.isolation_report  # type: ignore[attr-defined]
     venv.reset()
     venv.step(np.zeros((2, 1)))
     venv.close()
     assert not list(Path(os.environ.get("TMPDIR", "/tmp")).glob("rl-ext-*"))
+
+
+@pytest.mark.slow
+def test_processes_that_collide_over_the_working_directory_are_refused_with_the_line_to_write(
+    variant: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(IsolationError, match=r'write make_vec_env\(\.\.\., cwd="own"\)'):
+        make_vec_env(variant("LOCK_IN_CWD"), 2)
+    assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == []
+    venv = make_vec_env(variant("LOCK_IN_CWD"), 2, cwd="own")
+    venv.reset()
+    venv.close()
+    shutil.rmtree(venv.working_directory)  # type: ignore[attr-defined]
+
+
+class Logged(Counting):
+    """Appends to a log whenever an episode begins."""
+
+    def __init__(self, log: str = "log.txt") -> None:
+        super().__init__()
+        self._log = log
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        with open(self._log, "a+") as file:
+            file.write("episode\n")
+        return super().reset(seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("how", "place"),
+    [("in process", "relative"), ("processes", "relative"), ("auto", "relative"), ("auto", "absolute")],
+)
+def test_records_of_an_environment_are_those_of_the_training(
+    how: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "log.txt").write_text("of the user\n")
+    log = "log.txt" if place == "relative" else str(tmp_path / "log.txt")
+    venv = make_vec_env(Logged, 2, env_kwargs={"log": log}, **OURS[how])  # type: ignore[arg-type]
+    assert (tmp_path / "log.txt").read_text() == "of the user\n"
+    venv.reset()
+    venv.close()
+    assert (tmp_path / "log.txt").read_text() == "of the user\n" + "episode\n" * 2
+    assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == ["log.txt"]
+    assert ("a trial does not write files of yours" in caplog.text) is (place == "absolute")
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == (place == "absolute")
+
+
+@pytest.mark.parametrize("how", ["make_vec_env", "AutoVecEnv", "SharedMemoryVecEnv", "two workers"])
+def test_own_working_directories_are_kept_and_named(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sb3_ext.auto_vec_env.probe_all", None)
+    venv: Any
+    if how in ("make_vec_env", "two workers"):
+        options = {"vec_env_kwargs": {"n_workers": 2}} if how == "two workers" else {}
+        venv = make_vec_env(Logged, 3, cwd="own", monitor_dir="monitors", **options)  # type: ignore[arg-type]
+        assert len(list((tmp_path / "monitors").iterdir())) == 3
+    else:
+        venv = (AutoVecEnv if how == "AutoVecEnv" else SharedMemoryVecEnv)([Logged] * 3, cwd="own")
+    if how != "SharedMemoryVecEnv":
+        assert venv.working_directory in venv.isolation_report
+    count = len(set(pids(venv)))
+    assert count == (2 if how == "two workers" else 3)
+    venv.reset()
+    venv.close()
+    logs = sorted(Path(venv.working_directory).glob("*/log.txt"))
+    assert [log.parent.name for log in logs] == [str(number) for number in range(count)]
+    assert sum(len(log.read_text().splitlines()) for log in logs) == 3
+    assert not (tmp_path / "log.txt").exists()
+    shutil.rmtree(venv.working_directory)
+
+
+def test_empty_working_directories_are_removed() -> None:
+    venv = SharedMemoryVecEnv([Counting], cwd="own")
+    venv.close()
+    assert venv.working_directory is not None
+    assert not Path(venv.working_directory).exists()
 
 
 @pytest.mark.slow
@@ -277,6 +354,9 @@ def test_asking_for_it_decides_without_a_try(monkeypatch: pytest.MonkeyPatch) ->
         ({"env_id": 3}, InvalidTypeError, "builds no environment"),
         ({"env_id": lambda: 3}, InvalidTypeError, r"builtins\.int"),
         ({"env_id": lambda: Race()}, InvalidTypeError, r"hand over a parallel environment itself"),
+        ({"cwd": "mine"}, InvalidArgumentError, "cwd='mine' is not known"),
+        ({"cwd": "own", "isolation": "in-process"}, InvalidArgumentError, "does not use .'cwd'"),
+        ({"cwd": "own", "vec_env_cls": DummyVecEnv, "isolation": "auto"}, InvalidArgumentError, "cwd='own' is for"),
         ({"isolation": "thread"}, InvalidArgumentError, "isolation='thread'"),
         ({"isolation": "process", "vec_env_cls": DummyVecEnv}, InvalidArgumentError, "vec_env_cls=DummyVecEnv"),
         ({"env_id": Counting(), "env_kwargs": {"a": 1}}, InvalidArgumentError, "env_kwargs"),
@@ -396,7 +476,7 @@ def test_what_no_other_process_can_be_given_stays_here(caplog: pytest.LogCapture
         venv = make_vec_env(env_id, 2, env_kwargs=env_kwargs)
         assert isinstance(venv, DummyVecEnv)
         venv.close()
-        assert "no other can be given them" in caplog.text
+        assert "No other process can be given them" in caplog.text
         caplog.clear()
     database.close()
 
@@ -405,14 +485,102 @@ def _with(database: Any) -> Any:
     return Counting() if database else None
 
 
+class Scene(Counting):
+    """Needs a file of the working directory, in its constructor or later."""
+
+    def __init__(self, late: bool = False) -> None:
+        super().__init__()
+        self.size = 0 if late else int(Path("assets/size.txt").read_text())
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self.size = int(Path("assets/size.txt").read_text())
+        return super().reset(seed=seed)
+
+
+def _fails_in_children(pid: int, how: str) -> Any:
+    if os.getpid() != pid:
+        raise {"error": RuntimeError("the license is taken"), "exit": SystemExit(3)}[how]
+    return Counting()
+
+
+@pytest.mark.sample(quick=2, ci=4)
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (Scene, "'assets/size.txt' in the working directory"),
+        (functools.partial(Scene, late=True), "'assets/size.txt' in the working directory"),
+        (functools.partial(_fails_in_children, os.getpid(), "error"), "RuntimeError: the license is taken"),
+        (functools.partial(_fails_in_children, os.getpid(), "exit"), "SystemExit: 3"),
+    ],
+)
+def test_what_cannot_be_tried_stays_here_with_one_warning(
+    build: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / "size.txt").write_text("3")
+    for make in (lambda: make_vec_env(build, 2), lambda: AutoVecEnv([build] * 2)):
+        venv = make()
+        assert isinstance(venv, DummyVecEnv)
+        venv.reset()
+        venv.close()
+        assert len(caplog.records) == 1
+        assert said in caplog.text
+        assert 'write isolation="process"' in caplog.text
+        caplog.clear()
+
+
+@pytest.mark.parametrize("start_method", [FAST, "forkserver"])
+def test_workers_read_files_of_the_working_directory(
+    start_method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / "size.txt").write_text("3")
+    venv = make_vec_env(Scene, 2, isolation="process", vec_env_kwargs={"start_method": start_method})
+    assert venv.get_attr("size") == [3, 3]
+    venv.close()
+
+
 @pytest.mark.slow
-def test_what_takes_longer_than_is_waited_has_processes(tmp_path: Path) -> None:
+def test_what_cannot_start_another_process_stays_here(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("multiprocessing.spawn._python_exe", b"/nowhere/python")
+    venv = make_vec_env(Counting, 2)
+    assert isinstance(venv, DummyVecEnv)
+    venv.close()
+    assert "could not be tried" in caplog.text
+
+
+@pytest.mark.slow
+def test_what_takes_longer_than_is_waited_stays_here(caplog: pytest.LogCaptureFixture) -> None:
     venv = make_vec_env(functools.partial(_resets_for, 2.5), 2, probe_timeout=1)
-    assert len(set(pids(venv))) == 2
+    assert isinstance(venv, DummyVecEnv)
     assert "probe_timeout=" in venv.isolation_report  # type: ignore[attr-defined]
+    assert venv.isolation_report in caplog.text  # type: ignore[attr-defined]
     venv.close()
     with pytest.raises(InvalidArgumentError, match="probe_timeout=0 is no time"):
         make_vec_env(Counting, 2, probe_timeout=0)
+
+
+@pytest.mark.parametrize(
+    ("n_envs", "n_workers", "isolation", "said"),
+    [
+        (4, None, "process", "Each has its own process, as asked."),
+        (4, 2, "process", "2 processes share the 4 environments, as asked."),
+        (2, 5, "process", "Each has its own process, as asked."),
+        (2, 1, "process", "1 process holds the 2 environments, as asked."),
+        pytest.param(3, 2, "auto", "2 processes share the 3 environments, as asked.", marks=pytest.mark.slow),
+        pytest.param(2, 5, "auto", "Each has its own process, as asked.", marks=pytest.mark.slow),
+    ],
+)
+def test_the_report_names_the_number_of_processes(n_envs: int, n_workers: Any, isolation: Any, said: str) -> None:
+    options = {"start_method": FAST, "n_workers": n_workers}
+    venv = make_vec_env(Counting, n_envs, isolation=isolation, vec_env_kwargs=options)
+    assert venv.isolation_report.endswith(said)  # type: ignore[attr-defined]
+    assert len(set(pids(venv))) == min(n_workers or n_envs, n_envs)
+    venv.close()
 
 
 def _resets_for(seconds: float) -> Any:
@@ -468,3 +636,13 @@ def test_a_console_game_by_its_name() -> None:
     assert "Cannot create multiple emulator instances" in venv.isolation_report  # type: ignore[attr-defined]
     assert venv.reset().shape == (2, 224, 320, 3)
     venv.close()
+
+
+@pytest.mark.parametrize("isolation", ["in-process", "process"])
+def test_numpy_integers_as_seeds(isolation: Any) -> None:
+    found = []
+    for seed in (5, np.int64(5)):
+        venv = make_vec_env("CartPole-v1", 2, seed=seed, isolation=isolation)
+        found.append(venv.reset())
+        venv.close()
+    assert np.array_equal(*found)

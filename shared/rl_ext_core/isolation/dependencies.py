@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import os
-import site
 import struct
 import sys
-import sysconfig
 import zipimport
 from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_ext_core._import_path import package_folders, standard_folders
 from rl_ext_core.processes import SUPPORTED
 
 _OWN_PACKAGE = "rl_ext_core"
@@ -38,7 +36,7 @@ def remember() -> None:
 
 def libraries() -> list[str]:
     """List the paths of shared objects that are loaded, without Python's own and ours."""
-    standard = tuple(f"{folder}lib-dynload" for folder in _standard_folders())
+    standard = tuple(f"{folder}lib-dynload" for folder in standard_folders())
     return sorted(path for path in _mapped() - _ours if not path.startswith(standard))
 
 
@@ -66,7 +64,7 @@ def sources() -> list[str]:
 
 def folders() -> list[str]:
     """List the folders of the user's own modules and libraries: what lies there may be opened from C."""
-    fixed = (*_folders_of_packages(), *_standard_folders(), *_SYSTEM)
+    fixed = (*package_folders(), *standard_folders(), *_SYSTEM)
     own = [module.__file__ for module in _users_modules()]
     return sorted({os.path.dirname(path) for path in [*own, *libraries()] if not path.startswith(fixed)})
 
@@ -121,31 +119,18 @@ def _users_modules() -> list[Any]:
         for name, module in list(sys.modules.items())
         if (top := name.partition(".")[0]) not in ("__main__", "__mp_main__", _OWN_PACKAGE)
         and isinstance(path := getattr(module, "__file__", None), str)
-        and not path.startswith(_folders_of_packages())
+        and not path.startswith(package_folders())
         and not _is_pythons(top, path)
     ]
 
 
 def _is_pythons(top: str, path: str) -> bool:
     """Whether a module is one of Python's own, by the first part of its name and its path."""
-    if path.startswith(_folders_of_packages()):
+    if path.startswith(package_folders()):
         return False
     # On Windows its extension modules lie outside the folder of the others, which may be an archive.
     in_python = top in sys.stdlib_module_names and path.startswith(sys.base_prefix + os.sep)
-    return in_python or path.startswith(_standard_folders())
-
-
-@functools.cache
-def _standard_folders() -> tuple[str, ...]:
-    return tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
-
-
-@functools.cache
-def _folders_of_packages() -> tuple[str, ...]:
-    folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()]
-    # On Windows Python's own folder is among them, in which its library lies.
-    others = [folder for folder in site.getsitepackages() if folder != sys.prefix]
-    return tuple(folder + os.sep for folder in dict.fromkeys([*folders, *others]))
+    return in_python or path.startswith(standard_folders())
 
 
 def _mapped() -> set[str]:

@@ -31,6 +31,7 @@ from rl_ext_core.factory._fingerprint import fingerprint
 from rl_ext_core.factory._rules import layers
 from rl_ext_core.factory._sources import safe_to_preload
 from rl_ext_core.isolation import cures, dependencies
+from rl_ext_core.isolation.guard import Guard
 from rl_ext_core.isolation.verdict import LEAST_STEPS, declared_by_instance
 
 # Of a life that is short because resets or steps take seconds.
@@ -62,6 +63,8 @@ ALONE, FIRST, SECOND, CROWD = "alone", "first", "second", "crowd"
 APART = ("apart: A", "apart: B", "apart: C")
 RACE = ("race: A", "race: B")
 ASKED_ALONE, ASKED_BESIDE = "asked: alone", "asked: beside"
+# In place of a cure: a working directory for each process.
+OWN_DIRECTORY = "working directory"
 # Files of a trial: what it records, and what it prints.
 RECORDS, PRINTS = "records", "printed"
 # What is read in place of a process that has ended.
@@ -95,7 +98,7 @@ class Experiment:
     modes: tuple[str, ...]  # keys of their scripts, one for each trial
     steps: int  # of instance A
     limits: Mapping[str, float]  # by kind of operation, seconds that it may take
-    cure: str | None = None  # for each of them; None: none
+    cure: str | None = None  # for each of them, or OWN_DIRECTORY; None: none
     # whether each instance is to find Python's, NumPy's and torch's generators as it left them
     generators: bool = False
     # whether optional steps are left out when the others have taken long, and a slow life is a short one
@@ -224,7 +227,8 @@ class Task:
     packed: bytes  # what builds the environments, by :func:`~rl_ext_core.factory._graft.dumps`
     experiment: Experiment  # that it is a part of
     mode: str  # key of the script
-    cwd: Path  # the folder to work in
+    cwd: Path  # the folder to work in, empty at first, which all trials of the experiment share
+    users_cwd: str  # the user's, for which it stands
     temporary: Path  # for temporary files
     place: Path  # a folder that no other process uses, to be made
     turns: Turns | None  # None: nobody else takes part
@@ -235,8 +239,8 @@ class Task:
         for name in (RECORDS, PRINTS):
             (self.place / name).touch()
 
-    def enter(self) -> None:
-        """Print where that is looked at, go to the folders, and apply the cure."""
+    def enter(self) -> Guard:
+        """Print where that is looked at, go to the folders, apply the cure, and limit what it writes."""
         descriptor = os.open(self.place / PRINTS, os.O_WRONLY | os.O_APPEND)
         for standard in (1, 2):
             os.dup2(descriptor, standard)
@@ -245,12 +249,13 @@ class Task:
             import resource
 
             resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-        cures.write_to_copies(self.cwd)
-        os.chdir(self.cwd)
-        os.environ["PWD"] = str(self.cwd)
+        cure = self.experiment.cure
+        directory = self.place / "cwd" if cure == OWN_DIRECTORY else self.cwd
+        cures.enter_directory(directory)
         cures.use_for_temporary_files(self.temporary)
-        if self.experiment.cure is not None:
-            cures.apply_cure(self.experiment.cure, self.place)
+        if cure in cures.CURES:
+            cures.apply_cure(cure, self.place)
+        return Guard(str(directory), self.users_cwd, str(self.temporary), str(self.place))
 
     def is_ours(self, who: str) -> bool:
         """Whether an instance lives in this process: where a script is for several, each has one."""
@@ -273,10 +278,10 @@ def follow(task: Task) -> NoReturn:
     global _records
     _records = (task.place / RECORDS).open("ab")
     opened = dependencies.OpenedHere()
-    executor = None
+    executor = guard = None
     try:
         try:
-            task.enter()
+            guard = task.enter()
             executor = _Executor(task)
             for operation in executor.operations():
                 if task.is_ours(operation.who):
@@ -288,6 +293,9 @@ def follow(task: Task) -> NoReturn:
             record("fact", "raised", f"{type(error).__name__}: {_in_one_line(error)}")
         opened.paused = True
         record("fact", "opened", sorted(opened.paths))
+        if guard is not None:
+            record("fact", "refused", guard.refused)
+            record("fact", "missing", guard.missing)
         if executor is not None:
             executor.close_all()
     finally:

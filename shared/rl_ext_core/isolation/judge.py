@@ -17,17 +17,18 @@ from rl_ext_core.isolation.experiments import (
     FIRST,
     MOST_TOGETHER,
     OVERWRITTEN,
+    OWN_DIRECTORY,
     RACE,
     SECOND,
     Operation,
     operations,
 )
-from rl_ext_core.isolation.trials import Trial, TrialRunner
+from rl_ext_core.isolation.trials import Trial, TrialRunner, UntriedError
 from rl_ext_core.isolation.verdict import LEAST_STEPS, Declaration, Isolation, Verdict
 
 # What was observed, the verdict, and the sentences on it; "how" is a clause on the trial that shows it.
 _SENTENCES = {
-    "one alone hangs": (Isolation.UNKNOWN, "{which} could not be tried: {how}."),
+    "one alone could not be tried": (Isolation.UNKNOWN, "{which} could not be tried: {how}."),
     "one alone fails": (Isolation.BROKEN, "{which} does not work: {how}."),
     "one alone fails at times": (Isolation.BROKEN, "One alone works at times, and at times not: {how}."),
     "one alone works when cured, and so do two": (
@@ -71,17 +72,25 @@ _SENTENCES = {
     ),
 }
 _PRIVATE = {
-    "working directory": "a working directory of its own",
     "TMPDIR": "a TMPDIR of its own",
     "library copy": "its own copy of the library",
 }
-_FILES = " It reads and writes files in the working directory, as another process might at the same time."
+_OWN_DIRECTORY = (
+    ' When each has an empty working directory of its own, they do not: write make_vec_env(..., cwd="own").'
+)
+_FILES = (
+    " It reads and writes files in the working directory, and all processes share that. For a directory of its own for "
+    'each process, write make_vec_env(..., cwd="own").'
+)
+_LONGER = " To wait longer, write probe(source, timeout=...) or make_vec_env(..., probe_timeout=...)."
 _GENERATORS = (
     " It is the random generators of Python, NumPy or torch that they share: one that draws from a generator of its "
     "own, such as self.np_random, would not."
 )
 _NO_CURE = " Neither a working directory, nor a TMPDIR, nor a copy of the library of its own helps."
 _NAMED = 5
+# Exceptions of what looks for files.
+_MISSING = ("FileNotFoundError", "NotADirectoryError")
 
 
 def _verdict(
@@ -96,15 +105,11 @@ def _verdict(
 def _what_follows(isolation: Isolation, in_process: bool = False, cure: str | None = None) -> str:
     """Return what it means for whoever starts several."""
     if isolation is Isolation.INDEPENDENT:
-        own = f'; where there are several, call apply_cure("{cure}", its_own_folder) first in each' if cure else ""
-        return f"They may share a process{own}."
+        return "They may share a process."
     if isolation is Isolation.BROKEN:
-        return 'Mend that first; isolation="process" starts them without a try.'
+        return 'Fix the environment first. To skip the trials, write isolation="process".'
     if isolation is Isolation.UNKNOWN:
-        return (
-            "Use one process per environment; or wait longer, with probe(source, timeout=...) or make_vec_env(..., "
-            'probe_timeout=...); isolation="process" does without a try.'
-        )
+        return 'For one process per environment without a trial, write isolation="process".'
     if cure is not None:
         return f'Use one process per environment, and call apply_cure("{cure}", its_own_folder) first in each.'
     if isolation is not Isolation.PROCESSES_COLLIDE:
@@ -140,11 +145,19 @@ def judge(runner: TrialRunner, steps: int, who: Sequence[int]) -> tuple[Verdict,
 
     :return: the trial of one alone, too; None: it does not work
     """
+    try:
+        return _judge(runner, steps, who)
+    except UntriedError as error:
+        return _verdict("one alone could not be tried", which="One alone", how=error), None
+
+
+def _judge(runner: TrialRunner, steps: int, who: Sequence[int]) -> tuple[Verdict, Trial | None]:
     (alone,) = runner.run([ALONE], steps, shorten=True)
+    if alone.facts.get("declared") is not None and len(set(who)) == 1:
+        verdict = declared(alone.facts["declared"])
+        return _measured(verdict, alone) if alone.done else (verdict, None)
     if not alone.done:
         return _does_not_work(runner, alone, steps)
-    if alone.facts["declared"] is not None and len(set(who)) == 1:
-        return _measured(declared(alone.facts["declared"]), alone)
     steps = alone.measured["steps"]
     preload = tuple(alone.measured["harmless"])
     reference = alone
@@ -166,7 +179,7 @@ def _does_not_work(
 ) -> tuple[Verdict, Trial | None]:
     how = _clause(alone)
     if alone.hung:
-        return _verdict("one alone hangs", which=which, how=how), None
+        return _verdict("one alone could not be tried", which=which, how=how, more=_LONGER), None
     for cure in CURES if which == "One alone" else ():
         # Something that runs already, in the calling process perhaps, may hold what it wants.
         (cured,) = runner.run([ALONE], steps, shorten=True, cure=cure)
@@ -175,7 +188,9 @@ def _does_not_work(
             if comparison.apart(cure) is None:
                 observed, private = "one alone works when cured, and so do two", _PRIVATE[cure]
                 return _measured(_verdict(observed, cure=cure, private=private, how=how), cured)
-    return _verdict("one alone fails", which=which, how=how), None
+    # An exception of a constructor may be due to the trial: it has other files than the user's process.
+    untried = "raised" in alone.facts and (not alone.was_built or alone.facts["raised"].startswith(_MISSING))
+    return _verdict("one alone could not be tried" if untried else "one alone fails", which=which, how=how), None
 
 
 @dataclasses.dataclass
@@ -328,7 +343,7 @@ class _Comparison:
         """Tell processes that disturb each other from an environment that never does the same twice."""
         (again,) = self.runner.run([ALONE], self.steps, patience=2.0)
         if again.hung:
-            return _verdict("one alone hangs", which="One alone", how=_clause(again))
+            return _verdict("one alone could not be tried", which="One alone", how=_clause(again), more=_LONGER)
         if not again.done:
             return _verdict("one alone fails at times", how=_clause(again))
         repeats = again.trace("A") == self.alone.trace("A")
@@ -343,8 +358,12 @@ class _Comparison:
         )
 
     def _collide(self, apart: _Problem) -> Verdict:
-        cure = next((cure for cure in CURES if self.apart(cure) is None), None)
-        more = _NO_CURE if cure is None else f" When each has {_PRIVATE[cure]}, they do not."
+        cure = None
+        if self.apart(OWN_DIRECTORY) is None:
+            more = _OWN_DIRECTORY
+        else:
+            cure = next((cure for cure in CURES if self.apart(cure) is None), None)
+            more = _NO_CURE if cure is None else f" When each has {_PRIVATE[cure]}, they do not."
         in_process = self.together() is None
         if in_process:
             more += " In one process they are independent."
@@ -353,8 +372,7 @@ class _Comparison:
 
     def _unless_files_meet(self, observed: str, more: str = "", **words: Any) -> Verdict:
         if self.runner.wrote:
-            # Whether two processes meet there is chance.
-            more, words["cure"] = more + _FILES, "working directory"
+            more += _FILES  # whether two processes meet there is chance
         return _verdict(observed, more=more, **words)
 
     def _asked(self, **options: Any) -> _Problem | None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import rl_ext_core
+from rl_ext_core._import_path import is_found_elsewhere
 from rl_ext_core.errors import InvalidArgumentError, RlExtError
 from rl_ext_core.factory import EnvFactory, as_factory
 from rl_ext_core.factory._fingerprint import description, fingerprint
@@ -46,7 +47,8 @@ def probe(
     goes on; several at once; two in processes of their own, in turns and at the same time. What they return is compared
     bit for bit, and so are infos, ``action_masks()`` and public arrays; methods with names like ``set_task`` are called
     with numbers, and resets get the options that ``metadata["reset_options"]`` lists. What is shared but did not show
-    stays unknown; the explanation says what was not tried.
+    stays unknown; the explanation says what was not tried. The processes have an empty working directory, and Python
+    code in them writes no files elsewhere, except to caches; code in C and programs that it starts may.
 
     .. code-block:: python
 
@@ -64,7 +66,7 @@ def probe(
     :param steps: how many steps are compared; fewer where they take long
     :param timeout: seconds that building an environment, a reset or a step may take. By default one alone has 300, and
         others 20 times what that took, at least 10
-    :return: the verdict. It is BROKEN where one alone fails: that raises nothing
+    :return: the verdict. It is BROKEN if one fails after it was built, UNKNOWN if none could be tried: neither raises
     :raises InvalidArgumentError: the environment's metadata say something else, ``steps`` is too small, ``timeout`` no
         time
     :raises NotCopyableError: an instance cannot be copied, or a function that holds what cannot be
@@ -154,7 +156,7 @@ def _found_out(
 
 
 _log = logging.getLogger("rl_ext_core.isolation")
-_FORMAT = 4
+_FORMAT = 5
 # Another time it may be otherwise.
 _NOT_KEPT = (Isolation.NON_DETERMINISTIC, Isolation.BROKEN, Isolation.UNKNOWN)
 # A bigger file is known by its time and its size alone.
@@ -294,10 +296,10 @@ def key_of(factories: Sequence[EnvFactory[Any]], who: Sequence[int], format_vers
     """
     try:
         recipe = [description(_essence(factory)) for factory in factories]
+        files = [state for tokens in recipe for _, token in tokens for state in _files_in(token) if state is not None]
     except Exception as error:  # of the user's own code, perhaps
         _log.debug("%r cannot be recognized in another process: %r", factories, error)
         return None
-    files = [state for tokens in recipe for _, token in tokens for state in _files_in(token) if state is not None]
     machine = (sys.version, sys.prefix, platform.node(), os.cpu_count())
     here = (format_version, rl_ext_core.__version__, *machine, os.getcwd(), *who)
     return hashlib.blake2b(repr((here, recipe, files)).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
@@ -317,6 +319,8 @@ def _files_in(token: Any) -> Iterator[Any]:
     if type(token) is tuple and len(token) == 2 and token[0] in ("str", "bytes"):
         yield _state_of_named(token[1])
     elif type(token) is tuple and len(token) > 2 and token[0] in ("name", "function"):
+        if token[1] is not None and not is_found_elsewhere(token[1]):
+            raise ValueError(f"the code of {token[1]} is not in a file that is found again")
         yield token[1], _file_of(token[1])
     elif type(token) is tuple:
         for part in token:

@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,12 +33,12 @@ from types import TracebackType
 from typing import Any
 
 from rl_ext_core import processes
+from rl_ext_core._import_path import import_path
 from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core._system import set_variables
 from rl_ext_core.errors import InvalidTypeError, WorkerError
 from rl_ext_core.factory import EnvFactory, _graft
 from rl_ext_core.isolation import dependencies
-from rl_ext_core.isolation.cures import Mirrored
 from rl_ext_core.isolation.experiments import (
     APART,
     GONE,
@@ -54,7 +55,14 @@ from rl_ext_core.isolation.experiments import (
 from rl_ext_core.processes.failures import exit_code_name, signal_name
 from rl_ext_core.processes.servers import preload_modules
 from rl_ext_core.processes.spawned import take_along
-from rl_ext_core.processes.worker import kill_families, kill_group, kill_own_family, main_module, postpone_main
+from rl_ext_core.processes.worker import (
+    hides_exit_codes,
+    kill_families,
+    kill_group,
+    kill_own_family,
+    main_module,
+    postpone_main,
+)
 
 _log = logging.getLogger("rl_ext_core.isolation")
 
@@ -70,6 +78,10 @@ _TICK_S = 0.002
 _PRINTED_BYTES, _PRINTED_LIMIT = 2000, 1 << 20
 _SAID_BYTES = 10_000
 _SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+class UntriedError(Exception):
+    """An environment cannot be tried without files of the user's; its text says which, as a clause."""
 
 
 @dataclasses.dataclass
@@ -99,6 +111,11 @@ class Trial:
         measured: dict[str, Any] = self.facts.get("measured", {})
         return measured
 
+    @property
+    def was_built(self) -> bool:
+        """Whether an environment was built, or something of it was done later."""
+        return any(operation.what != "build" for operation in self.performed)
+
     def trace(self, who: str) -> list[str]:
         """Return what an instance returned, a digest for each reset and step."""
         return [digest for one, digest in self._all("saw") if one == who]
@@ -126,6 +143,17 @@ class Trial:
     def performed(self) -> list[Operation]:
         """What it did, in order; the last one may not have come to its end."""
         return [Operation(who, what) for who, what, _ in self._all("does")]
+
+    @property
+    def why_untried(self) -> str | None:
+        """Return which file of the user's it would have used, as a clause; None: it did not need any."""
+        if self.facts.get("declared") is not None:
+            return None
+        if self.facts.get("missing") is not None:
+            return f"it uses {self.facts['missing']!r} in the working directory, and a trial has an empty one"
+        if self.facts.get("refused") is not None and not self.done:
+            return f"it writes to {self.facts['refused']!r}, and a trial does not write files of yours"
+        return None
 
     @property
     def end(self) -> str:
@@ -203,7 +231,7 @@ class TrialRunner:
     @uninterrupted
     def _start(self, theirs: Connection[Any, Any]) -> None:
         """Start the supervisor with its end of a connection, whose end is its own."""
-        path, handle = [os.path.abspath(entry) for entry in sys.path], theirs.fileno()
+        path, handle = import_path(), theirs.fileno()
         code = f"import sys; sys.path[:] = {path!r}; from {__name__} import serve; serve({handle}, {self._scratch!r})"
         flags = util._args_from_interpreter_flags()  # type: ignore[attr-defined]
         environ = dict(os.environ)
@@ -232,6 +260,7 @@ class TrialRunner:
 
         :param patience: by which times are multiplied that operations may take
         :raises WorkerError: the process that watches them has ended
+        :raises UntriedError: a trial would use files of the user's
         """
         limits = {kind: patience * self._limit(kind) for kind in _KINDS}
         with contextlib.suppress(OSError):
@@ -243,6 +272,8 @@ class TrialRunner:
         for trial in trials:
             for kind, seconds in trial.measured.get("longest", {}).items():
                 self._longest[kind] = max(seconds, self._longest.get(kind, 0.0))
+            if (reason := trial.why_untried) is not None:
+                raise UntriedError(reason)
         return trials
 
     def _limit(self, kind: str) -> float:
@@ -264,6 +295,8 @@ class TrialRunner:
             said = self._said.read()[-_SAID_BYTES:].decode(errors="replace").strip()
             code = self._process.returncode
             how = "hung up" if code is None else f"was killed by {signal_name(-code)}" if code < 0 else ""
+            if code == 0 and hides_exit_codes():
+                how = "has died; the system does not tell how, because this process ignores SIGCHLD"
             raise WorkerError(
                 f"the process that probes the environment, which imports {list(self._preload)} first, ended without an "
                 f"answer: it {how or f'ended with exit code {code}'}" + (f", and printed:\n{said}" if said else ""),
@@ -283,7 +316,7 @@ class TrialRunner:
         finally:
             if self._process is not None:
                 pid, code = self._process.pid, self._process.poll()
-                if code != 0:
+                if code != 0 or hides_exit_codes():
                     kill_families([pid] if code is None else [], [pid])
                 self._process.wait()
             self._said.close()
@@ -302,6 +335,8 @@ def serve(handle: int, scratch: str) -> None:
     :param scratch: the folder of all trials, which is deleted here should the caller not live to do it
     """
     caller = getattr(connection, "PipeConnection", connection.Connection)(handle)
+    if hasattr(signal, "SIGCHLD"):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored by the caller, it would hide how trials end
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(shutil.rmtree, scratch, ignore_errors=True)
         cleanup.enter_context(contextlib.suppress(_GoneError, EOFError, ConnectionError))
@@ -329,7 +364,6 @@ class _Supervisor:
             ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             self._context = processes.get_context("fork", own_session=True)
             prepare(main, preload)
-        self._mirrored = Mirrored(Path(self._cwd), Path(scratch, "folders"))
         # Folders of the user's to look at, for what is opened there.
         self._watched: set[str] = set()
         self._running: list[_Running] = []
@@ -341,8 +375,9 @@ class _Supervisor:
         self._preload += experiment.preload
         if processes.SUPPORTED:
             preload_modules(experiment.preload, {})
-        cwd = self._mirrored.path()
         scratch = Path(tempfile.mkdtemp(dir=self._scratch))
+        cwd = scratch / "cwd"
+        cwd.mkdir()
         (scratch / "tmp").mkdir()
         folders = dependencies.FolderWatch([str(cwd), *self._watched])
         pairs = [pair for group in (APART, RACE) for pair in itertools.permutations(group, 2)]
@@ -352,7 +387,7 @@ class _Supervisor:
             theirs = {one[-1]: reading for (one, other), (reading, _) in pipes.items() if other == mode}
             ours = [writing for (one, _), (_, writing) in pipes.items() if one == mode]
             turns, place = Turns(theirs, ours) if ours else None, scratch / str(number)
-            task = Task(self._packed, experiment, mode, cwd, scratch / "tmp", place, turns)
+            task = Task(self._packed, experiment, mode, cwd, self._cwd, scratch / "tmp", place, turns)
             self._running.append(_Running(self._started(task), Trial(mode), place, ours))
         self._watch(folders)
         self.end_all()
@@ -366,7 +401,7 @@ class _Supervisor:
         shutil.rmtree(scratch, ignore_errors=True)
         trials = [process.trial for process in self._running]
         self._watched.update(*(trial.measured.get("folders", ()) for trial in trials))
-        stand_for = {str(cwd): self._cwd, self._scratch: "", **self._mirrored.parents}
+        stand_for = {str(cwd): self._cwd, self._scratch: ""}
         opened = folders.opened.union(*(trial.facts.get("opened", ()) for trial in trials))
         originals = {dependencies.original_of(path, stand_for) for path in opened}
         wrote = any(path.startswith(f"{cwd}{os.sep}") for path in folders.modified & folders.read)

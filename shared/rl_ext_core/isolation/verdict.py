@@ -38,8 +38,8 @@ class Isolation(str, enum.Enum):
     process fails, or makes the first one fail. ``SHARED_STATE``: it works, and changes what the first one returns.
     ``PROCESSES_COLLIDE``: even two processes disturb each other, unless there is a cure. ``NON_DETERMINISTIC``: it
     cannot be told, because one alone does not do the same twice, or because nothing that it returns depends on what it
-    is given. ``BROKEN``: one alone fails. ``UNKNOWN``: one alone took longer than was waited for it. One process per
-    environment is what remains where it cannot be told.
+    is given. ``BROKEN``: one was built and fails. ``UNKNOWN``: one could not be tried, because it cannot be built in a
+    process with an empty working directory, uses files of the user's, or takes longer than was waited for it.
 
     >>> from rl_ext_core.isolation import Isolation
     >>> Isolation("single-instance") is Isolation.SINGLE_INSTANCE
@@ -75,7 +75,7 @@ class Verdict:
         gymnasium's; None: was not measured
     :ivar build_seconds: to build one in a new process, its imports included
     :ivar private_bytes: what a process that holds one shares with no other
-    :ivar cure: what keeps processes from colliding: ``"working directory"``, ``"TMPDIR"`` or ``"library copy"``, for
+    :ivar cure: what keeps processes from colliding: ``"TMPDIR"`` or ``"library copy"``, for
         :func:`~rl_ext_core.isolation.apply_cure` in each of them; None: none is needed, or none has helped
     :ivar libraries: shared objects that it has loaded, without Python's own
     :ivar seconds: what finding out has taken, now

@@ -207,21 +207,6 @@ class DiesWithALivingChild(Plain):
         Path("first.txt").touch()
 
 
-class ReadsBesideTheFolder(Plain):
-    """Reads a file by a path that begins with two dots."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._offset = float(Path("../offset.txt").read_text())
-
-
-class ReadsInTheFolder(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self._offset = float(Path("data", "offset.txt").read_text()) + float(Path("offset.txt").read_text())
-        Path("offset.txt").write_text("spoilt")
-
-
 class SaysSingle(Plain):
     metadata: ClassVar[dict[str, Any]] = {"render_modes": [], "isolation": "single-instance"}
 

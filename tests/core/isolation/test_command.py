@@ -44,13 +44,23 @@ def test_json_is_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     assert "in 20 steps" in Verdict.from_json(text).explanation
 
 
-def test_an_environment_that_is_broken_is_status_one(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("simulator:exits", "building it raises SystemExit: no license"),
+        ("test_what_is_tried:fails_at_reset", "resetting it raises RuntimeError: no world"),
+    ],
+)
+def test_an_environment_that_is_broken_or_cannot_be_tried_is_status_one(
+    name: str,
+    text: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "0")
-    assert status_of(f"{MODULE}:exits", "--no-cache") == 1
+    assert status_of(f"tests.core.isolation.{name}", "--no-cache") == 1
     printed = capsys.readouterr()
-    assert "building it raises SystemExit: no license" in printed.out
+    assert text in printed.out
     assert printed.err == ""
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.isolation import apply_cure, probe
-from rl_ext_core.isolation.cures import Mirrored, mirror
+from rl_ext_core.isolation.cures import _copied
 from tests.boundaries import ROOT
 from tests.core.isolation.conftest import Variant
 
@@ -52,7 +52,7 @@ def in_two_workers(cure: str, library: str, tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["LOCK_IN_CWD", "LOCK_IN_TMPDIR", "LOCK_BESIDE_LIBRARY"])
+@pytest.mark.parametrize("name", ["LOCK_IN_TMPDIR", "LOCK_BESIDE_LIBRARY"])
 def test_the_recommended_cure_is_the_one_that_helps_workers(name: str, variant: Variant, tmp_path: Path) -> None:
     library = variant(name).args[0]
     verdict = probe(variant(name), cache=False)
@@ -72,86 +72,28 @@ def test_one_that_this_process_has_is_told_from_a_broken_one(variant: Variant) -
     assert "where another may run" in verdict.explanation
 
 
-def test_a_mirror_has_small_files_of_its_own_and_the_rest_in_common(tmp_path: Path) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
+@pytest.mark.slow
+def test_the_own_directory_helps_workers_with_a_lock_in_the_working_directory(variant: Variant, tmp_path: Path) -> None:
+    verdict = probe(variant("LOCK_IN_CWD"), cache=False)
+    assert (verdict.isolation.value, verdict.cure) == ("processes-collide", None)
+    assert 'write make_vec_env(..., cwd="own")' in verdict.explanation
+
+
+def test_a_library_copy_has_small_files_of_its_own_and_the_rest_in_common(variant: Variant, tmp_path: Path) -> None:
+    source = tmp_path / "source"
     (source / "folder").mkdir(parents=True)
+    (source / "libsim.so").write_bytes(Path(variant("GOOD").args[0]).read_bytes())
     (source / "small").write_text("small")
-    (source / "small").chmod(0o444)
     (source / "big").write_bytes(bytes(2 << 20))
-    (source / "link").symlink_to("small")
     (source / "dangling").symlink_to("nowhere")
     os.mkfifo(source / "pipe")
-    mirror(source, target)
+    copy = Path(_copied(str(source / "libsim.so"), tmp_path / "own", {}))
+    target = copy.parent
     assert {path.name for path in target.iterdir()} == {path.name for path in source.iterdir()}
+    assert not copy.is_symlink()
     assert not (target / "small").is_symlink()
-    assert (target / "small").stat().st_mode & 0o777 == 0o444
-    assert (target / "link").read_text() == "small"
-    (target / "link").write_text("changed")
-    assert (source / "small").read_text() == "small"
     assert (target / "big").resolve() == source / "big"
-    assert not (target / "folder").is_symlink()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not os.path.ismount("/proc"), reason="there is no /proc")
-def test_what_the_kernel_shows_as_files_is_linked_or_not_read(tmp_path: Path) -> None:
-    """Reading /proc/kmsg, of whoever may, has no end."""
-    mirror(Path("/"), tmp_path / "root")
-    assert (tmp_path / "root/proc").is_symlink()
-    mirror(Path("/proc/self"), tmp_path / "self")
-    assert (tmp_path / "self/status").read_text() == ""
-
-
-WRITES = """
-import os, shutil, sys
-from pathlib import Path
-from rl_ext_core.isolation import apply_cure
-apply_cure("working directory", Path(sys.argv[1]))
-with open("big.bin", "r+b") as file:
-    file.write(b"spoilt")
-Path("data/deep/new.txt").write_text("new")
-Path("data/deep/big.bin").write_bytes(b"")
-os.truncate("data/bigger.bin", 3)
-os.remove("data/note.txt")
-os.rename("note.txt", "other.txt")
-os.mkdir("many/of_the_probe")
-Path("many/1/in.txt").write_text("new")
-print(os.path.getsize("big.bin"), os.path.getsize("data/bigger.bin"), sorted(os.listdir()))
-"""
-
-
-@pytest.mark.slow
-def test_nothing_of_the_users_folder_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "project"
-    (folder / "data" / "deep").mkdir(parents=True)
-    for name in ("big.bin", "data/bigger.bin", "data/deep/big.bin"):
-        (folder / name).write_bytes(bytes(3 << 20))
-    for name in ("note.txt", "data/note.txt"):
-        (folder / name).write_text("note")
-    for index in range(1200):  # too many to be copied
-        (folder / "many" / str(index)).mkdir(parents=True)
-    before = {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
-    done = subprocess.run(
-        [sys.executable, "-c", WRITES, str(tmp_path / "own")], cwd=folder, capture_output=True, text=True, check=False
-    )
-    assert done.stdout == f"{3 << 20} 3 ['big.bin', 'data', 'many', 'other.txt']\n", done.stderr
-    assert {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")} == before
-
-
-def test_much_is_linked_and_a_folder_that_nothing_was_written_to_is_used_again(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    for index in range(100):  # 30 MB
-        (source / f"{index}.npy").write_bytes(bytes(300_000))
-    mirrored = Mirrored(source, tmp_path / "scratch")
-    first = mirrored.path()
-    assert sum(path.lstat().st_size for path in first.iterdir()) < 17 << 20
-    assert mirrored.path() == first
-    next(path for path in first.iterdir() if not path.is_symlink()).write_bytes(b"")
-    assert mirrored.path() != first
-    assert {(path.name, path.stat().st_size) for path in mirrored.path().iterdir()} == {
-        (f"{index}.npy", 300_000) for index in range(100)
-    }
+    assert (target / "folder").resolve() == source / "folder"
 
 
 LOADS = """
@@ -180,8 +122,8 @@ def test_libraries_are_copied_where_they_are_loaded_by_path(variant: Variant, tm
     assert Path(by_text).read_bytes() == Path(library).read_bytes()
 
 
-@pytest.mark.parametrize("name", ["", "prayer", None])
+@pytest.mark.parametrize("name", ["", "prayer", "working directory", None])
 def test_another_cure_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="working directory, TMPDIR, library copy"):
+    with pytest.raises(InvalidArgumentError, match="expected one of TMPDIR, library copy"):
         apply_cure(name, tmp_path)
     assert ctypes.CDLL.__init__.__module__ == "ctypes"

@@ -6,6 +6,7 @@ import functools
 import multiprocessing.spawn
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ import threading
 import time
 from multiprocessing import resource_tracker
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -53,6 +55,13 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "temporary"
 
 
+@pytest.fixture
+def notes(own_cache: Path) -> Path:
+    """A file that trials may write to, since it is in the folder for caches."""
+    own_cache.mkdir(parents=True)
+    return own_cache / "notes.txt"
+
+
 @pytest.fixture(autouse=True)
 def others() -> set[psutil.Process]:
     """Children that earlier tests have left on purpose, such as fork servers, and multiprocessing's own."""
@@ -76,10 +85,9 @@ def mentioned(notes: Path) -> list[list[str]]:
 
 
 def test_a_messy_environment_leaves_neither_files_nor_processes(
-    tmp_path: Path, folder: Path, temporary: Path, others: set[psutil.Process], capfd: pytest.CaptureFixture[str]
+    notes: Path, folder: Path, temporary: Path, others: set[psutil.Process], capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = contents(folder)
-    notes = tmp_path / "notes.txt"
     verdict = probe(functools.partial(simulator.Messy, str(notes)), cache=False)
     assert verdict.isolation is Isolation.INDEPENDENT
     assert contents(folder) == before
@@ -109,19 +117,92 @@ def test_nothing_is_built_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-@pytest.mark.slow
-def test_a_file_that_the_environment_reads_and_overwrites_is_not_touched(folder: Path) -> None:
-    before = contents(folder)
-    verdict = probe(simulator.ReadsInTheFolder, cache=False)
-    # The second one reads what the first one has spoilt.
-    assert verdict.isolation is Isolation.PROCESSES_COLLIDE
-    assert verdict.cure == "working directory"
-    assert contents(folder) == before
+class Writes(simulator.Plain):
+    """Keeps a log at some path, and knows no better way if it cannot."""
+
+    def __init__(self, operation: str, path: str) -> None:
+        super().__init__()
+        self._operation, self._path = operation, path
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        match self._operation:
+            case "append":
+                Path(self._path).open("a").close()
+            case "descriptor":
+                os.close(os.open(self._path, os.O_RDWR | os.O_CREAT))
+            case "mkdir":
+                os.makedirs(f"{self._path}/deep")
+            case "remove":
+                Path(self._path).unlink()
+            case "rename":
+                os.rename(self._path, f"{self._path}.old")
+            case "sqlite":
+                sqlite3.connect(self._path).close()
+            case "link":
+                os.symlink(self._path, "link")
+                Path("link").write_text("spoilt")
+        return super().reset(seed=seed)
+
+
+@pytest.mark.sample(quick=2, ci=7)
+@pytest.mark.parametrize("operation", ["append", "descriptor", "mkdir", "remove", "rename", "sqlite", "link"])
+def test_trials_write_no_files_by_absolute_paths(operation: str, tmp_path: Path, folder: Path) -> None:
+    before = contents(tmp_path)
+    path = folder / ("new" if operation == "mkdir" else "offset.txt")
+    verdict = probe([functools.partial(Writes, operation, str(path))] * 2, cache=False)
+    assert verdict.isolation is Isolation.UNKNOWN
+    assert f"could not be tried: it writes to '{path}" in verdict.explanation
+    assert 'write isolation="process"' in verdict.explanation
+    assert contents(tmp_path) == before
+    assert not (folder / "new").exists()
 
 
 @pytest.mark.slow
-def test_an_environment_that_needs_the_real_folder_gets_it() -> None:
-    assert probe(simulator.ReadsBesideTheFolder, cache=False).isolation is Isolation.INDEPENDENT
+def test_trials_write_files_by_relative_paths_into_an_empty_directory(tmp_path: Path) -> None:
+    before = contents(tmp_path)
+    verdict = probe([functools.partial(Writes, "append", "offset.txt")] * 2, cache=False)
+    assert verdict.isolation is Isolation.INDEPENDENT
+    assert contents(tmp_path) == before
+
+
+class Reads(simulator.Plain):
+    """Uses a file or folder of the working directory, at some time and in some way."""
+
+    def __init__(self, how: str, when: str) -> None:
+        super().__init__()
+        self._how, self._when = how, when
+        self._use("init")
+
+    def _use(self, when: str) -> None:
+        if when == self._when:
+            eval(self._how, {"os": os, "Path": Path})
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self._use("reset")
+        return super().reset(seed=seed)
+
+
+@pytest.mark.sample(quick=2, ci=12)
+@pytest.mark.parametrize("when", ["init", "reset"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "open('offset.txt').read()",
+        "open('offset.txt', 'r+').read()",
+        "Path('../offset.txt').read_text()",
+        "os.path.exists('data/offset.txt')",
+        "open(os.path.join(os.getcwd(), 'data', 'offset.txt'))",
+        "os.listdir('data')",
+    ],
+)
+def test_an_environment_that_uses_files_of_the_working_directory_cannot_be_tried(
+    how: str, when: str, tmp_path: Path
+) -> None:
+    before = contents(tmp_path)
+    verdict = probe([functools.partial(Reads, how, when)] * 2, cache=False)
+    assert verdict.isolation is Isolation.UNKNOWN
+    assert "in the working directory, and a trial has an empty one" in verdict.explanation
+    assert contents(tmp_path) == before
 
 
 def test_a_module_beside_the_script_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,8 +217,7 @@ def test_a_module_beside_the_script_is_found(folder: Path, monkeypatch: pytest.M
 
 @pytest.mark.sample
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
-def test_a_caller_that_ends_takes_everything_along(ending: signal.Signals, tmp_path: Path, temporary: Path) -> None:
-    notes = tmp_path / "notes.txt"
+def test_a_caller_that_ends_takes_everything_along(ending: signal.Signals, notes: Path, temporary: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     code = PROBES.format(name="Messy")
     caller = subprocess.Popen(

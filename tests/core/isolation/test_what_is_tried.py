@@ -25,6 +25,15 @@ from tests.ways import run_as
 INDEPENDENT, SINGLE, SHARED = Isolation.INDEPENDENT, Isolation.SINGLE_INSTANCE, Isolation.SHARED_STATE
 
 
+class FailsAtReset(simulator.Plain):
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        raise RuntimeError("no world")
+
+
+def fails_at_reset() -> FailsAtReset:
+    return FailsAtReset()
+
+
 class Slots(simulator.Plain):
     """Three places in the library; the fourth instance gets the place of the first one."""
 
@@ -78,9 +87,13 @@ def test_each_function_of_a_list_is_asked_about(own_cache: Path) -> None:
     verdict = probe([simulator.Plain, simulator.ClassAttribute, simulator.ClassAttribute])
     assert verdict.isolation is SHARED
     assert probe([simulator.Plain, simulator.ClassAttribute, simulator.ClassAttribute]).declared_by == "cache"
-    broken = probe([simulator.Plain, simulator.exits], cache=False)
-    assert broken.isolation is Isolation.BROKEN
-    assert "Of the functions, number 2 does not work" in broken.explanation
+    for build, isolation, text in (
+        (simulator.exits, Isolation.UNKNOWN, "could not be tried: building"),
+        (fails_at_reset, Isolation.BROKEN, "does not work: resetting"),
+    ):
+        verdict = probe([simulator.Plain, build], cache=False)
+        assert verdict.isolation is isolation
+        assert f"Of the functions, number 2 {text}" in verdict.explanation
 
 
 def test_the_strictest_of_what_several_say_counts() -> None:
@@ -230,13 +243,14 @@ def test_processes_run_at_the_same_time_too(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_processes_that_use_a_file_get_a_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_advice_on_processes_that_share_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     verdict = probe(StateInAFile, cache=False)
     # Whether they meet is chance, in two processes and, where those had the file first, in one; that they may is not.
     met = (Isolation.PROCESSES_COLLIDE, Isolation.NON_DETERMINISTIC, Isolation.SHARED_STATE)
     assert verdict.isolation in (*met, INDEPENDENT)
-    assert verdict.cure == "working directory"
+    assert verdict.cure is None
+    assert 'write make_vec_env(..., cwd="own")' in verdict.explanation
     assert list(tmp_path.iterdir()) == []
 
 
@@ -359,9 +373,9 @@ class LeavesALock(simulator.Plain):
 
 
 @pytest.mark.exhaustive
-def test_trials_close_what_they_have_built(tmp_path: Path) -> None:
-    path = tmp_path / "elsewhere" / "lock"
-    path.parent.mkdir()
+def test_trials_close_what_they_have_built(own_cache: Path) -> None:
+    path = own_cache / "lock"  # which trials may write to
+    path.parent.mkdir(parents=True)
     verdict = probe(functools.partial(LeavesALock, str(path)), cache=False)
     assert verdict.isolation is Isolation.PROCESSES_COLLIDE
     assert list(path.parent.iterdir()) == []

@@ -16,6 +16,7 @@ SHARED_MEMORY = Path(f"/dev/shm/toy_simulator-{os.getpid()}")
 
 INDEPENDENT, SINGLE, SHARED = Isolation.INDEPENDENT, Isolation.SINGLE_INSTANCE, Isolation.SHARED_STATE
 COLLIDE, UNTOLD, BROKEN = Isolation.PROCESSES_COLLIDE, Isolation.NON_DETERMINISTIC, Isolation.BROKEN
+UNKNOWN = Isolation.UNKNOWN
 
 # The verdict, and what the explanation has to say.
 VARIANTS = {
@@ -37,16 +38,17 @@ VARIANTS = {
     "LAST_CLOSE_CHANGES_LATER": (SHARED, "a third, when both are closed, returns something else from its step 1"),
     "SEEDED_BY_CLOCK": (UNTOLD, "does not return the same twice"),
     "NOTHING_SEEN": (UNTOLD, "nothing that it returned depended on seeds or actions"),
-    "NULL_ALWAYS": (BROKEN, "building it raises RuntimeError: the toy simulator gives no handle"),
+    "NULL_ALWAYS": (UNKNOWN, "could not be tried: building it raises RuntimeError: the toy simulator gives no handle"),
     "CRASH_IN_STEP": (BROKEN, "step 5 of it kills the process by SIGSEGV"),
 }
-# Those whose processes collide: the cure, and whether several may live in one process.
+# Those whose processes collide: the cure, or "cwd" for working directories of their own, and whether several may live
+# in one process.
 COLLIDING = {
-    "LOCK_IN_CWD": ("working directory", False),
+    "LOCK_IN_CWD": ("cwd", False),
     "LOCK_IN_TMPDIR": ("TMPDIR", False),
     "LOCK_BESIDE_LIBRARY": ("library copy", False),
-    "LOCK_PER_PROCESS": ("working directory", True),
-    "STATE_IN_FILES": ("working directory", True),
+    "LOCK_PER_PROCESS": ("cwd", True),
+    "STATE_IN_FILES": ("cwd", True),
     "SHARED_MEMORY": (None, False),
 }
 # It takes as long as is waited for it.
