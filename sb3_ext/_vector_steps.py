@@ -20,10 +20,13 @@ from rl_ext_core.vector.autoreset import (
     PartialReset,
     final_information,
     final_observation,
+    info_is_after_reset,
     partial_reset,
+    require_own_final_observations,
     unpacked,
     without_final,
 )
+from rl_ext_core.vector.environments import check_reward, copy_info
 
 __all__ = ["Batched", "Ended", "Layout", "Separate"]
 
@@ -37,14 +40,14 @@ class Ended(NamedTuple):
     :ivar infos: their own
     :ivar observations: their last ones
     :ivar time_outs: whether they were truncated and did not end by themselves
-    :ivar reset_infos: of the resets after them; None where nobody tells
+    :ivar reset_infos: of the resets after them; empty dicts if the environment does not return them
     """
 
     rows: Array
     infos: Iterable[dict[str, Any]]
     observations: Iterable[Any]
     time_outs: Iterable[bool]
-    reset_infos: list[Any] | None
+    reset_infos: list[Any]
 
 
 # Observations, rewards, dones, infos of those that go on, and what has ended, if anything.
@@ -132,29 +135,37 @@ class Separate:
 
     def __init__(self, envs: list[Any], layout: Layout, all_infos: bool) -> None:
         self._envs, self._layout, self._all_infos = envs, layout, all_infos
+        self._running = RunningInfo()
 
     def step(self, actions: Any) -> Step:
         layout, flat, all_infos = self._layout, self._layout.flat, self._all_infos
         leaves, rows = layout.empty_rows(len(self._envs))
-        infos: list[Any] = [_QUIET] * len(self._envs)
-        rewards: list[Any] = []
+        infos: list[Any] = [self._running] * len(self._envs)
+        rewards = np.empty(len(self._envs), np.float32)
         indices: list[int] = []
         own: list[Any] = []
         lasts: list[Any] = []
         time_outs: list[bool] = []
         reset_infos: list[Any] = []
-        for env, action, row in zip(self._envs, actions, rows, strict=True):
+        for index, (env, action, row) in enumerate(zip(self._envs, actions, rows, strict=True)):
             observation, reward, terminated, truncated, info = env.step(action)
+            try:
+                rewards[index] = reward
+            except (ValueError, TypeError):
+                check_reward(reward)
+                raise
             if terminated or truncated:
-                indices.append(len(rewards))
-                own.append(info)
-                lasts.append(layout.copied(observation))  # before the reset, which may write into it
+                indices.append(index)
+                # Copied before the reset, which may write into both.
+                own.append(copy_info(info))
+                lasts.append(layout.copied(observation))
                 time_outs.append(bool(truncated and not terminated))
                 observation, reset_info = env.reset()
-                reset_infos.append(reset_info)
-            elif all_infos and info:
-                infos[len(rewards)] = {**info, "TimeLimit.truncated": False}
-            rewards.append(reward)
+                reset_infos.append(copy_info(reset_info))
+            elif info and all_infos:
+                infos[index] = {**copy_info(info), "TimeLimit.truncated": False}
+            elif info:
+                self._running.left_out.update(info)
             if flat:
                 row[...] = observation  # a call would take as long
             else:
@@ -165,7 +176,7 @@ class Separate:
             rows = np.array(indices)
             dones[rows] = True
             ended = Ended(rows, own, lasts, time_outs, reset_infos)
-        return layout.joined(leaves), np.array(rewards, np.float32), dones, infos, ended
+        return layout.joined(leaves), rewards, dones, infos, ended
 
     def reset(self, seeds: Sequence[int | None], options: Sequence[dict[str, Any]]) -> tuple[Any, list[Any]]:
         leaves, rows = self._layout.empty_rows(len(self._envs))
@@ -173,7 +184,7 @@ class Separate:
         for env, seed, given, row in zip(self._envs, seeds, options, rows, strict=True):
             observation, info = env.reset(seed=seed, **({"options": given} if given else {}))
             self._layout.write(row, observation)
-            infos.append(info)
+            infos.append(copy_info(info))
         return self._layout.joined(leaves), infos
 
 
@@ -206,6 +217,7 @@ class Batched:
         self._last: list[Array] | None = None
         self._partial: PartialReset | None = None
         self._trusted = True
+        self._running, self._info_is_after_reset = RunningInfo(), info_is_after_reset(env)
         if mode in (Autoreset.NEXT_STEP, Autoreset.DISABLED):
             self._partial, self._trusted = partial_reset(env, mode)
             if mode is Autoreset.NEXT_STEP and not self._trusted:
@@ -225,6 +237,7 @@ class Batched:
             actions = torch.from_numpy(np.array(actions, dtype=self._action_dtype)).to(self._device)
         before, self._last = self._last, None
         observation, reward, terminated, truncated, info = unpacked(self._env.step(actions), STEP)
+        info = self._checked_info(info)
         parts = [*self._parts(observation), reward, terminated, truncated]
         *leaves, reward, terminated, truncated = _on_cpu(parts)
         leaves = self._checked(leaves)
@@ -233,34 +246,38 @@ class Batched:
         truncated = self._flat(truncated, "truncations").astype(bool, copy=False)
         dones = terminated | truncated
         rows = dones.nonzero()[0]
-        infos: list[Any] = [_QUIET] * self._count
+        infos: list[Any] = [self._running] * self._count
         ended = None
         if len(rows):
             time_outs = (truncated[rows] & ~terminated[rows]).tolist()
             lasts, own, reset_infos = self._finish(leaves, dones, rows, info, before)
             ended = Ended(rows, own, self._layout.rows(lasts), time_outs, reset_infos)
         if self._all_infos and info:
+            rest = without_final(info)
             for index in np.flatnonzero(~dones).tolist():
-                infos[index] = {**_info_of(info, index, self._count), "TimeLimit.truncated": False}
+                infos[index] = {**_info_of(rest, index, self._count), "TimeLimit.truncated": False}
+        elif info:
+            self._leave_out(info, ~dones)
         if self._previous:
             self._last = [leaf.copy() for leaf in leaves]
         return self._layout.joined(leaves), rewards, dones, infos, ended
 
     def _finish(
         self, leaves: list[Array], dones: Array, rows: Array, info: Any, before: list[Array] | None
-    ) -> tuple[list[Array], Iterable[dict[str, Any]], list[Any] | None]:
+    ) -> tuple[list[Array], Iterable[dict[str, Any]], list[Any]]:
         """Return last observations, infos and infos of resets of those ended; put the observations after resets in."""
         final, ended = final_observation(info), rows.tolist()
         if self._mode is None:
             self._mode = self._guessed(final)
         if self._partial is not None:
             lasts = [leaf[rows] for leaf in leaves]
-            fresh, fresh_info = self._reset_some(leaves, dones)
+            own = [_info_of(info, index, self._count) for index in ended]  # before the reset, which may write into it
+            fresh, resets = self._reset_some(leaves, dones)
             for leaf, new in zip(leaves, fresh, strict=True):
                 leaf[rows] = new
-            own = [_info_of(info, index, self._count) for index in ended]
-            return lasts, own, [_info_of(fresh_info, index, self._count) for index in ended]
+            return lasts, own, resets
         if final is not None:
+            require_own_final_observations(self._env, final, ended)
             lasts = self._last_rows(final, rows)
         elif self._previous and before is not None:
             lasts = [leaf[rows] for leaf in before]
@@ -270,20 +287,41 @@ class Batched:
                 "their last observations are lost. Make it return them (Isaac Lab: cfg.compute_final_obs = True), or "
                 'write missing_final_obs="previous", which takes the observations before'
             )
-        rest = without_final(info)
-        final_info = final_information(info)
-        if self._device is not None:  # Rows of what was logged; what concerns all is not repeated for each.
-            found = {**_taken(rest, rows, self._count), **_taken(final_info, rows, self._count)}
-            return lasts, _rows_of(found, ended), None
-        own, resets = [], []
-        for index in ended:
-            reset = _info_of(rest, index, self._count)
-            mine = final_info[index] if _one_each(final_info) else _info_of(final_info or {}, index, self._count)
-            # Wrappers put what they record beside the infos of resets.
-            episode = {"episode": reset.pop("episode")} if "episode" in reset else {}
-            own.append({**(mine or ({} if final_info is not None else reset)), **episode})
-            resets.append(reset)
-        return lasts, own, resets
+        return lasts, *self._infos_of_ended(info, rows)
+
+    def _infos_of_ended(self, info: Any, rows: Array) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return the infos of the last steps and those of the resets, from an info that holds both.
+
+        Beside ``final_info`` are the infos of the resets, and episode statistics of wrappers. An info without it is
+        that of the last step, except ALE's.
+        """
+        rest, final, count = without_final(info), final_information(info), self._count
+        last = {} if final is None and self._info_is_after_reset else final
+        if self._device is not None and isinstance(info, dict) and not _one_each(final):
+            # Tensors cross together. What concerns all environments is not repeated for each.
+            resets = _rows_of(_taken(rest, rows, count), len(rows))
+            own = resets if last is None else _rows_of(_taken(last, rows, count), len(rows))
+        else:
+            resets = [_info_of(rest, index, count) for index in rows.tolist()]
+            own = resets if last is None else [_info_of(last, index, count) for index in rows.tolist()]
+        if last is None:
+            return own, [{} for _ in own]
+        for mine, reset in zip(own, resets, strict=True):
+            if "episode" in reset:
+                mine.setdefault("episode", reset.pop("episode"))
+        return own, resets
+
+    def _leave_out(self, info: Any, running: Array) -> None:
+        """Record which parts of an info are not handed out for environments whose episodes go on."""
+        left_out = self._running.left_out
+        if _one_each(info):
+            for index in running.nonzero()[0].tolist():
+                left_out.update(info[index] or ())
+            return
+        for key in info.keys() - left_out:
+            mask = _mask_of(info, key, self._count)
+            if mask is None or _array(mask)[running].any():
+                left_out.add(key)
 
     def _guessed(self, final: Any) -> Autoreset:
         if final is not None:
@@ -294,13 +332,15 @@ class Batched:
             "reset(options={'reset_mask': ...})), or give it metadata[\"autoreset_mode\"]"
         )
 
-    def _reset_some(self, leaves: list[Array], dones: Array) -> tuple[list[Array], Any]:
+    def _reset_some(self, leaves: list[Array], dones: Array) -> tuple[list[Array], list[dict[str, Any]]]:
+        """Reset the environments of a mask, and return their observations and infos."""
         assert self._partial is not None
         observation, info = unpacked(self._partial(dones), RESET)
+        info = self._checked_info(info, {self._count, int(dones.sum())})
         found = _on_cpu(self._parts(observation))
         count = int(dones.sum())
         if count < self._count and all(len(leaf) == count for leaf in found):
-            return self._checked(found, count), info
+            return self._checked(found, count), [_info_of(info, position, count) for position in range(count)]
         fresh = self._checked(found)
         if not self._trusted:
             for old, new in zip(leaves, fresh, strict=True):
@@ -310,7 +350,9 @@ class Batched:
                         "sub-environments that it was not to reset: it cannot reset some of them alone. Write "
                         'gymnasium.make_vec(..., vectorization_mode="sync"), or give its reset an argument env_ids'
                     )
-        return [leaf[dones] for leaf in fresh], info
+        return [leaf[dones] for leaf in fresh], [
+            _info_of(info, index, self._count) for index in dones.nonzero()[0].tolist()
+        ]
 
     def _last_rows(self, final: Any, rows: Array) -> list[Array]:
         if _one_each(final):
@@ -344,6 +386,7 @@ class Batched:
             del given["seed"]
             result = self._env.reset(**given)
         observation, info = unpacked(result, RESET)
+        info = self._checked_info(info)
         leaves = self._checked(_on_cpu(self._parts(observation)))
         if self._previous:
             self._last = [leaf.copy() for leaf in leaves]
@@ -368,6 +411,19 @@ class Batched:
             found.append(leaf.astype(dtype, order="C", copy=copy or not leaf.flags.writeable))
         return found
 
+    def _checked_info(self, info: Any, counts: Iterable[int] = ()) -> Any:
+        """Check that an info is a dict, or a list with one dict for each environment."""
+        if isinstance(info, dict):
+            return info
+        each = list(info) if _one_each(info) or isinstance(info, tuple) else None
+        if each is None or len(each) not in (counts or {self._count}):
+            found = f"a value of type {type(info).__name__}" if each is None else f"a list of {len(each)} infos"
+            raise EnvironmentOutputError(
+                f"{type(self._env).__name__} returned {found} as the info of {self._count} environments; expected a "
+                "dict of arrays, or a list with a dict for each environment"
+            )
+        return each
+
     def _flat(self, values: Array, name: str) -> Array:
         if values.size != self._count:
             raise EnvironmentOutputError(
@@ -379,8 +435,18 @@ class Batched:
 # -- infos
 
 
-class _Quiet(dict[str, Any]):
-    """The information of environments whose episodes go on: one dict for all of them, so nobody may write into it."""
+class RunningInfo(dict[str, Any]):
+    """The info of environments whose episodes go on: one dict for all of them, so it cannot be written to.
+
+    :ivar left_out: keys that environments have returned and that are not in it; asking for one of them raises
+    """
+
+    # SB3 asks for these in every step.
+    _ASKED_BY_SB3 = frozenset({"episode", "is_success", "terminal_observation", "TimeLimit.truncated"})
+
+    def __init__(self) -> None:
+        super().__init__({"TimeLimit.truncated": False})
+        self.left_out: set[str] = set()
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise InvalidTypeError(
@@ -397,6 +463,18 @@ class _Quiet(dict[str, Any]):
             'GymVecEnv(..., infos="all")'
         )
 
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a value.
+
+        :raises KeyError: If an environment has returned this key: the default would be wrong.
+        """
+        if key in self.left_out and key not in self._ASKED_BY_SB3:
+            self.__missing__(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or self.get(str(key)) is not None
+
     def __copy__(self) -> dict[str, Any]:
         return dict(self)
 
@@ -407,46 +485,60 @@ class _Quiet(dict[str, Any]):
         return dict, (dict(self),)
 
 
-_QUIET = _Quiet({"TimeLimit.truncated": False})
-
-
 def _one_each(values: Any) -> bool:
     return isinstance(values, list) or (isinstance(values, np.ndarray) and values.dtype == object)
 
 
+def _mask_of(info: Any, key: str, count: int) -> Any:
+    """Return gymnasium's mask of the environments that have a key. None if there is no mask."""
+    mask = info.get(f"_{key}")
+    return mask if getattr(mask, "dtype", None) in (np.bool_, torch.bool) and mask.shape == (count,) else None
+
+
 def _info_of(info: Any, index: int, count: int) -> dict[str, Any]:
-    """Return the information of one environment, from what gymnasium makes of all: arrays with masks beside them."""
+    """Return a copy of the info of one environment, from what gymnasium makes of all: arrays and their masks."""
     if _one_each(info):
-        return dict(info[index] or {})
+        return copy_info(dict(info[index] or {}))  # type: ignore[no-any-return]
     found: dict[str, Any] = {}
     for key, value in info.items():
-        mask = info.get(f"_{key}")
-        if (key.startswith("_") and key[1:] in info) or (mask is not None and len(mask) == count and not mask[index]):
+        mask = _mask_of(info, key, count)
+        if (mask is not None and not mask[index]) or _is_mask(info, key, count):
             continue
         if isinstance(value, dict):
             found[key] = _info_of(value, index, count)
         elif (
             isinstance(value, np.ndarray | torch.Tensor | list | tuple) and len(np.shape(value)) and len(value) == count
         ):
-            row = _array(value[index])
-            found[key] = row.copy() if isinstance(row, np.ndarray) else row
+            found[key] = copy_info(_array(value[index]))
         else:
-            found[key] = value
+            found[key] = copy_info(value)
     return found
 
 
+def _is_mask(info: Any, key: Any, count: int) -> bool:
+    if not isinstance(key, str) or not key.startswith("_"):
+        return False
+    return key[1:] in info and _mask_of(info, key[1:], count) is not None
+
+
 def _taken(info: Any, rows: Array, count: int) -> dict[str, Any]:
-    """Take the rows of those ended out of the tensors and arrays of an info, to the CPU together."""
+    """Take rows out of the tensors and arrays of an info, and their masks, to the CPU together."""
     if not info:
         return {}
     flat: dict[tuple[str, ...], Any] = {}
 
     def collect(part: Any, path: tuple[str, ...]) -> None:
         for key, value in part.items():
+            if _is_mask(part, key, count):
+                continue
+            taken = len(flat)
             if isinstance(value, dict):
                 collect(value, (*path, key))
             elif isinstance(value, torch.Tensor | np.ndarray) and value.shape[:1] == (count,) and value.dtype != object:
                 flat[(*path, key)] = _some(value, rows)
+            mask = _mask_of(part, key, count)
+            if mask is not None and len(flat) > taken:
+                flat[(*path, f"_{key}")] = _some(mask, rows)
 
     collect(info if isinstance(info, dict) else {}, ())
     found: dict[str, Any] = {}
@@ -458,14 +550,18 @@ def _taken(info: Any, rows: Array, count: int) -> dict[str, Any]:
     return found
 
 
-def _rows_of(info: dict[str, Any], ended: list[int]) -> list[dict[str, Any]]:
-    """Take apart what :func:`_taken` has gathered."""
-    rows: list[dict[str, Any]] = [{} for _ in ended]
+def _rows_of(info: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    """Take apart what :func:`_taken` has gathered; gymnasium's masks say which rows have a key."""
+    found: list[dict[str, Any]] = [{} for _ in range(count)]
     for key, value in info.items():
-        parts = _rows_of(value, ended) if isinstance(value, dict) else value
-        for row, part in zip(rows, parts, strict=True):
-            row[key] = part
-    return rows
+        mask = _mask_of(info, key, count)
+        if _is_mask(info, key, count):
+            continue
+        parts = _rows_of(value, count) if isinstance(value, dict) else value
+        for position, (row, part) in enumerate(zip(found, parts, strict=True)):
+            if mask is None or mask[position]:
+                row[key] = part
+    return found
 
 
 # -- tensors

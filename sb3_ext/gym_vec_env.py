@@ -17,8 +17,9 @@ from stable_baselines3.common.env_util import is_wrapped
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
-from rl_ext_core.vector.autoreset import find_mode, layers
+from rl_ext_core.vector.autoreset import find_mode, layers, require_synchronous
 from rl_ext_core.vector.environments import EpisodeMonitor, name_of
+from rl_ext_core.vector.layout import kept
 from sb3_ext._compat import call_in_workers
 from sb3_ext._vector_steps import Batched, Ended, Layout, Separate
 from sb3_ext.vec_env import CheckedVecEnv, Indices
@@ -26,6 +27,23 @@ from sb3_ext.vec_env import CheckedVecEnv, Indices
 __all__ = ["GymVecEnv"]
 
 Array = np.ndarray[Any, Any]
+
+# Classes of gymnasium that return new arrays in every step unless copy=False, and its wrappers that leave observations
+# alone or compute new ones. A subclass may do otherwise, and so may a function given to TransformObservation.
+_RETURN_NEW_ARRAYS = {"AsyncVectorEnv", "CartPoleVectorEnv", "SyncVectorEnv"}
+_KEEP_ARRAYS_NEW = {
+    "ClipAction",
+    "ClipReward",
+    "DictInfoToList",
+    "NormalizeObservation",
+    "NormalizeReward",
+    "RecordEpisodeStatistics",
+    "RescaleAction",
+    "TransformAction",
+    "TransformReward",
+    "VectorizeTransformAction",
+    "VectorizeTransformReward",
+}
 
 
 class GymVecEnv(CheckedVecEnv):
@@ -37,31 +55,35 @@ class GymVecEnv(CheckedVecEnv):
     ``SyncVectorEnv`` the results are those of ``DummyVecEnv`` with the same seed, bit for bit; its sub-environments are
     then stepped one after the other here, which takes less time than its own step.
 
-    Arrays that are returned are the caller's to keep. Tensors are copied to the CPU once a step, all in one; those of
-    the last observations once more, where there are some.
+    Observations, infos and actions are copied where the environment could write into them again. Tensors are copied to
+    the CPU once a step, all in one; those of the last observations once more, where there are some.
 
     :param vector_env: a gymnasium ``VectorEnv``, wrapped or not, or a torch environment with ``num_envs``
     :param env_type: ``"numpy"`` or ``"torch"``: what its ``step`` takes; ``"auto"``: torch where it has a ``device``
     :param autoreset_mode: ``"NextStep"``, ``"SameStep"`` or ``"Disabled"``; None: as its metadata say
     :param missing_final_obs: what to do where an environment has reset itself and returns no last observation:
         ``"error"``, or ``"previous"`` takes the observation before it
-    :param infos: ``"finished"`` builds informations of environments whose episodes have ended and gives the others one
-        dict that cannot be written to, with ``"TimeLimit.truncated": False``; ``"all"`` builds all of them
+    :param infos: ``"finished"`` builds infos of environments whose episodes have ended and gives the others one dict
+        that cannot be written to, with ``"TimeLimit.truncated": False``. Asking that dict for a key that an environment
+        has returned raises KeyError. ``"all"`` builds all infos
     :param observation_key: which part of a Dict of observations to return; default: ``"policy"`` of a torch environment
         that has it, as in Isaac Lab, else all
     :param clip_actions: bound of continuous actions that have none: Stable Baselines3 draws them from
         ``Box(-clip_actions, clip_actions)``
-    :param copy: whether to copy what the environment could write into again; False: it returns new arrays every time
+    :param copy: whether to copy observations that the environment could write into again: those of all classes except
+        gymnasium's own that are known to return new arrays. False promises that it returns new arrays in every step
     :raises InvalidTypeError: no vectorised environment
     :raises InvalidArgumentError: an option with another value; an environment that resets itself one step late and
-        cannot be told to reset at once; actions without bounds
-    :raises EnvironmentOutputError: from a step: it does not return what its spaces promise, or no last observations
+        cannot be told to reset at once; an asynchronous EnvPool; actions without bounds
+    :raises EnvironmentOutputError: from a step: it does not return what its spaces promise, or no last observations, or
+        SyncVectorEnv in the mode SameStep has overwritten them
 
     ``reset`` and ``step`` return observations, (n, ...) each, of the dtypes of their spaces; rewards, (n,) float32;
     dones, (n,) bool; a list of n infos. Those of finished ones hold ``terminal_observation``, ``TimeLimit.truncated``
     and ``episode`` (``r``: sum of rewards, ``l``: steps, ``t``: seconds since the start), unless the environment has
-    its own. ``NormalizeObservation`` of gymnasium counts observations again when others are reset: prefer
-    ``VecNormalize``.
+    its own. An environment that resets itself returns the infos of last steps as ``info["final_info"]``. Without it,
+    its info is that of the last step. ``NormalizeObservation`` of gymnasium counts observations again when others are
+    reset: prefer ``VecNormalize``.
 
     Source: https://github.com/DLR-RM/stable-baselines3/issues/1745, https://github.com/isaac-sim/IsaacLab/issues/1769
 
@@ -90,6 +112,7 @@ class GymVecEnv(CheckedVecEnv):
     ) -> None:
         _check_options(env_type=env_type, missing_final_obs=missing_final_obs, infos=infos)
         num_envs = _count(vector_env)
+        require_synchronous(vector_env)
         self.env = vector_env
         self._base = getattr(vector_env, "unwrapped", vector_env)
         device = _device(self._base) if env_type != "numpy" else None
@@ -113,7 +136,7 @@ class GymVecEnv(CheckedVecEnv):
                 mode=mode,
                 previous=missing_final_obs == "previous",
                 all_infos=infos == "all",
-                copy=copy and not _gives_new_arrays(vector_env),
+                copy=copy and not _returns_new_arrays(vector_env),
                 action_space=action_space,
             )
         )
@@ -129,7 +152,8 @@ class GymVecEnv(CheckedVecEnv):
 
         :param actions: (n, ...)
         """
-        self._note_actions(actions)
+        # Environments that clip their action in place must not change what SB3 stores.
+        self._note_actions(kept(actions))
 
     def step_wait(self) -> Any:
         """Take the step.
@@ -152,17 +176,16 @@ class GymVecEnv(CheckedVecEnv):
             indices, ended.infos, ended.observations, ended.time_outs, totals, lengths, strict=True
         ):
             episode = {"r": total, "l": length, "t": seconds}
-            if own and own.get("episode"):
+            theirs = own.get("episode") if own else None
+            if isinstance(theirs, dict) and theirs:
                 # ManiSkill's has other names: Stable Baselines3 asks for these.
-                theirs = own["episode"]
                 episode = theirs if "r" in theirs else {**theirs, **episode}
             info = {"TimeLimit.truncated": time_out, "terminal_observation": last, "episode": episode}
             infos[index] = {**own, **info} if own else info
         self._returns[rows], self._begun[rows] = 0, steps
-        if ended.reset_infos is not None:
-            self.reset_infos = list(self.reset_infos)  # those before are the caller's to keep
-            for index, info in zip(indices, ended.reset_infos, strict=True):
-                self.reset_infos[index] = info
+        self.reset_infos = list(self.reset_infos)  # those before are the caller's to keep
+        for index, info in zip(indices, ended.reset_infos, strict=True):
+            self.reset_infos[index] = info
 
     def reset(self) -> Any:
         """Reset all environments, with the seeds and options that were set.
@@ -388,12 +411,22 @@ def _bounded(space: Any, clip: Any) -> Any:
     return spaces.Box(low.astype(space.dtype), high.astype(space.dtype), dtype=space.dtype)
 
 
-def _gives_new_arrays(env: Any) -> bool:
-    """Return whether an environment and its wrappers are gymnasium's, which copy unless told otherwise."""
-    base = getattr(env, "unwrapped", env)
-    return getattr(base, "copy", True) is True and all(
-        type(layer).__module__.startswith("gymnasium.") for layer in layers(env)
+def _returns_new_arrays(env: Any) -> bool:
+    """Return whether an environment and its wrappers are known never to write into observations that they returned."""
+    *around, base = layers(env)
+    of_workers = name_of(type(base)) == ("rl_ext_core.vector.vector_env", "SharedMemoryVectorEnv")
+    return (
+        (of_workers or _is_one_of(_RETURN_NEW_ARRAYS, base))
+        and getattr(base, "copy", True) is True
+        and all(_is_one_of(_KEEP_ARRAYS_NEW, layer) for layer in around)
+        and not any({"step", "reset"} & set(vars(layer)) for layer in (*around, base))
     )
+
+
+def _is_one_of(names: set[str], layer: Any) -> bool:
+    """Return whether gymnasium has defined the class, under one of these names."""
+    module, name = name_of(type(layer))
+    return module.startswith("gymnasium.") and name in names
 
 
 def _found(env: Any, name: str) -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
 from rl_ext_core.vector.arguments import check_env_fns, factories_of
+from rl_ext_core.vector.environments import copy_info
 from rl_ext_core.vector.layout import Layout, kept
 from sb3_ext.vec_env import CheckedVecEnv, Indices
 
@@ -38,9 +39,10 @@ class MultiAgentVecEnv(CheckedVecEnv):
     of each environment, in order: with two environments of three agents, row 4 is the second agent of the second.
 
     An agent that ends before its environment has its episode end there: ``dones`` is True, and the info has its last
-    observation. From then on its row is zeros with reward 0, and ``info["agent_is_dead"]`` is True, until the
-    environment ends; then the row's ``dones`` is True once more, and the environment resets itself. A policy learns
-    that zeros are worth nothing, as with SuperSuit's ``black_death``.
+    observation. From then on its row is zeros with reward 0. ``info["agent_is_dead"]`` is True in every step that began
+    with zeros. The zeros end with ``dones`` True once more: when the agent joins again, and when the environment ends
+    and resets itself. The observation returned with that ``dones`` begins an episode of its own. A policy learns that
+    zeros are worth nothing, as with SuperSuit's ``black_death``.
 
     :param env_fns: build the environments: functions, or whatever :func:`as_factory` takes; they are in this process
     :raises InvalidTypeError: no parallel environment
@@ -139,7 +141,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
         for row, agent in self._rows_of(number):
             self._alive[row] = agent in observations
             self._write(row, observations.get(agent))
-            self.reset_infos[row] = dict(infos.get(agent, {}))
+            self.reset_infos[row] = copy_info(dict(infos.get(agent, {})))
             self._returns[row] = self._lengths[row] = 0
 
     def _rows_of(self, number: int) -> Iterable[tuple[int, Any]]:
@@ -167,7 +169,8 @@ class MultiAgentVecEnv(CheckedVecEnv):
 
         :param actions: (n_envs · agents, ...); those of agents that have ended are ignored
         """
-        self._note_actions(actions)
+        # Environments that clip their action in place must not change what SB3 stores.
+        self._note_actions(kept(actions))
 
     def step_wait(self) -> Any:
         """Take the step.
@@ -192,18 +195,22 @@ class MultiAgentVecEnv(CheckedVecEnv):
         )
         for row, agent in self._rows_of(number):
             if not self._alive[row]:
-                self._alive[row] = agent in observations and not over  # it joins the others
-                self._write(row, observations.get(agent) if self._alive[row] else None)
                 infos[row]["agent_is_dead"] = True
-                if over:
+                ended = terminated.get(agent, False) or truncated.get(agent, False)
+                joins = agent in observations and agent in self.envs[number].agents and not ended and not over
+                if over or joins:
                     dones[row], infos[row]["terminal_observation"] = True, self._read(row)
+                if joins:
+                    self._write(row, observations[agent])
+                    self.reset_infos[row] = copy_info(dict(their_infos.get(agent, {})))
+                    self._alive[row], self._returns[row], self._lengths[row] = True, 0, 0
                 continue
             if agent not in observations or agent not in all_rewards:
                 raise EnvironmentOutputError(
                     f"environment {number}, in step: it returns nothing for the agent {agent!r}, who has acted; "
                     "expected an observation and a reward for each agent that was among env.agents before the step"
                 )
-            infos[row].update(their_infos.get(agent, {}))
+            infos[row].update(copy_info(dict(their_infos.get(agent, {}))))
             rewards[row] = all_rewards[agent]
             self._returns[row] += float(all_rewards[agent])
             self._lengths[row] += 1

@@ -103,9 +103,97 @@ def test_an_agent_that_joins() -> None:
     env.seed(0)
     assert not env.reset()[2].any()
     assert not env.step(np.zeros(3, int))[0][2].any()
-    observations, rewards, *_ = env.step(np.zeros(3, int))
+    observations, rewards, dones, infos = env.step(np.zeros(3, int))
     assert (observations[2, 0], rewards[2]) == (3.0, 0.0)
+    # The zeros before it end here, as they do where an environment ends.
+    assert dones.tolist() == [True, False, True]
+    assert not infos[2]["terminal_observation"].any()
+    assert infos[2]["agent_is_dead"]
+    assert env.reset_infos[2] == {"steps": 2}
     assert env.step(np.ones(3, int))[1][2] == 1.0
+    env.close()
+
+
+class _Arena(Race):
+    """Agent ``runner_1`` dies in step 2 and is back from step 4 on; all infos and actions are written into again."""
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        observations, _ = super().reset(seed, options)
+        self._buffer = np.zeros(1)
+        return observations, {agent: {"buffer": self._buffer} for agent in self.agents}
+
+    def step(self, actions: Any) -> Any:
+        if self._steps == 3:
+            self.agents.append("runner_1")
+            actions = {**actions, "runner_1": 0}
+        observations, rewards, terminated, truncated, infos = super().step(actions)
+        self._buffer[:] = self._steps
+        return observations, rewards, terminated, truncated, {agent: {"buffer": self._buffer} for agent in infos}
+
+
+def test_an_agent_that_comes_back() -> None:
+    env = MultiAgentVecEnv([functools.partial(_Arena, (9, 2), length=6)])
+    env.seed(0)
+    env.reset()
+    steps = [env.step(np.zeros(2, int)) for _ in range(6)]
+    infos = [step[3][1] for step in steps]
+    assert [step[2][1] for step in steps] == [False, True, False, True, False, True]
+    assert [bool(step[0][1].any()) for step in steps] == [True, False, False, True, True, True]
+    assert [info.get("agent_is_dead", False) for info in infos] == [False, False, True, True, False, False]
+    episodes = [(info["episode"]["r"], info["episode"]["l"]) for info in infos if "episode" in info]
+    assert episodes == [(2.0, 2), (2.0, 2)]
+    assert [step[3][0]["buffer"].item() for step in steps] == [1, 2, 3, 4, 5, 6]
+    assert not infos[3]["terminal_observation"].any()
+    assert infos[5]["TimeLimit.truncated"]
+    env.close()
+
+
+class _Repeating(Race):
+    """Goes on returning agents that have died."""
+
+    def step(self, actions: Any) -> Any:
+        acted = {agent: action for agent, action in actions.items() if agent in self.agents}
+        observations, rewards, terminated, truncated, infos = super().step(acted)
+        for agent in set(self.possible_agents) - set(observations):
+            observations[agent], rewards[agent] = self._seen(agent), 0.0
+            terminated[agent], truncated[agent], infos[agent] = True, False, {}
+        return observations, rewards, terminated, truncated, infos
+
+
+def test_agents_that_have_died_do_not_join_again() -> None:
+    env = MultiAgentVecEnv([functools.partial(_Repeating, (2, 9))])
+    env.seed(0)
+    env.reset()
+    assert [env.step(np.zeros(2, int))[2].tolist() for _ in range(6)] == [
+        [False, False],
+        [True, False],
+        [False, False],
+        [False, False],
+        [False, False],
+        [True, True],
+    ]
+    env.close()
+
+
+class _InPlace(Race):
+    """Writes into its actions."""
+
+    def action_space(self, agent: str) -> Any:
+        return spaces.Box(-1, 1, (1,), np.float32)
+
+    def step(self, actions: Any) -> Any:
+        for action in actions.values():
+            action[:] = 9
+        return super().step(dict.fromkeys(actions, 0))
+
+
+def test_actions_of_the_caller_are_not_written_to() -> None:
+    env = MultiAgentVecEnv([_InPlace])
+    env.seed(0)
+    env.reset()
+    actions = np.zeros((3, 1), np.float32)
+    env.step(actions)
+    assert not actions.any()
     env.close()
 
 

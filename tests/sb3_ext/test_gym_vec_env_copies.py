@@ -1,0 +1,318 @@
+"""GymVecEnv hands out infos, rewards and observations that no environment writes into again."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
+from gymnasium.wrappers.vector import DictInfoToList, RecordEpisodeStatistics, TransformObservation
+from stable_baselines3.common.vec_env import DummyVecEnv
+
+from rl_ext_core.errors import EnvironmentOutputError, WorkerError
+from rl_ext_core.vector import SharedMemoryVectorEnv
+from sb3_ext import GymVecEnv, SharedMemoryVecEnv
+from tests.sb3_ext.vec_checks import assert_equal
+
+MODES = list(AutoresetMode)
+LENGTHS = (3, 5)
+# Which steps of an episode have the info: by the number of the step and the length.
+WHEN: dict[str, Callable[[int, int], bool]] = {
+    "always": lambda step, length: True,
+    "at resets": lambda step, length: step == 0,
+    "except at resets": lambda step, length: step > 0,
+    "at last steps": lambda step, length: step == length,
+    "except at last steps": lambda step, length: step < length,
+    "at odd steps": lambda step, length: step % 2 == 1,
+}
+
+
+class Reporting(gym.Env[Any, Any]):
+    """Reports in some steps a cost that tells the episode and the step.
+
+    :param reuses: whether it writes into one observation, reward and info again, and into its actions
+    """
+
+    observation_space = spaces.Box(-1e4, 1e4, (2,), np.float32)
+    action_space = spaces.Box(-1, 1, (2,), np.float32)
+
+    def __init__(self, length: int, when: str = "at odd steps", reuses: bool = False) -> None:
+        self._length, self._when, self._reuses = length, WHEN[when], reuses
+        self._episode = -1
+        self._seen, self._cost, self._reward = np.zeros(2, np.float32), np.zeros(2), np.zeros(())
+        self._info: dict[str, Any] = {}
+
+    def _returned(self) -> Any:
+        self._seen[:] = self._cost[:] = number = 100 * self._episode + self._step + 0.5
+        self._info.clear()
+        if self._when(self._step, self._length):
+            self._info.update(cost=np.float64(number), vector=self._cost, inner={"vector": self._cost, "name": "a"})
+        found = self._seen, self._info
+        return found if self._reuses else copy.deepcopy(found)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self._episode, self._step = self._episode + 1, 0
+        self._reward[...] = -7
+        return self._returned()
+
+    def step(self, action: Any) -> Any:
+        self._step += 1
+        if self._reuses:
+            action[...] = 9
+        self._reward[...] = self._step
+        observation, info = self._returned()
+        reward = self._reward if self._reuses else float(self._reward)
+        return observation, reward, self._step == self._length, False, info
+
+
+class Thin(VectorWrapper[Any, Any, Any, Any, Any]):
+    """Stands between, so that batches are stepped."""
+
+
+class Tensors(Thin):
+    """Speaks torch, with infos that keep gymnasium's masks."""
+
+    def reset(self, **kwargs: Any) -> Any:
+        observation, info = self.env.reset(**kwargs)
+        return torch.from_numpy(observation), _in_tensors(info)
+
+    def step(self, actions: Any) -> Any:
+        *found, info = self.env.step(actions.numpy())
+        return (*map(torch.from_numpy, found), _in_tensors(info))
+
+
+def _in_tensors(info: Any) -> Any:
+    if isinstance(info, dict):
+        return {key: _in_tensors(value) for key, value in info.items()}
+    return info if info.dtype == object else torch.from_numpy(info)
+
+
+def rolled_out(venv: Any, steps: int = 11) -> list[Any]:
+    """Return copies of all that was returned, except episode statistics."""
+    found: list[Any] = [(venv.reset(), list(venv.reset_infos))]
+    copies = copy.deepcopy(found)
+    for _ in range(steps):
+        actions = np.full((len(LENGTHS), 2), 0.5, np.float32)
+        *arrays, infos = venv.step(actions)
+        assert (actions == 0.5).all()
+        infos = [{key: value for key, value in info.items() if key != "episode"} for info in infos]
+        found.append((*arrays, infos, list(venv.reset_infos)))
+        copies.append(copy.deepcopy(found[-1]))
+    assert_equal(found, copies, "what was returned before")
+    venv.close()
+    return copies
+
+
+def built(when: str = "at odd steps", *, reuses: bool = False) -> list[Callable[[], Any]]:
+    return [functools.partial(Reporting, length, when, reuses) for length in LENGTHS]
+
+
+@pytest.mark.sample(quick=8)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("when", list(WHEN))
+@pytest.mark.parametrize("form", ["single environments", "arrays", "lists"])
+def test_infos_are_those_of_dummy_vec_env(form: str, when: str, mode: AutoresetMode) -> None:
+    wrap: Any = {"single environments": lambda env: env, "arrays": Thin, "lists": DictInfoToList}[form]
+    ours = GymVecEnv(wrap(SyncVectorEnv(built(when), autoreset_mode=mode)), infos="all")
+    assert_equal(rolled_out(ours), rolled_out(DummyVecEnv(built(when))))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("when", list(WHEN))
+def test_infos_of_ended_episodes_in_tensors_are_those_of_dummy_vec_env(when: str, mode: AutoresetMode) -> None:
+    def ended(venv: Any) -> list[Any]:
+        kept = []
+        for _, _, dones, infos, resets in rolled_out(venv)[1:]:
+            for index in np.flatnonzero(dones):
+                kept.append([_without_names(infos[index]), _without_names(resets[index])])
+        return kept
+
+    ours = GymVecEnv(Tensors(SyncVectorEnv(built(when), autoreset_mode=mode)), env_type="torch")
+    assert_equal(ended(ours), ended(DummyVecEnv(built(when))))
+
+
+def _without_names(info: Any) -> Any:
+    """Return an info without strings, which tensors cannot hold, and with numbers that compare."""
+    if isinstance(info, dict):
+        return {key: _without_names(value) for key, value in info.items() if key != "name"}
+    return info.tolist() if isinstance(info, np.ndarray | np.generic) else info
+
+
+def test_statistics_of_wrappers_stay_with_the_last_step() -> None:
+    for wrap in (Thin, Tensors):
+        env = RecordEpisodeStatistics(SyncVectorEnv(built("at resets"), autoreset_mode=AutoresetMode.SAME_STEP))
+        venv = GymVecEnv(wrap(env), env_type="torch" if wrap is Tensors else "numpy")
+        venv.reset()
+        infos = [venv.step(np.zeros((2, 2), np.float32))[3] for _ in range(3)][-1]
+        assert (float(infos[0]["episode"]["r"]), int(infos[0]["episode"]["l"])) == (6.0, 3)
+        assert "cost" not in infos[0]
+        assert set(venv.reset_infos[0]) == {"cost", "vector", "inner"} - ({"name"} if wrap is Tensors else set())
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED])
+@pytest.mark.parametrize("copies", [True, False])
+@pytest.mark.parametrize("wrap", [lambda env: env, Thin, DictInfoToList], ids=["plain", "Thin", "DictInfoToList"])
+def test_environments_that_reuse_what_they_return(wrap: Any, copies: bool, mode: AutoresetMode) -> None:
+    env = wrap(SyncVectorEnv(built(reuses=True), autoreset_mode=mode, copy=copies))
+    assert_equal(rolled_out(GymVecEnv(env, infos="all")), rolled_out(DummyVecEnv(built())))
+
+
+@pytest.mark.parametrize("wrap", [Thin, DictInfoToList, Tensors])
+def test_last_observations_that_gymnasium_overwrites_are_refused(wrap: Any) -> None:
+    env = wrap(SyncVectorEnv(built(reuses=True), autoreset_mode=AutoresetMode.SAME_STEP))
+    with pytest.raises(EnvironmentOutputError, match=r"Use SyncVectorEnv\(env_fns, .*NEXT_STEP\), or return"):
+        rolled_out(GymVecEnv(env, env_type="torch" if wrap is Tensors else "numpy"))
+
+
+@pytest.mark.parametrize("n_workers", [1, 2])
+def test_workers_with_environments_that_reuse_what_they_return(n_workers: int) -> None:
+    expected = rolled_out(DummyVecEnv(built()))
+    ours = SharedMemoryVecEnv(built(reuses=True), "fork", n_workers=n_workers)
+    found = rolled_out(ours)
+    assert_equal([(*step[:1], *step[2:]) for step in found[1:]], [(*step[:1], *step[2:]) for step in expected[1:]])
+    for mode in MODES:
+        env = SharedMemoryVectorEnv(built(reuses=True), autoreset_mode=mode, context="fork", n_workers=n_workers)
+        assert_equal(rolled_out(GymVecEnv(env, infos="all")), expected)
+
+
+# -- observations
+
+
+class Buffered(SyncVectorEnv):
+    """Returns one buffer in every step."""
+
+    def reset(self, **kwargs: Any) -> Any:
+        observation, info = super().reset(**kwargs)
+        self._returned = np.array(observation)
+        return self._returned, info
+
+    def step(self, actions: Any) -> Any:
+        observation, *others = super().step(actions)
+        self._returned[...] = observation
+        return self._returned, *others
+
+
+def _transformed(env: Any) -> Any:
+    buffer = np.empty((2, 2), np.float32)
+    return TransformObservation(env, lambda observation: np.multiply(observation, 1, out=buffer))
+
+
+def _patched(env: Any) -> Any:
+    buffer, step = np.empty((2, 2), np.float32), env.step
+
+    def in_buffer(actions: Any) -> Any:
+        buffer[...], *others = step(actions)
+        return buffer, *others
+
+    env.step = in_buffer
+    return env
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda envs: _transformed(SyncVectorEnv(envs)),
+        lambda envs: RecordEpisodeStatistics(_transformed(SyncVectorEnv(envs))),
+        lambda envs: Thin(_patched(SyncVectorEnv(envs))),
+        lambda envs: RecordEpisodeStatistics(_patched(SyncVectorEnv(envs))),
+        Buffered,
+    ],
+    ids=["function", "function inside", "method", "method inside", "subclass"],
+)
+def test_observations_in_a_reused_buffer_are_copied(build: Any) -> None:
+    ours = GymVecEnv(build(built()), infos="all")
+    assert_equal(rolled_out(ours), rolled_out(DummyVecEnv(built())))
+
+
+def test_observations_of_known_classes_are_not_copied_twice() -> None:
+    sync = functools.partial(SyncVectorEnv, built())
+    for env, expected in (
+        (RecordEpisodeStatistics(sync()), False),
+        (sync(copy=False), True),
+        (Thin(sync()), True),
+    ):
+        venv = GymVecEnv(env, infos="all")
+        assert getattr(venv._source, "_copy", True) is expected
+
+
+# -- infos that are not built
+
+
+@pytest.mark.parametrize("wrap", [lambda env: env, Thin, DictInfoToList], ids=["plain", "arrays", "lists"])
+def test_infos_that_are_not_built_for_running_envs_are_refused(wrap: Any) -> None:
+    venv = GymVecEnv(wrap(SyncVectorEnv(built("at odd steps"))))
+    venv.reset()
+    info = venv.step(np.zeros((2, 2), np.float32))[3][0]
+    for ask in (lambda: info.get("cost"), lambda: info.get("cost", 0.0), lambda: "cost" in info, lambda: info["cost"]):
+        with pytest.raises(KeyError, match='infos="all"'):
+            ask()
+    # SB3 asks for some keys in every step, and keys that no environment returns are really absent.
+    assert [info.get(key) for key in ("is_success", "episode", "terminal_observation", "missing")] == [None] * 4
+    assert "missing" not in info
+    assert "TimeLimit.truncated" in info
+
+
+@pytest.mark.parametrize("wrap", [lambda env: env, Thin, DictInfoToList], ids=["plain", "arrays", "lists"])
+def test_infos_of_last_steps_alone_are_absent_from_running_envs(wrap: Any) -> None:
+    venv = GymVecEnv(wrap(SyncVectorEnv(built("at last steps"), autoreset_mode=AutoresetMode.SAME_STEP)))
+    venv.reset()
+    infos = [info for _ in range(10) for info in venv.step(np.zeros((2, 2), np.float32))[3]]
+    assert sum(info.get("cost") is not None for info in infos) == 5
+
+
+class Listed(VectorEnv[Any, Any, Any]):
+    """Returns an info of some form."""
+
+    num_envs = 2
+    single_observation_space, single_action_space = Reporting.observation_space, Reporting.action_space
+    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012
+
+    def __init__(self, info: Any) -> None:
+        self._info = info
+
+    def reset(self, **_: Any) -> Any:
+        return np.zeros((2, 2), np.float32), self._info
+
+
+@pytest.mark.parametrize("info", [[{}], [], "text", None])
+def test_infos_of_other_forms_are_refused(info: Any) -> None:
+    with pytest.raises(EnvironmentOutputError, match="expected a dict of arrays, or a list with a dict for each"):
+        GymVecEnv(Listed(info)).reset()
+
+
+# -- rewards
+
+
+class Boxed(Reporting):
+    """Returns rewards of the shape (1,)."""
+
+    def step(self, action: Any) -> Any:
+        observation, reward, *rest = super().step(action)
+        return observation, np.array([reward], np.float32), *rest
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda envs: GymVecEnv(SyncVectorEnv(envs)),
+        lambda envs: SharedMemoryVecEnv(envs, start_method="fork"),
+        lambda envs: SharedMemoryVectorEnv(envs, context="fork"),
+    ],
+    ids=["GymVecEnv", "SharedMemoryVecEnv", "SharedMemoryVectorEnv"],
+)
+def test_rewards_with_axes_are_refused(build: Any) -> None:
+    """Gymnasium takes such rewards in some modes: https://github.com/Farama-Foundation/Gymnasium/pull/1657."""
+    envs = build([functools.partial(Boxed, 3)] * 2)
+    try:
+        envs.reset()
+        with pytest.raises((EnvironmentOutputError, WorkerError), match=r"a reward of the shape \(1,\)"):
+            envs.step(np.zeros((2, 2), np.float32))
+    finally:
+        envs.close()
