@@ -21,7 +21,8 @@ from gymnasium.wrappers import OrderEnforcing, TransformReward
 from gymnasium.wrappers import vector as wrappers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torchrl.envs import RewardSum, StepCounter, TransformedEnv, check_env_specs
+from torchrl.data import Unbounded
+from torchrl.envs import RewardSum, StepCounter, TransformedEnv, check_env_specs, default_info_dict_reader
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
 from tests.torchrl_ext.comparing import assert_same, seeded_rollout, vector
@@ -485,3 +486,63 @@ def test_maniskills_environments_are_reset_without_being_asked_how(auto_reset: b
     assert follows(rollout, "policy")
     cut = env.append_transform(StepCounter(4)).rollout(15, break_when_any_done=False)
     assert torch.equal(cut["policy"][..., 2], cut["step_count"].squeeze(-1))
+
+
+class Pool(gymnasium.vector.VectorWrapper):
+    """Resets rows as EnvPool does: by their indices, returning those alone, with infos."""
+
+    def __init__(self) -> None:
+        super().__init__(vector(DictWalk, 3, "NextStep"))
+
+    def reset(self, indices: Any = None, *, seed: Any = None, options: Any = None) -> Any:
+        mask = np.ones(3, bool) if indices is None else np.isin(np.arange(3), indices)
+        observation, info = self.env.reset(seed=seed, options={**(options or {}), "reset_mask": mask})
+
+        def rows(value: Any) -> Any:
+            return {key: rows(part) for key, part in value.items()} if isinstance(value, dict) else value[mask]
+
+        return rows(observation), rows(info)
+
+    @property
+    def unwrapped(self) -> Any:
+        return self
+
+
+Pool.__module__ = "envpool.classic_control"
+
+
+def test_reset_that_returns_only_the_rows_asked_for() -> None:
+    spec = {"age": Unbounded((), dtype=torch.int64)}
+    env = GymWrapper(Pool()).set_info_dict_reader(default_info_dict_reader(["age"], spec=spec))
+    rollout = seeded_rollout(env.append_transform(StepCounter(5)), 60)
+    check_against_single_environments(rollout, [DictWalk], 3)
+    for data in (rollout, rollout["next"]):
+        assert torch.equal(data["age"], data["inner", "place"][..., 1].long())
+
+
+class Reusing(gymnasium.Env[Any, Any]):
+    """Writes every observation into the same array."""
+
+    observation_space, action_space = spaces.Box(0, 9, (1,)), spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        self.observation = np.zeros(1, np.float32)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.observation[:] = 0
+        return self.observation, {}
+
+    def step(self, action: Any) -> Any:
+        self.observation += 1
+        return self.observation, 0.0, bool(self.observation == 3), False, {}
+
+
+def test_last_observations_that_gymnasium_overwrites_are_refused() -> None:
+    """Gymnasium resets first and copies then: https://github.com/Farama-Foundation/Gymnasium/issues/1132."""
+    modes = gymnasium.vector.AutoresetMode
+    for mode in (modes.NEXT_STEP, modes.DISABLED):
+        rollout = GymWrapper(gymnasium.vector.SyncVectorEnv([Reusing] * 2, autoreset_mode=mode)).rollout(3)
+        assert rollout["next", "observation"][0].flatten().tolist() == [1, 2, 3]
+    env = GymWrapper(gymnasium.vector.SyncVectorEnv([Reusing] * 2, autoreset_mode=modes.SAME_STEP))
+    with pytest.raises(EnvironmentOutputError, match="loses last observations"):
+        env.rollout(3)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from torchrl import envs as upstream
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import StepCounter, check_env_specs, default_info_dict_reader
 
-from tests.torchrl_ext.comparing import assert_same_rollouts, seeded_rollout, vector
-from tests.torchrl_ext.environments import IsaacByIds, Walk
-from torchrl_ext import GymWrapper
+from rl_ext_core.errors import EnvironmentOutputError
+from tests.torchrl_ext.comparing import assert_same, assert_same_rollouts, seeded_rollout, vector
+from tests.torchrl_ext.environments import IsaacByIds, SameStep, Walk, box
+from torchrl_ext import GymEnv, GymWrapper
 
 LONG = {"age": Unbounded((), dtype=torch.int64), "length": Unbounded((), dtype=torch.int64)}
 modes = pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
@@ -148,3 +150,257 @@ def test_of_torch_environments() -> None:
     done = rollout["next", "done"].squeeze(-1)
     assert torch.equal(rollout["next", "rate"][~done], rollout["next", "policy"][..., 2][~done])
     check_env_specs(env)
+
+
+# -- keys that some steps lack: a single environment's value, zero where it has none
+
+
+class Costs(gymnasium.Env[Any, Any]):
+    """Infos hold a number of the episode and the step, in those steps that ``when`` names."""
+
+    observation_space = box(1)
+    action_space = spaces.Discrete(2)
+    WHEN: ClassVar[dict[str, Any]] = {
+        "always": lambda step, length: True,
+        "at the reset": lambda step, length: step == 0,
+        "at no reset": lambda step, length: step > 0,
+        "at the last step": lambda step, length: step == length,
+        "before the last step": lambda step, length: step < length,
+        "in even steps": lambda step, length: step % 2 == 0,
+    }
+
+    def __init__(self, when: str, length: int) -> None:
+        self.has, self.length, self.episode = self.WHEN[when], length, 0
+
+    def info(self) -> dict[str, Any]:
+        if not self.has(self.step_count, self.length):
+            return {}
+        cost = np.float64(100 * self.episode + self.step_count + 0.5)
+        return {"cost": cost, "odd": np.bool_(self.step_count % 2), "inner": {"cost": -cost}}
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.step_count, self.episode = 0, self.episode + 1
+        return np.zeros(1, np.float32), self.info()
+
+    def step(self, action: Any) -> Any:
+        self.step_count += 1
+        ended = self.step_count == self.length
+        return np.zeros(1, np.float32), 0.0, ended, False, self.info()
+
+
+def read_costs(info: Any, data: Any) -> Any:
+    """Read infos of all forms, with zero for what they lack."""
+    if isinstance(info, list):
+        empty = data.empty()[0]
+        return data.update(torch.stack([read_costs(part, empty.copy()) for part in info]))
+    for key, values in {"cost": info, "nested": info.get("inner", {})}.items():
+        data[key] = torch.as_tensor(values.get("cost", 0.0)).double().expand(data.batch_size)
+    return data
+
+
+class InTorch(gymnasium.vector.VectorWrapper):
+    """Observations, flags and infos as tensors, but for infos of objects."""
+
+    def tensors(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: self.tensors(part) for key, part in value.items()}
+        return torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) and value.dtype != object else value
+
+    def step(self, actions: Any) -> Any:
+        return tuple(map(self.tensors, self.env.step(actions.numpy())))
+
+    def reset(self, **kwargs: Any) -> Any:
+        return tuple(map(self.tensors, self.env.reset(**kwargs)))
+
+
+FORMS: dict[str, Any] = {
+    "arrays": lambda env: env,
+    "torch": InTorch,
+    "list": gymnasium.wrappers.vector.DictInfoToList,
+}
+
+
+LENGTHS = (3, 5, 9)
+ODD = {"cost": Unbounded((), dtype=torch.float64), "odd": Unbounded((), dtype=torch.bool)}
+
+
+def costs(env: Any, limit: int) -> Any:
+    """Return the infos of a rollout that a transform truncates, by TorchRL's reader and by another one."""
+    env = GymWrapper(env).set_info_dict_reader(default_info_dict_reader(list(ODD), spec=ODD))
+    env = env.set_info_dict_reader(read_costs).append_transform(StepCounter(limit))
+    rollout = env.rollout(13, break_when_any_done=False)
+    return rollout.select(*ODD, "nested", *(("next", key) for key in (*ODD, "nested")))
+
+
+@cache
+def costs_of_singles(when: str, limit: int) -> Any:
+    return torch.stack([costs(Costs(when, length), limit) for length in LENGTHS])
+
+
+@modes
+@pytest.mark.parametrize("form", FORMS)
+def test_infos_of_rows_equal_those_of_single_environments(form: str, mode: str) -> None:
+    for when in Costs.WHEN:
+        for limit in (99, 3):
+            env = FORMS[form](vector([partial(Costs, when, length) for length in LENGTHS], 3, mode))
+            assert_same(costs(env, limit), costs_of_singles(when, limit))
+
+
+def one_by_one(parts: list[Any]) -> Any:
+    """Arrange infos as gymnasium did before 1.0."""
+    objects = np.full(len(parts), None, object)
+    for row, part in enumerate(parts):
+        objects[row] = part
+    return objects
+
+
+FINAL_INFOS: dict[str, Any] = {
+    "tensors": lambda steps, done: {"age": torch.as_tensor(steps), "late": torch.as_tensor(steps > 2)},
+    "arrays": lambda steps, done: {"age": steps, "late": steps > 2},
+    "objects": lambda steps, done: one_by_one(
+        [{"age": step} if end else None for step, end in zip(steps, done, strict=True)]
+    ),
+    "list": lambda steps, done: [{"age": step} if end else None for step, end in zip(steps, done, strict=True)],
+}
+
+
+@pytest.mark.parametrize("form", FINAL_INFOS)
+def test_final_infos_replace_those_of_the_reset(form: str) -> None:
+    inner = SameStep([3, 4, 5], "batch", torch_tensors=form == "tensors")
+    step = inner.step
+
+    def told(action: Any) -> Any:
+        steps = inner.steps + 1
+        done = steps >= inner.lengths
+        observation, *rest, info = step(action)
+        info["age"], info["fresh"] = inner.array(inner.steps.copy()), inner.array(done * 1)  # of the new episodes
+        if done.any():
+            info["final_info"] = FINAL_INFOS[form](steps, done)
+        return (observation, *rest, info)
+
+    inner.step = told  # type: ignore[method-assign]
+    spec = {name: Unbounded((), dtype=torch.int64) for name in ("age", "fresh")}
+    env = GymWrapper(inner).set_info_dict_reader(default_info_dict_reader(list(spec), spec=spec))
+    after = env.rollout(9, break_when_any_done=False)["next"]
+    assert torch.equal(after["age"], after["observation"][..., 2].long())
+    assert not after["fresh"].any()  # the steps that end episodes have none
+
+
+class Adds(gymnasium.vector.VectorWrapper):
+    """Adds to the infos of steps, without a mask."""
+
+    def step(self, actions: Any) -> Any:
+        *result, info = self.env.step(actions)
+        return (*result, {**info, "added": np.arange(1.0, 4.0)})
+
+
+@modes
+@pytest.mark.parametrize("as_list", [False, True])
+def test_infos_that_wrappers_add_belong_to_the_step(as_list: bool, mode: str) -> None:
+    seen: list[Any] = []
+
+    def read(info: Any, data: Any) -> None:
+        seen.append((info, data))
+
+    statistics = gymnasium.wrappers.vector.RecordEpisodeStatistics
+    inner: Any = statistics(vector([partial(Costs, "always", length) for length in LENGTHS], 3, mode))
+    env = GymWrapper(gymnasium.wrappers.vector.DictInfoToList(inner) if as_list else Adds(inner)).set_info_dict_reader(
+        read
+    )
+    env.rollout(20, break_when_any_done=False)
+    for info, data in seen:
+        done = data["done"].flatten().tolist() if "reward" in data else [False] * 3
+        if as_list:
+            found = [part.get("episode", {}).get("l") for part in info]
+        else:
+            found = info["episode"]["l"].tolist() if any(done) else [0] * 3
+            assert "episode" not in info or any(done)
+            assert "reward" not in data or info["added"].tolist() == [1, 2, 3]
+        assert [length or 0 for length in found] == [length * end for length, end in zip(LENGTHS, done, strict=True)]
+
+
+# -- values that are not arrays
+
+VALUES: dict[str, Any] = {
+    "a float": (1.5, torch.float64),
+    "an integer": (3, torch.int64),
+    "a boolean": (True, torch.bool),
+    "a NumPy boolean": (np.bool_(True), torch.bool),
+    "a NumPy number": (np.float32(2.5), torch.float32),
+    "a list": ([1.0, 2.0], torch.float64),
+    "an array": (np.arange(3), torch.int64),
+    "an array of objects": (np.array([1, 2], object), torch.int64),
+    "a tensor": (torch.ones(2), torch.float32),
+}
+
+
+@pytest.mark.parametrize("mode", [None, "NextStep", "SameStep", "Disabled"])
+@pytest.mark.parametrize("name", VALUES)
+def test_numbers_in_infos_are_registered(name: str, mode: str | None) -> None:
+    value, dtype = VALUES[name]
+
+    def make() -> Any:
+        return reporting(Walk(3, 5), "value", lambda: value)
+
+    env = GymWrapper(vector(make, 2, mode) if mode else make()).auto_register_info_dict()
+    check_env_specs(env)
+    after = env.rollout(12, break_when_any_done=False)["next"]
+    assert after["value"].dtype is dtype
+    expected = torch.as_tensor(np.asarray(value).astype(float)).to(dtype)
+    assert torch.equal(after["value"], expected.expand(*after.batch_size, *expected.shape))
+
+
+@pytest.mark.parametrize("count", [None, 2])
+@pytest.mark.parametrize(
+    "value", ["left", np.array("left"), {"a": 1}, object(), [1, [2, 3]], ["a"]], ids=lambda value: type(value).__name__
+)
+def test_infos_that_make_no_tensor(value: Any, count: int | None) -> None:
+    def make() -> Any:
+        return reporting(Walk(3, 3), "value", lambda: value)
+
+    def wrapped() -> Any:
+        return GymWrapper(vector(make, count, "SameStep") if count else make())
+
+    with pytest.raises(EnvironmentOutputError, match=r"info 'value' .*Name the keys to read: ") as caught:
+        wrapped().auto_register_info_dict()
+    env = wrapped()
+    eval(str(caught.value).rpartition("read: ")[2], {**globals(), "env": env})
+    after = env.rollout(5, break_when_any_done=False)["next"]
+    assert after["age"].any()
+    assert "value" not in after
+
+
+def test_one_number_for_a_batch_is_named() -> None:
+    inner = reporting(IsaacByIds(3, final_obs=True), "mean", lambda: 2.5)
+    env = GymWrapper(inner).set_info_dict_reader(default_info_dict_reader(["mean"]))
+    with pytest.raises(EnvironmentOutputError, match=r"info 'mean' has the shape \(\).*\(3,\)"):
+        env.rollout(2)
+
+
+def test_none_in_infos_counts_as_absent() -> None:
+    inner = Walk(3, 3)
+    reporting(inner, "goal", lambda: None if inner.step_count % 2 else 2.5)
+    spec = {"goal": Unbounded((), dtype=torch.float64)}
+    env = GymWrapper(inner).set_info_dict_reader(default_info_dict_reader(list(spec), spec=spec))
+    assert env.rollout(6, break_when_any_done=False)["next", "goal"].tolist() == [0, 2.5, 0, 0, 2.5, 0]
+
+
+def test_number_that_is_an_integer_at_the_reset_has_the_dtype_of_steps() -> None:
+    env = GymEnv("FrozenLake-v1").auto_register_info_dict()
+    assert env.reset()["prob"].dtype is env.rollout(2)["next", "prob"].dtype is torch.float64
+    assert env.reset()["prob"] == 1
+
+
+def test_lists_of_infos_are_copied() -> None:
+    count, seen = np.zeros(1), []
+
+    def read(info: Any, data: Any) -> None:
+        seen.append(info[0]["count"])
+
+    inner = SameStep([9, 9], "infos")
+    step = inner.step
+    inner.step = lambda action: (*step(action)[:4], [{"count": np.add(count, 1, out=count)}, {}])  # type: ignore[method-assign]
+    GymWrapper(inner, missing_final_obs="nan").set_info_dict_reader(
+        lambda info, data: read(info, data) if info else None
+    ).rollout(3)
+    assert [value.item() for value in seen] == [1, 2, 3]

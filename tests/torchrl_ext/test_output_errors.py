@@ -11,10 +11,10 @@ import torch
 from gymnasium import spaces
 from torchrl.data import Unbounded
 
-from rl_ext_core.errors import EnvironmentOutputError
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
 from tests.torchrl_ext.comparing import vector
 from tests.torchrl_ext.environments import DictWalk, Faulty, SameStep, Sampled, Walk, box
-from torchrl_ext import GymWrapper
+from torchrl_ext import GymEnv, GymWrapper
 
 SINGLE: dict[str, tuple[dict[str, Any], str]] = {
     "shape": ({"observation": np.zeros(5, np.float32)}, r"'observation' has the shape \(5,\); its space has \(4,\)"),
@@ -234,10 +234,9 @@ def test_rewards_of_a_batch_in_other_forms(reward: Any) -> None:
     assert torch.equal(found[:, 0, 0], torch.as_tensor(np.asarray(reward), dtype=torch.float32).reshape(4))
 
 
-@pytest.mark.parametrize("count", [None, 4])
 @pytest.mark.parametrize(("place", "value"), [(1, None), (1, "much"), (2, None), (3, "yes")])
-def test_skipped_frames(place: int, value: Any, count: int | None) -> None:
-    inner: Any = Walk(20, 20) if count is None else SameStep([9] * count, "batch")
+def test_skipped_frames(place: int, value: Any) -> None:
+    inner: Any = Walk(20, 20)
     env = GymWrapper(inner, frame_skip=3)
     env.reset()
     step = inner.step
@@ -250,6 +249,22 @@ def test_skipped_frames(place: int, value: Any, count: int | None) -> None:
     inner.step = faulty
     with pytest.raises(EnvironmentOutputError, match=r"step\(\) returned the reward .* and the flags"):
         env.step(env.rand_action(env.reset()))
+
+
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
+def test_skipped_frames_of_vectorized_environments_are_refused(mode: str) -> None:
+    # Rows that are not done would be cut to fewer frames when another one ends.
+    for make in (
+        lambda **kwargs: GymWrapper(vector(Walk, 2, mode), **kwargs),
+        lambda **kwargs: GymEnv("CartPole-v1", num_envs=2, **kwargs),
+    ):
+        with pytest.raises(InvalidArgumentError, match=r"frame_skip=4 on a vectorized environment.*ParallelEnv\(n, "):
+            make(frame_skip=4)
+        env = make(frame_skip=1)
+        env.rollout(3)
+        env.wrapper_frame_skip = 4
+        with pytest.raises(InvalidArgumentError, match=r"frame_skip=4"):
+            env.rollout(3)
 
 
 def test_a_reward_with_a_fraction_does_not_fit_a_specification_of_whole_numbers() -> None:

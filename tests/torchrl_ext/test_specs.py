@@ -65,7 +65,10 @@ def test_spaces_of_other_libraries(name: str) -> None:
         spaces.Dict(a=spaces.Graph(box(2), None)),
         {"a": object()},
         spaces.Box(0, 60000, (2,), np.uint16),
-        spaces.MultiBinary((2, 3)),
+        spaces.Tuple([spaces.Discrete(3), box(2)]),
+        spaces.Tuple([box(2), box(3)]),
+        spaces.Tuple([spaces.Dict(a=box(2))] * 2),
+        spaces.Sequence(box(2)),
     ],
     ids=lambda space: type(space).__name__,
 )
@@ -362,11 +365,60 @@ def test_observations_that_count_from_elsewhere_are_the_values() -> None:
         assert rollout["next", "observation"].reshape(-1, 8)[0].tolist() == [1, 2, 3, 4] * 2
 
 
-def test_a_start_that_upstreams_spec_has_no_place_for_is_refused() -> None:
-    observation = spaces.Dict(action_mask=spaces.Box(0, 1, (3, 4), np.int8), o=box(2))
-    env = GymWrapper(Sampled(observation, spaces.MultiDiscrete([3, 4], start=[1, 2])))
-    with pytest.raises(InvalidArgumentError, match=r"counts from \[1 2\].*Write it with start=0"):
-        env.rollout(2)
+# -- parts that TorchRL makes no tensor of
+
+DISCRETES = spaces.Tuple([spaces.Discrete(3), spaces.Discrete(4, start=2), spaces.Discrete(2)])
+
+
+@pytest.mark.parametrize("categorical", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_tuples_of_different_discretes(nested: bool, categorical: bool) -> None:
+    space: Any = spaces.Dict(o=DISCRETES) if nested else DISCRETES
+    env = GymWrapper(Sampled(space, DISCRETES), categorical_action_encoding=categorical)
+    check_env_specs(env)
+    rollout = env.rollout(9)
+    assert rollout["action"].shape[1:] == ((3,) if categorical else (9,))
+    samples = []
+    for draw in (space.sample, env.reset):
+        space.seed(5)
+        samples.append(draw())
+    drawn, observed = samples
+    observed = observed["o" if nested else "observation"]
+    drawn = np.array(drawn["o"] if nested else drawn) - (0, 2, 0)
+    assert np.array_equal(observed if categorical else observed.nonzero()[:, 0] - torch.tensor([0, 3, 7]), drawn)
+    for action in env._env.received:
+        assert DISCRETES.contains(tuple(action))
+
+
+@pytest.mark.parametrize("categorical", [False, True])
+def test_blackjack(categorical: bool) -> None:
+    env = GymEnv("Blackjack-v1", categorical_action_encoding=categorical)
+    check_env_specs(env)
+    assert env.rollout(5)["observation"].shape[1:] == ((3,) if categorical else (45,))
+
+
+@pytest.mark.parametrize("mode", [None, "NextStep", "SameStep"])
+@pytest.mark.parametrize("shape", [(4,), (2, 3)])
+def test_bits_of_several_axes(shape: tuple[int, ...], mode: str | None) -> None:
+    space = spaces.MultiBinary(shape)
+    make = partial(Sampled, spaces.Dict(a=space), space)
+    inner = vector(make, 2, mode) if mode else make()
+    env = GymWrapper(inner)
+    check_env_specs(env)
+    assert env.rollout(8, break_when_any_done=False)["a"].shape[-len(shape) :] == shape
+    for action in (inner.envs[1] if mode else inner).received:
+        assert space.contains(action)
+
+
+def test_categorical_encoding_is_advised_where_it_works() -> None:
+    rows, advice = spaces.MultiDiscrete([[3, 4], [2, 5]]), "Write categorical_action_encoding=True"
+    with pytest.raises(InvalidArgumentError, match=rf"observation space MultiDiscrete.*{advice}"):
+        GymWrapper(Sampled(rows, spaces.Discrete(2)))
+    assert GymWrapper(Sampled(rows, spaces.Discrete(2)), categorical_action_encoding=True).rollout(3).shape == (3,)
+    for observed, taken in ((box(2), rows), (spaces.Tuple([box(2), box(3)]), rows)):
+        for categorical in (False, True):
+            with pytest.raises(InvalidArgumentError, match=r"Write gymnasium\.spaces\.Dict in place of it"):
+                GymWrapper(Sampled(observed, taken), categorical_action_encoding=categorical)
 
 
 # -- devices
@@ -405,7 +457,9 @@ def test_time_outs_of_a_finite_horizon_are_terminations(asked: bool | None, conf
 
 def test_a_finite_horizon_of_single_and_numpy_environments() -> None:
     for make in (Walk, lambda: vector(Walk, 3, "SameStep"), lambda: gymnasium.wrappers.TimeLimit(Walk(), 3)):
-        rollout = GymWrapper(make(), finite_horizon=True, frame_skip=2).rollout(40, break_when_any_done=False)["next"]
+        env = make()
+        skip = 1 if hasattr(env, "num_envs") else 2
+        rollout = GymWrapper(env, finite_horizon=True, frame_skip=skip).rollout(40, break_when_any_done=False)["next"]
         assert rollout["done"].any()
         assert torch.equal(rollout["terminated"], rollout["done"])
         assert not rollout["truncated"].any()

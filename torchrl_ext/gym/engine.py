@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from torchrl.data import Composite, OneHot
 
-from rl_ext_core.errors import EnvironmentOutputError
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
 from rl_ext_core.vector import autoreset
 from rl_ext_core.vector.autoreset import RESET, STEP, unpacked
 from torchrl_ext.gym import vector
+from torchrl_ext.gym.infos import info_after_reset, last_info, merge_infos
 from torchrl_ext.gym.io import (
     compile_action,
     compile_flags,
@@ -50,6 +51,7 @@ class Engine:
     """
 
     def __init__(self, wrapper: Any, observation: Composite, key: str | None, env_type: str) -> None:
+        refuse_frame_skip(wrapper)
         options, (self._starts, action_starts) = wrapper.__dict__["_options"], wrapper.__dict__["_starts"]
         self.env, self.frame_skip = wrapper._env, wrapper.wrapper_frame_skip
         self.batch_size, self.device = wrapper.batch_size, wrapper.device
@@ -62,8 +64,9 @@ class Engine:
         env_device = device_of(env)
         self._decode = compile_action(
             wrapper.full_action_spec if self.action_key is None else wrapper.full_action_spec[self.action_key],
+            space=wrapper.__dict__["_action_space"],
             env_type=env_type,
-            batched=bool(batch_size),
+            batch_size=batch_size,
             clip=options["clip_actions"],
             device=env_device if env_device != device else None,
             start=action_starts,
@@ -159,6 +162,7 @@ class Engine:
         if rows is not None or self._starts is not None or not vector.is_batch(final, self._count):
             rows = mask.nonzero().view(-1) if rows is None else rows
             each = rows.tolist()
+            autoreset.require_own_final_observations(self.env, final, each)
             one_by_one = type(final) is np.ndarray and final.dtype == object and len(final) == self._count
             if self._array is not None and one_by_one:
                 quick = vector.assigned(observations[self._array], each, final)
@@ -173,7 +177,8 @@ class Engine:
         """Return the info that belongs to the observations of the last step, from what that step returned."""
         if self._pending is None:
             return info
-        return vector.last_info(info, self._pending[0].nonzero().view(-1).tolist(), self._count)
+        rows, is_after_reset = self._pending[0].nonzero().view(-1).tolist(), autoreset.info_is_after_reset(self.env)
+        return last_info(info, rows, self._count, is_after_reset=is_after_reset)
 
     # -- resets
 
@@ -204,12 +209,12 @@ class Engine:
         self._pending = None
         done, observations, info = pending
         left = mask & ~done
-        info = autoreset.without_final(info)
+        info = info_after_reset(info)
         if not left.any():
             return observations, info
         fresh, new_info = self._partially(left)
         rows = left.nonzero().view(-1)
-        merged = vector.merged_info(info, new_info, rows.tolist(), self._count)
+        merged = merge_infos(info, new_info, rows.tolist(), self._count)
         return vector.overwritten(self._leaves, observations, left, rows, fresh), merged
 
     def reset_done(self, data: Entries) -> Entries:
@@ -233,7 +238,10 @@ class Engine:
     def _partially(self, mask: torch.Tensor, **kwargs: Any) -> tuple[Entries, Any]:
         """Reset some, and see to it that the others were left alone, where nobody vouches for that."""
         before, self._now, self._pending = self._now, None, None
-        fresh, info = self.begin(self._reset_rows(mask.cpu().numpy(), **kwargs))
+        rows = mask.cpu().numpy()
+        result = unpacked(self._reset_rows(rows, **kwargs), RESET)
+        # Others are to show that they left the other rows alone.
+        fresh, info = self.begin(vector.of_all_rows(result, rows) if self._trusted else result)
         if self._trusted or before is None:
             return fresh, info
         if not vector.same_rows(self._leaves, fresh, before, (~mask).nonzero().view(-1)):
@@ -259,6 +267,21 @@ class Engine:
         """Remember what another engine of the same environment did, on another device maybe."""
         if memory is not None:
             self._now, self._pending = (_moved(part, self.device) for part in memory)
+
+
+def refuse_frame_skip(wrapper: Any) -> None:
+    """Check that a vectorized environment skips no frames: rows end at different frames, and all are stepped at once.
+
+    :raises InvalidArgumentError: If it is to skip some.
+    """
+    skip = wrapper.wrapper_frame_skip
+    if skip > 1 and wrapper.batch_size:
+        raise InvalidArgumentError(
+            f"frame_skip={skip} on a vectorized environment is not supported, because its sub-environments end at "
+            "different frames. Skip frames in each sub-environment, by gymnasium.make_vec(..., wrappers=[...]) with a "
+            "wrapper that repeats its action, or write torchrl_ext.ParallelEnv(n, lambda: torchrl_ext.GymEnv(id, "
+            f"frame_skip={skip}))"
+        )
 
 
 def _moved(part: Any, device: torch.device | None) -> Any:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from tensordict import NonTensorData
-from torchrl.data import Categorical, Composite, MultiOneHot, NonTensor, OneHot, TensorSpec
+from torchrl.data import Categorical, Composite, MultiCategorical, MultiOneHot, NonTensor, OneHot, TensorSpec
 from torchrl.data.utils import torch_to_numpy_dtype_dict
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
@@ -35,7 +35,6 @@ __all__ = [
     "compile_value",
     "counted_from_zero",
     "is_torch",
-    "owned",
     "unset_flags",
 ]
 
@@ -45,15 +44,6 @@ def is_torch(observation: Any) -> bool:
     if isinstance(observation, (dict, tuple, list)):
         return any(map(is_torch, observation.values() if isinstance(observation, dict) else observation))
     return isinstance(observation, torch.Tensor)
-
-
-def owned(info: Any) -> Any:
-    """Copy the arrays and tensors of an info, which environments write into again."""
-    if isinstance(info, dict):
-        return {key: owned(value) for key, value in info.items()}
-    if isinstance(info, np.ndarray):
-        return info.copy()
-    return info.detach().clone() if isinstance(info, torch.Tensor) else info
 
 
 # -- one value
@@ -228,30 +218,41 @@ def counted_from_zero(values: Any, start: Any) -> Any:
 def compile_action(
     spec: TensorSpec,
     *,
+    space: Any,
     env_type: str,
-    batched: bool,
+    batch_size: torch.Size,
     clip: float | None,
     device: torch.device | None,
     start: Any = None,
-    in_dict: bool = False,
+    path: tuple[str, ...] = (),
 ) -> Convert:
     """Compile the way from an action tensor (or TensorDict) to the environment's action.
 
     :param spec: of the action, with the batch
+    :param space: gymnasium's space of an action of one sub-environment
     :param env_type: ``"numpy"`` or ``"torch"``
-    :param batched: whether the environment takes a batch
+    :param batch_size: of the environment
     :param clip: bound on the magnitude of continuous actions
     :param device: where a torch environment takes its actions
     :param start: what its integers count from, where that is not zero: a number, an array, or a dict of them
-    :param in_dict: whether it is an entry of a Dict, where TorchRL gives arrays for integers
-    :raises InvalidArgumentError: they do not fit the spec
+    :param path: keys of the Dicts that it is an entry of, where TorchRL gives arrays for integers
+    :return: a function that raises :class:`InvalidArgumentError` for an action of another shape
+    :raises InvalidArgumentError: If the spec does not fit the space.
     """
-    again = partial(compile_action, env_type=env_type, batched=batched, clip=clip, device=device)
+    again = partial(compile_action, env_type=env_type, batch_size=batch_size, clip=clip, device=device)
     if isinstance(spec, Composite):
-        parts = {key: again(part, start=(start or {}).get(key), in_dict=True) for key, part in spec.items()}
+        spaces = getattr(space, "spaces", {})
+        parts = {
+            key: again(part, space=spaces.get(key), start=(start or {}).get(key), path=(*path, key))
+            for key, part in spec.items()
+        }
         return lambda action: {key: decode(action[key]) for key, decode in parts.items()}
     if not isinstance(spec.zero(), torch.Tensor):
         return lambda action: getattr(action, "data", action)  # text, which nobody edits in place
+    nvec = _parts_of_choice(spec, space, batch_size)
+    if nvec is not None:
+        plain = again(spec, space=None, path=path)
+        return _compile_parts(plain, nvec, space, in_torch=env_type == "torch")
     if start is not None:
         shape = _index_shape(spec) if isinstance(spec, OneHot) else tuple(spec.shape)
         if np.broadcast_shapes(shape, np.shape(start)) != shape:
@@ -259,8 +260,18 @@ def compile_action(
                 f"the action space counts from {start}, and TorchRL makes one {type(spec).__name__} of the shape "
                 f"{tuple(spec.shape)} of it. Write it with start=0"
             )
-        plain = again(spec, in_dict=in_dict)
+        plain = again(spec, space=space, path=path)
         return lambda action: _counted(plain(action), start)
+    return _with_shape(_compile_plain(spec, env_type, bool(batch_size) or bool(path), clip, device), spec, path)
+
+
+def _compile_plain(
+    spec: TensorSpec, env_type: str, is_array: bool, clip: float | None, device: torch.device | None
+) -> Convert:
+    """Compile the way of an action of the spec's shape, whose integers count from zero.
+
+    :param is_array: whether an index is an array, and not an integer
+    """
     decode = _decoder(spec, clip if spec.dtype.is_floating_point else None)
     if env_type == "torch":
         return decode if device is None else lambda action: decode(action).to(device)
@@ -268,21 +279,85 @@ def compile_action(
     to_numpy = (
         _places_of_ones if isinstance(spec, OneHot) and is_choice else lambda action: decode(action).cpu().numpy()
     )
-    if is_choice and not (batched or in_dict) and spec.zero().numel() in (1, spec.shape[-1:].numel()):
+    if is_choice and not is_array and spec.zero().numel() in (1, spec.shape[-1:].numel()):
         if isinstance(spec, OneHot) and spec.ndim == 1 and not spec.dtype.is_floating_point:
             return _place_of_one
         return lambda action: _integer(to_numpy(action))
     return to_numpy
 
 
+def _with_shape(convert: Convert, spec: TensorSpec, path: tuple[str, ...]) -> Convert:
+    """Refuse actions of another shape than the spec's, except for axes of one."""
+    shape = spec.shape
+    if -1 in shape:
+        return convert
+
+    def checked(action: Any) -> Any:
+        return convert(action if action.shape == shape else _reshaped_action(action, spec, path))
+
+    return checked
+
+
+def _reshaped_action(action: torch.Tensor, spec: TensorSpec, path: tuple[str, ...]) -> torch.Tensor:
+    if [n for n in action.shape if n != 1] == [n for n in spec.shape if n != 1]:
+        return action.reshape(spec.shape)
+    advice = "Write an action of env.action_spec"
+    if isinstance(spec, OneHot):
+        advice = "Write categorical_action_encoding=True for the environment"
+        if not isinstance(spec, MultiOneHot):
+            advice += f", or torch.nn.functional.one_hot(action, {spec.shape[-1]})"
+    raise InvalidArgumentError(
+        f"the action{_at(path)} has the shape {tuple(action.shape)}; expected {tuple(spec.shape)}, the shape of its "
+        f"{type(spec).__name__} spec. {advice}"
+    )
+
+
+def _parts_of_choice(spec: TensorSpec, space: Any, batch_size: torch.Size) -> Any:
+    """Return the numbers of classes of a MultiDiscrete space whose spec is one choice of all combinations, else None.
+
+    TorchRL makes such a spec beside an ``action_mask`` with one entry per combination
+    (https://github.com/pytorch/rl/pull/3342).
+
+    :raises InvalidArgumentError: If there are more or fewer choices than combinations.
+    """
+    nvec = getattr(space, "nvec", None)
+    one_choice = isinstance(spec, (OneHot, Categorical)) and not isinstance(spec, (MultiOneHot, MultiCategorical))
+    if nvec is None or nvec.ndim != 1 or not one_choice:
+        return None
+    if tuple(spec.shape[:-1] if isinstance(spec, OneHot) else spec.shape) != tuple(batch_size):
+        return None
+    count = int(np.prod(nvec))
+    if spec.space.n != count:
+        raise InvalidArgumentError(
+            f"the action spec has {spec.space.n} choices; expected one for every combination of {space}, which are "
+            f"{count}. Write env.action_spec = Categorical({count}, shape=env.batch_size)"
+        )
+    return nvec
+
+
+def _compile_parts(plain: Convert, nvec: Any, space: Any, *, in_torch: bool) -> Convert:
+    """Compile the way from one choice of all combinations to an action of a MultiDiscrete space.
+
+    :param plain: from the action to its index
+    :param nvec: number of classes of each part
+    """
+    start, shape = getattr(space, "start", None), tuple(map(int, nvec))
+    start = start if start is not None and np.any(start) else None
+
+    def decode(action: Any) -> Any:
+        index = plain(action)
+        if in_torch:
+            parts = torch.stack(torch.unravel_index(index, shape), -1)
+        else:
+            parts = np.stack(np.unravel_index(index, shape), -1).astype(space.dtype)  # type: ignore[assignment]
+        return parts if start is None else _counted(parts, start)
+
+    return decode
+
+
 def _place_of_one(action: torch.Tensor) -> int:
     """Return the index of one one-hot vector, in a third of NumPy's time."""
     values = action.tolist()
-    if not isinstance(values, list):
-        raise InvalidArgumentError(
-            f"the action is the index {values}, and the action spec one-hot. Write categorical_action_encoding=True "
-            "for the environment, or torch.nn.functional.one_hot(action, env.action_spec.shape[-1])"
-        )
     return values.index(1) if 1 in values else int(_places_of_ones(action))  # what is none: as upstream
 
 

@@ -10,7 +10,7 @@ import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
-from torchrl.data import Bounded, Composite, TensorSpec, Unbounded
+from torchrl.data import Bounded, Composite, Stacked, TensorSpec, Unbounded
 from torchrl.data.tensor_specs import BoundedContinuous
 from torchrl.data.utils import torch_to_numpy_dtype_dict
 from torchrl.envs.libs import gym as upstream
@@ -21,6 +21,7 @@ __all__ = [
     "HalfBounded",
     "SingleSpaces",
     "batched_specs",
+    "check_parts",
     "count_of",
     "device_of",
     "finite",
@@ -104,9 +105,11 @@ def to_gymnasium(space: Any) -> Any:
     :raises InvalidArgumentError: it has none of them
     """
     if isinstance(space, (spaces.Dict, spaces.Tuple)):
-        for part in space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces:
-            to_gymnasium(part)
-        return space
+        return _with_parts(space, to_gymnasium)
+    if isinstance(space, spaces.MultiBinary) and not isinstance(space.n, (int, np.integer)):
+        # TorchRL's conversion knows one axis, whose length is a number.
+        shape = space.shape
+        return spaces.MultiBinary(shape[0]) if len(shape) == 1 else spaces.Box(0, 1, shape, space.dtype.type)
     converted = space if _is_convertible(space) else _by_attributes(space)
     if converted is not None:
         return converted
@@ -116,6 +119,59 @@ def to_gymnasium(space: Any) -> Any:
         "Write env.observation_space = gymnasium.spaces.Box(...), or teach TorchRL how to convert it by "
         "torchrl.envs.libs.gym.register_gym_spec_conversion"
     )
+
+
+def _with_parts(space: Any, convert: Any) -> Any:
+    """Convert the parts of a Dict or Tuple; the same space if none changes."""
+    if isinstance(space, spaces.Dict):
+        parts = {key: convert(part) for key, part in space.spaces.items()}
+        return space if all(parts[key] is part for key, part in space.spaces.items()) else spaces.Dict([*parts.items()])
+    several = [convert(part) for part in space.spaces]
+    return space if all(map(operator.is_, several, space.spaces)) else spaces.Tuple(several)
+
+
+def _merged(space: Any) -> Any:
+    """Take Tuples of Discretes with different numbers of classes for MultiDiscretes, which TorchRL makes tensors of."""
+    if not isinstance(space, (spaces.Dict, spaces.Tuple)):
+        return space
+    space = _with_parts(space, _merged)
+    parts = (
+        [part for part in space.spaces if isinstance(part, spaces.Discrete)] if isinstance(space, spaces.Tuple) else []
+    )
+    if len({part.n for part in parts}) < 2 or len(parts) < len(space.spaces):
+        return space
+    return spaces.MultiDiscrete([part.n for part in parts], start=[part.start for part in parts])
+
+
+def check_parts(role: str, space: Any, spec: TensorSpec, *, categorical: bool) -> None:
+    """Check that each leaf of a spec is one tensor.
+
+    :param role: ``"observation"`` or ``"action"``
+    :param categorical: whether choices are indices
+    :raises InvalidArgumentError: If the space has parts of different shapes.
+    """
+    if not _is_ragged(space, spec, role):
+        return
+    convert = partial(upstream._gym_to_torchrl_spec_transform, categorical_action_encoding=True)
+    fits = not categorical and not _is_ragged(space, convert(space), role)
+    advice = (
+        "categorical_action_encoding=True" if fits else "gymnasium.spaces.Dict in place of it, one key for each part"
+    )
+    text = " ".join(str(space).split())
+    raise InvalidArgumentError(
+        f"the {role} space {text} has parts that do not fit into one tensor; expected parts of one kind, shape and "
+        f"number of classes. Write {advice}"
+    )
+
+
+def _is_ragged(space: Any, spec: TensorSpec, role: str) -> bool:
+    if isinstance(space, spaces.Dict):
+        names = {"observation": "state"} if "observation" not in space.spaces else {}
+        return any(_is_ragged(space[names.get(key, key)], part, role) for key, part in spec.items())
+    if isinstance(space, spaces.Tuple) and any(isinstance(part, spaces.Dict) for part in space.spaces):
+        return True  # an observation of it is not a dict
+    # Indices of one shape are read, and cannot be drawn.
+    return isinstance(spec, Stacked) and (role == "action" or -1 in spec.shape or spec.shape != space.shape)
 
 
 def _is_convertible(space: Any) -> bool:
@@ -222,12 +278,8 @@ def finite(spec: TensorSpec) -> TensorSpec:
 
 def _clipped(space: Any, bound: float) -> Any:
     """Narrow continuous actions to ``[-bound, bound]``; the same space where there are none."""
-    if isinstance(space, spaces.Dict):
-        parts = {key: _clipped(part, bound) for key, part in space.spaces.items()}
-        return space if all(parts[key] is part for key, part in space.spaces.items()) else spaces.Dict(parts)
-    if isinstance(space, spaces.Tuple):
-        several = [_clipped(part, bound) for part in space.spaces]
-        return space if all(map(operator.is_, several, space.spaces)) else spaces.Tuple(several)
+    if isinstance(space, (spaces.Dict, spaces.Tuple)):
+        return _with_parts(space, partial(_clipped, bound=bound))
     if not isinstance(space, spaces.Box) or space.dtype.kind != "f":
         return space
     low, high = np.clip(space.low, -bound, bound), np.clip(space.high, -bound, bound)
@@ -247,6 +299,8 @@ class SingleSpaces:
         spaces_of_all = (self.observation_space, action_space)
         told = any(_space(env, f"single_{name}") is not None for name in names)
         self.is_batched = bool(batch) and not told and all(_leads_with(space, batch) for space in spaces_of_all)
+        if not batch:  # gymnasium's batch of a Tuple is a tuple of batches
+            self.observation_space, action_space = _merged(self.observation_space), _merged(action_space)
         self.action_space = action_space if clip is None else _clipped(action_space, clip)
         if clip is not None and self.action_space is action_space:
             raise InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""Vectorised environments: what was last before an episode's end, in infos, and rows of observations."""
+"""Vectorized environments: rows of observations, and the last ones of episodes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from tensordict import TensorDictBase
 from torchrl.data import Composite, OneHot
 
 from rl_ext_core.errors import EnvironmentOutputError
-from rl_ext_core.vector.autoreset import final_information, without_final
 from torchrl_ext._compat import built
 from torchrl_ext.gym.io import compile_one_hot, compile_value
 
@@ -19,9 +18,8 @@ __all__ = [
     "has_finite_horizon",
     "is_batch",
     "keep_when_freed",
-    "last_info",
     "leaves_of",
-    "merged_info",
+    "of_all_rows",
     "overwritten",
     "rows_of",
     "same_rows",
@@ -55,43 +53,6 @@ def keep_when_freed(nbytes: int) -> None:
         torch.empty(size, dtype=torch.uint8)
 
 
-# -- what was last before a reset, in infos
-
-
-def last_info(info: Any, rows: list[int], count: int) -> Any:
-    """Return the info that belongs to the last observations: that of ``final_info`` where sub-environments were reset.
-
-    :param info: of the step
-    :param rows: which were reset
-    :param count: of all sub-environments
-    """
-    final, rest = final_information(info), without_final(info)
-    if isinstance(info, list) and final is not None:
-        return [{**part, **(last or {})} for part, last in zip(rest, final, strict=True)]
-    return merged_info(rest, final, rows, count) if isinstance(final, dict) else rest
-
-
-def merged_info(info: Any, other: Any, rows: list[int], count: int) -> Any:
-    """Take some rows of an info from another one; the masks that gymnasium puts beside its entries are left out."""
-    if not isinstance(info, dict) or not isinstance(other, dict):
-        return other
-    result = dict(info)
-    for key, new in other.items():
-        if key.startswith("_"):
-            continue
-        old: Any = info.get(key)
-        if isinstance(new, dict):
-            result[key] = merged_info(old if isinstance(old, dict) else {}, new, rows, count)
-        elif isinstance(new, (np.ndarray, torch.Tensor)) and new.shape[:1] == (count,):
-            fits = type(old) is type(new) and old.shape == new.shape and old.dtype == new.dtype
-            if not fits:
-                old = np.zeros_like(new) if isinstance(new, np.ndarray) else torch.zeros_like(new)
-            values = old.copy() if isinstance(new, np.ndarray) else old.clone()
-            values[rows] = new[rows]
-            result[key] = values
-    return result
-
-
 # -- rows of observations
 
 
@@ -121,6 +82,32 @@ def rows_of(final: Any, rows: list[int], count: int) -> Any:
     if absent:
         raise EnvironmentOutputError(f"final_obs holds nothing for the sub-environments {absent}, which are done")
     return _stacked(singles)
+
+
+def of_all_rows(result: tuple[Any, ...], mask: np.ndarray[Any, Any]) -> tuple[Any, ...]:
+    """Return what a reset of some rows gave with all rows, if it gave those alone, as EnvPool does; others are zero.
+
+    :param result: observations and infos, as arrays
+    :param mask: (n,) booleans: the rows that were reset
+    """
+    observation, info = result
+    leaf = observation
+    while isinstance(leaf, dict) and leaf:
+        leaf = next(iter(leaf.values()))
+    count = int(mask.sum())
+    if count == len(mask) or not isinstance(leaf, np.ndarray) or leaf.shape[:1] != (count,):
+        return result
+
+    def scattered(part: Any) -> Any:
+        if isinstance(part, dict):
+            return {key: scattered(value) for key, value in part.items()}
+        if not isinstance(part, np.ndarray) or part.shape[:1] != (count,):
+            return part
+        full = np.zeros((len(mask), *part.shape[1:]), part.dtype)
+        full[mask] = part
+        return full
+
+    return scattered(observation), scattered(info)
 
 
 def _is_mask(part: Any, count: int) -> bool:

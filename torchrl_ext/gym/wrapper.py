@@ -9,17 +9,27 @@ from typing import Any, Literal
 import torch
 from tensordict import TensorDictBase
 from torchrl.data import Composite
-from torchrl.envs import EnvBase
+from torchrl.envs import EnvBase, default_info_dict_reader
 from torchrl.envs.libs import gym as upstream
 from torchrl.envs.libs.gym import GymEnv as UpstreamGymEnv
 from torchrl.envs.libs.gym import GymWrapper as UpstreamGymWrapper
 
 from rl_ext_core.errors import InvalidArgumentError
-from rl_ext_core.vector.autoreset import RESET, unpacked
+from rl_ext_core.vector.autoreset import RESET, require_synchronous, unpacked
 from torchrl_ext._compat import built, has_short_steps
-from torchrl_ext.gym.engine import Engine
-from torchrl_ext.gym.io import is_torch, owned
-from torchrl_ext.gym.specs import SingleSpaces, batched_specs, count_of, device_of, finite, has_space, starts
+from torchrl_ext.gym.engine import Engine, refuse_frame_skip
+from torchrl_ext.gym.infos import numbers_for_reader, owned
+from torchrl_ext.gym.io import is_torch
+from torchrl_ext.gym.specs import (
+    SingleSpaces,
+    batched_specs,
+    check_parts,
+    count_of,
+    device_of,
+    finite,
+    has_space,
+    starts,
+)
 from torchrl_ext.parallel import ParallelEnv
 
 __all__ = ["GymEnv", "GymWrapper"]
@@ -96,7 +106,8 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
         torch environments that say nothing ``"SameStep"``
     :param finite_horizon: whether the environment's time-outs are ``terminated`` and not ``truncated``, so that no
         value is estimated beyond them; default: ``cfg.is_finite_horizon`` of Isaac Lab's environments, for others False
-    :raises InvalidArgumentError: an option with another value, a space that cannot be converted
+    :raises InvalidArgumentError: If an option has another value, a space cannot be converted, an action has another
+        shape than the spec, or a vectorized environment is to skip frames.
     :raises EnvironmentOutputError: at a step or reset: what the environment returns does not fit its spaces
 
     Source: https://github.com/pytorch/rl/issues/2369
@@ -180,6 +191,7 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
     def _check_kwargs(self, kwargs: dict[str, Any]) -> None:
         """Take environments that have their spaces under ``unwrapped`` alone."""
         env = kwargs.get("env")
+        require_synchronous(env)
         if env is None or not all(has_space(env, name) for name in ("observation_space", "action_space")):
             super()._check_kwargs(kwargs)
 
@@ -211,6 +223,7 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
     def _make_specs(self, env: Any, batch_size: torch.Size | None = None) -> None:
         """Make the specs from the spaces of one sub-environment."""
         own = self.__dict__
+        refuse_frame_skip(self)
         single = SingleSpaces(env, self.batch_size, own["_options"]["clip_actions"])
         try:
             if self.batch_size:
@@ -220,11 +233,27 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
                 self.done_spec = self._make_done_spec()
             else:
                 super()._make_specs(single, batch_size=batch_size)
-        except (KeyError, TypeError) as error:
+        except InvalidArgumentError:
+            raise
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
+            found = f"{single.observation_space} and {single.action_space}"
+            advice = (
+                "gymnasium.spaces.Dict in place of a Tuple" if "Tuple(" in found else "dtypes and shapes that it knows"
+            )
             raise InvalidArgumentError(
-                f"TorchRL makes no spec of the spaces {single.observation_space} and {single.action_space} "
-                f"({type(error).__name__}: {error}). Write them with dtypes and shapes that it knows"
+                f"TorchRL makes no spec of the spaces {found} ({type(error).__name__}: {error}). Write them with "
+                f"{advice}"
             ) from error
+        is_dict, own["_takes_dict"] = (
+            isinstance(space, upstream.gym_backend("spaces").Dict)
+            for space in (single.observation_space, single.action_space)
+        )
+        observed, taken = self.observation_spec, self.full_action_spec
+        for role, space, spec in (
+            ("observation", single.observation_space, observed if is_dict else next(iter(observed.values()))),
+            ("action", single.action_space, taken if own["_takes_dict"] else next(iter(taken.values()))),
+        ):
+            check_parts(role, space, spec, categorical=self._categorical_action_encoding)
         self.observation_spec = finite(self.observation_spec)
         self.action_spec = finite(self.action_spec)
         shared = sorted(map(str, set(self.observation_spec.keys(True, True)) & set(self.action_keys)))
@@ -239,9 +268,9 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
         of_batch = bool(self.batch_size) and not single.is_batched
         known = (single.observation_space, single.action_space)
         own["_starts"] = tuple(starts(space, of_batch=of_batch) for space in known)
-        is_dict = isinstance(single.observation_space, upstream.gym_backend("spaces").Dict)
+        # A MultiDiscrete of the batch has a part for each sub-environment.
+        own["_action_space"] = None if single.is_batched else single.action_space
         own["_single_key"] = None if is_dict else next(iter(self.observation_spec.keys()))
-        own["_takes_dict"] = isinstance(single.action_space, upstream.gym_backend("spaces").Dict)
 
     def set_spec_lock_(self, mode: bool = True) -> Any:
         """Lock or unlock the specs, as :meth:`torchrl.envs.EnvBase.set_spec_lock_` does.
@@ -364,7 +393,9 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
         if info is not None:
             info = owned(info)
             for reader in self.info_dict_reader:
-                read = reader(info, out)
+                # TorchRL's reader takes arrays and tensors alone; others get the info as it is.
+                is_default = isinstance(reader, default_info_dict_reader)
+                read = reader(numbers_for_reader(info, reader, self.batch_size) if is_default else info, out)
                 out = out if read is None else read
             return out
         for key, spec in self.observation_spec.items(True, True):

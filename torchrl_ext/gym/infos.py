@@ -1,0 +1,257 @@
+"""Infos: the rows that belong to each step, and values as the arrays that TorchRL's reader takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl_ext_core.errors import EnvironmentOutputError
+from rl_ext_core.vector.autoreset import final_information, without_final
+
+__all__ = ["info_after_reset", "last_info", "merge_infos", "numbers_for_reader", "owned"]
+
+_NUMBERS = "biufc"  # kinds of NumPy's dtypes
+
+
+def owned(info: Any) -> Any:
+    """Copy the arrays and tensors of an info, which environments write into again."""
+    if isinstance(info, dict):
+        return {key: owned(value) for key, value in info.items()}
+    if isinstance(info, list):
+        return [owned(part) for part in info]
+    if isinstance(info, np.ndarray):
+        if info.dtype != object or info.ndim != 1:
+            return info.copy()
+        return _objects([owned(part) for part in info])
+    return info.detach().clone() if isinstance(info, torch.Tensor) else info
+
+
+# -- rows of infos
+
+
+def last_info(info: Any, rows: list[int], count: int, *, is_after_reset: bool = False) -> Any:
+    """Return the info of a step in which sub-environments were reset, with ``final_info`` in their rows.
+
+    What a wrapper adds beside ``final_info`` belongs to the step and is kept: episode statistics, and arrays that have
+    no mask where the others have one.
+
+    :param info: of the step
+    :param rows: indices of the sub-environments that were reset
+    :param count: number of sub-environments
+    :param is_after_reset: whether an info without ``final_info`` is that of the resets
+    """
+    final, rest = final_information(info), without_final(info)
+    if final is None:
+        return merge_infos(rest, {}, rows, count) if is_after_reset else rest
+    if isinstance(info, list):
+        return [
+            part if last is None else {**{key: part[key] for key in part if _is_statistics(key)}, **last}
+            for part, last in zip(rest, final, strict=True)
+        ]
+    final, has_masks = _as_dict(final), "_final_info" in info
+    if not isinstance(final, dict):
+        return rest
+    merged = merge_infos(rest, final, rows, count)
+    for key in rest.keys() - final.keys():
+        if _is_statistics(key) or (has_masks and f"_{key}" not in rest and not key.startswith("_")):
+            merged[key] = rest[key]
+    return merged
+
+
+def info_after_reset(info: Any) -> Any:
+    """Return the info of the resets from that of a step in which sub-environments were reset."""
+    rest = without_final(info)
+    if isinstance(rest, list):
+        return [info_after_reset(part) for part in rest]
+    return {key: value for key, value in rest.items() if not _is_statistics(key)} if isinstance(rest, dict) else rest
+
+
+def _is_statistics(key: Any) -> bool:
+    """Return whether gymnasium's RecordEpisodeStatistics writes a key, which it does in the last step of an episode."""
+    return key in ("episode", "_episode")
+
+
+def merge_infos(info: Any, other: Any, rows: list[int], count: int) -> Any:
+    """Replace rows of an info by those of another one.
+
+    Where the other one lacks a key, its rows become zero (None in arrays of objects), as gymnasium fills rows without
+    a value. Values without one row per sub-environment are not replaced.
+
+    :param info: a dict of batches, or a list with one info per sub-environment
+    :param other: in the same form
+    :param rows: indices of the sub-environments to replace
+    :param count: number of sub-environments
+    """
+    if isinstance(info, list) and isinstance(other, list):
+        return [other[row] if row in rows else part for row, part in enumerate(info)]
+    info, other = _as_dict(info), _as_dict(other)
+    if not isinstance(info, dict) or not isinstance(other, dict):
+        return other
+    merged: dict[str, Any] = {}
+    for key in dict.fromkeys((*info, *other)):
+        old, new = info.get(key), other.get(key)
+        if isinstance(old, dict) or isinstance(new, dict):
+            old, new = (part if isinstance(part, dict) else {} for part in (old, new))
+            merged[key] = merge_infos(old, new, rows, count)
+        else:
+            merged[key] = _with_rows(old, new, rows, count) if key in info else new
+    return merged
+
+
+def _as_dict(info: Any) -> Any:
+    """Return infos that stand one by one, None where there is none, as a dict of arrays."""
+    is_list = isinstance(info, list) or (isinstance(info, np.ndarray) and info.dtype == object)
+    return _joined(list(info)) if is_list else {} if info is None else info
+
+
+def _joined(infos: list[Any]) -> dict[str, Any]:
+    """Collect one info per sub-environment in arrays of objects, None where an info lacks a key."""
+    infos = [part if isinstance(part, dict) else {} for part in infos]
+    collected: dict[str, Any] = {}
+    for key in dict.fromkeys(key for part in infos for key in part):
+        parts = [part.get(key) for part in infos]
+        collected[key] = (_joined if any(isinstance(part, dict) for part in parts) else _objects)(parts)
+    return collected
+
+
+def _objects(parts: list[Any]) -> np.ndarray[Any, Any]:
+    array = np.empty(len(parts), object)
+    for place, part in enumerate(parts):
+        array[place] = part
+    return array
+
+
+def _has_rows(value: Any, count: int) -> bool:
+    return isinstance(value, (np.ndarray, torch.Tensor)) and value.shape[:1] == (count,)
+
+
+def _with_rows(old: Any, new: Any, rows: list[int], count: int) -> Any:
+    """Return a copy with rows of another value; None stands for no value."""
+    if not _has_rows(old, count):
+        return new if _has_rows(new, count) else old
+    if new is None:
+        is_array = isinstance(old, np.ndarray)
+        new = (
+            np.full_like(old, None) if is_array and old.dtype == object else (np if is_array else torch).zeros_like(old)
+        )
+    values = _copy_for(old, new)
+    if values is None:  # no dtype or shape holds both
+        values, new = (_objects(list(part) if _has_rows(part, count) else [part] * count) for part in (old, new))
+    values[rows] = new[rows]
+    return values
+
+
+def _copy_for(old: Any, new: Any) -> Any:
+    """Copy a batch in a dtype that holds another batch too; None if there is no such dtype, or the shapes differ."""
+    if type(old) is not type(new) or old.shape != new.shape:
+        return None
+    if isinstance(old, torch.Tensor):
+        return old.to(torch.promote_types(old.dtype, new.dtype), copy=True)
+    kinds = {old.dtype.kind, new.dtype.kind}
+    return old.astype(np.result_type(old, new)) if len(kinds) == 1 or kinds <= set(_NUMBERS) else None
+
+
+# -- values of infos
+
+
+def numbers_for_reader(info: Any, reader: Any, batch_size: torch.Size) -> Any:
+    """Return an info whose values are arrays or tensors where ``default_info_dict_reader`` reads them.
+
+    Values of None count as absent.
+
+    :param info: of an environment, or a list of one per sub-environment
+    :param reader: with ``keys``; None: it reads all keys
+    :param batch_size: of the environment
+    :raises EnvironmentOutputError: If a value to read is not numeric, or not one per sub-environment.
+    """
+    info = _as_dict(info)
+    if not isinstance(info, dict):
+        return info
+    keys = reader.keys
+    if keys is None:
+        keys = [key for key in info if not (reader.ignore_private and key.startswith("_"))]
+    found = dict(info)
+    for key in keys:
+        value = _as_array(info.get(key))
+        if value is None:
+            found.pop(key, None)
+        elif not _is_readable(value, text=reader.keys is not None):
+            raise EnvironmentOutputError(
+                f"info {key!r} is {_short(info[key])} of type {type(info[key]).__name__}; expected a number or an "
+                f"array of numbers. {_advice(info, batch_size)}"
+            )
+        elif tuple(value.shape[: len(batch_size)]) != tuple(batch_size):
+            raise EnvironmentOutputError(
+                f"info {key!r} has the shape {tuple(value.shape)}; expected {tuple(batch_size)} and more axes, one row "
+                f"per sub-environment. {_advice(info, batch_size)}"
+            )
+        else:
+            found[key] = value if value is info[key] else _cast(value, reader.info_spec, key)
+    return found
+
+
+def _is_readable(value: Any, *, text: bool) -> bool:
+    """Return whether TorchRL's reader takes a value.
+
+    :param text: whether it takes NumPy's texts and dates too, of which it makes no spec
+    """
+    kind = getattr(getattr(value, "dtype", None), "kind", "f" if hasattr(value, "dtype") else "O")
+    return kind in _NUMBERS or (text and kind != "O")
+
+
+def _cast(value: np.ndarray[Any, Any], specs: Any, key: str) -> Any:
+    """Cast to the dtype of a spec, so that a key may hold an integer in one step and a float in the next."""
+    tensor = torch.from_numpy(value)
+    spec = None if specs is None else specs.get(key, None)
+    return tensor.to(spec.dtype) if spec is not None and torch.can_cast(tensor.dtype, spec.dtype) else tensor
+
+
+def _as_array(value: Any) -> Any:
+    """Return numbers, lists of them and arrays of objects as arrays of numbers, None if there is no value.
+
+    Other values, NumPy's numbers among them, are returned unchanged, and rows without a value are zero.
+    """
+    if isinstance(value, (bool, int, float, complex, list, tuple)) and not isinstance(value, np.generic):
+        found = _numeric(value)
+        return value if found is None else found
+    if not isinstance(value, np.ndarray) or value.dtype != object:
+        return value
+    parts = value.tolist() if value.ndim else [value.item()]
+    places = [place for place, part in enumerate(parts) if part is not None]
+    present = _numeric([parts[place] for place in places])
+    if not places or present is None:
+        return value if places else None
+    filled = np.zeros((len(parts), *present.shape[1:]), present.dtype)
+    filled[places] = present
+    return filled if value.ndim else np.array(filled[0])
+
+
+def _numeric(value: Any) -> np.ndarray[Any, Any] | None:
+    """Return an array of numbers; None if that is not possible."""
+    try:
+        array = np.array(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return array if array.dtype.kind in _NUMBERS else None
+
+
+def _advice(info: dict[str, Any], batch_size: torch.Size) -> str:
+    """Return a line that registers values which can be read, with their dtypes."""
+    specs: dict[str, str] = {}
+    for key, value in info.items():
+        array = _as_array(value)
+        is_number = _is_readable(array, text=False)
+        if is_number and array.shape[: len(batch_size)] == batch_size and not key.startswith("_") and len(specs) < 3:
+            tensor = torch.as_tensor(array)
+            specs[key] = f"{key!r}: Unbounded({tuple(tensor.shape[len(batch_size) :])}, dtype={tensor.dtype})"
+    if not specs:
+        return "Write env.set_info_dict_reader(reader) with a function reader(info, tensordict) that converts it"
+    reader = f"default_info_dict_reader({[*specs]}, spec={{{', '.join(specs.values())}}})"
+    return f"Name the keys to read: env.auto_register_info_dict(info_dict_reader={reader})"
+
+
+def _short(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
