@@ -46,6 +46,7 @@ demo: $(VENV)/.extra-demo
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.extra-test
 	scripts/install_system_packages.sh
+	$(if $(CI),scripts/build_torchrl_extension.sh)
 	$(if $(CI),scripts/make_mujoco4_venv.sh)
 	$(if $(CI),scripts/make_meltingpot_venv.sh --if-possible)
 	$(if $(CI),scripts/make_sbx_venv.sh)

@@ -12,6 +12,7 @@ packages=(
     libgl1-mesa-dri  # Mesa's drivers, llvmpipe among them: rendering on the CPU
     libosmesa6       # rendering into memory, MUJOCO_GL=osmesa
     gcc              # robosuite needs evdev, which pip compiles; the tests compile drivers of machines with GPUs
+    g++              # scripts/build_torchrl_extension.sh compiles TorchRL's C++ part
     libc6-dev        # its headers, and with linux-libc-dev those of the kernel that evdev reads
     linux-libc-dev
 )

@@ -117,6 +117,12 @@ def is_one(cursor: Any) -> bool:
     return not isinstance(cursor, (slice, range, tuple, set)) and np.ndim(cursor) == 0
 
 
+def is_slices(index: Any) -> bool:
+    """Return whether an index is a slice or a tuple of slices, so that it names elements by a view."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return bool(parts) and all(isinstance(part, slice) for part in parts)
+
+
 def target(cursor: Any, data: Any, *, shape: torch.Size, ndim: int) -> Target:
     """Return where elements go, with what others of the same batch overwrite left out: the last one counts.
 
@@ -129,10 +135,13 @@ def target(cursor: Any, data: Any, *, shape: torch.Size, ndim: int) -> Target:
         if not 0 <= place < shape[0]:
             place = int(places_in(place, shape[:1])[0])
         return Target(place, data, np.array([place], dtype=np.int64), ndim - 1, ndim)
-    if isinstance(cursor, slice):
-        places = np.arange(*cursor.indices(shape[0]), dtype=np.int64)
-        _check_length(data, (len(places),), cursor)
-        return Target(cursor, data, places, ndim, ndim)
+    slices = cursor if isinstance(cursor, tuple) else (cursor,)
+    if is_slices(cursor) and len(slices) <= len(shape):
+        # Kept as slices: data that is a view of the same elements, as of buffer[:], may be written back to its place.
+        dims = max(ndim, len(slices))
+        named = tuple(len(range(*part.indices(size))) for part, size in zip(slices, shape, strict=False))
+        _check_length(data, named, cursor)
+        return Target(cursor, data, np.arange(*slices[0].indices(shape[0]), dtype=np.int64), dims, dims)
     index = torch.as_tensor(list(cursor)) if isinstance(cursor, (range, set, list, np.ndarray)) else on_cpu(cursor)
     # Of an index of the first dimension, the others come along; any other index is one of single elements.
     dims = max(ndim, len(index)) if isinstance(index, tuple) else index.ndim if index.dtype == torch.bool else 1

@@ -24,6 +24,12 @@ from torchrl_ext.frame_storage.arguments import is_key
 
 _NUMBERS_OF_STORAGES = "_len_value", "_last_cursor_index_value", "_mutation_revision_value"
 _NUMBERS_OF_WRITERS = "_cursor_value", "_write_count_value"
+# Attributes of samplers that remember elements by their places, and what these attributes record.
+_RECORDS_OF_PLACES = {
+    "_sum_tree": "priorities",  # PrioritizedSampler
+    "_sample_count": "how often elements were sampled",  # ConsumingSampler
+    "_slot_versions": "which slices come next",  # StreamingSliceSampler
+}
 _SETS = unwrap(ReplayBuffer.__setitem__).__code__
 _MOST_BETWEEN = 8  # functions that it calls to get there: decorators, and methods of buffer and storage
 _OPEN = 0.25  # of what is held: so much may be what only elements to come need
@@ -137,14 +143,16 @@ class Budget:
     def check(self, storage: Any) -> None:
         """Refuse buffers that remember places, which change.
 
-        :raises InvalidArgumentError: if a writer does not overwrite the oldest, or a sampler has priorities.
+        :raises InvalidArgumentError: If a writer does not overwrite the oldest, or a sampler has records by place.
         """
         for buffer in storage._attached_entities:
             sampler, writer = (getattr(buffer, name, None) for name in ("_sampler", "_writer"))
-            if hasattr(sampler, "_sum_tree"):
+            records = next((words for name, words in _RECORDS_OF_PLACES.items() if hasattr(sampler, name)), None)
+            if records is not None:
                 raise InvalidArgumentError(
-                    f"max_bytes={self.max_bytes} moves elements to other places, where {type(sampler).__name__} would "
-                    "find the priorities of others; leave max_bytes out and pass a smaller max_size, or another sampler"
+                    f"max_bytes={self.max_bytes} moves elements to other places, and {type(sampler).__name__} records "
+                    f"{records} by place: expected another sampler. Leave max_bytes out and pass a smaller max_size, "
+                    "or pass sampler=RandomSampler()"
                 )
             if not isinstance(writer, RoundRobinWriter) or writer.tracks_generations:
                 raise InvalidArgumentError(

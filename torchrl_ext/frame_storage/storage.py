@@ -32,6 +32,7 @@ from torchrl_ext.frame_storage.arguments import (
     fits,
     is_key,
     is_one,
+    is_slices,
     last_of_each,
     memory_of,
     on_cpu,
@@ -67,9 +68,14 @@ class FrameStorage(TensorStorage):
     It stores TensorDicts, and lists of these. What ``LazyTensorStorage`` takes besides, plain tensors and dictionaries
     or other trees of them, is refused: write ``TensorDict(data, batch_size=[n])``.
 
-    Slices, such as ``buffer[:]``, decode images when they are used; what is changed in place in a decoded image is a
-    copy, so write by an index: ``buffer[:]["pixels"][3] = image``. What is set by a key on ``buffer[:]`` is set on it
+    Slices, such as ``buffer[:]``, decode images when these are used. Images of a slice are written to the storage when
+    they are assigned to or changed in place: ``buffer[:]["pixels"][3] = image``, ``buffer[:]["pixels"].add_(1)``.
+    These are copies: images of ``buffer[3]``, of ``buffer[[1, 2]]`` and of samples, ``buffer[:]["pixels"].numpy()``,
+    and parts of images, such as ``buffer[:]["pixels"][:, 0]``. A key that is set on ``buffer[:]`` is set on that slice
     alone.
+
+    Priorities are not part of the storage: save them with ``buffer.dumps(path)``, or with
+    ``buffer.sampler.dumps(path)`` if the storage has a ``storage_dir``.
 
     :param max_size: Max number of elements, as in ``LazyTensorStorage``.
     :param device: Where samples go; what is stored stays in main memory.
@@ -84,6 +90,7 @@ class FrameStorage(TensorStorage):
         less memory and more time to sample from.
     :param max_bytes: What its elements may take, in bytes; where that is reached, ``max_size`` is lowered, and the
         oldest go. What they leave, which is used again, is not counted: below 40 MB it may be almost as much again.
+        Samplers that record something by place, such as ``PrioritizedSampler``, are refused.
     :param storage_dir: A folder to keep everything in, memory-mapped: it may exceed main memory, and whoever opens it
         again with the same arguments finds what was there and goes on behind it, even after a crash of the process,
         but for elements that were being added at that moment. Damage is found by checksum: of elements when the folder
@@ -361,7 +368,7 @@ class FrameStorage(TensorStorage):
                     f"{where.places[0]}, since a writer is in use that cannot go on; leave out writer=, or pass "
                     "another storage_dir"
                 )
-            casts = is_one(cursor) or isinstance(cursor, slice)  # as torch does
+            casts = is_one(cursor) or is_slices(cursor)  # as torch does
             if not fits(where, self._storage, self._columns, casts=casts, grows=self._folder is None):
                 undo = memory_of(self._storage, where.cursor)
             small, new = encoded(self._columns, where.data)
@@ -397,7 +404,7 @@ class FrameStorage(TensorStorage):
         """
         if is_key(index):
             return self.get(slice(None)).get(index)
-        lazy = isinstance(index, slice) or (isinstance(index, tuple) and all(isinstance(i, slice) for i in index))
+        lazy = is_slices(index)
         if lazy:
             check_sets_no_key()
         self._check_open()

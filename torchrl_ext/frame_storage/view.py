@@ -26,9 +26,9 @@ _RESHAPES = {_aten.view.default, _aten._unsafe_view.default}
 class FrameView(torch.Tensor):
     """A tensor of images that reads and writes those of a storage, as a view of its memory would.
 
-    Slicing it gives another one, and assigning to an index of it stores images. Whatever else is done with it is done
-    with the images, decoded at that moment, which are a copy. Of an image that changes in part, the rest is stored as
-    it was decoded: a lossy codec adds to its error.
+    Slicing it along the batch gives another one. Assigning to an index of it, and changing it in place, store images.
+    All other operations decode the images and return copies. If an image changes in part, the rest is stored as it was
+    decoded: a lossy codec adds to its error.
 
     :param handles: handles of the images, a view of the storage's.
     :param column: whose images these are.

@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Builds TorchRL's C++ extension, which PrioritizedSampler needs, for the installed torch, and puts it into .venv.
+#
+# TorchRL's wheel has an extension that loads with one version of torch only: that of TorchRL 0.14.1 needs torch 2.14, and
+# the tests run with torch 2.13, of which there is a small build for the CPU. The wheel brings the sources along.
+# Does nothing where the extension loads. PYTHON names another environment's interpreter than .venv/bin/python.
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=${PYTHON:-.venv/bin/python}
+say() { printf 'TorchRL extension: %s\n' "$*"; }
+
+if "$python" -c 'import torch, torchrl._torchrl' 2>/dev/null; then
+    say "nothing to do"
+    exit 0
+fi
+if ! command -v "${CXX:-g++}" >/dev/null; then
+    say "needs a C++ compiler: scripts/install_system_packages.sh installs g++, or set CXX"
+    exit 1
+fi
+
+mapfile -t lines < <("$python" - <<'PYTHON'
+import importlib.util
+import sysconfig
+
+from torch.utils.cpp_extension import include_paths, library_paths
+
+folder = importlib.util.find_spec("torchrl").submodule_search_locations[0]
+print(folder)
+print(folder + "/_torchrl" + sysconfig.get_config_var("EXT_SUFFIX"))
+print(*(f"-I{path}" for path in [*include_paths(), sysconfig.get_path("include")]), sep="\n")
+print(*(f"-L{path}" for path in library_paths()), sep="\n")
+PYTHON
+)
+folder=${lines[0]} extension=${lines[1]} paths=("${lines[@]:2}")
+new=$extension.new
+trap 'rm -f "$new"' EXIT
+
+say "compiling for $("$python" -c 'import torch; print("torch", torch.__version__)'), which takes some minutes"
+"${CXX:-g++}" -std=c++20 -O2 -DNDEBUG -shared -fPIC -DTORCH_EXTENSION_NAME=_torchrl "${paths[@]}" \
+    "$folder/csrc/pybind.cpp" "$folder/csrc/utils.cpp" -ltorch_python -ltorch -ltorch_cpu -lc10 -o "$new"
+# In one step: other processes may be importing TorchRL. What pip has installed may be a link to a cache that others use.
+mv "$new" "$extension"
+"$python" -c 'import torch, torchrl._torchrl'
+say "built $extension"
