@@ -63,9 +63,61 @@ def test_commands_on_the_pages_are_there() -> None:
             )
 
 
+_RESUMED = """
+import os
+import gymnasium
+
+class Killed(gymnasium.Wrapper):
+    steps = 0
+
+    def step(self, action):
+        Killed.steps += 1
+        if Killed.steps == {killed_at}:
+            os._exit(9)
+        return super().step(action)
+
+env = Killed(gymnasium.make("CartPole-v1"))
+{lines}
+print(model.num_timesteps, Killed.steps, model.replay_buffer.size(), round(model.exploration_rate, 3))
+"""
+
+
+@pytest.mark.slow
+def test_lines_of_the_recipe_for_crashes_resume_at_the_checkpoint(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    lines = re.search(r"## Resume after a crash\n\n```python\n(.*?)```", page, re.DOTALL)[1]  # type: ignore[index]
+    for written, short in (
+        ("10_000_000", "800"),
+        ("100_000", "200"),
+        ('"CnnPolicy", env', '"MlpPolicy", env, buffer_size=2000, learning_starts=50, exploration_fraction=0.5'),
+    ):
+        assert lines.count(written) == 1
+        lines = lines.replace(written, short)
+
+    def run(killed_at: int) -> subprocess.CompletedProcess[str]:
+        code = _RESUMED.format(killed_at=killed_at, lines=lines)
+        return subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=tmp_path,
+            env={**os.environ, "TMPDIR": str(tmp_path)},  # for SB3's logs
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    assert run(killed_at=111).returncode == 9  # before the first checkpoint
+    assert run(killed_at=350).returncode == 9
+    done = run(killed_at=0)
+    assert done.returncode == 0, done.stderr
+    steps, steps_here, size, epsilon = done.stdout.splitlines()[-1].split()
+    assert (steps, steps_here, epsilon) == ("800", "600", "0.05")
+    added = 110 + 349 + 600
+    assert added - 2 <= int(size) <= added  # a crash costs the last transition at most
+
+
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    pytest.importorskip("myst_nb", reason='the site needs pip install "rl-ext[docs]"')
+    pytest.importorskip("myst_nb", reason='the site needs pip install "./rl-ext[docs]"')
     # Without the notebooks' outputs: tests/test_examples.py executes them.
     environment = {**os.environ, "RL_EXT_DOCS_NOTEBOOKS": "off"}
     ignored = shutil.ignore_patterns("_build", "notebooks")
