@@ -26,7 +26,7 @@ from rl_ext_core.vector.autoreset import (
     unpacked,
     without_final,
 )
-from rl_ext_core.vector.environments import check_reward, copy_info
+from rl_ext_core.vector.environments import copy_info, store_reward
 
 __all__ = ["Batched", "Ended", "Layout", "Separate"]
 
@@ -149,11 +149,7 @@ class Separate:
         reset_infos: list[Any] = []
         for index, (env, action, row) in enumerate(zip(self._envs, actions, rows, strict=True)):
             observation, reward, terminated, truncated, info = env.step(action)
-            try:
-                rewards[index] = reward
-            except (ValueError, TypeError):
-                check_reward(reward)
-                raise
+            store_reward(rewards, index, reward)
             if terminated or truncated:
                 indices.append(index)
                 # Copied before the reset, which may write into both.

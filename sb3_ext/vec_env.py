@@ -16,7 +16,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 from rl_ext_core import resources
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.vector.arguments import Options
-from rl_ext_core.vector.environments import name_of
+from rl_ext_core.vector.environments import name_of, store_reward
 from rl_ext_core.vector.pool import Pool, Timings, WorkerPool
 from rl_ext_core.vector.ray import RayPool
 from rl_ext_core.vector.worker import ENDED, OTHER, TRUNCATED
@@ -224,7 +224,7 @@ class PoolVecEnv(CheckedVecEnv):
             rewards = self._rewards.astype(self.reward_dtype)
             for index, value in others.items():
                 if kinds[index] == OTHER:
-                    rewards[index] = value
+                    store_reward(rewards, index, value)
             return rewards
         if not kinds.any():
             return self._rewards.copy()

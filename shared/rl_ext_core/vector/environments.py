@@ -16,7 +16,7 @@ import numpy as np
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidTypeError, MissingDependencyError
 
-__all__ = ["CALLS", "EpisodeMonitor", "check_reward", "checked", "copy_info", "make", "monitored", "seeded"]
+__all__ = ["CALLS", "EpisodeMonitor", "checked", "copy_info", "make", "monitored", "seeded", "store_reward"]
 
 
 def make(spec: Any, env_kwargs: dict[str, Any]) -> Any:
@@ -84,16 +84,20 @@ def copy_info(info: Any) -> Any:
         return info
 
 
-def check_reward(reward: Any) -> None:
-    """Check that a reward is one number.
+def store_reward(rewards: np.ndarray[Any, Any], index: int, reward: Any) -> None:
+    """Write a reward to its place in an array of numbers.
 
     :raises EnvironmentOutputError: If it is an array with axes, such as ``np.array([1.0])``.
     """
-    if np.ndim(reward):
+    try:
+        rewards[index] = reward
+    except (TypeError, ValueError) as error:
+        if not np.ndim(reward):
+            raise
         raise EnvironmentOutputError(
-            f"step() returned a reward of the shape {np.shape(reward)}: expected a number. Use float(reward[0]), or "
-            "float(reward.sum()) for several"
-        )
+            f"environment {index} returned a reward of the shape {np.shape(reward)}: expected a number. Use "
+            "float(reward[0]), or float(reward.sum()) for several"
+        ) from error
 
 
 def seeded(environment: Any, seed: int) -> Any:

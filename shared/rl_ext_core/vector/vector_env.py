@@ -16,7 +16,7 @@ from gymnasium.vector.utils import batch_space, iterate
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, also
 from rl_ext_core.vector.arguments import Options
 from rl_ext_core.vector.autoreset import Autoreset
-from rl_ext_core.vector.environments import name_of
+from rl_ext_core.vector.environments import name_of, store_reward
 from rl_ext_core.vector.pool import Pool
 from rl_ext_core.vector.worker import OTHER, TERMINATED, TRUNCATED
 
@@ -201,7 +201,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
                     info = {"final_info": info, "final_obs": final, **reset_info}
                 infos = self._add_info(infos, info, index)
                 if kinds[index] == OTHER:
-                    rewards[index] = reward
+                    store_reward(rewards, index, reward)
             pool.tell_of_changes("AsyncVectorEnv")
             terminated, truncated = (flags & TERMINATED).astype(bool), (flags & TRUNCATED).astype(bool)
             result = pool.observations(copy=self.copy), rewards, terminated, truncated, infos
