@@ -15,7 +15,8 @@ from pathlib import Path
 
 # Before anything imports torch or numba. A run that is about a GPU or threads sets them itself.
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+if not os.environ.get("OMP_NUM_THREADS"):
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 # Shells start what runs in the background with Ctrl-C ignored, and all that is started from here inherits it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

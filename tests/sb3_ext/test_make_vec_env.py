@@ -280,6 +280,7 @@ class Logged(Counting):
         return super().reset(seed=seed)
 
 
+@pytest.mark.sample(quick=1, ci=4)
 @pytest.mark.parametrize(
     ("how", "place"),
     [("in process", "relative"), ("processes", "relative"), ("auto", "relative"), ("auto", "absolute")],
@@ -300,6 +301,7 @@ def test_records_of_an_environment_are_those_of_the_training(
     assert len([record for record in caplog.records if record.levelname == "WARNING"]) == (place == "absolute")
 
 
+@pytest.mark.sample(quick=1, ci=4)
 @pytest.mark.parametrize("how", ["make_vec_env", "AutoVecEnv", "SharedMemoryVecEnv", "two workers"])
 def test_own_working_directories_are_kept_and_named(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

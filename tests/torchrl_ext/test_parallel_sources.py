@@ -173,6 +173,7 @@ def wide(width: float) -> Well:
     return Well(width)
 
 
+@pytest.mark.sample(quick=1, ci=2)
 @pytest.mark.parametrize(
     ("sources", "overrides", "expected"),
     [

@@ -108,6 +108,7 @@ class Shared(gym.Env[Any, Any]):
 OPTIONS = gym.spaces.Dict(speed=gym.spaces.Box(0, 1, (1,)))
 
 
+@pytest.mark.sample(quick=1, ci=2)
 @pytest.mark.parametrize("source", [Shared(), Shared], ids=["instance", "class"])
 def test_generators_of_modules_and_classes_differ_by_worker_and_repeat_with_a_seed(source: Any) -> None:
     first, second = as_factory(source).for_workers(2, seed=3)
