@@ -22,8 +22,8 @@ import numpy as np
 
 from benchmarks.mutations import try_changes
 from rl_ext_core.devices import resolve
-from rl_ext_core.factory import _graft, _streams
-from rl_ext_core.factory._drivers import driver_for
+from rl_ext_core.factory import _graft, streams
+from rl_ext_core.factory.drivers import driver_for
 from rl_ext_core.factory._fingerprint import fingerprint
 
 Worlds = Iterator[tuple[str, Callable[[], Any]]]
@@ -151,7 +151,7 @@ def judged(make: Callable[[], Any], *, stepped: bool) -> dict[str, Any]:
     lives = [_life(environment, STEPS, seed) for seed in (None, 3)] if stepped else []
     gc.collect()
     begin = time.perf_counter()
-    with _streams.keeping():
+    with streams.keeping():
         copy = _graft.loads(packed)
     loaded = time.perf_counter() - begin
     different = [*original.opaque, *original.differences(fingerprint(copy))]

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_ext_core.factory import _graft, _objects, _streams
+from rl_ext_core.factory import _graft, _objects, streams
 from rl_ext_core.factory._fingerprint import fingerprint
 
 __all__ = ["Change", "Outcome", "Place", "copied", "places", "try_changes"]
@@ -102,7 +102,7 @@ class Outcome:
 
 def copied(environment: Any) -> Any:
     """Copy an environment by a graft, with its generators as they are."""
-    with _streams.keeping():
+    with streams.keeping():
         return _graft.loads(_graft.dumps(environment))
 
 

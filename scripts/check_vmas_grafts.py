@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from vmas import make_env
 
-from rl_ext_core.factory import _graft, _streams
-from rl_ext_core.factory._drivers import driver_for
+from rl_ext_core.factory import _graft, streams
+from rl_ext_core.factory.drivers import driver_for
 from rl_ext_core.factory._fingerprint import fingerprint
 
 STEPS = 30
@@ -45,7 +45,7 @@ def compare(name: str, **settings: Any) -> list[str]:
     original, packed = fingerprint(env), _graft.dumps(env)
     # The original goes first: the random streams belong to the class.
     lives = [_life(env, STEPS, seed) for seed in (None, 3)]
-    with _streams.keeping():
+    with streams.keeping():
         copy = _graft.loads(packed)
     different = [*original.opaque, *original.differences(fingerprint(copy))]
     for seed, life in zip((None, 3), lives, strict=True):
@@ -64,7 +64,7 @@ def check_streams(check: Callable[[bool, str], None]) -> None:
     packed = _graft.dumps(make_env("navigation", num_envs=ENVS, device="cpu", seed=0))
     first = []
     for worker in (0, 1, 1):
-        _streams.seed_process(_streams.sequence(0, worker))
+        streams.seed_process(streams.sequence(0, worker))
         first.append(torch.cat(_graft.loads(packed).reset()))
     check(not torch.equal(first[0], first[1]), "copies for two workers begin in different ways")
     check(torch.equal(first[1], first[2]), "and those for the same worker alike")

@@ -37,7 +37,7 @@ from torchrl.envs.libs.dm_control import DMControlEnv, DMControlWrapper
 from torchrl.envs.libs.pettingzoo import PettingZooWrapper
 
 import torchrl_ext
-from rl_ext_core.factory import _graft, _streams
+from rl_ext_core.factory import _graft, streams
 from rl_ext_core.factory._fingerprint import fingerprint
 from tests.core.factory.grafting import assert_copied, copied, different, life
 
@@ -198,7 +198,7 @@ def test_copies_for_workers_draw_from_streams_of_their_own(name: str) -> None:
     packed = _graft.dumps(FAMILIES[name]())
     frames = []
     for worker in (0, 1, 1):
-        _streams.seed_process(_streams.sequence(0, worker))
+        streams.seed_process(streams.sequence(0, worker))
         frames.append(_graft.loads(packed).reset())
     assert (frames[1] == frames[2]).all()
     assert not (frames[0] == frames[1]).all()
@@ -245,7 +245,7 @@ class Lazy(t.Transform):
 def test_copies_of_unused_transforms_with_uninitialized_tensors(transforms: list[Any]) -> None:
     environment = _pendulum(DoubleToFloat(), *transforms)
     original, packed = fingerprint(environment), _graft.dumps(environment)
-    with _streams.keeping():
+    with streams.keeping():
         copy = _graft.loads(packed)
     assert original.differences(fingerprint(copy)) == []
     assert life(copy, 5, 3) == life(environment, 5, 3)

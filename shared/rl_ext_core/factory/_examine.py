@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rl_ext_core import processes, resources
 from rl_ext_core.devices import READ_AT_IMPORT
-from rl_ext_core.factory import _byvalue, _sources, _streams
-from rl_ext_core.factory._drivers import driver_for
+from rl_ext_core.factory import _byvalue, _sources, streams
+from rl_ext_core.factory.drivers import driver_for
 from rl_ext_core.factory._fingerprint import SAME_AS, Fingerprint, fingerprint, import_own
 from rl_ext_core.processes import spawned
 from rl_ext_core.processes.worker import kill_own_family
@@ -167,8 +167,8 @@ def measure(
 
 def _against(original: Fingerprint, recipe: Recipe) -> tuple[list[str], list[str]]:
     """Say in what a copy differs from the original, and name the attributes of classes that do."""
-    _streams.seed_process(_streams.sequence(_SEED, 0))
-    with _streams.keeping():
+    streams.seed_process(streams.sequence(_SEED, 0))
+    with streams.keeping():
         copy = recipe.build()
     try:
         import_own(original.tokens)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_ext_core.factory import _objects, _rules, _streams
+from rl_ext_core.factory import _objects, _rules, streams
 
 Parts = Iterator[tuple[str, Any]]
 _BEYOND = 1 << 32
@@ -160,7 +160,7 @@ def whole(item: Any) -> Any:
         return _objects.full_name(kind), item.shape, repr(item.dtype), item.flags.writeable, data
     if issubclass(kind, (bytearray, memoryview)):
         return kind.__name__, digest(bytes(item))
-    if _streams.is_generator(item):
+    if streams.is_generator(item):
         source = getattr(item, "bit_generator", None)
         return "generator", _objects.full_name(kind), type(source).__name__
     torch = sys.modules.get("torch")
@@ -208,7 +208,7 @@ def parts(item: Any) -> Parts:
         yield from (("", part) for part in _contents(item))
     elif issubclass(kind, np.ndarray):
         yield from _of_array(item)
-    elif _streams.is_generator(item):
+    elif streams.is_generator(item):
         if issubclass(kind, np.random.Generator):
             yield ".bit_generator", item.bit_generator
         yield from named({name: part for name, part in _objects.attributes(item).items() if name != "gauss_next"})

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
-from rl_ext_core.factory import _objects, _streams
+from rl_ext_core.factory import _objects, streams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -181,7 +181,7 @@ def reduce(value: Any) -> Any:
     kind = type(value)
     if kind in _PLAIN or issubclass(kind, (type, types.FunctionType, types.ModuleType)):
         return None
-    generator = _streams.reduce_generator(value)
+    generator = streams.reduce_generator(value)
     if generator is not None:
         return generator
     rebuilder = find(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import KeysView
 from typing import TYPE_CHECKING, Any
 
-from rl_ext_core.factory import _graft, _rules, _streams
+from rl_ext_core.factory import _graft, _rules, streams
 
 if TYPE_CHECKING:
     from rl_ext_core.factory._rules import Rules
@@ -55,11 +55,11 @@ def _make_emulator(cls: Any, settings: dict[str, Any], seed: int, state: Any, st
             # One that this version does not know cannot be set.
             if getattr(emulator, f"get{kind}")(name) != settings[name]:
                 getattr(emulator, f"set{kind}")(name, settings[name])
-    emulator.setInt(_SEED, _streams.own_seed(seed))
+    emulator.setInt(_SEED, streams.own_seed(seed))
     if state is not None:
         emulator.loadROM(settings["rom_file"])
         # Mode and difficulty are in it, also those that a game begins with and does not allow to set.
-        emulator.restoreState(state if _streams.is_keeping() else state_without_random)
+        emulator.restoreState(state if streams.is_keeping() else state_without_random)
     return emulator
 
 

@@ -1,6 +1,6 @@
 """Seeds the generators around a worker's environment: of its modules and classes, and those not yet made by gymnasium.
 
-Generators that a copy holds are seeded when it is unpickled, see ``_streams``.
+Generators that a copy holds are seeded when it is unpickled, see ``streams``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from rl_ext_core.factory import _fingerprint, _objects, _rules, _streams
+from rl_ext_core.factory import _fingerprint, _objects, _rules, streams
 
 if TYPE_CHECKING:
     import numpy as np
@@ -100,11 +100,11 @@ class SharedGenerators:
         classes = [item for item in classes if _objects.name_of(item)[0] == module]
         for owner in (found, *classes):
             for name, item in list(vars(owner).items()):
-                if id(item) in self._seeded or not (_is_space(item) or _streams.is_generator(item)):
+                if id(item) in self._seeded or not (_is_space(item) or streams.is_generator(item)):
                     continue
                 self._seeded.add(id(item))
-                own = _streams.stream_of(self.stream, f"{module}.{getattr(owner, '__qualname__', '')}.{name}")
-                seed_unseeded(item, own) if _is_space(item) else _streams.reseed(item, own)
+                own = streams.stream_of(self.stream, f"{module}.{getattr(owner, '__qualname__', '')}.{name}")
+                seed_unseeded(item, own) if _is_space(item) else streams.reseed(item, own)
 
 
 def _is_space(item: Any) -> bool:

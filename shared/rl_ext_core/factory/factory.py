@@ -17,7 +17,7 @@ from rl_ext_core import processes
 from rl_ext_core._system import process_identity
 from rl_ext_core.devices import Decision, resolve
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
-from rl_ext_core.factory import _byvalue, _graft, _objects, _rules, _seeding, _sources, _streams
+from rl_ext_core.factory import _byvalue, _graft, _objects, _rules, _seeding, _sources, streams
 
 if TYPE_CHECKING:
     import uuid
@@ -48,7 +48,7 @@ class _Worker:
     attempt: int = 0
 
     def stream(self) -> np.random.SeedSequence:
-        return _streams.sequence(self.entropy, self.index, self.attempt)
+        return streams.sequence(self.entropy, self.index, self.attempt)
 
 
 class EnvFactory(Generic[_Env]):
@@ -199,7 +199,7 @@ class EnvFactory(Generic[_Env]):
         worker.enter()
         overrides = {**worker.overrides, **overrides}
         stream = worker.stream()
-        with _streams.copies_from(stream):
+        with streams.copies_from(stream):
             return self._built(overrides, stream, elsewhere=worker.made_in != process_identity())
 
     def _built(
@@ -208,7 +208,7 @@ class EnvFactory(Generic[_Env]):
         shared = _seeding.SharedGenerators(stream) if stream is not None and elsewhere else None
         if shared is not None:
             # Before it is built: what the environment's own code seeds stays as it says.
-            _streams.seed_process(shared.stream)
+            streams.seed_process(shared.stream)
             self._recipe.import_modules()
             shared.seed()
         environment: _Env = self._recipe.build(overrides)

@@ -25,8 +25,8 @@ import numpy as np
 
 from rl_ext_core import resources
 from rl_ext_core.errors import InvalidTypeError
-from rl_ext_core.factory import _drivers, _graft, _parts, _streams
-from rl_ext_core.factory._drivers import plain
+from rl_ext_core.factory import drivers, _graft, _parts, streams
+from rl_ext_core.factory.drivers import plain
 from rl_ext_core.factory._fingerprint import fingerprint
 from rl_ext_core.factory._rules import layers
 from rl_ext_core.factory._sources import safe_to_preload
@@ -365,7 +365,7 @@ class _Executor:
 
     def _build(self, operation: Operation) -> None:
         # What constructors draw is no sign of anything shared; what resets and steps draw is.
-        _streams.seed_process(_streams.sequence(_SEEDS[operation.like], 0))
+        streams.seed_process(streams.sequence(_SEEDS[operation.like], 0))
         begin = time.perf_counter()
         if self._factories is None:
             # Once: a class or function of the caller's script has its globals in common with itself.
@@ -425,7 +425,7 @@ class _Executor:
                 "imports_torch": "torch" in sys.modules and not self._had_torch,
                 "methods": instance.methods(),
                 "options": len(instance.options()),
-                "infos": isinstance(instance.driver, _drivers._Gymnasium),
+                "infos": isinstance(instance.driver, drivers._Gymnasium),
             }
             record("fact", "measured", measured)
         record("fact", "done", True)
@@ -445,7 +445,7 @@ class _Instance:
         self._recorder = _Recorder(environment)
         self._last: Any = None
         self._masks = _attribute(environment, "action_masks")
-        if isinstance(self.driver, _drivers._Gymnasium):
+        if isinstance(self.driver, drivers._Gymnasium):
             self.driver._env = self._recorder
 
     def saw(self, returned: Any) -> str:
@@ -503,7 +503,7 @@ class _Instance:
     def methods(self) -> list[list[Any]]:
         """List public methods that are the environment's own, each with whether it is a setter of one value."""
         found: dict[str, bool] = {}
-        for layer in layers(self.environment) if isinstance(self.driver, _drivers._Gymnasium) else ():
+        for layer in layers(self.environment) if isinstance(self.driver, drivers._Gymnasium) else ():
             for base in _classes(layer):
                 for name, value in vars(base).items():
                     if isinstance(value, types.FunctionType) and name[0] != "_" and name not in _STANDARD:
@@ -645,9 +645,9 @@ def _in_one_line(error: BaseException) -> str:
 
 
 def _driver_of(environment: Any, seed: int) -> Any:
-    driver = _drivers.driver_for(environment, seed=seed)
+    driver = drivers.driver_for(environment, seed=seed)
     if driver is None and callable(getattr(environment, "reset", None)) and hasattr(environment, "action_space"):
-        driver = _drivers._Gymnasium(environment, np.random.default_rng(seed))
+        driver = drivers._Gymnasium(environment, np.random.default_rng(seed))
     if driver is None:
         raise InvalidTypeError(
             f"how a {type(environment).__module__}.{type(environment).__qualname__} is stepped is not known here; "

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from rl_ext_core.factory import _graft, _streams
-from rl_ext_core.factory._drivers import driver_for
+from rl_ext_core.factory import _graft, streams
+from rl_ext_core.factory.drivers import driver_for
 from rl_ext_core.factory._fingerprint import fingerprint
 
 __all__ = ["act", "assert_copied", "begin", "copied", "different", "equal", "life", "made"]
@@ -20,7 +20,7 @@ __all__ = ["act", "assert_copied", "begin", "copied", "different", "equal", "lif
 
 def copied(value: Any) -> Any:
     """Copy by a graft, with all generators as they are."""
-    with _streams.keeping():
+    with streams.keeping():
         return _graft.loads(_graft.dumps(value))
 
 
@@ -101,7 +101,7 @@ def assert_copied(environment: Any, *, steps: int = 30, at_once: bool = True) ->
         original, packed = fingerprint(environment), _graft.dumps(environment)
         lives = [life(environment, steps, seed) for seed in (None, 3)]
         gc.collect()
-        with _streams.keeping():
+        with streams.keeping():
             copy = _graft.loads(packed)
         assert original.opaque == {}
         mine = fingerprint(copy)

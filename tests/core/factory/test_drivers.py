@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from rl_ext_core.factory._drivers import driver_for
+from rl_ext_core.factory.drivers import driver_for
 from tests.core.factory.grafting import life
 
 

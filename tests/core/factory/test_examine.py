@@ -16,7 +16,7 @@ import pytest
 
 from rl_ext_core import resources
 from rl_ext_core.errors import WorkerError
-from rl_ext_core.factory import _examine, _streams, as_factory
+from rl_ext_core.factory import _examine, streams, as_factory
 from rl_ext_core.factory._examine import examine, measure, snapshot
 from rl_ext_core.factory.convert import examined
 from rl_ext_core.factory.factory import by_calling
@@ -41,7 +41,7 @@ class Slow(Line):
 @pytest.fixture(autouse=True)
 def this_process_draws_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is called here directly seeds the process: elsewhere, that one ends with it."""
-    monkeypatch.setattr(_streams, "_stream", None)
+    monkeypatch.setattr(streams, "_stream", None)
 
 
 def _read(env: Any) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_ext_core.factory import _graft, _streams, as_factory
+from rl_ext_core.factory import _graft, streams, as_factory
 from tests.core.factory.grafting import copied, different, made
 from tests.core.factory.test_fingerprint import Holder
 
@@ -81,7 +81,7 @@ def _drawn(world: Any) -> dict[str, Any]:
 
 
 def _in_worker(packed: bytes, *, seed: int | None = 0, worker: int = 0, attempt: int = 0) -> Any:
-    _streams.seed_process(_streams.sequence(seed, worker, attempt))
+    streams.seed_process(streams.sequence(seed, worker, attempt))
     return _graft.loads(packed)
 
 
@@ -142,7 +142,7 @@ def test_emulators_draw_from_streams_of_their_own_too() -> None:
 
 @pytest.fixture(autouse=True)
 def leave_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_streams, "_stream", None)
+    monkeypatch.setattr(streams, "_stream", None)
 
 
 class SlowToUnpickle(gym.Env[Any, Any]):
@@ -178,9 +178,9 @@ def test_copies_that_are_made_in_threads_draw_what_those_made_in_turns_draw() ->
 ASKING = """
 import importlib.util, json, sys
 import numpy as np
-from rl_ext_core.factory import _streams
+from rl_ext_core.factory import streams
 
-_streams.seed_process(np.random.SeedSequence(3))
+streams.seed_process(np.random.SeedSequence(3))
 for _ in range(int(sys.argv[1])):
     assert importlib.util.find_spec("torch") is not None  # as transformers and many others ask
 import torch

@@ -1,0 +1,117 @@
+"""Pickles by cloudpickle, for processes that lack the user's script and modules without a file."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import operator
+import pickle
+import sys
+import threading
+import types
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import cloudpickle
+
+from rl_ext_core._import_path import is_found_elsewhere
+
+__all__ = ["dumps", "loads"]
+
+# What multiprocessing calls the script in a process that it has spawned: this is no module to import elsewhere.
+_SPAWNED = "__mp_main__"
+
+_lock = threading.Lock()
+_counts: Counter[str] = Counter()  # dumps under way that pickle a module by value
+# Classes that are complete in this process, defined or loaded here. cloudpickle sets all attributes of a class anew
+# whenever it comes back from another process, and so what was changed here since.
+_complete: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+def dumps(value: Any, references: Mapping[int, tuple[str, str]] | None = None) -> bytes:
+    """Pickle a value; ``pickle.loads`` loads it if there are no references.
+
+    :param value: anything; functions and classes of the script, of a notebook, and of modules that a new process does
+        not find travel by value
+    :param references: by their ``id``, objects of which the other process takes its own: module and qualified name
+    :raises Exception: it cannot be pickled
+    """
+    file = io.BytesIO()
+    pickler = _Pickler(file, references or {})
+    with pickler.modules_by_value():
+        pickler.dump(value)
+    return file.getvalue()
+
+
+def loads(packed: bytes) -> Any:
+    """Load what :func:`dumps` has packed, with references."""
+    return _Unpickler(io.BytesIO(packed)).load()
+
+
+class _Unpickler(pickle.Unpickler):
+    def persistent_load(self, place: tuple[str, str]) -> Any:
+        module, name = place
+        return operator.attrgetter(name)(importlib.import_module(module))
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, file: io.BytesIO, references: Mapping[int, tuple[str, str]]) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        if references:  # pickle asks this for every object
+            self.persistent_id = lambda value: references.get(id(value))
+        self._looked_for: set[str] = set()
+        self._by_value: list[types.ModuleType] = []
+
+    @contextlib.contextmanager
+    def modules_by_value(self) -> Iterator[None]:
+        """Have cloudpickle pickle by value, in here, what the other process does not find."""
+        script = sys.modules.get(_SPAWNED)
+        if script is not None and script.__name__ == _SPAWNED:
+            self._register(script)
+        try:
+            yield
+        finally:
+            with _lock:
+                for module in self._by_value:
+                    _counts[module.__name__] -= 1
+                    if not _counts[module.__name__]:
+                        with contextlib.suppress(ValueError):  # the user has done it
+                            cloudpickle.unregister_pickle_by_value(module)
+
+    def _register(self, module: types.ModuleType) -> None:
+        name = module.__name__
+        with _lock:
+            if _counts[name] or name not in cloudpickle.list_registry_pickle_by_value():
+                cloudpickle.register_pickle_by_value(module)
+                _counts[name] += 1
+                self._by_value.append(module)
+
+    def _look_for(self, value: Any) -> None:
+        name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+        top = name.partition(".")[0] if isinstance(name, str) else ""
+        module = sys.modules.get(top)
+        if top not in self._looked_for and isinstance(module, types.ModuleType) and module.__name__ == top:
+            self._looked_for.add(top)
+            if not is_found_elsewhere(top):
+                self._register(module)
+
+    def reducer_override(self, value: Any) -> Any:
+        """Do as cloudpickle does, but for classes that the other process has already."""
+        if isinstance(value, (type, types.FunctionType, types.ModuleType)):
+            self._look_for(value)
+        given = super().reducer_override(value)
+        if isinstance(value, type) and type(given) is tuple and len(given) == 6:  # by value
+            _complete.add(value)
+            maker, args, state, _, _, complete = given
+            return maker, args, (complete, state), None, None, _complete_class
+        return given
+
+
+def _complete_class(kind: type, state: tuple[Callable[[type, Any], object], Any]) -> None:
+    if kind not in _complete:
+        _complete.add(kind)
+        complete, attributes = state
+        complete(kind, attributes)
