@@ -1,8 +1,8 @@
-"""Find out whether instances of an environment may share a process, without building any in this one.
+"""Try whether instances of an environment may share a process, without building any in this one.
 
-SOURCE is what builds the environment, as module:function or module:Class.method, or an id of gymnasium. Some are
-built, stepped and compared in processes that are thrown away. The exit status is 0 if there is a verdict, 1 if the
-environment does not work even alone, and 2 if the command itself was wrong.
+SOURCE builds the environment: module:function, module:Class.method, or a gymnasium id. Instances are built, stepped and
+compared in temporary processes. The exit status is 0 if there is a verdict, 1 if the environment does not work or
+cannot be tried, and 2 if the command was wrong.
 
 examples:
   rl-ext probe CartPole-v1
@@ -42,7 +42,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not seconds > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return seconds
 
 
@@ -50,7 +50,7 @@ def _steps(text: str) -> int:
     from rl_ext_core.isolation.verdict import LEAST_STEPS
 
     if not (text.isascii() and text.isdigit() and int(text[:10]) >= LEAST_STEPS):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from {LEAST_STEPS} on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {LEAST_STEPS} on")
     return int(text[:10])
 
 
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(verdict: Verdict, console: Console) -> None:
-    console.print(f"{verdict.isolation.value}   (says the {verdict.declared_by}, in {verdict.seconds:.2f} s)\n")
+    console.print(f"{verdict.isolation.value}   (by {verdict.declared_by}, in {verdict.seconds:.2f} s)\n")
     console.print(verdict.explanation)
     facts = {
         "build": ("{:.3f} s, imports included", verdict.build_seconds, 1),

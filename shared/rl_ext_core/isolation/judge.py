@@ -1,449 +1,392 @@
-"""From what was seen in trials to a verdict, in as few experiments as it takes to rule the other explanations out."""
+"""The trials of a probe, and the verdict that follows from them.
+
+One instance alone gives the reference. Then two run in two processes, and two in one process: first one is built
+first, then the other, and the second one is closed half-way. This process chooses all operations, so that their order
+is the same in each trial, and so that it knows which one fails, hangs or ends its process.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
-from collections.abc import Sequence
+import itertools
+import signal
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing import connection
+from pathlib import Path
 from typing import Any
 
-from rl_ext_core.isolation.cures import CURES
-from rl_ext_core.isolation.experiments import (
-    ALONE,
-    APART,
-    ASKED_ALONE,
-    ASKED_BESIDE,
-    CROWD,
-    FIRST,
-    MOST_TOGETHER,
-    OVERWRITTEN,
-    OWN_DIRECTORY,
-    RACE,
-    SECOND,
-    Operation,
-    operations,
-)
-from rl_ext_core.isolation.trials import Trial, TrialRunner, UntriedError
-from rl_ext_core.isolation.verdict import LEAST_STEPS, Declaration, Isolation, Verdict
+import numpy as np
 
-# What was observed, the verdict, and the sentences on it; "how" is a clause on the trial that shows it.
-_SENTENCES = {
-    "one alone could not be tried": (Isolation.UNKNOWN, "{which} could not be tried: {how}."),
-    "one alone fails": (Isolation.BROKEN, "{which} does not work: {how}."),
-    "one alone fails at times": (Isolation.BROKEN, "One alone works at times, and at times not: {how}."),
-    "one alone works when cured, and so do two": (
-        Isolation.PROCESSES_COLLIDE,
-        "One alone fails here, where another may run: {how}. With {private} it works, and so do two.",
-    ),
-    "one in each process fails": (Isolation.PROCESSES_COLLIDE, "Even two in processes of their own fail: {how}."),
-    "one in each process differs": (
-        Isolation.PROCESSES_COLLIDE,
-        "Even two in processes of their own disturb each other: {how}, compared with one alone.",
-    ),
-    "one alone differs from itself": (
-        Isolation.NON_DETERMINISTIC,
-        "One alone, with the same seed and the same actions, does not return the same twice: what a second one changes "
-        "cannot be told.",
-    ),
-    "one in each process differs at times": (
-        Isolation.NON_DETERMINISTIC,
-        "Two in processes of their own do not always do the same as one alone, and not always something else: what a "
-        "second one changes cannot be told.",
-    ),
-    "all return the same": (
-        Isolation.NON_DETERMINISTIC,
-        "Within {steps} steps nothing that it returned depended on seeds or actions, so that nothing that is shared "
-        "could have shown. More steps may tell: probe(source, steps=...).",
-    ),
-    "several in a process fail": (
-        Isolation.SINGLE_INSTANCE,
-        "One alone works, and so do two in processes of their own; but in one process {how}.",
-    ),
-    "several in a process differ": (
-        Isolation.SHARED_STATE,
-        "With a second one in the same process, {how}, compared with one alone with the same seed and actions; with a "
-        "second one in another process it does not. They share state.",
-    ),
-    "nothing differs": (
-        Isolation.INDEPENDENT,
-        "{several} in one process return bit for bit what one returns alone, in {steps} steps and several resets, "
-        "whichever is built first, and also after one is closed; so do two in processes of their own. Not tried: more "
-        "than {count} at once, {not_tried}.",
-    ),
-}
-_PRIVATE = {
-    "TMPDIR": "a TMPDIR of its own",
-    "library copy": "its own copy of the library",
-}
-_OWN_DIRECTORY = (
-    ' When each has an empty working directory of its own, they do not: write make_vec_env(..., cwd="own").'
+from rl_ext_core.errors import WorkerError
+from rl_ext_core.factory import EnvFactory
+from rl_ext_core.isolation import trial
+from rl_ext_core.isolation.trial import RETURNED, STILL_RETURNED, Operation
+from rl_ext_core.isolation.verdict import LEAST_STEPS, Isolation, Verdict, conclude
+from rl_ext_core.processes import Watch, get_context
+
+# Seconds for an operation: of an instance alone; of others that many times as long, and at least so long.
+_ALONE_S, _TIMES, _LEAST_S = 300.0, 20, 20.0
+_ENDING_S = 3.0
+# Seconds of steps that are compared; an environment whose first reset and three steps take longer gets a short life.
+_STEPPING_S, _SHORT_STEPS = 2.0, 6
+_AVERAGED = 10
+_ORDINALS = ("the first", "the second", "the third", "the fourth")
+_DOING = {"load": "unpickling", "build": "building", "reset": "resetting", "close": "closing", "measure": "measuring"}
+_MISSING = ("raises FileNotFoundError", "raises NotADirectoryError")
+_SAME = (
+    "Two in one process return bit for bit what one returns alone, in {steps} steps and several resets, whichever is "
+    "built first, and also after one is closed; so do two in processes of their own."
 )
-_FILES = (
-    " It reads and writes files in the working directory, and all processes share that. For a directory of its own for "
-    'each process, write make_vec_env(..., cwd="own").'
+_FAIL = "One alone works, and so do two in processes of their own; but in one process {how}."
+_DIFFER = (
+    "With a second one in the same process, {how}, compared with one alone with the same seed and actions; with a "
+    "second one in another process it does not. They share state."
 )
+_VARIES = (
+    "One alone, with the same seed and the same actions, does not return the same twice: whether a second one changes "
+    "it cannot be detected."
+)
+_NOTHING_SEEN = (
+    "Within {steps} steps nothing that it returned depended on seeds or actions, so that nothing that is shared could "
+    "show. More steps may show it: probe(source, steps=...)."
+)
+_COLLIDE = "Even two in processes of their own disturb each other: {how}, unlike one alone."
+_OWN = ' With a working directory for each process they do not: write make_vec_env(..., cwd="own").'
+_IN_ONE = " In one process they are independent."
+_NO_WAY = ' A working directory for each process, cwd="own", does not help: only one can run at a time.'
 _LONGER = " To wait longer, write probe(source, timeout=...) or make_vec_env(..., probe_timeout=...)."
-_GENERATORS = (
-    " It is the random generators of Python, NumPy or torch that they share: one that draws from a generator of its "
-    "own, such as self.np_random, would not."
-)
-_NO_CURE = " Neither a working directory, nor a TMPDIR, nor a copy of the library of its own helps."
-_NAMED = 5
-# Exceptions of what looks for files.
-_MISSING = ("FileNotFoundError", "NotADirectoryError")
 
 
-def _verdict(
-    observed: str, *, in_process: bool = False, cure: str | None = None, more: str = "", **words: Any
-) -> Verdict:
-    """Look up what follows from an observation; sentences may be added to the table's."""
-    isolation, sentence = _SENTENCES[observed]
-    explanation = f"{sentence.format(**words)}{more} {_what_follows(isolation, in_process, cure)}"
-    return Verdict(isolation, explanation, "probe", in_process=in_process, cure=cure)
+def _life(source: int, order: int, steps: int) -> list[Operation]:
+    """Return the resets and steps of an instance: some short episodes, and ``steps`` steps in the first three."""
+    step, unseeded = Operation(source, order, "step"), Operation(source, order, "reset")
+    first, second = (Operation(source, order, "reset", 1000 * source + seed) for seed in (1, 2))
+    if steps < LEAST_STEPS:
+        return [first, step, step, step, second, *[step] * (steps - 3)]
+    episodes = [first, step, step, step, unseeded, step, step, step, second, *[step] * (steps - 6)]
+    return [*episodes, unseeded, step, step]
 
 
-def _what_follows(isolation: Isolation, in_process: bool = False, cure: str | None = None) -> str:
-    """Return what it means for whoever starts several."""
-    if isolation is Isolation.INDEPENDENT:
-        return "They may share a process."
-    if isolation is Isolation.BROKEN:
-        return 'Fix the environment first. To skip the trials, write isolation="process".'
-    if isolation is Isolation.UNKNOWN:
-        return 'For one process per environment without a trial, write isolation="process".'
-    if cure is not None:
-        return f'Use one process per environment, and call apply_cure("{cure}", its_own_folder) first in each.'
-    if isolation is not Isolation.PROCESSES_COLLIDE:
-        return "Use one process per environment."
-    return "Keep all of them in one process." if in_process else "Only one can run at a time."
+def _in_turns(sources: Iterable[int], order: int, steps: int, *, ahead: int, part: float) -> list[Operation]:
+    """Return the operations of instances that take turns, each some operations ahead of the next one.
 
-
-def declared(said: Declaration) -> Verdict:
-    """Return the verdict that an environment says itself."""
-    isolation = said.isolation
-    seen = f'{said.where[0].upper()}{said.where[1:]} says "{said.value}".'
-    in_process = isolation is Isolation.INDEPENDENT
-    return Verdict(isolation, f"{seen} {_what_follows(isolation)}", "environment", in_process=in_process)
-
-
-def _measured(verdict: Verdict, alone: Trial) -> tuple[Verdict, Trial]:
-    """Complete a verdict by what was measured of one alone."""
-    names = ("step_seconds", "private_bytes", "libraries")
-    found = {name: alone.measured[name] for name in names} | {"build_seconds": alone.facts["built"]}
-    return dataclasses.replace(verdict, **{**found, "libraries": tuple(found["libraries"])}), alone
-
-
-@dataclasses.dataclass(frozen=True)
-class _Problem:
-    """What instances do beside each other and one alone does not: fail, or else return something else."""
-
-    fails: bool
-    text: str
-
-
-def judge(runner: TrialRunner, steps: int, who: Sequence[int]) -> tuple[Verdict, Trial | None]:
-    """Find out what instances may share: for each, ``who`` says which of the runner's factories builds it.
-
-    :return: the trial of one alone, too; None: it does not work
+    All but that of source 0 are closed after a part of their life.
     """
-    try:
-        return _judge(runner, steps, who)
-    except UntriedError as error:
-        return _verdict("one alone could not be tried", which="One alone", how=error), None
+    turns = []
+    for place, source in enumerate(sources):
+        life = _life(source, order, steps)
+        life = life if source == 0 else life[: int(part * len(life))]
+        whole = [Operation(source, order, "build"), *life, Operation(source, order, "close")]
+        turns += [(place * ahead + turn, place, operation) for turn, operation in enumerate(whole)]
+    return [operation for *_, operation in sorted(turns, key=lambda turn: turn[:2])]
 
 
-def _judge(runner: TrialRunner, steps: int, who: Sequence[int]) -> tuple[Verdict, Trial | None]:
-    (alone,) = runner.run([ALONE], steps, shorten=True)
-    if alone.facts.get("declared") is not None and len(set(who)) == 1:
-        verdict = declared(alone.facts["declared"])
-        return _measured(verdict, alone) if alone.done else (verdict, None)
-    if not alone.done:
-        return _does_not_work(runner, alone, steps)
-    steps = alone.measured["steps"]
-    preload = tuple(alone.measured["harmless"])
-    reference = alone
-    if alone.measured["imports_torch"]:
-        # That seeds its generator from the clock; where it is there before, everything can be seeded.
-        (reference,) = runner.run([ALONE], steps, preload=preload)
-    references = {0: reference}
-    for source in sorted(set(who) - {0}):
-        (other,) = runner.run([ALONE], steps, preload=preload, sources={"A": source})
-        if not other.done:
-            return _does_not_work(runner, other, steps, f"Of the functions, number {source + 1}")
-        references[source] = other
-    comparison = _Comparison(runner, references, steps, tuple(who), preload)
-    return _measured(comparison.verdict(), alone)
+class _FailedError(Exception):
+    """An operation failed; the text ends a sentence that begins with the operation."""
 
 
-def _does_not_work(
-    runner: TrialRunner, alone: Trial, steps: int, which: str = "One alone"
-) -> tuple[Verdict, Trial | None]:
-    how = _clause(alone)
-    if alone.hung:
-        return _verdict("one alone could not be tried", which=which, how=how, more=_LONGER), None
-    for cure in CURES if which == "One alone" else ():
-        # Something that runs already, in the calling process perhaps, may hold what it wants.
-        (cured,) = runner.run([ALONE], steps, shorten=True, cure=cure)
-        if cured.done:
-            comparison = _Comparison(runner, {0: cured}, cured.measured["steps"], (0, 0))
-            if comparison.apart(cure) is None:
-                observed, private = "one alone works when cured, and so do two", _PRIVATE[cure]
-                return _measured(_verdict(observed, cure=cure, private=private, how=how), cured)
-    # An exception of a constructor may be due to the trial: it has other files than the user's process.
-    untried = "raised" in alone.facts and (not alone.was_built or alone.facts["raised"].startswith(_MISSING))
-    return _verdict("one alone could not be tried" if untried else "one alone fails", which=which, how=how), None
+class _Process:
+    """A temporary process, as its parent sees it. Its first answer is that it has loaded the factories."""
+
+    def __init__(self, context: Any, packed: bytes, folder: Path, cwd: Path) -> None:
+        for new in (folder, cwd):
+            new.mkdir(exist_ok=True)
+        self._printed = folder / trial.PRINTED
+        self._printed.touch()
+        self._connection, theirs = context.Pipe()
+        with theirs:
+            self._process = context.Process(target=trial.serve, args=(theirs, packed, str(folder), str(cwd)))
+            self._process.start()
+        self._watch = Watch([self._process])
+
+    def send(self, operations: Sequence[Operation] | None) -> None:
+        """Send operations to do in this order; None ends the process."""
+        with contextlib.suppress(OSError):  # The process has ended, which shows when its answer is read.
+            self._connection.send(operations)
+
+    def answer(self, limit: float) -> dict[str, Any]:
+        """Return the answer to the next operation.
+
+        :raises _FailedError: If it raises an exception, takes longer than the limit, or ends the process.
+        """
+        if not connection.wait([self._connection, self._process.sentinel], limit):
+            self._watch.kill()
+            raise _FailedError(f"hangs, or takes more than {limit:g} s{self._last_words()}")
+        answer: dict[str, Any] | None = None
+        with contextlib.suppress(EOFError, OSError):
+            # A child of the process may hold the other end open.
+            answer = self._connection.recv() if self._connection.poll() else None
+        if answer is None:
+            raise _FailedError(f"{self._end()}{self._last_words()}")
+        if "raises" in answer:
+            raise _FailedError(f"raises {answer['raises']}")
+        return answer
+
+    def _end(self) -> str:
+        try:
+            with self._watch.operation("a trial"):
+                raise EOFError
+        except (EOFError, WorkerError) as error:
+            code = getattr(error, "exitcode", None)
+        if code is None:
+            return "ends the process"
+        how = f"kills the process by {signal.Signals(-code).name}" if code < 0 else ""
+        return how or f"ends the process with exit code {code}"
+
+    def _last_words(self) -> str:
+        lines = self._printed.read_text(encoding="utf-8", errors="replace").split("\n")
+        line = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return f" (it printed: {line[-200:]!r})" if line else ""
+
+    def close(self) -> None:
+        """Let it close its environments, and end it with all that it has started."""
+        self.send(None)
+        ends = [self._connection, self._process.sentinel]
+        with contextlib.suppress(EOFError, OSError):
+            while connection.wait(ends, _ENDING_S) and self._connection.poll() and self._connection.recv() is not None:
+                pass
+        self._watch.kill()
+        self._watch.stop()
+        self._connection.close()
 
 
 @dataclasses.dataclass
-class _Comparison:
-    """Compares what environments that work alone do beside each other."""
+class _Run:
+    """What was done in a trial, and which operation failed."""
 
-    runner: TrialRunner
-    references: dict[int, Trial]  # by factory, what one alone does
-    steps: int  # how many are compared
-    who: tuple[int, ...]  # for each environment, which factory builds it
-    preload: tuple[str, ...] = ()  # harmless modules that they import
-    # what callers find beside what is returned, and is something else every time
-    varies: set[str] = dataclasses.field(default_factory=set)
+    performed: list[tuple[Operation, dict[str, Any]]] = dataclasses.field(default_factory=list)  # with the answers
+    failed: Operation | None = None  # after which nothing was done
+    how: str = ""  # it failed: the end of a sentence that begins with the operation
 
-    @property
-    def alone(self) -> Trial:
-        return self.references[0]
+    def instances(self) -> list[tuple[int, int]]:
+        """Return the source and order of all instances, in the order in which they were built."""
+        return [done[:2] for done, _ in self.performed if done.what == "build"]
+
+    def of(self, instance: tuple[int, int]) -> list[tuple[str, dict[str, Any]]]:
+        """Return what an instance did, with the answers."""
+        return [(done.what, seen) for done, seen in self.performed if done[:2] == instance and RETURNED in seen]
+
+    def trace(self, source: int) -> list[str]:
+        """Return digests of what the first instance of a source returned."""
+        return [seen[RETURNED] for _, seen in self.of((source, 0))]
+
+    def seconds(self, *whats: str) -> list[float]:
+        """Return the seconds that operations took."""
+        return [seen["seconds"] for done, seen in self.performed if done.what in whats]
+
+    def get(self, name: str) -> Any:
+        """Return the first entry of this name in the answers; None if there is none."""
+        return next((seen[name] for _, seen in self.performed if seen.get(name) is not None), None)
+
+    def name(self, instance: tuple[int, int]) -> str:
+        """Return how a sentence calls an instance."""
+        place = [*self.instances(), instance].index(instance)
+        return _ORDINALS[place] if place < len(_ORDINALS) else f"number {place + 1}"
+
+    def failure(self, name: str = "") -> str:
+        """Return a clause on the operation that failed, and how it did."""
+        assert self.failed is not None
+        name = name or self.name(self.failed[:2])
+        doing = f"{_DOING.get(self.failed.what)} {name}"
+        if self.failed.what == "step":
+            doing = f"step {sum(what == 'step' for what, _ in self.of(self.failed[:2])) + 1} of {name}"
+        closed = [self.name(done[:2]) for done, _ in self.performed if done.what == "close"]
+        return f"{doing}{f', after {closed[-1]} was closed,' if closed else ''} {self.how}"
+
+    def failure_together(self, alone: _Run) -> str | None:
+        """Return a clause on a failure that one alone does not have; None if there is none."""
+        complaint = self.get("complaint")
+        if self.failed is None and (not complaint or alone.get("complaint")):
+            return None
+        return f"closing one raises {complaint}" if self.failed is None else self.failure()
+
+
+class Judge:
+    """Runs the trials of some factories, at least two, and compares them; see :func:`~rl_ext_core.isolation.probe`.
+
+    :ivar loaded_files: paths of the modules and shared libraries that an instance has loaded
+    """
+
+    def __init__(self, factories: Sequence[EnvFactory[Any]], steps: int, timeout: float | None) -> None:
+        self._factories, self._steps, self._timeout = list(factories), steps, timeout
+        self._limit = _ALONE_S if timeout is None else timeout
+        self._alike = all(factory is factories[0] for factory in factories)
+        self._varying: set[str] = set()  # names of observations that are not the same twice
+        self.loaded_files: list[str] = []
 
     def verdict(self) -> Verdict:
-        """Find out what they may share."""
-        crowd = self._crowd()
-        modes = [FIRST, SECOND, *APART, *RACE, *([CROWD] if crowd["crowd"] else [])]
-        trials = self.runner.run(modes, self.steps, preload=self.preload, **crowd)
-        for first in range(MOST_TOGETHER, len(self.who), MOST_TOGETHER):
-            crowd = self._crowd(first)
-            trials += self.runner.run([CROWD], self.steps, **crowd) if crowd["crowd"] else []
-        apart = [trial for trial in trials if ":" in trial.mode]
-        for trial in apart:
-            for who in trial.instances:
-                self.varies |= self._other_findings(trial, who)
-        problem = self.problem(apart)
-        if problem is not None:
-            return self._unclear(problem)
-        together = [trial for trial in trials if trial not in apart]
-        problem = self.together(together, [trial for trial in apart if trial.trace("B")])
-        if problem is not None:
-            return self._not_together(problem)
-        if self._blind(trials[0]):
-            return self._unless_files_meet("all return the same", steps=self.steps)
-        problem = self._asked()
-        return self._independent() if problem is None else self._not_together(problem)
-
-    def _independent(self) -> Verdict:
-        count = max(2, min(len(self.who), MOST_TOGETHER))
-        several, not_tried = "Two" if count == 2 else f"Up to {count}", self._not_tried()
-        words: dict[str, Any] = {"steps": self.steps, "count": count, "several": several, "not_tried": not_tried}
-        return self._unless_files_meet("nothing differs", in_process=True, **words)
-
-    def _crowd(self, first: int = 0) -> dict[str, Any]:
-        """Name the instances of a crowd, and say which factory builds each, and which builds B elsewhere."""
-        group = self.who[first : first + MOST_TOGETHER]
-        same = len(set(self.who)) == 1
-        sources = {"B": next((source for source in self.who if source != 0), 0)}
-        if (same and first) or (len(group) < 3 and same):
-            return {"crowd": (), "sources": sources}
-        # Where all are alike, every other one has the life that B has.
-        names = tuple(f"{'B' if same and index % 2 else 'A'}{index}" for index in range(len(group)))
-        return {"crowd": names, "sources": {**sources, **dict(zip(names, group, strict=True))}}
-
-    def together(
-        self, trials: Sequence[Trial] | None = None, beside: Sequence[Trial] = (), **options: Any
-    ) -> _Problem | None:
-        """Look for a problem of several in one process: in trials of that, or, with nothing else running, in new ones.
-
-        :param beside: trials whose B is compared with that of these
-        """
-        options = {**self._crowd(), **options}
-        if trials is None:
-            modes = [FIRST, SECOND, *([CROWD] if options["crowd"] else [])]
-            trials = [trial for mode in modes for trial in self.runner.run([mode], self.steps, **options)]
-        else:
-            # Another time, with all the machine: no verdict is to rest on one time limit.
-            trials = [
-                self.runner.run([trial.mode], self.steps, patience=2.0, **options)[0] if trial.hung else trial
-                for trial in trials
-            ]
-        problem = self.problem([*trials, *beside])
-        if problem is None and self._found(trials) is not None:
-            (again,) = self.runner.run([ALONE], self.steps)
-            self.varies |= self._other_findings(again, "A")
-            return self._found(trials)
-        return problem
-
-    def apart(self, cure: str | None = None) -> _Problem | None:
-        """Look for a problem of two processes, with nothing else running."""
-        sources = self._crowd()["sources"]
-        return self.problem(self.runner.run([*APART, *RACE], self.steps, patience=2.0, cure=cure, sources=sources))
-
-    def problem(self, trials: Sequence[Trial]) -> _Problem | None:
-        """Find what is different from one alone; failures weigh more."""
-        for trial in trials:
-            if not trial.done:
-                return _Problem(True, _clause(trial))
-            if trial.complaints and not self.alone.complaints:
-                return _Problem(True, f"closing one raises {trial.complaints[0]}")
-        for trial in trials:
-            for who in trial.instances:
-                trace, reference = trial.trace(who), self._reference(who).trace("A")
-                if who[0] != "B" and trace != reference[: len(trace)]:
-                    return _Problem(False, _difference(trial, who, self.steps, trace, reference))
-        return self._problem_of_others(trials)
-
-    def _reference(self, who: str) -> Trial:
-        return self.references[self._crowd()["sources"].get(who, 0) if who[0] == "B" or len(who) > 1 else 0]
-
-    def _problem_of_others(self, trials: Sequence[Trial]) -> _Problem | None:
-        """Compare with each other what B did in several trials: there is none in which it was alone."""
-        # So much of a life is the same however long it is.
-        same = self.steps + 3 if self.steps >= LEAST_STEPS else len(self.alone.trace("A"))
-        lives = [(trial, who, trial.trace(who)[:same]) for trial in trials for who in trial.instances if who[0] == "B"]
-        if not lives:
-            return None
-        longest = max((trace for _, _, trace in lives), key=len)
-        for trial, who, trace in lives:
-            if trace != longest[: len(trace)]:
-                return _Problem(False, _difference(trial, who, self.steps, trace, longest))
-        return None
-
-    def _other_findings(self, trial: Trial, who: str) -> set[str]:
-        """Name what callers find beside what is returned, where it is something else than it was alone."""
-        if who[0] == "B":
-            return set()
-        expected = self._reference(who).found("A")
-        turns = [(expected[turn], found) for turn, found in trial.found(who).items() if turn in expected]
-        return {
-            path for one, other in turns for path in {**one, **other} if one.get(path) != other.get(path)
-        } - self.varies
-
-    def _found(self, trials: Sequence[Trial]) -> _Problem | None:
-        for trial in trials:
-            for who in trial.instances:
-                if paths := self._other_findings(trial, who):
-                    name = min(paths, key=lambda path: (path.startswith("info"), path))
-                    return _Problem(False, f"{_name(trial.mode, who)} has something else in its {name}")
-        return None
-
-    def _blind(self, first: Trial) -> bool:
-        """Return whether B, with other seeds and actions, returned the same as A."""
-        others = first.trace("B")
-        return others == self._reference("B").trace("A")[: len(others)]
-
-    def _not_together(self, together: _Problem) -> Verdict:
-        if together.fails:
-            return _verdict("several in a process fail", how=together.text)
-        own = self.together(generators=True) is None and self._asked(generators=True) is None
-        more = _GENERATORS if own else ""
-        return self._unless_files_meet("several in a process differ", how=together.text, more=more)
-
-    def _unclear(self, apart: _Problem) -> Verdict:
-        """Tell processes that disturb each other from an environment that never does the same twice."""
-        (again,) = self.runner.run([ALONE], self.steps, patience=2.0)
-        if again.hung:
-            return _verdict("one alone could not be tried", which="One alone", how=_clause(again), more=_LONGER)
-        if not again.done:
-            return _verdict("one alone fails at times", how=_clause(again))
-        repeats = again.trace("A") == self.alone.trace("A")
-        confirmed = self.apart()
-        if confirmed is not None and (repeats or confirmed.fails):
-            return self._collide(confirmed)
-        together = self.together()
-        if together is not None and together.fails:
-            return self._not_together(together)
-        return self._unless_files_meet(
-            "one in each process differs at times" if repeats else "one alone differs from itself"
+        """Run the trials and return the verdict."""
+        try:
+            self._packed = trial.pack(self._factories)
+        except Exception as error:
+            why = f"it does not pickle: {str(error).rstrip('.')}"
+            return conclude(Isolation.UNKNOWN, f"It could not be tried, because {why}.")
+        alone = self._run_alone(shorten=True)
+        declared = alone.get("declared") if self._alike else None
+        if alone.failed is not None:
+            return self._does_not_work(alone) if declared is None else declared.verdict()
+        longest = max(alone.seconds("build", "reset", "step"))
+        self._limit = max(_LEAST_S, _TIMES * longest) if self._timeout is None else self._timeout
+        self.loaded_files = [*alone.get("modules"), *(alone.get("libraries") if declared is None else ())]
+        times = [*alone.seconds("step")[1:], *alone.get("times")]
+        width = min(_AVERAGED, len(times))
+        return dataclasses.replace(
+            self._compare(alone) if declared is None else declared.verdict(),
+            # The least average over several steps: other programs disturb it least.
+            step_seconds=float(np.convolve(times, np.full(width, 1 / width), "valid").min()),
+            build_seconds=alone.seconds("build")[0],
+            private_bytes=alone.get("private_bytes"),
+            libraries=tuple(alone.get("libraries")),
         )
 
-    def _collide(self, apart: _Problem) -> Verdict:
-        cure = None
-        if self.apart(OWN_DIRECTORY) is None:
-            more = _OWN_DIRECTORY
-        else:
-            cure = next((cure for cure in CURES if self.apart(cure) is None), None)
-            more = _NO_CURE if cure is None else f" When each has {_PRIVATE[cure]}, they do not."
-        in_process = self.together() is None
-        if in_process:
-            more += " In one process they are independent."
-        observed = "one in each process fails" if apart.fails else "one in each process differs"
-        return _verdict(observed, how=apart.text, more=more, in_process=in_process, cure=cure)
+    # -- trials
 
-    def _unless_files_meet(self, observed: str, more: str = "", **words: Any) -> Verdict:
-        if self.runner.wrote:
-            more += _FILES  # whether two processes meet there is chance
-        return _verdict(observed, more=more, **words)
+    def _run_alone(self, source: int = 0, *, shorten: bool = False) -> _Run:
+        run = _Run()
+        return self._run(self._alone(source, run, shorten), run)
 
-    def _asked(self, **options: Any) -> _Problem | None:
-        """Look for a problem when setters are called, and when the options that the environment names are varied."""
-        if not self._setters and not self.alone.measured["options"]:
-            return None
-        options = {"calls": tuple(self._setters), **options}
-        first, again = (self.runner.run([ASKED_ALONE], self.steps, **options)[0] for _ in range(2))
-        if not first.done or first.trace("A") != again.trace("A"):
-            self._setters.clear()
-            return None
-        comparison = dataclasses.replace(self, references={0: first}, who=(0, 0))
-        return comparison.problem(self.runner.run([ASKED_BESIDE], self.steps, **options))
+    def _alone(self, source: int, run: _Run, shorten: bool) -> Iterator[list[Operation]]:
+        """Yield batches of operations of one instance, which are fewer if the first ones take long."""
+        beginning = _life(source, 0, self._steps)[:4]
+        yield [Operation(source, 0, "build"), *beginning]
+        if shorten and sum(run.seconds("reset", "step")) > _STEPPING_S:
+            self._steps = _SHORT_STEPS
+        elif shorten:
+            affordable = _STEPPING_S / max(min(run.seconds("step")), 1e-9)
+            self._steps = max(LEAST_STEPS, int(min(self._steps, affordable)))
+        ending = [Operation(source, 0, "measure"), Operation(source, 0, "close", counts=False)]
+        yield [*_life(source, 0, self._steps)[4:], *ending]
 
-    @functools.cached_property
-    def _setters(self) -> list[str]:
-        return [name for name, setter in self.alone.measured["methods"] if setter]
+    def _run_apart(self, *, own: bool = False) -> _Run:
+        script = _in_turns(range(len(self._factories)), 0, self._steps, ahead=3, part=2 / 3)
+        counting = (operation._replace(counts=operation.what != "close") for operation in script)
+        turns = itertools.groupby(counting, key=lambda operation: operation.source)
+        return self._run((list(operations) for _, operations in turns), _Run(), apart=True, own=own)
 
-    def _not_tried(self) -> str:
-        methods = [name for name, _ in self.alone.measured["methods"] if name not in self._setters]
-        named = ", ".join(f"{name}()" for name in methods[:_NAMED]) + (" and more" if len(methods) > _NAMED else "")
-        left = [
-            "" if self.alone.measured["options"] else "options of reset()",
-            "set_attr()",
-            f"its {named}" if methods else "",
-            "" if self.alone.measured["infos"] else "infos",
-        ]
-        # What monitors write there is a time.
-        varies = sorted(path for path in self.varies if not path.endswith("['episode']['t']"))
-        if varies:
-            left.append(f"{', '.join(varies[:_NAMED])} (never twice the same)")
-        return ", ".join(filter(None, left))
+    def _run_together(self) -> _Run:
+        sources = range(len(self._factories))
+        script = _in_turns(sources, 0, self._steps, ahead=3, part=2 / 3)
+        script += _in_turns(sources[::-1], 1, self._steps, ahead=6, part=1 / 2)
+        # Many libraries crash when the process is about to end, which harms nobody.
+        return self._run([[*script[:-1], script[-1]._replace(counts=False)]], _Run())
 
+    def _run(self, batches: Iterable[list[Operation]], run: _Run, *, apart: bool = False, own: bool = False) -> _Run:
+        """Perform operations in new processes: all in one, or each source apart, perhaps in its own directory."""
+        operation = Operation(0, 0, "load")
+        with tempfile.TemporaryDirectory(prefix="rl-ext-", ignore_cleanup_errors=True) as name:
+            processes: list[_Process] = []
+            try:
+                self._start(processes, Path(name).resolve(), len(self._factories) if apart else 1, own)
+                for process in processes:
+                    process.answer(self._timeout or _ALONE_S)
+                for batch in batches:
+                    process = processes[batch[0].source if apart else 0]
+                    process.send(batch)
+                    try:
+                        for operation in batch:
+                            run.performed.append((operation, process.answer(self._limit)))
+                    except _FailedError:
+                        if operation.counts:
+                            raise
+            except _FailedError as failure:
+                run.failed, run.how = operation, str(failure)
+            finally:
+                for process in processes:
+                    process.close()
+        return run
 
-_PAIR = {"A": "the first", "B": "the second", "C": "the third"}
-_NAMES = {
-    ALONE: {"A": "it"},
-    ASKED_ALONE: {"A": "it"},
-    SECOND: {"B": "the first", "A": "the second", "C": "a third, when both are closed,"},
-}
-_DOING = {"build": "building", "reset": "resetting", "close": "closing", "call": "calling setters of"}
+    def _start(self, processes: list[_Process], folder: Path, count: int, own: bool) -> None:
+        """Start processes, which share a folder for temporary files, and also the working directory if not ``own``."""
+        temporary = folder / "tmp"
+        temporary.mkdir()
+        decision = self._factories[0].decision
+        variables = {} if decision is None else dict(decision.variables)
+        variables |= dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary))
+        preload = dict.fromkeys([trial.__name__, *(name for factory in self._factories for name in factory.preload)])
+        context = get_context(preload=tuple(preload), environs=[variables] * count, label="trial")
+        for number in range(count):
+            cwd = folder / (f"cwd{number}" if own else "cwd")
+            processes.append(_Process(context, self._packed, folder / str(number), cwd))
 
+    # -- comparisons
 
-def _name(mode: str, who: str) -> str:
-    return f"number {int(who[1:]) + 1}" if who[1:] else _NAMES.get(mode, _PAIR)[who]
+    def _compare(self, alone: _Run) -> Verdict:
+        """Compare several instances with one alone."""
+        apart = self._run_apart()
+        if self._problem_apart(apart, alone) is not None:
+            return self._judge_processes(apart, alone)
+        one = self._run_together()
+        if (failure := one.failure_together(alone)) is not None:
+            return conclude(Isolation.SINGLE_INSTANCE, _FAIL.format(how=failure))
+        if self._difference(one, apart) is not None:
+            again = self._run_apart()
+            if self._problem_apart(again, alone) or self._difference(again, apart, vary=True):
+                return conclude(Isolation.NON_DETERMINISTIC, _VARIES)
+            if (difference := self._difference(one, apart)) is not None:
+                return conclude(Isolation.SHARED_STATE, _DIFFER.format(how=difference))
+        if self._alike and apart.trace(1) == alone.trace(0)[: len(apart.trace(1))]:
+            return conclude(Isolation.NON_DETERMINISTIC, _NOTHING_SEEN.format(steps=self._steps))
+        # Stable Baselines3's monitors write a time.
+        varying = sorted(name for name in self._varying if not name.endswith("['episode']['t']"))
+        left = f" Not compared, because they differ each time: {', '.join(varying)}." if varying else ""
+        return conclude(Isolation.INDEPENDENT, _SAME.format(steps=self._steps) + left)
 
+    def _problem_apart(self, apart: _Run, alone: _Run) -> str | None:
+        """Return what instances in separate processes do that one alone does not; None if they do the same."""
+        return apart.failure() if apart.failed is not None else self._difference(apart, alone, vary=True)
 
-def _clause(trial: Trial) -> str:
-    """Say in which operation a trial ended, and how."""
-    performed = trial.performed
-    if not performed:
-        return f"preparing it {trial.end}"
-    last = performed[-1]
-    who = _name(trial.mode, last.who)
-    doing = f"{_DOING[last.what]} {who}" if last.what in _DOING else f"step {performed.count(last)} of {who}"
-    closed = [one for one in performed[:-1] if one.what == "close" and last.who == "A"]
-    after = f", after {_name(trial.mode, closed[0].who)} was closed," if closed else ""
-    words = f" (it printed: {trial.last_words!r})" if trial.last_words and "raises" not in trial.end else ""
-    return f"{doing}{after} {trial.end}{words}"
+    def _judge_processes(self, apart: _Run, alone: _Run) -> Verdict:
+        """Tell processes that disturb each other from environments that fail or vary by themselves."""
+        source = 0 if apart.failed is None else apart.failed.source
+        again = self._run_alone(source)
+        if again.failed is not None:
+            number = list(dict.fromkeys(self._factories)).index(self._factories[source]) + 1
+            return self._does_not_work(again, f"Number {number} of the sources" if number > 1 else "A single one")
+        one = self._run_together()
+        failure, confirmed = one.failure_together(alone), self._problem_apart(self._run_apart(), alone)
+        if confirmed is None or (source == 0 and again.trace(0) != alone.trace(0)):
+            if failure is not None:
+                return conclude(Isolation.SINGLE_INSTANCE, _FAIL.format(how=failure))
+            return conclude(Isolation.NON_DETERMINISTIC, _VARIES)
+        helps = self._problem_apart(self._run_apart(own=True), alone) is None
+        in_process = failure is None and self._difference(one, alone) is None
+        ways = (_OWN if helps else "") + (_IN_ONE if in_process else "")
+        text = _COLLIDE.format(how=confirmed) + (ways or _NO_WAY)
+        return conclude(Isolation.PROCESSES_COLLIDE, text, in_process=in_process)
 
+    def _does_not_work(self, run: _Run, which: str = "A single one") -> Verdict:
+        assert run.failed is not None
+        more = _LONGER if run.how.startswith("hangs") else ""
+        more = " Trials have an empty working directory." if run.how.startswith(_MISSING) else more
+        # An exception of a constructor may be due to the trial.
+        early = run.failed.what == "load" or (run.failed.what == "build" and run.how.startswith("raises"))
+        if more or early:
+            return conclude(Isolation.UNKNOWN, f"{which} could not be tried: {run.failure('it')}.{more}")
+        return conclude(Isolation.BROKEN, f"{which} does not work: {run.failure('it')}.")
 
-def _difference(trial: Trial, who: str, steps: int, trace: Sequence[str], reference: Sequence[str]) -> str:
-    """Say from where on an instance returned something else."""
-    pairs = enumerate(zip(trace, reference, strict=False))
-    index = next((index for index, (one, other) in pairs if one != other), min(len(trace), len(reference)) - 1)
-    crowd = tuple(trial.instances) if trial.mode == CROWD else ()
-    script = [*operations(trial.mode, steps, crowd), *[Operation(who, "step")] * len(trace)]
-    events = [one for one in script if one.who == who and one.what in ("reset", "step")]
-    what = events[index].what
-    number = sum(one.what == what for one in events[: index + 1])
-    name = _name(trial.mode, who)
-    if trace[index].startswith(OVERWRITTEN):
-        return f"what {name} has returned is overwritten before its {what} {number}"
-    return f"{name} returns something else from its {what} {number} on"
+    def _difference(self, run: _Run, reference: _Run, *, vary: bool = False) -> str | None:
+        """Return a clause on the first observation that differs from the reference; None if all are the same.
+
+        :param vary: whether to remember different infos, masks and public arrays, and to ignore them from now on
+        """
+        for instance in run.instances():
+            counts = {"reset": 0, "step": 0}
+            pairs = zip(run.of(instance), reference.of((instance[0], 0)), strict=False)
+            for (what, seen), (_, expected) in pairs:
+                counts[what] += 1
+                names = (seen.keys() | expected.keys()) - {"seconds"} - self._varying
+                different = {name for name in names if seen.get(name) != expected.get(name)}
+                if vary:
+                    self._varying |= different - {RETURNED, STILL_RETURNED}
+                    different &= {RETURNED, STILL_RETURNED}
+                if not different:
+                    continue
+                name, when = run.name(instance), f"{what} {counts[what]}"
+                if RETURNED in different:
+                    return f"{name} returns something else from its {when} on"
+                if STILL_RETURNED in different:
+                    return f"what {name} has returned is overwritten before its {when}"
+                return f"{name} has something else in its {min(different, key=lambda path: ('[' in path, path))}"
+        return None

@@ -1,4 +1,4 @@
-"""What was found out about an environment, by a probe or by what it says of itself."""
+"""What is known about an environment: by its own declaration, by a probe, or by a cached probe."""
 
 from __future__ import annotations
 
@@ -15,31 +15,27 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
-from rl_ext_core.factory import EnvFactory, _objects
+from rl_ext_core.factory import EnvFactory, walk
 
 __all__ = ["Isolation", "Verdict"]
 
-_FORMAT = 1
-# That are compared, at least.
-LEAST_STEPS = 10
-# The name that the FMI standard gives its flag; FMPy's model descriptions carry it under this name.
+_FORMAT = 2
+# The FMI standard's name of its flag; FMPy's model descriptions have an attribute of that name.
 _FMI = "canBeInstantiatedOnlyOncePerProcess"
 _KEY = "isolation"
-_LOOKED_AT = 20_000
-_KINDS: dict[str, Any] = {"explanation": str, "declared_by": str, "in_process": bool, "seconds": (int, float)}
-_KINDS |= dict.fromkeys(("step_seconds", "build_seconds"), (float, int, type(None)))
-_KINDS |= {"private_bytes": (int, type(None)), "cure": (str, type(None)), "libraries": (list, tuple)}
+_MOST_OBJECTS = 20_000
+# Minimum number of steps that probe() compares.
+LEAST_STEPS = 10
 
 
 class Isolation(str, enum.Enum):
-    """What instances of an environment may share.
+    """What instances of an environment share.
 
-    ``INDEPENDENT``: several may live in one process, and in several. ``SINGLE_INSTANCE``: a second one in the same
-    process fails, or makes the first one fail. ``SHARED_STATE``: it works, and changes what the first one returns.
-    ``PROCESSES_COLLIDE``: even two processes disturb each other, unless there is a cure. ``NON_DETERMINISTIC``: it
-    cannot be told, because one alone does not do the same twice, or because nothing that it returns depends on what it
-    is given. ``BROKEN``: one was built and fails. ``UNKNOWN``: one could not be tried, because it cannot be built in a
-    process with an empty working directory, uses files of the user's, or takes longer than was waited for it.
+    ``INDEPENDENT``: nothing; several may live in one process. ``SINGLE_INSTANCE``: a second one in the same process
+    fails, or makes the first one fail. ``SHARED_STATE``: a second one changes what the first one returns.
+    ``PROCESSES_COLLIDE``: even two processes disturb each other. ``NON_DETERMINISTIC``: a single one does not return
+    the same twice, or returns nothing that depends on seeds and actions, so that sharing cannot be detected.
+    ``BROKEN``: a single one was built and fails. ``UNKNOWN``: none could be tried in a temporary process.
 
     >>> from rl_ext_core.isolation import Isolation
     >>> Isolation("single-instance") is Isolation.SINGLE_INSTANCE
@@ -57,7 +53,7 @@ class Isolation(str, enum.Enum):
 
 _DECLARED = {
     **{kind.value: kind for kind in (Isolation.INDEPENDENT, Isolation.SINGLE_INSTANCE, Isolation.SHARED_STATE)},
-    # As the option of make_vec_env says it.
+    # The values of make_vec_env's option.
     "process": Isolation.SINGLE_INSTANCE,
     "in-process": Isolation.INDEPENDENT,
 }
@@ -65,20 +61,18 @@ _DECLARED = {
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """How far instances of an environment have to be kept apart, and how that is known.
+    """How far instances of an environment must be kept apart, and how that is known.
 
     :ivar isolation: the verdict
-    :ivar explanation: a paragraph: what was seen, and what follows
-    :ivar declared_by: ``"user"``, ``"environment"`` (its metadata says so), ``"probe"`` or ``"cache"`` (of a probe)
-    :ivar in_process: whether several may live in one process; where processes collide, this may be the way out
-    :ivar step_seconds: a step of one alone, at its fastest; drawing the action included, where it is none of
-        gymnasium's; None: was not measured
-    :ivar build_seconds: to build one in a new process, its imports included
-    :ivar private_bytes: what a process that holds one shares with no other
-    :ivar cure: what keeps processes from colliding: ``"TMPDIR"`` or ``"library copy"``, for
-        :func:`~rl_ext_core.isolation.apply_cure` in each of them; None: none is needed, or none has helped
-    :ivar libraries: shared objects that it has loaded, without Python's own
-    :ivar seconds: what finding out has taken, now
+    :ivar explanation: sentences: what was observed, and what follows
+    :ivar declared_by: ``"user"``, ``"environment"`` (its metadata or FMI flag), ``"probe"`` or ``"cache"``
+    :ivar in_process: whether several may live in one process
+    :ivar step_seconds: seconds of the fastest steps of a single instance; for environments that are not gymnasium's,
+        drawing the action included. None: not measured
+    :ivar build_seconds: seconds to build an instance in a new process, imports included
+    :ivar private_bytes: bytes of memory that a process with one instance does not share with others
+    :ivar libraries: paths of the shared objects that it has loaded, without Python's own
+    :ivar seconds: seconds that this answer took
 
     >>> from rl_ext_core.isolation import probe
     >>> probe("CartPole-v1").isolation
@@ -92,77 +86,78 @@ class Verdict:
     step_seconds: float | None = None
     build_seconds: float | None = None
     private_bytes: int | None = None
-    cure: str | None = None
     libraries: tuple[str, ...] = ()
     seconds: float = 0.0
 
     def to_json(self) -> str:
-        """Write it as JSON."""
+        """Write the verdict as JSON."""
         return json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Verdict:
         """Read what :meth:`to_json` wrote.
 
-        :raises CorruptFileError: it did not write that, or another version of this package did
+        :raises CorruptFileError: If the text is something else, or was written by another version of this package.
         """
         try:
             data = json.loads(text)
             if data.pop("format") != _FORMAT:
                 raise ValueError("another format")
-            return cls.from_dict(data)
+            return cls(**{**data, "isolation": Isolation(data["isolation"]), "libraries": tuple(data["libraries"])})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CorruptFileError(
-                f"{text[:60]!r} is no verdict ({error}); expected what Verdict.to_json() wrote. Write probe(source)"
+                f"{text[:60]!r} is not a verdict ({error}); expected what Verdict.to_json() wrote. Write probe(source)"
             ) from error
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Verdict:
-        """Read what ``dataclasses.asdict`` gave.
 
-        :raises Exception: it is none
-        """
-        for name, kinds in _KINDS.items():
-            if not isinstance(data[name], kinds):
-                raise ValueError(f"{name} is {data[name]!r}")
-        if not all(isinstance(library, str) for library in data["libraries"]):
-            raise ValueError("libraries are no texts")
-        return cls(**{**data, "isolation": Isolation(data["isolation"]), "libraries": tuple(data["libraries"])})
+_FOLLOWS = {
+    Isolation.INDEPENDENT: "They may share a process.",
+    Isolation.BROKEN: 'Fix the environment first. To skip the trials, write isolation="process".',
+    Isolation.UNKNOWN: 'For one process per environment without a trial, write isolation="process".',
+    Isolation.PROCESSES_COLLIDE: "",
+}
+
+
+def conclude(isolation: Isolation, text: str, by: str = "probe", *, in_process: bool = False) -> Verdict:
+    """Return a verdict whose explanation ends with what follows from it."""
+    follows = _FOLLOWS.get(isolation, "Use one process per environment.")
+    # What cannot be tried runs as with Stable Baselines3.
+    in_process = in_process or isolation in (Isolation.INDEPENDENT, Isolation.UNKNOWN)
+    return Verdict(isolation, f"{text} {follows}".rstrip(), by, in_process=in_process)
 
 
 class Declaration(NamedTuple):
-    """What an environment says of itself."""
+    """A value by which an environment declares its isolation, and the subject of the sentence on it."""
 
-    value: str  # what it says
-    where: str  # it says that
+    value: str
+    where: str
 
-    @property
-    def isolation(self) -> Isolation:
-        """What is meant.
+    def verdict(self) -> Verdict:
+        """Return the declared verdict.
 
-        :raises InvalidArgumentError: nothing that can be said
+        :raises InvalidArgumentError: If the value is unknown.
         """
-        found = _DECLARED.get(self.value.lower().replace("_", "-"))
-        if found is not None:
-            return found
-        raise InvalidArgumentError(
-            f"{self.where} is {self.value!r}; expected one of {', '.join(map(repr, _DECLARED))}. Write "
-            f'metadata = {{..., "{_KEY}": "{Isolation.SINGLE_INSTANCE.value}"}} in the environment\'s class'
-        )
+        isolation = _DECLARED.get(self.value.lower().replace("_", "-"))
+        if isolation is None:
+            raise InvalidArgumentError(
+                f"{self.where} is {self.value!r}; expected one of {', '.join(map(repr, _DECLARED))}. Write "
+                f'metadata = {{..., "{_KEY}": "{Isolation.SINGLE_INSTANCE.value}"}} in the environment\'s class'
+            )
+        return conclude(isolation, f'{self.where[0].upper()}{self.where[1:]} says "{self.value}".', "environment")
 
 
 def declared_by_instance(environment: Any) -> Declaration | None:
-    """Read what an instance says; None: nothing."""
+    """Read what an instance declares; None if it declares nothing."""
     return _in_metadata(environment) or _fmi_flag(environment)
 
 
 def declared_by_source(factory: EnvFactory[Any]) -> Declaration | None:
-    """Read what is known without building: what the instance says that a factory was made from, or the class."""
+    """Read what is declared by a factory's instance or class, without building one; None if that is unknown."""
     if factory.live is not None:
         return declared_by_instance(factory.live)
-    if factory.origin == "graft":
+    if factory.origin == "pickle":
         return None
-    with contextlib.suppress(Exception):  # whatever is wrong with it will show when it is built
+    with contextlib.suppress(Exception):  # Building it shows what is wrong.
         build, _ = factory._recipe.unpacked()
         return _in_metadata(_class_of(build))
     return None
@@ -191,22 +186,19 @@ def _class_of(build: Any) -> Any:
 
 
 def _fmi_flag(environment: Any) -> Declaration | None:
-    """Look for FMI's flag in what is held in attributes, mappings, lists and tuples, the nearest first.
-
-    Nothing of the environment's own runs, such as a ``__getattr__``.
-    """
+    """Search attributes, mappings, lists and tuples for FMI's flag, breadth first, without calling ``__getattr__``."""
     waiting, seen = collections.deque([environment]), {id(environment)}
-    for _ in range(_LOOKED_AT):
+    for _ in range(_MOST_OBJECTS):
         if not waiting:
             break
         item = waiting.popleft()
-        held = _objects.attributes(item)
+        held = walk.attributes(item)
         if held.get(_FMI) is True:
             return Declaration(Isolation.SINGLE_INSTANCE.value, f"the FMI model description, by its flag {_FMI},")
         parts = (
             item.values() if isinstance(item, Mapping) else item if isinstance(item, (list, tuple)) else held.values()
         )
-        for part in itertools.islice(parts, _LOOKED_AT):
+        for part in itertools.islice(parts, _MOST_OBJECTS):
             if not isinstance(part, (str, bytes, int, float, type, types.ModuleType)) and id(part) not in seen:
                 seen.add(id(part))
                 waiting.append(part)

@@ -41,33 +41,10 @@ int fmi2DoStep(void *c, double time, double step, int no_set_state) {
     return DONE;
 }
 
-/* The standard wants them to be there. */
-int fmi2GetInteger(void *c, const unsigned *r, size_t n, int *v) { return (void)c, (void)r, (void)n, (void)v, REFUSED; }
-int fmi2GetBoolean(void *c, const unsigned *r, size_t n, int *v) { return (void)c, (void)r, (void)n, (void)v, REFUSED; }
-int fmi2GetString(void *c, const unsigned *r, size_t n, char **v) { return (void)c, (void)r, (void)n, (void)v, REFUSED; }
-int fmi2SetInteger(void *c, const unsigned *r, size_t n, int *v) { return (void)c, (void)r, (void)n, (void)v, REFUSED; }
-int fmi2SetBoolean(void *c, const unsigned *r, size_t n, int *v) { return (void)c, (void)r, (void)n, (void)v, REFUSED; }
-int fmi2SetString(void *c, const unsigned *r, size_t n, char **v) { return (void)c, (void)r, (void)n, (void)v, REFUSED; }
-int fmi2GetFMUstate(void *c, void **s) { return (void)c, (void)s, REFUSED; }
-int fmi2SetFMUstate(void *c, void *s) { return (void)c, (void)s, REFUSED; }
-int fmi2FreeFMUstate(void *c, void **s) { return (void)c, (void)s, REFUSED; }
-int fmi2SerializedFMUstateSize(void *c, void *s, size_t *n) { return (void)c, (void)s, (void)n, REFUSED; }
-int fmi2SerializeFMUstate(void *c, void *s, char b[], size_t n) { return (void)c, (void)s, (void)b, (void)n, REFUSED; }
-int fmi2DeSerializeFMUstate(void *c, char b[], size_t n, void **s) {
-    return (void)c, (void)s, (void)b, (void)n, REFUSED;
-}
-int fmi2GetDirectionalDerivative(void *c, unsigned u[], size_t m, unsigned k[], size_t n, double *d, double *e) {
-    return (void)c, (void)u, (void)m, (void)k, (void)n, (void)d, (void)e, REFUSED;
-}
-int fmi2SetRealInputDerivatives(void *c, unsigned r[], size_t n, int o[], double *v) {
-    return (void)c, (void)r, (void)n, (void)o, (void)v, REFUSED;
-}
-int fmi2GetRealOutputDerivatives(void *c, unsigned r[], size_t n, int o[], double *v) {
-    return (void)c, (void)r, (void)n, (void)o, (void)v, REFUSED;
-}
-int fmi2CancelStep(void *c) { return (void)c, REFUSED; }
-int fmi2GetStatus(void *c, int k, int *v) { return (void)c, (void)k, (void)v, REFUSED; }
-int fmi2GetRealStatus(void *c, int k, double *v) { return (void)c, (void)k, (void)v, REFUSED; }
-int fmi2GetIntegerStatus(void *c, int k, int *v) { return (void)c, (void)k, (void)v, REFUSED; }
-int fmi2GetBooleanStatus(void *c, int k, int *v) { return (void)c, (void)k, (void)v, REFUSED; }
-int fmi2GetStringStatus(void *c, int k, char **v) { return (void)c, (void)k, (void)v, REFUSED; }
+/* The standard wants them to be there; nothing calls them. */
+#define UNUSED(name) int fmi2##name(void) { return REFUSED; }
+UNUSED(GetInteger) UNUSED(GetBoolean) UNUSED(GetString) UNUSED(SetInteger) UNUSED(SetBoolean) UNUSED(SetString)
+UNUSED(GetFMUstate) UNUSED(SetFMUstate) UNUSED(FreeFMUstate) UNUSED(SerializedFMUstateSize) UNUSED(SerializeFMUstate)
+UNUSED(DeSerializeFMUstate) UNUSED(GetDirectionalDerivative) UNUSED(SetRealInputDerivatives) UNUSED(CancelStep)
+UNUSED(GetRealOutputDerivatives) UNUSED(GetStatus) UNUSED(GetRealStatus) UNUSED(GetIntegerStatus)
+UNUSED(GetBooleanStatus) UNUSED(GetStringStatus)

@@ -17,6 +17,9 @@ from typing import Any, ClassVar
 import gymnasium
 import numpy as np
 
+Reset = tuple[Any, dict[str, Any]]
+Step = tuple[Any, float, bool, bool, dict[str, Any]]
+
 
 class Simulator(gymnasium.Env[np.ndarray, np.ndarray]):
     """The toy simulator.
@@ -38,13 +41,13 @@ class Simulator(gymnasium.Env[np.ndarray, np.ndarray]):
             raise RuntimeError("the toy simulator gives no handle")
         self._observation = np.zeros(2)
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
         super().reset(seed=seed)
         self._library.sim_reset(self._handle, seed or 0)
         self._observation[:] = 0
         return self._observation.copy(), {}
 
-    def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    def step(self, action: np.ndarray) -> Step:
         self._library.sim_step(self._handle, float(action[0]), self._observation.ctypes.data)
         return self._observation.copy(), float(self._observation[0]), False, False, {"time": time.time()}
 
@@ -59,12 +62,11 @@ def from_the_environment() -> Simulator:
 
 
 def unpacks_its_library(library: str) -> Simulator:
-    folder = tempfile.mkdtemp()
-    return Simulator(shutil.copy(library, folder))
+    return Simulator(shutil.copy(library, tempfile.mkdtemp()))
 
 
 class Plain(gymnasium.Env[np.ndarray, int]):
-    """Counts what it is told, without a simulator."""
+    """Sums its actions and its noise."""
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float64)
     action_space = gymnasium.spaces.Discrete(5)
@@ -72,12 +74,12 @@ class Plain(gymnasium.Env[np.ndarray, int]):
     def __init__(self) -> None:
         self._sum = 0.0
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
         super().reset(seed=seed)
         self._sum = float(self.np_random.random())
         return np.array([self._sum]), {}
 
-    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    def step(self, action: int) -> Step:
         self._sum += int(action) + self.noise()
         return np.array([self._sum]), 1.0, False, False, {}
 
@@ -95,19 +97,6 @@ class DrawsFromPython(Plain):
         return random.random()
 
 
-class BuiltFromTorch(Plain):
-    """A world drawn by torch, which nothing has imported before."""
-
-    def __init__(self) -> None:
-        import torch
-
-        super().__init__()
-        self._offset = float(torch.rand(()))
-
-    def noise(self) -> float:
-        return self._offset
-
-
 class DrawsWhenBuilt(Plain):
     """Every instance is a world of its own, drawn from NumPy's global generator."""
 
@@ -119,6 +108,16 @@ class DrawsWhenBuilt(Plain):
         return self._offset
 
 
+class BuiltFromTorch(DrawsWhenBuilt):
+    """Draws from torch, which nothing has imported before."""
+
+    def __init__(self) -> None:
+        import torch
+
+        super().__init__()
+        self._offset = float(torch.rand(()))
+
+
 class ClassAttribute(Plain):
     total: ClassVar[list[float]] = []
 
@@ -127,84 +126,117 @@ class ClassAttribute(Plain):
         return float(len(self.total))
 
 
-class ActsOnAll(Plain):
+class IgnoresSeeds(Plain):
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
+        return super().reset(seed=0)
+
+
+class ActsOnAll(IgnoresSeeds):
     """An action moves the others by their next step, and nothing else differs between them."""
 
     last: ClassVar[list[int]] = [0]
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        return super().reset(seed=0)
-
-    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    def step(self, action: int) -> Step:
         before, self.last[0] = self.last[0], int(action)
         return super().step(before)
 
 
-class IgnoresSeeds(Plain):
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        return super().reset(seed=0)
+class SharedOutput(Plain):
+    """Returns the same array as all others."""
+
+    _output: ClassVar[np.ndarray] = np.zeros(1)
+
+    def step(self, action: int) -> Step:
+        self._output[:] = super().step(action)[0]
+        return self._output, 1.0, False, False, {}
 
 
-class WritesDown(Plain):
-    """Writes down what is done with it."""
+class OwnOutput(SharedOutput):
+    """Returns the same array every time."""
 
-    def __init__(self, notes: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._notes = notes
-        self._write("build")
+        self._output = np.zeros(1)  # type: ignore[misc]
 
-    def _write(self, what: str) -> None:
-        with Path(self._notes).open("a") as file:
-            file.write(f"{what} {os.getpid()}\n")
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        self._write(f"reset({seed})")
+class Masked(Plain):
+    """Has a buffer of legal actions that all share; what is returned is a copy."""
+
+    _mask, _count = np.zeros(5, bool), [0]
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self._how = how
+        if how == "array":
+            self.mask = self._mask
+
+    def step(self, action: int) -> Step:
+        observation, reward, *_ = super().step(action)
+        self._mask[:] = observation * np.arange(5) % 2 > 1
+        self._count[0] += 1
+        info = {"info": {"count": self._count[0]}, "buffer in info": {"mask": self._mask}}.get(self._how, {})
+        return observation, reward, False, False, info
+
+
+class MaskedByMethod(Masked):
+    def action_masks(self) -> np.ndarray:
+        return self._mask
+
+
+class SlowReset(Plain):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
+        time.sleep(self._seconds)
         return super().reset(seed=seed)
 
-    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self._write("step")
-        time.sleep(random.random() / 500)  # whoever does not wait for its turn is soon ahead of it
-        return super().step(action)
 
-    def close(self) -> None:
-        self._write("close")
-
-
-class Slow(Plain):
+class SlowStep(Plain):
     def noise(self) -> float:
         time.sleep(0.15)
         return 0.0
 
 
-class Messy(Plain):
-    """Prints, writes files, and leaves a thread and a process that leaves its group."""
+class FailsAtReset(Plain):
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
+        raise RuntimeError("no world")
 
-    def __init__(self, notes: str, hangs: str = "") -> None:
+
+class ReadsAFile(Plain):
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
+        Path("world.txt").read_text()
+        return super().reset(seed=seed)
+
+
+class Messy(Plain):
+    """Prints, writes files, and leaves a thread and a process, which leaves its group if this does not hang."""
+
+    def __init__(self, notes: str, hangs: bool = False) -> None:
         super().__init__()
         os.write(1, b"built\n" * 50_000)
         sys.stderr.write("to a stream")
         Path("left.txt").write_text("in the working directory")
-        Path(os.environ["TMPDIR"], "left.txt").write_text("in the folder for temporary files")
+        Path(tempfile.gettempdir(), "left.txt").write_text("in the folder for temporary files")
         threading.Thread(target=time.sleep, args=(1000,)).start()
-        child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        child = subprocess.Popen(["sleep", "1000"], start_new_session=not hangs)
         with Path(notes).open("a") as file:
             file.write(f"{child.pid} {os.getpid()} {Path.cwd()}\n")
         if hangs:
             time.sleep(1000)
 
 
-class DiesWithALivingChild(Plain):
-    """The second one in a folder ends its process, and a child of it holds on to whatever was open."""
+class LeavesALock(Plain):
+    """Starts only once, until it is closed."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: str) -> None:
         super().__init__()
-        if Path("first.txt").exists():
-            if os.fork() == 0:
-                os.setsid()
-                time.sleep(1000)
-            time.sleep(0.5)
-            os._exit(5)
-        Path("first.txt").touch()
+        self._path = Path(path)
+        self._path.touch(exist_ok=False)
+
+    def close(self) -> None:
+        self._path.unlink()
 
 
 class SaysSingle(Plain):
@@ -241,40 +273,9 @@ class BadCloseOfSecond(Plain):
 
 
 class NotAnEnvironment:
-    """Has neither spaces nor a known base."""
-
     def reset(self) -> int:
-        return 0
-
-    def step(self) -> int:
         return 0
 
 
 def exits() -> None:
     sys.exit("no license")
-
-
-def hangs() -> None:
-    time.sleep(1000)
-
-
-class SharedOutput(Plain):
-    """Writes what it returns to the same place as all others."""
-
-    output: ClassVar[np.ndarray] = np.zeros(1)
-
-    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self.output[:] = super().step(action)[0]
-        return self.output, 1.0, False, False, {}
-
-
-class OwnOutput(Plain):
-    """Writes what it returns to the same place every time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._output = np.zeros(1)
-
-    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self._output[:] = super().step(action)[0]
-        return self._output, 1.0, False, False, {}

@@ -23,33 +23,32 @@ VARIANTS = {
     "GOOD": (INDEPENDENT, "bit for bit"),
     "BACKGROUND_THREAD": (INDEPENDENT, "bit for bit"),
     "NULL_FOR_SECOND": (SINGLE, "building the second raises RuntimeError: the toy simulator gives no handle"),
-    "NULL_FOR_LATER": (SINGLE, "building a third, when both are closed, raises RuntimeError"),
+    "NULL_FOR_LATER": (SINGLE, "building the third, after the first was closed, raises RuntimeError"),
     "CRASH_OF_SECOND": (SINGLE, "building the second kills the process by SIGSEGV"),
     "EXIT_OF_SECOND": (SINGLE, "exit code 3 (it printed: 'toy simulator: the license is for one instance')"),
     "ABORT_IN_STEP": (SINGLE, "step 3 of the first kills the process by SIGABRT"),
     "CLOSE_KILLS_OTHERS": (SINGLE, "of the first, after the second was closed, kills the process by SIGSEGV"),
-    "CRASH_OF_LAST_CLOSE": (SINGLE, "closing the second, after the first was closed, kills the process by SIGABRT"),
+    "CRASH_OF_LAST_CLOSE": (SINGLE, "closing the first, after the second was closed, kills the process by SIGABRT"),
     "SHARED_GLOBALS": (SHARED, "the first returns something else from its"),
     "SHARED_RANDOM": (SHARED, "returns something else from its step"),
     "SHARED_AT_RESET": (SHARED, "returns something else from its"),
     "SHARED_LATER": (SHARED, "the first returns something else from its step 5"),
     "LAZY_TABLE": (SHARED, "returns something else from its step"),
     "CLOSE_CHANGES_OTHERS": (SHARED, "returns something else from its step"),
-    "LAST_CLOSE_CHANGES_LATER": (SHARED, "a third, when both are closed, returns something else from its step 1"),
+    "LAST_CLOSE_CHANGES_LATER": (SHARED, "the third returns something else from its step 1"),
     "SEEDED_BY_CLOCK": (UNTOLD, "does not return the same twice"),
     "NOTHING_SEEN": (UNTOLD, "nothing that it returned depended on seeds or actions"),
     "NULL_ALWAYS": (UNKNOWN, "could not be tried: building it raises RuntimeError: the toy simulator gives no handle"),
     "CRASH_IN_STEP": (BROKEN, "step 5 of it kills the process by SIGSEGV"),
 }
-# Those whose processes collide: the cure, or "cwd" for working directories of their own, and whether several may live
-# in one process.
+# Those whose processes collide: whether a working directory for each helps, and whether several may live in a process.
 COLLIDING = {
-    "LOCK_IN_CWD": ("cwd", False),
-    "LOCK_IN_TMPDIR": ("TMPDIR", False),
-    "LOCK_BESIDE_LIBRARY": ("library copy", False),
-    "LOCK_PER_PROCESS": ("cwd", True),
-    "STATE_IN_FILES": ("cwd", True),
-    "SHARED_MEMORY": (None, False),
+    "LOCK_IN_CWD": (True, False),
+    "LOCK_IN_TMPDIR": (False, False),
+    "LOCK_BESIDE_LIBRARY": (False, False),
+    "LOCK_PER_PROCESS": (True, True),
+    "STATE_IN_FILES": (True, True),
+    "SHARED_MEMORY": (False, False),
 }
 # It takes as long as is waited for it.
 HANGING = "HANG_OF_SECOND"

@@ -1,0 +1,370 @@
+"""Verdicts on simulators that tolerate a second instance, or a second process, in all the ways that were met."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import psutil
+import pytest
+
+from rl_ext_core.errors import InvalidArgumentError
+from rl_ext_core.factory import as_factory
+from rl_ext_core.isolation import Isolation, probe
+from tests.boundaries import ROOT
+from tests.core.devices.fakes.build import give_up
+from tests.core.isolation import simulator
+from tests.core.isolation.conftest import Variant
+from tests.core.isolation.fmu import Decay, make_fmu
+from tests.core.isolation.swmm import Tank
+from tests.core.isolation.variants import COLLIDE, COLLIDING, HANGING, INDEPENDENT, SHARED, SINGLE, UNKNOWN, VARIANTS
+from tests.load import busy
+from tests.ways import run_as
+
+BROKEN = Isolation.BROKEN
+
+
+def check(variant: Variant, name: str, own_cache: Path) -> None:
+    expected, text = VARIANTS[name]
+    verdict = probe(variant(name))
+    assert verdict.isolation is expected, verdict
+    assert len(list(own_cache.glob("*"))) == (expected in (INDEPENDENT, SINGLE, SHARED))
+    assert text in verdict.explanation
+    assert verdict.in_process is (expected in (INDEPENDENT, UNKNOWN))
+    assert verdict.declared_by == "probe"
+
+
+def check_colliding(variant: Variant, name: str) -> None:
+    helps, in_process = COLLIDING[name]
+    verdict = probe(variant(name), cache=False)
+    assert verdict.isolation is COLLIDE, verdict
+    assert ('write make_vec_env(..., cwd="own")' in verdict.explanation) is helps
+    assert verdict.in_process is in_process, verdict
+
+
+@pytest.mark.sample(ci=4)
+@pytest.mark.parametrize("name", ["SEEDED_BY_CLOCK", *(name for name in VARIANTS if name != "SEEDED_BY_CLOCK")])
+def test_verdict_on_each_variant(name: str, variant: Variant, own_cache: Path) -> None:
+    check(variant, name, own_cache)
+
+
+@pytest.mark.sample(quick=0, ci=2)
+@pytest.mark.parametrize("name", [*COLLIDING][::-1])
+def test_processes_that_collide_and_whether_directories_help(name: str, variant: Variant) -> None:
+    check_colliding(variant, name)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("turn", range(3))
+@pytest.mark.parametrize("name", [*VARIANTS, *COLLIDING])
+def test_verdict_is_the_same_every_time(name: str, turn: int, variant: Variant, own_cache: Path) -> None:
+    check(variant, name, own_cache) if name in VARIANTS else check_colliding(variant, name)
+
+
+@pytest.mark.slow
+def test_second_instance_that_hangs(variant: Variant) -> None:
+    verdict = probe(variant(HANGING), cache=False, timeout=2)
+    assert verdict.isolation is SINGLE
+    assert "building the second hangs" in verdict.explanation
+
+
+@pytest.mark.sample(ci=5)
+@pytest.mark.parametrize(
+    ("source", "expected", "text"),
+    [
+        (simulator.Plain, INDEPENDENT, "in 100 steps"),
+        (simulator.DrawsFromNumPy, SHARED, "They share state. Use one process per environment."),
+        (simulator.DrawsFromPython, SHARED, "the first returns something else from its step"),
+        (simulator.DrawsWhenBuilt, INDEPENDENT, "bit for bit"),
+        (simulator.BuiltFromTorch, INDEPENDENT, "bit for bit"),
+        (simulator.ClassAttribute, SHARED, "returns something else from its step"),
+        (simulator.ActsOnAll, SHARED, "returns something else from its step"),
+        (simulator.IgnoresSeeds, INDEPENDENT, "bit for bit"),
+        (simulator.SharedOutput, SHARED, "what the first has returned is overwritten before its step"),
+        (simulator.OwnOutput, INDEPENDENT, "bit for bit"),
+        (simulator.BadClose, INDEPENDENT, "bit for bit"),
+        (simulator.BadCloseOfSecond, SINGLE, "closing one raises RuntimeError: another one is there"),
+        (simulator.exits, UNKNOWN, "could not be tried: building it raises SystemExit: no license"),
+        (simulator.ReadsAFile, UNKNOWN, "Trials have an empty working directory"),
+        (simulator.NotAnEnvironment, UNKNOWN, "simulator.NotAnEnvironment has no known way to be stepped"),
+        (simulator.FailsAtReset, BROKEN, "A single one does not work: resetting it raises RuntimeError: no world"),
+        (functools.partial(simulator.SlowReset, 2.1), INDEPENDENT, "in 6 steps"),
+        (functools.partial(simulator.Masked, "info"), SHARED, "has something else in its info"),
+        (functools.partial(simulator.Masked, "buffer in info"), SHARED, "has something else in its info"),
+        (functools.partial(simulator.Masked, "array"), SHARED, "has something else in its mask"),
+        (functools.partial(simulator.MaskedByMethod, ""), SHARED, "has something else in its action_masks()"),
+        (lambda: gymnasium.wrappers.TimeLimit(simulator.MaskedByMethod(""), 7), SHARED, "action_masks()"),
+        ([simulator.Plain, simulator.ClassAttribute, simulator.ClassAttribute], SHARED, "something else"),
+        ([simulator.Plain, simulator.IgnoresSeeds], INDEPENDENT, "bit for bit"),
+        ([simulator.Plain, simulator.exits], UNKNOWN, "Number 2 of the sources could not be tried: building"),
+        ([simulator.Plain, simulator.FailsAtReset], BROKEN, "Number 2 of the sources does not work: resetting"),
+    ],
+)
+def test_verdict_on_environments_without_a_library(source: Any, expected: Isolation, text: str) -> None:
+    verdict = probe(source, cache=False)
+    assert verdict.isolation is expected, verdict
+    assert text in verdict.explanation
+
+
+@pytest.mark.slow
+def test_slow_steps_are_fewer() -> None:
+    verdict = probe(simulator.SlowStep, cache=False)
+    assert verdict.isolation is INDEPENDENT
+    assert "in 13 steps" in verdict.explanation or "in 12 steps" in verdict.explanation
+    assert (verdict.step_seconds or 0) > 0.1
+
+
+def test_log_line_announces_the_trials(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "rl_ext_core.isolation"):
+        probe("CartPole-v1", cache=False)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "trying 3 instances of lambda: gymnasium.make('CartPole-v1') in temporary processes; "
+        'isolation="process" skips this'
+    )
+
+
+def test_sources_that_cannot_be_pickled_are_not_tried() -> None:
+    lock = threading.Lock()
+    for source in (lambda: lock and simulator.Plain(), as_factory(simulator.Plain).then(lambda env: (lock, env)[1])):
+        verdict = probe(source, cache=False)
+        assert (verdict.isolation, verdict.in_process) == (UNKNOWN, True)
+        assert "could not be tried" in verdict.explanation
+
+
+# -- real environments
+
+
+def needs(module: str) -> Callable[[], None]:
+    return lambda: None if importlib.util.find_spec(module) else give_up(f"{module} is not installed")
+
+
+def pong() -> Any:
+    import ale_py
+
+    gymnasium.register_envs(ale_py)
+    return gymnasium.make("ALE/Pong-v5")
+
+
+def airstriker() -> Any:
+    import stable_retro
+
+    return stable_retro.make("Airstriker-Genesis-v0", render_mode="rgb_array")
+
+
+@pytest.mark.sample(ci=3)
+@pytest.mark.parametrize("source", ["CartPole-v1", "HalfCheetah-v5", gymnasium.spec("FrozenLake-v1"), pong])
+def test_independent_real_environments(source: Any) -> None:
+    verdict = probe(source, cache=False)
+    assert verdict.isolation is INDEPENDENT, verdict
+    assert (verdict.step_seconds or 0) > 1e-6
+    assert (verdict.build_seconds or 0) > 1e-5
+    assert verdict.private_bytes is None or 2**20 < verdict.private_bytes < 2**30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("package", "source", "text", "library"),
+    [
+        ("stable_retro", airstriker, "building the second raises RuntimeError: Cannot create multiple", "_retro"),
+        ("pyswmm", Tank, "building the second raises MultiSimulationError", "swmm"),
+    ],
+)
+def test_libraries_with_a_single_instance(package: str, source: Any, text: str, library: str) -> None:
+    needs(package)()
+    verdict = probe(source, cache=False)
+    assert verdict.isolation is SINGLE
+    assert text in verdict.explanation
+    assert any(library in Path(path).name for path in verdict.libraries)
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("says", [True, False])
+def test_fmu_with_and_without_the_flag(says: bool, tmp_path: Path, compiler: str) -> None:
+    needs("fmpy")()
+    fmu = make_fmu(tmp_path / "decay.fmu", compiler, **({} if says else {"flag": ""}))
+    verdict = probe(functools.partial(Decay, str(fmu)), cache=False)
+    # FMPy unpacks a copy of the library for each instance: they share nothing.
+    assert (verdict.isolation, verdict.declared_by) == ((SINGLE, "environment") if says else (INDEPENDENT, "probe"))
+    assert ("canBeInstantiatedOnlyOncePerProcess" in verdict.explanation) is says
+    assert verdict.step_seconds is not None
+
+
+# -- what a probe leaves
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return tmp_path / "temporary"
+
+
+def gone(notes: Path) -> bool:
+    until, pids = (
+        time.monotonic() + 120,
+        [int(pid) for line in notes.read_text().splitlines() for pid in line.split()[:2]],
+    )
+    while any(map(psutil.pid_exists, pids)) and time.monotonic() < until:
+        time.sleep(0.01)
+    return not any(map(psutil.pid_exists, pids))
+
+
+def test_messy_environment_leaves_neither_files_nor_processes(
+    tmp_path: Path, temporary: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    notes = tmp_path / "notes.txt"
+    assert probe(functools.partial(simulator.Messy, str(notes)), cache=False).isolation is INDEPENDENT
+    assert list(Path().iterdir()) == []
+    assert [path for path in temporary.iterdir() if not path.name.startswith("pymp-")] == []
+    assert gone(notes)
+    assert not any(Path(line.split()[2]).exists() for line in notes.read_text().splitlines())
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.slow
+def test_hanging_environment_is_not_called_broken_and_leaves_nothing(tmp_path: Path, temporary: Path) -> None:
+    notes = tmp_path / "notes.txt"
+    verdict = probe(functools.partial(simulator.Messy, str(notes), True), cache=False, timeout=3)
+    assert verdict.isolation is UNKNOWN
+    for words in ("building it hangs, or takes more than 3 s", "timeout=", "probe_timeout=", 'isolation="process"'):
+        assert words in verdict.explanation
+    assert gone(notes)
+
+
+def test_trials_close_what_they_have_built(tmp_path: Path, temporary: Path) -> None:
+    verdict = probe(functools.partial(simulator.LeavesALock, str(tmp_path / "lock")), cache=False)
+    assert verdict.isolation is COLLIDE
+    assert not (tmp_path / "lock").exists()
+
+
+@pytest.mark.slow
+def test_nothing_is_built_in_the_callers_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object) -> None:
+        raise AssertionError("built in the caller's process")
+
+    instance = simulator.Plain()
+    instance.reset(seed=3)
+    state, environ, path = dict(vars(instance)), dict(os.environ), list(sys.path)
+    monkeypatch.setattr(simulator.Plain, "__init__", refuse)
+    assert probe(simulator.Plain, cache=False).isolation is INDEPENDENT
+    descriptors = len(os.listdir("/proc/self/fd"))
+    assert probe(simulator.Plain, cache=False).isolation is INDEPENDENT
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert (dict(os.environ), list(sys.path), vars(instance)) == (environ, path, state)
+
+
+ENDS = """
+import functools, sys
+from rl_ext_core.isolation import probe
+from tests.core.isolation import simulator
+probe(functools.partial(simulator.Messy, sys.argv[1], True), cache=False)
+"""
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
+def test_trials_end_with_the_caller(ending: signal.Signals, tmp_path: Path, temporary: Path) -> None:
+    notes, environ = tmp_path / "notes.txt", {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    caller = subprocess.Popen([sys.executable, "-c", ENDS, str(notes)], env=environ, **pipes)
+    while not notes.exists() or not notes.read_text():
+        assert caller.poll() is None
+        time.sleep(0.005)
+    caller.send_signal(ending)
+    caller.communicate(timeout=120)
+    assert caller.returncode in (-ending, 130, 1)
+    assert gone(notes)
+    assert ending is signal.SIGKILL or list(temporary.iterdir()) == []
+
+
+# -- the script's own classes, a busy machine
+
+OF_THE_SCRIPT = """
+import gymnasium, numpy as np
+from rl_ext_core.isolation import probe
+class Base(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float64)
+    action_space = gymnasium.spaces.Discrete(2)
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.x = self.np_random.random()
+        return np.array([self.x]), {}
+    def step(self, action):
+        self.x += self.height() + int(action)
+        return np.array([self.x]), 0.0, False, False, {}
+    def height(self): return LEVEL
+LEVEL, live, world = 1, [], {"x": 0.0}
+class ByGlobal(Base):
+    def __init__(self):
+        if live: raise RuntimeError("only one instance per process")
+        live.append(self)
+class ByClass(Base):
+    count = 0
+    def __init__(self):
+        type(self).count += 1
+        if type(self).count > 1: raise RuntimeError("only one instance per process")
+class World(Base):
+    def height(self):
+        world["x"] += 1
+        return world["x"]
+# %%
+step, one = Base.step, Base()
+for source in (ByGlobal, ByClass, World, Base, [lambda: World(), lambda: World()]):
+    print(probe(source, cache=False).isolation.value)
+LEVEL = 7
+print(Base.step is step, one.height(), ByClass.count, live, world)
+"""
+
+
+@pytest.mark.sample(quick=0, ci=1)
+@pytest.mark.parametrize("way", ["script", "-c", "stdin", "notebook"])
+def test_classes_and_globals_of_the_script(way: str, tmp_path: Path) -> None:
+    printed = run_as(way, OF_THE_SCRIPT, tmp_path).split("\n")
+    expected = ["single-instance", "single-instance", "shared-state", "independent", "shared-state"]
+    assert printed[:6] == [*expected, "True 7 0 [] {'x': 0.0}"]
+
+
+REGISTERS = """
+import gymnasium
+from rl_ext_core.isolation import probe
+from tests.core.isolation.simulator import Plain
+gymnasium.register("OfThisScript" + "-v0", Plain)
+def make():
+    return gymnasium.make("-".join(["OfThisScript", "v0"]))
+if __name__ == "__main__":
+    print(probe(make, cache=False).isolation.value)
+"""
+
+
+@pytest.mark.slow
+def test_id_that_only_the_script_registers_is_known(tmp_path: Path) -> None:
+    assert run_as("script", REGISTERS, tmp_path) == "independent\n"
+
+
+@pytest.mark.slow
+def test_busy_machine_changes_no_verdict(variant: Variant) -> None:
+    with busy():
+        assert probe(functools.partial(simulator.SlowReset, 0.1), cache=False).isolation is INDEPENDENT
+        assert probe(variant("SHARED_RANDOM"), cache=False).isolation is SHARED
+
+
+@pytest.mark.parametrize("arguments", [{"timeout": 0}, {"timeout": -1}, {"timeout": float("nan")}, {"steps": 9}])
+def test_arguments_out_of_range_are_refused(arguments: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"{next(iter(arguments))}="):
+        probe(simulator.Plain, **arguments)
