@@ -76,8 +76,8 @@ def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         patch.setenv("TMPDIR", str(scratch))
         patch.setattr(tempfile, "tempdir", None)
         yield
-        if "rl_ext_core.processes.servers" in sys.modules:
-            sys.modules["rl_ext_core.processes.servers"].stop_servers()  # they are kept until the interpreter ends
+        if "rl_ext_core.processes.server" in sys.modules:
+            sys.modules["rl_ext_core.processes.server"].stop_server()  # it is kept until the interpreter ends
         left = [f"process {child}" for child in children_left()]
         own = tmp_path_factory.getbasetemp().parent
         left += [f"file {path}" for path in files_below(ROOT) - before if own not in path.parents]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_ext_core.processes.servers import stop_servers
+from rl_ext_core.processes.server import stop_server
 from tests.leaks import children_left, files_below
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -19,7 +19,7 @@ SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 @pytest.fixture(autouse=True)
 def no_servers() -> None:
     """Those of earlier tests are kept until the session ends."""
-    stop_servers()
+    stop_server()
 
 
 def test_a_child_that_lives_on_is_reported() -> None:

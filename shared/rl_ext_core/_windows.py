@@ -10,6 +10,7 @@ import ctypes
 import errno
 import msvcrt
 import os
+import struct
 import sys
 from multiprocessing import reduction
 from pathlib import Path
@@ -24,6 +25,9 @@ _MAP_READ_WRITE = 0x06
 _GENERIC_READ, _GENERIC_WRITE = 0x80000000, 0x40000000
 _SHARE_READ, _OPEN_ALWAYS, _NORMAL = 1, 4, 0x80
 _SHARING_VIOLATION = 32
+_TERMINATE, _SET_QUOTA = 0x01, 0x100
+_EXTENDED_LIMIT_INFORMATION, _KILL_ON_JOB_CLOSE, _BREAKAWAY_OK = 9, 0x2000, 0x800
+_TERMINATED = 0x10000  # multiprocessing's exit code for a process that was terminated
 _INVALID = ctypes.c_void_p(-1).value
 
 _kernel = ctypes.WinDLL("kernel32", use_last_error=True)
@@ -35,6 +39,12 @@ for _name, _result, _arguments in (
     ("MapViewOfFileEx", _pointer, [_pointer, _word, _word, _word, _size, _pointer]),
     ("UnmapViewOfFile", ctypes.c_int, [_pointer]),
     ("CloseHandle", ctypes.c_int, [_pointer]),
+    ("OpenProcess", _pointer, [_word, ctypes.c_int, _word]),
+    ("TerminateProcess", ctypes.c_int, [_pointer, ctypes.c_uint]),
+    ("CreateJobObjectW", _pointer, [_pointer, ctypes.c_wchar_p]),
+    ("SetInformationJobObject", ctypes.c_int, [_pointer, ctypes.c_int, ctypes.c_char_p, _word]),
+    ("AssignProcessToJobObject", ctypes.c_int, [_pointer, _pointer]),
+    ("TerminateJobObject", ctypes.c_int, [_pointer, ctypes.c_uint]),
     ("CreateFileW", _pointer, [ctypes.c_wchar_p, _word, _word, _pointer, _word, _word, _pointer]),
 ):
     getattr(_kernel, _name).restype = _result
@@ -132,3 +142,29 @@ class Sent:
     def detach(self) -> int:
         """Return a descriptor of it in the process that it was sent to."""
         return msvcrt.open_osfhandle(self._handle.detach(), os.O_RDWR | os.O_BINARY | os.O_NOINHERIT)
+
+
+class Job:
+    """A job object with one process in it, and all that this starts: they end with it, and with this process.
+
+    Programs that ask to leave the job may. Where Windows refuses the job, only the process itself ends.
+
+    :param pid: number of the process.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._job = _checked(_kernel.CreateJobObjectW(None, None))
+        self._process = _kernel.OpenProcess(_SET_QUOTA | _TERMINATE, 0, pid)
+        # JOBOBJECT_EXTENDED_LIMIT_INFORMATION, all zero except its LimitFlags.
+        limits = struct.pack("@qqIPPIPII6Q4P", 0, 0, _KILL_ON_JOB_CLOSE | _BREAKAWAY_OK, *[0] * 16)
+        _kernel.SetInformationJobObject(self._job, _EXTENDED_LIMIT_INFORMATION, limits, len(limits))
+        _kernel.AssignProcessToJobObject(self._job, self._process)
+
+    def end(self) -> None:
+        """End the process, and what it has started."""
+        _kernel.TerminateProcess(self._process, _TERMINATED)
+        _kernel.TerminateJobObject(self._job, _TERMINATED)
+
+    def __del__(self) -> None:
+        for handle in (self._job, self._process):
+            _kernel.CloseHandle(handle)

@@ -79,7 +79,9 @@ def check_descriptors(n_workers: int, argument: str) -> None:
     :param argument: what says how many workers there are, with ``{}`` in place of the number
     :raises InvalidArgumentError: there are too few
     """
-    import resource  # Linux and macOS have it
+    if not os.path.isdir("/proc/self/fd"):  # on other systems than Linux
+        return
+    import resource
 
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     left = limit - len(os.listdir("/proc/self/fd")) - _SPARE_DESCRIPTORS

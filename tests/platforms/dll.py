@@ -121,21 +121,22 @@ def test_each_process_has_one() -> None:
 def test_who_has_died_is_said() -> None:
     if not_there("sb3_ext"):
         return
-    # In a call of ctypes, Windows' access violation is an OSError, which ends the process as every error does.
-    crashed = "0xC0000005" if ON_WINDOWS else -11
-    deaths = {CRASH: 1 if ON_WINDOWS else -11, CRASH_IN_A_THREAD: crashed, ABORT: 3 if ON_WINDOWS else -6, EXIT: 7}
-    for action, exit_code in deaths.items():
-        _die(action, exit_code)
+    # In a call of ctypes, Windows' access violation is an OSError.
+    crashed = "ended with exit code 0xC0000005" if ON_WINDOWS else "was killed by SIGSEGV"
+    aborted = "ended with exit code 3" if ON_WINDOWS else "was killed by SIGABRT"
+    crashed_in_call = "raised OSError" if ON_WINDOWS else crashed
+    deaths = {CRASH: crashed_in_call, CRASH_IN_A_THREAD: crashed, ABORT: aborted, EXIT: "ended with exit code 7"}
+    for action, how in deaths.items():
+        _die(action, how)
 
 
-def _die(action: int, exit_code: int | str) -> None:
+def _die(action: int, how: str) -> None:
     from sb3_ext import make_vec_env
 
     vec_env = make_vec_env(Simulator, 2, isolation="process")
     vec_env.reset()
     vec_env.step(np.array([NOTHING, NOTHING]))
-    said = f"the process of environment 1 of 2 has ended, with exit code {exit_code}"
-    refused(WorkerError, said, functools.partial(vec_env.step, np.array([NOTHING, action])))
+    refused(WorkerError, f", in step: {how}", functools.partial(vec_env.step, np.array([NOTHING, action])))
     none_left()
     vec_env.close()
 

@@ -1,4 +1,4 @@
-"""What workers do where there are none of ours; run by ``test_stand_ins.py`` where much of Linux is hidden."""
+"""What workers and probes do on any operating system; run by ``test_stand_ins.py`` where much of Linux is hidden."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from stable_baselines3.common import env_util
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 
 from rl_ext_core._system import set_variables
-from rl_ext_core.errors import InvalidArgumentError, WorkerError
+from rl_ext_core.errors import WorkerError
 from rl_ext_core.isolation import Isolation, probe
-from sb3_ext import AutoVecEnv, as_factory, make_vec_env
+from sb3_ext import AutoVecEnv, SharedMemoryVecEnv, as_factory, make_vec_env
 from tests.platforms import simulators
 from tests.platforms.buffers import folder, main, refused
 
@@ -62,8 +62,8 @@ def none_left() -> None:
 
 def test_one_instance_per_process() -> None:
     venv = make_vec_env(Single, 2, seed=0)
-    assert isinstance(venv, SubprocVecEnv)
-    assert "building the second raises RuntimeError: Cannot create" in venv.isolation_report
+    assert isinstance(venv, SharedMemoryVecEnv)
+    assert "Cannot create multiple instances" in venv.isolation_report
     assert "has its own process" in venv.isolation_report
     theirs = env_util.make_vec_env(Single, 2, 0, vec_env_cls=SubprocVecEnv, vec_env_kwargs={"start_method": "spawn"})
     found = steps_of(venv)
@@ -136,17 +136,16 @@ def test_independent_ones_share_this_process_without_a_guard() -> None:
         assert subprocess.check_output([sys.executable, str(script)], env=environ, text=True).endswith("cache\n")
 
 
-def test_processes_that_collide_may_have_a_folder_each() -> None:
-    verdict = probe(simulators.Locks, cache=False)
-    assert verdict.isolation is Isolation.PROCESSES_COLLIDE, verdict
-    assert 'cwd="own"' in verdict.explanation, verdict
+def test_workers_may_have_a_working_directory_each() -> None:
     venv = AutoVecEnv([simulators.Locks] * 2, cwd="own")
-    assert isinstance(venv, SubprocVecEnv)
+    assert isinstance(venv, SharedMemoryVecEnv)
+    assert venv.working_directory is not None
     assert venv.working_directory in venv.isolation_report, venv.isolation_report
     venv.reset()
+    assert sorted(path.name for path in Path(venv.working_directory).iterdir()) == ["0", "1"]
     assert not Path("lock").exists()
     venv.close()
-    shutil.rmtree(venv.working_directory)
+    shutil.rmtree(venv.working_directory, ignore_errors=True)
     none_left()
 
 
@@ -174,18 +173,23 @@ def test_who_has_died_is_said() -> None:
     venv.reset()
     for _ in range(2):
         venv.step(np.zeros(2, int))
-    died = "the process of environment 0 of 2 has ended, with exit code 7"
+    died = ", in step: ended with exit code 7"
     refused(WorkerError, died, lambda: venv.step(np.zeros(2, int)))
     venv.close()
     none_left()
     build = functools.partial(make_vec_env, lambda: Single("in its constructor"), 2, isolation="process")
-    refused(WorkerError, "has ended, with exit code 1", build)
+    refused(WorkerError, "in its constructor: raised OSError('no licence')", build)
     none_left()
 
 
-def test_options_of_our_own_workers_are_refused() -> None:
-    options = {"n_workers": 2}
-    refused(InvalidArgumentError, "n_workers", lambda: make_vec_env(Single, 2, vec_env_kwargs=options))
+def test_a_worker_that_has_died_is_replaced() -> None:
+    venv = SharedMemoryVecEnv([lambda: Single("in a step"), Single], restart="truncate", step_timeout=300)
+    venv.reset()
+    dones = [venv.step(np.zeros(2, int))[2].tolist() for _ in range(3)]
+    assert dones == [[False, False], [False, False], [True, False]]
+    assert venv.timings.restarts == 1
+    venv.close()
+    none_left()
 
 
 def test_torchrls_workers_take_an_instance() -> None:

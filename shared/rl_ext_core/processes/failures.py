@@ -107,11 +107,11 @@ class FailedWorker:
         return Failure(self.worker, kind, phase, f"{who} {what}{when}{rest}", seed=seed, notes=notes, **more)
 
 
-def ended(worker: FailedWorker, contents: Contents, exitcode: int | None, *, server_end: str | None = None) -> Failure:
+def ended(worker: FailedWorker, contents: Contents, exitcode: int | None, *, is_lost: bool = False) -> Failure:
     """Describe the failure of a worker that has ended.
 
     :param exitcode: None: the system has not reported it to this process
-    :param server_end: how its fork server has ended, as `ending` writes it, if that has ended the worker
+    :param is_lost: whether its fork server has ended first
     """
     started = contents.progress is Progress.RUNNING
     while_it = {
@@ -123,9 +123,9 @@ def ended(worker: FailedWorker, contents: Contents, exitcode: int | None, *, ser
     if contents.raised is not None:
         kind = "exception" if started else "start"
         return _raised(worker, contents, contents.raised, kind, while_it, exitcode)
-    if server_end is not None:
+    if is_lost:
         what, kind = f"is lost{while_it}", "signal"
-        rest = f": the fork server that started it {server_end}, and so it was ended too"
+        rest = ": the fork server that started it was killed, and so it was ended too"
     elif exitcode is None:
         what, kind = f"ended{while_it}", "exit"
         rest = "; why is not known, because this process ignores SIGCHLD or another part of it has waited for the "
@@ -135,8 +135,11 @@ def ended(worker: FailedWorker, contents: Contents, exitcode: int | None, *, ser
         what, kind = f"was killed by {name}{while_it}", "signal"
         rest = "; its last Python frames:" if contents.text else f". {_HINTS[name]}" if name in _HINTS else ""
     else:
-        what, kind = f"ended with exit code {exitcode}{while_it}", "exit"
+        what, kind = f"ended with exit code {exit_code_name(exitcode)}{while_it}", "exit"
+        if exitcode > LARGEST_CHOSEN:  # Windows' number of a crash
+            kind = "signal"
         rest = ": its function returned, or something called os._exit" if started else "; see what it has printed"
+        rest = "; its last Python frames:" if contents.text else rest
     kind = kind if started else "start"
     return worker.failure(kind, contents, what, rest, traceback=without_our_frames(contents.text), exitcode=exitcode)
 
@@ -160,11 +163,14 @@ def timed_out(
     does not even react to signals; ``others`` do not answer either, None: all wait for a command.
     """
     nor = f" (nor did {', '.join(map(str, others))})" if others else ""
+    if others and not hasattr(signal, "SIGUSR1"):
+        nor = " (or another one: Windows does not report where they are)"
     rest = f"{nor}; it is in:"
     if others is None:
         rest = f", but no {worker.label} hangs: all wait for a command, so the time went by in the parent; it is in:"
     if not stack:
-        rest = f"{nor}; it does not even react to signals" if contents.progress else f"{nor}; it is still being started"
+        rest = f"{nor}; it does not even react to signals" if hasattr(signal, "SIGUSR1") else nor
+        rest = rest if contents.progress else f"{nor}; it is still being started"
     return worker.failure(
         "timeout", contents, f"did not answer within {seconds:g} s", rest, traceback=without_our_frames(stack)
     )
@@ -191,15 +197,6 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def ending(exitcode: int | None) -> str:
-    """Return how a process has ended, as the end of a sentence."""
-    if exitcode is None:
-        return "has died"
-    if exitcode < 0:
-        return f"was killed by {signal_name(-exitcode)}"
-    return f"ended with exit code {exit_code_name(exitcode)}"
-
-
 def exit_code_name(code: int) -> str:
     """Return an exit code as people look it up: Windows has numbers for what signals are elsewhere, as 0xC0000005."""
     return f"0x{code:X}" if code > LARGEST_CHOSEN else str(code)
@@ -210,9 +207,7 @@ def without_our_frames(text: str) -> str:
     lines: list[str] = []
     skipping = False
     for line in text.splitlines():
-        skipping = line.startswith("  ") and (skipping or _OURS in line)
-        if skipping and lines and "/multiprocessing/process.py" in lines[-1]:
-            lines.pop()
+        skipping = line.startswith("  ") and (skipping or _OURS in line.replace(os.sep, "/"))
         if not skipping:
             lines.append(line)
     return "\n".join(lines)

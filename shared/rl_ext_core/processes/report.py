@@ -14,7 +14,6 @@ import os
 import pickle
 import struct
 import sys
-import threading
 import time
 import traceback
 from contextlib import suppress
@@ -23,14 +22,13 @@ from enum import IntEnum
 from types import TracebackType
 from typing import Any
 
-from rl_ext_core._interrupts import uninterrupted
-from rl_ext_core._system import new_memory_file
+from rl_ext_core._system import new_memory_file, read_at
 
 PAGE = 4096
 _NUMBER, _LENGTH = struct.Struct("=I"), struct.Struct("=Q")
 # Of the page: how far it got, whether it has something to close, whether it was asked to end, its exit code plus one,
-# and its notes.
-_CLOSES_AT, _ASKED_AT, _EXITCODE_AT, _NOTES_AT = 4, 8, 12, 16
+# whether it has reported an exception, and its notes.
+_CLOSES_AT, _ASKED_AT, _EXITCODE_AT, _RAISED_AT, _NOTES_AT = 4, 8, 12, 16, 24
 _NOTES_FROM = _NOTES_AT + _LENGTH.size
 _NOTES_LIMIT = PAGE - _NOTES_FROM
 _MARK = b"\0report\0"
@@ -39,7 +37,7 @@ _PICKLE_LIMIT = 1_000_000
 _SUMMARY_LIMIT = 300
 _CAUSES_LIMIT = 10
 # Where every worker's traceback starts; the user's code comes after it.
-_OUR_FILES = ("/multiprocessing/process.py", "/multiprocessing/spawn.py", "/rl_ext_core/processes/worker.py")
+_OUR_FILES = ("/multiprocessing/process.py", "/processes/context.py", "/processes/worker.py")
 _encode = json.JSONEncoder(default=repr).encode
 
 
@@ -119,71 +117,60 @@ class Report:
 
     def __init__(self) -> None:
         self.fd, _ = new_memory_file("rl_ext_core-report")
-        self.taken = False  # whether someone shows what it says
-        self._closed: Contents | None = None
-        # It may be closed by the main thread while another one reads it.
-        self._lock = threading.Lock()
         try:
             os.ftruncate(self.fd, PAGE)
-            # The offset is shared with the worker: here, nothing is read or written with it afterwards.
+            self._page = mmap.mmap(self.fd, PAGE)
+            # The worker shares the offset, and appends.
             os.lseek(self.fd, PAGE, os.SEEK_SET)
         except BaseException:
             os.close(self.fd)
             raise
 
-    @uninterrupted
+    @property
+    def progress(self) -> Progress:
+        """How far the worker got."""
+        return Progress(self._number(0))
+
+    @property
+    def has_raised(self) -> bool:
+        """Whether the worker has reported an exception, and so is about to end."""
+        return bool(self._number(_RAISED_AT))
+
+    def _number(self, place: int) -> int:
+        found: int = _NUMBER.unpack_from(self._page, place)[0]
+        return found
+
     def ask_to_end(self) -> bool:
-        """Note that the worker is to end, which a signal will tell it; tell whether it has something to close then."""
-        with self._lock:
-            if self._closed:
-                return False
-            os.pwrite(self.fd, _NUMBER.pack(1), _ASKED_AT)
-            return bool(*_NUMBER.unpack(os.pread(self.fd, _NUMBER.size, _CLOSES_AT)))
+        """Record that the worker is to end, which a signal will tell it; return whether it has something to close."""
+        _NUMBER.pack_into(self._page, _ASKED_AT, 1)
+        return bool(self._number(_CLOSES_AT))
 
-    @uninterrupted
-    def size(self) -> int:
-        """Return the number of bytes, for :meth:`text_since`."""
-        with self._lock:
-            return 0 if self._closed else os.fstat(self.fd).st_size
-
-    @uninterrupted
-    def text_since(self, start: int) -> str:
-        """Read faulthandler's text from a place on."""
-        with self._lock:
-            return "" if self._closed else _parted(os.pread(self.fd, os.fstat(self.fd).st_size, start))[0]
-
-    @uninterrupted
-    def read(self) -> Contents:
-        """Read everything, also after :meth:`close`."""
-        with self._lock:
-            return self._closed or self._contents()
-
-    @uninterrupted
     def exitcode(self) -> int | None:
-        """Read the exit code that the worker has recorded; None: it ended before it could, or the file is closed."""
-        with self._lock:
-            recorded = 0 if self._closed else _NUMBER.unpack(os.pread(self.fd, _NUMBER.size, _EXITCODE_AT))[0]
+        """Read the exit code that the worker has recorded; None: it ended before it could."""
+        recorded = self._number(_EXITCODE_AT)
         return recorded - 1 if recorded else None
 
-    @uninterrupted
-    def close(self) -> None:
-        """Close the file."""
-        with self._lock:
-            self._closed = self._contents()
+    def size(self) -> int:
+        """Return the number of bytes, for :meth:`text_since`."""
+        return os.fstat(self.fd).st_size
+
+    def text_since(self, start: int) -> str:
+        """Read faulthandler's text from a place on."""
+        return _parted(self._read(start))[0]
+
+    def read(self) -> Contents:
+        """Read everything, of a worker that has ended or does not write."""
+        (length,) = _LENGTH.unpack_from(self._page, _NOTES_AT)
+        notes = json.loads(self._page[_NOTES_FROM : _NOTES_FROM + length]) if length else {}
+        text, raised = _parted(self._read(PAGE))
+        return Contents(self.progress, notes, raised, text)
+
+    def _read(self, start: int) -> bytes:
+        return read_at(self.fd, self.size() - start, start)
+
+    def __del__(self) -> None:
+        with suppress(AttributeError, OSError):  # it was not made
             os.close(self.fd)
-
-    def _contents(self) -> Contents:
-        data = os.pread(self.fd, os.fstat(self.fd).st_size, 0)
-        (progress,), (length,) = _NUMBER.unpack_from(data), _LENGTH.unpack_from(data, _NOTES_AT)
-        notes = json.loads(data[_NOTES_FROM : _NOTES_FROM + length]) if length else {}
-        text, raised = _parted(data[PAGE:])
-        return Contents(Progress(progress), notes, raised, text)
-
-    def print_if_untaken(self) -> None:
-        """Write the worker's traceback where multiprocessing would have: nobody asked for the report."""
-        raised = None if self.taken else self.read().raised
-        if raised is not None and not raised.exits and sys.stderr is not None:
-            sys.stderr.write(raised.traceback)
 
 
 class Writer:
@@ -192,6 +179,7 @@ class Writer:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self._page = mmap.mmap(fd, PAGE)
+        os.lseek(fd, 0, os.SEEK_END)  # Windows' mmap changes the offset
 
     def enter(self, progress: Progress) -> None:
         """Say how far the worker is."""
@@ -230,6 +218,7 @@ class Writer:
             rest = memoryview(_MARK + _LENGTH.pack(len(payload)) + payload)
             while rest:
                 rest = rest[os.write(self.fd, rest) :]
+            _NUMBER.pack_into(self._page, _RAISED_AT, 1)
         except Exception:  # no memory, no space: the caller has other ways to tell
             return False
         return True
@@ -272,7 +261,7 @@ def _summary(error: BaseException) -> str:
 
 def _formatted(error: BaseException) -> str:
     where: TracebackType | None = error.__traceback__
-    while where is not None and where.tb_next is not None and where.tb_frame.f_code.co_filename.endswith(_OUR_FILES):
+    while where is not None and where.tb_next is not None and _file_of(where).endswith(_OUR_FILES):
         where = where.tb_next
     try:
         text = "".join(traceback.format_exception(type(error), error, where))
@@ -280,6 +269,10 @@ def _formatted(error: BaseException) -> str:
         text = "".join(traceback.format_tb(where))
         text += f"{type(error).__name__}: <formatting it raises {type(second).__name__}>\n"
     return _cut(text, _TEXT_LIMIT)
+
+
+def _file_of(where: TracebackType) -> str:
+    return where.tb_frame.f_code.co_filename.replace(os.sep, "/")
 
 
 def _cut(text: str, limit: int) -> str:
@@ -304,9 +297,9 @@ def _pickled(error: BaseException) -> bytes | None:
         pickle.Pickler(sink).dump(error)
         return sink.getvalue()
     with suppress(Exception):  # a class of a script that was not imported here
-        from rl_ext_core.factory import _byvalue
+        from rl_ext_core import _pickle
 
-        packed = _byvalue.dumps(error, message=True)
+        packed = _pickle.dumps(error)
         return packed if len(packed) <= _PICKLE_LIMIT else None
     return None
 

@@ -1,23 +1,30 @@
-"""The parent's side: waiting for workers beside the main thread, and saying what they died of."""
+"""The parent's side: waiting for workers in a thread, and reporting what they died of.
+
+A thread, because TorchRL's ``ParallelEnv`` waits for its workers in code of its own, which nothing else can leave: one
+way to wait for deaths serves all.
+"""
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing import connection, util
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 
+from rl_ext_core import _system
 from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, WorkerError
-from rl_ext_core.processes.contexts import Worker, WorkerPopen
+from rl_ext_core.processes.context import Worker, kill_workers
 from rl_ext_core.processes.failures import FailedWorker, Failure, ended, is_idle, main_stack, timed_out
+from rl_ext_core.processes.families import kill_group
 from rl_ext_core.processes.report import Contents, Progress
-from rl_ext_core.processes.worker import CLOSE_S, kill_families
+from rl_ext_core.processes.worker import CLOSE_S, END_SIGNAL
 
 __all__ = ["Watch"]
 
@@ -87,32 +94,24 @@ class Watch:
         idle_in: Sequence[str] = ("/multiprocessing/connection.py",),
     ) -> None:
         self.failure: Failure | None = None
-        self._popens = [_popen_of(process) for process in processes]
-        self._processes = tuple(processes)
+        self._workers = [_checked(process) for process in processes]
         if seeds is not None and len(seeds) != len(processes):
             raise InvalidArgumentError(
                 f"there are {len(seeds)} seeds for {len(processes)} processes; write one for each, or seeds=None"
             )
         self._seeds, self._on_failure, self._label, self._idle_in = seeds, on_failure, label, tuple(idle_in)
         self._running: _Operation | None = None
-        self._tick: float | None = None
+        self._tick = None if hasattr(os, "pidfd_open") else _LONGEST_TICK_S
         self._closing = self._killing = self._stopping = False
         self.owner = os.getpid()
-        for popen in self._popens:
-            popen.report.taken = popen.watched = True
         self._over = threading.Event()
-        self._wake_r = self._wake_w = -1
         self._at_exit = util.Finalize(None, self._end_at_exit, exitpriority=_EXIT_PRIORITY)
-        handles: dict[int, int] = {}
-        self._thread = threading.Thread(target=self._watch, args=(handles,), name="rl_ext_core-watch", daemon=True)
+        self._woken, self._waker = multiprocessing.Pipe(duplex=False)
+        self._thread = threading.Thread(target=self._watch, name="rl_ext_core-watch", daemon=True)
         try:
-            for worker, popen in enumerate(self._popens):
-                handles[os.dup(popen.sentinel)] = worker  # of its own: a process may be closed meanwhile
-            self._wake_r, self._wake_w = os.pipe()
             self._thread.start()
         except BaseException:
-            util.close_fds(*handles)  # type: ignore[attr-defined]
-            self._close_descriptors()
+            self._close()
             raise
 
     def operation(self, name: str, timeout: float | None = None) -> _Operation:
@@ -157,65 +156,72 @@ class Watch:
 
     def stop(self) -> None:
         """End the thread and close the descriptors; the workers that live go on, unwatched."""
-        if not self.ours or self._wake_w < 0:
+        if not self.ours or self._waker.closed:
             return
         self._stopping = True
         self._wake()
         # on_failure may be at work there, or may have called this.
         if threading.current_thread() is not self._thread:
             self._thread.join()
-        self._close_descriptors()
+        self._close()
 
     @uninterrupted
-    def _close_descriptors(self) -> None:
+    def _close(self) -> None:
         self._at_exit.cancel()
-        wake_r, wake_w, self._wake_r, self._wake_w = self._wake_r, self._wake_w, -1, -1
-        if wake_w >= 0:
-            os.close(wake_r)
-            os.close(wake_w)
-        for popen in self._popens:
-            # Nobody is left to say it: it is printed, as multiprocessing would.
-            popen.report.taken = popen.returncode is not None
+        self._waker.close()
+        self._woken.close()
 
     def _end_at_exit(self) -> None:
         self.kill()
         # Later, when objects are deleted, the thread does not run any more and cannot be joined.
         self.stop()
 
+    @uninterrupted
     def _wake(self) -> None:
-        if self._wake_w >= 0:
-            os.write(self._wake_w, b"\0")
+        if not self._waker.closed:
+            self._waker.send_bytes(b"")
 
-    def _watch(self, handles: Mapping[int, int]) -> None:
-        waiting = dict(handles)
+    def _watch(self) -> None:
         try:
-            while waiting and not self._stopping and self.failure is None:
-                ready = connection.wait([*waiting, self._wake_r], self._tick)
-                if self._wake_r in ready:
-                    os.read(self._wake_r, 1000)
-                dead = [waiting.pop(handle) for handle in ready if isinstance(handle, int) and handle in waiting]
-                if not self._stopping:
-                    self._find_ended(dead)
-                    self._find_hanging()
+            waiting = self._wait_for_deaths()
             if self._killing:
                 self._end_workers()
+            self._clear([worker for worker in waiting.values() if worker.exitcode is not None])
         finally:
-            for handle in handles:
-                os.close(handle)
             self._over.set()
 
-    def _find_ended(self, dead: Sequence[int]) -> None:
-        unexpected = [worker for worker in dead if not (self._closing and self._popens[worker].final_exitcode() == 0)]
+    def _wait_for_deaths(self) -> dict[int, Worker]:
+        """Wait for all deaths up to the first failure, and return the workers that were alive then."""
+        waiting, woken = dict(enumerate(self._workers)), self._woken
+        while waiting and not self._stopping and self.failure is None:
+            # Windows waits for 63 at most: then the clock tells when to look at the others.
+            sentinels = [worker.sentinel for worker in waiting.values()][: 60 if _system.WINDOWS else None]
+            if woken in connection.wait([*sentinels, woken], self._tick):
+                woken.recv_bytes()
+            dead = {number: worker for number, worker in waiting.items() if worker.exitcode is not None}
+            waiting = {number: worker for number, worker in waiting.items() if number not in dead}
+            self._clear(dead.values())
+            if not self._stopping:
+                self._find_ended(dead)
+                self._find_hanging()
+        return waiting
+
+    def _clear(self, dead: Iterable[Worker]) -> None:
+        """Kill what workers have left that have ended in order."""
+        for worker in dead:
+            kill_group(worker.pid or 0)
+
+    def _find_ended(self, dead: Mapping[int, Worker]) -> None:
+        unexpected = {number: worker for number, worker in dead.items() if not (self._closing and worker.exitcode == 0)}
         if not unexpected:
             return
-        # It may have said that all is well, as os._exit(0) does.
-        kill_families([], [self._popens[worker].pid for worker in unexpected])
-        contents = {worker: self._popens[worker].report.read() for worker in unexpected}
-        worker = min(unexpected, key=lambda worker: (*_rank(contents[worker], self._popens[worker]), worker))
-        popen = self._popens[worker]
-        code = popen.final_exitcode()
-        known = None if popen.is_unreported else code
-        self._fail(ended(self._describe(worker), contents[worker], known, server_end=popen.server_end))
+        # It may have reported that all is well, as os._exit(0) does.
+        kill_workers([*unexpected.values()])
+        contents = {number: worker.report.read() for number, worker in unexpected.items()}
+        number = min(unexpected, key=lambda number: (*_rank(contents[number], unexpected[number]), number))
+        popen = unexpected[number].popen
+        code = None if popen.is_unreported else popen.returncode
+        self._fail(ended(self._describe(number), contents[number], code, is_lost=popen.is_lost))
 
     def _find_hanging(self) -> None:
         operation = self._running
@@ -226,30 +232,28 @@ class Watch:
             return  # it was late, and has ended meanwhile
         busy = [worker for worker, stack in stacks.items() if not is_idle(main_stack(stack), self._idle_in)]
         worker, *others = busy or stacks
-        failed, contents = self._describe(worker), self._popens[worker].report.read()
+        failed, contents = self._describe(worker), self._workers[worker].report.read()
         seconds = operation.timeout or 0.0
         self._fail(timed_out(failed, contents, seconds, stacks[worker], others if busy else None))
 
     def _ask_for_stacks(self) -> dict[int, str]:
         """Have the workers write where they are, and read it when all have done so or some will not."""
-        sizes = {}
-        asked = []
-        for worker, popen in enumerate(self._popens):
-            if popen.poll() is None:
-                sizes[worker] = popen.report.size()
-                # One that has only just been launched would die of the signal.
-                if popen.report.read().progress > Progress.LAUNCHED:
-                    popen._send_signal(signal.SIGUSR1)
-                    asked.append(worker)
+        sizes = {number: worker.report.size() for number, worker in enumerate(self._workers) if _is_alive(worker)}
+        if not hasattr(signal, "SIGUSR1"):
+            return dict.fromkeys(sizes, "")
+        # One that has only just been launched would die of the signal.
+        asked = [number for number in sizes if self._workers[number].report.progress > Progress.LAUNCHED]
+        for number in asked:
+            self._workers[number].send_signal(signal.SIGUSR1)
         before: dict[int, int] = {}
         end = time.monotonic() + _STACKS_S
         while time.monotonic() < end:
             time.sleep(_SILENCE_S)
-            now = {worker: self._popens[worker].report.size() for worker in asked}
-            if now == before and all(size > sizes[worker] for worker, size in now.items()):
+            now = {number: self._workers[number].report.size() for number in asked}
+            if now == before and all(size > sizes[number] for number, size in now.items()):
                 break
             before = now
-        return {worker: self._popens[worker].report.text_since(since) for worker, since in sizes.items()}
+        return {number: self._workers[number].report.text_since(since) for number, since in sizes.items()}
 
     def _fail(self, failure: Failure) -> None:
         self.failure = failure
@@ -263,19 +267,20 @@ class Watch:
 
     def _end_workers(self) -> None:
         """Let the workers that live close what they have, then kill them and what is left of them."""
-        both = zip(self._processes, self._popens, strict=True)
-        living = {process: popen for process, popen in both if _is_alive(process)}
+        living = [worker for worker in self._workers if _is_alive(worker)]
         if not living:
             return
-        _wait_for([process for process, popen in living.items() if popen.ask_to_end()], CLOSE_S)
-        left = [popen.pid for process, popen in living.items() if _is_alive(process)]
-        kill_families(left, [popen.pid for popen in living.values()])
-        _wait_for([*living], _REAP_S)
+        asked = [worker for worker in living if worker.report.ask_to_end()] if END_SIGNAL is not None else []
+        for worker in asked:
+            worker.send_signal(END_SIGNAL)
+        _wait_for(asked, CLOSE_S)
+        kill_workers(living)
+        _wait_for(living, _REAP_S)
 
-    def _describe(self, worker: int) -> FailedWorker:
+    def _describe(self, number: int) -> FailedWorker:
         operation = self._running
-        seed = None if self._seeds is None else int(self._seeds[worker])
-        return FailedWorker(worker, len(self._popens), self._label, seed, operation.name if operation else None)
+        seed = None if self._seeds is None else int(self._seeds[number])
+        return FailedWorker(number, len(self._workers), self._label, seed, operation.name if operation else None)
 
     def _expect_within(self, timeout: float) -> None:
         """Look at the clock often enough for a time limit; costs something the first time only."""
@@ -287,14 +292,13 @@ class Watch:
     def _explain(self, error: Exception) -> None:
         if isinstance(error, WorkerError):
             return
-        if self.failure is None and (isinstance(error, _OF_PIPES) or any(map(self._is_failing, self._popens))):
+        if self.failure is None and (isinstance(error, _OF_PIPES) or any(map(self._is_failing, self._workers))):
             self._over.wait(_PATIENCE_S)
         self._raise_failure()
 
-    def _is_failing(self, popen: WorkerPopen) -> bool:
-        code = popen.poll()
-        over = code is not None and not (self._closing and code == 0)
-        return over or popen.report.read().raised is not None
+    def _is_failing(self, worker: Worker) -> bool:
+        code = worker.exitcode
+        return worker.report.has_raised or (code is not None and not (self._closing and code == 0))
 
     def _raise_failure(self) -> None:
         if self.failure is not None:
@@ -335,36 +339,36 @@ class _Operation:
             watch._running = None
 
 
-def _popen_of(process: BaseProcess) -> WorkerPopen:
+def _checked(process: BaseProcess) -> Worker:
     if not isinstance(process, Worker):
         raise InvalidTypeError(
-            f"{process!r} is no worker of this package: it does not report. Make it by "
+            f"{process!r} does not report; expected a worker of this package. Make it by "
             "rl_ext_core.processes.get_context().Process(target=...)"
         )
     if process.popen is None:
         raise InvalidArgumentError(f"{process!r} has not started; call its start() before Watch(...)")
-    return process.popen
+    return process
 
 
-def _rank(contents: Contents, popen: WorkerPopen) -> tuple[int, float]:
-    """Order deaths that are found together: crashes are nobody's consequence, being terminated usually is."""
+def _rank(contents: Contents, worker: Worker) -> tuple[int, float]:
+    """Order deaths that are found together: a crash is not a consequence, being terminated usually is."""
     if contents.raised is not None:
         return 1, contents.raised.time
-    return (2 if popen.final_exitcode() in (0, -signal.SIGTERM) else 0), 0.0
+    return (2 if worker.exitcode in (0, -signal.SIGTERM) else 0), 0.0
 
 
-def _is_alive(process: BaseProcess) -> bool:
+def _is_alive(worker: Worker) -> bool:
     # Asking drops a process that has ended from multiprocessing's list as well.
     try:
-        return process.is_alive()
+        return worker.is_alive()
     except ValueError:  # closed, and so dead
         return False
 
 
-def _wait_for(processes: Sequence[BaseProcess], seconds: float) -> None:
-    """Wait for processes to end."""
+def _wait_for(workers: Sequence[Worker], seconds: float) -> None:
+    """Wait for workers to end."""
     end = time.monotonic() + seconds
     pause = 0.001
-    while [process for process in processes if _is_alive(process)] and time.monotonic() < end:
+    while [worker for worker in workers if _is_alive(worker)] and time.monotonic() < end:
         time.sleep(pause)
         pause = min(2 * pause, 0.02)

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from rl_ext_core.processes.servers import stop_servers
+from rl_ext_core.processes.server import stop_server
 from tests.core.processes.groups import METHODS
 
 
 @pytest.fixture(autouse=True, scope="session")
 def no_servers_left() -> Iterator[None]:
     yield
-    stop_servers()
+    stop_server()
 
 
 @pytest.fixture(params=METHODS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import multiprocessing
 import os
@@ -11,7 +10,6 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import popen_fork, resource_tracker, util
 from multiprocessing.forkserver import ForkServer
@@ -22,23 +20,21 @@ from typing import Any
 import psutil
 import pytest
 
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
-from rl_ext_core.processes import contexts, get_context, registered
+from rl_ext_core.errors import InvalidArgumentError
+from rl_ext_core.processes import get_context, registered
 from tests.core.processes import targets
 from tests.core.processes.groups import FRESH, LIMIT_S, fails_until_there_are_enough_descriptors, group
 
 
 def test_it_is_a_context_of_multiprocessing(method: str) -> None:
     context = get_context(method, label="Env")
-    upstream = multiprocessing.get_context(method)
-    assert isinstance(context, type(upstream))
     assert context.get_context() is context
     assert context.get_start_method() == method
-    processes = [context.Process(target=targets.pid) for _ in range(3)]
-    assert all(isinstance(process, upstream.Process) for process in processes)  # type: ignore[attr-defined]
-    assert [process.worker for process in processes] == [0, 1, 2]
-    assert [process.name for process in processes] == ["Env-0", "Env-1", "Env-2"]
-    assert not processes[0].daemon
+    processes = [context.Process(target=targets.pid) for _ in range(2)]
+    assert [(process.worker, process.name, process.daemon) for process in processes] == [
+        (0, "Env-0", False),
+        (1, "Env-1", False),
+    ]
     assert context.Process(target=targets.pid, name="mine", daemon=True).daemon
 
 
@@ -64,18 +60,10 @@ def _use_all(flags: list[int], *, event: object, queue: object) -> None:
     queue.put("queued")  # type: ignore[attr-defined]
 
 
-def test_what_cannot_be_used_is_refused_with_the_line_to_write() -> None:
+def test_an_unknown_start_method_is_refused_with_the_line_to_write() -> None:
     assert get_context().get_start_method() == "forkserver"
-    with pytest.raises(InvalidArgumentError, match=r"'fork-server' is no way .*Write method=\"forkserver\""):
+    with pytest.raises(InvalidArgumentError, match=r"'fork-server' does not start .*Write method=\"forkserver\""):
         get_context("fork-server")
-    with pytest.raises(InvalidTypeError, match=r"preload='gymnasium' is no list of names; write preload="):
-        get_context(preload="gymnasium")
-    with pytest.raises(InvalidTypeError, match=r"sets 'RANK' to 3; .*Write \{'RANK': '3'\}"):
-        get_context(environs=[{"RANK": 3}])  # type: ignore[dict-item]
-    context = get_context(environs=[{}])
-    context.Process()
-    with pytest.raises(InvalidArgumentError, match=r"variables for 1 workers, and this context makes process number 2"):
-        context.Process()
 
 
 def test_workers_get_the_environment_of_their_start(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,27 +110,6 @@ def test_programs_that_workers_start_get_no_descriptors_of_ours(method: str) -> 
         files = workers.ask(0, "files_of_a_program")
         assert len(files) > 2
         assert not [file for file in files if "rl_ext_core-report" in file]
-
-
-@pytest.fixture
-def foreign_handler() -> Iterator[None]:
-    """Handle SIGTERM in C, in vain, as SDL does."""
-    before = signal.getsignal(signal.SIGTERM)
-    library = ctypes.CDLL(None)
-    library.signal.argtypes, library.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
-    library.signal(signal.SIGTERM, ctypes.cast(library.getpid, ctypes.c_void_p))
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-@pytest.mark.sample(ci=2)
-@pytest.mark.usefixtures("foreign_handler")
-def test_terminate_ends_workers_whatever_handles_the_signal_here(method: str) -> None:
-    with group(method, 1) as workers:
-        assert workers.ask(0, "pid")
-        workers.workers[0].terminate()
-        workers.workers[0].join(LIMIT_S)
-        assert workers.workers[0].exitcode == -signal.SIGTERM
 
 
 @pytest.mark.sample(ci=2)
@@ -232,6 +199,8 @@ def test_what_cannot_be_pickled_fails_in_the_parent_and_leaves_nothing() -> None
         with pytest.raises(Exception, match="pickle"):
             process.start()
         assert process.exitcode is None
+        del process
+    gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -240,26 +209,6 @@ def _children() -> set[int]:
 
 
 @pytest.mark.parametrize("method", FRESH)
-def test_a_start_that_is_interrupted_while_it_is_sent_leaves_nothing(
-    method: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with group(method, 1) as workers:  # a fork server runs from here on
-        workers.ask(0, "pid")
-    gc.collect()
-    before, descriptors = _children(), len(os.listdir("/proc/self/fd"))
-
-    def interrupted(descriptor: int, data: bytes) -> None:
-        os.write(descriptor, data[:10])
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(contexts, "_send", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        get_context(method).Process(target=targets.hang).start()
-    assert _children() <= before
-    assert len(os.listdir("/proc/self/fd")) == descriptors
-    assert capfd.readouterr().err == ""
-
-
 def test_a_start_for_which_there_are_too_few_descriptors_leaves_all_as_it_was(method: str) -> None:
     with group(method, 1) as workers:
         workers.ask(0, "pid")

@@ -16,7 +16,7 @@ import pytest
 
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.processes import get_context
-from tests.core.processes.groups import LIMIT_S, Group, descriptors, group, in_turns
+from tests.core.processes.groups import LIMIT_S, Group, group, in_turns
 from tests.core.processes.targets import tell_helpers
 
 
@@ -56,22 +56,6 @@ def test_what_a_worker_has_started_ends_when_it_fails_or_hangs(command: str, met
             os.kill(helpers[1][2], signal.SIGKILL)
 
 
-def test_what_workers_have_started_ends_when_they_are_killed(method: str) -> None:
-    with group(method, 2) as workers:
-        helpers = [workers.ask(worker, "start_helpers") for worker in (0, 1)]
-        workers.watch.kill()
-        wait_until_gone([*helpers[0], *helpers[1]])
-
-
-def test_what_a_worker_has_started_is_found_where_no_descriptor_is_left() -> None:
-    with group("forkserver", 1) as workers:
-        program, forked, apart = workers.ask(0, "start_helpers")
-        with descriptors(0):
-            workers.workers[0].kill()
-        wait_until_gone([program, forked])
-        os.kill(apart, signal.SIGKILL)
-
-
 def test_what_workers_leave_behind_in_good_order_ends_too() -> None:
     with group("forkserver", 1) as workers:
         program, forked, apart = workers.ask(0, "start_helpers")
@@ -108,9 +92,9 @@ def test_a_worker_that_returns_leaves_the_closing_to_its_function() -> None:
     with group("forkserver", 1) as workers:
         workers.ask(0, "close_files")
         workers.close()
-        popen = workers.workers[0].popen
-        assert popen is not None
-        for file in popen.report.read().notes["files"]:
+        worker = workers.workers[0]
+        assert worker.report
+        for file in worker.report.read().notes["files"]:
             Path(file).unlink()
 
 
@@ -118,9 +102,9 @@ def test_a_worker_that_returns_leaves_the_closing_to_its_function() -> None:
 def test_a_worker_that_ends_early_closes_what_it_has(end: str) -> None:
     with group("forkserver", 2) as workers:
         workers.ask(1, "close_files")
-        popen = workers.workers[1].popen
-        assert popen is not None
-        closed, other = map(Path, popen.report.read().notes["files"])
+        worker = workers.workers[1]
+        assert worker.report
+        closed, other = map(Path, worker.report.read().notes["files"])
         if end == "fails":
             fail(workers, "raise_bad_level")
         workers.watch.kill()

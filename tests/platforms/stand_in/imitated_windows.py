@@ -5,11 +5,13 @@ Imported before anything is hidden.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import mmap
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ _libc.mmap.argtypes = [_pointer, _size, ctypes.c_int, ctypes.c_int, ctypes.c_int
 _libc.munmap.argtypes = [_pointer, _size]
 _libc.mprotect.argtypes = [_pointer, _size, ctypes.c_int]
 _open, _flock, _lockf, _unlink = os.open, fcntl.flock, fcntl.lockf, os.unlink
+_kill, _kill_group, _KILL = os.kill, os.killpg, signal.SIGKILL
 _lock, _at_once, _free = fcntl.LOCK_EX, fcntl.LOCK_NB, fcntl.LOCK_UN
 _sizes: dict[int, int] = {}
 _places = [1 << 44]
@@ -108,3 +111,15 @@ def Sent(descriptor: int) -> Any:  # noqa: N802 (a class there)
     from multiprocessing import reduction
 
     return reduction.DupFd(descriptor)
+
+
+class Job:
+    """Ends the process group that ``sitecustomize`` has made of a spawned process; not with this process."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+
+    def end(self) -> None:
+        for kill in (_kill_group, _kill):
+            with contextlib.suppress(ProcessLookupError):
+                kill(self._pid, _KILL)

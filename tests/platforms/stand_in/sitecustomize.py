@@ -166,6 +166,8 @@ if _SYSTEM:
     if _SYSTEM == "windows":
         import imitated_windows
 
+        if "--multiprocessing-fork" in sys.orig_argv:
+            os.setpgid(0, 0)  # in place of a job object
         # The same module, which has taken what it needs before it is hidden.
         sys.modules["rl_ext_core._windows"] = imitated_windows
         _hide_modules()

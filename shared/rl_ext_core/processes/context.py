@@ -1,0 +1,507 @@
+"""Contexts of multiprocessing whose processes are workers, and how these are started.
+
+They start by multiprocessing's own ways: its fork server (another instance of it, see ``server``), its ``spawn``, its
+``fork``. What differs:
+
+- A worker has all of its environment variables before it imports anything but the standard library and this package.
+- What goes wrong before its function runs, such as while that is unpickled, is reported, as is what ends it later.
+- It imports the main module only if what it runs refers to that: most scripts need no ``__main__`` guard.
+- It ends with its parent, and what it has started ends with it.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import logging
+import math
+import multiprocessing
+import os
+import select
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from multiprocessing import connection, popen_fork, reduction, spawn, util
+from multiprocessing import context as mp_context
+from multiprocessing import process as mp_process
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from rl_ext_core import _system
+from rl_ext_core._import_path import import_path
+from rl_ext_core._interrupts import uninterrupted
+from rl_ext_core._system import after_fork, sent
+from rl_ext_core.errors import InvalidArgumentError
+from rl_ext_core.processes import server
+from rl_ext_core.processes.families import kill_families
+from rl_ext_core.processes.report import Report
+from rl_ext_core.processes.worker import Call, Start, leave
+
+if sys.platform == "win32":
+    from multiprocessing import popen_spawn_win32
+else:
+    from multiprocessing import forkserver, popen_forkserver, popen_spawn_posix
+
+__all__ = ["Worker", "WorkerContext", "get_context", "kill_workers", "registered"]
+
+_log = logging.getLogger("rl_ext_core.processes")
+
+# multiprocessing's exit code for a process whose fork server has died, and here for any that is not known.
+_UNKNOWN = 255
+_LOOK_S = 0.1
+# macOS has a fork server, whose forks its own libraries do not support.
+_DEFAULT = "forkserver" if hasattr(os, "memfd_create") else "spawn"
+# Where the parent's main module is, in multiprocessing's preparation data.
+_OF_MAIN = ("init_main_from_name", "init_main_from_path")
+# What a worker has of its process object, besides what it runs.
+_SENT = ("_identity", "_config", "_parent_pid", "_parent_name", "_popen", "_closed", "_name", "_start_method", "worker")
+
+_names = itertools.count()
+# Writing ends of all lifelines. A forked child must not hold them: it would keep its siblings from seeing the end.
+_lifelines: set[int] = set()
+
+
+def _leave_to_parent() -> None:
+    """Drop the workers of the process that this one was forked from."""
+    global _preparing
+    _preparing = threading.Lock()
+    while _lifelines:
+        os.close(_lifelines.pop())
+    # multiprocessing would terminate and join them when this process ends.
+    children: set[Any] = mp_process._children  # type: ignore[attr-defined]
+    children.difference_update([child for child in children if isinstance(child, Worker)])
+
+
+after_fork(_leave_to_parent)
+
+
+class Worker(BaseProcess):
+    """A process of multiprocessing that reports to its parent and ends with it; made by :class:`WorkerContext`.
+
+    :ivar worker: how many processes its context had made before
+    :ivar report: how far it got, and what it says of its end
+    """
+
+    worker: int
+    report: Report
+    _context: WorkerContext | None
+    _modules: Sequence[str]
+    _main: Mapping[str, Any]
+    _begin: Start
+    _call: Call | None = None
+    _lifeline: Any = None
+    _job: Any = None
+
+    @property
+    def popen(self) -> Any:
+        """What the parent holds of the started process; None before."""
+        return vars(self)["_popen"]
+
+    def start(self) -> None:
+        """Start the process; if that is interrupted, or ``on_start`` raises, the process ends.
+
+        Daemons may start it, such as the workers of a ``Pool``: it ends with them, whoever waits for it.
+        """
+        context, self._context = self._context, None  # which would live as long as this, and in a forked worker
+        assert context is not None
+        try:
+            self._launch(context)
+            if context.on_start is not None:
+                context.on_start(self)
+        except BaseException:
+            if self.popen is not None:
+                self.kill()
+                self.join()
+            elif self._lifeline is not None:
+                self._lifeline()
+            raise
+
+    @uninterrupted
+    def _launch(self, context: WorkerContext) -> None:
+        config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+        daemon = {name: config.pop(name) for name in ("daemon",) if name in config}
+        self.report, self._modules, reading = Report(), context.preload, None
+        try:
+            if not _system.WINDOWS:
+                reading, writing = os.pipe()
+                _lifelines.add(writing)
+                # At exit the kernel closes it, after the children that are waited for have ended.
+                self._lifeline = util.Finalize(self, _close_lifeline, (writing,))
+            self._begin = context.start_of(self, reading)
+            super().start()
+            if _system.WINDOWS:
+                self._job = _system._windows.Job(self.pid)
+        finally:
+            config.update(daemon)
+            if reading is not None:
+                os.close(reading)
+
+    @staticmethod
+    def _Popen(process: Any) -> Any:  # noqa: N802 multiprocessing's name
+        if process._start_method == "fork":
+            return _ForkPopen(process)
+        if process._start_method == "forkserver":
+            try:
+                return _ForkServerPopen(process)
+            except server.UnusableError as error:
+                _log.info("%s is spawned: %s", process.name, error)
+                process._start_method = "spawn"
+        return _SpawnPopen(process)
+
+    def kill(self) -> None:
+        """Kill the process, and what it has started."""
+        kill_workers([self])
+
+    terminate = kill
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the process, if it has not ended."""
+        if self.exitcode is None:
+            os.kill(self.pid or 0, number)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The function is pickled apart: nothing of the user's is unpickled before the worker is set up.
+        file = io.BytesIO()
+        pickler = _NotingPickler(file)
+        pickler.dump(self._function())
+        lifeline = None if self._begin.lifeline is None else reduction.DupFd(self._begin.lifeline)
+        begin = replace(self._begin, report=sent(self.report.fd), lifeline=lifeline)
+        call = Call(file.getvalue(), pickler.needs_main, self._main)
+        return {**{name: vars(self)[name] for name in _SENT}, "_begin": begin, "_call": call}
+
+    def _function(self) -> tuple[Any, Any, Any]:
+        return self._target, self._args, self._kwargs  # type: ignore[attr-defined]
+
+    def run(self) -> None:
+        """Run the function; called in the worker."""
+        begin, call = self._begin, self._call
+        if call is None:  # it is forked
+            call = Call(self._function(), False, {})
+        else:
+            lifeline = None if begin.lifeline is None else begin.lifeline.detach()
+            begin = replace(begin, report=begin.report.detach(), lifeline=lifeline)
+        begin.run(call)
+
+    def _bootstrap(self, parent_sentinel: int | None = None) -> int:
+        code: int = super()._bootstrap(parent_sentinel)  # type: ignore[misc]
+        return leave(code, spawned=self._start_method == "spawn")  # type: ignore[attr-defined]
+
+
+@uninterrupted
+def _close_lifeline(writing: int) -> None:
+    _lifelines.discard(writing)
+    os.close(writing)
+
+
+def kill_workers(workers: Sequence[Worker]) -> None:
+    """Kill workers that have started, with all that they have started, and what is left of those that have ended."""
+    if _system.WINDOWS:
+        for process in workers:
+            process._job.end()
+    else:
+        living = [process.pid or 0 for process in workers if process.popen.poll() is None]
+        kill_families(living, [process.pid or 0 for process in workers])
+
+
+class _NotingPickler(reduction.ForkingPickler):
+    """Notes whether a worker has to import the main module to unpickle this.
+
+    What cloudpickle has packed brings the main module's functions and classes along: most workers need not run the
+    user's script again, with all that it imports.
+    """
+
+    needs_main = False
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (type, types.FunctionType)) and value.__module__ in ("__main__", "__mp_main__"):
+            self.needs_main = True
+        return NotImplemented
+
+
+_plain_preparation = spawn.get_preparation_data
+
+
+def _preparation(process: Any) -> dict[str, Any]:
+    """Return multiprocessing's preparation data, except the main module, which ``process`` sends with its function."""
+    chosen = multiprocessing.get_start_method(allow_none=True)
+    try:
+        data: dict[str, Any] = _plain_preparation(process.name)
+    finally:
+        if not chosen:
+            # Asking for the default has fixed it: the user could not set another any more.
+            multiprocessing.set_start_method(None, force=True)
+    process._main = {name: data.pop(name) for name in _OF_MAIN if name in data}
+    return {**data, "sys_path": import_path()}
+
+
+_preparing = threading.Lock()
+
+
+@contextmanager
+def _own_preparation(process: Any) -> Iterator[None]:
+    """Replace the preparation data of a process that this thread spawns, for which multiprocessing has no way."""
+    thread = threading.get_ident()
+
+    def prepared(name: str) -> dict[str, Any]:
+        return _preparation(process) if threading.get_ident() == thread else _plain_preparation(name)
+
+    with _preparing:
+        spawn.get_preparation_data = prepared
+        try:
+            yield
+        finally:
+            spawn.get_preparation_data = _plain_preparation
+
+
+if sys.platform == "win32":
+
+    class _SpawnPopen(popen_spawn_win32.Popen):
+        is_lost = is_unreported = False
+
+        def __init__(self, process: Any) -> None:
+            try:
+                with _own_preparation(process):
+                    super().__init__(process)
+            except OSError:
+                if not hasattr(self, "pid"):
+                    raise  # else the worker has died already, which is found like any other death
+
+else:
+
+    class _FetchingPopen(popen_fork.Popen):
+        """Fetches the exit code once, whichever thread asks, and also where the system does not report it."""
+
+        is_lost = False  # whether the fork server has ended first, which knows the exit code
+        is_unreported = False  # whether neither the system nor the worker has reported the exit code
+        sentinel: int
+        pid: int
+        _fds: list[int]
+
+        def __init__(self, process: Any) -> None:
+            self._report, self._polling = process.report, threading.Lock()
+            super().__init__(process)
+
+        def poll(self, flag: int = os.WNOHANG) -> int | None:
+            """Fetch the exit code."""
+            while (code := self._fetched()) is None and flag != os.WNOHANG:
+                # What the worker has forked may hold the sentinel, where that is a pipe.
+                connection.wait([self.sentinel], _LOOK_S)
+            return code
+
+        @uninterrupted  # the lock would stay locked
+        def _fetched(self) -> int | None:
+            with self._polling:
+                if self.returncode is None:
+                    self._fetch()
+                code: int | None = self.returncode
+                return code
+
+        def _fetch(self) -> None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:
+                # SIGCHLD is ignored, or another part of this process has waited for all of its children.
+                recorded = self._report.exitcode()
+                self.is_unreported = recorded is None
+                self.returncode = _UNKNOWN if recorded is None else recorded
+            else:
+                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+
+        def _watch_process(self) -> None:
+            """Have the sentinel tell the end of the process; a pipe's end waits for all that it has forked, too."""
+            with suppress(AttributeError, OSError):  # there is none: macOS, an old Linux
+                self.sentinel = os.pidfd_open(self.pid)
+                util.Finalize(self, os.close, (self.sentinel,))
+
+    class _ForkPopen(_FetchingPopen):
+        method = "fork"
+
+        def _launch(self, process: Any) -> None:
+            with server.signals_held():
+                super()._launch(process)  # type: ignore[misc]
+            self._watch_process()
+
+    class _SpawnPopen(_FetchingPopen, popen_spawn_posix.Popen):
+        method = "spawn"
+
+        def _launch(self, process: Any) -> None:
+            # A worker that has died already is found like any other.
+            with server.signals_held(), _own_preparation(process), suppress(BrokenPipeError):
+                super()._launch(process)  # type: ignore[misc]
+            self._watch_process()
+
+    class _ForkServerPopen(_FetchingPopen, popen_forkserver.Popen):
+        method = "forkserver"
+
+        def _launch(self, process: Any) -> None:
+            from rl_ext_core.devices import READ_AT_IMPORT
+
+            data = io.BytesIO()
+            mp_context.set_spawning_popen(self)
+            try:
+                reduction.dump(_preparation(process), data)
+                reduction.dump(process, data)
+            finally:
+                mp_context.set_spawning_popen(None)
+            variables = {name: process._begin.environ.get(name) for name in READ_AT_IMPORT}
+            answer = server.connect(process._modules, variables, self._fds)
+            self.sentinel, writing, self.pid, self._server = answer
+            # The worker sees the other end of its data as multiprocessing's sentinel of its parent: it stays open.
+            self.finalizer = util.Finalize(self, util.close_fds, (writing, self.sentinel))  # type: ignore[attr-defined]
+            with suppress(BrokenPipeError), open(writing, "wb", closefd=False) as file:
+                file.write(data.getbuffer())
+
+        def _fetch(self) -> None:
+            if connection.wait([self.sentinel], 0):
+                try:
+                    self.returncode = forkserver.read_signed(self.sentinel)
+                except (OSError, EOFError):
+                    # The worker may live, and nobody would wait for it; its number may be another's soon.
+                    kill_families([self.pid])
+                    self.returncode, self.is_lost = _UNKNOWN, True
+                self._server = None
+
+
+class WorkerContext(mp_context.BaseContext):
+    """A context of multiprocessing whose processes are workers; made by :func:`get_context`."""
+
+    def __init__(
+        self,
+        method: str,
+        preload: Sequence[str],
+        environs: Sequence[Mapping[str, str | None]] | None,
+        label: str,
+        on_start: Callable[[BaseProcess], None] | None,
+    ) -> None:
+        self._name = method
+        self.preload, self.on_start = tuple(preload), on_start
+        self._environs, self._label = environs, label
+        self._count = itertools.count()
+
+    def Process(  # noqa: N802 multiprocessing's name
+        self,
+        group: None = None,
+        target: Callable[..., object] | None = None,
+        name: str | None = None,
+        args: Any = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        daemon: bool | None = None,
+    ) -> Worker:
+        """Make a process, as multiprocessing's contexts do."""
+        number = next(self._count)
+        process = Worker(group, target, name or f"{self._label}-{number}", args, kwargs or {}, daemon=daemon)
+        process.worker, process._context, process._start_method = number, self, self._name  # type: ignore[attr-defined]
+        return process
+
+    def start_of(self, process: Worker, lifeline: int | None) -> Start:
+        """Return what a process is given that starts now."""
+        own = {} if self._environs is None else self._environs[process.worker]
+        environ = {name: value for name, value in {**os.environ, **own}.items() if value is not None}
+        return Start(process.report.fd, lifeline, environ)
+
+    def Event(self) -> Any:  # noqa: N802 multiprocessing's name
+        """Make an event; on Linux it stays usable when a process is killed while it sets it."""
+        return KernelEvent() if hasattr(os, "eventfd") else super().Event()
+
+
+def get_context(
+    method: str | None = None,
+    *,
+    preload: Sequence[str] = (),
+    environs: Sequence[Mapping[str, str | None]] | None = None,
+    label: str = "worker",
+    on_start: Callable[[BaseProcess], None] | None = None,
+) -> WorkerContext:
+    """Make a context of multiprocessing whose processes are workers.
+
+    Its processes get the parent's environment variables as they are when they start, whatever the method, before
+    anything of the user's is imported, and the default signal handlers. They lead a process group each, have no effect
+    of Ctrl-C, and die when the parent does, however it does, with all that they have started. What ends them goes to a
+    :class:`Watch`.
+
+    Variables that the dynamic linker or the interpreter read at their start (``LD_LIBRARY_PATH``, ``PYTHONHASHSEED``)
+    are those of the parent.
+
+    :param method: "forkserver", "spawn" or "fork"; None is "forkserver" on Linux, else "spawn"
+    :param preload: modules that the fork server imports once for all workers; other methods have no use for it. Name
+        modules whose import starts no threads and changes nothing but themselves
+    :param environs: for each process in the order of their making, variables to set; None unsets
+    :param label: what a worker is called in names and messages
+    :param on_start: called in the parent with each process that has started; what it raises ends the process
+    :return: a context, with ``Process``, ``Pipe``, ``Event`` and all else; processes have the attribute ``worker``
+    :raises InvalidArgumentError: If there is no such method
+    """
+    available = multiprocessing.get_all_start_methods()
+    method = _DEFAULT if method is None else method
+    if method not in available:
+        raise InvalidArgumentError(
+            f"method={method!r} does not start processes here; expected one of {', '.join(available)}. "
+            f'Write method="{_DEFAULT}"'
+        )
+    return WorkerContext(method, preload, environs, label, on_start)
+
+
+@contextmanager
+def registered(context: mp_context.BaseContext) -> Iterator[str]:
+    """Give a context a name for ``multiprocessing.get_context``, for libraries that take only names.
+
+    :param context: made by :func:`get_context`
+    :return: a context manager; the name, which no other context has, is known while it is open
+    """
+    name = f"{context.get_start_method()}-workers-{os.getpid()}-{next(_names)}"
+    contexts = mp_context._concrete_contexts  # type: ignore[attr-defined]
+    contexts[name] = context
+    try:
+        yield name
+    finally:
+        del contexts[name]
+
+
+class KernelEvent:
+    """Does what ``multiprocessing.Event`` does, with one counter in the kernel.
+
+    That one is a lock and four counters: a process that is killed while it sets or clears the event takes the lock
+    with it, and whoever sets the event next waits forever.
+    """
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
+        self._descriptor = os.eventfd(0, flags) if descriptor is None else descriptor
+
+    def is_set(self) -> bool:
+        """Return whether it is set."""
+        return self.wait(0)
+
+    def set(self) -> None:
+        """Set it."""
+        os.eventfd_write(self._descriptor, 1)
+
+    def clear(self) -> None:
+        """Make it as if it had never been set."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._descriptor)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is set.
+
+        :param timeout: seconds
+        :return: whether it is set
+        """
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        return bool(poll.poll(None if timeout in (None, math.inf) else max(timeout, 0) * 1e3))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _inherited_event, (reduction.DupFd(self._descriptor),)
+
+    def __del__(self) -> None:
+        with suppress(OSError):
+            os.close(self._descriptor)
+
+
+def _inherited_event(descriptor: Any) -> KernelEvent:
+    return KernelEvent(descriptor.detach())

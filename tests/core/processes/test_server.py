@@ -1,0 +1,202 @@
+"""The fork server of this package: what it preloads, when it is replaced, and when it ends."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import forkserver, util
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rl_ext_core.errors import WorkerError
+from rl_ext_core.processes import get_context, server
+from rl_ext_core.processes.server import stop_server
+from tests.core.processes.groups import LIMIT_S, group
+
+
+@pytest.fixture(autouse=True)
+def no_server() -> Iterator[None]:
+    stop_server()
+    yield
+    stop_server()
+    server._crashing.clear()
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A module of its own for each test, on ``sys.path`` of the parent only."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path / "preloaded_module.py"
+    sys.modules.pop("preloaded_module", None)
+
+
+def server_of_worker(**options: object) -> int:
+    with group("forkserver", 1, **options) as workers:  # type: ignore[arg-type]
+        return psutil.Process(workers.ask(0, "pid")).ppid()
+
+
+def test_preloaded_modules_are_there_before_the_worker_imports_anything(module: Path) -> None:
+    module.write_text("")
+    with group("forkserver", 1) as workers:
+        assert "preloaded_module" not in workers.ask(0, "modules")
+    with group("forkserver", 1, preload=["preloaded_module"]) as workers:
+        assert "preloaded_module" in workers.ask(0, "modules")
+        assert workers.ask(0, "is_frozen")  # collections in workers leave the shared pages alone
+    assert "preloaded_module" not in sys.modules
+
+
+def test_a_server_is_replaced_only_if_it_lacks_a_module_and_ends_with_its_last_worker() -> None:
+    first = server_of_worker(preload=["json"])
+    assert server_of_worker() == server_of_worker(preload=["json"], environs=[{"OTHER": "1"}]) == first
+    with group("forkserver", 1) as workers:
+        second = server_of_worker(preload=["csv"])
+        assert second != first
+        assert server_of_worker(preload=["json"]) == second, "it has the modules of the one before"
+        assert workers.ask(0, "pid")
+        workers.close()
+        assert workers.workers[0].exitcode == 0
+    psutil.wait_procs([psutil.Process(first)] if psutil.pid_exists(first) else [], timeout=LIMIT_S)
+    assert server_of_worker() == second
+    assert not psutil.pid_exists(first)
+
+
+def test_workers_with_other_values_of_variables_that_modules_read_at_import_get_another_server(
+    module: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module.write_text("import os\nos.environ['SEEN_AT_IMPORT'] = os.environ.get('MUJOCO_GL', 'none')\n")
+    monkeypatch.setenv("MUJOCO_GL", "osmesa")
+    for value in ("egl", None, "osmesa"):
+        environs = [{"MUJOCO_GL": value}] * 2
+        with group("forkserver", 2, preload=["preloaded_module"], environs=environs) as workers:
+            servers = {psutil.Process(workers.ask(worker, "pid")).ppid() for worker in (0, 1)}
+            assert len(servers) == 1
+            # Workers get exactly the parent's variables: what the module saw is in the server's own.
+            assert "MUJOCO_GL': " + repr(value) in psutil.Process(servers.pop()).cmdline()[-1]
+
+
+def test_modules_that_cannot_be_preloaded_are_left_to_the_workers(module: Path) -> None:
+    sources = {"missing": "import no_such_module", "raises": "1 / 0", "exits": "raise SystemExit(3)", "wrong": "a b"}
+    for name, source in sources.items():
+        (module.parent / f"{name}_module.py").write_text(source)
+    with group("forkserver", 1, preload=[*(f"{name}_module" for name in sources), "wave"]) as workers:
+        assert "wave" in workers.ask(0, "modules")
+    module.write_text("import os\nos._exit(5)")
+    with group("forkserver", 1, preload=["preloaded_module"]) as workers:
+        assert workers.ask(0, "pid")
+
+
+def test_an_interrupt_while_a_server_imports_ends_it(module: Path) -> None:
+    module.write_text("import pathlib, time\npathlib.Path(__file__).with_suffix('.begun').touch()\ntime.sleep(600)\n")
+    before, main = set(psutil.Process().children()), threading.main_thread().ident or 0
+
+    def interrupt() -> None:
+        while not module.with_suffix(".begun").exists():
+            time.sleep(0.01)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        get_context("forkserver", preload=["preloaded_module"]).Process(target=module.touch).start()
+    thread.join()
+    left = [child for child in set(psutil.Process().children()) - before if "preloaded_module" in str(child.cmdline())]
+    assert not left
+
+
+def test_a_server_that_died_is_replaced() -> None:
+    first = server_of_worker()
+    os.kill(first, signal.SIGKILL)
+    second = server_of_worker()
+    assert second != first
+    os.kill(second, signal.SIGKILL)
+    os.waitpid(second, 0)  # another part of the process waited for it
+    assert server_of_worker() not in (first, second)
+
+
+def test_the_death_of_a_server_ends_its_workers_and_is_reported() -> None:
+    with group("forkserver") as workers:
+        pids = [workers.ask(worker, "pid") for worker in range(3)]
+        parent = psutil.Process(pids[0]).ppid()
+        with (  # noqa: PT012
+            pytest.raises(WorkerError, match="is lost in step: the fork server that started it was killed"),
+            workers.watch.operation("step"),
+        ):
+            os.kill(parent, signal.SIGKILL)
+            workers.pipes[0].recv()
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=LIMIT_S)
+    assert not alive
+
+
+def test_multiprocessings_own_server_and_default_are_left_alone() -> None:
+    before = multiprocessing.context._default_context._actual_context  # type: ignore[attr-defined]
+    own = dict(vars(forkserver._forkserver))  # type: ignore[attr-defined]
+    server_of_worker(preload=["json"])
+    assert vars(forkserver._forkserver) == own  # type: ignore[attr-defined]
+    assert multiprocessing.context._default_context._actual_context is before  # type: ignore[attr-defined]
+
+
+def test_a_stopped_server_leaves_no_process_no_socket_and_no_descriptor() -> None:
+    pid = server_of_worker()
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    socket = Path(server._server._forkserver_address)
+    assert socket.is_socket()
+    stop_server()
+    assert not psutil.pid_exists(pid)
+    assert len(os.listdir("/proc/self/fd")) == before - 1
+    assert not socket.exists()
+
+
+def _sum(numbers: list[object]) -> None:
+    assert len(numbers) == 300
+
+
+def test_workers_that_the_server_cannot_start_are_spawned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = get_context("forkserver")
+    pipes = [end for _ in range(150) for end in context.Pipe()]
+    process = context.Process(target=_sum, args=(pipes,))
+    process.start()
+    process.join(LIMIT_S)
+    assert process.exitcode == 0, "a fork server takes 252 descriptors"
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.delitem(multiprocessing.current_process()._config, "tempdir", raising=False)  # type: ignore[attr-defined]
+    stop_server()
+    assert server_of_worker() == os.getpid(), "a socket's name has 107 bytes"
+
+
+def test_a_forked_child_has_a_server_of_its_own() -> None:
+    of_parent = server_of_worker()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = 2 if server._server or server_of_worker() == of_parent else 0
+            stop_server()
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert server_of_worker() == of_parent
+
+
+def test_ctrl_c_is_held_back_from_a_server_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, held = util.spawnv_passfds, []
+
+    def noted(path: bytes, arguments: list[str], descriptors: list[int]) -> int:
+        if "forkserver" in str(arguments):
+            held.append(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        return int(start(path, arguments, descriptors))
+
+    monkeypatch.setattr(util, "spawnv_passfds", noted)
+    server_of_worker()
+    assert held == [True]
