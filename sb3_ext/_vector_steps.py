@@ -26,7 +26,7 @@ from rl_ext_core.vector.autoreset import (
     unpacked,
     without_final,
 )
-from rl_ext_core.vector.environments import copy_info, store_reward
+from rl_ext_core.vector.environments import copy_output, store_reward
 
 __all__ = ["Batched", "Ended", "Layout", "Separate"]
 
@@ -95,14 +95,6 @@ class Layout:
         """Take batches apart."""
         return leaves[0] if self._single else [self.joined(parts) for parts in zip(*leaves, strict=True)]
 
-    def copied(self, observation: Any) -> Any:
-        """Copy an observation of one environment, with its own dtype."""
-        if self._single:
-            return np.array(observation) if isinstance(observation, np.ndarray) else observation
-        return self.joined(
-            [np.array(part) if isinstance(part, np.ndarray) else part for part in self.parts(observation)]
-        )
-
     def keep_freed_memory(self, count: int) -> None:
         """Let glibc keep blocks of this size when they are freed: mapping them anew takes longer than filling them.
 
@@ -153,13 +145,13 @@ class Separate:
             if terminated or truncated:
                 indices.append(index)
                 # Copied before the reset, which may write into both.
-                own.append(copy_info(info))
-                lasts.append(layout.copied(observation))
+                own.append(copy_output(info))
+                lasts.append(copy_output(observation))
                 time_outs.append(bool(truncated and not terminated))
                 observation, reset_info = env.reset()
-                reset_infos.append(copy_info(reset_info))
+                reset_infos.append(copy_output(reset_info))
             elif info and all_infos:
-                infos[index] = {**copy_info(info), "TimeLimit.truncated": False}
+                infos[index] = {**copy_output(info), "TimeLimit.truncated": False}
             elif info:
                 self._running.left_out.update(info)
             if flat:
@@ -180,7 +172,7 @@ class Separate:
         for env, seed, given, row in zip(self._envs, seeds, options, rows, strict=True):
             observation, info = env.reset(seed=seed, **({"options": given} if given else {}))
             self._layout.write(row, observation)
-            infos.append(copy_info(info))
+            infos.append(copy_output(info))
         return self._layout.joined(leaves), infos
 
 
@@ -293,13 +285,13 @@ class Batched:
         """
         rest, final, count = without_final(info), final_information(info), self._count
         last = {} if final is None and self._info_is_after_reset else final
+        indices = rows.tolist()
         if self._device is not None and isinstance(info, dict) and not _one_each(final):
             # Tensors cross together. What concerns all environments is not repeated for each.
-            resets = _rows_of(_taken(rest, rows, count), len(rows))
-            own = resets if last is None else _rows_of(_taken(last, rows, count), len(rows))
-        else:
-            resets = [_info_of(rest, index, count) for index in rows.tolist()]
-            own = resets if last is None else [_info_of(last, index, count) for index in rows.tolist()]
+            rest, last = _taken(rest, rows, count), None if last is None else _taken(last, rows, count)
+            count, indices = len(rows), range(len(rows))
+        resets = [_info_of(rest, index, count) for index in indices]
+        own = resets if last is None else [_info_of(last, index, count) for index in indices]
         if last is None:
             return own, [{} for _ in own]
         for mine, reset in zip(own, resets, strict=True):
@@ -494,7 +486,7 @@ def _mask_of(info: Any, key: str, count: int) -> Any:
 def _info_of(info: Any, index: int, count: int) -> dict[str, Any]:
     """Return a copy of the info of one environment, from what gymnasium makes of all: arrays and their masks."""
     if _one_each(info):
-        return copy_info(dict(info[index] or {}))  # type: ignore[no-any-return]
+        return copy_output(dict(info[index] or {}))  # type: ignore[no-any-return]
     found: dict[str, Any] = {}
     for key, value in info.items():
         mask = _mask_of(info, key, count)
@@ -505,9 +497,9 @@ def _info_of(info: Any, index: int, count: int) -> dict[str, Any]:
         elif (
             isinstance(value, np.ndarray | torch.Tensor | list | tuple) and len(np.shape(value)) and len(value) == count
         ):
-            found[key] = copy_info(_array(value[index]))
+            found[key] = copy_output(_array(value[index]))
         else:
-            found[key] = copy_info(value)
+            found[key] = copy_output(value)
     return found
 
 
@@ -543,20 +535,6 @@ def _taken(info: Any, rows: Array, count: int) -> dict[str, Any]:
         for key in path[:-1]:
             part = part.setdefault(key, {})
         part[path[-1]] = value
-    return found
-
-
-def _rows_of(info: dict[str, Any], count: int) -> list[dict[str, Any]]:
-    """Take apart what :func:`_taken` has gathered; gymnasium's masks say which rows have a key."""
-    found: list[dict[str, Any]] = [{} for _ in range(count)]
-    for key, value in info.items():
-        mask = _mask_of(info, key, count)
-        if _is_mask(info, key, count):
-            continue
-        parts = _rows_of(value, count) if isinstance(value, dict) else value
-        for position, (row, part) in enumerate(zip(found, parts, strict=True)):
-            if mask is None or mask[position]:
-                row[key] = part
     return found
 
 

@@ -17,14 +17,13 @@ from gymnasium.envs.registration import EnvSpec
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
-from rl_ext_core import processes, resources
+from rl_ext_core import resources
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, IsolationError, NotCopyableError, WorkerError
 from rl_ext_core.factory import EnvFactory, as_factory
-from rl_ext_core.factory._sources import game_of_id, spec_of_id
-from rl_ext_core.isolation import Isolation, Verdict
-from rl_ext_core.isolation.probing import check_timeout, probe_all
+from rl_ext_core.factory.record import game_of_id, spec_of_id
+from rl_ext_core.isolation import Isolation, Verdict, probe
 from rl_ext_core.vector import environments
-from rl_ext_core.vector.arguments import Options, at_least_one, check_env_fns, factories_of
+from rl_ext_core.vector.arguments import Options, at_least_one, check_env_fns, check_seconds, factories_of
 from sb3_ext.multi_agent_vec_env import MultiAgentVecEnv, is_parallel
 from sb3_ext.vec_env import SharedMemoryVecEnv
 
@@ -56,14 +55,14 @@ def make_vec_env(
     probe_timeout: float | None = None,
     devices: Any = None,
     vectorization_mode: Any = None,
-    cwd: Literal["own"] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
 ) -> VecEnv:
-    """Create a monitored vectorised environment, in one process or in several as the environment needs it.
+    """Create a monitored vectorized environment, in one process or in several as the environment needs it.
 
     In place of Stable Baselines3's, with its arguments and these:
 
     :param env_id: an id, the name of a game of stable-retro, a class or a function; or an instance, of which the
-        environments are copies, or an :class:`EnvFactory`; or an environment that is vectorised already, of gymnasium
+        environments are copies, or an :class:`EnvFactory`; or an environment that is vectorized already, of gymnasium
         or in Isaac Lab's style: then ``vec_env_kwargs`` are those of :class:`~sb3_ext.GymVecEnv`; or a parallel
         environment of PettingZoo, all of whose agents one policy plays, see :class:`~sb3_ext.MultiAgentVecEnv`
     :param n_envs: how many; None: as many as this process has cores
@@ -74,13 +73,14 @@ def make_vec_env(
     :param devices: per environment, see :meth:`EnvFactory.for_workers`
     :param vectorization_mode: of ``gymnasium.make_vec``, which makes it of an id: ``"sync"``, ``"async"``,
         ``"vector_entry_point"``
-    :param cwd: working directory of workers: ``"own"`` starts a process per environment, each in an empty directory
-        that is kept; ``isolation_report`` names its path. By default workers share that of this process
-    :return: the vectorised environment; ``isolation_report`` says why it is the one it is
+    :param cwd: working directory of workers: ``"own"`` starts a process per environment, each in an empty directory; a
+        folder does so with a copy of it each. They are kept, and ``isolation_report`` names their path. By default
+        workers share that of this process
+    :return: the vectorized environment; ``isolation_report`` says why it is the one it is
     :raises WorkerError: an environment cannot be built
     :raises NotCopyableError: an instance cannot be copied
     :raises InvalidArgumentError: ``env_kwargs`` for an instance, ``isolation`` together with ``vec_env_cls``, what is
-        for single environments with one that is vectorised already
+        for single environments with one that is vectorized already
 
     Source: https://github.com/openai/retro/issues/2
     """
@@ -91,17 +91,17 @@ def make_vec_env(
     of_wrapped = {"env_kwargs": env_kwargs, "wrapper_class": wrapper_class, "wrapper_kwargs": wrapper_kwargs}
     if is_parallel(env_id):
         of_singles |= {"isolation": None if isolation in ("auto", "in-process") else isolation}
-        _refuse_for_vectorised({**of_singles, **of_wrapped, "vectorization_mode": vectorization_mode})
+        _refuse_for_vectorized({**of_singles, **of_wrapped, "vectorization_mode": vectorization_mode})
         agents = MultiAgentVecEnv([as_factory(env_id)] * count)
         agents.seed(seed)
         agents.action_space.seed(seed)
-        return _told(agents, "Its agents are in this process: one policy plays them all.")
-    if vectorization_mode is not None or _is_vectorised(env_id):
+        return _with_report(agents, "Its agents are in this process: one policy plays them all.")
+    if vectorization_mode is not None or _is_vectorized(env_id):
         of_singles |= {"isolation": None if isolation == "auto" else isolation}
-        _refuse_for_vectorised({**of_singles, **(of_wrapped if vectorization_mode is None else {})})
+        _refuse_for_vectorized({**of_singles, **(of_wrapped if vectorization_mode is None else {})})
         if vectorization_mode is not None and not isinstance(env_id, (str, EnvSpec)):
             raise InvalidTypeError(
-                f"vectorization_mode={vectorization_mode!r} is for ids, and env_id is {env_id!r}; vectorise it: "
+                f"vectorization_mode={vectorization_mode!r} is for ids, and env_id is {env_id!r}; vectorize it: "
                 "make_vec_env(gymnasium.vector.SyncVectorEnv([make_env] * 4))"
             )
         env = env_id
@@ -110,16 +110,16 @@ def make_vec_env(
             env = gymnasium.make_vec(env_id, count, vectorization_mode, None, wrapped, **(env_kwargs or {}))
         elif n_envs not in (None, 1, env.num_envs):
             raise InvalidArgumentError(
-                f"n_envs={n_envs} for an environment that is vectorised already and has {env.num_envs}; leave it out"
+                f"n_envs={n_envs} for an environment that is vectorized already and has {env.num_envs}; leave it out"
             )
-        return _of_vectorised(env, seed, vec_env_kwargs or {})
+        return _of_vectorized(env, seed, vec_env_kwargs or {})
     if isinstance(env_id, str) and env_id not in gymnasium.registry:
         env_id = game_of_id(env_id) or env_id  # what builds a game of stable-retro, which gymnasium does not know
     source = functools.cache(lambda: _source(env_id, env_kwargs or {}))
     base = functools.cache(lambda: as_factory(source()).then(environments.checked))
     wrapper = None if wrapper_class is None else functools.partial(wrapper_class, **(wrapper_kwargs or {}))
 
-    def asked() -> list[EnvFactory[Any]]:
+    def tried() -> list[EnvFactory[Any]]:
         # All that will run, but for files: those of the monitors are not for trials.
         factory = base().then(environments.monitored)
         return [factory if wrapper is None else factory.then(wrapper)] * count
@@ -144,7 +144,7 @@ def make_vec_env(
     options = dict(vec_env_kwargs or {})
     if vec_env_cls is None:
         options |= {} if cwd is None else {"cwd": cwd}
-        vec_env: VecEnv = choose(factories, here, asked, count, isolation, options, probe_timeout)
+        vec_env: VecEnv = _build(factories, here, tried, count, isolation, options, probe_timeout)
     elif cwd is not None:
         raise InvalidArgumentError(
             f"cwd={cwd!r} is for the workers of this package. Use vec_env_cls=None, or "
@@ -166,11 +166,11 @@ def _python_integer(seed: Any) -> Any:
     return int(seed) if isinstance(seed, np.integer) else seed
 
 
-def _is_vectorised(env: Any) -> bool:
+def _is_vectorized(env: Any) -> bool:
     return not isinstance(env, type) and hasattr(env, "step") and isinstance(getattr(env, "num_envs", None), int)
 
 
-def _refuse_for_vectorised(options: dict[str, Any]) -> None:
+def _refuse_for_vectorized(options: dict[str, Any]) -> None:
     for name, value in options.items():
         if value is not None:
             raise InvalidArgumentError(
@@ -180,13 +180,13 @@ def _refuse_for_vectorised(options: dict[str, Any]) -> None:
             )
 
 
-def _of_vectorised(env: Any, seed: int | None, options: dict[str, Any]) -> VecEnv:
+def _of_vectorized(env: Any, seed: int | None, options: dict[str, Any]) -> VecEnv:
     from sb3_ext.gym_vec_env import GymVecEnv
 
     vec_env = GymVecEnv(env, **options)
     vec_env.seed(seed)
     vec_env.action_space.seed(seed)
-    return _told(vec_env, "It is vectorised already.")
+    return _with_report(vec_env, "It is vectorized already.")
 
 
 def _source(env_id: Any, env_kwargs: dict[str, Any]) -> Any:
@@ -231,29 +231,25 @@ def _monitor_to(env: Any, *, path: str, since: float, monitor_kwargs: dict[str, 
 
 
 class AutoVecEnv:
-    """Builds a ``DummyVecEnv`` or a :class:`SharedMemoryVecEnv`, after finding out which of them suits the environment.
+    """Build a ``DummyVecEnv`` or a :class:`SharedMemoryVecEnv`, after finding out which of them suits the environment.
 
-    For Stable Baselines3's ``make_vec_env(..., vec_env_cls=AutoVecEnv)`` and wherever a class of vectorised
+    For Stable Baselines3's ``make_vec_env(..., vec_env_cls=AutoVecEnv)`` and wherever a class of vectorized
     environments is expected. What the environment declares (``metadata["isolation"]``, FMI's
-    ``canBeInstantiatedOnlyOncePerProcess``) is believed, else it is tried in processes that are thrown away, see
+    ``canBeInstantiatedOnlyOncePerProcess``) is believed, else it is tried in temporary processes, see
     :func:`rl_ext_core.isolation.probe`; the outcome is kept for the next time.
 
     - Independent environments share this process while their steps are fast, and several processes otherwise.
-    - Where a second instance fails, or the instances change each other, each has its own process; none is built here.
-    - What cannot be kept apart even by processes is refused.
-    - On macOS and Windows those that do not share this process have one each, which is spawned, and scripts need
-      ``if __name__ == "__main__":`` for that.
-    - One environment stays in this process, and so do functions that hold what no other process can be given, and
-      environments that cannot be tried.
-    - ``cwd="own"`` starts a process for each, without a try.
+    - If a second instance fails, or the instances change each other, each has its own process; none is built here.
+    - One environment stays in this process. So do environments that cannot be tried, with a warning.
+    - ``cwd`` starts a process for each, without a try.
 
     :param env_fns: build the environments: functions, or whatever :func:`as_factory` takes. Each that is another one
-        is asked about
+        is tried
     :param isolation: ``"process"`` or ``"in-process"`` decides it without a try
     :param probe_timeout: seconds that an environment may take for anything while it is tried, see
         :func:`~rl_ext_core.isolation.probe`
-    :param options: of :class:`SharedMemoryVecEnv`; on macOS and Windows ``start_method`` alone
-    :return: the vectorised environment; its ``isolation_report`` is a paragraph on why it is what it is
+    :param options: of :class:`SharedMemoryVecEnv`
+    :return: the vectorized environment; its ``isolation_report`` is a paragraph on why it is what it is
     :raises IsolationError: If the environment fails by itself after it was built, or processes disturb each other.
     :raises WorkerError: If an environment cannot be built in a process.
 
@@ -276,72 +272,71 @@ class AutoVecEnv:
         """Build it."""
         check_env_fns(env_fns)
 
-        def factories() -> list[EnvFactory[Any]]:
-            return factories_of(env_fns)
-
         def here() -> VecEnv:
             # The caller's own functions, which may share objects with each other: a factory would unpickle copies.
             own = all(callable(env_fn) for env_fn in env_fns)
-            return DummyVecEnv(list(env_fns) if own else list[Any](factories()))
+            return DummyVecEnv(list(env_fns) if own else list[Any](factories_of(env_fns)))
 
-        def asked() -> list[EnvFactory[Any]]:
+        def tried() -> list[EnvFactory[Any]]:
             made = {id(env_fn): as_factory(env_fn, verify=False) for env_fn in env_fns}
             return [made[id(env_fn)] for env_fn in env_fns]
 
-        return choose(factories, here, asked, len(env_fns), isolation, options, probe_timeout)
+        how = isolation, options, probe_timeout
+        return _build(functools.partial(factories_of, env_fns), here, tried, len(env_fns), *how)
 
 
-def choose(
+def _build(
     factories: Callable[[], Sequence[EnvFactory[Any]]],
     here: Callable[[], VecEnv],
-    asked: Callable[[], Sequence[EnvFactory[Any]]],
+    tried: Callable[[], Sequence[EnvFactory[Any]]],
     n_envs: int,
     isolation: IsolationChoice,
     options: dict[str, Any],
-    probe_timeout: float | None = None,
+    probe_timeout: float | None,
 ) -> VecEnv:
-    """Build the vectorised environment that is right; ``asked`` gives what to try, one object where they are alike."""
+    """Build the right vectorized environment.
+
+    :param factories: makes what workers build
+    :param here: builds all in this process
+    :param tried: makes what is tried, with one object where environments are alike
+    """
     if isolation not in ("auto", "process", "in-process"):
         raise InvalidArgumentError(
             f'isolation={isolation!r} is none of "auto", "process", "in-process". Write isolation="auto"'
         )
-    check_timeout("probe_timeout", probe_timeout)
-    Options(**{name: value for name, value in options.items() if name != "start_method"})
+    check_seconds("probe_timeout", probe_timeout)
+    workers = Options(**options)
     if isolation == "in-process":
         if options:
             raise InvalidArgumentError(
                 f'isolation="in-process" does not use {sorted(options)}, which are for processes; leave them out'
             )
-        return _told(here(), "They are in this process, as asked.")
-    if isolation == "process" or options.get("cwd") is not None:
-        n_workers = min(options.get("n_workers") or n_envs, n_envs)
-        vec_env = _in_processes(factories(), options)
-        report = f"{_shares(n_workers, n_envs)}, as asked."
-        folder = getattr(vec_env, "working_directory", None)
-        if folder is not None:
-            report += f" Each process has a working directory of its own in {folder}."
-        return _told(vec_env, report)
+        return _with_report(here(), "They are in this process, as asked.")
+    if isolation == "process" or workers.cwd is not None:
+        vec_env = SharedMemoryVecEnv(factories(), **options)
+        report = f"{_shares(min(workers.n_workers or n_envs, n_envs), n_envs)}, as asked."
+        if vec_env.working_directory is not None:
+            report += f" Each process has a working directory of its own in {vec_env.working_directory}."
+        return _with_report(vec_env, report)
     if n_envs == 1:
-        return _told(here(), "There is only one, so it is in this process, untried.")
+        return _with_report(here(), "There is only one, so it is in this process, untried.")
     try:
-        tried = asked()
+        verdict = probe(tried(), timeout=probe_timeout)
     except NotCopyableError as error:
         return _untried(here, f"No other process can be given them: {error}.")
-    try:
-        verdict = probe_all(tried, timeout=probe_timeout)
     except (WorkerError, OSError) as error:
         return _untried(here, f'They could not be tried: {error}. For one process each, write isolation="process".')
     if verdict.isolation is Isolation.UNKNOWN:
         return _untried(here, verdict.explanation)
-    workers, why = _choose(verdict, n_envs, options.get("n_workers"))
+    n_workers, why = _choose(verdict, n_envs, workers.n_workers)
     report = f"{verdict.explanation} {why}"
     _log.info("%s", report)
-    if workers == 0:
-        return _told(here(), report)
+    if n_workers == 0:
+        return _with_report(here(), report)
     made = factories()
-    if sentence := resources.shortage(verdict.private_bytes or 0, workers):
+    if sentence := resources.shortage(verdict.private_bytes or 0, n_workers):
         _log.warning("%s", sentence)
-    return _told(_in_processes(made, options, n_workers=workers, cure=verdict.cure), report)
+    return _with_report(SharedMemoryVecEnv(made, **{**options, "n_workers": n_workers}), report)
 
 
 def _untried(here: Callable[[], VecEnv], why: str) -> VecEnv:
@@ -349,7 +344,7 @@ def _untried(here: Callable[[], VecEnv], why: str) -> VecEnv:
     vec_env = here()
     report = f"{why} They are in this process, whether it allows several of them or not."
     _log.warning("%s", report)
-    return _told(vec_env, report)
+    return _with_report(vec_env, report)
 
 
 def _shares(n_workers: int, n_envs: int) -> str:
@@ -359,17 +354,7 @@ def _shares(n_workers: int, n_envs: int) -> str:
     return f"{n_workers} process{'es share' if n_workers > 1 else ' holds'} the {n_envs} environments"
 
 
-def _in_processes(factories: Sequence[EnvFactory[Any]], options: dict[str, Any], **found: Any) -> VecEnv:
-    """Build it with the workers that there are on this system; those that are not ours have one environment each."""
-    if processes.SUPPORTED:
-        return SharedMemoryVecEnv(factories, **{**options, **found})
-    from sb3_ext.spawned_vec_env import SpawnedVecEnv
-
-    found.pop("n_workers", None)
-    return SpawnedVecEnv(factories, **{**options, **found})
-
-
-def _told(vec_env: VecEnv, report: str) -> VecEnv:
+def _with_report(vec_env: VecEnv, report: str) -> VecEnv:
     vec_env.isolation_report = report  # type: ignore[attr-defined]
     if isinstance(vec_env, SharedMemoryVecEnv):
         vec_env.reward_dtype = np.float32  # as of DummyVecEnv: what is chosen changes no numbers
@@ -379,37 +364,27 @@ def _told(vec_env: VecEnv, report: str) -> VecEnv:
 def _choose(verdict: Verdict, n_envs: int, n_workers: int | None) -> tuple[int, str]:
     """Return the number of processes, 0 for none, and why.
 
-    :raises IsolationError: there is no way
+    :raises IsolationError: If an environment fails by itself, or two processes disturb each other.
     """
-    isolation = verdict.isolation
-    if isolation is Isolation.BROKEN:
+    if verdict.isolation is Isolation.BROKEN:
         raise IsolationError(f"{verdict.explanation} Try one alone: env_fn().reset()")
-    if isolation is Isolation.PROCESSES_COLLIDE and verdict.cure is None:
+    if verdict.isolation is Isolation.PROCESSES_COLLIDE:
         if verdict.in_process:
             return 0, "So they share this process."
-        raise IsolationError(
-            f"{verdict.explanation} Or use one environment, n_envs=1, or give each its own files: "
-            "make_vec_env([lambda i=i: MyEnv(folder=f'run{i}') for i in range(n)])"
-        )
-    if isolation is not Isolation.INDEPENDENT:
+        raise IsolationError(f"{verdict.explanation} Or use one environment, n_envs=1")
+    if verdict.isolation is not Isolation.INDEPENDENT:
         return n_envs, f"So each of the {n_envs} has its own process."
     if n_workers is not None:
-        workers = min(n_workers, n_envs)
-        return workers, f"{_shares(workers, n_envs)}, as asked."
-    return _fastest(verdict.step_seconds, n_envs)
-
-
-def _fastest(step_seconds: float | None, n_envs: int) -> tuple[int, str]:
-    workers = min(n_envs, resources.usable_cores())
-    if step_seconds is None or workers < 2:
+        n_workers = min(n_workers, n_envs)
+        return n_workers, f"{_shares(n_workers, n_envs)}, as asked."
+    n_workers, seconds = min(n_envs, resources.usable_cores()), verdict.step_seconds
+    if seconds is None or n_workers < 2:
         return 0, "So they share this process."
-    here, there = n_envs * step_seconds, -(-n_envs // workers) * step_seconds + _OVERHEAD_SECONDS
+    here, there = n_envs * seconds, -(-n_envs // n_workers) * seconds + _OVERHEAD_SECONDS
     figures = (
-        f"a step of {n_envs} takes {here * 1e3:.2f} ms here, and about {there * 1e3:.2f} ms in {workers} processes"
+        f"a step of {n_envs} takes {here * 1e3:.2f} ms here, and about {there * 1e3:.2f} ms in {n_workers} processes"
     )
-    if there < _WORTHWHILE * here:
-        if not processes.SUPPORTED:
-            return n_envs, f"So each has its own process: {figures}."
-        how = "each has its own process" if workers == n_envs else f"{workers} processes share them"
-        return workers, f"So {how}: {figures}."
-    return 0, f"So they share this process: {figures}."
+    if there >= _WORTHWHILE * here:
+        return 0, f"So they share this process: {figures}."
+    how = "each has its own process" if n_workers == n_envs else f"{n_workers} processes share them"
+    return n_workers, f"So {how}: {figures}."

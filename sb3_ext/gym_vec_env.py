@@ -18,8 +18,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.vector.autoreset import find_mode, layers, require_synchronous
-from rl_ext_core.vector.environments import EpisodeMonitor, name_of
-from rl_ext_core.vector.layout import kept
+from rl_ext_core.vector.environments import EpisodeMonitor, copy_output, name_of
 from sb3_ext._compat import call_in_workers
 from sb3_ext._vector_steps import Batched, Ended, Layout, Separate
 from sb3_ext.vec_env import CheckedVecEnv, Indices
@@ -153,7 +152,7 @@ class GymVecEnv(CheckedVecEnv):
         :param actions: (n, ...)
         """
         # Environments that clip their action in place must not change what SB3 stores.
-        self._note_actions(kept(actions))
+        self._note_actions(copy_output(actions))
 
     def step_wait(self) -> Any:
         """Take the step.

@@ -10,8 +10,8 @@ import numpy as np
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
 from rl_ext_core.vector.arguments import check_env_fns, factories_of
-from rl_ext_core.vector.environments import copy_info
-from rl_ext_core.vector.layout import Layout, kept
+from rl_ext_core.vector.environments import copy_output
+from rl_ext_core.vector.layout import Layout
 from sb3_ext.vec_env import CheckedVecEnv, Indices
 
 __all__ = ["MultiAgentVecEnv", "is_parallel"]
@@ -81,7 +81,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
             self.agents: list[Any] = list(self.envs[0].possible_agents)
             spaces = self._common_spaces()
             super().__init__(len(self.envs) * len(self.agents), *spaces)
-            layout = Layout.of(self.num_envs, *spaces, after=0)
+            layout = Layout.of(self.num_envs, *spaces)
         except BaseException:
             self._close_all()
             raise
@@ -141,7 +141,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
         for row, agent in self._rows_of(number):
             self._alive[row] = agent in observations
             self._write(row, observations.get(agent))
-            self.reset_infos[row] = copy_info(dict(infos.get(agent, {})))
+            self.reset_infos[row] = copy_output(dict(infos.get(agent, {})))
             self._returns[row] = self._lengths[row] = 0
 
     def _rows_of(self, number: int) -> Iterable[tuple[int, Any]]:
@@ -170,7 +170,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
         :param actions: (n_envs · agents, ...); those of agents that have ended are ignored
         """
         # Environments that clip their action in place must not change what SB3 stores.
-        self._note_actions(kept(actions))
+        self._note_actions(copy_output(actions))
 
     def step_wait(self) -> Any:
         """Take the step.
@@ -202,7 +202,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
                     dones[row], infos[row]["terminal_observation"] = True, self._read(row)
                 if joins:
                     self._write(row, observations[agent])
-                    self.reset_infos[row] = copy_info(dict(their_infos.get(agent, {})))
+                    self.reset_infos[row] = copy_output(dict(their_infos.get(agent, {})))
                     self._alive[row], self._returns[row], self._lengths[row] = True, 0, 0
                 continue
             if agent not in observations or agent not in all_rewards:
@@ -210,14 +210,14 @@ class MultiAgentVecEnv(CheckedVecEnv):
                     f"environment {number}, in step: it returns nothing for the agent {agent!r}, who has acted; "
                     "expected an observation and a reward for each agent that was among env.agents before the step"
                 )
-            infos[row].update(copy_info(dict(their_infos.get(agent, {}))))
+            infos[row].update(copy_output(dict(their_infos.get(agent, {}))))
             rewards[row] = all_rewards[agent]
             self._returns[row] += float(all_rewards[agent])
             self._lengths[row] += 1
             self._write(row, observations[agent])
             ends = bool(terminated.get(agent, False)), bool(truncated.get(agent, False)) or over
             if any(ends):
-                self._end(row, infos[row], kept(observations[agent]), truncated=ends[1] and not ends[0])
+                self._end(row, infos[row], copy_output(observations[agent]), truncated=ends[1] and not ends[0])
                 dones[row] = True
         if over:
             self._reset(number)

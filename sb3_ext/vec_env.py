@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,8 +18,9 @@ from rl_ext_core import resources
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.vector.arguments import Options
 from rl_ext_core.vector.environments import name_of, store_reward
-from rl_ext_core.vector.pool import Pool, Timings, WorkerPool
+from rl_ext_core.vector.pool import Timings, WorkerPool
 from rl_ext_core.vector.ray import RayPool
+from rl_ext_core.vector.restart import new_pool
 from rl_ext_core.vector.worker import ENDED, OTHER, TRUNCATED
 
 __all__ = ["CheckedVecEnv", "Indices", "PoolVecEnv", "RayVecEnv", "SharedMemoryVecEnv", "VecEnvTimings"]
@@ -141,7 +143,7 @@ class PoolVecEnv(CheckedVecEnv):
             rewards = self._rewards.copy() if dtype is None else self._rewards.astype(dtype)
             result = pool.observations(), rewards, np.zeros(self.num_envs, bool), quiet
         else:
-            pool.tell_of_changes("DummyVecEnv")
+            pool.report_changes("DummyVecEnv")
             infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
             reset_infos = list(self.reset_infos)  # those before are the caller's to keep
             others: dict[int, Any] = {}
@@ -170,7 +172,7 @@ class PoolVecEnv(CheckedVecEnv):
         pool.wait_for_step()
         entries = pool.entries(to_reset=True)
         self.reset_infos = [reset_info for _, (_, reset_info, _, _) in entries]  # type: ignore[misc]
-        pool.tell_of_changes("DummyVecEnv")
+        pool.report_changes("DummyVecEnv")
         self._reset_seeds()
         self._reset_options()
         return pool.observations()
@@ -265,10 +267,8 @@ class SharedMemoryVecEnv(PoolVecEnv):
         failure came in that reset, else one drawn from it. ``info["worker_error"]``, also in :attr:`reset_infos`, says
         what failed, and names the calls of ``env_method`` that were not repeated
     :param max_restarts: after so many, the failure is raised
-    :param cure: for environments whose processes disturb each other: ``"TMPDIR"`` or ``"library copy"`` gives each
-        worker its own, see :func:`rl_ext_core.isolation.apply_cure`
     :param cwd: ``"own"`` gives each worker an empty working directory below :attr:`working_directory`, which is kept if
-        files are written there. By default workers share the working directory of this process
+        files are written there; a folder gives each a copy of it. By default workers share that of this process
     :raises WorkerError: at any call: a worker has failed; the text says which environment, in what, and why; the cause
         is the environment's own exception. All workers are gone then
     :raises EnvironmentOutputError: the environments' spaces differ
@@ -300,13 +300,12 @@ class SharedMemoryVecEnv(PoolVecEnv):
         close_timeout: float | None = None,
         restart: Literal["truncate"] | None = None,
         max_restarts: int = 100,
-        cure: str | None = None,
-        cwd: Literal["own"] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
     ) -> None:
         options = Options(
-            start_method, n_workers, start_timeout, step_timeout, close_timeout, restart, max_restarts, cure, cwd
+            start_method, n_workers, start_timeout, step_timeout, close_timeout, restart, max_restarts, cwd
         )
-        pool = Pool(env_fns, options)
+        pool = new_pool(env_fns, options)
         self.working_directory = pool.working_directory
         super().__init__(pool)
         _warn_of_memory([worker.process.pid for worker in self._pool.workers])

@@ -19,7 +19,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from check_vmas_grafts import check_grafts
 from gymnasium.vector import AutoresetMode
 from tensordict import TensorDict, TensorDictBase
 from torchrl.envs.utils import check_env_specs
@@ -180,7 +179,6 @@ def main() -> None:
         check_scenario(scenario, continuous_actions=False)
         check_gradients(scenario)
         show_others(scenario)
-    check_grafts(check)
     print(f"{len(_failures)} checks failed" if _failures else "all checks passed")
     sys.exit(bool(_failures))
 

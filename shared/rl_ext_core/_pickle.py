@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
-import operator
 import pickle
 import sys
 import threading
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cloudpickle
@@ -31,37 +29,36 @@ _counts: Counter[str] = Counter()  # dumps under way that pickle a module by val
 _complete: weakref.WeakSet[type] = weakref.WeakSet()
 
 
-def dumps(value: Any, references: Mapping[int, tuple[str, str]] | None = None) -> bytes:
-    """Pickle a value; ``pickle.loads`` loads it if there are no references.
+def dumps(value: Any, place_of: Callable[[Any], Any] | None = None) -> bytes:
+    """Pickle a value; ``pickle.loads`` loads it if there are no places.
 
     :param value: anything; functions and classes of the script, of a notebook, and of modules that a new process does
         not find travel by value
-    :param references: by their ``id``, objects of which the other process takes its own: module and qualified name
+    :param place_of: takes an object and says where whoever loads this finds its own; None: the object travels
     :raises Exception: it cannot be pickled
     """
     file = io.BytesIO()
-    pickler = _Pickler(file, references or {})
+    pickler = _Pickler(file)
+    if place_of is not None:  # pickle asks this for every object
+        pickler.persistent_id = place_of
     with pickler.modules_by_value():
         pickler.dump(value)
     return file.getvalue()
 
 
-def loads(packed: bytes) -> Any:
-    """Load what :func:`dumps` has packed, with references."""
-    return _Unpickler(io.BytesIO(packed)).load()
+def loads(packed: bytes, find: Callable[[Any], Any]) -> Any:
+    """Load what :func:`dumps` has packed.
 
-
-class _Unpickler(pickle.Unpickler):
-    def persistent_load(self, place: tuple[str, str]) -> Any:
-        module, name = place
-        return operator.attrgetter(name)(importlib.import_module(module))
+    :param find: takes what ``place_of`` returned, and returns this process's object
+    """
+    unpickler = pickle.Unpickler(io.BytesIO(packed))
+    unpickler.persistent_load = find  # type: ignore[method-assign]
+    return unpickler.load()
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(self, file: io.BytesIO, references: Mapping[int, tuple[str, str]]) -> None:
+    def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        if references:  # pickle asks this for every object
-            self.persistent_id = lambda value: references.get(id(value))
         self._looked_for: set[str] = set()
         self._by_value: list[types.ModuleType] = []
 
@@ -106,6 +103,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(value, type) and type(given) is tuple and len(given) == 6:  # by value
             _complete.add(value)
             maker, args, state, _, _, complete = given
+            state[0].setdefault("__qualname__", value.__qualname__)  # which cloudpickle leaves out
             return maker, args, (complete, state), None, None, _complete_class
         return given
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import signal
 import sys
 import time
 import traceback
@@ -138,23 +136,6 @@ def deaths() -> None:
     for how in ("SIGSEGV", "SIGKILL", "os._exit"):
         error = fails("step", how, r"environment [01] of 3 .*its actor, with environments 0 to 1, has died", "step")
         assert error.kind == "exit"
-
-
-@check
-def deaths_between_two_calls_concern_nobody_who_closes() -> None:
-    venv = RayVecEnv([Drawn] * 2)
-    os.kill(venv.env_method("pid")[0], signal.SIGKILL)
-    time.sleep(1)
-    venv.close()
-
-
-@check
-def actors_that_ray_starts_anew() -> None:
-    venv = RayVecEnv([Drawn], actor_options={"max_restarts": 1, "max_task_retries": 1})
-    os.kill(venv.env_method("pid")[0], signal.SIGKILL)
-    with pytest.raises(WorkerError, match="without its environments; leave max_restarts and max_task_retries out"):
-        venv.reset()
-    venv.close()
 
 
 @check

@@ -12,8 +12,8 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 
 from sb3_ext import as_factory
+from tests.core.factory.copying import Line
 from tests.core.factory.main_script import DEFINED, USED, in_pools
-from tests.core.factory.worlds import Line
 from tests.ways import WAYS, run_as
 
 
@@ -23,8 +23,8 @@ def changed_cart_pole() -> gym.Env[Any, Any]:
     return env
 
 
-def changed_sealed() -> gym.Env[Any, Any]:
-    env = gym.make("worlds/Sealed-v0", max_episode_steps=20)
+def changed_line() -> gym.Env[Any, Any]:
+    env = gym.make("copies/Line-v0", max_episode_steps=20)
     env.unwrapped.weights[0] = -3.0  # type: ignore[attr-defined]
     return env
 
@@ -35,7 +35,7 @@ def changed_monitored() -> gym.Env[Any, Any]:
     return env
 
 
-CASES = [changed_cart_pole, changed_sealed, changed_monitored]
+CASES = [changed_cart_pole, changed_line, changed_monitored]
 
 
 def rollouts(venv: VecEnv, *, seed: int | None = 3, steps: int = 30) -> list[Any]:
@@ -61,7 +61,7 @@ def test_environments_in_this_process_do_what_the_written_line_does(make: Any) -
 
 @pytest.mark.parametrize(
     ("make", "method"),  # workers that are not forks import torch first
-    [(changed_sealed, "fork"), pytest.param(changed_monitored, "forkserver", marks=pytest.mark.slow)],
+    [(changed_line, "fork"), pytest.param(changed_monitored, "forkserver", marks=pytest.mark.slow)],
 )
 def test_environments_in_workers_do_what_the_written_line_does(make: Any, method: str) -> None:
     theirs = rollouts(DummyVecEnv([make] * 2))

@@ -27,10 +27,7 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import (
     DummyVecEnv,
     VecEnv,
-    VecFrameStack,
     VecMonitor,
-    VecNormalize,
-    VecTransposeImage,
 )
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
@@ -170,22 +167,6 @@ def test_episode_statistics_of_wrappers(mode: AutoresetMode) -> None:
         found.append(episodes)
     assert len(found[0]) > 5
     assert found[0] == found[1] == found[2]
-
-
-def test_gymnasiums_vectorised_cart_pole() -> None:
-    venv = GymVecEnv(gym.make_vec("CartPole-v1", 4, vectorization_mode="vector_entry_point"))
-    venv.seed(1)
-    before = venv.reset()
-    for turn in range(60):
-        after, rewards, dones, infos = venv.step(np.array([turn % 2, 0, 1, turn % 2]))
-        for index in np.flatnonzero(dones):
-            last = infos[index]["terminal_observation"]
-            assert np.abs(last - before[index]).max() < 2
-            assert abs(last[0]) > 2.4 or abs(last[2]) > 0.2
-            assert np.abs(after[index]).max() <= 0.05
-        assert (rewards == 1).all()
-        before = after
-    venv.close()
 
 
 # -- conventions
@@ -336,17 +317,6 @@ def test_a_gymnasium_without_the_private_names(monkeypatch: pytest.MonkeyPatch) 
             venv.get_attr("mark", indices=[1])
 
 
-def test_options_for_each() -> None:
-    venv = GymVecEnv(made("sync", Images, 2, AutoresetMode.SAME_STEP))
-    venv.set_options([{"a": 1}, {"a": 2}])
-    venv.reset()
-    assert venv.get_attr("options") == [{"a": 1}, {"a": 2}]
-    venv = GymVecEnv(made("wrapped", Images, 2, AutoresetMode.SAME_STEP))
-    venv.set_options([{"a": 1}, {"a": 2}])
-    with pytest.raises(InvalidArgumentError, match="one dict"):
-        venv.reset()
-
-
 class _Mine(Monitor):
     pass
 
@@ -379,32 +349,6 @@ def test_infos_that_come_as_a_list(mode: AutoresetMode) -> None:
         steps = [(venv.step(np.zeros(3, int))[3], venv.reset_infos) for _ in range(20)]
         found.append([seen, [[{**info, "episode": None} for info in infos] for infos, _ in steps]])
     assert_equal(found[1], found[0])
-
-
-@pytest.mark.sample(quick=1)
-@pytest.mark.parametrize("kind", ["sync", "async"])
-def test_a_part_of_the_observations(kind: str) -> None:
-    build = functools.partial(Drawn, "Dict")
-    all_of_it = GymVecEnv(made(kind, build, 2, AutoresetMode.SAME_STEP))
-    key = next(iter(all_of_it.observation_space.spaces))  # type: ignore[attr-defined]
-    part = GymVecEnv(made(kind, build, 2, AutoresetMode.SAME_STEP), observation_key=key)
-    actions = [action_of(all_of_it.action_space, 2) for _ in range(30)]
-    whole = ends(all_of_it, actions)
-    expected = [whole[0][key], *([step[0][key], *step[1:3]] for step in whole[1:])]
-    assert_equal([(step if i == 0 else step[:3]) for i, step in enumerate(ends(part, actions))], expected)
-    all_of_it.close()
-    part.close()
-
-
-def test_monitors_around_each() -> None:
-    venv = GymVecEnv(made("async", lambda: Monitor(cart_pole()), 2, AutoresetMode.SAME_STEP))
-    assert venv.env_is_wrapped(Monitor) == [True, True]
-    venv.seed(0)
-    venv.reset()
-    infos = [info for _ in range(40) for info in venv.step(np.zeros(2, int))[3] if "episode" in info]
-    assert infos
-    assert all(isinstance(info["episode"]["r"], float) and info["episode"]["l"] > 5 for info in infos)
-    venv.close()
 
 
 @pytest.mark.parametrize("kind", ["wrapped", "sync"])
@@ -449,28 +393,7 @@ def test_a_step_that_nobody_waited_for_is_given_up_by_a_reset() -> None:
         venv.step_wait()
 
 
-def test_an_interrupted_step_can_be_followed_by_a_reset() -> None:
-    class Interrupted(Images):
-        def step(self, action: Any) -> Any:
-            if action == 1:
-                raise KeyboardInterrupt
-            return super().step(action)
-
-    venv = GymVecEnv(made("wrapped", Interrupted, 2, AutoresetMode.NEXT_STEP))
-    venv.reset()
-    with pytest.raises(KeyboardInterrupt):
-        venv.step(np.array([0, 1]))
-    compared(venv, Images, 0)
-
-
 # -- under SB3's wrappers and algorithms
-
-
-def test_sb3s_wrappers() -> None:
-    def wrapped(venv: VecEnv) -> VecEnv:
-        return VecNormalize(VecMonitor(VecTransposeImage(VecFrameStack(venv, 3))), norm_obs=False)
-
-    compared(wrapped(GymVecEnv(made("wrapped", Images, 3, AutoresetMode.NEXT_STEP))), Images, 30, wrapped)
 
 
 def test_ppo_learns_the_same(tmp_path: Path) -> None:

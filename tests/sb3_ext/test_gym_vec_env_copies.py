@@ -231,17 +231,6 @@ def test_observations_in_a_reused_buffer_are_copied(build: Any) -> None:
     assert_equal(rolled_out(ours), rolled_out(DummyVecEnv(built())))
 
 
-def test_observations_of_known_classes_are_not_copied_twice() -> None:
-    sync = functools.partial(SyncVectorEnv, built())
-    for env, expected in (
-        (RecordEpisodeStatistics(sync()), False),
-        (sync(copy=False), True),
-        (Thin(sync()), True),
-    ):
-        venv = GymVecEnv(env, infos="all")
-        assert getattr(venv._source, "_copy", True) is expected
-
-
 # -- infos that are not built
 
 
@@ -257,14 +246,6 @@ def test_infos_that_are_not_built_for_running_envs_are_refused(wrap: Any) -> Non
     assert [info.get(key) for key in ("is_success", "episode", "terminal_observation", "missing")] == [None] * 4
     assert "missing" not in info
     assert "TimeLimit.truncated" in info
-
-
-@pytest.mark.parametrize("wrap", [lambda env: env, Thin, DictInfoToList], ids=["plain", "arrays", "lists"])
-def test_infos_of_last_steps_alone_are_absent_from_running_envs(wrap: Any) -> None:
-    venv = GymVecEnv(wrap(SyncVectorEnv(built("at last steps"), autoreset_mode=AutoresetMode.SAME_STEP)))
-    venv.reset()
-    infos = [info for _ in range(10) for info in venv.step(np.zeros((2, 2), np.float32))[3]]
-    assert sum(info.get("cost") is not None for info in infos) == 5
 
 
 class Listed(VectorEnv[Any, Any, Any]):

@@ -9,12 +9,9 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from stable_baselines3 import PPO, SAC
-from stable_baselines3.common.vec_env import VecMonitor
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
 from sb3_ext import GymVecEnv, _vector_steps
-from tests.sb3_ext.toys import silenced
 
 
 class Isaac:
@@ -201,10 +198,3 @@ def test_tensors_cross_in_one_block() -> None:
     for array, tensor in zip(arrays, tensors, strict=True):
         assert array.dtype == tensor.numpy().dtype
         np.testing.assert_array_equal(array, tensor.numpy())
-
-
-def test_ppo_and_sac_train() -> None:
-    venv = VecMonitor(GymVecEnv(Isaac(8), clip_actions=1.0))
-    model = silenced(PPO("MlpPolicy", venv, n_steps=16, batch_size=64, n_epochs=1, device="cpu", seed=0)).learn(256)
-    assert model.ep_info_buffer
-    silenced(SAC("MlpPolicy", venv, learning_starts=16, buffer_size=400, device="cpu")).learn(64)

@@ -148,33 +148,6 @@ def test_an_agent_that_comes_back() -> None:
     env.close()
 
 
-class _Repeating(Race):
-    """Goes on returning agents that have died."""
-
-    def step(self, actions: Any) -> Any:
-        acted = {agent: action for agent, action in actions.items() if agent in self.agents}
-        observations, rewards, terminated, truncated, infos = super().step(acted)
-        for agent in set(self.possible_agents) - set(observations):
-            observations[agent], rewards[agent] = self._seen(agent), 0.0
-            terminated[agent], truncated[agent], infos[agent] = True, False, {}
-        return observations, rewards, terminated, truncated, infos
-
-
-def test_agents_that_have_died_do_not_join_again() -> None:
-    env = MultiAgentVecEnv([functools.partial(_Repeating, (2, 9))])
-    env.seed(0)
-    env.reset()
-    assert [env.step(np.zeros(2, int))[2].tolist() for _ in range(6)] == [
-        [False, False],
-        [True, False],
-        [False, False],
-        [False, False],
-        [False, False],
-        [True, True],
-    ]
-    env.close()
-
-
 class _InPlace(Race):
     """Writes into its actions."""
 

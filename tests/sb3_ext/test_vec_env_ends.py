@@ -20,7 +20,6 @@ import pytest
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.vector.pool import Pool
 from sb3_ext import SharedMemoryVecEnv
-from tests.load import busy
 from tests.sb3_ext.vec_checks import FAST, interrupted, no_workers
 from tests.sb3_ext.vec_worlds import Counting, Failing, Gated
 
@@ -99,20 +98,6 @@ def test_a_failure_leaves_no_simulator(how: str, closed_too: int, tmp_path: Path
     assert until(lambda: not simulators(tmp_path))
     assert closed(tmp_path) == closed_too
     venv.close()
-
-
-class Forgetful(WithSimulator):
-    def close(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize("method", ["forkserver", pytest.param("fork", marks=pytest.mark.slow)])
-def test_what_environments_do_not_end_ends_with_their_worker(method: Any, tmp_path: Path) -> None:
-    venv = SharedMemoryVecEnv([functools.partial(Forgetful, str(tmp_path))] * 3, method)
-    venv.reset()
-    assert len(simulators(tmp_path)) == 3
-    venv.close()
-    assert until(lambda: not simulators(tmp_path))
 
 
 @pytest.mark.slow
@@ -199,7 +184,7 @@ def test_the_time_to_close_is_told(how: str, said: str, tmp_path: Path) -> None:
 def test_close_does_not_wait_for_a_step_that_was_interrupted(
     method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("rl_ext_core.vector.pool.INTERRUPTED_SECONDS", 0.3)
+    monkeypatch.setattr("rl_ext_core.vector.pool.UNFINISHED_SECONDS", 0.3)
     venv = SharedMemoryVecEnv([functools.partial(Gated, tmp_path / "never")] * 2, FAST)
     venv.reset()
     with interrupted(Pool, method), pytest.raises(KeyboardInterrupt):
@@ -207,20 +192,3 @@ def test_close_does_not_wait_for_a_step_that_was_interrupted(
     with pytest.warns(UserWarning, match="environment 0 of 2 was still in step after"):
         venv.close()
     assert no_workers()
-
-
-@pytest.mark.exhaustive
-def test_no_time_of_ours_is_reached_on_a_busy_machine(tmp_path: Path) -> None:
-    build = functools.partial(WithSimulator, str(tmp_path))
-    with busy(6), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        venv = SharedMemoryVecEnv([build, functools.partial(build, "raise"), build], "forkserver", restart="truncate")
-        venv.reset()
-        for count in range(12):
-            dones = venv.step(ACTIONS)[2]
-            assert dones.tolist() == [count == 9, count % 3 == 2, count == 9]
-        assert venv.timings.restarts == 4
-        del venv
-        gc.collect()
-    assert no_workers()
-    assert closed(tmp_path) == 7

@@ -224,7 +224,7 @@ def test_calls_in_the_wrong_order_are_refused() -> None:
         ([Counting], {"restart": "truncate", "max_restarts": -1}, InvalidArgumentError, "max_restarts=-1"),
         ([Counting], {"start_method": "thread"}, InvalidArgumentError, "^start_method='thread'.*Write start_method="),
         ([Counting], {"close_timeout": -1}, InvalidArgumentError, "close_timeout=-1"),
-        ([Counting], {"cure": "prayer"}, InvalidArgumentError, "cure='prayer'"),
+        ([Counting], {"cwd": "mine"}, InvalidArgumentError, "cwd='mine' is not a folder"),
         ([lambda: 3], {}, WorkerError, "InvalidTypeError.*the environment is a builtins.int"),
         ([functools.partial(Drawn, NO_ARRAYS)], {}, InvalidArgumentError, "no fixed arrays .*FlattenObservation"),
     ],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from multiprocessing import util
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,13 +50,6 @@ def test_call_in_forked_process_is_refused(call: str, venv: SharedMemoryVecEnv) 
     assert counts(venv) == [1, 1]
 
 
-def test_step_wait_in_forked_process_is_refused(venv: SharedMemoryVecEnv) -> None:
-    venv.step_async(ACTIONS)
-    text = result_in_fork(venv.step_wait)
-    assert text.startswith("InvalidArgumentError: these environments belong to process ")
-    assert venv.step_wait()[0][:, 0].tolist() == [1, 1]
-
-
 def test_close_drop_and_exit_of_forked_process_leave_the_workers_alone(venv: SharedMemoryVecEnv) -> None:
     def leave() -> str:
         venv.close()
@@ -81,20 +73,3 @@ def test_forked_process_may_make_its_own(venv: SharedMemoryVecEnv) -> None:
 
     assert result_in_fork(use) == "[2, 2]"
     assert counts(venv) == [1, 1]
-
-
-def test_exit_of_forked_process_leaves_the_folders_of_workers() -> None:
-    venv = SharedMemoryVecEnv([Counting] * 2, "fork", cure="TMPDIR")
-    folder = Path(venv._pool._scratch.name)  # type: ignore[attr-defined]
-
-    def leave() -> None:
-        import atexit
-
-        vars(venv).clear()
-        gc.collect()
-        atexit._run_exitfuncs()
-
-    result_in_fork(leave)
-    assert len(list(folder.iterdir())) == 2
-    venv.close()
-    assert not folder.exists()

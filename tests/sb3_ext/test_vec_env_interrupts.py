@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
-from rl_ext_core.errors import InvalidArgumentError
+from rl_ext_core.errors import InvalidArgumentError, WorkerError
 from rl_ext_core.vector import channel
 from sb3_ext import SharedMemoryVecEnv
 from tests.interrupts import everywhere
@@ -174,7 +174,7 @@ def test_an_interrupted_start_leaves_nothing(every: int) -> None:
 
 @pytest.mark.slow
 @denser
-def test_an_interrupted_restart_is_done_again(every: int) -> None:
+def test_an_interrupted_restart_is_done_again_or_ends_the_workers_with_one_sentence(every: int) -> None:
     made: list[SharedMemoryVecEnv] = []
 
     def prepare() -> Callable[[], Any]:
@@ -189,11 +189,16 @@ def test_an_interrupted_restart_is_done_again(every: int) -> None:
 
     for where in everywhere(prepare, below=BELOW, every=every):
         venv = made[0]
-        if venv.waiting:
-            _, _, dones, infos = venv.step_wait()
-            assert dones.tolist() == [False, True], where
-            assert set(infos[1]) >= {"worker_error", "terminal_observation"}, where
-        assert venv.reset()[:, 0].tolist() == [0, 0], where
+        try:
+            if venv.waiting:
+                _, _, dones, infos = venv.step_wait()
+                assert dones.tolist() == [False, True], where
+                assert set(infos[1]) >= {"worker_error", "terminal_observation"}, where
+            assert venv.reset()[:, 0].tolist() == [0, 0], where
+        except WorkerError as error:  # it was interrupted while the worker was replaced
+            if "replacement of one was interrupted. Make new environments" not in str(error):
+                raise
+            continue
         _, _, dones, _ = venv.step(ACTIONS[:2])
         assert not dones[0], where
         if dones[1]:  # it was interrupted before the worker could fail: that happens now

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import random
 import warnings
 from typing import Any
 
@@ -13,14 +12,11 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.logger import KVWriter, Logger
 from stable_baselines3.common.monitor import Monitor
-from stable_baselines3.common.utils import set_random_seed
 from stable_baselines3.common.vec_env import (
     DummyVecEnv,
     SubprocVecEnv,
@@ -164,50 +160,6 @@ def test_what_is_chosen_returns_what_dummy_vec_env_does(rewards: str) -> None:
     chosen.close()
 
 
-class Seeding(Returning):
-    """Draws from the generators of its process."""
-
-    def __init__(self) -> None:
-        super().__init__(spaces.Box(0, 1, (3,), np.float64), None)
-
-    def _seen(self) -> Any:
-        return np.array([np.random.rand(), random.random(), torch.rand((), dtype=torch.float64).item()])
-
-
-def seeded(rank: int) -> Any:
-    set_random_seed(5 + rank)
-    return Seeding()
-
-
-def test_environments_seeded_in_their_functions_draw_what_they_draw_with_sb3() -> None:
-    env_fns = [functools.partial(seeded, rank) for rank in range(2)]
-    with both(env_fns) as (ours, theirs):
-        for _ in range(2):
-            assert_equal(ours.reset(), theirs.reset())
-
-
-dtypes = st.sampled_from([np.float32, np.float64, np.uint8, np.int16, np.int64])
-shapes = st.lists(st.integers(1, 5), max_size=3).map(tuple)
-boxes = st.builds(lambda shape, dtype: spaces.Box(0, 100, shape, dtype), shapes, dtypes)
-discretes = st.builds(lambda n, start: spaces.Discrete(n, start=start), st.integers(1, 1000), st.integers(-500, 500))
-multis = st.builds(spaces.MultiDiscrete, st.lists(st.integers(1, 300), min_size=1, max_size=4))
-binaries = st.builds(spaces.MultiBinary, st.integers(1, 9))
-flat = st.one_of(boxes, discretes, multis, binaries)
-keys = st.text("abc_", min_size=1, max_size=3)
-composed = st.one_of(
-    flat,
-    st.dictionaries(keys, flat, min_size=1, max_size=3).map(spaces.Dict),
-    st.lists(flat, min_size=1, max_size=3).map(spaces.Tuple),
-)
-
-
-@pytest.mark.slow
-@settings(max_examples=12)
-@given(observations=composed, actions=composed, rewards=st.sampled_from(list(REWARDS)), workers=st.integers(1, 3))
-def test_random_spaces(observations: Any, actions: Any, rewards: str, workers: int) -> None:
-    check(functools.partial(Drawn, observations, actions, rewards), steps=8, n_workers=workers)
-
-
 # -- other methods, wrappers around it, and training with it
 
 
@@ -251,14 +203,6 @@ def called(venv: VecEnv) -> list[Any]:
 def test_methods(n_workers: int) -> None:
     with both([wrapped] * 3, n_workers=n_workers) as (ours, theirs):
         assert_equal(called(ours), called(theirs))
-
-
-def test_environments_that_do_not_render() -> None:
-    with both([functools.partial(Drawn, render_mode=None)] * 2) as (ours, theirs):
-        assert ours.render_mode is theirs.render_mode is None
-        for venv in (ours, theirs):
-            with pytest.warns(UserWarning, match="The render mode is None"):
-                assert venv.get_images() == [None, None]
 
 
 IMAGES = functools.partial(Sprite, 3)

@@ -195,17 +195,6 @@ def test_attribute_that_was_not_set_before_the_worker_died_is_named() -> None:
     venv.close()
 
 
-def test_crashes_of_resets(tmp_path: Path) -> None:
-    env_fns = [Counting, functools.partial(FailingOnce, str(tmp_path / "mark"), "reset")]
-    venv = SharedMemoryVecEnv(env_fns, FAST, **RESTARTING)
-    venv.seed(3)
-    first = venv.reset()
-    assert first[:, 0].tolist() == [0, 0]
-    assert [info["world"] for info in venv.reset_infos] == pytest.approx(first[:, 1].tolist())
-    assert venv.timings.restarts == 1
-    venv.close()
-
-
 def test_a_crash_in_a_method_is_raised_and_the_worker_replaced_at_the_next_step() -> None:
     venv = SharedMemoryVecEnv([Counting, functools.partial(Failing, "method", "SIGSEGV")], FAST, **RESTARTING)
     venv.reset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import torchrl.envs
 from torchrl.envs import Compose, RewardSum, SerialEnv, StepCounter, TransformedEnv
 
 import torchrl_ext
-from rl_ext_core.factory import capture_constructors
-from rl_ext_core.factory._sources import line_of_instance
+from rl_ext_core import _pickle
+from rl_ext_core.factory.record import call_of, line_of_instance
 from tests.core.factory.main_script import DEFINED, USED, in_pools
 from tests.ways import WAYS, run_as
 
@@ -22,7 +23,7 @@ CASES = [
     (lambda: torchrl_ext.GymEnv("CartPole-v1"), "lambda: GymEnv('CartPole-v1')"),
     (
         lambda: torchrl.envs.GymEnv("CartPole-v1", frame_skip=2, device="cpu", max_episode_steps=9),
-        "lambda: GymEnv('CartPole-v1', max_episode_steps=9, frame_skip=2, device='cpu')",
+        "lambda: GymEnv('CartPole-v1', frame_skip=2, device='cpu', max_episode_steps=9)",
     ),
     (
         lambda: torchrl.envs.GymWrapper(gym.make("CartPole-v1", max_episode_steps=9)),
@@ -34,7 +35,11 @@ CASES = [
     ),
     (
         lambda: TransformedEnv(torchrl.envs.GymEnv("CartPole-v1"), Compose(StepCounter(5), RewardSum())),
-        "lambda: TransformedEnv(GymEnv('CartPole-v1'), Compose(...))",
+        "lambda: TransformedEnv(GymEnv('CartPole-v1'), ...)",
+    ),
+    (
+        lambda: SerialEnv(2, torchrl.envs.GymEnv, create_env_kwargs={"env_name": "CartPole-v1"}),
+        "lambda: SerialEnv(2, GymEnv, create_env_kwargs={'env_name': 'CartPole-v1'})",
     ),
 ]
 
@@ -44,7 +49,7 @@ def test_lines_and_what_those_without_dots_build(make: Any, line: str) -> None:
     env = make()
     assert line_of_instance(env) == line
     package = torchrl_ext if type(env).__module__.startswith("torchrl_ext") else torchrl.envs
-    names = {"gymnasium": gym, "GymEnv": package.GymEnv, "GymWrapper": package.GymWrapper}
+    names = {"gymnasium": gym, "SerialEnv": SerialEnv, "GymEnv": package.GymEnv, "GymWrapper": package.GymWrapper}
     rollouts = []
     for each in (env, env if "..." in line else eval(line, names)()):
         torch.manual_seed(0)
@@ -53,13 +58,14 @@ def test_lines_and_what_those_without_dots_build(make: Any, line: str) -> None:
     assert (rollouts[0] == rollouts[1]).all()
 
 
-def test_the_arguments_of_the_constructor_are_known_where_they_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    meta: Any = type(torchrl.envs.EnvBase)
-    monkeypatch.setattr(meta, "__call__", meta.__call__)  # puts it back
-    capture_constructors(torchrl.envs.EnvBase)
-    env = SerialEnv(2, torchrl.envs.GymEnv, create_env_kwargs={"env_name": "CartPole-v1"})
-    assert line_of_instance(env) == "lambda: SerialEnv(2, GymEnv, create_env_kwargs={'env_name': 'CartPole-v1'})"
-    env.close(raise_if_closed=False)
+def test_transforms_that_were_appended_are_part_of_the_calls() -> None:
+    env = TransformedEnv(torchrl.envs.GymEnv("CartPole-v1"), StepCounter(5)).append_transform(RewardSum())
+    call = call_of(env)
+    assert call is not None
+    copied = pickle.loads(_pickle.dumps(call)).build()
+    assert [type(one) for one in copied.transform] == [StepCounter, RewardSum]
+    assert set(copied.rollout(9).keys(True)) == set(env.rollout(9).keys(True))
+    assert copied.base_env is not env.base_env
 
 
 PARALLEL = in_pools(

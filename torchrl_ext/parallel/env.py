@@ -10,7 +10,7 @@ from typing import Any
 from torchrl.envs import EnvBase, SerialEnv
 from torchrl.envs import batched_envs as upstream
 
-from rl_ext_core import processes, resources
+from rl_ext_core import resources
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from torchrl_ext._compat import has_supervision
 from torchrl_ext.parallel.plan import Plan
@@ -18,7 +18,7 @@ from torchrl_ext.parallel.plan import Plan
 __all__ = ["ParallelEnv"]
 
 _Base: Any
-_IS_SUPERVISED = processes.SUPPORTED and has_supervision()
+_IS_SUPERVISED = has_supervision()
 if _IS_SUPERVISED:
     from torchrl_ext.parallel.supervision import SupervisedEnv as _Base
 else:

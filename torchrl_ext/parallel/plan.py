@@ -17,16 +17,15 @@ from torchrl.envs import EnvBase
 from torchrl.envs.common import EnvMetaData
 
 from rl_ext_core import processes, resources
-from rl_ext_core.devices import READ_AT_IMPORT
 from rl_ext_core.errors import InvalidArgumentError
-from rl_ext_core.factory._sources import merged_modules
 from rl_ext_core.factory.convert import examined
+from rl_ext_core.factory.record import merged_modules
 from torchrl_ext.factories import factory_of, metadata_of
 
 if TYPE_CHECKING:
     from rl_ext_core.factory import EnvFactory
-    from rl_ext_core.factory._examine import Examination
-    from rl_ext_core.processes.contexts import WorkerContext
+    from rl_ext_core.factory.compare import Examination
+    from rl_ext_core.processes.context import WorkerContext
 
 __all__ = ["Plan", "SpeedCheck", "WorkerEnvs"]
 
@@ -89,7 +88,6 @@ class Plan:
             method,
             preload=merged_modules(*(factory.preload for factory in self.factories)),
             environs=[{} if factory.decision is None else factory.decision.variables for factory in self.factories],
-            import_time=READ_AT_IMPORT,
             on_start=on_start,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -13,16 +14,16 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from rl_ext_core import processes
+from rl_ext_core import _pickle, processes
 from rl_ext_core._system import process_identity
 from rl_ext_core.devices import Decision, resolve
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
-from rl_ext_core.factory import _byvalue, _graft, _objects, _rules, _seeding, _sources, streams
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError
+from rl_ext_core.factory import compare, record, streams, walk
 
 if TYPE_CHECKING:
     import uuid
 
-    from rl_ext_core.factory._examine import Examination
+    from rl_ext_core.factory.compare import Examination
 
 __all__ = ["EnvFactory"]
 
@@ -55,13 +56,12 @@ class EnvFactory(Generic[_Env]):
     """Builds an environment; picklable, callable without arguments. Made by :func:`as_factory`.
 
     It fits wherever a list of functions is expected: Stable Baselines3's ``SubprocVecEnv``, gymnasium's
-    ``AsyncVectorEnv``, TorchRL's collectors and its distributed ones. Random generators that a copy holds never
-    continue the original's stream: each copy draws differently.
+    ``AsyncVectorEnv``, TorchRL's collectors and its distributed ones. A copy of an instance begins at a reset, and its
+    random generators never continue the original's stream: each copy draws differently.
 
     :ivar origin: how: ``"callable"``, ``"class"``, ``"id"`` or ``"spec"`` (gymnasium's specification); of an instance,
-        ``"graft"`` (all Python state copied, what belongs to a simulator rebuilt by its rule) or, where that is not the
-        instance's equal, ``"spec"`` or ``"constructor"`` (with the arguments that :func:`capture_constructors`
-        remembered)
+        ``"spec"`` or ``"constructor"`` (made as the instance was, with what was changed of it since) or, where that is
+        not known or not enough, ``"pickle"``
     :ivar examination: what was measured of a copy; None if nothing was
 
     >>> import gymnasium
@@ -70,7 +70,7 @@ class EnvFactory(Generic[_Env]):
     >>> factory().spec.max_episode_steps
     50
     >>> factory.origin
-    'graft'
+    'spec'
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class EnvFactory(Generic[_Env]):
         self._adapters: tuple[Callable[[Any], Any], ...] = ()
         self._worker: _Worker | None = None
         self._live = live
-        self.preload = _sources.merged_modules(preload)
+        self.preload = record.merged_modules(preload)
         self.examination = examination
 
     @property
@@ -130,7 +130,7 @@ class EnvFactory(Generic[_Env]):
         """
         other: EnvFactory[Any] = self._copy()
         other._adapters = (*self._adapters, adapt)
-        other.preload = _sources.merged_modules(self.preload, preload)
+        other.preload = record.merged_modules(self.preload, preload)
         return other
 
     def for_workers(
@@ -195,17 +195,17 @@ class EnvFactory(Generic[_Env]):
         """
         worker = self._worker
         if worker is None:
-            return self._built(overrides)
+            is_copy = not self._recipe.takes_arguments
+            return self._built(overrides, np.random.SeedSequence() if is_copy else None)
         worker.enter()
         overrides = {**worker.overrides, **overrides}
         stream = worker.stream()
-        with streams.copies_from(stream):
-            return self._built(overrides, stream, elsewhere=worker.made_in != process_identity())
+        return self._built(overrides, stream, elsewhere=worker.made_in != process_identity())
 
     def _built(
         self, overrides: Mapping[str, Any], stream: np.random.SeedSequence | None = None, *, elsewhere: bool = False
     ) -> _Env:
-        shared = _seeding.SharedGenerators(stream) if stream is not None and elsewhere else None
+        shared = streams.SharedGenerators(stream) if stream is not None and elsewhere else None
         if shared is not None:
             # Before it is built: what the environment's own code seeds stays as it says.
             streams.seed_process(shared.stream)
@@ -215,7 +215,9 @@ class EnvFactory(Generic[_Env]):
         if shared is not None:
             shared.seed(environment)
         if stream is not None:
-            _seeding.seed_unseeded(environment, stream)
+            if not self._recipe.takes_arguments:
+                streams.seed_copy(environment, stream)
+            streams.seed_unseeded(environment, stream)
         for adapt in self._adapters:
             environment = adapt(environment)
         return environment
@@ -228,7 +230,7 @@ class EnvFactory(Generic[_Env]):
     def __getstate__(self) -> dict[str, Any]:
         # What users have given may be of a script's main module, which plain pickle does not bring along.
         given = (self._adapters, self.overrides)
-        packed = _byvalue.dumps(given) if any(given) else None
+        packed = _pickle.dumps(given) if any(given) else None
         worker = self._worker and dataclasses.replace(self._worker, overrides={})
         return {**self.__dict__, "_live": None, "_adapters": (), "_worker": worker, "_given": packed}
 
@@ -301,12 +303,12 @@ def _decisions(devices: Any, num_workers: int, environment: Any) -> list[Decisio
 
 def _renderer_of(environment: Any) -> str | None:
     """Tell by which renderer's rule an environment picks a GPU; None: it does not render on one."""
-    for layer in _rules.layers(environment):
+    for layer in walk.layers(environment):
         for base in type(layer).__mro__:
             if base.__module__.partition(".")[0] in _RENDERERS:
                 return _RENDERERS[base.__module__.partition(".")[0]]
     gymnasium = sys.modules.get("gymnasium.envs.mujoco")
-    if gymnasium is not None and any(isinstance(layer, gymnasium.MujocoEnv) for layer in _rules.layers(environment)):
+    if gymnasium is not None and any(isinstance(layer, gymnasium.MujocoEnv) for layer in walk.layers(environment)):
         return "gymnasium"
     return None
 
@@ -315,7 +317,7 @@ def _renderer_of(environment: Any) -> str | None:
 class Recipe:
     """Builds an environment, here or in another process.
 
-    :ivar origin: by which route: ``"callable"``, ``"class"``, ``"id"``, ``"spec"``, ``"constructor"`` or ``"graft"``
+    :ivar origin: by which route: ``"callable"``, ``"class"``, ``"id"``, ``"spec"``, ``"constructor"`` or ``"pickle"``
     :ivar packed: what is unpickled, no sooner than when it is needed: that imports the environment's modules
     :ivar line: the source line that a person would write
     :ivar takes_arguments: whether overrides are the callable's arguments; else they are set on the copy
@@ -323,6 +325,7 @@ class Recipe:
     :ivar is_anew: whether the callable is unpickled each time, because it holds an environment: two calls give two
     :ivar called: the callable, with specifications of ids that it names: in the process that has packed it the
         caller's own, in others as it was unpickled there
+    :ivar changes: what is set on a copy of an instance
     """
 
     origin: str
@@ -332,6 +335,7 @@ class Recipe:
     parameters: tuple[str, ...] = ()
     is_anew: bool = False
     called: tuple[Any, Iterable[Any]] | None = dataclasses.field(default=None, repr=False, compare=False)
+    changes: tuple[compare.Change, ...] = dataclasses.field(default=(), repr=False)
 
     def build(self, overrides: Mapping[str, Any] | None = None) -> Any:
         """Build it.
@@ -343,7 +347,8 @@ class Recipe:
         self.check(overrides, None)
         if self.takes_arguments:
             return _called(*self.unpacked(), overrides)
-        environment = _graft.loads(self.packed) if self.origin == "graft" else _called(*self.unpacked(), {})
+        environment = compare.unpack(self.packed) if self.origin == "pickle" else _called(*self.unpacked(), {})
+        compare.apply(environment, self.changes)
         _apply(environment, overrides)
         return environment
 
@@ -351,7 +356,7 @@ class Recipe:
         """Return the callable, with specifications of ids that it names."""
         if self.called is not None:
             return self.called
-        called: tuple[Any, Iterable[Any]] = _graft.loads(self.packed)
+        called: tuple[Any, Iterable[Any]] = pickle.loads(self.packed)
         if not self.is_anew:
             object.__setattr__(self, "called", called)
         return called
@@ -382,7 +387,7 @@ class Recipe:
 
 
 def _called(build: Any, specs: Iterable[Any], arguments: Mapping[str, Any]) -> Any:
-    _sources.register_specs(specs)
+    record.register_specs(specs)
     try:
         return build(**arguments)
     except Exception as error:
@@ -397,17 +402,42 @@ def _called(build: Any, specs: Iterable[Any], arguments: Mapping[str, Any]) -> A
 def by_calling(build: Any, origin: str, line: str, *, takes_arguments: bool) -> Recipe:
     """Pack a callable.
 
-    :raises Refused: it holds what cannot be copied
+    :raises NotCopyableError: it holds what cannot be pickled
     """
-    called = (build, _sources.specs_named_by(build))
+    called = (build, record.specs_named_by(build))
     # What an instance was made by is unpickled each time too: copies do not share what they are made of.
     is_anew = not takes_arguments or _holds_environment(build)
     parameters = _parameters(build) if takes_arguments else ()
-    return Recipe(origin, _graft.dumps(called), line, takes_arguments, parameters, is_anew, None if is_anew else called)
+    try:
+        packed = _pickle.dumps(called)
+    except Exception as error:
+        reason = str(error) or type(error).__name__
+        raise NotCopyableError(
+            f"{line} cannot be pickled for a worker: {_unpicklable(build)}{reason}. Make that inside of the function "
+            "that builds the environment"
+        ) from error
+    return Recipe(origin, packed, line, takes_arguments, parameters, is_anew, None if is_anew else called)
+
+
+def _unpicklable(build: Any) -> str:
+    """Name the variable of a function that cannot be pickled."""
+    code = getattr(build, "__code__", None)
+    if code is None:
+        return ""
+    read = {name: build.__globals__.get(name) for name in walk.globals_in(code)}
+    for name, cell in zip(code.co_freevars, build.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # nothing is in it yet
+            read[name] = cell.cell_contents
+    for name, value in read.items():
+        try:
+            _pickle.dumps(value)
+        except Exception:
+            return f"of its variable {name} ({walk.full_name(type(value))}), "
+    return ""
 
 
 def _holds_environment(build: Any) -> bool:
-    return any(not issubclass(type(part), type) and _rules.is_layer(part) for part in _sources.referred(build))
+    return any(not issubclass(type(part), type) and walk.is_layer(part) for part in record.referred(build))
 
 
 def _parameters(build: Any) -> tuple[str, ...]:
@@ -421,28 +451,12 @@ def _parameters(build: Any) -> tuple[str, ...]:
     )
 
 
-def by_grafting(environment: Any, line: str, references: _graft.References) -> Recipe:
-    """Pack an instance with all its Python state.
-
-    :param references: of its fingerprint
-    :raises Refused: it holds what cannot be copied
-    """
-    return Recipe("graft", _graft.dumps(environment, references), line)
-
-
-def make(spec: Any, **kwargs: Any) -> Any:
-    """Let gymnasium build by a specification: in a process that has not registered the id too."""
-    import gymnasium
-
-    return gymnasium.make(spec, **kwargs)
-
-
 def _owner(environment: Any, name: str, value: Any) -> Any:
     """Find the outermost layer that has an attribute.
 
     :raises InvalidArgumentError: there is none
     """
-    found = next((layer for layer in _rules.layers(environment) if _has(layer, name)), None)
+    found = next((layer for layer in walk.layers(environment) if _has(layer, name)), None)
     if found is None:
         raise InvalidArgumentError(_unknown(environment, name, value))
     return found
@@ -475,7 +489,7 @@ _CONSTRUCT = (
 
 
 def _has(layer: Any, name: str) -> bool:
-    return name in _objects.attributes(layer) or any(name in vars(base) for base in type(layer).__mro__)
+    return name in walk.attributes(layer) or any(name in vars(base) for base in type(layer).__mro__)
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -486,7 +500,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _unknown(environment: Any, name: str, value: Any) -> str:
-    names = sorted({known for layer in _rules.layers(environment) for known in _objects.attributes(layer)})
+    names = sorted({known for layer in walk.layers(environment) for known in walk.attributes(layer)})
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.5) or names[:8]
     return (
         f"overrides: no layer of {type(environment).__name__} has the attribute {name}={value!r}; there are "

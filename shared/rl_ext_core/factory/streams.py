@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import ctypes
 import functools
 import hashlib
 import os
 import random
 import sys
+import types
+from collections import deque
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from rl_ext_core.factory import _objects
+from rl_ext_core.factory import simulators, walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+__all__ = ["SharedGenerators", "seed_copy", "seed_process", "seed_unseeded", "sequence", "stream_of"]
 
-_keep: contextvars.ContextVar[bool] = contextvars.ContextVar("keep", default=False)
-# Of this process, and what goes before it where an environment is built: several may be, in threads.
-_stream: np.random.SeedSequence | None = None
-_stream_here: contextvars.ContextVar[np.random.SeedSequence | None] = contextvars.ContextVar("stream", default=None)
+_LEAVES = {int, float, complex, bool, str, bytes, type(None), range, slice}
+_NOT_ENTERED = (type, types.ModuleType, types.FunctionType)
 
 
 def sequence(seed: int | None, worker: int, attempt: int = 0) -> np.random.SeedSequence:
@@ -39,12 +39,8 @@ def sequence(seed: int | None, worker: int, attempt: int = 0) -> np.random.SeedS
 def seed_process(stream: np.random.SeedSequence) -> None:
     """Seed the generators of this process: Python's, NumPy's, torch's now or when it is imported, and the C library's.
 
-    Copies of generators that are unpickled from here on draw from the same stream.
-
     :param stream: of this worker
     """
-    global _stream
-    _stream = stream
     words = [int(word) for word in stream.generate_state(4)]
     random.seed(words[0])
     np.random.seed(words[1])
@@ -91,34 +87,6 @@ def _seed_c(word: int) -> None:
         library.srand48(ctypes.c_long(word))
 
 
-@contextlib.contextmanager
-def copies_from(stream: np.random.SeedSequence) -> Iterator[None]:
-    """Let copies of generators that are unpickled in here draw from this stream; the process's own stay as they are."""
-    before = _stream_here.set(stream)
-    try:
-        yield
-    finally:
-        _stream_here.reset(before)
-
-
-@contextlib.contextmanager
-def keeping() -> Iterator[None]:
-    """Unpickle generators in the very state that the original had, to compare a copy with it."""
-    before = _keep.set(True)
-    try:
-        yield
-    finally:
-        _keep.reset(before)
-
-
-def _entropy(state: Any) -> np.random.SeedSequence:
-    """Return the seed of a copied generator: of its worker's stream, distinct for generators that were distinct."""
-    stream = _stream_here.get() or _stream
-    if stream is None:
-        return np.random.SeedSequence()
-    return stream_of(stream, state)
-
-
 def stream_of(stream: np.random.SeedSequence, name: Any) -> np.random.SeedSequence:
     """Derive the seed of one generator from its worker's stream.
 
@@ -134,52 +102,6 @@ def _packed(state: Any) -> bytes:
     return state.tobytes() if isinstance(state, np.ndarray) else repr(state).encode()
 
 
-def _bit_generator(cls: Any, state: dict[str, Any]) -> Any:
-    bits = cls(_entropy(state))
-    if _keep.get():
-        bits.state = state
-    return bits
-
-
-def _random_state(cls: Any, bits: Any, gauss: dict[str, Any]) -> Any:
-    copy = cls(bits)
-    if _keep.get():
-        copy.set_state({**copy.get_state(legacy=False), **gauss})
-    return copy
-
-
-def _python_random(cls: Any, state: Any) -> random.Random:
-    copy: random.Random = random.Random.__new__(cls)
-    random.Random.seed(copy, int.from_bytes(_entropy(state).generate_state(8).tobytes(), "little"))
-    if _keep.get():
-        random.Random.setstate(copy, state)
-    return copy
-
-
-def _torch_generator(device: str, state: np.ndarray[Any, Any]) -> Any:
-    import torch
-
-    copy = torch.Generator(device=device)
-    if _keep.get():
-        copy.set_state(torch.from_numpy(state.copy()))
-    else:
-        copy.manual_seed(int(_entropy(state).generate_state(1, np.uint64)[0] >> 1))
-    return copy
-
-
-def _with_attributes(reduced: tuple[Any, ...], generator: Any, without: str = "") -> tuple[Any, ...]:
-    """Add the attributes of an instance of somebody's own subclass."""
-    held = {name: value for name, value in (_objects.dictionary(generator) or {}).items() if name != without}
-    return (*reduced, held, None, None, _objects.set_state) if held else reduced
-
-
-def is_generator(value: Any) -> bool:
-    """Whether random numbers are drawn from this."""
-    torch = sys.modules.get("torch")
-    known = (np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
-    return issubclass(type(value), known) or (torch is not None and issubclass(type(value), torch.Generator))
-
-
 def reseed(generator: Any, seed: np.random.SeedSequence) -> None:
     """Seed a generator in place. Those of the process and of the operating system are left alone."""
     torch = sys.modules.get("torch")
@@ -187,7 +109,9 @@ def reseed(generator: Any, seed: np.random.SeedSequence) -> None:
         if generator is not random._inst and not isinstance(generator, random.SystemRandom):
             random.Random.seed(generator, int.from_bytes(seed.generate_state(8).tobytes(), "little"))
     elif torch is not None and isinstance(generator, torch.Generator):
-        if _reduce_torch_generator(generator)[0] is _torch_generator:
+        if generator is not torch.default_generator and all(
+            generator is not one for one in torch.cuda.default_generators
+        ):
             generator.manual_seed(int(seed.generate_state(1, np.uint64)[0] >> 1))
     elif generator is not np.random.mtrand._rand:
         bits = generator
@@ -198,57 +122,103 @@ def reseed(generator: Any, seed: np.random.SeedSequence) -> None:
             generator.set_state({**generator.get_state(legacy=False), "has_gauss": 0, "gauss": 0.0})
 
 
-def reduce_generator(generator: Any) -> tuple[Any, ...] | str | None:
-    """Reduce a random generator to one that continues in its state, or in a stream of its worker's own.
+def seed_unseeded(root: Any, stream: np.random.SeedSequence) -> None:
+    """Seed environments and spaces that gymnasium would seed by the operating system at the first draw.
 
-    :return: what ``__reduce__`` returns, the name of one of the process's own too; None: it is no generator
+    :param root: an environment or a space; searched with all that its attributes, lists, tuples and dicts hold
+    :param stream: source of the seeds
     """
-    kind = type(generator)
-    if not is_generator(generator):
-        return None
-    if generator is np.random.mtrand._rand:
-        return "_rand"
-    if generator is random._inst:
-        return "_inst"
-    if issubclass(kind, np.random.BitGenerator):
-        return _bit_generator, (kind, generator.state)
-    if issubclass(kind, np.random.Generator):
-        return _with_attributes((kind, (generator.bit_generator,)), generator)
-    if issubclass(kind, np.random.RandomState):
-        gauss = {name: generator.get_state(legacy=False)[name] for name in ("has_gauss", "gauss")}
-        return _with_attributes((_random_state, (kind, generator._bit_generator, gauss)), generator)
-    if issubclass(kind, random.SystemRandom):
-        return kind, ()
-    if issubclass(kind, random.Random):
-        return _with_attributes((_python_random, (kind, generator.getstate())), generator, without="gauss_next")
-    return _reduce_torch_generator(generator)
+    if "gymnasium" not in sys.modules:
+        return
+    from gymnasium.utils import seeding
+
+    unseeded = [item for item in _reachable(root) if _is_unseeded(item)]
+    # The first words are the seeds of the process.
+    for item, word in zip(unseeded, stream.generate_state(4 + len(unseeded))[4:], strict=True):
+        item._np_random, seed = seeding.np_random(int(word))
+        if hasattr(item, "_np_random_seed"):  # spaces have none
+            item._np_random_seed = seed
 
 
-def _reduce_torch_generator(generator: Any) -> tuple[Any, ...] | str:
-    torch = sys.modules["torch"]
-    if generator is torch.default_generator:
-        return "default_generator"
-    for index, default in enumerate(torch.cuda.default_generators):
-        if generator is default:
-            return _torch_default, (index,)
-    return _torch_generator, (str(generator.device), generator.get_state().numpy())
+def _is_unseeded(item: Any) -> bool:
+    gymnasium = sys.modules["gymnasium"]
+    of_gymnasium = (gymnasium.Env, gymnasium.vector.VectorEnv, gymnasium.Space)
+    wrappers = (gymnasium.Wrapper, gymnasium.vector.VectorWrapper)
+    return (
+        issubclass(type(item), of_gymnasium)
+        and not issubclass(type(item), wrappers)
+        and getattr(item, "_np_random", item) is None
+    )
 
 
-def _torch_default(index: int) -> Any:
-    import torch
+def _reachable(root: Any) -> Iterator[Any]:
+    """Return a value and all that its attributes, lists, tuples and dicts hold, the nearest first."""
+    waiting, seen = deque([root]), {id(root)}
+    while waiting:
+        item = waiting.popleft()
+        yield item
+        if issubclass(type(item), dict):
+            parts = list(dict.values(item))
+        else:
+            parts = list(item) if type(item) in (list, tuple) else []
+        parts += walk.attributes(item).values()
+        for part in parts:
+            kind = type(part)
+            if kind not in _LEAVES and not issubclass(kind, _NOT_ENTERED) and id(part) not in seen:
+                seen.add(id(part))
+                waiting.append(part)
 
-    torch.cuda.current_device()  # makes them
-    return torch.cuda.default_generators[index]
 
+def seed_copy(environment: Any, stream: np.random.SeedSequence) -> None:
+    """Seed the generators that a copy of an instance holds, but for those of the process.
 
-def own_seed(seed: int) -> int:
-    """Return the seed of a generator inside a simulator: the worker's, or the original's under :func:`keeping`.
-
-    :param seed: of the original
+    :param environment: searched as by :func:`seed_unseeded`
+    :param stream: source of the seeds
     """
-    return seed if _keep.get() else int(_entropy(seed).generate_state(1)[0] >> 1)
+    held = (item for item in _reachable(environment) if walk.is_generator(item))
+    for number, generator in enumerate({id(one): one for one in held}.values()):
+        reseed(generator, stream_of(stream, number))
+    simulators.seed_simulators(walk.layers(environment), stream)
 
 
-def is_keeping() -> bool:
-    """Whether copies of generators are to be in the original's state."""
-    return _keep.get()
+class SharedGenerators:
+    """Seeds generators that are globals or class attributes of the user's modules and of an environment's.
+
+    Workers import these modules, so that all would draw the same. A generator is seeded once.
+
+    :param stream: of the worker
+    """
+
+    def __init__(self, stream: np.random.SeedSequence) -> None:
+        self.stream = stream
+        self._seeded: set[int] = set()
+
+    def seed(self, environment: Any = None) -> None:
+        """Seed those that were imported by now.
+
+        :param environment: its layers' modules count as the user's; None: there is none yet
+        """
+        layers = [] if environment is None else list(walk.layers(environment))
+        names = {base.__module__ for layer in layers for base in type(layer).__mro__}
+        for name, module in sorted(sys.modules.items()):
+            package = name.partition(".")[0]
+            own = not walk.is_installed(package) or (name in names and package not in walk.FIXED)
+            if own and isinstance(module, types.ModuleType):
+                self._seed_module(name, module)
+
+    def _seed_module(self, module: str, found: types.ModuleType) -> None:
+        # By their types: weak proxies of what is gone raise when they are asked for their class.
+        classes = [item for item in list(vars(found).values()) if issubclass(type(item), type)]
+        classes = [item for item in classes if walk.name_of(item)[0] == module]
+        for owner in (found, *classes):
+            for name, item in list(vars(owner).items()):
+                if id(item) in self._seeded or not (_is_space(item) or walk.is_generator(item)):
+                    continue
+                self._seeded.add(id(item))
+                own = stream_of(self.stream, f"{module}.{getattr(owner, '__qualname__', '')}.{name}")
+                seed_unseeded(item, own) if _is_space(item) else reseed(item, own)
+
+
+def _is_space(item: Any) -> bool:
+    gymnasium = sys.modules.get("gymnasium")
+    return gymnasium is not None and issubclass(type(item), gymnasium.Space)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import operator
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,9 +14,8 @@ import numpy as np
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.factory import EnvFactory, as_factory
 from rl_ext_core.frames.planning import parse_bytes
-from rl_ext_core.isolation.cures import CURES
 
-__all__ = ["Options", "at_least_one", "check_cwd", "check_env_fns", "factories_of"]
+__all__ = ["Options", "at_least_one", "check_env_fns", "check_seconds", "factories_of"]
 
 
 def _like(value: Any) -> str:
@@ -61,9 +61,9 @@ class Options:
     :ivar close_timeout: seconds until workers must have closed their environments and ended
     :ivar restart: "truncate": workers that have failed are replaced
     :ivar max_restarts: how many times
-    :ivar cure: see :func:`rl_ext_core.isolation.apply_cure`
-    :ivar cwd: "own": each worker has a working directory of its own, which is kept; None: they share the parent's
-    :raises InvalidArgumentError: an option with another value
+    :ivar cwd: ``"own"``: each worker has an empty working directory of its own, which is kept; a folder: each has a
+        copy of it; None: they share the parent's
+    :raises InvalidArgumentError: If an option has another value.
     """
 
     start_method: str | None = None
@@ -73,8 +73,7 @@ class Options:
     close_timeout: float | None = None
     restart: str | None = None
     max_restarts: int = 0
-    cure: str | None = None
-    cwd: str | None = None
+    cwd: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         methods = multiprocessing.get_all_start_methods()
@@ -89,31 +88,28 @@ class Options:
                 f"n_workers={self.n_workers!r} is not a number of processes; expected 1 or more, or None"
             )
         for name in ("start_timeout", "step_timeout", "close_timeout"):
-            seconds = getattr(self, name)
-            if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
-                raise InvalidArgumentError(
-                    f"{name}={seconds!r} is no time; expected seconds above 0, or None for no limit. Write {name}=60"
-                )
+            check_seconds(name, getattr(self, name))
         if self.restart not in (None, "truncate"):
             raise InvalidArgumentError(
                 f'restart={self.restart!r} is neither "truncate" nor None. Write restart="truncate"'
             )
         if not _is_count(self.max_restarts, 0):
             raise InvalidArgumentError(f"max_restarts={self.max_restarts!r} is no number; expected 0 or more")
-        if self.cure is not None and self.cure not in CURES:
-            raise InvalidArgumentError(f"cure={self.cure!r} is not known; expected one of {', '.join(CURES)}, or None")
-        check_cwd(self.cwd)
+        if self.cwd not in (None, "own") and not os.path.isdir(self.cwd):
+            raise InvalidArgumentError(
+                f'cwd={self.cwd!r} is not a folder: expected "own" (an empty directory for each worker), a folder of '
+                'which each gets a copy, or None (this process\'s own). Use cwd="own"'
+            )
 
 
-def check_cwd(cwd: Any) -> None:
-    """Check what a caller says of working directories.
+def check_seconds(name: str, seconds: Any) -> None:
+    """Check a time limit.
 
-    :raises InvalidArgumentError: If it is neither ``"own"`` nor None.
+    :raises InvalidArgumentError: If it is neither a number above 0 nor None.
     """
-    if cwd not in (None, "own"):
+    if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
         raise InvalidArgumentError(
-            f'cwd={cwd!r} is not known: expected "own" (a new directory for each worker) or None (this process\'s). '
-            'Use cwd="own", or call os.chdir(...) before'
+            f"{name}={seconds!r} is no time; expected seconds above 0, or None for no limit. Write {name}=60"
         )
 
 

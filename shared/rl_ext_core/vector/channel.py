@@ -1,9 +1,9 @@
 """What a pool and its workers exchange: numbers in shared memory, messages in a file, and bytes that only wake.
 
-A command and its answer have a number each, in the worker's cells. Every cell is written at once, and by one of the two
-sides. So each finds out at any time where the other is, however that has ended, and also after Ctrl-C has come between
-two lines: a message is read from a file, as often as one likes, and who is woken looks at the numbers. A message is a
-pickle. Most steps need none: what they exchange are arrays.
+A command and its answer have a number each, in the worker's cells. Every cell is written at once. So each side sees at
+any time where the other is, however that has ended, and also after Ctrl-C has come between two lines: a message is read
+from a file, as often as one likes, and whoever is woken looks at the numbers. A message is a pickle. Most steps need
+none: what they exchange are arrays.
 """
 
 from __future__ import annotations
@@ -15,39 +15,36 @@ import os
 import pickle
 import platform
 import time
-from multiprocessing import reduction
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from rl_ext_core import resources
+from rl_ext_core import _pickle, resources
 from rl_ext_core._interrupts import uninterrupted
-from rl_ext_core._system import new_memory_file
+from rl_ext_core._system import WINDOWS, new_memory_file, read_at, sent, write_at
 from rl_ext_core.errors import StorageError
-from rl_ext_core.factory import _byvalue
 from rl_ext_core.processes.report import Raised
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from rl_ext_core.errors import WorkerError
     from rl_ext_core.processes import Watch
 
 __all__ = [
-    "CELL_BYTES",
+    "Bell",
     "Cell",
     "Memory",
     "Raised",
     "Spin",
+    "WorkerEnd",
     "WorkerHandle",
-    "cells_of",
+    "new_cells",
     "pack",
     "pack_by_value",
-    "ring",
     "unpack",
     "worth_spinning",
 ]
 
-_KEPT = 1 << 20  # bytes of a message that stay allocated until the next one
-CELL_BYTES = 64  # a cache line for each worker, at the beginning of the shared memory
+_CACHED_BYTES = 1 << 20  # of the last message, which stay allocated until the next one
+_CELL_BYTES = 64  # a cache line
 
 
 class Cell:
@@ -56,23 +53,9 @@ class Cell:
     ENVIRONMENT, PHASE, TOLD, TOLD_SIZE, ANSWERED, ANSWER_SIZE = range(6)
 
 
-def cells_of(block: Any, worker: int) -> memoryview:
-    """Return the cells of a worker, by its number."""
-    return memoryview(block).cast("B")[CELL_BYTES * worker : CELL_BYTES * (worker + 1)].cast("Q")
-
-
-@contextlib.contextmanager
-def _limited(size: int) -> Iterator[None]:
-    """Say which limit keeps memory from growing: it counts as a file."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno != errno.EFBIG:
-            raise
-        raise StorageError(
-            f"{size / 1e6:.1f} MB of shared memory count as a file, and this process may write none that large: raise "
-            "the limit, ulimit -f unlimited"
-        ) from None
+def new_cells(block: Any = None) -> memoryview:
+    """Return a worker's cells, in a block of memory or in memory of this process alone."""
+    return memoryview(bytearray(_CELL_BYTES) if block is None else block).cast("B").cast("Q")
 
 
 class Memory:
@@ -84,42 +67,42 @@ class Memory:
     """
 
     @uninterrupted
-    def __init__(self, size: int, descriptor: int | None = None) -> None:
+    def __init__(self, size: int = 0, descriptor: int | None = None) -> None:
         self.descriptor = new_memory_file("rl_ext_core-vector")[0] if descriptor is None else descriptor
-        if descriptor is None:
-            self.grow(size)
+        if size:
+            self.resize(size)
 
-    def grow(self, size: int) -> None:
-        """Make it that large."""
-        with _limited(size):
+    def resize(self, size: int) -> None:
+        """Make it that large; Windows does so only before it is mapped.
+
+        :raises StorageError: If this process may not write files that large.
+        """
+        try:
             os.ftruncate(self.descriptor, size)
+        except OSError as error:
+            if error.errno != errno.EFBIG:
+                raise
+            raise StorageError(
+                f"{size / 1e6:.1f} MB of shared memory count as a file, and this process may write none that large: "
+                "raise the limit, ulimit -f unlimited"
+            ) from None
 
     def map(self, size: int) -> mmap.mmap:
         """Map its first bytes into this process."""
         return mmap.mmap(self.descriptor, size)
 
     def write(self, message: bytes) -> None:
-        """Put a message in the place of the last one."""
-        if os.fstat(self.descriptor).st_size > max(_KEPT, len(message)):
-            os.ftruncate(self.descriptor, 0)
-        written, data = 0, memoryview(message)
-        with _limited(len(data)):
-            while written < len(data):
-                written += os.pwrite(self.descriptor, data[written:], written)
+        """Replace the message in it."""
+        if not len(message) <= os.fstat(self.descriptor).st_size <= max(_CACHED_BYTES, len(message)):
+            self.resize(len(message))
+        write_at(self.descriptor, message, 0)
 
     def read(self, size: int) -> bytes:
         """Read the message, which has this many bytes."""
-        parts: list[bytes] = []
-        found = 0
-        while found < size:
-            parts.append(os.pread(self.descriptor, size - found, found))
-            if not parts[-1]:
-                raise EOFError(f"a message of {size} bytes ends after {found}")
-            found += len(parts[-1])
-        return b"".join(parts)
+        return read_at(self.descriptor, size, 0)
 
     def close(self) -> None:
-        """Close it here; what is mapped stays."""
+        """Close it in this process; what is mapped stays."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -128,25 +111,77 @@ class Memory:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _inherited, (reduction.DupFd(self.descriptor),)
+        return _received, (sent(self.descriptor),)
 
 
-def _inherited(descriptor: Any) -> Memory:
+def _received(descriptor: Any) -> Memory:
     return Memory(0, descriptor.detach())
 
 
-def ring(pipe: int) -> None:
-    """Wake who waits at the other end of a pipe, which looks for itself why it was woken."""
-    try:  # noqa: SIM105 a context manager takes as long as the rest of this
-        os.write(pipe, b"\0")
-    except (BrokenPipeError, BlockingIOError):
-        pass  # nobody is there, which the watch tells; or it was rung often enough
+class PosixBell:
+    """One end of a pipe whose bytes only wake.
+
+    :param connection: of a pipe that goes one way
+
+    :ivar connection: the same
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection, self._descriptor = connection, connection.fileno()
+        if connection.writable:
+            os.set_blocking(self._descriptor, False)
+
+    def ring(self) -> None:
+        """Wake the process at the other end, if it waits there."""
+        try:  # noqa: SIM105 a context manager takes as long as the rest of this
+            os.write(self._descriptor, b"\0")
+        except OSError:
+            pass  # the process is gone, which the watch reports; or it was rung often enough
+
+    def wait(self) -> bytes:
+        """Wait until it is rung; return nothing if the other end is closed."""
+        return os.read(self._descriptor, 256)
+
+    def clear(self) -> None:
+        """Do nothing. What was not waited for is read in the next wait."""
+
+    def close(self) -> None:
+        """Close this end; to ring it does nothing."""
+        self._descriptor = -1
+        self.connection.close()
+
+
+class WindowsBell(PosixBell):
+    """Does the same where pipes are not files: each ring is a message, and rings that nobody waits for add up."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    def ring(self) -> None:
+        """Wake the process at the other end, if it waits there."""
+        with contextlib.suppress(OSError):
+            self.connection.send_bytes(b"\0")
+
+    def wait(self) -> bytes:
+        """Wait until it is rung; return nothing if the other end is closed."""
+        try:
+            return self.connection.recv_bytes()
+        except EOFError:
+            return b""
+
+    def clear(self) -> None:
+        """Drop rings that were not waited for: with a full pipe, the next one would block."""
+        while self.connection.poll():
+            self.wait()
+
+
+Bell = WindowsBell if WINDOWS else PosixBell
 
 
 def worth_spinning(num_workers: int) -> bool:
     """Return whether workers and their parent have a core each, so that one that spins takes it from nobody."""
     # Other processors may show a number before the arrays that were written ahead of it; the kernel keeps the order.
-    return platform.machine() in ("x86_64", "AMD64") and resources.usable_cores() > num_workers
+    return not WINDOWS and platform.machine() in ("x86_64", "AMD64") and resources.usable_cores() > num_workers
 
 
 class Spin:
@@ -191,7 +226,7 @@ class Spin:
 
 
 def pack(value: Any) -> bytes:
-    """Pickle what a worker answers, or is told by numbers alone.
+    """Pickle what a worker answers, or the actions of a step.
 
     :raises Exception: it cannot be pickled
     """
@@ -202,11 +237,11 @@ def pack(value: Any) -> bytes:
 
 
 def pack_by_value(value: Any) -> bytes:
-    """Pickle what may hold functions and classes that the other process cannot import.
+    """Pickle what may contain functions and classes that the other process cannot import.
 
     :raises Exception: it cannot be pickled
     """
-    return _byvalue.dumps(value, message=True)
+    return _pickle.dumps(value)
 
 
 def unpack(message: bytes) -> Any:
@@ -214,11 +249,47 @@ def unpack(message: bytes) -> Any:
     return pickle.loads(message)
 
 
+class WorkerEnd:
+    """The worker's side of the channel, in the worker.
+
+    :param commands: of the parent: the pipe that wakes this process
+    :param replies: the pipe that wakes the parent
+    :param cells: memory of the numbers
+    :param mail: memory of messages
+    :param spins: whether to spin before waiting
+
+    :ivar cells: the numbers
+    """
+
+    def __init__(self, commands: Connection, replies: Connection, cells: Memory, mail: Memory, spins: bool) -> None:
+        self._commands, self._replies, self._mail = Bell(commands), Bell(replies), mail
+        self.cells = new_cells(cells.map(_CELL_BYTES))
+        cells.close()
+        self._spin = Spin(Spin.FOR_COMMANDS) if spins else None
+
+    def commands(self) -> Iterator[tuple[str, Any]]:
+        """Yield commands until the parent closes its end; a step with the shared actions is ``("step", None)``."""
+        cells, spin, told, answered = self.cells, self._spin, Cell.TOLD, Cell.ANSWERED
+        while (spin is not None and spin.sees(cells, told, cells[answered] + 1)) or self._commands.wait():
+            if cells[told] != cells[answered]:  # else it was rung twice
+                size = cells[Cell.TOLD_SIZE]
+                yield unpack(self._mail.read(size)) if size else ("step", None)
+
+    def reply(self, message: bytes) -> None:
+        """Answer the last command; with nothing, if the message is empty."""
+        cells = self.cells
+        if message:
+            self._mail.write(message)
+        cells[Cell.ANSWER_SIZE] = len(message)
+        cells[Cell.ANSWERED] = cells[Cell.TOLD]
+        self._replies.ring()
+
+
 class WorkerHandle:
     """A worker of a pool; when it fails, another process may take its place.
 
-    Ctrl-C may come between any two lines. Whether an answer is awaited is therefore told by numbers in shared memory,
-    and what was interrupted can be done again.
+    Ctrl-C may come between any two lines. Whether an answer is awaited is therefore read from the numbers in shared
+    memory, and what was interrupted can be done again.
 
     :param number: of the worker
     :param first: number of its first environment
@@ -228,7 +299,7 @@ class WorkerHandle:
     :ivar watch: over this process; of all together where they fail together; None: there is no process
     :ivar attempt: how many processes it was before
     :ivar answer: the last one
-    :ivar lost: the failure of the process that is to be replaced; None once that is done
+    :ivar cells: the numbers, see :class:`Cell`
     """
 
     def __init__(self, number: int, first: int, last: int) -> None:
@@ -237,43 +308,56 @@ class WorkerHandle:
         self.watch: Watch | None = None
         self.attempt = 0
         self.answer: Any = None
-        self.lost: WorkerError | None = None
-        self.ends: tuple[Any, ...] = ()
-        self._spin: Spin | None = None
-        self._mail: Memory | None = None
-        self.cells = cells_of(bytearray(CELL_BYTES), 0)
-        self._read = self._told = 0
+        self.cells = new_cells()
+        self._ends: tuple[Any, ...] = ()  # of the pipes, and the memory of messages
+        self._read = 0
 
-    def connect(
-        self, process: Any, commands: Any, replies: Any, own_reply: Any, mail: Memory, cells: Any, spin: Spin | None
-    ) -> None:
-        """Take a process that has started; its first answer is awaited, which may begin with spinning."""
-        self.cells, self._read, self._told, self._mail, self._spin = cells, 0, cells[Cell.TOLD], mail, spin
-        self._commands, self.replies, self._own_reply = commands.fileno(), replies.fileno(), own_reply.fileno()
-        self.process, self.ends = process, (commands, replies, own_reply)
+    def launch(self, context: Any, target: Callable[..., object], arguments: tuple[Any, ...], *, spins: bool) -> None:
+        """Start a process, whose first answer is awaited.
+
+        :param context: of :func:`rl_ext_core.processes.get_context`
+        :param target: what it runs, with the arguments of a :class:`WorkerEnd` in a tuple and these
+        """
+        self.disconnect()
+        memory, self._mail = Memory(_CELL_BYTES), Memory()
+        self.cells, self._read = new_cells(memory.map(_CELL_BYTES)), 0
+        self.cells[Cell.TOLD] = 1  # to build its environments
+        command_reader, commands = context.Pipe(duplex=False)
+        replies, reply_writer = context.Pipe(duplex=False)
+        self._commands, self.replies = Bell(commands), Bell(replies)
+        self._ends = self._commands, self.replies, Bell(reply_writer), self._mail
+        self._spin = Spin(Spin.FOR_ANSWERS) if spins else None
+        end = command_reader, reply_writer, memory, self._mail, spins
+        self.process = context.Process(target=target, args=(end, *arguments))
+        try:
+            self.process.start()
+        finally:
+            command_reader.close()
+            memory.close()
 
     def disconnect(self) -> None:
-        """Close the pipes: the worker closes its environments and ends, if it can."""
-        ends, self.ends = self.ends, ()
-        for end in ends:
+        """Close the pipes."""
+        for end in self._ends:
             end.close()
-        if self._mail is not None:
-            self._mail.close()
         self.await_nothing()
 
-    def await_nothing(self) -> None:
-        """Await no answer any more."""
-        self._read = self._told = self.cells[Cell.TOLD]
+    def end(self) -> None:
+        """End the process, with what it has started."""
+        if self.watch is not None:
+            self.watch.kill()
+            self.watch.stop()
+        elif self.process is not None and self.process.pid is not None:
+            self.process.kill()
+            self.process.join()
+        self.watch = None
+        self.disconnect()
 
     def step(self) -> None:
         """Have it step with the actions in shared memory."""
-        # The worker has cleared the size of the last message.
-        self.cells[Cell.TOLD] = self._told = self._told + 1
-        if self.ends:
-            try:  # noqa: SIM105 a context manager takes as long as the rest of this
-                os.write(self._commands, b"\0")
-            except (BrokenPipeError, BlockingIOError):
-                pass  # as in ring, which is a call more
+        cells = self.cells
+        cells[Cell.TOLD_SIZE] = 0
+        cells[Cell.TOLD] += 1
+        self._commands.ring()
 
     def send(self, name: str, data: Any) -> None:
         """Give a command; that the worker is gone shows where its answer is received.
@@ -282,47 +366,40 @@ class WorkerHandle:
         """
         # Actions are plain, and sent in every step.
         message = (pack if name == "step" else pack_by_value)((name, data))
-        if self.ends and self._mail is not None:
-            self._mail.write(message)
+        self._mail.write(message)
         self.cells[Cell.TOLD_SIZE] = len(message)
-        self.cells[Cell.TOLD] = self._told = self._told + 1
-        self._ring()
+        self.cells[Cell.TOLD] += 1
+        self._commands.ring()
 
-    def _ring(self) -> None:
-        if self.ends:
-            ring(self._commands)
+    def remind(self) -> None:
+        """Ring again: Ctrl-C may have come after a command was written and before the worker was woken."""
+        for bell in self._ends[:1]:
+            bell.ring()
 
     def wake(self) -> None:
         """Wake this process where it waits for the answer."""
-        if self.ends:
-            ring(self._own_reply)
-
-    def settle(self) -> None:
-        """Find out what was done of a command: Ctrl-C may have come between any two lines of it."""
-        self._told = self.cells[Cell.TOLD]
-        if self.is_awaited():
-            self._ring()
-        else:
-            self.cells[Cell.TOLD_SIZE] = 0
+        for bell in self._ends[2:3]:
+            bell.ring()
 
     def receive(self) -> None:
         """Wait for the answer, if one is awaited.
 
         :raises EOFError: the worker is gone
         """
-        number, cells = self._told, self.cells
+        cells = self.cells
+        number = cells[Cell.TOLD]
         if number == self._read:
             return
-        if cells[Cell.ANSWERED] != number and (self._spin is None or not self._spin.sees(cells, Cell.ANSWERED, number)):
-            while cells[Cell.ANSWERED] != number:
-                if self.has_failed():
-                    raise EOFError("a worker is gone")
-                os.read(self.replies, 256)
+        if cells[Cell.ANSWERED] == number or (self._spin is not None and self._spin.sees(cells, Cell.ANSWERED, number)):
+            self.replies.clear()
+        while cells[Cell.ANSWERED] != number:
+            if self.has_failed():
+                raise EOFError("a worker is gone")
+            self.replies.wait()
         size = cells[Cell.ANSWER_SIZE]
         if size == 0:  # nothing, as after most steps
             self.answer = None
         else:
-            assert self._mail is not None
             message = self._mail.read(size)
             try:
                 self.answer = unpack(message)
@@ -330,6 +407,10 @@ class WorkerHandle:
                 self.answer, self._read = None, number
                 raise
         self._read = number
+
+    def await_nothing(self) -> None:
+        """Drop the answer that is awaited."""
+        self._read = self.cells[Cell.TOLD]
 
     def is_awaited(self) -> bool:
         """Return whether an answer is awaited."""
@@ -344,17 +425,9 @@ class WorkerHandle:
         return bool(self.cells[Cell.ANSWERED] == self.cells[Cell.TOLD]) or self.has_failed()
 
     def is_busy(self) -> bool:
-        """Return whether the worker is at a command, or has died of it and the watch does not know yet."""
+        """Return whether the worker is at a command, or has died of it and the watch has not seen it yet."""
         return self.is_awaited() and not self.is_over() and (self.is_alive() or self.process.exitcode != 0)
 
     def is_alive(self) -> bool:
         """Return whether the process has not ended."""
         return self.process is not None and self.process.is_alive()
-
-    def end(self) -> None:
-        """End the process."""
-        if self.watch is not None:
-            self.watch.kill()
-            self.watch.stop()
-        self.watch = None
-        self.disconnect()

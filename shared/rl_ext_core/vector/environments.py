@@ -16,7 +16,17 @@ import numpy as np
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidTypeError, MissingDependencyError
 
-__all__ = ["CALLS", "EpisodeMonitor", "checked", "copy_info", "make", "monitored", "seeded", "store_reward"]
+__all__ = [
+    "CALLS",
+    "EpisodeMonitor",
+    "checked",
+    "copy_output",
+    "make",
+    "monitored",
+    "name_of",
+    "seeded",
+    "store_reward",
+]
 
 
 def make(spec: Any, env_kwargs: dict[str, Any]) -> Any:
@@ -71,17 +81,19 @@ def _from_gym(environment: Any) -> Any:
 _IMMUTABLE = (int, float, bool, str, bytes, type(None))
 
 
-def copy_info(info: Any) -> Any:
-    """Copy an info, since environments may write into its parts again. An object that cannot be copied stays."""
-    kind = type(info)
-    if kind in _IMMUTABLE or isinstance(info, np.generic):
-        return info
+def copy_output(value: Any) -> Any:
+    """Copy what an environment returned, since it may write into that again. An object that cannot be copied stays."""
+    kind = type(value)
+    if kind in _IMMUTABLE or isinstance(value, np.generic):
+        return value
+    if kind is np.ndarray and value.dtype != object:
+        return value.copy("K")
     if kind is dict:
-        return {key: copy_info(value) for key, value in info.items()}
+        return {key: copy_output(part) for key, part in value.items()}
     try:
-        return copy.deepcopy(info)
+        return copy.deepcopy(value)
     except Exception:  # locks, handles of simulators, tensors with a gradient
-        return info
+        return value
 
 
 def store_reward(rewards: np.ndarray[Any, Any], index: int, reward: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +11,7 @@ from gymnasium import spaces
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
 
-__all__ = ["Layout", "Row", "common_spaces", "kept", "leaves_of"]
+__all__ = ["Layout", "Row", "common_spaces", "leaves_of"]
 
 _LINE = 64  # bytes of a cache line: arrays do not share one
 
@@ -64,10 +63,9 @@ class Layout:
     size: int
 
     @classmethod
-    def of(cls, num_envs: int, observation_space: Any, action_space: Any, *, after: int) -> Layout:
+    def of(cls, num_envs: int, observation_space: Any, action_space: Any) -> Layout:
         """Lay out what environments of these spaces exchange.
 
-        :param after: bytes at the beginning that are taken
         :raises InvalidArgumentError: observations that do not consist of arrays of fixed shape
         """
         observations = leaves_of(observation_space)
@@ -86,7 +84,7 @@ class Layout:
             wanted.append(("action", actions[1][0][1], actions[1][0][2]))
         wanted += [("reward", (), np.dtype(np.float64)), ("reward kind", (), np.dtype(np.uint8))]
         wanted += [("flags", (), np.dtype(np.uint8))]
-        fields, offset = [], after
+        fields, offset = [], 0
         for name, shape, dtype in wanted:
             offset = -(-offset // _LINE) * _LINE
             fields.append((name, offset, (num_envs, *shape), dtype))
@@ -174,8 +172,3 @@ class Row:
     @property
     def _name(self) -> str:
         return f"observation{''.join(f'[{key!r}]' for key in self.path)}" if self.path else "the observation"
-
-
-def kept(observation: Any) -> Any:
-    """Copy an observation: an environment may write the next one to the same place."""
-    return copy.deepcopy(observation)

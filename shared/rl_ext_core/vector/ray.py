@@ -11,7 +11,7 @@ from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core.errors import WorkerError, missing_dependency
 from rl_ext_core.vector import channel
 from rl_ext_core.vector.arguments import Options
-from rl_ext_core.vector.channel import Cell, Memory, Raised
+from rl_ext_core.vector.channel import Cell, Raised
 from rl_ext_core.vector.layout import Layout
 from rl_ext_core.vector.pool import WorkerPool
 from rl_ext_core.vector.worker import PHASES, Environments
@@ -36,20 +36,15 @@ class Actor:
 
     def __init__(self) -> None:
         self._messages: list[bytes] = []
-        self._memory = Memory(channel.CELL_BYTES)
-        self._cells = channel.cells_of(self._memory.map(channel.CELL_BYTES), 0)
-        self._arrays: dict[str, Any] = {}
+        self._cells = channel.new_cells()
         self._envs: Environments | None = None
 
     def do(self, command: bytes) -> Answer:
         """Do what a command says."""
         name, data = channel.unpack(command)
         try:
-            if name == "map":
-                self._memory.grow(data.size)
-                self._arrays = data.arrays(self._memory.map(data.size))
             if name == "build":
-                self._envs = Environments(self._messages.append, self._memory, self._cells, 0, data)
+                self._envs = Environments(self._messages.append, bytearray, self._cells, 0, data)
             elif self._envs is None:
                 raise RuntimeError(
                     "Ray has started this actor anew, without its environments; leave max_restarts and "
@@ -60,8 +55,8 @@ class Actor:
         except BaseException as error:  # Ray takes SystemExit for a wish to end the actor
             at = self._cells[Cell.ENVIRONMENT], self._cells[Cell.PHASE]
             raise ActorFailure(*at, Raised.of(error)) from None
-        sent = {key: array for key, array in self._arrays.items() if key != "action"}
-        return self._messages.pop(), sent if name in ("step", "reset") else {}
+        arrays = self._envs.arrays if name in ("step", "reset") else {}
+        return self._messages.pop(), {key: array for key, array in arrays.items() if key != "action"}
 
     def ping(self) -> None:
         """Show that it lives."""
@@ -85,6 +80,9 @@ class ActorHandle:
         """Give a command."""
         message = (channel.pack if name == "step" else channel.pack_by_value)((name, data))
         self.at, self.pending = name, self.actor.do.remote(message)
+
+    def remind(self) -> None:
+        """Do nothing. Ray does not lose commands."""
 
     def receive(self, answer: Answer) -> dict[str, Any]:
         """Take an answer, and return its arrays."""
@@ -123,7 +121,7 @@ class RayPool(WorkerPool):
         return bytearray(self.layout.size)
 
     def _layout_of(self, worker: ActorHandle) -> Layout:
-        return Layout.of(worker.last - worker.first, *self.spaces, after=channel.CELL_BYTES)
+        return Layout.of(worker.last - worker.first, *self.spaces)
 
     def step(self) -> None:
         """Have all step with the actions in the arrays."""

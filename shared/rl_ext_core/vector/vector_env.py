@@ -17,7 +17,7 @@ from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, Inv
 from rl_ext_core.vector.arguments import Options
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.environments import name_of, store_reward
-from rl_ext_core.vector.pool import Pool
+from rl_ext_core.vector.restart import new_pool
 from rl_ext_core.vector.worker import OTHER, TERMINATED, TRUNCATED
 
 __all__ = ["SharedMemoryVectorEnv"]
@@ -109,7 +109,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         mode = AutoresetMode(Autoreset.of(autoreset_mode, write="NextStep").value)
         self.copy, self.autoreset_mode = copy, mode
         try:
-            pool = self._pool = Pool(env_fns, options, autoreset=Autoreset(mode.value))
+            pool = self._pool = new_pool(env_fns, options, autoreset=Autoreset(mode.value))
         except EnvironmentOutputError as error:
             raise also(EnvironmentOutputError, RuntimeError())(*error.args) from None
         self.closed, self._pending, self.num_envs = False, "", len(pool.worker_of)
@@ -166,7 +166,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         infos: dict[str, Any] = {}
         for index, entry in self._pool.entries(to_reset=True):
             infos = self._add_info(infos, entry[1] or {}, index)
-        self._pool.tell_of_changes("AsyncVectorEnv")
+        self._pool.report_changes("AsyncVectorEnv")
         return self._pool.observations(copy=self.copy), infos
 
     def step_async(self, actions: Any) -> None:
@@ -202,7 +202,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
                 infos = self._add_info(infos, info, index)
                 if kinds[index] == OTHER:
                     store_reward(rewards, index, reward)
-            pool.tell_of_changes("AsyncVectorEnv")
+            pool.report_changes("AsyncVectorEnv")
             terminated, truncated = (flags & TERMINATED).astype(bool), (flags & TRUNCATED).astype(bool)
             result = pool.observations(copy=self.copy), rewards, terminated, truncated, infos
         self.timings.add_step(time.perf_counter() - pool.began)

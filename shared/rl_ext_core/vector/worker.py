@@ -1,4 +1,4 @@
-"""A worker: environments on one side, shared memory and two pipes on the other."""
+"""A worker: environments on one side, the channel to the parent on the other."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rl_ext_core import processes
 from rl_ext_core.errors import EnvironmentOutputError
 from rl_ext_core.vector import environments
 from rl_ext_core.vector.autoreset import Autoreset
-from rl_ext_core.vector.channel import CELL_BYTES, Cell, Memory, Raised, Spin, cells_of, pack, unpack
-from rl_ext_core.vector.layout import Layout, Row, kept
+from rl_ext_core.vector.channel import Cell, Memory, Raised, WorkerEnd, pack
+from rl_ext_core.vector.environments import copy_output
+from rl_ext_core.vector.layout import Layout, Row
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
     from pathlib import Path
 
 __all__ = ["CHANGED", "ENDED", "IDLE_IN", "KINDS", "OTHER", "PHASES", "TERMINATED", "TRUNCATED", "Environments", "main"]
@@ -27,7 +27,7 @@ _IDLE, _CONSTRUCTOR, _RESET, _STEP, _CLOSE = (
     PHASES.index(phase) for phase in ("idle", "constructor", "reset", "step", "close")
 )
 # Where it waits for commands, by which a worker that hangs is told from one that does not.
-IDLE_IN = ("in _serve_commands", "/rl_ext_core/vector/channel.py")
+IDLE_IN = ("/rl_ext_core/vector/channel.py",)
 # What rewards are that 64-bit floats hold exactly; Stable Baselines3's SubprocVecEnv hands over what it got.
 KINDS: dict[type, int] = {float: 0, np.float64: 0, np.float32: 1, int: 2, np.int64: 2, bool: 3, np.bool_: 3}
 OTHER = 4
@@ -40,51 +40,46 @@ ENDED = TERMINATED | TRUNCATED
 
 
 def main(
-    commands: Connection,
-    replies: Connection,
+    end: tuple[Any, ...],
     memory: Memory,
-    mail: Memory,
-    worker: int,
     first: int,
     env_fns: Sequence[Callable[[], Any]],
-    foreign: Sequence[Connection],
-    spins: bool,
-    cure: tuple[str, Path] | None,
-    cwd: Path | None,
+    directory: tuple[Path, Path | None] | None,
     autoreset: Autoreset,
 ) -> None:
-    """Build environments and do what is asked of them until the parent closes its end."""
-    if cure is not None:
-        from rl_ext_core.isolation.cures import apply_cure
+    """Build environments and do what is asked of them until the parent closes its end.
 
-        apply_cure(*cure)
-    if cwd is not None:
-        from rl_ext_core.isolation.cures import enter_directory
-
-        enter_directory(cwd)
-    for connection in foreign:
-        connection.close()
-    cells, doorbell = cells_of(memory.map(CELL_BYTES * (worker + 1)), worker), replies.fileno()
-
-    def reply(message: bytes) -> None:
-        if message:
-            mail.write(message)
-        cells[Cell.ANSWER_SIZE] = len(message)
-        cells[Cell.ANSWERED] = cells[Cell.TOLD]
-        try:  # noqa: SIM105 a context manager takes as long as the rest of this
-            os.write(doorbell, b"\0")
-        except (BrokenPipeError, BlockingIOError):
-            pass  # as in ring, which is a call more
-
-    mine = Environments(reply, memory, cells, first, env_fns, autoreset)
-    _serve_commands(mine, commands.fileno(), cells, mail, Spin(Spin.FOR_COMMANDS) if spins else None)
+    :param end: arguments of a :class:`~rl_ext_core.vector.channel.WorkerEnd`
+    :param memory: of the arrays
+    :param first: number of the first environment
+    :param directory: this worker's own working directory, and the folder that it is a copy of, if any
+    """
+    if directory is not None:
+        _enter(*directory)
+    channel = WorkerEnd(*end)
+    mine = Environments(channel.reply, memory.map, channel.cells, first, env_fns, autoreset)
+    for name, data in channel.commands():
+        mine.do(name, data)
+        if name == "close":
+            return
     mine.close_what_is_open()
 
 
-def _checked(info: Any, method: str) -> dict[str, Any]:
-    """Return an information that is one.
+def _enter(folder: Path, original: Path | None) -> None:
+    """Make a folder this process's working directory; a new one is empty, or a copy of another."""
+    if original is not None and not folder.exists():
+        import shutil
 
-    :raises EnvironmentOutputError: it is none
+        shutil.copytree(original, folder, symlinks=True)
+    folder.mkdir(exist_ok=True)
+    os.chdir(folder)
+    os.environ["PWD"] = str(folder)
+
+
+def _checked(info: Any, method: str) -> dict[str, Any]:
+    """Return an info that is a dict.
+
+    :raises EnvironmentOutputError: If it is not.
     """
     if isinstance(info, dict):
         return info
@@ -93,28 +88,13 @@ def _checked(info: Any, method: str) -> dict[str, Any]:
     )
 
 
-def _serve_commands(mine: Environments, doorbell: int, cells: memoryview, mail: Memory, spin: Spin | None) -> None:
-    told, size, answered = Cell.TOLD, Cell.TOLD_SIZE, Cell.ANSWERED
-    while (spin is not None and spin.sees(cells, told, cells[answered] + 1)) or os.read(doorbell, 256):
-        if cells[told] == cells[answered]:
-            continue  # it was rung twice
-        if not cells[size]:
-            mine.step_as_shared()
-            continue
-        name, data = unpack(mail.read(cells[size]))
-        cells[size] = 0  # the next may be a step, which has none
-        mine.do(name, data)
-        if name == "close":
-            return
-
-
 class Environments:
     """Those of one worker, and what is done with them."""
 
     def __init__(
         self,
         reply: Callable[[bytes], None],
-        memory: Memory,
+        block: Callable[[int], Any],
         cells: memoryview,
         first: int,
         env_fns: Sequence[Callable[[], Any]],
@@ -122,7 +102,7 @@ class Environments:
     ) -> None:
         self._autoreset = autoreset
         self._due: set[int] = set()  # their next step is a reset
-        self._reply, self._memory, self._cells, self._first = reply, memory, cells, first
+        self._reply, self._block, self._cells, self._first = reply, block, cells, first
         self._envs: list[Any] = []
         processes.at_end(self.close_what_is_open)
         for number, env_fn in enumerate(env_fns):
@@ -141,7 +121,8 @@ class Environments:
     def do(self, name: str, data: Any) -> None:
         """Do what a command says."""
         if name == "step":
-            self._step(data)
+            # The environment may keep what it gets, and the next actions are written to the same place.
+            self._step(self._own_actions.copy() if data is None else data)
         elif name == "close":
             self._close()
         elif name == "map":
@@ -184,8 +165,8 @@ class Environments:
         self._answer(b"" if failed is None else pack((self._cells[Cell.ENVIRONMENT], Raised.of(failed))))
 
     def _map(self, layout: Layout) -> None:
-        arrays: dict[str, Any] = layout.arrays(self._memory.map(layout.size))
-        self._memory.close()
+        arrays: dict[str, Any] = layout.arrays(self._block(layout.size))
+        self.arrays = arrays
         part = slice(self._first, self._first + len(self._envs))
         self._rows: list[list[Row]] = [layout.rows(arrays, index) for index in range(part.start, part.stop)]
         # Items of memoryviews are written in a third of the time that items of arrays take.
@@ -212,11 +193,6 @@ class Environments:
             if row.changed:
                 self._flags[number] |= CHANGED
 
-    def step_as_shared(self) -> None:
-        """Step with the actions in the memory."""
-        # The environment may keep what it gets, and the next actions are written to the same place.
-        self._step(self._own_actions.copy())
-
     def _step(self, actions: Iterable[Any]) -> None:
         cells, phase_at, environment_at = self._cells, Cell.PHASE, Cell.ENVIRONMENT
         rewards, kinds, flags, all_rows = self._rewards, self._kinds, self._flags, self._rows
@@ -242,8 +218,8 @@ class Environments:
                     flags[number] = (TERMINATED if terminated else 0) | (TRUNCATED if truncated else 0)
                     if same_step:
                         # The reset may write into what the step returned.
-                        final, info = kept(observation), environments.copy_info(info)
-                        reward = reward if type(reward) in KINDS else kept(reward)
+                        final, info = copy_output(observation), copy_output(info)
+                        reward = reward if type(reward) in KINDS else copy_output(reward)
                         cells[phase_at] = _RESET
                         observation, reset_info = env.reset()
                         _checked(reset_info, "reset")

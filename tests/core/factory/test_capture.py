@@ -1,54 +1,35 @@
-"""Environments that hold what cannot be copied, and whose constructor's arguments were remembered."""
+"""Records of how environments were made, and the calls that make others like them."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import gc
 import pickle
-import threading
+import subprocess
+import sys
+import weakref
 from typing import Any
 
 import cloudpickle
+import gymnasium as gym
+import numpy as np
 import pytest
 
-from rl_ext_core.errors import InvalidTypeError, NotCopyableError
-from rl_ext_core.factory import _sources, as_factory, capture_constructors
-from rl_ext_core.factory._sources import recorded
-from tests.core.factory.worlds import Line, Sealed, rollout
+from rl_ext_core import _pickle
+from rl_ext_core.errors import InvalidTypeError
+from rl_ext_core.factory import capture_constructors, record
+from rl_ext_core.factory.record import Call, call_of, recorded
+from tests.core.factory.worlds import Line, Scaled, Turned, rollout
 
 
-class Kept(Sealed):
-    """Captured."""
-
-
-class Heir(Kept):
-    """A subclass that is not."""
-
-
-class Adopted(Kept):
-    """A subclass that is too."""
-
-
-class Equal(Kept):
+class Equal(Line):
     """All its instances are equal, and none can be hashed."""
 
     __hash__ = None  # type: ignore[assignment]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Equal)
-
-
-class Threaded(Line):
-    """Its constructor starts a thread."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ended = threading.Event()
-        self.thread = threading.Thread(target=self.wait, daemon=True)
-        self.thread.start()
-
-    def wait(self) -> None:
-        """Wait for the end."""
-        self.ended.wait()
 
 
 class Slotted:
@@ -60,6 +41,20 @@ class Slotted:
         self.value = value
 
 
+class Own(Line):
+    """With a ``__new__`` of its own, which takes an argument away."""
+
+    def __new__(cls, gain: float, *args: Any) -> Own:
+        return super().__new__(cls)
+
+
+class CapturedOwn(Own):
+    """The same, captured."""
+
+    def __new__(cls, gain: float, *args: Any) -> CapturedOwn:
+        return super().__new__(cls, gain)  # type: ignore[return-value]
+
+
 class Meta(type):
     """As that of TorchRL's environments: takes an option out of the arguments."""
 
@@ -69,80 +64,184 @@ class Meta(type):
         return env
 
 
-class Doubled(Sealed, metaclass=Meta):
+class Doubled(Line, metaclass=Meta):
     """Made by that."""
 
 
-for _cls in (Kept, Adopted, Equal, Slotted, Doubled):
+class DerivedMeta(Meta):
+    """Takes another one."""
+
+    def __call__(cls, *args: Any, length: int = 3, **kwargs: Any) -> Any:
+        return super().__call__(*args, length=length, **kwargs)
+
+
+class Derived(Doubled, metaclass=DerivedMeta):
+    """Made by that."""
+
+
+class Bare(gym.Env[Any, Any]):
+    """Without a constructor."""
+
+
+class Holder:
+    """Makes an environment that refers back to it."""
+
+    def __init__(self, function: bool) -> None:
+        self.env = Line(lambda: self) if function else Line(self)  # type: ignore[arg-type]
+
+
+class Both(Line, Turned):
+    """Of two bases."""
+
+    def __init__(self, gain: float, angle: float) -> None:
+        Line.__init__(self, gain)
+        Turned.__init__(self)
+        self.angle = angle
+
+
+def changing(config: dict[str, Any], weights: Any) -> Line:
+    """Make an environment, and change the arguments."""
+    config["layers"].append(config.pop("gain"))
+    weights[:] = 9
+    return Line(2.0)
+
+
+changing = capture_constructors(changing)
+for _cls in (Slotted, Doubled, CapturedOwn, Turned):
     capture_constructors(_cls)
 
 
-def test_what_was_changed_since_is_kept() -> None:
-    env = Kept(2.0, length=9)
-    rollout(env, steps=15)
-    env.gain, env.rewards.bonus, env.weights[0] = 3.0, 9.0, -5.0
-    factory = as_factory(env)
-    assert factory.origin == "graft"
-    copy = factory()
-    assert type(copy.engine) is type(env.engine)
-    assert rollout(copy) == rollout(env)
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: Line(2.0, length=9), (Line, (2.0,), {"length": 9})),
+        (lambda: Equal(3.0), (Equal, (3.0,), {})),
+        (lambda: Both(3.0, 4.0), (Both, (3.0, 4.0), {})),
+        (lambda: Doubled(3.0, doubled=True), (Doubled, (3.0,), {"doubled": True})),  # type: ignore[call-arg]
+        (lambda: Derived(3.0, length=4), (Derived, (3.0,), {"length": 4})),
+        (lambda: CapturedOwn(5.0), (CapturedOwn, (5.0,), {})),
+        (lambda: Own(5.0), None),
+        (lambda: Slotted(3), None),
+        (object, None),
+    ],
+)
+def test_recorded_calls_are_those_of_the_outermost_constructor(make: Any, expected: Any) -> None:
+    call = recorded(make())
+    assert (call and (call.function, call.args, call.kwargs)) == expected
 
 
-def test_arguments_of_a_class_are_those_of_its_own_instances() -> None:
-    one, other, doubled = Equal(1.0), Equal(2.0), Doubled(3.0, doubled=True)
-    known = {Kept(2.0, length=9): (Kept, (2.0,), {"length": 9}), Heir(2.0): None, Adopted(2.0): (Adopted, (2.0,), {})}
-    for instance, call in [*known.items(), (Line(2.0), None), (object(), None), (Slotted(3), None)]:
-        assert recorded(instance) == call
-    assert (recorded(one), recorded(other)) == ((Equal, (1.0,), {}), (Equal, (2.0,), {}))
-    # Before its metaclass takes the options.
-    assert recorded(doubled) == (Doubled, (3.0,), {"doubled": True})
-    assert rollout(as_factory(doubled)()) == rollout(doubled)
+def test_arguments_are_recorded_as_they_were_when_the_call_was_made() -> None:
+    call = recorded(changing({"gain": 1.0, "layers": [1]}, weights=np.zeros(2)))
+    assert call is not None
+    assert call.function is changing
+    assert call.args == ({"gain": 1.0, "layers": [1]},)
+    assert call.kwargs["weights"].tolist() == [0, 0]
 
 
-def test_nothing_is_kept_alive() -> None:
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda env: pickle.loads(pickle.dumps(env))])
+def test_copies_of_a_wrapper_have_no_record_of_their_own(again: Any) -> None:
+    wrapper = Scaled(Line(2.0), 3.0)
+    assert recorded(again(wrapper)) is None
+    assert recorded(wrapper) is not None
+
+
+def test_constructors_refuse_superfluous_arguments_as_before() -> None:
+    assert recorded(Bare()) is not None
+    with pytest.raises(TypeError, match=r"Bare\(\) takes no arguments"):
+        Bare(3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"object.__new__\(\) takes exactly one argument"):
+        type("Passing", (Line,), {"__new__": lambda cls, gain: gym.Env.__new__(cls, gain)})(3.0)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("function", [False, True])
+def test_records_keep_no_environment_alive_that_its_arguments_refer_to(function: bool) -> None:
     gc.collect()
-    before = len(_sources._calls)
-    env = Kept()
-    assert len(_sources._calls) == before + 1
-    del env
+    before = len(record._records)
+    holder = Holder(function)
+    env = weakref.ref(holder.env)
+    call = recorded(holder.env)
+    assert call is not None
+    assert len(record._records) == before + 1
+    del holder, call
     gc.collect()
-    assert len(_sources._calls) == before
+    assert env() is None
+    assert len(record._records) == before
 
 
-def test_capturing_twice_is_capturing_once() -> None:
-    made_by = Kept.__init__
-    capture_constructors(Kept)
-    assert Kept.__init__ is made_by
-    called_by = Meta.__call__
-    capture_constructors(Doubled)
-    assert Meta.__call__ is called_by
+def test_environments_among_the_arguments_become_calls() -> None:
+    inner = Line(2.0)
+    make = functools.partial(Scaled, scale=3.0)
+    outer = Scaled(make(inner), 4.0)
+    call = call_of(outer)
+    assert call is not None
+    assert str(call) == "Scaled(Scaled(Line(2.0), scale=3.0), 4.0)"
+    assert rollout(pickle.loads(_pickle.dumps(call)).build()) == rollout(outer)
 
 
-def test_a_class_that_travels_with_its_instances_can_be_sources() -> None:
-    # As one of a script or a notebook does.
-    own: Any = type("Own", (Kept,), {"__module__": "__main__"})
+def test_an_environment_that_occurs_twice_is_built_once() -> None:
+    env = Line(2.0)
+    call = call_of(Scaled(env, [env, {"same": env}]))  # type: ignore[arg-type]
+    assert call is not None
+    built = call.build()
+    assert built.env is built.scale[0] is built.scale[1]["same"] is not env
+
+
+def test_calls_are_not_known_if_an_environment_among_the_arguments_is_not_recorded() -> None:
+    assert call_of(Scaled(Own(2.0))) is None
+    assert call_of(Own(2.0)) is None
+
+
+@pytest.mark.parametrize("change", [lambda env: env, lambda env: Scaled(env, 5.0), lambda env: env.unwrapped])
+def test_made_environments_are_built_with_the_specification_that_gymnasium_sets(change: Any) -> None:
+    env = change(gym.make("worlds/Line-v0", gain=3.0, max_episode_steps=7))
+    call = call_of(env)
+    assert call is not None
+    copied = call.build()
+    assert (str(copied), copied.unwrapped.spec) == (str(env), env.unwrapped.spec)
+    assert rollout(copied) == rollout(env)
+
+
+def test_nothing_changes_for_what_is_captured_twice() -> None:
+    before = gym.Env.__new__, Line.__new__, Meta.__call__, CapturedOwn.__new__, changing
+    for captured in (gym.Env, Line, Doubled, CapturedOwn):
+        capture_constructors(captured)
+    again = gym.Env.__new__, Line.__new__, Meta.__call__, CapturedOwn.__new__, capture_constructors(changing)
+    assert all(one is other for one, other in zip(before, again, strict=True))
+
+
+def test_captured_classes_and_functions_of_the_script_travel_by_value() -> None:
+    own: Any = type(
+        "OwnTurned", (), {"__module__": "__main__", "__init__": lambda self, gain: setattr(self, "gain", gain)}
+    )
     capture_constructors(own)
-    env = own(3.0)
     assert pickle.loads(cloudpickle.dumps(own))(4.0).gain == 4.0
-    env.gain = 5.0
-    assert as_factory(env)().gain == 5.0
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec("def make(gain): return Line(gain)", namespace | {"Line": Line}, namespace)
+    make = capture_constructors(namespace["make"])
+    assert pickle.loads(_pickle.dumps(Call(make, (2.0,)))).build().gain == 2.0
 
 
 @pytest.mark.parametrize("thing", ["Kept", 5, None, Line()])
-def test_what_is_no_class_is_refused(thing: Any) -> None:
-    with pytest.raises(InvalidTypeError, match=r"is not a class; write capture_constructors\(MyEnv\)"):
+def test_what_makes_nothing_is_refused(thing: Any) -> None:
+    with pytest.raises(InvalidTypeError, match=r"is not a class or function.* Write capture_constructors\(MyEnv\)"):
         capture_constructors(thing)
 
 
-def test_that_the_thread_of_a_copy_begins_anew_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    capture_constructors(Threaded)
-    env = Threaded()
-    try:
-        assert as_factory(env).origin == "constructor"
-        [said] = [record.getMessage() for record in caplog.records if ".thread" in record.getMessage()]
-        assert said.startswith(".thread (threading.Thread): this cannot be looked into")
-    finally:
-        env.ended.set()
-        env.thread.join()
-    with pytest.raises(NotCopyableError, match="<running> is False in the instance and True in a copy"):
-        as_factory(env)
+IMPORTS = """
+import importlib.util, sys
+assert {first}
+from rl_ext_core.factory import record
+record.start()
+assert importlib.util.find_spec("gymnasium.core") and not importlib.util.find_spec("no_such_module")
+from gymnasium import make
+import gymnasium
+for env in (make("CartPole-v1"), gymnasium.make_vec("CartPole-v1", 2)):
+    assert record.recorded(env).args[0] == "CartPole-v1", env
+assert make is gymnasium.make is gymnasium.envs.registration.make
+assert str(record.call_of(env)) == "gymnasium.make_vec('CartPole-v1', 2)"
+"""
+
+
+@pytest.mark.parametrize("first", ['"gymnasium" not in sys.modules', '__import__("gymnasium")'])
+def test_recording_starts_before_and_after_gymnasium_is_imported(first: str) -> None:
+    subprocess.run([sys.executable, "-c", IMPORTS.format(first=first)], check=True, timeout=120)

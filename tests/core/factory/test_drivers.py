@@ -12,7 +12,7 @@ import pytest
 from gymnasium import spaces
 
 from rl_ext_core.factory.drivers import driver_for
-from tests.core.factory.grafting import life
+from tests.core.factory.copying import use
 
 
 class Recorder(gym.Env[Any, Any]):
@@ -116,10 +116,10 @@ def test_two_environments_with_the_same_seeds_do_the_same(name: str) -> None:
     lives = []
     for seed in (4, 4, 5):
         environment = WORLDS[name]()
-        lives.append(life(environment, 40, seed))
+        lives.append([str(seen) for seen in use(environment, 40, seed)])
         environment.close()
     assert lives[0] == lives[1] != lives[2]
-    assert len({repr(token) for token in lives[0].values()}) > 10, "all that was returned is alike"
+    assert len(set(lives[0])) > 5, "all that was returned is alike"
 
 
 def test_a_driver_says_where_a_seed_does_not_reach_the_environment() -> None:
@@ -145,30 +145,3 @@ def test_a_driver_says_where_a_seed_does_not_reach_the_environment() -> None:
     assert driver.seeded is False
     assert driver.reset(3)[3].tolist() == [0]
     assert [driver.step()[1] for _ in range(30)] == [1.0] * 30
-
-
-def test_actions_of_dm_env_may_be_nested() -> None:
-    dm_env = pytest.importorskip("dm_env")
-    seen = []
-
-    class Nested(dm_env.Environment):  # type: ignore[misc, name-defined]
-        def reset(self) -> Any:
-            return dm_env.restart(0)
-
-        def step(self, action: Any) -> Any:
-            seen.append(action)
-            return dm_env.termination(1.0, 1)
-
-        def action_spec(self) -> Any:
-            arm = dm_env.specs.BoundedArray((2,), np.float32, [-1, -2], [1, 2])
-            return [{"arm": arm, "grip": dm_env.specs.DiscreteArray(4)}, (dm_env.specs.Array((3,), np.float64),)]
-
-        def observation_spec(self) -> Any: ...
-
-    driver = driver_for(Nested(), seed=0)
-    assert driver is not None
-    last, first = driver.step()
-    assert (last[0], first[0]) == (dm_env.StepType.LAST, dm_env.StepType.FIRST)
-    (action,) = seen
-    assert (action[0]["arm"].dtype, action[0]["arm"].shape, action[1][0].shape) == (np.float32, (2,), (3,))
-    assert action[0]["grip"] in range(4)

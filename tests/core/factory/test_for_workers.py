@@ -1,16 +1,11 @@
-"""Factories for several workers: settings of their own, random streams of their own."""
+"""Factories for several workers: overrides and devices of their own, and what is refused."""
 
 from __future__ import annotations
 
-import ctypes
+import functools
 import pickle
-import random
-import subprocess
-import sys
-import weakref
 from typing import Any
 
-import cloudpickle
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -18,182 +13,7 @@ import pytest
 from rl_ext_core.devices import Decision, resolve
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.factory import as_factory
-from tests.core.factory.test_fingerprint import Holder
-from tests.core.factory.worlds import Line, rollout
-
-
-class Drawing(gym.Env[Any, Any]):
-    """Draws from every generator that there is, when it is made and later."""
-
-    action_space = gym.spaces.Discrete(2)
-    observation_space = gym.spaces.Box(-np.inf, np.inf, (6,), np.float64)
-
-    def __init__(self) -> None:
-        self.first = self._draw()
-
-    def _draw(self) -> list[float]:
-        word = ctypes.CDLL(None).rand() / 2**31
-        return [random.random(), np.random.uniform(), word]
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        return np.array([*self.first, *self._draw()]), {}
-
-    def step(self, action: Any) -> Any:
-        return self.reset()[0], float(self.np_random.uniform()), False, False, {}
-
-
-def in_another_process(*factories: Any) -> list[Any]:
-    """Build environments in a process each, and give what they return."""
-    program = (
-        "import pickle, sys; make = pickle.load(sys.stdin.buffer); env = make(); "
-        "seen = [env.reset()[0].tolist(), env.step(0)[1]]; sys.stdout.buffer.write(pickle.dumps(seen))"
-    )
-    running = []
-    for factory in factories:
-        process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert process.stdin is not None
-        process.stdin.write(cloudpickle.dumps(factory))
-        process.stdin.close()
-        running.append(process)
-    seen = []
-    for process in running:
-        assert process.stdout is not None
-        seen.append(pickle.loads(process.stdout.read()))
-        process.stdout.close()
-        assert process.wait() == 0
-    return seen
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize("source", [Drawing(), Drawing], ids=["instance", "class"])
-def test_workers_draw_differently_from_every_generator_and_the_same_again_with_a_seed(source: Any) -> None:
-    factory = as_factory(source)
-    one, other = factory.for_workers(2, seed=3)
-    first, second, again, anew = in_another_process(
-        one, other, factory.for_workers(np.int64(2), seed=np.int64(3))[1].again(0), other.again(1)
-    )
-    assert again == second  # the same worker
-    assert anew[1] != second[1]  # it is started anew
-    pairs = list(zip(np.ravel(first[0]), np.ravel(second[0]), strict=True))
-    drawn_when_made = 3 if isinstance(source, Drawing) else 0
-    assert all(one != other for one, other in pairs[drawn_when_made:])
-    assert first[1] != second[1]
-
-
-class Gone:
-    """Deleted while a weak proxy of it stays."""
-
-
-GONE = weakref.proxy(Gone())
-NOISE = np.random.default_rng(42)
-LEGACY = np.random.RandomState(42)
-
-
-class Shared(gym.Env[Any, Any]):
-    """Draws from generators and spaces of its module and its class alone."""
-
-    action_space = gym.spaces.Discrete(10**9)
-    observation_space = gym.spaces.Box(-np.inf, np.inf, (6,), np.float64)
-    dice, urn = random.Random(42), np.random.Philox(42)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        own = [NOISE.normal(), LEGACY.standard_normal(), self.dice.gauss(0, 1), self.urn.random_raw() / 2**64]
-        return np.array([*own, self.action_space.sample(), OPTIONS.sample()["speed"][0]]), {}
-
-    def step(self, action: Any) -> Any:
-        return self.reset()[0], self.reset()[0][0], False, False, {}
-
-
-OPTIONS = gym.spaces.Dict(speed=gym.spaces.Box(0, 1, (1,)))
-
-
-@pytest.mark.sample(quick=1, ci=2)
-@pytest.mark.parametrize("source", [Shared(), Shared], ids=["instance", "class"])
-def test_generators_of_modules_and_classes_differ_by_worker_and_repeat_with_a_seed(source: Any) -> None:
-    first, second = as_factory(source).for_workers(2, seed=3)
-    one, other, again, anew = in_another_process(first, second, pickle.loads(pickle.dumps(second)), second.again(1))
-    assert again == other
-    for left, right in ((one, other), (other, anew)):
-        assert all(a != b for a, b in zip(left[0], right[0], strict=True))
-
-
-def test_generators_of_modules_and_classes_of_this_process_are_left_alone() -> None:
-    generators = Shared.dice.getstate, lambda: NOISE.bit_generator.state, lambda: Shared.urn.state
-    before = [repr(state()) for state in generators]
-    for source in (Shared(), Shared):
-        as_factory(source).for_workers(1, seed=0)[0]()
-    assert [repr(state()) for state in generators] == before
-    assert Shared.action_space._np_random is None
-
-
-class Group(gym.Env[Any, Any]):
-    """Holds environments in a list, in a dict and in an object that is not an environment."""
-
-    action_space, observation_space = gym.spaces.Discrete(2), gym.spaces.Box(-9, 9, (4, 4))
-
-    def __init__(self) -> None:
-        made = [gym.make("CartPole-v1") for _ in range(4)]
-        self.parts, self.named, self.manager = made[:2], {"third": made[2]}, Holder(parts=(made[3],))
-        self.noise = gym.spaces.Box(0, 1, (4,))
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        parts = [*self.parts, *self.named.values(), *self.manager.parts]
-        return np.stack([part.reset()[0] + self.noise.sample() for part in parts]), {}
-
-    def step(self, action: Any) -> Any:
-        return self.reset()[0], 0.0, False, False, {}
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        Group,
-        lambda: gym.make_vec("CartPole-v1", 2, vectorization_mode="sync"),
-        lambda: gym.make_vec("CartPole-v1", 2, vectorization_mode="vector_entry_point"),
-        lambda: gym.wrappers.vector.RecordEpisodeStatistics(gym.vector.SyncVectorEnv([Group, Group])),
-    ],
-    ids=["lists", "SyncVectorEnv", "CartPoleVectorEnv", "wrapped"],
-)
-def test_environments_inside_environments_differ_and_repeat_with_a_seed(make: Any) -> None:
-    for source in (make(), make):
-        [one, other], again = (
-            [factory().reset()[0].tolist() for factory in as_factory(source, verify=False).for_workers(2, seed=7)]
-            for _ in range(2)
-        )
-        assert [one, other] == again
-        parts = [str(row) for seen in (one, other) for row in np.reshape(seen, (-1, 4)).tolist()]
-        assert len(set(parts)) == len(parts)
-
-
-def test_generators_of_this_process_are_left_alone() -> None:
-    factory = as_factory(Line())
-    random.seed(1)
-    np.random.seed(1)
-    expected = random.random(), np.random.uniform()
-    random.seed(1)
-    np.random.seed(1)
-    for make in factory.for_workers(3, seed=0):
-        rollout(make(), None)
-    assert (random.random(), np.random.uniform()) == expected
-
-
-@pytest.mark.parametrize("lived", [False, True])
-def test_copies_in_this_process_draw_differently_and_reproducibly(lived: bool) -> None:
-    env = gym.make("worlds/Line-v0")
-    if lived:
-        rollout(env)
-        env.unwrapped.gain = 2.0
-    factory = as_factory(env)
-    one, other = (rollout(make(), None) for make in factory.for_workers(2, seed=1))
-    assert one != other
-    assert [rollout(make(), None) for make in factory.for_workers(2, seed=1)] == [one, other]
-    assert rollout(factory(), None) != rollout(factory(), None)
-
-
-def test_a_seed_of_a_reset_rules() -> None:
-    env = Line()
-    assert [rollout(make(), 9) for make in as_factory(env).for_workers(2, seed=1)] == [rollout(env, 9)] * 2
+from tests.core.factory.copying import Line, Scaled, life
 
 
 def test_each_worker_has_its_overrides_and_its_number() -> None:
@@ -248,3 +68,82 @@ def test_what_is_for_a_worker_keeps_what_is_not_said_anew() -> None:
     assert again._worker.entropy == 3
     [other] = second.for_workers(1, overrides=[{"length": 7}])
     assert other.overrides == {"gain": 5.0, "length": 7}
+
+
+class Guarded(gym.Wrapper[Any, Any, Any, Any]):
+    """One with attributes that cannot be set, or not to everything."""
+
+    def __init__(self, env: gym.Env[Any, Any]) -> None:
+        super().__init__(env)
+        self._speed = 1.0
+
+    @property
+    def fixed(self) -> int:
+        return 3
+
+    @property
+    def speed(self) -> float:
+        return self._speed
+
+    @speed.setter
+    def speed(self, value: float) -> None:
+        self._speed = min(value, 10.0)
+
+
+def test_attributes_are_set_on_the_outermost_layer_that_has_them() -> None:
+    inner = Scaled(Line(), 2.0)
+    factory = as_factory(Scaled(inner, 3.0))
+    copy = factory(scale=7.0, gain=4.0, _cached_spec=None)
+    assert (copy.scale, copy.env.scale, copy.unwrapped.gain) == (7.0, 2.0, 4.0)
+    assert "gain" not in vars(copy)
+    assert (inner.scale, inner.unwrapped.gain) == (2.0, 1.0)
+
+
+def test_a_copy_with_overrides_does_what_the_original_does_once_it_is_set() -> None:
+    env = gym.make("copies/Line-v0", max_episode_steps=20)
+    copy = as_factory(env)(gain=4.0, weights=np.array([1.0, 5.0, 0.0]), _max_episode_steps=9)
+    env.unwrapped.gain, env.unwrapped.weights = 4.0, np.array([1.0, 5.0, 0.0])
+    env._max_episode_steps = 9
+    assert life(copy) == life(env)
+
+
+def test_attributes_of_the_class_are_set_for_one_and_properties_by_their_setters() -> None:
+    copy = as_factory(Guarded(Line()))(drift=2.0, speed=4.0)
+    assert (copy.unwrapped.drift, Line.drift, copy._speed) == (2.0, 0.0, 4.0)
+
+
+def test_a_name_that_no_layer_has_is_refused_with_those_that_are_near() -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        as_factory(Scaled(Line()))(gian=5.0)
+    assert "no layer of Scaled has the attribute gian=5.0; there are gain" in str(caught.value)
+    assert "as_factory(lambda **kwargs: MyEnv(**kwargs))" in str(caught.value)
+
+
+def test_what_cannot_be_set_or_does_not_stay_is_refused() -> None:
+    factory = as_factory(Guarded(Line()))
+    with pytest.raises(InvalidArgumentError, match=r"fixed=5 cannot be set on Guarded: .*fixed"):
+        factory(fixed=5)
+    with pytest.raises(InvalidArgumentError, match=r"speed=11 was set on Guarded, which keeps 10\.0"):
+        factory(speed=11)
+
+
+def test_overrides_of_a_callable_are_arguments() -> None:
+    assert as_factory(Line)(gain=5.0).gain == 5.0
+    assert as_factory(lambda gain: Line(gain))(gain=5.0).gain == 5.0
+    assert as_factory(functools.partial(Line, gain=2.0))(gain=5.0).gain == 5.0
+    assert as_factory(lambda **kwargs: Line(**kwargs))(gain=5.0).gain == 5.0
+    assert as_factory("copies/Line-v0")(gain=5.0, max_episode_steps=3).unwrapped.gain == 5.0
+    assert as_factory(gym.spec("copies/Line-v0"))(max_episode_steps=3)._max_episode_steps == 3
+
+
+@pytest.mark.parametrize("source", [Line, functools.partial(Line, length=3), lambda gain, length: Line(gain, length)])
+def test_an_argument_that_a_callable_does_not_take_is_refused(source: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"takes no argument bonus=1; it takes gain, length.*lambda bonus"):
+        as_factory(source)(bonus=1)
+
+
+def test_they_are_checked_before_any_worker_starts() -> None:
+    with pytest.raises(InvalidArgumentError, match="gian=5"):
+        as_factory(Line()).for_workers(2, overrides=[{}, {"gian": 5}])
+    with pytest.raises(InvalidArgumentError, match="gian=5"):
+        as_factory(Line).for_workers(2, overrides=[{}, {"gian": 5}])

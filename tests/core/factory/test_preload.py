@@ -10,7 +10,7 @@ import pytest
 from gymnasium.envs.classic_control import CartPoleEnv
 
 from rl_ext_core.factory import as_factory
-from rl_ext_core.factory._sources import modules_of_callable, safe_to_preload
+from rl_ext_core.factory.record import modules_of_callable, safe_to_preload
 from tests.core.factory.worlds import Line, Scaled
 
 

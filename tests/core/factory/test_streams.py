@@ -1,152 +1,141 @@
-"""Copies draw from streams of their worker's own: different ones in different workers, the same ones each time."""
+"""Copies draw from streams of their worker's own: different ones in different workers, the same ones with a seed."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import ctypes
 import json
+import pickle
 import random
 import subprocess
 import sys
 import time
+import weakref
 from typing import Any
 
+import cloudpickle
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
 
-from rl_ext_core.factory import _graft, streams, as_factory
-from tests.core.factory.grafting import copied, different, made
-from tests.core.factory.test_fingerprint import Holder
+from rl_ext_core.factory import as_factory
+from tests.core.factory.copying import Line, use
+
+
+class Gone:
+    """Deleted while a weak proxy of it stays."""
 
 
 class Dice(random.Random):
-    """A generator of somebody's own, with attributes."""
-
-    def __init__(self, sides: int) -> None:
-        super().__init__()
-        self.sides = sides
+    """A generator of the user's own class, with an attribute."""
 
     def __new__(cls, sides: int) -> Dice:
         return super().__new__(cls)
 
+    def __init__(self, sides: int) -> None:
+        super().__init__(3)
+        self.sides = sides
 
-class Urn(np.random.Generator):
-    """Likewise."""
+
+GONE = weakref.proxy(Gone())
+NOISE, LEGACY = np.random.default_rng(42), np.random.RandomState(42)
+OPTIONS = gym.spaces.Dict(speed=gym.spaces.Box(0, 1, (1,)))
 
 
-def _world() -> Any:
-    environment = gym.make("CartPole-v1")
-    environment.reset(seed=1)
-    environment.action_space.seed(2)
-    numpy = np.random.default_rng(3)
-    urn = Urn(np.random.PCG64(1))
-    urn.label = "red"  # type: ignore[attr-defined]
-    return Holder(
-        environment=environment,
-        numpy=numpy,
-        again=[numpy, numpy.bit_generator],
-        philox=np.random.Generator(np.random.Philox(5)),
-        legacy=np.random.RandomState(4),
-        python=random.Random(5),
-        dice=Dice(6),
-        urn=urn,
-        torch=torch.Generator().manual_seed(6),
-        system=random.SystemRandom(),
+class Shared(gym.Env[Any, Any]):
+    """Draws from generators and spaces of the process, of its module and of its class."""
+
+    action_space, observation_space = gym.spaces.Discrete(10**9), gym.spaces.Box(-np.inf, np.inf, (16,), np.float64)
+    dice, urn = random.Random(42), np.random.Philox(42)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        library = ctypes.CDLL(None)
+        process = [random.random(), np.random.uniform(), library.rand(), library.random(), library.lrand48()]
+        module = [NOISE.normal(), LEGACY.standard_normal(), OPTIONS.sample()["speed"][0]]
+        own = [self.dice.gauss(0, 1), self.urn.random_raw(), self.action_space.sample(), self.np_random.random()]
+        return np.array([*process, *module, *own, *self.of_instance()], float), {}
+
+    def of_instance(self) -> list[float]:
+        return []
+
+    def step(self, action: Any) -> Any:
+        return self.reset()[0], float(self.reset()[0][0]), False, False, {}
+
+
+class Drawing(Shared):
+    """Draws from generators of the instance too."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.generator, self.philox = np.random.default_rng(3), np.random.Generator(np.random.Philox(5))
+        self.legacy, self.python, self.own = np.random.RandomState(4), random.Random(5), Dice(6)
+        self.torch = torch.Generator().manual_seed(6)
+        self.noise = gym.spaces.Box(0, 1, (1,))
+
+    def of_instance(self) -> list[float]:
+        import torch
+
+        drawn = [self.generator.random(), self.philox.random(), self.legacy.randn(), self.python.random()]
+        drawn += [torch.rand(1, generator=self.torch).item(), torch.rand(1).item(), self.noise.sample()[0]]
+        return [*drawn, self.own.random()]
+
+
+def in_another_process(*factories: Any) -> list[Any]:
+    """Build environments in a process each, and return what they return."""
+    program = (
+        "import pickle, sys; make = pickle.load(sys.stdin.buffer); env = make(); "
+        "seen = [env.reset()[0].tolist(), env.step(0)[1]]; sys.stdout.buffer.write(pickle.dumps(seen))"
     )
+    running = []
+    for factory in factories:
+        process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert process.stdin is not None
+        process.stdin.write(cloudpickle.dumps(factory))
+        process.stdin.close()
+        running.append(process)
+    seen = []
+    for process in running:
+        assert process.stdout is not None
+        seen.append(pickle.loads(process.stdout.read()))
+        process.stdout.close()
+        assert process.wait() == 0
+    return seen
 
 
-def _drawn(world: Any) -> dict[str, Any]:
-    """Draw from everything that a world holds, and from what belongs to the process."""
-    library = ctypes.CDLL(None)
-    return {
-        "env.np_random": world.environment.unwrapped.np_random.random(),
-        "space.sample": [int(world.environment.action_space.sample()) for _ in range(64)],
-        "numpy": world.numpy.random(),
-        "philox": world.philox.random(),
-        "legacy": world.legacy.rand(),
-        "normal": world.legacy.randn(),
-        "python": world.python.random(),
-        "dice": world.dice.random(),
-        "urn": world.urn.random(),
-        "torch": torch.rand(1, generator=world.torch).item(),
-        "global python": random.random(),
-        "global numpy": np.random.rand(),
-        "global torch": torch.rand(1).item(),
-        "rand": library.rand(),
-        "random": library.random(),
-        "lrand48": library.lrand48(),
-    }
+@pytest.mark.sample(quick=1, ci=2)
+@pytest.mark.parametrize("make", [Drawing, lambda: Shared], ids=["instance", "class"])
+def test_workers_draw_differently_from_every_generator_and_again_the_same_with_a_seed(make: Any) -> None:
+    factory = as_factory(make())
+    first, second = factory.for_workers(np.int64(2), seed=np.int64(3))
+    sources = first, pickle.loads(pickle.dumps(second)), second.again(1), factory.for_workers(2, seed=4)[1], second
+    *different, again = in_another_process(*sources)
+    assert again == different[1]
+    for number, drawn in enumerate(zip(*(seen[0] for seen in different), strict=True)):
+        assert len(set(drawn)) == len(different), number
 
 
-def _in_worker(packed: bytes, *, seed: int | None = 0, worker: int = 0, attempt: int = 0) -> Any:
-    streams.seed_process(streams.sequence(seed, worker, attempt))
-    return _graft.loads(packed)
-
-
-def test_workers_draw_differently_from_every_generator_and_the_same_each_time() -> None:
-    packed = _graft.dumps(_world())
-    draws = [_drawn(_in_worker(packed, worker=worker)) for worker in range(3)]
-    assert _drawn(_in_worker(packed, worker=2)) == draws[2]
-    draws += [_drawn(_in_worker(packed, attempt=1)), _drawn(_in_worker(packed, seed=1))]
-    for name in draws[0]:
-        values = [str(draw[name]) for draw in draws]
-        assert len(set(values)) == len(values), name
-
-
-def test_generators_that_were_two_draw_differently_unless_they_were_alike() -> None:
-    states = [np.random.RandomState(seed) for seed in (1, 2, 2)]
-    one, two, three = _in_worker(_graft.dumps(states))
-    first = [generator.rand() for generator in (one, two, three)]
-    assert first[0] != first[1] == first[2]
-
-
-def test_generators_of_the_process_are_those_of_the_worker_s() -> None:
-    held = [random._inst, np.random.mtrand._rand, torch.default_generator]  # type: ignore[attr-defined]
-    copies = _in_worker(_graft.dumps(held))
-    assert all(copy is original for copy, original in zip(copies, held, strict=True))
-
-
-def test_under_keeping_copies_go_on_exactly_where_the_original_is() -> None:
-    world = _world()
-    world.legacy.randn()  # keeps a second number in reserve
-    world.python.gauss(0, 1)
-    world.dice.seed(3)
-    copy = copied(world)
-    assert different(world, copy) == []
-    assert copy.python.gauss(0, 1) == world.python.gauss(0, 1)
-    mine, theirs = _drawn(world), _drawn(copy)
-    of_process = {"global python", "global numpy", "global torch", "rand", "random", "lrand48"}
-    assert {name for name in mine if mine[name] != theirs[name]} <= of_process
-
-
-def test_emulators_draw_from_streams_of_their_own_too() -> None:
-    import ale_py
-
-    gym.register_envs(ale_py)
-    environment = made("ALE/Breakout-v5", repeat_action_probability=0.5)
-    environment.reset(seed=1)
-    environment.action_space.seed(1)
-    packed = _graft.dumps(environment)
-    actions = [environment.action_space.sample() for _ in range(20)]
-
-    def played(worker: int) -> bytes:
-        copy = _in_worker(packed, worker=worker)
-        copy.reset()
-        return b"".join(copy.step(action)[0].tobytes() for action in actions)
-
-    assert played(0) == played(0)
-    assert played(0) != played(1)
-
-
-@pytest.fixture(autouse=True)
-def leave_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "_stream", None)
+def test_generators_of_modules_and_classes_of_this_process_are_left_alone() -> None:
+    generators = Shared.dice.getstate, lambda: NOISE.bit_generator.state, lambda: Shared.urn.state
+    before = [repr(state()) for state in generators]
+    for source in (Shared(), Shared):
+        as_factory(source).for_workers(1, seed=0)[0]()
+    assert [repr(state()) for state in generators] == before
+    assert Shared.action_space._np_random is None
+    random.seed(1)
+    np.random.seed(1)
+    expected = random.random(), np.random.uniform()
+    random.seed(1)
+    np.random.seed(1)
+    for make in as_factory(Line()).for_workers(3, seed=0):
+        make().reset()
+    assert (random.random(), np.random.uniform()) == expected
 
 
 class SlowToUnpickle(gym.Env[Any, Any]):
-    """Takes a moment, as a simulator does, in which other threads go on."""
+    """Takes a moment to copy, as a simulator does, in which other threads go on."""
+
+    action_space = observation_space = gym.spaces.Discrete(2)
 
     def __init__(self) -> None:
         self.before, self.rng, self.after = Moment(), np.random.default_rng(5), Moment()
@@ -154,12 +143,8 @@ class SlowToUnpickle(gym.Env[Any, Any]):
 
 class Moment:
     def __reduce__(self) -> Any:
-        return wait_a_moment, ()
-
-
-def wait_a_moment() -> Moment:
-    time.sleep(0.01)
-    return Moment()
+        time.sleep(0.01)
+        return Moment, ()
 
 
 def test_copies_that_are_made_in_threads_draw_what_those_made_in_turns_draw() -> None:
@@ -184,18 +169,71 @@ streams.seed_process(np.random.SeedSequence(3))
 for _ in range(int(sys.argv[1])):
     assert importlib.util.find_spec("torch") is not None  # as transformers and many others ask
 import torch
-drawn = torch.rand(3).tolist()
-assert importlib.util.find_spec("torch") is not None
-torch.manual_seed(7)
-print(json.dumps([drawn, [repr(one) for one in sys.meta_path if "SeedsTorch" in repr(one)]]))
+print(json.dumps(torch.rand(3).tolist()))
 """
 
 
 @pytest.mark.slow
 def test_asking_whether_torch_is_installed_leaves_its_seed_alone() -> None:
-    ran = [
-        subprocess.run([sys.executable, "-c", ASKING, asked], capture_output=True, text=True, check=True).stdout
-        for asked in ("0", "2")
-    ]
-    assert ran[0] == ran[1]
-    assert json.loads(ran[0])[1] == []
+    command = [sys.executable, "-c", ASKING]
+    ran = [subprocess.run([*command, asked], capture_output=True, check=True).stdout for asked in ("0", "2", "2")]
+    assert ran[0] == ran[1] == ran[2]
+    assert json.loads(ran[0])
+
+
+class Group(gym.Env[Any, Any]):
+    """Holds environments in a list, in a dict and in an object that is not an environment."""
+
+    action_space, observation_space = gym.spaces.Discrete(2), gym.spaces.Box(-9, 9, (4, 4))
+
+    def __init__(self) -> None:
+        made = [gym.make("CartPole-v1") for _ in range(4)]
+        self.parts, self.named, self.manager = made[:2], {"third": made[2]}, Manager(made[3])
+        self.noise = gym.spaces.Box(0, 1, (4,))
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        parts = [*self.parts, *self.named.values(), *self.manager.parts]
+        return np.stack([part.reset()[0] + self.noise.sample() for part in parts]), {}
+
+    def step(self, action: Any) -> Any:
+        return self.reset()[0], 0.0, False, False, {}
+
+
+class Manager:
+    def __init__(self, part: Any) -> None:
+        self.parts = (part,)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Group,
+        lambda: gym.make_vec("CartPole-v1", 2, vectorization_mode="sync"),
+        lambda: gym.make_vec("CartPole-v1", 2, vectorization_mode="vector_entry_point"),
+        lambda: gym.wrappers.vector.RecordEpisodeStatistics(gym.vector.SyncVectorEnv([Group, Group])),
+    ],
+    ids=["lists", "SyncVectorEnv", "CartPoleVectorEnv", "wrapped"],
+)
+def test_environments_inside_environments_differ_and_repeat_with_a_seed(make: Any) -> None:
+    for source in (make(), make):
+        [one, other], again = (
+            [factory().reset()[0].tolist() for factory in as_factory(source, verify=False).for_workers(2, seed=7)]
+            for _ in range(2)
+        )
+        assert [one, other] == again
+        parts = [str(row) for seen in (one, other) for row in np.reshape(seen, (-1, 4)).tolist()]
+        assert len(set(parts)) == len(parts)
+
+
+@pytest.mark.parametrize("lived", [False, True])
+def test_copies_in_this_process_draw_differently_and_again_the_same_with_a_seed(lived: bool) -> None:
+    env: Any = gym.make("copies/Line-v0")
+    if lived:
+        use(env)
+        env.unwrapped.gain = 2.0
+    factory = as_factory(env)
+    one, other = (use(make(), seed=None) for make in factory.for_workers(2, seed=1))
+    assert one != other
+    assert [use(make(), seed=None) for make in factory.for_workers(2, seed=1)] == [one, other]
+    assert use(factory(), seed=None) != use(factory(), seed=None)
+    assert [use(make(), seed=9) for make in factory.for_workers(2, seed=1)] == [use(env, seed=9)] * 2

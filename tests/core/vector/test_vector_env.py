@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import functools
-import gc
 import multiprocessing
-import os
 import resource
-import signal
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -22,7 +18,7 @@ from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, Inv
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from rl_ext_core.vector.pool import Pool
 from tests.forks import result_in_fork
-from tests.sb3_ext.vec_checks import assert_equal, interrupted, no_workers
+from tests.sb3_ext.vec_checks import assert_equal, interrupted
 from tests.sb3_ext.vec_worlds import Counting, Drawn, Failing, FailingOnce, Gated, Reusing
 
 NESTED = spaces.Dict(
@@ -102,20 +98,6 @@ def test_environments_get_the_actions_that_async_vector_env_gives(actions: str) 
     theirs.close()
 
 
-def test_actions_of_other_types_arrive_as_they_are() -> None:
-    ours, theirs = SharedMemoryVectorEnv([Drawn] * 2, **FAST), AsyncVectorEnv([Drawn] * 2, context="fork")
-    for env in (ours, theirs):
-        env.reset(seed=0)
-    for actions in ([1, 2], np.array([1, 2], np.int32), (np.int64(0), 3)):
-        assert_equal(ours.step(actions), theirs.step(actions))
-    given = ([list(map(type, each)) for each in env.call("all_given")] for env in (ours, theirs))
-    assert next(given) == next(given)
-    with pytest.raises(InvalidArgumentError, match="3 actions for 2"):
-        ours.step([1, 2, 3])
-    ours.close()
-    theirs.close()
-
-
 def test_observations_are_the_callers_unless_told_otherwise() -> None:
     own = SharedMemoryVectorEnv([Reusing] * 2, **FAST)
     shared = SharedMemoryVectorEnv([Reusing] * 2, copy=False, **FAST)
@@ -170,45 +152,6 @@ def test_a_restart_in_reset_is_a_reset(tmp_path: Any) -> None:
     assert np.array_equal(observation[:, 1], infos["world"].astype(np.float32))
     observation, *_ = envs.step(np.zeros(2, int))
     assert observation[:, 0].tolist() == [1, 1]
-    envs.close()
-
-
-@pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.name)
-def test_attributes_of_a_replaced_environment(mode: AutoresetMode) -> None:
-    envs = SharedMemoryVectorEnv([Counting, Counting], restart="truncate", autoreset_mode=mode, **FAST)
-    envs.reset(seed=4)
-    envs.set_attr("level", [1, 2])
-    envs.set_attr("level", [3, 4])
-    os.kill(envs.call("pid")[1], signal.SIGKILL)
-    _, _, _, truncated, infos = envs.step(np.zeros(2, int))
-    assert truncated.tolist() == [False, True]
-    text = infos["worker_error"][1]
-    assert "The new environment got again: set_attr('level'), reset(seed=" in text
-    assert "It did not get: call('pid'). Call them again for environment 1." in text
-    assert envs.get_attr("level") == (3, 4)
-    envs.close()
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda envs: envs.step(np.zeros(2, int)),
-        lambda envs: envs.reset(),
-        lambda envs: envs.get_attr("_count"),
-        lambda envs: envs.set_attr("_count", 7),
-        lambda envs: envs.call("pid"),
-        lambda envs: envs.render(),
-        lambda envs: envs.call_some([1], "pid"),
-        lambda envs: envs.env_is_wrapped(Counting),
-    ],
-)
-def test_call_in_forked_process_is_refused(call: Any) -> None:
-    envs = SharedMemoryVectorEnv([Counting, Counting], **FAST)
-    envs.reset()
-    text = result_in_fork(lambda: call(envs))
-    assert text.startswith("InvalidArgumentError: these environments belong to process ")
-    assert envs.step(np.zeros(2, int))[0][:, 0].tolist() == [1, 1]
     envs.close()
 
 
@@ -288,16 +231,6 @@ def test_an_interrupted_step_is_followed_by_the_next(method: str, tmp_path: Path
     envs.close()
 
 
-@pytest.mark.parametrize("ended", [True, False])
-def test_workers_end_with_it(ended: bool) -> None:
-    envs = SharedMemoryVectorEnv([Drawn] * 2, **FAST)
-    if ended:
-        envs.close(terminate=True)
-    del envs
-    gc.collect()
-    assert no_workers()
-
-
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
@@ -347,23 +280,6 @@ def test_bad_masks(mask: Any, error: type[Exception], text: str) -> None:
         envs.reset(seed=[1, 2, 3])
     assert envs.reset(seed=[1, None])[0].shape == (2, 2)
     envs.close()
-
-
-def test_wrappers_of_gymnasium_go_around_it() -> None:
-    wrappers = gym.wrappers.vector
-    build = functools.partial(gym.make, "CartPole-v1", max_episode_steps=12)
-    ours, theirs = (
-        wrappers.NormalizeObservation(wrappers.RecordEpisodeStatistics(vectorised))
-        for vectorised in (SharedMemoryVectorEnv([build] * 3, **FAST), SyncVectorEnv([build] * 3))
-    )
-    ours.reset(seed=1), theirs.reset(seed=1)
-    for _ in range(40):
-        actions = theirs.action_space.sample()
-        (*found, infos), (*expected, their_infos) = ours.step(actions), theirs.step(actions)
-        assert_equal(tuple(found), tuple(expected))
-        assert ("episode" in infos) == ("episode" in their_infos)
-    ours.close()
-    theirs.close()
 
 
 class SaysNothing(Counting):

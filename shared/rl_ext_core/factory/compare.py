@@ -1,0 +1,608 @@
+"""Whether a recipe gives an environment like the instance that it is for: found out in a process that is thrown away.
+
+Two new instances get different histories, and then the same reset. By the paths of their fingerprints, what is the same
+in all of them, and different in the instance that is copied, is a setting that was changed; what their histories have
+changed, and the reset has restored, is the episode, which a copy begins anew; what outlasts the reset is state that is
+kept, such as running statistics. Settings and kept state are replayed onto a copy, and the copy is compared again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import importlib
+import operator
+import pickle
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rl_ext_core import _pickle, processes, resources
+from rl_ext_core.factory import streams, walk
+from rl_ext_core.factory.drivers import Driver, driver_for
+from rl_ext_core.factory.walk import Fingerprint, fingerprint
+from rl_ext_core.processes.families import kill_own_family
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from rl_ext_core.factory.factory import Recipe
+
+__all__ = ["Change", "Examination", "apply", "examine", "in_subprocess", "measure", "pack_pickled", "pack_values"]
+
+_LABEL = "trial copy"
+_SEED = 20_231
+# Steps of the two histories; each ends after so many seconds at the latest. A step may wait forever, for what only the
+# user's program does.
+_STEPS, _HISTORY_S, _PATIENCE_S = (30, 7), 1.0, 60.0
+_TIMING_SECONDS, _TIMING_STEPS = 0.1, 200
+# Of the time nothing depends but advice.
+_TIMING_PATIENCE_S = 10.0
+_LONGEST = 40
+
+Reader = Callable[[Any], Any]
+Step = tuple[str, Any]
+Ask = Callable[[Sequence[str]], "list[Change | str]"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """What is set on a copy.
+
+    :ivar path: to it, as in a fingerprint
+    :ivar steps: to it from the environment, each an operation and a name, a key or an index
+    :ivar packed: the value
+    """
+
+    path: str
+    steps: tuple[Step, ...]
+    packed: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Examination:
+    """What building copies has shown.
+
+    :ivar chosen: index of the first faithful recipe; None: there is none
+    :ivar lost: per recipe, at which paths its copy differs and how, or what went wrong
+    :ivar changes: what is set on a copy of the chosen one
+    :ivar opaque: what of an instance could not be looked into: state behind it, changed by calls, is not seen
+    :ivar class_attributes: paths of globals and classes' attributes that differ: another process imports them anew
+    :ivar build_seconds: to build a copy
+    :ivar step_seconds: to step it, actions drawn included; None: how to step it is not known, or it raises
+    :ivar private_bytes: what the process held alone then; None where the system does not say
+    :ivar read: what the reader returned for the copy
+    """
+
+    chosen: int | None
+    lost: tuple[tuple[str, ...], ...]
+    changes: tuple[Change, ...] = ()
+    opaque: tuple[str, ...] = ()
+    class_attributes: tuple[str, ...] = ()
+    build_seconds: float = 0.0
+    step_seconds: float | None = None
+    private_bytes: int | None = None
+    read: Any = None
+
+
+# In the process of the instance: what is asked for is taken from it.
+
+
+def pack_values(original: Fingerprint, paths: Sequence[str]) -> list[Change | str]:
+    """Pack what an instance has at paths; a text says why one cannot be set on a copy."""
+    homes = {id(layer): path for path, layer in original.objects.items() if walk.is_layer(layer)}
+    return [_packed_value(original, path, homes) for path in paths]
+
+
+def _packed_value(original: Fingerprint, path: str, homes: Mapping[int, str]) -> Change | str:
+    while original.steps.get(path, ("", None))[1] is None:
+        if path not in original.steps:
+            return "it cannot be set on a copy"
+        path = original.steps[path][0]
+    steps = _steps_to(original, path)
+    if steps is None or path not in original.objects:
+        return "it cannot be set on a copy"
+    for where, reason in original.unpicklable.items():
+        if where.startswith(path):
+            return reason
+
+    def place_of(value: Any) -> Any:
+        """Say where a copy has an environment, or a wrapper, to which the value refers."""
+        place, home = original.references.get(id(value)), homes.get(id(value))
+        return place if home is None or home.startswith(path) else _steps_to(original, home)
+
+    try:
+        return Change(path, steps, _pickle.dumps(original.objects[path], place_of))
+    except Exception as error:
+        return str(error).partition("\n")[0] or type(error).__name__
+
+
+def _steps_to(original: Fingerprint, path: str) -> tuple[Step, ...] | None:
+    found: list[Step] = []
+    while path:
+        path, operation, key = original.steps[path]
+        if operation is None:
+            return None
+        found.append((operation, key))
+    return tuple(reversed(found))
+
+
+def pack_pickled(environment: Any, references: Mapping[int, tuple[str, str]]) -> bytes:
+    """Pickle an instance plainly; globals and classes' attributes are those of the process that loads it.
+
+    :raises Exception: it cannot be pickled
+    """
+    return _pickle.dumps(environment, (lambda value: references.get(id(value))) if references else None)
+
+
+def unpicklable(original: Fingerprint) -> str:
+    """Return the path to what cannot be pickled of an instance, as deep as it can be found."""
+    found, parts = "", dict[str, list[str]]()
+    for path, (holder, _, _) in original.steps.items():
+        parts.setdefault(holder, []).append(path)
+    while True:
+        below = (path for path in parts.get(found, ()) if not _is_picklable(original.objects[path]))
+        deeper = next(below, None)
+        if deeper is None:
+            return found
+        found = deeper
+
+
+def _is_picklable(value: Any) -> bool:
+    try:
+        _pickle.dumps(value)
+    except Exception:
+        return False
+    return True
+
+
+# In any process.
+
+
+def unpack(packed: bytes, environment: Any = None) -> Any:
+    """Load what :func:`pack_values` or :func:`pack_pickled` has packed.
+
+    :param environment: that the value is for
+    """
+
+    def find(place: Any) -> Any:
+        if len(place) == 2 and isinstance(place[0], str):
+            return operator.attrgetter(place[1])(importlib.import_module(place[0]))
+        return functools.reduce(_following, place, environment)
+
+    return _pickle.loads(packed, find)
+
+
+def _following(holder: Any, step: Step) -> Any:
+    operation, key = step
+    if operation == "attribute":
+        return walk.attributes(holder)[key]
+    return getattr(holder, key) if operation == "field" else holder[key]
+
+
+def apply(environment: Any, changes: Sequence[Change]) -> None:
+    """Set on a copy what was changed of the original.
+
+    :raises LookupError: the copy has no such part
+    """
+    for change in changes:
+        holder = functools.reduce(_following, change.steps[:-1], environment)
+        operation, key = change.steps[-1]
+        value = unpack(change.packed, environment)
+        held: Any = None
+        with contextlib.suppress(LookupError, AttributeError):
+            held = _following(holder, change.steps[-1])
+        if _is_written_to(held, value):
+            held[...] = value  # others may hold this array, or a library in C its memory
+        elif operation == "attribute":
+            own = walk.attributes(holder)
+            if key in getattr(holder, "__dict__", ()) or key not in own:
+                vars(holder)[key] = value
+            else:  # of a slot
+                object.__setattr__(holder, key, value)
+        elif operation == "field":
+            setattr(holder, key, value)
+        else:
+            holder[key] = value
+
+
+def _is_written_to(held: Any, value: Any) -> bool:
+    """Whether a value goes into an array, or a tensor, that is there."""
+    if type(held) is not type(value) or not hasattr(held, "dtype") or not hasattr(held, "shape") or held.shape == ():
+        return False
+    writable = not isinstance(held, np.ndarray) or held.flags.writeable
+    return bool(held.shape == value.shape and held.dtype == value.dtype and writable and not _is_of_graph(held))
+
+
+def _is_of_graph(tensor: Any) -> bool:
+    return bool(getattr(tensor, "requires_grad", False))
+
+
+# In the process that is thrown away.
+
+
+def in_subprocess(
+    task: Callable[[Ask], Examination],
+    answer: Ask,
+    *,
+    preload: Sequence[str] = (),
+    start_method: str | None = None,
+    environ: Mapping[str, str | None] | None = None,
+    timeout: float | None = None,
+) -> Examination:
+    """Call a function in a process that ends with it.
+
+    :param answer: called here with what it asks for
+    :param environ: variables to set, and to unset (None), in the process
+    :raises WorkerError: it has raised, which is the cause, or its process has died
+    """
+    context = processes.get_context(start_method, preload=preload, environs=[environ or {}], label=_LABEL)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_main, args=(theirs, _pickle.dumps(task)))
+    try:
+        process.start()
+        theirs.close()
+        watch = processes.Watch([process], label=_LABEL)
+        try:
+            with watch.operation("building and stepping a copy", timeout=timeout):
+                found = pickle.loads(ours.recv_bytes())
+                while isinstance(found, list):
+                    ours.send_bytes(pickle.dumps(answer(found)))
+                    found = pickle.loads(ours.recv_bytes())
+                watch.closing()
+        finally:
+            watch.kill()
+            watch.stop()
+    finally:
+        theirs.close()
+        ours.close()
+    examination: Examination = found
+    return examination
+
+
+def _main(connection: Connection, packed: bytes) -> None:
+    def ask(paths: Sequence[str]) -> Any:
+        connection.send_bytes(pickle.dumps(list(paths)))
+        return pickle.loads(connection.recv_bytes())
+
+    connection.send_bytes(_pickle.dumps(pickle.loads(packed)(ask)))
+    connection.close()
+    kill_own_family()  # this process may be gone, in good order, before it is killed with all that it has started
+
+
+def examine(
+    recipes: Sequence[Recipe], original: Fingerprint, adapt: Reader | None, read: Reader | None, ask: Ask
+) -> Examination:
+    """Find the first recipe that gives what is the original's equal, and measure a copy.
+
+    :param recipes: in order of preference
+    :param original: of the instance that is copied
+    :param adapt: turns an environment into what will be stepped, e.g. one of TorchRL
+    :param read: called with that; what it returns is in the result
+    :param ask: returns changes for paths of the original, or why there is none
+    """
+    lost: list[tuple[str, ...]] = []
+    tried = _Tried()
+    for recipe in recipes:
+        try:
+            tried = _compared(recipe, original) if recipe.origin == "pickle" else _replayed(recipe, original, ask)
+        except Exception as error:
+            tried = _Tried([f"building one raises {error!r}"])
+        lost.append(tuple(tried.different))
+        if not tried.different:
+            break
+    if lost[-1]:
+        return Examination(None, tuple(lost))
+    chosen = dataclasses.replace(recipes[len(lost) - 1], changes=tried.changes)
+    found = measure(chosen.build if adapt is None else lambda: adapt(chosen.build()), read)
+    return dataclasses.replace(
+        found,
+        chosen=len(lost) - 1,
+        lost=tuple(lost),
+        changes=tried.changes,
+        opaque=tuple(f"{path} ({name})" for path, name in tried.opaque.items()),
+        class_attributes=tuple(tried.class_attributes),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tried:
+    """In what copies of one recipe differ, and what is to be set on them."""
+
+    different: Sequence[str] = ()
+    changes: tuple[Change, ...] = ()
+    opaque: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    class_attributes: Sequence[str] = ()
+
+
+def _compared(recipe: Recipe, original: Fingerprint) -> _Tried:
+    """Compare the original as it stands with what was pickled of it."""
+    with _built(recipe) as copy:
+        mine = fingerprint(copy)
+    paths = original.differences(mine)
+    classes = [path for path in paths if path.startswith("<")]
+    different = [_said(path, original, mine) for path in paths if not path.startswith("<")]
+    return _Tried(different, (), original.opaque, classes)
+
+
+def _replayed(recipe: Recipe, original: Fingerprint, ask: Ask) -> _Tried:
+    """Find out what the original has that no new instance has, and whether one has it when that is set on it."""
+    habits = _Habits(list(_lives(recipe)))
+    changed, classes = habits.changed(original, habits.fresh[0])
+    opaque = {path: name for path, name in original.opaque.items() if not habits.is_of_episode(path)}
+    if not changed:
+        return _Tried((), (), opaque, classes)
+    answers = dict(zip(changed, ask(changed), strict=True))
+    # Of what cannot be set, that which a history makes by itself is left to the copy: a window, a cache.
+    refused = {path: why for path, why in answers.items() if isinstance(why, str)}
+    refused = {path: why for path, why in refused.items() if not habits.is_left_to_use(path, original)}
+    if refused:
+        return _Tried([f"{_said(path, original, habits.fresh[0])} ({why})" for path, why in refused.items()])
+    changes = tuple({one.path: one for one in answers.values() if isinstance(one, Change)}.values())
+    with _built(dataclasses.replace(recipe, changes=changes)) as copy:
+        mine = fingerprint(copy)
+    left, classes = habits.changed(original, mine)  # by now, both have met the same classes
+    done = tuple(change.path for change in changes)
+    left = [path for path in left if path.startswith(done) or not habits.is_left_to_use(path, original)]
+    return _Tried([_said(path, original, mine) for path in left], changes, opaque, classes)
+
+
+def _lives(recipe: Recipe) -> Iterator[_Life]:
+    """Build two instances, one after the other: of some simulators there can be only one."""
+    for number in (0, 1):
+        try:
+            with _built(recipe) as copy:
+                life = _lived(copy, number)
+        except Exception:
+            if number == 0:
+                raise
+            return  # the first one is still there, whatever was closed
+        del copy
+        gc.collect()
+        yield life
+
+
+@contextlib.contextmanager
+def _built(recipe: Recipe) -> Iterator[Any]:
+    streams.seed_process(streams.sequence(_SEED, 0))
+    copy = recipe.build()
+    try:
+        yield copy
+    finally:
+        _close(copy)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Life:
+    """What one instance was: new, reset, with a history, and reset again by the same seed.
+
+    :ivar made_anew: paths at which the last reset has put other objects
+    """
+
+    new: Fingerprint
+    reset: Fingerprint
+    used: Fingerprint
+    again: Fingerprint
+    made_anew: frozenset[str]
+
+
+def _lived(environment: Any, number: int) -> _Life:
+    """Take fingerprints of an instance.
+
+    :param number: of its history
+    """
+    found = [fingerprint(environment)]
+    driver = driver_for(environment, seed=_SEED + number)
+    if driver is not None:
+        with contextlib.suppress(Exception), _ended_after(_PATIENCE_S):  # what it has shown until then is known
+            _reset(driver, 0)
+            found.append(fingerprint(environment))
+            _reset(driver, 1 + number)
+            until = time.monotonic() + _HISTORY_S
+            for _ in range(_STEPS[number]):
+                driver.step()
+                if time.monotonic() > until:
+                    break
+            if getattr(environment, "render_mode", None) not in (None, "human"):
+                with contextlib.suppress(Exception):
+                    environment.render()
+            found.append(fingerprint(environment))
+            _reset(driver, 0)
+            found.append(fingerprint(environment))
+    found += found[-1:] * (4 - len(found))
+    new, reset, used, again = found
+    made_anew = frozenset(
+        path
+        for path, (_, operation, _) in used.steps.items()
+        if operation in ("attribute", "item")
+        and path in again.objects
+        and path not in used.aliases
+        and used.tokens[path][0] not in walk.SCALAR_TOKENS
+        and used.objects[path] is not again.objects[path]
+    )
+    for one in found:
+        one.objects.clear()
+    return _Life(new, reset, used, again, made_anew)
+
+
+def _reset(driver: Driver, number: int) -> None:
+    streams.seed_process(streams.sequence(_SEED, number))  # what it draws from
+    driver.reset(_SEED + number)
+
+
+class _Habits:
+    """What instances have by being made, by an episode, and by what they have lived through."""
+
+    def __init__(self, lives: Sequence[_Life]) -> None:
+        self.fresh = [life.new for life in lives]
+        self._all = [one for life in lives for one in (life.new, life.reset, life.used, life.again)]
+        self._after_reset = [one for life in lives for one in (life.reset, life.again)]
+        self._kinds: dict[str, str] = {}
+        self._steps, self._made_anew = lives[0].used.steps, lives[0].made_anew
+
+    def kind(self, path: str) -> str:
+        """Return what a path leads to: "own" of each instance, "kept", of the "episode", or "fixed"."""
+        found = self._kinds.get(path)
+        if found is None:
+            if self.fresh[0].token(path) != self.fresh[-1].token(path):
+                found = "own"
+            else:
+                after = [one.token(path) for one in self._after_reset]
+                if any(token != after[0] for token in after):
+                    found = "kept"
+                else:
+                    varies = any(one.token(path) != after[0] for one in self._all)
+                    found = "episode" if varies or self.is_made_anew(path) else "fixed"
+            self._kinds[path] = found
+        return found
+
+    def is_made_anew(self, path: str) -> bool:
+        """Whether a reset puts another object there, or where that is held."""
+        while path in self._steps:
+            if path in self._made_anew:
+                return True
+            path = self._steps[path][0]
+        return False
+
+    def is_of_episode(self, path: str) -> bool:
+        """Whether a reset makes what is at a path, or what holds that."""
+        return self.kind(path) == "episode" or self.is_made_anew(path)
+
+    def changed(self, original: Fingerprint, copy: Fingerprint) -> tuple[list[str], list[str]]:
+        """List the paths at which a copy is to be changed to be like the original, and those of classes and globals."""
+        paths = [path for path in copy.differences(original) if self.kind(path) in ("fixed", "kept")]
+        paths = [path for path in paths if original.token(path) != copy.token(path) or not self._is_moved(path)]
+        classes = [path for path in paths if path.startswith("<") and self.kind(path) == "fixed"]
+        found: dict[str, None] = {}
+        for path in paths:
+            if not path.startswith("<") and not self._is_covered(path, found, original, copy):
+                found[path] = None
+        return list(found), classes
+
+    def _is_moved(self, path: str) -> bool:
+        """Whether an episode, or a reset, puts there what is also elsewhere."""
+        return any(one.aliases.get(path) != self.fresh[0].aliases.get(path) for one in self._all)
+
+    def _is_covered(self, path: str, found: Mapping[str, None], original: Fingerprint, copy: Fingerprint) -> bool:
+        """Whether what holds a path is set, or is of an episode, or is each instance's own."""
+        is_new, holder = copy.token(path) is None, path
+        while holder:
+            steps = original.steps.get(holder) or copy.steps.get(holder) or self._steps.get(holder)
+            if steps is None:
+                return False
+            holder = steps[0]
+            if holder in found or (is_new and self.is_made_anew(holder)):
+                return True
+            if original.token(holder) != copy.token(holder) and self.kind(holder) in ("own", "episode"):
+                return True
+        return False
+
+    def is_left_to_use(self, path: str, original: Fingerprint) -> bool:
+        """Whether an instance gets what cannot be set by being used, or a reset makes it anew."""
+        if self.kind(path) == "fixed":
+            return False
+        below = [path, *(each for each in original.tokens if each.startswith(path))]
+        return self.is_made_anew(path) or all(self._is_usual(each, original.token(each)) for each in below)
+
+    def _is_usual(self, path: str, token: Any) -> bool:
+        """Whether instances that were used have such a part, or parts that vary."""
+        found = [other for one in self._all if (other := one.token(path)) is not None]
+        return token in found or any(other != found[0] for other in found)
+
+
+def _said(path: str, original: Fingerprint, copy: Fingerprint) -> str:
+    mine, its = _value(original, path), _value(copy, path)
+    if mine == its:
+        return f"{path} is {original.resolved(path)} in the instance and another object in a copy"
+    return f"{path or 'the environment'} is {mine} in the instance and {its} in a copy"
+
+
+def _value(of: Fingerprint, path: str) -> str:
+    token = of.token(path)
+    if token is None:
+        return "missing"
+    if token[0] in walk.SCALAR_TOKENS and isinstance(token[-1], (str, bytes, int, type(None))):
+        text = repr(token[-1]) if token[0] in ("str", "bytes") else str(token[-1])
+        return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return f"a {token[1]}" if token[0] == "object" else "other data"
+
+
+def measure(
+    build: Callable[[], Any],
+    read: Reader | None = None,
+    ask: Ask | None = None,
+    *,
+    begin: Callable[[], object] | None = None,
+) -> Examination:
+    """Build an environment, step it and say what that took.
+
+    :param read: called with it before it is stepped; what it returns is in the result
+    :param begin: called before all that
+    """
+    if begin is not None:
+        begin()
+    started = time.perf_counter()
+    environment = build()
+    built = time.perf_counter() - started
+    try:
+        result = None if read is None else read(environment)
+        step = _timed(environment)
+        private = resources.private_memory()
+    finally:
+        _close(environment)
+    return Examination(0, ((),), build_seconds=built, step_seconds=step, private_bytes=private, read=result)
+
+
+def _timed(environment: Any) -> float | None:
+    driver = driver_for(environment, seed=_SEED)
+    if driver is None:
+        return None
+    try:
+        with _ended_after(_TIMING_PATIENCE_S):
+            driver.reset(None)
+            driver.step()  # the first one fills caches
+            count, begin = 0, time.perf_counter()
+            while True:
+                driver.step()
+                count += 1
+                taken = time.perf_counter() - begin
+                if taken > _TIMING_SECONDS or count >= _TIMING_STEPS:
+                    return taken / count
+    except Exception:
+        # It is for the user's actions, not for any that its space has; whoever steps a copy gets what it raises.
+        return None
+
+
+@contextlib.contextmanager
+def _ended_after(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError after so many seconds."""
+    if not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _close(environment: Any) -> None:
+    close = getattr(environment, "close", None)
+    if close is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with contextlib.suppress(Exception):  # the process ends with it
+                close()

@@ -1,0 +1,735 @@
+"""Record how environments were built, find their specifications, and write them as source lines.
+
+:func:`start` patches the classes and functions of one table, so that each call of them is remembered with its
+arguments for as long as the environment lives. :func:`call_of` reads the tree of calls that builds another one.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import copy
+import copyreg
+import dataclasses
+import functools
+import importlib
+import inspect
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, also
+from rl_ext_core.factory.walk import attributes, full_name, globals_in, is_layer, layers
+
+__all__ = ["Call", "call_of", "capture_constructors", "recorded", "start"]
+
+# What is recorded, by module: classes with all their subclasses, and functions that make environments.
+_RECORDED: dict[str, tuple[str, ...]] = {
+    "dm_control.locomotion.soccer": ("load",),
+    "dm_control.manipulation": ("load",),
+    "dm_control.suite": ("load", "build_environment"),
+    "dm_env._environment": ("Environment",),
+    "gym.core": ("Env",),
+    "gym.envs.registration": ("make",),
+    "gymnasium.core": ("Env",),
+    "gymnasium.envs.registration": ("make", "make_vec"),
+    "gymnasium.vector.vector_env": ("VectorEnv",),
+    "meltingpot.scenario": ("build", "build_from_config"),
+    "meltingpot.substrate": ("build", "build_from_config"),
+    "pettingzoo.utils.env": ("AECEnv", "ParallelEnv"),
+    "robosuite.environments.base": ("MujocoEnv",),
+    "robosuite.wrappers.wrapper": ("Wrapper",),
+    "stable_baselines3.common.vec_env.base_vec_env": ("VecEnv",),
+    "torchrl.envs.common": ("EnvBase",),
+    "vmas.make_env": ("make_env",),
+}
+
+_TRANSFORMED = {f"torchrl.envs.transforms.{module}.TransformedEnv" for module in ("_base", "transforms")}
+
+_Recorded = TypeVar("_Recorded", bound=Callable[..., Any])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """A call that makes an object. Arguments may be calls, also within lists, tuples and dicts.
+
+    :ivar function: the class or function
+    :ivar args: positional arguments
+    :ivar kwargs: keyword arguments
+    """
+
+    function: Any
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def build(self) -> Any:
+        """Make the object, and first what its arguments need; a call that occurs twice makes one object."""
+        return _built(self, {})
+
+    def __str__(self) -> str:
+        if self.function is make and self.args and is_spec(self.args[0]):
+            return line_of_spec(self.args[0]).removeprefix("lambda: ")
+        if self.function is _with_spec:
+            return str(self.args[0])
+        return f"{_called(self.function)}({_arguments(self.args, self.kwargs)})"
+
+
+def _built(value: Any, made: dict[int, Any]) -> Any:
+    if type(value) is not Call:
+        return _mapped(value, lambda part: _built(part, made))
+    if id(value) not in made:
+        args, kwargs = _built(value.args, made), _built(value.kwargs, made)
+        made[id(value)] = value.function(*args, **kwargs)
+    return made[id(value)]
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    kind = type(value)
+    if kind is dict:
+        return {key: change(part) for key, part in value.items()}
+    if kind is functools.partial:
+        return functools.partial(change(value.func), *map(change, value.args), **_mapped(value.keywords, change))
+    return kind(map(change, value)) if kind in (list, tuple, set, frozenset) else value
+
+
+# ---- Recording
+
+# By id, because not every instance can be hashed, and two of them may be equal. Attributes of the instance would be in
+# its pickles and copies. The function is None if it is the instance's class.
+_records: dict[int, tuple[weakref.ref[Any], Any, tuple[Any, ...], dict[str, Any]]] = {}
+
+
+def start() -> None:
+    """Record the calls of the table from now on. Modules are not imported for this, but patched once they are loaded.
+
+    Modules of the user that were imported before and have taken a function by its own name are patched as well.
+    """
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+    for name in _RECORDED:
+        if name in sys.modules:
+            _patch(sys.modules[name])
+
+
+class _Finder:
+    """Patches modules of the table right after they are executed. The finders behind it find them."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Find a module of the table; many callers ask only whether it is installed."""
+        if name not in _RECORDED:
+            return None
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        others = [finder for finder in behind if hasattr(finder, "find_spec")]
+        found = next((spec for finder in others if (spec := finder.find_spec(name, path, target)) is not None), None)
+        if found is not None and hasattr(found.loader, "exec_module"):
+            loader: Any = found.loader
+            loader.exec_module = functools.partial(_execute, loader.exec_module)
+        return found
+
+
+def _execute(exec_module: Callable[[Any], None], module: Any) -> None:
+    exec_module(module)
+    _patch(module)
+
+
+def _patch(module: Any) -> None:
+    for name in _RECORDED.get(module.__name__, ()):
+        found = vars(module).get(name)
+        if isinstance(found, (type, types.FunctionType)):
+            capture_constructors(found)
+
+
+def capture_constructors(maker: _Recorded) -> _Recorded:
+    """Record the arguments of everything that a class or function makes from now on.
+
+    Environments of the usual libraries are recorded already. This is for the user's own classes and functions that
+    make what cannot be pickled. Call it once, above the first instance; it can be used as a decorator.
+
+    .. code-block:: python
+
+        capture_constructors(MyEnv)
+
+    :param maker: the class, with its subclasses and all classes that share a metaclass that makes its instances; or
+        the function, which is replaced in all modules that have it under its name
+    :return: the class, or the function that records
+    :raises InvalidTypeError: If ``maker`` is neither a class nor a Python function.
+    """
+    if isinstance(maker, types.FunctionType):
+        return maker if _is_hook(maker) else _hook_function(maker)  # type: ignore[return-value]
+    if not isinstance(maker, type):
+        raise InvalidTypeError(
+            f"maker={maker!r} is not a class or function; expected what makes environments. "
+            "Write capture_constructors(MyEnv)"
+        )
+    meta = next(base for base in inspect.getmro(type(maker)) if "__call__" in vars(base))
+    if meta is not type:
+        _hook_metaclass(meta)
+    elif not _is_hook(maker.__new__):
+        _hook_new(maker)
+    return maker
+
+
+def _is_hook(function: Any) -> bool:
+    return getattr(function, "_records_calls", False) is True
+
+
+# The functions below may travel by value, with a class of the user's. So they refer to no table of this module.
+
+
+# inspect.signature() goes by this where a class has no __init__ of its own.
+_NO_PARAMETERS = inspect.Signature([inspect.Parameter("cls", inspect.Parameter.POSITIONAL_ONLY)])
+
+
+def _hook_new(owner: Any) -> None:
+    original = getattr(vars(owner).get("__new__"), "__func__", None)
+
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        create: Any = original or super(owner, cls).__new__
+        if create is not object.__new__:
+            instance = create(cls, *args, **kwargs)
+        elif (args or kwargs) and not _is_hook(cls.__new__):
+            instance = create(cls, *args, **kwargs)  # raises
+        elif (args or kwargs) and cls.__init__ is object.__init__:
+            raise TypeError(f"{cls.__name__}() takes no arguments")
+        else:
+            instance = create(cls)
+        # Neither the arguments of a subclass's own __new__, or of its metaclass, nor those of copy and deepcopy.
+        is_call = cls.__new__ is new and type(cls).__call__ is type.__call__ and type(instance) is cls
+        if is_call and (args or kwargs or sys._getframe(1).f_globals is not vars(copyreg)):
+            remember(instance, None, freeze(args, kwargs))
+        return instance
+
+    new._records_calls = True  # type: ignore[attr-defined]
+    new.__signature__ = _NO_PARAMETERS  # type: ignore[attr-defined]
+    owner.__new__ = staticmethod(new if original is None else functools.wraps(original)(new))
+
+
+def _hook_metaclass(meta: Any) -> None:
+    if not _is_hook(meta.__call__):
+        # A metaclass derived from it may take arguments away.
+        def derive(derived: Any, /, **kwargs: Any) -> None:
+            super(meta, derived).__init_subclass__(**kwargs)
+            _hook_call(derived)
+
+        meta.__init_subclass__ = classmethod(derive)
+    waiting = [meta]
+    for each in waiting:
+        _hook_call(each)
+        waiting += type.__subclasses__(each)
+
+
+def _hook_call(meta: Any) -> None:
+    original: Any = vars(meta).get("__call__")
+    if original is None or _is_hook(original):
+        return
+
+    @functools.wraps(original)
+    def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        frozen = freeze(args, kwargs)
+        instance = original(cls, *args, **kwargs)
+        if type(cls).__call__ is call:
+            remember(instance, None if type(instance) is cls else cls, frozen)
+        return instance
+
+    call._records_calls = True  # type: ignore[attr-defined]
+    meta.__call__ = call
+
+
+def _hook_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def maker(*args: Any, **kwargs: Any) -> Any:
+        frozen = freeze(args, kwargs)
+        instance = function(*args, **kwargs)
+        if not any(instance is part for part in (*args, *kwargs.values())):
+            remember(instance, maker, frozen)
+        return instance
+
+    maker._records_calls = True  # type: ignore[attr-defined]
+    for module in list(sys.modules.values()):
+        with contextlib.suppress(AttributeError):  # of what only stands for a module
+            names = object.__getattribute__(module, "__dict__")  # does not load a lazy module
+            if names.get(function.__name__) is function:
+                names[function.__name__] = maker
+    return maker
+
+
+_Frozen = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def remember(instance: Any, function: Any, frozen: _Frozen | None) -> None:
+    """Record how an instance was made for as long as it lives.
+
+    :param function: what made it; None: its class
+    :param frozen: its arguments, from :func:`freeze`; None: they are not known
+    """
+    if frozen is None:
+        return
+    key = id(instance)
+    try:
+        _records[key] = weakref.ref(instance, lambda _: _records.pop(key, None)), function, *frozen
+    except TypeError:  # nothing refers weakly to instances of some classes with slots
+        return
+
+
+_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
+_MANY = 10_000  # items of a container, and hundreds of bytes of an array: longer ones are not copied
+_LIBRARIES = sys.stdlib_module_names | {"gymnasium", "numpy", "tensordict", "torch"}
+
+
+class _Weak(weakref.ref[Any]):
+    __slots__ = ()
+
+
+class _WeakMethod(weakref.WeakMethod[Any]):
+    __slots__ = ()
+
+
+def freeze(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Frozen | None:
+    """Copy the plain containers and arrays among arguments, which environments may change; None: it is impossible.
+
+    What may lead back to the environment is referred to weakly, because a record must not keep its environment alive.
+    """
+    try:
+        return tuple(map(_freeze, args)), {name: _freeze(value) for name, value in kwargs.items()}
+    except Exception:  # lists that contain themselves: the user's constructor is to work
+        return None
+
+
+def _freeze(value: Any) -> Any:
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind in (dict, list, tuple, set, frozenset, functools.partial):
+        return value if kind is not functools.partial and len(value) > _MANY else _mapped(value, _freeze)
+    if kind is np.ndarray:
+        return value.copy() if value.nbytes <= 100 * _MANY else value
+    try:
+        if kind is types.MethodType:
+            return _WeakMethod(value)
+        return _Weak(value) if id(value) in _records or not _leads_nowhere(value) else value
+    except TypeError:  # nothing refers weakly to it
+        return value
+
+
+def _leads_nowhere(value: Any) -> bool:
+    """Whether something cannot refer to the environment: modules, classes, functions, configurations, libraries'."""
+    kind = type(value)
+    if kind is types.FunctionType:
+        return all(type(part) in _PLAIN or _leads_nowhere(part) for part in _variables(value))
+    if issubclass(kind, (type, types.ModuleType)):
+        return True
+    if id(value) in _records or kind is types.MethodType or is_layer(value):
+        return False
+    is_config = dataclasses.is_dataclass(kind) or hasattr(kind, "keys")
+    return is_config or str(kind.__module__).partition(".")[0] in _LIBRARIES
+
+
+def _variables(function: types.FunctionType) -> list[Any]:
+    return [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
+
+
+def _thaw(value: Any) -> Any:
+    if type(value) not in (_Weak, _WeakMethod):
+        return _mapped(value, _thaw)
+    found = value()
+    if found is None:
+        raise _UnknownError
+    return found
+
+
+class _UnknownError(Exception):
+    """An instance or an argument of it is not recorded, or lives no longer."""
+
+
+def recorded(instance: Any) -> Call | None:
+    """Return the call that made an instance, with its arguments as they are; None: it is not known."""
+    known: Any = _records.get(id(instance))
+    if known is None or known[0]() is not instance:
+        return None
+    _, function, args, kwargs = known
+    function = type(instance) if function is None else function
+    if full_name_of(function) in _TRANSFORMED:  # as it is, with the transforms that were appended to it
+        args = (instance.base_env, instance.transform.clone(), *args[2:])
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("env", "base_env", "transform")}
+    try:
+        # Unpickling calls __new__ too, without arguments.
+        if not args and not kwargs and isinstance(function, type):
+            inspect.signature(function).bind()
+        return Call(function, _thaw(args), _thaw(kwargs))
+    except (_UnknownError, TypeError, ValueError):
+        return None
+
+
+def call_of(instance: Any) -> Call | None:
+    """Return the calls that make an instance, and the environments among its arguments.
+
+    :return: None if one of these is not recorded
+    """
+    try:
+        return _tree(instance, {})
+    except _UnknownError:
+        return None
+
+
+def _tree(instance: Any, known: dict[int, Call | None]) -> Call:
+    if id(instance) not in known:
+        known[id(instance)] = None  # for an environment that is among its own arguments
+        known[id(instance)] = _call(instance, known)
+    found = known[id(instance)]
+    if found is None:
+        raise _UnknownError
+    return found
+
+
+def _call(instance: Any, known: dict[int, Call | None]) -> Call:
+    raw = recorded(instance)
+    if raw is None or full_name_of(raw.function) == "gymnasium.envs.registration.make":
+        spec = spec_of(instance)
+        if spec is not None:
+            if raw is not None:  # gymnasium hands its containers to the constructor, which may have changed them
+                given = {name: value for name, value in raw.kwargs.items() if type(value) in (dict, list, np.ndarray)}
+                spec.kwargs.update({name: value for name, value in given.items() if name in spec.kwargs})
+            return Call(make, (spec,))
+    if raw is None:
+        raise _UnknownError
+    call = Call(raw.function, _replaced(raw.args, known), _replaced(raw.kwargs, known))
+    spec = attributes(instance).get("spec")  # set by gymnasium.make, after the constructor
+    return Call(_with_spec, (call, copy.deepcopy(spec))) if is_spec(spec) and isinstance(raw.function, type) else call
+
+
+def _replaced(value: Any, known: dict[int, Call | None]) -> Any:
+    if is_layer(value) and not isinstance(value, type):
+        return _tree(value, known)
+    return _mapped(value, lambda part: _replaced(part, known))
+
+
+def full_name_of(function: Any) -> str:
+    """Return module and qualified name of a class or function."""
+    return full_name(function) if isinstance(function, type) else f"{function.__module__}.{function.__qualname__}"
+
+
+def _with_spec(environment: Any, spec: Any) -> Any:
+    environment.spec = spec
+    return environment
+
+
+# ---- gymnasium's specifications and stable-retro's games
+
+
+def make(spec: Any, **kwargs: Any) -> Any:
+    """Let gymnasium build by a specification, also in a process that has not registered its id."""
+    import gymnasium
+
+    return gymnasium.make(spec, **kwargs)
+
+
+def is_spec(value: Any) -> bool:
+    """Whether this is a specification."""
+    gymnasium = sys.modules.get("gymnasium")
+    return gymnasium is not None and issubclass(type(value), gymnasium.envs.registration.EnvSpec)
+
+
+def spec_of(environment: Any) -> Any:
+    """Copy the specification by which gymnasium makes all layers of an environment; None: there is none."""
+    gymnasium = sys.modules.get("gymnasium")
+    if gymnasium is None or not isinstance(environment, gymnasium.Env):
+        return None
+    with without_kept_specs(environment):
+        try:
+            spec = copy.deepcopy(environment.spec)
+        except Exception:  # of wrappers that do not tell their arguments
+            return None
+    if spec is None or any(wrapper.kwargs is None for wrapper in spec.additional_wrappers):
+        return None
+    return spec
+
+
+@contextlib.contextmanager
+def without_kept_specs(environment: Any) -> Iterator[None]:
+    """Clear the specifications that wrappers have cached while the context lasts."""
+    name = "_cached_spec"
+    kept = [(layer, held[name]) for layer in layers(environment) if name in (held := attributes(layer))]
+    for layer, _ in kept:
+        object.__setattr__(layer, name, None)
+    try:
+        yield
+    finally:
+        for layer, spec in kept:
+            object.__setattr__(layer, name, spec)
+
+
+def spec_of_id(name: str) -> Any:
+    """Find gymnasium's specification by an id, as its ``make`` does: ``"package:Env-v0"``, ``"Env"`` for the latest.
+
+    :raises InvalidArgumentError: If there is none. It can be caught as what gymnasium raises, too.
+    """
+    import gymnasium
+
+    module, _, env_id = name.rpartition(":")
+    try:
+        if module:
+            importlib.import_module(module)
+        versions = {
+            spec.version: spec
+            for spec in list(gymnasium.registry.values())
+            if spec.version is not None and spec.id == f"{env_id}-v{spec.version}"
+        }
+        # The specification itself travels: a worker has not registered what a script or a notebook has.
+        return versions[max(versions)] if versions else gymnasium.spec(env_id)
+    except (gymnasium.error.Error, ImportError) as error:
+        raise also(InvalidArgumentError, error)(
+            f"gymnasium does not know the id {name!r}: {str(error).rstrip('.')}. Import the package that registers it "
+            f'above this line, or name it in the id: "package:{env_id}"'
+        ) from error
+
+
+def game_of_id(name: str) -> Callable[..., Any] | None:
+    """Return what builds a game, if stable-retro is installed and has one of this name."""
+    found = find_spec("stable_retro")
+    places = (found.submodule_search_locations if found else None) or ()
+    folders = [Path(place, "data", kind, name) for place in places for kind in ("stable", "contrib", "experimental")]
+    if not name or name != Path(name).name or not any(folder.is_dir() for folder in folders):
+        return None
+    return functools.partial(_make_game, name)
+
+
+def _make_game(game: str, **kwargs: Any) -> Any:
+    import stable_retro
+
+    # Its own default opens a window.
+    return stable_retro.make(game, **{"render_mode": "rgb_array", **kwargs})
+
+
+def specs_named_by(build: Any) -> list[Any]:
+    """Return the specifications of ids that a function's code or a call names, except gymnasium's own.
+
+    Where a script or a notebook has registered them, a worker has not.
+    """
+    gymnasium = sys.modules.get("gymnasium")
+    if gymnasium is None:
+        return []
+    names = (value for value in referred(build) if issubclass(type(value), str))
+    found = {name: gymnasium.registry[name] for name in names if name in gymnasium.registry}
+    return [copy.deepcopy(spec) for spec in found.values() if not str(spec.entry_point).startswith("gymnasium.")]
+
+
+def register_specs(specs: Iterable[Any]) -> None:
+    """Register specifications of ids that this process does not know."""
+    for spec in specs:
+        import gymnasium
+
+        gymnasium.registry.setdefault(spec.id, spec)
+
+
+def referred(build: Any) -> Iterator[Any]:
+    """Return what a callable is and refers to: arguments, and a function's constants, variables and globals."""
+    waiting, seen = [build], set[int]()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:  # a function may be among its own variables
+            continue
+        seen.add(id(value))
+        kind = type(value)
+        if issubclass(kind, functools.partial):
+            waiting += [value.func, value.args, value.keywords]
+        elif kind is Call:
+            waiting += [value.function, value.args, value.kwargs]
+        elif kind in (list, tuple, dict):
+            waiting += value.values() if kind is dict else value
+        else:
+            yield value
+        if kind is types.FunctionType and not _is_hook(value):
+            yield from _texts_in(value.__code__)
+            names = sorted(globals_in(value.__code__) & value.__globals__.keys())
+            yield from (value.__globals__[name] for name in names)
+            waiting += [*(value.__defaults__ or ()), *_variables(value)]
+
+
+def _texts_in(code: types.CodeType) -> Iterator[str]:
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, types.CodeType):
+            yield from _texts_in(constant)
+
+
+# ---- Modules that a fork server may import
+
+# Packages that import without starting a thread, a display or CUDA, and without asking which device to use. The user's
+# own modules are never among them: they change between two runs of a notebook cell.
+# What one import brings along needs no other name: each list has a fork server of its own, which takes time to start
+# and memory to keep. Hence the module that brings all of a package, where there is one.
+_SAFE: dict[str, str | None] = {
+    "gymnasium": "gymnasium",
+    "tensordict": "tensordict",
+    "torch": "torch",
+    "torchrl": "torchrl.envs",
+    "torchrl_ext": "torchrl_ext",
+    **dict.fromkeys(("ale_py", "dm_control", "dm_env", "dmlab2d", "meltingpot", "mujoco", "pettingzoo", "vmas")),
+    "rl_ext_core": None,
+}
+_BRINGS = {
+    "torchrl_ext": {"gymnasium", "tensordict", "torch", "torchrl.envs"},
+    "torchrl.envs": {"tensordict", "torch"},
+}
+
+
+def merged_modules(*lists: Iterable[str]) -> tuple[str, ...]:
+    """Return one list for several, the same one whatever their order is."""
+    names = {name for names in lists for name in names}
+    brought = {other for name in names for other in _BRINGS.get(name, ())}
+    return tuple(sorted(names - brought))
+
+
+def safe_to_preload(names: Iterable[str]) -> tuple[str, ...]:
+    """Keep those that a fork server may import once for all workers."""
+    return merged_modules(_whole(name) for name in names if name.partition(".")[0] in _SAFE)
+
+
+def _whole(name: str) -> str:
+    if name.startswith("gymnasium.envs.mujoco"):
+        return "gymnasium.envs.mujoco"
+    return _SAFE[name.partition(".")[0]] or name
+
+
+def modules_of_instance(environment: Any) -> tuple[str, ...]:
+    """Name the modules of an environment's layers that a fork server may import."""
+    return safe_to_preload([base.__module__ for layer in layers(environment) for base in type(layer).__mro__])
+
+
+def modules_of_callable(build: Any) -> tuple[str, ...]:
+    """Name the modules of what a function refers to that a fork server may import, as far as its code shows."""
+    return safe_to_preload(module for value in referred(build) for module in _modules_of(value))
+
+
+def _modules_of(value: Any) -> Iterator[str]:
+    kind = type(value)
+    if issubclass(kind, types.ModuleType):
+        yield value.__name__
+    elif is_spec(value):
+        yield str(value.entry_point).partition(":")[0]
+    elif kind is str:  # perhaps an id
+        gymnasium = sys.modules.get("gymnasium")
+        if gymnasium is not None and value in gymnasium.registry:
+            yield from _modules_of(gymnasium.registry[value])
+    elif kind is types.FunctionType:
+        yield value.__module__ or ""
+    else:
+        bases = value.__mro__ if issubclass(kind, type) else (kind,)
+        yield from (str(getattr(base, "__module__", "")) for base in bases)
+
+
+# ---- Source lines for messages
+
+_LONGEST = 60
+# What is wrapped is found under one of these names.
+_INNER = ("base_env", "env", "_env")
+
+
+def line_of_callable(build: Any) -> str:
+    """Return the line of a function, a class or a partial."""
+    if isinstance(build, functools.partial):
+        return f"lambda: {_called(build.func)}({_arguments(build.args, build.keywords)})"
+    if isinstance(build, type):
+        return f"lambda: {_name(build)}()"
+    if getattr(build, "__name__", "") == "<lambda>":
+        return _of_lambda(build) or "lambda: ..."
+    return _name(build) if inspect.isroutine(build) else f"{_name(type(build))}(...)"
+
+
+def _of_lambda(build: Any) -> str | None:
+    # Out of the whole file: the lines of a lambda alone are often no valid Python.
+    try:
+        source = "".join(inspect.findsource(build)[0])
+        tree = ast.parse(source)
+    except Exception:  # typed at a prompt, changed since, too deep for the parser: it is for messages alone
+        return None
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda) and _is_of(node, build.__code__)]
+    text = ast.get_source_segment(source, found[0]) if len(found) == 1 else None
+    return text if text is None or "\n" not in text else ast.unparse(found[0])
+
+
+def _is_of(node: ast.Lambda, code: Any) -> bool:
+    # Python 3.10 does not tell columns.
+    places = code.co_positions() if hasattr(code, "co_positions") else [(node.body.lineno, 0, node.body.col_offset, 0)]
+    begin = node.body.lineno, node.body.col_offset
+    return node.lineno == code.co_firstlineno and begin in ((line, column) for line, _, column, _ in places)
+
+
+def line_of_spec(spec: Any) -> str:
+    """Return the line of a gymnasium specification."""
+    line = f"gymnasium.make({_arguments((spec.id,), dict(_told(spec)))})"
+    for wrapper in spec.additional_wrappers:
+        line = f"{wrapper.name}({', '.join(filter(None, [line, _arguments((), wrapper.kwargs or {})]))})"
+    return f"lambda: {line}"
+
+
+def _told(spec: Any) -> Iterator[tuple[str, Any]]:
+    """Return the arguments that make this of what is registered under the id."""
+    known = sys.modules["gymnasium"].registry.get(spec.id)
+    usual = {} if known is None else known.kwargs
+    yield from (pair for pair in spec.kwargs.items() if repr(pair[1]) != repr(usual.get(pair[0], pair)))
+    if known is not None and spec.max_episode_steps != known.max_episode_steps:
+        yield "max_episode_steps", -1 if spec.max_episode_steps is None else spec.max_episode_steps
+    if known is not None and spec.disable_env_checker and not known.disable_env_checker:
+        yield "disable_env_checker", True
+
+
+def line_of_instance(environment: Any) -> str:
+    """Return the line of an instance: by its record or its specification, else with dots."""
+    return f"lambda: {_expression(environment)}"
+
+
+def _expression(environment: Any) -> str:
+    call, spec = recorded(environment), None
+    if call is None and (spec := spec_of(environment)) is not None:
+        call = Call(make, (spec,))
+    if call is not None:
+        return str(call)
+    kind, held = type(environment), attributes(environment)
+    held |= held.get("_modules") or {}  # where torch's modules have theirs
+    inner = next((held[name] for name in _INNER if is_layer(held.get(name))), None)
+    if inner is None:
+        return f"{_name(kind)}({'...' if _takes(kind) else ''})"
+    return f"{_name(kind)}({_expression(inner)}{', ...' if _takes(kind) > 1 else ''})"
+
+
+def _takes(kind: type) -> int:
+    """Count the parameters of a constructor; many: it does not say."""
+    try:
+        return len(inspect.signature(kind).parameters)
+    except (TypeError, ValueError):
+        return sys.maxsize
+
+
+def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    return ", ".join([*map(_short, args), *(f"{name}={_short(value)}" for name, value in kwargs.items())])
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, type) or inspect.isroutine(value):
+        return _name(value) if _name(value) != "<lambda>" else _of_lambda(value) or "..."
+    if is_layer(value):
+        return _expression(value)
+    text = str(value) if type(value) is Call else repr(value)
+    return text if len(text) <= _LONGEST and "\n" not in text and " at 0x" not in text else "..."
+
+
+def _called(function: Any) -> str:
+    """Return how a call names a function: with its package or module if it is one of the table."""
+    name, module = _name(function), str(getattr(function, "__module__", ""))
+    if isinstance(function, type) or module not in _RECORDED:
+        return name
+    package = module.partition(".")[0]
+    return f"{package if hasattr(sys.modules.get(package), name) else module}.{name}"
+
+
+def _name(value: Any) -> str:
+    name: str = getattr(value, "__qualname__", None) or type(value).__name__
+    return name.rpartition("<locals>.")[2]

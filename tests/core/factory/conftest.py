@@ -1,0 +1,37 @@
+"""The process in which tests build copies, and what becomes of one."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import pytest
+
+from tests.core.factory.copying import outcome
+
+
+@pytest.fixture(scope="package")
+def elsewhere() -> Iterator[ProcessPoolExecutor]:
+    """Start a process that has imported nothing of this one's, and hashes texts in another way."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONHASHSEED", "random")
+            patch.setenv("SDL_VIDEODRIVER", "dummy")
+            pool.submit(int).result()
+        yield pool
+
+
+@pytest.fixture
+def judge(
+    elsewhere: ProcessPoolExecutor, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., str]]:
+    """Tell whether a copy is ``"copied"``, ``"refused"`` or ``"warned"`` of; one that is lost silently fails."""
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+    caplog.set_level(logging.WARNING, "rl_ext_core")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield functools.partial(outcome, elsewhere, caplog)

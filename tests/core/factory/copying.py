@@ -1,0 +1,177 @@
+"""Environments in which everything that they hold can be seen, and how tests compare copies with originals."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import random
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, ClassVar, NamedTuple
+
+import cloudpickle
+import gymnasium as gym
+import numpy as np
+import pytest
+
+from rl_ext_core.errors import NotCopyableError
+from rl_ext_core.factory import as_factory
+from rl_ext_core.factory.drivers import driver_for
+
+COPIED, EITHER, SAID = {"copied"}, {"copied", "refused"}, {"copied", "refused", "warned"}
+REFUSED, NAMED = {"refused"}, {"refused", "warned"}
+WIDE = gym.spaces.Box(-np.inf, np.inf, (7,), np.float64)
+
+
+@dataclasses.dataclass
+class Rewards:
+    bonus: float = 1.0
+    penalty: float = 0.25
+
+
+class Line(gym.Env[Any, Any]):
+    """A point that is pushed.
+
+    :ivar gain: set by the constructor
+    :ivar ticks: counted by steps, never reset
+    :ivar position: set by resets and steps
+    """
+
+    action_space, observation_space = gym.spaces.Discrete(3), WIDE
+    drift: ClassVar[float] = 0.0
+
+    def __init__(self, gain: float = 1.0, length: int = 30) -> None:
+        self.gain, self.length, self.rewards, self.weights = gain, length, Rewards(), np.ones(3)
+        self.ticks, self.position, self.left = 0, 0.0, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.position, self.left = float(self.np_random.uniform(-1, 1)), self.length
+        return self._seen(), {}
+
+    def push(self, action: Any) -> float:
+        return self.gain * (int(action) - 1)
+
+    def step(self, action: Any) -> Any:
+        self.ticks, self.left = self.ticks + 1, self.left - 1
+        self.position += self.push(action) + self.drift + 0.1 * float(self.np_random.standard_normal())
+        reward = self.rewards.bonus * float(self.weights @ [1, self.position, 2]) - self.rewards.penalty
+        return self._seen(), reward, abs(self.position) > 20, self.left <= 0, {}
+
+    def _seen(self) -> Any:
+        numbers = [self.position, self.gain, self.ticks, self.left, self.rewards.bonus, self.rewards.penalty]
+        return np.array([*numbers, float(self.weights.sum())])
+
+
+class Scaled(gym.Wrapper[Any, Any, Any, Any]):
+    """A wrapper that does not record its arguments: it has no specification."""
+
+    def __init__(self, env: gym.Env[Any, Any], scale: float = 2.0) -> None:
+        super().__init__(env)
+        self.scale = scale
+
+    def step(self, action: Any) -> Any:
+        observation, reward, *rest = self.env.step(action)
+        return observation, float(reward) * self.scale, *rest
+
+
+gym.register("copies/Line-v0", entry_point="tests.core.factory.copying:Line")
+
+
+class Case(NamedTuple):
+    """Something that an environment holds.
+
+    :ivar allowed: what may become of a copy
+    :ivar make: makes it, in the constructor
+    :ivar read: reads it in each step, as a number
+    :ivar change: changes it, after some steps; it is called with the environment
+    """
+
+    allowed: set[str]
+    make: Callable[[], Any]
+    read: Callable[[Any], Any]
+    change: Callable[[Any], object] = lambda env: None
+
+
+class Held(gym.Env[Any, Any]):
+    """Sums in its steps what one of a module's ``CASES`` reads out of ``held``."""
+
+    action_space, observation_space = gym.spaces.Discrete(2), gym.spaces.Box(-np.inf, np.inf, (1,), np.float64)
+
+    def __init__(self, module: str, case: str) -> None:
+        self.module, self.case, self.sum = module, case, 0.0
+        self.held = self.of_table().make()
+
+    def of_table(self) -> Case:
+        found: Case = importlib.import_module(self.module).CASES[self.case]
+        return found
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.sum = 0.0
+        return np.zeros(1), {}
+
+    def step(self, action: Any) -> Any:
+        self.sum += float(self.of_table().read(self.held))
+        return np.full(1, self.sum), 0.0, False, False, {}
+
+
+def text(value: Any) -> Any:
+    """Return nested data as texts, equal only for equal bits."""
+    if isinstance(value, dict):
+        return {key: text(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [text(part) for part in value]
+    if hasattr(value, "detach"):
+        value = value.detach().cpu().numpy()
+    return f"{value.dtype} {value.tolist()!r}" if isinstance(value, np.ndarray) else repr(value)
+
+
+def use(env: Any, steps: int = 7, seed: int | None = 0) -> list[Any]:
+    """Reset and step an environment of any interface, and return what it returned."""
+    random.seed(1)
+    np.random.seed(1)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(1)
+    driver = driver_for(env, seed=1)
+    assert driver is not None, f"no driver for {env!r}"
+    return [text(driver.reset(seed)), *(text(driver.step()) for _ in range(steps))]
+
+
+def life(env: Any, steps: int = 12) -> list[Any]:
+    """Do the same for comparison; an error is a result like others."""
+    try:
+        return use(env, steps, seed=3)
+    except Exception as error:
+        return [type(error).__name__]
+
+
+def life_of(packed: bytes, steps: int) -> list[Any]:
+    """Build what a pickled factory builds, and use it."""
+    return life(cloudpickle.loads(packed)(), steps)
+
+
+def outcome(
+    pool: ProcessPoolExecutor, log: pytest.LogCaptureFixture, env: Any, name: str = "", *, steps: int = 12
+) -> str:
+    """Copy an environment as it stands, and compare the copy with it from a reset on.
+
+    :param name: what a refusal or a warning has to name
+    """
+    log.clear()
+    refusal, packed = "", b""
+    try:
+        packed = cloudpickle.dumps(as_factory(env))
+    except NotCopyableError as error:
+        refusal = str(error)
+    if refusal:
+        assert name in refusal
+        assert "lambda" in refusal or "as_factory(" in refusal, f"no line to write: {refusal}"
+        return "refused"
+    warned = [record.getMessage() for record in log.records]
+    mine, theirs = life(env, steps), pool.submit(life_of, packed, steps).result()
+    if mine == theirs:
+        return "warned" if warned else "copied"
+    assert any(name in message for message in warned), f"lost silently: {theirs} instead of {mine}"
+    return "warned"

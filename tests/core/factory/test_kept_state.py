@@ -1,0 +1,293 @@
+"""What outlasts resets (statistics, counters, curricula) is in copies, which begin at a reset."""
+
+from __future__ import annotations
+
+import collections
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import wrappers
+
+from rl_ext_core.errors import NotCopyableError
+from rl_ext_core.factory import as_factory
+from tests.core.factory import copying, curricula
+from tests.core.factory.copying import SAID, Line, Scaled, use
+from tests.core.factory.curricula import Curriculum
+
+
+class Rising(gym.Wrapper[Any, Any, Any, Any]):
+    """A curriculum that rises every third episode, and shortens the next one."""
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        self.level, self.episodes, self.lengths = 1, 0, [0]
+
+    def reset(self, **options: Any) -> Any:
+        self.episodes += 1
+        self.level = 1 + self.episodes // 3
+        self.lengths.append(0)
+        return self.env.reset(**options)
+
+    def step(self, action: Any) -> Any:
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        self.lengths[-1] += 1
+        return observation, float(reward) * self.level, terminated, truncated or self.lengths[-1] > 4, info
+
+
+class Remembering(gym.Env[Any, Any]):
+    """Keeps what it has seen in everything that one keeps such in."""
+
+    action_space, observation_space = gym.spaces.Discrete(3), gym.spaces.Box(-np.inf, np.inf, (6,), np.float64)
+
+    def __init__(self, limit: int = 5) -> None:
+        self.recent: Any = collections.deque(maxlen=limit)
+        self.visits: Any
+        self.visits, self.seen, self.log = collections.Counter(), {-1}, []
+        self.mean, self.count, self.position = np.zeros(1), 0, 0
+        self.best: float | None = None
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.position = int(self.np_random.integers(3))
+        return self._kept(), {}
+
+    def step(self, action: Any) -> Any:
+        self.position += int(action) - 1
+        self.count += 1
+        self.mean += (self.position - self.mean) / self.count
+        self.visits[self.position] += 1
+        self.seen.add(self.position)
+        for kept in (self.recent, self.log):
+            kept.append(float(self.position))
+        self.best = max(self.best or 0.0, self.position)
+        return self._kept(), float(self.position), False, self.count % 9 == 0, {}
+
+    def _kept(self) -> Any:
+        visited = self.visits.most_common(1)[0][1] if self.visits else 0
+        return np.array([sum(self.recent), visited, len(self.seen), len(self.log), self.mean[0], self.best or -1])
+
+
+def _cart() -> Any:
+    return gym.make("CartPole-v1")
+
+
+KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "NormalizeObservation": (lambda: wrappers.NormalizeObservation(_cart()), lambda env: env.obs_rms.mean.tolist()),
+    "NormalizeReward": (lambda: wrappers.NormalizeReward(_cart()), lambda env: env.return_rms.var),
+    "RecordEpisodeStatistics": (
+        lambda: wrappers.RecordEpisodeStatistics(_cart(), 5),
+        lambda env: [env.episode_count, list(env.length_queue), env.length_queue.maxlen],
+    ),
+    "curriculum": (lambda: Rising(_cart()), lambda env: [env.level, env.episodes, env.lengths[:-1]]),
+    "counter of steps": (Line, lambda env: env.ticks),
+    "collections": (Remembering, lambda env: [list(env.recent), dict(env.visits), env.seen, env.log, env.count]),
+    "statistics below a wrapper": (
+        lambda: Scaled(wrappers.NormalizeObservation(gym.make("copies/Line-v0"))),
+        lambda env: env.env.obs_rms.var.tolist(),
+    ),
+    "statistics of vector environments": (
+        lambda: wrappers.vector.NormalizeObservation(gym.make_vec("CartPole-v1", 2, vectorization_mode="sync")),
+        lambda env: env.obs_rms.mean.tolist(),
+    ),
+}
+
+
+@pytest.mark.sample(quick=4)
+@pytest.mark.parametrize("steps", [60, 3])
+@pytest.mark.parametrize("name", KEPT)
+def test_state_that_outlasts_resets_is_in_the_copy(name: str, steps: int, judge: Any) -> None:
+    make, read = KEPT[name]
+    env = make()
+    use(env, steps)
+    kept = repr(read(env))
+    factory = as_factory(env)
+    assert repr(read(factory())) == repr(read(env)) == kept
+    assert judge(env, steps=25) == "copied"
+    # What is kept is each one's own.
+    one, other = factory(), factory()
+    use(one, 30)
+    assert repr(read(other)) == kept
+    assert repr(read(one)) != kept
+
+
+def _fresh(env: Any) -> None:
+    """Leave it as it was made."""
+
+
+def _reset(env: Any) -> None:
+    env.reset(seed=5)
+
+
+def _midway(env: Any) -> None:
+    use(env, 5)
+
+
+def _ended(env: Any) -> None:
+    env.reset(seed=5)
+    while not any(env.step(env.action_space.sample())[2:4]):
+        pass
+
+
+STAGES = [_fresh, _reset, _midway, _ended]
+
+
+@pytest.mark.sample(quick=3, ci=10)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("make", [_cart, Line, lambda: Rising(_cart()), lambda: gym.make("FrozenLake-v1")])
+def test_copy_of_any_stage_begins_at_a_reset(make: Any, stage: Any, judge: Any) -> None:
+    env = make()
+    env.action_space.seed(1)
+    stage(env)
+    assert judge(env) == "copied"
+
+
+@pytest.mark.parametrize("stage", [_midway, _reset])
+def test_original_goes_on_in_its_episode_as_if_nothing_had_been_copied(stage: Any) -> None:
+    env, twin = (wrappers.NormalizeObservation(gym.make("copies/Line-v0")) for _ in range(2))
+    for one in (env, twin):
+        stage(one)
+        one.unwrapped.gain = 2.0  # type: ignore[attr-defined]
+    held = {name: id(value) for name, value in vars(env.unwrapped).items()}
+    state, drawn = cloudpickle.dumps(vars(env.unwrapped)), random.getstate()
+    as_factory(env)()
+    assert {name: id(value) for name, value in vars(env.unwrapped).items()} == held
+    assert cloudpickle.dumps(vars(env.unwrapped)) == state
+    assert random.getstate() == drawn
+    for _ in range(5):
+        assert repr(env.step(1)) == repr(twin.step(1))
+
+
+class Noisy(gym.Wrapper[Any, Any, Any, Any]):
+    """One with generators that no reset seeds."""
+
+    def __init__(self, env: gym.Env[Any, Any]) -> None:
+        super().__init__(env)
+        self.noise, self.python = np.random.default_rng(0), random.Random(0)
+
+    def step(self, action: Any) -> Any:
+        observation, *rest = self.env.step(action)
+        return observation + self.noise.uniform() + self.python.random(), *rest
+
+
+def test_generator_that_no_reset_seeds_draws_differently_in_each_copy_and_again_with_a_seed() -> None:
+    env = Noisy(Line())
+    use(env)
+    state = env.noise.bit_generator.state
+    factory = as_factory(env)
+    lives = [str(use(make())) for make in (factory, factory, *factory.for_workers(2, seed=1))]
+    assert len(set(lives)) == 4
+    assert [str(use(make())) for make in factory.for_workers(3, seed=1)][:2] == lives[2:]
+    assert env.noise.bit_generator.state == state
+
+
+# Globals of modules, and attributes of classes.
+
+
+class Driven(gym.Env[Any, Any]):
+    """Reads much that is not its own."""
+
+    action_space, observation_space = gym.spaces.Discrete(2), gym.spaces.Box(-np.inf, np.inf, (6,), np.float64)
+    speed, body, bodies = 1.0, copying.Rewards(), {"a": copying.Rewards()}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        own = [self.speed, self.body.bonus, self.bodies["a"].bonus]
+        return np.array([*own, GRAVITY, sum(TABLE["k"]), scaled(1.0)]), {}
+
+    def step(self, action: Any) -> Any:
+        return self.reset()[0], 0.0, False, False, {}
+
+
+GRAVITY, TABLE = 9.8, {"k": [1.0]}
+
+
+def scaled(x: float) -> float:
+    return x
+
+
+SHARED: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "attribute of a class": ("speed", lambda patch: patch.setattr(Driven, "speed", 6.0)),
+    "object of a class": ("body", lambda patch: patch.setattr(Driven.body, "bonus", 6.0)),
+    "table of a class": ("bodies", lambda patch: patch.setitem(Driven.bodies, "a", copying.Rewards(8.0))),
+    "method of a class": ("reset", lambda patch: patch.setattr(Driven, "reset", Line.reset)),
+    "global": ("GRAVITY", lambda patch: patch.setitem(globals(), "GRAVITY", 3.7)),
+    "table": ("TABLE", lambda patch: patch.setitem(TABLE, "k", [1.0, 2.0])),
+    "function": ("scaled", lambda patch: patch.setitem(globals(), "scaled", lambda x: x * 50)),
+}
+
+
+@pytest.mark.sample(quick=3)
+@pytest.mark.parametrize("name", SHARED)
+def test_changed_global_or_class_attribute_is_copied_or_named(name: str, judge: Any, monkeypatch: Any) -> None:
+    env = Driven()
+    path, change = SHARED[name]
+    change(monkeypatch)
+    assert judge(env, path) in SAID
+
+
+def test_unchanged_globals_are_no_difference(judge: Any) -> None:
+    Driven.action_space.sample()  # spaces of classes may be drawn from
+    assert judge(Driven()) == "copied"
+
+
+FIRST = [1.0, 2.0, 1.0, 2.0, 9.0, 1.0]
+
+
+@pytest.fixture
+def imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the module what it has after an import."""
+    monkeypatch.setattr(curricula, "LEVEL", {"level": 1, "extra": [{"speed": 1}]})
+    monkeypatch.setattr(curricula, "VISITS", collections.defaultdict(int))
+    monkeypatch.setattr(curricula, "BUDGET", curricula.Budget())
+    monkeypatch.setattr(curricula, "WEIGHTS", np.ones(3))
+    monkeypatch.setattr(Curriculum, "history", [])
+
+
+def _first(packed: bytes) -> list[Any]:
+    found: list[Any] = cloudpickle.loads(packed)().reset()[0].tolist()
+    return found
+
+
+@pytest.mark.usefixtures("imported")
+def test_objects_of_modules_and_classes_stay_those_in_the_copy(caplog: pytest.LogCaptureFixture) -> None:
+    source = "import sys; from tests.core.factory.test_kept_state import _first; print(_first(sys.stdin.buffer.read()))"
+    for env in (Curriculum(), wrappers.TimeLimit(Curriculum(), 5)):
+        packed = cloudpickle.dumps(as_factory(env))
+        done = subprocess.run([sys.executable, "-c", source], input=packed, capture_output=True, check=True)
+        assert done.stdout.decode().strip() == str(FIRST)
+    copy = as_factory(Curriculum())()
+    assert copy.last is curricula.UNSET
+    assert copy.start is Curriculum.START
+    for held, shared in (
+        (copy.level, curricula.LEVEL),
+        (copy.extra, curricula.LEVEL["extra"]),
+        (copy.weights, curricula.WEIGHTS),
+        (copy.budget, curricula.BUDGET),
+        (copy.seen, Curriculum.history),
+    ):
+        assert held is shared
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("imported")
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("LEVEL", lambda: curricula.LEVEL.update(level=7)),
+        ("BUDGET", lambda: setattr(curricula.BUDGET, "left", 3)),
+        ("WEIGHTS", lambda: curricula.WEIGHTS.fill(2)),
+        ("history", lambda: Curriculum.history.append(1)),
+    ],
+)
+def test_shared_object_that_was_changed_is_named(name: str, change: Any) -> None:
+    env = Curriculum()
+    change()
+    with pytest.raises(NotCopyableError, match=f"(?s){name}.*lambda"):
+        as_factory(env)

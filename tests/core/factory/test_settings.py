@@ -1,0 +1,393 @@
+"""What was changed about an environment since it was made is in its copies, or they are refused by its name."""
+
+from __future__ import annotations
+
+import collections
+import enum
+import itertools
+import queue
+import types
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import wrappers
+
+from tests.core.factory.copying import COPIED, EITHER, SAID, Case, Held, Line, Scaled, use
+
+Change = Callable[[Any], object]
+
+
+def _time_limit(env: Any) -> Any:
+    while not isinstance(env, wrappers.TimeLimit):
+        env = env.env
+    return env
+
+
+def _base(name: str, value: Any) -> Change:
+    return lambda env: setattr(env.unwrapped, name, value)
+
+
+LINE: dict[str, tuple[set[str], Change]] = {
+    "_max_episode_steps": (COPIED, lambda env: setattr(_time_limit(env), "_max_episode_steps", 5)),
+    "gain": (COPIED, _base("gain", 3.5)),
+    "bonus": (COPIED, lambda env: setattr(env.unwrapped.rewards, "bonus", 11.0)),
+    "weights": (COPIED, lambda env: env.unwrapped.weights.__setitem__(1, -2.0)),
+    "ticks": (COPIED, _base("ticks", 1_000)),
+    "drift": (COPIED, _base("drift", 0.5)),  # the instance's, not the class's
+    "push": (EITHER, _base("push", lambda action: 0.5 * action)),
+    "action_space": (EITHER, _base("action_space", gym.spaces.Discrete(2))),
+    "note": (COPIED, _base("note", {"mine": [1, (2.5, "x")]})),
+}
+
+
+def _registered() -> Any:
+    return gym.make("copies/Line-v0", max_episode_steps=9)
+
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    "by its id": _registered,
+    "by its id with arguments": lambda: gym.make("copies/Line-v0", gain=2.0, length=4, max_episode_steps=9),
+    "constructed": lambda: wrappers.TimeLimit(Line(gain=2.0), 9),
+    "under a wrapper without specification": lambda: wrappers.TimeLimit(Scaled(_registered(), 3.0), 20),
+}
+
+
+@pytest.mark.sample(quick=4)
+@pytest.mark.parametrize("name", LINE)
+def test_each_change_of_an_environment_is_copied_or_named(name: str, judge: Any) -> None:
+    env, (allowed, change) = _registered(), LINE[name]
+    use(env)
+    change(env)
+    assert judge(env, name.strip()) in allowed
+
+
+@pytest.mark.sample(quick=2)
+@pytest.mark.parametrize("used", [True, False])
+@pytest.mark.parametrize("make", MAKERS.values(), ids=list(MAKERS))
+def test_all_plain_changes_together_are_copied(make: Any, used: bool, judge: Any) -> None:
+    env = make()
+    if used:
+        use(env)
+    for allowed, change in LINE.values():
+        if allowed is COPIED:
+            change(env)
+    assert judge(env) == "copied"
+
+
+# Things that environments hold, each changed after seven steps.
+
+
+class Body:
+    def __init__(self, mass: float) -> None:
+        self.mass = mass
+
+
+class Heavy(Body):
+    @property
+    def mass(self) -> float:
+        return 2.0 + float(vars(self)["mass"])
+
+    @mass.setter
+    def mass(self, value: float) -> None:
+        vars(self)["mass"] = value
+
+
+class Point:
+    __slots__ = ("__private", "a")
+
+    def set(self, value: float) -> Point:
+        self.a = self.__private = value
+        return self
+
+    def get(self) -> float:
+        return self.a + self.__private
+
+
+class Forgets:
+    v = 1.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: Any) -> None:
+        self.v = 1.0
+
+
+class Single:
+    one: Any = None
+    v = 1.0
+
+    def __new__(cls) -> Any:
+        cls.one = cls.one or object.__new__(cls)
+        return cls.one
+
+    def __reduce__(self) -> Any:
+        return Single, ()
+
+
+class Mode(enum.Enum):
+    SLOW, FAST = 1.0, 4.0
+
+
+def _replace(value: Any) -> Change:
+    return lambda env: setattr(env, "held", value() if callable(value) else value)
+
+
+def _set(**values: Any) -> Change:
+    return lambda env: [setattr(env.held, name, value) for name, value in values.items()]
+
+
+def _cycle() -> dict[str, Any]:
+    made: dict[str, Any] = {"v": 1.0}
+    made["itself"] = made
+    return made
+
+
+def _views() -> list[Any]:
+    whole = np.zeros(10)
+    return [whole, whole[::2]]
+
+
+def _shared_variable() -> Any:
+    count = 0
+
+    def add(by: int) -> int:
+        nonlocal count
+        count += by
+        return count
+
+    return add, lambda: count * 10
+
+
+def _torch_module() -> Any:
+    import torch
+
+    made = torch.nn.Sequential(torch.nn.Linear(1, 2), torch.nn.BatchNorm1d(2))
+    made.register_buffer("b", torch.ones(1), persistent=False)
+    return made
+
+
+def _torch_view() -> Any:
+    import torch
+
+    whole = torch.zeros(4)
+    return [whole, whole[1:3], whole.numpy()]
+
+
+def _frame() -> Any:
+    import pandas
+
+    return pandas.DataFrame({"price": [1.0, 2.5], "name": ["x", "y"]})
+
+
+CASES: dict[str, Case] = {
+    # Plain data: always copied.
+    "number": Case(COPIED, lambda: 1.0, float, _replace(7.0)),
+    "nested": Case(COPIED, lambda: {"a": [1.0, (2, {"b": 3.0})]}, lambda h: h["a"][1][1]["b"],
+                   lambda env: env.held["a"][1][1].update(b=5.0)),
+    "key taken": Case(COPIED, lambda: {"a": 1.0, "b": 9.0}, lambda h: sum(h.values()), lambda env: env.held.pop("b")),
+    "array": Case(COPIED, lambda: np.ones((2, 3)), np.sum, lambda env: env.held.__setitem__((1, 1), 7)),
+    "array of another shape": Case(COPIED, lambda: np.ones(2), np.sum, _replace(lambda: np.ones((3, 4)))),
+    "attribute": Case(COPIED, lambda: Body(1.0), lambda h: h.mass, _set(mass=4.0)),
+    "new attribute": Case(COPIED, lambda: Body(1.0), lambda h: getattr(h, "extra", 0), _set(extra=4.0)),
+    "attribute deleted": Case(EITHER, lambda: Body(1.0), lambda h: hasattr(h, "mass"),
+                              lambda env: delattr(env.held, "mass")),
+    "slots": Case(EITHER, lambda: Point().set(1.0), lambda h: h.get(), lambda env: env.held.set(7.0)),
+    "enumerated": Case(COPIED, lambda: Mode.SLOW, lambda h: h.value + (h is Mode.FAST), _replace(Mode.FAST)),
+    "torch tensor": Case(COPIED, lambda: _torch_view()[0], lambda h: h.sum(), lambda env: env.held.fill_(3.0)),
+    # Structure: copied, or refused where the design has no need for it.
+    "cycle": Case(EITHER, _cycle, lambda h: h["itself"]["itself"]["v"], lambda env: env.held.update(v=3.0)),
+    "one object twice": Case(EITHER, lambda: [[1.0]] * 2, lambda h: h[0].append(1.0) or sum(h[1]),
+                             lambda env: env.held[0].append(5.0)),
+    "one object no longer twice": Case(EITHER, lambda: [[1.0]] * 2, lambda h: h[0].append(1.0) or sum(h[1]),
+                                       lambda env: env.held.__setitem__(0, [1.0] * len(env.held[0]))),
+    "views": Case(EITHER, _views, lambda h: h[1].__iadd__(1) is None or h[0].sum(), lambda env: env.held[0].fill(3)),
+    "read-only array": Case(EITHER, lambda: np.ones(2), lambda h: h.flags.writeable,
+                            lambda env: env.held.setflags(write=False)),
+    "property": Case(EITHER, lambda: Heavy(1.0), lambda h: h.mass, _set(mass=4.0)),
+    "another class": Case(EITHER, lambda: Body(1.0), lambda h: h.mass, _set(__class__=Heavy)),
+    "containers": Case(EITHER, lambda: [collections.deque([1.0, 2.0], maxlen=3), collections.Counter("aab"),
+                                        collections.ChainMap({}, {"a": 1}), collections.defaultdict(float)],
+                       lambda h: h[0].append(h[0][0]) or sum(h[0]) + h[1]["a"] + h[2]["a"] + h[3]["q"],
+                       lambda env: [env.held[0].append(5.0), env.held[2].update(a=9), env.held[3].update(q=2.0)]),
+    "set of texts": Case(COPIED, lambda: set("abcdefgh"), lambda h: sum(map(ord, h)),
+                         lambda env: env.held.add("z")),
+    "keyed by id": Case(EITHER, lambda: (lambda o: [o, {id(o): 1.0}])(Body(1.0)), lambda h: h[1].get(id(h[0]), -9),
+                        lambda env: env.held[1].update({id(env.held[0]): 5.0})),
+    # Functions.
+    "function": Case(EITHER, lambda: lambda: 1.0, lambda h: h(), _replace(lambda: lambda: 5.0)),
+    "closure": Case(EITHER, lambda: (lambda k: [k, lambda: k[0]])([1.0]), lambda h: h[1](),
+                    lambda env: env.held[0].__setitem__(0, 9.0)),
+    "shared variable": Case(EITHER, _shared_variable, lambda h: h[0](1) + h[1](), lambda env: env.held[0](50)),
+    # Iterators, whose progress outlasts resets.
+    "iterator of a list": Case(EITHER, lambda: iter(list(range(90))), next, lambda env: next(env.held)),
+    "itertools": Case(EITHER, lambda: itertools.chain(itertools.repeat(3, 9), itertools.count(5)), next,
+                      lambda env: [next(env.held) for _ in range(5)]),
+    "generator": Case(SAID, lambda: (i * i for i in range(900)), next, lambda env: next(env.held)),
+    "queue": Case(EITHER, lambda: types.SimpleNamespace(q=queue.Queue()),
+                  lambda h: h.q.qsize(), lambda env: env.held.q.put(1)),
+    # Pickles that leave something out.
+    "forgetful pickle": Case(EITHER, Forgets, lambda h: h.v, _set(v=4.0)),
+    "singleton": Case(SAID, Single, lambda h: h.v, _set(v=4.0)),
+    # Libraries.
+    "torch module": Case(EITHER, _torch_module, lambda h: h[0].weight.sum() + h.b.sum() + h.training,
+                         lambda env: [env.held.b.data.mul_(7), env.held[0].weight.data.fill_(2.0), env.held.eval()]),
+    "views of a tensor": Case(EITHER, _torch_view, lambda h: h[1].add_(1).sum() + h[0].sum() + h[2].sum(),
+                              lambda env: env.held[2].fill(2)),
+    "pandas": Case(EITHER, _frame, lambda h: h["price"].sum(), lambda env: env.held.__setitem__("price", [5.0, 6.0])),
+}  # fmt: skip
+NEEDS = {"pandas": "pandas"}
+
+
+@pytest.mark.sample(quick=8)
+@pytest.mark.parametrize("case", CASES)
+def test_what_an_environment_holds_is_copied_as_it_was_changed_or_named(case: str, judge: Any) -> None:
+    if case in NEEDS:
+        pytest.importorskip(NEEDS[case])
+    env = Held(__name__, case)
+    use(env)
+    CASES[case].change(env)
+    assert judge(env, "held") in CASES[case].allowed
+
+
+@pytest.mark.sample(quick=2, ci=12)
+@pytest.mark.parametrize("case", CASES)
+def test_what_an_environment_holds_unchanged_is_never_different(case: str, judge: Any) -> None:
+    if case in NEEDS:
+        pytest.importorskip(NEEDS[case])
+    assert judge(Held(__name__, case), "held") in CASES[case].allowed
+
+
+# gymnasium's wrappers, with what has been changed about some.
+
+
+class Dots(gym.Env[Any, Any]):
+    """Small pictures."""
+
+    observation_space = gym.spaces.Box(0, 255, (12, 16, 3), np.uint8)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.picture = self.np_random.integers(0, 256, (12, 16, 3), np.uint8)
+        return self.picture.copy(), {}
+
+    def step(self, action: Any) -> Any:
+        self.picture[self.np_random.integers(12)] += np.uint8(1 + action)
+        return self.picture.copy(), 1.0, bool(self.np_random.random() < 0.1), False, {}
+
+
+def _cart(**options: Any) -> Any:
+    return gym.make("CartPole-v1", **options)
+
+
+def _pendulum() -> Any:
+    return gym.make("Pendulum-v1")
+
+
+def _timed(env: Any) -> Any:
+    return wrappers.TimeAwareObservation(env, flatten=False)
+
+
+def _under(name: str, make: Callable[[], Any], *arguments: Any, **options: Any) -> Callable[[], Any]:
+    return lambda: getattr(wrappers, name)(make(), *arguments, **options)
+
+
+CART: dict[str, tuple[Any, ...]] = {
+    "Autoreset": (), "ClipReward": (0, 0.5), "DelayObservation": (2,), "DtypeObservation": (np.float64,),
+    "FrameStackObservation": (4,), "NumpyToTorch": (), "OrderEnforcing": (), "PassiveEnvChecker": (),
+    "RepeatAction": (2,), "ReshapeObservation": ((2, 2),), "StickyAction": (0.3,), "TimeAwareObservation": (),
+    "TimeLimit": (20,), "TransformObservation": (lambda observation: observation * 2, None),
+    "TransformReward": (lambda reward: reward * 2,),
+}  # fmt: skip
+PENDULUM: dict[str, tuple[Any, ...]] = {
+    "ClipAction": (), "DiscretizeAction": (5,), "DiscretizeObservation": (5,), "RescaleAction": (-1, 1),
+    "RescaleObservation": (-1, 1), "TransformAction": (lambda action: action * 0.5, gym.spaces.Box(-1, 1, (1,))),
+}  # fmt: skip
+PICTURES: dict[str, tuple[Any, ...]] = {
+    "AddWhiteNoise": (0.3,), "GrayscaleObservation": (), "MaxAndSkipObservation": (2,), "ObstructView": (0.3, 3),
+    "ResizeObservation": ((8, 8),),
+}  # fmt: skip
+WRAPPED: dict[str, Callable[[], Any]] = {
+    "FilterObservation": _under("FilterObservation", lambda: _timed(_cart()), ["time"]),
+    "FlattenObservation": _under("FlattenObservation", lambda: _timed(_cart())),
+    "AddRenderObservation": _under("AddRenderObservation", lambda: _cart(render_mode="rgb_array")),
+    "RenderCollection": _under("RenderCollection", lambda: _cart(render_mode="rgb_array")),
+    "vector": lambda: gym.make_vec("CartPole-v1", 2, vectorization_mode="sync"),
+    **{name: _under(name, _cart, *arguments) for name, arguments in CART.items()},
+    **{name: _under(name, _pendulum, *arguments) for name, arguments in PENDULUM.items()},
+    **{name: _under(name, Dots, *arguments) for name, arguments in PICTURES.items()},
+}
+ELSEWHERE = {"AtariPreprocessing": "simulators", "NormalizeObservation": "kept state", "NormalizeReward": "kept state"}
+ELSEWHERE |= {"RecordEpisodeStatistics": "kept state", "RecordVideo": "refusals", "HumanRendering": "has a window"}
+ELSEWHERE |= {"JaxToNumpy": "needs jax", "JaxToTorch": "needs jax"}
+
+
+def test_each_of_gymnasiums_wrappers_is_tried() -> None:
+    known = {name for name in wrappers.__all__ if name in dir(wrappers)}
+    assert known - set(WRAPPED) - set(ELSEWHERE) == set()
+
+
+@pytest.mark.sample(quick=3)
+@pytest.mark.parametrize("name", WRAPPED)
+def test_environment_under_each_wrapper_is_copied(name: str, judge: Any) -> None:
+    env = WRAPPED[name]()
+    use(env)
+    assert judge(env, steps=6) == "copied"
+    env.close()
+
+
+OPTIONS: dict[str, tuple[set[str], Callable[[], Any], Change]] = {
+    "func": (EITHER, WRAPPED["TransformReward"], lambda env: setattr(env, "func", lambda reward: reward * 3)),
+    "func ": (EITHER, WRAPPED["TransformObservation"], lambda env: setattr(env, "func", np.sin)),
+    "action_space": (EITHER, WRAPPED["ClipAction"],
+                     lambda env: setattr(env, "action_space", gym.spaces.Box(-1, 1, (1,)))),
+    "_num_repeats": (COPIED, WRAPPED["RepeatAction"], lambda env: setattr(env, "_num_repeats", 5)),
+    "repeat_action_probability": (COPIED, WRAPPED["StickyAction"],
+                                  lambda env: setattr(env, "repeat_action_probability", 0.9)),
+    "delay": (COPIED, WRAPPED["DelayObservation"], lambda env: setattr(env, "delay", 1)),
+    "gravity": (COPIED, WRAPPED["FrameStackObservation"], _base("gravity", 3.0)),
+    "gravity ": (COPIED, WRAPPED["vector"], lambda env: setattr(env.envs[1].unwrapped, "gravity", 3.0)),
+}  # fmt: skip
+
+
+@pytest.mark.sample(quick=3)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_changed_option_of_a_wrapper_is_copied_or_named(name: str, judge: Any) -> None:
+    allowed, make, change = OPTIONS[name]
+    env = make()
+    use(env)
+    change(env)
+    assert judge(env, name.strip()) in allowed
+
+
+class Forwarding(gym.Wrapper[Any, Any, Any, Any]):
+    """Asks the environment below it for whatever it does not have, before it has one."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.env, name)
+
+
+class Refusing(gym.Wrapper[Any, Any, Any, Any]):
+    """Lets nothing be set from outside."""
+
+    def __init__(self, env: Any) -> None:
+        object.__setattr__(self, "_open", True)
+        super().__init__(env)
+        object.__setattr__(self, "_open", False)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not self._open:
+            raise AttributeError(name)
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("wrapper", [Forwarding, Refusing])
+def test_wrappers_that_take_liberties_are_copied(wrapper: Any, judge: Any) -> None:
+    env = wrapper(_cart())
+    use(env)
+    env.unwrapped.gravity = 3.0
+    assert judge(env) == "copied"
