@@ -20,14 +20,9 @@ from tests.ways import WAYS, run_as
 
 CASES = [
     (lambda: torchrl.envs.GymEnv("CartPole-v1"), "lambda: GymEnv('CartPole-v1')"),
-    (lambda: torchrl_ext.GymEnv("CartPole-v1"), "lambda: GymEnv('CartPole-v1')"),
     (
         lambda: torchrl.envs.GymEnv("CartPole-v1", frame_skip=2, device="cpu", max_episode_steps=9),
         "lambda: GymEnv('CartPole-v1', frame_skip=2, device='cpu', max_episode_steps=9)",
-    ),
-    (
-        lambda: torchrl.envs.GymWrapper(gym.make("CartPole-v1", max_episode_steps=9)),
-        "lambda: GymWrapper(gymnasium.make('CartPole-v1', max_episode_steps=9))",
     ),
     (
         lambda: torchrl_ext.GymWrapper(gym.make("CartPole-v1"), frame_skip=3),

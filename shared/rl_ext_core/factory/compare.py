@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rl_ext_core import _pickle, processes, resources
-from rl_ext_core.factory import streams, walk
+from rl_ext_core.factory import simulators, streams, walk
 from rl_ext_core.factory.drivers import Driver, driver_for
 from rl_ext_core.factory.walk import Fingerprint, fingerprint
 from rl_ext_core.processes.families import kill_own_family
@@ -97,7 +97,8 @@ class Examination:
 
 def pack_values(original: Fingerprint, paths: Sequence[str]) -> list[Change | str]:
     """Pack what an instance has at paths; a text says why one cannot be set on a copy."""
-    homes = {id(layer): path for path, layer in original.objects.items() if walk.is_layer(layer)}
+    found = ((path, part) for path, part in original.objects.items() if path not in original.aliases)
+    homes = {id(part): path for path, part in found if walk.is_layer(part)}
     return [_packed_value(original, path, homes) for path in paths]
 
 
@@ -115,6 +116,8 @@ def _packed_value(original: Fingerprint, path: str, homes: Mapping[int, str]) ->
 
     def place_of(value: Any) -> Any:
         """Say where a copy has an environment, or a wrapper, to which the value refers."""
+        if value is original.objects[path]:
+            return None
         place, home = original.references.get(id(value)), homes.get(id(value))
         return place if home is None or home.startswith(path) else _steps_to(original, home)
 
@@ -337,6 +340,7 @@ def _replayed(recipe: Recipe, original: Fingerprint, ask: Ask) -> _Tried:
     habits = _Habits(list(_lives(recipe)))
     changed, classes = habits.changed(original, habits.fresh[0])
     opaque = {path: name for path, name in original.opaque.items() if not habits.is_of_episode(path)}
+    opaque |= {path: reason for path, reason in original.unpicklable.items() if path.startswith("<")}
     if not changed:
         return _Tried((), (), opaque, classes)
     answers = dict(zip(changed, ask(changed), strict=True))
@@ -399,10 +403,13 @@ def _lived(environment: Any, number: int) -> _Life:
     :param number: of its history
     """
     found = [fingerprint(environment)]
-    driver = driver_for(environment, seed=_SEED + number)
+    driver = None
+    if not simulators.records_files(walk.layers(environment)):
+        driver = driver_for(environment, seed=_SEED + number)
     if driver is not None:
         with contextlib.suppress(Exception), _ended_after(_PATIENCE_S):  # what it has shown until then is known
-            _reset(driver, 0)
+            if number == 0:
+                _reset(driver, 0)
             found.append(fingerprint(environment))
             _reset(driver, 1 + number)
             until = time.monotonic() + _HISTORY_S
@@ -443,15 +450,20 @@ class _Habits:
     def __init__(self, lives: Sequence[_Life]) -> None:
         self.fresh = [life.new for life in lives]
         self._all = [one for life in lives for one in (life.new, life.reset, life.used, life.again)]
-        self._after_reset = [one for life in lives for one in (life.reset, life.again)]
+        self._after_reset = [lives[0].reset, *(life.again for life in lives)]
         self._kinds: dict[str, str] = {}
         self._steps, self._made_anew = lives[0].used.steps, lives[0].made_anew
 
     def kind(self, path: str) -> str:
-        """Return what a path leads to: "own" of each instance, "kept", of the "episode", or "fixed"."""
+        """Return what a path leads to: "own" of each instance, "kept", of the "episode", or "fixed".
+
+        Numbers that a constructor draws are no instance's own, as names of files, ports and handles are.
+        """
         found = self._kinds.get(path)
         if found is None:
-            if self.fresh[0].token(path) != self.fresh[-1].token(path):
+            token = self.fresh[0].token(path)
+            differs = token != self.fresh[-1].token(path)
+            if differs and not (walk.is_number(token) or self._is_shared(path)):
                 found = "own"
             else:
                 after = [one.token(path) for one in self._after_reset]
@@ -486,6 +498,14 @@ class _Habits:
                 found[path] = None
         return list(found), classes
 
+    def _is_shared(self, path: str) -> bool:
+        """Whether a path leads into what modules or classes hold too, which the first of the lives may have changed."""
+        while path in self._steps:
+            if f"{path}.<is>" in self.fresh[0].tokens:
+                return True
+            path = self._steps[path][0]
+        return path.startswith("<")
+
     def _is_moved(self, path: str) -> bool:
         """Whether an episode, or a reset, puts there what is also elsewhere."""
         return any(one.aliases.get(path) != self.fresh[0].aliases.get(path) for one in self._all)
@@ -519,8 +539,10 @@ class _Habits:
 
 def _said(path: str, original: Fingerprint, copy: Fingerprint) -> str:
     mine, its = _value(original, path), _value(copy, path)
-    if mine == its:
+    if path in original.aliases and mine == its:
         return f"{path} is {original.resolved(path)} in the instance and another object in a copy"
+    if mine == its:
+        return f"{path or 'the environment'} has other contents in a copy"
     return f"{path or 'the environment'} is {mine} in the instance and {its} in a copy"
 
 
@@ -562,7 +584,7 @@ def measure(
 
 def _timed(environment: Any) -> float | None:
     driver = driver_for(environment, seed=_SEED)
-    if driver is None:
+    if driver is None or simulators.records_files(walk.layers(environment)):
         return None
     try:
         with _ended_after(_TIMING_PATIENCE_S):

@@ -195,6 +195,9 @@ def _warn(examination: Examination) -> None:
 
 def _as_made(environment: Any, line: str, original: Fingerprint, lost: list[str]) -> list[Recipe]:
     """Return the ways to make an instance as it was made, in order of preference; none, and why, if that is unknown."""
+    for path, name in original.written.items():
+        lost.append(f"it writes to the file {name} ({path}), which making another one may begin anew")
+        return []
     spec, call = record.spec_of(environment), record.call_of(environment)
     builds: dict[str, Callable[[], Any]] = {} if spec is None else {"spec": functools.partial(record.make, spec)}
     if call is not None:

@@ -14,18 +14,19 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import re
 import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, also
-from rl_ext_core.factory.walk import attributes, full_name, globals_in, is_layer, layers
+from rl_ext_core.factory.walk import attributes, globals_in, is_layer, layers
 
 __all__ = ["Call", "call_of", "capture_constructors", "recorded", "start"]
 
@@ -49,8 +50,6 @@ _RECORDED: dict[str, tuple[str, ...]] = {
     "torchrl.envs.common": ("EnvBase",),
     "vmas.make_env": ("make_env",),
 }
-
-_TRANSFORMED = {f"torchrl.envs.transforms.{module}.TransformedEnv" for module in ("_base", "transforms")}
 
 _Recorded = TypeVar("_Recorded", bound=Callable[..., Any])
 
@@ -80,6 +79,9 @@ class Call:
         return f"{_called(self.function)}({_arguments(self.args, self.kwargs)})"
 
 
+_CONTAINERS = (dict, list, tuple, set, frozenset, functools.partial)
+
+
 def _built(value: Any, made: dict[int, Any]) -> Any:
     if type(value) is not Call:
         return _mapped(value, lambda part: _built(part, made))
@@ -95,13 +97,13 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
         return {key: change(part) for key, part in value.items()}
     if kind is functools.partial:
         return functools.partial(change(value.func), *map(change, value.args), **_mapped(value.keywords, change))
-    return kind(map(change, value)) if kind in (list, tuple, set, frozenset) else value
+    return kind(map(change, value)) if kind in _CONTAINERS else value
 
 
 # ---- Recording
 
 # By id, because not every instance can be hashed, and two of them may be equal. Attributes of the instance would be in
-# its pickles and copies. The function is None if it is the instance's class.
+# its pickles and copies.
 _records: dict[int, tuple[weakref.ref[Any], Any, tuple[Any, ...], dict[str, Any]]] = {}
 
 
@@ -124,9 +126,8 @@ class _Finder:
         """Find a module of the table; many callers ask only whether it is installed."""
         if name not in _RECORDED:
             return None
-        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
-        others = [finder for finder in behind if hasattr(finder, "find_spec")]
-        found = next((spec for finder in others if (spec := finder.find_spec(name, path, target)) is not None), None)
+        behind = [one for one in sys.meta_path[sys.meta_path.index(self) + 1 :] if hasattr(one, "find_spec")]
+        found = next(filter(None, (finder.find_spec(name, path, target) for finder in behind)), None)
         if found is not None and hasattr(found.loader, "exec_module"):
             loader: Any = found.loader
             loader.exec_module = functools.partial(_execute, loader.exec_module)
@@ -182,31 +183,24 @@ def _is_hook(function: Any) -> bool:
 # The functions below may travel by value, with a class of the user's. So they refer to no table of this module.
 
 
-# inspect.signature() goes by this where a class has no __init__ of its own.
-_NO_PARAMETERS = inspect.Signature([inspect.Parameter("cls", inspect.Parameter.POSITIONAL_ONLY)])
-
-
 def _hook_new(owner: Any) -> None:
     original = getattr(vars(owner).get("__new__"), "__func__", None)
 
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
         create: Any = original or super(owner, cls).__new__
-        if create is not object.__new__:
-            instance = create(cls, *args, **kwargs)
-        elif (args or kwargs) and not _is_hook(cls.__new__):
-            instance = create(cls, *args, **kwargs)  # raises
-        elif (args or kwargs) and cls.__init__ is object.__init__:
-            raise TypeError(f"{cls.__name__}() takes no arguments")
-        else:
-            instance = create(cls)
+        is_call = cls.__new__ is new and type(cls).__call__ is type.__call__
+        # Python's own takes arguments for the constructor only where nothing has replaced it.
+        left = create is object.__new__ and _is_hook(cls.__new__) and cls.__init__ is not object.__init__
+        instance = create(cls) if left else create(cls, *args, **kwargs)
         # Neither the arguments of a subclass's own __new__, or of its metaclass, nor those of copy and deepcopy.
-        is_call = cls.__new__ is new and type(cls).__call__ is type.__call__ and type(instance) is cls
-        if is_call and (args or kwargs or sys._getframe(1).f_globals is not vars(copyreg)):
-            remember(instance, None, freeze(args, kwargs))
+        is_copy = not args and not kwargs and sys._getframe(1).f_globals is vars(copyreg)
+        if is_call and type(instance) is cls and not is_copy:
+            _remember(instance, cls, _freeze_all(args, kwargs))
         return instance
 
     new._records_calls = True  # type: ignore[attr-defined]
-    new.__signature__ = _NO_PARAMETERS  # type: ignore[attr-defined]
+    # For classes without an __init__ of their own.
+    new.__signature__ = inspect.Signature([inspect.Parameter("cls", inspect.Parameter.POSITIONAL_ONLY)])  # type: ignore[attr-defined]
     owner.__new__ = staticmethod(new if original is None else functools.wraps(original)(new))
 
 
@@ -231,10 +225,10 @@ def _hook_call(meta: Any) -> None:
 
     @functools.wraps(original)
     def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        frozen = freeze(args, kwargs)
+        frozen = _freeze_all(args, kwargs)
         instance = original(cls, *args, **kwargs)
         if type(cls).__call__ is call:
-            remember(instance, None if type(instance) is cls else cls, frozen)
+            _remember(instance, cls, frozen)
         return instance
 
     call._records_calls = True  # type: ignore[attr-defined]
@@ -244,10 +238,10 @@ def _hook_call(meta: Any) -> None:
 def _hook_function(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def maker(*args: Any, **kwargs: Any) -> Any:
-        frozen = freeze(args, kwargs)
+        frozen = _freeze_all(args, kwargs)
         instance = function(*args, **kwargs)
         if not any(instance is part for part in (*args, *kwargs.values())):
-            remember(instance, maker, frozen)
+            _remember(instance, maker, frozen)
         return instance
 
     maker._records_calls = True  # type: ignore[attr-defined]
@@ -262,35 +256,22 @@ def _hook_function(function: Callable[..., Any]) -> Callable[..., Any]:
 _Frozen = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def remember(instance: Any, function: Any, frozen: _Frozen | None) -> None:
-    """Record how an instance was made for as long as it lives.
-
-    :param function: what made it; None: its class
-    :param frozen: its arguments, from :func:`freeze`; None: they are not known
-    """
-    if frozen is None:
-        return
+def _remember(instance: Any, function: Any, frozen: _Frozen | None) -> None:
     key = id(instance)
-    try:
-        _records[key] = weakref.ref(instance, lambda _: _records.pop(key, None)), function, *frozen
-    except TypeError:  # nothing refers weakly to instances of some classes with slots
-        return
+    if frozen is not None:
+        with contextlib.suppress(TypeError):  # nothing refers weakly to instances of some classes with slots
+            _records[key] = weakref.ref(instance, lambda _: _records.pop(key, None)), function, *frozen
 
 
-_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _MANY = 10_000  # items of a container, and hundreds of bytes of an array: longer ones are not copied
 _LIBRARIES = sys.stdlib_module_names | {"gymnasium", "numpy", "tensordict", "torch"}
 
 
-class _Weak(weakref.ref[Any]):
-    __slots__ = ()
+class _Weak(NamedTuple):
+    get: Callable[[], Any]
 
 
-class _WeakMethod(weakref.WeakMethod[Any]):
-    __slots__ = ()
-
-
-def freeze(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Frozen | None:
+def _freeze_all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Frozen | None:
     """Copy the plain containers and arrays among arguments, which environments may change; None: it is impossible.
 
     What may lead back to the environment is referred to weakly, because a record must not keep its environment alive.
@@ -303,28 +284,24 @@ def freeze(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Frozen | None:
 
 def _freeze(value: Any) -> Any:
     kind = type(value)
-    if kind in _PLAIN:
-        return value
-    if kind in (dict, list, tuple, set, frozenset, functools.partial):
-        return value if kind is not functools.partial and len(value) > _MANY else _mapped(value, _freeze)
     if kind is np.ndarray:
         return value.copy() if value.nbytes <= 100 * _MANY else value
+    if kind in _CONTAINERS:
+        return value if kind is not functools.partial and len(value) > _MANY else _mapped(value, _freeze)
+    if _leads_nowhere(value):
+        return value
     try:
-        if kind is types.MethodType:
-            return _WeakMethod(value)
-        return _Weak(value) if id(value) in _records or not _leads_nowhere(value) else value
+        return _Weak((weakref.WeakMethod if kind is types.MethodType else weakref.ref)(value))
     except TypeError:  # nothing refers weakly to it
         return value
 
 
 def _leads_nowhere(value: Any) -> bool:
-    """Whether something cannot refer to the environment: modules, classes, functions, configurations, libraries'."""
+    """Whether something cannot refer to the environment: what Python and libraries define, and configurations."""
     kind = type(value)
     if kind is types.FunctionType:
-        return all(type(part) in _PLAIN or _leads_nowhere(part) for part in _variables(value))
-    if issubclass(kind, (type, types.ModuleType)):
-        return True
-    if id(value) in _records or kind is types.MethodType or is_layer(value):
+        return all(map(_leads_nowhere, _variables(value)))
+    if kind is types.MethodType or is_layer(value):
         return False
     is_config = dataclasses.is_dataclass(kind) or hasattr(kind, "keys")
     return is_config or str(kind.__module__).partition(".")[0] in _LIBRARIES
@@ -335,9 +312,9 @@ def _variables(function: types.FunctionType) -> list[Any]:
 
 
 def _thaw(value: Any) -> Any:
-    if type(value) not in (_Weak, _WeakMethod):
+    if type(value) is not _Weak:
         return _mapped(value, _thaw)
-    found = value()
+    found = value.get()
     if found is None:
         raise _UnknownError
     return found
@@ -353,8 +330,7 @@ def recorded(instance: Any) -> Call | None:
     if known is None or known[0]() is not instance:
         return None
     _, function, args, kwargs = known
-    function = type(instance) if function is None else function
-    if full_name_of(function) in _TRANSFORMED:  # as it is, with the transforms that were appended to it
+    if re.fullmatch(r"torchrl\..*\.TransformedEnv", _full_name(function)):  # with transforms that were appended
         args = (instance.base_env, instance.transform.clone(), *args[2:])
         kwargs = {name: value for name, value in kwargs.items() if name not in ("env", "base_env", "transform")}
     try:
@@ -372,30 +348,19 @@ def call_of(instance: Any) -> Call | None:
     :return: None if one of these is not recorded
     """
     try:
-        return _tree(instance, {})
+        return _call(instance, {})
     except _UnknownError:
         return None
 
 
-def _tree(instance: Any, known: dict[int, Call | None]) -> Call:
-    if id(instance) not in known:
-        known[id(instance)] = None  # for an environment that is among its own arguments
-        known[id(instance)] = _call(instance, known)
-    found = known[id(instance)]
-    if found is None:
-        raise _UnknownError
-    return found
-
-
-def _call(instance: Any, known: dict[int, Call | None]) -> Call:
+def _call(instance: Any, known: dict[int, Call]) -> Call:
     raw = recorded(instance)
-    if raw is None or full_name_of(raw.function) == "gymnasium.envs.registration.make":
-        spec = spec_of(instance)
-        if spec is not None:
-            if raw is not None:  # gymnasium hands its containers to the constructor, which may have changed them
-                given = {name: value for name, value in raw.kwargs.items() if type(value) in (dict, list, np.ndarray)}
-                spec.kwargs.update({name: value for name, value in given.items() if name in spec.kwargs})
-            return Call(make, (spec,))
+    made = raw is None or _full_name(raw.function) == "gymnasium.envs.registration.make"
+    if made and (spec := spec_of(instance)) is not None:
+        # gymnasium hands its containers to the constructor, which may have changed them.
+        given = {} if raw is None else {key: raw.kwargs[key] for key in raw.kwargs.keys() & spec.kwargs.keys()}
+        spec.kwargs.update({key: part for key, part in given.items() if type(part) in (dict, list, np.ndarray)})
+        return Call(make, (spec,))
     if raw is None:
         raise _UnknownError
     call = Call(raw.function, _replaced(raw.args, known), _replaced(raw.kwargs, known))
@@ -403,15 +368,16 @@ def _call(instance: Any, known: dict[int, Call | None]) -> Call:
     return Call(_with_spec, (call, copy.deepcopy(spec))) if is_spec(spec) and isinstance(raw.function, type) else call
 
 
-def _replaced(value: Any, known: dict[int, Call | None]) -> Any:
-    if is_layer(value) and not isinstance(value, type):
-        return _tree(value, known)
-    return _mapped(value, lambda part: _replaced(part, known))
+def _replaced(value: Any, known: dict[int, Call]) -> Any:
+    if not is_layer(value) or isinstance(value, type):
+        return _mapped(value, lambda part: _replaced(part, known))
+    if id(value) not in known:
+        known[id(value)] = _call(value, known)
+    return known[id(value)]
 
 
-def full_name_of(function: Any) -> str:
-    """Return module and qualified name of a class or function."""
-    return full_name(function) if isinstance(function, type) else f"{function.__module__}.{function.__qualname__}"
+def _full_name(function: Any) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
 
 
 def _with_spec(environment: Any, spec: Any) -> Any:
@@ -440,28 +406,21 @@ def spec_of(environment: Any) -> Any:
     gymnasium = sys.modules.get("gymnasium")
     if gymnasium is None or not isinstance(environment, gymnasium.Env):
         return None
-    with without_kept_specs(environment):
-        try:
-            spec = copy.deepcopy(environment.spec)
-        except Exception:  # of wrappers that do not tell their arguments
-            return None
+    # Wrappers keep the specification that they had when they were first asked.
+    name = "_cached_spec"
+    kept = [(layer, held[name]) for layer in layers(environment) if name in (held := attributes(layer))]
+    try:
+        for layer, _ in kept:
+            object.__setattr__(layer, name, None)
+        spec = copy.deepcopy(environment.spec)
+    except Exception:  # of wrappers that do not tell their arguments
+        return None
+    finally:
+        for layer, spec_before in kept:
+            object.__setattr__(layer, name, spec_before)
     if spec is None or any(wrapper.kwargs is None for wrapper in spec.additional_wrappers):
         return None
     return spec
-
-
-@contextlib.contextmanager
-def without_kept_specs(environment: Any) -> Iterator[None]:
-    """Clear the specifications that wrappers have cached while the context lasts."""
-    name = "_cached_spec"
-    kept = [(layer, held[name]) for layer in layers(environment) if name in (held := attributes(layer))]
-    for layer, _ in kept:
-        object.__setattr__(layer, name, None)
-    try:
-        yield
-    finally:
-        for layer, spec in kept:
-            object.__setattr__(layer, name, spec)
 
 
 def spec_of_id(name: str) -> Any:
@@ -470,18 +429,17 @@ def spec_of_id(name: str) -> Any:
     :raises InvalidArgumentError: If there is none. It can be caught as what gymnasium raises, too.
     """
     import gymnasium
+    from gymnasium.envs import registration
 
     module, _, env_id = name.rpartition(":")
     try:
         if module:
             importlib.import_module(module)
-        versions = {
-            spec.version: spec
-            for spec in list(gymnasium.registry.values())
-            if spec.version is not None and spec.id == f"{env_id}-v{spec.version}"
-        }
+        namespace, base, version = registration.parse_env_id(env_id)
+        if version is None:
+            version = registration.find_highest_version(namespace, base)
         # The specification itself travels: a worker has not registered what a script or a notebook has.
-        return versions[max(versions)] if versions else gymnasium.spec(env_id)
+        return gymnasium.spec(registration.get_env_id(namespace, base, version))
     except (gymnasium.error.Error, ImportError) as error:
         raise also(InvalidArgumentError, error)(
             f"gymnasium does not know the id {name!r}: {str(error).rstrip('.')}. Import the package that registers it "
@@ -542,21 +500,14 @@ def referred(build: Any) -> Iterator[Any]:
             waiting += [value.function, value.args, value.kwargs]
         elif kind in (list, tuple, dict):
             waiting += value.values() if kind is dict else value
+        elif kind is types.CodeType:
+            waiting += value.co_consts
         else:
             yield value
         if kind is types.FunctionType and not _is_hook(value):
-            yield from _texts_in(value.__code__)
-            names = sorted(globals_in(value.__code__) & value.__globals__.keys())
-            yield from (value.__globals__[name] for name in names)
-            waiting += [*(value.__defaults__ or ()), *_variables(value)]
-
-
-def _texts_in(code: types.CodeType) -> Iterator[str]:
-    for constant in code.co_consts:
-        if isinstance(constant, str):
-            yield constant
-        elif isinstance(constant, types.CodeType):
-            yield from _texts_in(constant)
+            names = globals_in(value.__code__) & value.__globals__.keys()
+            yield from (value.__globals__[name] for name in sorted(names))
+            waiting += [value.__code__, *(value.__defaults__ or ()), *_variables(value)]
 
 
 # ---- Modules that a fork server may import
@@ -589,13 +540,9 @@ def merged_modules(*lists: Iterable[str]) -> tuple[str, ...]:
 
 def safe_to_preload(names: Iterable[str]) -> tuple[str, ...]:
     """Keep those that a fork server may import once for all workers."""
-    return merged_modules(_whole(name) for name in names if name.partition(".")[0] in _SAFE)
-
-
-def _whole(name: str) -> str:
-    if name.startswith("gymnasium.envs.mujoco"):
-        return "gymnasium.envs.mujoco"
-    return _SAFE[name.partition(".")[0]] or name
+    whole, tops = "gymnasium.envs.mujoco", {name: name.partition(".")[0] for name in names}
+    safe = {name: _SAFE[top] or name for name, top in tops.items() if top in _SAFE}
+    return merged_modules(whole if name.startswith(whole) else module for name, module in safe.items())
 
 
 def modules_of_instance(environment: Any) -> tuple[str, ...]:
@@ -608,28 +555,20 @@ def modules_of_callable(build: Any) -> tuple[str, ...]:
     return safe_to_preload(module for value in referred(build) for module in _modules_of(value))
 
 
-def _modules_of(value: Any) -> Iterator[str]:
+def _modules_of(value: Any) -> list[str]:
+    gymnasium = sys.modules.get("gymnasium")
+    if type(value) is str and gymnasium is not None:  # perhaps an id
+        value = gymnasium.registry.get(value)
+    if is_spec(value):
+        return [str(value.entry_point).partition(":")[0]]
     kind = type(value)
     if issubclass(kind, types.ModuleType):
-        yield value.__name__
-    elif is_spec(value):
-        yield str(value.entry_point).partition(":")[0]
-    elif kind is str:  # perhaps an id
-        gymnasium = sys.modules.get("gymnasium")
-        if gymnasium is not None and value in gymnasium.registry:
-            yield from _modules_of(gymnasium.registry[value])
-    elif kind is types.FunctionType:
-        yield value.__module__ or ""
-    else:
-        bases = value.__mro__ if issubclass(kind, type) else (kind,)
-        yield from (str(getattr(base, "__module__", "")) for base in bases)
+        return [value.__name__]
+    parts = inspect.getmro(value) if issubclass(kind, type) else [value if kind is types.FunctionType else kind]
+    return [str(getattr(part, "__module__", "")) for part in parts]
 
 
 # ---- Source lines for messages
-
-_LONGEST = 60
-# What is wrapped is found under one of these names.
-_INNER = ("base_env", "env", "_env")
 
 
 def line_of_callable(build: Any) -> str:
@@ -646,39 +585,25 @@ def line_of_callable(build: Any) -> str:
 def _of_lambda(build: Any) -> str | None:
     # Out of the whole file: the lines of a lambda alone are often no valid Python.
     try:
-        source = "".join(inspect.findsource(build)[0])
-        tree = ast.parse(source)
+        tree = ast.parse("".join(inspect.findsource(build)[0]))
     except Exception:  # typed at a prompt, changed since, too deep for the parser: it is for messages alone
         return None
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda) and _is_of(node, build.__code__)]
-    text = ast.get_source_segment(source, found[0]) if len(found) == 1 else None
-    return text if text is None or "\n" not in text else ast.unparse(found[0])
-
-
-def _is_of(node: ast.Lambda, code: Any) -> bool:
-    # Python 3.10 does not tell columns.
-    places = code.co_positions() if hasattr(code, "co_positions") else [(node.body.lineno, 0, node.body.col_offset, 0)]
-    begin = node.body.lineno, node.body.col_offset
-    return node.lineno == code.co_firstlineno and begin in ((line, column) for line, _, column, _ in places)
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda)]
+    lines = [ast.unparse(node) for node in found if node.lineno == build.__code__.co_firstlineno]
+    return lines[0] if len(lines) == 1 else None
 
 
 def line_of_spec(spec: Any) -> str:
-    """Return the line of a gymnasium specification."""
-    line = f"gymnasium.make({_arguments((spec.id,), dict(_told(spec)))})"
+    """Return the line of a gymnasium specification: with the arguments that differ from what its id says."""
+    known = sys.modules["gymnasium"].registry.get(spec.id)
+    usual = {} if known is None else known.kwargs
+    kwargs = {name: value for name, value in spec.kwargs.items() if repr(value) != repr(usual.get(name, ...))}
+    if known is not None and spec.max_episode_steps != known.max_episode_steps:
+        kwargs["max_episode_steps"] = -1 if spec.max_episode_steps is None else spec.max_episode_steps
+    line = f"gymnasium.make({_arguments((spec.id,), kwargs)})"
     for wrapper in spec.additional_wrappers:
         line = f"{wrapper.name}({', '.join(filter(None, [line, _arguments((), wrapper.kwargs or {})]))})"
     return f"lambda: {line}"
-
-
-def _told(spec: Any) -> Iterator[tuple[str, Any]]:
-    """Return the arguments that make this of what is registered under the id."""
-    known = sys.modules["gymnasium"].registry.get(spec.id)
-    usual = {} if known is None else known.kwargs
-    yield from (pair for pair in spec.kwargs.items() if repr(pair[1]) != repr(usual.get(pair[0], pair)))
-    if known is not None and spec.max_episode_steps != known.max_episode_steps:
-        yield "max_episode_steps", -1 if spec.max_episode_steps is None else spec.max_episode_steps
-    if known is not None and spec.disable_env_checker and not known.disable_env_checker:
-        yield "disable_env_checker", True
 
 
 def line_of_instance(environment: Any) -> str:
@@ -687,25 +612,13 @@ def line_of_instance(environment: Any) -> str:
 
 
 def _expression(environment: Any) -> str:
-    call, spec = recorded(environment), None
-    if call is None and (spec := spec_of(environment)) is not None:
-        call = Call(make, (spec,))
-    if call is not None:
-        return str(call)
-    kind, held = type(environment), attributes(environment)
+    call, spec = recorded(environment), spec_of(environment)
+    if call is not None or spec is not None:
+        return str(call or Call(make, (spec,)))
+    held = attributes(environment)
     held |= held.get("_modules") or {}  # where torch's modules have theirs
-    inner = next((held[name] for name in _INNER if is_layer(held.get(name))), None)
-    if inner is None:
-        return f"{_name(kind)}({'...' if _takes(kind) else ''})"
-    return f"{_name(kind)}({_expression(inner)}{', ...' if _takes(kind) > 1 else ''})"
-
-
-def _takes(kind: type) -> int:
-    """Count the parameters of a constructor; many: it does not say."""
-    try:
-        return len(inspect.signature(kind).parameters)
-    except (TypeError, ValueError):
-        return sys.maxsize
+    inner = [_expression(held[name]) for name in ("base_env", "env", "_env") if is_layer(held.get(name))][:1]
+    return f"{_name(type(environment))}({', '.join([*inner, '...'])})"
 
 
 def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
@@ -713,21 +626,20 @@ def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
+    if is_layer(value) and not isinstance(value, type):
+        return _expression(value)
     if isinstance(value, type) or inspect.isroutine(value):
         return _name(value) if _name(value) != "<lambda>" else _of_lambda(value) or "..."
-    if is_layer(value):
-        return _expression(value)
     text = str(value) if type(value) is Call else repr(value)
-    return text if len(text) <= _LONGEST and "\n" not in text and " at 0x" not in text else "..."
+    return text if len(text) <= 60 and "\n" not in text and " at 0x" not in text else "..."
 
 
 def _called(function: Any) -> str:
-    """Return how a call names a function: with its package or module if it is one of the table."""
+    """Return how a call names a function: one of the table with its module."""
     name, module = _name(function), str(getattr(function, "__module__", ""))
     if isinstance(function, type) or module not in _RECORDED:
         return name
-    package = module.partition(".")[0]
-    return f"{package if hasattr(sys.modules.get(package), name) else module}.{name}"
+    return f"{module.removesuffix('.envs.registration').removesuffix(f'.{name}')}.{name}"
 
 
 def _name(value: Any) -> str:

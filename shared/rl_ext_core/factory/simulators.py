@@ -6,14 +6,16 @@ Box2D: https://box2d.org/documentation, VMAS: https://github.com/proroklab/Vecto
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
-__all__ = ["fields", "is_left_alone", "seed_simulators"]
+__all__ = ["fields", "has_fields", "is_left_alone", "kept_by_library", "seed_simulators", "why_unpicklable"]
 
 # Structures of MuJoCo's that are settings. MjData is the state of an episode, which begins anew at a reset.
 _MUJOCO = ("MjModel", "MjOption", "MjStatistic", "MjVisual", "MjvCamera", "MjvOption")
@@ -30,29 +32,25 @@ _BOX2D = ("gravity", "warmStarting", "continuousPhysics", "subStepping", "autoCl
 # Made anew by whoever makes the environment, from settings that are seen elsewhere, or changed by every step: classes,
 # and packages whose classes hold no settings of an environment's.
 _LEFT_ALONE = {
-    *("mujoco", "Box2D", "ale_py", "pygame", "OpenGL", "glfw", "_thread", "_io", "threading", "socket", "mmap"),
-    *(
-        "dm_control.mujoco.index",
-        "SWIG",
-        "_ctypes",
-        "ctypes",
-        "weakref",
-        "multiprocessing.synchronize",
-        "select",
-        "pandas._libs.internals",
-    ),
+    *("mujoco", "Box2D", "ale_py", "pygame", "OpenGL", "glfw"),
+    *("dm_control.mujoco.index", "SWIG", "weakref"),
 }
 
 
-def fields(item: Any) -> tuple[dict[str, Any], bool] | None:
-    """Return the settings of an object of a simulator, by their names.
+def has_fields(kind: Any) -> bool:
+    """Whether instances of a class are objects of a simulator whose settings are known here."""
+    return _reader(kind) is not None
 
-    :param item: anything
-    :return: with whether they can be set, or written to, as attributes; None if it is nothing that is known here
+
+def fields(item: Any) -> tuple[dict[str, Any], bool]:
+    """Return the settings of an object of a simulator by their names, and whether they are attributes that can be set.
+
+    :param item: of a class that :func:`has_fields`
     """
     kind: Any = type(item)
     read = _reader(kind)
-    return None if read is None else (read(item), read is not _of_ale)
+    assert read is not None
+    return read(item), read is not _of_ale
 
 
 @functools.lru_cache(maxsize=10_000)
@@ -113,6 +111,7 @@ _KEPT = {
     "torchrl": {"_cache", "_container", "_encode", "__lock_parents_weakrefs", "_lock_parents_weakrefs"},
 }
 _KEPT["tensordict"] |= {"_last_op_queue", "_is_locked", "_lock_id"}
+_KEPT["pandas"] = {"_cache", "_item_cache"}
 
 
 @functools.lru_cache(maxsize=10_000)
@@ -122,29 +121,60 @@ def kept_by_library(kind: Any) -> frozenset[str]:
     return frozenset(name for package in packages for name in _KEPT.get(package, ()))
 
 
-# By module and name, what no pickle copies rightly, whatever its class says.
-_UNPICKLABLE = {
-    "ctypes.CDLL": "it is a library in C",
-    "multiprocessing.connection.Connection": "it is a connection, which a copy cannot use as well",
-    "multiprocessing.connection.PipeConnection": "it is a connection, which a copy cannot use as well",
-    "weakref.finalize": "what it does in the end would be done for every copy",
-    "_cffi_backend.Lib": "it is a library in C",
-    "_cffi_backend.CompiledLib": "it is a library in C",
+# Packages of Python's own whose objects belong to one process: files, threads, connections, shared memory.
+_OF_A_PROCESS = {
+    *(
+        "_csv",
+        "_ctypes",
+        "_io",
+        "_thread",
+        "asyncio",
+        "concurrent",
+        "ctypes",
+        "mmap",
+        "multiprocessing",
+        "selectors",
+        "select",
+    ),
+    *("socket", "sqlite3", "ssl", "subprocess", "tempfile", "threading", "_cffi_backend"),
 }
 
 
 @functools.lru_cache(maxsize=10_000)
 def why_unpicklable(kind: Any) -> str | None:
-    """Return why pickles of instances are wrong; None: they are not, or there are none."""
-    names = (f"{getattr(base, '__module__', '')}.{base.__qualname__}" for base in kind.__mro__)
-    return next((_UNPICKLABLE[name] for name in names if name in _UNPICKLABLE), None)
+    """Return why instances are not looked into, and why pickles of them are wrong; None: they are, and are not."""
+    module = str(getattr(kind, "__module__", ""))
+    if module.partition(".")[0] in _OF_A_PROCESS:
+        return "it belongs to one process"
+    is_finalizer = (module, kind.__name__) == ("weakref", "finalize")
+    return "what it does in the end would be done for every copy" if is_finalizer else None
+
+
+def file_written(item: Any) -> str | None:
+    """Return the name of a file that is open for writing; None: it is none."""
+    with contextlib.suppress(Exception):
+        if isinstance(item, io.IOBase) and not item.closed and item.writable() and item.fileno() > 2:
+            return str(getattr(item, "name", ""))
+    return None
+
+
+def records_files(layers: Iterable[Any]) -> bool:
+    """Whether an environment writes files of the user's when it is stepped: gymnasium's RecordVideo."""
+    return any(type(layer).__name__ == "RecordVideo" for layer in layers)
+
+
+@functools.lru_cache(maxsize=10_000)
+def is_elsewhere(kind: Any) -> bool:
+    """Whether instances have state that other processes change: processes, memory that these share."""
+    return any(str(getattr(base, "__module__", "")).startswith("multiprocessing.") for base in kind.__mro__)
 
 
 @functools.lru_cache(maxsize=10_000)
 def is_left_alone(kind: Any) -> bool:
     """Whether objects of a class in C are not looked into, and nothing is lost by that."""
     modules = {str(getattr(base, "__module__", "SWIG")) for base in kind.__mro__ if base is not object}
-    return any(name in _LEFT_ALONE or name.partition(".")[0] in _LEFT_ALONE for name in modules)
+    is_known = any(name in _LEFT_ALONE or name.partition(".")[0] in _LEFT_ALONE for name in modules)
+    return is_known or kind.__name__ == "BlockValuesRefs"  # of pandas: who else refers to an array
 
 
 def seed_simulators(layers: Iterable[Any], stream: np.random.SeedSequence) -> None:
@@ -153,6 +183,10 @@ def seed_simulators(layers: Iterable[Any], stream: np.random.SeedSequence) -> No
     :param layers: of an environment
     :param stream: the worker's
     """
+    word = int(stream.generate_state(1)[0] >> 1)
     for layer in layers:
         if type(layer).__module__ == "vmas.simulator.environment.environment":  # its constructor's default is 0
-            layer.seed(int(stream.generate_state(1)[0] >> 1))
+            layer.seed(word)
+        elif type(layer).__module__ == "ale_py.env":  # by chance, which no seed of a worker would repeat
+            layer.seed_game(word)
+            layer.load_game()

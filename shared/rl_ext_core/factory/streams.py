@@ -175,7 +175,7 @@ def seed_copy(environment: Any, stream: np.random.SeedSequence) -> None:
     :param environment: searched as by :func:`seed_unseeded`
     :param stream: source of the seeds
     """
-    held = (item for item in _reachable(environment) if walk.is_generator(item))
+    held = (item for item in _reachable(environment) if walk.is_generator_class(type(item)))
     for number, generator in enumerate({id(one): one for one in held}.values()):
         reseed(generator, stream_of(stream, number))
     simulators.seed_simulators(walk.layers(environment), stream)
@@ -212,7 +212,7 @@ class SharedGenerators:
         classes = [item for item in classes if walk.name_of(item)[0] == module]
         for owner in (found, *classes):
             for name, item in list(vars(owner).items()):
-                if id(item) in self._seeded or not (_is_space(item) or walk.is_generator(item)):
+                if id(item) in self._seeded or not (_is_space(item) or walk.is_generator_class(type(item))):
                     continue
                 self._seeded.add(id(item))
                 own = stream_of(self.stream, f"{module}.{getattr(owner, '__qualname__', '')}.{name}")

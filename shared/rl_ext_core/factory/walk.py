@@ -13,7 +13,10 @@ import dis
 import enum
 import functools
 import hashlib
+import itertools
+import logging
 import os
+import random
 import sys
 import sysconfig
 import types
@@ -38,6 +41,7 @@ _Found = TypeVar("_Found")
 _OF_TORCH = ("dtype", "device", "layout", "memory_format", "Size")
 _SINGLE = (type(None), type(...), type(NotImplemented))
 _SCALARS: frozenset[type] = frozenset((bool, int, float, complex, str, bytes, *_SINGLE))
+_AS_THEY_ARE = frozenset((int, bool, type(None)))
 # The first part of tokens of values whose identity does not matter.
 SCALAR_TOKENS = {kind.__name__ for kind in _SCALARS} | {"tuple", "enum", "dtype", "slice", "range", "class", "module"}
 SCALAR_TOKENS |= {"number", "builtin", "typing", *_OF_TORCH}
@@ -84,6 +88,7 @@ class Fingerprint:
         finds its own: module and qualified name
     :ivar objects: by path, what is there
     :ivar steps: by path, the path of what holds it, the operation that sets it, and the name, the key or the index
+    :ivar written: by path, names of files that are open for writing
     """
 
     tokens: dict[str, Any]
@@ -93,6 +98,7 @@ class Fingerprint:
     references: dict[int, tuple[str, str]] = dataclasses.field(default_factory=dict)
     objects: dict[str, Any] = dataclasses.field(default_factory=dict)
     steps: dict[str, tuple[str, str | None, Any]] = dataclasses.field(default_factory=dict)
+    written: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def seen(self) -> Iterator[str]:
         """Return the paths of all objects that have parts, or whose identity matters."""
@@ -151,7 +157,9 @@ def fingerprint(value: Any, *, code: bool = True) -> Fingerprint:
     walk.through(value)
     walk.name_shared()
     walk.find_ids()
-    found = Fingerprint(walk.tokens, walk.aliases, walk.opaque, walk.unpicklable, {}, walk.objects, walk.steps)
+    found = Fingerprint(
+        walk.tokens, walk.aliases, walk.opaque, walk.unpicklable, {}, walk.objects, walk.steps, walk.written
+    )
     if code:
         _Beside(walk, found).run()
     return found
@@ -185,25 +193,17 @@ def layers(environment: Any) -> Iterator[Any]:
 
 def is_layer(value: Any) -> bool:
     """Whether this is an environment or a wrapper of one: its class resets and steps."""
-    return _steps(type(value)) and _dictionary(value) is not None
+    kind: Any = type(value)
+    return _steps(kind) and _dictionary(value) is not None
 
 
-def per_class(function: Callable[[type], _Found]) -> Callable[[type], _Found]:
-    """Keep what a function of a class returns for as long as the class lives."""
-    known: weakref.WeakKeyDictionary[type, _Found] = weakref.WeakKeyDictionary()
-
-    @functools.wraps(function)
-    def find(kind: type) -> _Found:
-        try:
-            return known[kind]
-        except KeyError:
-            return known.setdefault(kind, function(kind))
-
-    return find
+def _per_class(function: Callable[[Any], _Found]) -> Callable[[Any], _Found]:
+    """Keep what a function of a class returns."""
+    return functools.lru_cache(maxsize=10_000)(function)
 
 
-@per_class
-def _steps(kind: type) -> bool:
+@_per_class
+def _steps(kind: Any) -> bool:
     names = {name for base in kind.__mro__ for name in vars(base)}
     return "reset" in names and "step" in names
 
@@ -233,14 +233,14 @@ def _dictionary(instance: Any) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-@per_class
-def _dictionary_of(kind: type) -> Any:
+@_per_class
+def _dictionary_of(kind: Any) -> Any:
     slots = (types.GetSetDescriptorType, types.MemberDescriptorType)
     return next((vars(b)["__dict__"] for b in kind.__mro__ if isinstance(vars(b).get("__dict__"), slots)), None)
 
 
-@per_class
-def _slots(kind: type) -> dict[str, Any]:
+@_per_class
+def _slots(kind: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for base in kind.__mro__:
         if _made_in_python(base):
@@ -249,8 +249,8 @@ def _slots(kind: type) -> dict[str, Any]:
     return found
 
 
-@per_class
-def _made_in_python(kind: type) -> bool:
+@_per_class
+def _made_in_python(kind: Any) -> bool:
     """Whether a class statement made this class: then its instances hold nothing but attributes."""
     # Libraries such as nanobind make their classes by a metaclass in C.
     if type(kind) is not type and not _made_in_python(type(kind)):
@@ -267,8 +267,8 @@ def _made_in_python(kind: type) -> bool:
     return True
 
 
-@per_class
-def is_foreign(kind: type) -> bool:
+@_per_class
+def is_foreign(kind: Any) -> bool:
     """Whether instances have memory of a class in C, other than the plain containers."""
     return any(base not in _TRANSPARENT and not _made_in_python(base) for base in kind.__mro__)
 
@@ -299,8 +299,8 @@ def scalar(item: Any) -> Any:
         return kind.__name__, repr(item)
     if issubclass(kind, type):
         return "class", *name_of(item)
-    if issubclass(kind, types.ModuleType):
-        return "module", item.__name__
+    if issubclass(kind, (types.ModuleType, logging.Logger)):
+        return "module", item.name if issubclass(kind, logging.Logger) else item.__name__
     if kind is types.FunctionType and is_global(item):
         return "function", item.__module__, item.__qualname__
     if issubclass(kind, _NAMED_IN_C) and (kind is not types.BuiltinFunctionType or _has_no_owner(item)):
@@ -310,6 +310,11 @@ def scalar(item: Any) -> Any:
 
 def _has_no_owner(function: Any) -> bool:
     return isinstance(function.__self__, (type, types.ModuleType, type(None)))
+
+
+def is_number(token: Any) -> bool:
+    """Whether a token is that of a number with a fraction, of a number of NumPy's, an array or a tensor."""
+    return token is not None and (token[0] in ("float", "complex", "number") or "." in token[0])
 
 
 def plain(item: Any, depth: int = _DEEP) -> Any:
@@ -386,13 +391,12 @@ def _tensor_token(tensor: Any, torch: Any) -> Any:
         return *name, "uninitialized"
 
 
-def is_generator(value: Any) -> bool:
-    """Whether random numbers are drawn from this."""
-    import random
-
+@_per_class
+def is_generator_class(kind: Any) -> bool:
+    """Whether random numbers are drawn from instances."""
     torch = sys.modules.get("torch")
     known = (np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
-    return issubclass(type(value), known) or (torch is not None and issubclass(type(value), torch.Generator))
+    return issubclass(kind, known) or (torch is not None and issubclass(kind, torch.Generator))
 
 
 class _Walk:
@@ -403,6 +407,7 @@ class _Walk:
         self.aliases: dict[str, str] = {}
         self.opaque: dict[str, str] = {}
         self.unpicklable: dict[str, str] = {}
+        self.written: dict[str, str] = {}
         self.objects: dict[str, Any] = {}  # also keeps the ids of what was met from being used again
         self.steps: dict[str, tuple[str, str | None, Any]] = {}
         self.seen: dict[int, str] = {}
@@ -413,7 +418,6 @@ class _Walk:
         self._numbers: list[tuple[str, int]] = []
         self._cells: dict[int, list[tuple[str, bool]]] = {}
         self._waiting: deque[tuple[str, Any]] = deque()
-        self._torch = sys.modules.get("torch")
 
     def through(self, value: Any) -> None:
         """Visit a value and all that it reaches."""
@@ -425,7 +429,7 @@ class _Walk:
         """Note what is at a path; what has parts waits to be entered."""
         self.objects[path] = item
         kind = type(item)
-        token = (kind.__name__, item) if kind is int or kind is bool or item is None else scalar(item)
+        token = (kind.__name__, item) if kind in _AS_THEY_ARE else scalar(item)
         if token is None and kind is tuple and None not in (parts := tuple(map(scalar, item))):
             token = ("tuple", parts)
         if token is not None:
@@ -440,48 +444,50 @@ class _Walk:
             self._waiting.append((path, item))
 
     def _enter(self, path: str, item: Any) -> None:
-        kind = type(item)
+        kind: Any = type(item)
         self.classes[kind] = None
         if len(path) > _LONGEST_PATH:
-            path = f"{path[:60]}...{digest(path.encode('utf-8', 'surrogatepass'))}"
+            short = f"{path[:60]}...{digest(path.encode('utf-8', 'surrogatepass'))}"
+            self.objects[short], self.steps[short] = item, self.steps[path]
+            path = short
+        self.tokens[path] = "object", full_name(kind)
+        reason = simulators.why_unpicklable(kind)
+        if simulators.is_elsewhere(kind):
+            self.opaque[path] = full_name(kind)
+        if reason is not None:
+            self.unpicklable[path] = reason
+            if (name := simulators.file_written(item)) is not None:
+                self.written[path] = name
+            return
         for step, operation, key, part in self._parts(path, item, kind):
             where = path + step
             self.steps[where] = path, operation, key
             self._take(where, part)
 
-    def _parts(self, path: str, item: Any, kind: type) -> Iterator[Part]:
-        """Set the token of an object, and return its parts."""
-        known: Any = kind
-        reason, known = simulators.why_unpicklable(known), simulators.fields(item)
-        self.tokens[path] = "object", full_name(kind)
-        if reason is not None:
-            self.unpicklable[path] = reason
-        if known is not None:
-            fields, are_set = known
-            operation = "field" if are_set else None
-            yield from ((f".{name}", operation, name, part) for name, part in fields.items())
-        elif issubclass(kind, np.ndarray):
-            yield from self._of_array(path, item)
-        elif self._torch is not None and issubclass(kind, self._torch.Tensor):
-            self.tokens[path] = _tensor_token(item, self._torch)
-        elif is_generator(item):
+    def _parts(self, path: str, item: Any, kind: Any) -> Iterator[Part]:
+        """Return the parts of an object, and set its token where the class alone is not enough."""
+        sort = _sort_of(kind)
+        if sort == "object":
+            return _of_attributes(item)
+        if sort == "container":
+            return itertools.chain(_of_attributes(item), self._of_container(path, item, kind))
+        if sort == "foreign":
+            return self._of_foreign(path, item, kind)
+        if sort == "array":
+            return self._of_array(path, item)
+        if sort == "function":
+            return self._of_function(path, item)
+        if sort == "tensor":
+            self.tokens[path] = _tensor_token(item, sys.modules["torch"])
+            if (
+                item.device.type == "cpu"
+                and self.tokens[path][-1] not in ("unread", "uninitialized")
+                and item.is_shared()
+            ):
+                self.unpicklable[path] = "it lies in memory that processes share, and a copy would not"
+        elif sort == "generator":
             self.tokens[path] = "generator", full_name(kind)
-        elif kind is types.FunctionType:
-            yield from self._of_function(path, item)
-        elif kind is types.MethodType:
-            yield from ((".__func__", None, None, item.__func__), (".__self__", None, None, item.__self__))
-        elif kind is types.BuiltinFunctionType:
-            yield ".__self__", None, None, item.__self__
-        elif kind is functools.partial:
-            named = (("func", item.func), ("args", item.args), ("keywords", item.keywords))
-            yield from ((f".{name}", None, None, part) for name, part in named)
-        elif kind is weakref.ref:
-            yield "()", None, None, item()
-        elif is_foreign(kind):
-            yield from self._of_foreign(path, item, kind)
-        else:
-            yield from _of_attributes(item)
-            yield from self._of_container(path, item, kind)
+        return _of_known(item, sort)
 
     def _of_array(self, path: str, array: Any) -> Iterator[Part]:
         self.tokens[path] = _array_token(array)
@@ -582,10 +588,46 @@ class _Walk:
             end = max(end, high)
 
 
+@_per_class
+def _sort_of(kind: Any) -> str:
+    """Tell how parts of instances are found."""
+    torch = sys.modules.get("torch")
+    known = {types.MethodType: "method", types.BuiltinFunctionType: "builtin", functools.partial: "partial"}
+    known |= {types.FunctionType: "function", weakref.ref: "reference"}
+    if kind in known:
+        return known[kind]
+    if simulators.has_fields(kind):
+        return "fields"
+    if issubclass(kind, np.ndarray):
+        return "array"
+    if torch is not None and issubclass(kind, torch.Tensor):
+        return "tensor"
+    if is_generator_class(kind):
+        return "generator"
+    if is_foreign(kind):
+        return "foreign"
+    return "container" if issubclass(kind, _CONTAINERS) else "object"
+
+
+def _of_known(item: Any, sort: str) -> Iterator[Part]:
+    if sort == "fields":
+        fields, are_set = simulators.fields(item)
+        yield from ((f".{name}", "field" if are_set else None, name, part) for name, part in fields.items())
+    elif sort == "method":
+        yield from ((".__func__", None, None, item.__func__), (".__self__", None, None, item.__self__))
+    elif sort == "builtin":
+        yield ".__self__", None, None, item.__self__
+    elif sort == "partial":
+        named = (("func", item.func), ("args", item.args), ("keywords", item.keywords))
+        yield from ((f".{name}", None, None, part) for name, part in named)
+    elif sort == "reference":
+        yield "()", None, None, item()
+
+
 def _of_attributes(item: Any) -> Iterator[Part]:
     kind: Any = type(item)
     found, skipped = attributes(item), simulators.kept_by_library(kind)
-    yield from ((f".{n}", "attribute", n, found[n]) for n in sorted(found, key=str) if n not in skipped)
+    return ((f".{n}", "attribute", n, found[n]) for n in sorted(found, key=str) if n not in skipped)
 
 
 def _of_reduced(item: Any, reduced: Any, known: Mapping[str, Any]) -> Iterator[Part]:

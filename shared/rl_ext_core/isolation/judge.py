@@ -19,12 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from rl_ext_core.errors import WorkerError
 from rl_ext_core.factory import EnvFactory
 from rl_ext_core.isolation import trial
 from rl_ext_core.isolation.trial import RETURNED, STILL_RETURNED, Operation
 from rl_ext_core.isolation.verdict import LEAST_STEPS, Isolation, Verdict, conclude
-from rl_ext_core.processes import Watch, get_context
+from rl_ext_core.processes import get_context
 
 # Seconds for an operation: of an instance alone; of others that many times as long, and at least so long.
 _ALONE_S, _TIMES, _LEAST_S = 300.0, 20, 20.0
@@ -99,7 +98,6 @@ class _Process:
         with theirs:
             self._process = context.Process(target=trial.serve, args=(theirs, packed, str(folder), str(cwd)))
             self._process.start()
-        self._watch = Watch([self._process])
 
     def send(self, operations: Sequence[Operation] | None) -> None:
         """Send operations to do in this order; None ends the process."""
@@ -112,7 +110,7 @@ class _Process:
         :raises _FailedError: If it raises an exception, takes longer than the limit, or ends the process.
         """
         if not connection.wait([self._connection, self._process.sentinel], limit):
-            self._watch.kill()
+            self._process.kill()
             raise _FailedError(f"hangs, or takes more than {limit:g} s{self._last_words()}")
         answer: dict[str, Any] | None = None
         with contextlib.suppress(EOFError, OSError):
@@ -125,15 +123,11 @@ class _Process:
         return answer
 
     def _end(self) -> str:
-        try:
-            with self._watch.operation("a trial"):
-                raise EOFError
-        except (EOFError, WorkerError) as error:
-            code = getattr(error, "exitcode", None)
-        if code is None:
-            return "ends the process"
-        how = f"kills the process by {signal.Signals(-code).name}" if code < 0 else ""
-        return how or f"ends the process with exit code {code}"
+        self._process.join(_ENDING_S)
+        code = self._process.exitcode
+        if code is not None and code < 0:
+            return f"kills the process by {signal.Signals(-code).name}"
+        return "ends the process" if code is None else f"ends the process with exit code {code}"
 
     def _last_words(self) -> str:
         lines = self._printed.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -147,8 +141,8 @@ class _Process:
         with contextlib.suppress(EOFError, OSError):
             while connection.wait(ends, _ENDING_S) and self._connection.poll() and self._connection.recv() is not None:
                 pass
-        self._watch.kill()
-        self._watch.stop()
+        self._process.kill()
+        self._process.join()
         self._connection.close()
 
 
@@ -329,7 +323,7 @@ class Judge:
         if self._alike and apart.trace(1) == alone.trace(0)[: len(apart.trace(1))]:
             return conclude(Isolation.NON_DETERMINISTIC, _NOTHING_SEEN.format(steps=self._steps))
         # Stable Baselines3's monitors write a time.
-        varying = sorted(name for name in self._varying if not name.endswith("['episode']['t']"))
+        varying = sorted(name for name in self._varying if not name.endswith("['episode']"))
         left = f" Not compared, because they differ each time: {', '.join(varying)}." if varying else ""
         return conclude(Isolation.INDEPENDENT, _SAME.format(steps=self._steps) + left)
 
@@ -369,7 +363,7 @@ class Judge:
     def _difference(self, run: _Run, reference: _Run, *, vary: bool = False) -> str | None:
         """Return a clause on the first observation that differs from the reference; None if all are the same.
 
-        :param vary: whether to remember different infos, masks and public arrays, and to ignore them from now on
+        :param vary: whether to remember different infos and masks, and to ignore them from now on
         """
         for instance in run.instances():
             counts = {"reset": 0, "step": 0}
@@ -388,5 +382,5 @@ class Judge:
                     return f"{name} returns something else from its {when} on"
                 if STILL_RETURNED in different:
                     return f"what {name} has returned is overwritten before its {when}"
-                return f"{name} has something else in its {min(different, key=lambda path: ('[' in path, path))}"
+                return f"{name} has something else in its {min(different)}"
         return None

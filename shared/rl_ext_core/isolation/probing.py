@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import rl_ext_core
-from rl_ext_core.errors import InvalidArgumentError, NotCopyableError, RlExtError
+from rl_ext_core.errors import InvalidArgumentError, NotCopyableError
 from rl_ext_core.factory import EnvFactory, as_factory
 from rl_ext_core.factory.walk import description, fingerprint, layers
 from rl_ext_core.isolation.verdict import LEAST_STEPS, Isolation, Verdict, conclude, declared_by_source
@@ -41,8 +41,8 @@ def probe(
     ``canBeInstantiatedOnlyOncePerProcess`` of an FMI model description that it holds. Otherwise three trials run in
     temporary processes with an empty working directory, with the same seeds and actions: one instance alone; two in
     two processes; two in one process, built in both orders, one of them closed half-way. Observations, rewards, flags,
-    infos, ``action_masks()`` and public arrays are compared bit for bit. Sharing that shows only later, with a third
-    instance or with options of ``reset`` is not detected.
+    infos and ``action_masks()`` are compared bit for bit. Sharing that shows only later, with a third instance or
+    with options of ``reset`` is not detected.
 
     .. code-block:: python
 
@@ -73,22 +73,18 @@ def probe(
     sources = list(source) if isinstance(source, (list, tuple)) else [source, source]
     if not sources:
         raise InvalidArgumentError("source=[] is empty: expected what builds environments. Write probe([make] * 4)")
-    made: dict[int, EnvFactory[Any]] = {}
     try:
-        for one in sources:
-            if id(one) not in made:
-                made[id(one)] = as_factory(one, verify=False)
+        made = {key: as_factory(one, verify=False) for key, one in {id(one): one for one in sources}.items()}
     except NotCopyableError as error:
         return conclude(Isolation.UNKNOWN, f"It could not be tried: {str(error).rstrip('.')}.")
-    distinct = list(made.values())
-    verdict = _declared(distinct)
+    verdict = _declared([*made.values()])
     if verdict is None:
         # Two instances of a source that occurs several times, and at least two in all.
-        tried = [made[one] for one in [*made][:_MOST_SOURCES] for _ in range(min(2, [*map(id, sources)].count(one)))]
-        tried = tried * 2 if len(tried) == 1 else tried
+        times = {key: min(2, sum(id(one) == key for one in sources)) for key in [*made][:_MOST_SOURCES]}
+        tried = [made[key] for key, count in times.items() for _ in range(count if len(made) > 1 else 2)]
         file = _file_for(tried, cache, steps)
         verdict = (_read(file) if file is not None else None) or _tried(tried, steps, timeout, file, began_ns)
-    if len(distinct) > _MOST_SOURCES:
+    if len(made) > _MOST_SOURCES:
         text = f"{verdict.explanation} Not tried: more than {_MOST_SOURCES} different sources."
         verdict = dataclasses.replace(verdict, explanation=text)
     return dataclasses.replace(verdict, seconds=round(time.monotonic() - began, 3))
@@ -117,7 +113,7 @@ def _declared(factories: Sequence[EnvFactory[Any]]) -> Verdict | None:
     return strict[0] if strict else verdicts[0] if verdicts and None not in declarations else None
 
 
-_FORMAT = 6
+_FORMAT = 7
 # A later probe may find something else.
 _NOT_KEPT = (Isolation.NON_DETERMINISTIC, Isolation.BROKEN, Isolation.UNKNOWN)
 # Variables of the session, the terminal or the job, by which libraries do not choose what they do.
@@ -156,10 +152,12 @@ def _read(path: Path) -> Verdict | None:
     """Return a kept verdict; None if there is none, it is damaged, or a file that it depends on has changed."""
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        verdict = Verdict.from_json(json.dumps(kept["verdict"]))
+        fields = kept["verdict"]
+        fields |= {"isolation": Isolation(fields["isolation"]), "libraries": tuple(fields["libraries"])}
+        verdict = Verdict(**fields)
         if verdict.isolation in _NOT_KEPT or any(_state(name) != state for name, state in kept["files"].items()):
             return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RlExtError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         _log.debug("no verdict in %s: %r", path, error)
         return None
     return dataclasses.replace(verdict, declared_by="cache")
@@ -178,7 +176,7 @@ def _write(path: Path, verdict: Verdict, files: Iterable[str], began_ns: int) ->
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=path.stem) as folder:
             part = Path(folder, "part")
-            part.write_text(json.dumps({"verdict": json.loads(verdict.to_json()), "files": states}), encoding="utf-8")
+            part.write_text(json.dumps({"verdict": dataclasses.asdict(verdict), "files": states}), encoding="utf-8")
             os.replace(part, path)
     except OSError as error:
         _log.debug("%s cannot be written: %r", path, error)
@@ -186,11 +184,8 @@ def _write(path: Path, verdict: Verdict, files: Iterable[str], began_ns: int) ->
 
 def _users_folder() -> Path | None:
     given = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
-    except RuntimeError:  # The user has no home.
-        return None
-    return base / "rl-ext" / "isolation"
+    folder = Path(given if os.path.isabs(given) else os.path.expanduser("~/.cache"), "rl-ext", "isolation")
+    return folder if folder.is_absolute() else None  # The user has no home.
 
 
 def _essence(factory: EnvFactory[Any]) -> tuple[Any, ...]:

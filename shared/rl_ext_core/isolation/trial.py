@@ -12,8 +12,7 @@ import pickle
 import sys
 import tempfile
 import time
-import zipimport
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,8 +29,7 @@ from rl_ext_core.isolation.verdict import declared_by_instance
 RETURNED, STILL_RETURNED = "returned", "still returned"
 # The file in a trial's folder that gets what it prints.
 PRINTED = "printed"
-# Larger public arrays are not compared, and infos with more entries get one digest.
-_LARGEST_BYTES, _MOST_ENTRIES, _DEEP = 1 << 16, 200, 50
+_DEEP = 50  # levels of nested data that are compared
 # Steps are timed in a loop, for so many steps or seconds: between two operations of a trial caches get cold.
 _TIMED_STEPS, _TIMED_S = 100, 5e-3
 # Packages with hundreds of modules: the top-level one shows a new version.
@@ -159,8 +157,6 @@ class _Instance:
         self._last: Any = None  # the objects that it returned, not copies
         self._infos: list[Any] = []
         self._seconds = 0.0  # of all resets and steps
-        inner = getattr(environment, "unwrapped", environment)
-        self._holders = [getattr(inner, "__dict__", {}), *map(vars, type(inner).__mro__)]
         owners = (layer for layer in walk.layers(environment) if hasattr(type(layer), "action_masks"))
         self._masks = next((layer.action_masks for layer in owners), None)
 
@@ -215,26 +211,14 @@ class _Instance:
     def _observe(self) -> dict[str, Any]:
         """Return digests of what callers find before the next operation, by their names."""
         # A step that ends an episode is followed by a reset.
-        pairs = zip(["info", *["info of the reset"] * len(self._infos)], self._infos, strict=False)
-        observed = {path: value for name, info in pairs for path, value in _entries(name, info)}
-        observed = observed if len(observed) <= _MOST_ENTRIES else {"info": _digest(self._infos)}
+        pairs = zip(("info", "info of the reset"), self._infos, strict=False)
+        entries = ((name, pair) for name, info in pairs for pair in dict(info).items())
+        observed = {f"{name}[{key!r}]": _digest(part) for name, (key, part) in entries}
         self._infos = []
         if self._last is not None:
             observed[STILL_RETURNED] = _digest(self._last)
             observed |= {} if self._masks is None else {"action_masks()": _digest(self._masks())}
-        for name, value in (pair for holder in self._holders for pair in list(holder.items())):
-            if isinstance(value, np.ndarray) and name[0] != "_" and value.nbytes <= _LARGEST_BYTES:
-                observed[name] = _digest(value)
         return observed
-
-
-def _entries(path: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yield the paths and digests of nested infos."""
-    if isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from _entries(f"{path}[{key!r}]", part)
-    else:
-        yield path, _digest(value)
 
 
 def _digest(value: Any) -> str:
@@ -270,12 +254,10 @@ def _module_files() -> Iterator[str]:
         top = name.partition(".")[0]
         package: Any = sys.modules.get(top) if top in _BIG else module
         path = getattr(package, "__file__", None)
-        standard = (
-            isinstance(path, str) and path.startswith(standard_folders()) and not path.startswith(package_folders())
-        )
-        if isinstance(path, str) and not standard and top != "rl_ext_core":
-            loader = getattr(getattr(package, "__spec__", None), "loader", None)
-            yield loader.archive if isinstance(loader, zipimport.zipimporter) else path
+        if not isinstance(path, str) or top == "rl_ext_core":
+            continue
+        if path.startswith(package_folders()) or not path.startswith(standard_folders()):
+            yield path
 
 
 def _in_one_line(error: BaseException) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import enum
@@ -14,12 +13,11 @@ import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
+from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.factory import EnvFactory, walk
 
 __all__ = ["Isolation", "Verdict"]
 
-_FORMAT = 2
 # The FMI standard's name of its flag; FMPy's model descriptions have an attribute of that name.
 _FMI = "canBeInstantiatedOnlyOncePerProcess"
 _KEY = "isolation"
@@ -91,23 +89,7 @@ class Verdict:
 
     def to_json(self) -> str:
         """Write the verdict as JSON."""
-        return json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}, indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> Verdict:
-        """Read what :meth:`to_json` wrote.
-
-        :raises CorruptFileError: If the text is something else, or was written by another version of this package.
-        """
-        try:
-            data = json.loads(text)
-            if data.pop("format") != _FORMAT:
-                raise ValueError("another format")
-            return cls(**{**data, "isolation": Isolation(data["isolation"]), "libraries": tuple(data["libraries"])})
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CorruptFileError(
-                f"{text[:60]!r} is not a verdict ({error}); expected what Verdict.to_json() wrote. Write probe(source)"
-            ) from error
+        return json.dumps(dataclasses.asdict(self), indent=1)
 
 
 _FOLLOWS = {
@@ -187,18 +169,15 @@ def _class_of(build: Any) -> Any:
 
 def _fmi_flag(environment: Any) -> Declaration | None:
     """Search attributes, mappings, lists and tuples for FMI's flag, breadth first, without calling ``__getattr__``."""
-    waiting, seen = collections.deque([environment]), {id(environment)}
-    for _ in range(_MOST_OBJECTS):
-        if not waiting:
-            break
-        item = waiting.popleft()
+    waiting, seen = [environment], {id(environment)}
+    for item in waiting:  # to which the loop adds
         held = walk.attributes(item)
         if held.get(_FMI) is True:
             return Declaration(Isolation.SINGLE_INSTANCE.value, f"the FMI model description, by its flag {_FMI},")
         parts = (
             item.values() if isinstance(item, Mapping) else item if isinstance(item, (list, tuple)) else held.values()
         )
-        for part in itertools.islice(parts, _MOST_OBJECTS):
+        for part in itertools.islice(parts, _MOST_OBJECTS - len(waiting)):
             if not isinstance(part, (str, bytes, int, float, type, types.ModuleType)) and id(part) not in seen:
                 seen.add(id(part))
                 waiting.append(part)

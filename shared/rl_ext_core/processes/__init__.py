@@ -6,30 +6,9 @@ finds the reason, ends the others, and raises one :class:`~rl_ext_core.errors.Wo
 that a pipe raises.
 """
 
-from __future__ import annotations
-
-import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from rl_ext_core.processes.context import get_context, registered
-    from rl_ext_core.processes.failures import Failure
-    from rl_ext_core.processes.watch import Watch
-    from rl_ext_core.processes.worker import at_end, fail, import_main, note
+from rl_ext_core.processes.context import get_context, registered
+from rl_ext_core.processes.failures import Failure
+from rl_ext_core.processes.watch import Watch
+from rl_ext_core.processes.worker import at_end, fail, import_main, note
 
 __all__ = ["Failure", "Watch", "at_end", "fail", "get_context", "import_main", "note", "registered"]
-
-# Imported when they are used.
-_MODULES = {"Failure": "failures", "Watch": "watch", "get_context": "context", "registered": "context"}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'worker')}"), name)
-    globals()[name] = found
-    return found
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

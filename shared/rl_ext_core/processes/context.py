@@ -1,12 +1,8 @@
 """Contexts of multiprocessing whose processes are workers, and how these are started.
 
 They start by multiprocessing's own ways: its fork server (another instance of it, see ``server``), its ``spawn``, its
-``fork``. What differs:
-
-- A worker has all of its environment variables before it imports anything but the standard library and this package.
-- What goes wrong before its function runs, such as while that is unpickled, is reported, as is what ends it later.
-- It imports the main module only if what it runs refers to that: most scripts need no ``__main__`` guard.
-- It ends with its parent, and what it has started ends with it.
+``fork``. But a worker has all of its environment variables before it imports anything of the user's, it imports the
+main module only if what it runs refers to that, and it ends with its parent.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from multiprocessing import connection, popen_fork, reduction, spawn, util
 from multiprocessing import context as mp_context
 from multiprocessing import process as mp_process
@@ -38,7 +34,7 @@ from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.processes import server
 from rl_ext_core.processes.families import kill_families
 from rl_ext_core.processes.report import Report
-from rl_ext_core.processes.worker import Call, Start, leave
+from rl_ext_core.processes.worker import Start, leave
 
 if sys.platform == "win32":
     from multiprocessing import popen_spawn_win32
@@ -51,6 +47,10 @@ _log = logging.getLogger("rl_ext_core.processes")
 
 # multiprocessing's exit code for a process whose fork server has died, and here for any that is not known.
 _UNKNOWN = 255
+_UNREPORTED = (
+    "this process ignores SIGCHLD, or another part of it has waited for the worker. Write "
+    "signal.signal(signal.SIGCHLD, signal.SIG_DFL) before the workers start"
+)
 _LOOK_S = 0.1
 # macOS has a fork server, whose forks its own libraries do not support.
 _DEFAULT = "forkserver" if hasattr(os, "memfd_create") else "spawn"
@@ -66,8 +66,6 @@ _lifelines: set[int] = set()
 
 def _leave_to_parent() -> None:
     """Drop the workers of the process that this one was forked from."""
-    global _preparing
-    _preparing = threading.Lock()
     while _lifelines:
         os.close(_lifelines.pop())
     # multiprocessing would terminate and join them when this process ends.
@@ -91,7 +89,6 @@ class Worker(BaseProcess):
     _modules: Sequence[str]
     _main: Mapping[str, Any]
     _begin: Start
-    _call: Call | None = None
     _lifeline: Any = None
     _job: Any = None
 
@@ -130,7 +127,9 @@ class Worker(BaseProcess):
                 _lifelines.add(writing)
                 # At exit the kernel closes it, after the children that are waited for have ended.
                 self._lifeline = util.Finalize(self, _close_lifeline, (writing,))
-            self._begin = context.start_of(self, reading)
+            own = {} if context.environs is None else context.environs[self.worker]
+            environ = {name: value for name, value in {**os.environ, **own}.items() if value is not None}
+            self._begin = Start(self.report.fd, reading, environ)
             super().start()
             if _system.WINDOWS:
                 self._job = _system._windows.Job(self.pid)
@@ -167,23 +166,28 @@ class Worker(BaseProcess):
         file = io.BytesIO()
         pickler = _NotingPickler(file)
         pickler.dump(self._function())
-        lifeline = None if self._begin.lifeline is None else reduction.DupFd(self._begin.lifeline)
-        begin = replace(self._begin, report=sent(self.report.fd), lifeline=lifeline)
-        call = Call(file.getvalue(), pickler.needs_main, self._main)
-        return {**{name: vars(self)[name] for name in _SENT}, "_begin": begin, "_call": call}
+        begin = replace(
+            self._begin,
+            report=sent(self.report.fd),
+            lifeline=None if self._begin.lifeline is None else reduction.DupFd(self._begin.lifeline),
+            function=file.getvalue(),
+            needs_main=pickler.needs_main,
+            main=self._main,
+        )
+        return {**{name: vars(self)[name] for name in _SENT}, "_begin": begin}
 
     def _function(self) -> tuple[Any, Any, Any]:
         return self._target, self._args, self._kwargs  # type: ignore[attr-defined]
 
     def run(self) -> None:
         """Run the function; called in the worker."""
-        begin, call = self._begin, self._call
-        if call is None:  # it is forked
-            call = Call(self._function(), False, {})
+        begin = self._begin
+        if begin.function is None:  # it is forked
+            begin = replace(begin, function=self._function())
         else:
             lifeline = None if begin.lifeline is None else begin.lifeline.detach()
             begin = replace(begin, report=begin.report.detach(), lifeline=lifeline)
-        begin.run(call)
+        begin.run()
 
     def _bootstrap(self, parent_sentinel: int | None = None) -> int:
         code: int = super()._bootstrap(parent_sentinel)  # type: ignore[misc]
@@ -222,44 +226,42 @@ class _NotingPickler(reduction.ForkingPickler):
 
 
 _plain_preparation = spawn.get_preparation_data
+_spawning = threading.local()
 
 
-def _preparation(process: Any) -> dict[str, Any]:
-    """Return multiprocessing's preparation data, except the main module, which ``process`` sends with its function."""
+def _preparation(name: str) -> dict[str, Any]:
+    """Return multiprocessing's preparation data; those of a worker lack the main module, which it sends itself."""
+    process = getattr(_spawning, "process", None)
     chosen = multiprocessing.get_start_method(allow_none=True)
     try:
-        data: dict[str, Any] = _plain_preparation(process.name)
+        data: dict[str, Any] = _plain_preparation(name)
     finally:
-        if not chosen:
+        if process is not None and not chosen:
             # Asking for the default has fixed it: the user could not set another any more.
             multiprocessing.set_start_method(None, force=True)
+    if process is None:
+        return data
     process._main = {name: data.pop(name) for name in _OF_MAIN if name in data}
     return {**data, "sys_path": import_path()}
 
 
-_preparing = threading.Lock()
+# multiprocessing has no other way to it for what is spawned, and spawns its own processes as before.
+spawn.get_preparation_data = _preparation
 
 
 @contextmanager
 def _own_preparation(process: Any) -> Iterator[None]:
-    """Replace the preparation data of a process that this thread spawns, for which multiprocessing has no way."""
-    thread = threading.get_ident()
-
-    def prepared(name: str) -> dict[str, Any]:
-        return _preparation(process) if threading.get_ident() == thread else _plain_preparation(name)
-
-    with _preparing:
-        spawn.get_preparation_data = prepared
-        try:
-            yield
-        finally:
-            spawn.get_preparation_data = _plain_preparation
+    _spawning.process = process
+    try:
+        yield
+    finally:
+        _spawning.process = None
 
 
 if sys.platform == "win32":
 
     class _SpawnPopen(popen_spawn_win32.Popen):
-        is_lost = is_unreported = False
+        unknown = ""
 
         def __init__(self, process: Any) -> None:
             try:
@@ -274,14 +276,13 @@ else:
     class _FetchingPopen(popen_fork.Popen):
         """Fetches the exit code once, whichever thread asks, and also where the system does not report it."""
 
-        is_lost = False  # whether the fork server has ended first, which knows the exit code
-        is_unreported = False  # whether neither the system nor the worker has reported the exit code
+        unknown = ""  # why the exit code is not known
         sentinel: int
         pid: int
         _fds: list[int]
 
         def __init__(self, process: Any) -> None:
-            self._report, self._polling = process.report, threading.Lock()
+            self._polling = threading.Lock()
             super().__init__(process)
 
         def poll(self, flag: int = os.WNOHANG) -> int | None:
@@ -303,10 +304,7 @@ else:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
             except ChildProcessError:
-                # SIGCHLD is ignored, or another part of this process has waited for all of its children.
-                recorded = self._report.exitcode()
-                self.is_unreported = recorded is None
-                self.returncode = _UNKNOWN if recorded is None else recorded
+                self.returncode, self.unknown = _UNKNOWN, _UNREPORTED
             else:
                 self.returncode = os.waitstatus_to_exitcode(status) if pid else None
 
@@ -342,7 +340,8 @@ else:
             data = io.BytesIO()
             mp_context.set_spawning_popen(self)
             try:
-                reduction.dump(_preparation(process), data)
+                with _own_preparation(process):
+                    reduction.dump(_preparation(process.name), data)
                 reduction.dump(process, data)
             finally:
                 mp_context.set_spawning_popen(None)
@@ -361,47 +360,27 @@ else:
                 except (OSError, EOFError):
                     # The worker may live, and nobody would wait for it; its number may be another's soon.
                     kill_families([self.pid])
-                    self.returncode, self.is_lost = _UNKNOWN, True
+                    self.returncode, self.unknown = _UNKNOWN, "the fork server that started it was killed"
                 self._server = None
 
 
+@dataclass(eq=False)
 class WorkerContext(mp_context.BaseContext):
     """A context of multiprocessing whose processes are workers; made by :func:`get_context`."""
 
-    def __init__(
-        self,
-        method: str,
-        preload: Sequence[str],
-        environs: Sequence[Mapping[str, str | None]] | None,
-        label: str,
-        on_start: Callable[[BaseProcess], None] | None,
-    ) -> None:
-        self._name = method
-        self.preload, self.on_start = tuple(preload), on_start
-        self._environs, self._label = environs, label
-        self._count = itertools.count()
+    _name: str
+    preload: Sequence[str]
+    environs: Sequence[Mapping[str, str | None]] | None
+    label: str
+    on_start: Callable[[BaseProcess], None] | None
+    _count: Iterator[int] = field(default_factory=itertools.count)
 
-    def Process(  # noqa: N802 multiprocessing's name
-        self,
-        group: None = None,
-        target: Callable[..., object] | None = None,
-        name: str | None = None,
-        args: Any = (),
-        kwargs: Mapping[str, Any] | None = None,
-        *,
-        daemon: bool | None = None,
-    ) -> Worker:
+    def Process(self, *arguments: Any, **options: Any) -> Worker:  # noqa: N802 multiprocessing's name
         """Make a process, as multiprocessing's contexts do."""
         number = next(self._count)
-        process = Worker(group, target, name or f"{self._label}-{number}", args, kwargs or {}, daemon=daemon)
+        process = Worker(*arguments, **{"name": f"{self.label}-{number}", **options})
         process.worker, process._context, process._start_method = number, self, self._name  # type: ignore[attr-defined]
         return process
-
-    def start_of(self, process: Worker, lifeline: int | None) -> Start:
-        """Return what a process is given that starts now."""
-        own = {} if self._environs is None else self._environs[process.worker]
-        environ = {name: value for name, value in {**os.environ, **own}.items() if value is not None}
-        return Start(process.report.fd, lifeline, environ)
 
     def Event(self) -> Any:  # noqa: N802 multiprocessing's name
         """Make an event; on Linux it stays usable when a process is killed while it sets it."""
@@ -442,7 +421,7 @@ def get_context(
             f"method={method!r} does not start processes here; expected one of {', '.join(available)}. "
             f'Write method="{_DEFAULT}"'
         )
-    return WorkerContext(method, preload, environs, label, on_start)
+    return WorkerContext(method, tuple(preload), environs, label, on_start)
 
 
 @contextmanager
@@ -473,24 +452,16 @@ class KernelEvent:
         self._descriptor = os.eventfd(0, flags) if descriptor is None else descriptor
 
     def is_set(self) -> bool:
-        """Return whether it is set."""
         return self.wait(0)
 
     def set(self) -> None:
-        """Set it."""
         os.eventfd_write(self._descriptor, 1)
 
     def clear(self) -> None:
-        """Make it as if it had never been set."""
         with suppress(BlockingIOError):
             os.eventfd_read(self._descriptor)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is set.
-
-        :param timeout: seconds
-        :return: whether it is set
-        """
         poll = select.poll()
         poll.register(self._descriptor, select.POLLIN)
         return bool(poll.poll(None if timeout in (None, math.inf) else max(timeout, 0) * 1e3))

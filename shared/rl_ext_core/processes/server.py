@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import connection, resource_tracker, util
-from multiprocessing.forkserver import ForkServer, read_signed
+from multiprocessing.forkserver import MAXFDS_TO_SEND, ForkServer, read_signed
 from typing import Any
 
 from rl_ext_core._import_path import import_path
@@ -55,41 +55,48 @@ class _Server(ForkServer):
     def __init__(self, modules: Sequence[str], variables: Mapping[str, str | None]) -> None:
         super().__init__()
         self.modules, self.variables, self.has_answered = tuple(modules), dict(variables), False
-        self.set_forkserver_preload(_Program(self.modules, self.variables))
+        # Names of modules alone would not do: the server needs its environment and, where this package is not
+        # installed, ``sys.path`` before it imports anything.
+        self.set_forkserver_preload(
+            _Program(
+                f"import sys\nsys.path[:] = {import_path()!r}\nfrom rl_ext_core.processes import server\n"
+                f"server.prepare({list(modules)!r}, {dict(variables)!r})"
+            )
+        )
         _servers.add(self)
 
     def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.end()
+
+    def end(self) -> None:
+        """Kill the server, and so its workers. Closing its pipe would not do: they hold that as well."""
         pid, address = self._forkserver_pid, self._forkserver_address
         self.let_go()
-        if sys.is_finalizing():
-            return
         if pid is not None and not _has_ended(pid):
-            _unreaped.append(pid)
+            os.kill(pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(pid, 0)
         if address is not None and not util.is_abstract_socket_namespace(address):
             with suppress(FileNotFoundError):
                 os.unlink(address)
 
     def let_go(self) -> None:
-        """Close the pipe for whose end the server waits."""
+        """Leave the server to the process that has started it."""
         descriptor, self._forkserver_alive_fd = self._forkserver_alive_fd, None
+        self._forkserver_pid = self._forkserver_address = None
         if descriptor is not None:
             os.close(descriptor)
 
 
 class _Program(list[str]):
-    """An empty list of modules to preload whose ``repr`` is an expression that first runs a program.
-
-    multiprocessing writes the ``repr`` into the command line of the server. Names of modules alone would not do: the
-    server needs its environment and, where this package is not installed, ``sys.path`` before it imports anything.
+    """An empty list of modules to preload whose ``repr``, which multiprocessing writes into the command line of the
+    server, is an expression that first runs a program.
     """
 
-    def __init__(self, modules: Sequence[str], variables: Mapping[str, str | None]) -> None:
+    def __init__(self, source: str) -> None:
         super().__init__()
-        self._source = (
-            f"import sys\nsys.path[:] = {import_path()!r}\n"
-            "from rl_ext_core.processes import server\n"
-            f"server.prepare({list(modules)!r}, {dict(variables)!r})"
-        )
+        self._source = source
 
     def __repr__(self) -> str:
         return f"(exec({self._source!r}), [])[1]"
@@ -97,8 +104,6 @@ class _Program(list[str]):
 
 _server: _Server | None = None
 _servers: weakref.WeakSet[_Server] = weakref.WeakSet()
-_unreaped: list[int] = []  # processes of servers that were dropped
-_crashing: set[str] = set()  # modules that have ended a server at their import
 _lock = threading.Lock()
 
 
@@ -107,48 +112,31 @@ def connect(
 ) -> tuple[int, int, int, object]:
     """Have the fork server start a process; start or replace the server if needed.
 
-    :param modules: what the server should have imported; a module whose import ends the server is left to the workers
+    :param modules: what the server should have imported
     :param variables: what these modules read at import; None is unset
     :param descriptors: for the new process
     :return: descriptors to read its exit code from and to write its pickle to; its number; and the server, which the
         caller keeps until it has read the exit code
-    :raises UnusableError: If the server cannot start, or takes fewer descriptors
+    :raises UnusableError: If the server cannot start, dies, or takes fewer descriptors
     """
-    with _lock:
-        for _ in range(3):
-            server = _ensured([module for module in modules if module not in _crashing], variables)
-            was_new = not server.has_answered
-            try:
-                return *_ask(server, descriptors), server
-            except _DIED:
-                if was_new:
-                    _crashing.update(server.modules)
-                _stop()
-            except ValueError as error:  # too many descriptors
-                raise UnusableError(str(error)) from error
-            except OSError as error:
-                if "AF_UNIX path too long" not in str(error):
-                    raise
-                raise UnusableError(f"the folder for temporary files has too long a name: {error}") from error
-            except BaseException:
-                # Interrupted while the server imports, after which it would start that process.
-                if was_new:
-                    _stop()
-                raise
-        raise UnusableError("the fork server dies whenever it is started")
-
-
-def _ensured(modules: Sequence[str], variables: Mapping[str, str | None]) -> _Server:
     global _server
-    _unreaped[:] = [pid for pid in _unreaped if not _has_ended(pid)]
-    if _server is not None and _has_ended(_server._forkserver_pid):
-        _stop()
-    if _server is None:
-        _server = _Server(modules, variables)
-    elif not {*modules} <= {*_server.modules} or variables != _server.variables:
-        both = dict.fromkeys([*_server.modules, *modules])
-        _server = _Server([module for module in both if module not in _crashing], variables)
-    return _server
+    if len(descriptors) + 4 >= MAXFDS_TO_SEND:
+        raise UnusableError(f"a fork server does not take {len(descriptors)} descriptors")
+    with _lock:
+        if _server is not None and _has_ended(_server._forkserver_pid):
+            _stop()
+        if _server is None or not {*modules} <= {*_server.modules} or variables != _server.variables:
+            _server = _Server([*dict.fromkeys([*(_server.modules if _server else ()), *modules])], variables)
+        try:
+            return *_ask(_server, descriptors), _server
+        except BaseException as error:
+            # Interrupted while the server imports, after which it would start that process; or a module ends it.
+            if not _server.has_answered:
+                _stop()
+            # The socket is in the folder for temporary files. Other errors are the caller's: too few descriptors.
+            if isinstance(error, _DIED) or "path too long" in str(error):
+                raise UnusableError(str(error) or repr(error)) from error
+            raise
 
 
 def _ask(server: _Server, descriptors: Sequence[int]) -> tuple[int, int, int]:
@@ -227,11 +215,8 @@ def _has_ended(pid: int | None) -> bool:
 def _stop() -> None:
     global _server
     server, _server = _server, None
-    if server is not None and server._forkserver_pid is not None and not _has_ended(server._forkserver_pid):
-        # Closing its pipe would not do: its workers hold that as well, and what they have forked.
-        os.kill(server._forkserver_pid, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            os.waitpid(server._forkserver_pid, 0)
+    if server is not None:
+        server.end()
 
 
 @uninterrupted
@@ -265,10 +250,8 @@ def _forget() -> None:
     """In a forked child: the servers are the parent's, and must end with it even if this child lives on."""
     global _server, _lock
     for server in list(_servers):
-        server._forkserver_pid = server._forkserver_address = None
         server.let_go()
     _lock, _server = threading.Lock(), None
-    _unreaped.clear()
 
 
 after_fork(_forget)

@@ -7,7 +7,6 @@ way to wait for deaths serves all.
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import signal
 import threading
@@ -21,9 +20,9 @@ from rl_ext_core import _system
 from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, WorkerError
 from rl_ext_core.processes.context import Worker, kill_workers
-from rl_ext_core.processes.failures import FailedWorker, Failure, ended, is_idle, main_stack, timed_out
+from rl_ext_core.processes.failures import FailedWorker, Failure, is_idle
 from rl_ext_core.processes.families import kill_group
-from rl_ext_core.processes.report import Contents, Progress
+from rl_ext_core.processes.report import Progress
 from rl_ext_core.processes.worker import CLOSE_S, END_SIGNAL
 
 __all__ = ["Watch"]
@@ -35,10 +34,11 @@ _log = logging.getLogger("rl_ext_core.processes")
 _PATIENCE_S = 30.0
 # And that of one that was killed: the kernel has to free its memory.
 _REAP_S = 10.0
-# How long a worker may take to say where it is, and how long it is silent when it has.
+# How long a worker may take to begin to say where it is, and to write that.
 _STACKS_S = 3.0
-_SILENCE_S = 0.1
-_LONGEST_TICK_S = 0.25
+_WRITING_S = 0.2
+# How often the thread looks at the clock, and whether it is to end; a death wakes it at once.
+_TICK_S = 0.05
 # Errors by which a worker's end shows before it is over. Others may be the parent's own, and are not held up.
 _OF_PIPES = (EOFError, ConnectionError)
 # Before multiprocessing joins its children, which would wait for them forever.
@@ -67,20 +67,8 @@ class Watch:
     :raises InvalidArgumentError: one has not started, or there are too few seeds
 
     :ivar failure: the first one; None while there is none
+    :ivar is_closing: whether the workers are expected to end
     :ivar owner: number of the process that made it
-
-    >>> import time
-    >>> from rl_ext_core.processes import Watch, get_context
-    >>> context = get_context("forkserver")
-    >>> workers = [context.Process(target=time.sleep, args=(60,)) for _ in range(2)]
-    >>> for worker in workers:
-    ...     worker.start()
-    >>> watch = Watch(workers)
-    >>> with watch.operation("a step", timeout=5.0):  # raises a WorkerError if one of them ends in it
-    ...     pass
-    >>> watch.closing()
-    >>> watch.kill()
-    >>> watch.stop()
     """
 
     @uninterrupted
@@ -101,17 +89,15 @@ class Watch:
             )
         self._seeds, self._on_failure, self._label, self._idle_in = seeds, on_failure, label, tuple(idle_in)
         self._running: _Operation | None = None
-        self._tick = None if hasattr(os, "pidfd_open") else _LONGEST_TICK_S
-        self._closing = self._killing = self._stopping = False
+        self.is_closing = self._killing = self._stopping = False
         self.owner = os.getpid()
         self._over = threading.Event()
         self._at_exit = util.Finalize(None, self._end_at_exit, exitpriority=_EXIT_PRIORITY)
-        self._woken, self._waker = multiprocessing.Pipe(duplex=False)
         self._thread = threading.Thread(target=self._watch, name="rl_ext_core-watch", daemon=True)
         try:
             self._thread.start()
         except BaseException:
-            self._close()
+            self._at_exit.cancel()
             raise
 
     def operation(self, name: str, timeout: float | None = None) -> _Operation:
@@ -129,12 +115,7 @@ class Watch:
 
     def closing(self) -> None:
         """Expect the workers to end from now on, with exit code 0."""
-        self._closing = True
-
-    @property
-    def is_closing(self) -> bool:
-        """Whether the workers are expected to end."""
-        return self._closing
+        self.is_closing = True
 
     @property
     def ours(self) -> bool:
@@ -149,79 +130,61 @@ class Watch:
         """
         if not self.ours or threading.current_thread() is self._thread:
             return
-        self._closing = self._killing = self._stopping = True
-        self._wake()
+        self.is_closing = self._killing = self._stopping = True
         self._thread.join()
         self._end_workers()  # where the thread had ended before
 
     def stop(self) -> None:
-        """End the thread and close the descriptors; the workers that live go on, unwatched."""
-        if not self.ours or self._waker.closed:
+        """End the thread; the workers that live go on, unwatched."""
+        if not self.ours:
             return
         self._stopping = True
-        self._wake()
         # on_failure may be at work there, or may have called this.
         if threading.current_thread() is not self._thread:
             self._thread.join()
-        self._close()
-
-    @uninterrupted
-    def _close(self) -> None:
         self._at_exit.cancel()
-        self._waker.close()
-        self._woken.close()
 
     def _end_at_exit(self) -> None:
         self.kill()
         # Later, when objects are deleted, the thread does not run any more and cannot be joined.
         self.stop()
 
-    @uninterrupted
-    def _wake(self) -> None:
-        if not self._waker.closed:
-            self._waker.send_bytes(b"")
-
     def _watch(self) -> None:
         try:
             waiting = self._wait_for_deaths()
             if self._killing:
                 self._end_workers()
-            self._clear([worker for worker in waiting.values() if worker.exitcode is not None])
+            _kill_groups(worker for worker in waiting.values() if worker.exitcode is not None)
         finally:
             self._over.set()
 
     def _wait_for_deaths(self) -> dict[int, Worker]:
         """Wait for all deaths up to the first failure, and return the workers that were alive then."""
-        waiting, woken = dict(enumerate(self._workers)), self._woken
+        waiting = dict(enumerate(self._workers))
         while waiting and not self._stopping and self.failure is None:
-            # Windows waits for 63 at most: then the clock tells when to look at the others.
+            # Windows waits for 63 at most: the clock tells when to look at the others.
             sentinels = [worker.sentinel for worker in waiting.values()][: 60 if _system.WINDOWS else None]
-            if woken in connection.wait([*sentinels, woken], self._tick):
-                woken.recv_bytes()
+            connection.wait(sentinels, _TICK_S)
             dead = {number: worker for number, worker in waiting.items() if worker.exitcode is not None}
             waiting = {number: worker for number, worker in waiting.items() if number not in dead}
-            self._clear(dead.values())
+            _kill_groups(dead.values())
             if not self._stopping:
                 self._find_ended(dead)
                 self._find_hanging()
         return waiting
 
-    def _clear(self, dead: Iterable[Worker]) -> None:
-        """Kill what workers have left that have ended in order."""
-        for worker in dead:
-            kill_group(worker.pid or 0)
-
     def _find_ended(self, dead: Mapping[int, Worker]) -> None:
-        unexpected = {number: worker for number, worker in dead.items() if not (self._closing and worker.exitcode == 0)}
+        unexpected = {number: worker for number, worker in dead.items() if not self._is_in_order(worker)}
         if not unexpected:
             return
-        # It may have reported that all is well, as os._exit(0) does.
         kill_workers([*unexpected.values()])
-        contents = {number: worker.report.read() for number, worker in unexpected.items()}
-        number = min(unexpected, key=lambda number: (*_rank(contents[number], unexpected[number]), number))
+        number = min(unexpected, key=lambda number: (*_rank(unexpected[number]), number))
         popen = unexpected[number].popen
-        code = None if popen.is_unreported else popen.returncode
-        self._fail(ended(self._describe(number), contents[number], code, is_lost=popen.is_lost))
+        self._fail(self._describe(number).ended(popen.returncode, popen.unknown))
+
+    def _is_in_order(self, worker: Worker) -> bool:
+        # One whose exit code is unknown may have ended well.
+        return self.is_closing and (worker.exitcode == 0 or bool(worker.popen.unknown))
 
     def _find_hanging(self) -> None:
         operation = self._running
@@ -230,11 +193,10 @@ class Watch:
         stacks = self._ask_for_stacks()
         if self._running is not operation or not stacks:
             return  # it was late, and has ended meanwhile
-        busy = [worker for worker, stack in stacks.items() if not is_idle(main_stack(stack), self._idle_in)]
+        busy = [worker for worker, stack in stacks.items() if not is_idle(stack, self._idle_in)]
         worker, *others = busy or stacks
-        failed, contents = self._describe(worker), self._workers[worker].report.read()
         seconds = operation.timeout or 0.0
-        self._fail(timed_out(failed, contents, seconds, stacks[worker], others if busy else None))
+        self._fail(self._describe(worker).timed_out(seconds, stacks[worker], others if busy else None))
 
     def _ask_for_stacks(self) -> dict[int, str]:
         """Have the workers write where they are, and read it when all have done so or some will not."""
@@ -245,15 +207,11 @@ class Watch:
         asked = [number for number in sizes if self._workers[number].report.progress > Progress.LAUNCHED]
         for number in asked:
             self._workers[number].send_signal(signal.SIGUSR1)
-        before: dict[int, int] = {}
         end = time.monotonic() + _STACKS_S
-        while time.monotonic() < end:
-            time.sleep(_SILENCE_S)
-            now = {number: self._workers[number].report.size() for number in asked}
-            if now == before and all(size > sizes[number] for number, size in now.items()):
-                break
-            before = now
-        return {number: self._workers[number].report.text_since(since) for number, since in sizes.items()}
+        while time.monotonic() < end and any(self._workers[number].report.size() <= sizes[number] for number in asked):
+            time.sleep(_TICK_S)
+        time.sleep(_WRITING_S)
+        return {number: self._workers[number].report.text(since) for number, since in sizes.items()}
 
     def _fail(self, failure: Failure) -> None:
         self.failure = failure
@@ -280,14 +238,8 @@ class Watch:
     def _describe(self, number: int) -> FailedWorker:
         operation = self._running
         seed = None if self._seeds is None else int(self._seeds[number])
-        return FailedWorker(number, len(self._workers), self._label, seed, operation.name if operation else None)
-
-    def _expect_within(self, timeout: float) -> None:
-        """Look at the clock often enough for a time limit; costs something the first time only."""
-        tick = min(timeout / 10, _LONGEST_TICK_S)
-        if self._tick is None or tick < self._tick:
-            self._tick = tick
-            self._wake()
+        phase, report = operation.name if operation else None, self._workers[number].report
+        return FailedWorker(number, len(self._workers), self._label, seed, phase, report)
 
     def _explain(self, error: Exception) -> None:
         if isinstance(error, WorkerError):
@@ -297,8 +249,7 @@ class Watch:
         self._raise_failure()
 
     def _is_failing(self, worker: Worker) -> bool:
-        code = worker.exitcode
-        return worker.report.has_raised or (code is not None and not (self._closing and code == 0))
+        return worker.report.has_raised or (worker.exitcode is not None and not self._is_in_order(worker))
 
     def _raise_failure(self) -> None:
         if self.failure is not None:
@@ -323,7 +274,6 @@ class _Operation:
         if watch._running is None:
             if self.timeout is not None:
                 self.deadline = time.monotonic() + self.timeout
-                watch._expect_within(self.timeout)
             watch._running = self
 
     def __exit__(
@@ -350,11 +300,18 @@ def _checked(process: BaseProcess) -> Worker:
     return process
 
 
-def _rank(contents: Contents, worker: Worker) -> tuple[int, float]:
+def _rank(worker: Worker) -> tuple[int, float]:
     """Order deaths that are found together: a crash is not a consequence, being terminated usually is."""
-    if contents.raised is not None:
-        return 1, contents.raised.time
+    raised = worker.report.raised
+    if raised is not None:
+        return 1, raised.time
     return (2 if worker.exitcode in (0, -signal.SIGTERM) else 0), 0.0
+
+
+def _kill_groups(dead: Iterable[Worker]) -> None:
+    """Kill what workers have left that have ended in order."""
+    for worker in dead:
+        kill_group(worker.pid or 0)
 
 
 def _is_alive(worker: Worker) -> bool:
@@ -368,7 +325,5 @@ def _is_alive(worker: Worker) -> bool:
 def _wait_for(workers: Sequence[Worker], seconds: float) -> None:
     """Wait for workers to end."""
     end = time.monotonic() + seconds
-    pause = 0.001
-    while [worker for worker in workers if _is_alive(worker)] and time.monotonic() < end:
-        time.sleep(pause)
-        pause = min(2 * pause, 0.02)
+    while any(map(_is_alive, workers)) and time.monotonic() < end:
+        time.sleep(0.002)

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import spawn
 from typing import Any, NoReturn
 
@@ -22,7 +22,7 @@ from rl_ext_core.processes.families import kill_group, kill_own_family, lead_gro
 from rl_ext_core.processes.report import Progress, Writer
 from rl_ext_core.processes.server import reset_signals
 
-__all__ = ["CLOSE_S", "END_SIGNAL", "Call", "Start", "at_end", "fail", "import_main", "leave", "note"]
+__all__ = ["CLOSE_S", "END_SIGNAL", "Start", "at_end", "fail", "import_main", "leave", "note"]
 
 # How long a worker that ends early may take to close what it has.
 CLOSE_S = 3.0
@@ -31,7 +31,6 @@ _EXIT_GRACE_S = 0.25
 # By which the parent asks a worker to end; Windows has none.
 END_SIGNAL: Any = getattr(signal, "SIGUSR2", None)
 _STACK_SIGNAL: Any = getattr(signal, "SIGUSR1", None)
-_CHAIN_LIMIT = 20
 
 _writer: Writer | None = None
 _notes: dict[str, Any] = {}
@@ -106,52 +105,37 @@ def import_main() -> bool:
 
 
 @dataclass(frozen=True)
-class Call:
-    """The function of a worker: pickled, or as it is where the worker is forked.
-
-    :ivar needs_main: whether it refers to the main module; if not, that is left to :func:`import_main`
-    :ivar main: where the main module is, in multiprocessing's preparation data
-    """
-
-    function: Any
-    needs_main: bool
-    main: Mapping[str, Any]
-
-    def unpickled(self) -> tuple[Callable[..., object] | None, Any, Any]:
-        """Return the function and its arguments, in the worker."""
-        _main.update(self.main)
-        if self.needs_main:
-            import_main()
-        assert _writer is not None
-        _writer.enter(Progress.UNPICKLING)
-        found: tuple[Any, Any, Any] = self.function
-        return pickle.loads(self.function) if isinstance(self.function, bytes) else found
-
-
-@dataclass(frozen=True)
 class Start:
     """What a worker is given by its parent.
 
     :ivar report: descriptor of its report
     :ivar lifeline: reading end of a pipe that the parent never writes to and alone holds open; None on Windows
     :ivar environ: all of its environment variables
+    :ivar function: with its arguments: pickled, or as it is where the worker is forked
+    :ivar needs_main: whether that refers to the main module; if not, this is left to :func:`import_main`
+    :ivar main: where the main module is, in multiprocessing's preparation data
     """
 
     report: Any
     lifeline: Any
     environ: dict[str, str]
+    function: Any = None
+    needs_main: bool = False
+    main: Mapping[str, Any] = field(default_factory=dict)
 
-    def run(self, call: Call) -> None:
-        """Run a function, with all that a worker is around it."""
+    def run(self) -> None:
+        """Run the function, with all that a worker is around it."""
         global _has_returned
         self._begin()
         assert _writer is not None
         try:
-            function, args, kwargs = call.unpickled()
-        except BaseException as error:
-            _end_with(error, unguarded=_is_unguarded(error))
-        _writer.enter(Progress.RUNNING)
-        try:
+            _main.update(self.main)
+            if self.needs_main:
+                import_main()
+            _writer.enter(Progress.UNPICKLING)
+            packed = self.function
+            function, args, kwargs = pickle.loads(packed) if isinstance(packed, bytes) else packed
+            _writer.enter(Progress.RUNNING)
             if function is not None:
                 function(*args, **kwargs)
             _has_returned = True  # it need not be asked to end any more
@@ -166,11 +150,8 @@ class Start:
         reset_signals()
         if END_SIGNAL is not None:
             signal.signal(END_SIGNAL, _end_if_asked)
-        for name in os.environ.keys() - self.environ.keys():
-            del os.environ[name]
-        for name, value in self.environ.items():
-            if os.environ.get(name) != value:
-                os.environ[name] = value
+        os.environ.clear()
+        os.environ.update(self.environ)
         os.set_inheritable(self.report, False)
         _notes.clear()
         _to_close.clear()
@@ -186,14 +167,14 @@ class Start:
         _end_if_asked()  # before it could be told
 
 
-def _end_with(error: BaseException, *, unguarded: bool = False) -> NoReturn:
+def _end_with(error: BaseException) -> NoReturn:
     """End the worker: quietly if the parent knows why, else by the exception, which multiprocessing prints."""
     global _is_ending
     if isinstance(error, _Failed) and error.__cause__ is not None:
         error = error.__cause__
     asked = isinstance(error, _Asked)
     # There is no report in a process that the worker has forked, and that runs out of the same function.
-    if _writer is None or not (asked or _writer.raised(error, unguarded=unguarded)):
+    if _writer is None or not (asked or _writer.raised(error)):
         raise error
     _is_ending = True
     # The parent waits for the end of this process. Where it has asked for that, it looks at the clock itself.
@@ -213,22 +194,11 @@ def leave(code: int, *, spawned: bool) -> int:
     """End a worker that has reported a failure, without the end of the interpreter, which may take a large library
     half a second, and which forked workers do not have; else return its exit code.
     """
-    if _writer is not None:
-        _writer.write_exitcode(code)
     if _is_ending:
         if spawned:  # exit handlers of a forked worker are those of the process that it was forked from
             atexit._run_exitfuncs()
         os._exit(code)
     return code
-
-
-def _is_unguarded(error: BaseException | None) -> bool:
-    """Return whether processes were started by a main module that is being imported."""
-    for _ in range(_CHAIN_LIMIT):
-        if isinstance(error, RuntimeError) and "bootstrapping phase" in str(error):
-            return True
-        error = error and (error.__cause__ or error.__context__)
-    return False
 
 
 def _end_if_asked(number: int = 0, frame: object = None) -> None:

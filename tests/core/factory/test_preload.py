@@ -11,15 +11,11 @@ from gymnasium.envs.classic_control import CartPoleEnv
 
 from rl_ext_core.factory import as_factory
 from rl_ext_core.factory.record import modules_of_callable, safe_to_preload
-from tests.core.factory.worlds import Line, Scaled
+from tests.core.factory.copying import Line, Scaled
 
 
-def make_by_gymnasium() -> Any:
-    return gym.make("CartPole-v1")
-
-
-def make_by_class() -> Any:
-    return CartPoleEnv()
+def make(depth: int = 1) -> Any:
+    return make(depth - 1) if depth else gym.make("CartPole-v1")
 
 
 @pytest.mark.parametrize(
@@ -30,8 +26,7 @@ def make_by_class() -> Any:
         "CartPole-v1",
         CartPoleEnv,
         CartPoleEnv(),
-        make_by_gymnasium,
-        make_by_class,
+        make,
         functools.partial(gym.make, "CartPole-v1"),
         functools.partial(Scaled, CartPoleEnv()),
         lambda: CartPoleEnv(),
@@ -44,13 +39,4 @@ def test_the_packages_of_an_environment_are_found(source: Any) -> None:
 
 def test_the_users_own_modules_are_never_among_them() -> None:
     assert modules_of_callable(lambda: pytest.approx(1)) == ()
-    assert safe_to_preload(["tests.core.factory.worlds", "__main__", "matplotlib.pyplot", "gymnasium_robotics"]) == ()
-
-
-def test_a_function_that_calls_itself_is_looked_into_once() -> None:
-    def make(depth: int = 1) -> Any:
-        return make(depth - 1) if depth else gym.make("CartPole-v1")
-
-    factory = as_factory(make)
-    assert factory.preload == ("gymnasium",)
-    assert factory().spec.id == "CartPole-v1"
+    assert safe_to_preload(["tests.core.factory.copying", "__main__", "matplotlib.pyplot", "gymnasium_robotics"]) == ()

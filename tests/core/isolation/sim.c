@@ -1,16 +1,22 @@
 /* A toy simulator: a damped value that an action pushes and a random generator shakes. Each variant, chosen with
-   -D<NAME>, bears a second instance, or a second process, in its own bad way. */
+   -DVARIANT=<NAME>, bears a second instance, or a second process, in its own bad way. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
+
+enum {
+    GOOD, BACKGROUND_THREAD, NULL_FOR_SECOND, NULL_FOR_LATER, CRASH_OF_SECOND, EXIT_OF_SECOND, ABORT_IN_STEP,
+    CLOSE_KILLS_OTHERS, CRASH_OF_LAST_CLOSE, SHARED_GLOBALS, SHARED_RANDOM, SHARED_AT_RESET, SHARED_LATER, LAZY_TABLE,
+    CLOSE_CHANGES_OTHERS, LAST_CLOSE_CHANGES_LATER, SEEDED_BY_CLOCK, NOTHING_SEEN, NULL_ALWAYS, CRASH_IN_STEP,
+    LOCK_IN_CWD, LOCK_IN_TMPDIR, LOCK_BESIDE_LIBRARY, LOCK_PER_PROCESS, STATE_IN_FILES, SHARED_MEMORY, HANG_OF_SECOND
+};
 
 typedef struct {
     double value;
@@ -19,15 +25,17 @@ typedef struct {
 } Sim;
 
 static int alive, made;
-static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static Sim global;
+static unsigned global_random = 1, last_seed = 1;
+static double *table, gain = 1;
 
-static unsigned draw(unsigned *random) { return *random = *random * 1664525u + 1013904223u; }
-
-static void advance(Sim *sim, double action, unsigned *random, double gain) {
-    sim->value = 0.95 * sim->value + gain * action + (draw(random) >> 16) % 1000 / 1000.0 - 0.5;
+static void advance(Sim *sim, double action, unsigned *random, double by) {
+    *random = *random * 1664525u + 1013904223u;
+    sim->value = 0.95 * sim->value + by * action + (*random >> 16) % 1000 / 1000.0 - 0.5;
 }
 
-#ifdef BACKGROUND_THREAD /* one for all instances, with a queue of one */
+/* a background thread for all instances, with a queue of one */
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t asked = PTHREAD_COND_INITIALIZER, answered = PTHREAD_COND_INITIALIZER;
 static Sim *job;
 static double job_action;
@@ -41,9 +49,15 @@ static void *work(void *unused) {
     }
     return unused;
 }
-#endif
+static void ask(Sim *sim, double action) {
+    pthread_mutex_lock(&mutex);
+    job = sim;
+    job_action = action;
+    pthread_cond_signal(&asked);
+    while (job) pthread_cond_wait(&answered, &mutex);
+    pthread_mutex_unlock(&mutex);
+}
 
-#ifdef SHARED_MEMORY
 static Sim *shared_memory(void) {
     int file = shm_open(SHARED_MEMORY_NAME, O_CREAT | O_RDWR, 0600);
     if (file < 0 || ftruncate(file, sizeof(Sim))) return NULL;
@@ -51,92 +65,40 @@ static Sim *shared_memory(void) {
     close(file);
     return sim == MAP_FAILED ? NULL : sim;
 }
-#endif
 
-#if defined(LOCK_IN_CWD) || defined(LOCK_IN_TMPDIR) || defined(LOCK_BESIDE_LIBRARY) || defined(LOCK_PER_PROCESS)
 static int locked(void) {
     char path[4096] = "simulator.lock";
-#if defined(LOCK_IN_TMPDIR)
-    snprintf(path, sizeof path, "%s/simulator.lock", getenv("TMPDIR"));
-#elif defined(LOCK_BESIDE_LIBRARY)
     Dl_info here;
     dladdr((void *)locked, &here);
-    snprintf(path, sizeof path, "%s.lock", here.dli_fname);
-#endif
+    if (VARIANT == LOCK_IN_TMPDIR) snprintf(path, sizeof path, "%s/simulator.lock", getenv("TMPDIR"));
+    if (VARIANT == LOCK_BESIDE_LIBRARY) snprintf(path, sizeof path, "%s.lock", here.dli_fname);
     int file = open(path, O_CREAT | O_RDWR, 0600);
-#ifdef LOCK_PER_PROCESS
-    return file >= 0 && lockf(file, F_TLOCK, 0) == 0;
-#else
-    return file >= 0 && flock(file, LOCK_EX | LOCK_NB) == 0;
-#endif
+    return file >= 0 && (VARIANT == LOCK_PER_PROCESS ? lockf(file, F_TLOCK, 0) : flock(file, LOCK_EX | LOCK_NB)) == 0;
 }
-#endif
 
-#ifdef STATE_IN_FILES /* of a name that only this process does not use twice */
-static void stored(Sim *sim, int store) {
+static void stored(Sim *sim, int store) { /* under a name that only this process does not use twice */
     char path[64];
     snprintf(path, sizeof path, "simulator%d.state", sim->number);
     int file = open(path, O_CREAT | O_RDWR, 0600);
     if (store ? pwrite(file, &sim->value, sizeof(double), 0) : pread(file, &sim->value, sizeof(double), 0)) {}
     close(file);
 }
-#endif
-
-#ifdef SHARED_GLOBALS
-static Sim global;
-#endif
-#if defined(SHARED_RANDOM) || defined(SHARED_LATER)
-static unsigned global_random = 1;
-#endif
-#ifdef SHARED_AT_RESET
-static unsigned last_seed = 1;
-#endif
-#if defined(CLOSE_KILLS_OTHERS) || defined(LAZY_TABLE)
-static double *table;
-#endif
-#if defined(CLOSE_CHANGES_OTHERS) || defined(LAST_CLOSE_CHANGES_LATER)
-static double gain = 1;
-#endif
 
 void *sim_new(void) {
-#ifdef NULL_ALWAYS
-    return NULL;
-#endif
-#ifdef NULL_FOR_SECOND
-    if (alive) return NULL;
-#endif
-#ifdef NULL_FOR_LATER
-    if (made && !alive) return NULL;
-#endif
-#ifdef CRASH_OF_SECOND
-    if (alive) *(volatile int *)0 = 1;
-#endif
-#ifdef HANG_OF_SECOND
-    pthread_mutex_lock(&mutex);
-#endif
-#ifdef EXIT_OF_SECOND
-    if (alive) {
+    if (VARIANT == NULL_ALWAYS || (VARIANT == NULL_FOR_SECOND && alive)) return NULL;
+    if (VARIANT == NULL_FOR_LATER && made && !alive) return NULL;
+    if (VARIANT == CRASH_OF_SECOND && alive) *(volatile int *)0 = 1;
+    if (VARIANT == HANG_OF_SECOND) pthread_mutex_lock(&mutex);
+    if (VARIANT == EXIT_OF_SECOND && alive) {
         fprintf(stderr, "toy simulator: the license is for one instance\n");
         exit(3);
     }
-#endif
-#if defined(LOCK_IN_CWD) || defined(LOCK_IN_TMPDIR) || defined(LOCK_BESIDE_LIBRARY) || defined(LOCK_PER_PROCESS)
-    if (!locked()) return NULL;
-#endif
-#ifdef BACKGROUND_THREAD
+    if (VARIANT >= LOCK_IN_CWD && VARIANT <= LOCK_PER_PROCESS && !locked()) return NULL;
     pthread_t thread;
-    if (!made) pthread_create(&thread, NULL, work, NULL);
-#endif
-    Sim *sim = calloc(1, sizeof(Sim));
-#ifdef SHARED_GLOBALS
-    sim = &global;
-#endif
-#ifdef SHARED_MEMORY
-    sim = shared_memory();
-#endif
-#ifdef CLOSE_KILLS_OTHERS
-    if (!table) table = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-#endif
+    if (VARIANT == BACKGROUND_THREAD && !made) pthread_create(&thread, NULL, work, NULL);
+    Sim *sim = VARIANT == SHARED_GLOBALS ? &global : VARIANT == SHARED_MEMORY ? shared_memory() : calloc(1, sizeof(Sim));
+    if (VARIANT == CLOSE_KILLS_OTHERS && !table)
+        table = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     sim->number = made++;
     alive++;
     return sim;
@@ -146,94 +108,46 @@ void *sim_new(void) {
 void sim_reset(void *handle, unsigned seed) {
     Sim *sim = handle;
     sim->value = 0;
-#ifdef SHARED_AT_RESET
-    if (seed) last_seed = seed;
-    sim->random = last_seed * 7919u + 1;
-#endif
+    if (VARIANT == SHARED_AT_RESET) {
+        if (seed) last_seed = seed;
+        sim->random = last_seed * 7919u + 1;
+    }
     if (seed) sim->random = seed * 7919u + 1;
-#ifdef SHARED_RANDOM
-    if (seed) global_random = seed * 7919u + 1;
-#endif
-#ifdef SEEDED_BY_CLOCK
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    sim->random = now.tv_nsec;
-#endif
+    if (VARIANT == SHARED_RANDOM && seed) global_random = seed * 7919u + 1;
+    if (VARIANT == SEEDED_BY_CLOCK) {
+        struct timespec now;
+        clock_gettime(CLOCK_REALTIME, &now);
+        sim->random = now.tv_nsec;
+    }
 }
 
 void sim_step(void *handle, double action, double *observation) {
     Sim *sim = handle;
-    unsigned *random = &sim->random;
-    double by = 1;
     sim->steps++;
-#ifdef ABORT_IN_STEP
-    if (alive > 1) abort();
-#endif
-#ifdef CRASH_IN_STEP
-    if (sim->steps == 5) *(volatile int *)0 = 1;
-#endif
-#ifdef CLOSE_KILLS_OTHERS
-    table[0]++;
-#endif
-#if defined(CLOSE_CHANGES_OTHERS) || defined(LAST_CLOSE_CHANGES_LATER)
-    by = gain;
-#endif
-#ifdef SHARED_RANDOM
-    random = &global_random;
-#endif
-#ifdef SHARED_LATER
-    if (sim->steps > 50) random = &global_random;
-#endif
-#ifdef LAZY_TABLE
-    if (!table) {
-        table = malloc(sizeof(double));
-        table[0] = 1 + sim->random % 97;
+    if (VARIANT == ABORT_IN_STEP && alive > 1) abort();
+    if (VARIANT == CRASH_IN_STEP && sim->steps == 5) *(volatile int *)0 = 1;
+    if (VARIANT == CLOSE_KILLS_OTHERS) table[0]++;
+    int global_one = VARIANT == SHARED_RANDOM || (VARIANT == SHARED_LATER && sim->steps > 50);
+    if (VARIANT == LAZY_TABLE && !table) {
+        table = &gain;
+        gain = 1 + sim->random % 97;
     }
-    by = table[0];
-#endif
-#ifdef STATE_IN_FILES
-    if (sim->steps > 1) stored(sim, 0);
-#endif
-#ifdef BACKGROUND_THREAD
-    pthread_mutex_lock(&mutex);
-    job = sim;
-    job_action = action;
-    pthread_cond_signal(&asked);
-    while (job) pthread_cond_wait(&answered, &mutex);
-    pthread_mutex_unlock(&mutex);
-    (void)random, (void)by;
-#else
-    advance(sim, action, random, by);
-#endif
-#ifdef STATE_IN_FILES
-    stored(sim, 1);
-#endif
-    observation[0] = sim->value;
-    observation[1] = sim->random / 4294967296.0;
-#ifdef NOTHING_SEEN
-    observation[0] = observation[1] = 0;
-#endif
+    if (VARIANT == STATE_IN_FILES && sim->steps > 1) stored(sim, 0);
+    if (VARIANT == BACKGROUND_THREAD) ask(sim, action);
+    else advance(sim, action, global_one ? &global_random : &sim->random, gain);
+    if (VARIANT == STATE_IN_FILES) stored(sim, 1);
+    observation[0] = VARIANT == NOTHING_SEEN ? 0 : sim->value;
+    observation[1] = VARIANT == NOTHING_SEEN ? 0 : sim->random / 4294967296.0;
 }
 
 void sim_free(void *handle) {
-    Sim *sim = handle;
     alive--;
-#ifdef CLOSE_KILLS_OTHERS
-    munmap(table, 4096);
-    table = (double *)16;
-#endif
-#ifdef CLOSE_CHANGES_OTHERS
-    gain = 0;
-#endif
-#ifdef LAST_CLOSE_CHANGES_LATER
-    if (!alive) gain = 0.5;
-#endif
-#ifdef CRASH_OF_LAST_CLOSE
-    if (made > 1 && !alive) abort();
-#endif
-#if !defined(SHARED_GLOBALS) && !defined(SHARED_MEMORY)
-    free(sim);
-#endif
-    (void)sim;
-    (void)mutex;
+    if (VARIANT == CLOSE_KILLS_OTHERS) {
+        munmap(table, 4096);
+        table = (double *)16;
+    }
+    if (VARIANT == CLOSE_CHANGES_OTHERS) gain = 0;
+    if (VARIANT == LAST_CLOSE_CHANGES_LATER && !alive) gain = 0.5;
+    if (VARIANT == CRASH_OF_LAST_CLOSE && made > 1 && !alive) abort();
+    if (VARIANT != SHARED_GLOBALS && VARIANT != SHARED_MEMORY) free(handle);
 }

@@ -41,9 +41,9 @@ class Simulator(gymnasium.Env[np.ndarray, np.ndarray]):
             raise RuntimeError("the toy simulator gives no handle")
         self._observation = np.zeros(2)
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
-        super().reset(seed=seed)
-        self._library.sim_reset(self._handle, seed or 0)
+    def reset(self, **options: Any) -> Reset:
+        super().reset(**options)
+        self._library.sim_reset(self._handle, options.get("seed") or 0)
         self._observation[:] = 0
         return self._observation.copy(), {}
 
@@ -74,8 +74,8 @@ class Plain(gymnasium.Env[np.ndarray, int]):
     def __init__(self) -> None:
         self._sum = 0.0
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
-        super().reset(seed=seed)
+    def reset(self, **options: Any) -> Reset:
+        super().reset(**options)
         self._sum = float(self.np_random.random())
         return np.array([self._sum]), {}
 
@@ -98,24 +98,16 @@ class DrawsFromPython(Plain):
 
 
 class DrawsWhenBuilt(Plain):
-    """Every instance is a world of its own, drawn from NumPy's global generator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._offset = np.random.random()
-
-    def noise(self) -> float:
-        return self._offset
-
-
-class BuiltFromTorch(DrawsWhenBuilt):
-    """Draws from torch, which nothing has imported before."""
+    """Every instance is a world of its own, drawn from global generators, torch's too, which nothing has imported."""
 
     def __init__(self) -> None:
         import torch
 
         super().__init__()
-        self._offset = float(torch.rand(()))
+        self._offset = np.random.random() + float(torch.rand(()))
+
+    def noise(self) -> float:
+        return self._offset
 
 
 class ClassAttribute(Plain):
@@ -127,7 +119,7 @@ class ClassAttribute(Plain):
 
 
 class IgnoresSeeds(Plain):
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
+    def reset(self, **options: Any) -> Reset:
         return super().reset(seed=0)
 
 
@@ -164,18 +156,16 @@ class Masked(Plain):
 
     _mask, _count = np.zeros(5, bool), [0]
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, key: str) -> None:
         super().__init__()
-        self._how = how
-        if how == "array":
-            self.mask = self._mask
+        self._key = key
 
     def step(self, action: int) -> Step:
         observation, reward, *_ = super().step(action)
         self._mask[:] = observation * np.arange(5) % 2 > 1
         self._count[0] += 1
-        info = {"info": {"count": self._count[0]}, "buffer in info": {"mask": self._mask}}.get(self._how, {})
-        return observation, reward, False, False, info
+        infos = {"count": self._count[0], "mask": self._mask}
+        return observation, reward, False, False, {key: infos[key] for key in infos if key == self._key}
 
 
 class MaskedByMethod(Masked):
@@ -183,31 +173,29 @@ class MaskedByMethod(Masked):
         return self._mask
 
 
-class SlowReset(Plain):
-    def __init__(self, seconds: float) -> None:
+class Slow(Plain):
+    def __init__(self, reset: float = 0.0, step: float = 0.0) -> None:
         super().__init__()
-        self._seconds = seconds
+        self._seconds = reset, step
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
-        time.sleep(self._seconds)
-        return super().reset(seed=seed)
+    def reset(self, **options: Any) -> Reset:
+        time.sleep(self._seconds[0])
+        return super().reset(**options)
 
-
-class SlowStep(Plain):
     def noise(self) -> float:
-        time.sleep(0.15)
-        return 0.0
+        time.sleep(self._seconds[1])
+        return super().noise()
 
 
 class FailsAtReset(Plain):
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
+    def reset(self, **options: Any) -> Reset:
         raise RuntimeError("no world")
 
 
 class ReadsAFile(Plain):
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Reset:
+    def reset(self, **options: Any) -> Reset:
         Path("world.txt").read_text()
-        return super().reset(seed=seed)
+        return super().reset(**options)
 
 
 class Messy(Plain):
@@ -256,19 +244,17 @@ def builds_what_says_single() -> SaysSingle:
 
 
 class BadClose(Plain):
-    def close(self) -> None:
-        raise RuntimeError("this never closes well")
+    """Cannot be closed while others are open, or never."""
 
-
-class BadCloseOfSecond(Plain):
     alive: ClassVar[int] = 0
 
-    def __init__(self) -> None:
+    def __init__(self, others: int) -> None:
         super().__init__()
         type(self).alive += 1
+        self._others = others
 
     def close(self) -> None:
-        if self.alive > 1:
+        if self.alive > self._others:
             raise RuntimeError("another one is there")
 
 

@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ import gymnasium
 import numpy as np
 import pytest
 
-from rl_ext_core.errors import CorruptFileError
 from rl_ext_core.factory import as_factory
 from rl_ext_core.isolation import Isolation, Verdict, probe, probing
 from tests.core.isolation import simulator
@@ -56,7 +54,7 @@ def test_replaced_library_and_variables_are_noticed(
 
 
 @pytest.mark.sample(quick=0)
-@pytest.mark.parametrize("place", ["lib/python3/site-packages", "code", "archive.zip"])
+@pytest.mark.parametrize("place", ["lib/python3/site-packages", "code"])
 def test_edited_module_is_probed_again(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = tmp_path / place
     monkeypatch.syspath_prepend(site)
@@ -64,11 +62,7 @@ def test_edited_module_is_probed_again(place: str, tmp_path: Path, monkeypatch: 
     for kind in ("Plain", "Plain", "DrawsFromNumPy"):
         core = f"from tests.core.isolation.simulator import {kind} as Simulator\n"
         files = {"__init__": "", "core": core, "env": "from edited import core\ndef make(): return core.Simulator()\n"}
-        if len(found) != 1 and place.endswith(".zip"):
-            with zipfile.ZipFile(site, "w") as archive:
-                for name, text in files.items():
-                    archive.writestr(f"edited/{name}.py", text)
-        elif len(found) != 1:
+        if len(found) != 1:
             (site / "edited").mkdir(parents=True, exist_ok=True)
             for name, text in files.items():
                 (site / "edited" / f"{name}.py").write_text(text)
@@ -96,7 +90,6 @@ def test_verdicts_on_libraries_that_are_gone_or_without_a_recipe_are_not_kept(
         lambda text: "",
         lambda text: text[: len(text) // 2],
         lambda text: "[]",
-        lambda text: text.replace('"format": 2', '"format": 1'),
         lambda text: text.replace('"independent"', '"splendid"'),
         lambda text: text.replace('"independent"', '"broken"'),
         lambda text: text.replace('"explanation"', '"explication"'),
@@ -114,22 +107,12 @@ def test_damaged_file_is_ignored_and_replaced(damage: Callable[[str], str], tmp_
     assert probing._read(path) is None
     probing._write(path, VERDICT, [__file__], now)
     assert probing._read(path) is not None
-    path.unlink()
-    path.mkdir()
-    probing._write(path, VERDICT, [__file__], now)
-    assert probing._read(path) is None
     assert list(path.parent.iterdir()) == [path]
-    with pytest.raises(CorruptFileError, match="Write probe"):
-        Verdict.from_json(damage(VERDICT.to_json()[:-1]))
-
-
-def test_verdict_survives_json() -> None:
-    assert Verdict.from_json(VERDICT.to_json()) == VERDICT
 
 
 def test_users_folder_is_the_systems_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert probing._users_folder() == Path(os.environ["XDG_CACHE_HOME"], "rl-ext", "isolation")
-    monkeypatch.setattr(Path, "home", classmethod(lambda cls: tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
     for value in ("", "relative/folder"):
         monkeypatch.setenv("XDG_CACHE_HOME", value)
         assert probing._users_folder() == tmp_path / ".cache" / "rl-ext" / "isolation"

@@ -58,7 +58,7 @@ def compiled(name: str, folder: Path, compiler: str) -> functools.partial[Simula
     """Give what builds an environment around a variant."""
     library = folder / name.lower() / "libsim.so"
     library.parent.mkdir()
-    command = [compiler, "-std=c11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-D{name}"]
+    command = [compiler, "-std=c11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-DVARIANT={name}"]
     command += [f'-DSHARED_MEMORY_NAME="/{SHARED_MEMORY.name}"']
     command += ["-o", str(library), str(SOURCE), "-pthread", "-lrt", "-ldl"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -79,36 +79,26 @@ def group(
             pipe.close()
 
 
-@contextmanager
-def descriptors(more: int) -> Iterator[None]:
-    """Allow so many descriptors more than are open, which have all numbers below."""
-    highest = max(map(int, os.listdir("/proc/self/fd")))
-    fillers = [os.open(os.devnull, os.O_RDONLY)]
-    while fillers[-1] < highest:
-        fillers.append(os.open(os.devnull, os.O_RDONLY))
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (fillers[-1] + 1 + more, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        for filler in fillers:
-            os.close(filler)
-
-
 def fails_until_there_are_enough_descriptors(call: Callable[[], Any]) -> Any:
     """Make a call with ever more descriptors, and see that nothing is left of those that fail; return its result."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     for more in itertools.count():
         gc.collect()
         before = set(os.listdir("/proc/self/fd")), set(psutil.Process().children(recursive=True))
+        highest = max(map(int, before[0]))
+        fillers = [os.open(os.devnull, os.O_RDONLY) for _ in range(highest + 2 - len(before[0]))]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(fillers) + 1 + more, limits[1]))
         try:
-            with descriptors(more):
-                result = call()
+            result = call()
         except OSError as error:
             if error.errno != errno.EMFILE:
                 raise
         else:
             assert more > 3
             return result
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            for filler in fillers:
+                os.close(filler)
         assert set(os.listdir("/proc/self/fd")) == before[0]
         assert set(psutil.Process().children(recursive=True)) <= before[1]

@@ -18,12 +18,10 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rl_ext_core.processes import at_end, fail, note
+from rl_ext_core.processes import at_end, fail, get_context, import_main, note
 
 
-class NeedsArgumentsError(Exception):
-    """Pickles, and does not unpickle: its constructor wants what ``args`` does not hold."""
-
+class NeedsArgumentsError(Exception):  # pickles, and does not unpickle
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} and {second}")
 
@@ -66,41 +64,15 @@ def serve(pipe: Connection, what: str = "", *rest: Any) -> None:
         pipe.send(ACTIONS[command]())
 
 
+# Functions whose names are looked for in stacks.
+
+
 def recurse() -> None:
     recurse()
 
 
-def raise_bad_level() -> None:
-    raise ValueError("bad level")
-
-
-def raise_from_cause() -> None:
-    try:
-        raise KeyError("inner")
-    except KeyError as error:
-        raise ValueError("outer") from error
-
-
-def fail_past_handlers() -> None:
-    with contextlib.suppress(Exception):
-        fail(ValueError("past all handlers"))
-
-
-def throw(kind: type[BaseException], *args: Any) -> None:
-    raise kind(*args)
-
-
-def raise_while_a_thread_runs() -> None:
-    threading.Thread(target=time.sleep, args=(60,)).start()
-    raise ValueError("with a thread")
-
-
 def exit_3() -> None:
     sys.exit(3)
-
-
-def os_exit() -> None:
-    os._exit(0)
 
 
 def segfault() -> None:
@@ -111,45 +83,8 @@ def abort() -> None:
     os.abort()
 
 
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def terminate() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def kill_after_a_grandchild_raised() -> None:
-    child = os.fork()
-    if child == 0:
-        os.close(2)
-        raise ValueError("the grandchild's")
-    os.waitpid(child, 0)
-    kill()
-
-
-def kill_after_a_grandchild_crashed() -> None:
-    child = os.fork()
-    if child == 0:
-        os.close(2)
-        segfault()
-    os.waitpid(child, 0)
-    kill()
-
-
-def noted_kill() -> None:
-    note(seed=17, phase="reset", many=[1, 2])
-    kill()
-
-
 def hang() -> None:
     time.sleep(60)
-
-
-def wait_for_a_simulator() -> None:
-    ours, theirs = multiprocessing.Pipe()
-    ours.recv()
-    theirs.close()
 
 
 def hang_in_c() -> None:
@@ -159,32 +94,57 @@ def hang_in_c() -> None:
         ctypes.PyDLL(None).pthread_mutex_lock(mutex)
 
 
-def stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
+def wait_for_a_simulator() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    ours.recv()
+    theirs.close()
 
 
-def pid() -> int:
-    return os.getpid()
+# Others.
 
 
-def is_frozen() -> bool:
-    return gc.get_freeze_count() > 1000
+def throw(kind: type[BaseException], *args: Any) -> None:
+    raise kind(*args)
 
 
-def environment() -> dict[str, str]:
-    return dict(os.environ)
+def raise_bad_level() -> None:
+    raise ValueError("bad level")
 
 
-def modules() -> list[str]:
-    return list(sys.modules)
+def raise_from_cause() -> None:
+    raise ValueError("outer") from KeyError("inner")
+
+
+def fail_past_handlers() -> None:
+    with contextlib.suppress(Exception):
+        fail(ValueError("past all handlers"))
+
+
+def raise_while_a_thread_runs() -> None:
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    raise ValueError("with a thread")
+
+
+def kill_after_a_grandchild(end: Any) -> None:
+    child = os.fork()
+    if child == 0:
+        os.close(2)
+        end()
+    os.waitpid(child, 0)
+    kill()
+
+
+def noted_kill() -> None:
+    note(seed=17, phase="reset", many=[1, 2])
+    kill()
 
 
 def start_helpers() -> list[int]:
     """Start a program; fork a process that holds all descriptors; and start a program in a session of its own."""
-    sleep: Any = functools.partial(
-        subprocess.Popen, [sys.executable, "-S", "-c", "import time; time.sleep(100)"], stdout=subprocess.DEVNULL
+    program, apart = (
+        subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)"], start_new_session=apart)
+        for apart in (False, True)
     )
-    program, apart = sleep(), sleep(start_new_session=True)
     forked = os.fork()
     if forked == 0:
         time.sleep(100)
@@ -217,20 +177,8 @@ def files_of_a_program() -> list[str]:
     return subprocess.run(command, close_fds=False, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
 
 
-def import_main() -> bool:
-    from rl_ext_core.processes import worker
-
-    return worker.import_main()
-
-
-def close_slowly() -> None:
-    at_end(functools.partial(time.sleep, 100))
-
-
 def nested_pids() -> list[int]:
     """Start a worker of this worker, which starts a program and one in a session of its own."""
-    from rl_ext_core.processes import get_context
-
     context = get_context("forkserver")
     ours, theirs = context.Pipe()
     nested = context.Process(target=serve, args=(theirs,))
@@ -251,8 +199,20 @@ def survive_an_interrupt() -> int:
     return int(subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True).stdout)
 
 
+pid = os.getpid
+kill = functools.partial(signal.raise_signal, signal.SIGKILL)
 ACTIONS: dict[str, Any] = {name: value for name, value in vars().items() if callable(value)}
 ACTIONS |= {
+    "terminate": functools.partial(signal.raise_signal, signal.SIGTERM),
+    "stop": functools.partial(signal.raise_signal, signal.SIGSTOP),
+    "os_exit": functools.partial(os._exit, 0),
+    "environment": lambda: dict(os.environ),
+    "modules": lambda: list(sys.modules),
+    "is_frozen": lambda: gc.get_freeze_count() > 1000,
+    "import_main": import_main,
+    "close_slowly": functools.partial(at_end, functools.partial(time.sleep, 100)),
+    "kill_after_a_grandchild_crashed": functools.partial(kill_after_a_grandchild, segfault),
+    "kill_after_a_grandchild_raised": functools.partial(kill_after_a_grandchild, raise_bad_level),
     "raise_needs_arguments": functools.partial(throw, NeedsArgumentsError, "one", "two"),
     "raise_unpicklable": functools.partial(throw, UnpicklableError, "lock inside"),
     "raise_when_unpickled": functools.partial(throw, RaisesWhenUnpickledError, "a trap"),

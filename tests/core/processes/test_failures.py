@@ -32,6 +32,7 @@ CAUSES = {
     "raise_hostile": ("exception", r"raised HostileError\(<its repr raises ValueError>\) in step:\n    Trace"),
     "raise_memory_error": ("exception", r"raised MemoryError\('too small'\) in step:"),
     "raise_interrupt": ("exception", r"raised KeyboardInterrupt\(\) in step:"),
+    "raise_while_a_thread_runs": ("exception", r"raised ValueError\('with a thread'\) in step:"),
     "recurse": ("exception", r"raised RecursionError\('maximum recursion depth exceeded.*'\) in step:"),
     "exit_3": ("exit", r"exited by SystemExit\(3\) in step:\n(.*\n)*.* in exit_3"),
     "exit_text": ("exit", r"exited by SystemExit\('giving up'\) in step:"),
@@ -67,16 +68,10 @@ def test_large_reports_are_cut_and_keep_both_ends() -> None:
     error = failure_of("forkserver", "raise_huge")
     assert len(str(error)) < 250_000
     assert len(str(error).splitlines()[0]) < 500
-    assert "ValueError: start xxx" in error.traceback
-    assert "characters cut" in error.traceback
-    assert error.traceback.rstrip().endswith("xxx end")
+    assert re.search(r"ValueError: start xxx.*characters cut.*xxx end$", error.traceback.rstrip())
     error = failure_of("forkserver", "raise_holding_much")
     assert error.__cause__ is None
     assert "raised ValueError(b'xxx" in str(error)
-
-
-def test_a_running_thread_does_not_keep_a_failed_worker_alive() -> None:
-    assert "ValueError('with a thread')" in str(failure_of("forkserver", "raise_while_a_thread_runs"))
 
 
 @pytest.mark.parametrize("end", ["crashed", "raised"])

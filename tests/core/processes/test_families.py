@@ -56,22 +56,17 @@ def test_what_a_worker_has_started_ends_when_it_fails_or_hangs(command: str, met
             os.kill(helpers[1][2], signal.SIGKILL)
 
 
-def test_what_workers_leave_behind_in_good_order_ends_too() -> None:
+def test_what_workers_leave_behind_in_good_order_ends_only_if_they_are_watched() -> None:
     with group("forkserver", 1) as workers:
         program, forked, apart = workers.ask(0, "start_helpers")
         workers.close()
         assert workers.workers[0].exitcode == 0
         wait_until_gone([program, forked])
-        assert _runs(apart)
-        os.kill(apart, signal.SIGKILL)
-
-
-def test_what_a_process_that_is_not_watched_leaves_behind_in_good_order_lives_on() -> None:
     context = get_context("forkserver")
     reader, writer = context.Pipe(duplex=False)
     process = context.Process(target=tell_helpers, args=(writer,))
     process.start()
-    pids = reader.recv()
+    pids = [apart, *reader.recv()]
     process.join()
     time.sleep(0.2)  # in which it would be killed
     assert all(map(_runs, pids))
@@ -88,27 +83,18 @@ def test_workers_of_workers_end_with_what_they_have_started(method: str) -> None
             os.kill(apart, signal.SIGKILL)
 
 
-def test_a_worker_that_returns_leaves_the_closing_to_its_function() -> None:
-    with group("forkserver", 1) as workers:
-        workers.ask(0, "close_files")
-        workers.close()
-        worker = workers.workers[0]
-        assert worker.report
-        for file in worker.report.read().notes["files"]:
-            Path(file).unlink()
-
-
-@pytest.mark.parametrize("end", ["fails", "is killed"])
+@pytest.mark.parametrize("end", ["returns", "fails", "is killed"])
 def test_a_worker_that_ends_early_closes_what_it_has(end: str) -> None:
     with group("forkserver", 2) as workers:
         workers.ask(1, "close_files")
-        worker = workers.workers[1]
-        assert worker.report
-        closed, other = map(Path, worker.report.read().notes["files"])
-        if end == "fails":
+        closed, other = map(Path, workers.workers[1].report.notes["files"])
+        if end == "returns":  # its function has closed it
+            workers.close()
+        elif end == "fails":
             fail(workers, "raise_bad_level")
         workers.watch.kill()
-    assert not closed.exists()
+    assert closed.exists() == (end == "returns")
+    closed.unlink(missing_ok=True)
     other.unlink()
 
 

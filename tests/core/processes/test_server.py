@@ -28,7 +28,6 @@ def no_server() -> Iterator[None]:
     stop_server()
     yield
     stop_server()
-    server._crashing.clear()
 
 
 @pytest.fixture
@@ -112,9 +111,18 @@ def test_an_interrupt_while_a_server_imports_ends_it(module: Path) -> None:
     assert not left
 
 
-def test_a_server_that_died_is_replaced() -> None:
-    first = server_of_worker()
-    os.kill(first, signal.SIGKILL)
+def test_a_server_that_died_is_replaced_and_its_workers_are_ended() -> None:
+    with group("forkserver") as workers:
+        pids = [workers.ask(worker, "pid") for worker in range(3)]
+        first = psutil.Process(pids[0]).ppid()
+        failed = pytest.raises(
+            WorkerError, match="ended in step; why is not known: the fork server that started it was"
+        )
+        with failed, workers.watch.operation("step"):
+            os.kill(first, signal.SIGKILL)
+            workers.pipes[0].recv()
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=LIMIT_S)
+    assert not alive
     second = server_of_worker()
     assert second != first
     os.kill(second, signal.SIGKILL)
@@ -122,38 +130,20 @@ def test_a_server_that_died_is_replaced() -> None:
     assert server_of_worker() not in (first, second)
 
 
-def test_the_death_of_a_server_ends_its_workers_and_is_reported() -> None:
-    with group("forkserver") as workers:
-        pids = [workers.ask(worker, "pid") for worker in range(3)]
-        parent = psutil.Process(pids[0]).ppid()
-        with (  # noqa: PT012
-            pytest.raises(WorkerError, match="is lost in step: the fork server that started it was killed"),
-            workers.watch.operation("step"),
-        ):
-            os.kill(parent, signal.SIGKILL)
-            workers.pipes[0].recv()
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=LIMIT_S)
-    assert not alive
-
-
-def test_multiprocessings_own_server_and_default_are_left_alone() -> None:
-    before = multiprocessing.context._default_context._actual_context  # type: ignore[attr-defined]
+def test_a_stopped_server_leaves_nothing_and_multiprocessings_own_alone() -> None:
+    default = multiprocessing.context._default_context._actual_context  # type: ignore[attr-defined]
     own = dict(vars(forkserver._forkserver))  # type: ignore[attr-defined]
-    server_of_worker(preload=["json"])
-    assert vars(forkserver._forkserver) == own  # type: ignore[attr-defined]
-    assert multiprocessing.context._default_context._actual_context is before  # type: ignore[attr-defined]
-
-
-def test_a_stopped_server_leaves_no_process_no_socket_and_no_descriptor() -> None:
-    pid = server_of_worker()
+    pid = server_of_worker(preload=["json"])
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
-    socket = Path(server._server._forkserver_address)
+    socket = Path(server._server._forkserver_address)  # type: ignore[union-attr]
     assert socket.is_socket()
     stop_server()
     assert not psutil.pid_exists(pid)
     assert len(os.listdir("/proc/self/fd")) == before - 1
     assert not socket.exists()
+    assert vars(forkserver._forkserver) == own  # type: ignore[attr-defined]
+    assert multiprocessing.context._default_context._actual_context is default  # type: ignore[attr-defined]
 
 
 def _sum(numbers: list[object]) -> None:

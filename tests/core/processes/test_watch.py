@@ -6,7 +6,6 @@ import atexit
 import gc
 import multiprocessing
 import os
-import re
 import signal
 import threading
 import time
@@ -20,7 +19,7 @@ import pytest
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, WorkerError
 from rl_ext_core.processes import Watch, get_context
 from tests.core.processes import targets
-from tests.core.processes.groups import LIMIT_S, group, in_turns
+from tests.core.processes.groups import LIMIT_S, group
 
 # By spawn, nothing of this differs from the fork server.
 pytestmark = pytest.mark.sample(ci=2)
@@ -43,26 +42,19 @@ def test_workers_that_end_when_they_should_are_no_failure(method: str) -> None:
         assert [worker.exitcode for worker in workers.workers] == [0, 0, 0]
 
 
-def test_the_others_die_with_the_first_and_nothing_is_left(method: str) -> None:
-    with group(method) as workers:
-        pids = [worker.pid for worker in workers.workers]
-        workers.pipes[2].send("hang_in_c")
-        with pytest.raises(WorkerError), workers.watch.operation("step"):
-            workers.ask(1, "raise_bad_level")
-        workers.watch.stop()
-        assert [worker.exitcode for worker in workers.workers] == [-signal.SIGKILL, 1, -signal.SIGKILL]
-        assert not any(map(psutil.pid_exists, [pid for pid in pids if pid]))
-        assert not set(workers.workers) & set(multiprocessing.active_children())
-
-
-def test_exit_handlers_of_this_process_do_not_run_in_a_worker_that_fails(method: str, tmp_path: Path) -> None:
+def test_the_others_die_with_the_first_and_nothing_is_left(method: str, tmp_path: Path) -> None:
     handler = (tmp_path / "ran").touch
-    atexit.register(handler)
+    atexit.register(handler)  # of this process, which is not to run in a worker that fails
     try:
         with group(method) as workers:
+            pids = [worker.pid for worker in workers.workers]
+            workers.pipes[2].send("hang_in_c")
             with pytest.raises(WorkerError), workers.watch.operation("step"):
                 workers.ask(1, "raise_bad_level")
             workers.watch.stop()
+            assert [worker.exitcode for worker in workers.workers] == [-signal.SIGKILL, 1, -signal.SIGKILL]
+            assert not any(map(psutil.pid_exists, [pid for pid in pids if pid]))
+            assert not set(workers.workers) & set(multiprocessing.active_children())
     finally:
         atexit.unregister(handler)
     assert list(tmp_path.iterdir()) == []
@@ -116,44 +108,30 @@ def test_a_failure_after_closing_counts_if_the_exit_code_is_not_zero() -> None:
             workers.ask(1, "raise_bad_level")
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize(("command", "method"), in_turns("hang", "hang_in_c", "stop"))
-def test_a_worker_that_hangs_is_found_by_the_time_limit(command: str, method: str) -> None:
-    with group(method) as workers:
-        assert workers.ask(0, "pid")  # it waits again, idle
-        with pytest.raises(WorkerError) as caught, workers.watch.operation("step", timeout=0.3):
-            workers.ask(1, command)
-        text = str(caught.value)
-        assert text.startswith("worker 1 of 3 did not answer within 0.3 s in step; it ")
-        if command == "stop":
-            assert text.endswith("does not even react to signals")
-        else:
-            assert re.search(rf"it is in:\n.*\n.* in {command}\n", text)
-        assert (caught.value.kind, caught.value.worker) == ("timeout", 1)
+LATE = r"^worker 1 of 3 did not answer within 0.3 s in step"
 
 
-def test_several_that_hang_are_all_named() -> None:
-    with group("fork") as workers:
-        workers.pipes[2].send("hang")
-        failed = pytest.raises(WorkerError, match=r"^worker 1 of 3 did .*in step \(nor did 2\); it is in:")
-        with failed, workers.watch.operation("step", timeout=0.3):
-            workers.ask(1, "hang")
-
-
-def test_a_wait_inside_of_an_environment_is_no_idleness() -> None:
-    with group("fork", watch={"idle_in": ["in serve"]}) as workers:
-        failed = pytest.raises(WorkerError, match=r"^worker 1 of 3 did not answer")
-        with failed, workers.watch.operation("step", timeout=0.3):
-            workers.ask(1, "wait_for_a_simulator")
-
-
-def test_where_no_worker_hangs_the_parent_is_named() -> None:
-    with group("fork") as workers:
-        assert [workers.ask(worker, "pid") for worker in range(3)]
-        failed = pytest.raises(WorkerError, match=r"but no worker hangs: all wait .*\n(.*\n)*.* in serve")
-        with failed, workers.watch.operation("step", timeout=0.3):
-            time.sleep(1)
-            workers.ask(0, "pid")
+@pytest.mark.parametrize(
+    ("commands", "idle_in", "pattern"),
+    [
+        ({1: "hang"}, None, LATE + r"; it is in:\n.*\n.* in hang\n"),
+        ({1: "hang_in_c"}, None, LATE + r"; it is in:\n.*\n.* in hang_in_c\n"),
+        ({1: "stop"}, None, LATE + "; it does not even react to signals$"),
+        ({2: "hang", 1: "hang"}, None, LATE + r" \(nor did 2\); it is in:"),
+        ({1: "wait_for_a_simulator"}, ["in serve"], LATE),
+        ({}, None, r"but no worker hangs: all wait .*\n(.*\n)*.* in serve"),
+    ],
+)
+def test_worker_that_hangs_is_found_by_the_time_limit(
+    commands: dict[int, str], idle_in: list[str] | None, pattern: str
+) -> None:
+    with group("fork", watch={"idle_in": idle_in} if idle_in else None) as workers:
+        assert [workers.ask(worker, "pid") for worker in range(3)]  # they wait again, idle
+        for worker, command in commands.items():
+            workers.pipes[worker].send(command)
+        with pytest.raises(WorkerError, match=pattern) as caught, workers.watch.operation("step", timeout=0.3):
+            workers.pipes[0].recv()
+        assert caught.value.kind == "timeout"
 
 
 def test_the_outermost_operation_names_the_phase_and_the_limit() -> None:
@@ -198,17 +176,12 @@ def test_kill_and_stop_can_be_called_again_and_leave_no_descriptor(method: str) 
     assert counts[1] == counts[2]
 
 
-def test_workers_live_on_when_the_watch_stops() -> None:
+def test_workers_live_on_when_the_watch_stops_which_is_freed() -> None:
     with group("forkserver") as workers:
         workers.watch.stop()
         assert workers.ask(1, "pid")
         with workers.watch.operation("step", timeout=0.01):
             time.sleep(0.05)
-
-
-def test_a_watch_that_has_stopped_is_freed() -> None:
-    with group("forkserver") as workers:
-        workers.watch.stop()
         watch = weakref.ref(workers.watch)
         workers.watch = None  # type: ignore[assignment]
     gc.collect()
