@@ -38,7 +38,7 @@ COMMANDS: dict[str, float] = {
     "devices": 1,
     "gym_wrapper": 15,
     "parallel_env": 5,
-    "factories": 30,
+    "copies": 40,
     "isolation": 3,
     "vec_env": 12,
     "gym_vec_env": 1,

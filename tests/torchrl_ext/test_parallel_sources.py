@@ -13,8 +13,8 @@ import torch
 from torchrl.envs import CatFrames, RewardSum, SerialEnv, StepCounter, TransformedEnv
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, WorkerError
-from rl_ext_core.factory._examine import in_subprocess
-from rl_ext_core.factory._fingerprint import fingerprint
+from rl_ext_core.factory.compare import in_subprocess
+from rl_ext_core.factory.walk import fingerprint
 from tests.leaks import workers
 from tests.torchrl_ext.parallel_checks import diary, no_workers_left
 from tests.torchrl_ext.parallel_environments import Native, Well, told
@@ -111,7 +111,7 @@ def test_an_instance_is_examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that compares a copy with it reads of that copy what buffers are made by."""
     asked = []
     monkeypatch.setattr(
-        "rl_ext_core.factory._examine.in_subprocess",
+        "rl_ext_core.factory.compare.in_subprocess",
         lambda *args, **kwargs: asked.append(1) or in_subprocess(*args, **kwargs),
     )
     ParallelEnv(2, changed())

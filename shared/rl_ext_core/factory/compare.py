@@ -431,7 +431,7 @@ def _lived(environment: Any, number: int) -> _Life:
         if operation in ("attribute", "item")
         and path in again.objects
         and path not in used.aliases
-        and used.tokens[path][0] not in walk.SCALAR_TOKENS
+        and used.tokens.get(path, ("int",))[0] not in walk.SCALAR_TOKENS  # those of long paths are elsewhere
         and used.objects[path] is not again.objects[path]
     )
     for one in found:

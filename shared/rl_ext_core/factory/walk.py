@@ -100,10 +100,6 @@ class Fingerprint:
     steps: dict[str, tuple[str, str | None, Any]] = dataclasses.field(default_factory=dict)
     written: dict[str, str] = dataclasses.field(default_factory=dict)
 
-    def seen(self) -> Iterator[str]:
-        """Return the paths of all objects that have parts, or whose identity matters."""
-        return (path for path, token in self.tokens.items() if path in self.objects and token[0] not in SCALAR_TOKENS)
-
     def resolved(self, path: str) -> str:
         """Return the path under which the tokens of a part are."""
         if path in self.tokens or not self.aliases:
