@@ -37,8 +37,8 @@ def as_factory(source: Any, *, verify: bool = True, start_method: str | None = N
 
     :param source: an environment, a function or class that builds one, gymnasium's id or specification of one, or the
         name of a game of stable-retro
-    :param verify: compare copies with an instance. False saves the process, and a copy has nothing that was changed
-        since the instance was made
+    :param verify: compare copies with an instance. False saves the process: a copy is what a pickle gives, or, if there
+        is none, has nothing that was changed since the instance was made
     :param start_method: of that process, ``"forkserver"``, ``"spawn"`` or ``"fork"``; the first where there is one
     :return: the factory
     :raises NotCopyableError: no copy would be the instance's equal; the text names the attribute, and the line to write
@@ -151,7 +151,8 @@ def _of_instance(
     preload = record.modules_of_instance(environment)
     original = fingerprint(environment)
     lost: list[str] = []
-    for way in (_as_made, _as_pickled):
+    # Of a pickle that is not compared, more can be hoped for.
+    for way in (_as_made, _as_pickled) if verify else (_as_pickled, _as_made):
         recipes = way(environment, line, original, lost)
         if recipes and not verify:
             return EnvFactory(recipes[0], live=environment, preload=preload)
