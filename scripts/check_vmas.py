@@ -1,4 +1,4 @@
-"""Checks GymWrapper on scenarios of VMAS, on the CPU, against the same scenarios stepped by hand, and grafts of all.
+"""Checks GymWrapper on scenarios of VMAS, on the CPU, against the same scenarios stepped by hand.
 
 VMAS's interface is one of its own: lists with an entry for each agent, rewards of each agent, resets one by one.
 :class:`Team` shows what GymWrapper needs instead, in thirty lines; what it says to VMAS's other interfaces is printed.

@@ -643,8 +643,12 @@ def _of_reduced(item: Any, reduced: Any, known: Mapping[str, Any]) -> Iterator[P
     yield from ((f"[{_label(key) or f'#{i}'}]", None, None, part) for i, (key, part) in enumerate(pairs or ()))
 
 
-def _sketch(item: Any) -> str:
-    known = {name: token for name, part in attributes(item).items() if (token := scalar(part)) is not None}
+def _sketch(item: Any, depth: int = 2) -> str:
+    """Describe a part of a set well enough to tell it from the others, in every process alike."""
+    known = {}
+    for name, part in attributes(item).items():
+        token = scalar(part)
+        known[name] = _sketch(part, depth - 1) if token is None and depth else token
     return f"{full_name(type(item))} {known}"
 
 
