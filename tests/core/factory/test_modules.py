@@ -27,7 +27,7 @@ NAME = "module_of_a_user"
 SOURCE = """
 import gymnasium, numpy as np
 
-LEVEL = {"value": 3.0}
+LEVEL = {"value": 3.0, "steps": 0}
 
 class Info:
     value = 5
@@ -39,10 +39,12 @@ class Env(gymnasium.Env):
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.sum = float(self.np_random.random())
+        LEVEL["steps"] = 0
         return np.full(1, self.sum, np.float32), {"info": Info()}
 
     def step(self, action):
-        self.sum += level() + float(action)
+        LEVEL["steps"] += 1
+        self.sum += level() + float(action) + LEVEL["steps"] / 1000
         return np.full(1, self.sum % 9, np.float32), level(), False, False, {}
 
     def set_level(self, value):
