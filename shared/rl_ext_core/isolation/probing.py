@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import rl_ext_core
+from rl_ext_core._import_path import is_found_elsewhere
 from rl_ext_core.errors import InvalidArgumentError, NotCopyableError
 from rl_ext_core.factory import EnvFactory, as_factory
 from rl_ext_core.factory.walk import description, fingerprint, layers
@@ -211,6 +212,8 @@ def _named_files(recipe: Any) -> Iterator[Any]:
     if isinstance(recipe, (str, bytes)) and len(recipe) < 4096 and os.path.isfile(recipe):
         yield os.fsdecode(recipe), *(_state(os.fsdecode(recipe)) or ())
     elif isinstance(recipe, (tuple, list)):
+        if len(recipe) == 3 and recipe[0] in ("class", "function") and not is_found_elsewhere(str(recipe[1])):
+            raise ValueError(f"the code of {recipe[1]} is not in a file that is found again")
         for part in recipe:
             yield from _named_files(part)
 

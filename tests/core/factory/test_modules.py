@@ -165,7 +165,7 @@ def test_workers_run_the_code_of_this_process(module: Any) -> None:
         # What comes back is of the module's own class.
         assert [type(info) for info in infos["info"]] == [module.Info] * 2
         assert envs.step(np.zeros(2, np.int64))[1].tolist() == [2.0, 2.0]
-        assert module.LEVEL == {"value": 3.0}
+        assert module.LEVEL == {"value": 3.0, "steps": 0}
     finally:
         envs.close()
     assert cloudpickle.list_registry_pickle_by_value() == set()
