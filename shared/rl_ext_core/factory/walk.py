@@ -689,7 +689,7 @@ class _Beside:
             label = f"<class {full_name(kind)}>.{name}"
             if is_own:
                 self._note(label, part, functions, kind, name)
-            elif not name.startswith("_") and (token := plain(part)) is not None:
+            elif not name.startswith("_") and (token := _data(part)) is not None:
                 self._found.tokens[label] = token
 
     def _read(self, function: types.FunctionType) -> None:
@@ -710,7 +710,7 @@ class _Beside:
                 self._read_module(part, function.__code__)
             elif is_own:
                 self._note(label, part, list(functions_in(part)), sys.modules.get(module), name)
-            elif not name.startswith("_") and (token := plain(part)) is not None:
+            elif not name.startswith("_") and (token := _data(part)) is not None:
                 self._found.tokens[label] = token
 
     def _read_module(self, module: types.ModuleType, code: types.CodeType) -> None:
@@ -719,7 +719,7 @@ class _Beside:
         for name in sorted(set(code.co_names) & vars(module).keys()):
             part = vars(module)[name]
             if is_installed(module.__name__):
-                if not name.startswith("_") and (token := plain(part)) is not None:
+                if not name.startswith("_") and (token := _data(part)) is not None:
                     self._found.tokens[f"<global {module.__name__}.{name}>"] = token
             elif not isinstance(part, types.ModuleType):
                 label = f"<global {module.__name__}.{name}>"
@@ -757,6 +757,12 @@ class _Beside:
         if by_name and module not in ("__main__", "__mp_main__") and is_found_elsewhere(module):
             qualified = name if isinstance(owner, types.ModuleType) else f"{owner.__qualname__}.{name}"
             self._found.references.setdefault(id(part), (module, qualified))
+
+
+def _data(item: Any) -> Any:
+    """Return the token of plain data of a library's: which modules and classes it has depends on what was imported."""
+    token = plain(item)
+    return None if token is None or token[0] in ("module", "class", "function", "builtin", "typing") else token
 
 
 def _described(item: Any) -> Any:
