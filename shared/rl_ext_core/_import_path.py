@@ -7,10 +7,11 @@ import functools
 import os
 import site
 import sys
+from collections.abc import Callable
 from importlib.machinery import PathFinder
 from typing import Any
 
-__all__ = ["import_path", "is_found_elsewhere", "package_folders", "standard_folders"]
+__all__ = ["found_behind", "import_path", "is_found_elsewhere", "package_folders", "standard_folders"]
 
 _SCRIPTS = ("__main__", "__mp_main__")
 
@@ -105,6 +106,20 @@ def _is_of(spec: Any, module: Any) -> bool:
     if file is None:
         return spec.origin is None and hasattr(module, "__path__")
     return spec.origin is not None and os.path.realpath(spec.origin) == os.path.realpath(file)
+
+
+def found_behind(finder: Any, name: str, path: Any, target: Any, execute: Callable[[Any, Any], None]) -> Any:
+    """Find a module by the finders behind one of ``sys.meta_path``, and have a function execute it.
+
+    :param execute: takes the loader's own function, and the module
+    :return: the specification, as ``find_spec`` returns it; None if nobody finds the module
+    """
+    behind = [one for one in sys.meta_path[sys.meta_path.index(finder) + 1 :] if hasattr(one, "find_spec")]
+    found = next(filter(None, (one.find_spec(name, path, target) for one in behind)), None)
+    if found is not None and hasattr(found.loader, "exec_module"):
+        loader: Any = found.loader
+        loader.exec_module = functools.partial(execute, loader.exec_module)
+    return found
 
 
 @functools.cache

@@ -199,10 +199,15 @@ def _as_made(environment: Any, line: str, original: Fingerprint, lost: list[str]
     for path, name in original.written.items():
         lost.append(f"it writes to the file {name} ({path}), which making another one may begin anew")
         return []
-    spec, call = record.spec_of(environment), record.call_of(environment)
-    builds: dict[str, Callable[[], Any]] = {} if spec is None else {"spec": functools.partial(record.make, spec)}
-    if call is not None:
-        builds["constructor"] = call.build
+    call = record.call_of(environment)
+    builds: dict[str, Callable[[], Any]] = {}
+    if call is not None and call.function is record.make:  # the specification is all that is known
+        builds["spec"] = call.build
+    else:
+        if (spec := record.spec_of(environment)) is not None:
+            builds["spec"] = functools.partial(record.make, spec)
+        if call is not None:
+            builds["constructor"] = call.build
     recipes = []
     for origin, build in builds.items():
         with contextlib.suppress(NotCopyableError):

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from rl_ext_core._import_path import found_behind
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, also
 from rl_ext_core.factory.walk import attributes, globals_in, is_layer, layers
 
@@ -124,14 +125,7 @@ class _Finder:
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """Find a module of the table; many callers ask only whether it is installed."""
-        if name not in _RECORDED:
-            return None
-        behind = [one for one in sys.meta_path[sys.meta_path.index(self) + 1 :] if hasattr(one, "find_spec")]
-        found = next(filter(None, (finder.find_spec(name, path, target) for finder in behind)), None)
-        if found is not None and hasattr(found.loader, "exec_module"):
-            loader: Any = found.loader
-            loader.exec_module = functools.partial(_execute, loader.exec_module)
-        return found
+        return found_behind(self, name, path, target, _execute) if name in _RECORDED else None
 
 
 def _execute(exec_module: Callable[[Any], None], module: Any) -> None:

@@ -105,13 +105,13 @@ def _of_box2d(item: Any) -> dict[str, Any]:
 
 
 # Attributes in which libraries keep for themselves what they have made of the others, by package.
+_LOCKED = {"__lock_parents_weakrefs", "_lock_parents_weakrefs"}
 _KEPT = {
     "gymnasium": {"_np_random", "_np_random_seed", "_cached_spec"},
-    "tensordict": {"_cache", "_last_op", "__last_op_queue", "__lock_parents_weakrefs", "_lock_parents_weakrefs"},
-    "torchrl": {"_cache", "_container", "_encode", "__lock_parents_weakrefs", "_lock_parents_weakrefs"},
+    "pandas": {"_cache", "_item_cache"},
+    "tensordict": {"_cache", "_last_op", "__last_op_queue", "_last_op_queue", "_is_locked", "_lock_id", *_LOCKED},
+    "torchrl": {"_cache", "_container", "_encode", *_LOCKED},
 }
-_KEPT["tensordict"] |= {"_last_op_queue", "_is_locked", "_lock_id"}
-_KEPT["pandas"] = {"_cache", "_item_cache"}
 
 
 @functools.lru_cache(maxsize=10_000)
@@ -123,20 +123,8 @@ def kept_by_library(kind: Any) -> frozenset[str]:
 
 # Packages of Python's own whose objects belong to one process: files, threads, connections, shared memory.
 _OF_A_PROCESS = {
-    *(
-        "_csv",
-        "_ctypes",
-        "_io",
-        "_thread",
-        "asyncio",
-        "concurrent",
-        "ctypes",
-        "mmap",
-        "multiprocessing",
-        "selectors",
-        "select",
-    ),
-    *("socket", "sqlite3", "ssl", "subprocess", "tempfile", "threading", "_cffi_backend"),
+    *("_cffi_backend", "_csv", "_ctypes", "_io", "_thread", "asyncio", "concurrent", "ctypes", "mmap"),
+    *("multiprocessing", "select", "selectors", "socket", "sqlite3", "ssl", "subprocess", "tempfile", "threading"),
 }
 
 

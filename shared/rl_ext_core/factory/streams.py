@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import hashlib
 import os
 import random
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from rl_ext_core._import_path import found_behind
 from rl_ext_core.factory import simulators, walk
 
 if TYPE_CHECKING:
@@ -62,13 +62,7 @@ class _SeedsTorch:
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
         """Do what a finder does; many ask only whether torch is installed."""
-        if name != "torch":
-            return None
-        others = [finder for finder in sys.meta_path if finder is not cls and hasattr(finder, "find_spec")]
-        found = next((spec for finder in others if (spec := finder.find_spec(name, path, target)) is not None), None)
-        if found is not None and found.loader is not None:
-            found.loader.exec_module = functools.partial(cls._exec, found.loader.exec_module)  # type: ignore[method-assign]
-        return found
+        return found_behind(cls, name, path, target, cls._exec) if name == "torch" else None
 
     @classmethod
     def _exec(cls, exec_module: Callable[[Any], None], module: Any) -> None:
@@ -92,14 +86,8 @@ def stream_of(stream: np.random.SeedSequence, name: Any) -> np.random.SeedSequen
 
     :param name: differs from those of the worker's other generators; plain data
     """
-    words = np.frombuffer(hashlib.blake2b(_packed(name), digest_size=16).digest(), np.uint32)
+    words = np.frombuffer(hashlib.blake2b(repr(name).encode(), digest_size=16).digest(), np.uint32)
     return np.random.SeedSequence([*map(int, stream.generate_state(4)), *map(int, words)])
-
-
-def _packed(state: Any) -> bytes:
-    if isinstance(state, dict):
-        return b"".join(_packed(key) + _packed(state[key]) for key in sorted(state))
-    return state.tobytes() if isinstance(state, np.ndarray) else repr(state).encode()
 
 
 def reseed(generator: Any, seed: np.random.SeedSequence) -> None:
@@ -109,9 +97,7 @@ def reseed(generator: Any, seed: np.random.SeedSequence) -> None:
         if generator is not random._inst and not isinstance(generator, random.SystemRandom):
             random.Random.seed(generator, int.from_bytes(seed.generate_state(8).tobytes(), "little"))
     elif torch is not None and isinstance(generator, torch.Generator):
-        if generator is not torch.default_generator and all(
-            generator is not one for one in torch.cuda.default_generators
-        ):
+        if all(generator is not one for one in (torch.default_generator, *torch.cuda.default_generators)):
             generator.manual_seed(int(seed.generate_state(1, np.uint64)[0] >> 1))
     elif generator is not np.random.mtrand._rand:
         bits = generator

@@ -251,14 +251,9 @@ def _made_in_python(kind: Any) -> bool:
     # Libraries such as nanobind make their classes by a metaclass in C.
     if type(kind) is not type and not _made_in_python(type(kind)):
         return False
-    own = [
-        (n, p) for n, p in vars(kind).items() if getattr(type(p), "__objclass__", None) or hasattr(type(p), "__get__")
-    ]
-    for name, part in own:
-        if type(part) in weakref.ProxyTypes or getattr(part, "__objclass__", None) is not kind:
-            continue
-        is_getset = isinstance(part, types.GetSetDescriptorType) and name not in ("__dict__", "__weakref__")
-        if isinstance(part, _IN_C) or is_getset:
+    for name, part in vars(kind).items():
+        is_getset = type(part) is types.GetSetDescriptorType and name not in ("__dict__", "__weakref__")
+        if (is_getset or type(part) in _IN_C) and part.__objclass__ is kind:
             return False
     return True
 
@@ -323,11 +318,8 @@ def plain(item: Any, depth: int = _DEEP) -> Any:
         return token
     if kind in (list, tuple, set, frozenset, deque):
         parts = [plain(part, depth - 1) for part in item]
-        return (
-            None
-            if None in parts
-            else (kind.__name__, tuple(sorted(parts, key=repr) if kind in (set, frozenset) else parts))
-        )
+        in_order = sorted(parts, key=repr) if kind in (set, frozenset) else parts
+        return None if None in parts else (kind.__name__, tuple(in_order))
     if kind in (dict, OrderedDict, defaultdict):
         pairs = [(plain(key, depth - 1), plain(part, depth - 1)) for key, part in item.items()]
         return None if any(None in pair for pair in pairs) else (kind.__name__, tuple(pairs))
@@ -474,12 +466,8 @@ class _Walk:
         if sort == "function":
             return self._of_function(path, item)
         if sort == "tensor":
-            self.tokens[path] = _tensor_token(item, sys.modules["torch"])
-            if (
-                item.device.type == "cpu"
-                and self.tokens[path][-1] not in ("unread", "uninitialized")
-                and item.is_shared()
-            ):
+            token = self.tokens[path] = _tensor_token(item, sys.modules["torch"])
+            if item.device.type == "cpu" and token[-1] not in ("unread", "uninitialized") and item.is_shared():
                 self.unpicklable[path] = "it lies in memory that processes share, and a copy would not"
         elif sort == "generator":
             self.tokens[path] = "generator", full_name(kind)
@@ -533,11 +521,8 @@ class _Walk:
         if issubclass(kind, dict):
             flat = _flat(item)
             labels = None if flat else [_label(key) for key in dict.keys(item)]
-            self.tokens[path] = flat or (
-                "object",
-                full_name(kind),
-                digest(repr(labels).encode("utf-8", "surrogatepass")),
-            )
+            keys = digest(repr(labels).encode("utf-8", "surrogatepass"))
+            self.tokens[path] = flat or ("object", full_name(kind), keys)
             for index, (key, part) in enumerate(() if flat else dict.items(item)):
                 text = labels[index] if labels else None
                 yield f"[{text}]" if text is not None else f"[#{index}]", "item", key, part
@@ -555,11 +540,10 @@ class _Walk:
             yield from ((f"[{i}]", operation, i, part) for i, part in enumerate(() if flat else list(item)))
         elif issubclass(kind, (set, frozenset)):
             self.tokens[path] = "object", full_name(kind), len(item)
-            named = sorted(
-                ((_label(part), part) for part in item if _label(part) is not None), key=lambda pair: str(pair[0])
-            )
-            others = sorted((part for part in item if _label(part) is None), key=_sketch)
-            yield from ((f"{{{text}}}", None, None, part) for text, part in named)
+            labeled = [(_label(part), part) for part in item]
+            named = {text: part for text, part in labeled if text is not None}
+            others = sorted((part for text, part in labeled if text is None), key=_sketch)
+            yield from ((f"{{{text}}}", None, None, named[text]) for text in sorted(named))
             yield from ((f"{{#{index}}}", None, None, part) for index, part in enumerate(others))
 
     def find_ids(self) -> None:
@@ -686,11 +670,7 @@ class _Beside:
             special = name.startswith("__") and name.endswith("__") and not functions
             if special or name == "_abc_impl" or type(part) in (types.MemberDescriptorType, *weakref.ProxyTypes):
                 continue
-            label = f"<class {full_name(kind)}>.{name}"
-            if is_own:
-                self._note(label, part, functions, kind, name)
-            elif not name.startswith("_") and (token := _data(part)) is not None:
-                self._found.tokens[label] = token
+            self._add(f"<class {full_name(kind)}>.{name}", part, kind, name, is_own=is_own)
 
     def _read(self, function: types.FunctionType) -> None:
         """Look at the globals that a function reads, and into functions of the user's that it calls."""
@@ -708,35 +688,36 @@ class _Beside:
                 continue
             if isinstance(part, types.ModuleType):
                 self._read_module(part, function.__code__)
-            elif is_own:
-                self._note(label, part, list(functions_in(part)), sys.modules.get(module), name)
-            elif not name.startswith("_") and (token := _data(part)) is not None:
-                self._found.tokens[label] = token
+            else:
+                self._add(label, part, sys.modules.get(module), name, is_own=is_own)
 
     def _read_module(self, module: types.ModuleType, code: types.CodeType) -> None:
         if module.__name__.partition(".")[0] in FIXED | _OURS:
             return
+        is_own = not is_installed(module.__name__)
         for name in sorted(set(code.co_names) & vars(module).keys()):
             part = vars(module)[name]
-            if is_installed(module.__name__):
-                if not name.startswith("_") and (token := _data(part)) is not None:
-                    self._found.tokens[f"<global {module.__name__}.{name}>"] = token
-            elif not isinstance(part, types.ModuleType):
-                label = f"<global {module.__name__}.{name}>"
-                self._note(label, part, list(functions_in(part)), module, name)
+            if not isinstance(part, types.ModuleType):
+                self._add(f"<global {module.__name__}.{name}>", part, module, name, is_own=is_own)
 
-    def _note(self, label: str, part: Any, functions: list[types.FunctionType], owner: Any, name: str) -> None:
+    def _add(self, label: str, part: Any, owner: Any, name: str, *, is_own: bool) -> None:
+        """Note what a class or a module has under a name: of a library's, public plain data."""
+        if is_own:
+            self._note(label, part, owner, name)
+        elif not name.startswith("_") and (token := _data(part)) is not None:
+            self._found.tokens[label] = token
+
+    def _note(self, label: str, part: Any, owner: Any, name: str) -> None:
         """Note what the user's own class or module has under a name."""
-        found = self._found
+        found, functions = self._found, list(functions_in(part))
         kind: Any = type(part)
         if (reason := simulators.why_unpicklable(kind)) is not None:
             found.unpicklable[label] = reason
             return
         self._note_identity(label, part, owner, name)
         if functions:
-            found.tokens[label] = tuple(
-                ("function", code_of(one.__code__), plain(one.__defaults__)) for one in functions
-            )
+            told = [("function", code_of(one.__code__), plain(one.__defaults__)) for one in functions]
+            found.tokens[label] = tuple(told)
             for function in functions:
                 self._read(function)
         elif isinstance(part, type):
