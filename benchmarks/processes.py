@@ -55,4 +55,7 @@ def children_of(process: int | str = "self") -> list[int]:
 
 
 def _children(task: Path) -> list[str]:
-    return (task / "children").read_text().split()
+    try:
+        return (task / "children").read_text().split()
+    except FileNotFoundError:  # the thread has ended
+        return []

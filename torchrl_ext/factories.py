@@ -16,6 +16,8 @@ from rl_ext_core.factory.convert import convert
 
 __all__ = ["adapt", "as_factory", "factory_of", "metadata_of"]
 
+# tensordict imports the other two, where they are installed, when it first makes a TensorDict of plain data.
+_PRELOAD = ("h5py", "pandas", "torchrl_ext")
 # Classes of environments, looked for where their package is loaded, and what wraps them.
 _WRAPPERS = (
     ("gymnasium", "Env", "torchrl_ext.GymWrapper"),
@@ -57,7 +59,7 @@ def factory_of(source: Any, *, verify: bool, start_method: str | None, timeout: 
         verify=verify,
         start_method=start_method,
         adapt=adapt,
-        preload=("torchrl_ext",),
+        preload=_PRELOAD,
         read=metadata_of,
         timeout=timeout,
     )

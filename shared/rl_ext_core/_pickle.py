@@ -8,6 +8,7 @@ import pickle
 import sys
 import threading
 import types
+import uuid
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,7 +27,11 @@ _lock = threading.Lock()
 _counts: Counter[str] = Counter()  # dumps under way that pickle a module by value
 # Classes that are complete in this process, defined or loaded here. cloudpickle sets all attributes of a class anew
 # whenever it comes back from another process, and so what was changed here since.
-_complete: weakref.WeakSet[type] = weakref.WeakSet()
+_complete: weakref.WeakSet[type | types.FunctionType] = weakref.WeakSet()
+# Functions of modules by the names that they travel under; cloudpickle keeps the identity of classes alone. Functions
+# made by functions are not here: they may hold what a copy must not share.
+_functions: weakref.WeakValueDictionary[str, types.FunctionType] = weakref.WeakValueDictionary()
+_names: weakref.WeakKeyDictionary[types.FunctionType, str] = weakref.WeakKeyDictionary()
 
 
 def dumps(value: Any, place_of: Callable[[Any], Any] | None = None) -> bytes:
@@ -96,20 +101,43 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 self._register(module)
 
     def reducer_override(self, value: Any) -> Any:
-        """Do as cloudpickle does, but for classes that the other process has already."""
+        """Do as cloudpickle does, but for classes and functions that the other process has already."""
         if isinstance(value, (type, types.FunctionType, types.ModuleType)):
             self._look_for(value)
         given = super().reducer_override(value)
-        if isinstance(value, type) and type(given) is tuple and len(given) == 6:  # by value
+        if _is_kept(value) and type(given) is tuple and len(given) == 6:  # by value
             _complete.add(value)
             maker, args, state, _, _, complete = given
-            state[0].setdefault("__qualname__", value.__qualname__)  # which cloudpickle leaves out
-            return maker, args, (complete, state), None, None, _complete_class
+            if isinstance(value, type):
+                state[0].setdefault("__qualname__", value.__qualname__)  # which cloudpickle leaves out
+            else:
+                maker, args = _function_of, (_name(value), maker, args)
+            return maker, args, (complete, state), None, None, _complete_once
         return given
 
 
-def _complete_class(kind: type, state: tuple[Callable[[type, Any], object], Any]) -> None:
-    if kind not in _complete:
-        _complete.add(kind)
+def _is_kept(value: Any) -> bool:
+    if isinstance(value, types.FunctionType):
+        return value.__closure__ is None and "<locals>" not in value.__qualname__
+    return isinstance(value, type)
+
+
+def _name(function: types.FunctionType) -> str:
+    name = _names.setdefault(function, uuid.uuid4().hex)
+    _functions[name] = function
+    return name
+
+
+def _function_of(name: str, make: Callable[..., types.FunctionType], args: tuple[Any, ...]) -> types.FunctionType:
+    function = _functions.get(name)
+    if function is None:
+        function = _functions[name] = make(*args)
+        _names[function] = name
+    return function
+
+
+def _complete_once(value: Any, state: tuple[Callable[[Any, Any], object], Any]) -> None:
+    if value not in _complete:
+        _complete.add(value)
         complete, attributes = state
-        complete(kind, attributes)
+        complete(value, attributes)

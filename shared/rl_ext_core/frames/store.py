@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rl_ext_core._interrupts import uninterrupted
+from rl_ext_core._interrupts import check, uninterrupted
 from rl_ext_core._system import thread_lock
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, StorageError
 from rl_ext_core.frames.arrays import MOST_PLACES
@@ -49,7 +49,7 @@ Pairs = npt.NDArray[np.int64]
 
 @functools.cache
 def load_kernels(*, bounded: bool = False) -> None:
-    """Imports and compiles the hot loops: it takes seconds, in which Ctrl-C must find no store half changed.
+    """Imports and compiles the hot loops: it takes seconds, once, in which Ctrl-C waits for the end of a loop.
 
     :param bounded: whether those for ``max_error`` will be wanted too.
     :raises MissingDependencyError: if numba is not installed.
@@ -67,8 +67,9 @@ def _import_kernels() -> None:
     from rl_ext_core.frames import pool  # noqa: F401
 
 
+@uninterrupted
 def _call_kernels(max_error: int) -> None:
-    """Calls every kernel once."""
+    """Calls every kernel once. Numba does not compile any more in a process where compiling was interrupted."""
     from rl_ext_core.frames.pool import FramePool
 
     layout = StackLayout((2, 4, 4), np.dtype(np.uint8), 2, 0)
@@ -77,8 +78,10 @@ def _call_kernels(max_error: int) -> None:
     stacks[2, 0] = stacks[1, 1]  # its second frame is all that is new
     for row in range(2):
         pool.index[row] = pool.put_pairs(address_of(stacks[row:]), PLANAR, address_of(stacks[row + 1 :]), PLANAR)
+        check()
     place = np.zeros(1, dtype=np.int64)
     pool.get_pairs(place, place, stacks[2:3], stacks[3:], num_threads=1)
+    check()
     pool.release_pairs(pool.index[:1].reshape(-1))
     pool.rest()
 

@@ -8,6 +8,7 @@ read at import, gets a new server. The old one ends when its last worker has end
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import os
@@ -30,13 +31,14 @@ __all__ = ["GROUP_SIGNALS", "UnusableError", "connect", "prepare", "reset_signal
 
 _DIED = (ChildProcessError, ConnectionError, EOFError, FileNotFoundError)
 _LOOK_S = 0.05
-# Not reset: faulthandler's, and those that cannot be handled.
-_KEPT = {getattr(signal, f"SIG{name}", None) for name in ("SEGV", "FPE", "ABRT", "BUS", "ILL", "KILL", "STOP")}
+_UNHANDLED = {getattr(signal, f"SIG{name}", None) for name in ("KILL", "STOP")}
+_FATAL = {getattr(signal, f"SIG{name}", None) for name in ("SEGV", "FPE", "ABRT", "BUS", "ILL")}
 # Signals that end a process by default and that launchers may send to a whole process group, as SLURM's --signal does.
 # The others stop it, continue it, or have no effect; SIGINT is treated on its own.
 GROUP_SIGNALS = frozenset(
     signal.valid_signals()
-    - _KEPT
+    - _UNHANDLED
+    - _FATAL
     - {getattr(signal, f"SIG{name}", None) for name in ("INT", "CHLD", "CONT", "TSTP", "TTIN", "TTOU", "URG", "WINCH")}
 )
 
@@ -187,7 +189,8 @@ def reset_signals() -> None:
     that is started, except SIGCHLD: environments could not read the exit codes of the processes that they start.
     """
     signal.set_wakeup_fd(-1)
-    for number in signal.valid_signals() - _KEPT:
+    faulthandler.disable()  # it would go on to the handlers that libraries set before, as pygame does
+    for number in signal.valid_signals() - _UNHANDLED:
         if signal.getsignal(number) is not signal.SIG_IGN or number == getattr(signal, "SIGCHLD", None):
             with suppress(OSError):
                 # Until this process led its group, signals were meant for the parent: to ignore one drops it.
