@@ -55,9 +55,12 @@ def test_preloaded_modules_are_there_before_the_worker_imports_anything(module: 
 
 def test_crashes_have_their_own_name_also_where_a_preloaded_library_handles_them(module: Path) -> None:
     module.write_text("import ctypes\nctypes.CDLL(None).signal(11, ctypes.CDLL(None)._exit)\n")  # as pygame does
-    with group("forkserver", 1, preload=["preloaded_module"]) as workers:
-        with pytest.raises(WorkerError, match="was killed by SIGSEGV"), workers.watch.operation("step"):
-            workers.ask(0, "segfault")
+    with (
+        group("forkserver", 1, preload=["preloaded_module"]) as workers,
+        pytest.raises(WorkerError, match="was killed by SIGSEGV"),
+        workers.watch.operation("step"),
+    ):
+        workers.ask(0, "segfault")
 
 
 def test_a_server_is_replaced_only_if_it_lacks_a_module_and_ends_with_its_last_worker() -> None:
