@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import logging
+import operator
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -20,10 +21,12 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 from rl_ext_core import resources
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, IsolationError, NotCopyableError, WorkerError
 from rl_ext_core.factory import EnvFactory, as_factory
+from rl_ext_core.factory.convert import convert
 from rl_ext_core.factory.record import game_of_id, spec_of_id
 from rl_ext_core.isolation import Isolation, Verdict, probe
 from rl_ext_core.vector import environments
-from rl_ext_core.vector.arguments import Options, at_least_one, check_env_fns, check_seconds, factories_of
+from rl_ext_core.vector.environments import Options, at_least_one, check_env_fns, check_seconds, factories_of
+from sb3_ext.gym_vec_env import GymVecEnv
 from sb3_ext.multi_agent_vec_env import MultiAgentVecEnv, is_parallel
 from sb3_ext.vec_env import SharedMemoryVecEnv
 
@@ -65,7 +68,7 @@ def make_vec_env(
         environments are copies, or an :class:`EnvFactory`; or an environment that is vectorized already, of gymnasium
         or in Isaac Lab's style: then ``vec_env_kwargs`` are those of :class:`~sb3_ext.GymVecEnv`; or a parallel
         environment of PettingZoo, all of whose agents one policy plays, see :class:`~sb3_ext.MultiAgentVecEnv`
-    :param n_envs: how many; None: as many as this process has cores
+    :param n_envs: number of environments; None: as many as this process has cores
     :param isolation: ``"process"``: one process each; ``"in-process"``: all in this one; ``"auto"`` finds out what the
         environment allows and what is faster: see :class:`AutoVecEnv`
     :param probe_timeout: seconds that an environment may take for anything while it is tried, see
@@ -73,60 +76,58 @@ def make_vec_env(
     :param devices: per environment, see :meth:`EnvFactory.for_workers`
     :param vectorization_mode: of ``gymnasium.make_vec``, which makes it of an id: ``"sync"``, ``"async"``,
         ``"vector_entry_point"``
-    :param cwd: working directory of workers: ``"own"`` starts a process per environment, each in an empty directory; a
-        folder does so with a copy of it each. They are kept, and ``isolation_report`` names their path. By default
-        workers share that of this process
+    :param cwd: ``"own"`` starts a process per environment, each in an empty working directory; a folder does so with a
+        copy of it each. ``isolation_report`` names where they are. By default workers share that of this process
     :return: the vectorized environment; ``isolation_report`` says why it is the one it is
-    :raises WorkerError: an environment cannot be built
-    :raises NotCopyableError: an instance cannot be copied
-    :raises InvalidArgumentError: ``env_kwargs`` for an instance, ``isolation`` together with ``vec_env_cls``, what is
-        for single environments with one that is vectorized already
+    :raises WorkerError: If an environment cannot be built
+    :raises NotCopyableError: If an instance cannot be copied
+    :raises InvalidArgumentError: If options exclude each other, such as ``env_kwargs`` and an instance, ``isolation``
+        and ``vec_env_cls``, or an option for single environments and one that is vectorized already
 
     Source: https://github.com/openai/retro/issues/2
     """
     count = resources.usable_cores() if n_envs is None else at_least_one("n_envs", n_envs)
-    seed = _python_integer(seed)
-    of_singles = {"monitor_dir": monitor_dir, "vec_env_cls": vec_env_cls, "monitor_kwargs": monitor_kwargs}
-    of_singles |= {"devices": devices, "probe_timeout": probe_timeout, "start_index": start_index or None, "cwd": cwd}
-    of_wrapped = {"env_kwargs": env_kwargs, "wrapper_class": wrapper_class, "wrapper_kwargs": wrapper_kwargs}
-    if is_parallel(env_id):
-        of_singles |= {"isolation": None if isolation in ("auto", "in-process") else isolation}
-        _refuse_for_vectorized({**of_singles, **of_wrapped, "vectorization_mode": vectorization_mode})
-        agents = MultiAgentVecEnv([as_factory(env_id)] * count)
-        agents.seed(seed)
-        agents.action_space.seed(seed)
-        return _with_report(agents, "Its agents are in this process: one policy plays them all.")
-    if vectorization_mode is not None or _is_vectorized(env_id):
-        of_singles |= {"isolation": None if isolation == "auto" else isolation}
-        _refuse_for_vectorized({**of_singles, **(of_wrapped if vectorization_mode is None else {})})
-        if vectorization_mode is not None and not isinstance(env_id, (str, EnvSpec)):
-            raise InvalidTypeError(
-                f"vectorization_mode={vectorization_mode!r} is for ids, and env_id is {env_id!r}; vectorize it: "
-                "make_vec_env(gymnasium.vector.SyncVectorEnv([make_env] * 4))"
-            )
-        env = env_id
-        if vectorization_mode is not None:
-            wrapped = None if wrapper_class is None else [functools.partial(wrapper_class, **(wrapper_kwargs or {}))]
-            env = gymnasium.make_vec(env_id, count, vectorization_mode, None, wrapped, **(env_kwargs or {}))
-        elif n_envs not in (None, 1, env.num_envs):
-            raise InvalidArgumentError(
-                f"n_envs={n_envs} for an environment that is vectorized already and has {env.num_envs}; leave it out"
-            )
-        return _of_vectorized(env, seed, vec_env_kwargs or {})
+    seed = None if seed is None else operator.index(seed)  # gymnasium takes Python's integers alone
+    wrappers: list[Any] = [functools.partial(wrapper_class, **(wrapper_kwargs or {}))] if wrapper_class else []
+    parallel = hasattr(env_id, "possible_agents") and is_parallel(env_id)
+    if parallel or vectorization_mode is not None or _is_vectorized(env_id):
+        of_singles = {"monitor_dir": monitor_dir, "vec_env_cls": vec_env_cls, "monitor_kwargs": monitor_kwargs}
+        of_singles |= {"devices": devices, "probe_timeout": probe_timeout, "start_index": start_index or None}
+        is_here = isolation == "auto" or (parallel and isolation == "in-process")
+        of_singles |= {"cwd": cwd, "isolation": None if is_here else isolation}
+        if parallel or vectorization_mode is None:
+            of_singles |= {"env_kwargs": env_kwargs, "wrapper_class": wrapper_class, "wrapper_kwargs": wrapper_kwargs}
+        if parallel:
+            of_singles["vectorization_mode"] = vectorization_mode
+        for name, value in of_singles.items():
+            if value is not None:
+                raise InvalidArgumentError(
+                    f"{name}={value!r} is for single environments, and this one holds several: leave it out. Wrap each "
+                    "before they are put together, or the result: VecMonitor(make_vec_env(env), filename=...)"
+                )
+        if parallel:
+            several: VecEnv = MultiAgentVecEnv([as_factory(env_id)] * count)
+            report = "Its agents are in this process: one policy plays them all."
+        else:
+            env = _vectorized(env_id, n_envs, count, vectorization_mode, wrappers, env_kwargs or {})
+            several, report = GymVecEnv(env, **(vec_env_kwargs or {})), "It is vectorized already."
+        several.seed(seed)
+        several.action_space.seed(seed)
+        return _with_report(several, report)
     if isinstance(env_id, str) and env_id not in gymnasium.registry:
         env_id = game_of_id(env_id) or env_id  # what builds a game of stable-retro, which gymnasium does not know
     source = functools.cache(lambda: _source(env_id, env_kwargs or {}))
-    base = functools.cache(lambda: as_factory(source()).then(environments.checked))
-    wrapper = None if wrapper_class is None else functools.partial(wrapper_class, **(wrapper_kwargs or {}))
+    limit = (vec_env_kwargs or {}).get("start_timeout")
+    copied = functools.cache(lambda: convert(source(), verify=True, start_method=None, timeout=limit))
+    base = functools.cache(lambda: copied().then(environments.checked))
 
     def tried() -> list[EnvFactory[Any]]:
         # All that will run, but for files: those of the monitors are not for trials.
-        factory = base().then(environments.monitored)
-        return [factory if wrapper is None else factory.then(wrapper)] * count
+        return [functools.reduce(EnvFactory.then, [environments.monitored, *wrappers], base())] * count
 
     def around(rank: int) -> list[Callable[[Any], Any]]:
         seeded = [] if seed is None else [functools.partial(environments.seeded, seed=seed + rank)]
-        return [*seeded, _monitor(rank, monitor_dir, monitor_kwargs or {}), *([] if wrapper is None else [wrapper])]
+        return [*seeded, _monitor(rank, monitor_dir, monitor_kwargs or {}), *wrappers]
 
     def factories() -> list[EnvFactory[Any]]:
         made = enumerate(base().for_workers(count, seed=seed, devices=devices), start_index)
@@ -161,32 +162,24 @@ def make_vec_env(
     return vec_env
 
 
-def _python_integer(seed: Any) -> Any:
-    """Return NumPy's integers as Python's, which alone gymnasium takes as seeds."""
-    return int(seed) if isinstance(seed, np.integer) else seed
-
-
 def _is_vectorized(env: Any) -> bool:
     return not isinstance(env, type) and hasattr(env, "step") and isinstance(getattr(env, "num_envs", None), int)
 
 
-def _refuse_for_vectorized(options: dict[str, Any]) -> None:
-    for name, value in options.items():
-        if value is not None:
+def _vectorized(env_id: Any, n_envs: int | None, count: int, mode: Any, wrappers: Any, env_kwargs: Any) -> Any:
+    """Return a vectorized environment as it is, or let gymnasium make one of an id."""
+    if mode is None:
+        if n_envs not in (None, 1, env_id.num_envs):
             raise InvalidArgumentError(
-                f"{name}={value!r} is for single environments, and this one holds several: leave it out. What wraps "
-                "them goes around each before they are put together, or around the result: "
-                "VecMonitor(make_vec_env(env), filename=...)"
+                f"n_envs={n_envs} for an environment that is vectorized already and has {env_id.num_envs}; leave it out"
             )
-
-
-def _of_vectorized(env: Any, seed: int | None, options: dict[str, Any]) -> VecEnv:
-    from sb3_ext.gym_vec_env import GymVecEnv
-
-    vec_env = GymVecEnv(env, **options)
-    vec_env.seed(seed)
-    vec_env.action_space.seed(seed)
-    return _with_report(vec_env, "It is vectorized already.")
+        return env_id
+    if not isinstance(env_id, (str, EnvSpec)):
+        raise InvalidTypeError(
+            f"vectorization_mode={mode!r} is for ids, and env_id is {env_id!r}; vectorize it: "
+            "make_vec_env(gymnasium.vector.SyncVectorEnv([make_env] * 4))"
+        )
+    return gymnasium.make_vec(env_id, count, mode, None, wrappers or None, **env_kwargs)
 
 
 def _source(env_id: Any, env_kwargs: dict[str, Any]) -> Any:
@@ -206,19 +199,18 @@ def _source(env_id: Any, env_kwargs: dict[str, Any]) -> Any:
 def _monitor(rank: int, monitor_dir: str | None, monitor_kwargs: dict[str, Any]) -> Any:
     if monitor_dir is None and not monitor_kwargs:
         return environments.monitored
-    # Files and their options are Stable Baselines3's own affair: its class does that.
     if monitor_dir is None:
         return functools.partial(Monitor, **monitor_kwargs)
     folder = os.path.abspath(monitor_dir)  # workers may have a working directory of their own
     os.makedirs(folder, exist_ok=True)
-    return functools.partial(
-        _monitor_to, path=os.path.join(folder, str(rank)), since=time.time(), monitor_kwargs=monitor_kwargs
-    )
+    path = os.path.join(folder, str(rank))
+    return functools.partial(_monitor_to, path=path, since=time.time(), monitor_kwargs=monitor_kwargs)
 
 
 def _monitor_to(env: Any, *, path: str, since: float, monitor_kwargs: dict[str, Any]) -> Any:
-    """Put a ``Monitor`` around an environment. It goes on with a file that was begun since then, by a worker that this
-    one replaces.
+    """Put a ``Monitor`` around an environment; it appends to a file of a worker that this one replaces.
+
+    :param since: time of the start; an older file is another run's
     """
     begun = None
     with contextlib.suppress(OSError, ValueError, KeyError), open(f"{path}.{Monitor.EXT}", encoding="utf-8") as file:
@@ -233,7 +225,7 @@ def _monitor_to(env: Any, *, path: str, since: float, monitor_kwargs: dict[str, 
 class AutoVecEnv:
     """Build a ``DummyVecEnv`` or a :class:`SharedMemoryVecEnv`, after finding out which of them suits the environment.
 
-    For Stable Baselines3's ``make_vec_env(..., vec_env_cls=AutoVecEnv)`` and wherever a class of vectorized
+    For ``make_vec_env(..., vec_env_cls=AutoVecEnv)`` of Stable Baselines3, and wherever a class of vectorized
     environments is expected. What the environment declares (``metadata["isolation"]``, FMI's
     ``canBeInstantiatedOnlyOncePerProcess``) is believed, else it is tried in temporary processes, see
     :func:`rl_ext_core.isolation.probe`; the outcome is kept for the next time.
@@ -243,8 +235,8 @@ class AutoVecEnv:
     - One environment stays in this process. So do environments that cannot be tried, with a warning.
     - ``cwd`` starts a process for each, without a try.
 
-    :param env_fns: build the environments: functions, or whatever :func:`as_factory` takes. Each that is another one
-        is tried
+    :param env_fns: functions that build the environments, or whatever :func:`as_factory` takes; each different one is
+        tried
     :param isolation: ``"process"`` or ``"in-process"`` decides it without a try
     :param probe_timeout: seconds that an environment may take for anything while it is tried, see
         :func:`~rl_ext_core.isolation.probe`
@@ -296,9 +288,9 @@ def _build(
 ) -> VecEnv:
     """Build the right vectorized environment.
 
-    :param factories: makes what workers build
+    :param factories: returns what workers build
     :param here: builds all in this process
-    :param tried: makes what is tried, with one object where environments are alike
+    :param tried: returns what is tried, with one object where environments are alike
     """
     if isolation not in ("auto", "process", "in-process"):
         raise InvalidArgumentError(
@@ -322,14 +314,19 @@ def _build(
         return _with_report(here(), "There is only one, so it is in this process, untried.")
     try:
         verdict = probe(tried(), timeout=probe_timeout)
+        unknown = verdict.explanation if verdict.isolation is Isolation.UNKNOWN else ""
     except NotCopyableError as error:
-        return _untried(here, f"No other process can be given them: {error}.")
+        unknown = f"No other process can be given them: {error}."
     except (WorkerError, OSError) as error:
-        return _untried(here, f'They could not be tried: {error}. For one process each, write isolation="process".')
-    if verdict.isolation is Isolation.UNKNOWN:
-        return _untried(here, verdict.explanation)
+        unknown = f'They could not be tried: {error}. For one process each, write isolation="process".'
+    if unknown:  # as Stable Baselines3 does, with one warning
+        report = f"{unknown} They are in this process, whether it allows several of them or not."
+        untried = _with_report(here(), report)
+        _log.warning("%s", report)
+        return untried
     n_workers, why = _choose(verdict, n_envs, workers.n_workers)
-    report = f"{verdict.explanation} {why}"
+    kept = " (An earlier probe found this; files that the environment reads are not watched.)"
+    report = f"{verdict.explanation}{kept if verdict.declared_by == 'cache' else ''} {why}"
     _log.info("%s", report)
     if n_workers == 0:
         return _with_report(here(), report)
@@ -337,14 +334,6 @@ def _build(
     if sentence := resources.shortage(verdict.private_bytes or 0, n_workers):
         _log.warning("%s", sentence)
     return _with_report(SharedMemoryVecEnv(made, **{**options, "n_workers": n_workers}), report)
-
-
-def _untried(here: Callable[[], VecEnv], why: str) -> VecEnv:
-    """Build all in this process, as Stable Baselines3 does, with one warning."""
-    vec_env = here()
-    report = f"{why} They are in this process, whether it allows several of them or not."
-    _log.warning("%s", report)
-    return _with_report(vec_env, report)
 
 
 def _shares(n_workers: int, n_envs: int) -> str:

@@ -38,7 +38,7 @@ from rl_ext_core.devices import resolve
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
 from rl_ext_core.frames.checkpoint import checksum, reduced_and_held, unpickling
 from rl_ext_core.frames.planning import MemoryWatch
-from rl_ext_core.vector.arguments import at_least_one
+from rl_ext_core.vector.environments import at_least_one
 from sb3_ext.observation_view import ObservationView
 from sb3_ext.observations import OPTIONS, Observations
 

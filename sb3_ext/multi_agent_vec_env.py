@@ -9,18 +9,17 @@ from typing import Any
 import numpy as np
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
-from rl_ext_core.vector.arguments import check_env_fns, factories_of
-from rl_ext_core.vector.environments import copy_output
-from rl_ext_core.vector.layout import Layout
+from rl_ext_core.vector.channel import Layout
+from rl_ext_core.vector.environments import check_env_fns, copy_output, factories_of
 from sb3_ext.vec_env import CheckedVecEnv, Indices
 
 __all__ = ["MultiAgentVecEnv", "is_parallel"]
 
 
 def is_parallel(env: Any) -> bool:
-    """Return whether this is one of PettingZoo's environments, in which agents act together or in turns.
+    """Return whether this is a parallel environment of PettingZoo.
 
-    :raises InvalidTypeError: they act in turns
+    :raises InvalidTypeError: If its agents act in turns.
     """
     if isinstance(env, type) or not hasattr(env, "possible_agents"):
         return False
@@ -44,9 +43,10 @@ class MultiAgentVecEnv(CheckedVecEnv):
     and resets itself. The observation returned with that ``dones`` begins an episode of its own. A policy learns that
     zeros are worth nothing, as with SuperSuit's ``black_death``.
 
-    :param env_fns: build the environments: functions, or whatever :func:`as_factory` takes; they are in this process
-    :raises InvalidTypeError: no parallel environment
-    :raises InvalidArgumentError: agents have different spaces, or observations that are not arrays of fixed shape
+    :param env_fns: functions that build the environments, or whatever :func:`as_factory` takes; they are in this
+        process
+    :raises InvalidTypeError: If one is not a parallel environment.
+    :raises InvalidArgumentError: If agents have different spaces, or observations that are not arrays of fixed shape.
 
     ``reset`` and ``step`` return observations, (n_envs · agents, ...); rewards, (n_envs · agents,) float32; dones,
     (n_envs · agents,) bool; and a list of infos. Those of ended episodes hold ``terminal_observation``,
@@ -75,17 +75,17 @@ class MultiAgentVecEnv(CheckedVecEnv):
                 self.envs.append(factory())
                 if not is_parallel(self.envs[-1]):
                     raise InvalidTypeError(
-                        f"{self.envs[-1]} is no parallel environment of PettingZoo: it has no possible_agents. Write "
-                        "make_vec_env(env) for single environments"
+                        f"{self.envs[-1]} is not a parallel environment of PettingZoo: it has no possible_agents. "
+                        "Write make_vec_env(env) for single environments"
                     )
             self.agents: list[Any] = list(self.envs[0].possible_agents)
             spaces = self._common_spaces()
             super().__init__(len(self.envs) * len(self.agents), *spaces)
-            layout = Layout.of(self.num_envs, *spaces)
+            layout = self._layout = Layout.of(self.num_envs, *spaces)
         except BaseException:
             self._close_all()
             raise
-        self._layout, arrays = layout, layout.arrays(bytearray(layout.size))
+        arrays = layout.arrays(bytearray(layout.size))
         self._observations = [arrays[f"observation {index}"] for index in range(len(layout.paths))]
         self._rows = [layout.rows(arrays, row) for row in range(self.num_envs)]
         self._alive = np.zeros(self.num_envs, bool)
@@ -94,7 +94,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
         self.metadata = {**(getattr(self.envs[0], "metadata", None) or {}), **self.metadata}
 
     def _common_spaces(self) -> tuple[Any, Any]:
-        first: tuple[Any, Any] | None = None
+        first: Any = None
         for number, env in enumerate(self.envs):
             if list(env.possible_agents) != self.agents or not self.agents:
                 raise InvalidArgumentError(
@@ -109,14 +109,10 @@ class MultiAgentVecEnv(CheckedVecEnv):
                         f"the agent {agent!r} has the spaces {found}, and {self.agents[0]!r} has {first}; one policy "
                         "plays agents with the same spaces. Pad them: supersuit.pad_observations_v0(env)"
                     )
-        assert first is not None
-        return first
+        return first  # type: ignore[no-any-return]
 
     def seed(self, seed: int | None = None) -> Sequence[int | None]:
-        """Set the seeds of the next reset: ``seed + i`` for environment ``i``.
-
-        :param seed: None draws one from NumPy's generator
-        """
+        """Set the seeds of the next reset: ``seed + i`` for environment ``i``; None draws one from NumPy."""
         if seed is None:
             seed = int(np.random.randint(0, np.iinfo(np.uint32).max, dtype=np.uint32))
         self._seeds = [seed + row // len(self.agents) for row in range(self.num_envs)]
@@ -134,7 +130,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
             self._reset(number, self._seeds[number * len(self.agents)], self._options[number * len(self.agents)])
         self._reset_seeds()
         self._reset_options()
-        return self._returned()
+        return self._copied()
 
     def _reset(self, number: int, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         observations, infos = self.envs[number].reset(seed=seed, **({"options": options} if options else {}))
@@ -150,25 +146,16 @@ class MultiAgentVecEnv(CheckedVecEnv):
     def _write(self, row: int, observation: Any) -> None:
         """Write an agent's observation; zeros where there is none."""
         for part in self._rows[row]:
-            value = observation
-            if value is None:
+            if observation is None:
                 part.place[...] = 0
-                continue
-            for key in part.path:
-                value = value[key]
-            part.write(value)
+            else:
+                part.write(observation)
 
-    def _read(self, row: int) -> Any:
-        return self._layout.joined([array[row].copy() for array in self._observations])
-
-    def _returned(self) -> Any:
-        return self._layout.joined([array.copy() for array in self._observations])
+    def _copied(self, rows: Any = slice(None)) -> Any:
+        return self._layout.joined([array[rows].copy() for array in self._observations])
 
     def step_async(self, actions: Any) -> None:
-        """Note the actions of the next step.
-
-        :param actions: (n_envs · agents, ...); those of agents that have ended are ignored
-        """
+        """Store the actions of the next step, (n_envs · agents, ...); those of agents that have ended are ignored."""
         # Environments that clip their action in place must not change what SB3 stores.
         self._note_actions(copy_output(actions))
 
@@ -176,7 +163,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
         """Take the step.
 
         :return: observations, rewards, dones and infos, see the class
-        :raises EnvironmentOutputError: an environment returns nothing for an agent that lives
+        :raises EnvironmentOutputError: If an environment returns nothing for an agent that lives.
         """
         actions = self._noted_actions()
         rewards, dones = np.zeros(self.num_envs, np.float32), np.zeros(self.num_envs, bool)
@@ -185,7 +172,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
         for number, env in enumerate(self.envs):
             acting = {agent: actions[row] for row, agent in self._rows_of(number) if self._alive[row]}
             self._take(number, env.step(acting), rewards, dones, infos)
-        return self._returned(), rewards, dones, infos
+        return self._copied(), rewards, dones, infos
 
     def _take(self, number: int, result: Any, rewards: Any, dones: Any, infos: list[dict[str, Any]]) -> None:
         """Take what one environment returns, and reset it where it is over."""
@@ -199,7 +186,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
                 ended = terminated.get(agent, False) or truncated.get(agent, False)
                 joins = agent in observations and agent in self.envs[number].agents and not ended and not over
                 if over or joins:
-                    dones[row], infos[row]["terminal_observation"] = True, self._read(row)
+                    dones[row], infos[row]["terminal_observation"] = True, self._copied(row)
                 if joins:
                     self._write(row, observations[agent])
                     self.reset_infos[row] = copy_output(dict(their_infos.get(agent, {})))
@@ -210,24 +197,21 @@ class MultiAgentVecEnv(CheckedVecEnv):
                     f"environment {number}, in step: it returns nothing for the agent {agent!r}, who has acted; "
                     "expected an observation and a reward for each agent that was among env.agents before the step"
                 )
-            infos[row].update(copy_output(dict(their_infos.get(agent, {}))))
+            info = infos[row]
+            info.update(copy_output(dict(their_infos.get(agent, {}))))
             rewards[row] = all_rewards[agent]
             self._returns[row] += float(all_rewards[agent])
             self._lengths[row] += 1
             self._write(row, observations[agent])
-            ends = bool(terminated.get(agent, False)), bool(truncated.get(agent, False)) or over
-            if any(ends):
-                self._end(row, infos[row], copy_output(observations[agent]), truncated=ends[1] and not ends[0])
-                dones[row] = True
+            end = bool(terminated.get(agent, False))
+            if end or truncated.get(agent, False) or over:
+                info["terminal_observation"], info["TimeLimit.truncated"] = copy_output(observations[agent]), not end
+                total, seconds = round(float(self._returns[row]), 6), round(time.time() - self._began, 6)
+                info["episode"] = {"r": total, "l": int(self._lengths[row]), "t": seconds}
+                dones[row], self._alive[row] = True, False
+                self._write(row, None)
         if over:
             self._reset(number)
-
-    def _end(self, row: int, info: dict[str, Any], last: Any, *, truncated: bool) -> None:
-        info["terminal_observation"], info["TimeLimit.truncated"] = last, truncated
-        seconds = round(time.time() - self._began, 6)
-        info["episode"] = {"r": round(float(self._returns[row]), 6), "l": int(self._lengths[row]), "t": seconds}
-        self._alive[row] = False
-        self._write(row, None)
 
     def close(self) -> None:
         """Close the environments; again does nothing."""
@@ -240,7 +224,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
             self.envs.pop().close()
 
     def _render(self) -> Sequence[Any]:
-        """Render the environments: one picture each, not one for each agent."""
+        # One picture per environment, not one per agent.
         return [env.render() for env in self.envs]
 
     def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
@@ -255,11 +239,11 @@ class MultiAgentVecEnv(CheckedVecEnv):
     def env_method(
         self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any
     ) -> list[Any]:
-        """Call a method of each row's environment: once for each row."""
+        """Call a method of each row's environment, once per row."""
         return [getattr(env, method_name)(*method_args, **method_kwargs) for env in self._envs_of(indices)]
 
     def env_is_wrapped(self, wrapper_class: type, indices: Indices = None) -> list[bool]:
-        """Return False for each row: wrappers of gymnasium do not go around PettingZoo's environments."""
+        """Return False for each row: gymnasium's wrappers do not fit PettingZoo's environments."""
         return [False for _ in self._envs_of(indices)]
 
     def _envs_of(self, indices: Indices) -> list[Any]:

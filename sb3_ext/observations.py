@@ -26,7 +26,7 @@ from rl_ext_core.frames import FrameStore
 from rl_ext_core.frames.folder import checked_path
 from rl_ext_core.frames.planning import MemoryWatch
 from rl_ext_core.frames.recycle import RecycledArrays
-from rl_ext_core.vector.arguments import at_least_one
+from rl_ext_core.vector.environments import at_least_one
 from sb3_ext.observation_view import ObservationView
 
 Places = npt.NDArray[np.int64]

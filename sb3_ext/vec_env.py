@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import logging
+import dataclasses
 import os
 import time
 import warnings
@@ -14,27 +14,22 @@ import numpy as np
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
-from rl_ext_core import resources
 from rl_ext_core.errors import InvalidArgumentError
-from rl_ext_core.vector.arguments import Options
-from rl_ext_core.vector.environments import name_of, store_reward
-from rl_ext_core.vector.pool import Timings, WorkerPool
+from rl_ext_core.vector.environments import Options, name_of, store_reward
+from rl_ext_core.vector.pool import Pool, Timings, new_pool
 from rl_ext_core.vector.ray import RayPool
-from rl_ext_core.vector.restart import new_pool
 from rl_ext_core.vector.worker import ENDED, OTHER, TRUNCATED
 
 __all__ = ["CheckedVecEnv", "Indices", "PoolVecEnv", "RayVecEnv", "SharedMemoryVecEnv", "VecEnvTimings"]
 
-_log = logging.getLogger("sb3_ext")
-
 # By the number of the kind, see rl_ext_core.vector.worker.KINDS.
-_REWARD_DTYPES = [np.dtype(np.float64), np.dtype(np.float32), np.dtype(np.int64), np.dtype(bool)]
+_REWARD_TYPES = (np.float64, np.float32, np.int64, np.bool_)
 
 Indices = int | Iterable[int] | None
 
 
 class CheckedVecEnv(VecEnv):
-    """What vectorised environments here have in common: they say what is wrong when they are called out of order."""
+    """Base of this package's vectorized environments. An error says what is wrong with a call out of order."""
 
     closed = False
     _actions: Any = None  # of the step that was begun
@@ -64,7 +59,6 @@ class CheckedVecEnv(VecEnv):
             raise InvalidArgumentError(f"this {name} is closed; make a new one: {name}({self.made_of})")
 
     def _note_actions(self, actions: Any) -> None:
-        """Keep the actions of the next step."""
         self._require_open()
         if len(actions) != self.num_envs:
             raise InvalidArgumentError(
@@ -73,7 +67,6 @@ class CheckedVecEnv(VecEnv):
         self._actions = actions
 
     def _noted_actions(self) -> Any:
-        """Return the actions that were noted, once."""
         self._require_open()
         actions, self._actions = self._actions, None
         self._require_begun(actions is not None)
@@ -84,30 +77,26 @@ class CheckedVecEnv(VecEnv):
             raise InvalidArgumentError("no step was begun; write step_async(actions) first, or step(actions)")
 
     def _chosen(self, indices: Indices, count: int) -> Sequence[int]:
-        """Return the numbers of environments, of so many: the base class asks before it knows how many there are."""
+        # The base class asks before it knows how many there are.
         numbers = range(count)
         return numbers if indices is None else [numbers[index] for index in self._get_indices(indices)]
 
 
 class PoolVecEnv(CheckedVecEnv):
-    """A vectorised environment over workers.
+    """A vectorized environment over the workers of a pool."""
 
-    :param pool: of them
-
-    :ivar reward_dtype: of rewards; None: what environments return, as with ``SubprocVecEnv``. ``DummyVecEnv`` gives
-        32-bit floats, and so does what is chosen in its place
-    """
-
+    # Of rewards; None: what environments return, as with ``SubprocVecEnv``. ``DummyVecEnv`` gives 32-bit floats, and so
+    # does what is chosen in its place.
     reward_dtype: type[np.float32] | None = None
 
-    def __init__(self, pool: WorkerPool) -> None:
+    def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self.timings = pool.timings
         self.waiting = False
         self._rewards, self._kinds, self._flags = (pool.arrays[name] for name in ("reward", "reward kind", "flags"))
         try:
             super().__init__(len(pool.worker_of), *pool.spaces)
-            # What records videos takes the frames per second from it.
+            # VecVideoRecorder reads the frame rate from it.
             with contextlib.suppress(Exception):  # there is none, or it cannot leave its process
                 self.metadata = {**self.get_attr("metadata", 0)[0], **self.metadata}
         except BaseException:
@@ -115,10 +104,7 @@ class PoolVecEnv(CheckedVecEnv):
             raise
 
     def step_async(self, actions: Any) -> None:
-        """Have all environments start a step.
-
-        :param actions: (n_envs, ...)
-        """
+        """Begin a step of all environments, with actions (n_envs, ...)."""
         if self.closed or self.waiting:
             self._require_idle()
         self._pool.begin_step(actions)
@@ -134,17 +120,14 @@ class PoolVecEnv(CheckedVecEnv):
             self._require_open()
             self._require_begun(self.waiting)
         pool = self._pool
-        pool.wait_for_step()
+        pool.wait()
         # From here on, Ctrl-C could not be followed by another step_wait.
         self.waiting = False
+        infos: list[dict[str, Any]] = [{"TimeLimit.truncated": False} for _ in range(self.num_envs)]
         if pool.is_quiet():
-            quiet: list[dict[str, Any]] = [{"TimeLimit.truncated": False} for _ in range(self.num_envs)]
-            dtype = self.reward_dtype
-            rewards = self._rewards.copy() if dtype is None else self._rewards.astype(dtype)
-            result = pool.observations(), rewards, np.zeros(self.num_envs, bool), quiet
+            rewards, dones = self._rewards.astype(self.reward_dtype or np.float64), np.zeros(self.num_envs, bool)
         else:
             pool.report_changes("DummyVecEnv")
-            infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
             reset_infos = list(self.reset_infos)  # those before are the caller's to keep
             others: dict[int, Any] = {}
             for index, (info, reset_info, others[index], final) in pool.entries():
@@ -155,7 +138,8 @@ class PoolVecEnv(CheckedVecEnv):
             ended = self._flags & ENDED
             for info, value in zip(infos, ended.tolist(), strict=True):
                 info["TimeLimit.truncated"] = value == TRUNCATED  # and not terminated as well
-            result = pool.observations(), self._rewards_of_step(others), ended.astype(bool), infos
+            rewards, dones = self._rewards_of_step(others), ended.astype(bool)
+        result = pool.observations(), rewards, dones, infos
         self.timings.add_step(time.perf_counter() - pool.began)
         return result
 
@@ -169,7 +153,7 @@ class PoolVecEnv(CheckedVecEnv):
         pool = self._pool
         pool.begin_reset([(seed, options or None) for seed, options in zip(self._seeds, self._options, strict=True)])
         self.waiting = False
-        pool.wait_for_step()
+        pool.wait()
         entries = pool.entries(to_reset=True)
         self.reset_infos = [reset_info for _, (_, reset_info, _, _) in entries]  # type: ignore[misc]
         pool.report_changes("DummyVecEnv")
@@ -221,22 +205,16 @@ class PoolVecEnv(CheckedVecEnv):
         return self._pool.call(self._chosen(indices, len(self._pool.worker_of)), name, data)
 
     def _rewards_of_step(self, others: dict[int, Any]) -> Any:
-        kinds = self._kinds
-        if self.reward_dtype is not None:
-            rewards = self._rewards.astype(self.reward_dtype)
-            for index, value in others.items():
-                if kinds[index] == OTHER:
-                    store_reward(rewards, index, value)
-            return rewards
-        if not kinds.any():
-            return self._rewards.copy()
-        # As SubprocVecEnv does it: the environments' own objects decide on the dtype.
-        return np.stack(
-            [
-                others[index] if kind == OTHER else _REWARD_DTYPES[kind].type(value)
-                for index, (kind, value) in enumerate(zip(kinds.tolist(), self._rewards.tolist(), strict=True))
-            ]
-        )
+        kinds = self._kinds.tolist()
+        if self.reward_dtype is None and any(kinds):
+            # As SubprocVecEnv does it: the environments' own objects decide on the dtype.
+            each = enumerate(zip(kinds, self._rewards.tolist(), strict=True))
+            return np.stack([others[n] if kind == OTHER else _REWARD_TYPES[kind](value) for n, (kind, value) in each])
+        rewards = self._rewards.astype(self.reward_dtype or np.float64)
+        for index, kind in enumerate(kinds):
+            if kind == OTHER:
+                store_reward(rewards, index, others[index])
+        return rewards
 
     def _require_idle(self) -> None:
         self._require_open()
@@ -251,28 +229,28 @@ class SharedMemoryVecEnv(PoolVecEnv):
     """Stable Baselines3's ``SubprocVecEnv``, several times as fast, whose errors say what has happened.
 
     In place of ``SubprocVecEnv``, with its arguments and these. Observations, actions, rewards and flags are in shared
-    memory; informations are pickled where there is something in them. What it returns is the caller's to keep. Workers
-    load what the environment needs, not Stable Baselines3 or torch.
+    memory; infos are pickled where there is something in them. What it returns is the caller's to keep. Workers load
+    what the environment needs, not Stable Baselines3 or torch.
 
-    :param env_fns: build the environments: functions, or whatever :func:`as_factory` takes
+    :param env_fns: functions that build the environments, or whatever :func:`as_factory` takes
     :param start_method: ``"forkserver"`` (the default where there is one), ``"spawn"`` or ``"fork"``
-    :param n_workers: how many processes share the environments; default: one each
+    :param n_workers: number of processes that share the environments; default: one each
     :param start_timeout: seconds until all environments must be built
     :param step_timeout: seconds until they must have answered a step, a reset or another call
-    :param close_timeout: seconds until they must have closed their environments and ended; None waits, as
-        ``SubprocVecEnv`` does. When it is reached, their processes are killed, and a warning says so
-    :param restart: ``"truncate"`` puts a new worker in the place of one that has failed: the episodes of its
-        environments are reported as truncated, with the last observation that was returned, and training goes on.
-        The new environments get what ``set_attr`` had set and the options of the last reset, and the same seed if the
-        failure came in that reset, else one drawn from it. ``info["worker_error"]``, also in :attr:`reset_infos`, says
-        what failed, and names the calls of ``env_method`` that were not repeated
+    :param close_timeout: seconds until workers must have closed their environments and ended, else they are killed with
+        a warning; None waits, as ``SubprocVecEnv`` does
+    :param restart: ``"truncate"`` replaces a worker that has failed: the episodes of its environments are reported as
+        truncated, with the last observation that was returned. The new environments get what ``set_attr`` had set and
+        the options of the last reset, and the same seed if the failure came in that reset, else one drawn from it.
+        ``info["worker_error"]``, also in :attr:`reset_infos`, says what failed, and names calls of ``env_method`` that
+        were not repeated
     :param max_restarts: after so many, the failure is raised
     :param cwd: ``"own"`` gives each worker an empty working directory below :attr:`working_directory`, which is kept if
         files are written there; a folder gives each a copy of it. By default workers share that of this process
-    :raises WorkerError: at any call: a worker has failed; the text says which environment, in what, and why; the cause
-        is the environment's own exception. All workers are gone then
-    :raises EnvironmentOutputError: the environments' spaces differ
-    :raises InvalidArgumentError: an option with another value, observations that are not arrays of fixed shape; also at
+    :raises WorkerError: If a worker has failed, at any call: which environment, in what, and why; the cause is the
+        environment's own exception. All workers are gone then
+    :raises EnvironmentOutputError: If the environments' spaces differ
+    :raises InvalidArgumentError: If an option has another value, or observations are not arrays of fixed shape; also at
         any call but ``close`` in a process that was forked from the one that made it
 
     :ivar timings: how long the start and the steps have taken, see :class:`VecEnvTimings`
@@ -305,23 +283,8 @@ class SharedMemoryVecEnv(PoolVecEnv):
         options = Options(
             start_method, n_workers, start_timeout, step_timeout, close_timeout, restart, max_restarts, cwd
         )
-        pool = new_pool(env_fns, options)
-        self.working_directory = pool.working_directory
-        super().__init__(pool)
-        _warn_of_memory([worker.process.pid for worker in self._pool.workers])
-
-
-def _warn_of_memory(pids: Sequence[int]) -> None:
-    private, available = resources.private_memory(pids[0]), resources.available_memory()
-    if private is not None and available is not None and available < private:
-        _log.warning(
-            "%d workers take %.0f MB each, and %.0f MB are left: use fewer environments, or have fewer workers share "
-            "them: n_workers=%d",
-            len(pids),
-            private / 1e6,
-            available / 1e6,
-            max(1, len(pids) // 2),
-        )
+        super().__init__(new_pool(env_fns, options))
+        self.working_directory = self._pool.working_directory
 
 
 class RayVecEnv(PoolVecEnv):
@@ -334,18 +297,18 @@ class RayVecEnv(PoolVecEnv):
     It takes the cluster that ``ray.init(address=...)`` has connected to; without it, Ray starts one on this machine,
     which lives on when this is closed. Every machine needs this package and what the environment imports.
 
-    :param env_fns: build the environments: functions, or whatever :func:`as_factory` takes
-    :param n_workers: how many actors share the environments; default: one each
+    :param env_fns: functions that build the environments, or whatever :func:`as_factory` takes
+    :param n_workers: number of actors that share the environments; default: one each
     :param start_timeout: seconds until all environments must be built
     :param step_timeout: seconds until they must have answered a step, a reset or another call
-    :param close_timeout: seconds until they must have closed their environments; None waits. When it is reached, the
-        actors are killed, and a warning says so
+    :param close_timeout: seconds until actors must have closed their environments, else they are killed with a warning;
+        None waits
     :param actor_options: of each actor, as ``ray.remote`` takes them: ``{"num_cpus": 1, "num_gpus": 0.25}``
-    :raises MissingDependencyError: Ray is not installed
-    :raises WorkerError: at any call: an environment or its actor has failed; the text says which environment, in what,
-        and why; the cause is the environment's own exception. All actors are gone then
-    :raises EnvironmentOutputError: the environments' spaces differ
-    :raises InvalidArgumentError: an option with another value, observations that are not arrays of fixed shape
+    :raises MissingDependencyError: If Ray is not installed
+    :raises WorkerError: If an environment or its actor has failed, at any call: which environment, in what, and why;
+        the cause is the environment's own exception. All actors are gone then
+    :raises EnvironmentOutputError: If the environments' spaces differ
+    :raises InvalidArgumentError: If an option has another value, or observations are not arrays of fixed shape
 
     :ivar timings: how long the start and the steps have taken, see :class:`VecEnvTimings`
 
@@ -383,21 +346,18 @@ class VecEnvTimings(BaseCallback):
     """
 
     def _on_rollout_start(self) -> None:
-        timings = self._timings()
-        self._before = (0, 0.0) if timings is None else (timings.steps, timings.total_step_seconds)
+        self._before = dataclasses.replace(self._timings())
 
     def _on_rollout_end(self) -> None:
-        timings = self._timings()
-        if timings is None or timings.steps == self._before[0]:
-            return
-        steps, seconds = timings.steps - self._before[0], timings.total_step_seconds - self._before[1]
-        self.logger.record("time/env_start", timings.start_seconds)
-        self.logger.record("time/env_step", seconds / steps)
-        self.logger.record("time/env_restarts", timings.restarts)
+        timings, before = self._timings(), self._before
+        if steps := timings.steps - before.steps:
+            self.logger.record("time/env_start", timings.start_seconds)
+            self.logger.record("time/env_step", (timings.total_step_seconds - before.total_step_seconds) / steps)
+            self.logger.record("time/env_restarts", timings.restarts)
 
     def _on_step(self) -> bool:
         return True
 
-    def _timings(self) -> Timings | None:
+    def _timings(self) -> Timings:
         found = getattr(self.training_env.unwrapped, "timings", None)
-        return found if isinstance(found, Timings) else None
+        return found if isinstance(found, Timings) else Timings()

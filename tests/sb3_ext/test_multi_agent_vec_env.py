@@ -175,40 +175,27 @@ def test_actions_of_the_caller_are_not_written_to() -> None:
 def test_real_environments(game: str) -> None:
     module = pytest.importorskip(f"pettingzoo.{game}")
     options = {"max_cycles": 400, "spawn_delay": 1, "max_zombies": 40} if "knights" in game else {"max_cycles": 40}
-    env = make_vec_env(module.parallel_env(**options), 2, seed=3)
-    theirs = [module.parallel_env(**options) for _ in range(2)]
-    found = env.reset()
-    rows = [other.reset(seed=3 + number)[0] for number, other in enumerate(theirs)]
-    agents = theirs[0].possible_agents
-    assert env.num_envs == 2 * len(agents)
+    env, other = make_vec_env(module.parallel_env(**options), 1, seed=3), module.parallel_env(**options)
+    found, seen = env.reset(), other.reset(seed=3)[0]
+    agents = other.possible_agents
     env.action_space.seed(0)
     died = 0
-    for _ in range(500):
-        for row in range(env.num_envs):
-            seen = rows[row // len(agents)].get(agents[row % len(agents)])
-            assert np.array_equal(found[row], np.zeros_like(found[row]) if seen is None else seen)
-        actions = np.stack([env.action_space.sample() for _ in range(env.num_envs)])
-        found, rewards, dones, _ = env.step(actions)
-        for number, other in enumerate(theirs):
-            start = number * len(agents)
-            acting = {agent: actions[start + agents.index(agent)] for agent in other.agents}
-            observations, their_rewards, terminated, truncated, _ = other.step(acting)
-            for agent, reward in their_rewards.items():
-                row = start + agents.index(agent)
-                assert rewards[row] == np.float32(reward)
-                assert dones[row] == (terminated[agent] or truncated[agent] or not other.agents)
-                died += bool(dones[row] and other.agents)
-            rows[number] = {agent: observations[agent] for agent in other.agents}
-            if not other.agents:
-                assert dones[start : start + len(agents)].all()
-                rows = []
-                break
-        if not rows:
-            break
+    while other.agents:
+        for row, agent in enumerate(agents):
+            assert np.array_equal(found[row], seen[agent] if agent in other.agents else np.zeros_like(found[row]))
+        actions = {agent: env.action_space.sample() for agent in agents}
+        found, rewards, dones, _ = env.step(np.stack(list(actions.values())))
+        acting = {agent: actions[agent] for agent in other.agents}
+        seen, their_rewards, terminated, truncated, _ = other.step(acting)
+        for agent, reward in their_rewards.items():
+            row = agents.index(agent)
+            assert rewards[row] == np.float32(reward)
+            assert dones[row] == (terminated[agent] or truncated[agent] or not other.agents)
+            died += bool(dones[row] and other.agents)
+    assert dones.all()
     assert (died > 0) is ("knights" in game)
     env.close()
-    for other in theirs:
-        other.close()
+    other.close()
 
 
 @pytest.mark.slow

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import pickle
 import re
 import resource
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -112,6 +115,27 @@ def test_hangs_are_found_by_the_time_limits(when: str, how: str) -> None:
     assert (error.worker, error.kind, error.phase) == (1, "timeout", PHASES[when])
     assert f"did not answer within {next(iter(limits.values())):g} s" in str(error)
     assert ("does not even react to signals" in str(error)) or "in fail" in str(error) or "in hang_in_c" in str(error)
+
+
+class Alone(gym.Env[Any, Any]):
+    """Waits for ever for its simulator, which serves one process only."""
+
+    observation_space, action_space = spaces.Box(-1, 1), spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        if multiprocessing.parent_process() is not None:
+            time.sleep(600)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        return np.zeros(1, np.float32), 0.0, False, False, {}
+
+
+def test_the_time_limit_of_the_start_is_that_of_copying_an_instance_too() -> None:
+    with pytest.raises(WorkerError, match=r"did not answer within 2 s"):
+        SharedMemoryVecEnv([Alone()], start_timeout=2)
 
 
 @pytest.mark.parametrize(("n_workers", "worker", "how"), [(1, 0, "SIGSEGV"), (2, 1, "raise")])
@@ -218,9 +242,9 @@ def test_calls_in_the_wrong_order_are_refused() -> None:
     ("env_fns", "options", "kind", "said"),
     [
         ([], {}, InvalidArgumentError, "env_fns is empty"),
-        (Counting, {}, InvalidTypeError, "is no list"),
+        (Counting, {}, InvalidTypeError, "is not a list"),
         ([3], {}, InvalidTypeError, "builds no environment"),
-        ([Counting], {"n_workers": 1.5}, InvalidArgumentError, r"n_workers=1\.5"),
+        ([Counting], {"n_workers": 1.5}, InvalidTypeError, r"n_workers=1\.5"),
         ([Counting], {"restart": "truncate", "max_restarts": -1}, InvalidArgumentError, "max_restarts=-1"),
         ([Counting], {"start_method": "thread"}, InvalidArgumentError, "^start_method='thread'.*Write start_method="),
         ([Counting], {"close_timeout": -1}, InvalidArgumentError, "close_timeout=-1"),

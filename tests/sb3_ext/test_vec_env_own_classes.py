@@ -13,7 +13,7 @@ import dataclasses, enum
 import gymnasium as gym
 import numpy as np
 from rl_ext_core.errors import WorkerError
-from sb3_ext import SharedMemoryVecEnv
+from sb3_ext import SharedMemoryVecEnv, as_factory
 
 LEVEL = 1
 CALLS = []
@@ -51,6 +51,8 @@ class Env(gym.Env):
         assert type(task) is Task and isinstance(task, Task)
         self.task, LEVEL = task, 10
         return task.doubled()
+    def level(self):
+        return LEVEL
     def counted(self):
         return Env.built, Task.made, len(CALLS)
     def reset(self, seed=None, options=None):
@@ -85,6 +87,11 @@ try:
 except Lost as error:
     assert str(error) == "the way"
 assert (LEVEL, CALLS, Env.built, Task.made) == (1, [], 0, 0), "this process is left alone"
+venv.close()
+factory = as_factory(lambda: Env())
+LEVEL = 7
+venv = SharedMemoryVecEnv([factory])
+assert venv.env_method("level") == [7], "globals of the script are those of when it is sent"
 venv.close()
 print("well")
 """

@@ -21,7 +21,7 @@ from sb3_ext import as_factory
 from sb3_ext.vec_env import SharedMemoryVecEnv
 from tests.sb3_ext.toys import silenced
 from tests.sb3_ext.vec_checks import FAST, no_workers
-from tests.sb3_ext.vec_worlds import Counting, Drawn, Failing, FailingOften, FailingOnce
+from tests.sb3_ext.vec_worlds import Counting, Drawn, Failing, FailingOnce
 
 RESTARTING: dict[str, Any] = {"restart": "truncate", "step_timeout": 60.0}
 
@@ -195,16 +195,6 @@ def test_attribute_that_was_not_set_before_the_worker_died_is_named() -> None:
     venv.close()
 
 
-def test_a_crash_in_a_method_is_raised_and_the_worker_replaced_at_the_next_step() -> None:
-    venv = SharedMemoryVecEnv([Counting, functools.partial(Failing, "method", "SIGSEGV")], FAST, **RESTARTING)
-    venv.reset()
-    with pytest.raises(WorkerError, match="environment 1 of 2, in env_method: was killed by SIGSEGV"):
-        venv.env_method("method", indices=[1])
-    assert venv.step(np.zeros(2, np.int64))[2].tolist() == [False, True]
-    assert venv.step(np.zeros(2, np.int64))[0][:, 0].tolist() == [2, 1]
-    venv.close()
-
-
 def stepped(venv: SharedMemoryVecEnv, count: int) -> None:
     venv.reset()
     for _ in range(count):
@@ -240,14 +230,13 @@ def test_restarted_environments_draw_differently(seed: int | None) -> None:
 
 
 @pytest.mark.slow
-def test_ppo_goes_on_through_crashes(tmp_path: Path) -> None:
-    hows = ["SIGSEGV", "raise", "os._exit", "hang", "SIGKILL", "raise what does not pickle"]
-    build = functools.partial(FailingOften, str(tmp_path), hows)
-    venv = SharedMemoryVecEnv([build] * 4, FAST, restart="truncate", step_timeout=3.0)
+def test_ppo_goes_on_through_crashes() -> None:
+    steps = {"SIGSEGV": 40, "raise what does not pickle": 45, "os._exit": 50, "hang": 150}
+    env_fns = [functools.partial(Failing, "step", how, after=after) for how, after in steps.items()]
+    venv = SharedMemoryVecEnv(env_fns, FAST, restart="truncate", step_timeout=3.0)
     model = silenced(PPO("MlpPolicy", venv, n_steps=64, batch_size=64, n_epochs=1, device="cpu", seed=0))
     model.learn(64 * 4 * 4)
     assert model.num_timesteps == 64 * 4 * 4
-    assert venv.timings.restarts >= 10
-    assert venv.timings.restarts >= len(list(tmp_path.iterdir()))  # a busy machine may add one
+    assert venv.timings.restarts >= sum(255 // (after + 1) for after in steps.values())  # a busy machine may add one
     venv.close()
     assert no_workers()

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,26 +13,20 @@ from rl_ext_core.errors import WorkerError
 from rl_ext_core.vector import channel
 from rl_ext_core.vector.channel import Spin, worth_spinning
 from sb3_ext import SharedMemoryVecEnv
-from tests.sb3_ext.vec_checks import FAST, assert_equal, both, no_workers, rollout
-from tests.sb3_ext.vec_worlds import Counting, Failing, Gated
+from tests.sb3_ext.vec_checks import FAST, no_workers
+from tests.sb3_ext.vec_worlds import Counting, Failing
 
 LONG_S = 1.0
 
 
 @pytest.fixture
-def _spinning(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have all wait like that, on whatever machine; forked workers inherit it."""
+def _long(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Spin on any machine, and so long that what happens in a wait happens meanwhile; forked workers inherit it."""
     monkeypatch.setattr(channel, "worth_spinning", lambda num_workers: True)
+    for name in ("FOR_ANSWERS", "FOR_COMMANDS", "_PUT_ASIDE_SECONDS"):
+        monkeypatch.setattr(Spin, name, LONG_S)
     yield
     assert no_workers()
-
-
-@pytest.fixture
-def _long(_spinning: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make it so long that what happens in a wait happens while it spins."""
-    monkeypatch.setattr(Spin, "FOR_ANSWERS", LONG_S)
-    monkeypatch.setattr(Spin, "FOR_COMMANDS", LONG_S)
-    monkeypatch.setattr(Spin, "_PUT_ASIDE_SECONDS", LONG_S)
 
 
 def test_each_has_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,31 +35,12 @@ def test_each_has_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
         assert worth_spinning(num_workers) is expected
 
 
-@pytest.mark.usefixtures("_spinning")
-def test_the_same_is_returned() -> None:
-    actions = [np.zeros(3, np.int64)] * 30
-    with both([Counting] * 3, n_workers=2) as (ours, theirs):
-        assert_equal(rollout(ours, actions), rollout(theirs, actions))
-        assert_equal(ours.get_attr("action_space"), theirs.get_attr("action_space"))
-
-
 @pytest.mark.usefixtures("_long")
 def test_the_death_of_a_worker_is_noticed() -> None:
     venv = SharedMemoryVecEnv([Counting, lambda: Failing("step", "os._exit", after=0)], FAST)
     venv.reset()
     with pytest.raises(WorkerError, match="environment 1 of 2, in step"):
         venv.step(np.zeros(2, np.int64))
-
-
-@pytest.mark.usefixtures("_long")
-def test_ctrl_c_and_close_end_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(Spin, "FOR_ANSWERS", 6000.0)  # more than a test may take
-    monkeypatch.setattr(Spin, "_PUT_ASIDE_SECONDS", 6000.0)
-    venv = SharedMemoryVecEnv([functools.partial(Gated, tmp_path / "never", os.getpid())], FAST)
-    venv.reset()
-    with pytest.raises(KeyboardInterrupt):  # long before it stops spinning
-        venv.step(np.zeros(1, np.int64))
-    del venv  # as it does without spinning
 
 
 @pytest.mark.usefixtures("_long")

@@ -251,26 +251,6 @@ class Failing(Counting):
         self._fail_at("close")
 
 
-class FailingOften(Counting):
-    """Fails at random, one way after the other: each worker that fails leaves a file in a folder.
-
-    :param folder: of the files
-    :param hows: ways to fail
-    :param chance: in each step
-    """
-
-    def __init__(self, folder: str, hows: Sequence[str], chance: float = 0.02) -> None:
-        super().__init__()
-        self._folder, self._hows, self._chance = Path(folder), hows, chance
-
-    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        if self.np_random.random() < self._chance:
-            count = len(list(self._folder.iterdir()))
-            (self._folder / f"{os.getpid()}").touch()
-            fail(self._hows[count % len(self._hows)])
-        return super().step(action)
-
-
 class FailingOnce(Failing):
     """Fails the first time, and where that was done before, works."""
 

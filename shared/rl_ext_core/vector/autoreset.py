@@ -1,7 +1,7 @@
-"""When vectorised environments reset themselves, how some are reset while the others go on, and what both return.
+"""When vectorized environments reset themselves, how some are reset while the others go on, and what both return.
 
 Source: gymnasium's ``AutoresetMode`` (https://farama.org/Vector-Autoreset-Mode). Environments in Isaac Lab's style
-reset within the step as well, and older ones say so nowhere.
+reset within the step as well, and older ones do not tell.
 """
 
 from __future__ import annotations
@@ -52,11 +52,7 @@ class Autoreset(Enum):
 
     @classmethod
     def of(cls, asked: Any, *, write: str = "SameStep") -> Autoreset:
-        """Return the mode that is meant by a mode of gymnasium's, its name or value.
-
-        :param write: what an error says to write
-        :raises InvalidArgumentError: no such mode
-        """
+        """Return the mode for a mode of gymnasium's, its name or value; the error for others says what to write."""
         text = str(getattr(asked, "value", asked))
         for mode in cls:
             if text in (mode.value, mode.name):
@@ -68,21 +64,17 @@ class Autoreset(Enum):
 
 
 def find_mode(env: Any, asked: object, *, speaks_torch: bool) -> Autoreset | None:
-    """Find the mode of a vectorised environment: as asked for, its attribute, its metadata, its library's habit.
+    """Find the mode of a vectorized environment: as asked for, its attribute, its metadata, its library's habit.
 
-    :param asked: what the user says: a mode, its name or value; None: nothing
+    :param asked: a mode, its name or value; None: not set
     :param speaks_torch: whether it steps on tensors
-    :return: the mode; None: nothing tells
-    :raises InvalidArgumentError: no such mode
+    :return: the mode; None if it is not known
+    :raises InvalidArgumentError: If there is no such mode.
     """
     base = getattr(env, "unwrapped", env)
     metadata = getattr(env, "metadata", None) or {}
-    for found in (
-        asked,
-        getattr(env, "autoreset_mode", None),
-        getattr(base, "autoreset_mode", None),
-        metadata.get("autoreset_mode"),
-    ):
+    attributes = [getattr(layer, "autoreset_mode", None) for layer in (env, base)]
+    for found in (asked, *attributes, metadata.get("autoreset_mode")):
         if found is not None:
             return Autoreset.of(found)
     # ManiSkill's vector wrapper has an attribute, mjlab a setting.
@@ -90,9 +82,9 @@ def find_mode(env: Any, asked: object, *, speaks_torch: bool) -> Autoreset | Non
     said.append(getattr(getattr(base, "cfg", None), "auto_reset", None))
     resets = next((value for value in said if isinstance(value, bool)), None)
     if resets is None and speaks_torch:
-        resets = not _is_maniskill(base)
+        resets = not _is_of("mani_skill", base)
     if resets is None:
-        return Autoreset.NEXT_STEP if _is_envpool(base) else None
+        return Autoreset.NEXT_STEP if _is_of("envpool", base) else None
     return Autoreset.SAME_STEP if resets else Autoreset.DISABLED
 
 
@@ -106,12 +98,9 @@ def layers(env: Any) -> list[Any]:
 
 
 def require_synchronous(env: Any) -> None:
-    """Refuse EnvPool's and ALE's asynchronous mode, in which a step returns some of the sub-environments.
-
-    :raises InvalidArgumentError: If ``batch_size`` is smaller than ``num_envs``.
-    """
+    """Refuse EnvPool's and ALE's asynchronous mode, in which a step returns ``batch_size`` of the sub-environments."""
     base = getattr(env, "unwrapped", env)
-    if not (_is_envpool(base) or _is_ale(base)):
+    if not (_is_of("envpool", base) or _is_of("ale_py", base)):
         return
     settings = getattr(getattr(base, "spec", None), "config", base)  # EnvPool has a config, ALE has attributes
     size, count = getattr(settings, "batch_size", None), getattr(settings, "num_envs", None)
@@ -123,11 +112,8 @@ def require_synchronous(env: Any) -> None:
 
 
 def info_is_after_reset(env: Any) -> bool:
-    """Return whether an info without ``final_info`` describes the new episode where a step has ended one.
-
-    So does ALE's. Isaac Lab's describes the step.
-    """
-    return _is_ale(getattr(env, "unwrapped", env))
+    """Return whether an info without ``final_info`` describes the new episode where a step has ended one: as ALE's."""
+    return _is_of("ale_py", getattr(env, "unwrapped", env))
 
 
 def partial_reset(env: Any, mode: Autoreset) -> tuple[PartialReset, bool]:
@@ -137,18 +123,31 @@ def partial_reset(env: Any, mode: Autoreset) -> tuple[PartialReset, bool]:
     gymnasium's option ``reset_mask``.
 
     :return: the way, and whether it is known to leave the others alone
-    :raises InvalidArgumentError: the environment is known to do it wrongly
+    :raises InvalidArgumentError: If the environment is known to do it wrongly.
     """
     base = getattr(env, "unwrapped", env)
-    if _is_ale(base):
-        if mode is not Autoreset.SAME_STEP:
-            _require_ale_resets()
-        return _by_option(env, "reset_mask", lambda mask: mask.copy()), True
-    if _is_envpool(base):
-        return _by_env_id(env, base), True
+    by_mask = _by_option(env, "reset_mask", lambda mask: mask.copy())
+    if _is_of("ale_py", base):
+        found = version("ale-py")
+        if mode is not Autoreset.SAME_STEP and tuple(map(int, re.findall(r"\d+", found)[:3])) < (0, 12, 1):
+            raise InvalidArgumentError(  # reset_mask raises in 0.11, and hangs in 0.12.0
+                f"ale-py {found} cannot reset some of its environments: expected 0.12.1 or later. Use pip install "
+                "'ale-py>=0.12.1', or AtariVectorEnv(..., autoreset_mode=AutoresetMode.SAME_STEP)"
+            )
+        return by_mask, True
+    if _is_of("envpool", base):
+        if env is base:  # wrappers have another first argument
+            return lambda mask, **kwargs: env.reset(np.flatnonzero(mask), **kwargs), True
+        if "options" in _parameters(base.reset):
+            return by_mask, True
+        raise InvalidArgumentError(
+            f"`{type(env).__name__}` is a wrapper around an EnvPool whose reset takes no options: expected EnvPool "
+            "1.2.5 or later, which can reset some environments through wrappers. Use pip install 'envpool>=1.2.5', or "
+            "the pool without wrappers"
+        )
     if "env_ids" in _parameters(base.reset):
         return _by_keyword(env, base), True
-    if _is_maniskill(base):
+    if _is_of("mani_skill", base):
         return _by_option(env, "env_idx", lambda mask: _indices(mask, base)), True
 
     from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
@@ -157,28 +156,14 @@ def partial_reset(env: Any, mode: Autoreset) -> tuple[PartialReset, bool]:
     from rl_ext_core.vector import SharedMemoryVectorEnv
 
     if isinstance(base, CartPoleVectorEnv) and "reset" not in vars(base):
-        # It ignores the option: taught here, so that wrappers around it can pass it on.
+        # It ignores the option. Patched here, so that wrappers around it can pass it on.
         base.reset = partial(_reset_cartpole, base)  # type: ignore[method-assign]
     if isinstance(base, AsyncVectorEnv) and mode is Autoreset.NEXT_STEP and not base.shared_memory:
         raise InvalidArgumentError(
             "AsyncVectorEnv(shared_memory=False) resets a sub-environment once more after a reset by reset_mask. Write "
             'autoreset_mode="SameStep", or leave shared_memory at True'
         )
-    known = isinstance(base, (SyncVectorEnv, AsyncVectorEnv, SharedMemoryVectorEnv, CartPoleVectorEnv))
-    return _by_option(env, "reset_mask", lambda mask: mask.copy()), known
-
-
-def _by_env_id(env: Any, base: Any) -> PartialReset:
-    """Call EnvPool's reset with numbers, or through wrappers with a mask: their first argument is another one."""
-    if env is base:
-        return lambda mask, **kwargs: env.reset(np.flatnonzero(mask), **kwargs)
-    if "options" not in _parameters(base.reset):
-        raise InvalidArgumentError(
-            f"`{type(env).__name__}` is a wrapper around an EnvPool whose reset takes no options: expected EnvPool "
-            "1.2.5 or later, which can reset some environments through wrappers. Use pip install 'envpool>=1.2.5', or "
-            "the pool without wrappers"
-        )
-    return _by_option(env, "reset_mask", lambda mask: mask.copy())
+    return by_mask, isinstance(base, (SyncVectorEnv, AsyncVectorEnv, SharedMemoryVectorEnv, CartPoleVectorEnv))
 
 
 def _by_keyword(env: Any, base: Any) -> PartialReset:
@@ -256,27 +241,8 @@ def _parameters(function: Any) -> Any:
         return {}
 
 
-def _is_maniskill(base: Any) -> bool:
-    """Return whether it resets by the option ``env_idx``, and never by itself."""
-    return any(kind.__module__.startswith("mani_skill") for kind in type(base).__mro__)
-
-
-def _is_envpool(base: Any) -> bool:
-    return any(kind.__module__.split(".")[0] == "envpool" for kind in type(base).__mro__)
-
-
-def _is_ale(base: Any) -> bool:
-    return any(kind.__module__.split(".")[0] == "ale_py" for kind in type(base).__mro__)
-
-
-def _require_ale_resets() -> None:
-    """Refuse versions of ALE whose ``reset_mask`` raises (0.11) or hangs (0.12.0)."""
-    found = version("ale-py")
-    if tuple(int(part) for part in re.findall(r"\d+", found)[:3]) < (0, 12, 1):
-        raise InvalidArgumentError(
-            f"ale-py {found} cannot reset some of its environments: expected 0.12.1 or later. Use pip install "
-            "'ale-py>=0.12.1', or AtariVectorEnv(..., autoreset_mode=AutoresetMode.SAME_STEP)"
-        )
+def _is_of(package: str, base: Any) -> bool:
+    return any(kind.__module__.startswith(package) for kind in type(base).__mro__)
 
 
 def _indices(mask: Any, base: Any) -> Any:
@@ -289,11 +255,7 @@ def _indices(mask: Any, base: Any) -> Any:
 
 
 def unpacked(result: Any, expected: tuple[str, ...]) -> tuple[Any, ...]:
-    """Check that a method of the environment returned as many values as gymnasium's does.
-
-    :param expected: RESET or STEP
-    :raises EnvironmentOutputError: it did not
-    """
+    """Refuse a result that does not have as many values as gymnasium's ``RESET`` or ``STEP``."""
     if isinstance(result, (tuple, list)) and len(result) == len(expected) - 1:
         return tuple(result)
     found = f"{len(result)} values" if isinstance(result, (tuple, list)) else f"a value of type {type(result).__name__}"
@@ -304,7 +266,7 @@ def unpacked(result: Any, expected: tuple[str, ...]) -> tuple[Any, ...]:
 
 
 def final_observation(info: Any) -> Any:
-    """Take the last observations out of a step's info. None where it holds none."""
+    """Return the last observations in a step's info, or None."""
     return _taken_out(info, "final_obs", "final_observation")
 
 
@@ -336,12 +298,12 @@ def _share_memory(left: Any, right: Any) -> bool:
 
 
 def final_information(info: Any) -> Any:
-    """Take the infos that belong to the last observations out of a step's. None where it holds none."""
+    """Return the infos that belong to the last observations in a step's info, or None."""
     return _taken_out(info, "final_info")
 
 
 def _taken_out(info: Any, *names: str) -> Any:
-    if isinstance(info, list):  # one info a sub-environment
+    if isinstance(info, list):  # one info per sub-environment
         each = [_taken_out(part, *names) for part in info]
         return each if any(part is not None for part in each) else None
     found = [info.get(name) for name in names] if isinstance(info, dict) else []
@@ -349,7 +311,7 @@ def _taken_out(info: Any, *names: str) -> Any:
 
 
 def without_final(info: Any) -> Any:
-    """Leave out of an info what belongs to the last observations."""
+    """Return an info without what belongs to the last observations."""
     if isinstance(info, list):
         return [without_final(part) for part in info]
     if not isinstance(info, dict):

@@ -1,4 +1,4 @@
-"""What a pool and its workers exchange: numbers in shared memory, messages in a file, and bytes that only wake.
+"""What a pool and its workers exchange: arrays and numbers in shared memory, messages in a file, bytes that only wake.
 
 A command and its answer have a number each, in the worker's cells. Every cell is written at once. So each side sees at
 any time where the other is, however that has ended, and also after Ctrl-C has come between two lines: a message is read
@@ -9,6 +9,7 @@ none: what they exchange are arrays.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import mmap
 import os
@@ -19,20 +20,22 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from gymnasium import spaces
+
 from rl_ext_core import _pickle, resources
 from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core._system import WINDOWS, new_memory_file, read_at, sent, write_at
-from rl_ext_core.errors import StorageError
-from rl_ext_core.processes.report import Raised
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, StorageError
 
 if TYPE_CHECKING:
     from rl_ext_core.processes import Watch
 
 __all__ = [
-    "Bell",
     "Cell",
+    "Layout",
     "Memory",
-    "Raised",
+    "Row",
     "Spin",
     "WorkerEnd",
     "WorkerHandle",
@@ -44,7 +47,125 @@ __all__ = [
 ]
 
 _CACHED_BYTES = 1 << 20  # of the last message, which stay allocated until the next one
-_CELL_BYTES = 64  # a cache line
+_LINE = 64  # bytes of a cache line: a worker's cells are one, and arrays do not share one
+
+# An array of a space: the keys that lead to it, its shape and its dtype.
+Leaf = tuple[tuple[Any, ...], tuple[int, ...], np.dtype[Any]]
+
+
+# -- arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The arrays of one block of shared memory; each has the environments first.
+
+    :ivar tree: dicts and tuples as in observations, with an array's number in its place
+    :ivar paths: keys that lead to each of the observation's arrays
+    :ivar fields: per array its name, offset in bytes, shape and dtype
+    :ivar size: of the block, in bytes
+    """
+
+    tree: Any
+    paths: tuple[tuple[Any, ...], ...]
+    fields: tuple[tuple[str, int, tuple[int, ...], np.dtype[Any]], ...]
+    size: int
+
+    @classmethod
+    def of(cls, num_envs: int, observation_space: Any, action_space: Any) -> Layout:
+        """Lay out what environments of these spaces exchange, or refuse observations without fixed shapes."""
+        leaves: list[Leaf] = []
+        tree = _take_apart(observation_space, (), leaves)
+        wanted: list[tuple[str, tuple[int, ...], np.dtype[Any]]] = [
+            (f"observation {index}", shape, dtype) for index, (_, shape, dtype) in enumerate(leaves)
+        ]
+        actions: list[Leaf] = []
+        with contextlib.suppress(InvalidArgumentError):  # others are pickled
+            if _take_apart(action_space, (), actions) == 0:
+                wanted.append(("action", *actions[0][1:]))
+        wanted += [("reward", (), np.dtype(np.float64)), ("reward kind", (), np.dtype(np.uint8))]
+        wanted += [("flags", (), np.dtype(np.uint8))]
+        fields, offset = [], 0
+        for name, shape, dtype in wanted:
+            offset = -(-offset // _LINE) * _LINE
+            fields.append((name, offset, (num_envs, *shape), dtype))
+            offset += num_envs * int(np.prod(shape)) * dtype.itemsize
+        return cls(tree, tuple(leaf[0] for leaf in leaves), tuple(fields), max(offset, 1))
+
+    def arrays(self, block: Any) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the arrays in a block of memory."""
+        return {name: np.ndarray(shape, dtype, block, offset) for name, offset, shape, dtype in self.fields}
+
+    def rows(self, arrays: dict[str, np.ndarray[Any, Any]], environment: int) -> list[Row]:
+        """Return the rows of an environment, by its number."""
+        return [Row(path, arrays[f"observation {index}"][environment, ...]) for index, path in enumerate(self.paths)]
+
+    def joined(self, parts: list[Any]) -> Any:
+        """Make an observation of its arrays."""
+        return parts[0] if self.tree == 0 else _joined(self.tree, parts)
+
+
+def _take_apart(space: Any, path: tuple[Any, ...], leaves: list[Leaf]) -> Any:
+    """Append a space's arrays to a list; return dicts and tuples as in the space, with the arrays' numbers in place."""
+    if isinstance(space, spaces.Dict):
+        return {key: _take_apart(part, (*path, key), leaves) for key, part in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(_take_apart(part, (*path, index), leaves) for index, part in enumerate(space.spaces))
+    if space.shape is None or space.dtype is None or np.dtype(space.dtype).kind not in "biuf":
+        raise InvalidArgumentError(
+            f"{space} in an observation_space has no fixed arrays to share; expected Box, Discrete, MultiDiscrete, "
+            "MultiBinary, or Dict and Tuple of these. Flatten it: gymnasium.wrappers.FlattenObservation(env)"
+        )
+    leaves.append((path, tuple(space.shape), np.dtype(space.dtype)))
+    return len(leaves) - 1
+
+
+def _joined(tree: Any, parts: list[Any]) -> Any:
+    if isinstance(tree, dict):
+        return {key: _joined(inner, parts) for key, inner in tree.items()}
+    return tuple(_joined(inner, parts) for inner in tree) if isinstance(tree, tuple) else parts[tree]
+
+
+class Row:
+    """The place of one array of an environment's observations.
+
+    :param path: keys that lead to the array in the observation; empty: it is the observation
+    :param place: in shared memory
+
+    :ivar changed: whether the dtype could not hold all values, at any time
+    """
+
+    def __init__(self, path: tuple[Any, ...], place: np.ndarray[Any, Any]) -> None:
+        self.path, self.place, self.changed = path, place, False
+        self.shape, self.dtype = place.shape, place.dtype
+        whole = (int,) if self.dtype == np.int64 else ()
+        self._scalars = (self.dtype.type, *whole) if self.shape == () else ()
+
+    def write(self, observation: Any) -> None:
+        """Write the array of an observation; what the dtype cannot hold is converted."""
+        value = observation
+        for key in self.path:
+            value = value[key]
+        kind = type(value)
+        same = value.dtype == self.dtype and value.shape == self.shape if kind is np.ndarray else kind in self._scalars
+        if same:
+            self.place[...] = value
+            return
+        value = np.asarray(value)
+        if value.shape != self.shape:
+            name = f"observation{''.join(f'[{key!r}]' for key in self.path)}" if self.path else "the observation"
+            raise EnvironmentOutputError(
+                f"{name} has the shape {value.shape} where the observation space says {self.shape}; give the space the "
+                "shape of what reset and step return"
+            )
+        with np.errstate(all="ignore"):  # what does not fit is found below
+            self.place[...] = value
+        # Rounding between floats surprises no one: policies compute with 32 bits.
+        if not self.changed and self.dtype.kind != "f":
+            self.changed = not np.array_equal(self.place, value)
+
+
+# -- numbers, messages and bells
 
 
 class Cell:
@@ -55,30 +176,26 @@ class Cell:
 
 def new_cells(block: Any = None) -> memoryview:
     """Return a worker's cells, in a block of memory or in memory of this process alone."""
-    return memoryview(bytearray(_CELL_BYTES) if block is None else block).cast("B").cast("Q")
+    return memoryview(bytearray(_LINE) if block is None else block).cast("B").cast("Q")
 
 
 class Memory:
     """Shared memory without a name: nothing is left of it when the last process is gone.
 
     :param size: in bytes
-
-    :ivar descriptor: of the file that it is
+    :param descriptor: of the file that it is; None makes one
     """
 
     @uninterrupted
     def __init__(self, size: int = 0, descriptor: int | None = None) -> None:
-        self.descriptor = new_memory_file("rl_ext_core-vector")[0] if descriptor is None else descriptor
+        self._descriptor = new_memory_file("rl_ext_core-vector")[0] if descriptor is None else descriptor
         if size:
             self.resize(size)
 
     def resize(self, size: int) -> None:
-        """Make it that large; Windows does so only before it is mapped.
-
-        :raises StorageError: If this process may not write files that large.
-        """
+        """Make it that large; Windows does so only before it is mapped."""
         try:
-            os.ftruncate(self.descriptor, size)
+            os.ftruncate(self._descriptor, size)
         except OSError as error:
             if error.errno != errno.EFBIG:
                 raise
@@ -89,21 +206,21 @@ class Memory:
 
     def map(self, size: int) -> mmap.mmap:
         """Map its first bytes into this process."""
-        return mmap.mmap(self.descriptor, size)
+        return mmap.mmap(self._descriptor, size)
 
     def write(self, message: bytes) -> None:
         """Replace the message in it."""
-        if not len(message) <= os.fstat(self.descriptor).st_size <= max(_CACHED_BYTES, len(message)):
+        if not len(message) <= os.fstat(self._descriptor).st_size <= max(_CACHED_BYTES, len(message)):
             self.resize(len(message))
-        write_at(self.descriptor, message, 0)
+        write_at(self._descriptor, message, 0)
 
     def read(self, size: int) -> bytes:
         """Read the message, which has this many bytes."""
-        return read_at(self.descriptor, size, 0)
+        return read_at(self._descriptor, size, 0)
 
     def close(self) -> None:
         """Close it in this process; what is mapped stays."""
-        descriptor, self.descriptor = self.descriptor, -1
+        descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
@@ -111,23 +228,18 @@ class Memory:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (sent(self.descriptor),)
+        return _received, (sent(self._descriptor),)
 
 
 def _received(descriptor: Any) -> Memory:
     return Memory(0, descriptor.detach())
 
 
-class PosixBell:
-    """One end of a pipe whose bytes only wake.
-
-    :param connection: of a pipe that goes one way
-
-    :ivar connection: the same
-    """
+class _PosixBell:
+    """One end of a pipe that goes one way, and whose bytes only wake."""
 
     def __init__(self, connection: Connection) -> None:
-        self.connection, self._descriptor = connection, connection.fileno()
+        self._connection, self._descriptor = connection, connection.fileno()
         if connection.writable:
             os.set_blocking(self._descriptor, False)
 
@@ -148,34 +260,32 @@ class PosixBell:
     def close(self) -> None:
         """Close this end; to ring it does nothing."""
         self._descriptor = -1
-        self.connection.close()
+        self._connection.close()
 
 
-class WindowsBell(PosixBell):
+class _WindowsBell(_PosixBell):
     """Does the same where pipes are not files: each ring is a message, and rings that nobody waits for add up."""
 
     def __init__(self, connection: Connection) -> None:
-        self.connection = connection
+        self._connection = connection
 
     def ring(self) -> None:
-        """Wake the process at the other end, if it waits there."""
         with contextlib.suppress(OSError):
-            self.connection.send_bytes(b"\0")
+            self._connection.send_bytes(b"\0")
 
     def wait(self) -> bytes:
-        """Wait until it is rung; return nothing if the other end is closed."""
         try:
-            return self.connection.recv_bytes()
+            return self._connection.recv_bytes()
         except EOFError:
             return b""
 
     def clear(self) -> None:
         """Drop rings that were not waited for: with a full pipe, the next one would block."""
-        while self.connection.poll():
+        while self._connection.poll():
             self.wait()
 
 
-Bell = WindowsBell if WINDOWS else PosixBell
+_Bell = _WindowsBell if WINDOWS else _PosixBell
 
 
 def worth_spinning(num_workers: int) -> bool:
@@ -188,8 +298,8 @@ class Spin:
     """Looks again and again for a number before a wait blocks: to be woken takes longer than a short step.
 
     A wait that takes longer has spun for nothing, and one in which this process was put aside has taken a core from
-    others. After such a one so many waits block at once, and after the next four times as many, unless there were a
-    hundred good ones in between: long steps and loaded machines are found out that way.
+    others. After such a one some waits block at once, and after the next four times as many, unless there were a
+    hundred good ones in between. So long steps and loaded machines are detected.
     """
 
     # The parent has nothing else to do while workers step. A worker that spins may slow the parent down, which computes
@@ -226,44 +336,33 @@ class Spin:
 
 
 def pack(value: Any) -> bytes:
-    """Pickle what a worker answers, or the actions of a step.
-
-    :raises Exception: it cannot be pickled
-    """
+    """Pickle what a worker answers, or the actions of a step."""
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception:
         return pack_by_value(value)
 
 
-def pack_by_value(value: Any) -> bytes:
-    """Pickle what may contain functions and classes that the other process cannot import.
-
-    :raises Exception: it cannot be pickled
-    """
-    return _pickle.dumps(value)
+pack_by_value = _pickle.dumps  # for functions and classes that the other process cannot import
+unpack = pickle.loads
 
 
-def unpack(message: bytes) -> Any:
-    """Unpickle what the other process has packed."""
-    return pickle.loads(message)
+# -- the two ends
 
 
 class WorkerEnd:
     """The worker's side of the channel, in the worker.
 
-    :param commands: of the parent: the pipe that wakes this process
-    :param replies: the pipe that wakes the parent
-    :param cells: memory of the numbers
+    :param commands: pipe that wakes this process
+    :param replies: pipe that wakes the parent
+    :param cells: memory of the numbers, see :class:`Cell`
     :param mail: memory of messages
     :param spins: whether to spin before waiting
-
-    :ivar cells: the numbers
     """
 
     def __init__(self, commands: Connection, replies: Connection, cells: Memory, mail: Memory, spins: bool) -> None:
-        self._commands, self._replies, self._mail = Bell(commands), Bell(replies), mail
-        self.cells = new_cells(cells.map(_CELL_BYTES))
+        self._commands, self._replies, self._mail = _Bell(commands), _Bell(replies), mail
+        self.cells = new_cells(cells.map(_LINE))
         cells.close()
         self._spin = Spin(Spin.FOR_COMMANDS) if spins else None
 
@@ -309,23 +408,22 @@ class WorkerHandle:
         self.attempt = 0
         self.answer: Any = None
         self.cells = new_cells()
-        self._ends: tuple[Any, ...] = ()  # of the pipes, and the memory of messages
+        self._ends: tuple[Any, ...] = ()
         self._read = 0
 
     def launch(self, context: Any, target: Callable[..., object], arguments: tuple[Any, ...], *, spins: bool) -> None:
         """Start a process, whose first answer is awaited.
 
-        :param context: of :func:`rl_ext_core.processes.get_context`
-        :param target: what it runs, with the arguments of a :class:`WorkerEnd` in a tuple and these
+        It runs ``target`` with a tuple, the arguments of a :class:`WorkerEnd`, and these arguments.
         """
         self.disconnect()
-        memory, self._mail = Memory(_CELL_BYTES), Memory()
-        self.cells, self._read = new_cells(memory.map(_CELL_BYTES)), 0
+        memory, self._mail = Memory(_LINE), Memory()
+        self.cells, self._read = new_cells(memory.map(_LINE)), 0
         self.cells[Cell.TOLD] = 1  # to build its environments
         command_reader, commands = context.Pipe(duplex=False)
         replies, reply_writer = context.Pipe(duplex=False)
-        self._commands, self.replies = Bell(commands), Bell(replies)
-        self._ends = self._commands, self.replies, Bell(reply_writer), self._mail
+        self._commands, self._replies, self._own_bell = _Bell(commands), _Bell(replies), _Bell(reply_writer)
+        self._ends = self._commands, self._replies, self._own_bell, self._mail
         self._spin = Spin(Spin.FOR_ANSWERS) if spins else None
         end = command_reader, reply_writer, memory, self._mail, spins
         self.process = context.Process(target=target, args=(end, *arguments))
@@ -352,59 +450,46 @@ class WorkerHandle:
         self.watch = None
         self.disconnect()
 
-    def step(self) -> None:
-        """Have it step with the actions in shared memory."""
-        cells = self.cells
-        cells[Cell.TOLD_SIZE] = 0
-        cells[Cell.TOLD] += 1
-        self._commands.ring()
-
     def send(self, name: str, data: Any) -> None:
-        """Give a command; that the worker is gone shows where its answer is received.
-
-        :raises Exception: the data cannot be pickled
-        """
-        # Actions are plain, and sent in every step.
-        message = (pack if name == "step" else pack_by_value)((name, data))
-        self._mail.write(message)
-        self.cells[Cell.TOLD_SIZE] = len(message)
-        self.cells[Cell.TOLD] += 1
+        """Give a command; a step without data takes the actions in shared memory."""
+        message = b""
+        if data is not None or name != "step":
+            # Actions are plain, and sent in every step.
+            message = (pack if name == "step" else pack_by_value)((name, data))
+            self._mail.write(message)
+        cells = self.cells
+        cells[Cell.TOLD_SIZE] = len(message)
+        cells[Cell.TOLD] += 1
         self._commands.ring()
 
     def remind(self) -> None:
         """Ring again: Ctrl-C may have come after a command was written and before the worker was woken."""
-        for bell in self._ends[:1]:
-            bell.ring()
+        self._commands.ring()
 
     def wake(self) -> None:
         """Wake this process where it waits for the answer."""
-        for bell in self._ends[2:3]:
-            bell.ring()
+        self._own_bell.ring()
 
     def receive(self) -> None:
-        """Wait for the answer, if one is awaited.
-
-        :raises EOFError: the worker is gone
-        """
+        """Wait for the answer, if one is awaited; raise EOFError if the worker is gone."""
         cells = self.cells
         number = cells[Cell.TOLD]
         if number == self._read:
             return
         if cells[Cell.ANSWERED] == number or (self._spin is not None and self._spin.sees(cells, Cell.ANSWERED, number)):
-            self.replies.clear()
+            self._replies.clear()
         while cells[Cell.ANSWERED] != number:
             if self.has_failed():
                 raise EOFError("a worker is gone")
-            self.replies.wait()
+            self._replies.wait()
         size = cells[Cell.ANSWER_SIZE]
-        if size == 0:  # nothing, as after most steps
-            self.answer = None
-        else:
+        self.answer = None  # nothing, as after most steps
+        if size:
             message = self._mail.read(size)
             try:
                 self.answer = unpack(message)
             except Exception:  # whatever the code of what was sent raises
-                self.answer, self._read = None, number
+                self._read = number
                 raise
         self._read = number
 

@@ -1,32 +1,142 @@
-"""What workers put around an environment before it is stepped: kept here, where it loads no framework."""
+"""What pools are given, options and environments, and what workers put around an environment before it is stepped.
+
+Workers load this module, and it loads no framework.
+"""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib
 import inspect
+import multiprocessing
+import operator
+import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium
 import numpy as np
 
-from rl_ext_core.errors import EnvironmentOutputError, InvalidTypeError, MissingDependencyError
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, MissingDependencyError
+from rl_ext_core.factory import EnvFactory
+from rl_ext_core.factory.convert import convert
 
 __all__ = [
     "CALLS",
     "EpisodeMonitor",
+    "Options",
+    "at_least_one",
+    "check_env_fns",
+    "check_seconds",
     "checked",
     "copy_output",
+    "factories_of",
     "make",
     "monitored",
     "name_of",
     "seeded",
     "store_reward",
 ]
+
+
+# -- what callers pass
+
+
+def at_least_one(name: str, value: Any, least: int = 1) -> int:
+    """Return a whole number from 1 on, or from ``least``, or refuse the value."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidTypeError(f"{name}={value!r} must be a whole number, for example {name}={_like(value)}") from None
+    if number < least:
+        raise InvalidArgumentError(f"{name}={number} must be at least {least}")
+    return number
+
+
+def _like(value: Any) -> str:
+    """Return a whole number that may be what was meant: 1e6 and "4GB" have one."""
+    from rl_ext_core.frames.planning import parse_bytes  # which workers need not load
+
+    try:
+        number = parse_bytes(value) if isinstance(value, str) else int(value)
+    except (InvalidArgumentError, TypeError, ValueError, OverflowError):
+        number = 1
+    return f"{max(number, 1):_}"
+
+
+def check_seconds(name: str, seconds: Any) -> None:
+    """Refuse a time limit that is neither a number of seconds above 0 nor None."""
+    if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
+        raise InvalidArgumentError(
+            f"{name}={seconds!r} is not a time; expected seconds above 0, or None for no limit. Write {name}=60"
+        )
+
+
+def check_env_fns(env_fns: Any) -> None:
+    """Refuse what is not a list with something in it."""
+    if not isinstance(env_fns, Sequence) or isinstance(env_fns, str):
+        raise InvalidTypeError(f"env_fns={env_fns!r} is not a list; expected one of functions. Write [make_env] * 4")
+    if not env_fns:
+        raise InvalidArgumentError("env_fns is empty; expected a function for each environment. Write [make_env] * 4")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of vectorized environments over workers, checked before a process is started."""
+
+    start_method: str | None = None
+    n_workers: int | None = None
+    start_timeout: float | None = None
+    step_timeout: float | None = None
+    close_timeout: float | None = None
+    restart: str | None = None
+    max_restarts: int = 0
+    cwd: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        methods = multiprocessing.get_all_start_methods()
+        if self.start_method is not None and self.start_method not in methods:
+            raise InvalidArgumentError(
+                f"start_method={self.start_method!r}: cannot find context for {self.start_method!r}, for here "
+                f"processes are started by one of {', '.join(methods)}. "
+                f'Write start_method="{methods[0]}", or leave it out'
+            )
+        if self.n_workers is not None:
+            at_least_one("n_workers", self.n_workers)
+        for name in ("start_timeout", "step_timeout", "close_timeout"):
+            check_seconds(name, getattr(self, name))
+        if self.restart not in (None, "truncate"):
+            raise InvalidArgumentError(
+                f'restart={self.restart!r} is neither "truncate" nor None. Write restart="truncate"'
+            )
+        at_least_one("max_restarts", self.max_restarts, least=0)
+        if self.cwd not in (None, "own") and not os.path.isdir(self.cwd):
+            raise InvalidArgumentError(
+                f'cwd={self.cwd!r} is not a folder: expected "own" (an empty directory for each worker), a folder of '
+                'which each gets a copy, or None (this process\'s own). Use cwd="own"'
+            )
+
+
+def factories_of(env_fns: Sequence[Any], timeout: float | None = None) -> list[EnvFactory[Any]]:
+    """Turn functions, or what else stands for an environment, into factories, each for its place in the list.
+
+    Those that are for a worker already stay as they are. An object that is there several times is turned once.
+
+    :param timeout: seconds that building and stepping a copy of an environment may take
+    """
+    others = {id(env_fn): env_fn for env_fn in env_fns if not isinstance(env_fn, EnvFactory) or env_fn.worker is None}
+    factories = {
+        key: convert(env_fn, verify=True, start_method=None, timeout=timeout) for key, env_fn in others.items()
+    }
+    made = {key: factory.for_workers(len(env_fns)) for key, factory in factories.items()}
+    return [made[id(env_fn)][index] if id(env_fn) in made else env_fn for index, env_fn in enumerate(env_fns)]
+
+
+# -- environments
 
 
 def make(spec: Any, env_kwargs: dict[str, Any]) -> Any:
@@ -38,11 +148,7 @@ def make(spec: Any, env_kwargs: dict[str, Any]) -> Any:
 
 
 def checked(environment: Any) -> Any:
-    """Return an environment of gymnasium as it is, and one of the old gym inside shimmy's wrapper.
-
-    :raises InvalidTypeError: If it is another kind of environment.
-    :raises MissingDependencyError: If it is one of the old gym and shimmy is not installed.
-    """
+    """Return an environment of gymnasium as it is, one of the old gym inside shimmy's wrapper, and refuse others."""
     if isinstance(environment, gymnasium.Env):
         return environment
     gym_class = getattr(sys.modules.get("gym"), "Env", None)  # loaded already if the environment's class needs it
@@ -61,20 +167,16 @@ def _from_gym(environment: Any) -> Any:
     """Wrap an environment of the old gym, by the rule of Stable Baselines3's ``_patch_env``."""
     is_v26 = "seed" in inspect.signature(environment.unwrapped.reset).parameters
     version, wrapper = ("0.26", "GymV26CompatibilityV0") if is_v26 else ("0.21", "GymV21CompatibilityV0")
-    name = type(environment).__name__
+    text = f"`{type(environment).__name__}` is an environment of gym {version}, which is no longer maintained"
     try:
         shimmy = importlib.import_module("shimmy")
     except ImportError as error:
         raise MissingDependencyError(
-            f"`{name}` is an environment of gym {version}, expected one of gymnasium; shimmy, which converts it, is "
-            f"not installed. Use pip install 'shimmy>=2.0', which makes it shimmy.{wrapper}(env=env)",
+            f"{text}, and shimmy, which converts it, is not installed. Use pip install 'shimmy>=2.0', which makes it "
+            f"shimmy.{wrapper}(env=env)",
             name="shimmy",
         ) from error
-    warnings.warn(
-        f"`{name}` is an environment of gym {version}, which is no longer maintained; it runs inside shimmy.{wrapper}. "
-        "Inherit from gymnasium.Env to avoid that.",
-        stacklevel=3,
-    )
+    warnings.warn(f"{text}; it runs inside shimmy.{wrapper}. Inherit from gymnasium.Env to avoid that.", stacklevel=3)
     return getattr(shimmy, wrapper)(env=environment)
 
 
@@ -97,10 +199,7 @@ def copy_output(value: Any) -> Any:
 
 
 def store_reward(rewards: np.ndarray[Any, Any], index: int, reward: Any) -> None:
-    """Write a reward to its place in an array of numbers.
-
-    :raises EnvironmentOutputError: If it is an array with axes, such as ``np.array([1.0])``.
-    """
+    """Write a reward to its place in an array of numbers; refuse one with axes, such as ``np.array([1.0])``."""
     try:
         rewards[index] = reward
     except (TypeError, ValueError) as error:
@@ -183,10 +282,20 @@ class EpisodeMonitor(gymnasium.Wrapper[Any, Any, Any, Any]):
         return self.episode_times
 
 
-def _called(env: Any, data: Any) -> Any:
-    name, args, kwargs = data
-    found = env.get_wrapper_attr(name)
-    return found(*args, **kwargs) if callable(found) else found
+# -- calls
+
+
+def name_of(wrapper_class: type) -> tuple[str, str]:
+    """Return what ``env_is_wrapped`` of a worker takes: to unpickle the class, it would have to import its module."""
+    return wrapper_class.__module__, wrapper_class.__qualname__
+
+
+def _is_wrapped(env: Any, name: tuple[str, str]) -> bool:
+    while isinstance(env, gymnasium.Wrapper):
+        if name in map(name_of, type(env).__mro__) or name in getattr(type(env), "stands_for", ()):
+            return True
+        env = env.env
+    return False
 
 
 def _has(env: Any, name: str) -> bool:
@@ -197,17 +306,10 @@ def _has(env: Any, name: str) -> bool:
     return True
 
 
-def name_of(wrapper_class: type) -> tuple[str, str]:
-    """Return what ``env_is_wrapped`` of a worker takes: to unpickle the class, it would have to import its module."""
-    return wrapper_class.__module__, wrapper_class.__qualname__
-
-
-def _is_wrapped(env: Any, name: tuple[str, str]) -> bool:
-    while isinstance(env, gymnasium.Wrapper):
-        if _is(env, name):
-            return True
-        env = env.env
-    return False
+def _called(env: Any, data: Any) -> Any:
+    name, args, kwargs = data
+    found = env.get_wrapper_attr(name)
+    return found(*args, **kwargs) if callable(found) else found
 
 
 # What methods of ``VecEnv`` and ``VectorEnv`` do to one of their environments, beside steps and resets.
@@ -221,9 +323,3 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "call": _called,
     "set_wrapper_attr": lambda env, data: env.set_wrapper_attr(*data),
 }
-
-
-def _is(layer: Any, name: tuple[str, str]) -> bool:
-    """Return whether a layer is of a class, given by module and name: naming it must not import the framework here."""
-    own = map(name_of, type(layer).__mro__)
-    return name in own or name in getattr(type(layer), "stands_for", ())

@@ -1,4 +1,4 @@
-"""Environments in Ray actors, which need no memory in common: a pool like :class:`~rl_ext_core.vector.pool.Pool`."""
+"""Environments in Ray actors, which need no memory in common: a :class:`~rl_ext_core.vector.pool.Pool` of them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core.errors import WorkerError, missing_dependency
+from rl_ext_core.processes.report import Raised
 from rl_ext_core.vector import channel
-from rl_ext_core.vector.arguments import Options
-from rl_ext_core.vector.channel import Cell, Raised
-from rl_ext_core.vector.layout import Layout
-from rl_ext_core.vector.pool import WorkerPool
+from rl_ext_core.vector.channel import Cell, Layout
+from rl_ext_core.vector.environments import Options
+from rl_ext_core.vector.pool import Pool
 from rl_ext_core.vector.worker import PHASES, Environments
 
 __all__ = ["RayPool"]
@@ -47,7 +47,7 @@ class Actor:
                 self._envs = Environments(self._messages.append, bytearray, self._cells, 0, data)
             elif self._envs is None:
                 raise RuntimeError(
-                    "Ray has started this actor anew, without its environments; leave max_restarts and "
+                    "Ray has started this actor again, without its environments; leave max_restarts and "
                     "max_task_retries out of actor_options"
                 )
             else:
@@ -58,9 +58,6 @@ class Actor:
         arrays = self._envs.arrays if name in ("step", "reset") else {}
         return self._messages.pop(), {key: array for key, array in arrays.items() if key != "action"}
 
-    def ping(self) -> None:
-        """Show that it lives."""
-
 
 class ActorHandle:
     """An actor, seen from the driver.
@@ -70,7 +67,7 @@ class ActorHandle:
     :ivar answer: the last one
     """
 
-    def __init__(self, number: int, first: int, last: int, actor: Any) -> None:
+    def __init__(self, actor: Any, number: int, first: int, last: int) -> None:
         self.number, self.first, self.last, self.actor = number, first, last, actor
         self.at = ""
         self.pending: Any = None
@@ -93,11 +90,11 @@ class ActorHandle:
         return arrays
 
 
-class RayPool(WorkerPool):
-    """Actors that hold environments: see :class:`~rl_ext_core.vector.pool.WorkerPool`.
+class RayPool(Pool):
+    """Actors that hold environments: see :class:`~rl_ext_core.vector.pool.Pool`.
 
     :param actor_options: of each actor
-    :raises MissingDependencyError: Ray is not installed
+    :raises MissingDependencyError: If Ray is not installed.
     """
 
     def __init__(
@@ -109,33 +106,43 @@ class RayPool(WorkerPool):
             raise missing_dependency("ray", "ray", "RayVecEnv") from None
         self._ray = ray
         new = ray.remote(Actor).options(**actor_options).remote
-        super().__init__(env_fns, options, lambda number, first, last: ActorHandle(number, first, last, new()))
-        self._job = ray.get_runtime_context().get_job_id()
-        self._start()
+        super().__init__(env_fns, options, new_worker=lambda *part: ActorHandle(new(), *part))
 
     def _build(self) -> None:
+        self._job = self._ray.get_runtime_context().get_job_id()
         for worker in self.workers:
             self.send(worker, "build", list(self._factories[worker.first : worker.last]))
 
-    def _block(self) -> Any:
+    def _map(self) -> Any:
+        for worker in self.workers:
+            self.send(worker, "map", Layout.of(worker.last - worker.first, *self.spaces))
         return bytearray(self.layout.size)
 
-    def _layout_of(self, worker: ActorHandle) -> Layout:
-        return Layout.of(worker.last - worker.first, *self.spaces)
+    def send(self, worker: ActorHandle, name: str, data: Any) -> None:
+        """Give an actor a command.
 
-    def step(self) -> None:
-        """Have all step with the actions in the arrays."""
-        actions = self.arrays["action"]
-        for worker in self.workers:
-            self.send(worker, "step", actions[worker.first : worker.last])
+        :raises WorkerError: If Ray was shut down, and would be started again by this.
+        """
+        if not self._is_there():
+            failure = self._failed(worker, 0, _PHASES_OF.get(name, name), "ray.shutdown() has ended it", kind="exit")
+            self.end(failure)
+            raise failure
+        if name == "step" and data is None:
+            data = self.arrays["action"][worker.first : worker.last]
+        super().send(worker, name, data)
 
-    def _receive(self, timeout: float | None) -> None:
+    def _is_there(self) -> bool:
+        """Whether Ray is the one that the actors were started by."""
+        ray = self._ray
+        return bool(ray.is_initialized() and ray.get_runtime_context().get_job_id() == self._job)
+
+    def _receive(self, timeout: float | None, workers: Any = None) -> None:
         asked = [worker for worker in self.workers if worker.pending is not None]
         try:
             # It raises as soon as one has failed, however long others take.
             answers = self._ray.get([worker.pending for worker in asked], timeout=timeout)
         except (self._ray.exceptions.RayError, ActorFailure) as error:
-            failure = self._described(asked, error, timeout)
+            failure = self._failure_of(asked, error, timeout)
             self.end(failure)
             raise failure from failure.__cause__
         for worker, answer in zip(asked, answers, strict=True):
@@ -146,56 +153,36 @@ class RayPool(WorkerPool):
         for name, array in worker.receive(answer).items():
             self.arrays[name][worker.first : worker.last] = array
 
-    def send(self, worker: ActorHandle, name: str, data: Any) -> None:
-        """Give an actor a command.
-
-        :raises WorkerError: Ray was shut down, and would be started anew by this
-        """
-        if not self._is_there():
-            failure = self._failed(worker, 0, _PHASES_OF.get(name, name), "ray.shutdown() has ended it", kind="exit")
-            self.end(failure)
-            raise failure
-        super().send(worker, name, data)
-
-    def _is_there(self) -> bool:
-        """Whether Ray is the one that the actors were started by."""
-        ray = self._ray
-        return bool(ray.is_initialized() and ray.get_runtime_context().get_job_id() == self._job)
-
-    def _described(self, asked: Sequence[ActorHandle], error: Exception, timeout: float | None) -> WorkerError:
-        ray = self._ray
+    def _failure_of(self, asked: Sequence[ActorHandle], error: Exception, timeout: float | None) -> WorkerError:
+        """Make the exception for what getting the answers of actors has raised."""
+        ray, pending = self._ray, [worker.pending for worker in asked]
+        done = set(ray.wait(pending, num_returns=len(pending), timeout=0)[0])
         if isinstance(error, ray.exceptions.GetTimeoutError):
-            done = set(ray.wait([worker.pending for worker in asked], num_returns=len(asked), timeout=0)[0])
             worker = next((worker for worker in asked if worker.pending not in done), asked[0])
             kind, what = "timeout", f"did not answer within {timeout:g} s"
         else:
-            worker = next(worker for worker in asked if self._has_failed(worker.pending))
+            worker = next(worker for worker in asked if worker.pending in done and self._has_failed(worker.pending))
             raised = getattr(error, "cause", error)
             if isinstance(raised, ActorFailure):
                 environment, phase, told = raised.args
                 return self._raised(worker, environment, PHASES[phase], told)
-            which = (
-                "" if worker.last - worker.first == 1 else f", with environments {worker.first} to {worker.last - 1},"
-            )
+            count = worker.last - worker.first
+            which = "" if count == 1 else f", with environments {worker.first} to {worker.last - 1},"
             kind, what = "exit", f"its actor{which} has died: {error}"
         return self._failed(worker, 0, _PHASES_OF.get(worker.at, worker.at), what, kind=kind)
 
     def _has_failed(self, answer: Any) -> bool:
         try:
-            self._ray.get(answer, timeout=0)
-        except self._ray.exceptions.GetTimeoutError:
-            return False
+            self._ray.get(answer)
         except (self._ray.exceptions.RayError, ActorFailure):
             return True
         return False
 
-    def _close_environments(self, patience: float | None) -> list[WorkerError]:
+    def _close_environments(self, patience: float | None, limit: float | None) -> list[WorkerError]:
         ray, begin = self._ray, time.monotonic()
         if not self._is_there():
             return []
-        pings = {}
         for worker in self.workers:
-            pings[worker] = worker.actor.ping.remote()
             worker.send("close", None)  # when it has done what it is at
         pending = [worker.pending for worker in self.workers]
         ready = set(ray.wait(pending, num_returns=len(pending), timeout=patience)[0])
@@ -204,11 +191,10 @@ class RayPool(WorkerPool):
             if worker.pending in ready:
                 try:
                     worker.receive(ray.get(worker.pending))
-                    found = self._failed_to_close(worker)
+                    if worker.answer is not None:
+                        failures.append(self._raised(worker, worker.answer[0], "close", worker.answer[1]))
                 except (ray.exceptions.RayError, ActorFailure) as error:
-                    found = None if self._has_failed(pings[worker]) else self._described([worker], error, patience)
-                # What has happened before concerns nobody any more.
-                failures += [found] if found is not None and found.phase == "close" else []
+                    failures.append(self._failure_of([worker], error, patience))
         late = [worker for worker in self.workers if worker.pending is not None and worker.pending not in ready]
         if late:
             self._warn_of_late(late[0].first, "in close", begin)

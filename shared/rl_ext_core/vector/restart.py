@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import logging
 import reprlib
 from collections.abc import Sequence
@@ -12,38 +10,21 @@ from typing import Any
 import numpy as np
 
 from rl_ext_core.errors import WorkerError
+from rl_ext_core.processes.report import Raised
 from rl_ext_core.vector import channel
-from rl_ext_core.vector.arguments import Options
 from rl_ext_core.vector.autoreset import Autoreset
-from rl_ext_core.vector.channel import Raised, WorkerHandle
+from rl_ext_core.vector.channel import WorkerHandle
+from rl_ext_core.vector.environments import Options
 from rl_ext_core.vector.pool import Pool, Resets
 from rl_ext_core.vector.worker import TRUNCATED, Entry
 
-__all__ = ["RestartingPool", "new_pool"]
+__all__ = ["RestartingPool"]
 
 _log = logging.getLogger("rl_ext_core.vector")
 
 # Calls that may change an environment, and how they are named to the caller.
-_SET_ATTRIBUTE = {"set_attr": "set_attr({!r})", "set_wrapper_attr": "set_attr({!r})"}
-_SETTING = {**_SET_ATTRIBUTE, "env_method": "env_method({!r})", "call": "call({!r})"}
-
-
-@dataclasses.dataclass
-class Settings:
-    """What the caller has set in an environment, for the one that replaces it.
-
-    :ivar options: of the last reset, pickled
-    :ivar attributes: pickled values by command and name, in the order in which they were set
-    :ivar unrepeated: calls that the replacement does not get: methods, and attributes that may not have been set
-    """
-
-    options: bytes | None = None
-    attributes: dict[tuple[str, str], bytes] = dataclasses.field(default_factory=dict)
-    unrepeated: dict[str, None] = dataclasses.field(default_factory=dict)
-
-    def unpacked_options(self) -> dict[str, Any] | None:
-        """Return the options of the last reset."""
-        return None if self.options is None else channel.unpack(self.options)
+_SETTING = {"env_method": "env_method({!r})", "call": "call({!r})"}
+_SETTING |= dict.fromkeys(("set_attr", "set_wrapper_attr"), "set_attr({!r})")
 
 
 class RestartingPool(Pool):
@@ -55,76 +36,68 @@ class RestartingPool(Pool):
 
     def __init__(self, env_fns: Any, options: Options, *, autoreset: Autoreset = Autoreset.SAME_STEP) -> None:
         super().__init__(env_fns, options, autoreset=autoreset)
-        self._settings = [Settings() for _ in self.worker_of]
+        # Per environment: options of the last reset, pickled; and calls by command and name, with the pickled value of
+        # an attribute that was set. None: the replacement does not get it.
+        self._options_of = [channel.pack(None) for _ in self.worker_of]
+        self._settings: list[dict[tuple[str, str], bytes | None]] = [{} for _ in self.worker_of]
         self._last: list[np.ndarray[Any, Any]] = []  # observations that were returned
 
-    def _watch(self, workers: Sequence[WorkerHandle]) -> None:
-        for worker in workers:
-            super()._watch([worker])
+    def _groups(self, workers: Sequence[WorkerHandle]) -> list[Sequence[WorkerHandle]]:
+        return [[worker] for worker in reversed(workers)]
 
-    # -- what the caller sets
+    def _lose(self, group: Sequence[WorkerHandle]) -> None:
+        for worker in group:
+            worker.answer = self._described(group)
+            worker.await_nothing()
+
+    # -- what the caller sets and sees
 
     def reset(self, worker: Any, asked: Resets) -> None:
-        """Have a worker's environments begin to reset."""
-        for settings, how in zip(self._settings[worker.first : worker.last], asked, strict=True):
+        """Begin to reset a worker's environments."""
+        for number, how in enumerate(asked, worker.first):
             if how is not None:
-                settings.options = channel.pack_by_value(how[1]) if how[1] else None
+                self._options_of[number] = channel.pack_by_value(how[1] or None)
         super().reset(worker, asked)
 
     def begin_call(self, environments: Sequence[int], name: str, arguments: Sequence[Any]) -> None:
-        """Have environments begin a call: see :meth:`~rl_ext_core.vector.pool.WorkerPool.begin_call`."""
+        """Begin a call: see :meth:`~rl_ext_core.vector.pool.Pool.begin_call`."""
         if name in _SETTING:
-            for number, argument in zip(environments, arguments, strict=True):
-                self._settings[number].unrepeated[_SETTING[name].format(argument[0])] = None
+            calls = [(self._settings[n], (name, arg[0])) for n, arg in zip(environments, arguments, strict=True)]
+            self._before = [settings.get(key) for settings, key in calls]
+            for settings, key in calls:  # until it is known that it was done
+                settings[key] = None
         super().begin_call(environments, name, arguments)
 
     def _note_results(self, results: Sequence[Any]) -> None:
         environments, name, arguments = self._call
-        if name not in _SET_ATTRIBUTE:
+        if not name.startswith("set_"):
             return
         # Pickled now, as the worker got them: the caller may change them.
-        packed = {id(argument): channel.pack_by_value(argument) for argument in arguments}
-        for number, argument, result in zip(environments, arguments, results, strict=True):
-            settings, key = self._settings[number], (name, argument[0])
-            settings.unrepeated.pop(_SETTING[name].format(argument[0]), None)
-            if not isinstance(result, Raised):
-                settings.attributes.pop(key, None)
-                settings.attributes[key] = packed[id(argument)]
+        packed = {id(argument): channel.pack_by_value(argument[1]) for argument in arguments}
+        for number, argument, before, result in zip(environments, arguments, self._before, results, strict=True):
+            value = before if isinstance(result, Raised) else packed[id(argument)]
+            self._settings[number].pop((name, argument[0]), None)  # to set them again in the order of the last values
+            if value is not None:
+                self._settings[number][name, argument[0]] = value
 
-    def remember(self) -> None:
-        """Store the observations that are returned: the last of an episode whose worker fails in the next step."""
+    def observations(self, *, copy: bool = True) -> Any:
+        """Return the observations, and store them: the last of an episode whose worker fails in the next step."""
         self._last = [array.copy() for array in self._observations]
+        return super().observations(copy=copy)
 
-    # -- failures
+    # -- replacements
 
-    def _receive(self, timeout: float | None) -> None:
-        self._receive_from(self.workers, timeout)
-
-    def _receive_from(self, workers: Sequence[WorkerHandle], timeout: float | None) -> None:
-        for worker in reversed(workers):
-            # The time of each begins when it is waited for: it does not matter how long others take.
-            limited = timeout is not None and worker.watch is not None and not worker.is_over()
-            try:
-                with worker.watch.operation("", timeout) if limited else contextlib.nullcontext():  # type: ignore[union-attr]
-                    worker.receive()
-            except (EOFError, WorkerError):
-                if not worker.has_failed():
-                    raise
-                worker.answer = self._described([worker])
-                worker.await_nothing()
-
-    def answer_of(self, worker: WorkerHandle, *, to_reset: bool = False) -> Any:
-        """Return a worker's answer, or its successor's."""
+    def _answer_of(self, worker: WorkerHandle, to_reset: bool) -> Any:
         if not isinstance(worker.answer, WorkerError):
             return worker.answer
         try:
-            return self._replaced(worker, worker.answer, to_reset=to_reset)
+            return self._replaced(worker, worker.answer, to_reset)
         except BaseException as error:
             text = "these workers were ended, because the replacement of one was interrupted. Make new environments"
             self.end(error if isinstance(error, WorkerError) else WorkerError(text))
             raise
 
-    def _replaced(self, worker: WorkerHandle, first: WorkerError, *, to_reset: bool) -> list[Entry]:
+    def _replaced(self, worker: WorkerHandle, first: WorkerError, to_reset: bool) -> list[Entry]:
         """Replace a worker that has failed by a new process, reset its environments, and return its answer.
 
         :raises WorkerError: If the limit is reached.
@@ -163,65 +136,53 @@ class RestartingPool(Pool):
         :param same_seeds: whether they are reset with the seeds of the last reset, and not with others drawn from them:
             the same seeds repeat the same episodes, and often the same failure
         """
-        limit = self._options.step_timeout
+        starting, stepping = self._options.start_timeout, self._options.step_timeout
         worker.end()
         worker.attempt += 1
         self._launch([worker])
-        self._answered(worker, self._options.start_timeout)
+        self._answered(worker, starting)
         self.send(worker, "map", self.layout)
-        self._answered(worker, self._options.start_timeout)
-        self._set_attributes(worker)
-        seeds = self.seeds[worker.first : worker.last]
+        self._answered(worker, starting)
+        part = slice(worker.first, worker.last)
+        for number, calls in enumerate(self._settings[part]):
+            for (command, name), packed in calls.items():
+                if packed is not None:
+                    self.send(worker, command, [(number, (name, channel.unpack(packed)))])
+                    if isinstance(channel.unpack(self._answered(worker, stepping)[0]), Raised):
+                        calls[command, name] = None
+        seeds = self.seeds[part]
         if not same_seeds:
             seeds = [None if seed is None else _next_seed(seed, worker.attempt) for seed in seeds]
-        options = [settings.unpacked_options() for settings in self._settings[worker.first : worker.last]]
+        options = map(channel.unpack, self._options_of[part])
         self.reset(worker, list(zip(seeds, options, strict=True)))
-        infos = self._answered(worker, limit)
+        infos = self._answered(worker, stepping)
         if unseen and self._autoreset is Autoreset.NEXT_STEP:
             self.send(worker, "reset at next step", None)
-            self._answered(worker, limit)
+            self._answered(worker, stepping)
         return infos
-
-    def _set_attributes(self, worker: WorkerHandle) -> None:
-        """Set in a new worker's environments the attributes that were set in those before."""
-        calls: dict[str, list[tuple[int, Any]]] = {}
-        for number, settings in enumerate(self._settings[worker.first : worker.last]):
-            for (command, _), packed in settings.attributes.items():
-                calls.setdefault(command, []).append((number, channel.unpack(packed)))
-        for command, asked in calls.items():
-            self.send(worker, command, asked)
-            answers = self._answered(worker, self._options.step_timeout)
-            for (number, (name, _)), result in zip(asked, answers, strict=True):
-                if isinstance(channel.unpack(result), Raised):
-                    settings = self._settings[worker.first + number]
-                    settings.unrepeated[_SETTING[command].format(name)] = None
-                    del settings.attributes[command, name]
 
     def _answered(self, worker: WorkerHandle, timeout: float | None) -> Any:
         """Wait for a new worker's answer, and return it."""
-        self._receive_from([worker], timeout)
+        self._receive(timeout, [worker])
         if isinstance(worker.answer, WorkerError):
             raise worker.answer
         return worker.answer
 
     def _worker_error(self, failure: WorkerError, number: int) -> str:
         """Return the text for infos of an environment that replaces another."""
-        settings = self._settings[number]
-        reset = {"seed": self.seeds[number], "options": settings.unpacked_options()}
+        reset = {"seed": self.seeds[number], "options": channel.unpack(self._options_of[number])}
         how = ", ".join(f"{name}={reprlib.repr(value)}" for name, value in reset.items() if value is not None)
-        repeated = [_SETTING[command].format(name) for command, name in settings.attributes]
+        repeated: list[str] = []
+        missing: list[str] = []
+        for (command, name), packed in self._settings[number].items():
+            (missing if packed is None else repeated).append(_SETTING[command].format(name))
         repeated += [f"reset({how})"] if how else []
         lines = [str(failure)]
         if repeated:
             lines.append(f"The new environment got again: {', '.join(repeated)}.")
-        if settings.unrepeated:
-            lines.append(f"It did not get: {', '.join(settings.unrepeated)}. Call them again for environment {number}.")
+        if missing:
+            lines.append(f"It did not get: {', '.join(missing)}. Call them again for environment {number}.")
         return "\n".join(lines)
-
-
-def new_pool(env_fns: Any, options: Options, *, autoreset: Autoreset = Autoreset.SAME_STEP) -> Pool:
-    """Start the pool that the options ask for."""
-    return (Pool if options.restart is None else RestartingPool)(env_fns, options, autoreset=autoreset)
 
 
 def _next_seed(seed: int, attempt: int) -> int:

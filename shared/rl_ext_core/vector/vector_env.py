@@ -14,49 +14,44 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, iterate
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, also
-from rl_ext_core.vector.arguments import Options
 from rl_ext_core.vector.autoreset import Autoreset
-from rl_ext_core.vector.environments import name_of, store_reward
-from rl_ext_core.vector.restart import new_pool
+from rl_ext_core.vector.environments import Options, name_of, store_reward
+from rl_ext_core.vector.pool import new_pool
 from rl_ext_core.vector.worker import OTHER, TERMINATED, TRUNCATED
 
 __all__ = ["SharedMemoryVectorEnv"]
-
-# Methods that a command of its own is for.
-_OWN_COMMANDS = ("reset", "step", "close", "_setattr", "_check_spaces")
 
 
 class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
     """gymnasium's ``AsyncVectorEnv``, several times as fast, whose errors say what has happened.
 
     In place of ``AsyncVectorEnv``, with its arguments and these. Observations, actions, rewards and flags are in shared
-    memory; informations are pickled where there is something in them. No environment is built in this process, and none
-    twice. Workers load what the environment needs. When one dies, a :class:`~rl_ext_core.errors.WorkerError` says which
-    environment it was, in what, and why.
+    memory; infos are pickled where there is something in them. No environment is built in this process, and none twice.
+    Workers load what the environment needs.
 
-    :param env_fns: build the environments: functions, or whatever :func:`~rl_ext_core.factory.as_factory` takes
+    :param env_fns: functions that build the environments, or whatever :func:`~rl_ext_core.factory.as_factory` takes
     :param shared_memory: without effect: observations are in shared memory, and copied unless ``copy=False``
     :param copy: whether observations are the caller's to keep; False returns the shared memory itself, which the next
         step writes to
-    :param context: how processes start: ``"forkserver"`` (the default where there is one), ``"spawn"`` or ``"fork"``
+    :param context: start method: ``"forkserver"`` (the default where there is one), ``"spawn"`` or ``"fork"``
     :param daemon: without effect: workers end with this process, and may have children of their own
     :param worker: None
     :param observation_mode: ``"same"``
     :param autoreset_mode: when environments are reset whose episodes have ended
-    :param max_concurrency: how many environments step at a time, which is ``n_workers``
-    :param n_workers: how many processes share the environments; default: one each
+    :param max_concurrency: number of environments that step at a time, which is ``n_workers``
+    :param n_workers: number of processes that share the environments; default: one each
     :param start_timeout: seconds until all environments must be built
     :param step_timeout: seconds until they must have answered a step, a reset or another call
-    :param close_timeout: seconds until they must have closed their environments and ended; None waits
-    :param restart: ``"truncate"`` puts a new worker in the place of one that has failed: the episodes of its
-        environments are reported as truncated, with the last observation that was returned, and
-        ``info["worker_error"]`` says why, also after a reset. The new environments get what ``set_attr`` had set and
-        the options of the last reset, and the same seed if the failure came in that reset, else one drawn from it; the
-        text names calls that were not repeated
+    :param close_timeout: seconds until workers must have closed their environments and ended; None waits
+    :param restart: ``"truncate"`` replaces a worker that has failed: the episodes of its environments are reported as
+        truncated, with the last observation that was returned, and ``info["worker_error"]`` says why, also after a
+        reset. The new environments get what ``set_attr`` had set and the options of the last reset, and the same seed
+        if the failure came in that reset, else one drawn from it; the text names calls that were not repeated
     :param max_restarts: after so many, the failure is raised
-    :raises WorkerError: at any call: a worker has failed; the cause is the environment's own exception. All are gone
-    :raises EnvironmentOutputError: the environments' spaces differ; also a RuntimeError
-    :raises InvalidArgumentError: an option with another value, observations that are not arrays of fixed shape; also at
+    :raises WorkerError: If a worker has failed, at any call: which environment, in what, and why; the cause is the
+        environment's own exception. All workers are gone then
+    :raises EnvironmentOutputError: If the environments' spaces differ; also a RuntimeError
+    :raises InvalidArgumentError: If an option has another value, or observations are not arrays of fixed shape; also at
         any call but ``close`` in a process that was forked from the one that made it
 
     :ivar timings: how long the start and the steps have taken
@@ -92,19 +87,24 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         max_restarts: int = 100,
     ) -> None:
         self.closed = True  # until there is something to close
-        _refuse(worker=worker, observation_mode=observation_mode)
+        for name, value, allowed in (("worker", worker, None), ("observation_mode", observation_mode, "same")):
+            if value != allowed:
+                raise InvalidArgumentError(
+                    f"{name}={value!r} is for gymnasium's AsyncVectorEnv; expected {allowed!r} here. Leave it out, or "
+                    f"write gymnasium.vector.AsyncVectorEnv(env_fns, {name}=...)"
+                )
         if max_concurrency is not None and n_workers is not None:
             raise InvalidArgumentError(
                 f"max_concurrency={max_concurrency!r} and n_workers={n_workers!r} say the same; leave one out"
             )
         options = Options(
-            start_method=context,
-            n_workers=max_concurrency if n_workers is None else n_workers,
-            start_timeout=start_timeout,
-            step_timeout=step_timeout,
-            close_timeout=close_timeout,
-            restart=restart,
-            max_restarts=max_restarts,
+            context,
+            max_concurrency if n_workers is None else n_workers,
+            start_timeout,
+            step_timeout,
+            close_timeout,
+            restart,
+            max_restarts,
         )
         mode = AutoresetMode(Autoreset.of(autoreset_mode, write="NextStep").value)
         self.copy, self.autoreset_mode = copy, mode
@@ -141,14 +141,13 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
     def reset_async(
         self, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> None:
-        """Have the environments begin to reset: see :meth:`reset`."""
+        """Begin to reset environments: see :meth:`reset`."""
         self._require_idle("reset_async")
         options = None if options is None else dict(options)
         chosen = _mask(None if options is None else options.pop("reset_mask", None), self.num_envs)
-        if seed is None or isinstance(seed, (int, np.integer)):
-            seeds = [None if seed is None else int(seed) + index for index in range(self.num_envs)]
-        else:
-            seeds = list(seed)
+        if isinstance(seed, int | np.integer):
+            seed = range(int(seed), int(seed) + self.num_envs)
+        seeds: list[int | None] = [None] * self.num_envs if seed is None else list(seed)
         if len(seeds) != self.num_envs:
             raise InvalidArgumentError(
                 f"there are {len(seeds)} seeds for {self.num_envs} environments; expected one each. Write seed=0"
@@ -170,10 +169,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         return self._pool.observations(copy=self.copy), infos
 
     def step_async(self, actions: Any) -> None:
-        """Have the environments begin a step.
-
-        :param actions: (num_envs, ...), as of ``action_space``
-        """
+        """Begin a step, with actions of ``action_space``, (num_envs, ...)."""
         if self.closed or self._pending:
             self._require_idle("step_async")
         self._pool.begin_step(actions, lambda given: list(iterate(self.action_space, given)))
@@ -191,8 +187,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         pool = self._pool
         infos: dict[str, Any] = {}
         if pool.is_quiet():
-            nothing = np.zeros((2, self.num_envs), bool)
-            result = pool.observations(copy=self.copy), pool.arrays["reward"].copy(), nothing[0], nothing[1], infos
+            rewards, (terminated, truncated) = pool.arrays["reward"].copy(), np.zeros((2, self.num_envs), bool)
         else:
             entries = pool.entries()  # which writes into the arrays where a worker is replaced
             rewards, kinds, flags = pool.arrays["reward"].copy(), pool.arrays["reward kind"], pool.arrays["flags"]
@@ -204,12 +199,12 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
                     store_reward(rewards, index, reward)
             pool.report_changes("AsyncVectorEnv")
             terminated, truncated = (flags & TERMINATED).astype(bool), (flags & TRUNCATED).astype(bool)
-            result = pool.observations(copy=self.copy), rewards, terminated, truncated, infos
+        result = pool.observations(copy=self.copy), rewards, terminated, truncated, infos
         self.timings.add_step(time.perf_counter() - pool.began)
         return result
 
     def step(self, actions: Any) -> Any:
-        """Step all environments: see :meth:`step_async` and :meth:`step_wait`."""
+        """Step all environments: see :meth:`step_wait`."""
         self.step_async(actions)
         return self.step_wait()
 
@@ -225,8 +220,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
 
         :param indices: their numbers
         """
-        self._require_idle("call_some")
-        self._require_no_command(name)
+        self._require_callable("call_some", name)
         return self._pool.call(indices, "call", (name, args, kwargs))
 
     def env_is_wrapped(self, wrapper_class: type, indices: Sequence[int] | None = None) -> list[bool]:
@@ -239,9 +233,8 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         return self._pool.call(chosen, "env_is_wrapped", name_of(wrapper_class))
 
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
-        """Have the environments begin to call a method: see :meth:`call`."""
-        self._require_idle("call_async")
-        self._require_no_command(name)
+        """Begin a call of a method: see :meth:`call`."""
+        self._require_callable("call_async", name)
         self._pool.begin_call(range(self.num_envs), "call", [(name, args, kwargs)] * self.num_envs)
         self._pending = "call"
 
@@ -253,10 +246,6 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         """
         self._wait("call", timeout)
         return tuple(self._pool.results())
-
-    def _require_no_command(self, name: str) -> None:
-        if name in _OWN_COMMANDS:
-            raise InvalidArgumentError(f"call({name!r}) is no way to {name}; write envs.{name}(...)")
 
     def render(self) -> tuple[Any, ...]:
         """Render each environment."""
@@ -318,6 +307,11 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
                 self._pending,
             )
 
+    def _require_callable(self, method: str, name: str) -> None:
+        self._require_idle(method)
+        if name in ("reset", "step", "close", "_setattr", "_check_spaces"):  # AsyncVectorEnv's own commands
+            raise InvalidArgumentError(f"call({name!r}) is not supported; write envs.{name}(...)")
+
     def _require_open(self) -> None:
         if self.closed:
             raise ClosedEnvironmentError(
@@ -334,20 +328,9 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
             # What is answered later belongs to nobody: the next command waits for it and drops it.
             self._pending = ""
             raise multiprocessing.TimeoutError(f"the environments did not {what} within {timeout:g} s")
-        self._pool.wait_for_step(failing=what == "call")
+        self._pool.wait(failing=what == "call")
         # From here on, Ctrl-C could not be followed by another wait.
         self._pending = ""
-
-
-def _refuse(**options: Any) -> None:
-    """Refuse options of ``AsyncVectorEnv`` that have no meaning here."""
-    allowed = {"worker": None, "observation_mode": "same"}
-    for name, value in options.items():
-        if value is not allowed[name] and value != allowed[name]:
-            raise InvalidArgumentError(
-                f"{name}={value!r} is for gymnasium's AsyncVectorEnv; expected {allowed[name]!r} here. Leave it out, "
-                f"or write gymnasium.vector.AsyncVectorEnv(env_fns, {name}=...)"
-            )
 
 
 def _mask(found: Any, num_envs: int) -> Sequence[bool]:
@@ -356,12 +339,11 @@ def _mask(found: Any, num_envs: int) -> Sequence[bool]:
         return [True] * num_envs
     line = f"Write numpy.zeros({num_envs}, bool), with True where an environment is to be reset"
     if not isinstance(found, np.ndarray) or found.dtype != np.bool_:
-        kind = found.dtype if isinstance(found, np.ndarray) else type(found).__name__
+        kind = getattr(found, "dtype", type(found).__name__)
         raise InvalidTypeError(f"`options['reset_mask']` must be an array of booleans, got {kind}. {line}")
     if found.shape != (num_envs,):
-        raise InvalidArgumentError(
-            f"`options['reset_mask']` must have shape `({num_envs},)`, got {found.shape}. {line}"
-        )
+        text = f"`options['reset_mask']` must have shape `({num_envs},)`, got {found.shape}. {line}"
+        raise InvalidArgumentError(text)
     if not found.any():
         raise InvalidArgumentError(f"`options['reset_mask']`={found} names no environment. {line}")
     return found.tolist()  # type: ignore[no-any-return]

@@ -5,24 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from rl_ext_core import processes
 from rl_ext_core.errors import EnvironmentOutputError
-from rl_ext_core.vector import environments
+from rl_ext_core.processes.report import Raised
 from rl_ext_core.vector.autoreset import Autoreset
-from rl_ext_core.vector.channel import Cell, Memory, Raised, WorkerEnd, pack
-from rl_ext_core.vector.environments import copy_output
-from rl_ext_core.vector.layout import Layout, Row
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from rl_ext_core.vector.channel import Cell, Layout, Memory, Row, WorkerEnd, pack
+from rl_ext_core.vector.environments import CALLS, checked, copy_output
 
 __all__ = ["CHANGED", "ENDED", "IDLE_IN", "KINDS", "OTHER", "PHASES", "TERMINATED", "TRUNCATED", "Environments", "main"]
 
-PHASES = ("start", "idle", "constructor", "reset", "step", "close", *environments.CALLS)
+PHASES = ("start", "idle", "constructor", "reset", "step", "close", *CALLS)
 _IDLE, _CONSTRUCTOR, _RESET, _STEP, _CLOSE = (
     PHASES.index(phase) for phase in ("idle", "constructor", "reset", "step", "close")
 )
@@ -44,7 +40,7 @@ def main(
     memory: Memory,
     first: int,
     env_fns: Sequence[Callable[[], Any]],
-    directory: tuple[Path, Path | None] | None,
+    directory: tuple[str, str | None] | None,
     autoreset: Autoreset,
 ) -> None:
     """Build environments and do what is asked of them until the parent closes its end.
@@ -52,10 +48,17 @@ def main(
     :param end: arguments of a :class:`~rl_ext_core.vector.channel.WorkerEnd`
     :param memory: of the arrays
     :param first: number of the first environment
-    :param directory: this worker's own working directory, and the folder that it is a copy of, if any
+    :param directory: the working directory to make, and the folder that it is a copy of, if any
     """
     if directory is not None:
-        _enter(*directory)
+        folder, original = directory
+        if original is not None and not os.path.exists(folder):
+            import shutil
+
+            shutil.copytree(original, folder, symlinks=True)
+        os.makedirs(folder, exist_ok=True)
+        os.chdir(folder)
+        os.environ["PWD"] = folder
     channel = WorkerEnd(*end)
     mine = Environments(channel.reply, memory.map, channel.cells, first, env_fns, autoreset)
     for name, data in channel.commands():
@@ -65,27 +68,11 @@ def main(
     mine.close_what_is_open()
 
 
-def _enter(folder: Path, original: Path | None) -> None:
-    """Make a folder this process's working directory; a new one is empty, or a copy of another."""
-    if original is not None and not folder.exists():
-        import shutil
-
-        shutil.copytree(original, folder, symlinks=True)
-    folder.mkdir(exist_ok=True)
-    os.chdir(folder)
-    os.environ["PWD"] = str(folder)
-
-
-def _checked(info: Any, method: str) -> dict[str, Any]:
-    """Return an info that is a dict.
-
-    :raises EnvironmentOutputError: If it is not.
-    """
-    if isinstance(info, dict):
-        return info
-    raise EnvironmentOutputError(
-        f"{method}() returned an info of type {type(info).__name__}, expected a dict; write {{}} where there is none"
-    )
+def _require_dict(info: Any, method: str) -> None:
+    if not isinstance(info, dict):
+        raise EnvironmentOutputError(
+            f"{method}() returned an info of type {type(info).__name__}, expected a dict; write {{}} for none"
+        )
 
 
 class Environments:
@@ -107,7 +94,7 @@ class Environments:
         processes.at_end(self.close_what_is_open)
         for number, env_fn in enumerate(env_fns):
             self._is_at(number, _CONSTRUCTOR)
-            self._envs.append(environments.checked(env_fn()))
+            self._envs.append(checked(env_fn()))
         self._answer(pack([(env.observation_space, env.action_space) for env in self._envs]))
 
     def _is_at(self, number: int, phase: int) -> None:
@@ -140,7 +127,7 @@ class Environments:
         """Return the message of what an environment answers to a call."""
         self._is_at(number, PHASES.index(name))
         try:
-            return pack(environments.CALLS[name](self._envs[number], argument))
+            return pack(CALLS[name](self._envs[number], argument))
         except Exception as error:
             # The environment is as it was; the caller may try something else.
             return pack(Raised.of(error))
@@ -176,22 +163,17 @@ class Environments:
         self._own_actions: Any = arrays["action"][part] if "action" in arrays else None
         self._answer(b"")
 
-    def _reset(self, number: int, seed: int | None, options: dict[str, Any] | None) -> dict[str, Any]:
+    def _reset(self, number: int, seed: int | None, options: dict[str, Any] | None) -> Any:
         self._is_at(number, _RESET)
         self._due.discard(number)
         maybe = {} if options is None else {"options": options}
         observation, info = self._envs[number].reset(seed=seed, **maybe)
-        self._write(number, observation)
-        return _checked(info, "reset")
-
-    def _write(self, number: int, observation: Any) -> None:
         for row in self._rows[number]:
-            part = observation
-            for key in row.path:
-                part = part[key]
-            row.write(part)
+            row.write(observation)
             if row.changed:
                 self._flags[number] |= CHANGED
+        _require_dict(info, "reset")
+        return info
 
     def _step(self, actions: Iterable[Any]) -> None:
         cells, phase_at, environment_at = self._cells, Cell.PHASE, Cell.ENVIRONMENT
@@ -206,14 +188,14 @@ class Environments:
                 due.discard(number)
                 cells[phase_at] = _RESET
                 observation, info = env.reset()
-                _checked(info, "reset")
+                _require_dict(info, "reset")
                 reward = 0.0
                 flags[number] = 0
             else:
                 cells[phase_at] = _STEP
                 observation, reward, terminated, truncated, info = env.step(action)
                 if type(info) is not dict:
-                    _checked(info, "step")
+                    _require_dict(info, "step")
                 if terminated or truncated:
                     flags[number] = (TERMINATED if terminated else 0) | (TRUNCATED if truncated else 0)
                     if same_step:
@@ -222,7 +204,7 @@ class Environments:
                         reward = reward if type(reward) in KINDS else copy_output(reward)
                         cells[phase_at] = _RESET
                         observation, reset_info = env.reset()
-                        _checked(reset_info, "reset")
+                        _require_dict(reset_info, "reset")
                     elif self._autoreset is Autoreset.NEXT_STEP:
                         due.add(number)
                 else:
@@ -241,7 +223,7 @@ class Environments:
                 if type(part) is array and part.dtype is row.dtype and part.shape == row.shape:
                     row.place[...] = part
                 else:
-                    row.write(part)
+                    row.write(observation)
                     if row.changed:
                         flags[number] |= CHANGED
             if info or reset_info is not None or kind == OTHER:

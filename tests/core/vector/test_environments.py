@@ -1,11 +1,16 @@
-"""What workers put around environments."""
+"""What workers put around environments: the monitor, and converters of the old gym, which stand-ins imitate."""
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import gymnasium
 import pytest
 
-from rl_ext_core.errors import EnvironmentOutputError
-from rl_ext_core.vector.environments import EpisodeMonitor
+from rl_ext_core.errors import EnvironmentOutputError, InvalidTypeError, MissingDependencyError
+from rl_ext_core.vector.environments import EpisodeMonitor, checked
 from tests.sb3_ext.vec_worlds import Counting
 
 
@@ -23,3 +28,39 @@ def test_the_monitor_counts_as_stable_baselines3s() -> None:
     for name in ("get_total_steps", "get_episode_rewards", "get_episode_lengths"):
         assert getattr(ours, name)() == getattr(theirs, name)()
     assert len(ours.get_episode_times()) == 2
+
+
+class Old:
+    @property
+    def unwrapped(self) -> Old:
+        return self
+
+
+class V26(Old):
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return 0, {}
+
+
+class V21(Old):
+    def reset(self) -> Any:
+        return 0
+
+
+class Converted(gymnasium.Env[Any, Any]):
+    def __init__(self, env: Any) -> None:
+        self.inside = env
+
+
+@pytest.mark.parametrize(("kind", "version"), [(V26, "26"), (V21, "21")])
+def test_environments_of_gym_are_converted_by_shimmy(kind: type, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, env, gym = f"GymV{version}CompatibilityV0", kind(), ModuleType("gym")
+    with pytest.raises(InvalidTypeError, match=r"expected one of gymnasium\. Use a class that inherits"):
+        checked(env)  # gym is not loaded: of no known library
+    gym.Env = Old  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "gym", gym)
+    monkeypatch.setitem(sys.modules, "shimmy", SimpleNamespace(**{name: Converted}))  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match=rf"`{kind.__name__}` is an environment of gym 0\.{version}"):
+        assert checked(env).inside is env
+    monkeypatch.setitem(sys.modules, "shimmy", None)  # type: ignore[arg-type]
+    with pytest.raises(MissingDependencyError, match=rf"gym 0\.{version}, .*{name}\(env=env\)"):
+        checked(env)

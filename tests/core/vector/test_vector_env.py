@@ -109,15 +109,14 @@ def test_observations_are_the_callers_unless_told_otherwise() -> None:
         env.close()
 
 
-@pytest.mark.parametrize("how", ["raise", "SIGKILL"])
-def test_a_failure_names_the_environment(how: str) -> None:
-    envs = SharedMemoryVectorEnv([Counting, functools.partial(Failing, "step", how)], **FAST)
+def test_a_failure_names_the_environment() -> None:
+    envs = SharedMemoryVectorEnv([Counting, functools.partial(Failing, "step", "raise")], **FAST)
     envs.reset(seed=7)
     for _ in range(3):
         envs.step(np.zeros(2, int))
     with pytest.raises(WorkerError, match=r"environment 1 of 2 \(seed 8\), in step") as caught:
         envs.step(np.zeros(2, int))
-    assert (caught.value.__cause__ is not None) is (how == "raise")
+    assert repr(caught.value.__cause__) == "ValueError('the rope has snapped')"
     with pytest.raises(WorkerError, match="environment 1 of 2"):
         envs.reset()
     envs.close()
@@ -169,26 +168,14 @@ def test_end_of_forked_process_leaves_the_workers_alone(closes: bool, capfd: pyt
     assert capfd.readouterr().err == ""
 
 
-def test_what_environments_raise_in_calls_leaves_them_alive() -> None:
-    envs = SharedMemoryVectorEnv([Drawn] * 3, n_workers=2, **FAST)
-    envs.reset(seed=0)
-    with pytest.raises(KeyError, match="raised in a call"):
-        envs.call("raise_in_call")
-    with pytest.raises(TypeError, match="pickle"):
-        envs.call("not_picklable")
+def test_what_is_refused_leaves_the_environments_alive() -> None:
+    envs = SharedMemoryVectorEnv([Counting] * 2, **FAST)
     with pytest.raises(AttributeError, match="no_such"):
         envs.get_attr("no_such")
     with pytest.raises(InvalidArgumentError, match=r"write envs.step\("):
         envs.call("step", 0)
-    with pytest.raises(InvalidArgumentError, match="2 values for 3 environments"):
-        envs.set_attr("label", ["a", "b"])
-    assert len(set(envs.call("pid"))) == 2
-    envs.step(np.zeros(3, int))
-    envs.close()
-
-
-def test_order_of_calls() -> None:
-    envs = SharedMemoryVectorEnv([Counting] * 2, **FAST)
+    with pytest.raises(InvalidArgumentError, match="3 values for 2 environments"):
+        envs.set_attr("label", ["a", "b", "c"])
     for wait in (envs.step_wait, envs.reset_wait, envs.call_wait):
         with pytest.raises(NoAsyncCallError, match="without any prior call"):
             wait()
@@ -218,31 +205,28 @@ def test_a_timeout_loses_nothing_but_the_answer(tmp_path: Path) -> None:
     envs.close()
 
 
-@pytest.mark.parametrize("method", ["step", "_receive"])
-def test_an_interrupted_step_is_followed_by_the_next(method: str, tmp_path: Path) -> None:
+def test_an_interrupted_step_is_followed_by_the_next(tmp_path: Path) -> None:
     envs = SharedMemoryVectorEnv([functools.partial(Gated, tmp_path / "gate"), Counting], **FAST)
     envs.reset(seed=0)
-    with interrupted(Pool, method), pytest.raises(KeyboardInterrupt):
+    with interrupted(Pool, "_receive"), pytest.raises(KeyboardInterrupt):
         envs.step(np.zeros(2, int))
     (tmp_path / "gate").touch()
-    if method == "_receive":
-        assert envs.step_wait()[0][:, 0].tolist() == [1, 1]
+    assert envs.step_wait()[0][:, 0].tolist() == [1, 1]
     assert envs.step(np.zeros(2, int))[0][:, 0].tolist() == [2, 2]
     envs.close()
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "text"),
+    ("options", "text"),
     [
-        ({"worker": print}, InvalidArgumentError, "worker=<built-in function print> is for gymnasium's"),
-        ({"autoreset_mode": "Never"}, InvalidArgumentError, 'Write autoreset_mode="NextStep"'),
-        ({"context": "thread"}, InvalidArgumentError, "start_method='thread'"),
-        ({"max_concurrency": 1, "n_workers": 2}, InvalidArgumentError, "say the same"),
-        ({"restart": "always"}, InvalidArgumentError, "restart='always'"),
+        ({"worker": print}, "worker=<built-in function print> is for gymnasium's"),
+        ({"autoreset_mode": "Never"}, 'Write autoreset_mode="NextStep"'),
+        ({"max_concurrency": 1, "n_workers": 2}, "say the same"),
+        ({"restart": "always"}, "restart='always'"),
     ],
 )
-def test_bad_options_start_nothing(options: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error) as caught:
+def test_bad_options_start_nothing(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
         SharedMemoryVectorEnv([Counting] * 2, **options)
     assert text in str(caught.value)
 
@@ -264,18 +248,15 @@ def test_spaces_that_differ_are_refused() -> None:
             SharedMemoryVectorEnv(env_fns, **FAST)
 
 
-@pytest.mark.parametrize(
-    ("mask", "error", "text"),
-    [
+def test_bad_masks_and_seeds() -> None:
+    envs = SharedMemoryVectorEnv([Counting] * 2, **FAST)
+    for mask, error, text in (
         ([True, False], InvalidTypeError, "list"),
         (np.ones(3, bool), InvalidArgumentError, r"`\(2,\)`, got \(3,\)"),
         (np.zeros(2, bool), InvalidArgumentError, "names no environment"),
-    ],
-)
-def test_bad_masks(mask: Any, error: type[Exception], text: str) -> None:
-    envs = SharedMemoryVectorEnv([Counting] * 2, **FAST)
-    with pytest.raises(error, match=text):
-        envs.reset(options={"reset_mask": mask})
+    ):
+        with pytest.raises(error, match=text):
+            envs.reset(options={"reset_mask": mask})
     with pytest.raises(InvalidArgumentError, match="3 seeds for 2"):
         envs.reset(seed=[1, 2, 3])
     assert envs.reset(seed=[1, None])[0].shape == (2, 2)
