@@ -7,11 +7,11 @@ import functools
 import os
 import site
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib.machinery import PathFinder
 from typing import Any
 
-__all__ = ["found_behind", "import_path", "is_found_elsewhere", "package_folders", "standard_folders"]
+__all__ = ["import_path", "is_found_elsewhere", "package_folders", "standard_folders", "when_imported"]
 
 _SCRIPTS = ("__main__", "__mp_main__")
 
@@ -108,18 +108,38 @@ def _is_of(spec: Any, module: Any) -> bool:
     return spec.origin is not None and os.path.realpath(spec.origin) == os.path.realpath(file)
 
 
-def found_behind(finder: Any, name: str, path: Any, target: Any, execute: Callable[[Any, Any], None]) -> Any:
-    """Find a module by the finders behind one of ``sys.meta_path``, and have a function execute it.
+def when_imported(names: Collection[str], function: Callable[[Any], object]) -> None:
+    """Call a function with each module of these names: now, or once it has been imported.
 
-    :param execute: takes the loader's own function, and the module
-    :return: the specification, as ``find_spec`` returns it; None if nobody finds the module
+    :param function: another call with the same function replaces what the first one waits for
     """
-    behind = [one for one in sys.meta_path[sys.meta_path.index(finder) + 1 :] if hasattr(one, "find_spec")]
-    found = next(filter(None, (one.find_spec(name, path, target) for one in behind)), None)
-    if found is not None and hasattr(found.loader, "exec_module"):
-        loader: Any = found.loader
-        loader.exec_module = functools.partial(execute, loader.exec_module)
-    return found
+    sys.meta_path[:] = [one for one in sys.meta_path if getattr(one, "function", None) is not function]
+    sys.meta_path.insert(0, _Waiting(frozenset(names), function))
+    for name in names:
+        if name in sys.modules:
+            function(sys.modules[name])
+
+
+class _Waiting:
+    """Finds modules as the finders behind it do, and calls a function after they were executed."""
+
+    def __init__(self, names: Collection[str], function: Callable[[Any], object]) -> None:
+        self.names, self.function = names, function
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Do what a finder does; many callers ask only whether a module is installed."""
+        if name not in self.names:
+            return None
+        behind = [one for one in sys.meta_path[sys.meta_path.index(self) + 1 :] if hasattr(one, "find_spec")]
+        found = next(filter(None, (one.find_spec(name, path, target) for one in behind)), None)
+        if found is not None and hasattr(found.loader, "exec_module"):
+            loader: Any = found.loader
+            loader.exec_module = functools.partial(self._execute, loader.exec_module)
+        return found
+
+    def _execute(self, exec_module: Callable[[Any], None], module: Any) -> None:
+        exec_module(module)
+        self.function(module)
 
 
 @functools.cache

@@ -33,11 +33,21 @@ def diary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+_before: set[psutil.Process] = set()
+
+
+def new_workers() -> list[psutil.Process]:
+    """Return those that were not there when the test began, as the process is in which others try copies."""
+    return [worker for worker in workers() if worker not in _before]
+
+
 @pytest.fixture(autouse=True)
 def no_workers_left() -> Iterator[None]:
-    before = set(workers())
+    _before.clear()
+    # A test before may have left an environment to the garbage collector.
+    _before.update(workers_left(grace_s=1) if workers() else ())
     yield
-    left = workers_left(besides=before)
+    left = workers_left(besides=_before)
     for process in left:
         process.kill()
     assert not left

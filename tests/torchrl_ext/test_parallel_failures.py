@@ -18,8 +18,7 @@ import torch
 
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
 from rl_ext_core.factory import EnvFactory
-from tests.leaks import workers
-from tests.torchrl_ext.parallel_checks import diary, no_workers_left, workers_left
+from tests.torchrl_ext.parallel_checks import diary, new_workers, no_workers_left, workers_left
 from tests.torchrl_ext.parallel_environments import Failing, Well
 from torchrl_ext import ParallelEnv, as_factory
 
@@ -63,7 +62,7 @@ def within_reach(env: ParallelEnv) -> Iterator[Any]:
     """Expect a failure; afterwards there is no process, closing is fine, and the environment can be used anew."""
     with pytest.raises(WorkerError) as caught:
         yield caught
-    assert not workers()
+    assert not new_workers()
     assert env.is_closed
     env.close()
 
@@ -148,7 +147,7 @@ def test_stepping_without_workers_is_refused() -> None:
         env.rollout(5)
     with pytest.raises(WorkerError, match=r"no workers, because worker 1 of 2 .* reset\(\) starts new ones"):
         env.step(env.full_action_spec.zero())
-    assert not workers()
+    assert not new_workers()
     with pytest.raises(WorkerError, match="the well is dry") as caught:  # as it does everywhere
         ParallelEnv(2, functools.partial(Failing, when="constructor"))
     assert repr(caught.value.__cause__) == "ValueError('the well is dry')"

@@ -31,8 +31,7 @@ from torchrl.envs import ParallelEnv as Upstream
 
 from rl_ext_core.errors import WorkerError
 from tests.interrupts import interrupt
-from tests.leaks import workers
-from tests.torchrl_ext.parallel_checks import diary, no_workers_left, workers_left
+from tests.torchrl_ext.parallel_checks import diary, new_workers, no_workers_left, workers_left
 from tests.torchrl_ext.parallel_environments import Failing, Well, told
 from torchrl_ext import GymWrapper, ParallelEnv
 
@@ -46,7 +45,7 @@ def test_closing_ends_the_workers_and_their_environments(diary: Any) -> None:
     env = ParallelEnv(2, Failing)
     env.reset()
     env.close()
-    assert not workers()
+    assert not new_workers()
     assert told("closed", here=False) >= 2
     assert env.is_closed
     with pytest.raises(RuntimeError, match="closed"):
@@ -85,7 +84,7 @@ def test_views_fail_with_the_whole() -> None:
     view = env[1:]
     with pytest.raises(WorkerError, match="worker 2 of 3 was killed by SIGKILL"):
         view.rollout(5)
-    assert not workers()
+    assert not new_workers()
     assert env.is_closed
     env.reset()
     with pytest.raises(RuntimeError, match="closed indexed batched environment view"):
@@ -112,7 +111,7 @@ def test_pickles_of_closed_ones(source: Any, dumps: Callable[[Any], bytes]) -> N
     before = env.rollout(3)["observation"]
     copy = pickle.loads(dumps(env))
     assert env.is_closed  # as upstream has it
-    assert not workers()
+    assert not new_workers()
     torch.manual_seed(0)
     found = copy.rollout(3)["observation"]
     copy.close()
@@ -224,7 +223,7 @@ def test_where_closing_has_a_limit_it_ends_with_a_sentence(tmp_path: Path, caplo
     with caplog.at_level(logging.WARNING):
         env.close()
     assert "worker 1 of 2 did not answer within 2 s in close: the workers were ended" in caplog.text
-    assert not workers()
+    assert not new_workers()
     assert env.is_closed
     with pytest.raises(RuntimeError, match="trying to close a closed environment"):
         env.close()
@@ -306,7 +305,7 @@ def test_ctrl_c_anywhere(call: str, every: int, use_buffers: bool) -> None:
         assert said == "" or "interrupted" in said or "closed/non started" in said, where
         data = env.rollout(3, break_when_any_done=False)
         assert data["next", "observation"][..., 1].tolist() == [[1, 2, 3]] * 2, where
-        assert len(workers()) == 2, where
+        assert len(new_workers()) == 2, where
         at += every
     env.close(raise_if_closed=False)
     assert not workers_left()

@@ -15,8 +15,7 @@ from torchrl.envs import CatFrames, RewardSum, SerialEnv, StepCounter, Transform
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, WorkerError
 from rl_ext_core.factory.compare import in_subprocess
 from rl_ext_core.factory.walk import fingerprint
-from tests.leaks import workers
-from tests.torchrl_ext.parallel_checks import diary, no_workers_left
+from tests.torchrl_ext.parallel_checks import diary, new_workers, no_workers_left
 from tests.torchrl_ext.parallel_environments import Native, Well, told
 from torchrl_ext import GymWrapper, ParallelEnv, as_factory
 
@@ -150,7 +149,7 @@ def test_one_environment_that_needs_no_worker(diary: Path) -> None:
     env = ParallelEnv(1, Well, serial_for_single=True, seed=3, overrides=[{"depth": 2.0}])
     assert isinstance(env, SerialEnv)
     assert depths(env) == [2.0]
-    assert (told("built", here=True), workers()) == (1, [])
+    assert (told("built", here=True), new_workers()) == (1, [])
     env.close()
     parallel = ParallelEnv(2, Well, serial_for_single=True)
     assert isinstance(parallel, ParallelEnv)
@@ -230,7 +229,7 @@ def test_what_builds_something_else_or_cannot_be_copied() -> None:
     well.rope = (number for number in range(3))  # type: ignore[attr-defined]
     with pytest.raises(NotCopyableError, match=r"(?s)Well .*rope.*generator.*lambda: Well\("):
         ParallelEnv(2, well)
-    assert not workers()
+    assert not new_workers()
 
 
 def test_copies_that_are_not_compared() -> None:

@@ -9,6 +9,7 @@ kept, such as running statistics. Settings and kept state are replayed onto a co
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import gc
@@ -35,17 +36,32 @@ if TYPE_CHECKING:
 
     from rl_ext_core.factory.factory import Recipe
 
-__all__ = ["Change", "Examination", "apply", "examine", "in_subprocess", "measure", "pack_pickled", "pack_values"]
+__all__ = [
+    "Change",
+    "Examination",
+    "apply",
+    "examine",
+    "in_subprocess",
+    "measure",
+    "pack_values",
+    "unpack",
+    "unpicklable",
+]
 
 _LABEL = "trial copy"
+OPTIONAL = "what a copy can be tried without"  # the phase of a failure after which a careful trial is made
 _SEED = 20_231
 # Steps of the two histories; each ends after so many seconds at the latest. A step may wait forever, for what only the
-# user's program does.
+# user's program does; on the time of a step only advice depends.
 _STEPS, _HISTORY_S, _PATIENCE_S = (30, 7), 1.0, 60.0
-_TIMING_SECONDS, _TIMING_STEPS = 0.1, 200
-# Of the time nothing depends but advice.
-_TIMING_PATIENCE_S = 10.0
+_TIMING_S, _TIMING_STEPS, _TIMING_PATIENCE_S = 0.1, 200, 10.0
 _LONGEST = 40
+_MOST_DOUBTFUL = 1000
+# Of what cannot be pickled, these hold no settings.
+_STATELESS = {
+    *("_thread.lock", "_thread.RLock", "threading.Condition", "threading.Thread", "tempfile.TemporaryDirectory"),
+    *("multiprocessing.synchronize.Lock", "multiprocessing.synchronize.RLock"),
+}
 
 Reader = Callable[[Any], Any]
 Step = tuple[str, Any]
@@ -70,9 +86,8 @@ class Change:
 class Examination:
     """What building copies has shown.
 
-    :ivar chosen: index of the first faithful recipe; None: there is none
-    :ivar lost: per recipe, at which paths its copy differs and how, or what went wrong
-    :ivar changes: what is set on a copy of the chosen one
+    :ivar lost: at which paths a copy differs and how, or what went wrong
+    :ivar changes: what is set on a copy
     :ivar opaque: what of an instance could not be looked into: state behind it, changed by calls, is not seen
     :ivar class_attributes: paths of globals and classes' attributes that differ: another process imports them anew
     :ivar build_seconds: to build a copy
@@ -81,11 +96,10 @@ class Examination:
     :ivar read: what the reader returned for the copy
     """
 
-    chosen: int | None
-    lost: tuple[tuple[str, ...], ...]
+    lost: Sequence[str] = ()
     changes: tuple[Change, ...] = ()
-    opaque: tuple[str, ...] = ()
-    class_attributes: tuple[str, ...] = ()
+    opaque: Sequence[str] = ()
+    class_attributes: Sequence[str] = ()
     build_seconds: float = 0.0
     step_seconds: float | None = None
     private_bytes: int | None = None
@@ -103,26 +117,25 @@ def pack_values(original: Fingerprint, paths: Sequence[str]) -> list[Change | st
 
 
 def _packed_value(original: Fingerprint, path: str, homes: Mapping[int, str]) -> Change | str:
-    while original.steps.get(path, ("", None))[1] is None:
-        if path not in original.steps:
-            return "it cannot be set on a copy"
+    while path in original.steps and original.steps[path][1] is None:  # what holds it is set
         path = original.steps[path][0]
     steps = _steps_to(original, path)
-    if steps is None or path not in original.objects:
+    if not steps or path not in original.objects:
         return "it cannot be set on a copy"
     for where, reason in original.unpicklable.items():
         if where.startswith(path):
             return reason
+    packed = original.objects[path]
 
     def place_of(value: Any) -> Any:
         """Say where a copy has an environment, or a wrapper, to which the value refers."""
-        if value is original.objects[path]:
-            return None
-        place, home = original.references.get(id(value)), homes.get(id(value))
-        return place if home is None or home.startswith(path) else _steps_to(original, home)
+        home = homes.get(id(value))
+        if value is packed or home is None or home.startswith(path):
+            return None if value is packed else original.references.get(id(value))
+        return _steps_to(original, home)
 
     try:
-        return Change(path, steps, _pickle.dumps(original.objects[path], place_of))
+        return Change(path, steps, _pickle.dumps(packed, place_of))
     except Exception as error:
         return str(error).partition("\n")[0] or type(error).__name__
 
@@ -130,47 +143,34 @@ def _packed_value(original: Fingerprint, path: str, homes: Mapping[int, str]) ->
 def _steps_to(original: Fingerprint, path: str) -> tuple[Step, ...] | None:
     found: list[Step] = []
     while path:
-        path, operation, key = original.steps[path]
+        path, operation, key = original.steps.get(path, ("", None, None))
         if operation is None:
             return None
-        found.append((operation, key))
-    return tuple(reversed(found))
-
-
-def pack_pickled(environment: Any, references: Mapping[int, tuple[str, str]]) -> bytes:
-    """Pickle an instance plainly; globals and classes' attributes are those of the process that loads it.
-
-    :raises Exception: it cannot be pickled
-    """
-    return _pickle.dumps(environment, (lambda value: references.get(id(value))) if references else None)
+        found.insert(0, (operation, key))
+    return tuple(found)
 
 
 def unpicklable(original: Fingerprint) -> str:
-    """Return the path to what cannot be pickled of an instance, as deep as it can be found."""
+    """Return the path to what cannot be pickled of a value, as deep as it can be found."""
     found, parts = "", dict[str, list[str]]()
     for path, (holder, _, _) in original.steps.items():
         parts.setdefault(holder, []).append(path)
     while True:
-        below = (path for path in parts.get(found, ()) if not _is_picklable(original.objects[path]))
-        deeper = next(below, None)
-        if deeper is None:
+        for deeper in parts.get(found, ()):
+            try:
+                _pickle.dumps(original.objects[deeper])
+            except Exception:
+                found = deeper
+                break
+        else:
             return found
-        found = deeper
-
-
-def _is_picklable(value: Any) -> bool:
-    try:
-        _pickle.dumps(value)
-    except Exception:
-        return False
-    return True
 
 
 # In any process.
 
 
 def unpack(packed: bytes, environment: Any = None) -> Any:
-    """Load what :func:`pack_values` or :func:`pack_pickled` has packed.
+    """Load what :func:`pack_values` has packed, or a pickle of an environment.
 
     :param environment: that the value is for
     """
@@ -193,39 +193,45 @@ def _following(holder: Any, step: Step) -> Any:
 def apply(environment: Any, changes: Sequence[Change]) -> None:
     """Set on a copy what was changed of the original.
 
-    :raises LookupError: the copy has no such part
+    :raises LookupError: it cannot be set there; the text names the path
     """
     for change in changes:
-        holder = functools.reduce(_following, change.steps[:-1], environment)
-        operation, key = change.steps[-1]
-        value = unpack(change.packed, environment)
-        held: Any = None
-        with contextlib.suppress(LookupError, AttributeError):
-            held = _following(holder, change.steps[-1])
-        if _is_written_to(held, value):
-            held[...] = value  # others may hold this array, or a library in C its memory
-        elif operation == "attribute":
-            own = walk.attributes(holder)
-            if key in getattr(holder, "__dict__", ()) or key not in own:
-                vars(holder)[key] = value
-            else:  # of a slot
-                object.__setattr__(holder, key, value)
-        elif operation == "field":
-            setattr(holder, key, value)
-        else:
-            holder[key] = value
+        try:
+            _set(environment, change)
+        except Exception as error:
+            raise LookupError(f"{change.path} cannot be set on a copy: {error!r}") from error
+
+
+def _set(environment: Any, change: Change) -> None:
+    holder = functools.reduce(_following, change.steps[:-1], environment)
+    operation, key = change.steps[-1]
+    value = unpack(change.packed, environment)
+    held: Any = None
+    with contextlib.suppress(LookupError, AttributeError):
+        held = _following(holder, change.steps[-1])
+    if _is_written_to(held, value):
+        held[...] = value  # others may hold this array, or a library in C its memory
+    elif type(held) is type(value) and isinstance(held, (ctypes.Structure, ctypes.Union, ctypes.Array)):
+        ctypes.memmove(ctypes.byref(held), ctypes.byref(value), ctypes.sizeof(value))
+    elif operation == "attribute":
+        names = walk.dictionary(holder)
+        if names is not None and (key in names or key not in walk.attributes(holder)):
+            names[key] = value
+        else:  # of a slot
+            object.__setattr__(holder, key, value)
+    elif operation == "field":
+        setattr(holder, key, value)
+    else:
+        holder[key] = value
 
 
 def _is_written_to(held: Any, value: Any) -> bool:
     """Whether a value goes into an array, or a tensor, that is there."""
-    if type(held) is not type(value) or not hasattr(held, "dtype") or not hasattr(held, "shape") or held.shape == ():
+    is_array = hasattr(held, "dtype") and hasattr(type(held), "__setitem__")
+    if type(held) is not type(value) or not is_array or not getattr(held, "shape", ()):
         return False
-    writable = not isinstance(held, np.ndarray) or held.flags.writeable
-    return bool(held.shape == value.shape and held.dtype == value.dtype and writable and not _is_of_graph(held))
-
-
-def _is_of_graph(tensor: Any) -> bool:
-    return bool(getattr(tensor, "requires_grad", False))
+    is_fixed = getattr(held, "requires_grad", False) or (isinstance(held, np.ndarray) and not held.flags.writeable)
+    return bool(held.shape == value.shape and held.dtype == value.dtype and not is_fixed)
 
 
 # In the process that is thrown away.
@@ -233,7 +239,7 @@ def _is_of_graph(tensor: Any) -> bool:
 
 def in_subprocess(
     task: Callable[[Ask], Examination],
-    answer: Ask,
+    answer: Ask = lambda paths: [],
     *,
     preload: Sequence[str] = (),
     start_method: str | None = None,
@@ -249,7 +255,7 @@ def in_subprocess(
     context = processes.get_context(start_method, preload=preload, environs=[environ or {}], label=_LABEL)
     ours, theirs = context.Pipe()
     process = context.Process(target=_main, args=(theirs, _pickle.dumps(task)))
-    try:
+    with ours, theirs:
         process.start()
         theirs.close()
         watch = processes.Watch([process], label=_LABEL)
@@ -263,9 +269,6 @@ def in_subprocess(
         finally:
             watch.kill()
             watch.stop()
-    finally:
-        theirs.close()
-        ours.close()
     examination: Examination = found
     return examination
 
@@ -281,89 +284,120 @@ def _main(connection: Connection, packed: bytes) -> None:
 
 
 def examine(
-    recipes: Sequence[Recipe], original: Fingerprint, adapt: Reader | None, read: Reader | None, ask: Ask
+    recipe: Recipe, original: Fingerprint, adapt: Reader | None, read: Reader | None, careful: bool, ask: Ask
 ) -> Examination:
-    """Find the first recipe that gives what is the original's equal, and measure a copy.
+    """Find out whether a recipe gives what is the original's equal, and measure a copy.
 
-    :param recipes: in order of preference
     :param original: of the instance that is copied
     :param adapt: turns an environment into what will be stepped, e.g. one of TorchRL
     :param read: called with that; what it returns is in the result
+    :param careful: leave out what may end the process, such as rendering without a display
     :param ask: returns changes for paths of the original, or why there is none
     """
-    lost: list[tuple[str, ...]] = []
-    tried = _Tried()
-    for recipe in recipes:
-        try:
-            tried = _compared(recipe, original) if recipe.origin == "pickle" else _replayed(recipe, original, ask)
-        except Exception as error:
-            tried = _Tried([f"building one raises {error!r}"])
-        lost.append(tuple(tried.different))
-        if not tried.different:
-            break
-    if lost[-1]:
-        return Examination(None, tuple(lost))
-    chosen = dataclasses.replace(recipes[len(lost) - 1], changes=tried.changes)
-    found = measure(chosen.build if adapt is None else lambda: adapt(chosen.build()), read)
-    return dataclasses.replace(
-        found,
-        chosen=len(lost) - 1,
-        lost=tuple(lost),
-        changes=tried.changes,
-        opaque=tuple(f"{path} ({name})" for path, name in tried.opaque.items()),
-        class_attributes=tuple(tried.class_attributes),
-    )
+    try:
+        found = _compared(recipe, original) if recipe.origin == "pickle" else _replayed(recipe, original, careful, ask)
+    except Exception as error:
+        return Examination([f"building one raises {error!r}"])
+    if found.lost:
+        return found
+    recipe = dataclasses.replace(recipe, changes=found.changes)
+    measured = measure(recipe.build if adapt is None else lambda: adapt(recipe.build()), read)
+    kept = {name: getattr(found, name) for name in ("changes", "opaque", "class_attributes")}
+    return dataclasses.replace(measured, **kept)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tried:
-    """In what copies of one recipe differ, and what is to be set on them."""
-
-    different: Sequence[str] = ()
-    changes: tuple[Change, ...] = ()
-    opaque: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    class_attributes: Sequence[str] = ()
-
-
-def _compared(recipe: Recipe, original: Fingerprint) -> _Tried:
+def _compared(recipe: Recipe, original: Fingerprint) -> Examination:
     """Compare the original as it stands with what was pickled of it."""
     with _built(recipe) as copy:
         mine = fingerprint(copy)
+        if (error := _failure_of(copy)) is not None:
+            return Examination([f"a reset of a copy raises {error!r}"])
     paths = original.differences(mine)
     classes = [path for path in paths if path.startswith("<")]
     different = [_said(path, original, mine) for path in paths if not path.startswith("<")]
-    return _Tried(different, (), original.opaque, classes)
+    return Examination(different, opaque=_named(original.opaque), class_attributes=classes)
 
 
-def _replayed(recipe: Recipe, original: Fingerprint, ask: Ask) -> _Tried:
+def _replayed(recipe: Recipe, original: Fingerprint, careful: bool, ask: Ask) -> Examination:
     """Find out what the original has that no new instance has, and whether one has it when that is set on it."""
-    habits = _Habits(list(_lives(recipe)))
-    changed, classes = habits.changed(original, habits.fresh[0])
-    opaque = {path: name for path, name in original.opaque.items() if not habits.is_of_episode(path)}
-    opaque |= {path: reason for path, reason in original.unpicklable.items() if path.startswith("<")}
-    if not changed:
-        return _Tried((), (), opaque, classes)
-    answers = dict(zip(changed, ask(changed), strict=True))
-    # Of what cannot be set, that which a history makes by itself is left to the copy: a window, a cache.
-    refused = {path: why for path, why in answers.items() if isinstance(why, str)}
-    refused = {path: why for path, why in refused.items() if not habits.is_left_to_use(path, original)}
-    if refused:
-        return _Tried([f"{_said(path, original, habits.fresh[0])} ({why})" for path, why in refused.items()])
-    changes = tuple({one.path: one for one in answers.values() if isinstance(one, Change)}.values())
-    with _built(dataclasses.replace(recipe, changes=changes)) as copy:
-        mine = fingerprint(copy)
-    left, classes = habits.changed(original, mine)  # by now, both have met the same classes
-    done = tuple(change.path for change in changes)
-    left = [path for path in left if path.startswith(done) or not habits.is_left_to_use(path, original)]
-    return _Tried([_said(path, original, mine) for path in left], changes, opaque, classes)
+    habits = _Habits(recipe, careful)
+    mine = habits.fresh[0]
+    left, classes = habits.changed(original, mine)
+    hidden = {p: why for p, why in {**original.opaque, **original.unpicklable}.items() if _has_state(p, why, original)}
+    opaque = {path: name for path, name in hidden.items() if not habits.is_of_episode(path)}
+    left += () if careful else _outlasting(recipe, original, habits, left, ask)
+    changes: tuple[Change, ...] = ()
+    if left:
+        answers = dict(zip(left, ask(left), strict=True))
+        # Of what cannot be set, that which a history makes by itself is left to the copy: a window, a cache.
+        refused = {
+            path: why
+            for path, why in answers.items()
+            if isinstance(why, str) and not habits.is_left_to_use(path, original)
+        }
+        if refused:
+            return Examination([f"{_said(path, original, mine)} ({why})" for path, why in refused.items()])
+        changes = tuple({one.path: one for one in answers.values() if isinstance(one, Change)}.values())
+        with _built(dataclasses.replace(recipe, changes=changes)) as copy:
+            mine = fingerprint(copy)
+            error = _failure_of(copy)
+        done = tuple(change.path for change in changes)
+        if error is not None:
+            with _built(recipe) as copy:
+                if _failure_of(copy) is None:  # as with a simulator's handle: of another process
+                    return Examination(
+                        [f"a copy on which {', '.join(done[:3])} was set raises {error!r} when it is reset"]
+                    )
+        left, classes = habits.changed(original, mine)  # by now, both have met the same classes
+        left = [path for path in left if path.startswith(done) or not habits.is_left_to_use(path, original)]
+    different = [_said(path, original, mine) for path in left]
+    return Examination(different, changes, opaque=_named(opaque), class_attributes=classes)
 
 
-def _lives(recipe: Recipe) -> Iterator[_Life]:
+def _has_state(path: str, why: str, original: Fingerprint) -> bool:
+    """Whether calls may have changed what cannot be looked into: the user's, and what is none of a few classes."""
+    return path.startswith("<") or not {why, *(original.token(path) or ())[:2]} & _STATELESS
+
+
+def _outlasting(recipe: Recipe, original: Fingerprint, habits: _Habits, left: Sequence[str], ask: Ask) -> Sequence[str]:
+    """List the paths of an episode at which the original has a setting all the same, such as a goal that was fixed.
+
+    What a copy has there after a reset depends on what it had before.
+    """
+    doubtful = [path for path in habits.doubtful(original) if not path.startswith(tuple(left))][:_MOST_DOUBTFUL]
+    answers = dict(zip([*doubtful, *left], ask([*doubtful, *left]) if doubtful else (), strict=bool(doubtful)))
+    changes = [one for one in answers.values() if isinstance(one, Change)]
+    # Others are set with what holds them.
+    doubtful = [path for path in doubtful if isinstance(one := answers[path], Change) and one.path == path]
+    if not doubtful:
+        return ()
+    found = []
+    with _built(recipe) as copy, _optional():
+        driver = driver_for(copy, seed=_SEED)
+        if driver is None:
+            return ()
+        for paths in (left, doubtful):
+            for one in changes:
+                if one.path in paths:
+                    with contextlib.suppress(Exception):
+                        apply(copy, [one])
+            with contextlib.suppress(Exception), _ended_after(_PATIENCE_S):
+                _reset(driver, 0)
+            found.append(fingerprint(copy))
+    without, with_them = found
+    return [path for path in doubtful if with_them.token(path) != without.token(path)]
+
+
+def _named(opaque: Mapping[str, str]) -> list[str]:
+    return [f"{path} ({name})" for path, name in opaque.items()]
+
+
+def _lives(recipe: Recipe, careful: bool) -> Iterator[tuple[list[Fingerprint], frozenset[str]]]:
     """Build two instances, one after the other: of some simulators there can be only one."""
     for number in (0, 1):
         try:
             with _built(recipe) as copy:
-                life = _lived(copy, number)
+                life = _lived(copy, number, careful)
         except Exception:
             if number == 0:
                 raise
@@ -383,48 +417,34 @@ def _built(recipe: Recipe) -> Iterator[Any]:
         _close(copy)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Life:
-    """What one instance was: new, reset, with a history, and reset again by the same seed.
+def _lived(environment: Any, number: int, careful: bool) -> tuple[list[Fingerprint], frozenset[str]]:
+    """Take fingerprints of an instance: new, reset if it is the first, with a history, and reset again.
 
-    :ivar made_anew: paths at which the last reset has put other objects
-    """
-
-    new: Fingerprint
-    reset: Fingerprint
-    used: Fingerprint
-    again: Fingerprint
-    made_anew: frozenset[str]
-
-
-def _lived(environment: Any, number: int) -> _Life:
-    """Take fingerprints of an instance.
-
-    :param number: of its history
+    :param number: of the history
+    :return: the fingerprints, and the paths at which the last reset has put other objects
     """
     found = [fingerprint(environment)]
-    driver = None
-    if not simulators.records_files(walk.layers(environment)):
-        driver = driver_for(environment, seed=_SEED + number)
+    writes = simulators.records_files(walk.layers(environment))
+    driver = None if writes else driver_for(environment, seed=_SEED + number)
     if driver is not None:
         with contextlib.suppress(Exception), _ended_after(_PATIENCE_S):  # what it has shown until then is known
             if number == 0:
                 _reset(driver, 0)
-            found.append(fingerprint(environment))
+                found.append(fingerprint(environment))
             _reset(driver, 1 + number)
             until = time.monotonic() + _HISTORY_S
             for _ in range(_STEPS[number]):
                 driver.step()
                 if time.monotonic() > until:
                     break
-            if getattr(environment, "render_mode", None) not in (None, "human"):
-                with contextlib.suppress(Exception):
+            if getattr(environment, "render_mode", None) not in (None, "human") and not careful:
+                with contextlib.suppress(Exception), _optional():
                     environment.render()
             found.append(fingerprint(environment))
             _reset(driver, 0)
             found.append(fingerprint(environment))
-    found += found[-1:] * (4 - len(found))
-    new, reset, used, again = found
+    found += found[-1:] * (4 - number - len(found))
+    *_, used, again = found
     made_anew = frozenset(
         path
         for path, (_, operation, _) in used.steps.items()
@@ -436,7 +456,19 @@ def _lived(environment: Any, number: int) -> _Life:
     )
     for one in found:
         one.objects.clear()
-    return _Life(new, reset, used, again, made_anew)
+    return found, made_anew
+
+
+def _failure_of(environment: Any) -> Exception | None:
+    """Return what a reset of an environment raises."""
+    driver = driver_for(environment, seed=_SEED)
+    try:
+        if driver is not None and not simulators.records_files(walk.layers(environment)):
+            with _ended_after(_PATIENCE_S):
+                _reset(driver, 0)
+    except Exception as error:
+        return error
+    return None
 
 
 def _reset(driver: Driver, number: int) -> None:
@@ -447,41 +479,36 @@ def _reset(driver: Driver, number: int) -> None:
 class _Habits:
     """What instances have by being made, by an episode, and by what they have lived through."""
 
-    def __init__(self, lives: Sequence[_Life]) -> None:
-        self.fresh = [life.new for life in lives]
-        self._all = [one for life in lives for one in (life.new, life.reset, life.used, life.again)]
-        self._after_reset = [lives[0].reset, *(life.again for life in lives)]
-        self._kinds: dict[str, str] = {}
-        self._steps, self._made_anew = lives[0].used.steps, lives[0].made_anew
+    def __init__(self, recipe: Recipe, careful: bool) -> None:
+        lives, made_anew = zip(*_lives(recipe, careful), strict=True)
+        self.fresh = [life[0] for life in lives]
+        self._all = [one for life in lives for one in life]
+        self._after_reset = [lives[0][1], *(life[-1] for life in lives)]
+        self.kind = functools.cache(self._kind)
+        self._steps, self._made_anew = lives[0][2].steps, made_anew[0]
 
-    def kind(self, path: str) -> str:
+    def _kind(self, path: str) -> str:
         """Return what a path leads to: "own" of each instance, "kept", of the "episode", or "fixed".
 
         Numbers that a constructor draws are no instance's own, as names of files, ports and handles are.
         """
-        found = self._kinds.get(path)
-        if found is None:
-            token = self.fresh[0].token(path)
-            differs = token != self.fresh[-1].token(path)
-            if differs and not (walk.is_number(token) or self._is_shared(path)):
-                found = "own"
-            else:
-                after = [one.token(path) for one in self._after_reset]
-                if any(token != after[0] for token in after):
-                    found = "kept"
-                else:
-                    varies = any(one.token(path) != after[0] for one in self._all)
-                    found = "episode" if varies or self.is_made_anew(path) else "fixed"
-            self._kinds[path] = found
-        return found
+        token, after = self.fresh[0].token(path), [one.token(path) for one in self._after_reset]
+        if token != self.fresh[-1].token(path) and not (walk.is_number(token) or self._is_shared(path)):
+            return "own"
+        if any(token != after[0] for token in after):
+            return "kept"
+        varies = any(one.token(path) != after[0] for one in self._all)
+        return "episode" if varies or self.is_made_anew(path) else "fixed"
+
+    def _holders(self, path: str) -> Iterator[str]:
+        """Return a path, that of what holds it, and so on."""
+        while path in self._steps:
+            yield path
+            path = self._steps[path][0]
 
     def is_made_anew(self, path: str) -> bool:
         """Whether a reset puts another object there, or where that is held."""
-        while path in self._steps:
-            if path in self._made_anew:
-                return True
-            path = self._steps[path][0]
-        return False
+        return any(holder in self._made_anew for holder in self._holders(path))
 
     def is_of_episode(self, path: str) -> bool:
         """Whether a reset makes what is at a path, or what holds that."""
@@ -498,13 +525,21 @@ class _Habits:
                 found[path] = None
         return list(found), classes
 
+    def doubtful(self, original: Fingerprint) -> Iterator[str]:
+        """Return the paths at which the original has plain data that no reset has put there."""
+        for path in self.fresh[0].differences(original):
+            token = original.token(path)
+            if token is None or token[0] == "object" or path in original.aliases or path.startswith("<"):
+                continue
+            is_made = self.fresh[0].token(original.steps.get(path, ("",))[0]) is None  # with what holds it
+            is_doubtful = not is_made and self.kind(path) in ("episode", "fixed")
+            if is_doubtful and all(one.token(path) != token for one in self._after_reset):
+                yield path
+
     def _is_shared(self, path: str) -> bool:
         """Whether a path leads into what modules or classes hold too, which the first of the lives may have changed."""
-        while path in self._steps:
-            if f"{path}.<is>" in self.fresh[0].tokens:
-                return True
-            path = self._steps[path][0]
-        return path.startswith("<")
+        tokens = self.fresh[0].tokens
+        return path.startswith("<") or any(f"{holder}.<is>" in tokens for holder in self._holders(path))
 
     def _is_moved(self, path: str) -> bool:
         """Whether an episode, or a reset, puts there what is also elsewhere."""
@@ -579,7 +614,7 @@ def measure(
         private = resources.private_memory()
     finally:
         _close(environment)
-    return Examination(0, ((),), build_seconds=built, step_seconds=step, private_bytes=private, read=result)
+    return Examination(build_seconds=built, step_seconds=step, private_bytes=private, read=result)
 
 
 def _timed(environment: Any) -> float | None:
@@ -591,15 +626,20 @@ def _timed(environment: Any) -> float | None:
             driver.reset(None)
             driver.step()  # the first one fills caches
             count, begin = 0, time.perf_counter()
-            while True:
+            while (taken := time.perf_counter() - begin) <= _TIMING_S and count < _TIMING_STEPS:
                 driver.step()
                 count += 1
-                taken = time.perf_counter() - begin
-                if taken > _TIMING_SECONDS or count >= _TIMING_STEPS:
-                    return taken / count
+            return taken / count
     except Exception:
         # It is for the user's actions, not for any that its space has; whoever steps a copy gets what it raises.
         return None
+
+
+@contextlib.contextmanager
+def _optional() -> Iterator[None]:
+    processes.note(phase=OPTIONAL)
+    yield
+    processes.note(phase=None)
 
 
 @contextlib.contextmanager
@@ -622,9 +662,6 @@ def _ended_after(seconds: float) -> Iterator[None]:
 
 
 def _close(environment: Any) -> None:
-    close = getattr(environment, "close", None)
-    if close is not None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with contextlib.suppress(Exception):  # the process ends with it
-                close()
+    with warnings.catch_warnings(), contextlib.suppress(Exception):  # the process ends with it
+        warnings.simplefilter("ignore")
+        environment.close()

@@ -10,8 +10,9 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rl_ext_core.errors import InvalidTypeError, NotCopyableError, missing_dependency
-from rl_ext_core.factory import compare, record
+from rl_ext_core import _pickle
+from rl_ext_core.errors import InvalidTypeError, NotCopyableError, WorkerError, missing_dependency
+from rl_ext_core.factory import compare, record, simulators
 from rl_ext_core.factory.compare import Examination
 from rl_ext_core.factory.factory import EnvFactory, Recipe, by_calling
 from rl_ext_core.factory.walk import Fingerprint, fingerprint, full_name
@@ -19,6 +20,7 @@ from rl_ext_core.factory.walk import Fingerprint, fingerprint, full_name
 __all__ = ["as_factory", "convert", "examined"]
 
 _log = logging.getLogger("rl_ext_core.factory")
+_WAYS = {"pickle": "pickled", "spec": "made by its specification", "constructor": "made as it was"}
 
 
 def as_factory(source: Any, *, verify: bool = True, start_method: str | None = None) -> EnvFactory[Any]:
@@ -106,7 +108,7 @@ def examined(
     environ = None if factory.decision is None else factory.decision.variables
     task = functools.partial(compare.measure, functools.partial(factory, **overrides), read, begin=begin)
     return compare.in_subprocess(
-        task, _nothing, preload=factory.preload, start_method=start_method, environ=environ, timeout=timeout
+        task, preload=factory.preload, start_method=start_method, environ=environ, timeout=timeout
     )
 
 
@@ -123,7 +125,7 @@ def _of_callable(build: Any) -> EnvFactory[Any]:
 
 def _of_spec(spec: Any, origin: str) -> EnvFactory[Any]:
     build = functools.partial(record.make, copy.deepcopy(spec))
-    recipe = by_calling(build, origin, record.line_of_spec(spec), takes_arguments=True)
+    recipe = by_calling(build, origin, f"lambda: {record.Call(build.func, build.args)}", takes_arguments=True)
     return EnvFactory(recipe, preload=("gymnasium", *record.modules_of_callable(spec)))
 
 
@@ -153,23 +155,33 @@ def _of_instance(
     lost: list[str] = []
     # Of a pickle that is not compared, more can be hoped for.
     for way in (_as_made, _as_pickled) if verify else (_as_pickled, _as_made):
-        recipes = way(environment, line, original, lost)
-        if recipes and not verify:
-            return EnvFactory(recipes[0], live=environment, preload=preload)
-        if not recipes:
+        recipe = way(environment, line, original, lost)
+        if recipe is not None and not verify:
+            return EnvFactory(recipe, live=environment, preload=preload)
+        if recipe is None:
             continue
-        examination = compare.in_subprocess(
-            functools.partial(compare.examine, recipes, original, adapt, read),
-            functools.partial(compare.pack_values, original),
-            preload=record.merged_modules(preload, adapts),
-            start_method=start_method,
-            timeout=timeout,
-        )
-        if examination.chosen is not None:
+
+        def examination_of(recipe: Recipe, *, careful: bool) -> Examination:
+            return compare.in_subprocess(
+                functools.partial(compare.examine, recipe, original, adapt, read, careful),
+                functools.partial(compare.pack_values, original),
+                preload=record.merged_modules(preload, adapts),
+                start_method=start_method,
+                timeout=timeout,
+            )
+
+        try:
+            examination = examination_of(recipe, careful=False)
+        except WorkerError as error:
+            if error.phase != compare.OPTIONAL:
+                raise
+            examination = examination_of(recipe, careful=True)
+        if not examination.lost:
             _warn(examination)
-            chosen = dataclasses.replace(recipes[examination.chosen], changes=examination.changes)
-            return EnvFactory(chosen, live=environment, preload=preload, examination=examination)
-        lost += map(_lost, recipes, examination.lost)
+            recipe = dataclasses.replace(recipe, changes=examination.changes)
+            return EnvFactory(recipe, live=environment, preload=preload, examination=examination)
+        more = f"; and {len(examination.lost) - 3} more" if len(examination.lost) > 3 else ""
+        lost.append(f"{_WAYS[recipe.origin]}, {'; '.join(examination.lost[:3])}{more}")
     name = line.removeprefix("lambda: ").partition("(")[0]
     raise NotCopyableError(
         f"this {name} cannot be copied into a worker: {'. And '.join(lost)}. Hand over a function that builds it as it "
@@ -178,11 +190,12 @@ def _of_instance(
 
 
 def _warn(examination: Examination) -> None:
-    for path in examination.opaque:
+    if examination.opaque:
+        more = f" and {len(examination.opaque) - 5} more" if len(examination.opaque) > 5 else ""
         _log.warning(
             "%s: this cannot be looked into, so whether a copy has it is not known; what was done to it since it was "
             "made may be lost: hand over a function that builds the environment as it is to be",
-            path,
+            ", ".join(examination.opaque[:5]) + more,
         )
     for path in examination.class_attributes:
         what = "the class's attribute" if path.startswith("<class ") else "the module's global"
@@ -194,54 +207,34 @@ def _warn(examination: Examination) -> None:
         )
 
 
-def _as_made(environment: Any, line: str, original: Fingerprint, lost: list[str]) -> list[Recipe]:
-    """Return the ways to make an instance as it was made, in order of preference; none, and why, if that is unknown."""
-    for path, name in original.written.items():
-        lost.append(f"it writes to the file {name} ({path}), which making another one may begin anew")
-        return []
+def _as_made(environment: Any, line: str, original: Fingerprint, lost: list[str]) -> Recipe | None:
+    """Return the recipe that makes an instance as it was made; None, and why, if that is unknown."""
+    for path in original.unpicklable:
+        if (name := simulators.file_written(original.objects.get(path))) is not None:
+            lost.append(f"it writes to the file {name} ({path}), which making another one may begin anew")
+            return None
     call = record.call_of(environment)
-    builds: dict[str, Callable[[], Any]] = {}
-    if call is not None and call.function is record.make:  # the specification is all that is known
-        builds["spec"] = call.build
-    else:
-        if (spec := record.spec_of(environment)) is not None:
-            builds["spec"] = functools.partial(record.make, spec)
-        if call is not None:
-            builds["constructor"] = call.build
-    recipes = []
-    for origin, build in builds.items():
+    if call is not None:
+        origin = "spec" if call.function is record.make else "constructor"
         with contextlib.suppress(NotCopyableError):
-            recipes.append(by_calling(build, origin, line, takes_arguments=False))
-    if not recipes:
-        lost.append(
-            "how it was made is not known, because that was before this package was imported, or by a function that "
-            "capture_constructors was not told of"
-        )
-    return recipes
+            return by_calling(call.build, origin, line, takes_arguments=False)
+    lost.append(
+        "how it was made is not known, because that was before this package was imported, or by a function that "
+        "capture_constructors was not told of"
+    )
+    return None
 
 
-def _as_pickled(environment: Any, line: str, original: Fingerprint, lost: list[str]) -> list[Recipe]:
-    """Return the recipe that loads a pickle; none, and why, if there is no pickle."""
+def _as_pickled(environment: Any, line: str, original: Fingerprint, lost: list[str]) -> Recipe | None:
+    """Return the recipe that loads a pickle; None, and why, if there is no pickle."""
     for path, reason in original.unpicklable.items():
         lost.append(f"pickled, it has no {path} ({reason})")
-        return []
+        return None
+    kept = original.references  # globals and classes' attributes are those of the process that loads it
     try:
-        return [Recipe("pickle", compare.pack_pickled(environment, original.references), line)]
+        return Recipe("pickle", _pickle.dumps(environment, (lambda part: kept.get(id(part))) if kept else None), line)
     except Exception as error:
         path = compare.unpicklable(original)
         reason = str(error) or type(error).__name__
         lost.append(f"pickled, it has no {path} ({full_name(type(original.objects[path]))}: {reason})")
-        return []
-
-
-_WAYS = {"pickle": "pickled", "spec": "made by its specification", "constructor": "made as it was"}
-
-
-def _lost(recipe: Recipe, paths: Sequence[str]) -> str:
-    more = f"; and {len(paths) - 3} more" if len(paths) > 3 else ""
-    return f"{_WAYS[recipe.origin]}, {'; '.join(paths[:3])}{more}"
-
-
-def _nothing(_: Sequence[str]) -> list[Any]:
-    """Answer what is never asked."""
-    return []
+        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from collections.abc import Mapping
@@ -22,31 +23,12 @@ def driver_for(env: Any, *, seed: int) -> Driver | None:
     return None
 
 
-class Spaces:
-    """Actions of gymnasium's spaces, and of those like them: drawn by copies, with generators of their own."""
-
-    def __init__(self, rng: np.random.Generator) -> None:
-        self._rng = rng
-        self._copies: dict[str, Any] = {}
-
-    def draw(self, name: str, space: Any, mask: Any = None) -> Any:
-        """Draw from the space of this name what a mask allows; None allows all."""
-        if name not in self._copies:
-            self._copies[name] = copy.deepcopy(space)
-            self._copies[name].seed(int(self._rng.integers(2**31)))
-        return self._copies[name].sample() if mask is None else self._copies[name].sample(np.asarray(mask, np.int8))
-
-
 class Driver:
-    """Resets and steps one environment, with actions of its own generator.
-
-    :ivar seeded: whether the seed of the last reset reached the environment; False where it has no way to take one
-    """
-
-    seeded = True
+    """Resets and steps one environment, with actions of its own generator."""
 
     def __init__(self, env: Any, rng: np.random.Generator) -> None:
-        self._env, self._rng, self._spaces = env, rng, Spaces(rng)
+        self._env, self._rng = env, rng
+        self._spaces: dict[str, Any] = {}
 
     def reset(self, seed: int | None) -> Any:
         """Start an episode.
@@ -54,7 +36,7 @@ class Driver:
         :param seed: for the environment's own generators; None leaves them as they are
         :return: what the environment returned, as plain nested data, without the infos
         """
-        raise NotImplementedError
+        return plain(self._env.reset(seed=seed)[0])
 
     def step(self) -> Any:
         """Take a step with a drawn action; at the end of an episode, start the next one.
@@ -62,6 +44,13 @@ class Driver:
         :return: what the environment returned, as plain nested data, without the infos
         """
         raise NotImplementedError
+
+    def _draw(self, space: Any, name: str = "", mask: Any = None) -> Any:
+        """Draw from a copy of gymnasium's space of this name, with a generator of its own, what a mask allows."""
+        if name not in self._spaces:
+            self._spaces[name] = copy.deepcopy(space)
+            self._spaces[name].seed(int(self._rng.integers(2**31)))
+        return self._spaces[name].sample() if mask is None else self._spaces[name].sample(np.asarray(mask, np.int8))
 
 
 def within(rng: np.random.Generator, low: Any, high: Any, shape: Any, dtype: Any) -> Any:
@@ -93,11 +82,8 @@ def plain(value: Any) -> Any:
 class _Gymnasium(Driver):
     """gymnasium.Env."""
 
-    def reset(self, seed: int | None) -> Any:
-        return plain(self._env.reset(seed=seed)[0])
-
     def step(self) -> Any:
-        *result, _ = self._env.step(self._spaces.draw("", self._env.action_space))
+        *result, _ = self._env.step(self._draw(self._env.action_space))
         if result[2] or result[3]:
             return [plain(result), self.reset(None)]
         return plain(result)
@@ -117,7 +103,7 @@ class _Turns(Driver):
         observation, _, terminated, truncated, info = self._env.last()
         action = None
         if not (terminated or truncated):
-            action = self._spaces.draw(agent, self._env.action_space(agent), _mask(observation, info))
+            action = self._draw(self._env.action_space(agent), agent, _mask(observation, info))
         self._env.step(action)
         return self._last() if self._env.agents else []
 
@@ -138,7 +124,7 @@ class _Together(Driver):
         if not self._env.agents:
             return self.reset(None)
         seen = {agent: [part.get(agent) for part in self._seen] for agent in self._env.agents}
-        drawn = {a: self._spaces.draw(a, self._env.action_space(a), _mask(*parts)) for a, parts in seen.items()}
+        drawn = {a: self._draw(self._env.action_space(a), a, _mask(*parts)) for a, parts in seen.items()}
         *result, infos = self._env.step(drawn)
         self._seen = result[0], infos
         return plain(result)
@@ -155,35 +141,26 @@ def _mask(observation: Any, info: Any) -> Any:
 class _DmEnv(Driver):
     """dm_env.Environment: dm_control's, dmlab2d's, and wrappers of them."""
 
-    def __init__(self, env: Any, rng: np.random.Generator) -> None:
-        super().__init__(env, rng)
-        self._random = self._find_random()
-        self.seeded = self._random is not None
-
-    def _find_random(self) -> Any:
-        # dm_control's composer has it in the environment, its suite in the task. dm_env itself knows no seeds.
+    def reset(self, seed: int | None) -> Any:
+        # dm_control's composer has its generator in the environment, its suite in the task. dm_env knows no seeds.
         for holder, name in ((self._env, "random_state"), (getattr(self._env, "task", None), "random")):
             found = getattr(holder, name, None)
-            if isinstance(found, np.random.RandomState):
-                return found
-        return None
-
-    def reset(self, seed: int | None) -> Any:
-        if seed is not None and self._random is not None:
-            self._random.seed(seed)
+            if seed is not None and isinstance(found, np.random.RandomState):
+                found.seed(seed)
+                break
         return plain(tuple(self._env.reset()))
 
     def step(self) -> Any:
-        time_step = self._env.step(self._draw(self._env.action_spec()))
+        time_step = self._env.step(self._draw_by(self._env.action_spec()))
         if time_step.last():
             return [plain(tuple(time_step)), self.reset(None)]
         return plain(tuple(time_step))
 
-    def _draw(self, spec: Any) -> Any:
+    def _draw_by(self, spec: Any) -> Any:
         if isinstance(spec, Mapping):
-            return {name: self._draw(part) for name, part in spec.items()}
+            return {name: self._draw_by(part) for name, part in spec.items()}
         if isinstance(spec, (list, tuple)):
-            drawn = [self._draw(part) for part in spec]
+            drawn = [self._draw_by(part) for part in spec]
             return tuple(drawn) if isinstance(spec, tuple) else drawn
         low, high = getattr(spec, "minimum", -np.inf), getattr(spec, "maximum", np.inf)
         return within(self._rng, low, high, spec.shape, spec.dtype)
@@ -192,12 +169,8 @@ class _DmEnv(Driver):
 class _Robosuite(Driver):
     """robosuite's environments, and wrappers of them."""
 
-    def __init__(self, env: Any, rng: np.random.Generator) -> None:
-        super().__init__(env, rng)
-        self.seeded = isinstance(getattr(env, "rng", None), np.random.Generator)
-
     def reset(self, seed: int | None) -> Any:
-        if seed is not None and self.seeded:
+        if seed is not None and isinstance(getattr(self._env, "rng", None), np.random.Generator):
             # In place: the samplers of placements hold the same generator. Older versions draw from NumPy's own.
             self._env.rng.bit_generator.state = type(self._env.rng.bit_generator)(seed).state
         return plain(self._env.reset())
@@ -215,11 +188,8 @@ class _TorchRL(Driver):
 
     def reset(self, seed: int | None) -> Any:
         if seed is not None:
-            try:
+            with contextlib.suppress(NotImplementedError):
                 self._env.set_seed(seed)
-                self.seeded = True
-            except NotImplementedError:
-                self.seeded = False
         self._data = self._env.reset()
         return plain(self._data)
 
@@ -228,25 +198,19 @@ class _TorchRL(Driver):
             self._data = self._env.reset()
         torch = sys.modules["torch"]
         # Specs draw from torch's own generator, which the environment may draw from too.
-        with torch.random.fork_rng(devices=_gpus(self._env.device)):
+        device = self._env.device
+        with torch.random.fork_rng(devices=[device] if device is not None and device.type == "cuda" else []):
             torch.manual_seed(int(self._rng.integers(2**31)))
             drawn = self._env.rand_action(self._data)
         taken, self._data = self._env.step_and_maybe_reset(drawn)
         return [plain(taken.get("next")), plain(self._data)]
 
 
-def _gpus(device: Any) -> list[Any]:
-    return [device] if device is not None and device.type == "cuda" else []
-
-
 class _GymnasiumVector(Driver):
     """gymnasium.vector.VectorEnv."""
 
-    def reset(self, seed: int | None) -> Any:
-        return plain(self._env.reset(seed=seed)[0])
-
     def step(self) -> Any:
-        result = plain(self._env.step(self._spaces.draw("", self._env.action_space))[:4])
+        result = plain(self._env.step(self._draw(self._env.action_space))[:4])
         ended = np.asarray(result[2]) | np.asarray(result[3])
         mode: Mapping[str, Any] = self._env.metadata or {}
         if ended.any() and getattr(mode.get("autoreset_mode"), "name", "") == "DISABLED":
@@ -263,7 +227,7 @@ class _SB3Vector(Driver):
         return plain(self._env.reset())
 
     def step(self) -> Any:
-        drawn = [self._spaces.draw("", self._env.action_space) for _ in range(self._env.num_envs)]
+        drawn = [self._draw(self._env.action_space) for _ in range(self._env.num_envs)]
         return plain(self._env.step(np.stack(drawn))[:3])
 
 
@@ -274,15 +238,15 @@ class _Vmas(Driver):
         return plain(self._env.reset(seed=seed))
 
     def step(self) -> Any:
-        *result, _ = self._env.step([self._draw(agent) for agent in self._env.agents])
+        *result, _ = self._env.step([self._draw_of(agent) for agent in self._env.agents])
         result = plain(result)
         ended = result[2] if len(result) == 3 else result[2] | result[3]
         again = [plain(self._env.reset_at(int(index))) for index in ended.nonzero()]
         return [*result, again]
 
-    def _draw(self, agent: Any) -> Any:
+    def _draw_of(self, agent: Any) -> Any:
         space = self._env.get_agent_action_space(agent)
-        drawn = np.stack([self._spaces.draw(agent.name, space) for _ in range(self._env.num_envs)])
+        drawn = np.stack([self._draw(space, agent.name) for _ in range(self._env.num_envs)])
         return sys.modules["torch"].as_tensor(drawn, device=self._env.device)
 
 

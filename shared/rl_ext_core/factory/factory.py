@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
+import importlib
 import inspect
 import numbers
 import pickle
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["EnvFactory"]
 
-_RENDERERS = {"robosuite": "robosuite", "dm_control": "dm_control"}
+# By the module of a layer's class, the renderer by whose rule it picks a GPU.
+_RENDERERS = {"robosuite": "robosuite", "dm_control": "dm_control", "gymnasium.envs.mujoco": "gymnasium"}
 
 _Env = TypeVar("_Env")
 
@@ -48,9 +49,6 @@ class _Worker:
     made_in: uuid.UUID
     attempt: int = 0
 
-    def stream(self) -> np.random.SeedSequence:
-        return streams.sequence(self.entropy, self.index, self.attempt)
-
 
 class EnvFactory(Generic[_Env]):
     """Builds an environment; picklable, callable without arguments. Made by :func:`as_factory`.
@@ -62,6 +60,8 @@ class EnvFactory(Generic[_Env]):
     :ivar origin: how: ``"callable"``, ``"class"``, ``"id"`` or ``"spec"`` (gymnasium's specification); of an instance,
         ``"spec"`` or ``"constructor"`` (made as the instance was, with what was changed of it since) or, where that is
         not known or not enough, ``"pickle"``
+    :ivar live: the instance that it was made from, in the process that did so; else None
+    :ivar preload: modules that a fork server may import
     :ivar examination: what was measured of a copy; None if nothing was
 
     >>> import gymnasium
@@ -84,7 +84,7 @@ class EnvFactory(Generic[_Env]):
         self._recipe = recipe
         self._adapters: tuple[Callable[[Any], Any], ...] = ()
         self._worker: _Worker | None = None
-        self._live = live
+        self.live = live
         self.preload = record.merged_modules(preload)
         self.examination = examination
 
@@ -92,11 +92,6 @@ class EnvFactory(Generic[_Env]):
     def origin(self) -> str:
         """The route by which environments are built."""
         return self._recipe.origin
-
-    @property
-    def live(self) -> Any:
-        """The instance that it was made from, in the process that did so; else None."""
-        return self._live
 
     @property
     def worker(self) -> int | None:
@@ -164,11 +159,11 @@ class EnvFactory(Generic[_Env]):
         before = None if self._worker is None else self._worker.entropy
         entropy = before if seed is None else int(seed)
         factories = []
-        for index, decision in enumerate(_decisions(devices, num_workers, self._live)):
+        for index, decision in enumerate(_decisions(devices, num_workers, self.live)):
             factory = self._copy()
             own = {**self.overrides, **(overrides[index] if overrides is not None else {})}
             decision = decision or self.decision
-            self._recipe.check(own, self._live)
+            self._recipe.check(own, self.live)
             if decision is not None and "device" in self._recipe.parameters:
                 own.setdefault("device", decision.device)
             enter = _nothing if decision is None else decision.bind(_nothing)
@@ -193,58 +188,54 @@ class EnvFactory(Generic[_Env]):
         :raises InvalidArgumentError: an override names no attribute of the copy
         :raises DeviceConflictError: a library in this process has read other settings than the worker's decision
         """
-        worker = self._worker
-        if worker is None:
-            is_copy = not self._recipe.takes_arguments
-            return self._built(overrides, np.random.SeedSequence() if is_copy else None)
-        worker.enter()
-        overrides = {**worker.overrides, **overrides}
-        stream = worker.stream()
-        return self._built(overrides, stream, elsewhere=worker.made_in != process_identity())
-
-    def _built(
-        self, overrides: Mapping[str, Any], stream: np.random.SeedSequence | None = None, *, elsewhere: bool = False
-    ) -> _Env:
-        shared = streams.SharedGenerators(stream) if stream is not None and elsewhere else None
-        if shared is not None:
+        worker, recipe = self._worker, self._recipe
+        if worker is not None:
+            worker.enter()
+            overrides = {**worker.overrides, **overrides}
+            stream = streams.sequence(worker.entropy, worker.index, worker.attempt)
+        elif not recipe.takes_arguments:
+            stream = np.random.SeedSequence()
+        else:
+            return self._adapted(recipe.build(overrides))
+        is_elsewhere, seeded = worker is not None and worker.made_in != process_identity(), set[int]()
+        if is_elsewhere:
             # Before it is built: what the environment's own code seeds stays as it says.
-            streams.seed_process(shared.stream)
-            self._recipe.import_modules()
-            shared.seed()
-        environment: _Env = self._recipe.build(overrides)
-        if shared is not None:
-            shared.seed(environment)
-        if stream is not None:
-            if not self._recipe.takes_arguments:
-                streams.seed_copy(environment, stream)
-            streams.seed_unseeded(environment, stream)
+            streams.seed_process(stream)
+            if recipe.takes_arguments:
+                recipe.unpacked()  # which imports its modules
+            streams.seed_shared(stream, seeded)
+        environment = recipe.build(overrides)
+        if is_elsewhere:
+            streams.seed_shared(stream, seeded, environment)
+        if not recipe.takes_arguments:
+            streams.seed_copy(environment, stream)
+        streams.seed_unseeded(environment, stream)
+        return self._adapted(environment)
+
+    def _adapted(self, environment: Any) -> _Env:
         for adapt in self._adapters:
             environment = adapt(environment)
-        return environment
+        adapted: _Env = environment
+        return adapted
 
     def _copy(self) -> EnvFactory[_Env]:
         other: EnvFactory[_Env] = EnvFactory.__new__(type(self))
         other.__dict__.update(self.__dict__)
         return other
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> Any:
         # What users have given may be of a script's main module, which plain pickle does not bring along.
-        given = (self._adapters, self.overrides)
-        packed = _pickle.dumps(given) if any(given) else None
-        worker = self._worker and dataclasses.replace(self._worker, overrides={})
-        return {**self.__dict__, "_live": None, "_adapters": (), "_worker": worker, "_given": packed}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        packed = state.pop("_given")
-        self.__dict__.update(state)
-        if packed is not None:
-            self._adapters, overrides = pickle.loads(packed)
-            if self._worker is not None:
-                self._worker = dataclasses.replace(self._worker, overrides=overrides)
+        return _unpacked, (_pickle.dumps({**self.__dict__, "live": None}),)
 
     def __repr__(self) -> str:
         worker = "" if self._worker is None else f", worker={self._worker.index}"
         return f"EnvFactory({self._recipe.line!r}, origin={self.origin!r}{worker})"
+
+
+def _unpacked(packed: bytes) -> EnvFactory[Any]:
+    factory: EnvFactory[Any] = EnvFactory.__new__(EnvFactory)
+    factory.__dict__.update(pickle.loads(packed))
+    return factory
 
 
 def _nothing() -> None:
@@ -252,14 +243,13 @@ def _nothing() -> None:
 
 
 def _check_workers(num_workers: Any, seed: Any, overrides: Any, devices: Any) -> None:
-    if not _is_whole(num_workers) or num_workers < 1:
-        raise InvalidArgumentError(
-            f"num_workers={num_workers!r} is not a number of workers; expected 1 or more. Write for_workers(2)"
-        )
-    if seed is not None and (not _is_whole(seed) or seed < 0):
-        raise InvalidArgumentError(
-            f"seed={seed!r} is no seed; expected a whole number from 0 on, or None. Write for_workers(2, seed=0)"
-        )
+    checked: list[tuple[str, Any, int, str]] = [("num_workers", num_workers, 1, "")]
+    checked += [] if seed is None else [("seed", seed, 0, ", seed=0")]
+    for name, value, least, option in checked:
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
+            raise InvalidArgumentError(
+                f"{name}={value!r} is not a whole number from {least} on. Write for_workers(2{option})"
+            )
     if overrides is not None and not (
         isinstance(overrides, Sequence) and all(isinstance(entry, Mapping) for entry in overrides)
     ):
@@ -274,10 +264,6 @@ def _check_workers(num_workers: Any, seed: Any, overrides: Any, devices: Any) ->
                 f"{name} has {len(value)} entries for {num_workers} workers; expected one for each. Write "
                 f"{name}=[{entry} for worker in range({num_workers})]"
             )
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _decisions(devices: Any, num_workers: int, environment: Any) -> list[Decision | None]:
@@ -303,14 +289,9 @@ def _decisions(devices: Any, num_workers: int, environment: Any) -> list[Decisio
 
 def _renderer_of(environment: Any) -> str | None:
     """Tell by which renderer's rule an environment picks a GPU; None: it does not render on one."""
-    for layer in walk.layers(environment):
-        for base in type(layer).__mro__:
-            if base.__module__.partition(".")[0] in _RENDERERS:
-                return _RENDERERS[base.__module__.partition(".")[0]]
-    gymnasium = sys.modules.get("gymnasium.envs.mujoco")
-    if gymnasium is not None and any(isinstance(layer, gymnasium.MujocoEnv) for layer in walk.layers(environment)):
-        return "gymnasium"
-    return None
+    modules = [f"{base.__module__}." for layer in walk.layers(environment) for base in type(layer).__mro__]
+    found = (name for start, name in _RENDERERS.items() if any(module.startswith(f"{start}.") for module in modules))
+    return next(found, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -361,13 +342,10 @@ class Recipe:
             object.__setattr__(self, "called", called)
         return called
 
-    def import_modules(self) -> None:
-        """Import the callable's modules before it is called."""
-        if self.takes_arguments:
-            self.unpacked()
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "called": None}
+        # As it is now: the user may have changed the script's globals.
+        packed = self.packed if self.called is None else _pickle.dumps(self.called)
+        return {**self.__dict__, "packed": packed, "called": None}
 
     def check(self, overrides: Mapping[str, Any], live: Any) -> None:
         """Find out whether overrides name something, as far as that can be told without building it.
@@ -387,7 +365,8 @@ class Recipe:
 
 
 def _called(build: Any, specs: Iterable[Any], arguments: Mapping[str, Any]) -> Any:
-    record.register_specs(specs)
+    for spec in specs:  # of ids that this process does not know
+        importlib.import_module("gymnasium").registry.setdefault(spec.id, spec)
     try:
         return build(**arguments)
     except Exception as error:
@@ -406,38 +385,19 @@ def by_calling(build: Any, origin: str, line: str, *, takes_arguments: bool) -> 
     """
     called = (build, record.specs_named_by(build))
     # What an instance was made by is unpickled each time too: copies do not share what they are made of.
-    is_anew = not takes_arguments or _holds_environment(build)
+    is_anew = not takes_arguments or any(map(walk.is_layer, record.referred(build)))
     parameters = _parameters(build) if takes_arguments else ()
     try:
         packed = _pickle.dumps(called)
     except Exception as error:
-        reason = str(error) or type(error).__name__
+        found = walk.fingerprint(build, code=False)
+        path = compare.unpicklable(found)
+        name = f"{path} ({walk.full_name(type(found.objects[path]))}): " if path else ""
         raise NotCopyableError(
-            f"{line} cannot be pickled for a worker: {_unpicklable(build)}{reason}. Make that inside of the function "
-            "that builds the environment"
+            f"{line} cannot be pickled for a worker: {name}{str(error) or type(error).__name__}. Make that inside "
+            "of the function that builds the environment"
         ) from error
     return Recipe(origin, packed, line, takes_arguments, parameters, is_anew, None if is_anew else called)
-
-
-def _unpicklable(build: Any) -> str:
-    """Name the variable of a function that cannot be pickled."""
-    code = getattr(build, "__code__", None)
-    if code is None:
-        return ""
-    read = {name: build.__globals__.get(name) for name in walk.globals_in(code)}
-    for name, cell in zip(code.co_freevars, build.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # nothing is in it yet
-            read[name] = cell.cell_contents
-    for name, value in read.items():
-        try:
-            _pickle.dumps(value)
-        except Exception:
-            return f"of its variable {name} ({walk.full_name(type(value))}), "
-    return ""
-
-
-def _holds_environment(build: Any) -> bool:
-    return any(not issubclass(type(part), type) and walk.is_layer(part) for part in record.referred(build))
 
 
 def _parameters(build: Any) -> tuple[str, ...]:
@@ -456,10 +416,15 @@ def _owner(environment: Any, name: str, value: Any) -> Any:
 
     :raises InvalidArgumentError: there is none
     """
-    found = next((layer for layer in walk.layers(environment) if _has(layer, name)), None)
-    if found is None:
-        raise InvalidArgumentError(_unknown(environment, name, value))
-    return found
+    for layer in walk.layers(environment):
+        if name in walk.attributes(layer) or any(name in vars(base) for base in type(layer).__mro__):
+            return layer
+    names = sorted({known for layer in walk.layers(environment) for known in walk.attributes(layer)})
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5) or names[:8]
+    raise InvalidArgumentError(
+        f"overrides: no layer of {type(environment).__name__} has the attribute {name}={value!r}; there are "
+        f"{', '.join(near)}. {_CONSTRUCT}"
+    )
 
 
 def _apply(environment: Any, overrides: Mapping[str, Any]) -> None:
@@ -488,21 +453,8 @@ _CONSTRUCT = (
 )
 
 
-def _has(layer: Any, name: str) -> bool:
-    return name in walk.attributes(layer) or any(name in vars(base) for base in type(layer).__mro__)
-
-
 def _equal(one: Any, other: Any) -> bool:
     try:
         return bool((one == other) if not hasattr(one, "shape") else (one == other).all())
     except (TypeError, ValueError):
         return False
-
-
-def _unknown(environment: Any, name: str, value: Any) -> str:
-    names = sorted({known for layer in walk.layers(environment) for known in walk.attributes(layer)})
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5) or names[:8]
-    return (
-        f"overrides: no layer of {type(environment).__name__} has the attribute {name}={value!r}; there are "
-        f"{', '.join(near)}. {_CONSTRUCT}"
-    )

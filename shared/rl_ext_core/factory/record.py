@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import copy
-import copyreg
 import dataclasses
 import functools
 import importlib
@@ -17,17 +16,16 @@ import inspect
 import re
 import sys
 import types
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from rl_ext_core._import_path import found_behind
+from rl_ext_core._import_path import when_imported
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, also
-from rl_ext_core.factory.walk import attributes, globals_in, is_layer, layers
+from rl_ext_core.factory.walk import RECORD, dictionary, full_name, globals_in, is_layer, layers
 
 __all__ = ["Call", "call_of", "capture_constructors", "recorded", "start"]
 
@@ -74,10 +72,11 @@ class Call:
 
     def __str__(self) -> str:
         if self.function is make and self.args and is_spec(self.args[0]):
-            return line_of_spec(self.args[0]).removeprefix("lambda: ")
-        if self.function is _with_spec:
-            return str(self.args[0])
-        return f"{_called(self.function)}({_arguments(self.args, self.kwargs)})"
+            return _line_of_spec(self.args[0])
+        name, module = _name(self.function), str(getattr(self.function, "__module__", ""))
+        if module in _RECORDED and not isinstance(self.function, type):
+            name = f"{module.removesuffix('.envs.registration').removesuffix(f'.{name}')}.{name}"
+        return f"{name}({_arguments(self.args, self.kwargs)})"
 
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, functools.partial)
@@ -103,9 +102,20 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 # ---- Recording
 
-# By id, because not every instance can be hashed, and two of them may be equal. Attributes of the instance would be in
-# its pickles and copies.
-_records: dict[int, tuple[weakref.ref[Any], Any, tuple[Any, ...], dict[str, Any]]] = {}
+
+class _Record:
+    """A call as an attribute of what it has made. Copies and pickles of the instance have None in its place."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, instance: Any, call: Call) -> None:
+        self.owner, self.call = id(instance), call  # by id: copy.copy() takes the record along
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+    def __eq__(self, other: object) -> bool:  # classes may compare instances by their attributes
+        return other is None or isinstance(other, _Record)
 
 
 def start() -> None:
@@ -113,28 +123,11 @@ def start() -> None:
 
     Modules of the user that were imported before and have taken a function by its own name are patched as well.
     """
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
-    for name in _RECORDED:
-        if name in sys.modules:
-            _patch(sys.modules[name])
-
-
-class _Finder:
-    """Patches modules of the table right after they are executed. The finders behind it find them."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Find a module of the table; many callers ask only whether it is installed."""
-        return found_behind(self, name, path, target, _execute) if name in _RECORDED else None
-
-
-def _execute(exec_module: Callable[[Any], None], module: Any) -> None:
-    exec_module(module)
-    _patch(module)
+    when_imported(_RECORDED, _patch)
 
 
 def _patch(module: Any) -> None:
-    for name in _RECORDED.get(module.__name__, ()):
+    for name in _RECORDED[module.__name__]:
         found = vars(module).get(name)
         if isinstance(found, (type, types.FunctionType)):
             capture_constructors(found)
@@ -186,10 +179,9 @@ def _hook_new(owner: Any) -> None:
         # Python's own takes arguments for the constructor only where nothing has replaced it.
         left = create is object.__new__ and _is_hook(cls.__new__) and cls.__init__ is not object.__init__
         instance = create(cls) if left else create(cls, *args, **kwargs)
-        # Neither the arguments of a subclass's own __new__, or of its metaclass, nor those of copy and deepcopy.
-        is_copy = not args and not kwargs and sys._getframe(1).f_globals is vars(copyreg)
-        if is_call and type(instance) is cls and not is_copy:
-            _remember(instance, cls, _freeze_all(args, kwargs))
+        # Not the arguments of a subclass's own __new__, or of its metaclass.
+        if is_call and type(instance) is cls:
+            _remember(instance, cls, _frozen_call(args, kwargs))
         return instance
 
     new._records_calls = True  # type: ignore[attr-defined]
@@ -219,7 +211,7 @@ def _hook_call(meta: Any) -> None:
 
     @functools.wraps(original)
     def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        frozen = _freeze_all(args, kwargs)
+        frozen = _frozen_call(args, kwargs)
         instance = original(cls, *args, **kwargs)
         if type(cls).__call__ is call:
             _remember(instance, cls, frozen)
@@ -232,7 +224,7 @@ def _hook_call(meta: Any) -> None:
 def _hook_function(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def maker(*args: Any, **kwargs: Any) -> Any:
-        frozen = _freeze_all(args, kwargs)
+        frozen = _frozen_call(args, kwargs)
         instance = function(*args, **kwargs)
         if not any(instance is part for part in (*args, *kwargs.values())):
             _remember(instance, maker, frozen)
@@ -247,93 +239,45 @@ def _hook_function(function: Callable[..., Any]) -> Callable[..., Any]:
     return maker
 
 
-_Frozen = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def _remember(instance: Any, function: Any, frozen: _Frozen | None) -> None:
-    key = id(instance)
-    if frozen is not None:
-        with contextlib.suppress(TypeError):  # nothing refers weakly to instances of some classes with slots
-            _records[key] = weakref.ref(instance, lambda _: _records.pop(key, None)), function, *frozen
-
-
 _MANY = 10_000  # items of a container, and hundreds of bytes of an array: longer ones are not copied
-_LIBRARIES = sys.stdlib_module_names | {"gymnasium", "numpy", "tensordict", "torch"}
 
 
-class _Weak(NamedTuple):
-    get: Callable[[], Any]
+def _remember(instance: Any, function: Any, frozen: Call | None) -> None:
+    held = dictionary(instance)
+    if frozen is not None and held is not None:
+        held[RECORD] = _Record(instance, dataclasses.replace(frozen, function=function))
 
 
-def _freeze_all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Frozen | None:
-    """Copy the plain containers and arrays among arguments, which environments may change; None: it is impossible.
-
-    What may lead back to the environment is referred to weakly, because a record must not keep its environment alive.
-    """
+def _frozen_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    """Copy the plain containers and arrays among arguments, which environments may change; None: it is impossible."""
     try:
-        return tuple(map(_freeze, args)), {name: _freeze(value) for name, value in kwargs.items()}
+        return Call(None, tuple(map(_frozen, args)), {name: _frozen(value) for name, value in kwargs.items()})
     except Exception:  # lists that contain themselves: the user's constructor is to work
         return None
 
 
-def _freeze(value: Any) -> Any:
+def _frozen(value: Any) -> Any:
     kind = type(value)
     if kind is np.ndarray:
         return value.copy() if value.nbytes <= 100 * _MANY else value
-    if kind in _CONTAINERS:
-        return value if kind is not functools.partial and len(value) > _MANY else _mapped(value, _freeze)
-    if _leads_nowhere(value):
-        return value
-    try:
-        return _Weak((weakref.WeakMethod if kind is types.MethodType else weakref.ref)(value))
-    except TypeError:  # nothing refers weakly to it
-        return value
-
-
-def _leads_nowhere(value: Any) -> bool:
-    """Whether something cannot refer to the environment: what Python and libraries define, and configurations."""
-    kind = type(value)
-    if kind is types.FunctionType:
-        return all(map(_leads_nowhere, _variables(value)))
-    if kind is types.MethodType or is_layer(value):
-        return False
-    is_config = dataclasses.is_dataclass(kind) or hasattr(kind, "keys")
-    return is_config or str(kind.__module__).partition(".")[0] in _LIBRARIES
-
-
-def _variables(function: types.FunctionType) -> list[Any]:
-    return [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
-
-
-def _thaw(value: Any) -> Any:
-    if type(value) is not _Weak:
-        return _mapped(value, _thaw)
-    found = value.get()
-    if found is None:
-        raise _UnknownError
-    return found
+    is_long = kind in _CONTAINERS and kind is not functools.partial and len(value) > _MANY
+    return value if is_long else _mapped(value, _frozen)
 
 
 class _UnknownError(Exception):
-    """An instance or an argument of it is not recorded, or lives no longer."""
+    """An instance, or an environment among its arguments, is not recorded."""
 
 
 def recorded(instance: Any) -> Call | None:
     """Return the call that made an instance, with its arguments as they are; None: it is not known."""
-    known: Any = _records.get(id(instance))
-    if known is None or known[0]() is not instance:
+    record = (dictionary(instance) or {}).get(RECORD)
+    if record is None or record.owner != id(instance):
         return None
-    _, function, args, kwargs = known
-    if re.fullmatch(r"torchrl\..*\.TransformedEnv", _full_name(function)):  # with transforms that were appended
-        args = (instance.base_env, instance.transform.clone(), *args[2:])
-        kwargs = {name: value for name, value in kwargs.items() if name not in ("env", "base_env", "transform")}
-    try:
-        # Unpickling calls __new__ too, without arguments.
-        if not args and not kwargs and isinstance(function, type):
-            inspect.signature(function).bind()
-        return Call(function, _thaw(args), _thaw(kwargs))
-    except (_UnknownError, TypeError, ValueError):
-        return None
+    call: Call = record.call
+    if re.fullmatch(r"torchrl\..*\.TransformedEnv", full_name(call.function)):  # with transforms that were appended
+        kwargs = {name: value for name, value in call.kwargs.items() if name not in ("env", "base_env", "transform")}
+        return Call(call.function, (instance.base_env, instance.transform.clone(), *call.args[2:]), kwargs)
+    return call
 
 
 def call_of(instance: Any) -> Call | None:
@@ -349,7 +293,7 @@ def call_of(instance: Any) -> Call | None:
 
 def _call(instance: Any, known: dict[int, Call]) -> Call:
     raw = recorded(instance)
-    made = raw is None or _full_name(raw.function) == "gymnasium.envs.registration.make"
+    made = raw is None or full_name(raw.function) == "gymnasium.envs.registration.make"
     if made and (spec := spec_of(instance)) is not None:
         # gymnasium hands its containers to the constructor, which may have changed them.
         given = {} if raw is None else {key: raw.kwargs[key] for key in raw.kwargs.keys() & spec.kwargs.keys()}
@@ -357,26 +301,15 @@ def _call(instance: Any, known: dict[int, Call]) -> Call:
         return Call(make, (spec,))
     if raw is None:
         raise _UnknownError
-    call = Call(raw.function, _replaced(raw.args, known), _replaced(raw.kwargs, known))
-    spec = attributes(instance).get("spec")  # set by gymnasium.make, after the constructor
-    return Call(_with_spec, (call, copy.deepcopy(spec))) if is_spec(spec) and isinstance(raw.function, type) else call
+    return Call(raw.function, _replaced(raw.args, known), _replaced(raw.kwargs, known))
 
 
 def _replaced(value: Any, known: dict[int, Call]) -> Any:
-    if not is_layer(value) or isinstance(value, type):
+    if not is_layer(value):
         return _mapped(value, lambda part: _replaced(part, known))
     if id(value) not in known:
         known[id(value)] = _call(value, known)
     return known[id(value)]
-
-
-def _full_name(function: Any) -> str:
-    return f"{function.__module__}.{function.__qualname__}"
-
-
-def _with_spec(environment: Any, spec: Any) -> Any:
-    environment.spec = spec
-    return environment
 
 
 # ---- gymnasium's specifications and stable-retro's games
@@ -400,18 +333,10 @@ def spec_of(environment: Any) -> Any:
     gymnasium = sys.modules.get("gymnasium")
     if gymnasium is None or not isinstance(environment, gymnasium.Env):
         return None
-    # Wrappers keep the specification that they had when they were first asked.
-    name = "_cached_spec"
-    kept = [(layer, held[name]) for layer in layers(environment) if name in (held := attributes(layer))]
     try:
-        for layer, _ in kept:
-            object.__setattr__(layer, name, None)
         spec = copy.deepcopy(environment.spec)
     except Exception:  # of wrappers that do not tell their arguments
         return None
-    finally:
-        for layer, spec_before in kept:
-            object.__setattr__(layer, name, spec_before)
     if spec is None or any(wrapper.kwargs is None for wrapper in spec.additional_wrappers):
         return None
     return spec
@@ -471,14 +396,6 @@ def specs_named_by(build: Any) -> list[Any]:
     return [copy.deepcopy(spec) for spec in found.values() if not str(spec.entry_point).startswith("gymnasium.")]
 
 
-def register_specs(specs: Iterable[Any]) -> None:
-    """Register specifications of ids that this process does not know."""
-    for spec in specs:
-        import gymnasium
-
-        gymnasium.registry.setdefault(spec.id, spec)
-
-
 def referred(build: Any) -> Iterator[Any]:
     """Return what a callable is and refers to: arguments, and a function's constants, variables and globals."""
     waiting, seen = [build], set[int]()
@@ -501,7 +418,8 @@ def referred(build: Any) -> Iterator[Any]:
         if kind is types.FunctionType and not _is_hook(value):
             names = globals_in(value.__code__) & value.__globals__.keys()
             yield from (value.__globals__[name] for name in sorted(names))
-            waiting += [value.__code__, *(value.__defaults__ or ()), *_variables(value)]
+            cells = (cell for cell in value.__closure__ or () if cell != types.CellType())  # others have something in
+            waiting += [value.__code__, *(value.__defaults__ or ()), *(cell.cell_contents for cell in cells)]
 
 
 # ---- Modules that a fork server may import
@@ -568,9 +486,9 @@ def _modules_of(value: Any) -> list[str]:
 def line_of_callable(build: Any) -> str:
     """Return the line of a function, a class or a partial."""
     if isinstance(build, functools.partial):
-        return f"lambda: {_called(build.func)}({_arguments(build.args, build.keywords)})"
+        return f"lambda: {Call(build.func, build.args, build.keywords)}"
     if isinstance(build, type):
-        return f"lambda: {_name(build)}()"
+        return f"lambda: {Call(build)}"
     if getattr(build, "__name__", "") == "<lambda>":
         return _of_lambda(build) or "lambda: ..."
     return _name(build) if inspect.isroutine(build) else f"{_name(type(build))}(...)"
@@ -587,8 +505,8 @@ def _of_lambda(build: Any) -> str | None:
     return lines[0] if len(lines) == 1 else None
 
 
-def line_of_spec(spec: Any) -> str:
-    """Return the line of a gymnasium specification: with the arguments that differ from what its id says."""
+def _line_of_spec(spec: Any) -> str:
+    """Return the call of a gymnasium specification: with the arguments that differ from what its id says."""
     known = sys.modules["gymnasium"].registry.get(spec.id)
     usual = {} if known is None else known.kwargs
     kwargs = {name: value for name, value in spec.kwargs.items() if repr(value) != repr(usual.get(name, ...))}
@@ -597,7 +515,7 @@ def line_of_spec(spec: Any) -> str:
     line = f"gymnasium.make({_arguments((spec.id,), kwargs)})"
     for wrapper in spec.additional_wrappers:
         line = f"{wrapper.name}({', '.join(filter(None, [line, _arguments((), wrapper.kwargs or {})]))})"
-    return f"lambda: {line}"
+    return line
 
 
 def line_of_instance(environment: Any) -> str:
@@ -606,13 +524,10 @@ def line_of_instance(environment: Any) -> str:
 
 
 def _expression(environment: Any) -> str:
-    call, spec = recorded(environment), spec_of(environment)
-    if call is not None or spec is not None:
-        return str(call or Call(make, (spec,)))
-    held = attributes(environment)
-    held |= held.get("_modules") or {}  # where torch's modules have theirs
-    inner = [_expression(held[name]) for name in ("base_env", "env", "_env") if is_layer(held.get(name))][:1]
-    return f"{_name(type(environment))}({', '.join([*inner, '...'])})"
+    call = recorded(environment)
+    if call is None and (spec := spec_of(environment)) is not None:
+        call = Call(make, (spec,))
+    return f"{_name(type(environment))}(...)" if call is None else str(call)
 
 
 def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
@@ -620,20 +535,12 @@ def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    if is_layer(value) and not isinstance(value, type):
+    if is_layer(value):
         return _expression(value)
     if isinstance(value, type) or inspect.isroutine(value):
         return _name(value) if _name(value) != "<lambda>" else _of_lambda(value) or "..."
     text = str(value) if type(value) is Call else repr(value)
     return text if len(text) <= 60 and "\n" not in text and " at 0x" not in text else "..."
-
-
-def _called(function: Any) -> str:
-    """Return how a call names a function: one of the table with its module."""
-    name, module = _name(function), str(getattr(function, "__module__", ""))
-    if isinstance(function, type) or module not in _RECORDED:
-        return name
-    return f"{module.removesuffix('.envs.registration').removesuffix(f'.{name}')}.{name}"
 
 
 def _name(value: Any) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["fields", "has_fields", "is_left_alone", "kept_by_library", "seed_simulators", "why_unpicklable"]
+__all__ = ["field_reader", "fields", "is_left_alone", "kept_by_library", "seed_simulators", "why_unpicklable"]
 
 # Structures of MuJoCo's that are settings. MjData is the state of an episode, which begins anew at a reset.
 _MUJOCO = ("MjModel", "MjOption", "MjStatistic", "MjVisual", "MjvCamera", "MjvOption")
@@ -37,24 +37,20 @@ _LEFT_ALONE = {
 }
 
 
-def has_fields(kind: Any) -> bool:
-    """Whether instances of a class are objects of a simulator whose settings are known here."""
-    return _reader(kind) is not None
-
-
 def fields(item: Any) -> tuple[dict[str, Any], bool]:
     """Return the settings of an object of a simulator by their names, and whether they are attributes that can be set.
 
-    :param item: of a class that :func:`has_fields`
+    :param item: of a class that has a :func:`field_reader`
     """
     kind: Any = type(item)
-    read = _reader(kind)
+    read = field_reader(kind)
     assert read is not None
     return read(item), read is not _of_ale
 
 
 @functools.lru_cache(maxsize=10_000)
-def _reader(kind: Any) -> Callable[[Any], dict[str, Any]] | None:
+def field_reader(kind: Any) -> Callable[[Any], dict[str, Any]] | None:
+    """Return what reads the settings of a simulator's class of objects in C; None: they are not known here."""
     for base in kind.__mro__:
         module, name = str(getattr(base, "__module__", "")), base.__name__
         if module.startswith("mujoco._structs"):
@@ -70,24 +66,17 @@ def _of_mujoco(structure: Any) -> dict[str, Any]:
     found = {}
     kind: Any = type(structure)
     for name in _names(kind):
-        try:
+        with contextlib.suppress(Exception):  # of what a model without the feature does not have
             found[name] = getattr(structure, name)
-        except Exception:  # of what a model without the feature does not have
-            continue
     return found
 
 
 @functools.lru_cache(maxsize=1000)
 def _names(kind: Any) -> tuple[str, ...]:
-    found = {
-        name: None
-        for base in kind.__mro__
-        for name, part in vars(base).items()
-        # Those written in Python, in subclasses, are other names.
-        if isinstance(part, property) and not (name.startswith("_") or isinstance(part.fget, types.FunctionType))
-    }
-    found.pop(_SIGNATURE, None)
-    return tuple(found)
+    # Those written in Python, in subclasses, are other names.
+    parts = {name: part for base in kind.__mro__ for name, part in vars(base).items() if isinstance(part, property)}
+    names = (name for name, part in parts.items() if not isinstance(part.fget, types.FunctionType))
+    return tuple(name for name in names if not name.startswith("_") and name != _SIGNATURE)
 
 
 def _of_ale(emulator: Any) -> dict[str, Any]:
@@ -105,11 +94,12 @@ def _of_box2d(item: Any) -> dict[str, Any]:
 
 
 # Attributes in which libraries keep for themselves what they have made of the others, by package.
+_LAST_OPERATIONS = ("_last_op", "__last_op_queue", "_last_op_queue")
 _LOCKED = {"__lock_parents_weakrefs", "_lock_parents_weakrefs"}
 _KEPT = {
     "gymnasium": {"_np_random", "_np_random_seed", "_cached_spec"},
     "pandas": {"_cache", "_item_cache"},
-    "tensordict": {"_cache", "_last_op", "__last_op_queue", "_last_op_queue", "_is_locked", "_lock_id", *_LOCKED},
+    "tensordict": {"_cache", "_has_mps_val", "_is_locked", "_lock_id", *_LAST_OPERATIONS, *_LOCKED},
     "torchrl": {"_cache", "_container", "_encode", *_LOCKED},
 }
 
@@ -139,7 +129,7 @@ def why_unpicklable(kind: Any) -> str | None:
 
 
 def file_written(item: Any) -> str | None:
-    """Return the name of a file that is open for writing; None: it is none."""
+    """Return the name of a file that is open for writing; None: it is something else."""
     with contextlib.suppress(Exception):
         if isinstance(item, io.IOBase) and not item.closed and item.writable() and item.fileno() > 2:
             return str(getattr(item, "name", ""))

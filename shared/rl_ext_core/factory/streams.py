@@ -9,18 +9,17 @@ import os
 import random
 import sys
 import types
-from collections import deque
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl_ext_core._import_path import found_behind
+from rl_ext_core._import_path import when_imported
 from rl_ext_core.factory import simulators, walk
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-__all__ = ["SharedGenerators", "seed_copy", "seed_process", "seed_unseeded", "sequence", "stream_of"]
+__all__ = ["seed_copy", "seed_process", "seed_shared", "seed_unseeded", "sequence", "stream_of"]
 
 _LEAVES = {int, float, complex, bool, str, bytes, type(None), range, slice}
 _NOT_ENTERED = (type, types.ModuleType, types.FunctionType)
@@ -44,32 +43,17 @@ def seed_process(stream: np.random.SeedSequence) -> None:
     words = [int(word) for word in stream.generate_state(4)]
     random.seed(words[0])
     np.random.seed(words[1])
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.manual_seed(words[2])
-    else:
-        _SeedsTorch.word = words[2]
-        if _SeedsTorch not in sys.meta_path:
-            sys.meta_path.insert(0, _SeedsTorch)
+    _torch_seed[:] = [words[2]]
+    when_imported(["torch"], _seed_torch)
     _seed_c(words[3])
 
 
-class _SeedsTorch:
-    """Finds torch as others do, and has it seeded when it is loaded: by itself, it takes entropy then."""
+_torch_seed: list[int] = []
 
-    word: ClassVar[int]
 
-    @classmethod
-    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
-        """Do what a finder does; many ask only whether torch is installed."""
-        return found_behind(cls, name, path, target, cls._exec) if name == "torch" else None
-
-    @classmethod
-    def _exec(cls, exec_module: Callable[[Any], None], module: Any) -> None:
-        exec_module(module)
-        if cls in sys.meta_path:
-            sys.meta_path.remove(cls)
-            module.manual_seed(cls.word)
+def _seed_torch(torch: Any) -> None:
+    """Seed torch's own generator, which takes entropy where torch is imported."""
+    torch.manual_seed(_torch_seed[0])
 
 
 def _seed_c(word: int) -> None:
@@ -128,31 +112,14 @@ def seed_unseeded(root: Any, stream: np.random.SeedSequence) -> None:
 
 def _is_unseeded(item: Any) -> bool:
     gymnasium = sys.modules["gymnasium"]
-    of_gymnasium = (gymnasium.Env, gymnasium.vector.VectorEnv, gymnasium.Space)
+    seeded = (gymnasium.Env, gymnasium.vector.VectorEnv, gymnasium.Space)
     wrappers = (gymnasium.Wrapper, gymnasium.vector.VectorWrapper)
-    return (
-        issubclass(type(item), of_gymnasium)
-        and not issubclass(type(item), wrappers)
-        and getattr(item, "_np_random", item) is None
-    )
+    is_seeded = issubclass(type(item), seeded) and not issubclass(type(item), wrappers)
+    return is_seeded and getattr(item, "_np_random", item) is None
 
 
 def _reachable(root: Any) -> Iterator[Any]:
-    """Return a value and all that its attributes, lists, tuples and dicts hold, the nearest first."""
-    waiting, seen = deque([root]), {id(root)}
-    while waiting:
-        item = waiting.popleft()
-        yield item
-        if issubclass(type(item), dict):
-            parts = list(dict.values(item))
-        else:
-            parts = list(item) if type(item) in (list, tuple) else []
-        parts += walk.attributes(item).values()
-        for part in parts:
-            kind = type(part)
-            if kind not in _LEAVES and not issubclass(kind, _NOT_ENTERED) and id(part) not in seen:
-                seen.add(id(part))
-                waiting.append(part)
+    return walk.reachable(root, lambda part: type(part) not in _LEAVES and not issubclass(type(part), _NOT_ENTERED))
 
 
 def seed_copy(environment: Any, stream: np.random.SeedSequence) -> None:
@@ -167,42 +134,30 @@ def seed_copy(environment: Any, stream: np.random.SeedSequence) -> None:
     simulators.seed_simulators(walk.layers(environment), stream)
 
 
-class SharedGenerators:
-    """Seeds generators that are globals or class attributes of the user's modules and of an environment's.
+def seed_shared(stream: np.random.SeedSequence, seeded: set[int], environment: Any = None) -> None:
+    """Seed generators that are globals or class attributes of the user's modules and of an environment's.
 
-    Workers import these modules, so that all would draw the same. A generator is seeded once.
+    Workers import these modules, so that all would draw the same.
 
     :param stream: of the worker
+    :param seeded: ids of those that are seeded already, to which this adds
+    :param environment: its layers' modules count as the user's; None: there is none yet
     """
-
-    def __init__(self, stream: np.random.SeedSequence) -> None:
-        self.stream = stream
-        self._seeded: set[int] = set()
-
-    def seed(self, environment: Any = None) -> None:
-        """Seed those that were imported by now.
-
-        :param environment: its layers' modules count as the user's; None: there is none yet
-        """
-        layers = [] if environment is None else list(walk.layers(environment))
-        names = {base.__module__ for layer in layers for base in type(layer).__mro__}
-        for name, module in sorted(sys.modules.items()):
-            package = name.partition(".")[0]
-            own = not walk.is_installed(package) or (name in names and package not in walk.FIXED)
-            if own and isinstance(module, types.ModuleType):
-                self._seed_module(name, module)
-
-    def _seed_module(self, module: str, found: types.ModuleType) -> None:
+    layers = [] if environment is None else list(walk.layers(environment))
+    names = {base.__module__ for layer in layers for base in type(layer).__mro__}
+    for module, found in sorted(sys.modules.items()):
+        package = module.partition(".")[0]
+        own = not walk.is_installed(package) or (module in names and package not in walk.FIXED)
+        if not own or not isinstance(found, types.ModuleType):
+            continue
         # By their types: weak proxies of what is gone raise when they are asked for their class.
         classes = [item for item in list(vars(found).values()) if issubclass(type(item), type)]
-        classes = [item for item in classes if walk.name_of(item)[0] == module]
-        for owner in (found, *classes):
+        for owner in (found, *(kind for kind in classes if walk.name_of(kind)[0] == module)):
             for name, item in list(vars(owner).items()):
-                if id(item) in self._seeded or not (_is_space(item) or walk.is_generator_class(type(item))):
-                    continue
-                self._seeded.add(id(item))
-                own = stream_of(self.stream, f"{module}.{getattr(owner, '__qualname__', '')}.{name}")
-                seed_unseeded(item, own) if _is_space(item) else reseed(item, own)
+                if id(item) not in seeded and (_is_space(item) or walk.is_generator_class(type(item))):
+                    seeded.add(id(item))
+                    own_stream = stream_of(stream, f"{module}.{getattr(owner, '__qualname__', '')}.{name}")
+                    (seed_unseeded if _is_space(item) else reseed)(item, own_stream)
 
 
 def _is_space(item: Any) -> bool:

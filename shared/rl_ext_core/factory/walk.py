@@ -13,12 +13,10 @@ import dis
 import enum
 import functools
 import hashlib
-import itertools
 import logging
-import os
+import math
 import random
 import sys
-import sysconfig
 import types
 import typing
 import weakref
@@ -28,11 +26,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rl_ext_core._import_path import is_found_elsewhere
+from rl_ext_core._import_path import is_found_elsewhere, package_folders
 from rl_ext_core.factory import simulators
 
 __all__ = ["Fingerprint", "attributes", "description", "fingerprint", "full_name", "is_installed", "layers"]
 
+RECORD = "_rl_ext_record"  # the attribute in which ``record`` keeps how an instance was made
 # How a part is reached from what holds it: the text of the path, the operation by which it can be set ("attribute",
 # "item", "field"; None: it cannot), and the name, the key or the index.
 Part = tuple[str, "str | None", Any, Any]
@@ -41,7 +40,6 @@ _Found = TypeVar("_Found")
 _OF_TORCH = ("dtype", "device", "layout", "memory_format", "Size")
 _SINGLE = (type(None), type(...), type(NotImplemented))
 _SCALARS: frozenset[type] = frozenset((bool, int, float, complex, str, bytes, *_SINGLE))
-_AS_THEY_ARE = frozenset((int, bool, type(None)))
 # The first part of tokens of values whose identity does not matter.
 SCALAR_TOKENS = {kind.__name__ for kind in _SCALARS} | {"tuple", "enum", "dtype", "slice", "range", "class", "module"}
 SCALAR_TOKENS |= {"number", "builtin", "typing", *_OF_TORCH}
@@ -55,7 +53,6 @@ _DEEP = 6
 FIXED = sys.stdlib_module_names | {"builtins", "numpy", "torch", "torchrl", "tensordict"}
 _OURS = {"rl_ext_core", "torchrl_ext", "sb3_ext"}  # may run from a checkout
 _NAMED_IN_C = (
-    types.BuiltinFunctionType,
     types.WrapperDescriptorType,
     types.MethodDescriptorType,
     types.ClassMethodDescriptorType,
@@ -63,7 +60,10 @@ _NAMED_IN_C = (
     types.MemberDescriptorType,
     types.MethodWrapperType,
 )
+_IMPORTED = {"module", "class", "function", "builtin", "typing"}  # what a library has of these depends on imports
 _TYPING = (types.GenericAlias, types.UnionType, typing.TypeVar, type(typing.Any), type(typing.List[int]))  # noqa: UP006
+_WRAPPERS: set[type] = {property, staticmethod, classmethod, types.MethodType, functools.partial}
+_WRAPPERS |= {functools.partialmethod, functools.cached_property, functools._lru_cache_wrapper}
 _IN_C = (types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType)
 _CONTAINERS = (dict, list, set, frozenset, tuple, deque)
 _TRANSPARENT = {object, typing.Generic, OrderedDict, defaultdict, *_CONTAINERS}
@@ -88,17 +88,15 @@ class Fingerprint:
         finds its own: module and qualified name
     :ivar objects: by path, what is there
     :ivar steps: by path, the path of what holds it, the operation that sets it, and the name, the key or the index
-    :ivar written: by path, names of files that are open for writing
     """
 
-    tokens: dict[str, Any]
-    aliases: dict[str, str]
-    opaque: dict[str, str]
+    tokens: dict[str, Any] = dataclasses.field(default_factory=dict)
+    aliases: dict[str, str] = dataclasses.field(default_factory=dict)
+    opaque: dict[str, str] = dataclasses.field(default_factory=dict)
     unpicklable: dict[str, str] = dataclasses.field(default_factory=dict)
     references: dict[int, tuple[str, str]] = dataclasses.field(default_factory=dict)
     objects: dict[str, Any] = dataclasses.field(default_factory=dict)
     steps: dict[str, tuple[str, str | None, Any]] = dataclasses.field(default_factory=dict)
-    written: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def resolved(self, path: str) -> str:
         """Return the path under which the tokens of a part are."""
@@ -153,12 +151,9 @@ def fingerprint(value: Any, *, code: bool = True) -> Fingerprint:
     walk.through(value)
     walk.name_shared()
     walk.find_ids()
-    found = Fingerprint(
-        walk.tokens, walk.aliases, walk.opaque, walk.unpicklable, {}, walk.objects, walk.steps, walk.written
-    )
     if code:
-        _Beside(walk, found).run()
-    return found
+        _Beside(walk).run()
+    return walk.found
 
 
 def description(value: Any) -> list[tuple[str, Any]]:
@@ -174,23 +169,38 @@ def description(value: Any) -> list[tuple[str, Any]]:
     return sorted((found.tokens | {path: ("same as", first) for path, first in found.aliases.items()}).items())
 
 
+def reachable(root: Any, is_entered: Callable[[Any], bool]) -> Iterator[Any]:
+    """Return a value and what its attributes, lists, tuples and dicts lead to, the nearest first.
+
+    :param is_entered: whether a part of one of these is returned, and its parts are looked at
+    """
+    waiting, seen = deque([root]), {id(root)}
+    while waiting:
+        item = waiting.popleft()
+        yield item
+        held = attributes(item)
+        parts = [*held.values()]
+        if isinstance(modules := held.get("_modules"), dict):  # where torch's modules have theirs
+            parts += modules.values()
+        if issubclass(type(item), dict):
+            parts += dict.values(item)
+        elif type(item) in (list, tuple):
+            parts += item
+        for part in parts:
+            if id(part) not in seen and is_entered(part):
+                seen.add(id(part))
+                waiting.append(part)
+
+
 def layers(environment: Any) -> Iterator[Any]:
     """Return an environment and those that it wraps, the outermost first."""
-    waiting, seen = [environment], {id(environment)}
-    while waiting:
-        layer = waiting.pop(0)
-        yield layer
-        held = attributes(layer)
-        for value in [*held.values(), *(held.get("_modules") or {}).values()]:  # torch keeps modules in a dict
-            if id(value) not in seen and is_layer(value):
-                seen.add(id(value))
-                waiting.append(value)
+    return reachable(environment, is_layer)
 
 
 def is_layer(value: Any) -> bool:
     """Whether this is an environment or a wrapper of one: its class resets and steps."""
     kind: Any = type(value)
-    return _steps(kind) and _dictionary(value) is not None
+    return _steps(kind) and dictionary(value) is not None
 
 
 def _per_class(function: Callable[[Any], _Found]) -> Callable[[Any], _Found]:
@@ -204,12 +214,14 @@ def _steps(kind: Any) -> bool:
     return "reset" in names and "step" in names
 
 
-def name_of(kind: type) -> tuple[str, str]:
+@_per_class
+def name_of(kind: Any) -> tuple[str, str]:
     """Return module and qualified name of a class."""
     return str(getattr(kind, "__module__", "builtins")), kind.__qualname__  # SWIG's has no module
 
 
-def full_name(kind: type) -> str:
+@_per_class
+def full_name(kind: Any) -> str:
     """Return module and name of a class in one."""
     return ".".join(name_of(kind))
 
@@ -220,19 +232,18 @@ def attributes(instance: Any) -> dict[str, Any]:
     for name, slot in _slots(type(instance)).items():
         with contextlib.suppress(AttributeError):  # empty
             found[name] = slot.__get__(instance)
-    return {**found, **(_dictionary(instance) or {})}
+    found |= dictionary(instance) or {}
+    found.pop(RECORD, None)
+    return found
 
 
-def _dictionary(instance: Any) -> dict[str, Any] | None:
-    part = _dictionary_of(type(instance))
-    found = None if part is None else part.__get__(instance)
-    return found if isinstance(found, dict) else None
-
-
-@_per_class
-def _dictionary_of(kind: Any) -> Any:
-    slots = (types.GetSetDescriptorType, types.MemberDescriptorType)
-    return next((vars(b)["__dict__"] for b in kind.__mro__ if isinstance(vars(b).get("__dict__"), slots)), None)
+def dictionary(instance: Any) -> dict[str, Any] | None:
+    """Return what ``vars()`` returns, past ``__getattribute__``; None: there is none."""
+    try:
+        found = object.__getattribute__(instance, "__dict__")
+    except AttributeError:
+        return None
+    return found if isinstance(found, dict) else None  # that of a class is a view
 
 
 @_per_class
@@ -271,36 +282,52 @@ def digest(data: Any) -> str:
 
 def scalar(item: Any) -> Any:
     """Return the token of an immutable value whose identity does not matter; None: it is none."""
-    kind = type(item)
+    describe = _describer(type(item))
+    return None if describe is None else describe(item)
+
+
+@_per_class
+def _describer(kind: Any) -> Callable[[Any], Any] | None:
+    """Return what gives the tokens of a class's instances; None: they are entered."""
+    name, torch = kind.__name__, sys.modules.get("torch")
+    if kind in (str, bytes):
+        return _of_text
+    of_torch = torch is not None and any(kind is getattr(torch, name, None) for name in _OF_TORCH)
+    if of_torch or kind in (float, complex, type(...), type(NotImplemented)):
+        return lambda item: (name, repr(item))  # NaN is equal to itself in this form
     if kind in _SCALARS:
-        if kind in (str, bytes) and len(item) > _LONGEST_TEXT:
-            return kind.__name__, len(item), digest(item.encode("utf-8", "surrogatepass") if kind is str else item)
-        # NaN is equal to itself in this form.
-        return kind.__name__, repr(item) if kind in (float, complex, type(...), type(NotImplemented)) else item
+        return lambda item: (name, item)
     if issubclass(kind, enum.Enum):
-        return "enum", full_name(kind), str(item._name_)
+        return lambda item: ("enum", full_name(kind), str(item._name_))
     if issubclass(kind, np.generic):
-        return "number", kind.__name__, item.tobytes() if kind is np.void else repr(item)
+        return lambda item: ("number", name, item.tobytes() if kind is np.void else repr(item))
     if issubclass(kind, np.dtype):
-        return "dtype", repr(item)
+        return lambda item: ("dtype", repr(item))
     if kind in (slice, range):
-        return kind.__name__, tuple(scalar(part) for part in (item.start, item.stop, item.step))
-    torch = sys.modules.get("torch")
-    if torch is not None and any(kind is getattr(torch, name, None) for name in _OF_TORCH):
-        return kind.__name__, repr(item)
+        return lambda item: (name, tuple(scalar(part) for part in (item.start, item.stop, item.step)))
     if issubclass(kind, type):
-        return "class", *name_of(item)
+        return lambda item: ("class", *name_of(item))
     if issubclass(kind, (types.ModuleType, logging.Logger)):
-        return "module", item.name if issubclass(kind, logging.Logger) else item.__name__
-    if kind is types.FunctionType and is_global(item):
-        return "function", item.__module__, item.__qualname__
-    if issubclass(kind, _NAMED_IN_C) and (kind is not types.BuiltinFunctionType or _has_no_owner(item)):
-        return "builtin", str(getattr(item, "__module__", None)), item.__qualname__
-    return ("typing", repr(item)) if issubclass(kind, _TYPING) else None
+        return lambda item: ("module", item.name if issubclass(kind, logging.Logger) else item.__name__)
+    if kind is types.FunctionType:
+        return lambda item: ("function", item.__module__, item.__qualname__) if is_global(item) else None
+    if issubclass(kind, _NAMED_IN_C):
+        return lambda item: ("builtin", str(getattr(item, "__module__", None)), item.__qualname__)
+    if issubclass(kind, types.BuiltinFunctionType):
+        return _of_builtin
+    return (lambda item: ("typing", repr(item))) if issubclass(kind, _TYPING) else None
 
 
-def _has_no_owner(function: Any) -> bool:
-    return isinstance(function.__self__, (type, types.ModuleType, type(None)))
+def _of_text(text: Any) -> Any:
+    kind = type(text)
+    if len(text) <= _LONGEST_TEXT:
+        return kind.__name__, text
+    return kind.__name__, len(text), digest(text.encode("utf-8", "surrogatepass") if kind is str else text)
+
+
+def _of_builtin(function: Any) -> Any:
+    has_owner = not isinstance(function.__self__, (type, types.ModuleType, type(None)))
+    return None if has_owner else ("builtin", str(function.__module__), function.__qualname__)
 
 
 def is_number(token: Any) -> bool:
@@ -350,17 +377,12 @@ def is_global(function: Any) -> bool:
     return found is function
 
 
-_codes: dict[int, tuple[types.CodeType, str]] = {}
-
-
+@functools.lru_cache(maxsize=10_000)
 def code_of(code: types.CodeType) -> str:
     """Shorten what a function does, whatever the file and the lines are."""
-    known = _codes.get(id(code))
-    if known is None:
-        parts: list[Any] = [code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_argcount]
-        parts += [code_of(part) if isinstance(part, types.CodeType) else plain(part, 50) for part in code.co_consts]
-        known = _codes[id(code)] = code, digest(repr(parts).encode("utf-8", "surrogatepass"))
-    return known[1]
+    parts: list[Any] = [code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_argcount]
+    parts += [code_of(part) if isinstance(part, types.CodeType) else plain(part, 50) for part in code.co_consts]
+    return digest(repr(parts).encode("utf-8", "surrogatepass"))
 
 
 def _array_token(array: Any) -> Any:
@@ -388,20 +410,17 @@ def is_generator_class(kind: Any) -> bool:
 
 
 class _Walk:
-    """One walk, breadth first: paths are as short as can be."""
+    """One walk, breadth first: paths are as short as can be.
 
-    def __init__(self, *, nested: bool = False) -> None:
-        self.tokens: dict[str, Any] = {}
-        self.aliases: dict[str, str] = {}
-        self.opaque: dict[str, str] = {}
-        self.unpicklable: dict[str, str] = {}
-        self.written: dict[str, str] = {}
-        self.objects: dict[str, Any] = {}  # also keeps the ids of what was met from being used again
-        self.steps: dict[str, tuple[str, str | None, Any]] = {}
+    :ivar seen: by their ids, the first paths of objects that have parts
+    """
+
+    def __init__(self, *, longest: float = math.inf) -> None:
+        self.found = Fingerprint()
         self.seen: dict[int, str] = {}
         self.classes: dict[type, None] = {}
         self.functions: list[types.FunctionType] = []
-        self._nested = nested
+        self._longest = longest
         self._arrays: list[tuple[str, int, int]] = []
         self._numbers: list[tuple[str, int]] = []
         self._cells: dict[int, list[tuple[str, bool]]] = {}
@@ -410,71 +429,73 @@ class _Walk:
     def through(self, value: Any) -> None:
         """Visit a value and all that it reaches."""
         self._take("", value)
-        while self._waiting and not (self._nested and len(self.tokens) > _SKETCHED):
+        while self._waiting and len(self.found.tokens) <= self._longest:
             self._enter(*self._waiting.popleft())
 
     def _take(self, path: str, item: Any) -> None:
         """Note what is at a path; what has parts waits to be entered."""
-        self.objects[path] = item
+        self.found.objects[path] = item  # also keeps the ids of what was met from being used again
         kind = type(item)
-        token = (kind.__name__, item) if kind in _AS_THEY_ARE else scalar(item)
+        describe = _describer(kind)
+        token = None if describe is None else describe(item)
         if token is None and kind is tuple and None not in (parts := tuple(map(scalar, item))):
             token = ("tuple", parts)
         if token is not None:
-            self.tokens[path] = token
+            self.found.tokens[path] = token
             if kind is int and item > _BEYOND:
                 self._numbers.append((path, item))
             return
         first = self.seen.setdefault(id(item), path)
         if first != path:
-            self.aliases[path] = first
+            self.found.aliases[path] = first
         else:
             self._waiting.append((path, item))
 
     def _enter(self, path: str, item: Any) -> None:
         kind: Any = type(item)
+        found = self.found
         self.classes[kind] = None
         if len(path) > _LONGEST_PATH:
             short = f"{path[:60]}...{digest(path.encode('utf-8', 'surrogatepass'))}"
-            self.objects[short], self.steps[short] = item, self.steps[path]
+            found.objects[short], found.steps[short] = item, found.steps[path]
             path = short
-        self.tokens[path] = "object", full_name(kind)
-        reason = simulators.why_unpicklable(kind)
+        found.tokens[path] = "object", full_name(kind)
         if simulators.is_elsewhere(kind):
-            self.opaque[path] = full_name(kind)
-        if reason is not None:
-            self.unpicklable[path] = reason
-            if (name := simulators.file_written(item)) is not None:
-                self.written[path] = name
+            found.opaque[path] = full_name(kind)
+        if (reason := simulators.why_unpicklable(kind)) is not None:
+            found.unpicklable[path] = reason
             return
-        for step, operation, key, part in self._parts(path, item, kind):
+        for step, operation, key, part in _reader(kind)(self, path, item):
             where = path + step
-            self.steps[where] = path, operation, key
+            found.steps[where] = path, operation, key
             self._take(where, part)
 
-    def _parts(self, path: str, item: Any, kind: Any) -> Iterator[Part]:
-        """Return the parts of an object, and set its token where the class alone is not enough."""
-        sort = _sort_of(kind)
-        if sort == "object":
-            return _of_attributes(item)
-        if sort == "container":
-            return itertools.chain(_of_attributes(item), self._of_container(path, item, kind))
-        if sort == "foreign":
-            return self._of_foreign(path, item, kind)
-        if sort == "array":
-            return self._of_array(path, item)
-        if sort == "function":
-            return self._of_function(path, item)
-        if sort == "tensor":
-            token = self.tokens[path] = _tensor_token(item, sys.modules["torch"])
-            if item.device.type == "cpu" and token[-1] not in ("unread", "uninitialized") and item.is_shared():
-                self.unpicklable[path] = "it lies in memory that processes share, and a copy would not"
-        elif sort == "generator":
-            self.tokens[path] = "generator", full_name(kind)
-        return _of_known(item, sort)
+    # Methods that return the parts of an object, and set its token where the class alone is not enough.
 
-    def _of_array(self, path: str, array: Any) -> Iterator[Part]:
-        self.tokens[path] = _array_token(array)
+    def of_attributes(self, path: str, item: Any) -> Iterator[Part]:
+        kind: Any = type(item)
+        own, skipped = attributes(item), simulators.kept_by_library(kind)
+        return ((f".{n}", "attribute", n, own[n]) for n in sorted(own, key=str) if n not in skipped)
+
+    def of_fields(self, path: str, item: Any) -> Iterator[Part]:
+        fields, are_set = simulators.fields(item)
+        return ((f".{name}", "field" if are_set else None, name, part) for name, part in fields.items())
+
+    def of_reference(self, path: str, item: Any) -> Iterator[Part]:
+        yield "()", None, None, item()
+
+    def of_generator(self, path: str, item: Any) -> Iterator[Part]:
+        self.found.tokens[path] = "generator", full_name(type(item))
+        return iter(())
+
+    def of_tensor(self, path: str, tensor: Any) -> Iterator[Part]:
+        token = self.found.tokens[path] = _tensor_token(tensor, sys.modules["torch"])
+        if tensor.device.type == "cpu" and token[-1] not in ("unread", "uninitialized") and tensor.is_shared():
+            self.found.unpicklable[path] = "it lies in memory that processes share, and a copy would not"
+        return iter(())
+
+    def of_array(self, path: str, array: Any) -> Iterator[Part]:
+        self.found.tokens[path] = _array_token(array)
         if array.dtype.hasobject:
             yield from ((f"[{i}]", None, None, part) for i, part in enumerate(array.ravel().tolist()))
         elif array.nbytes:
@@ -482,11 +503,11 @@ class _Walk:
             start = array.__array_interface__["data"][0]
             low, high = sum(s for s in strides if s < 0), sum(s for s in strides if s > 0)
             self._arrays.append((path, start + low, start + high + array.itemsize))
-        yield from _of_attributes(array)
+        yield from self.of_attributes(path, array)
 
-    def _of_function(self, path: str, function: types.FunctionType) -> Iterator[Part]:
+    def of_function(self, path: str, function: types.FunctionType) -> Iterator[Part]:
         self.functions.append(function)
-        self.tokens[path] = "function", code_of(function.__code__)
+        self.found.tokens[path] = "function", code_of(function.__code__)
         for name in ("__defaults__", "__kwdefaults__"):
             yield f".{name}", None, None, getattr(function, name)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -494,38 +515,44 @@ class _Walk:
                 (f"{path}.<{name}>", name in _assigned_outside(function.__code__))
             )
             with contextlib.suppress(ValueError):  # nothing is in it yet
-                yield f".<{name}>", None, None, cell.cell_contents
+                part = cell.cell_contents
+                # A library draws from its own generators as often as it is reset.
+                if type(part) is not types.GeneratorType or not is_installed(str(function.__module__)):
+                    yield f".<{name}>", None, None, part
         for name in sorted(globals_in(function.__code__)):
             part = function.__globals__.get(name)
             if part is not None and not isinstance(part, types.ModuleType):
                 yield f".<global {name}>", None, None, part
 
-    def _of_foreign(self, path: str, item: Any, kind: type) -> Iterator[Part]:
+    def of_foreign(self, path: str, item: Any) -> Iterator[Part]:
         """Return the attributes of an object of a class in C, and what it is pickled as."""
-        yield from _of_attributes(item)
+        yield from self.of_attributes(path, item)
+        kind: Any = type(item)
         if simulators.is_left_alone(kind):
             return
         import cloudpickle
 
-        known = attributes(item)
         try:
             reducer = cloudpickle.Pickler.dispatch_table.get(kind)
             reduced = item.__reduce_ex__(4) if reducer is None else reducer(item)
-            parts = list(_of_reduced(item, reduced, known))
+            parts = list(_of_reduced(reduced, attributes(item))) if isinstance(reduced, tuple) else [reduced]
         except Exception:
-            self.opaque[path] = full_name(kind)
+            self.found.opaque[path] = full_name(kind)
             return
-        yield from parts
+        yield from ((f".<reduced {i}>", None, None, part) for i, part in enumerate(parts))
 
-    def _of_container(self, path: str, item: Any, kind: type) -> Iterator[Part]:
+    def of_container(self, path: str, item: Any) -> Iterator[Part]:
+        yield from self.of_attributes(path, item)
+        kind: Any = type(item)
         if issubclass(kind, dict):
-            flat = _flat(item)
-            labels = None if flat else [_label(key) for key in dict.keys(item)]
+            flat, base = _flat(item), OrderedDict if issubclass(kind, OrderedDict) else dict
+            labels = None if flat else [_label(key) for key in base.keys(item)]
             keys = digest(repr(labels).encode("utf-8", "surrogatepass"))
-            self.tokens[path] = flat or ("object", full_name(kind), keys)
-            for index, (key, part) in enumerate(() if flat else dict.items(item)):
+            self.found.tokens[path] = flat or ("object", full_name(kind), keys)
+            for index, (key, part) in enumerate(() if flat else base.items(item)):
                 text = labels[index] if labels else None
-                yield f"[{text}]" if text is not None else f"[#{index}]", "item", key, part
+                # Another process has other keys than those whose identity matters.
+                yield (f"[#{index}]", None, None, part) if text is None else (f"[{text}]", "item", key, part)
                 if type(key) is int and text is None:
                     self._numbers.append((f"{path}[#{index}]", key))
                 elif text is None:
@@ -535,11 +562,11 @@ class _Walk:
         elif issubclass(kind, (list, tuple, deque)):
             flat = _flat(item)
             limit = (item.maxlen,) if issubclass(kind, deque) else ()
-            self.tokens[path] = flat or ("object", full_name(kind), len(item), *limit)
+            self.found.tokens[path] = flat or ("object", full_name(kind), len(item), *limit)
             operation = None if issubclass(kind, tuple) else "item"
             yield from ((f"[{i}]", operation, i, part) for i, part in enumerate(() if flat else list(item)))
         elif issubclass(kind, (set, frozenset)):
-            self.tokens[path] = "object", full_name(kind), len(item)
+            self.found.tokens[path] = "object", full_name(kind), len(item)
             labeled = [(_label(part), part) for part in item]
             named = {text: part for text, part in labeled if text is not None}
             others = sorted((part for text, part in labeled if text is None), key=_sketch)
@@ -550,89 +577,57 @@ class _Walk:
         """Note numbers that are the id of something here: in a copy they lead elsewhere."""
         for path, number in self._numbers:
             if number in self.seen:
-                self.unpicklable[path] = "it is the id of another object"
-                if path in self.tokens and self.objects[path] == number:
-                    self.tokens[path] = "id of", self.seen[number]
+                self.found.unpicklable[path] = "it is the id of another object"
+                if path in self.found.tokens and self.found.objects[path] == number:
+                    self.found.tokens[path] = "id of", self.seen[number]
 
     def name_shared(self) -> None:
         """Note which arrays lie in one piece of memory, and which functions share a variable that one assigns to."""
         for uses in self._cells.values():
             if any(assigns for _, assigns in uses):
-                self.tokens.update({f"{path}.<variable>": ("same as", uses[0][0]) for path, _ in uses[1:]})
+                self.found.tokens.update({f"{path}.<variable>": ("same as", uses[0][0]) for path, _ in uses[1:]})
         first, end, begin = "", 0, 0
         for path, low, high in sorted(self._arrays, key=lambda entry: (entry[1], -entry[2], entry[0])):
             if low < end:
-                self.tokens[f"{path}.<memory>"] = "shared with", first, low - begin
+                self.found.tokens[f"{path}.<memory>"] = "shared with", first, low - begin
             else:
                 first, begin = path, low
             end = max(end, high)
 
 
 @_per_class
-def _sort_of(kind: Any) -> str:
-    """Tell how parts of instances are found."""
+def _reader(kind: Any) -> Callable[[_Walk, str, Any], Iterator[Part]]:
+    """Return what finds the parts of a class's instances."""
     torch = sys.modules.get("torch")
-    known = {types.MethodType: "method", types.BuiltinFunctionType: "builtin", functools.partial: "partial"}
-    known |= {types.FunctionType: "function", weakref.ref: "reference"}
-    if kind in known:
-        return known[kind]
-    if simulators.has_fields(kind):
-        return "fields"
+    if kind is types.FunctionType:
+        return _Walk.of_function
+    if kind is weakref.ref:
+        return _Walk.of_reference
+    if simulators.field_reader(kind) is not None:
+        return _Walk.of_fields
     if issubclass(kind, np.ndarray):
-        return "array"
+        return _Walk.of_array
     if torch is not None and issubclass(kind, torch.Tensor):
-        return "tensor"
+        return _Walk.of_tensor
     if is_generator_class(kind):
-        return "generator"
+        return _Walk.of_generator
     if is_foreign(kind):
-        return "foreign"
-    return "container" if issubclass(kind, _CONTAINERS) else "object"
+        return _Walk.of_foreign
+    return _Walk.of_container if issubclass(kind, _CONTAINERS) else _Walk.of_attributes
 
 
-def _of_known(item: Any, sort: str) -> Iterator[Part]:
-    if sort == "fields":
-        fields, are_set = simulators.fields(item)
-        yield from ((f".{name}", "field" if are_set else None, name, part) for name, part in fields.items())
-    elif sort == "method":
-        yield from ((".__func__", None, None, item.__func__), (".__self__", None, None, item.__self__))
-    elif sort == "builtin":
-        yield ".__self__", None, None, item.__self__
-    elif sort == "partial":
-        named = (("func", item.func), ("args", item.args), ("keywords", item.keywords))
-        yield from ((f".{name}", None, None, part) for name, part in named)
-    elif sort == "reference":
-        yield "()", None, None, item()
-
-
-def _of_attributes(item: Any) -> Iterator[Part]:
-    kind: Any = type(item)
-    found, skipped = attributes(item), simulators.kept_by_library(kind)
-    return ((f".{n}", "attribute", n, found[n]) for n in sorted(found, key=str) if n not in skipped)
-
-
-def _of_reduced(item: Any, reduced: Any, known: Mapping[str, Any]) -> Iterator[Part]:
-    """Return what a reduction holds, but for the attributes that are known already."""
-    if isinstance(reduced, str):  # the name of something global
-        yield ".<name>", None, None, reduced
-        return
-    function, args, state, contents, pairs = (*reduced, None, None, None)[:5]
-    yield ".<maker>", None, None, function
-    yield from ((f"({i})", None, None, part) for i, part in enumerate(args) if part is not type(item))
+def _of_reduced(reduced: tuple[Any, ...], known: Mapping[str, Any]) -> Iterator[Any]:
+    """Return what a reduction consists of, except attributes, which are known already."""
+    function, args, state, *contents = (*reduced, None)[: max(3, len(reduced))]
+    yield from (function, *args)
     for part in state if isinstance(state, tuple) and len(state) == 2 else (state,):
-        if isinstance(part, dict):
-            yield from ((f".{n}", None, None, part[n]) for n in sorted(part, key=str) if n not in known)
-        elif part is not None:
-            yield ".<state>", None, None, part
-    yield from ((f"[{i}]", None, None, part) for i, part in enumerate(contents or ()))
-    yield from ((f"[{_label(key) or f'#{i}'}]", None, None, part) for i, (key, part) in enumerate(pairs or ()))
+        yield {n: p for n, p in part.items() if n not in known and n != RECORD} if isinstance(part, dict) else part
+    yield from (None if part is None or callable(part) else list(part) for part in contents)
 
 
 def _sketch(item: Any, depth: int = 2) -> str:
     """Describe a part of a set well enough to tell it from the others, in every process alike."""
-    known = {}
-    for name, part in attributes(item).items():
-        token = scalar(part)
-        known[name] = _sketch(part, depth - 1) if token is None and depth else token
+    known = {name: scalar(part) or (depth and _sketch(part, depth - 1)) for name, part in attributes(item).items()}
     return f"{full_name(type(item))} {known}"
 
 
@@ -649,8 +644,8 @@ def _flat(item: Any) -> Any:
 class _Beside:
     """What classes have as attributes, and what their methods read of modules: plain data, and code of the user's."""
 
-    def __init__(self, walk: _Walk, found: Fingerprint) -> None:
-        self._walk, self._found, self._done = walk, found, set[int]()
+    def __init__(self, walk: _Walk) -> None:
+        self._walk, self._found, self._done = walk, walk.found, set[int]()
 
     def run(self) -> None:
         """Add it to the fingerprint."""
@@ -662,15 +657,13 @@ class _Beside:
 
     def _read_class(self, kind: type) -> None:
         self._done.add(id(kind))
-        is_own = not is_installed(name_of(kind)[0])
         for name, part in list(vars(kind).items()):
             functions = list(functions_in(part))
             for function in functions:
                 self._read(function)
             special = name.startswith("__") and name.endswith("__") and not functions
-            if special or name == "_abc_impl" or type(part) in (types.MemberDescriptorType, *weakref.ProxyTypes):
-                continue
-            self._add(f"<class {full_name(kind)}>.{name}", part, kind, name, is_own=is_own)
+            if not special and name != "_abc_impl" and type(part) is not types.MemberDescriptorType:
+                self._add(f"<class {full_name(kind)}>.{name}", part, kind, name, name_of(kind)[0])
 
     def _read(self, function: types.FunctionType) -> None:
         """Look at the globals that a function reads, and into functions of the user's that it calls."""
@@ -681,30 +674,26 @@ class _Beside:
         module = str(space.get("__name__"))
         if module.partition(".")[0] in FIXED | _OURS:
             return
-        is_own = not is_installed(module)
         for name in sorted(globals_in(function.__code__)):
-            part, label = space.get(name), f"<global {module}.{name}>"
-            if name not in space or label in self._found.tokens or type(part) in weakref.ProxyTypes:
-                continue
-            if isinstance(part, types.ModuleType):
-                self._read_module(part, function.__code__)
-            else:
-                self._add(label, part, sys.modules.get(module), name, is_own=is_own)
+            part: Any = space.get(name)
+            if not issubclass(type(part), types.ModuleType):  # of a proxy, by its own type
+                self._add_global(module, space, name)
+            elif part.__name__.partition(".")[0] not in FIXED | _OURS:
+                for used in sorted(set(function.__code__.co_names) & vars(part).keys()):
+                    self._add_global(part.__name__, vars(part), used)
 
-    def _read_module(self, module: types.ModuleType, code: types.CodeType) -> None:
-        if module.__name__.partition(".")[0] in FIXED | _OURS:
-            return
-        is_own = not is_installed(module.__name__)
-        for name in sorted(set(code.co_names) & vars(module).keys()):
-            part = vars(module)[name]
-            if not isinstance(part, types.ModuleType):
-                self._add(f"<global {module.__name__}.{name}>", part, module, name, is_own=is_own)
+    def _add_global(self, module: str, space: Mapping[str, Any], name: str) -> None:
+        label = f"<global {module}.{name}>"
+        if name in space and label not in self._found.tokens and not issubclass(type(space[name]), types.ModuleType):
+            self._add(label, space[name], sys.modules.get(module), name, module)
 
-    def _add(self, label: str, part: Any, owner: Any, name: str, *, is_own: bool) -> None:
+    def _add(self, label: str, part: Any, owner: Any, name: str, module: str) -> None:
         """Note what a class or a module has under a name: of a library's, public plain data."""
-        if is_own:
+        if type(part) in weakref.ProxyTypes:
+            return
+        if not is_installed(module):
             self._note(label, part, owner, name)
-        elif not name.startswith("_") and (token := _data(part)) is not None:
+        elif not name.startswith("_") and (token := plain(part)) is not None and token[0] not in _IMPORTED:
             self._found.tokens[label] = token
 
     def _note(self, label: str, part: Any, owner: Any, name: str) -> None:
@@ -730,7 +719,7 @@ class _Beside:
     def _note_identity(self, label: str, part: Any, owner: Any, name: str) -> None:
         """Note that the environment holds the very object that a module or class has under a name."""
         where = self._walk.seen.get(id(part))
-        if where is None or where not in self._walk.objects or scalar(part) is not None:
+        if where is None or where not in self._found.objects or scalar(part) is not None:
             return
         self._found.tokens[f"{where}.<is>"] = "is", label
         module = owner.__name__ if isinstance(owner, types.ModuleType) else getattr(owner, "__module__", "")
@@ -740,33 +729,20 @@ class _Beside:
             self._found.references.setdefault(id(part), (module, qualified))
 
 
-def _data(item: Any) -> Any:
-    """Return the token of plain data of a library's: which modules and classes it has depends on what was imported."""
-    token = plain(item)
-    return None if token is None or token[0] in ("module", "class", "function", "builtin", "typing") else token
-
-
 def _described(item: Any) -> Any:
-    """Return one token for all that an object consists of."""
-    walk = _Walk(nested=True)
+    """Return one token for all that an object consists of, equal in every process."""
+    walk = _Walk(longest=_SKETCHED)
     walk.through(item)
-    return "object", full_name(type(item)), digest(repr(sorted(walk.tokens.items())).encode("utf-8", "replace"))
+    return "object", full_name(type(item)), digest(repr(sorted(walk.found.tokens.items())).encode("utf-8", "replace"))
 
 
 def functions_in(value: Any, depth: int = 4) -> Iterator[types.FunctionType]:
     """Return the Python functions that something is, or wraps."""
-    kind = type(value)
-    if kind is types.FunctionType:
+    if type(value) is types.FunctionType:
         yield value
-    elif depth and kind is property:
-        for part in (value.fget, value.fset, value.fdel):
-            yield from functions_in(part, depth - 1)
-    elif depth and kind in (staticmethod, classmethod, types.MethodType):
-        yield from functions_in(value.__func__, depth - 1)
-    elif depth and kind in (functools.partial, functools.partialmethod, functools.cached_property):
-        yield from functions_in(value.func, depth - 1)
-    elif depth and kind is functools._lru_cache_wrapper:
-        yield from functions_in(value.__wrapped__, depth - 1)
+    elif depth and type(value) in _WRAPPERS:
+        for name in ("fget", "fset", "fdel", "__func__", "func", "__wrapped__"):
+            yield from functions_in(getattr(value, name, None), depth - 1)
 
 
 @functools.lru_cache(maxsize=10_000)
@@ -794,13 +770,8 @@ def _assigned_outside(code: types.CodeType) -> frozenset[str]:
 def is_installed(module: str) -> bool:
     """Whether a module's package was installed, and is not the user's own."""
     package = module.partition(".")[0]
-    if package in FIXED or package in _OURS:
+    if package in FIXED | _OURS:
         return True
     found = sys.modules.get(package)
     file = getattr(found, "__file__", None) or next(iter(getattr(found, "__path__", ())), None)
-    return file is not None and str(file).startswith(_PLACES)
-
-
-_PLACES = tuple(
-    os.path.join(place, "") for name in ("purelib", "platlib") if (place := sysconfig.get_paths().get(name))
-)
+    return file is not None and str(file).startswith(package_folders())

@@ -42,10 +42,10 @@ class Curriculum(gym.Env[Any, Any]):
         WEIGHTS[0] += 1
         BUDGET.left -= 1
         Curriculum.history.append(1)
-        unset = float(self.last is UNSET and self.start is Curriculum.START)
-        return np.array(
-            [unset, self.level["level"], self.visits["all"], self.weights[0], self.budget.left, len(self.seen)]
-        ), {}
+        held = self.last, self.start, self.level, self.visits, self.weights, self.budget, self.seen
+        shared = UNSET, self.START, LEVEL, VISITS, WEIGHTS, BUDGET, self.history
+        same = float(all(one is other for one, other in zip(held, shared, strict=True)))
+        return np.array([same, LEVEL["level"], VISITS["all"], WEIGHTS[0], BUDGET.left, len(self.history)]), {}
 
     def step(self, action: Any) -> Any:
         return self.reset()[0], 0.0, False, False, {}

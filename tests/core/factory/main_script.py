@@ -57,6 +57,10 @@ def check(use):
     assert use(of_instance.for_workers(2, seed=0)) == [[1, 10, 1, 6]] * 2
     assert use(of_class.for_workers(2, overrides=[dict(extra=1), dict(extra=2)])) == [[1, 10, 1, 1], [1, 10, 1, 2]]
     assert use([of_function] * 2) == [[1, 10, 1, 5]] * 2
+    class Local(Env): ...
+    gym.register("Own-v0", entry_point=Env, kwargs=dict(extra=3))
+    sources = Local(3), lambda: gym.make("Own-v0"), gym.make("Own-v0"), gym.spec("Own-v0"), "Own-v0"
+    assert use([as_factory(source) for source in sources]) == [[1, 10, 1, 3]] * 5
     # Here nothing has changed, and what changes is seen.
     del seen[:]
     LEVEL, Base.gravity = 2, 9.8

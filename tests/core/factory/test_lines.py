@@ -1,4 +1,4 @@
-"""The line that a person would write: where it has no dots, it builds an equal."""
+"""What is read of code and records: the line that a person would write, and the modules that workers need."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ import gymnasium
 import gymnasium as gym
 import numpy as np
 import pytest
+from gymnasium.envs.classic_control import CartPoleEnv
 
 from rl_ext_core.factory import as_factory
-from rl_ext_core.factory.record import line_of_callable, line_of_instance, line_of_spec
+from rl_ext_core.factory.record import (
+    line_of_callable,
+    line_of_instance,
+    modules_of_callable,
+    safe_to_preload,
+)
 from tests.core.factory import copying
 from tests.core.factory.copying import Line, Rewards, Scaled, life
 
@@ -83,15 +89,12 @@ def test_what_can_be_called_is_shown_as_it_is_written(build: Any, line: str) -> 
     assert line_of_callable(build) == line
 
 
-def test_a_lambda_of_a_notebook_cell_is_shown() -> None:
+def test_a_lambda_of_a_notebook_cell_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     source = "make = (\n    lambda: Line(9.0)\n)\n"
-    linecache.cache["<cell 1>"] = (len(source), None, source.splitlines(keepends=True), "<cell 1>")
+    monkeypatch.setitem(linecache.cache, "<cell 1>", (len(source), None, source.splitlines(keepends=True), "<cell 1>"))
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(source, "<cell 1>", "exec"), names)
-    try:
-        assert line_of_callable(names["make"]) == "lambda: Line(9.0)"
-    finally:
-        del linecache.cache["<cell 1>"]
+    assert line_of_callable(names["make"]) == "lambda: Line(9.0)"
 
 
 def _line_of(part: Any) -> str:
@@ -124,16 +127,10 @@ def test_lines_of_instances_build_equals_unless_they_have_dots(env: Any, line: s
         assert life(eval(line, names)()) == life(as_factory(env, verify=False)())
 
 
-@pytest.mark.parametrize(
-    ("spec", "line"),
-    [
-        (gym.spec("FrozenLake-v1"), "lambda: gymnasium.make('FrozenLake-v1')"),
-        (Told(gym.make("copies/Line-v0"), 5.0).spec, "lambda: Told(gymnasium.make('copies/Line-v0'), scale=5.0)"),
-    ],
-    ids=_line_of,
-)
-def test_lines_of_specifications(spec: Any, line: str) -> None:
-    assert line_of_spec(spec) == line
+def test_lines_of_specifications() -> None:
+    assert as_factory(gym.spec("FrozenLake-v1")).line() == "lambda: gymnasium.make('FrozenLake-v1')"
+    told = Told(gym.make("copies/Line-v0"), 5.0).spec
+    assert as_factory(told).line() == "lambda: Told(gymnasium.make('copies/Line-v0'), scale=5.0)"
 
 
 def test_a_made_environment_that_gymnasium_no_longer_knows_has_a_line() -> None:
@@ -142,3 +139,26 @@ def test_a_made_environment_that_gymnasium_no_longer_knows_has_a_line() -> None:
     del gym.registry["copies/Gone-v0"]
     assert line_of_instance(env) == "lambda: gymnasium.make('copies/Gone-v0', gain=2.0)"
     assert as_factory(env)().unwrapped.gain == 2.0
+
+
+# Which modules a fork server may import: the environment's packages, never the user's own.
+
+
+def make(depth: int = 1) -> Any:
+    return make(depth - 1) if depth else gym.make("CartPole-v1")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        *(gym.make("CartPole-v1"), gym.spec("CartPole-v1"), "CartPole-v1", CartPoleEnv, CartPoleEnv(), make),
+        *(functools.partial(gym.make, "CartPole-v1"), functools.partial(Scaled, CartPoleEnv()), lambda: CartPoleEnv()),
+    ],
+)
+def test_the_packages_of_an_environment_are_found(source: Any) -> None:
+    assert as_factory(source, verify=False).preload == ("gymnasium",)
+
+
+def test_the_users_own_modules_are_never_among_them() -> None:
+    assert modules_of_callable(lambda: pytest.approx(1)) == ()
+    assert safe_to_preload(["tests.core.factory.copying", "__main__", "matplotlib.pyplot", "gymnasium_robotics"]) == ()

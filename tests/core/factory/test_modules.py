@@ -56,15 +56,6 @@ def level():
 """
 
 
-def _from_file(folder: Path, name: str = f"{NAME}.py") -> Any:
-    spec = importlib.util.spec_from_file_location(NAME, folder / name)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[NAME] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def _by_entry(entry: str) -> Any:
     sys.path.insert(0, entry)
     return importlib.import_module(NAME)
@@ -98,13 +89,16 @@ def file_deleted(folder: Path) -> Any:
     return module
 
 
-def of_a_specification(folder: Path) -> Any:
-    return _from_file(folder)
+def of_a_specification(folder: Path, name: str = f"{NAME}.py") -> Any:
+    spec: Any = importlib.util.spec_from_file_location(NAME, folder / name)
+    module = sys.modules[NAME] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def of_a_file_of_another_name(folder: Path) -> Any:
     (folder / f"{NAME}.py").rename(folder / "plugin-1.py")
-    return _from_file(folder, "plugin-1.py")
+    return of_a_specification(folder, "plugin-1.py")
 
 
 def by_a_hook(folder: Path) -> Any:
