@@ -20,7 +20,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from multiprocessing import connection, popen_fork, reduction, spawn, util
+from multiprocessing import connection, reduction, spawn, util
 from multiprocessing import context as mp_context
 from multiprocessing import process as mp_process
 from multiprocessing.process import BaseProcess
@@ -39,7 +39,7 @@ from rl_ext_core.processes.worker import Start, leave
 if sys.platform == "win32":
     from multiprocessing import popen_spawn_win32
 else:
-    from multiprocessing import forkserver, popen_forkserver, popen_spawn_posix
+    from multiprocessing import forkserver, popen_fork, popen_forkserver, popen_spawn_posix
 
 __all__ = ["Worker", "WorkerContext", "get_context", "kill_workers", "registered"]
 
