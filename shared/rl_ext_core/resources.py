@@ -79,10 +79,12 @@ def check_descriptors(n_workers: int, argument: str) -> None:
     :param argument: what says how many workers there are, with ``{}`` in place of the number
     :raises InvalidArgumentError: there are too few
     """
-    if not os.path.isdir("/proc/self/fd"):  # on other systems than Linux
+    try:
+        import resource
+    except ImportError:  # Windows
         return
-    import resource
-
+    if not os.path.isdir("/proc/self/fd"):
+        return
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     left = limit - len(os.listdir("/proc/self/fd")) - _SPARE_DESCRIPTORS
     if limit != resource.RLIM_INFINITY and n_workers * _DESCRIPTORS > left:
