@@ -274,7 +274,7 @@ class Judge:
             try:
                 self._start(processes, Path(name).resolve(), len(self._factories) if apart else 1, own)
                 for process in processes:
-                    process.answer(self._timeout or _ALONE_S)
+                    process.answer(max(_ALONE_S, self._timeout or 0.0))  # it imports, which has no limit of the user's
                 for batch in batches:
                     process = processes[batch[0].source if apart else 0]
                     process.send(batch)

@@ -220,8 +220,10 @@ def _named_files(recipe: Any) -> Iterator[Any]:
 
 def _state(path: str) -> list[int] | None:
     """Return when a file was modified, in nanoseconds, and its size in bytes; None if there is none."""
+    place = Path(path)
     try:
-        state = os.stat(path)
+        # Code may lie in an archive, as Python's own does in the embeddable build for Windows.
+        state = os.stat(next((one for one in (place, *place.parents) if one.is_file()), place))
     except (OSError, ValueError):
         return None
     return [state.st_mtime_ns, state.st_size]
