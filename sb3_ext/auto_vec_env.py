@@ -118,8 +118,7 @@ def make_vec_env(
         env_id = game_of_id(env_id) or env_id  # what builds a game of stable-retro, which gymnasium does not know
     source = functools.cache(lambda: _source(env_id, env_kwargs or {}))
     limit = (vec_env_kwargs or {}).get("start_timeout")
-    copied = functools.cache(lambda: convert(source(), verify=True, start_method=None, timeout=limit))
-    base = functools.cache(lambda: copied().then(environments.checked))
+    base = functools.cache(lambda: convert(source(), verify=True, timeout=limit).then(environments.checked))
 
     def tried() -> list[EnvFactory[Any]]:
         # All that will run, but for files: those of the monitors are not for trials.

@@ -325,19 +325,17 @@ def _replayed(recipe: Recipe, original: Fingerprint, careful: bool, ask: Ask) ->
     left, classes = habits.changed(original, mine)
     hidden = {p: why for p, why in {**original.opaque, **original.unpicklable}.items() if _has_state(p, why, original)}
     opaque = {path: name for path, name in hidden.items() if not habits.is_of_episode(path)}
-    left += () if careful else _outlasting(recipe, original, habits, left, ask)
-    changes: tuple[Change, ...] = ()
-    if left:
-        answers = dict(zip(left, ask(left), strict=True))
-        # Of what cannot be set, that which a history makes by itself is left to the copy: a window, a cache.
-        refused = {
-            path: why
-            for path, why in answers.items()
-            if isinstance(why, str) and not habits.is_left_to_use(path, original)
-        }
-        if refused:
-            return Examination([f"{_said(path, original, mine)} ({why})" for path, why in refused.items()])
-        changes = tuple({one.path: one for one in answers.values() if isinstance(one, Change)}.values())
+    answers = dict(zip(left, ask(left) if left else (), strict=True))
+    # Of what cannot be set, that which a history makes by itself is left to the copy: a window, a cache.
+    refused = {
+        path: why for path, why in answers.items() if isinstance(why, str) and not habits.is_left_to_use(path, original)
+    }
+    if refused:
+        return Examination([f"{_said(path, original, mine)} ({why})" for path, why in refused.items()])
+    changes = tuple({one.path: one for one in answers.values() if isinstance(one, Change)}.values())
+    if not careful:
+        changes += _outlasting(recipe, original, habits, changes, ask)
+    if left or changes:
         with _built(dataclasses.replace(recipe, changes=changes)) as copy:
             mine = fingerprint(copy)
             error = _failure_of(copy)
@@ -359,33 +357,36 @@ def _has_state(path: str, why: str, original: Fingerprint) -> bool:
     return path.startswith("<") or not {why, *(original.token(path) or ())[:2]} & _STATELESS
 
 
-def _outlasting(recipe: Recipe, original: Fingerprint, habits: _Habits, left: Sequence[str], ask: Ask) -> Sequence[str]:
-    """List the paths of an episode at which the original has a setting all the same, such as a goal that was fixed.
+def _outlasting(
+    recipe: Recipe, original: Fingerprint, habits: _Habits, changes: Sequence[Change], ask: Ask
+) -> tuple[Change, ...]:
+    """Return what else is to be set: settings that are part of an episode all the same, such as a goal that was fixed.
 
     What a copy has there after a reset depends on what it had before.
+
+    :param changes: what is set already
     """
-    doubtful = [path for path in habits.doubtful(original) if not path.startswith(tuple(left))][:_MOST_DOUBTFUL]
-    answers = dict(zip([*doubtful, *left], ask([*doubtful, *left]) if doubtful else (), strict=bool(doubtful)))
-    changes = [one for one in answers.values() if isinstance(one, Change)]
+    set_already = tuple(one.path for one in changes)
+    paths = [path for path in habits.doubtful(original) if not path.startswith(set_already)][:_MOST_DOUBTFUL]
+    answers = zip(paths, ask(paths) if paths else (), strict=True)
     # Others are set with what holds them.
-    doubtful = [path for path in doubtful if isinstance(one := answers[path], Change) and one.path == path]
+    doubtful = [one for path, one in answers if isinstance(one, Change) and one.path == path]
     if not doubtful:
         return ()
     found = []
     with _built(recipe) as copy, _optional():
-        driver = driver_for(copy, seed=_SEED)
+        driver = _driver_of(copy)
         if driver is None:
             return ()
-        for paths in (left, doubtful):
-            for one in changes:
-                if one.path in paths:
-                    with contextlib.suppress(Exception):
-                        apply(copy, [one])
+        for group in (changes, doubtful):
+            for one in group:
+                with contextlib.suppress(Exception):
+                    apply(copy, [one])
             with contextlib.suppress(Exception), _ended_after(_PATIENCE_S):
                 _reset(driver, 0)
             found.append(fingerprint(copy))
     without, with_them = found
-    return [path for path in doubtful if with_them.token(path) != without.token(path)]
+    return tuple(one for one in doubtful if with_them.token(one.path) != without.token(one.path))
 
 
 def _named(opaque: Mapping[str, str]) -> list[str]:
@@ -424,8 +425,7 @@ def _lived(environment: Any, number: int, careful: bool) -> tuple[list[Fingerpri
     :return: the fingerprints, and the paths at which the last reset has put other objects
     """
     found = [fingerprint(environment)]
-    writes = simulators.records_files(walk.layers(environment))
-    driver = None if writes else driver_for(environment, seed=_SEED + number)
+    driver = _driver_of(environment, number)
     if driver is not None:
         with contextlib.suppress(Exception), _ended_after(_PATIENCE_S):  # what it has shown until then is known
             if number == 0:
@@ -461,14 +461,20 @@ def _lived(environment: Any, number: int, careful: bool) -> tuple[list[Fingerpri
 
 def _failure_of(environment: Any) -> Exception | None:
     """Return what a reset of an environment raises."""
-    driver = driver_for(environment, seed=_SEED)
+    driver = _driver_of(environment)
     try:
-        if driver is not None and not simulators.records_files(walk.layers(environment)):
+        if driver is not None:
             with _ended_after(_PATIENCE_S):
                 _reset(driver, 0)
     except Exception as error:
         return error
     return None
+
+
+def _driver_of(environment: Any, number: int = 0) -> Driver | None:
+    """Return what steps an environment; None: this is not known, or it would write to files of the user's."""
+    records = simulators.records_files(walk.layers(environment))
+    return None if records else driver_for(environment, seed=_SEED + number)
 
 
 def _reset(driver: Driver, number: int) -> None:
@@ -618,8 +624,8 @@ def measure(
 
 
 def _timed(environment: Any) -> float | None:
-    driver = driver_for(environment, seed=_SEED)
-    if driver is None or simulators.records_files(walk.layers(environment)):
+    driver = _driver_of(environment)
+    if driver is None:
         return None
     try:
         with _ended_after(_TIMING_PATIENCE_S):
@@ -638,8 +644,10 @@ def _timed(environment: Any) -> float | None:
 @contextlib.contextmanager
 def _optional() -> Iterator[None]:
     processes.note(phase=OPTIONAL)
-    yield
-    processes.note(phase=None)
+    try:
+        yield
+    finally:
+        processes.note(phase=None)
 
 
 @contextlib.contextmanager

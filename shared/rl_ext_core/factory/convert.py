@@ -57,7 +57,7 @@ def convert(
     source: Any,
     *,
     verify: bool,
-    start_method: str | None,
+    start_method: str | None = None,
     adapt: Callable[[Any], Any] | None = None,
     preload: Sequence[str] = (),
     read: Callable[[Any], Any] | None = None,

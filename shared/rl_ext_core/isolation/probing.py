@@ -220,10 +220,12 @@ def _named_files(recipe: Any) -> Iterator[Any]:
 
 def _state(path: str) -> list[int] | None:
     """Return when a file was modified, in nanoseconds, and its size in bytes; None if there is none."""
-    place = Path(path)
     try:
-        # Code may lie in an archive, as Python's own does in the embeddable build for Windows.
-        state = os.stat(next((one for one in (place, *place.parents) if one.is_file()), place))
+        state = os.stat(path)
     except (OSError, ValueError):
-        return None
+        # Code may lie in an archive, as Python's own does in the embeddable build for Windows.
+        archive = next((folder for folder in Path(path).parents if folder.is_file()), None)
+        if archive is None:
+            return None
+        state = archive.stat()
     return [state.st_mtime_ns, state.st_size]

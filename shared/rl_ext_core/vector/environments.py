@@ -129,9 +129,7 @@ def factories_of(env_fns: Sequence[Any], timeout: float | None = None) -> list[E
     :param timeout: seconds that building and stepping a copy of an environment may take
     """
     others = {id(env_fn): env_fn for env_fn in env_fns if not isinstance(env_fn, EnvFactory) or env_fn.worker is None}
-    factories = {
-        key: convert(env_fn, verify=True, start_method=None, timeout=timeout) for key, env_fn in others.items()
-    }
+    factories = {key: convert(env_fn, verify=True, timeout=timeout) for key, env_fn in others.items()}
     made = {key: factory.for_workers(len(env_fns)) for key, factory in factories.items()}
     return [made[id(env_fn)][index] if id(env_fn) in made else env_fn for index, env_fn in enumerate(env_fns)]
 
