@@ -1,8 +1,7 @@
-"""The private names of TorchRL and TensorDict that this package uses, and what takes their place where one is gone.
+"""Private names of TorchRL and TensorDict that this package uses, and what replaces them in versions without them.
 
-They are looked for when the package is imported: in the code of the classes' modules, so that attributes that only
-instances have are found too. Where one is missing, what builds on it takes TorchRL's public, slower way, and one
-warning names the versions. Each list names what one thing builds on.
+The names are looked up at import, in the code of the classes' modules, which also shows attributes of instances. If
+one is missing, TorchRL's public, slower way is used, and one warning names the versions.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torchrl.envs.libs.gym import GymWrapper
 
 __all__ = ["EverySteps", "built", "has_short_steps", "has_supervision", "has_wrapper"]
 
-# What waits for the workers of a ParallelEnv, and ends them.
+# Supervision of ParallelEnv's workers.
 _SUPERVISION = """
     _start_workers _shutdown_workers _create_td _get_metadata _set_metadata _reset _step _workers _events
     _shm_done_flags _worker_indices _owns_workers _parent_env _mp_start_method _use_buffers _single_task
@@ -31,7 +30,7 @@ _SUPERVISION = """
     _dispatch_caller_parallel
 """
 
-# What a step of EnvBase's does, which the fast path leaves out.
+# Parts of EnvBase's step that the fast path skips.
 _SHORT_STEPS = """
     _step _reset _step_mdp _step_proc_data _reset_proc_data _step_and_maybe_reset _complete_done
     step reset maybe_reset any_done step_mdp step_and_maybe_reset rand_action
@@ -41,10 +40,10 @@ _SHORT_STEPS = """
 _TENSORDICT = "_new_unsafe _tensordict _td_dim_names _device"
 _LONGER = "torchrl_ext.GymWrapper steps as EnvBase does, which takes longer"
 
-# What upstream's wrapper calls for subclasses to override.
+# Methods of TorchRL's wrapper that ours overrides or calls, and functions that convert spaces.
 _WRAPPER = """
-    _check_kwargs _build_env _validate_env _is_batched _get_batch_size _make_specs _make_done_spec
-    _categorical_action_encoding _env _step _reset
+    _check_kwargs _validate_env _is_batched _get_batch_size _make_specs _make_done_spec
+    _categorical_action_encoding _env _step _reset _conversion_registry _gym_to_torchrl_spec_transform
 """
 
 
@@ -61,7 +60,7 @@ def _names_in(constants: Iterable[Any]) -> Iterator[str]:
 
 @cache
 def _names_of(cls: type) -> frozenset[str]:
-    """Collect the names that the modules of a class and its bases have, read or write."""
+    """Collect the names in the code of the modules of a class and its bases."""
     modules = {base.__module__ for base in cls.__mro__ if base.__module__.startswith(("torchrl.", "tensordict."))}
     specs = [importlib.import_module(name).__spec__ for name in modules]
     return frozenset(_names_in(spec.loader.get_code(spec.name) for spec in specs))  # type: ignore[union-attr]
@@ -74,49 +73,47 @@ def _has(cls: type, names: str, without: str) -> bool:
         versions = f"torchrl {torchrl.__version__}, tensordict {tensordict.__version__}"
         warnings.warn(
             f"{cls.__name__} of {versions} has no {', '.join(missing)}: {without}. Install a version of rl-ext that "
-            "knows this one, or an earlier one of TorchRL; those that were tested are on the documentation's page "
-            "Compatibility",
+            "supports this version, or an earlier TorchRL; the documentation's page Compatibility lists the tested "
+            "versions",
             stacklevel=3,
         )
     return not missing
 
 
 def has_supervision() -> bool:
-    """Return whether the workers of a ``ParallelEnv`` can be watched; else they are upstream's."""
-    without = "torchrl_ext.ParallelEnv runs upstream's workers, which start slower and do not say what they died of"
+    """Return whether the workers of a ``ParallelEnv`` can be watched; if not, they are TorchRL's."""
+    without = "torchrl_ext.ParallelEnv runs TorchRL's workers, which start slower and do not report why they died"
     return _has(batched_envs.ParallelEnv, _SUPERVISION, without)
 
 
 def has_short_steps() -> bool:
-    """Return whether steps can leave out what plain TensorDicts do not need; else they are ``EnvBase``'s."""
+    """Return whether steps can skip what plain TensorDicts do not need; if not, they are ``EnvBase``'s."""
     return _has(GymWrapper, _SHORT_STEPS, _LONGER) & _has(TensorDict, _TENSORDICT, _LONGER)
 
 
 def has_wrapper() -> bool:
-    """Return whether upstream's wrapper can be built on; else there is just upstream's."""
-    without = "torchrl_ext.GymWrapper is TorchRL's own, and takes none of this package's options"
+    """Return whether TorchRL's wrapper can be extended; if not, it is used as it is."""
+    without = "torchrl_ext.GymWrapper is TorchRL's own, and has none of this package's options"
     return _has(GymWrapper, _WRAPPER, without)
 
 
 class EverySteps(EnvBase):
-    """Steps as ``EnvBase`` takes them, in place of the short ones."""
+    """Steps of ``EnvBase``, in place of ``FastSteps``."""
 
     def _refuse_overrides(self) -> None:
-        """Refuse nothing: all is called."""
+        """Do nothing, because ``EnvBase`` calls every method."""
+
+
+def built(entries: dict[str, Any], batch_size: torch.Size, device: torch.device | None) -> TensorDict:
+    """Make a TensorDict of entries that are on its device and have its batch size."""
+    return TensorDict(entries, batch_size=batch_size, device=device)
 
 
 if _has(TensorDict, _TENSORDICT, _LONGER):
     _new = TensorDict._new_unsafe
 
     def built(entries: dict[str, Any], batch_size: torch.Size, device: torch.device | None) -> TensorDict:
-        """Make a TensorDict of entries that are on its device and have its batch size."""
+        """Make a TensorDict of entries that are on its device and have its batch size, without checks."""
         made = _new(entries, batch_size=batch_size)
-        # As an argument it would be turned into a device once more, which takes longer than all the rest.
-        made._device = device
+        made._device = device  # as an argument, it would take longer than all the rest
         return made
-
-else:
-
-    def built(entries: dict[str, Any], batch_size: torch.Size, device: torch.device | None) -> TensorDict:
-        """Make a TensorDict of entries that are on its device and have its batch size."""
-        return TensorDict(entries, batch_size=batch_size, device=device)

@@ -1,4 +1,4 @@
-"""Steps and resets of the wrapped environment, single or vectorised, as dicts of new tensors."""
+"""Steps and resets of the wrapped environment, single or vectorized, as dicts of new tensors."""
 
 from __future__ import annotations
 
@@ -6,33 +6,37 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDictBase
 from torchrl.data import Composite, OneHot
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
-from rl_ext_core.vector import autoreset
-from rl_ext_core.vector.autoreset import RESET, STEP, unpacked
-from torchrl_ext.gym import vector
-from torchrl_ext.gym.infos import info_after_reset, last_info, merge_infos
+from rl_ext_core.vector.arrays import keep_freed_memory
+from rl_ext_core.vector.spaces import device_of
+from rl_ext_core.vector.stepper import RESET, STEP, Stepper, unpacked, without_final
+from torchrl_ext._compat import built
+from torchrl_ext.gym.infos import merge_infos
 from torchrl_ext.gym.io import (
     compile_action,
     compile_flags,
     compile_observation,
+    compile_one_hot,
     compile_reward,
+    compile_value,
     counted_from_zero,
     unset_flags,
 )
-from torchrl_ext.gym.specs import device_of
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "refuse_frame_skip"]
 
 Entries = dict[str, Any]
-Step = tuple[Any, Any, Any, Any, Any]
+Leaves = dict[str, Any]  # specs, in dicts that are nested as the observations are
+Step = tuple[Any, ...]
 
 
 class Engine:
     """Steps and resets an environment; what it gives are the entries of TensorDicts.
 
-    Of a vectorised environment it knows between two calls:
+    Of a vectorized environment it knows between two calls:
 
     - *Nothing pending*: every row's next step starts from the observation that was given out last. A reset of some rows
       resets these in the environment.
@@ -47,7 +51,7 @@ class Engine:
     :param wrapper: whose environment, options and specs these are, as they are now
     :param observation: spec of what the environment returns, with the batch, without infos
     :param key: of the one entry, where observations are no dicts
-    :param env_type: ``"numpy"`` or ``"torch"``
+    :param env_type: ``"numpy"``, ``"torch"`` or ``"jax"``
     """
 
     def __init__(self, wrapper: Any, observation: Composite, key: str | None, env_type: str) -> None:
@@ -56,7 +60,7 @@ class Engine:
         self.env, self.frame_skip = wrapper._env, wrapper.wrapper_frame_skip
         self.batch_size, self.device = wrapper.batch_size, wrapper.device
         env, batch_size, device, keys = self.env, self.batch_size, self.device, wrapper.action_keys
-        self._leaves, self._key, self._missing = vector.leaves_of(observation), key, options["missing_final_obs"]
+        self._leaves, self._key, self._missing = _leaves_of(observation), key, options["missing_final_obs"]
         self._keys = tuple(self._leaves)
         self.containers = tuple(name for name, part in self._leaves.items() if isinstance(part, dict))
         # None: the environment's action is a dict.
@@ -73,27 +77,26 @@ class Engine:
         )
         self._read = compile_observation(observation, key=key, device=device, copy=options["copy"], starts=self._starts)
         self._reward = compile_reward(wrapper.reward_spec, device=device)
-        is_finite = vector.has_finite_horizon(env, options["finite_horizon"])
+        is_finite = _has_finite_horizon(env, options["finite_horizon"])
         self._flags = compile_flags(batch_size, device=device, finite_horizon=is_finite)
         self._take = self._step_once if self.frame_skip == 1 else self._step_often
-        # Which were done in the last step, where that was looked at.
+        # Which rows were done in the last step, if that was looked at.
         self.rows: torch.Tensor | None = None
-        # What the environment returned last, where that is asked for later.
-        self._now: Entries | None = None
         # Which rows have reset themselves, every observation that now holds, and the info.
         self._pending: tuple[torch.Tensor, Entries, Any] | None = None
+        self._stepper: Any = None
         if batch_size:
-            said = autoreset.find_mode(env, options["autoreset_mode"], speaks_torch=env_type == "torch")
-            mode = said or autoreset.Autoreset.DISABLED
-            self._count, self._same_step = batch_size[0], mode is autoreset.Autoreset.SAME_STEP
-            # Asking a GPU whether anything is done makes the step wait for it.
-            self._looks = device is None or device.type == "cpu"
-            if self._looks:
-                vector.keep_when_freed(sum(leaf.nbytes for leaf in observation.zero().values(True, True)))
-            self._reset_rows, self._trusted = autoreset.partial_reset(env, mode)
-            is_array = key is not None and self._starts is None and not isinstance(observation[key], OneHot)
-            self._array = key if self._looks and is_array else None
-            self._remembers = not self._trusted or self._missing == "previous"
+            self._stepper = Stepper(
+                env,
+                autoreset_mode=options["autoreset_mode"],
+                speaks_torch=env_type == "torch",
+                missing_final_obs=self._missing,
+            )
+            # Asking a GPU whether anything is done makes the step wait for it; a reset of some rows has to.
+            is_cpu = device is None or device.type == "cpu"
+            self._looks = is_cpu or not self._stepper.resets_in_step
+            if is_cpu:
+                keep_freed_memory(sum(leaf.nbytes for leaf in observation.zero().values(True, True)))
 
     # -- steps
 
@@ -103,34 +106,36 @@ class Engine:
         :param action: as it stands in the TensorDict
         :return: the entries of ``next``, whether something may be done, and the info
         """
-        before, self._now, self._pending = self._now, None, None
+        self._pending = None
         observation, reward, terminated, truncated, info = self._take(action)
         data: Entries = self._read(observation)
         data["reward"] = self._reward(reward)
         (data["done"], data["terminated"], data["truncated"]), ended = self._flags(terminated, truncated)
         if ended is not None:  # of a single environment
             return data, ended, info
-        if self._remembers:
-            self._now = self._kept(data)
         mask = data["done"].view(-1)
+        self.rows = rows = None
         if self._looks:
-            self.rows = mask.nonzero().view(-1)
-            if not len(self.rows):
+            found = mask.cpu().numpy().nonzero()[0]  # in a third of the time of torch's
+            if not len(found):
                 return data, False, info
-        if self._same_step:
+            self.rows = rows = torch.from_numpy(found).to(mask.device)
+        rows, final = self._final_observation(rows, mask, info)
+        if self._stepper.resets_in_step:
             observations = {key: data[key] for key in self._keys}
-            data.update(self._last(observations, mask, autoreset.final_observation(info), before))
+            data.update(_overwritten(self._leaves, observations, mask, rows, final))
             self._pending = (mask.clone(), observations, info)
         return data, True, info
 
     def _step_once(self, action: Any) -> Step:
-        return unpacked(self.env.step(self._decode(action)), STEP)
+        step = self.env.step if self._stepper is None else self._stepper.step
+        return unpacked(step(self._decode(action)), STEP)
 
     def _step_often(self, action: Any) -> Step:
         """Sum the rewards of as many steps as are to be skipped, up to an episode's end."""
         total: Any = 0
         for _ in range(self.frame_skip):
-            # decoded anew: the environment may have edited its action
+            # decoded again: the environment may have edited its action
             observation, reward, terminated, truncated, info = self._step_once(action)
             try:
                 total = total + reward
@@ -144,41 +149,28 @@ class Engine:
                 break
         return observation, total, terminated, truncated, info
 
-    def _kept(self, data: Entries) -> Entries:
-        """Copy observations: what is handed out may be edited, and so may what is not copied."""
-        return {key: data[key].clone() for key in self._keys}
-
-    def _last(self, observations: Entries, mask: torch.Tensor, final: Any, before: Entries | None) -> Entries:
-        """Put the last observations where sub-environments were done, into new tensors."""
-        rows = self.rows
-        if final is None:
-            if self._missing == "error" and (rows is not None or mask.any()):
-                raise EnvironmentOutputError(
-                    "sub-environments are done and the info holds no final_obs: their last observations are lost. Make "
-                    'the environment return them, or write missing_final_obs="nan" or "previous"'
-                )
-            values = before if self._missing == "previous" else None
-            return vector.overwritten(self._leaves, observations, mask, rows, values)
-        if rows is not None or self._starts is not None or not vector.is_batch(final, self._count):
-            rows = mask.nonzero().view(-1) if rows is None else rows
-            each = rows.tolist()
-            autoreset.require_own_final_observations(self.env, final, each)
-            one_by_one = type(final) is np.ndarray and final.dtype == object and len(final) == self._count
-            if self._array is not None and one_by_one:
-                quick = vector.assigned(observations[self._array], each, final)
-                if quick is not None:
-                    return {self._array: quick}
-            final = vector.rows_of(final, each, self._count)
-        final = counted_from_zero(final, self._starts)
-        values = final if self._key is None else {self._key: final}
-        return vector.overwritten(self._leaves, observations, mask, rows, values)
+    def _final_observation(
+        self, rows: torch.Tensor | None, mask: torch.Tensor, info: Any
+    ) -> tuple[torch.Tensor | None, Any]:
+        """Return which rows last observations are of, None: all, and these; None: they are lost, or in the step's."""
+        find = self._stepper.final_observation
+        if rows is None:
+            final = find(None, info)
+            is_lost = final is None and self._missing == "error" and bool(mask.any())
+            if is_lost or (final is not None and not (self._starts is None and _is_batch(final, mask.numel()))):
+                rows = mask.nonzero().view(-1)
+        if rows is not None:
+            final = find(rows, info)
+        if self._starts is not None:
+            final = counted_from_zero(final, self._starts)
+        return rows, final if self._key is None or final is None else {self._key: final}
 
     def closing(self, info: Any) -> Any:
         """Return the info that belongs to the observations of the last step, from what that step returned."""
         if self._pending is None:
-            return info
-        rows, is_after_reset = self._pending[0].nonzero().view(-1).tolist(), autoreset.info_is_after_reset(self.env)
-        return last_info(info, rows, self._count, is_after_reset=is_after_reset)
+            return info if self._stepper is None else without_final(info)
+        rows = self._pending[0].nonzero().view(-1).tolist()
+        return merge_infos(without_final(info), self._stepper.infos(info)[0], rows, self._stepper.num_envs)
 
     # -- resets
 
@@ -188,10 +180,9 @@ class Engine:
         :return: the observations, and the info
         """
         observation, info = unpacked(result, RESET)
-        data: Entries = self._read(observation)
-        if self.batch_size and self._remembers:
-            self._now = self._kept(data)
-        return data, info
+        if self._stepper is not None:
+            self._stepper.begin(observation)
+        return self._read(observation), info
 
     def reset(self, mask: torch.Tensor | None, **kwargs: Any) -> tuple[Entries, Any]:
         """Reset all, or those of a mask.
@@ -202,20 +193,26 @@ class Engine:
         """
         pending = None if kwargs else self._pending
         if mask is None or (pending is None and bool(mask.all())):
-            self._pending = self._now = None
+            self._pending = None
             return self.begin(self.env.reset(**kwargs))
         if pending is None:
             return self._partially(mask, **kwargs)
         self._pending = None
         done, observations, info = pending
-        left = mask & ~done
-        info = info_after_reset(info)
+        left, count = mask & ~done, self._stepper.num_envs
+        following = self._stepper.infos(info)[1]
+        if following is None or isinstance(following, list):
+            rest = without_final(info)
+            if isinstance(rest, dict):  # statistics are those of the episodes that ended
+                rest = {key: value for key, value in rest.items() if key.removeprefix("_") != "episode"}
+            following = merge_infos(rest, following, done.nonzero().view(-1).tolist(), count)
+        info = following
         if not left.any():
             return observations, info
         fresh, new_info = self._partially(left)
         rows = left.nonzero().view(-1)
-        merged = merge_infos(info, new_info, rows.tolist(), self._count)
-        return vector.overwritten(self._leaves, observations, left, rows, fresh), merged
+        merged = merge_infos(info, new_info, rows.tolist(), count)
+        return _overwritten(self._leaves, observations, left, rows, fresh), merged
 
     def reset_done(self, data: Entries) -> Entries:
         """Return the observations that follow a step in which something may be done.
@@ -233,24 +230,13 @@ class Engine:
         before = {key: data[key] for key in self._keys}
         if not len(rows):
             return before
-        return vector.overwritten(self._leaves, before, mask, rows, self.reset(mask)[0])
+        return _overwritten(self._leaves, before, mask, rows, self.reset(mask)[0])
 
     def _partially(self, mask: torch.Tensor, **kwargs: Any) -> tuple[Entries, Any]:
-        """Reset some, and see to it that the others were left alone, where nobody vouches for that."""
-        before, self._now, self._pending = self._now, None, None
-        rows = mask.cpu().numpy()
-        result = unpacked(self._reset_rows(rows, **kwargs), RESET)
-        # Others are to show that they left the other rows alone.
-        fresh, info = self.begin(vector.of_all_rows(result, rows) if self._trusted else result)
-        if self._trusted or before is None:
-            return fresh, info
-        if not vector.same_rows(self._leaves, fresh, before, (~mask).nonzero().view(-1)):
-            raise EnvironmentOutputError(
-                f"{type(self.env).__name__}.reset(options={{'reset_mask': ...}}) also changed "
-                "sub-environments that it was not to reset: it cannot reset some of them alone. Write "
-                'gymnasium.make_vec(..., vectorization_mode="sync"), or give its reset an argument env_ids'
-            )
-        return fresh, info
+        """Reset some rows; what is returned of the others is not to be read."""
+        self._pending = None
+        observation, info = self._stepper.reset(mask.cpu().numpy(), **kwargs)
+        return self._read(observation), info
 
     def not_done(self) -> tuple[torch.Tensor, ...]:
         """Make flags for what follows a reset: done, terminated, truncated."""
@@ -261,12 +247,17 @@ class Engine:
     @property
     def memory(self) -> Any:
         """What the next step and reset have to know of the last one; None if nothing."""
-        return None if self._now is None and self._pending is None else (self._now, self._pending)
+        current = None if self._stepper is None else self._stepper.current
+        return None if current is None and self._pending is None else (current, self._pending)
 
     def take_up(self, memory: Any) -> None:
-        """Remember what another engine of the same environment did, on another device maybe."""
+        """Remember what another engine of the same environment did, maybe on another device."""
         if memory is not None:
-            self._now, self._pending = (_moved(part, self.device) for part in memory)
+            self._stepper.current, pending = memory
+            if pending is not None and self.device is not None:
+                mask, observations, info = pending
+                pending = mask.to(self.device), {k: v.to(self.device) for k, v in observations.items()}, info
+            self._pending = pending
 
 
 def refuse_frame_skip(wrapper: Any) -> None:
@@ -284,11 +275,93 @@ def refuse_frame_skip(wrapper: Any) -> None:
         )
 
 
-def _moved(part: Any, device: torch.device | None) -> Any:
-    """Move tensors and TensorDicts, but not those of infos, which are the environment's."""
-    if part is None or device is None:
-        return part
-    if isinstance(part, tuple):
-        mask, observations, info = part
-        return mask.to(device), _moved(observations, device), info
-    return {key: value.to(device) for key, value in part.items()}
+def _has_finite_horizon(env: Any, asked: bool | None) -> bool:
+    """Return whether time-outs are terminations: as asked for, else as Isaac Lab's configuration says.
+
+    Source: ``is_finite_horizon`` of isaaclab.envs.ManagerBasedRLEnvCfg, https://github.com/isaac-sim/IsaacLab/pull/7502
+    """
+    if asked is not None:
+        return asked
+    return getattr(getattr(getattr(env, "unwrapped", env), "cfg", None), "is_finite_horizon", None) is True
+
+
+# -- rows of observations
+
+
+def _is_batch(final: Any, count: int) -> bool:
+    """Return whether last observations are tensors with a row for every sub-environment."""
+    if isinstance(final, dict):
+        return all(_is_batch(part, count) for part in final.values())
+    return isinstance(final, torch.Tensor) and final.shape[:1] == (count,)
+
+
+def _leaves_of(spec: Composite) -> Leaves:
+    """Return the specs of a Composite in plain dicts, which are much faster to walk through."""
+    return {key: _leaves_of(part) if isinstance(part, Composite) else part for key, part in spec.items()}
+
+
+def _overwritten(
+    leaves: Leaves, target: Any, mask: torch.Tensor, rows: torch.Tensor | None, values: Any, path: tuple[str, ...] = ()
+) -> Entries:
+    """Copy observations, and write others into some rows of the copies.
+
+    :param leaves: of the specs of the observations
+    :param target: the observations
+    :param mask: (n,) booleans: which rows
+    :param rows: the same as indices; None: not looked at, so that a GPU need not answer
+    :param values: observations of all rows, or of those ``rows`` alone; None: lost, which makes them NaN, or zero
+        where there is no NaN
+    :raises EnvironmentOutputError: the values do not fit
+    """
+    result: Entries = {}
+    for key, part in leaves.items():
+        old, new, here = target[key], None if values is None else _entry(values, key, path), (*path, key)
+        if isinstance(part, dict):
+            result[key] = built(_overwritten(part, old, mask, rows, new, here), old.batch_size, old.device)
+            continue
+        if new is None:
+            new = torch.full((), float("nan") if old.is_floating_point() else 0, dtype=old.dtype, device=old.device)
+            new = new.expand_as(old)
+        if rows is None:
+            wide = mask.view(-1, *([1] * (old.ndim - 1)))
+            result[key] = torch.where(wide, _fitted(part, old, new, len(mask), here), old)
+        else:
+            if type(new) is np.ndarray and old.is_cpu and new.shape[1:] == old.shape[1:] and len(new) == len(rows):
+                filled = old.clone().numpy()  # writing in NumPy takes less than half of the time
+                if new.dtype is filled.dtype:
+                    filled[rows.numpy()] = new
+                    result[key] = torch.from_numpy(filled)
+                    continue
+            if type(new) is torch.Tensor and new.shape == old.shape:
+                new = new.index_select(0, rows)
+            result[key] = old.index_copy(0, rows, _fitted(part, old, new, len(rows), here))
+    return result
+
+
+def _entry(values: Any, key: str, path: tuple[str, ...]) -> Any:
+    if not isinstance(values, (dict, TensorDictBase)):
+        raise EnvironmentOutputError(
+            f"final_obs{' ' if path else ''}{'.'.join(path)} is of type {type(values).__name__}; expected a dict with "
+            f"the key {key!r}"
+        )
+    keys = values.keys()
+    if key not in keys and key == "observation" and "state" in keys:
+        return values["state"]
+    if key not in keys:
+        raise EnvironmentOutputError(
+            f"final_obs has no {'.'.join((*path, key))!r}, which the observations have; it holds {sorted(keys)}"
+        )
+    return values[key]
+
+
+def _fitted(spec: Any, old: torch.Tensor, new: Any, count: int, path: tuple[str, ...]) -> torch.Tensor:
+    shape = (count, *old.shape[1:])
+    if type(new) is np.ndarray and new.dtype.kind in "fiub" and new.flags.c_contiguous and new.flags.writeable:
+        new = torch.from_numpy(new)
+    if type(new) is torch.Tensor and new.shape == shape and new.dtype is old.dtype and new.device == old.device:
+        return new.detach()
+    name = f"final_obs {'.'.join(path)}"
+    # One-hot entries come as indices from environments, as they are from those that were read already.
+    if isinstance(spec, OneHot) and tuple(getattr(new, "shape", ())) != shape:
+        return compile_one_hot(spec, shape[:-1], name=name, device=old.device)(new)
+    return compile_value(shape, old.dtype, name=name, device=old.device, copy=False)(new)

@@ -8,15 +8,16 @@ import numpy as np
 import torch
 
 from rl_ext_core.errors import EnvironmentOutputError
-from rl_ext_core.vector.autoreset import final_information, without_final
+from rl_ext_core.vector.arrays import to_torch
+from rl_ext_core.vector.stepper import as_dict, objects
 
-__all__ = ["info_after_reset", "last_info", "merge_infos", "numbers_for_reader", "owned"]
+__all__ = ["merge_infos", "numbers_for_reader", "owned"]
 
 _NUMBERS = "biufc"  # kinds of NumPy's dtypes
 
 
 def owned(info: Any) -> Any:
-    """Copy the arrays and tensors of an info, which environments write into again."""
+    """Copy the arrays and tensors of an info, which environments write into again; JAX's arrays become tensors."""
     if isinstance(info, dict):
         return {key: owned(value) for key, value in info.items()}
     if isinstance(info, list):
@@ -24,53 +25,12 @@ def owned(info: Any) -> Any:
     if isinstance(info, np.ndarray):
         if info.dtype != object or info.ndim != 1:
             return info.copy()
-        return _objects([owned(part) for part in info])
+        return objects([owned(part) for part in info])
+    info = to_torch(info)
     return info.detach().clone() if isinstance(info, torch.Tensor) else info
 
 
 # -- rows of infos
-
-
-def last_info(info: Any, rows: list[int], count: int, *, is_after_reset: bool = False) -> Any:
-    """Return the info of a step in which sub-environments were reset, with ``final_info`` in their rows.
-
-    What a wrapper adds beside ``final_info`` belongs to the step and is kept: episode statistics, and arrays that have
-    no mask where the others have one.
-
-    :param info: of the step
-    :param rows: indices of the sub-environments that were reset
-    :param count: number of sub-environments
-    :param is_after_reset: whether an info without ``final_info`` is that of the resets
-    """
-    final, rest = final_information(info), without_final(info)
-    if final is None:
-        return merge_infos(rest, {}, rows, count) if is_after_reset else rest
-    if isinstance(info, list):
-        return [
-            part if last is None else {**{key: part[key] for key in part if _is_statistics(key)}, **last}
-            for part, last in zip(rest, final, strict=True)
-        ]
-    final, has_masks = _as_dict(final), "_final_info" in info
-    if not isinstance(final, dict):
-        return rest
-    merged = merge_infos(rest, final, rows, count)
-    for key in rest.keys() - final.keys():
-        if _is_statistics(key) or (has_masks and f"_{key}" not in rest and not key.startswith("_")):
-            merged[key] = rest[key]
-    return merged
-
-
-def info_after_reset(info: Any) -> Any:
-    """Return the info of the resets from that of a step in which sub-environments were reset."""
-    rest = without_final(info)
-    if isinstance(rest, list):
-        return [info_after_reset(part) for part in rest]
-    return {key: value for key, value in rest.items() if not _is_statistics(key)} if isinstance(rest, dict) else rest
-
-
-def _is_statistics(key: Any) -> bool:
-    """Return whether gymnasium's RecordEpisodeStatistics writes a key, which it does in the last step of an episode."""
-    return key in ("episode", "_episode")
 
 
 def merge_infos(info: Any, other: Any, rows: list[int], count: int) -> Any:
@@ -85,8 +45,8 @@ def merge_infos(info: Any, other: Any, rows: list[int], count: int) -> Any:
     :param count: number of sub-environments
     """
     if isinstance(info, list) and isinstance(other, list):
-        return [other[row] if row in rows else part for row, part in enumerate(info)]
-    info, other = _as_dict(info), _as_dict(other)
+        return [other[row] or {} if row in rows else part for row, part in enumerate(info)]
+    info, other = ({} if part is None else as_dict(part) for part in (info, other))
     if not isinstance(info, dict) or not isinstance(other, dict):
         return other
     merged: dict[str, Any] = {}
@@ -100,35 +60,13 @@ def merge_infos(info: Any, other: Any, rows: list[int], count: int) -> Any:
     return merged
 
 
-def _as_dict(info: Any) -> Any:
-    """Return infos that stand one by one, None where there is none, as a dict of arrays."""
-    is_list = isinstance(info, list) or (isinstance(info, np.ndarray) and info.dtype == object)
-    return _joined(list(info)) if is_list else {} if info is None else info
-
-
-def _joined(infos: list[Any]) -> dict[str, Any]:
-    """Collect one info per sub-environment in arrays of objects, None where an info lacks a key."""
-    infos = [part if isinstance(part, dict) else {} for part in infos]
-    collected: dict[str, Any] = {}
-    for key in dict.fromkeys(key for part in infos for key in part):
-        parts = [part.get(key) for part in infos]
-        collected[key] = (_joined if any(isinstance(part, dict) for part in parts) else _objects)(parts)
-    return collected
-
-
-def _objects(parts: list[Any]) -> np.ndarray[Any, Any]:
-    array = np.empty(len(parts), object)
-    for place, part in enumerate(parts):
-        array[place] = part
-    return array
-
-
 def _has_rows(value: Any, count: int) -> bool:
     return isinstance(value, (np.ndarray, torch.Tensor)) and value.shape[:1] == (count,)
 
 
 def _with_rows(old: Any, new: Any, rows: list[int], count: int) -> Any:
     """Return a copy with rows of another value; None stands for no value."""
+    old, new = to_torch(old), to_torch(new)
     if not _has_rows(old, count):
         return new if _has_rows(new, count) else old
     if new is None:
@@ -138,7 +76,7 @@ def _with_rows(old: Any, new: Any, rows: list[int], count: int) -> Any:
         )
     values = _copy_for(old, new)
     if values is None:  # no dtype or shape holds both
-        values, new = (_objects(list(part) if _has_rows(part, count) else [part] * count) for part in (old, new))
+        values, new = (objects(list(part) if _has_rows(part, count) else [part] * count) for part in (old, new))
     values[rows] = new[rows]
     return values
 
@@ -159,20 +97,20 @@ def _copy_for(old: Any, new: Any) -> Any:
 def numbers_for_reader(info: Any, reader: Any, batch_size: torch.Size) -> Any:
     """Return an info whose values are arrays or tensors where ``default_info_dict_reader`` reads them.
 
-    Values of None count as absent.
+    Values of None count as absent; so do nested dicts, unless they are named.
 
     :param info: of an environment, or a list of one per sub-environment
     :param reader: with ``keys``; None: it reads all keys
     :param batch_size: of the environment
     :raises EnvironmentOutputError: If a value to read is not numeric, or not one per sub-environment.
     """
-    info = _as_dict(info)
+    info = as_dict(info)
     if not isinstance(info, dict):
         return info
-    keys = reader.keys
-    if keys is None:
-        keys = [key for key in info if not (reader.ignore_private and key.startswith("_"))]
-    found = dict(info)
+    keys, found = reader.keys, dict(info)
+    if keys is None:  # TorchRL's reader cannot read nested infos, which EnvPool and Brax have
+        found = {key: value for key, value in info.items() if not isinstance(value, dict)}
+        keys = [key for key in found if not (reader.ignore_private and key.startswith("_"))]
     for key in keys:
         value = _as_array(info.get(key))
         if value is None:

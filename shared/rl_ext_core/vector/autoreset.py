@@ -1,50 +1,32 @@
-"""When vectorized environments reset themselves, how some are reset while the others go on, and what both return.
+"""When vectorized environments reset themselves, and how some of their rows are reset while the others continue.
 
-Source: gymnasium's ``AutoresetMode`` (https://farama.org/Vector-Autoreset-Mode). Environments in Isaac Lab's style
-reset within the step as well, and older ones do not tell.
+Source: gymnasium's ``AutoresetMode`` (https://farama.org/Vector-Autoreset-Mode). The rules of each library are in the
+table at the end of this file.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
+from rl_ext_core.errors import InvalidArgumentError
+from rl_ext_core.vector.arrays import mapped
 
-__all__ = [
-    "RESET",
-    "STEP",
-    "Autoreset",
-    "PartialReset",
-    "final_observation",
-    "find_mode",
-    "info_is_after_reset",
-    "layers",
-    "partial_reset",
-    "require_own_final_observations",
-    "require_synchronous",
-    "unpacked",
-    "without_final",
-]
+__all__ = ["Autoreset", "PartialReset", "accepts", "find_mode", "layers", "require_synchronous", "rules_of"]
 
-# What a method of an environment returns, after its name.
-RESET = ("reset", "observation", "info")
-STEP = ("step", "observation", "reward", "terminated", "truncated", "info")
-_FINAL = ("final_obs", "final_observation", "final_info")
-
-# (n,) booleans of NumPy, and arguments of a reset -> what that returns: of all sub-environments, or of those rows only.
+# (n,) booleans of NumPy, and arguments of a reset -> what that returns: of all rows, or of the chosen ones only.
 PartialReset = Callable[..., Any]
 
 
 class Autoreset(Enum):
-    """When a sub-environment whose episode has ended resets itself; the values are gymnasium's."""
+    """When a row whose episode has ended is reset; the values are gymnasium's."""
 
     NEXT_STEP = "NextStep"
     SAME_STEP = "SameStep"
@@ -63,29 +45,23 @@ class Autoreset(Enum):
         )
 
 
-def find_mode(env: Any, asked: object, *, speaks_torch: bool) -> Autoreset | None:
-    """Find the mode of a vectorized environment: as asked for, its attribute, its metadata, its library's habit.
+class Rules(NamedTuple):
+    """How the vectorized environments of one library reset rows.
 
-    :param asked: a mode, its name or value; None: not set
-    :param speaks_torch: whether it steps on tensors
-    :return: the mode; None if it is not known
-    :raises InvalidArgumentError: If there is no such mode.
+    :ivar library: its name
+    :ivar includes: whether an unwrapped environment belongs to it
+    :ivar mode: of environments that set none; None if it is not known
+    :ivar partial_reset: from an environment, wrapped and unwrapped, and its mode to the way to reset some rows
+    :ivar keeps_others: whether that reset is known to leave the other rows alone
+    :ivar info: whether a step's info without ``final_info`` describes the ``"last"`` step or the ``"reset"`` after it
     """
-    base = getattr(env, "unwrapped", env)
-    metadata = getattr(env, "metadata", None) or {}
-    attributes = [getattr(layer, "autoreset_mode", None) for layer in (env, base)]
-    for found in (asked, *attributes, metadata.get("autoreset_mode")):
-        if found is not None:
-            return Autoreset.of(found)
-    # ManiSkill's vector wrapper has an attribute, mjlab a setting.
-    said = [getattr(layer, "__dict__", {}).get("auto_reset") for layer in layers(env)]
-    said.append(getattr(getattr(base, "cfg", None), "auto_reset", None))
-    resets = next((value for value in said if isinstance(value, bool)), None)
-    if resets is None and speaks_torch:
-        resets = not _is_of("mani_skill", base)
-    if resets is None:
-        return Autoreset.NEXT_STEP if _is_of("envpool", base) else None
-    return Autoreset.SAME_STEP if resets else Autoreset.DISABLED
+
+    library: str
+    includes: Callable[[Any], bool]
+    mode: Autoreset | None
+    partial_reset: Callable[[Any, Any, Autoreset], PartialReset]
+    keeps_others: bool
+    info: str
 
 
 def layers(env: Any) -> list[Any]:
@@ -97,13 +73,48 @@ def layers(env: Any) -> list[Any]:
     return found if found[-1] is base else [*found, base]
 
 
-def require_synchronous(env: Any) -> None:
-    """Refuse EnvPool's and ALE's asynchronous mode, in which a step returns ``batch_size`` of the sub-environments."""
+def find_mode(env: Any, asked: object, *, speaks_torch: bool) -> Autoreset | None:
+    """Find the mode of a vectorized environment: as asked for, its attribute, its metadata, its library's.
+
+    :param asked: a mode, its name or value; None: not set
+    :param speaks_torch: whether it steps on tensors; such environments reset rows in the step unless they set a mode
+    :return: the mode; None if it is not known
+    :raises InvalidArgumentError: If there is no such mode.
+    """
     base = getattr(env, "unwrapped", env)
-    if not (_is_of("envpool", base) or _is_of("ale_py", base)):
+    named = [asked, *(getattr(layer, "autoreset_mode", None) for layer in (env, base))]
+    for found in (*named, (getattr(env, "metadata", None) or {}).get("autoreset_mode")):
+        if found is not None:
+            return Autoreset.of(found)
+    # ManiSkill's vector wrapper has an attribute, mjlab a setting.
+    settings = [getattr(layer, "__dict__", {}).get("auto_reset") for layer in layers(env)]
+    for resets in (*settings, getattr(getattr(base, "cfg", None), "auto_reset", None)):
+        if isinstance(resets, bool):
+            return Autoreset.SAME_STEP if resets else Autoreset.DISABLED
+    return rules_of(env).mode or (Autoreset.SAME_STEP if speaks_torch else None)
+
+
+def accepts(function: Any, name: str, *, any_keyword: bool = True) -> bool:
+    """Return whether a function is known to have a parameter of a name, or to accept any keyword."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+    return name in parameters or (any_keyword and any(part.kind is part.VAR_KEYWORD for part in parameters.values()))
+
+
+def require_synchronous(env: Any) -> None:
+    """Refuse EnvPool's and ALE's asynchronous mode, in which a step returns ``batch_size`` of the rows, and players."""
+    base = getattr(env, "unwrapped", env)
+    if not _is_of("envpool.", "ale_py.")(base):
         return
     settings = getattr(getattr(base, "spec", None), "config", base)  # EnvPool has a config, ALE has attributes
     size, count = getattr(settings, "batch_size", None), getattr(settings, "num_envs", None)
+    if getattr(settings, "max_num_players", 1) > 1:
+        raise InvalidArgumentError(
+            f"{type(base).__name__} has {settings.max_num_players} players in each environment, and returns a row for "
+            "each of them: expected one player. Use an environment of EnvPool for one player"
+        )
     if isinstance(size, int) and isinstance(count, int) and 0 < size < count:
         raise InvalidArgumentError(
             f"`batch_size={size}` with num_envs={count} makes {type(base).__name__} asynchronous: each step returns "
@@ -111,67 +122,47 @@ def require_synchronous(env: Any) -> None:
         )
 
 
-def info_is_after_reset(env: Any) -> bool:
-    """Return whether an info without ``final_info`` describes the new episode where a step has ended one: as ALE's."""
-    return _is_of("ale_py", getattr(env, "unwrapped", env))
+# -- ways to reset some rows
 
 
-def partial_reset(env: Any, mode: Autoreset) -> tuple[PartialReset, bool]:
-    """Find the way to reset some sub-environments and leave the others, through all wrappers.
+def _by_mask(env: Any, base: Any, mode: Autoreset) -> PartialReset:
+    """Use gymnasium's option ``reset_mask``."""
+    return _by_option(env, "reset_mask", lambda mask: mask.copy())
 
-    By the argument ``env_ids`` (Isaac Lab, mjlab), ManiSkill's option ``env_idx``, EnvPool's ``env_id``, else
-    gymnasium's option ``reset_mask``.
 
-    :return: the way, and whether it is known to leave the others alone
-    :raises InvalidArgumentError: If the environment is known to do it wrongly.
-    """
-    base = getattr(env, "unwrapped", env)
-    by_mask = _by_option(env, "reset_mask", lambda mask: mask.copy())
-    if _is_of("ale_py", base):
-        found = version("ale-py")
-        if mode is not Autoreset.SAME_STEP and tuple(map(int, re.findall(r"\d+", found)[:3])) < (0, 12, 1):
-            raise InvalidArgumentError(  # reset_mask raises in 0.11, and hangs in 0.12.0
-                f"ale-py {found} cannot reset some of its environments: expected 0.12.1 or later. Use pip install "
-                "'ale-py>=0.12.1', or AtariVectorEnv(..., autoreset_mode=AutoresetMode.SAME_STEP)"
-            )
-        return by_mask, True
-    if _is_of("envpool", base):
-        if env is base:  # wrappers have another first argument
-            return lambda mask, **kwargs: env.reset(np.flatnonzero(mask), **kwargs), True
-        if "options" in _parameters(base.reset):
-            return by_mask, True
-        raise InvalidArgumentError(
-            f"`{type(env).__name__}` is a wrapper around an EnvPool whose reset takes no options: expected EnvPool "
-            "1.2.5 or later, which can reset some environments through wrappers. Use pip install 'envpool>=1.2.5', or "
-            "the pool without wrappers"
+def _by_mask_in_ale(env: Any, base: Any, mode: Autoreset) -> PartialReset:
+    found = version("ale-py")
+    if mode is not Autoreset.SAME_STEP and tuple(map(int, re.findall(r"\d+", found)[:3])) < (0, 12, 1):
+        raise InvalidArgumentError(  # reset_mask raises in 0.11, and hangs in 0.12.0
+            f"ale-py {found} cannot reset some of its environments: expected 0.12.1 or later. Use pip install "
+            "'ale-py>=0.12.1', or AtariVectorEnv(..., autoreset_mode=AutoresetMode.SAME_STEP)"
         )
-    if "env_ids" in _parameters(base.reset):
-        return _by_keyword(env, base), True
-    if _is_of("mani_skill", base):
-        return _by_option(env, "env_idx", lambda mask: _indices(mask, base)), True
+    return _by_mask(env, base, mode)
 
-    from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
-    from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
-    from rl_ext_core.vector import SharedMemoryVectorEnv
-
-    if isinstance(base, CartPoleVectorEnv) and "reset" not in vars(base):
-        # It ignores the option. Patched here, so that wrappers around it can pass it on.
-        base.reset = partial(_reset_cartpole, base)  # type: ignore[method-assign]
-    if isinstance(base, AsyncVectorEnv) and mode is Autoreset.NEXT_STEP and not base.shared_memory:
+def _by_mask_in_workers(env: Any, base: Any, mode: Autoreset) -> PartialReset:
+    if mode is Autoreset.NEXT_STEP and not base.shared_memory:
         raise InvalidArgumentError(
             "AsyncVectorEnv(shared_memory=False) resets a sub-environment once more after a reset by reset_mask. Write "
             'autoreset_mode="SameStep", or leave shared_memory at True'
         )
-    return by_mask, isinstance(base, (SyncVectorEnv, AsyncVectorEnv, SharedMemoryVectorEnv, CartPoleVectorEnv))
+    return _by_mask(env, base, mode)
 
 
-def _by_keyword(env: Any, base: Any) -> PartialReset:
+def _by_env_idx(env: Any, base: Any, mode: Autoreset) -> PartialReset:
+    """Use ManiSkill's option."""
+    return _by_option(env, "env_idx", lambda mask: _indices(mask, base))
+
+
+def _by_env_ids(env: Any, base: Any, mode: Autoreset) -> PartialReset:
     """Call the outermost reset that may change anything, if all from there on pass the keyword on."""
+    from gymnasium import Wrapper, wrappers
+
     chain = layers(env)
-    while len(chain) > 1 and _is_passive(chain[0]):
+    only_look = (Wrapper.reset, wrappers.OrderEnforcing.reset, wrappers.PassiveEnvChecker.reset)
+    while len(chain) > 1 and "reset" not in vars(chain[0]) and getattr(type(chain[0]), "reset", None) in only_look:
         del chain[0]
-    stops = next((layer for layer in chain if not _takes_env_ids(layer.reset)), None)
+    stops = next((layer for layer in chain if not accepts(layer.reset, "env_ids")), None)
 
     def reset(mask: Any, **kwargs: Any) -> Any:
         if stops is not None:
@@ -184,22 +175,37 @@ def _by_keyword(env: Any, base: Any) -> PartialReset:
     return reset
 
 
-def _is_passive(layer: Any) -> bool:
-    """Return whether a wrapper leaves resets as they are: gymnasium's own that only look, and those without a reset."""
-    import gymnasium
-
-    if not isinstance(layer, gymnasium.Wrapper) or "reset" in vars(layer) or _takes_env_ids(layer.reset):
-        return False
-    owner = next(cls for cls in type(layer).__mro__ if "reset" in vars(cls))
-    return owner in (gymnasium.Wrapper, gymnasium.wrappers.OrderEnforcing, gymnasium.wrappers.PassiveEnvChecker)
-
-
-def _takes_env_ids(function: Any) -> bool:
-    parameters = _parameters(function)
-    return "env_ids" in parameters or any(part.kind is part.VAR_KEYWORD for part in parameters.values())
-
-
 def _by_option(env: Any, option: str, value: Callable[[Any], Any]) -> PartialReset:
+    base, is_known = layers(env)[-1], False
+
+    def passing(**kwargs: Any) -> Any:
+        """Reset, and refuse wrappers that do not pass the option on: they would reset all rows."""
+        nonlocal is_known
+        if is_known or env is base:
+            return env.reset(**kwargs)
+        received, before, original = [], vars(base).get("reset"), base.reset
+
+        def record(*args: Any, **given: Any) -> Any:
+            received.append(option in (given.get("options") or {}))
+            return original(*args, **given)
+
+        base.reset = record
+        try:
+            result = env.reset(**kwargs)
+        finally:
+            del base.reset
+            if before is not None:
+                base.reset = before
+        if not any(received):
+            names = ", ".join(type(layer).__name__ for layer in layers(env)[:-1])
+            raise InvalidArgumentError(
+                f"a wrapper around {type(base).__name__} ({names}) does not pass options[{option!r}] on, so that some "
+                "sub-environments cannot be reset alone. Write def reset(self, **kwargs) and "
+                "self.env.reset(**kwargs) in it"
+            )
+        is_known = True
+        return result
+
     def reset(mask: Any, *, options: dict[str, Any] | None = None, **kwargs: Any) -> Any:
         # gymnasium takes the mask out of the options before wrappers around it can read it: they reset what they keep
         # of every sub-environment, such as the sums of RecordEpisodeStatistics and NormalizeReward.
@@ -209,7 +215,7 @@ def _by_option(env: Any, option: str, value: Callable[[Any], Any]) -> PartialRes
             for name, old in vars(layer).items()
             if isinstance(old, np.ndarray) and old.shape[:1] == mask.shape
         ]
-        result = env.reset(options={**(options or {}), option: value(mask)}, **kwargs)
+        result = passing(options={**(options or {}), option: value(mask)}, **kwargs)
         for layer, name, old in kept:
             new = getattr(layer, name)
             if isinstance(new, np.ndarray) and new.shape == old.shape:
@@ -219,30 +225,68 @@ def _by_option(env: Any, option: str, value: Callable[[Any], Any]) -> PartialRes
     return reset
 
 
-def _reset_cartpole(env: Any, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
-    """Do now what gymnasium's vectorised CartPole would do in the next step, from the same random numbers."""
-    if not options or "reset_mask" not in options:
-        result: tuple[Any, Any] = type(env).reset(env, seed=seed, options=options)
-        return result
+def _replacing(reset_rows: Callable[..., Any]) -> Callable[[Any, Any, Autoreset], PartialReset]:
+    """Replace an environment's reset by one that follows ``reset_mask``, so that wrappers around it can pass it on."""
+
+    def partial_reset(env: Any, base: Any, mode: Autoreset) -> PartialReset:
+        if "reset" not in vars(base):
+            base.reset = partial(_reset, base, reset_rows)
+        return _by_mask(env, base, mode)
+
+    return partial_reset
+
+
+def _reset(env: Any, reset_rows: Any, *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+    rest = {key: value for key, value in (options or {}).items() if key != "reset_mask"}
+    given = {key: value for key, value in kwargs.items() if value is not None}  # EnvPool before 1.2 takes numbers alone
+    given |= {"options": rest} if rest else {}
+    if options and "reset_mask" in options:
+        return reset_rows(env, options["reset_mask"], **given)
+    if hasattr(env, "prev_done"):
+        env.prev_done = env.prev_done & False  # else JAX environments reset these rows in the next step again
+    return type(env).reset(env, *args, **given)
+
+
+def _reset_cartpole(env: Any, rows: Any, *, seed: int | None = None, **_: Any) -> tuple[Any, Any]:
+    """Do now what gymnasium's vectorized CartPole would do in the next step, from the same random numbers."""
     from gymnasium.vector import VectorEnv
 
     VectorEnv.reset(env, seed=seed)
-    rows = options["reset_mask"]
     env.state[:, rows] = env.np_random.uniform(low=env.low, high=env.high, size=(4, int(rows.sum())))
     env.steps[rows] = 0
     env.prev_done[rows] = False
     return env.state.T.astype(np.float32), {}
 
 
-def _parameters(function: Any) -> Any:
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return {}
+def _reset_functional(env: Any, rows: Any, *, seed: int | None = None, **_: Any) -> tuple[Any, Any]:
+    """Reset rows of gymnasium's functional JAX environment, all computed: JAX compiles for each number of rows."""
+    import jax
+    from jax import numpy as jnp
+
+    def chosen(new: Any, old: Any) -> Any:
+        return jnp.where(mask.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+
+    mask = jnp.asarray(rows)
+    env.rng, key, observing = jax.random.split(env.rng if seed is None else jax.random.PRNGKey(seed), 3)
+    fresh = env.func_env.initial(rng=jax.random.split(key, env.num_envs))
+    env.state = jax.tree_util.tree_map(chosen, fresh, env.state)
+    env.steps, env.prev_done = jnp.where(mask, 0, env.steps), env.prev_done & ~mask
+    observation = env.func_env.observation(env.state, jax.random.split(observing, env.num_envs))
+    return observation, env.func_env.state_info(env.state)
 
 
-def _is_of(package: str, base: Any) -> bool:
-    return any(kind.__module__.startswith(package) for kind in type(base).__mro__)
+def _reset_envpool(env: Any, mask: Any, **kwargs: Any) -> Any:
+    """Return all rows where EnvPool returns those alone that it has reset; others are zero."""
+    rows = np.flatnonzero(mask)
+
+    def scattered(part: Any) -> Any:
+        if not isinstance(part, np.ndarray) or part.shape[:1] != rows.shape:
+            return part
+        full = np.zeros((len(mask), *part.shape[1:]), part.dtype)
+        full[rows] = part
+        return full
+
+    return mapped(scattered, type(env).reset(env, rows, **kwargs))
 
 
 def _indices(mask: Any, base: Any) -> Any:
@@ -251,69 +295,45 @@ def _indices(mask: Any, base: Any) -> Any:
     return torch.from_numpy(np.flatnonzero(mask)).to(getattr(base, "device", "cpu"))
 
 
-# -- what resets and steps return
+# -- the table
 
 
-def unpacked(result: Any, expected: tuple[str, ...]) -> tuple[Any, ...]:
-    """Refuse a result that does not have as many values as gymnasium's ``RESET`` or ``STEP``."""
-    if isinstance(result, (tuple, list)) and len(result) == len(expected) - 1:
-        return tuple(result)
-    found = f"{len(result)} values" if isinstance(result, (tuple, list)) else f"a value of type {type(result).__name__}"
-    method, *names = expected
-    raise EnvironmentOutputError(
-        f"{method}() returned {found}; expected the {len(names)} of gymnasium: {', '.join(names)}"
+def _is_of(*prefixes: str) -> Callable[[Any], bool]:
+    """Return whether the class of an environment, or one of its bases, is defined under one of these names."""
+    return lambda base: any(
+        f"{kind.__module__}.{kind.__qualname__}".startswith(prefixes) for kind in type(base).__mro__
     )
 
 
-def final_observation(info: Any) -> Any:
-    """Return the last observations in a step's info, or None."""
-    return _taken_out(info, "final_obs", "final_observation")
+_POOLS = _is_of("gymnasium.vector.sync_vector_env.SyncVectorEnv", "rl_ext_core.vector.")
+_WORKERS = _is_of("gymnasium.vector.async_vector_env.AsyncVectorEnv")
+_CARTPOLE = _is_of("gymnasium.envs.classic_control.cartpole.CartPoleVectorEnv")
+_FUNCTIONAL = _is_of("gymnasium.envs.functional_jax_env.FunctionalJaxVectorEnv")
 
 
-def require_own_final_observations(env: Any, final: Any, rows: Iterable[int]) -> None:
-    """Refuse last observations that are overwritten: SyncVectorEnv resets environments before it copies them.
+def _has_env_ids(base: Any) -> bool:
+    return accepts(getattr(base, "reset", None), "env_ids", any_keyword=False)
 
-    :param final: the last observations, as :func:`final_observation` returns them
-    :param rows: sub-environments whose episodes have ended
-    :raises EnvironmentOutputError: If an environment has returned one array in its last step and in the reset.
-    """
+
+_UNKNOWN = Rules("others", lambda base: True, None, _by_mask, False, "last")
+
+# The first row that includes an environment counts. All tell last observations as info["final_obs"] (before 1.0:
+# "final_observation"), if they reset rows in the step; in other modes, the step's observation is the last one.
+TABLE = (
+    # library, includes, mode, partial reset, keeps others, info without final_info
+    Rules("ALE AtariVectorEnv", _is_of("ale_py."), None, _by_mask_in_ale, True, "reset"),
+    Rules("EnvPool", _is_of("envpool."), Autoreset.NEXT_STEP, _replacing(_reset_envpool), True, "last"),
+    Rules("Isaac Lab, mjlab", _has_env_ids, None, _by_env_ids, True, "last"),
+    Rules("ManiSkill", _is_of("mani_skill"), Autoreset.DISABLED, _by_env_idx, True, "last"),
+    Rules("SyncVectorEnv, ours", _POOLS, None, _by_mask, True, "last"),
+    Rules("AsyncVectorEnv", _WORKERS, None, _by_mask_in_workers, True, "last"),
+    Rules("CartPoleVectorEnv", _CARTPOLE, None, _replacing(_reset_cartpole), True, "last"),
+    Rules("phys2d (JAX)", _FUNCTIONAL, Autoreset.NEXT_STEP, _replacing(_reset_functional), True, "last"),
+    _UNKNOWN,
+)
+
+
+def rules_of(env: Any) -> Rules:
+    """Return the row of the table for a vectorized environment, wrapped or not."""
     base = getattr(env, "unwrapped", env)
-    current = getattr(base, "_env_obs", None)  # gymnasium's private name: without it, nothing is checked
-    if not isinstance(current, list) or not isinstance(final, list | np.ndarray) or len(final) != len(current):
-        return
-    if any(_share_memory(final[row], current[row]) for row in rows):
-        raise EnvironmentOutputError(
-            f"`autoreset_mode=SAME_STEP` of {type(base).__name__} loses last observations: expected an environment "
-            "that returns new arrays, got one that writes every observation to the same array. Use "
-            "SyncVectorEnv(env_fns, autoreset_mode=AutoresetMode.NEXT_STEP), or return observation.copy()"
-        )
-
-
-def _share_memory(left: Any, right: Any) -> bool:
-    if isinstance(left, dict) and isinstance(right, dict):
-        return any(_share_memory(part, right.get(key)) for key, part in left.items())
-    if isinstance(left, tuple) and isinstance(right, tuple):
-        return any(map(_share_memory, left, right))
-    return isinstance(left, np.ndarray) and isinstance(right, np.ndarray) and np.shares_memory(left, right)
-
-
-def final_information(info: Any) -> Any:
-    """Return the infos that belong to the last observations in a step's info, or None."""
-    return _taken_out(info, "final_info")
-
-
-def _taken_out(info: Any, *names: str) -> Any:
-    if isinstance(info, list):  # one info per sub-environment
-        each = [_taken_out(part, *names) for part in info]
-        return each if any(part is not None for part in each) else None
-    found = [info.get(name) for name in names] if isinstance(info, dict) else []
-    return next((value for value in found if value is not None), None)
-
-
-def without_final(info: Any) -> Any:
-    """Return an info without what belongs to the last observations."""
-    if isinstance(info, list):
-        return [without_final(part) for part in info]
-    if not isinstance(info, dict):
-        return info
-    return {key: value for key, value in info.items() if key.removeprefix("_") not in _FINAL}
+    return next(rules for rules in TABLE if rules.includes(base))
