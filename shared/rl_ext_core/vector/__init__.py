@@ -1,11 +1,12 @@
-"""Environments in worker processes, stepped through shared memory: what vectorised environments are made of."""
+"""Vectorized environments of gymnasium: worker processes with shared memory, and Brax environments compiled by JAX."""
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rl_ext_core.vector.brax import BraxVectorEnv
     from rl_ext_core.vector.vector_env import SharedMemoryVectorEnv
 
-__all__ = ["SharedMemoryVectorEnv"]
+__all__ = ["BraxVectorEnv", "SharedMemoryVectorEnv"]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,6 +24,10 @@ def __getattr__(name: str) -> Any:
             f"{name} needs gymnasium 1.1 or later, which has AutoresetMode; installed is {gymnasium.__version__}. "
             'Install it with:\n    pip install "gymnasium>=1.1"'
         ) from None
+    if name == "BraxVectorEnv":
+        from rl_ext_core.vector.brax import BraxVectorEnv
+
+        return BraxVectorEnv
     from rl_ext_core.vector.vector_env import SharedMemoryVectorEnv
 
     return SharedMemoryVectorEnv
