@@ -49,7 +49,7 @@ test: $(VENV)/.extra-test
 	$(if $(CI),scripts/build_torchrl_extension.sh)
 	$(if $(CI),scripts/make_mujoco4_venv.sh)
 	$(if $(CI),scripts/make_meltingpot_venv.sh --if-possible)
-	$(if $(CI),scripts/make_sbx_venv.sh)
+	$(if $(CI),scripts/make_jax_venv.sh)
 	$(RUN) test $(SELECT)
 
 test-exhaustive:

@@ -1,0 +1,110 @@
+"""EnvPool through ``sb3_ext.GymVecEnv``, and gymnasium's environments in worker processes, against EnvPool alone.
+
+EnvPool steps environments in C++ threads, and is what Python environments in processes can at best come near to. All
+take turns in one process, with the same actions; ratios are medians of the ratios of turns. Skipped frames are counted,
+as EnvPool's authors do: 4 a step of Pong, 5 of HalfCheetah. EnvPool has as many threads as there are cores.
+
+Runs in the environment that ``scripts/make_jax_venv.sh`` makes:
+
+    .venv-jax/bin/python -m benchmarks.envpool [pong halfcheetah] [--envs 8] [--rounds 15] [--cpu]
+
+``--cpu`` measures the CPU time of all processes and threads instead, for machines that do something else as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import ale_py
+import gymnasium
+import numpy as np
+from gymnasium.vector import AsyncVectorEnv
+from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
+from stable_baselines3.common.vec_env import SubprocVecEnv
+
+from benchmarks.gym_vec_env import stepping
+from benchmarks.measure import interleaved, machine, options_with_names, record, times_as_fast
+from benchmarks.processes import children_of, own_cpu_s
+from sb3_ext import GymVecEnv, SharedMemoryVecEnv
+
+RAW = "EnvPool, alone"
+
+
+def build_pong() -> Any:
+    """Make what EnvPool's Pong is: 4 gray frames of 84 x 84, of every fourth one."""
+    gymnasium.register_envs(ale_py)
+    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # it would print its version
+    env = gymnasium.make("ALE/Pong-v5", frameskip=1, repeat_action_probability=0.0)
+    return FrameStackObservation(AtariPreprocessing(env), 4)
+
+
+# EnvPool's name, gymnasium's environment, frames a step, and steps a round.
+PARTS: dict[str, tuple[str, Callable[[], Any], int, int]] = {
+    "pong": ("Pong-v5", build_pong, 4, 40),
+    "halfcheetah": ("HalfCheetah-v5", partial(gymnasium.make, "HalfCheetah-v5"), 5, 150),
+}
+
+
+def cpu_time() -> float:
+    """Return the CPU time of this process and its workers."""
+    return time.process_time() + sum(map(own_cpu_s, children_of()))
+
+
+def measure(name: str, options: argparse.Namespace) -> None:
+    """Measure one environment, and print a table."""
+    import envpool
+
+    task, build, frames, steps = PARTS[name]
+    count = options.envs
+
+    def pool() -> Any:
+        return envpool.make_gymnasium(task, num_envs=count, num_threads=os.cpu_count() or 1, seed=0)
+
+    single = build()
+    single.action_space.seed(0)
+    actions = [np.stack([single.action_space.sample() for _ in range(count)]) for _ in range(steps)]
+    single.close()
+    envs = {
+        RAW: pool(),
+        "EnvPool in GymVecEnv": GymVecEnv(pool()),
+        "SharedMemoryVecEnv": SharedMemoryVecEnv([build] * count),
+        "SubprocVecEnv": SubprocVecEnv([build] * count),
+        "AsyncVectorEnv": AsyncVectorEnv([build] * count),
+    }
+    competitors = {label: stepping(env, actions) for label, env in envs.items()}
+    seconds = interleaved(competitors, rounds=options.rounds, clock=cpu_time if options.cpu else time.perf_counter)
+    print(f"\n{task}: frames a {'CPU ' * options.cpu}second of {count} environments, and per cent of EnvPool alone")
+    figures = {}
+    for label, found in seconds.items():
+        figures[label] = 100 * times_as_fast(seconds, label, than=RAW)
+        print(f"{label:28}{steps * count * frames / np.median(found):>12,.0f}{figures[label]:>8.1f} %")
+        envs[label].close()
+    record("envpool", f"{name}{' (CPU time)' * options.cpu}", **figures)
+
+
+def main() -> None:
+    """Measure and print a table of each environment."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.envpool", description=main.__doc__)
+    parser.add_argument("--envs", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--cpu", action="store_true", help="measure CPU time")
+    options = options_with_names(parser, PARTS)
+    try:
+        import envpool  # noqa: F401
+    except ImportError:
+        sys.exit(
+            "EnvPool is not installed. Write: scripts/make_jax_venv.sh; .venv-jax/bin/python -m benchmarks.envpool"
+        )
+    print(machine())
+    for name in options.names:
+        measure(name, options)
+
+
+if __name__ == "__main__":
+    main()

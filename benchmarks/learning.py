@@ -1,0 +1,176 @@
+"""PPO of Stable Baselines3 and of TorchRL on vectorized environments that are neither library's own.
+
+Each learns CartPole for 30,000 steps, on EnvPool's and on gymnasium's in JAX (``phys2d/CartPole-v1``), through
+``GymVecEnv`` and ``GymWrapper``. Printed for each seed is the mean return of the policy's most probable actions in one
+episode of each of 16 new environments. It has to reach 200; 500 is the highest.
+
+Runs in the environment that ``scripts/make_jax_venv.sh`` makes:
+
+    .venv-jax/bin/python -m benchmarks.learning [sb3 torchrl] [--envs envpool phys2d] [--seeds 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from stable_baselines3 import PPO
+from tensordict.nn import TensorDictModule
+from torch.distributions import Categorical
+from torchrl.collectors import Collector
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+from torchrl.modules import MLP, ProbabilisticActor, ValueOperator
+from torchrl.objectives import ClipPPOLoss
+from torchrl.objectives.value import GAE
+
+from benchmarks.measure import judged, machine, options_with_names, record
+from sb3_ext import GymVecEnv
+from torchrl_ext import GymWrapper
+
+STEPS, COUNT, EVALUATED, LENGTH, BAR = 30_000, 8, 16, 500, 200.0
+# Settings of both libraries' PPO.
+GAMMA, LAMBDA, HORIZON, EPOCHS, MINIBATCH, RATE, CLIP = 0.99, 0.95, 64, 10, 64, 1e-3, 0.2
+
+
+def envpool(count: int, seed: int) -> Any:
+    """Make EnvPool's CartPole."""
+    import envpool
+
+    return envpool.make_gymnasium("CartPole-v1", num_envs=count, seed=seed)
+
+
+def phys2d(count: int, seed: int) -> Any:
+    """Make gymnasium's CartPole in JAX."""
+    del seed  # set by reset
+    return gymnasium.make_vec("phys2d/CartPole-v1", num_envs=count, vectorization_mode="vector_entry_point")
+
+
+Make = Callable[[int, int], Any]
+ENVS: dict[str, Make] = {"envpool": envpool, "phys2d": phys2d}
+
+
+def sb3(make: Make, seed: int) -> float:
+    """Train Stable Baselines3's PPO, and return the mean return of what it has learned."""
+
+    def decaying(value: float) -> Callable[[float], float]:
+        return lambda left: value * left
+
+    venv = GymVecEnv(make(COUNT, seed))
+    model = PPO(
+        "MlpPolicy",
+        venv,
+        n_steps=HORIZON,
+        batch_size=MINIBATCH,
+        n_epochs=EPOCHS,
+        gamma=GAMMA,
+        gae_lambda=LAMBDA,
+        learning_rate=decaying(RATE),
+        clip_range=decaying(CLIP),
+        seed=seed,
+        device="cpu",
+    )
+    model.learn(STEPS)
+    venv.close()
+    venv = GymVecEnv(make(EVALUATED, seed + 1000))
+    venv.seed(seed + 1000)
+    observations, returns, running = venv.reset(), np.zeros(EVALUATED), np.ones(EVALUATED, bool)
+    for _ in range(LENGTH):
+        observations, rewards, dones, _ = venv.step(model.predict(observations, deterministic=True)[0])
+        returns += rewards * running
+        running &= ~dones
+    venv.close()
+    return float(returns.mean())
+
+
+def network(outputs: int, gain: float) -> MLP:
+    """Make a network as Stable Baselines3 does, with orthogonal weights."""
+    layers = MLP(4, outputs, num_cells=[64, 64], activation_class=torch.nn.Tanh)
+    linear = [layer for layer in layers if isinstance(layer, torch.nn.Linear)]
+    for layer in linear:
+        torch.nn.init.orthogonal_(layer.weight, gain if layer is linear[-1] else 2**0.5)
+        torch.nn.init.zeros_(layer.bias)
+    return layers
+
+
+def torchrl(make: Make, seed: int) -> float:
+    """Train TorchRL's PPO, and return the mean return of what it has learned."""
+    torch.manual_seed(seed)
+    env = GymWrapper(make(COUNT, seed), categorical_action_encoding=True)
+    env.set_seed(seed)
+    scores = TensorDictModule(network(2, 0.01), in_keys=["observation"], out_keys=["logits"])
+    actor = ProbabilisticActor(
+        scores, in_keys=["logits"], spec=env.action_spec, distribution_class=Categorical, return_log_prob=True
+    )
+    critic = ValueOperator(network(1, 1.0), in_keys=["observation"])
+    advantage = GAE(gamma=GAMMA, lmbda=LAMBDA, value_network=critic)
+    loss = ClipPPOLoss(
+        actor,
+        critic,
+        clip_epsilon=CLIP,
+        entropy_bonus=False,
+        critic_coeff=0.5,
+        loss_critic_type="l2",
+        normalize_advantage=True,
+    )
+    optimizer = torch.optim.Adam(loss.parameters(), RATE)
+    per_batch = COUNT * HORIZON
+    batches = STEPS // per_batch
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, batches)
+    collector = Collector(
+        env,
+        actor,
+        frames_per_batch=per_batch,
+        total_frames=batches * per_batch,
+        auto_register_policy_transforms=False,
+    )
+    for batch in collector:
+        with torch.no_grad():
+            data = advantage(batch).reshape(-1)
+        for _ in range(EPOCHS):
+            for rows in torch.randperm(len(data)).split(MINIBATCH):
+                terms = loss(data[rows])
+                optimizer.zero_grad()
+                (terms["loss_objective"] + terms["loss_critic"]).backward()
+                torch.nn.utils.clip_grad_norm_(loss.parameters(), 0.5)
+                optimizer.step()
+        schedule.step()
+    env = GymWrapper(make(EVALUATED, seed + 1000), categorical_action_encoding=True)
+    env.set_seed(seed + 1000)
+    with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
+        data = env.rollout(LENGTH, actor, break_when_any_done=False)["next"]
+    env.close()
+    done = data["done"].squeeze(-1).long()
+    running = done.cumsum(1) - done == 0  # up to the step that ends the first episode
+    return float((data["reward"].squeeze(-1) * running).sum(1).mean())
+
+
+PARTS: dict[str, Callable[[Make, int], float]] = {"sb3": sb3, "torchrl": torchrl}
+
+
+def main() -> None:
+    """Train, and print the mean returns."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.learning", description=main.__doc__)
+    parser.add_argument("--envs", nargs="+", choices=ENVS, default=list(ENVS))
+    parser.add_argument("--seeds", type=int, default=3)
+    options = options_with_names(parser, PARTS)
+    torch.set_num_threads(1)
+    print(machine())
+    for name in options.names:
+        for kind in options.envs:
+            start, found = time.perf_counter(), []
+            print(f"{name:10}{kind:10}", end="", flush=True)
+            for seed in range(options.seeds):
+                found.append(PARTS[name](ENVS[kind], seed))
+                print(f"{found[-1]:.0f}, ", end="", flush=True)
+            seconds = (time.perf_counter() - start) / len(found)
+            print(f"lowest {judged(min(found), BAR, unit='')}, {seconds:.0f} s a seed", flush=True)
+            record("learning", f"{name} {kind}", **{f"seed {seed}": value for seed, value in enumerate(found)})
+
+
+if __name__ == "__main__":
+    main()
