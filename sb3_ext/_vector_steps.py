@@ -144,8 +144,7 @@ class Batched:
 
     def step(self, actions: Any) -> Step:
         if self.framework not in (None, "numpy"):
-            # A copy, because environments that clip do so in place.
-            actions = to_framework(np.array(actions, self.action_dtype), self.framework, self.device)
+            actions = to_framework(np.asarray(actions, self.action_dtype), self.framework, self.device)
         elif isinstance(actions, list):
             actions = np.asarray(actions)
         observation, reward, terminated, truncated, info = self.stepper.step(actions)

@@ -150,13 +150,14 @@ class GymVecEnv(CheckedVecEnv):
         totals, lengths = self._returns[rows].tolist(), (self._steps - self._begun[rows]).tolist()
         self._returns[rows], self._begun[rows] = 0, self._steps
         self.reset_infos = reset_infos = list(self.reset_infos)  # the caller may keep the list before
-        for (index, own, last, time_out, reset_info), total, length in zip(ended, totals, lengths, strict=True):
-            episode, theirs = {"r": total, "l": length, "t": seconds}, own.get("episode")
+        for (index, own, last, time_out, reset_infos[index]), total, length in zip(ended, totals, lengths, strict=True):
+            info = {"TimeLimit.truncated": time_out, "terminal_observation": last}
+            info["episode"] = episode = {"r": total, "l": length, "t": seconds}
+            infos[index] = {**own, **info} if own else info
+            theirs = own.get("episode") if own else None
             if isinstance(theirs, dict) and theirs:
                 # ManiSkill's has other names: Stable Baselines3 asks for these.
-                episode = theirs if "r" in theirs else {**theirs, **episode}
-            own |= {"TimeLimit.truncated": time_out, "terminal_observation": last, "episode": episode}
-            infos[index], reset_infos[index] = own, reset_info
+                infos[index]["episode"] = theirs if "r" in theirs else {**theirs, **episode}
 
     def reset(self) -> Any:
         """Reset all environments, with the seeds and options that were set.

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def test_the_index_of_errors_has_what_is_raised(directives: Any) -> None:
     found = list(directives.raised())
     assert len(found) > 300
     texts = {place.text for place in found if place.module == "sb3_ext.gym_vec_env"}
-    assert any("is no vectorised environment: it has no num_envs. Write" in text for text in texts)
+    assert any("is not a vectorized environment: it has no num_envs. Write" in text for text in texts)
 
 
 def test_readme_is_short_and_its_links_are_absolute_and_there() -> None:
@@ -42,7 +43,7 @@ def test_readme_is_short_and_its_links_are_absolute_and_there() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "docs")))
 def test_code_on_a_page_is_python_and_what_it_imports_of_ours_is_there(page: Path) -> None:
-    for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+    for code in map(textwrap.dedent, re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)):
         compile(code, str(page), "exec")
         for module, names in re.findall(
             r"^from ((?:rl_ext_core|sb3_ext|torchrl_ext)[\w.]*) import ([\w, ]+)", code, re.M

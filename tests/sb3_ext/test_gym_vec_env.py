@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
-from gymnasium.wrappers.vector import DictInfoToList, RecordEpisodeStatistics
 from sb3_contrib import MaskablePPO
 from sb3_contrib.common.envs import InvalidActionEnvDiscrete
 from stable_baselines3 import DQN, PPO, SAC, HerReplayBuffer
@@ -147,26 +146,6 @@ def test_the_last_observation_is_right_where_environments_write_to_one_place(kin
     ours, sane = (GymVecEnv(made(kind, build, 2, AutoresetMode.DISABLED)) for build in (Reusing, Drawn))
     actions = [np.zeros(2, int)] * 30
     assert_equal(ends(ours, actions), ends(sane, actions))
-
-
-@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED])
-def test_episode_statistics_of_wrappers(mode: AutoresetMode) -> None:
-    venv = VecMonitor(GymVecEnv(RecordEpisodeStatistics(SyncVectorEnv([cart_pole] * 3, autoreset_mode=mode))))
-    inner = GymVecEnv(RecordEpisodeStatistics(SyncVectorEnv([cart_pole] * 3, autoreset_mode=mode)))
-    found: list[list[tuple[float, int]]] = []
-    for each in (venv, inner, VecMonitor(DummyVecEnv([cart_pole] * 3))):
-        each.seed(0)
-        each.reset()
-        episodes = []
-        for turn in range(60):
-            _, _, dones, infos = each.step(np.array([turn % 2, 0, 1]))
-            assert [index for index, info in enumerate(infos) if "episode" in info] == list(np.flatnonzero(dones))
-            episodes += [
-                (float(info["episode"]["r"]), int(info["episode"]["l"])) for info in infos if "episode" in info
-            ]
-        found.append(episodes)
-    assert len(found[0]) > 5
-    assert found[0] == found[1] == found[2]
 
 
 # -- conventions
@@ -336,19 +315,6 @@ def test_wrappers_around_each_are_known(kind: str) -> None:
     returns, lengths = evaluate_policy(idle, venv, 3, return_episode_rewards=True)
     np.testing.assert_allclose(returns, np.multiply(lengths, 0.1))  # those that the monitor has seen
     venv.close()
-
-
-@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-def test_infos_that_come_as_a_list(mode: AutoresetMode) -> None:
-    found = []
-    for wrap in (Thin, DictInfoToList):
-        venv = GymVecEnv(wrap(SyncVectorEnv([Images] * 3, autoreset_mode=mode)), infos="all")
-        seen = ends(venv, [np.zeros(3, int)] * 20)
-        venv.seed(3)
-        venv.reset()
-        steps = [(venv.step(np.zeros(3, int))[3], venv.reset_infos) for _ in range(20)]
-        found.append([seen, [[{**info, "episode": None} for info in infos] for infos, _ in steps]])
-    assert_equal(found[1], found[0])
 
 
 @pytest.mark.parametrize("kind", ["wrapped", "sync"])

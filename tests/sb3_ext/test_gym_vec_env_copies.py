@@ -10,7 +10,6 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
 from gymnasium.wrappers.vector import DictInfoToList, RecordEpisodeStatistics, TransformObservation
@@ -76,24 +75,6 @@ class Thin(VectorWrapper[Any, Any, Any, Any, Any]):
     """Stands between, so that batches are stepped."""
 
 
-class Tensors(Thin):
-    """Speaks torch, with infos that keep gymnasium's masks."""
-
-    def reset(self, **kwargs: Any) -> Any:
-        observation, info = self.env.reset(**kwargs)
-        return torch.from_numpy(observation), _in_tensors(info)
-
-    def step(self, actions: Any) -> Any:
-        *found, info = self.env.step(actions.numpy())
-        return (*map(torch.from_numpy, found), _in_tensors(info))
-
-
-def _in_tensors(info: Any) -> Any:
-    if isinstance(info, dict):
-        return {key: _in_tensors(value) for key, value in info.items()}
-    return info if info.dtype == object else torch.from_numpy(info)
-
-
 def rolled_out(venv: Any, steps: int = 11) -> list[Any]:
     """Return copies of all that was returned, except episode statistics."""
     found: list[Any] = [(venv.reset(), list(venv.reset_infos))]
@@ -124,51 +105,12 @@ def test_infos_are_those_of_dummy_vec_env(form: str, when: str, mode: AutoresetM
     assert_equal(rolled_out(ours), rolled_out(DummyVecEnv(built(when))))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("when", list(WHEN))
-def test_infos_of_ended_episodes_in_tensors_are_those_of_dummy_vec_env(when: str, mode: AutoresetMode) -> None:
-    def ended(venv: Any) -> list[Any]:
-        kept = []
-        for _, _, dones, infos, resets in rolled_out(venv)[1:]:
-            for index in np.flatnonzero(dones):
-                kept.append([_without_names(infos[index]), _without_names(resets[index])])
-        return kept
-
-    ours = GymVecEnv(Tensors(SyncVectorEnv(built(when), autoreset_mode=mode)), env_type="torch")
-    assert_equal(ended(ours), ended(DummyVecEnv(built(when))))
-
-
-def _without_names(info: Any) -> Any:
-    """Return an info without strings, which tensors cannot hold, and with numbers that compare."""
-    if isinstance(info, dict):
-        return {key: _without_names(value) for key, value in info.items() if key != "name"}
-    return info.tolist() if isinstance(info, np.ndarray | np.generic) else info
-
-
-def test_statistics_of_wrappers_stay_with_the_last_step() -> None:
-    for wrap in (Thin, Tensors):
-        env = RecordEpisodeStatistics(SyncVectorEnv(built("at resets"), autoreset_mode=AutoresetMode.SAME_STEP))
-        venv = GymVecEnv(wrap(env), env_type="torch" if wrap is Tensors else "numpy")
-        venv.reset()
-        infos = [venv.step(np.zeros((2, 2), np.float32))[3] for _ in range(3)][-1]
-        assert (float(infos[0]["episode"]["r"]), int(infos[0]["episode"]["l"])) == (6.0, 3)
-        assert "cost" not in infos[0]
-        assert set(venv.reset_infos[0]) == {"cost", "vector", "inner"} - ({"name"} if wrap is Tensors else set())
-
-
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED])
 @pytest.mark.parametrize("copies", [True, False])
 @pytest.mark.parametrize("wrap", [lambda env: env, Thin, DictInfoToList], ids=["plain", "Thin", "DictInfoToList"])
 def test_environments_that_reuse_what_they_return(wrap: Any, copies: bool, mode: AutoresetMode) -> None:
     env = wrap(SyncVectorEnv(built(reuses=True), autoreset_mode=mode, copy=copies))
     assert_equal(rolled_out(GymVecEnv(env, infos="all")), rolled_out(DummyVecEnv(built())))
-
-
-@pytest.mark.parametrize("wrap", [Thin, DictInfoToList, Tensors])
-def test_last_observations_that_gymnasium_overwrites_are_refused(wrap: Any) -> None:
-    env = wrap(SyncVectorEnv(built(reuses=True), autoreset_mode=AutoresetMode.SAME_STEP))
-    with pytest.raises(EnvironmentOutputError, match=r"Use SyncVectorEnv\(env_fns, .*NEXT_STEP\), or return"):
-        rolled_out(GymVecEnv(env, env_type="torch" if wrap is Tensors else "numpy"))
 
 
 @pytest.mark.parametrize("n_workers", [1, 2])

@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.core.devices.fakes.build import give_up
-from tests.core.devices.processes import environment
+from tests.jax_venv import run_in_jax_venv as run
 
 ROOT = Path(__file__).resolve().parents[2]
-VENV = ROOT / ".venv-sbx"
 
 pytestmark = pytest.mark.slow
-
-
-def run(folder: Path, *command: str) -> str:
-    if not (VENV / ".installed").exists():
-        give_up(f"{VENV} is not there; make it with: scripts/make_sbx_venv.sh")
-    # Both JAX and torch would take all cores, of which other tests need some.
-    variables = environment(CUDA_VISIBLE_DEVICES="", JAX_PLATFORMS="cpu", OMP_NUM_THREADS="1", TMPDIR=str(folder))
-    program = [str(VENV / "bin" / "python"), *command]
-    done = subprocess.run(program, cwd=folder, env=variables, capture_output=True, text=True, timeout=800, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
 
 
 @pytest.mark.exhaustive

@@ -243,6 +243,25 @@ class IsaacByIds(Isaac):
         return {"policy": self.state}, self.extras
 
 
+class ManiSkill(Isaac):
+    """As ManiSkill's environments, which reset those that an option names."""
+
+    __module__ = "mani_skill.envs.sapien_env"
+
+    def __init__(self, *, auto_reset: bool | None) -> None:
+        super().__init__(3, lengths=[2, 3, 5], final_obs=True)
+        self.cfg.auto_reset = int(auto_reset is True)  # no boolean: the setting is mjlab's alone
+        if auto_reset is not None:
+            self.auto_reset = auto_reset  # as its vector wrapper has it
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        rows = (options or {}).get("env_idx")
+        if rows is None:
+            return super().reset(seed)
+        self._reset_rows(rows)
+        return {"policy": self.state}, self.extras
+
+
 class SameStep:
     """A batch that resets within the step and tells the last observations in one of many forms.
 

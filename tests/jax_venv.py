@@ -1,0 +1,33 @@
+"""Programs that run in .venv-jax, in which JAX, SBX, rl-zoo3, EnvPool and Brax are installed."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from tests.core.devices.fakes.build import give_up
+from tests.core.devices.processes import environment
+
+__all__ = ["run_in_jax_venv"]
+
+ROOT = Path(__file__).resolve().parents[1]
+VENV = ROOT / ".venv-jax"
+
+
+def run_in_jax_venv(folder: Path, *arguments: str, timeout: float = 800) -> str:
+    """Run Python in .venv-jax, and return what it printed. Skip the test if it is missing; fail it in CI.
+
+    :param folder: current folder of the program, and its folder for temporary files
+    :param arguments: of the Python interpreter
+    :param timeout: in seconds
+    """
+    if not (VENV / ".installed").exists():
+        give_up(f"{VENV} is not there; make it with: scripts/make_jax_venv.sh")
+    # Both JAX and torch would use all cores, and other tests need some.
+    variables = environment(CUDA_VISIBLE_DEVICES="", JAX_PLATFORMS="cpu", OMP_NUM_THREADS="1", TMPDIR=str(folder))
+    program = [str(VENV / "bin" / "python"), *arguments]
+    done = subprocess.run(
+        program, cwd=folder, env=variables, capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout

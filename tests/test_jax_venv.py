@@ -1,0 +1,22 @@
+"""Test files that need EnvPool or JAX, run in .venv-jax."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tests.jax_venv import ROOT, run_in_jax_venv
+
+FILES = ["tests/test_envpool.py", "tests/core/vector/test_brax.py", "tests/torchrl_ext/test_jax_values.py"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("envpool") is not None, reason="this is .venv-jax")
+@pytest.mark.parametrize("file", FILES)
+def test_in_jax_venv(file: str, tmp_path: Path) -> None:
+    options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
+    summary = run_in_jax_venv(tmp_path, "-m", "pytest", *options, str(ROOT / file)).splitlines()[-1]
+    assert "passed" in summary
+    assert "skipped" not in summary

@@ -1,0 +1,1041 @@
+"""One table: every kind of vectorized environment, in each autoreset mode, through both libraries.
+
+GymVecEnv and GymWrapper must return what one environment for each row returns, stepped by hand with the same seeds and
+actions: observations, rewards, flags, last observations, infos of rows that ended and of rows that go on, infos of
+resets. :data:`TABLE` lists the environments, their modes, and what they are compared with.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from ale_py.vector_env import AtariVectorEnv
+from gymnasium import spaces
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.wrappers import vector as wrappers
+from torchrl.data import Unbounded
+from torchrl.envs import StepCounter, default_info_dict_reader
+
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
+from rl_ext_core.vector import SharedMemoryVectorEnv
+from sb3_ext import GymVecEnv
+from tests.jax_venv import ROOT, run_in_jax_venv
+from tests.torchrl_ext.environments import Bare, IsaacByIds, ManiSkill, SameStep, Walk
+from torchrl_ext import GymWrapper
+
+F32 = np.float32
+NEXT_STEP, SAME_STEP, DISABLED = AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED
+ALL = (NEXT_STEP, SAME_STEP, DISABLED)
+SEED, ROWS = 7, 5
+
+
+# -- environments whose infos name the episode and the step, so that an info of another episode shows
+
+
+class InfoWalk(Walk):
+    """Walk with infos in every step, in some steps, in last steps, in resets and in nested dicts."""
+
+    KEYS = ("age", "number", "odd", "score", "fresh", "inner.age", "inner.score", "marks")
+
+    def _info(self, ended: bool) -> dict[str, Any]:
+        number, step = self.episode + 1, self.step_count
+        mark = 100.0 * number + step
+        info: dict[str, Any] = {"age": step, "number": number, "marks": np.array([mark, -mark])}
+        info["inner"] = {"age": -step, **({"score": mark} if ended else {})}
+        return info | ({"odd": mark} if step % 2 else {}) | ({"score": mark} if ended else {})
+
+    def reset(self, **kwargs: Any) -> Any:
+        observation, _ = super().reset(**kwargs)
+        return observation, {**self._info(False), "fresh": self.episode + 0.5}
+
+    def step(self, action: Any) -> Any:
+        observation, reward, terminated, truncated, _ = super().step(action)
+        return observation, reward, terminated, truncated, self._info(terminated or truncated)
+
+
+class DictInfoWalk(InfoWalk):
+    """InfoWalk with a Dict of observations."""
+
+    observation_space = spaces.Dict(
+        place=spaces.Box(-np.inf, np.inf, (4,), F32),
+        kind=spaces.Discrete(5),
+        image=spaces.Box(0, 255, (2, 3), np.uint8),
+    )
+
+    def observation(self) -> Any:
+        place = super().observation()
+        return {"place": place, "kind": int(place[1]) % 5, "image": np.full((2, 3), int(place[:2].sum()), np.uint8)}
+
+
+class InPlaceInfoWalk(InfoWalk):
+    """InfoWalk that writes every observation and every info into the same objects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place, self.report = np.zeros(4, F32), dict[str, Any]()
+
+    def _info(self, ended: bool) -> dict[str, Any]:
+        self.report.clear()
+        self.report.update(super()._info(ended))
+        return self.report
+
+    def observation(self) -> Any:
+        self.place[...] = super().observation()
+        return self.place
+
+    def reset(self, **kwargs: Any) -> Any:
+        observation, info = super().reset(**kwargs)
+        self.report.update(info)
+        return observation, self.report
+
+
+class AddInfo(gymnasium.vector.VectorWrapper):
+    """AddInfo a number of its own to the infos of steps, without a mask."""
+
+    KEYS = (*InfoWalk.KEYS, "added")
+
+    def step(self, actions: Any) -> Any:
+        *result, info = self.env.step(actions)
+        return (*result, {**info, "added": np.arange(1.0, ROWS + 1)})
+
+
+class AddInfoRow(InfoWalk):
+    """One row of AddInfo."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__()
+        self.row = row
+
+    def step(self, action: Any) -> Any:
+        *result, info = super().step(action)
+        return (*result, {**info, "added": self.row + 1.0})
+
+
+class Lab(IsaacByIds):
+    """In Isaac Lab's style: buffers that each step writes again, ``env_ids``, an info without ``final_info``."""
+
+    KEYS = ("age", "number")
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(ROWS, lengths=[3, 4, 3, 7, 6], **kwargs)
+        self.buffers = {name: torch.zeros(ROWS, dtype=torch.long) for name in self.KEYS}
+
+    def _report(self, info: dict[str, Any]) -> dict[str, Any]:
+        return info | {**self.buffers, "log": {"mean": torch.tensor(2.5)}}
+
+    def reset(self, seed: Any = None, env_ids: Any = None, options: Any = None) -> Any:
+        observation, _ = super().reset(seed, env_ids, options)
+        self.buffers["age"].copy_(self.steps)
+        self.buffers["number"].copy_(self.episodes)
+        return observation, self._report({})
+
+    def step(self, action: Any) -> Any:
+        self.buffers["age"].copy_(self.steps + 1)
+        self.buffers["number"].copy_(self.episodes)
+        self.extras = {}
+        *result, info = super().step(action)
+        return (*result, self._report(info))
+
+
+class Mjlab(Lab):
+    """In mjlab's style: spaces of its own, and a setting that leaves resets to the caller."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(foreign=True, **kwargs)
+        self.cfg.auto_reset = False
+
+
+class Vmas(Lab):
+    """As ``Team`` of scripts/check_vmas.py: spaces of one row under the names of the batch's, resets by ``env_ids``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cfg, self.metadata = SimpleNamespace(auto_reset=False), {"autoreset_mode": DISABLED}  # type: ignore[misc]
+        self.observation_space, self.action_space = self.single_observation_space, self.single_action_space
+        del self.single_observation_space, self.single_action_space
+
+
+class Mani(ManiSkill):
+    """In ManiSkill's style: resets by ``env_idx``, last infos under ``final_info``, the others after the reset."""
+
+    KEYS = ("age", "number")
+
+    def __init__(self, *, auto_reset: bool) -> None:
+        super().__init__(auto_reset=auto_reset)
+        self.cfg.auto_reset = auto_reset
+        self.single_observation_space = self.single_observation_space["policy"]
+        self.observation_space = self.observation_space["policy"]
+
+    def _report(self) -> dict[str, Any]:
+        return {"age": self.steps.clone(), "number": self.episodes.clone()}
+
+    def reset(self, seed: Any = None, options: Any = None) -> Any:
+        observation, _ = super().reset(seed, options)
+        return observation["policy"], self._report()
+
+    def step(self, action: Any) -> Any:
+        self.extras = {}
+        last = {"age": self.steps + 1, "number": self.episodes.clone()}
+        observation, *rest, info = super().step(action)
+        info, done = info | self._report(), rest[1] | rest[2]
+        if self.cfg.auto_reset and done.any():
+            info["final_observation"] = info.pop("final_obs")["policy"]
+            info |= {"final_info": last, "_final_info": done, "_final_observation": done}
+        return observation["policy"], *rest, info
+
+
+class NoMode(SameStep):
+    """An environment that reports no autoreset mode."""
+
+    metadata = {}  # noqa: RUF012
+
+    def __init__(self, form: str | None) -> None:
+        super().__init__(list(LAB), form)
+
+
+# -- what one row returns when it is stepped single: a class with the reset and step of gymnasium's environments
+
+
+class IsaacRow:
+    """One row of Lab, Mjlab, Vmas and Mani, stepped in NumPy."""
+
+    def __init__(self, lengths: Sequence[int], row: int, *, key: str | None = "policy") -> None:
+        self.length, self.row, self.key, self.episode = lengths[row], row, key, 0
+
+    def _returned(self) -> Any:
+        state = np.array([self.row, self.episode, self.age, *self.total, 0], F32)
+        return (state if self.key is None else {self.key: state}), {"age": self.age, "number": self.episode}
+
+    def reset(self, *, seed: int | None = None) -> Any:
+        self.episode = 1 if seed is not None else self.episode + 1
+        self.age, self.total = 0, np.zeros(2, F32)
+        return self._returned()
+
+    def step(self, action: Any) -> Any:
+        self.age += 1
+        self.total += action
+        ended, is_even = self.age >= self.length, self.episode % 2 == 0
+        observation, info = self._returned()
+        return observation, self.age * 10 + self.row, ended and is_even, ended and not is_even, info
+
+
+class PreviousAsLast:
+    """A row whose last observations are lost, and replaced by the observations before."""
+
+    def __init__(self, row: Any) -> None:
+        self.row = row
+
+    def reset(self, **kwargs: Any) -> Any:
+        self.before, info = self.row.reset(**kwargs)
+        return self.before, info
+
+    def step(self, action: Any) -> Any:
+        observation, reward, terminated, truncated, info = self.row.step(action)
+        last = self.before if terminated or truncated else observation
+        self.before = observation
+        return last, reward, terminated, truncated, info
+
+
+class CountRow:
+    """One row of SameStep, which counts."""
+
+    def __init__(self, lengths: Sequence[int], row: int) -> None:
+        self.length, self.row, self.episode = lengths[row], row, -1
+
+    def reset(self, *, seed: int | None = None) -> Any:
+        self.episode, self.age = self.episode + 1, 0
+        return np.array([self.row, self.episode, 0], F32), {}
+
+    def step(self, action: Any) -> Any:
+        self.age += 1
+        return np.array([self.row, self.episode, self.age], F32), 1.0, self.age >= self.length, False, {}
+
+
+class SingleRowEnv:
+    """A vectorized environment with one row, in the mode NextStep.
+
+    :param seeds: whether its reset takes a seed
+    """
+
+    def __init__(self, env: Any, row: int, *, seeds: bool) -> None:
+        self.env, self.row, self.seeds, self.ended = env, row, seeds, False
+
+    def _info(self, info: dict[str, Any]) -> dict[str, Any]:
+        found = {}
+        for key, value in info.items():
+            found[key] = self._info(value) if isinstance(value, dict) else value[0]
+        return found | ({"env_id": self.row} if "env_id" in info else {})
+
+    def reset(self, *, seed: int | None = None) -> Any:
+        if self.ended and seed is None:
+            observation, *_, info = self.env.step(self.action)
+        else:
+            observation, info = self.env.reset(**({"seed": seed} if self.seeds else {}))
+        self.ended = False
+        return observation[0].copy(), self._info(info)
+
+    def step(self, action: Any) -> Any:
+        self.action = np.asarray(action)[None]
+        observation, reward, terminated, truncated, info = self.env.step(self.action)
+        self.ended = bool(terminated[0] or truncated[0])
+        return observation[0].copy(), reward[0], terminated[0], truncated[0], self._info(info)
+
+
+class CartPoleRow:
+    """gymnasium's vectorized CartPole with one row. All rows share a generator, so a first state is read there."""
+
+    def __init__(self, env: Any, row: int) -> None:
+        self.whole, self.row, self.env = env.unwrapped, row, CartPoleVectorEnv(1, env.unwrapped.max_episode_steps)
+        self.env.reset()
+
+    def reset(self, *, seed: int | None = None) -> Any:
+        self.env.state = self.whole.state[:, [self.row]].copy()
+        self.env.steps[:], self.env.prev_done[:] = 0, False
+        assert np.abs(self.env.state).max() <= 0.05
+        assert self.whole.steps[self.row] == 0
+        return self.env.state[:, 0].astype(F32), {}
+
+    def step(self, action: Any) -> Any:
+        observation, reward, terminated, truncated, info = self.env.step(np.array([action]))
+        return observation[0], reward[0], terminated[0], truncated[0], info
+
+
+@cache
+def functional_env(functional: str) -> Any:
+    """Return a functional environment of gymnasium, functional_env once for all rows."""
+    import jax
+    from gymnasium.envs import phys2d
+
+    env = getattr(phys2d, functional)()
+    env.transform(jax.jit)
+    return env
+
+
+class FunctionalRow:
+    """A functional environment of gymnasium, without a batch. Its first states are read from the batch."""
+
+    def __init__(self, functional: str, bound: Any, env: Any, row: int) -> None:
+        self.whole, self.row, self.bound = env.unwrapped, row, np.array(bound)
+        self.env = functional_env(functional)
+
+    def reset(self, *, seed: int | None = None) -> Any:
+        self.age, self.state = 0, np.asarray(self.whole.state)[self.row]
+        assert (np.abs(self.state) <= self.bound).all()
+        assert self.whole.steps[self.row] == 0
+        return np.asarray(self.env.observation(self.state, None)), {}
+
+    def step(self, action: Any) -> Any:
+        before, self.state = self.state, np.asarray(self.env.transition(self.state, action, None))
+        self.age += 1
+        reward = self.env.reward(before, action, self.state, None)
+        terminated, truncated = self.env.terminal(self.state, None), self.age >= self.whole.time_limit
+        return np.asarray(self.env.observation(self.state, None)), float(reward), bool(terminated), truncated, {}
+
+
+class BraxRow:
+    """One row of a Brax environment. Its first states, with their random keys, are read from the batch."""
+
+    def __init__(self, env: Any, row: int) -> None:
+        self.whole, self.row, self.advance = env.unwrapped, row, brax_step(env.unwrapped)
+
+    def _infos(self) -> dict[str, Any]:
+        return {**self.state.metrics, **self.state.info}
+
+    def reset(self, *, seed: int | None = None) -> Any:
+        import jax
+
+        self.state = jax.tree.map(lambda leaf: leaf[self.row], self.whole._state)
+        assert self.state.info["steps"] == 0
+        return self.state.obs, self._infos()
+
+    def step(self, action: Any) -> Any:
+        self.state = self.advance(self.state, action)
+        done, truncated = bool(self.state.done), bool(self.state.info["truncation"])
+        return self.state.obs, self.state.reward, done and not truncated, done and truncated, self._infos()
+
+
+@cache
+def brax_step(env: Any) -> Any:
+    import jax
+
+    return jax.jit(env._env.step)
+
+
+# -- how environments are made
+
+
+def vector_of(kind: Any, make: Any = InfoWalk, **options: Any) -> Callable[[AutoresetMode], Any]:
+    return lambda mode: kind([make] * ROWS, autoreset_mode=mode, **options)
+
+
+def under(wrap: Any, make: Callable[[AutoresetMode], Any]) -> Callable[[AutoresetMode], Any]:
+    return lambda mode: wrap(make(mode))
+
+
+def atari(count: int, mode: AutoresetMode) -> Any:
+    # Episodes end after 15 steps, or with the first life, which each row loses at another time.
+    options = {"max_num_frames_per_episode": 60, "episodic_life": True, "noop_max": 5, "num_threads": 1}
+    return AtariVectorEnv("breakout", count, autoreset_mode=mode, img_height=24, img_width=24, stack_num=2, **options)
+
+
+def atari_row(env: Any, row: int) -> Any:
+    return SingleRowEnv(atari(1, NEXT_STEP), row, seeds=True)
+
+
+def pool(task: str, wrap: Any = lambda env: env) -> tuple[Any, Any, Any]:
+    """Return how to make a pool, its modes, and pools of one row with the seeds that it gives its rows."""
+
+    def make(count: int, seed: int) -> Any:
+        import envpool
+
+        return wrap(envpool.make(task, env_type="gymnasium", num_envs=count, seed=seed, max_episode_steps=13))
+
+    return (
+        lambda mode: make(ROWS, SEED),
+        (NEXT_STEP,),
+        lambda env, row: SingleRowEnv(make(1, SEED + row), row, seeds=False),
+    )
+
+
+def phys2d(task: str, mode: AutoresetMode) -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*missing AutoresetMode metadata")  # Pendulum's is
+        return gymnasium.make_vec(f"phys2d/{task}", num_envs=ROWS, max_episode_steps=13)
+
+
+def brax(kind: str) -> Any:
+    """Return a Brax environment whose episodes have 8 steps, or one that ends by itself, too."""
+    from rl_ext_core.vector.brax import BraxVectorEnv
+    from tests.core.vector.test_brax import Walk as BraxWalk
+
+    if kind == "walk":
+        return BraxVectorEnv(BraxWalk(observation="array"), ROWS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Brax is not developed any more, and says so
+        from brax.envs import create
+
+        return BraxVectorEnv(create(kind, episode_length=8, auto_reset=False), ROWS)
+
+
+fork = partial(AsyncVectorEnv, context="fork")
+ours = partial(SharedMemoryVectorEnv, context="fork", n_workers=2)
+sync = vector_of(SyncVectorEnv)
+twice = partial(wrappers.TransformReward, func=lambda rewards: rewards * 2)
+half = partial(wrappers.TransformObservation, func=lambda observations: observations / 2)
+to_torch = wrappers.NumpyToTorch
+single_wrappers = gymnasium.wrappers
+LAB = (3, 4, 3, 7, 6)
+WALK_OF_3 = (2, 3, 5)
+
+
+class Row(NamedTuple):
+    """One kind of environment.
+
+    :ivar make: makes it, in a mode
+    :ivar modes: those that it knows
+    :ivar oracle: makes what stands for a row: (the environment, index of the row)
+    :ivar infos: numbers in its infos; "a.b" is one in a nested dict
+    :ivar options: of GymVecEnv and GymWrapper alike
+    :ivar needs: the module that it needs, which is not in every environment of this project
+    :ivar tolerance: of floating-point numbers, where the batch is functional_env in another way than a row
+    :ivar steps: how many are compared
+    :ivar forgets: infos that the environment does not return where it resets a row: "last" ones, or those of "resets"
+    """
+
+    make: Callable[[AutoresetMode], Any]
+    modes: Sequence[AutoresetMode]
+    oracle: Callable[[Any, int], Any]
+    infos: Sequence[str] = InfoWalk.KEYS
+    options: dict[str, Any] = {}  # noqa: RUF012
+    needs: str = "gymnasium"
+    tolerance: float = 0.0
+    steps: int = 120
+    forgets: str = ""
+
+
+def walk_row(env: Any, row: int) -> Any:
+    return InfoWalk()
+
+
+def statistics_row(env: Any, row: int) -> Any:
+    return single_wrappers.RecordEpisodeStatistics(InfoWalk())
+
+
+def lab_row(env: Any, row: int) -> Any:
+    return IsaacRow(LAB, row)
+
+
+STATISTICS = (*InfoWalk.KEYS, "episode.r", "episode.l")
+ALE = ("env_id", "lives", "frame_number", "episode_frame_number")
+POOL = ("env_id", "elapsed_step")
+BRAX = ("steps", "truncation")
+CLIP = {"clip_actions": 1.0}
+PREVIOUS = {**CLIP, "missing_final_obs": "previous"}
+
+TABLE: dict[str, Row] = {
+    # gymnasium's, and ours
+    "SyncVectorEnv": Row(sync, ALL, walk_row),
+    "SyncVectorEnv, Dict": Row(vector_of(SyncVectorEnv, DictInfoWalk), ALL, lambda env, row: DictInfoWalk()),
+    "SyncVectorEnv, copy=False": Row(vector_of(SyncVectorEnv, copy=False), ALL, walk_row),
+    "SyncVectorEnv, all rows end together": Row(
+        vector_of(SyncVectorEnv, partial(InfoWalk, 4, 4)), ALL, lambda env, row: InfoWalk(4, 4)
+    ),
+    "SyncVectorEnv, episodes of one step": Row(
+        vector_of(SyncVectorEnv, partial(InfoWalk, 1, 2)), ALL, lambda env, row: InfoWalk(1, 2)
+    ),
+    # In the mode SameStep, gymnasium resets environments before it copies their last observations.
+    "SyncVectorEnv, environments that write to one place": Row(
+        vector_of(SyncVectorEnv, InPlaceInfoWalk), (NEXT_STEP, DISABLED), walk_row
+    ),
+    "AsyncVectorEnv, environments that write to one place": Row(
+        vector_of(fork, InPlaceInfoWalk), (NEXT_STEP, DISABLED), walk_row
+    ),
+    "SharedMemoryVectorEnv, environments that write to one place": Row(vector_of(ours, InPlaceInfoWalk), ALL, walk_row),
+    "AsyncVectorEnv": Row(vector_of(fork), ALL, walk_row),
+    "AsyncVectorEnv, Dict": Row(vector_of(fork, DictInfoWalk), ALL, lambda env, row: DictInfoWalk()),
+    "AsyncVectorEnv, shared_memory=False": Row(vector_of(fork, shared_memory=False), (SAME_STEP, DISABLED), walk_row),
+    "SharedMemoryVectorEnv": Row(vector_of(ours), ALL, walk_row),
+    "SharedMemoryVectorEnv, Dict": Row(vector_of(ours, DictInfoWalk), ALL, lambda env, row: DictInfoWalk()),
+    "vector_entry_point": Row(lambda mode: CartPoleVectorEnv(ROWS, 20), (NEXT_STEP,), CartPoleRow, ()),
+    "vector_entry_point, Disabled": Row(
+        lambda mode: CartPoleVectorEnv(ROWS, 20), (DISABLED,), CartPoleRow, (), {"autoreset_mode": "Disabled"}
+    ),
+    # under gymnasium's wrappers of vectorized environments
+    "RecordEpisodeStatistics": Row(under(wrappers.RecordEpisodeStatistics, sync), ALL, statistics_row, STATISTICS),
+    "RecordEpisodeStatistics of workers": Row(
+        under(wrappers.RecordEpisodeStatistics, vector_of(fork)), ALL, statistics_row, STATISTICS
+    ),
+    "RecordEpisodeStatistics of ours": Row(
+        under(wrappers.RecordEpisodeStatistics, vector_of(ours)), ALL, statistics_row, STATISTICS
+    ),
+    "RecordEpisodeStatistics, no other infos": Row(
+        under(wrappers.RecordEpisodeStatistics, vector_of(SyncVectorEnv, Bare)),
+        ALL,
+        lambda env, row: single_wrappers.RecordEpisodeStatistics(Bare()),
+        ("episode.r", "episode.l"),
+    ),
+    "a wrapper that adds infos": Row(under(AddInfo, sync), ALL, lambda env, row: AddInfoRow(row), AddInfo.KEYS),
+    "DictInfoToList": Row(under(wrappers.DictInfoToList, sync), ALL, walk_row),
+    "DictInfoToList(RecordEpisodeStatistics)": Row(
+        under(wrappers.DictInfoToList, under(wrappers.RecordEpisodeStatistics, sync)), ALL, statistics_row, STATISTICS
+    ),
+    "TransformReward": Row(
+        under(twice, sync), ALL, lambda env, row: single_wrappers.TransformReward(InfoWalk(), lambda reward: reward * 2)
+    ),
+    "TransformObservation": Row(  # gymnasium refuses SameStep
+        under(half, sync),
+        (NEXT_STEP, DISABLED),
+        lambda env, row: single_wrappers.TransformObservation(InfoWalk(), lambda seen: seen / 2, None),
+    ),
+    "NumpyToTorch": Row(under(to_torch, sync), (NEXT_STEP, DISABLED), walk_row),  # it converts no final_obs
+    "NumpyToTorch(RecordEpisodeStatistics)": Row(
+        under(to_torch, under(wrappers.RecordEpisodeStatistics, sync)),
+        (NEXT_STEP, DISABLED),
+        statistics_row,
+        STATISTICS,
+    ),
+    "RecordEpisodeStatistics(vector_entry_point)": Row(
+        lambda mode: wrappers.RecordEpisodeStatistics(CartPoleVectorEnv(ROWS, 20)), (NEXT_STEP,), CartPoleRow, ()
+    ),
+    # written in C++; ALE has no infos of last steps in the mode SameStep
+    "ALE": Row(partial(atari, ROWS), (NEXT_STEP,), atari_row, ALE, steps=45),
+    "ALE, SameStep": Row(partial(atari, ROWS), (SAME_STEP,), atari_row, ALE, steps=45, forgets="last"),
+    "EnvPool CartPole": Row(*pool("CartPole-v1"), POOL, needs="envpool"),
+    "EnvPool Pendulum": Row(*pool("Pendulum-v1"), POOL, needs="envpool"),
+    "EnvPool CartPole, RecordEpisodeStatistics": Row(
+        *pool("CartPole-v1", wrappers.RecordEpisodeStatistics), (*POOL, "episode.r", "episode.l"), needs="envpool"
+    ),
+    # on tensors; what Isaac Lab and mjlab reset themselves has no infos of resets
+    "Isaac Lab": Row(lambda mode: Lab(final_obs=True), (SAME_STEP,), lab_row, Lab.KEYS, CLIP, forgets="resets"),
+    "Isaac Lab, no final_obs": Row(
+        lambda mode: Lab(),
+        (SAME_STEP,),
+        lambda env, row: PreviousAsLast(lab_row(env, row)),
+        Lab.KEYS,
+        PREVIOUS,
+        forgets="resets",
+    ),
+    "mjlab, auto_reset=False": Row(lambda mode: Mjlab(), (DISABLED,), lab_row, Lab.KEYS, CLIP),
+    "VMAS": Row(lambda mode: Vmas(), (DISABLED,), lab_row, Lab.KEYS, CLIP),
+    "ManiSkill": Row(
+        lambda mode: Mani(auto_reset=mode is SAME_STEP),
+        (SAME_STEP, DISABLED),
+        lambda env, row: IsaacRow(WALK_OF_3, row, key=None),
+        Mani.KEYS,
+        CLIP,
+    ),
+}
+# last observations in other forms than gymnasium's, of environments of no library
+for _form in SameStep.FORMS:
+    for _torch in (False, True):
+        TABLE[f"final_obs as {_form}{', torch' if _torch else ''}"] = Row(
+            lambda mode, form=_form, torch=_torch: SameStep(list(LAB), form, torch_tensors=torch),
+            (SAME_STEP,),
+            lambda env, row: CountRow(LAB, row),
+            (),
+            {"env_type": "torch"} if _torch else {},
+        )
+TABLE["final_obs, no mode"] = Row(lambda mode: NoMode("batch"), (SAME_STEP,), lambda env, row: CountRow(LAB, row), ())
+# in JAX
+for _kind, _infos in {"fast": BRAX, "walk": (*BRAX, "speed", "sums.distance")}.items():
+    TABLE[f"Brax {_kind}"] = Row(
+        lambda mode, kind=_kind: brax(kind), (SAME_STEP,), BraxRow, _infos, needs="brax", tolerance=1e-4, steps=40
+    )
+for _name, _task, _functional, _bound in (
+    ("JAX CartPole", "CartPole-v1", "CartPoleFunctional", [0.05] * 4),
+    ("JAX Pendulum", "Pendulum-v0", "PendulumFunctional", [np.pi, 1.0]),
+):
+    for _wrap in ("", "JaxToTorch", "JaxToNumpy"):
+        TABLE[f"{_name}, {_wrap}" if _wrap else _name] = Row(
+            lambda mode, task=_task, wrap=_wrap: getattr(wrappers, wrap or "", lambda env: env)(phys2d(task, mode)),
+            (NEXT_STEP,),
+            partial(FunctionalRow, _functional, _bound),
+            (),
+            needs="jax",
+            tolerance=1e-5,
+            steps=40,
+        )
+
+CASES = [(name, mode) for name, row in TABLE.items() for mode in row.modes]
+
+
+# -- what the adapters return, row by row
+
+
+class Turn(NamedTuple):
+    """One step. Of rows that ended, ``observations`` are the last of an episode, ``following`` the first of the next.
+
+    Infos are dicts with what the table names.
+    """
+
+    observations: list[Any]
+    rewards: list[Any]
+    flags: list[tuple[bool, bool]]
+    infos: list[dict[str, Any]]
+    following: list[Any]
+    reset_infos: list[dict[str, Any]]
+
+
+def rows_of(batch: Any) -> list[Any]:
+    if isinstance(batch, dict):
+        parts = {key: rows_of(part) for key, part in batch.items()}
+        return [dict(zip(parts, row, strict=True)) for row in zip(*parts.values(), strict=True)]
+    return list(batch)
+
+
+def flat(info: Any, keys: Iterable[str]) -> dict[str, Any]:
+    """Return the numbers that an info holds under the names of the table."""
+    found = {}
+    for key in keys:
+        value = info
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is not None:
+            found[key] = value
+    return found
+
+
+class InSB3:
+    """Steps through GymVecEnv.
+
+    :param infos: its option; with "finished", rows that go on have no infos
+    """
+
+    def __init__(self, env: Any, row: Row, infos: str, limit: int | None = None) -> None:
+        self.venv = GymVecEnv(env, infos=infos, **row.options)  # type: ignore[arg-type]
+        self.keys, self.all = row.infos, infos == "all"
+        self.count, self.actions = self.venv.num_envs, self.venv.action_space
+
+    def seen(self, observation: Any) -> Any:
+        """Return what SB3 gets of an observation: the part for the policy."""
+        return observation["policy"] if isinstance(observation, dict) and "policy" in observation else observation
+
+    def flags(self, terminated: bool, truncated: bool) -> tuple[bool, bool]:
+        return bool(terminated or truncated), bool(truncated and not terminated)
+
+    def info(self, info: dict[str, Any], ended: bool, begun: bool) -> Any:
+        return flat(info, self.keys) if ended or begun or self.all else {}
+
+    def reset(self, seed: int) -> tuple[list[Any], list[Any]]:
+        self.venv.seed(seed)
+        return rows_of(self.venv.reset()), [flat(info, self.keys) for info in self.venv.reset_infos]
+
+    def step(self, actions: Any) -> Turn:
+        observations, rewards, dones, infos = self.venv.step(actions)
+        following = rows_of(observations)
+        pairs = list(zip(dones, infos, strict=True))
+        assert all(type(info) is dict for done, info in pairs if done)
+        assert all(("terminal_observation" in info) == done for done, info in pairs)
+        return Turn(
+            [info["terminal_observation"] if done else now for (done, info), now in zip(pairs, following, strict=True)],
+            list(rewards),
+            [(bool(done), info["TimeLimit.truncated"]) for done, info in pairs],
+            [flat(info, self.keys) if done or self.all else {} for done, info in pairs],
+            following,
+            [flat(info, self.keys) for info in self.venv.reset_infos],
+        )
+
+    def end_episodes(self) -> None:
+        """Step until an episode has ended."""
+        self.reset(SEED + 99)
+        while not any(
+            done for done, _ in self.step(draw_actions(np.random.default_rng(0), self.venv.env, self.count)).flags
+        ):
+            pass
+
+    def close(self) -> None:
+        self.venv.close()
+
+
+class InTorchRL:
+    """Steps through GymWrapper.
+
+    :param way: ``"rollout"`` (the method that rollouts and collectors call), ``"masks"`` (a step, then a reset of the
+        rows that are done), ``"no infos"`` (without readers of infos, which takes another path), ``"registered"`` (by
+        ``auto_register_info_dict``)
+    :param limit: steps after which a transform truncates episodes; what a row has reset itself is not reset again
+    """
+
+    def __init__(self, env: Any, row: Row, way: str, limit: int | None = None) -> None:
+        wrapped = GymWrapper(env, categorical_action_encoding=True, **row.options)
+        self.count, self.actions = wrapped.batch_size[0], wrapped._env
+        self.keys, self.way = row.infos if way != "no infos" else (), way
+        if way == "registered":
+            wrapped.auto_register_info_dict()
+        elif self.keys:
+            spec = {key: Unbounded((2,) if key == "marks" else (), dtype=torch.float64) for key in self.keys}
+            spec = {key: part for key, part in spec.items() if "." not in key}
+            wrapped.set_info_dict_reader(default_info_dict_reader(list(spec), spec=spec))
+            wrapped.set_info_dict_reader(self._read_nested)
+        self.env = wrapped if limit is None else wrapped.append_transform(StepCounter(limit))
+
+    def _read_nested(self, info: Any, data: Any) -> Any:
+        """Read what TorchRL's reader does not: numbers in nested dicts. What is absent is zero, as with that reader."""
+        parts = info if isinstance(info, list) else [info]
+        assert "reward" in data or not any("episode" in part for part in parts)  # that is for the ends of episodes
+        for key in self.keys:
+            if "." in key:
+                if isinstance(info, list):
+                    values = [flat(part, [key]).get(key, 0) for part in info]
+                else:
+                    values = flat(info, [key]).get(key, np.zeros(self.count))
+                    values = [0 if value is None else value for value in values]
+                data.set(key, torch.as_tensor([float(value) for value in values]))
+        return data
+
+    def seen(self, observation: Any) -> Any:
+        return observation if isinstance(observation, dict) else {"observation": observation}
+
+    def flags(self, terminated: bool, truncated: bool) -> tuple[bool, bool]:
+        return bool(terminated), bool(truncated)
+
+    def info(self, info: dict[str, Any], ended: bool, begun: bool) -> Any:
+        found = flat(info, self.keys)
+        return {key: found.get(key, np.zeros(2) if key == "marks" else 0) for key in self.keys}
+
+    def _parts(self, data: Any) -> tuple[list[Any], list[Any]]:
+        names = set(self.env.observation_spec.keys()) - {*self.keys, "step_count"}
+        infos = {key: data[key].numpy() for key in self.keys}
+        return (
+            rows_of({key: data[key].numpy() for key in names}),
+            rows_of(infos) if infos else [{} for _ in range(self.count)],
+        )
+
+    def reset(self, seed: int) -> tuple[list[Any], list[Any]]:
+        self.now = self.env.reset(seed=seed)
+        return self._parts(self.now)
+
+    def step(self, actions: Any) -> Turn:
+        spec = self.env.action_spec
+        given = self.now.set("action", torch.as_tensor(actions).to(spec.dtype))
+        if self.way == "masks":
+            data = self.env.step(given)
+            self.now = self.env.step_mdp(data)
+            if data["next", "done"].any():
+                self.now = self.env.reset(self.now.set("_reset", data["next", "done"].clone()))
+        else:
+            data, self.now = self.env.step_and_maybe_reset(given)
+        after = data["next"]
+        observations, infos = self._parts(after)
+        following, reset_infos = self._parts(self.now)
+        assert not self.now["done"].any()
+        assert torch.equal(after["done"], after["terminated"] | after["truncated"])
+        flags = torch.cat([after["terminated"], after["truncated"]], 1).tolist()
+        return Turn(
+            observations, after["reward"].flatten().tolist(), list(map(tuple, flags)), infos, following, reset_infos
+        )  # type: ignore[arg-type]
+
+    def end_episodes(self) -> None:
+        """Step until an episode has ended, and do not reset what has ended."""
+        data = self.env.reset(seed=SEED + 99)
+        while not data["done"].any():
+            actions = torch.as_tensor(draw_actions(np.random.default_rng(0), self.actions, self.count))
+            data = self.env.step_mdp(self.env.step(data.set("action", actions.to(self.env.action_spec.dtype))))
+
+    def close(self) -> None:
+        self.env.close(raise_if_closed=False)
+
+
+IN_TORCHRL = partial(InTorchRL, way="rollout")
+LIBRARIES: dict[str, Callable[..., Any]] = {
+    "SB3": partial(InSB3, infos="all"),
+    "SB3, infos of finished rows": partial(InSB3, infos="finished"),
+    "TorchRL": IN_TORCHRL,
+    "TorchRL, resets by masks": partial(InTorchRL, way="masks"),
+    "TorchRL, no infos": partial(InTorchRL, way="no infos"),
+}
+
+
+def assert_same(found: Any, expected: Any, tolerance: float, where: Any) -> None:
+    if isinstance(expected, dict):
+        assert isinstance(found, dict), where
+        assert found.keys() == expected.keys(), where
+        for key, part in expected.items():
+            assert_same(found[key], part, tolerance, (*where, key))
+    else:
+        left, right = np.asarray(found), np.asarray(expected)
+        assert left.shape == right.shape, where
+        if tolerance:
+            np.testing.assert_allclose(left, right, rtol=tolerance, atol=tolerance, err_msg=str(where))
+        else:
+            assert np.array_equal(left, right.astype(left.dtype)), (where, left, right)
+
+
+def check(
+    row: Row, mode: AutoresetMode, library: Callable[..., Any], *, limit: int | None = None, after_ends: bool = False
+) -> None:
+    """Step an environment through a library, and its rows by hand with the same actions, and compare all there is.
+
+    :param limit: see :class:`InTorchRL`
+    :param after_ends: whether episodes have ended before the reset that everything begins with
+    """
+    env = row.make(mode)
+    stepper = library(env, row, limit=limit)
+    try:
+        if after_ends:
+            stepper.end_episodes()
+        _check(row, env, stepper, limit)
+    finally:
+        stepper.close()
+
+
+def _check(row: Row, env: Any, stepper: Any, limit: int | None) -> None:
+    random = np.random.default_rng(SEED)
+    begun = stepper.reset(SEED)
+    singles = [row.oracle(env, index) for index in range(stepper.count)]
+    kept, copies = [begun], [copy.deepcopy(begun)]
+    for index, (single, observation, info) in enumerate(zip(singles, *begun, strict=True)):
+        expected, reset_info = single.reset(seed=SEED + index)
+        assert_same(observation, stepper.seen(expected), row.tolerance, ("reset", index))
+        assert_same(info, stepper.info(reset_info, False, True), row.tolerance, ("reset", index, "info"))
+    ages, together = np.zeros(len(singles), int), []
+    for step in range(row.steps):
+        actions = draw_actions(random, env, len(singles))
+        turn = stepper.step(actions.copy())
+        kept.append(turn)
+        copies.append(copy.deepcopy(turn))
+        ages += 1
+        for index, single in enumerate(singles):
+            where: Any = (step, index)
+            last, reward, terminated, truncated, info = single.step(actions[index])
+            forgets = row.forgets if terminated or truncated else ""
+            info = {} if forgets == "last" else info
+            truncated = truncated or ages[index] == limit
+            ended = bool(terminated or truncated)
+            assert turn.flags[index] == stepper.flags(terminated, truncated), where
+            assert_same(turn.rewards[index], F32(reward), row.tolerance, (*where, "reward"))
+            assert_same(turn.observations[index], stepper.seen(last), row.tolerance, (*where, "observation"))
+            assert_same(turn.infos[index], stepper.info(info, ended, False), row.tolerance, (*where, "info", ended))
+            if ended:
+                ages[index] = 0
+                first, reset_info = single.reset()
+                reset_info = {} if forgets == "resets" else reset_info
+                where = (*where, "reset")
+                assert_same(turn.following[index], stepper.seen(first), row.tolerance, where)
+                assert_same(
+                    turn.reset_infos[index], stepper.info(reset_info, False, True), row.tolerance, (*where, "info")
+                )
+            else:
+                assert_same(turn.following[index], stepper.seen(last), row.tolerance, (*where, "following"))
+        together.append(int((ages == 0).sum()))
+    assert sum(together) > row.steps / 20
+    for now, then in zip(kept, copies, strict=True):  # what the caller keeps
+        for part, other in zip(now, then, strict=True):
+            for one, another in zip(part, other, strict=True):
+                assert_same(one, another, 0.0, "what the caller keeps")
+
+
+def draw_actions(random: Any, env: Any, count: int) -> Any:
+    space = getattr(env, "single_action_space", env.action_space)
+    if hasattr(space, "n"):
+        return random.integers(0, int(space.n), count)
+    return random.uniform(-1, 1, (count, *space.shape)).astype(F32)
+
+
+def skip_without(module: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} is not installed here; test_rows_of_the_other_environment runs these rows")
+
+
+warnings_of_envpool = [
+    pytest.mark.filterwarnings("ignore:EnvPool seeds are fixed"),  # what the drivers ask for it has from its maker
+    pytest.mark.filterwarnings("ignore:.*precision lowered by casting"),  # gymnasium's, of EnvPool's spaces
+]
+pytestmark = warnings_of_envpool
+IDS = [f"{name}-{mode.value}" for name, mode in CASES]
+
+
+@pytest.mark.sample(quick=18, ci=80)
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize(("name", "mode"), CASES, ids=IDS)
+def test_rows_equal_single_environments(name: str, mode: AutoresetMode, library: str) -> None:
+    skip_without(TABLE[name].needs)
+    check(TABLE[name], mode, LIBRARIES[library])
+
+
+@pytest.mark.sample(quick=4, ci=20)
+@pytest.mark.parametrize("way", ["rollout", "masks", "no infos"])
+@pytest.mark.parametrize(("name", "mode"), CASES, ids=IDS)
+def test_rows_that_a_transform_truncates_beside_rows_that_end(name: str, mode: AutoresetMode, way: str) -> None:
+    skip_without(TABLE[name].needs)
+    check(TABLE[name], mode, partial(InTorchRL, way=way), limit=4)
+
+
+SEEDED = [case for case in CASES if not case[0].startswith(("EnvPool", "final_obs"))]  # those are not by a reset
+
+
+@pytest.mark.sample(quick=4, ci=20)
+@pytest.mark.parametrize("library", [name for name in LIBRARIES if "," not in name])
+@pytest.mark.parametrize(("name", "mode"), SEEDED, ids=[f"{name}-{mode.value}" for name, mode in SEEDED])
+def test_everything_is_reset_after_rows_have_ended(name: str, mode: AutoresetMode, library: str) -> None:
+    row = TABLE[name]
+    skip_without(row.needs)
+    check(row._replace(steps=30), mode, LIBRARIES[library], after_ends=True)
+
+
+@pytest.mark.sample(quick=2)
+@pytest.mark.parametrize("mode", ALL)
+@pytest.mark.parametrize("kind", [SyncVectorEnv, fork, ours], ids=["sync", "async", "ours"])
+def test_infos_that_are_registered(kind: Any, mode: AutoresetMode) -> None:
+    row = Row(vector_of(kind, Walk), ALL, lambda env, index: Walk(), ("age", "length"), steps=60)
+    check(row, mode, partial(InTorchRL, way="registered"))
+
+
+# -- what is refused, by both libraries
+
+BOTH = pytest.mark.parametrize("wrapper", [GymVecEnv, GymWrapper])
+
+
+def play(wrapper: Any, env: Any, **options: Any) -> None:
+    stepper = wrapper(env, **options)
+    if wrapper is GymWrapper:
+        stepper.rollout(60, break_when_any_done=False)
+        return
+    stepper.reset()
+    for _ in range(9):
+        stepper.step(np.zeros(ROWS, int))
+
+
+@BOTH
+def test_an_unknown_environment_without_a_mode_is_refused_when_an_episode_ends(wrapper: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=r'NoMode .*autoreset_mode="SameStep"'):
+        play(wrapper, NoMode(None))
+
+
+@BOTH
+def test_lost_last_observations_are_refused(wrapper: Any) -> None:
+    with pytest.raises(EnvironmentOutputError, match=r'missing_final_obs="'):
+        play(wrapper, SameStep(list(LAB), None), missing_final_obs="error")
+
+
+@BOTH
+def test_last_observations_that_gymnasium_overwrites_are_refused(wrapper: Any) -> None:
+    env = twice(SyncVectorEnv([InPlaceInfoWalk] * ROWS, autoreset_mode=SAME_STEP))
+    with pytest.raises(EnvironmentOutputError, match="loses last observations"):
+        play(wrapper, env)
+
+
+class Pool(VectorEnv[Any, Any, Any]):
+    """Has the settings of an EnvPool whose steps return some of its rows."""
+
+    num_envs = 4
+    single_observation_space, single_action_space = spaces.Box(-1, 1, (2,)), spaces.Discrete(2)
+    spec: Any = SimpleNamespace(id="Count-v0", config=SimpleNamespace(num_envs=4, batch_size=2))
+
+
+Pool.__module__ = "envpool.imitation"
+
+
+def real_pool() -> Any:
+    skip_without("envpool")
+    import envpool
+
+    return envpool.make("CartPole-v1", env_type="gymnasium", num_envs=4, batch_size=2)
+
+
+@BOTH
+@pytest.mark.parametrize("wrap", [lambda env: env, gymnasium.vector.VectorWrapper], ids=["bare", "wrapped"])
+@pytest.mark.parametrize(
+    "make",
+    [Pool, partial(AtariVectorEnv, "breakout", 4, batch_size=2), real_pool],
+    ids=["EnvPool", "ALE", "real EnvPool"],
+)
+def test_asynchronous_pools_are_refused_at_construction(make: Any, wrap: Any, wrapper: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"`batch_size=2` with num_envs=4 .* Use batch_size=4"):
+        wrapper(wrap(make()))
+
+
+@BOTH
+def test_pools_of_several_players_are_refused(wrapper: Any) -> None:
+    pool = Pool()
+    pool.spec = SimpleNamespace(id="Duel-v0", config=SimpleNamespace(num_envs=4, batch_size=4, max_num_players=2))
+    with pytest.raises(InvalidArgumentError, match=r"Pool has 2 players .* for one player"):
+        wrapper(pool)
+
+
+class Forgets(gymnasium.vector.VectorWrapper[Any, Any, Any, Any, Any]):
+    """Does not pass the options of a reset on, with which all rows are reset."""
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return self.env.reset(seed=seed)
+
+
+@BOTH
+@pytest.mark.parametrize("make", [lambda: SyncVectorEnv([InfoWalk] * ROWS), lambda: CartPoleVectorEnv(ROWS)])
+def test_wrappers_that_forget_which_rows_to_reset_are_refused(make: Any, wrapper: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"\(Forgets\) does not pass options\['reset_mask'\] on"):
+        play(wrapper, Forgets(make()))
+
+
+# -- the rows that need another environment
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "some",
+    [
+        "not masks and not finished and not infos and (rows_equal or refused or not JaxTo)",
+        pytest.param("not registered", marks=pytest.mark.exhaustive),
+    ],
+    ids=["some", "all"],
+)
+def test_rows_of_the_other_environment(some: str, tmp_path: Path) -> None:
+    """EnvPool, JAX and Brax are in an environment of their own, in which this file runs these rows."""
+    if importlib.util.find_spec("envpool") is not None:
+        pytest.skip("these rows run here")
+    options = ("-q", "-p", "no:cacheprovider", "-m", "", "-k", f"(EnvPool or JAX or Brax) and {some}", __file__)
+    summary = run_in_jax_venv(tmp_path, "-m", "pytest", f"--rootdir={ROOT}", *options).splitlines()[-1]
+    assert "passed" in summary
+    assert "skipped" not in summary
