@@ -203,8 +203,14 @@ class Batched:
             )
         observation, info = self.stepper.reset(**given)
         parts = self.layout.parts(observation)
+        found = framework_of(parts)
+        if self.framework is not None and found != self.framework and "jax" in (found, self.framework):
+            raise InvalidArgumentError(
+                f"env_type={self.framework!r}, but the environment's observations are {found}. Write "
+                f"env_type={found!r}, or leave it out"
+            )
         if self.framework is None:
-            self.framework = framework_of(parts)
+            self.framework = found
             self.device = next((part.device for part in parts if isinstance(part, torch.Tensor)), None)
         leaves = self._checked(_on_cpu(parts), self._count, self.copy)
         return self.layout.joined(leaves), self._infos_of(self._dict_of(info), np.arange(self._count))

@@ -1019,6 +1019,16 @@ def test_wrappers_that_forget_which_rows_to_reset_are_refused(make: Any, wrapper
         play(wrapper, Forgets(make()))
 
 
+@BOTH
+@pytest.mark.parametrize("env_type", ["numpy", "torch"])
+def test_a_wrong_env_type_of_a_jax_environment_is_refused(env_type: str, wrapper: Any) -> None:
+    """JAX's own error would not name the option."""
+    skip_without("jax")
+    env = gymnasium.make_vec("phys2d/CartPole-v1", num_envs=ROWS, vectorization_mode="vector_entry_point")
+    with pytest.raises(InvalidArgumentError, match=rf"env_type='{env_type}'.* jax. Write env_type='jax'"):
+        play(wrapper, env, env_type=env_type)
+
+
 # -- the rows that need another environment
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -85,8 +84,7 @@ def compile_value(
 
 def _tensor(value: Any, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
     """Convert a value to a tensor of any dtype and shape, which shares memory with arrays on devices only."""
-    with suppress(BufferError, RuntimeError, TypeError):  # dtypes that DLPack does not have
-        value = to_torch(value)
+    value = to_torch(value)
     if isinstance(value, torch.Tensor):
         return value.detach()
     try:
