@@ -130,4 +130,4 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run([*command, *folders], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     index = re.sub("<[^>]+>", "", (tmp_path / "html" / "errors.html").read_text())
-    assert "is no vectorised environment: it has no num_envs" in index
+    assert "is not a vectorized environment: it has no num_envs" in index

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -16,11 +16,14 @@ from tests.torchrl_ext.parallel_environments import DIARY
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def workers_left(*, besides: Collection[psutil.Process] = (), grace_s: float = 60.0) -> list[psutil.Process]:
-    """Give those that are there after a while, in which nobody asks them to end."""
+_before: set[psutil.Process] = set()
+
+
+def workers_left(*, grace_s: float = 60.0) -> list[psutil.Process]:
+    """Return new workers that still run after a while, during which none is told to end."""
     gc.collect()
     end = time.monotonic() + grace_s
-    while (left := [worker for worker in workers() if worker not in besides]) and time.monotonic() < end:
+    while (left := new_workers()) and time.monotonic() < end:
         time.sleep(0.01)
     return left
 
@@ -31,9 +34,6 @@ def diary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.touch()
     monkeypatch.setenv(DIARY, str(path))
     return path
-
-
-_before: set[psutil.Process] = set()
 
 
 def new_workers() -> list[psutil.Process]:
@@ -47,7 +47,7 @@ def no_workers_left() -> Iterator[None]:
     # A test before may have left an environment to the garbage collector.
     _before.update(workers_left(grace_s=1) if workers() else ())
     yield
-    left = workers_left(besides=_before)
+    left = workers_left()
     for process in left:
         process.kill()
     assert not left
