@@ -194,7 +194,7 @@ def test_brax_environment_matches_single_environments(mode: str, action_repeat: 
     assert compare(env, steps=20) == (0, NUM_ENVS * (20 * action_repeat // 8))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_brax_physics_matches_single_environments() -> None:
     with warnings.catch_warnings():
