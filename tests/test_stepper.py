@@ -897,7 +897,7 @@ pytestmark = warnings_of_envpool
 IDS = [f"{name}-{mode.value}" for name, mode in CASES]
 
 
-@pytest.mark.sample(quick=18, ci=60)
+@pytest.mark.sample(quick=10, ci=60)
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize(("name", "mode"), CASES, ids=IDS)
 def test_rows_equal_single_environments(name: str, mode: AutoresetMode, library: str) -> None:
@@ -905,7 +905,7 @@ def test_rows_equal_single_environments(name: str, mode: AutoresetMode, library:
     check(TABLE[name], mode, LIBRARIES[library])
 
 
-@pytest.mark.sample(quick=4, ci=20)
+@pytest.mark.sample(quick=2, ci=20)
 @pytest.mark.parametrize("way", ["rollout", "masks", "no infos"])
 @pytest.mark.parametrize(("name", "mode"), CASES, ids=IDS)
 def test_rows_that_a_transform_truncates_beside_rows_that_end(name: str, mode: AutoresetMode, way: str) -> None:
@@ -916,7 +916,7 @@ def test_rows_that_a_transform_truncates_beside_rows_that_end(name: str, mode: A
 SEEDED = [case for case in CASES if not case[0].startswith(("EnvPool", "final_obs"))]  # those are not by a reset
 
 
-@pytest.mark.sample(quick=4, ci=20)
+@pytest.mark.sample(quick=2, ci=20)
 @pytest.mark.parametrize("library", [name for name in LIBRARIES if "," not in name])
 @pytest.mark.parametrize(("name", "mode"), SEEDED, ids=[f"{name}-{mode.value}" for name, mode in SEEDED])
 def test_everything_is_reset_after_rows_have_ended(name: str, mode: AutoresetMode, library: str) -> None:
