@@ -12,7 +12,7 @@ from torchrl.data import Composite, OneHot
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
 from rl_ext_core.vector.arrays import keep_freed_memory
 from rl_ext_core.vector.spaces import device_of
-from rl_ext_core.vector.stepper import RESET, STEP, Stepper, unpacked, without_final
+from rl_ext_core.vector.stepper import RESET, STATISTICS, STEP, Stepper, unpacked, without_final
 from torchrl_ext._compat import built
 from torchrl_ext.gym.infos import merge_infos
 from torchrl_ext.gym.io import (
@@ -128,8 +128,8 @@ class Engine:
         return data, True, info
 
     def _step_once(self, action: Any) -> Step:
-        step = self.env.step if self._stepper is None else self._stepper.step
-        return unpacked(step(self._decode(action)), STEP)
+        action = self._decode(action)
+        return unpacked(self.env.step(action), STEP) if self._stepper is None else self._stepper.step(action)
 
     def _step_often(self, action: Any) -> Step:
         """Sum the rewards of as many steps as are to be skipped, up to an episode's end."""
@@ -204,7 +204,7 @@ class Engine:
         if following is None or isinstance(following, list):
             rest = without_final(info)
             if isinstance(rest, dict):  # statistics are those of the episodes that ended
-                rest = {key: value for key, value in rest.items() if key.removeprefix("_") != "episode"}
+                rest = {key: value for key, value in rest.items() if key not in STATISTICS}
             following = merge_infos(rest, following, done.nonzero().view(-1).tolist(), count)
         info = following
         if not left.any():

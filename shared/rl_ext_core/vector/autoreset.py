@@ -315,8 +315,6 @@ def _has_env_ids(base: Any) -> bool:
     return accepts(getattr(base, "reset", None), "env_ids", any_keyword=False)
 
 
-_UNKNOWN = Rules("others", lambda base: True, None, _by_mask, False, "last")
-
 # The first row that includes an environment counts. All tell last observations as info["final_obs"] (before 1.0:
 # "final_observation"), if they reset rows in the step; in other modes, the step's observation is the last one.
 TABLE = (
@@ -329,7 +327,7 @@ TABLE = (
     Rules("AsyncVectorEnv", _WORKERS, None, _by_mask_in_workers, True, "last"),
     Rules("CartPoleVectorEnv", _CARTPOLE, None, _replacing(_reset_cartpole), True, "last"),
     Rules("phys2d (JAX)", _FUNCTIONAL, Autoreset.NEXT_STEP, _replacing(_reset_functional), True, "last"),
-    _UNKNOWN,
+    Rules("others", lambda base: True, None, _by_mask, False, "last"),
 )
 
 

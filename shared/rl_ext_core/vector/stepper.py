@@ -18,6 +18,7 @@ from rl_ext_core.vector.spaces import attribute_of
 
 __all__ = [
     "RESET",
+    "STATISTICS",
     "STEP",
     "Stepper",
     "as_dict",
@@ -36,7 +37,7 @@ RESET = ("reset", "observation", "info")
 STEP = ("step", "observation", "reward", "terminated", "truncated", "info")
 _FINAL = ("final_obs", "final_observation", "final_info")
 # Keys that gymnasium's RecordEpisodeStatistics writes in the last step of an episode, next to the info of the reset.
-_STATISTICS = ("episode", "_episode")
+STATISTICS = ("episode", "_episode")
 
 
 class Stepper:
@@ -149,8 +150,8 @@ class Stepper:
         if not self.resets_in_step or not isinstance(info, dict):
             return info, None
         rest = without_final(info)
-        following = {key: value for key, value in rest.items() if key not in _STATISTICS}
-        statistics = {key: rest[key] for key in _STATISTICS if key in rest}
+        following = {key: value for key, value in rest.items() if key not in STATISTICS}
+        statistics = {key: rest[key] for key in STATISTICS if key in rest}
         final = as_dict(info.get("final_info"))
         if final is None:
             return (rest, None) if self._rules.info == "last" else (statistics, following)
