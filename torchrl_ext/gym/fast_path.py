@@ -75,11 +75,12 @@ def _rand_action(env: Any, tensordict: Any = None) -> TensorDictBase:
 class FastSteps(EnvBase):
     """Overrides ``step`` and ``step_and_maybe_reset`` for plain TensorDicts; others take those of ``EnvBase``."""
 
-    _methods: ClassVar[tuple[Any, ...] | None] = None  # None if one of them is overridden
+    _methods: ClassVar[tuple[Any, ...]] = ()  # of the class, as it was defined
+    _is_plain: ClassVar[bool] = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls._methods = _methods_of(cls) if _overridden(cls, _STEPS) is None else None
+        cls._methods, cls._is_plain = _methods_of(cls), _overridden(cls, _STEPS) is None
         ignored = _overridden(cls, _READERS | _TRANSFORMS)
         if ignored is not None:
             _refuse(cls, ignored)
@@ -106,7 +107,7 @@ class FastSteps(EnvBase):
             return None
         if self.info_dict_reader or self.run_type_checks or tensordict._td_dim_names is not None:
             return None
-        is_original = _methods_of(type(self)) == self._methods and _base_methods(EnvBase) == _BASE
+        is_original = self._is_plain and _methods_of(type(self)) == self._methods and _base_methods(EnvBase) == _BASE
         return entries if is_original and own.keys().isdisjoint(_REPLACEABLE) else None
 
     def _take_step(self, entries: dict[str, Any], tensordict: TensorDictBase) -> tuple[dict[str, Any], bool]:
