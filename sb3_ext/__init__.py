@@ -20,7 +20,7 @@ from sb3_ext.buffers import (
 )
 from sb3_ext.gym_vec_env import GymVecEnv
 from sb3_ext.multi_agent_vec_env import MultiAgentVecEnv
-from sb3_ext.vec_env import RayVecEnv, SharedMemoryVecEnv, VecEnvTimings
+from sb3_ext.vec_env import RayVecEnv, SharedMemoryVecEnv, VecEnvTimingCallback
 
 __all__ = [
     "AutoVecEnv",
@@ -35,7 +35,7 @@ __all__ = [
     "MultiAgentVecEnv",
     "RayVecEnv",
     "SharedMemoryVecEnv",
-    "VecEnvTimings",
+    "VecEnvTimingCallback",
     "as_factory",
     "make_vec_env",
     "resolve_device",

@@ -20,7 +20,7 @@ from rl_ext_core.vector.pool import Pool, Timings, new_pool
 from rl_ext_core.vector.ray import RayPool
 from rl_ext_core.vector.worker import ENDED, OTHER, TRUNCATED
 
-__all__ = ["CheckedVecEnv", "Indices", "PoolVecEnv", "RayVecEnv", "SharedMemoryVecEnv", "VecEnvTimings"]
+__all__ = ["CheckedVecEnv", "Indices", "PoolVecEnv", "RayVecEnv", "SharedMemoryVecEnv", "VecEnvTimingCallback"]
 
 # By the number of the kind, see rl_ext_core.vector.worker.KINDS.
 _REWARD_TYPES = (np.float64, np.float32, np.int64, np.bool_)
@@ -253,7 +253,7 @@ class SharedMemoryVecEnv(PoolVecEnv):
     :raises InvalidArgumentError: If an option has another value, or observations are not arrays of fixed shape; also at
         any call but ``close`` in a process that was forked from the one that made it
 
-    :ivar timings: how long the start and the steps have taken, see :class:`VecEnvTimings`
+    :ivar timings: how long the start and the steps have taken, see :class:`VecEnvTimingCallback`
     :ivar working_directory: folder that has a working directory for each worker, ``"0"``, ``"1"`` and so on; None: they
         share that of this process
 
@@ -310,7 +310,7 @@ class RayVecEnv(PoolVecEnv):
     :raises EnvironmentOutputError: If the environments' spaces differ
     :raises InvalidArgumentError: If an option has another value, or observations are not arrays of fixed shape
 
-    :ivar timings: how long the start and the steps have taken, see :class:`VecEnvTimings`
+    :ivar timings: how long the start and the steps have taken, see :class:`VecEnvTimingCallback`
 
     Source: https://docs.ray.io/en/latest/ray-core/actors.html
 
@@ -331,7 +331,7 @@ class RayVecEnv(PoolVecEnv):
         super().__init__(RayPool(env_fns, options, actor_options=actor_options or {}))
 
 
-class VecEnvTimings(BaseCallback):
+class VecEnvTimingCallback(BaseCallback):
     """Log how long environments take, next to Stable Baselines3's ``time/fps``.
 
     ``time/env_start`` is in seconds, ``time/env_step`` is the mean of a rollout's steps in seconds, and

@@ -24,7 +24,7 @@ from stable_baselines3.common.vec_env import (
 )
 
 from sb3_ext import AutoVecEnv
-from sb3_ext.vec_env import SharedMemoryVecEnv, VecEnvTimings
+from sb3_ext.vec_env import SharedMemoryVecEnv, VecEnvTimingCallback
 from tests.sb3_ext.toys import silenced
 from tests.sb3_ext.vec_checks import FAST, action_of, assert_equal, both, rollout
 from tests.sb3_ext.vec_worlds import ACTIONS, OBSERVATIONS, REWARDS, Drawn, Returning, Reusing
@@ -226,7 +226,7 @@ def test_timings_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     model = silenced(PPO("MlpPolicy", VecNormalize(venv), n_steps=16, batch_size=16, n_epochs=1, device="cpu"))
     seen: dict[str, list[float]] = {}
     monkeypatch.setattr(model.logger, "record", lambda key, value, exclude=None: seen.setdefault(key, []).append(value))
-    model.learn(16 * 3 * 3, callback=VecEnvTimings())
+    model.learn(16 * 3 * 3, callback=VecEnvTimingCallback())
     timings = venv.timings
     venv.close()
     assert seen["time/env_restarts"] == [0, 0, 0]
