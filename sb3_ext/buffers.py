@@ -49,7 +49,7 @@ _Buffer = TypeVar("_Buffer", bound="CompressedReplayBuffer")
 _logger = logging.getLogger("sb3_ext")
 
 
-def whole(method: _Method) -> _Method:
+def atomic(method: _Method) -> _Method:
     """Have Ctrl-C, and a thread that saves the buffer, wait for the end of a method that changes it."""
 
     @uninterrupted
@@ -67,7 +67,7 @@ def begun_whole(method: _Method) -> _Method:
     @functools.wraps(method)
     def call(self: CompressedBuffer, *args: Any, **kwargs: Any) -> Iterator[Any]:
         items = method(self, *args, **kwargs)
-        yield whole(lambda _: next(items))(self)
+        yield atomic(lambda _: next(items))(self)
         yield from items
 
     return call  # type: ignore[return-value]
@@ -280,7 +280,7 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         """The next observations, likewise."""
         return self._observations.views(following=True)
 
-    @whole
+    @atomic
     def add(
         self,
         obs: np.ndarray,
@@ -346,7 +346,7 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         """Let another process open ``storage_dir``, with all that was added. Nothing can be sampled after."""
         self._observations.close()
 
-    @whole
+    @atomic
     def reset(self) -> None:
         """Forget all transitions and give their memory back."""
         super().reset()
@@ -627,7 +627,7 @@ class CompressedHerReplayBuffer(TakesOptions, HerReplayBuffer, CompressedDictRep
                 self.ep_length[rows[first:end], env] = intact * (end - first)
         self._current_ep_start[:] = self.pos
 
-    @whole
+    @atomic
     def add(
         self,
         obs: Any,
@@ -670,7 +670,7 @@ class CompressedHerReplayBuffer(TakesOptions, HerReplayBuffer, CompressedDictRep
             rest = np.arange(max(self.ep_length[row, env] - past, 0))
             self.ep_length[(row + rest) % self.buffer_size, env] = 0
 
-    @whole
+    @atomic
     def reset(self) -> None:
         """
         Forget all transitions and give their memory back. Upstream's goes on to sample the episodes from before, and
@@ -680,7 +680,7 @@ class CompressedHerReplayBuffer(TakesOptions, HerReplayBuffer, CompressedDictRep
         self.ep_length[:] = 0
         self._current_ep_start[:] = 0
 
-    @whole
+    @atomic
     def truncate_last_trajectory(self) -> None:
         """Take the last trajectory for one that has ended, as upstream does."""
         super().truncate_last_trajectory()
@@ -797,7 +797,7 @@ class CompressedRolloutBuffer(CompressedBuffer, RolloutBuffer):
         device = resolve(device).compute
         super().__init__(buffer_size, observation_space, action_space, device, gae_lambda, gamma, n_envs=n_envs)
 
-    @whole
+    @atomic
     def reset(self) -> None:
         """Forget the rollout, for the next one."""
         # Not RolloutBuffer's: it would allocate what this class exists to avoid.
@@ -810,7 +810,7 @@ class CompressedRolloutBuffer(CompressedBuffer, RolloutBuffer):
         self._observations.clear()
         self.observations = self._observations.views(writable=True)
 
-    @whole
+    @atomic
     def add(self, *args: Any, **kwargs: Any) -> None:
         """
         Add one step of each environment.
@@ -828,7 +828,7 @@ class CompressedRolloutBuffer(CompressedBuffer, RolloutBuffer):
         """
         yield from super().get(batch_size)
 
-    @whole
+    @atomic
     def compute_returns_and_advantage(self, last_values: th.Tensor, dones: np.ndarray) -> None:
         """
         Compute returns and advantages of a rollout that is complete.

@@ -23,7 +23,7 @@ from sb3_ext.buffers import (
     TakesOptions,
     begun_whole,
     making_batch,
-    whole,
+    atomic,
 )
 
 if importlib.util.find_spec("sb3_contrib") is None:
@@ -53,7 +53,7 @@ class CompressedMaskableRolloutBuffer(TakesOptions, MaskableRolloutBuffer, Compr
     """
 
     _FOR_OTHERS = "use rollout_buffer_class=CompressedMaskableDictRolloutBuffer for it"
-    add, reset = whole(MaskableRolloutBuffer.add), whole(MaskableRolloutBuffer.reset)
+    add, reset = atomic(MaskableRolloutBuffer.add), atomic(MaskableRolloutBuffer.reset)
     get = begun_whole(MaskableRolloutBuffer.get)
     _get_samples: Any = making_batch(MaskableRolloutBuffer._get_samples)
 
@@ -71,7 +71,7 @@ class CompressedMaskableDictRolloutBuffer(TakesOptions, MaskableDictRolloutBuffe
     """
 
     _FOR_OTHERS = "use rollout_buffer_class=CompressedMaskableRolloutBuffer for it"
-    add, reset = whole(MaskableDictRolloutBuffer.add), whole(MaskableDictRolloutBuffer.reset)
+    add, reset = atomic(MaskableDictRolloutBuffer.add), atomic(MaskableDictRolloutBuffer.reset)
     get = begun_whole(MaskableDictRolloutBuffer.get)  # type: ignore[assignment]
     _get_samples: Any = making_batch(MaskableDictRolloutBuffer._get_samples)
 
@@ -119,7 +119,7 @@ class CompressedRecurrentRolloutBuffer(_Recurrent, RecurrentRolloutBuffer, Compr
     """
 
     _FOR_OTHERS = "use CompressedRecurrentDictRolloutBuffer for it"
-    add, reset = whole(RecurrentRolloutBuffer.add), whole(RecurrentRolloutBuffer.reset)
+    add, reset = atomic(RecurrentRolloutBuffer.add), atomic(RecurrentRolloutBuffer.reset)
     get = begun_whole(RecurrentRolloutBuffer.get)
     _get_samples: Any = making_batch(RecurrentRolloutBuffer._get_samples)
 
@@ -136,6 +136,6 @@ class CompressedRecurrentDictRolloutBuffer(_Recurrent, RecurrentDictRolloutBuffe
     """
 
     _FOR_OTHERS = "use CompressedRecurrentRolloutBuffer for it"
-    add, reset = whole(RecurrentDictRolloutBuffer.add), whole(RecurrentDictRolloutBuffer.reset)  # type: ignore[assignment]
+    add, reset = atomic(RecurrentDictRolloutBuffer.add), atomic(RecurrentDictRolloutBuffer.reset)  # type: ignore[assignment]
     get = begun_whole(RecurrentDictRolloutBuffer.get)  # type: ignore[assignment]
     _get_samples: Any = making_batch(RecurrentDictRolloutBuffer._get_samples)
