@@ -61,7 +61,7 @@ def atomic(method: _Method) -> _Method:
     return call  # type: ignore[return-value]
 
 
-def begun_whole(method: _Method) -> _Method:
+def atomic_start(method: _Method) -> _Method:
     """Do the same for a generator, which reorders a buffer's arrays before it gives the first of its items."""
 
     @functools.wraps(method)
@@ -819,7 +819,7 @@ class CompressedRolloutBuffer(CompressedBuffer, RolloutBuffer):
         """
         super().add(*args, **kwargs)
 
-    @begun_whole
+    @atomic_start
     def get(self, batch_size: int | None = None) -> Generator[Any, None, None]:
         """
         Minibatches of a rollout that is complete, in random order.

@@ -21,7 +21,7 @@ from sb3_ext.buffers import (
     CompressedDictRolloutBuffer,
     CompressedRolloutBuffer,
     TakesOptions,
-    begun_whole,
+    atomic_start,
     making_batch,
     atomic,
 )
@@ -54,7 +54,7 @@ class CompressedMaskableRolloutBuffer(TakesOptions, MaskableRolloutBuffer, Compr
 
     _FOR_OTHERS = "use rollout_buffer_class=CompressedMaskableDictRolloutBuffer for it"
     add, reset = atomic(MaskableRolloutBuffer.add), atomic(MaskableRolloutBuffer.reset)
-    get = begun_whole(MaskableRolloutBuffer.get)
+    get = atomic_start(MaskableRolloutBuffer.get)
     _get_samples: Any = making_batch(MaskableRolloutBuffer._get_samples)
 
 
@@ -72,7 +72,7 @@ class CompressedMaskableDictRolloutBuffer(TakesOptions, MaskableDictRolloutBuffe
 
     _FOR_OTHERS = "use rollout_buffer_class=CompressedMaskableRolloutBuffer for it"
     add, reset = atomic(MaskableDictRolloutBuffer.add), atomic(MaskableDictRolloutBuffer.reset)
-    get = begun_whole(MaskableDictRolloutBuffer.get)  # type: ignore[assignment]
+    get = atomic_start(MaskableDictRolloutBuffer.get)  # type: ignore[assignment]
     _get_samples: Any = making_batch(MaskableDictRolloutBuffer._get_samples)
 
 
@@ -120,7 +120,7 @@ class CompressedRecurrentRolloutBuffer(_Recurrent, RecurrentRolloutBuffer, Compr
 
     _FOR_OTHERS = "use CompressedRecurrentDictRolloutBuffer for it"
     add, reset = atomic(RecurrentRolloutBuffer.add), atomic(RecurrentRolloutBuffer.reset)
-    get = begun_whole(RecurrentRolloutBuffer.get)
+    get = atomic_start(RecurrentRolloutBuffer.get)
     _get_samples: Any = making_batch(RecurrentRolloutBuffer._get_samples)
 
 
@@ -137,5 +137,5 @@ class CompressedRecurrentDictRolloutBuffer(_Recurrent, RecurrentDictRolloutBuffe
 
     _FOR_OTHERS = "use CompressedRecurrentRolloutBuffer for it"
     add, reset = atomic(RecurrentDictRolloutBuffer.add), atomic(RecurrentDictRolloutBuffer.reset)  # type: ignore[assignment]
-    get = begun_whole(RecurrentDictRolloutBuffer.get)  # type: ignore[assignment]
+    get = atomic_start(RecurrentDictRolloutBuffer.get)  # type: ignore[assignment]
     _get_samples: Any = making_batch(RecurrentDictRolloutBuffer._get_samples)
