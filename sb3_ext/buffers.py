@@ -73,7 +73,7 @@ def atomic_start(method: _Method) -> _Method:
     return call  # type: ignore[return-value]
 
 
-def making_batch(method: _Method) -> _Method:
+def without_copy(method: _Method) -> _Method:
     """Have a method of upstream's not copy what it decodes, which nobody else holds."""
 
     @functools.wraps(method)
@@ -840,7 +840,7 @@ class CompressedRolloutBuffer(CompressedBuffer, RolloutBuffer):
         for store in self._observations.stores:
             store.rest()
 
-    _get_samples: Any = making_batch(RolloutBuffer._get_samples)
+    _get_samples: Any = without_copy(RolloutBuffer._get_samples)
 
     @staticmethod
     def swap_and_flatten(arr: Any) -> Any:
@@ -870,4 +870,4 @@ class CompressedDictRolloutBuffer(CompressedRolloutBuffer, DictRolloutBuffer):
     """
 
     _FOR_OTHERS = "use rollout_buffer_class=CompressedRolloutBuffer for it"
-    _get_samples: Any = making_batch(DictRolloutBuffer._get_samples)
+    _get_samples: Any = without_copy(DictRolloutBuffer._get_samples)

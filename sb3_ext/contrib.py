@@ -22,7 +22,7 @@ from sb3_ext.buffers import (
     CompressedRolloutBuffer,
     TakesOptions,
     atomic_start,
-    making_batch,
+    without_copy,
     atomic,
 )
 
@@ -55,7 +55,7 @@ class CompressedMaskableRolloutBuffer(TakesOptions, MaskableRolloutBuffer, Compr
     _FOR_OTHERS = "use rollout_buffer_class=CompressedMaskableDictRolloutBuffer for it"
     add, reset = atomic(MaskableRolloutBuffer.add), atomic(MaskableRolloutBuffer.reset)
     get = atomic_start(MaskableRolloutBuffer.get)
-    _get_samples: Any = making_batch(MaskableRolloutBuffer._get_samples)
+    _get_samples: Any = without_copy(MaskableRolloutBuffer._get_samples)
 
 
 class CompressedMaskableDictRolloutBuffer(TakesOptions, MaskableDictRolloutBuffer, CompressedDictRolloutBuffer):
@@ -73,7 +73,7 @@ class CompressedMaskableDictRolloutBuffer(TakesOptions, MaskableDictRolloutBuffe
     _FOR_OTHERS = "use rollout_buffer_class=CompressedMaskableRolloutBuffer for it"
     add, reset = atomic(MaskableDictRolloutBuffer.add), atomic(MaskableDictRolloutBuffer.reset)
     get = atomic_start(MaskableDictRolloutBuffer.get)  # type: ignore[assignment]
-    _get_samples: Any = making_batch(MaskableDictRolloutBuffer._get_samples)
+    _get_samples: Any = without_copy(MaskableDictRolloutBuffer._get_samples)
 
 
 class _Recurrent(TakesOptions):
@@ -121,7 +121,7 @@ class CompressedRecurrentRolloutBuffer(_Recurrent, RecurrentRolloutBuffer, Compr
     _FOR_OTHERS = "use CompressedRecurrentDictRolloutBuffer for it"
     add, reset = atomic(RecurrentRolloutBuffer.add), atomic(RecurrentRolloutBuffer.reset)
     get = atomic_start(RecurrentRolloutBuffer.get)
-    _get_samples: Any = making_batch(RecurrentRolloutBuffer._get_samples)
+    _get_samples: Any = without_copy(RecurrentRolloutBuffer._get_samples)
 
 
 class CompressedRecurrentDictRolloutBuffer(_Recurrent, RecurrentDictRolloutBuffer, CompressedDictRolloutBuffer):
@@ -138,4 +138,4 @@ class CompressedRecurrentDictRolloutBuffer(_Recurrent, RecurrentDictRolloutBuffe
     _FOR_OTHERS = "use CompressedRecurrentRolloutBuffer for it"
     add, reset = atomic(RecurrentDictRolloutBuffer.add), atomic(RecurrentDictRolloutBuffer.reset)  # type: ignore[assignment]
     get = atomic_start(RecurrentDictRolloutBuffer.get)  # type: ignore[assignment]
-    _get_samples: Any = making_batch(RecurrentDictRolloutBuffer._get_samples)
+    _get_samples: Any = without_copy(RecurrentDictRolloutBuffer._get_samples)
