@@ -149,7 +149,7 @@ class CompressedBuffer(BaseBuffer):
         return super().to_torch(array, copy and not alone)
 
 
-class TakesOptions(CompressedBuffer):
+class StoreOptionsMixin(CompressedBuffer):
     """Keeps the options of a store for one of our constructors, past one of upstream's that does not know them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -584,7 +584,7 @@ def _algorithm_that_builds(buffer: Any) -> OffPolicyAlgorithm | None:
     return caller if isinstance(caller, OffPolicyAlgorithm) else None
 
 
-class CompressedHerReplayBuffer(TakesOptions, HerReplayBuffer, CompressedDictReplayBuffer):  # type: ignore[override]
+class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDictReplayBuffer):  # type: ignore[override]
     """
     :class:`CompressedDictReplayBuffer` in place of :class:`stable_baselines3.her.her_replay_buffer.HerReplayBuffer`,
     whose arguments it takes. Without ``copy_info_dict`` no dictionaries are kept for infos, which nobody reads then.

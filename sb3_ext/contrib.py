@@ -20,7 +20,7 @@ from rl_ext_core.errors import InvalidTypeError, missing_dependency
 from sb3_ext.buffers import (
     CompressedDictRolloutBuffer,
     CompressedRolloutBuffer,
-    TakesOptions,
+    StoreOptionsMixin,
     atomic_start,
     without_copy,
     atomic,
@@ -43,7 +43,7 @@ __all__ = [
 _Buffer = TypeVar("_Buffer", bound="_Recurrent")
 
 
-class CompressedMaskableRolloutBuffer(TakesOptions, MaskableRolloutBuffer, CompressedRolloutBuffer):
+class CompressedMaskableRolloutBuffer(StoreOptionsMixin, MaskableRolloutBuffer, CompressedRolloutBuffer):
     """
     :class:`CompressedRolloutBuffer` in place of sb3-contrib's ``MaskableRolloutBuffer``, whose arguments it takes.
 
@@ -58,7 +58,7 @@ class CompressedMaskableRolloutBuffer(TakesOptions, MaskableRolloutBuffer, Compr
     _get_samples: Any = without_copy(MaskableRolloutBuffer._get_samples)
 
 
-class CompressedMaskableDictRolloutBuffer(TakesOptions, MaskableDictRolloutBuffer, CompressedDictRolloutBuffer):
+class CompressedMaskableDictRolloutBuffer(StoreOptionsMixin, MaskableDictRolloutBuffer, CompressedDictRolloutBuffer):
     """
     :class:`CompressedDictRolloutBuffer` in place of sb3-contrib's ``MaskableDictRolloutBuffer``, whose arguments it
     takes.
@@ -76,7 +76,7 @@ class CompressedMaskableDictRolloutBuffer(TakesOptions, MaskableDictRolloutBuffe
     _get_samples: Any = without_copy(MaskableDictRolloutBuffer._get_samples)
 
 
-class _Recurrent(TakesOptions):
+class _Recurrent(StoreOptionsMixin):
     @classmethod
     def like(
         cls: type[_Buffer], buffer: RecurrentRolloutBuffer | RecurrentDictRolloutBuffer, **options: Any
