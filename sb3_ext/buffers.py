@@ -78,11 +78,11 @@ def without_copy(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def call(self: CompressedBuffer, *args: Any, **kwargs: Any) -> Any:
-        self._makes_batch = True
+        self._may_skip_copy = True
         try:
             return method(self, *args, **kwargs)
         finally:
-            self.__dict__.pop("_makes_batch", None)
+            self.__dict__.pop("_may_skip_copy", None)
 
     return call  # type: ignore[return-value]
 
@@ -92,7 +92,7 @@ class CompressedBuffer(BaseBuffer):
 
     _observations: Observations
     _FOR_OTHERS: str  # what to write for an observation space of the other kind
-    _makes_batch = False
+    _may_skip_copy = False
 
     def _open(self, space: spaces.Space[Any], places: tuple[int, int], **options: Any) -> None:
         takes_dict = isinstance(self, (DictReplayBuffer, DictRolloutBuffer))
@@ -145,7 +145,7 @@ class CompressedBuffer(BaseBuffer):
         :return: The tensor, on the device of the buffer
         """
         # To find out whether a small one was decoded takes as long as copying it.
-        alone = self._makes_batch and array.nbytes > _COPIED and self._observations.decoded(array)
+        alone = self._may_skip_copy and array.nbytes > _COPIED and self._observations.decoded(array)
         return super().to_torch(array, copy and not alone)
 
 
