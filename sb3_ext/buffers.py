@@ -43,7 +43,7 @@ from sb3_ext.observation_view import ObservationView
 from sb3_ext.observations import OPTIONS, Observations
 
 FORMAT_VERSION = 1
-_COPIED = 4096  # bytes
+_SMALL_NBYTES = 4096  # bytes
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _Buffer = TypeVar("_Buffer", bound="CompressedReplayBuffer")
 _logger = logging.getLogger("sb3_ext")
@@ -145,7 +145,7 @@ class CompressedBuffer(BaseBuffer):
         :return: The tensor, on the device of the buffer
         """
         # To find out whether a small one was decoded takes as long as copying it.
-        alone = self._may_skip_copy and array.nbytes > _COPIED and self._observations.decoded(array)
+        alone = self._may_skip_copy and array.nbytes > _SMALL_NBYTES and self._observations.decoded(array)
         return super().to_torch(array, copy and not alone)
 
 
