@@ -94,7 +94,7 @@ class CompressedBuffer(BaseBuffer):
     _FOR_OTHERS: str  # what to write for an observation space of the other kind
     _may_skip_copy = False
 
-    def _open(self, space: spaces.Space[Any], places: tuple[int, int], **options: Any) -> None:
+    def _create_observations(self, space: spaces.Space[Any], places: tuple[int, int], **options: Any) -> None:
         takes_dict = isinstance(self, (DictReplayBuffer, DictRolloutBuffer))
         if isinstance(space, spaces.Dict) != takes_dict:
             given = f"a Dict of {list(space.spaces)}" if isinstance(space, spaces.Dict) else space
@@ -227,7 +227,7 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         self.buffer_size = max(buffer_size // n_envs, 1)
         self.optimize_memory_usage = False  # read by ``sample``: no row is invalid here
         self.handle_timeout_termination = handle_timeout_termination
-        self._open(
+        self._create_observations(
             observation_space,
             (self.buffer_size, n_envs),
             codec=codec,
@@ -784,7 +784,7 @@ class CompressedRolloutBuffer(CompressedBuffer, RolloutBuffer):
         num_threads: int | None = None,
     ) -> None:
         buffer_size, n_envs = at_least_one("buffer_size", buffer_size), at_least_one("n_envs", n_envs)
-        self._open(
+        self._create_observations(
             observation_space,
             (buffer_size, n_envs),
             codec=codec,
