@@ -91,7 +91,7 @@ class CompressedBuffer(BaseBuffer):
     """What replay buffers and rollout buffers have in common: the observations that they are made of."""
 
     _observations: Observations
-    _FOR_OTHERS: str  # what to write for an observation space of the other kind
+    _OTHER_CLASS_HINT: str  # what to write for an observation space of the other kind
     _may_skip_copy = False
 
     def _create_observations(self, space: spaces.Space[Any], places: tuple[int, int], **options: Any) -> None:
@@ -99,7 +99,7 @@ class CompressedBuffer(BaseBuffer):
         if isinstance(space, spaces.Dict) != takes_dict:
             given = f"a Dict of {list(space.spaces)}" if isinstance(space, spaces.Dict) else space
             expected = "a Dict" if takes_dict else "one image or vector"
-            raise InvalidTypeError(f"observation_space is {given}, expected {expected}; {self._FOR_OTHERS}")
+            raise InvalidTypeError(f"observation_space is {given}, expected {expected}; {self._OTHER_CLASS_HINT}")
         self._observations = Observations(space, places, **{**options, **self.__dict__.pop("_chosen", {})})
 
     @property
@@ -199,7 +199,7 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
     200
     """
 
-    _FOR_OTHERS = "use replay_buffer_class=CompressedDictReplayBuffer for it"
+    _OTHER_CLASS_HINT = "use replay_buffer_class=CompressedDictReplayBuffer for it"
     _NOT_SAVED: tuple[str, ...] = ()
 
     def __init__(
@@ -486,7 +486,7 @@ class CompressedDictReplayBuffer(CompressedReplayBuffer, DictReplayBuffer):  # t
     >>> model = SAC("MultiInputPolicy", env, replay_buffer_class=CompressedDictReplayBuffer)  # doctest: +SKIP
     """
 
-    _FOR_OTHERS = "use replay_buffer_class=CompressedReplayBuffer for it"
+    _OTHER_CLASS_HINT = "use replay_buffer_class=CompressedReplayBuffer for it"
 
 
 if hasattr(buffers, "NStepReplayBuffer"):  # from Stable Baselines3 2.7 on; all else here works with earlier ones
@@ -520,7 +520,7 @@ if hasattr(buffers, "NStepReplayBuffer"):  # from Stable Baselines3 2.7 on; all 
         3
         """
 
-        _FOR_OTHERS = "n-step returns are for these alone, as in Stable Baselines3"
+        _OTHER_CLASS_HINT = "n-step returns are for these alone, as in Stable Baselines3"
 
         def __init__(self, *args: Any, n_steps: int | None = None, gamma: float | None = None, **kwargs: Any) -> None:
             algorithm = _algorithm_that_builds(self)
@@ -595,7 +595,7 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
     """
 
     _NOT_SAVED = ("env",)
-    _FOR_OTHERS = "hindsight needs the keys observation, achieved_goal and desired_goal"
+    _OTHER_CLASS_HINT = "hindsight needs the keys observation, achieved_goal and desired_goal"
     env: VecEnv | None = None  # set_env() brings it back where the buffer was loaded
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -764,7 +764,7 @@ class CompressedRolloutBuffer(CompressedBuffer, RolloutBuffer):
     64
     """
 
-    _FOR_OTHERS = "use rollout_buffer_class=CompressedDictRolloutBuffer for it"
+    _OTHER_CLASS_HINT = "use rollout_buffer_class=CompressedDictRolloutBuffer for it"
 
     def __init__(
         self,
@@ -869,5 +869,5 @@ class CompressedDictRolloutBuffer(CompressedRolloutBuffer, DictRolloutBuffer):
     >>> model = PPO("MultiInputPolicy", env, rollout_buffer_class=CompressedDictRolloutBuffer)  # doctest: +SKIP
     """
 
-    _FOR_OTHERS = "use rollout_buffer_class=CompressedRolloutBuffer for it"
+    _OTHER_CLASS_HINT = "use rollout_buffer_class=CompressedRolloutBuffer for it"
     _get_samples: Any = without_copy(DictRolloutBuffer._get_samples)

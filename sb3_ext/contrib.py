@@ -52,7 +52,7 @@ class CompressedMaskableRolloutBuffer(StoreOptionsMixin, MaskableRolloutBuffer, 
     >>> model = MaskablePPO("CnnPolicy", env, rollout_buffer_class=CompressedMaskableRolloutBuffer)  # doctest: +SKIP
     """
 
-    _FOR_OTHERS = "use rollout_buffer_class=CompressedMaskableDictRolloutBuffer for it"
+    _OTHER_CLASS_HINT = "use rollout_buffer_class=CompressedMaskableDictRolloutBuffer for it"
     add, reset = atomic(MaskableRolloutBuffer.add), atomic(MaskableRolloutBuffer.reset)
     get = atomic_start(MaskableRolloutBuffer.get)
     _get_samples: Any = without_copy(MaskableRolloutBuffer._get_samples)
@@ -70,7 +70,7 @@ class CompressedMaskableDictRolloutBuffer(StoreOptionsMixin, MaskableDictRollout
     ... )
     """
 
-    _FOR_OTHERS = "use rollout_buffer_class=CompressedMaskableRolloutBuffer for it"
+    _OTHER_CLASS_HINT = "use rollout_buffer_class=CompressedMaskableRolloutBuffer for it"
     add, reset = atomic(MaskableDictRolloutBuffer.add), atomic(MaskableDictRolloutBuffer.reset)
     get = atomic_start(MaskableDictRolloutBuffer.get)  # type: ignore[assignment]
     _get_samples: Any = without_copy(MaskableDictRolloutBuffer._get_samples)
@@ -118,7 +118,7 @@ class CompressedRecurrentRolloutBuffer(_Recurrent, RecurrentRolloutBuffer, Compr
     >>> model.rollout_buffer = CompressedRecurrentRolloutBuffer.like(model.rollout_buffer)  # doctest: +SKIP
     """
 
-    _FOR_OTHERS = "use CompressedRecurrentDictRolloutBuffer for it"
+    _OTHER_CLASS_HINT = "use CompressedRecurrentDictRolloutBuffer for it"
     add, reset = atomic(RecurrentRolloutBuffer.add), atomic(RecurrentRolloutBuffer.reset)
     get = atomic_start(RecurrentRolloutBuffer.get)
     _get_samples: Any = without_copy(RecurrentRolloutBuffer._get_samples)
@@ -135,7 +135,7 @@ class CompressedRecurrentDictRolloutBuffer(_Recurrent, RecurrentDictRolloutBuffe
     >>> model.rollout_buffer = CompressedRecurrentDictRolloutBuffer.like(model.rollout_buffer)  # doctest: +SKIP
     """
 
-    _FOR_OTHERS = "use CompressedRecurrentRolloutBuffer for it"
+    _OTHER_CLASS_HINT = "use CompressedRecurrentRolloutBuffer for it"
     add, reset = atomic(RecurrentDictRolloutBuffer.add), atomic(RecurrentDictRolloutBuffer.reset)  # type: ignore[assignment]
     get = atomic_start(RecurrentDictRolloutBuffer.get)  # type: ignore[assignment]
     _get_samples: Any = without_copy(RecurrentDictRolloutBuffer._get_samples)
