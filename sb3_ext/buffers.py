@@ -100,7 +100,7 @@ class CompressedBuffer(BaseBuffer):
             given = f"a Dict of {list(space.spaces)}" if isinstance(space, spaces.Dict) else space
             expected = "a Dict" if takes_dict else "one image or vector"
             raise InvalidTypeError(f"observation_space is {given}, expected {expected}; {self._OTHER_CLASS_HINT}")
-        self._observations = Observations(space, places, **{**options, **self.__dict__.pop("_chosen", {})})
+        self._observations = Observations(space, places, **{**options, **self.__dict__.pop("_store_options", {})})
 
     @property
     def codec(self) -> Any:
@@ -153,7 +153,7 @@ class StoreOptionsMixin(CompressedBuffer):
     """Keeps the options of a store for one of our constructors, past one of upstream's that does not know them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._chosen = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
+        self._store_options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
         super().__init__(*args, **kwargs)
 
 
