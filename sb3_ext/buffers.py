@@ -372,9 +372,9 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         env_indices = np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
         obs, next_obs = self._observations.decode(batch_inds, env_indices)
         rewards = self.rewards[batch_inds, env_indices]
-        return self._as_samples(batch_inds, env_indices, obs, next_obs, rewards, env)
+        return self._make_samples(batch_inds, env_indices, obs, next_obs, rewards, env)
 
-    def _as_samples(
+    def _make_samples(
         self, rows: np.ndarray, envs: np.ndarray, obs: Any, next_obs: Any, rewards: np.ndarray, env: VecNormalize | None
     ) -> Any:
         dones = self.dones[rows, envs] * (1 - self.timeouts[rows, envs])
@@ -728,7 +728,7 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
         rewards[virtual] = self.env.env_method(
             "compute_reward", next_obs["achieved_goal"][virtual], obs["desired_goal"][virtual], infos, indices=[0]
         )[0]
-        samples: DictReplayBufferSamples = self._as_samples(rows, envs, obs, next_obs, rewards, env)
+        samples: DictReplayBufferSamples = self._make_samples(rows, envs, obs, next_obs, rewards, env)
         return samples
 
     # Not HerReplayBuffer's.
