@@ -200,7 +200,7 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
     """
 
     _OTHER_CLASS_HINT = "use replay_buffer_class=CompressedDictReplayBuffer for it"
-    _NOT_SAVED: tuple[str, ...] = ()
+    _UNSAVED_ATTRIBUTES: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -420,7 +420,7 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         return reduced_and_held(self._observations.lock, functools.partial(super().__reduce_ex__, protocol))
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = (*self._NOT_SAVED, *self._observations.arrays)
+        left_out = (*self._UNSAVED_ATTRIBUTES, *self._observations.arrays)
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
         return {**state, "format": FORMAT_VERSION, "checksum": _checksum(state)}
 
@@ -594,7 +594,7 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
     >>> model = SAC("MultiInputPolicy", env, replay_buffer_class=CompressedHerReplayBuffer)  # doctest: +SKIP
     """
 
-    _NOT_SAVED = ("env",)
+    _UNSAVED_ATTRIBUTES = ("env",)
     _OTHER_CLASS_HINT = "hindsight needs the keys observation, achieved_goal and desired_goal"
     env: VecEnv | None = None  # set_env() brings it back where the buffer was loaded
 
