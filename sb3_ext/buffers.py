@@ -304,16 +304,16 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         :raises OutOfMemoryError: if memory ran out. Whatever is raised, the buffer is as it was before
         """
         # All that can fail comes before the first change.
-        action = _per_env("action", action, (self.n_envs, self.action_dim), self.actions.dtype)
-        reward = _per_env("reward", reward, (self.n_envs,), self.rewards.dtype)
-        done = _per_env("done", done, (self.n_envs,), self.dones.dtype)
+        action = _as_env_rows("action", action, (self.n_envs, self.action_dim), self.actions.dtype)
+        reward = _as_env_rows("reward", reward, (self.n_envs,), self.rewards.dtype)
+        done = _as_env_rows("done", done, (self.n_envs,), self.dones.dtype)
         if self.handle_timeout_termination:
             if len(infos) != self.n_envs:
                 raise InvalidArgumentError(
                     f"infos has {len(infos)} entries, expected {self.n_envs}, one an environment; nothing was stored"
                 )
             truncated = [info.get("TimeLimit.truncated", False) for info in infos]
-            timeouts = _per_env("TimeLimit.truncated", truncated, (self.n_envs,), self.timeouts.dtype)
+            timeouts = _as_env_rows("TimeLimit.truncated", truncated, (self.n_envs,), self.timeouts.dtype)
         self._observations.append(obs, next_obs, row=self.pos)
 
         row = self.pos
@@ -453,7 +453,7 @@ def _checksum(state: dict[str, Any]) -> int:
     return checksum([list(state), plain, known])
 
 
-def _per_env(name: str, value: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+def _as_env_rows(name: str, value: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
     """Return the value as an array of one row an environment, or an error that names it."""
     if type(value) is np.ndarray and value.shape == shape and value.dtype in (dtype, bool):
         return value  # the usual case: storing it converts it, and cannot fail
