@@ -528,12 +528,12 @@ if hasattr(buffers, "NStepReplayBuffer"):  # from Stable Baselines3 2.7 on; all 
                 n_steps = at_least_one("n_steps", n_steps)
             theirs = getattr(algorithm, "n_steps", 1)
             if theirs > 1:
-                n_steps = _agreed("n_steps", n_steps, theirs)
+                n_steps = _check_matches_algorithm("n_steps", n_steps, theirs)
                 _logger.warning(
                     "n_steps=%d of the algorithm is used, although Stable Baselines3 says that it ignores it", n_steps
                 )
             if algorithm is not None:
-                gamma = _agreed("gamma", gamma, algorithm.gamma)
+                gamma = _check_matches_algorithm("gamma", gamma, algorithm.gamma)
             super().__init__(
                 *args, n_steps=3 if n_steps is None else n_steps, gamma=0.99 if gamma is None else gamma, **kwargs
             )
@@ -561,7 +561,7 @@ if hasattr(buffers, "NStepReplayBuffer"):  # from Stable Baselines3 2.7 on; all 
             return ReplayBufferSamples(*(self.to_torch(part, copy=False) for part in parts))
 
 
-def _agreed(name: str, ours: Any, theirs: Any) -> Any:
+def _check_matches_algorithm(name: str, ours: Any, theirs: Any) -> Any:
     if ours is not None and ours != theirs:
         raise InvalidArgumentError(
             f"the replay buffer is given {name}={ours!r} and the algorithm {name}={theirs!r}; leave it out of "
