@@ -523,7 +523,7 @@ if hasattr(buffers, "NStepReplayBuffer"):  # from Stable Baselines3 2.7 on; all 
         _OTHER_CLASS_HINT = "n-step returns are for these alone, as in Stable Baselines3"
 
         def __init__(self, *args: Any, n_steps: int | None = None, gamma: float | None = None, **kwargs: Any) -> None:
-            algorithm = _algorithm_that_builds(self)
+            algorithm = _find_building_algorithm(self)
             if n_steps is not None:
                 n_steps = at_least_one("n_steps", n_steps)
             theirs = getattr(algorithm, "n_steps", 1)
@@ -570,7 +570,7 @@ def _check_matches_algorithm(name: str, ours: Any, theirs: Any) -> Any:
     return theirs
 
 
-def _algorithm_that_builds(buffer: Any) -> OffPolicyAlgorithm | None:
+def _find_building_algorithm(buffer: Any) -> OffPolicyAlgorithm | None:
     """
     Return the algorithm in whose set-up the buffer is made. It hands ``n_steps`` and ``gamma`` to the class of Stable
     Baselines3 alone, and with other ones than its own it would learn something else in silence.
