@@ -609,14 +609,14 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
             )
         self.__dict__.update(self._observations.arrays)  # upstream has made its own
         if self.size():
-            self._find_episodes()
+            self._restore_episodes()
 
     def _allocate_rows(self) -> None:
         super()._allocate_rows()
         self.ep_start = self._observations.rows("ep_start", (self.n_envs,), np.int64)
         self.ep_length = self._observations.rows("ep_length", (self.n_envs,), np.int64, changing=True)
 
-    def _find_episodes(self) -> None:
+    def _restore_episodes(self) -> None:
         """Of what ``storage_dir`` held: those that are there from their start. What comes next begins new ones."""
         rows = (self.pos - self.size() + np.arange(self.size())) % self.buffer_size
         for env in range(self.n_envs):
