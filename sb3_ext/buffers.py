@@ -654,9 +654,9 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
             self._compute_episode_length(env)
         held = self.size()
         if held < self._rows_written:
-            self._forget_episodes(min(before + 1, self.buffer_size) - held)
+            self._invalidate_dropped_episodes(min(before + 1, self.buffer_size) - held)
 
-    def _forget_episodes(self, count: int) -> None:
+    def _invalidate_dropped_episodes(self, count: int) -> None:
         """Those that lost some of their oldest transitions: as upstream does where they are overwritten."""
         gone = (self.pos - self.size() - 1 - np.arange(count)) % self.buffer_size
         if count:
