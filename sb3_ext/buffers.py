@@ -646,7 +646,7 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
         # error would leave it changed, and so would the end of the process in a folder.
         row, before = self.pos, self.size()
         CompressedDictReplayBuffer.add(self, obs, next_obs, action, reward, done, infos)
-        self._forget_rest(row)
+        self._invalidate_episodes_from(row)
         self.ep_start[row] = self._current_ep_start
         if self.copy_info_dict:
             self.infos[row] = infos
@@ -660,10 +660,10 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
         """Those that lost some of their oldest transitions: as upstream does where they are overwritten."""
         gone = (self.pos - self.size() - 1 - np.arange(count)) % self.buffer_size
         if count:
-            self._forget_rest(gone[0])
+            self._invalidate_episodes_from(gone[0])
             self.ep_length[gone] = 0
 
-    def _forget_rest(self, row: int) -> None:
+    def _invalidate_episodes_from(self, row: int) -> None:
         """Have hindsight pass over the episodes of a row, from there on."""
         for env in np.flatnonzero(self.ep_length[row]).tolist():
             past = (row - self.ep_start[row, env]) % self.buffer_size
