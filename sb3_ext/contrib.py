@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 
-_Buffer = TypeVar("_Buffer", bound="_Recurrent")
+_Buffer = TypeVar("_Buffer", bound="_RecurrentMixin")
 
 
 class CompressedMaskableRolloutBuffer(StoreOptionsMixin, MaskableRolloutBuffer, CompressedRolloutBuffer):
@@ -76,7 +76,7 @@ class CompressedMaskableDictRolloutBuffer(StoreOptionsMixin, MaskableDictRollout
     _get_samples: Any = without_copy(MaskableDictRolloutBuffer._get_samples)
 
 
-class _Recurrent(StoreOptionsMixin):
+class _RecurrentMixin(StoreOptionsMixin):
     @classmethod
     def like(
         cls: type[_Buffer], buffer: RecurrentRolloutBuffer | RecurrentDictRolloutBuffer, **options: Any
@@ -107,7 +107,7 @@ class _Recurrent(StoreOptionsMixin):
         )
 
 
-class CompressedRecurrentRolloutBuffer(_Recurrent, RecurrentRolloutBuffer, CompressedRolloutBuffer):
+class CompressedRecurrentRolloutBuffer(_RecurrentMixin, RecurrentRolloutBuffer, CompressedRolloutBuffer):
     """
     :class:`CompressedRolloutBuffer` in place of sb3-contrib's ``RecurrentRolloutBuffer``, whose arguments it takes. The
     states of the LSTM are stored as they are.
@@ -124,7 +124,7 @@ class CompressedRecurrentRolloutBuffer(_Recurrent, RecurrentRolloutBuffer, Compr
     _get_samples: Any = without_copy(RecurrentRolloutBuffer._get_samples)
 
 
-class CompressedRecurrentDictRolloutBuffer(_Recurrent, RecurrentDictRolloutBuffer, CompressedDictRolloutBuffer):
+class CompressedRecurrentDictRolloutBuffer(_RecurrentMixin, RecurrentDictRolloutBuffer, CompressedDictRolloutBuffer):
     """
     :class:`CompressedDictRolloutBuffer` in place of sb3-contrib's ``RecurrentDictRolloutBuffer``, whose arguments it
     takes. The states of the LSTM are stored as they are.
