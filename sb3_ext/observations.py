@@ -32,7 +32,7 @@ from sb3_ext.observation_view import ObservationView
 Places = npt.NDArray[np.int64]
 Array = npt.NDArray[np.generic]
 
-_ALONE = None  # the key of an observation that is no Dict
+_SINGLE_KEY = None  # the key of an observation that is no Dict
 _DEFAULTS: dict[str, Any] = {"codec": "auto", "n_stack": None, "block_length": None, "max_error": 0, "quality": 95}
 OPTIONS = (*_DEFAULTS, "num_threads", "max_bytes", "storage_dir")
 
@@ -155,7 +155,7 @@ class Observations:
         storage_dir: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
-        by_key: dict[Any, Any] = space.spaces if isinstance(space, spaces.Dict) else {_ALONE: space}
+        by_key: dict[Any, Any] = space.spaces if isinstance(space, spaces.Dict) else {_SINGLE_KEY: space}
         if not by_key:
             raise InvalidArgumentError(f"the observation space {space} has no keys, so that there is nothing to store")
         for name, value in options.items():
@@ -169,7 +169,7 @@ class Observations:
             for key, below in by_key.items():
                 shape: Any = get_obs_shape(below)
                 try:
-                    chosen = _options_of(key, options, image=key is _ALONE or len(shape) > 1)
+                    chosen = _options_of(key, options, image=key is _SINGLE_KEY or len(shape) > 1)
                     chosen |= {"max_bytes": self.max_bytes, "storage_dir": folders[key]}
                     parts[key] = Part(key, FrameStore.adaptive(places[0], places[1], shape, below.dtype, **chosen))
                 except RlExtError as error:
@@ -269,8 +269,8 @@ class Observations:
             self._keep_within(self.max_bytes)
 
     def _by_part(self, obs: Any, next_obs: Any) -> list[tuple[Part, Any, Any]]:
-        if _ALONE in self.parts:
-            return [(self.parts[_ALONE], obs, next_obs)]
+        if _SINGLE_KEY in self.parts:
+            return [(self.parts[_SINGLE_KEY], obs, next_obs)]
         for name, given in (("obs", obs), ("next_obs", next_obs)):
             if not isinstance(given, Mapping) or not self.parts.keys() <= given.keys():
                 there = (
@@ -292,7 +292,7 @@ class Observations:
         for key, part in self.parts.items():
             before[key], after[key] = part.empty(n), part.empty(n)
             part.store.get(_places(rows), _places(envs), before[key], after[key], num_threads=num_threads)
-        return before.get(_ALONE, before), after.get(_ALONE, after)
+        return before.get(_SINGLE_KEY, before), after.get(_SINGLE_KEY, after)
 
     def _decode_part(self, part: Part, following: bool, rows: Places, envs: Places) -> Array:
         found = part.empty(len(rows))
@@ -307,7 +307,7 @@ class Observations:
     def joined(self, read: Callable[[Part], Any]) -> Any:
         """Return what is read of each part as Stable Baselines3 has it: by key, or the only one."""
         found = {key: read(part) for key, part in self.parts.items()}
-        return found.get(_ALONE, found)
+        return found.get(_SINGLE_KEY, found)
 
     def views(self, *, following: bool = False, writable: bool = False) -> Any:
         """Return Stable Baselines3's ``observations`` or ``next_observations``; a rollout takes assignments."""
@@ -370,7 +370,7 @@ class Observations:
 
 def _tell_key(key: Any, error: RlExtError) -> None:
     """Have an error say which key of a ``Dict`` it is about."""
-    if key is not _ALONE:
+    if key is not _SINGLE_KEY:
         raise type(error)(f"key {key!r}: {error}") from error
 
 
@@ -382,7 +382,7 @@ def _any_beginning() -> int:
 def _folders(storage_dir: str | os.PathLike[str] | None, keys: list[Any]) -> dict[Any, Path | None]:
     """Return the folder of each key."""
     path = None if storage_dir is None else checked_path(storage_dir)
-    if path is None or _ALONE in keys:
+    if path is None or _SINGLE_KEY in keys:
         return dict.fromkeys(keys, path)
     names = {key: quote(str(key), safe="").replace(".", "%2E") for key in keys}
     if unknown := sorted({entry.name for entry in path.glob("*")} - set(names.values())):
