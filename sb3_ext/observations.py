@@ -36,7 +36,7 @@ _SINGLE_KEY = None  # the key of an observation that is no Dict
 _DEFAULTS: dict[str, Any] = {"codec": "auto", "n_stack": None, "block_length": None, "max_error": 0, "quality": 95}
 OPTIONS = (*_DEFAULTS, "num_threads", "max_bytes", "storage_dir")
 
-_DROPPED = 16  # transitions an environment that are given up at a time
+_DROP_BATCH = 16  # transitions an environment that are given up at a time
 _COUNT_BITS = 32
 
 
@@ -283,7 +283,7 @@ class Observations:
         while (size := self.size) > 1 and self.nbytes > max_bytes:
             for store in self.stores:
                 # One that is too large by itself has given up its oldest before.
-                store.drop_oldest(min(_DROPPED, size - 1) + store.size - size)
+                store.drop_oldest(min(_DROP_BATCH, size - 1) + store.size - size)
 
     def decode(self, rows: Places, envs: Places) -> tuple[Any, Any]:
         """Return observations and next observations of a batch of places, in arrays that nobody else holds."""
