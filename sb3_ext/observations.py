@@ -40,7 +40,7 @@ _DROP_BATCH = 16  # transitions an environment that are given up at a time
 _COUNT_BITS = 32
 
 
-def _places(numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+def _as_int64(numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     return numbers.astype(np.int64, copy=False)  # on Windows, NumPy draws numbers of 32 bits
 
 
@@ -291,13 +291,16 @@ class Observations:
         before, after = {}, {}
         for key, part in self.parts.items():
             before[key], after[key] = part.empty(n), part.empty(n)
-            part.store.get(_places(rows), _places(envs), before[key], after[key], num_threads=num_threads)
+            part.store.get(_as_int64(rows), _as_int64(envs), before[key], after[key], num_threads=num_threads)
         return before.get(_SINGLE_KEY, before), after.get(_SINGLE_KEY, after)
 
     def _decode_part(self, part: Part, following: bool, rows: Places, envs: Places) -> Array:
         found = part.empty(len(rows))
         part.store.get(
-            _places(rows), _places(envs), *((None, found) if following else (found, None)), num_threads=self._threads()
+            _as_int64(rows),
+            _as_int64(envs),
+            *((None, found) if following else (found, None)),
+            num_threads=self._threads(),
         )
         return found
 
