@@ -40,7 +40,7 @@ from rl_ext_core.frames.checkpoint import checksum, reduced_and_held, unpickling
 from rl_ext_core.frames.planning import MemoryWatch
 from rl_ext_core.vector.environments import at_least_one
 from sb3_ext.observation_view import ObservationView
-from sb3_ext.observations import OPTIONS, Observations
+from sb3_ext.observations import STORE_OPTIONS, Observations
 
 FORMAT_VERSION = 1
 _SMALL_NBYTES = 4096  # bytes
@@ -153,7 +153,7 @@ class StoreOptionsMixin(CompressedBuffer):
     """Keeps the options of a store for one of our constructors, past one of upstream's that does not know them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._store_options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
+        self._store_options = {name: kwargs.pop(name) for name in STORE_OPTIONS if name in kwargs}
         super().__init__(*args, **kwargs)
 
 

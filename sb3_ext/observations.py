@@ -34,7 +34,7 @@ Array = npt.NDArray[np.generic]
 
 _SINGLE_KEY = None  # the key of an observation that is no Dict
 _DEFAULTS: dict[str, Any] = {"codec": "auto", "n_stack": None, "block_length": None, "max_error": 0, "quality": 95}
-OPTIONS = (*_DEFAULTS, "num_threads", "max_bytes", "storage_dir")
+STORE_OPTIONS = (*_DEFAULTS, "num_threads", "max_bytes", "storage_dir")
 
 _DROP_BATCH = 16  # transitions an environment that are given up at a time
 _COUNT_BITS = 32
