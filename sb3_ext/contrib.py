@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any, TypeVar
 
-from rl_ext_core.errors import InvalidTypeError, missing_dependency
+from rl_ext_core.errors import InvalidTypeError, _missing_dependency_error
 from sb3_ext.buffers import (
     CompressedDictRolloutBuffer,
     CompressedRolloutBuffer,
@@ -27,7 +27,7 @@ from sb3_ext.buffers import (
 )
 
 if importlib.util.find_spec("sb3_contrib") is None:
-    raise missing_dependency("sb3_contrib", "contrib", "sb3_ext.contrib")
+    raise _missing_dependency_error("sb3_contrib", "contrib", "sb3_ext.contrib")
 
 from sb3_contrib.common.maskable.buffers import MaskableDictRolloutBuffer, MaskableRolloutBuffer
 from sb3_contrib.common.recurrent.buffers import RecurrentDictRolloutBuffer, RecurrentRolloutBuffer

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rl_ext_core._named_source import EXPECTED, named_source
-from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, RlExtError, missing_dependency
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, RlExtError, _missing_dependency_error
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -140,7 +140,7 @@ def _made(name: str) -> Any:
         try:
             import gymnasium
         except ImportError:
-            raise missing_dependency("gymnasium", "sb3", "--env") from None
+            raise _missing_dependency_error("gymnasium", "sb3", "--env") from None
         try:
             return gymnasium.make(found)
         except gymnasium.error.Error as error:

@@ -16,7 +16,13 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 import rl_ext_core
-from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, RlExtError, missing_dependency
+from rl_ext_core.errors import (
+    CorruptFileError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    RlExtError,
+    _missing_dependency_error,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -116,6 +122,6 @@ def _complete(arguments: argparse.Namespace) -> int:
     try:
         import shtab
     except ImportError:
-        raise missing_dependency("shtab", "completion", "rl-ext completion") from None
+        raise _missing_dependency_error("shtab", "completion", "rl-ext completion") from None
     print(shtab.complete(_parser(), arguments.shell))
     return 0

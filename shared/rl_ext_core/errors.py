@@ -25,7 +25,7 @@ __all__ = [
     "WorkerError",
     "also",
     "install_line",
-    "missing_dependency",
+    "_missing_dependency_error",
 ]
 
 
@@ -141,7 +141,7 @@ def install_line(extra: str) -> str:
     return f'pip install "{_SOURCE}[{extra}]"'
 
 
-def missing_dependency(name: str, extra: str, why: str) -> MissingDependencyError:
+def _missing_dependency_error(name: str, extra: str, why: str) -> MissingDependencyError:
     """Build the error for a package that is not installed, with the line that installs it.
 
     :param name: the package that could not be imported, as one types it after ``import``

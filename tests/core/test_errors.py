@@ -33,7 +33,7 @@ def test_each_error_is_the_projects_and_a_builtin(error: type[Exception], builti
 
 
 def test_a_missing_dependency_names_the_package_and_the_line_that_installs_it() -> None:
-    error = errors.missing_dependency("numba", "frames", 'The codec "patch"')
+    error = errors._missing_dependency_error("numba", "frames", 'The codec "patch"')
     assert "The codec \"patch\" needs the package 'numba'" in str(error)
     assert str(error).splitlines()[-1] == f"    {errors.install_line('frames')}"
     assert error.name == "numba"

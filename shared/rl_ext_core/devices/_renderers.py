@@ -16,7 +16,7 @@ from rl_ext_core.errors import (
     DeviceUnavailableError,
     InvalidArgumentError,
     MissingDependencyError,
-    missing_dependency,
+    _missing_dependency_error,
 )
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def find(name: str, versions: Mapping[str, str]) -> Renderer:
     if missing is not None:
         extra = "mujoco" if found == "gymnasium" else found
         if found in MUJOCO_NAMES:
-            raise missing_dependency(missing, extra, f"renderer={name!r}")
+            raise _missing_dependency_error(missing, extra, f"renderer={name!r}")
         raise MissingDependencyError(
             f"renderer={name!r} needs the package {missing!r}, which is not installed. Install it with:\n"
             f"    pip install {missing}",

@@ -203,7 +203,7 @@ def import_robosuite(decision: Decision | None = None) -> ModuleType:
     :raises InvalidArgumentError: the decision is for another renderer
     """
     from rl_ext_core.devices._resolve import resolve
-    from rl_ext_core.errors import missing_dependency
+    from rl_ext_core.errors import _missing_dependency_error
 
     chosen = resolve("auto", render="same", renderer="robosuite") if decision is None else decision
     if _apply.renderer_of(chosen) not in ("robosuite", ""):
@@ -215,4 +215,4 @@ def import_robosuite(decision: Decision | None = None) -> ModuleType:
     try:
         return importlib.import_module("robosuite")
     except ModuleNotFoundError as error:
-        raise missing_dependency(error.name or "robosuite", "robosuite", "import_robosuite()") from error
+        raise _missing_dependency_error(error.name or "robosuite", "robosuite", "import_robosuite()") from error

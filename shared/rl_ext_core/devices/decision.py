@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_ext_core.devices.inventory import EglDevice, Gpu
-from rl_ext_core.errors import missing_dependency
+from rl_ext_core.errors import _missing_dependency_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,7 +95,7 @@ class Decision:
         except ModuleNotFoundError as error:
             if error.name != "torch":  # torch is there and broken: its own error says more
                 raise
-            raise missing_dependency("torch", "sb3", "Choosing a device") from error
+            raise _missing_dependency_error("torch", "sb3", "Choosing a device") from error
         return torch.device(self.device)
 
     def explain(self) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rl_ext_core import _pickle
-from rl_ext_core.errors import InvalidTypeError, NotCopyableError, WorkerError, missing_dependency
+from rl_ext_core.errors import InvalidTypeError, NotCopyableError, WorkerError, _missing_dependency_error
 from rl_ext_core.factory import compare, record, simulators
 from rl_ext_core.factory.compare import Examination
 from rl_ext_core.factory.factory import EnvFactory, Recipe, by_calling
@@ -133,7 +133,7 @@ def _of_id(name: str) -> EnvFactory[Any]:
     try:
         import gymnasium
     except ImportError as error:
-        raise missing_dependency("gymnasium", "sb3", f"the id {name!r}") from error
+        raise _missing_dependency_error("gymnasium", "sb3", f"the id {name!r}") from error
     game = None if name in gymnasium.registry else record.game_of_id(name)
     if game is None:
         return _of_spec(record.spec_of_id(name), "id")

@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, missing_dependency
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, _missing_dependency_error
 from rl_ext_core.frames.geometry import PATCH, RAW, SEALED_HEADER, Bytes
 from rl_ext_core.frames.layout import StackLayout
 
@@ -152,7 +152,7 @@ class PatchLz4Codec(Codec):
     def check_available(self) -> None:
         """Raises where lz4 is missing."""
         if importlib.util.find_spec("lz4") is None:
-            raise missing_dependency("lz4", "frames", f"codec {self.name!r}")
+            raise _missing_dependency_error("lz4", "frames", f"codec {self.name!r}")
 
     def c_decompressor(self) -> int:
         """``LZ4_decompress_safe`` as the package lz4 carries it."""
@@ -186,7 +186,7 @@ def check_numba(purpose: str) -> None:
             "del os.environ['NUMBA_DISABLE_JIT'] before the first import of numba"
         )
     if importlib.util.find_spec("numba") is None:
-        raise missing_dependency("numba", "frames", purpose)
+        raise _missing_dependency_error("numba", "frames", purpose)
 
 
 @functools.cache

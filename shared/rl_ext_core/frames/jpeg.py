@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, missing_dependency
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, _missing_dependency_error
 from rl_ext_core.frames.codecs import DEFAULT_QUALITY, Codec, register_codec
 from rl_ext_core.frames.layout import StackLayout
 
@@ -82,7 +82,7 @@ class JpegCodec(Codec):
     def check_available(self) -> None:
         """Raises where simplejpeg is missing."""
         if importlib.util.find_spec("simplejpeg") is None:
-            raise missing_dependency("simplejpeg", "frames-jpeg", "codec 'jpeg'")
+            raise _missing_dependency_error("simplejpeg", "frames-jpeg", "codec 'jpeg'")
 
     def seal(self, block: memoryview) -> bytes:
         """The frame as a JPEG image."""

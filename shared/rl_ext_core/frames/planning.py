@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, missing_dependency
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, _missing_dependency_error
 from rl_ext_core.frames.codecs import DEFAULT_QUALITY, Loss
 from rl_ext_core.frames.layout import StackLayout, candidate_layouts, find_layout, stacking_axes
 from rl_ext_core.frames.store import FrameStore
@@ -239,7 +239,7 @@ class Plan:
         try:
             from matplotlib.figure import Figure
         except ImportError:
-            raise missing_dependency("matplotlib", "demo", "Plan.plot()") from None
+            raise _missing_dependency_error("matplotlib", "demo", "Plan.plot()") from None
         # A Figure without pyplot: nothing is shown, and no state is left behind.
         figure = Figure(figsize=(8, 0.45 * len(self.rows) + 1.6), layout="constrained")
         axes = figure.subplots()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rl_ext_core._interrupts import uninterrupted
-from rl_ext_core.errors import WorkerError, missing_dependency
+from rl_ext_core.errors import WorkerError, _missing_dependency_error
 from rl_ext_core.processes.report import Raised
 from rl_ext_core.vector import channel
 from rl_ext_core.vector.channel import Cell, Layout
@@ -103,7 +103,7 @@ class RayPool(Pool):
         try:
             import ray
         except ImportError:
-            raise missing_dependency("ray", "ray", "RayVecEnv") from None
+            raise _missing_dependency_error("ray", "ray", "RayVecEnv") from None
         self._ray = ray
         new = ray.remote(Actor).options(**actor_options).remote
         super().__init__(env_fns, options, new_worker=lambda *part: ActorHandle(new(), *part))
