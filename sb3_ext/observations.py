@@ -29,7 +29,7 @@ from rl_ext_core.frames.recycle import RecycledArrays
 from rl_ext_core.vector.environments import at_least_one
 from sb3_ext.observation_view import ObservationView
 
-Places = npt.NDArray[np.int64]
+IndexArray = npt.NDArray[np.int64]
 Array = npt.NDArray[np.generic]
 
 _SINGLE_KEY = None  # the key of an observation that is no Dict
@@ -285,7 +285,7 @@ class Observations:
                 # One that is too large by itself has given up its oldest before.
                 store.drop_oldest(min(_DROP_BATCH, size - 1) + store.size - size)
 
-    def decode(self, rows: Places, envs: Places) -> tuple[Any, Any]:
+    def decode(self, rows: IndexArray, envs: IndexArray) -> tuple[Any, Any]:
         """Return observations and next observations of a batch of places, in arrays that nobody else holds."""
         n, num_threads = len(rows), self._threads()
         before, after = {}, {}
@@ -294,7 +294,7 @@ class Observations:
             part.store.get(_as_int64(rows), _as_int64(envs), before[key], after[key], num_threads=num_threads)
         return before.get(_SINGLE_KEY, before), after.get(_SINGLE_KEY, after)
 
-    def _decode_part(self, part: Part, following: bool, rows: Places, envs: Places) -> Array:
+    def _decode_part(self, part: Part, following: bool, rows: IndexArray, envs: IndexArray) -> Array:
         found = part.empty(len(rows))
         part.store.get(
             _as_int64(rows),
