@@ -94,13 +94,13 @@ class CompressedBuffer(BaseBuffer):
     _OTHER_CLASS_HINT: str  # what to write for an observation space of the other kind
     _may_skip_copy = False
 
-    def _create_observations(self, space: spaces.Space[Any], places: tuple[int, int], **options: Any) -> None:
+    def _create_observations(self, space: spaces.Space[Any], buffer_shape: tuple[int, int], **options: Any) -> None:
         takes_dict = isinstance(self, (DictReplayBuffer, DictRolloutBuffer))
         if isinstance(space, spaces.Dict) != takes_dict:
             given = f"a Dict of {list(space.spaces)}" if isinstance(space, spaces.Dict) else space
             expected = "a Dict" if takes_dict else "one image or vector"
             raise InvalidTypeError(f"observation_space is {given}, expected {expected}; {self._OTHER_CLASS_HINT}")
-        self._observations = Observations(space, places, **{**options, **self.__dict__.pop("_store_options", {})})
+        self._observations = Observations(space, buffer_shape, **{**options, **self.__dict__.pop("_store_options", {})})
 
     @property
     def codec(self) -> Any:
@@ -448,7 +448,10 @@ def _checksum(state: dict[str, Any]) -> int:
         elif isinstance(value, (int, float, np.integer)):
             plain[name] = float(value)  # NumPy's numbers are written in a way that depends on its version
     observations: Observations = state["_observations"]
-    shapes = [state["obs_shape"], *((part.places, part.shape, part.dtype.str) for part in observations.parts.values())]
+    shapes = [
+        state["obs_shape"],
+        *((part.buffer_shape, part.shape, part.dtype.str) for part in observations.parts.values()),
+    ]
     known = {**observations.__getstate__(), "parts": list(observations.parts), "shapes": shapes}
     return checksum([list(state), plain, known])
 

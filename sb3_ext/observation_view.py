@@ -26,8 +26,8 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
     new array; rows never added are zero. Arithmetic and the methods of arrays decode all of it: index what is needed
     first, ``view[:1000].mean()``. Only a rollout can be written to, row by row.
 
-    :param decode: Gives the observations at ``(n,)`` positions along each axis of ``places``
-    :param places: ``(buffer_size, n_envs)``, or ``(n_envs * buffer_size,)`` once it is flattened
+    :param decode: Gives the observations at ``(n,)`` positions along each axis of ``buffer_shape``
+    :param buffer_shape: ``(buffer_size, n_envs)``, or ``(n_envs * buffer_size,)`` once it is flattened
     :param shape: Shape of one observation
     :param dtype: Dtype of the observations
     :param append: In a rollout, stores the observations of a row: ``view[row] = observations``
@@ -39,14 +39,14 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
     def __init__(
         self,
         decode: Decode,
-        places: tuple[int, ...],
+        buffer_shape: tuple[int, ...],
         shape: tuple[int, ...],
         dtype: np.dtype[np.generic],
         *,
         append: Callable[[int, npt.NDArray[np.generic]], None] | None = None,
     ) -> None:
-        self._decode, self._places, self._append = decode, places, append
-        self.shape, self.dtype = (*places, *shape), dtype
+        self._decode, self._places, self._append = decode, buffer_shape, append
+        self.shape, self.dtype = (*buffer_shape, *shape), dtype
         self.ndim, self.size = len(self.shape), math.prod(self.shape)
         self.nbytes = self.size * dtype.itemsize
 

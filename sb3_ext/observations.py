@@ -50,7 +50,7 @@ class Part:
     def __init__(self, key: Any, store: FrameStore) -> None:
         self.store = store
         self.shape, self.dtype = store.layout.shape, store.layout.dtype
-        self.places = store.capacity, store.n_envs
+        self.buffer_shape = store.capacity, store.n_envs
         self.recycled = RecycledArrays()
         self._key = key
         self._batch_shape = (store.n_envs, *self.shape)
@@ -84,7 +84,7 @@ class Part:
                 f"observations of a rollout are assigned row by row, not by {row!r}; write "
                 "buffer.observations[row] = observations, of all environments"
             ) from None
-        if row >= self.places[0]:
+        if row >= self.buffer_shape[0]:
             raise InvalidArgumentError(f"the rollout is full with {row} steps; call reset() before the next one")
         self.append(obs, obs, row)
 
@@ -129,7 +129,7 @@ class Observations:
     ``Dict`` is a group of one part. All parts hold the same transitions, in the same rows.
 
     :param space: Observation space
-    :param places: Transitions an environment, and number of environments
+    :param buffer_shape: Transitions an environment, and number of environments
     :param num_threads: Threads that decode large batches, or None for as many as ``torch.get_num_threads()``
     :param max_bytes: Bytes for all of it together, or None for as many as it takes
     :param storage_dir: Folder that they are kept in, those of a ``Dict`` in one of its own for each key
@@ -148,7 +148,7 @@ class Observations:
     def __init__(
         self,
         space: spaces.Space[Any],
-        places: tuple[int, int],
+        buffer_shape: tuple[int, int],
         *,
         num_threads: int | None = None,
         max_bytes: int | None = None,
@@ -171,7 +171,9 @@ class Observations:
                 try:
                     chosen = _options_of(key, options, image=key is _SINGLE_KEY or len(shape) > 1)
                     chosen |= {"max_bytes": self.max_bytes, "storage_dir": folders[key]}
-                    parts[key] = Part(key, FrameStore.adaptive(places[0], places[1], shape, below.dtype, **chosen))
+                    parts[key] = Part(
+                        key, FrameStore.adaptive(buffer_shape[0], buffer_shape[1], shape, below.dtype, **chosen)
+                    )
                 except RlExtError as error:
                     _tell_key(key, error)
                     raise
@@ -317,7 +319,7 @@ class Observations:
 
         def view(part: Part) -> ObservationView:
             decode, append = partial(self._decode_part, part, following), part.append_step if writable else None
-            return ObservationView(decode, part.places, part.shape, part.dtype, append=append)
+            return ObservationView(decode, part.buffer_shape, part.shape, part.dtype, append=append)
 
         return self.joined(view)
 
