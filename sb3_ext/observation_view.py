@@ -45,7 +45,7 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
         *,
         append: Callable[[int, npt.NDArray[np.generic]], None] | None = None,
     ) -> None:
-        self._decode, self._places, self._append = decode, buffer_shape, append
+        self._decode, self._buffer_shape, self._append = decode, buffer_shape, append
         self.shape, self.dtype = (*buffer_shape, *shape), dtype
         self.ndim, self.size = len(self.shape), math.prod(self.shape)
         self.nbytes = self.size * dtype.itemsize
@@ -55,7 +55,7 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __getitem__(self, key: Any) -> npt.NDArray[np.generic]:
         keys = key if isinstance(key, tuple) else (key,)
-        if len(keys) == len(self._places) and _are_places(*keys):
+        if len(keys) == len(self._buffer_shape) and _are_places(*keys):
             # What buffers do for each batch. Places that do not exist get the error that an array would give, below.
             with contextlib.suppress(InvalidArgumentError):
                 return self._decode(*keys)
@@ -63,13 +63,13 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
         positions = self._positions(place)
         # Copies in any case: numba has NumPy warn of arrays that were made by broadcasting.
         flat = [np.array(part, dtype=np.int64, order="C").reshape(-1) for part in positions]
-        found = self._decode(*flat).reshape(*positions[0].shape, *self.shape[len(self._places) :])
+        found = self._decode(*flat).reshape(*positions[0].shape, *self.shape[len(self._buffer_shape) :])
         part: npt.NDArray[np.generic] = found[(slice(None),) * positions[0].ndim + rest]
         return part
 
     def _positions(self, place: tuple[Any, ...]) -> list[npt.NDArray[np.int64]]:
         """What is indexed, as positions along the axes of places, in the shape that an array would give."""
-        return [grid[place] for grid in np.broadcast_arrays(*np.indices(self._places, sparse=True))]
+        return [grid[place] for grid in np.broadcast_arrays(*np.indices(self._buffer_shape, sparse=True))]
 
     def _split(self, keys: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """
@@ -77,7 +77,7 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
 
         :raises InvalidArgumentError: if an array would read such a key in another way than the two parts apart
         """
-        n_axes = len(self._places)
+        n_axes = len(self._buffer_shape)
         mask = np.asarray(keys[0]) if keys and not isinstance(keys[0], (slice, int, np.integer)) else None
         n_place = 1 if mask is not None and mask.dtype == bool and mask.ndim == n_axes else n_axes
         n_keys = len(keys) + n_axes - n_place
@@ -141,7 +141,7 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
 
     def flattened(self) -> ObservationView:
         """Return what ``swap_and_flatten`` makes of the array: all steps of one environment, then those of the next."""
-        n_rows, n_envs = self._places
+        n_rows, n_envs = self._buffer_shape
         return ObservationView(
             partial(_decode_flat, self._decode, n_rows), (n_envs * n_rows,), self.shape[2:], self.dtype
         )
