@@ -55,7 +55,7 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __getitem__(self, key: Any) -> npt.NDArray[np.generic]:
         keys = key if isinstance(key, tuple) else (key,)
-        if len(keys) == len(self._buffer_shape) and _are_places(*keys):
+        if len(keys) == len(self._buffer_shape) and _are_index_arrays(*keys):
             # What buffers do for each batch. Places that do not exist get the error that an array would give, below.
             with contextlib.suppress(InvalidArgumentError):
                 return self._decode(*keys)
@@ -152,7 +152,7 @@ def _decode_flat(decode: Decode, n_rows: int, positions: npt.NDArray[np.int64]) 
     return decode(rows, envs)
 
 
-def _are_places(*keys: Any) -> bool:
+def _are_index_arrays(*keys: Any) -> bool:
     """Return whether they are what a decoder takes."""
     for key in keys:
         if type(key) is not np.ndarray or key.dtype != np.int64 or key.ndim != 1 or not key.flags.c_contiguous:
