@@ -853,7 +853,7 @@ class CompressedRolloutBuffer(CompressedBuffer, RolloutBuffer):
         :param arr: Shape ``(buffer_size, n_envs, ...)``
         :return: Shape ``(buffer_size * n_envs, ...)``
         """
-        return arr.flattened() if isinstance(arr, ObservationView) else RolloutBuffer.swap_and_flatten(arr)
+        return arr.swap_and_flatten() if isinstance(arr, ObservationView) else RolloutBuffer.swap_and_flatten(arr)
 
     @property
     def stored_nbytes(self) -> int:

@@ -139,7 +139,7 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
             "observations that are stored compressed cannot be assigned to; change a copy: np.array(observations[rows])"
         )
 
-    def flattened(self) -> ObservationView:
+    def swap_and_flatten(self) -> ObservationView:
         """Return what ``swap_and_flatten`` makes of the array: all steps of one environment, then those of the next."""
         n_rows, n_envs = self._buffer_shape
         return ObservationView(
