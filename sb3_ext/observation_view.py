@@ -59,7 +59,7 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
             # What buffers do for each batch. Places that do not exist get the error that an array would give, below.
             with contextlib.suppress(InvalidArgumentError):
                 return self._decode(*keys)
-        place, rest = self._split(keys)
+        place, rest = self._split_key(keys)
         positions = self._positions(place)
         # Copies in any case: numba has NumPy warn of arrays that were made by broadcasting.
         flat = [np.array(part, dtype=np.int64, order="C").reshape(-1) for part in positions]
@@ -71,7 +71,7 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
         """What is indexed, as positions along the axes of places, in the shape that an array would give."""
         return [grid[place] for grid in np.broadcast_arrays(*np.indices(self._buffer_shape, sparse=True))]
 
-    def _split(self, keys: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def _split_key(self, keys: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """
         Split what selects places from what selects within observations.
 
