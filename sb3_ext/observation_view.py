@@ -109,7 +109,7 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         if any(isinstance(out, ObservationView) for out in options.get("out", ())):
-            raise self._read_only()
+            raise self._read_only_error()
         arrays = [np.asarray(part) if isinstance(part, ObservationView) else part for part in inputs]
         return getattr(ufunc, method)(*arrays, **options)
 
@@ -125,7 +125,7 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if self._append is None:
-            raise self._read_only()
+            raise self._read_only_error()
         self._append(key, value)
 
     def __bool__(self) -> bool:
@@ -134,7 +134,7 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
         return bool(np.asarray(self))
 
     @staticmethod
-    def _read_only() -> InvalidTypeError:
+    def _read_only_error() -> InvalidTypeError:
         return InvalidTypeError(
             "observations that are stored compressed cannot be assigned to; change a copy: np.array(observations[rows])"
         )
