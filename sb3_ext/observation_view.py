@@ -15,7 +15,7 @@ from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, OutOfMemo
 from rl_ext_core.frames.planning import in_bytes
 from rl_ext_core.resources import available_memory
 
-Decode = Callable[..., npt.NDArray[np.generic]]
+Decoder = Callable[..., npt.NDArray[np.generic]]
 
 
 class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
@@ -38,7 +38,7 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __init__(
         self,
-        decode: Decode,
+        decode: Decoder,
         buffer_shape: tuple[int, ...],
         shape: tuple[int, ...],
         dtype: np.dtype[np.generic],
@@ -147,7 +147,7 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
         )
 
 
-def _decode_flat(decode: Decode, n_rows: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.generic]:
+def _decode_flat(decode: Decoder, n_rows: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.generic]:
     envs, rows = np.divmod(positions, n_rows)
     return decode(rows, envs)
 
