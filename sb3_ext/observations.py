@@ -62,7 +62,7 @@ class Part:
     def stage(self, obs: Any, next_obs: Any) -> npt.NDArray[np.int64]:
         """Store the frames of one transition of each environment; see :meth:`FrameStore.stage`."""
         try:
-            return self.store.stage(self._fitted(obs, "obs"), self._fitted(next_obs, "next_obs"))
+            return self.store.stage(self._match_space(obs, "obs"), self._match_space(next_obs, "next_obs"))
         except RlExtError as error:
             _tell_key(self._key, error)
             raise
@@ -70,7 +70,7 @@ class Part:
     def append(self, obs: Any, next_obs: Any, row: int) -> None:
         """Store them and make them a transition; see :meth:`FrameStore.append`."""
         try:
-            self.store.append(self._fitted(obs, "obs"), self._fitted(next_obs, "next_obs"), row=row)
+            self.store.append(self._match_space(obs, "obs"), self._match_space(next_obs, "next_obs"), row=row)
         except RlExtError as error:
             _tell_key(self._key, error)
             raise
@@ -92,7 +92,7 @@ class Part:
         """Return an array to decode ``n`` observations into, which nobody else holds."""
         return self.recycled.take((n, *self.shape), self.dtype)
 
-    def _fitted(self, obs: Any, name: str) -> Array:
+    def _match_space(self, obs: Any, name: str) -> Array:
         """Return them in the observation space's dtype, which environments may not keep to, and with all axes."""
         stack = np.asarray(obs)
         if stack.dtype != self.dtype:
