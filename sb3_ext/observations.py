@@ -96,14 +96,14 @@ class Part:
         """Return them in the observation space's dtype, which environments may not keep to, and with all axes."""
         stack = np.asarray(obs)
         if stack.dtype != self.dtype:
-            stack = self._cast(stack, name)
+            stack = self._cast_to_space_dtype(stack, name)
         shape = self._batch_shape
         # Upstream's callers may leave one out: of one environment, or of a discrete observation's only value.
         if stack.shape != shape and stack.shape in (shape[1:], shape[:-1]) and stack.size == math.prod(shape):
             return stack.reshape(shape)
         return stack
 
-    def _cast(self, stack: Array, name: str) -> Array:
+    def _cast_to_space_dtype(self, stack: Array, name: str) -> Array:
         """Return what assigning it to the arrays of Stable Baselines3's buffers makes of it."""
         try:
             cast = stack.astype(self.dtype, copy=False)
