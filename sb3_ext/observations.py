@@ -54,7 +54,7 @@ class Part:
         self.recycled = RecycledArrays()
         self._key = key
         self._batch_shape = (store.n_envs, *self.shape)
-        self._told = False  # that it comes in another dtype
+        self._cast_warned = False  # that it comes in another dtype
 
     def __reduce__(self) -> Any:
         return Part, (self._key, self.store)  # what was decoded stays with its users
@@ -111,8 +111,8 @@ class Part:
             raise InvalidTypeError(
                 f"{name} has dtype {stack.dtype}, expected {self.dtype} ({error}); nothing was stored"
             ) from error
-        if not self._told and not np.can_cast(stack.dtype, self.dtype, "safe"):
-            self._told = True
+        if not self._cast_warned and not np.can_cast(stack.dtype, self.dtype, "safe"):
+            self._cast_warned = True
             warnings.warn(
                 f"{name if self._key is _ALONE else f'{name}[{self._key!r}]'} comes as {stack.dtype} and the "
                 f"observation space says {self.dtype}: from here on it is cast, as Stable Baselines3's buffers do in "
