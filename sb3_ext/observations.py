@@ -189,7 +189,7 @@ class Observations:
         self.recovered = found[0]._replace(kept=self.size, lost=lost, overwritten=overwritten) if found else None
 
     def _set_parts(self, parts: dict[Any, Part], *, limited: bool) -> None:
-        self.parts, self._limited = parts, limited
+        self.parts, self._rows_in_store = parts, limited
         self.stores = [part.store for part in parts.values()]
         self.first = self.stores[0]
         self.lock = thread_lock()
@@ -233,7 +233,7 @@ class Observations:
 
         :param changing: Any row may be written to; the array is in memory in any case
         """
-        if changing or not self._limited:
+        if changing or not self._rows_in_store:
             self._own_arrays[name] = np.zeros((self.first.capacity, *shape), dtype=dtype)
         self.arrays[name] = self._own_arrays[name] if name in self._own_arrays else self.first.rows(name, shape, dtype)
         return self.arrays[name]
