@@ -177,7 +177,7 @@ class Observations:
                 except RlExtError as error:
                     _tell_key(key, error)
                     raise
-            self._set_parts(parts, limited=max_bytes is not None or storage_dir is not None)
+            self._set_parts(parts, rows_in_store=max_bytes is not None or storage_dir is not None)
             if storage_dir is not None and len(parts) > 1:
                 self._meet(storage_dir)
         except BaseException:
@@ -188,8 +188,8 @@ class Observations:
         lost, overwritten = (max((part[place] for part in found), default=0) for place in (1, 2))
         self.recovered = found[0]._replace(kept=self.size, lost=lost, overwritten=overwritten) if found else None
 
-    def _set_parts(self, parts: dict[Any, Part], *, limited: bool) -> None:
-        self.parts, self._rows_in_store = parts, limited
+    def _set_parts(self, parts: dict[Any, Part], *, rows_in_store: bool) -> None:
+        self.parts, self._rows_in_store = parts, rows_in_store
         self.stores = [part.store for part in parts.values()]
         self.first = self.stores[0]
         self.lock = thread_lock()
@@ -368,7 +368,7 @@ class Observations:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.num_threads, self.max_bytes = state["num_threads"], state["max_bytes"]
         self.recovered = None
-        self._set_parts(state["parts"], limited=self.max_bytes is not None)
+        self._set_parts(state["parts"], rows_in_store=self.max_bytes is not None)
         for name, rows in state["arrays"].items():
             self.rows(name, rows.shape[1:], rows.dtype)[: len(rows)] = rows
 
