@@ -179,7 +179,7 @@ class Observations:
                     raise
             self._set_parts(parts, rows_in_store=max_bytes is not None or storage_dir is not None)
             if storage_dir is not None and len(parts) > 1:
-                self._meet(storage_dir)
+                self._reconcile_stores(storage_dir)
         except BaseException:
             for part in parts.values():
                 part.store.close()
@@ -199,7 +199,7 @@ class Observations:
         self._count = 0
         self.watch: MemoryWatch | None = None
 
-    def _meet(self, storage_dir: Any) -> None:
+    def _reconcile_stores(self, storage_dir: Any) -> None:
         """Have the stores hold the same transitions: each may have lost other ones when its process was killed."""
         self._numbers = [store.rows("number", (), np.int64) for store in self.stores]
         if not any(store.size for store in self.stores):
