@@ -203,7 +203,7 @@ class Observations:
         """Have the stores hold the same transitions: each may have lost other ones when its process was killed."""
         self._numbers = [store.rows("number", (), np.int64) for store in self.stores]
         if not any(store.size for store in self.stores):
-            self._count = _any_beginning()
+            self._count = _random_start()
             return
         if new := [key for key, part in self.parts.items() if part.store.recovered is None]:
             raise InvalidArgumentError(
@@ -223,7 +223,7 @@ class Observations:
                 store.forget_newest(end - self._count)
         else:
             self.clear()  # there is no transition that all of them hold
-            self._count = _any_beginning()
+            self._count = _random_start()
 
     def rows(
         self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, changing: bool = False
@@ -379,7 +379,7 @@ def _tell_key(key: Any, error: RlExtError) -> None:
         raise type(error)(f"key {key!r}: {error}") from error
 
 
-def _any_beginning() -> int:
+def _random_start() -> int:
     """Return what the transitions of a buffer are counted from: no other buffer's numbers are the same."""
     return secrets.randbits(30) << _COUNT_BITS
 
