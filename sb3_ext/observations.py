@@ -64,7 +64,7 @@ class Part:
         try:
             return self.store.stage(self._match_space(obs, "obs"), self._match_space(next_obs, "next_obs"))
         except RlExtError as error:
-            _tell_key(self._key, error)
+            _prefix_key(self._key, error)
             raise
 
     def append(self, obs: Any, next_obs: Any, row: int) -> None:
@@ -72,7 +72,7 @@ class Part:
         try:
             self.store.append(self._match_space(obs, "obs"), self._match_space(next_obs, "next_obs"), row=row)
         except RlExtError as error:
-            _tell_key(self._key, error)
+            _prefix_key(self._key, error)
             raise
 
     def append_step(self, row: int, obs: Any) -> None:
@@ -175,7 +175,7 @@ class Observations:
                         key, FrameStore.adaptive(buffer_shape[0], buffer_shape[1], shape, below.dtype, **chosen)
                     )
                 except RlExtError as error:
-                    _tell_key(key, error)
+                    _prefix_key(key, error)
                     raise
             self._set_parts(parts, rows_in_store=max_bytes is not None or storage_dir is not None)
             if storage_dir is not None and len(parts) > 1:
@@ -373,7 +373,7 @@ class Observations:
             self.rows(name, rows.shape[1:], rows.dtype)[: len(rows)] = rows
 
 
-def _tell_key(key: Any, error: RlExtError) -> None:
+def _prefix_key(key: Any, error: RlExtError) -> None:
     """Have an error say which key of a ``Dict`` it is about."""
     if key is not _SINGLE_KEY:
         raise type(error)(f"key {key!r}: {error}") from error
