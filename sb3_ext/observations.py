@@ -195,13 +195,15 @@ class Observations:
         self.lock = thread_lock()
         self.arrays: dict[str, npt.NDArray[Any]] = {}
         self._own_arrays: dict[str, npt.NDArray[Any]] = {}  # those that no store counts
-        self._numbers: list[npt.NDArray[np.int64]] = []  # of the transition in each row, in each store's folder
+        self._transition_numbers: list[
+            npt.NDArray[np.int64]
+        ] = []  # of the transition in each row, in each store's folder
         self._count = 0
         self.watch: MemoryWatch | None = None
 
     def _reconcile_stores(self, storage_dir: Any) -> None:
         """Have the stores hold the same transitions: each may have lost other ones when its process was killed."""
-        self._numbers = [store.rows("number", (), np.int64) for store in self.stores]
+        self._transition_numbers = [store.rows("number", (), np.int64) for store in self.stores]
         if not any(store.size for store in self.stores):
             self._count = _random_start()
             return
@@ -210,7 +212,7 @@ class Observations:
                 f"storage_dir={str(storage_dir)!r} has nothing of {new}, and transitions of the other keys; pass the "
                 "observation space that it was made with, or another storage_dir"
             )
-        pairs = zip(self.stores, self._numbers, strict=True)
+        pairs = zip(self.stores, self._transition_numbers, strict=True)
         ends = {store: int(numbers[store.position - 1]) if store.size else 0 for store, numbers in pairs}
         if len({end >> _COUNT_BITS for end in ends.values() if end}) > 1:
             raise InvalidArgumentError(
@@ -265,7 +267,7 @@ class Observations:
         for store, frames in staged:
             store.commit(frames, row=row)
         self._count += 1
-        for numbers in self._numbers:
+        for numbers in self._transition_numbers:
             numbers[row] = self._count
         if self.max_bytes is not None and len(self.stores) > 1:
             self._keep_within(self.max_bytes)
