@@ -198,14 +198,14 @@ class Observations:
         self._transition_numbers: list[
             npt.NDArray[np.int64]
         ] = []  # of the transition in each row, in each store's folder
-        self._count = 0
+        self._newest_number = 0
         self.watch: MemoryWatch | None = None
 
     def _reconcile_stores(self, storage_dir: Any) -> None:
         """Have the stores hold the same transitions: each may have lost other ones when its process was killed."""
         self._transition_numbers = [store.rows("number", (), np.int64) for store in self.stores]
         if not any(store.size for store in self.stores):
-            self._count = _random_start()
+            self._newest_number = _random_start()
             return
         if new := [key for key, part in self.parts.items() if part.store.recovered is None]:
             raise InvalidArgumentError(
@@ -219,13 +219,13 @@ class Observations:
                 f"storage_dir={str(storage_dir)!r} holds folders of different buffers, one for each of "
                 f"{[*self.parts]}; put back those that belong together, or pass another storage_dir"
             )
-        self._count = min(ends.values())
-        if all(store.size > end - self._count for store, end in ends.items()):
+        self._newest_number = min(ends.values())
+        if all(store.size > end - self._newest_number for store, end in ends.items()):
             for store, end in ends.items():
-                store.forget_newest(end - self._count)
+                store.forget_newest(end - self._newest_number)
         else:
             self.clear()  # there is no transition that all of them hold
-            self._count = _random_start()
+            self._newest_number = _random_start()
 
     def rows(
         self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, changing: bool = False
@@ -266,9 +266,9 @@ class Observations:
         last.append(before, after, row)
         for store, frames in staged:
             store.commit(frames, row=row)
-        self._count += 1
+        self._newest_number += 1
         for numbers in self._transition_numbers:
-            numbers[row] = self._count
+            numbers[row] = self._newest_number
         if self.max_bytes is not None and len(self.stores) > 1:
             self._keep_within(self.max_bytes)
 
