@@ -260,7 +260,7 @@ class Observations:
 
         :raises RlExtError: if it cannot be stored; then no store holds any of it
         """
-        *others, (last, before, after) = self._by_part(obs, next_obs)
+        *others, (last, before, after) = self._split_by_part(obs, next_obs)
         # What may fail comes first: for the last part, that and the rest are one step.
         staged = [(part.store, part.stage(*pair)) for part, *pair in others]
         last.append(before, after, row)
@@ -272,7 +272,7 @@ class Observations:
         if self.max_bytes is not None and len(self.stores) > 1:
             self._keep_within(self.max_bytes)
 
-    def _by_part(self, obs: Any, next_obs: Any) -> list[tuple[Part, Any, Any]]:
+    def _split_by_part(self, obs: Any, next_obs: Any) -> list[tuple[Part, Any, Any]]:
         if _SINGLE_KEY in self.parts:
             return [(self.parts[_SINGLE_KEY], obs, next_obs)]
         for name, given in (("obs", obs), ("next_obs", next_obs)):
