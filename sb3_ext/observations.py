@@ -270,7 +270,7 @@ class Observations:
         for numbers in self._transition_numbers:
             numbers[row] = self._newest_number
         if self.max_bytes is not None and len(self.stores) > 1:
-            self._keep_within(self.max_bytes)
+            self._enforce_max_bytes(self.max_bytes)
 
     def _split_by_part(self, obs: Any, next_obs: Any) -> list[tuple[Part, Any, Any]]:
         if _SINGLE_KEY in self.parts:
@@ -283,7 +283,7 @@ class Observations:
                 raise InvalidArgumentError(f"{name} {there}, expected those of {[*self.parts]}; nothing was stored")
         return [(part, obs[key], next_obs[key]) for key, part in self.parts.items()]
 
-    def _keep_within(self, max_bytes: int) -> None:
+    def _enforce_max_bytes(self, max_bytes: int) -> None:
         while (size := self.size) > 1 and self.nbytes > max_bytes:
             for store in self.stores:
                 # One that is too large by itself has given up its oldest before.
