@@ -291,7 +291,7 @@ class Observations:
 
     def decode(self, rows: IndexArray, envs: IndexArray) -> tuple[Any, Any]:
         """Return observations and next observations of a batch of places, in arrays that nobody else holds."""
-        n, num_threads = len(rows), self._threads()
+        n, num_threads = len(rows), self._thread_count()
         before, after = {}, {}
         for key, part in self.parts.items():
             before[key], after[key] = part.empty(n), part.empty(n)
@@ -304,11 +304,11 @@ class Observations:
             _as_int64(rows),
             _as_int64(envs),
             *((None, found) if following else (found, None)),
-            num_threads=self._threads(),
+            num_threads=self._thread_count(),
         )
         return found
 
-    def _threads(self) -> int:
+    def _thread_count(self) -> int:
         return th.get_num_threads() if self.num_threads is None else self.num_threads
 
     def joined(self, read: Callable[[Part], Any]) -> Any:
