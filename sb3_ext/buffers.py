@@ -105,17 +105,17 @@ class CompressedBuffer(BaseBuffer):
     @property
     def codec(self) -> Any:
         """Name of the codec in use; with ``codec="auto"``, what was chosen so far. By key for a ``Dict``."""
-        return self._observations.joined(lambda part: part.store.codec)
+        return self._observations.map_parts(lambda part: part.store.codec)
 
     @property
     def block_length(self) -> Any:
         """Number of frames in a block; with ``block_length=None``, what was chosen so far. By key for a ``Dict``."""
-        return self._observations.joined(lambda part: part.store.block_length)
+        return self._observations.map_parts(lambda part: part.store.block_length)
 
     @property
     def n_stack(self) -> Any:
         """Number of frames in an observation, as far as is known. By key for a ``Dict``."""
-        return self._observations.joined(lambda part: part.store.layout.n_stack)
+        return self._observations.map_parts(lambda part: part.store.layout.n_stack)
 
     @property
     def num_threads(self) -> int | None:

@@ -311,7 +311,7 @@ class Observations:
     def _thread_count(self) -> int:
         return th.get_num_threads() if self.num_threads is None else self.num_threads
 
-    def joined(self, read: Callable[[Part], Any]) -> Any:
+    def map_parts(self, read: Callable[[Part], Any]) -> Any:
         """Return what is read of each part as Stable Baselines3 has it: by key, or the only one."""
         found = {key: read(part) for key, part in self.parts.items()}
         return found.get(_SINGLE_KEY, found)
@@ -323,7 +323,7 @@ class Observations:
             decode, append = partial(self._decode_part, part, following), part.append_step if writable else None
             return ObservationView(decode, part.buffer_shape, part.shape, part.dtype, append=append)
 
-        return self.joined(view)
+        return self.map_parts(view)
 
     def decoded(self, array: Array) -> bool:
         """Return whether the array is one that a batch was decoded into, or a view of it."""
