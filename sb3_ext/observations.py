@@ -325,7 +325,7 @@ class Observations:
 
         return self.map_parts(view)
 
-    def decoded(self, array: Array) -> bool:
+    def is_decoded_batch(self, array: Array) -> bool:
         """Return whether the array is one that a batch was decoded into, or a view of it."""
         owner = array if array.base is None else array.base
         return any(part.recycled.holds(owner) for part in self.parts.values())
