@@ -341,13 +341,13 @@ class Observations:
         return min([store.size for store in self.stores])
 
     @property
-    def _touched(self) -> int:
+    def _rows_in_use(self) -> int:
         return self.first.capacity if self.first.full else self.first.position
 
     @property
     def nbytes(self) -> int:
         """Bytes held: frames, index and rows."""
-        own = sum(array[: self._touched].nbytes for array in self._own_arrays.values())
+        own = sum(array[: self._rows_in_use].nbytes for array in self._own_arrays.values())
         return own + sum(store.nbytes for store in self.stores)
 
     @uninterrupted
@@ -364,7 +364,7 @@ class Observations:
 
     def __getstate__(self) -> dict[str, Any]:
         # Views of the rows in use: pickle protocol 5 writes them without a copy.
-        arrays = {name: array[: self._touched] for name, array in self.arrays.items()}
+        arrays = {name: array[: self._rows_in_use] for name, array in self.arrays.items()}
         return {"parts": self.parts, "num_threads": self.num_threads, "max_bytes": self.max_bytes, "arrays": arrays}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
