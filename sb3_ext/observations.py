@@ -169,7 +169,7 @@ class Observations:
             for key, below in by_key.items():
                 shape: Any = get_obs_shape(below)
                 try:
-                    chosen = _options_of(key, options, image=key is _SINGLE_KEY or len(shape) > 1)
+                    chosen = _options_for_key(key, options, image=key is _SINGLE_KEY or len(shape) > 1)
                     chosen |= {"max_bytes": self.max_bytes, "storage_dir": folders[key]}
                     parts[key] = Part(
                         key, FrameStore.adaptive(buffer_shape[0], buffer_shape[1], shape, below.dtype, **chosen)
@@ -400,7 +400,7 @@ def _folders(storage_dir: str | os.PathLike[str] | None, keys: list[Any]) -> dic
     return {key: path / name for key, name in names.items()}
 
 
-def _options_of(key: Any, options: Mapping[str, Any], *, image: bool) -> dict[str, Any]:
+def _options_for_key(key: Any, options: Mapping[str, Any], *, image: bool) -> dict[str, Any]:
     """Return what was chosen for one part."""
     chosen = {}
     for name, default in _DEFAULTS.items():
