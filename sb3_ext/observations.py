@@ -163,7 +163,7 @@ class Observations:
                 raise InvalidArgumentError(f"{name} is given for {unknown}, which are not among the keys {[*by_key]}")
         self.num_threads = None if num_threads is None else at_least_one("num_threads", num_threads)
         self.max_bytes = None if max_bytes is None else at_least_one("max_bytes", max_bytes)
-        folders = _folders(storage_dir, [*by_key])
+        folders = _folder_by_key(storage_dir, [*by_key])
         parts: dict[Any, Part] = {}
         try:
             for key, below in by_key.items():
@@ -386,7 +386,7 @@ def _random_start() -> int:
     return secrets.randbits(30) << _COUNT_BITS
 
 
-def _folders(storage_dir: str | os.PathLike[str] | None, keys: list[Any]) -> dict[Any, Path | None]:
+def _folder_by_key(storage_dir: str | os.PathLike[str] | None, keys: list[Any]) -> dict[Any, Path | None]:
     """Return the folder of each key."""
     path = None if storage_dir is None else checked_path(storage_dir)
     if path is None or _SINGLE_KEY in keys:
