@@ -617,7 +617,7 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
     def _allocate_rows(self) -> None:
         super()._allocate_rows()
         self.ep_start = self._observations.rows("ep_start", (self.n_envs,), np.int64)
-        self.ep_length = self._observations.rows("ep_length", (self.n_envs,), np.int64, changing=True)
+        self.ep_length = self._observations.rows("ep_length", (self.n_envs,), np.int64, any_row_writable=True)
 
     def _restore_episodes(self) -> None:
         """Of what ``storage_dir`` held: those that are there from their start. What comes next begins new ones."""

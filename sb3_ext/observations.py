@@ -228,14 +228,14 @@ class Observations:
             self._newest_number = _random_start()
 
     def rows(
-        self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, changing: bool = False
+        self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, any_row_writable: bool = False
     ) -> npt.NDArray[Any]:
         """
         Return an array with one row a transition, kept where the frames are. Only the newest row may be written to.
 
-        :param changing: Any row may be written to; the array is in memory in any case
+        :param any_row_writable: Any row may be written to; the array is in memory in any case
         """
-        if changing or not self._rows_in_store:
+        if any_row_writable or not self._rows_in_store:
             self._own_arrays[name] = np.zeros((self.first.capacity, *shape), dtype=dtype)
         self.arrays[name] = self._own_arrays[name] if name in self._own_arrays else self.first.rows(name, shape, dtype)
         return self.arrays[name]
