@@ -23,7 +23,7 @@ __all__ = [
     "RlExtError",
     "StorageError",
     "WorkerError",
-    "also",
+    "_combined_error_class",
     "install_line",
     "_missing_dependency_error",
 ]
@@ -114,7 +114,7 @@ class WorkerError(RlExtError, RuntimeError):
         self.notes = dict(notes or {})
 
 
-def also(kind: type[RlExtError], error: BaseException) -> type[RlExtError]:
+def _combined_error_class(kind: type[RlExtError], error: BaseException) -> type[RlExtError]:
     """Return a class of errors that is one of ours and that of another library's error, for who catches the latter.
 
     :param kind: ours

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rl_ext_core._import_path import when_imported
-from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, also
+from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, _combined_error_class
 from rl_ext_core.factory.walk import RECORD, dictionary, full_name, globals_in, is_layer, layers
 
 __all__ = ["Call", "call_of", "capture_constructors", "recorded", "start"]
@@ -360,7 +360,7 @@ def spec_of_id(name: str) -> Any:
         # The specification itself travels: a worker has not registered what a script or a notebook has.
         return gymnasium.spec(registration.get_env_id(namespace, base, version))
     except (gymnasium.error.Error, ImportError) as error:
-        raise also(InvalidArgumentError, error)(
+        raise _combined_error_class(InvalidArgumentError, error)(
             f"gymnasium does not know the id {name!r}: {str(error).rstrip('.')}. Import the package that registers it "
             f'above this line, or name it in the id: "package:{env_id}"'
         ) from error

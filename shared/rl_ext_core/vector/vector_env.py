@@ -13,7 +13,7 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, iterate
 
-from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, also
+from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, _combined_error_class
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.environments import Options, name_of, store_reward
 from rl_ext_core.vector.pool import new_pool
@@ -111,7 +111,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         try:
             pool = self._pool = new_pool(env_fns, options, autoreset=Autoreset(mode.value))
         except EnvironmentOutputError as error:
-            raise also(EnvironmentOutputError, RuntimeError())(*error.args) from None
+            raise _combined_error_class(EnvironmentOutputError, RuntimeError())(*error.args) from None
         self.closed, self._pending, self.num_envs = False, "", len(pool.worker_of)
         self.timings = pool.timings
         self.single_observation_space, self.single_action_space = pool.spaces
