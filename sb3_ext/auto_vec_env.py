@@ -330,7 +330,7 @@ def _build(
     if n_workers == 0:
         return _with_report(here(), report)
     made = factories()
-    if sentence := resources.shortage(verdict.private_bytes or 0, n_workers):
+    if sentence := resources.memory_warning(verdict.private_bytes or 0, n_workers):
         _log.warning("%s", sentence)
     return _with_report(SharedMemoryVecEnv(made, **{**options, "n_workers": n_workers}), report)
 

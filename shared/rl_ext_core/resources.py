@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rl_ext_core.errors import InvalidArgumentError
 
-__all__ = ["available_memory", "check_descriptors", "private_memory", "shortage", "usable_cores"]
+__all__ = ["available_memory", "check_descriptors", "private_memory", "memory_warning", "usable_cores"]
 
 _ROOT = Path("/")
 # Which a worker takes in this process, with what its start needs; and for everything else.
@@ -57,7 +57,7 @@ def private_memory(pid: int | str = "self") -> int | None:
     return None if None in parts else sum(part or 0 for part in parts)
 
 
-def shortage(private_bytes: int, num_workers: int) -> str | None:
+def memory_warning(private_bytes: int, num_workers: int) -> str | None:
     """Say that workers will not fit into memory, if they will not.
 
     :param private_bytes: what one of them takes for itself, measured

@@ -94,7 +94,7 @@ class Plan:
     def advice(self) -> SpeedCheck:
         """Warn of what was measured of copies, if anything; of their speed, once there is something to compare with."""
         sizes = [found.private_bytes for found in self._examinations if found.private_bytes is not None]
-        if sentence := resources.shortage(max(sizes, default=0), len(self.factories)):
+        if sentence := resources.memory_warning(max(sizes, default=0), len(self.factories)):
             _log.warning("%s", sentence)
         return SpeedCheck([found.step_seconds for found in self._examinations] or [None], len(self.factories))
 
