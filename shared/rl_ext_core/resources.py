@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rl_ext_core.errors import InvalidArgumentError
 
-__all__ = ["available_memory", "check_descriptors", "private_memory", "memory_warning", "usable_cores"]
+__all__ = ["available_memory", "check_open_file_limit", "private_memory", "memory_warning", "usable_cores"]
 
 _ROOT = Path("/")
 # Which a worker takes in this process, with what its start needs; and for everything else.
@@ -73,7 +73,7 @@ def memory_warning(private_bytes: int, num_workers: int) -> str | None:
     )
 
 
-def check_descriptors(n_workers: int, argument: str) -> None:
+def check_open_file_limit(n_workers: int, argument: str) -> None:
     """Refuse more workers than there are descriptors for: with none left, nothing could be ended in good order either.
 
     :param argument: what says how many workers there are, with ``{}`` in place of the number

@@ -80,7 +80,7 @@ class SupervisedEnv(upstream.ParallelEnv):
         self._threads = torch.get_num_threads()
         if self._speed is None:
             self._speed = self._plan.advice()
-        resources.check_descriptors(self.num_workers, "ParallelEnv({}, ...)")
+        resources.check_open_file_limit(self.num_workers, "ParallelEnv({}, ...)")
         started: list[Any] = []
         try:
             with contextlib.ExitStack() as stack:

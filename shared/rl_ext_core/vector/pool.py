@@ -133,7 +133,7 @@ class Pool:
 
     def _build(self) -> None:
         """Start the workers, which build their environments."""
-        resources.check_descriptors(len(self.workers), "n_workers={}")
+        resources.check_open_file_limit(len(self.workers), "n_workers={}")
         self._spins = channel.worth_spinning(len(self.workers))
         self._memory = Memory()
         # What environments write there is kept.
