@@ -13,7 +13,7 @@ __all__ = ["available_memory", "check_open_file_limit", "private_memory", "memor
 
 _ROOT = Path("/")
 # Which a worker takes in this process, with what its start needs; and for everything else.
-_DESCRIPTORS, _SPARE_DESCRIPTORS = 10, 20
+_DESCRIPTORS_PER_WORKER, _SPARE_DESCRIPTORS = 10, 20
 
 
 def usable_cores() -> int:
@@ -87,10 +87,10 @@ def check_open_file_limit(n_workers: int, argument: str) -> None:
         return
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     left = limit - len(os.listdir("/proc/self/fd")) - _SPARE_DESCRIPTORS
-    if limit != resource.RLIM_INFINITY and n_workers * _DESCRIPTORS > left:
+    if limit != resource.RLIM_INFINITY and n_workers * _DESCRIPTORS_PER_WORKER > left:
         raise InvalidArgumentError(
-            f"{n_workers} workers need {n_workers * _DESCRIPTORS} descriptors of files, and this process may open "
-            f"{max(left, 0)} more (ulimit -n is {limit}). Write {argument.format(max(left // _DESCRIPTORS, 1))} or "
+            f"{n_workers} workers need {n_workers * _DESCRIPTORS_PER_WORKER} descriptors of files, and this process may open "
+            f"{max(left, 0)} more (ulimit -n is {limit}). Write {argument.format(max(left // _DESCRIPTORS_PER_WORKER, 1))} or "
             "fewer, or raise the limit: ulimit -n 4096"
         )
 
