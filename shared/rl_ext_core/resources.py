@@ -22,7 +22,7 @@ def usable_cores() -> int:
     :return: at least 1
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    for group in _groups("cpu"):
+    for group in _control_groups("cpu"):
         quota, period = _either(group, "cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")
         if quota.isdigit() and period.isdigit():
             cores = min(cores, math.ceil(int(quota) / int(period)))
@@ -35,7 +35,7 @@ def available_memory() -> int | None:
     :return: bytes; None where the system does not say
     """
     sizes = [_field(_ROOT / "proc/meminfo", "MemAvailable:", 1024)]
-    for group in _groups("memory"):
+    for group in _control_groups("memory"):
         limit = _either(group, "memory.max", "memory.limit_in_bytes")[0]
         used = _either(group, "memory.current", "memory.usage_in_bytes")[0]
         if limit.isdigit() and used.isdigit():
@@ -95,7 +95,7 @@ def check_open_file_limit(n_workers: int, argument: str) -> None:
         )
 
 
-def _groups(controller: str) -> Iterator[Path]:
+def _control_groups(controller: str) -> Iterator[Path]:
     """Return the folders of this process's control groups, from its own to the outermost that is to be seen."""
     for line in _read(_ROOT / "proc/self/cgroup").splitlines():
         # Version 2 has one hierarchy and names no controller, version 1 has one for each.
