@@ -23,7 +23,7 @@ def usable_cores() -> int:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     for group in _control_groups("cpu"):
-        quota, period = _either(group, "cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")
+        quota, period = _read_group_file(group, "cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")
         if quota.isdigit() and period.isdigit():
             cores = min(cores, math.ceil(int(quota) / int(period)))
     return max(cores, 1)
@@ -36,8 +36,8 @@ def available_memory() -> int | None:
     """
     sizes = [_field(_ROOT / "proc/meminfo", "MemAvailable:", 1024)]
     for group in _control_groups("memory"):
-        limit = _either(group, "memory.max", "memory.limit_in_bytes")[0]
-        used = _either(group, "memory.current", "memory.usage_in_bytes")[0]
+        limit = _read_group_file(group, "memory.max", "memory.limit_in_bytes")[0]
+        used = _read_group_file(group, "memory.current", "memory.usage_in_bytes")[0]
         if limit.isdigit() and used.isdigit():
             # What the page cache holds counts as used there, and is given up on demand.
             names = "total_inactive_file", "inactive_file"
@@ -106,7 +106,7 @@ def _control_groups(controller: str) -> Iterator[Path]:
             yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(mount))
 
 
-def _either(group: Path, name: str, *older: str) -> list[str]:
+def _read_group_file(group: Path, name: str, *older: str) -> list[str]:
     """Read a file of version 2, or those that hold the same in version 1; what is not there is empty."""
     words = _read(group / name).split() or [_read(group / file).strip() for file in older]
     return words if len(words) >= len(older) else [""] * len(older)
