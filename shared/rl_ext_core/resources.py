@@ -34,14 +34,14 @@ def available_memory() -> int | None:
 
     :return: bytes; None where the system does not say
     """
-    sizes = [_field(_ROOT / "proc/meminfo", "MemAvailable:", 1024)]
+    sizes = [_read_field(_ROOT / "proc/meminfo", "MemAvailable:", 1024)]
     for group in _control_groups("memory"):
         limit = _read_group_file(group, "memory.max", "memory.limit_in_bytes")[0]
         used = _read_group_file(group, "memory.current", "memory.usage_in_bytes")[0]
         if limit.isdigit() and used.isdigit():
             # What the page cache holds counts as used there, and is given up on demand.
             names = "total_inactive_file", "inactive_file"
-            cached = next(filter(None, (_field(group / "memory.stat", name) for name in names)), 0)
+            cached = next(filter(None, (_read_field(group / "memory.stat", name) for name in names)), 0)
             sizes.append(max(int(limit) - int(used) + cached, 0))
     return min((size for size in sizes if size is not None), default=None)
 
@@ -53,7 +53,7 @@ def private_memory(pid: int | str = "self") -> int | None:
     :return: bytes; None where the system does not say
     """
     rollup = _ROOT / f"proc/{pid}/smaps_rollup"
-    parts = [_field(rollup, name, 1024) for name in ("Private_Clean:", "Private_Dirty:")]
+    parts = [_read_field(rollup, name, 1024) for name in ("Private_Clean:", "Private_Dirty:")]
     return None if None in parts else sum(part or 0 for part in parts)
 
 
@@ -112,7 +112,7 @@ def _read_group_file(group: Path, name: str, *older: str) -> list[str]:
     return words if len(words) >= len(older) else [""] * len(older)
 
 
-def _field(path: Path, name: str, unit: int = 1) -> int | None:
+def _read_field(path: Path, name: str, unit: int = 1) -> int | None:
     for line in _read(path).splitlines():
         words = line.split()
         if len(words) > 1 and words[0] == name:
