@@ -36,7 +36,7 @@ from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 from rl_ext_core._interrupts import uninterrupted
 from rl_ext_core.devices import resolve
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
-from rl_ext_core.frames.checkpoint import checksum, reduced_and_held, unpickling
+from rl_ext_core.frames.checkpoint import checksum, reduced_and_held, as_corrupt_pickle
 from rl_ext_core.frames.planning import MemoryWatch
 from rl_ext_core.vector.environments import at_least_one
 from sb3_ext.observation_view import ObservationView
@@ -405,7 +405,7 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         """
         # Not load_from_pkl: it leaves the file open where it fails.
         with (
-            unpickling(path, "replay buffer", written_by="model.save_replay_buffer(path)"),
+            as_corrupt_pickle(path, "replay buffer", written_by="model.save_replay_buffer(path)"),
             open_path(path, "r", suffix="pkl") as file,
         ):
             buffer = pickle.load(file)

@@ -154,7 +154,7 @@ def save(store: Any, file: str | os.PathLike[str] | BinaryIO) -> None:
 
 
 @contextlib.contextmanager
-def unpickling(file: Any, what: str, *, written_by: str) -> Iterator[None]:
+def as_corrupt_pickle(file: Any, what: str, *, written_by: str) -> Iterator[None]:
     """Call whatever goes wrong meanwhile damage: altered bytes can make pickle do anything.
 
     :param file: that is read.
@@ -180,7 +180,7 @@ def unpickling(file: Any, what: str, *, written_by: str) -> Iterator[None]:
 
 def load(cls: type[_S], file: str | os.PathLike[str] | BinaryIO) -> _S:
     """Reads a store; see :meth:`FrameStore.load`."""
-    with _opened(file) as opened, unpickling(file, "store", written_by=f"{cls.__name__}.save(path)"):
+    with _opened(file) as opened, as_corrupt_pickle(file, "store", written_by=f"{cls.__name__}.save(path)"):
         store = _Unpickler(opened).load()
     if not isinstance(store, cls):
         raise CorruptFileError(f"{file} holds a {type(store).__name__}, expected a {cls.__name__}")
