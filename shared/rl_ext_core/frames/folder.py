@@ -65,7 +65,7 @@ def checked_path(path: str | os.PathLike[str]) -> Path:
 
 
 @contextlib.contextmanager
-def reading(what: str) -> Iterator[None]:
+def as_corrupt_file(what: str) -> Iterator[None]:
     """Call whatever goes wrong meanwhile damage: what was altered may lead anywhere.
 
     :param what: is read, and "is" or "are".
@@ -95,7 +95,7 @@ def read_json(path: Path, version: int) -> dict[str, Any]:
     :param version: that ``format`` must be.
     :raises CorruptFileError: if it cannot be read, or is of another format.
     """
-    with reading(f"{path} is"):
+    with as_corrupt_file(f"{path} is"):
         found: dict[str, Any] = json.loads(path.read_text())
         if found["format"] != version:
             raise CorruptFileError(
@@ -309,7 +309,7 @@ class StoreFolder:
         if self.mend:
             self.options = found["options"]
         self._check_same(found["options"])
-        with reading(f"{manifest} is"):
+        with as_corrupt_file(f"{manifest} is"):
             self._identity, self._numbers = bytes.fromhex(found["identity"]), found["frames"]
             files = found["rows"]["files"]
             for name in (*self._frames(self._numbers), *files, *_JOURNAL):
