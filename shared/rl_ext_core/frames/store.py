@@ -30,7 +30,7 @@ from rl_ext_core.frames.codecs import (
     get_codec,
     options_in_words,
 )
-from rl_ext_core.frames.folder import MANIFEST, Rows, StoreFolder, reading
+from rl_ext_core.frames.folder import MANIFEST, Rows, StoreFolder, as_corrupt_file
 from rl_ext_core.frames.geometry import INTERLEAVED, PLANAR
 from rl_ext_core.frames.layout import StackLayout
 from rl_ext_core.frames.region import RegionFile, address_of
@@ -922,7 +922,7 @@ def salvage(storage_dir: str | os.PathLike[str]) -> Salvaged:
 
 def stored_as(folder: StoreFolder) -> tuple[int, int, Choice]:
     """Capacity, number of environments, and how the frames in a folder are stored."""
-    with reading(f"{folder.path / MANIFEST} is"):
+    with as_corrupt_file(f"{folder.path / MANIFEST} is"):
         found = dict(folder.settings or {})
         shape, dtype, n_stack, axis = found.pop("layout")
         layout = StackLayout(tuple(shape), np.dtype(dtype), n_stack, axis)
