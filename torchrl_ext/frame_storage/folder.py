@@ -109,7 +109,7 @@ def _checked_note(folder: StoreFolder) -> tuple[Note, Places]:
         _logger.info(message, folder.path)
         folder.rows.note(places)
     elif n_wrong := len(folder.rows.wrong(np.setdiff1d(places, writing))):
-        raise folder.damage(
+        raise folder.corrupt_file_error(
             _FILE, f"{n_wrong} of {len(places)} elements have another checksum than when they were stored"
         )
     return note, writing

@@ -315,7 +315,7 @@ class StoreFolder:
             for name in (*self._frames(self._numbers), *files, *_JOURNAL):
                 file = self._file(name).path
                 if not self.mend and not (file.is_file() and file.stat().st_size):
-                    raise self.damage(name, "it is gone, or empty")
+                    raise self.corrupt_file_error(name, "it is gone, or empty")
             self.rows = Rows(found["rows"]["n_rows"])
             for name, arrays in files.items():
                 fields = {key: (tuple(shape), np.dtype(dtype)) for key, (shape, dtype) in arrays.items()}
@@ -337,7 +337,7 @@ class StoreFolder:
                 "another storage_dir"
             )
 
-    def damage(self, name: str, what: str) -> CorruptFileError:
+    def corrupt_file_error(self, name: str, what: str) -> CorruptFileError:
         """The error for a file that holds something else than was written."""
         cure = f"To keep what is intact: {self._salvage}({str(self.path)!r})"
         return CorruptFileError(
@@ -479,14 +479,14 @@ class StoreFolder:
         except CorruptFileError:
             if not self.mend or (found := touched()) is None:
                 what = "the checksums of both notes are wrong, so which row of a full store is the oldest is not known"
-                raise self.damage(_JOURNAL[0], what) from None
+                raise self.corrupt_file_error(_JOURNAL[0], what) from None
             note, writing = Note(0, found, found, found, 0, 0), np.zeros(0, dtype=np.int64)
         if not note.length <= note.touched <= most or note.following > most:
-            raise self.damage(_JOURNAL[0], "it says that there are more elements than rows")
+            raise self.corrupt_file_error(_JOURNAL[0], "it says that there are more elements than rows")
         needed = max(note.touched, int(writing.max(initial=-1)) + 1)
         held, name = self.rows.shortest()
         if held < (min(note.length, 1) if self.mend else needed):
-            raise self.damage(name, f"by its head there are {held} rows in it, expected {needed}")
+            raise self.corrupt_file_error(name, f"by its head there are {held} rows in it, expected {needed}")
         return note, writing
 
     def remove_others(self) -> None:

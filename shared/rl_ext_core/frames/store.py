@@ -321,9 +321,11 @@ class FrameStore:
         rows = self._held_rows()
         for what, wrong in (("row-*", self._rows.wrong(rows)), ("frames-*", self._pool.wrong_rows(rows))):
             if len(wrong):
-                raise folder.damage(what, f"{len(wrong)} rows have another checksum than when they were stored")
+                raise folder.corrupt_file_error(
+                    what, f"{len(wrong)} rows have another checksum than when they were stored"
+                )
         if lost := np.count_nonzero(~recover_pairs(self._pool, rows)):
-            raise folder.damage(folder.frames().path.name, f"{lost} transitions lead nowhere")
+            raise folder.corrupt_file_error(folder.frames().path.name, f"{lost} transitions lead nowhere")
         others = np.ones(max(touched, self._pool.held_rows), dtype=np.bool_)
         others[rows] = False
         self._pool.index[: len(others)][others] = 0
