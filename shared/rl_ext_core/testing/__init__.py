@@ -9,13 +9,13 @@
 """
 
 from rl_ext_core.testing._frames import ConformanceError, check_codec, check_contents, check_frame_store
-from rl_ext_core.testing._streams import CONTENTS, LAYOUTS, PlainStore, transitions
+from rl_ext_core.testing._streams import CONTENTS, LAYOUTS, ReferenceStore, transitions
 
 __all__ = [
     "CONTENTS",
     "LAYOUTS",
     "ConformanceError",
-    "PlainStore",
+    "ReferenceStore",
     "check_codec",
     "check_contents",
     "check_frame_store",

@@ -13,7 +13,7 @@ from rl_ext_core.errors import RlExtError
 from rl_ext_core.frames.codecs import Codec, get_codec
 from rl_ext_core.frames.layout import StackLayout
 from rl_ext_core.frames.store import FrameStore
-from rl_ext_core.testing._streams import CONTENTS, LAYOUTS, PlainStore, transitions
+from rl_ext_core.testing._streams import CONTENTS, LAYOUTS, ReferenceStore, transitions
 
 _BLOCK_LENGTHS = {1: ("mixed",), 4: CONTENTS, 16: ("mixed", "sparse")}  # and the contents that each is run with
 _CAPACITY = 40
@@ -110,11 +110,11 @@ def check_frame_store(
         for held in ("mixed",) if big else contents:
             case = f"{label}, {layout}, contents {held!r}"
             n_envs = 1 + number % 3
-            _check_case(factory(_CAPACITY, n_envs, layout), PlainStore(_CAPACITY, n_envs, layout), held, case)
+            _check_case(factory(_CAPACITY, n_envs, layout), ReferenceStore(_CAPACITY, n_envs, layout), held, case)
     _check_memory(factory, label)
 
 
-def _check_case(store: _Store, plain: PlainStore, contents: str, case: str) -> None:
+def _check_case(store: _Store, plain: ReferenceStore, contents: str, case: str) -> None:
     rng = np.random.default_rng(0)
     steps = transitions(
         plain.layout, n_envs=plain.n_envs, n_steps=_STEPS, contents=contents, odd=0.05, transposed=0.2, seed=1
@@ -140,7 +140,7 @@ def _check_case(store: _Store, plain: PlainStore, contents: str, case: str) -> N
     check_contents(store, plain, f"{case}, cleared and filled anew")
 
 
-def check_contents(store: _Store, plain: PlainStore, case: str = "the store") -> None:
+def check_contents(store: _Store, plain: ReferenceStore, case: str = "the store") -> None:
     """Checks that a store holds what the plain arrays hold, bit for bit, rows never written included.
 
     :param store: as ``check_frame_store`` describes it.
@@ -157,7 +157,7 @@ def check_contents(store: _Store, plain: PlainStore, case: str = "the store") ->
 
 def _compare(
     store: _Store,
-    plain: PlainStore,
+    plain: ReferenceStore,
     rows: npt.NDArray[np.int64],
     envs: npt.NDArray[np.int64],
     case: str,

@@ -32,7 +32,7 @@ LAYOUTS = (
 )
 
 
-class PlainStore:
+class ReferenceStore:
     """A ring of transitions as plain arrays: what every other store has to equal.
 
     :param capacity: transitions an environment.

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from rl_ext_core.frames import FrameStore, StackLayout
-from rl_ext_core.testing import PlainStore
+from rl_ext_core.testing import ReferenceStore
 
 LAYOUT = StackLayout((3, 9, 8), np.dtype(np.uint8), 3, 0)
 N_ENVS = 2
@@ -104,7 +104,7 @@ def check(store: Any, numbers: np.ndarray, rewards: np.ndarray, *, end: int | No
     return last
 
 
-def everything(store: Any, plain: PlainStore) -> tuple[np.ndarray, np.ndarray]:
+def everything(store: Any, plain: ReferenceStore) -> tuple[np.ndarray, np.ndarray]:
     """All that a store holds, and what it was given, as signed numbers."""
     rows = np.repeat(np.arange(plain.capacity), plain.n_envs)
     envs = np.tile(np.arange(plain.n_envs), plain.capacity)
@@ -114,7 +114,7 @@ def everything(store: Any, plain: PlainStore) -> tuple[np.ndarray, np.ndarray]:
     return made.astype(int), given_to_it.astype(int)
 
 
-def worst(store: Any, plain: PlainStore) -> int:
+def worst(store: Any, plain: ReferenceStore) -> int:
     made, true = everything(store, plain)
     return int(np.abs(made - true).max())
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from rl_ext_core.errors import CorruptFileError, MissingDependencyError, StorageError
 from rl_ext_core.frames import FrameStore, StackLayout, folder, salvage
 from rl_ext_core.frames.checkpoint import FORMAT_VERSION
-from rl_ext_core.testing import LAYOUTS, PlainStore, check_contents, transitions
+from rl_ext_core.testing import LAYOUTS, ReferenceStore, check_contents, transitions
 from tests.core.frames import make_fixtures as fixtures
 from tests.core.frames.disk_toys import add, append_all, check, everything, files_of_at_most, open_store
 from tests.core.frames.make_fixtures import EXACT, KINDS, LAYOUT, N_ENVS, WAYS, filled, path_of, steps
@@ -45,7 +45,7 @@ def test_a_file_of_this_format_is_read_and_the_same_transitions_give_it_again(wa
     capacity, n_steps = KINDS[kind]
     data = path_of(way, kind).read_bytes()
     assert len(data) < 65_000
-    store, plain = pickle.loads(data), PlainStore(capacity, N_ENVS, LAYOUT)
+    store, plain = pickle.loads(data), ReferenceStore(capacity, N_ENVS, LAYOUT)
     append_all([plain], steps(n_steps))
     made, true = everything(store, plain)
     off = np.abs(made - true)
@@ -170,7 +170,7 @@ def test_a_file_of_a_codec_that_is_not_available_is_refused_by_name(monkeypatch:
 def test_what_was_saved_is_loaded(tmp_path: Path, codec: str, kind: str, where: str) -> None:
     for n_steps in (0, 200):
         options = {"storage_dir": tmp_path / f"folder{n_steps}"} if where == "disk" else {}
-        plain = PlainStore(60, 2, GREY)
+        plain = ReferenceStore(60, 2, GREY)
         if kind == "adaptive":
             store: Any = FrameStore.adaptive(60, 2, GREY.shape, np.uint8, codec=codec, **options)
         else:

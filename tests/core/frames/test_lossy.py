@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, MissingDependencyError
 from rl_ext_core.frames import FrameStore, StackLayout, arrays, bounded, codec_names, get_codec, patch
 from rl_ext_core.testing import LAYOUTS as TEST_LAYOUTS
-from rl_ext_core.testing import PlainStore, transitions
+from rl_ext_core.testing import ReferenceStore, transitions
 from tests.core.frames.disk_toys import append_all, drifting, everything, worst
 
 IMAGES = [layout for layout in TEST_LAYOUTS if layout.dtype == np.uint8]
@@ -50,7 +50,7 @@ episodes_drawn = st.fixed_dictionaries(
     episodes=st.lists(episodes_drawn, min_size=1, max_size=3),
 )
 def test_every_pixel_is_within_the_bound(layout: StackLayout, options: Any, episodes: list[dict[str, Any]]) -> None:
-    plain = PlainStore(20, 2, layout)
+    plain = ReferenceStore(20, 2, layout)
     store = FrameStore(20, 2, layout, **options)
     for episode in episodes:
         if episode["contents"] == "drift":
@@ -65,7 +65,7 @@ def test_every_pixel_is_within_the_bound(layout: StackLayout, options: Any, epis
 @pytest.mark.slow
 @pytest.mark.parametrize(("codec", "layout", "bound"), [("patch", RGB, 1), ("patch+lz4", RGB_LAST, 4)], ids=str)
 def test_errors_do_not_add_up_while_a_picture_drifts(codec: str, layout: StackLayout, bound: int) -> None:
-    plain, store = PlainStore(300, 2, layout), FrameStore(300, 2, layout, codec=codec, max_error=bound)
+    plain, store = ReferenceStore(300, 2, layout), FrameStore(300, 2, layout, codec=codec, max_error=bound)
     append_all((plain, store), drifting(layout, 300, speed=0))
     made, true = everything(store, plain)
     assert np.abs(made - true).max() == bound  # it is made use of
@@ -77,7 +77,7 @@ def test_errors_do_not_add_up_while_a_picture_drifts(codec: str, layout: StackLa
 def test_frames_are_shared_by_their_true_pixels_not_by_the_decoded_ones() -> None:
     """Two stacks that differ by less than the bound are two stacks."""
     rng = np.random.default_rng(0)
-    plain, store = PlainStore(30, 1, RGB), FrameStore(30, 1, RGB, codec="patch", max_error=10)
+    plain, store = ReferenceStore(30, 1, RGB), FrameStore(30, 1, RGB, codec="patch", max_error=10)
     stack = rng.integers(20, 200, size=(1, *RGB.shape)).astype(np.uint8)
     for step in range(30):
         after = np.concatenate([stack[:, 3:], rng.integers(20, 200, size=(1, 3, 20, 100)).astype(np.uint8)], axis=1)
@@ -90,14 +90,14 @@ def test_frames_are_shared_by_their_true_pixels_not_by_the_decoded_ones() -> Non
     assert worst(store, plain) <= 10
 
 
-def adaptive(plain: PlainStore, **options: Any) -> FrameStore:
+def adaptive(plain: ReferenceStore, **options: Any) -> FrameStore:
     return FrameStore.adaptive(plain.capacity, plain.n_envs, plain.layout.shape, plain.layout.dtype, **options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("codec", "n_stack"), [("auto", None), ("patch+lz4", 3)])
 def test_an_adaptive_store_finds_the_stack_before_it_loses_anything(codec: str, n_stack: int | None) -> None:
-    plain = PlainStore(200, 2, RGB)
+    plain = ReferenceStore(200, 2, RGB)
     store, exact = (adaptive(plain, codec=codec, n_stack=n_stack, max_error=bound) for bound in (4, 0))
     for step, transition in enumerate(drifting(RGB, 200)):
         plain.append(*transition)
@@ -163,7 +163,7 @@ def test_the_longest_patches_are_not_taken_for_packed_frames(size: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"codec": "patch+lz4", "max_error": 4}, {"codec": "jpeg"}], ids=str)
 def test_on_disk_it_is_found_again_as_it_was(tmp_path: Path, options: dict[str, Any]) -> None:
-    plain = PlainStore(200, 2, RGB)
+    plain = ReferenceStore(200, 2, RGB)
     store = adaptive(plain, storage_dir=tmp_path / "there", **options)
     append_all((plain, store), drifting(RGB, 250))
     made, true = everything(store, plain)
@@ -204,7 +204,7 @@ def test_it_is_never_chosen_and_is_refused_by_name_where_it_is_missing(monkeypat
 @pytest.mark.sample(quick=2)
 @pytest.mark.parametrize("layout", JPEGS, ids=str)
 def test_an_adaptive_store_finds_the_stack_and_goes_over_to_jpeg(layout: StackLayout) -> None:
-    plain = PlainStore(150, 2, layout)
+    plain = ReferenceStore(150, 2, layout)
     store = FrameStore.adaptive(150, 2, layout.shape, layout.dtype, codec="jpeg", quality=90)
     for step, transition in enumerate(drifting(layout, 150)):
         plain.append(*transition)

@@ -24,7 +24,7 @@ from rl_ext_core.frames import FrameStore, StackLayout, codecs, decode
 from rl_ext_core.frames.arrays import FRAMES
 from rl_ext_core.frames.layout import find_layout
 from rl_ext_core.frames.region import allocate
-from rl_ext_core.testing import CONTENTS, LAYOUTS, PlainStore, check_contents, transitions
+from rl_ext_core.testing import CONTENTS, LAYOUTS, ReferenceStore, check_contents, transitions
 from tests.core.frames.disk_toys import append_all
 
 GREY, RGB = LAYOUTS[0], LAYOUTS[2]
@@ -66,7 +66,7 @@ def saved_and_loaded(store: Any) -> Any:
 def test_a_store_equals_plain_arrays(data: st.DataObject, layout: StackLayout, capacity: int, n_envs: int) -> None:
     codec = data.draw(st.sampled_from(CODECS))
     length = data.draw(st.sampled_from([1, 2, 4, 16, 64]))
-    plain = PlainStore(capacity, n_envs, layout)
+    plain = ReferenceStore(capacity, n_envs, layout)
     stores: list[Any] = [
         FrameStore(capacity, n_envs, layout, codec=codec, block_length=length),
         FrameStore.adaptive(capacity, n_envs, layout.shape, layout.dtype),
@@ -97,7 +97,7 @@ def test_frames_that_recur_are_never_confused(layout: StackLayout, steps: list[t
     images = rng.integers(256, size=(6, *layout.shape)).astype(layout.dtype)
     images[0], images[1] = 0, images[2]
     images[3] = np.roll(images[2], -layout.frame_channels, axis=layout.axis)
-    plain, store = PlainStore(16, 1, layout), FrameStore(16, 1, layout, codec="patch", block_length=4)
+    plain, store = ReferenceStore(16, 1, layout), FrameStore(16, 1, layout, codec="patch", block_length=4)
     before = images[:1]
     for image, together in steps:
         after = images[image][None]
@@ -106,7 +106,7 @@ def test_frames_that_recur_are_never_confused(layout: StackLayout, steps: list[t
     check_contents(store, plain)
 
 
-def check_held(store: Any, plain: PlainStore) -> None:
+def check_held(store: Any, plain: ReferenceStore) -> None:
     """What is held equals the plain arrays; what was given up reads as zeros."""
     before, after = plain.observations.copy(), plain.next_observations.copy()
     gone = np.ones(plain.capacity, dtype=bool)
@@ -123,7 +123,7 @@ def check_held(store: Any, plain: PlainStore) -> None:
 @given(data=st.data(), capacity=st.sampled_from([3, 50, 300]), budget=st.integers(30_000, 200_000))
 def test_a_store_with_a_budget_equals_plain_arrays(data: st.DataObject, capacity: int, budget: int) -> None:
     store: Any = FrameStore(capacity, 2, GREY, codec="patch", block_length=4, max_bytes=budget)
-    plain = PlainStore(capacity, 2, GREY)
+    plain = ReferenceStore(capacity, 2, GREY)
     for _ in range(data.draw(st.integers(1, 3))):
         contents = data.draw(st.sampled_from(["noise", "sparse", "mixed"]))
         for transition in transitions(GREY, n_steps=data.draw(st.integers(1, 200)), contents=contents):
@@ -146,7 +146,7 @@ def test_an_adaptive_store_keeps_within_its_budget(where: str, tmp_path: Path) -
         folder = tmp_path / "a" if where == "disk" else None
         return FrameStore.adaptive(3000, 2, GREY.shape, np.uint8, max_bytes=BUDGET, storage_dir=folder)
 
-    store, plain = opened(), PlainStore(3000, 2, GREY)
+    store, plain = opened(), ReferenceStore(3000, 2, GREY)
     for transition in transitions(GREY, n_steps=1200, contents="sparse", odd=0.02):
         append_all((store, plain), [transition])
         assert store.nbytes <= BUDGET
@@ -177,7 +177,7 @@ def test_memory_does_not_grow_around_the_ring_and_is_less_after_a_rest(codec: st
 def test_an_adaptive_store_that_is_cleared_after_a_rest_keeps_what_it_found_out() -> None:
     store = FrameStore.adaptive(40, 2, GREY.shape, GREY.dtype)
     for _ in range(3):
-        plain = PlainStore(40, 2, GREY)
+        plain = ReferenceStore(40, 2, GREY)
         append_all((store, plain), transitions(GREY, n_steps=40, contents="sparse"))
         store.rest()
         check_contents(store, plain)
@@ -191,7 +191,7 @@ def test_stacks_share_the_frames_that_they_have_in_common(codec: str) -> None:
     steps = list(transitions(GREY, n_steps=90, contents="noise", episode=0))
     stored = {}
     for case in ("as they are", "other memory", "shuffled", "one byte"):
-        plain, store = PlainStore(40, 2, GREY), FrameStore(40, 2, GREY, codec=codec, block_length=4)
+        plain, store = ReferenceStore(40, 2, GREY), FrameStore(40, 2, GREY, codec=codec, block_length=4)
         for step, (observations, nexts) in enumerate(steps):
             after = nexts.copy()
             if case == "shuffled" and step % 3 == 0:
@@ -207,7 +207,7 @@ def test_stacks_share_the_frames_that_they_have_in_common(codec: str) -> None:
 
 def test_stacks_may_be_deep() -> None:
     layout = StackLayout((255, 2, 3), np.dtype(np.uint8), 255, 0)
-    plain = PlainStore(30, 1, layout)
+    plain = ReferenceStore(30, 1, layout)
     stores = [FrameStore(30, 1, layout, codec=codec, block_length=8) for codec in CODECS]
     append_all((plain, *stores), transitions(layout, n_steps=100, n_envs=1, contents="noise", odd=0.05, episode=40))
     for store in stores:
@@ -216,7 +216,7 @@ def test_stacks_may_be_deep() -> None:
 
 def test_threads_give_the_same_and_are_not_more_than_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "_PART", 2)
-    plain, store = PlainStore(60, 2, RGB), FrameStore(60, 2, RGB, codec="patch+lz4", block_length=4)
+    plain, store = ReferenceStore(60, 2, RGB), FrameStore(60, 2, RGB, codec="patch+lz4", block_length=4)
     append_all((plain, store), transitions(RGB, n_steps=100, contents="mixed"))
     rng = np.random.default_rng(0)
     for num_threads in (1, 2, 3, 7):
@@ -234,7 +234,7 @@ def test_threads_give_the_same_and_are_not_more_than_were_asked_for(monkeypatch:
 @pytest.mark.parametrize("make", [FrameStore, FrameStore.adaptive])
 def test_bad_observations_are_refused_and_change_nothing(make: Any) -> None:
     layout = [GREY] if make is FrameStore else [GREY.shape, GREY.dtype]
-    plain, store = PlainStore(20, 2, GREY), make(20, 2, *layout)
+    plain, store = ReferenceStore(20, 2, GREY), make(20, 2, *layout)
     append_all((plain, store), transitions(GREY, n_steps=10))
     good = np.zeros((2, *GREY.shape), dtype=np.uint8)
     for bad, error, text in (
@@ -310,7 +310,7 @@ def test_outputs_that_do_not_fit_or_may_not_be_written_to_are_refused() -> None:
 @pytest.mark.parametrize("make", [FrameStore, FrameStore.adaptive])
 def test_numbers_may_be_of_numpys_types(make: Any) -> None:
     args = (GREY,) if make is FrameStore else (GREY.shape, GREY.dtype)
-    store, plain = make(np.int64(8), np.int64(2), *args), PlainStore(8, 2, GREY)
+    store, plain = make(np.int64(8), np.int64(2), *args), ReferenceStore(8, 2, GREY)
     for row, (observations, nexts) in zip(np.arange(5), transitions(GREY, n_steps=5), strict=True):
         store.append(observations, nexts, row=row)
         plain.append(observations, nexts)
@@ -340,7 +340,7 @@ def test_kernels_are_compiled_once_however_places_lie_in_memory() -> None:
 
 
 def test_a_store_loaded_from_read_only_buffers_can_be_appended_to() -> None:
-    plain, store = PlainStore(30, 2, GREY), FrameStore(30, 2, GREY, block_length=4)
+    plain, store = ReferenceStore(30, 2, GREY), FrameStore(30, 2, GREY, block_length=4)
     append_all((plain, store), transitions(GREY, n_steps=20))
     buffers: list[pickle.PickleBuffer] = []
     data = pickle.dumps(store, protocol=5, buffer_callback=buffers.append)
@@ -394,7 +394,7 @@ def test_a_codec_that_fails_leaves_the_store_as_it_was(
     codec = codecs.get_codec("patch+lz4")
     failure = Failure(codec.seal, error())
     monkeypatch.setattr(codec, "seal", failure)
-    store, plain = FrameStore(25, 3, GREY, codec=codec, block_length=2), PlainStore(25, 3, GREY)
+    store, plain = FrameStore(25, 3, GREY, codec=codec, block_length=2), ReferenceStore(25, 3, GREY)
     failures = 0
     for step in transitions(GREY, n_envs=3, n_steps=70, contents="mixed", odd=0.1):
         for failure.left in range(1, 100):
