@@ -19,7 +19,7 @@ from rl_ext_core.vector.autoreset import accepts
 from rl_ext_core.vector.environments import copy_output, store_reward
 from rl_ext_core.vector.stepper import Stepper, as_dict, is_mask, one_each, without_final
 
-__all__ = ["Batched", "Ended", "Layout", "Separate"]
+__all__ = ["Batched", "Ended", "ObservationLayout", "Separate"]
 
 Array = np.ndarray[Any, Any]
 
@@ -30,7 +30,7 @@ Ended = tuple[int, dict[str, Any], Any, bool, dict[str, Any]]
 Step = tuple[Any, Array, Array, list[Any], list[Ended]]
 
 
-class Layout:
+class ObservationLayout:
     """Arrays that an observation consists of: one, or those of a Dict or Tuple, as in ``DummyVecEnv``.
 
     :param space: of an observation, or of the part that is returned
@@ -76,7 +76,7 @@ class Separate:
     """
 
     envs: list[Any]
-    layout: Layout
+    layout: ObservationLayout
     all_infos: bool
 
     def __post_init__(self) -> None:
@@ -131,7 +131,7 @@ class Batched:
     """
 
     stepper: Stepper
-    layout: Layout
+    layout: ObservationLayout
     framework: str | None
     device: torch.device | None
     all_infos: bool
