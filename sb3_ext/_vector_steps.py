@@ -60,12 +60,12 @@ class ObservationLayout:
         observation = observation if self._key is None else observation[self._key]
         return [observation] if self.is_single else [observation[key] for key in self._keys]
 
-    def joined(self, leaves: Sequence[Any]) -> Any:
+    def to_observation(self, leaves: Sequence[Any]) -> Any:
         return leaves[0] if self.is_single else dict_to_obs(self._space, dict(zip(self._keys, leaves, strict=True)))
 
     def rows(self, leaves: Sequence[Array]) -> Iterable[Any]:
         """Split batches into observations of one environment each."""
-        return leaves[0] if self.is_single else map(self.joined, zip(*leaves, strict=True))
+        return leaves[0] if self.is_single else map(self.to_observation, zip(*leaves, strict=True))
 
 
 @dataclass
@@ -105,7 +105,7 @@ class Separate:
                 first[index] = observation  # a call would take as long
             else:
                 self._write(leaves, index, observation)
-        return self.layout.joined(leaves), rewards, dones, infos, ended
+        return self.layout.to_observation(leaves), rewards, dones, infos, ended
 
     def reset(self, seeds: Sequence[int | None], options: Sequence[dict[str, Any]]) -> tuple[Any, list[Any]]:
         leaves, infos = self.layout.empty(len(self.envs)), []
@@ -113,7 +113,7 @@ class Separate:
             observation, info = env.reset(seed=seed, **({"options": given} if given else {}))
             self._write(leaves, index, observation)
             infos.append(copy_output(info))
-        return self.layout.joined(leaves), infos
+        return self.layout.to_observation(leaves), infos
 
     def _write(self, leaves: list[Array], index: int, observation: Any) -> None:
         for leaf, part in zip(leaves, self.layout.parts(observation), strict=True):
@@ -168,7 +168,7 @@ class Batched:
         if len(rows):
             own, lasts, resets = self._finish(leaves, dones, rows, info)
             ended = list(zip(rows.tolist(), own, lasts, (~terminated[rows]).tolist(), resets, strict=True))
-        return self.layout.joined(leaves), rewards, dones, infos, ended
+        return self.layout.to_observation(leaves), rewards, dones, infos, ended
 
     def _finish(self, leaves: list[Array], dones: Array, rows: Array, info: Any) -> Any:
         """Return infos, last observations and infos of resets of those ended; put the observations after resets in."""
@@ -213,7 +213,7 @@ class Batched:
             self.framework = found
             self.device = next((part.device for part in parts if isinstance(part, torch.Tensor)), None)
         leaves = self._checked(_on_cpu(parts), self._count, self.copy)
-        return self.layout.joined(leaves), self._infos_of(self._dict_of(info), np.arange(self._count))
+        return self.layout.to_observation(leaves), self._infos_of(self._dict_of(info), np.arange(self._count))
 
     def _checked(self, leaves: list[Array], count: int, copy: bool = False) -> list[Array]:
         """Check shapes, and cast to the dtypes of the space; arrays that cannot be written to are copied."""
