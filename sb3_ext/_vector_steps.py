@@ -51,10 +51,10 @@ class ObservationLayout:
                 )
         self._space, self._key, self._keys = space, key, list(parts)
         self.is_single = not isinstance(space, spaces.Dict | spaces.Tuple)
-        self.kinds = [(part.shape or (), part.dtype) for part in parts.values()]
+        self.shapes_and_dtypes = [(part.shape or (), part.dtype) for part in parts.values()]
 
     def empty(self, count: int) -> list[Array]:
-        return [np.empty((count, *shape), dtype) for shape, dtype in self.kinds]
+        return [np.empty((count, *shape), dtype) for shape, dtype in self.shapes_and_dtypes]
 
     def parts(self, observation: Any) -> list[Any]:
         observation = observation if self._key is None else observation[self._key]
@@ -218,7 +218,7 @@ class Batched:
     def _checked(self, leaves: list[Array], count: int, copy: bool = False) -> list[Array]:
         """Check shapes, and cast to the dtypes of the space; arrays that cannot be written to are copied."""
         found = []
-        for leaf, (shape, dtype) in zip(leaves, self.layout.kinds, strict=True):
+        for leaf, (shape, dtype) in zip(leaves, self.layout.shapes_and_dtypes, strict=True):
             if leaf.shape != (count, *shape):
                 raise EnvironmentOutputError(
                     f"{self._name} returned observations of shape {leaf.shape}; its space promises {(count, *shape)}"
