@@ -33,7 +33,7 @@ from stable_baselines3.common.type_aliases import DictReplayBufferSamples, Repla
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
-from rl_ext_core._interrupts import uninterrupted
+from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.devices import resolve
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
 from rl_ext_core.frames.checkpoint import checksum, reduced_and_held, as_corrupt_pickle
@@ -52,7 +52,7 @@ _logger = logging.getLogger("sb3_ext")
 def atomic(method: _Method) -> _Method:
     """Have Ctrl-C, and a thread that saves the buffer, wait for the end of a method that changes it."""
 
-    @uninterrupted
+    @defer_signals
     @functools.wraps(method)
     def call(self: CompressedBuffer, *args: Any, **kwargs: Any) -> Any:
         with self._observations.lock:
@@ -336,7 +336,7 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         """
         return self._observations.recovered
 
-    @uninterrupted
+    @defer_signals
     def flush(self) -> None:
         """Make sure that what was added survives the process. Does nothing without ``storage_dir``."""
         for store in self._observations.stores:
@@ -414,7 +414,7 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         buffer.device = resolve(device).compute
         return buffer
 
-    @uninterrupted
+    @defer_signals
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Nothing is added until all is written: a file would hold one part from before and one from after.
         return reduced_and_held(self._observations.lock, functools.partial(super().__reduce_ex__, protocol))

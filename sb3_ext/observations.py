@@ -19,7 +19,7 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.preprocessing import get_obs_shape
 
-from rl_ext_core._interrupts import uninterrupted
+from rl_ext_core._interrupts import defer_signals
 from rl_ext_core._system import thread_lock
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, RlExtError
 from rl_ext_core.frames import FrameStore
@@ -350,13 +350,13 @@ class Observations:
         own = sum(array[: self._rows_in_use].nbytes for array in self._own_arrays.values())
         return own + sum(store.nbytes for store in self.stores)
 
-    @uninterrupted
+    @defer_signals
     def clear(self) -> None:
         """Forget all transitions."""
         for store in self.stores:
             store.clear()
 
-    @uninterrupted
+    @defer_signals
     def close(self) -> None:
         """Write what is not written yet, and let another process open the folders."""
         for store in self.stores:

@@ -77,7 +77,7 @@ def check() -> None:
         check()
 
 
-def uninterrupted(function: _F) -> _F:
+def defer_signals(function: _F) -> _F:
     """Have the handlers of signals wait until the function returns or raises.
 
     It costs a microsecond or two, and nothing where such a function calls another one. What takes long and may be

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rl_ext_core._interrupts import check, uninterrupted
+from rl_ext_core._interrupts import check, defer_signals
 from tests.interrupts import everywhere, interrupt
 
 
@@ -29,7 +29,7 @@ class _Counter:
     def __init__(self) -> None:
         self.first = self.second = 0
 
-    @uninterrupted
+    @defer_signals
     def both(self, during: Callable[[], Any] = lambda: None) -> str:
         self.first += 1
         during()
@@ -53,7 +53,7 @@ def test_an_interrupted_call_is_done_or_not_begun() -> None:
 
 
 def test_what_is_raised_in_a_call_comes_out_of_it() -> None:
-    @uninterrupted
+    @defer_signals
     def fails() -> None:
         signal.raise_signal(signal.SIGINT)
         raise ValueError("ours")
@@ -119,7 +119,7 @@ def test_the_handler_that_was_set_last_is_called() -> None:
 def test_long_work_may_be_given_up_at_places_of_its_choice() -> None:
     steps = []
 
-    @uninterrupted
+    @defer_signals
     def work() -> None:
         for step in range(10):
             if step == 3:

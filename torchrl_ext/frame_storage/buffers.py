@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torchrl.data import ReplayBuffer, RoundRobinWriter, TensorDictMaxValueWriter
 
-from rl_ext_core._interrupts import uninterrupted
+from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.errors import InvalidArgumentError, OutOfMemoryError
 from torchrl_ext.frame_storage.arguments import is_key
 
@@ -56,7 +56,7 @@ class _Method:
     def __init__(self, buffer: Any, name: str) -> None:
         self._buffer, self._name = buffer, name
 
-    @uninterrupted
+    @defer_signals
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = getattr(type(self._buffer), self._name)(self._buffer, *args, **kwargs)
         if self._name == "share" and self._buffer.shared:

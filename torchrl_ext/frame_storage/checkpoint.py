@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 
-from rl_ext_core._interrupts import check, uninterrupted
+from rl_ext_core._interrupts import check, defer_signals
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, StorageError
 from rl_ext_core.frames.folder import MANIFEST, read_json, reading, write_json
 from torchrl_ext.frame_storage.format import packed, unpacked
@@ -93,7 +93,7 @@ class FrameStorageCheckpointer(StorageCheckpointerBase):
         """
         raise InvalidArgumentError("FrameStorage has no load hooks, since it has no save hooks")
 
-    @uninterrupted
+    @defer_signals
     def dumps(self, storage: Any, path: str | Path) -> None:
         """Write a storage. That of a storage in files to its own folder only makes sure of what is there.
 
@@ -141,7 +141,7 @@ class FrameStorageCheckpointer(StorageCheckpointerBase):
             if entry.name not in (_METADATA, contents.name):  # was there before, or is of a program that was killed
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
-    @uninterrupted
+    @defer_signals
     def loads(self, storage: Any, path: str | Path) -> None:
         """Read a storage.
 

@@ -16,7 +16,7 @@ import torch
 from tensordict.utils import unravel_key
 from torchrl.data import TensorStorage
 
-from rl_ext_core._interrupts import uninterrupted
+from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError
 from rl_ext_core.frames import Salvaged
 from rl_ext_core.frames.auto import LAST_CHECK
@@ -130,7 +130,7 @@ class FrameStorage(TensorStorage):
     _places: Places = np.zeros(0, dtype=np.int64)  # that are being written
     _exposed = False  # whether views of elements in a folder were handed out
 
-    @uninterrupted
+    @defer_signals
     def __init__(
         self,
         max_size: int,
@@ -326,7 +326,7 @@ class FrameStorage(TensorStorage):
 
     # Elements
 
-    @uninterrupted
+    @defer_signals
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Store elements at their places.
 
@@ -396,7 +396,7 @@ class FrameStorage(TensorStorage):
             for column in self._columns:
                 column.look_again(self._storage, self._len_along_dim0)
 
-    @uninterrupted
+    @defer_signals
     def get(self, index: Any) -> Any:
         """Return the elements at an index; images of a slice are decoded when they are used.
 
@@ -419,14 +419,14 @@ class FrameStorage(TensorStorage):
                     rows.set(key, image)
         return rows if self.device.type == "cpu" else rows.to(self.device)
 
-    @uninterrupted
+    @defer_signals
     def read_images(self, column: FrameColumn, handles: torch.Tensor) -> torch.Tensor:
         """Return the images of a column that these handles name."""
         self._check_open()
         with self.lock:
             return column.decode([handles])[0]
 
-    @uninterrupted
+    @defer_signals
     def write_images(self, column: FrameColumn, handles: torch.Tensor, index: Any, images: torch.Tensor) -> None:
         """Store images in place of those that an index of these handles names.
 
@@ -450,7 +450,7 @@ class FrameStorage(TensorStorage):
         column = next((column for column in self._columns if unravel_key(key) in column.keys), None)
         return leaf if column is None else FrameView(leaf, column, self)
 
-    @uninterrupted
+    @defer_signals
     def _apply_conditional_patch(self, index: Any, patch: Any) -> None:
         with self.lock:
             self._expose(slice(None))
@@ -460,7 +460,7 @@ class FrameStorage(TensorStorage):
         """Return a storage of one dimension with the same elements, which reads and writes those of this one."""
         return self if self.ndim == 1 else TensorStorage(self[:].flatten(0, self.ndim - 1))
 
-    @uninterrupted
+    @defer_signals
     def _empty(self) -> None:
         self._check_open()
         with self.lock:
@@ -480,7 +480,7 @@ class FrameStorage(TensorStorage):
                 column.pool.clear()
             self._goes_on_at = None
 
-    @uninterrupted
+    @defer_signals
     def drop_oldest(self, n: int) -> None:
         """Forget the oldest elements; the storage holds that many fewer from now on.
 
@@ -502,7 +502,7 @@ class FrameStorage(TensorStorage):
         go_on_at(self, start % self.max_size)
         self._bump_mutation_revision()
 
-    @uninterrupted
+    @defer_signals
     def rest(self, share: float = 0.0) -> None:
         """Give back what only elements to come need; those share nothing with what is there.
 
@@ -582,7 +582,7 @@ class FrameStorage(TensorStorage):
         go_on_at(self, self._recover(f"process {dead}"))
         self._bump_mutation_revision()
 
-    @uninterrupted
+    @defer_signals
     def settle(self) -> None:
         """Note all that lies in files as it is now, whatever was written to it in place."""
         with self.lock:
@@ -598,7 +598,7 @@ class FrameStorage(TensorStorage):
         if self._journal is not None:
             self._journal.settle()
 
-    @uninterrupted
+    @defer_signals
     def close(self) -> None:
         """Give up what is held; with ``storage_dir``, the folder can be opened again then, also by another process."""
         with self.lock:
@@ -608,7 +608,7 @@ class FrameStorage(TensorStorage):
 
     # Other processes, copies and checkpoints
 
-    @uninterrupted
+    @defer_signals
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is not None:
             return self._shared_state()
@@ -645,7 +645,7 @@ class FrameStorage(TensorStorage):
             state: dict[str, Any] = super().__getstate__()
             return state if self._rows is None else {**state, "_storage": None}
 
-    @uninterrupted
+    @defer_signals
     def __setstate__(self, state: dict[str, Any]) -> None:
         held, shared = state.pop("held", None), "lock" in state
         super().__setstate__(state if shared else {**state, "_storage": None, "_columns": []})
@@ -666,7 +666,7 @@ class FrameStorage(TensorStorage):
         frames = [{**column.kind, "pool": column.pool.described()} for column in self._columns]
         return self._storage[: self._len_along_dim0], frames
 
-    @uninterrupted
+    @defer_signals
     def take(self, rows: Any, frames: list[dict[str, Any]], length: int) -> None:
         """Hold what :meth:`held` gave, in place of what was there.
 
@@ -706,7 +706,7 @@ class FrameStorage(TensorStorage):
                 column.recover(rows, len(rows), None)
         return columns
 
-    @uninterrupted
+    @defer_signals
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of all that is stored, made of tensors and plain values.
 
@@ -716,7 +716,7 @@ class FrameStorage(TensorStorage):
         with self.lock:
             return as_state(*self.held(), self._len) if self.initialized else State(initialized=False, _len=0)
 
-    @uninterrupted
+    @defer_signals
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Hold what :meth:`state_dict` gave, in place of what was there.
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rl_ext_core._interrupts import uninterrupted
+from rl_ext_core._interrupts import defer_signals
 from rl_ext_core._system import LAZY
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
 from rl_ext_core.frames import arrays as state
@@ -86,7 +86,7 @@ class FramePool:
     _given: str | Codec = "patch"  # in a child process, codecs are known by their names
     _in_turn = _mend = False
 
-    @uninterrupted
+    @defer_signals
     def __init__(
         self,
         n_handles: int,
@@ -154,7 +154,7 @@ class FramePool:
     def _sum_of_kind(self) -> int:
         return zlib.crc32(self._arrays["head"][state.N_STACK : state.QUALITY + 1].tobytes())
 
-    @uninterrupted
+    @defer_signals
     def become(
         self,
         layout: StackLayout,
@@ -199,7 +199,7 @@ class FramePool:
         """Whether a process was killed while it made another pool of this one, which is empty then."""
         return bool(self._arrays["head"][state.BECOMING])
 
-    @uninterrupted
+    @defer_signals
     def clear(self) -> None:
         """Forgets everything and gives the memory back."""
         self.refresh()
@@ -211,7 +211,7 @@ class FramePool:
             quality=self.quality,
         )
 
-    @uninterrupted
+    @defer_signals
     def refresh(self) -> None:
         """Learns what this or another process has made of the pool."""
         self._region.refresh()
@@ -313,7 +313,7 @@ class FramePool:
         """What a frame took on average, as a fraction of its raw size, before anything was freed."""
         return self._room.changed_fraction
 
-    @uninterrupted
+    @defer_signals
     def put(
         self,
         stacks: npt.NDArray[Any],
@@ -546,7 +546,7 @@ class FramePool:
                 f"{expected} and dtype {self.layout.dtype}"
             )
 
-    @uninterrupted
+    @defer_signals
     def release(self, handles: Handles) -> None:
         """Gives stacks up. Each handle may be released as often as :meth:`put` returned it; 0 is passed over.
 
@@ -669,7 +669,7 @@ class FramePool:
         pool._take(description["arrays"])
         return pool
 
-    @uninterrupted
+    @defer_signals
     def take(self, description: Any) -> None:
         """Becomes the pool that was described, one of the same settings.
 

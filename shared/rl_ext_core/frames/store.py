@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rl_ext_core._interrupts import check, uninterrupted
+from rl_ext_core._interrupts import check, defer_signals
 from rl_ext_core._system import thread_lock
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, StorageError
 from rl_ext_core.frames.arrays import MOST_PLACES
@@ -61,13 +61,13 @@ def load_kernels(*, bounded: bool = False) -> None:
         _call_kernels(1)
 
 
-@uninterrupted
+@defer_signals
 def _import_kernels() -> None:
     # Where its import was interrupted, numba cannot be imported again.
     from rl_ext_core.frames import pool  # noqa: F401
 
 
-@uninterrupted
+@defer_signals
 def _call_kernels(max_error: int) -> None:
     """Calls every kernel once. Numba does not compile any more in a process where compiling was interrupted."""
     from rl_ext_core.frames.pool import FramePool
@@ -163,7 +163,7 @@ class FrameStore:
         load_kernels(bounded=any(isinstance(bound, int) and bound > 0 for bound in bounds))
         return super().__new__(cls)
 
-    @uninterrupted
+    @defer_signals
     def __init__(
         self,
         capacity: int,
@@ -416,7 +416,7 @@ class FrameStore:
         """What a frame takes on average, as a fraction of its raw size."""
         return self._pool.changed_fraction
 
-    @uninterrupted
+    @defer_signals
     def append(
         self,
         observations: npt.NDArray[np.generic],
@@ -439,7 +439,7 @@ class FrameStore:
             row = self._row(row)
             self._advance(row, self._stage(observations, next_observations, row))
 
-    @uninterrupted
+    @defer_signals
     def stage(self, observations: npt.NDArray[np.generic], next_observations: npt.NDArray[np.generic]) -> Pairs:
         """The part of :meth:`append` that may fail: stores frames, and changes no transition.
 
@@ -493,7 +493,7 @@ class FrameStore:
             return stacks, INTERLEAVED
         return np.ascontiguousarray(stacks), self._order
 
-    @uninterrupted
+    @defer_signals
     def commit(self, staged: Pairs, *, row: int | None = None) -> None:
         """Makes what was staged a transition, over the oldest where the store is full."""
         with self._lock:
@@ -610,7 +610,7 @@ class FrameStore:
             length=length, following=following, touched=touched, exposed=writing or self._unfinished
         )
 
-    @uninterrupted
+    @defer_signals
     def get(
         self,
         rows: npt.NDArray[np.int64],
@@ -657,7 +657,7 @@ class FrameStore:
                 f"np.empty({expected}, np.{self.layout.dtype})"
             )
 
-    @uninterrupted
+    @defer_signals
     def drop_oldest(self, count: int) -> None:
         """Gives up the oldest transitions. Their rows read as zeros then.
 
@@ -691,7 +691,7 @@ class FrameStore:
         while self.nbytes > max_bytes and self.size > 1:
             self._drop_oldest(min(self.block_length, self.size - 1))
 
-    @uninterrupted
+    @defer_signals
     def forget_newest(self, count: int) -> None:
         """Takes the newest transitions back, so that stores that belong together hold the same ones.
 
@@ -713,7 +713,7 @@ class FrameStore:
         self._unfinished = False
         self._forget(rows)
 
-    @uninterrupted
+    @defer_signals
     def clear(self) -> None:
         """Forgets all transitions and gives their memory back."""
         with self._lock:
@@ -724,7 +724,7 @@ class FrameStore:
             self._pool.clear()
             self._staged = None
 
-    @uninterrupted
+    @defer_signals
     def rest(self) -> None:
         """Gives back the memory that only transitions to come need, which is most of what a small store takes.
 
@@ -733,7 +733,7 @@ class FrameStore:
         with self._lock:
             self._pool.rest()
 
-    @uninterrupted
+    @defer_signals
     def rows(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """An array of the caller's own with one row a transition: actions, rewards, flags.
 
@@ -756,7 +756,7 @@ class FrameStore:
                 self._rows.add(name, {name: (tuple(shape), np.dtype(dtype))})
             return self._rows.arrays[name]
 
-    @uninterrupted
+    @defer_signals
     def newest_row_changed(self) -> None:
         """To be called where the row of the newest transition was written to once more after :meth:`flush`.
 
@@ -767,7 +767,7 @@ class FrameStore:
                 if self.size and not self._unfinished:
                     self._note_newest()
 
-    @uninterrupted
+    @defer_signals
     def flush(self) -> None:
         """Makes sure that what was added survives the process. Does nothing without ``storage_dir``."""
         if self._folder is not None:
@@ -776,7 +776,7 @@ class FrameStore:
                 self._finish_newest()
                 self._note()
 
-    @uninterrupted
+    @defer_signals
     def close(self) -> None:
         """Writes what is not written yet, and lets another process open ``storage_dir``. Nothing can be read after."""
         folder = self._folder
@@ -795,7 +795,7 @@ class FrameStore:
         if getattr(self, "_folder", None) is not None:
             _close_quietly(self)
 
-    @uninterrupted
+    @defer_signals
     def save(self, file: str | os.PathLike[str] | BinaryIO) -> None:
         """Writes the store to a file, without another copy in memory. Row arrays are not part of it.
 
@@ -815,7 +815,7 @@ class FrameStore:
     def __copy__(self) -> FrameStore:
         return copy.deepcopy(self)  # no two stores may write to the same memory
 
-    @uninterrupted
+    @defer_signals
     def __reduce_ex__(self, protocol: Any) -> Any:
         return reduced_and_held(self._lock, lambda: super(FrameStore, self).__reduce_ex__(protocol))
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from rl_ext_core import _system
 from rl_ext_core._import_path import import_path
-from rl_ext_core._interrupts import uninterrupted
+from rl_ext_core._interrupts import defer_signals
 from rl_ext_core._system import after_fork, sent
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.processes import server
@@ -116,7 +116,7 @@ class Worker(BaseProcess):
                 self._lifeline()
             raise
 
-    @uninterrupted
+    @defer_signals
     def _launch(self, context: WorkerContext) -> None:
         config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
         daemon = {name: config.pop(name) for name in ("daemon",) if name in config}
@@ -194,7 +194,7 @@ class Worker(BaseProcess):
         return leave(code, spawned=self._start_method == "spawn")  # type: ignore[attr-defined]
 
 
-@uninterrupted
+@defer_signals
 def _close_lifeline(writing: int) -> None:
     _lifelines.discard(writing)
     os.close(writing)
@@ -292,7 +292,7 @@ else:
                 connection.wait([self.sentinel], _LOOK_S)
             return code
 
-        @uninterrupted  # the lock would stay locked
+        @defer_signals  # the lock would stay locked
         def _fetched(self) -> int | None:
             with self._polling:
                 if self.returncode is None:

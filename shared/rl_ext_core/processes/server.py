@@ -23,7 +23,7 @@ from multiprocessing.forkserver import MAXFDS_TO_SEND, ForkServer, read_signed
 from typing import Any
 
 from rl_ext_core._import_path import import_path
-from rl_ext_core._interrupts import check, uninterrupted
+from rl_ext_core._interrupts import check, defer_signals
 from rl_ext_core._system import after_fork, set_variables
 from rl_ext_core.processes.families import lead_group
 
@@ -222,7 +222,7 @@ def _stop() -> None:
         server.end()
 
 
-@uninterrupted
+@defer_signals
 def stop_server() -> None:
     """End the fork server; the next process that needs one starts it again. Its workers end with it."""
     with _lock:

@@ -17,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 
 from rl_ext_core import _system
-from rl_ext_core._interrupts import uninterrupted
+from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, WorkerError
 from rl_ext_core.processes.context import Worker, kill_workers
 from rl_ext_core.processes.failures import FailedWorker, Failure, is_idle
@@ -71,7 +71,7 @@ class Watch:
     :ivar owner: number of the process that made it
     """
 
-    @uninterrupted
+    @defer_signals
     def __init__(
         self,
         processes: Sequence[BaseProcess],

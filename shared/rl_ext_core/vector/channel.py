@@ -24,7 +24,7 @@ import numpy as np
 from gymnasium import spaces
 
 from rl_ext_core import _pickle, resources
-from rl_ext_core._interrupts import uninterrupted
+from rl_ext_core._interrupts import defer_signals
 from rl_ext_core._system import WINDOWS, new_memory_file, read_at, sent, write_at
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, StorageError
 
@@ -186,7 +186,7 @@ class Memory:
     :param descriptor: of the file that it is; None makes one
     """
 
-    @uninterrupted
+    @defer_signals
     def __init__(self, size: int = 0, descriptor: int | None = None) -> None:
         self._descriptor = new_memory_file("rl_ext_core-vector")[0] if descriptor is None else descriptor
         if size:

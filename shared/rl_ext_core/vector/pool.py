@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rl_ext_core import processes, resources
-from rl_ext_core._interrupts import uninterrupted
+from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, WorkerError
 from rl_ext_core.processes.failures import require_process
 from rl_ext_core.processes.report import Raised
@@ -143,7 +143,7 @@ class Pool:
         self._end.atexit = False
         self._launch(self.workers)
 
-    @uninterrupted
+    @defer_signals
     def _launch(self, workers: Sequence[WorkerHandle]) -> None:
         """Start processes; if that fails, there is none."""
         preload = dict.fromkeys([*_PRELOAD, *(name for factory in self._factories for name in factory.preload)])

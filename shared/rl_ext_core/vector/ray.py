@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rl_ext_core._interrupts import uninterrupted
+from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.errors import WorkerError, _missing_dependency_error
 from rl_ext_core.processes.report import Raised
 from rl_ext_core.vector import channel
@@ -148,7 +148,7 @@ class RayPool(Pool):
         for worker, answer in zip(asked, answers, strict=True):
             self._take(worker, answer)
 
-    @uninterrupted
+    @defer_signals
     def _take(self, worker: ActorHandle, answer: Answer) -> None:
         for name, array in worker.receive(answer).items():
             self.arrays[name][worker.first : worker.last] = array
