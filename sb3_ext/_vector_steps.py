@@ -19,7 +19,7 @@ from rl_ext_core.vector.autoreset import accepts
 from rl_ext_core.vector.environments import copy_output, store_reward
 from rl_ext_core.vector.stepper import Stepper, as_dict, is_mask, one_each, without_final
 
-__all__ = ["Batched", "Ended", "ObservationLayout", "Separate"]
+__all__ = ["Batched", "Ended", "ObservationLayout", "SubEnvStepper"]
 
 Array = np.ndarray[Any, Any]
 
@@ -69,7 +69,7 @@ class ObservationLayout:
 
 
 @dataclass
-class Separate:
+class SubEnvStepper:
     """Steps the sub-environments of a ``SyncVectorEnv`` one by one, as ``DummyVecEnv`` does.
 
     :ivar all_infos: whether to return infos of environments whose episodes continue
