@@ -8,14 +8,14 @@ from rl_ext_core.frames.codecs import Codec, codec_names, get_codec, register_co
 from rl_ext_core.frames.jpeg import JpegCodec
 from rl_ext_core.frames.layout import StackLayout
 from rl_ext_core.frames.planning import Plan, plan
-from rl_ext_core.frames.store import FrameStore, Recovered, Salvaged, salvage
+from rl_ext_core.frames.store import FrameStore, RecoveryReport, Salvaged, salvage
 
 __all__ = [
     "Codec",
     "FrameStore",
     "JpegCodec",
     "Plan",
-    "Recovered",
+    "RecoveryReport",
     "Salvaged",
     "StackLayout",
     "codec_names",

@@ -86,7 +86,7 @@ def _call_kernels(max_error: int) -> None:
     pool.rest()
 
 
-class Recovered(NamedTuple):
+class RecoveryReport(NamedTuple):
     """What was in a folder that was opened again.
 
     :ivar kept: transitions, an environment, that are there.
@@ -149,7 +149,7 @@ class FrameStore:
     1
     """
 
-    recovered: Recovered | None
+    recovered: RecoveryReport | None
     _folder: StoreFolder | None
     _pool: FramePool
     layout: StackLayout
@@ -329,7 +329,7 @@ class FrameStore:
         others = np.ones(max(touched, self._pool.held_rows), dtype=np.bool_)
         others[rows] = False
         self._pool.index[: len(others)][others] = 0
-        self.recovered = Recovered(self.size, counted - self.size if folder.mend else int(torn), overwritten)
+        self.recovered = RecoveryReport(self.size, counted - self.size if folder.mend else int(torn), overwritten)
         self._note()
         if not folder.mend:
             _logger.log(
