@@ -19,7 +19,7 @@ from rl_ext_core.vector.autoreset import accepts
 from rl_ext_core.vector.environments import copy_output, store_reward
 from rl_ext_core.vector.stepper import Stepper, as_dict, is_mask, one_each, without_final
 
-__all__ = ["Batched", "Ended", "ObservationLayout", "SubEnvStepper"]
+__all__ = ["BatchStepper", "Ended", "ObservationLayout", "SubEnvStepper"]
 
 Array = np.ndarray[Any, Any]
 
@@ -121,7 +121,7 @@ class SubEnvStepper:
 
 
 @dataclass
-class Batched:
+class BatchStepper:
     """Steps a vectorized environment in its own arrays, and converts what the stepper returns to NumPy.
 
     :ivar framework: of the environment's arrays; None: as its first observation shows

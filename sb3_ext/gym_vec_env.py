@@ -23,7 +23,7 @@ from rl_ext_core.vector.environments import EpisodeMonitor, copy_output, name_of
 from rl_ext_core.vector.spaces import attribute_of, device_of, space_by_attributes
 from rl_ext_core.vector.stepper import Stepper, num_envs_of
 from sb3_ext._compat import call_in_workers
-from sb3_ext._vector_steps import Batched, Ended, ObservationLayout, SubEnvStepper
+from sb3_ext._vector_steps import BatchStepper, Ended, ObservationLayout, SubEnvStepper
 from sb3_ext.vec_env import CheckedVecEnv, Indices
 
 __all__ = ["GymVecEnv"]
@@ -112,13 +112,13 @@ class GymVecEnv(CheckedVecEnv):
         observation_space, key = _observed(_single_space(vector_env, "observation_space"), observation_key, device)
         action_space = _bounded(_single_space(vector_env, "action_space"), clip_actions)
         layout = ObservationLayout(observation_space, key)
-        self._source: SubEnvStepper | Batched
+        self._source: SubEnvStepper | BatchStepper
         # If nothing is around sub-environments in this process, they are stepped without it.
         if type(vector_env) is SyncVectorEnv and not {"step", "reset"} & set(vars(vector_env)) and key is None:
             self._source = SubEnvStepper(vector_env.envs, layout, infos == "all")
         else:
             framework = "torch" if device is not None else None if env_type == "auto" else env_type
-            self._source = Batched(stepper, layout, framework, device, infos == "all", copy, action_space.dtype)
+            self._source = BatchStepper(stepper, layout, framework, device, infos == "all", copy, action_space.dtype)
         # Sum of rewards of each running episode, and number of steps before it.
         self._steps, self._returns, self._begun = 0, np.zeros(num_envs), np.zeros(num_envs, np.int64)
         self._start = time.time()
