@@ -17,7 +17,7 @@ import torch
 from tensordict import TensorDict
 
 from rl_ext_core.errors import InvalidTypeError
-from rl_ext_core.frames import Salvaged
+from rl_ext_core.frames import SalvageReport
 from rl_ext_core.frames.folder import Rows, StoreFolder, reading
 from rl_ext_core.frames.journal import Journal, Note, Places
 from rl_ext_core.frames.store import longest_run
@@ -141,7 +141,7 @@ def _without_torn(rows: Any, note: Note, writing: Places, who: str) -> int:
     return length
 
 
-def salvage(path: str | os.PathLike[str]) -> Salvaged:
+def salvage(path: str | os.PathLike[str]) -> SalvageReport:
     """Keep the longest run of intact elements of a damaged folder; see ``FrameStorage.salvage``."""
     folder = folder_at(path, {}, mend=True)
     try:
@@ -158,7 +158,7 @@ def salvage(path: str | os.PathLike[str]) -> Salvaged:
     finally:
         folder.close()
     _logger.warning("%s: kept %d elements, gave up %d", folder.path, kept * n, (length - kept) * n)
-    return Salvaged(kept * n, (length - kept) * n)
+    return SalvageReport(kept * n, (length - kept) * n)
 
 
 def _keep_longest_run(folder: StoreFolder, rows: Any, columns: list[FrameColumn]) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from torchrl.data import TensorStorage
 
 from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError
-from rl_ext_core.frames import Salvaged
+from rl_ext_core.frames import SalvageReport
 from rl_ext_core.frames.auto import LAST_CHECK
 from rl_ext_core.frames.codecs import DEFAULT_QUALITY, options_in_words
 from rl_ext_core.frames.folder import Rows, StoreFolder, reading
@@ -739,7 +739,7 @@ class FrameStorage(TensorStorage):
         return self._folder is not None and Path(path).absolute() == self._folder.path
 
     @staticmethod
-    def salvage(storage_dir: str | os.PathLike[str]) -> Salvaged:
+    def salvage(storage_dir: str | os.PathLike[str]) -> SalvageReport:
         """Make a damaged ``storage_dir`` one that can be opened again, with the longest run of intact elements.
 
         All files are read. What is damaged is given up for good: copy the folder first if in doubt.

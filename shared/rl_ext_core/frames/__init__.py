@@ -8,7 +8,7 @@ from rl_ext_core.frames.codecs import Codec, codec_names, get_codec, register_co
 from rl_ext_core.frames.jpeg import JpegCodec
 from rl_ext_core.frames.layout import StackLayout
 from rl_ext_core.frames.planning import Plan, plan
-from rl_ext_core.frames.store import FrameStore, RecoveryReport, Salvaged, salvage
+from rl_ext_core.frames.store import FrameStore, RecoveryReport, SalvageReport, salvage
 
 __all__ = [
     "Codec",
@@ -16,7 +16,7 @@ __all__ = [
     "JpegCodec",
     "Plan",
     "RecoveryReport",
-    "Salvaged",
+    "SalvageReport",
     "StackLayout",
     "codec_names",
     "get_codec",

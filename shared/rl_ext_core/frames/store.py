@@ -885,7 +885,7 @@ def _close_all() -> None:
 atexit.register(_close_all)
 
 
-class Salvaged(NamedTuple):
+class SalvageReport(NamedTuple):
     """What was left of a damaged folder.
 
     :ivar kept: transitions, an environment, that can be read.
@@ -900,7 +900,7 @@ class Salvaged(NamedTuple):
     given_up: int
 
 
-def salvage(storage_dir: str | os.PathLike[str]) -> Salvaged:
+def salvage(storage_dir: str | os.PathLike[str]) -> SalvageReport:
     """Makes a damaged ``storage_dir`` one that can be opened again, with the longest run of intact transitions.
 
     All files are read. What is damaged is given up for good: copy the folder first if in doubt.
@@ -914,7 +914,7 @@ def salvage(storage_dir: str | os.PathLike[str]) -> Salvaged:
     try:
         capacity, n_envs, choice = stored_as(folder)
         store = FrameStore(capacity, n_envs, **choice._asdict(), storage_dir=folder)
-        found = Salvaged(*store.recovered[:2])  # type: ignore[index]
+        found = SalvageReport(*store.recovered[:2])  # type: ignore[index]
         store.close()
     finally:
         folder.close()
