@@ -19,15 +19,15 @@ from rl_ext_core.vector.autoreset import accepts
 from rl_ext_core.vector.environments import copy_output, store_reward
 from rl_ext_core.vector.stepper import Stepper, as_dict, is_mask, one_each, without_final
 
-__all__ = ["BatchStepper", "Ended", "ObservationLayout", "SubEnvStepper"]
+__all__ = ["BatchStepper", "EndedEpisode", "ObservationLayout", "SubEnvStepper"]
 
 Array = np.ndarray[Any, Any]
 
 # Of an episode that has ended: index of its sub-environment, info, last observation, whether it was only truncated,
 # and the info of the reset.
-Ended = tuple[int, dict[str, Any], Any, bool, dict[str, Any]]
+EndedEpisode = tuple[int, dict[str, Any], Any, bool, dict[str, Any]]
 # Observations, rewards, dones, infos of episodes that continue, and those that have ended.
-Step = tuple[Any, Array, Array, list[Any], list[Ended]]
+Step = tuple[Any, Array, Array, list[Any], list[EndedEpisode]]
 
 
 class ObservationLayout:
@@ -87,7 +87,7 @@ class SubEnvStepper:
         first, running = leaves[0], self._running
         infos: list[Any] = [running] * len(self.envs)
         rewards, dones = np.empty(len(self.envs), np.float32), np.zeros(len(self.envs), bool)
-        ended: list[Ended] = []
+        ended: list[EndedEpisode] = []
         for index, (env, action) in enumerate(zip(self.envs, actions, strict=True)):
             observation, reward, terminated, truncated, info = env.step(action)
             store_reward(rewards, index, reward)
@@ -164,7 +164,7 @@ class BatchStepper:
                 infos[index] = {**own, "TimeLimit.truncated": False}
         elif info:
             self._running.leave_out(without_final(info), ~dones)
-        ended: list[Ended] = []
+        ended: list[EndedEpisode] = []
         if len(rows):
             own, lasts, resets = self._finish(leaves, dones, rows, info)
             ended = list(zip(rows.tolist(), own, lasts, (~terminated[rows]).tolist(), resets, strict=True))

@@ -23,7 +23,7 @@ from rl_ext_core.vector.environments import EpisodeMonitor, copy_output, name_of
 from rl_ext_core.vector.spaces import attribute_of, device_of, space_by_attributes
 from rl_ext_core.vector.stepper import Stepper, num_envs_of
 from sb3_ext._compat import call_in_workers
-from sb3_ext._vector_steps import BatchStepper, Ended, ObservationLayout, SubEnvStepper
+from sb3_ext._vector_steps import BatchStepper, EndedEpisode, ObservationLayout, SubEnvStepper
 from sb3_ext.vec_env import CheckedVecEnv, Indices
 
 __all__ = ["GymVecEnv"]
@@ -144,7 +144,7 @@ class GymVecEnv(CheckedVecEnv):
             self._finish(ended, infos)
         return observations, rewards, dones, infos
 
-    def _finish(self, ended: list[Ended], infos: list[Any]) -> None:
+    def _finish(self, ended: list[EndedEpisode], infos: list[Any]) -> None:
         """Complete the infos of episodes that have ended, and start to count those that follow."""
         seconds, rows = round(time.time() - self._start, 6), np.array([index for index, *_ in ended])
         totals, lengths = self._returns[rows].tolist(), (self._steps - self._begun[rows]).tolist()
