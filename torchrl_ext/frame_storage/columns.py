@@ -104,14 +104,14 @@ class FrameColumn:
         if fresh and chooser.n_stack is None:
             choice = chooser.at_once(layout_like(pool.layout, stacks, nexts))
             if choice.layout != pool.layout:
-                pool.become(**choice._asdict())
+                pool.reconfigure(**choice._asdict())
         handles = pool.put(stacks, nexts, ended=ended)
         # The bound first, then the blocks that suit what is left to store: in others, changes are other ones.
         for _ in range(2 if fresh and len(stacks) >= JUDGE_AFTER else 0):
             if (better := chooser.better_for_pool(pool)) is None:
                 break
             only_blocks = better.max_error == pool.max_error
-            pool.become(**better._asdict())
+            pool.reconfigure(**better._asdict())
             handles = pool.put(stacks, nexts, ended=ended)
             if only_blocks:
                 break
@@ -204,7 +204,7 @@ class FrameColumn:
         from rl_ext_core.frames.recovery import recover
 
         if self.pool.interrupted:
-            self.pool.become(**self._chooser.at_once(self._chooser.first_layout)._asdict())
+            self.pool.reconfigure(**self._chooser.at_once(self._chooser.first_layout)._asdict())
         return recover(self.pool, handles)
 
     def restore(self, description: Any) -> None:

@@ -134,7 +134,7 @@ class FramePool:
                 kinds = [state.BLOCKS, state.GRAINS, state.REFERENCES, state.STREAMS]
                 self._arrays["head"][kinds] = self._room.most  # what was not used has no right checksum
             return
-        self.become(layout, **options)
+        self.reconfigure(layout, **options)
 
     def _attach(self, region: PrivateRegion) -> None:
         self._region = region
@@ -155,7 +155,7 @@ class FramePool:
         return zlib.crc32(self._arrays["head"][state.N_STACK : state.QUALITY + 1].tobytes())
 
     @defer_signals
-    def become(
+    def reconfigure(
         self,
         layout: StackLayout,
         *,
@@ -203,7 +203,7 @@ class FramePool:
     def clear(self) -> None:
         """Forgets everything and gives the memory back."""
         self.refresh()
-        self.become(
+        self.reconfigure(
             self.layout,
             codec=self.codec,
             block_length=self.block_length,
