@@ -27,7 +27,7 @@ Array = np.ndarray[Any, Any]
 # and the info of the reset.
 EndedEpisode = tuple[int, dict[str, Any], Any, bool, dict[str, Any]]
 # Observations, rewards, dones, infos of episodes that continue, and those that have ended.
-Step = tuple[Any, Array, Array, list[Any], list[EndedEpisode]]
+StepResult = tuple[Any, Array, Array, list[Any], list[EndedEpisode]]
 
 
 class ObservationLayout:
@@ -82,7 +82,7 @@ class SubEnvStepper:
     def __post_init__(self) -> None:
         self._running = RunningInfo()
 
-    def step(self, actions: Any) -> Step:
+    def step(self, actions: Any) -> StepResult:
         is_single, all_infos, leaves = self.layout.is_single, self.all_infos, self.layout.empty(len(self.envs))
         first, running = leaves[0], self._running
         infos: list[Any] = [running] * len(self.envs)
@@ -142,7 +142,7 @@ class BatchStepper:
         self._count, self._name, self._running = self.stepper.num_envs, type(self.stepper.env).__name__, RunningInfo()
         keep_freed_memory(sum(leaf.nbytes for leaf in self.layout.empty(self._count)))
 
-    def step(self, actions: Any) -> Step:
+    def step(self, actions: Any) -> StepResult:
         if self.framework not in (None, "numpy"):
             actions = to_framework(np.asarray(actions, self.action_dtype), self.framework, self.device)
         elif isinstance(actions, list):
