@@ -144,7 +144,7 @@ class FramePool:
         self._trimmed = self._used = 0
         self._unchecked: tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]] | None = None
 
-    def distrust(self) -> None:
+    def verify_on_read(self) -> None:
         """Has all that lies in a file compared with its checksum when it is first read."""
         if self._region.path is not None:
             n_blocks, n_references = map(int, self._arrays["head"][[state.BLOCKS, state.REFERENCES]])
@@ -712,7 +712,7 @@ class FramePool:
         self._shape, self._dtype = shape, np.dtype(dtype)
         self._sizes = Sizes(*sent["sizes"])
         self._attach(sent["region"])
-        self.distrust()
+        self.verify_on_read()
 
 
 def _in_one_place(blocks: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -233,7 +233,7 @@ def recover(pool: FramePool, handles: Handles, *, most: int = 0) -> npt.NDArray[
     p.streams[: head[STREAMS]] = 0
     head[STREAMS] = head[state.NEWEST_STREAM] = head[state.UNSEALED] = 0
     head[state.HELD] = int(intact.sum())
-    pool.distrust()
+    pool.verify_on_read()
     return intact
 
 
