@@ -112,13 +112,13 @@ class GymVecEnv(CheckedVecEnv):
         observation_space, key = _observed(_single_space(vector_env, "observation_space"), observation_key, device)
         action_space = _bounded(_single_space(vector_env, "action_space"), clip_actions)
         layout = ObservationLayout(observation_space, key)
-        self._source: SubEnvStepper | BatchStepper
+        self._stepper: SubEnvStepper | BatchStepper
         # If nothing is around sub-environments in this process, they are stepped without it.
         if type(vector_env) is SyncVectorEnv and not {"step", "reset"} & set(vars(vector_env)) and key is None:
-            self._source = SubEnvStepper(vector_env.envs, layout, infos == "all")
+            self._stepper = SubEnvStepper(vector_env.envs, layout, infos == "all")
         else:
             framework = "torch" if device is not None else None if env_type == "auto" else env_type
-            self._source = BatchStepper(stepper, layout, framework, device, infos == "all", copy, action_space.dtype)
+            self._stepper = BatchStepper(stepper, layout, framework, device, infos == "all", copy, action_space.dtype)
         # Sum of rewards of each running episode, and number of steps before it.
         self._steps, self._returns, self._begun = 0, np.zeros(num_envs), np.zeros(num_envs, np.int64)
         self._start = time.time()
@@ -137,7 +137,7 @@ class GymVecEnv(CheckedVecEnv):
         :return: observations, rewards, dones and infos, see the class
         :raises EnvironmentOutputError: If the environment does not return what its spaces promise.
         """
-        observations, rewards, dones, infos, ended = self._source.step(self._noted_actions())
+        observations, rewards, dones, infos, ended = self._stepper.step(self._noted_actions())
         self._returns += rewards
         self._steps += 1
         if ended:
@@ -167,7 +167,7 @@ class GymVecEnv(CheckedVecEnv):
         """
         self._require_open()
         self._actions = None
-        observations, self.reset_infos = self._source.reset(self._seeds, self._options)
+        observations, self.reset_infos = self._stepper.reset(self._seeds, self._options)
         self._returns[:], self._begun[:] = 0, self._steps
         self._reset_seeds()
         self._reset_options()
