@@ -30,13 +30,13 @@ _FILE = "rows"
 _NOT_OPTIONS = ("max_size", "ndim", "pixels")
 
 
-def folder_at(path: str | os.PathLike[str], arguments: dict[str, Any], *, mend: bool = False) -> StoreFolder:
+def folder_at(path: str | os.PathLike[str], arguments: dict[str, Any], *, repair: bool = False) -> StoreFolder:
     """Return the folder of a storage.
 
     :param arguments: of the storage: ``max_size``, ``ndim``, ``pixels``, and the options of its pools.
-    :param mend: whether it is damaged. What it was made with is not compared then.
+    :param repair: whether it is damaged. What it was made with is not compared then.
     """
-    return StoreFolder(path, arguments, mend=mend, salvage="FrameStorage.salvage")
+    return StoreFolder(path, arguments, repair=repair, salvage="FrameStorage.salvage")
 
 
 def begin(folder: StoreFolder, columns: list[FrameColumn], rows: Any) -> None:
@@ -143,7 +143,7 @@ def _without_torn(rows: Any, note: Note, writing: Places, who: str) -> int:
 
 def salvage(path: str | os.PathLike[str]) -> SalvageReport:
     """Keep the longest run of intact elements of a damaged folder; see ``FrameStorage.salvage``."""
-    folder = folder_at(path, {}, mend=True)
+    folder = folder_at(path, {}, repair=True)
     try:
         with reading(f"{folder.path} is"):
             rows, kinds = tensors_in(folder), (folder.settings or {})["columns"]

@@ -244,14 +244,14 @@ class StoreFolder:
     :param path: made where it does not exist.
     :param options: what the folder's owner is told, plain values; another owner has to be told the same.
     :param capacity: rows. An owner that learns later how many there are has :attr:`rows` made anew.
-    :param mend: whether files that were cut short are made as long as they were, and options are not compared.
+    :param repair: whether files that were cut short are made as long as they were, and options are not compared.
     :param salvage: the name of what keeps the intact rows of such a folder.
-    :ivar mend: likewise.
+    :ivar repair: likewise.
     :ivar settings: how the frames that are there are stored, plain values of the owner; None where there are none.
     :ivar rows: the owner's arrays.
     :ivar journal: what counts, once there is anything.
     :raises InvalidArgumentError: if there are other files in it, it was made with other options, or the path is empty;
-        with ``mend``, if there is no store in it.
+        with ``repair``, if there is no store in it.
     :raises StorageError: if another process writes to it, or it cannot be made.
     :raises CorruptFileError: if a file in it is damaged.
     """
@@ -264,12 +264,12 @@ class StoreFolder:
         options: dict[str, Any],
         *,
         capacity: int = 1,
-        mend: bool = False,
+        repair: bool = False,
         salvage: str = "rl_ext_core.frames.salvage",
     ) -> None:
-        self.path, self.mend, self._salvage = checked_path(path).absolute(), mend, salvage
+        self.path, self.repair, self._salvage = checked_path(path).absolute(), repair, salvage
         self.options: dict[str, Any] = json.loads(json.dumps(options))
-        if mend and not any(self.path.glob("frames-*")):
+        if repair and not any(self.path.glob("frames-*")):
             raise InvalidArgumentError(f"storage_dir={str(self.path)!r} holds no store")
         self._made = not self.path.exists()
         try:
@@ -298,7 +298,7 @@ class StoreFolder:
     def _open(self) -> None:
         manifest = self.path / MANIFEST
         if not manifest.exists():
-            if self.mend or (self._has(*_JOURNAL) and not self._has(_MAKING)):
+            if self.repair or (self._has(*_JOURNAL) and not self._has(_MAKING)):
                 raise CorruptFileError(
                     f"{self.path} holds a store, and {MANIFEST} is missing, which says what it is like; put it back, "
                     "or pass another storage_dir. Nothing was deleted"
@@ -306,7 +306,7 @@ class StoreFolder:
             self._clear()
             return
         found = read_json(manifest, FORMAT_VERSION)
-        if self.mend:
+        if self.repair:
             self.options = found["options"]
         self._check_same(found["options"])
         with as_corrupt_file(f"{manifest} is"):
@@ -314,7 +314,7 @@ class StoreFolder:
             files = found["rows"]["files"]
             for name in (*self._frames(self._numbers), *files, *_JOURNAL):
                 file = self._file(name).path
-                if not self.mend and not (file.is_file() and file.stat().st_size):
+                if not self.repair and not (file.is_file() and file.stat().st_size):
                     raise self.corrupt_file_error(name, "it is gone, or empty")
             self.rows = Rows(found["rows"]["n_rows"])
             for name, arrays in files.items():
@@ -341,7 +341,7 @@ class StoreFolder:
         """The error for a file that holds something else than was written."""
         cure = f"To keep what is intact: {self._salvage}({str(self.path)!r})"
         return CorruptFileError(
-            f"{self.path / name} is damaged: {what}. {'Put it back from a copy' if self.mend else cure}"
+            f"{self.path / name} is damaged: {what}. {'Put it back from a copy' if self.repair else cure}"
         )
 
     def _clear(self) -> None:
@@ -388,7 +388,7 @@ class StoreFolder:
             self._check_there()
             _delete(self.path / name)  # of a process that was killed
         # Arrays that were asked for by name are in the hands of others, who may write anywhere.
-        return RegionFile(self.path / name, self._identity, self.mend, lenient=name.startswith("row-"))
+        return RegionFile(self.path / name, self._identity, self.repair, lenient=name.startswith("row-"))
 
     def _new_journal(self) -> Journal:
         return Journal(self.rows.n_rows, files=(self._file(_JOURNAL[0]), self._file(_JOURNAL[1])))
@@ -477,7 +477,7 @@ class StoreFolder:
         try:
             note, writing = self.journal.read()
         except CorruptFileError:
-            if not self.mend or (found := touched()) is None:
+            if not self.repair or (found := touched()) is None:
                 what = "the checksums of both notes are wrong, so which row of a full store is the oldest is not known"
                 raise self.corrupt_file_error(_JOURNAL[0], what) from None
             note, writing = Note(0, found, found, found, 0, 0), np.zeros(0, dtype=np.int64)
@@ -485,7 +485,7 @@ class StoreFolder:
             raise self.corrupt_file_error(_JOURNAL[0], "it says that there are more elements than rows")
         needed = max(note.touched, int(writing.max(initial=-1)) + 1)
         held, name = self.rows.shortest()
-        if held < (min(note.length, 1) if self.mend else needed):
+        if held < (min(note.length, 1) if self.repair else needed):
             raise self.corrupt_file_error(name, f"by its head there are {held} rows in it, expected {needed}")
         return note, writing
 

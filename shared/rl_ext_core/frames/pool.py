@@ -117,7 +117,7 @@ class FramePool:
                 streams=MOST_STREAMS,
                 grain=grain,
             )
-        self._mend = file is not None and file.mend
+        self._mend = file is not None and file.repair
         self._attach(new_region(state.region_bytes(self._sizes), file, private=self._in_turn))
         self._begin(layout, codec=codec, block_length=block_length, max_error=max_error, quality=quality)
 

@@ -225,13 +225,13 @@ class RegionFile(NamedTuple):
 
     :ivar path: the file, made where it does not exist; what is there is found again.
     :ivar identity: 16 bytes, of the storage that the file belongs to.
-    :ivar mend: whether a file that was cut short is made as long as it was.
+    :ivar repair: whether a file that was cut short is made as long as it was.
     :ivar lenient: whether what is written where nothing was reserved is lost, instead of ending the process.
     """
 
     path: Path
     identity: bytes = bytes(16)
-    mend: bool = False
+    repair: bool = False
     lenient: bool = False
 
 
@@ -261,15 +261,15 @@ class FileRegion(Region):
     _name: Path | str
 
     def __init__(self, n_bytes: int, file: RegionFile) -> None:
-        self.path, identity, mend, lenient = file
+        self.path, identity, repair, lenient = file
         self._name, self._writable = file.path, lenient
         try:
             descriptor = _system.open_file(file.path)
         except OSError as error:
             raise refusal(self._name, error, doing="open") from error
-        self._begin(descriptor, pages(n_bytes), identity, mend=mend)
+        self._begin(descriptor, pages(n_bytes), identity, repair=repair)
 
-    def _begin(self, descriptor: int, n_bytes: int, identity: bytes, *, mend: bool = False) -> None:
+    def _begin(self, descriptor: int, n_bytes: int, identity: bytes, *, repair: bool = False) -> None:
         try:
             head = _HEAD.pack(_MAGIC, identity, n_bytes, 0)
             head = _HEAD.pack(_MAGIC, identity, n_bytes, zlib.crc32(head))
@@ -278,7 +278,7 @@ class FileRegion(Region):
                 self._take_room(descriptor, 0, _TABLE_BYTES)
                 _system.write_at(descriptor, head + struct.pack("<Q", _counts(0, 0)), 0)
             else:
-                self._check(descriptor, size, head, mend=mend)
+                self._check(descriptor, size, head, repair=repair)
         except BaseException:
             os.close(descriptor)
             raise
@@ -290,13 +290,13 @@ class FileRegion(Region):
         except OSError as error:
             raise refusal(self._name, error, doing=f"write {n_bytes:,} bytes to") from error
 
-    def _check(self, descriptor: int, size: int, expected: bytes, *, mend: bool) -> None:
-        if size < _TABLE_BYTES and mend:
+    def _check(self, descriptor: int, size: int, expected: bytes, *, repair: bool) -> None:
+        if size < _TABLE_BYTES and repair:
             os.ftruncate(descriptor, _TABLE_BYTES)
         table = _system.read_at(descriptor, _TABLE_BYTES, 0)
         head = table[: _HEAD.size].ljust(_HEAD.size)
         magic, identity, n_bytes, crc = _HEAD.unpack(head)
-        if mend and crc != zlib.crc32(_HEAD.pack(magic, identity, n_bytes, 0)):
+        if repair and crc != zlib.crc32(_HEAD.pack(magic, identity, n_bytes, 0)):
             _system.write_at(descriptor, expected, 0)
             magic, identity, n_bytes, crc = _HEAD.unpack(expected)
         if crc != zlib.crc32(_HEAD.pack(magic, identity, n_bytes, 0)) or magic != _MAGIC:
@@ -305,11 +305,11 @@ class FileRegion(Region):
             raise CorruptFileError(
                 f"{self.path} is of another storage than the files beside it; put back the file that belongs there"
             )
-        entries = self._entries(table.ljust(_TABLE_BYTES, b"\0"), mend=mend)
-        if mend:
+        entries = self._entries(table.ljust(_TABLE_BYTES, b"\0"), repair=repair)
+        if repair:
             _system.write_at(descriptor, struct.pack("<Q", _counts(0, len(entries))), _COUNTS_AT)
         end = _TABLE_BYTES + sum(n for _, n in entries)
-        if size < end and not mend:
+        if size < end and not repair:
             raise CorruptFileError(
                 f"{self.path} has {size:,} bytes, expected {end:,}: it was cut short, or written to; to keep what is "
                 "intact, salvage it"
@@ -319,17 +319,17 @@ class FileRegion(Region):
         if size < end or getattr(os.fstat(descriptor), "st_blocks", end) * 512 < end:
             self._take_room(descriptor, 0, end)
 
-    def _entries(self, table: bytes, *, mend: bool) -> list[tuple[int, int]]:
+    def _entries(self, table: bytes, *, repair: bool) -> list[tuple[int, int]]:
         word = int(np.frombuffer(table, np.uint64, 1, _COUNTS_AT)[0])
         forgotten, count = _counts_of(word)
         found, crc = [], 0
-        for number in range(_MOST if mend else count if word == _counts(forgotten, count) else 0):
+        for number in range(_MOST if repair else count if word == _counts(forgotten, count) else 0):
             part, n_bytes, expected = _ENTRY.unpack_from(table, _TABLE_AT + number * _ENTRY.size)
             crc = zlib.crc32(_ENTRY.pack(part, n_bytes, 0), crc)
             if crc != expected:
                 break
             found.append((part, n_bytes))
-        if word != _counts(forgotten, len(found)) and not mend:
+        if word != _counts(forgotten, len(found)) and not repair:
             raise CorruptFileError(f"{self.path} is damaged: the checksums in its head do not match its contents")
         return found
 

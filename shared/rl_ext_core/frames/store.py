@@ -316,7 +316,7 @@ class FrameStore:
         self._rows.make_sure_of(self.touched)
         self._pool.make_sure_of_rows(self.touched)
         counted, touched = self.size, self.touched
-        if folder.mend:
+        if folder.repair:
             self._keep_longest_run()
         rows = self._held_rows()
         for what, wrong in (("row-*", self._rows.wrong(rows)), ("frames-*", self._pool.wrong_rows(rows))):
@@ -329,9 +329,9 @@ class FrameStore:
         others = np.ones(max(touched, self._pool.held_rows), dtype=np.bool_)
         others[rows] = False
         self._pool.index[: len(others)][others] = 0
-        self.recovered = RecoveryReport(self.size, counted - self.size if folder.mend else int(torn), overwritten)
+        self.recovered = RecoveryReport(self.size, counted - self.size if folder.repair else int(torn), overwritten)
         self._note()
-        if not folder.mend:
+        if not folder.repair:
             _logger.log(
                 logging.WARNING if torn else logging.INFO,
                 "%s: %d transitions of each environment are kept; %d were being added when the process before ended, "
@@ -910,7 +910,7 @@ def salvage(storage_dir: str | os.PathLike[str]) -> SalvageReport:
     :raises CorruptFileError: if nothing can be read at all.
     :raises StorageError: if it is in use.
     """
-    folder = StoreFolder(storage_dir, {}, mend=True)
+    folder = StoreFolder(storage_dir, {}, repair=True)
     try:
         capacity, n_envs, choice = stored_as(folder)
         store = FrameStore(capacity, n_envs, **choice._asdict(), storage_dir=folder)
