@@ -148,7 +148,7 @@ class BatchStepper:
         elif isinstance(actions, list):
             actions = np.asarray(actions)
         observation, reward, terminated, truncated, info = self.stepper.step(actions)
-        info = self._dict_of(info)
+        info = self._to_dict_info(info)
         *leaves, reward, terminated, truncated = _on_cpu(
             [*self.layout.parts(observation), reward, terminated, truncated]
         )
@@ -180,7 +180,7 @@ class BatchStepper:
         else:
             lasts = [leaf[rows] for leaf in leaves]
             observation, info = self.stepper.reset(dones)
-            following = self._dict_of(info)
+            following = self._to_dict_info(info)
             for leaf, new in zip(
                 leaves, self._checked(_on_cpu(self.layout.parts(observation)), self._count), strict=True
             ):
@@ -213,7 +213,7 @@ class BatchStepper:
             self.framework = found
             self.device = next((part.device for part in parts if isinstance(part, torch.Tensor)), None)
         leaves = self._checked(_on_cpu(parts), self._count, self.copy)
-        return self.layout.to_observation(leaves), self._infos_of(self._dict_of(info), np.arange(self._count))
+        return self.layout.to_observation(leaves), self._infos_of(self._to_dict_info(info), np.arange(self._count))
 
     def _checked(self, leaves: list[Array], count: int, copy: bool = False) -> list[Array]:
         """Check shapes, and cast to the dtypes of the space; arrays that cannot be written to are copied."""
@@ -233,7 +233,7 @@ class BatchStepper:
             )
         return values.reshape(self._count)
 
-    def _dict_of(self, info: Any) -> dict[str, Any]:
+    def _to_dict_info(self, info: Any) -> dict[str, Any]:
         """Return an info as a dict of arrays and their masks, from that or a list with a dict for each environment."""
         if isinstance(info, dict):
             return info
