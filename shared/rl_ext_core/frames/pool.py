@@ -84,7 +84,7 @@ class FramePool:
     """
 
     _given: str | Codec = "patch"  # in a child process, codecs are known by their names
-    _in_turn = _mend = False
+    _in_turn = _repair = False
 
     @defer_signals
     def __init__(
@@ -117,20 +117,20 @@ class FramePool:
                 streams=MOST_STREAMS,
                 grain=grain,
             )
-        self._mend = file is not None and file.repair
+        self._repair = file is not None and file.repair
         self._attach(new_region(state.region_bytes(self._sizes), file, private=self._in_turn))
         self._begin(layout, codec=codec, block_length=block_length, max_error=max_error, quality=quality)
 
     def _begin(self, layout: StackLayout, **options: Any) -> None:
         if self._arrays["head"][state.KIND_OF_POOL] and not self.interrupted:  # found again in a file
-            if self._mend and self._in_turn:
+            if self._repair and self._in_turn:
                 self._say_kind(layout, **options)  # it was never another one
             if self._arrays["head"][state.SUM_OF_KIND] != self._sum_of_kind():
                 raise CorruptFileError(
                     f"{self._region.path} is damaged: the checksum of its head does not match its contents"
                 )
             self.refresh()
-            if self._mend:
+            if self._repair:
                 kinds = [state.BLOCKS, state.GRAINS, state.REFERENCES, state.STREAMS]
                 self._arrays["head"][kinds] = self._room.most  # what was not used has no right checksum
             return
