@@ -160,7 +160,7 @@ class BatchStepper:
         infos: list[Any] = [self._running] * self._count
         if self.all_infos and info:
             running = np.flatnonzero(~dones)
-            for index, own in zip(running.tolist(), self._infos_of(without_final(info), running), strict=True):
+            for index, own in zip(running.tolist(), self._infos_of_rows(without_final(info), running), strict=True):
                 infos[index] = {**own, "TimeLimit.truncated": False}
         elif info:
             self._running.leave_out(without_final(info), ~dones)
@@ -174,7 +174,7 @@ class BatchStepper:
         """Return infos, last observations and infos of resets of those ended; put the observations after resets in."""
         final = self.stepper.final_observation(rows, info)
         last, following = self.stepper.infos(info)
-        own = self._infos_of(last, rows)  # before the reset, which may write into it
+        own = self._infos_of_rows(last, rows)  # before the reset, which may write into it
         if final is not None:
             lasts = self._checked(_on_cpu(self.layout.parts(final)), len(rows), copy=False)
         else:
@@ -185,7 +185,7 @@ class BatchStepper:
                 leaves, self._checked(_on_cpu(self.layout.parts(observation)), self._count), strict=True
             ):
                 leaf[rows] = new[rows]
-        return own, self.layout.rows(lasts), self._infos_of(following, rows)
+        return own, self.layout.rows(lasts), self._infos_of_rows(following, rows)
 
     def reset(self, seeds: Sequence[int | None], options: Sequence[dict[str, Any]]) -> tuple[Any, list[Any]]:
         if any(option != options[0] for option in options):
@@ -213,7 +213,7 @@ class BatchStepper:
             self.framework = found
             self.device = next((part.device for part in parts if isinstance(part, torch.Tensor)), None)
         leaves = self._checked(_on_cpu(parts), self._count, self.copy)
-        return self.layout.to_observation(leaves), self._infos_of(self._to_dict_info(info), np.arange(self._count))
+        return self.layout.to_observation(leaves), self._infos_of_rows(self._to_dict_info(info), np.arange(self._count))
 
     def _checked(self, leaves: list[Array], count: int, copy: bool = False) -> list[Array]:
         """Check shapes, and cast to the dtypes of the space; arrays that cannot be written to are copied."""
@@ -246,7 +246,7 @@ class BatchStepper:
             "list with a dict for each environment"
         )
 
-    def _infos_of(self, info: dict[str, Any] | None, rows: Array) -> list[dict[str, Any]]:
+    def _infos_of_rows(self, info: dict[str, Any] | None, rows: Array) -> list[dict[str, Any]]:
         """Return copies of the infos of some environments. Tensors cross to the CPU together."""
         found: list[dict[str, Any]] = [{} for _ in range(len(rows))]
         if info and found:
