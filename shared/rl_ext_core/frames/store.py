@@ -889,7 +889,7 @@ class SalvageReport(NamedTuple):
     """What was left of a damaged folder.
 
     :ivar kept: transitions, an environment, that can be read.
-    :ivar given_up: transitions, an environment, that counted and are gone.
+    :ivar lost: transitions, an environment, that counted and are gone.
 
     >>> from rl_ext_core.frames import salvage
     >>> salvage("run1")  # doctest: +SKIP
@@ -897,7 +897,7 @@ class SalvageReport(NamedTuple):
     """
 
     kept: int
-    given_up: int
+    lost: int
 
 
 def salvage(storage_dir: str | os.PathLike[str]) -> SalvageReport:

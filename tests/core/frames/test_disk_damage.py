@@ -97,9 +97,9 @@ def check_damage(made: tuple[Path, str, int], tmp_path: Path, seed: int) -> None
     store, *rows = open_store(folder, kind, CAPACITY)
     end = check(store, *rows)
     assert store.size == kept.kept, what
-    assert kept.given_up > 0 or refused in (None, 0), what
+    assert kept.lost > 0 or refused in (None, 0), what
     if refused is not None:
-        assert kept.kept + kept.given_up == min(count, CAPACITY)
+        assert kept.kept + kept.lost == min(count, CAPACITY)
         assert kept.kept >= (min(count, CAPACITY) - refused) / (refused + 1), what
     for number in range(end, end + 70):
         add(store, *rows, number)
