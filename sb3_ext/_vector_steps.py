@@ -153,9 +153,9 @@ class BatchStepper:
             [*self.layout.parts(observation), reward, terminated, truncated]
         )
         leaves = self._checked(leaves, self._count, self.copy)
-        rewards = self._flat(reward, "rewards").astype(np.float32)
-        terminated = self._flat(terminated, "terminations").astype(bool, copy=False)
-        dones = terminated | self._flat(truncated, "truncations").astype(bool, copy=False)
+        rewards = self._as_vector(reward, "rewards").astype(np.float32)
+        terminated = self._as_vector(terminated, "terminations").astype(bool, copy=False)
+        dones = terminated | self._as_vector(truncated, "truncations").astype(bool, copy=False)
         rows = dones.nonzero()[0]
         infos: list[Any] = [self._running] * self._count
         if self.all_infos and info:
@@ -226,7 +226,7 @@ class BatchStepper:
             found.append(leaf.astype(dtype, order="C", copy=copy or not leaf.flags.writeable))
         return found
 
-    def _flat(self, values: Array, name: str) -> Array:
+    def _as_vector(self, values: Array, name: str) -> Array:
         if values.size != self._count:
             raise EnvironmentOutputError(
                 f"{self._name} returned {name} of shape {values.shape}; expected ({self._count},)"
