@@ -105,7 +105,7 @@ MOST_BLOCKS, MOST_PLACES = 1 << 28, 1 << 12
 PAIR_PLACE_SHIFT, PAIR_DEPTH_SHIFT, PAIR_STEP_SHIFT, PAIR_NEXT_DEPTH_SHIFT = 28, 40, 48, 56
 
 
-class Pool(NamedTuple):
+class PoolArrays(NamedTuple):
     """Views of one region. Rows of bytes are ``SLACK`` longer than what they hold."""
 
     head: Counts
@@ -125,7 +125,7 @@ class Pool(NamedTuple):
     entry_sums: Numbers  # (streams, frames in a block): checksums of the frames in ``open``
 
 
-def bound(pool: Pool, geometry: Geometry, starts: Sequence[int]) -> Counts:
+def bound(pool: PoolArrays, geometry: Geometry, starts: Sequence[int]) -> Counts:
     """A ``state`` for kernels, see ``views.pool_in``: one array, because taking tuples of arrays apart at each call
     costs more than storing a frame.
 

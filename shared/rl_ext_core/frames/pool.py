@@ -15,7 +15,7 @@ from rl_ext_core._system import LAZY
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
 from rl_ext_core.frames import arrays as state
 from rl_ext_core.frames.allocator import list_free
-from rl_ext_core.frames.arrays import COUNTS, Pool, Room, Sizes
+from rl_ext_core.frames.arrays import COUNTS, PoolArrays, Room, Sizes
 from rl_ext_core.frames.auto import Choice
 from rl_ext_core.frames.checkpoint import checksum
 from rl_ext_core.frames.codecs import (
@@ -244,8 +244,8 @@ class FramePool:
             stream_bytes=self._stream_bytes(),
         )
         places = address_of(self._arrays["contents"]), self._sizes.grain, address_of(self._arrays["references"])
-        arrays = {name: array for name, array in self._arrays.items() if name in Pool._fields}
-        self._pool = Pool(**arrays)
+        arrays = {name: array for name, array in self._arrays.items() if name in PoolArrays._fields}
+        self._pool = PoolArrays(**arrays)
         self._state = state.bound(self._pool, self._geometry, (*places, layout.frame_bytes + SLACK))
         self._kept = np.concatenate([kept_bytes(layout), np.zeros(SLACK, dtype=np.uint8)])
         self._scratch = np.zeros(

@@ -14,7 +14,7 @@ from numba.core import cgutils
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
-from rl_ext_core.frames.arrays import Pool
+from rl_ext_core.frames.arrays import PoolArrays
 from rl_ext_core.frames.geometry import Geometry
 
 
@@ -104,7 +104,7 @@ _byte_rows, _word_rows, _number_rows = (_table_of(dtype) for dtype in (types.uin
 
 
 class PoolView(NamedTuple):
-    """The arrays of :class:`Pool`, without their lengths, and where the frames are."""
+    """The arrays of :class:`PoolArrays`, without their lengths, and where the frames are."""
 
     head: Any
     blocks: Any
@@ -132,8 +132,8 @@ class PoolView(NamedTuple):
 
 
 _N_GEOMETRY = len(Geometry._fields)
-_N_ARRAYS = len(Pool._fields)
-_FIELD = {name: _N_GEOMETRY + 3 * number for number, name in enumerate(Pool._fields)}
+_N_ARRAYS = len(PoolArrays._fields)
+_FIELD = {name: _N_GEOMETRY + 3 * number for number, name in enumerate(PoolArrays._fields)}
 _BLOCKS, _SUMS, _STREAMS, _LAST = _FIELD["blocks"], _FIELD["sums"], _FIELD["streams"], _FIELD["last"]
 _HEAD, _FREE_BLOCKS, _UNSEALED, _TURNED = (_FIELD[name] for name in ("head", "free_blocks", "unsealed", "turned"))
 _EDGES, _USERS, _REFERENCE_SUMS = _FIELD["edges"], _FIELD["users"], _FIELD["reference_sums"]
