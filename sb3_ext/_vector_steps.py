@@ -152,7 +152,7 @@ class BatchStepper:
         *leaves, reward, terminated, truncated = _on_cpu(
             [*self.layout.parts(observation), reward, terminated, truncated]
         )
-        leaves = self._checked(leaves, self._count, self.copy)
+        leaves = self._check_and_cast(leaves, self._count, self.copy)
         rewards = self._as_vector(reward, "rewards").astype(np.float32)
         terminated = self._as_vector(terminated, "terminations").astype(bool, copy=False)
         dones = terminated | self._as_vector(truncated, "truncations").astype(bool, copy=False)
@@ -176,13 +176,13 @@ class BatchStepper:
         last, following = self.stepper.infos(info)
         own = self._infos_of_rows(last, rows)  # before the reset, which may write into it
         if final is not None:
-            lasts = self._checked(_on_cpu(self.layout.parts(final)), len(rows), copy=False)
+            lasts = self._check_and_cast(_on_cpu(self.layout.parts(final)), len(rows), copy=False)
         else:
             lasts = [leaf[rows] for leaf in leaves]
             observation, info = self.stepper.reset(dones)
             following = self._to_dict_info(info)
             for leaf, new in zip(
-                leaves, self._checked(_on_cpu(self.layout.parts(observation)), self._count), strict=True
+                leaves, self._check_and_cast(_on_cpu(self.layout.parts(observation)), self._count), strict=True
             ):
                 leaf[rows] = new[rows]
         return own, self.layout.rows(lasts), self._infos_of_rows(following, rows)
@@ -212,10 +212,10 @@ class BatchStepper:
         if self.framework is None:
             self.framework = found
             self.device = next((part.device for part in parts if isinstance(part, torch.Tensor)), None)
-        leaves = self._checked(_on_cpu(parts), self._count, self.copy)
+        leaves = self._check_and_cast(_on_cpu(parts), self._count, self.copy)
         return self.layout.to_observation(leaves), self._infos_of_rows(self._to_dict_info(info), np.arange(self._count))
 
-    def _checked(self, leaves: list[Array], count: int, copy: bool = False) -> list[Array]:
+    def _check_and_cast(self, leaves: list[Array], count: int, copy: bool = False) -> list[Array]:
         """Check shapes, and cast to the dtypes of the space; arrays that cannot be written to are copied."""
         found = []
         for leaf, (shape, dtype) in zip(leaves, self.layout.shapes_and_dtypes, strict=True):
