@@ -103,7 +103,7 @@ _bytes, _words, _numbers = (_list_of(dtype) for dtype in (types.uint8, types.uin
 _byte_rows, _word_rows, _number_rows = (_table_of(dtype) for dtype in (types.uint8, types.uint32, types.int64))
 
 
-class PoolView(NamedTuple):
+class PoolPointers(NamedTuple):
     """The arrays of :class:`PoolArrays`, without their lengths, and where the frames are."""
 
     head: Any
@@ -164,7 +164,7 @@ def geometry_in(state):  # type: ignore[no-untyped-def]
 @njit(nogil=True)
 def pool_in(state):  # type: ignore[no-untyped-def]
     """The pool in a state, see ``arrays.bound``."""
-    return PoolView(
+    return PoolPointers(
         _numbers(uint64(state[_HEAD])),
         _word_rows(uint64(state[_BLOCKS]), state[_BLOCKS + 2]),
         _word_rows(uint64(state[_SUMS]), state[_SUMS + 2]),
