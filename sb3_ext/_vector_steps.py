@@ -166,11 +166,11 @@ class BatchStepper:
             self._running.leave_out(without_final(info), ~dones)
         ended: list[EndedEpisode] = []
         if len(rows):
-            own, lasts, resets = self._finish(leaves, dones, rows, info)
+            own, lasts, resets = self._finish_episodes(leaves, dones, rows, info)
             ended = list(zip(rows.tolist(), own, lasts, (~terminated[rows]).tolist(), resets, strict=True))
         return self.layout.to_observation(leaves), rewards, dones, infos, ended
 
-    def _finish(self, leaves: list[Array], dones: Array, rows: Array, info: Any) -> Any:
+    def _finish_episodes(self, leaves: list[Array], dones: Array, rows: Array, info: Any) -> Any:
         """Return infos, last observations and infos of resets of those ended; put the observations after resets in."""
         final = self.stepper.final_observation(rows, info)
         last, following = self.stepper.infos(info)
