@@ -261,7 +261,7 @@ def fields(sizes: Sizes) -> dict[str, tuple[int, tuple[int, ...], type[np.generi
     return {name: (offsets[name], shape, dtype) for name, (shape, dtype) in _fields(sizes).items()}
 
 
-class Room:
+class PoolMemory:
     """What the arrays of a pool take, and may take.
 
     :param region: where they lie.

@@ -15,7 +15,7 @@ from rl_ext_core._system import LAZY
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
 from rl_ext_core.frames import arrays as state
 from rl_ext_core.frames.allocator import list_free
-from rl_ext_core.frames.arrays import COUNTS, PoolArrays, Room, Sizes
+from rl_ext_core.frames.arrays import COUNTS, PoolArrays, PoolMemory, Sizes
 from rl_ext_core.frames.auto import Choice
 from rl_ext_core.frames.checkpoint import checksum
 from rl_ext_core.frames.codecs import (
@@ -235,7 +235,7 @@ class FramePool:
         self._geometry = geometry_of(layout, codec=self.codec, block_length=self.block_length, max_error=self.max_error)
         if self._in_turn:  # stacks may lie in memory in another order than frames are stored in
             self._geometry = self._geometry._replace(keeps_stack=1)
-        self._room = Room(
+        self._room = PoolMemory(
             self._region,
             self._arrays,
             self._sizes,
