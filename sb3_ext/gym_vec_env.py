@@ -141,10 +141,10 @@ class GymVecEnv(CheckedVecEnv):
         self._returns += rewards
         self._steps += 1
         if ended:
-            self._finish(ended, infos)
+            self._complete_infos(ended, infos)
         return observations, rewards, dones, infos
 
-    def _finish(self, ended: list[EndedEpisode], infos: list[Any]) -> None:
+    def _complete_infos(self, ended: list[EndedEpisode], infos: list[Any]) -> None:
         """Complete the infos of episodes that have ended, and start to count those that follow."""
         seconds, rows = round(time.time() - self._start, 6), np.array([index for index, *_ in ended])
         totals, lengths = self._returns[rows].tolist(), (self._steps - self._begun[rows]).tolist()
