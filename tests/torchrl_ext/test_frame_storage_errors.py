@@ -99,7 +99,7 @@ def test_a_pool_with_no_numbers_left_refuses_and_keeps_what_it_has(monkeypatch: 
     storage = FrameStorage(50)
     storage.set(range(20), _data(20))
     before = storage[:].clone()
-    room = storage._columns[0].pool._room
+    room = storage._columns[0].pool._memory
     monkeypatch.setattr(room, "_sizes", room._sizes._replace(grains=240))
     with pytest.raises(OutOfMemoryError, match="pass a smaller max_size"):
         storage.set(range(15, 45), _data(30))

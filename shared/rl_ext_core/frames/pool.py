@@ -132,7 +132,7 @@ class FramePool:
             self.refresh()
             if self._repair:
                 kinds = [state.BLOCKS, state.GRAINS, state.REFERENCES, state.STREAMS]
-                self._arrays["head"][kinds] = self._room.most  # what was not used has no right checksum
+                self._arrays["head"][kinds] = self._memory.most  # what was not used has no right checksum
             return
         self.reconfigure(layout, **options)
 
@@ -183,7 +183,7 @@ class FramePool:
         head[state.KIND_OF_POOL] += 1
         head[state.BECOMING] = 0
         self.refresh()
-        self._room.make_sure_of(0)
+        self._memory.make_sure_of(0)
 
     def _say_kind(
         self, layout: StackLayout, *, codec: str | Codec, block_length: int, max_error: int, quality: int
@@ -235,7 +235,7 @@ class FramePool:
         self._geometry = geometry_of(layout, codec=self.codec, block_length=self.block_length, max_error=self.max_error)
         if self._in_turn:  # stacks may lie in memory in another order than frames are stored in
             self._geometry = self._geometry._replace(keeps_stack=1)
-        self._room = PoolMemory(
+        self._memory = PoolMemory(
             self._region,
             self._arrays,
             self._sizes,
@@ -296,22 +296,22 @@ class FramePool:
     def nbytes(self) -> int:
         """Bytes held; what the process, or all that share the pool, have grown by."""
         self.refresh()
-        return self._room.nbytes
+        return self._memory.nbytes
 
     @property
     def used_nbytes(self) -> int:
         """Bytes held, without what was freed and waits to be used again."""
-        return self.nbytes - self._room.unused_nbytes
+        return self.nbytes - self._memory.unused_nbytes
 
     @property
     def stream_nbytes(self) -> int:
         """At most so many of them are given back by :meth:`rest`."""
-        return self._room.stream_nbytes
+        return self._memory.stream_nbytes
 
     @property
     def changed_fraction(self) -> float:
         """What a frame took on average, as a fraction of its raw size, before anything was freed."""
-        return self._room.changed_fraction
+        return self._memory.changed_fraction
 
     @defer_signals
     def put(
@@ -336,8 +336,8 @@ class FramePool:
         n = len(stacks)
         handles, next_handles = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
         if self._pool.head[state.UNSEALED]:  # of a call that failed, or of a process that was killed
-            seal_full(self._state, self._pool, self.codec, self._room)
-        self._room.check_numbers(n if nexts is None else 2 * n)
+            seal_full(self._state, self._pool, self.codec, self._memory)
+        self._memory.check_numbers(n if nexts is None else 2 * n)
         flags = np.zeros(n, dtype=np.uint8) if ended is None else np.ascontiguousarray(ended).astype(np.uint8)
         part = _SEALED_STACKS if self.codec.seals else max(n, 1)
         try:
@@ -365,8 +365,8 @@ class FramePool:
             stored = put_stacks(
                 self._state,
                 self.max_error or None,
-                self._room.most,
-                self._room.step,
+                self._memory.most,
+                self._memory.step,
                 address_of(stacks[done:]),
                 0 if nexts is None else address_of(nexts[done:]),
                 len(stacks) - done,
@@ -379,9 +379,9 @@ class FramePool:
             )
             done += int(stored)
             if done < len(stacks):
-                self._room.grow(2 if nexts is not None else 1)
+                self._memory.grow(2 if nexts is not None else 1)
         if self.codec.seals:
-            seal_full(self._state, self._pool, self.codec, self._room)
+            seal_full(self._state, self._pool, self.codec, self._memory)
 
     def put_pairs(self, stacks: int, memory: int, nexts: int, next_memory: int) -> Handles:
         """Stores one transition of each stream. As of all that is about transitions, its caller defers Ctrl-C.
@@ -400,8 +400,8 @@ class FramePool:
                 done = put_pairs(
                     self._state,
                     self.max_error or None,
-                    self._room.most,
-                    self._room.step,
+                    self._memory.most,
+                    self._memory.step,
                     done,
                     stacks,
                     memory,
@@ -414,10 +414,10 @@ class FramePool:
                 )
                 if done == len(pairs):
                     break
-                self._room.check_numbers(2)
-                self._room.grow(2)
+                self._memory.check_numbers(2)
+                self._memory.grow(2)
             if self.codec.seals:
-                seal_full(self._state, self._pool, self.codec, self._room)
+                seal_full(self._state, self._pool, self.codec, self._memory)
         except BaseException:
             release_pairs(self._state, pairs)
             raise
@@ -525,7 +525,7 @@ class FramePool:
         """Gives back what only stacks to come need. Those share nothing with what is there."""
         end_streams(self._state, self._seals)
         if self.codec.seals:
-            seal_full(self._state, self._pool, self.codec, self._room)
+            seal_full(self._state, self._pool, self.codec, self._memory)
         for name in ("last", "frame", "open"):
             start = state.offset_of(name, self._sizes)
             self._region.forget(start, self._arrays[name].nbytes)
@@ -697,7 +697,7 @@ class FramePool:
         head = self._arrays["head"]
         head[: state.KIND_OF_POOL] = stored["head"][: state.KIND_OF_POOL]
         kinds = head[[state.BLOCKS, state.GRAINS, state.REFERENCES, state.STREAMS]]
-        if not self._room.holds(kinds) or not free_others(
+        if not self._memory.holds(kinds) or not free_others(
             self._state, np.zeros(int(head[state.GRAINS]), dtype=np.bool_)
         ):
             raise CorruptFileError("the frames are damaged: blocks lie where there is nothing")
