@@ -139,8 +139,12 @@ class BatchStepper:
     action_dtype: Any
 
     def __post_init__(self) -> None:
-        self._count, self._name, self._running = self.stepper.num_envs, type(self.stepper.env).__name__, RunningInfo()
-        keep_freed_memory(sum(leaf.nbytes for leaf in self.layout.empty(self._count)))
+        self._num_envs, self._name, self._running = (
+            self.stepper.num_envs,
+            type(self.stepper.env).__name__,
+            RunningInfo(),
+        )
+        keep_freed_memory(sum(leaf.nbytes for leaf in self.layout.empty(self._num_envs)))
 
     def step(self, actions: Any) -> StepResult:
         if self.framework not in (None, "numpy"):
@@ -152,12 +156,12 @@ class BatchStepper:
         *leaves, reward, terminated, truncated = _on_cpu(
             [*self.layout.parts(observation), reward, terminated, truncated]
         )
-        leaves = self._check_and_cast(leaves, self._count, self.copy)
+        leaves = self._check_and_cast(leaves, self._num_envs, self.copy)
         rewards = self._as_vector(reward, "rewards").astype(np.float32)
         terminated = self._as_vector(terminated, "terminations").astype(bool, copy=False)
         dones = terminated | self._as_vector(truncated, "truncations").astype(bool, copy=False)
         rows = dones.nonzero()[0]
-        infos: list[Any] = [self._running] * self._count
+        infos: list[Any] = [self._running] * self._num_envs
         if self.all_infos and info:
             running = np.flatnonzero(~dones)
             for index, own in zip(running.tolist(), self._infos_of_rows(without_final(info), running), strict=True):
@@ -182,7 +186,7 @@ class BatchStepper:
             observation, info = self.stepper.reset(dones)
             following = self._to_dict_info(info)
             for leaf, new in zip(
-                leaves, self._check_and_cast(_on_cpu(self.layout.parts(observation)), self._count), strict=True
+                leaves, self._check_and_cast(_on_cpu(self.layout.parts(observation)), self._num_envs), strict=True
             ):
                 leaf[rows] = new[rows]
         return own, self.layout.rows(lasts), self._infos_of_rows(following, rows)
@@ -212,8 +216,10 @@ class BatchStepper:
         if self.framework is None:
             self.framework = found
             self.device = next((part.device for part in parts if isinstance(part, torch.Tensor)), None)
-        leaves = self._check_and_cast(_on_cpu(parts), self._count, self.copy)
-        return self.layout.to_observation(leaves), self._infos_of_rows(self._to_dict_info(info), np.arange(self._count))
+        leaves = self._check_and_cast(_on_cpu(parts), self._num_envs, self.copy)
+        return self.layout.to_observation(leaves), self._infos_of_rows(
+            self._to_dict_info(info), np.arange(self._num_envs)
+        )
 
     def _check_and_cast(self, leaves: list[Array], count: int, copy: bool = False) -> list[Array]:
         """Check shapes, and cast to the dtypes of the space; arrays that cannot be written to are copied."""
@@ -227,22 +233,22 @@ class BatchStepper:
         return found
 
     def _as_vector(self, values: Array, name: str) -> Array:
-        if values.size != self._count:
+        if values.size != self._num_envs:
             raise EnvironmentOutputError(
-                f"{self._name} returned {name} of shape {values.shape}; expected ({self._count},)"
+                f"{self._name} returned {name} of shape {values.shape}; expected ({self._num_envs},)"
             )
-        return values.reshape(self._count)
+        return values.reshape(self._num_envs)
 
     def _to_dict_info(self, info: Any) -> dict[str, Any]:
         """Return an info as a dict of arrays and their masks, from that or a list with a dict for each environment."""
         if isinstance(info, dict):
             return info
         each = list(info) if one_each(info) or isinstance(info, tuple) else None
-        if each is not None and len(each) == self._count:
+        if each is not None and len(each) == self._num_envs:
             return as_dict(each)  # type: ignore[no-any-return]
         found = f"a value of type {type(info).__name__}" if each is None else f"a list of {len(each)} infos"
         raise EnvironmentOutputError(
-            f"{self._name} returned {found} as the info of {self._count} environments; expected a dict of arrays, or a "
+            f"{self._name} returned {found} as the info of {self._num_envs} environments; expected a dict of arrays, or a "
             "list with a dict for each environment"
         )
 
@@ -251,7 +257,7 @@ class BatchStepper:
         found: list[dict[str, Any]] = [{} for _ in range(len(rows))]
         if info and found:
             places: list[tuple[dict[str, Any], str]] = []
-            columns = _columns(info, rows, self._count, places, repeats=self.device is None)
+            columns = _columns(info, rows, self._num_envs, places, repeats=self.device is None)
             for (part, key), array in zip(places, _on_cpu([part[key] for part, key in places]), strict=True):
                 part[key] = array
             _fill(found, columns)
