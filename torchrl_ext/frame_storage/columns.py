@@ -13,7 +13,7 @@ import torch
 from tensordict.utils import unravel_key
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
-from rl_ext_core.frames.auto import COPIED, JUDGE_AFTER, LAST_CHECK, Choice, Chooser, layout_like
+from rl_ext_core.frames.auto import COPIED, JUDGE_AFTER, LAST_CHECK, Encoding, Chooser, layout_like
 from rl_ext_core.frames.codecs import check_numba
 from rl_ext_core.frames.recycle import RecycledArrays
 from rl_ext_core.frames.region import RegionFile
@@ -72,7 +72,7 @@ class FrameColumn:
 
         return FramePool
 
-    def _new_pool(self, choice: Choice, file: RegionFile | None = None) -> FramePool:
+    def _new_pool(self, choice: Encoding, file: RegionFile | None = None) -> FramePool:
         return self._pool_class()(self._n_handles, file=file, **choice._asdict())
 
     def encode(

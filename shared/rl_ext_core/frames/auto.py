@@ -31,7 +31,7 @@ _LENGTHS = ((0.06, 16), (0.15, 8), (0.6, 4), (0.95, 8))
 _logger = logging.getLogger("rl_ext_core.frames")
 
 
-class Choice(NamedTuple):
+class Encoding(NamedTuple):
     """How frames are stored; its fields are options of :class:`FrameStore` and :class:`FramePool`.
 
     :ivar layout: how a stack is made of frames.
@@ -97,18 +97,18 @@ class Chooser:
         """As plain values."""
         return {"codec": self.codec, "n_stack": self.n_stack, "block_length": self.block_length, **self.loss.options}
 
-    def exact(self, layout: StackLayout) -> Choice:
+    def exact(self, layout: StackLayout) -> Encoding:
         """How frames are stored of which nothing is lost yet, and little is known."""
         if self.codec != "auto" and not self.loss.is_codec:
-            return Choice(layout, self.codec, self.length())
+            return Encoding(layout, self.codec, self.length())
         # Only patches can leave out what is within the bound.
         small = layout.frame_bytes < _SMALL_FRAME and not self.loss.options
-        return Choice(layout, "raw" if small else "patch", self.length())
+        return Encoding(layout, "raw" if small else "patch", self.length())
 
-    def at_once(self, layout: StackLayout) -> Choice:
+    def at_once(self, layout: StackLayout) -> Encoding:
         """Likewise, where what is read must not change later, and layouts are found by what is given."""
         if self.loss.is_codec:
-            return Choice(self.loss.layout_like(layout), self.codec, 1, **self.loss.options)
+            return Encoding(self.loss.layout_like(layout), self.codec, 1, **self.loss.options)
         return self.exact(layout)
 
     def length(self, changes: float = 0.0) -> int:
@@ -126,7 +126,7 @@ class Chooser:
     def _is_noise(self, changes: float) -> bool:
         return self.codec == "auto" and changes > _ALL_CHANGES
 
-    def better_for_store(self, store: FrameStore) -> Choice | None:
+    def better_for_store(self, store: FrameStore) -> Encoding | None:
         """How a store's transitions are to be stored from here on; None where they are.
 
         A store that may be lossy is exact until its layout is known and it has seen enough to choose, and keeps to that
@@ -153,14 +153,14 @@ class Chooser:
         known = known or store.seen >= LAST_CHECK
         return bool(self.loss.options) and known and half_full and store.seen >= JUDGE_AFTER
 
-    def _lossy(self, store: FrameStore, layout: StackLayout) -> Choice:
+    def _lossy(self, store: FrameStore, layout: StackLayout) -> Encoding:
         exact = self.exact(layout)
         if self.loss.is_codec or not get_codec(str(exact.codec)).patches:
             return self.at_once(layout)
         trial = exact._replace(max_error=self.loss.options["max_error"])
         return trial._replace(block_length=self.length(store.stored_anew(trial).changed_fraction))
 
-    def better_for_pool(self, pool: FramePool) -> Choice | None:
+    def better_for_pool(self, pool: FramePool) -> Encoding | None:
         """How stacks of the layout that is known are to be stored from here on; None where they are."""
         now, bound = pool.choice, self.loss.options.get("max_error", 0)
         if pool.codec.lossy:

@@ -16,7 +16,7 @@ from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
 from rl_ext_core.frames import arrays as state
 from rl_ext_core.frames.allocator import list_free
 from rl_ext_core.frames.arrays import COUNTS, PoolArrays, PoolMemory, Sizes
-from rl_ext_core.frames.auto import Choice
+from rl_ext_core.frames.auto import Encoding
 from rl_ext_core.frames.checkpoint import checksum
 from rl_ext_core.frames.codecs import (
     DEFAULT_QUALITY,
@@ -283,9 +283,9 @@ class FramePool:
         return self.max_error > 0 or self.codec.lossy
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> Encoding:
         """How stacks are stored now."""
-        return Choice(self.layout, self.codec.name, self.block_length, self.max_error, self.quality)
+        return Encoding(self.layout, self.codec.name, self.block_length, self.max_error, self.quality)
 
     @property
     def held(self) -> int:

@@ -19,7 +19,7 @@ from rl_ext_core._interrupts import check, defer_signals
 from rl_ext_core._system import thread_lock
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, StorageError
 from rl_ext_core.frames.arrays import MOST_PLACES
-from rl_ext_core.frames.auto import COPIED, LAST_CHECK, Choice, Chooser
+from rl_ext_core.frames.auto import COPIED, LAST_CHECK, Encoding, Chooser
 from rl_ext_core.frames.checkpoint import FORMAT_VERSION, check_format, checksum, load, reduced_and_held, save
 from rl_ext_core.frames.codecs import (
     DEFAULT_QUALITY,
@@ -256,19 +256,19 @@ class FrameStore:
         channel_last = np.empty((self.n_envs, *layout.shape[1:], layout.shape[0]), dtype=layout.dtype)
         self._transposed = np.moveaxis(channel_last, -1, 1).strides if layout.planar else None
 
-    def _new_pool(self, choice: Choice, file: RegionFile | None = None) -> FramePool:
+    def _new_pool(self, choice: Encoding, file: RegionFile | None = None) -> FramePool:
         from rl_ext_core.frames.pool import FramePool
 
         return FramePool(self.capacity, streams=self.n_envs, file=file, **choice._asdict())
 
-    def _asked(self, choice: Choice) -> dict[str, Any]:
+    def _asked(self, choice: Encoding) -> dict[str, Any]:
         """What was asked for, as plain values; who opens the folder again has to ask for the same."""
         if self._chooser is None:
             return self._settings(choice)
         given = {"shape": list(map(int, choice.layout.shape)), "dtype": choice.layout.dtype.str}
         return {"capacity": self.capacity, "n_envs": self.n_envs, **given, **self._chooser.options}
 
-    def _settings(self, choice: Choice) -> dict[str, Any]:
+    def _settings(self, choice: Encoding) -> dict[str, Any]:
         """What decides how frames are stored, as plain values."""
         layout, codec = choice.layout, choice.codec if isinstance(choice.codec, Codec) else get_codec(choice.codec)
         return {
@@ -281,7 +281,7 @@ class FrameStore:
             **({"quality": choice.quality} if codec.lossy else {}),
         }
 
-    def _check_budget(self, choice: Choice) -> None:
+    def _check_budget(self, choice: Encoding) -> None:
         if self.max_bytes is None:
             return
         layout = choice.layout
@@ -294,7 +294,7 @@ class FrameStore:
                 "smaller block_length"
             )
 
-    def _begin_in(self, folder: StoreFolder, choice: Choice) -> None:
+    def _begin_in(self, folder: StoreFolder, choice: Encoding) -> None:
         if folder.settings is None:
             self._use(self._new_pool(choice, folder.frames()))
             folder.begin(self._settings(choice))
@@ -365,7 +365,7 @@ class FrameStore:
         return (self.first + np.arange(self.size)) % self.capacity
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> Encoding:
         """How transitions are stored now."""
         return self._pool.choice
 
@@ -548,7 +548,7 @@ class FrameStore:
                 if self.max_bytes is not None:
                     self._keep_within(self.max_bytes)
 
-    def _become(self, choice: Choice) -> None:
+    def _become(self, choice: Encoding) -> None:
         """Stores the same transitions in another way. Whatever is raised, they are stored as before."""
         if (folder := self._folder) is None:
             return self._use(self.stored_anew(choice))
@@ -562,7 +562,7 @@ class FrameStore:
         self._use(pool)
         folder.remove_others()  # Windows has kept what was still mapped
 
-    def stored_anew(self, choice: Choice, file: RegionFile | None = None) -> FramePool:
+    def stored_anew(self, choice: Encoding, file: RegionFile | None = None) -> FramePool:
         """A pool with the same transitions in the same rows, which must not have wrapped."""
         pool = self._new_pool(choice, file)
         memory = PLANAR if choice.layout.planar else INTERLEAVED
@@ -922,23 +922,23 @@ def salvage(storage_dir: str | os.PathLike[str]) -> SalvageReport:
     return found
 
 
-def stored_as(folder: StoreFolder) -> tuple[int, int, Choice]:
+def stored_as(folder: StoreFolder) -> tuple[int, int, Encoding]:
     """Capacity, number of environments, and how the frames in a folder are stored."""
     with as_corrupt_file(f"{folder.path / MANIFEST} is"):
         found = dict(folder.settings or {})
         shape, dtype, n_stack, axis = found.pop("layout")
         layout = StackLayout(tuple(shape), np.dtype(dtype), n_stack, axis)
-        return found.pop("capacity"), found.pop("n_envs"), Choice(layout, **found)
+        return found.pop("capacity"), found.pop("n_envs"), Encoding(layout, **found)
 
 
 def _checked(
     layout: StackLayout, *, codec: str | Codec, block_length: int | None, max_error: int, quality: int
-) -> Choice:
+) -> Encoding:
     """How to store, with what was left open, and what is wrong refused."""
     codec = (get_codec(codec, quality=quality) if isinstance(codec, str) else codec).for_frames(layout)
     length = index(checked_block_length(block_length, codec, most=MOST_PLACES))
     bound = checked_bound(max_error, codec=codec, dtype=layout.dtype)
-    return Choice(layout, codec, length, bound, codec.options.get("quality", DEFAULT_QUALITY))
+    return Encoding(layout, codec, length, bound, codec.options.get("quality", DEFAULT_QUALITY))
 
 
 def longest_run(good: npt.NDArray[np.bool_]) -> tuple[int, int]:
