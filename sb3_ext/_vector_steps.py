@@ -139,7 +139,7 @@ class BatchStepper:
     action_dtype: Any
 
     def __post_init__(self) -> None:
-        self._num_envs, self._name, self._running = (
+        self._num_envs, self._env_name, self._running = (
             self.stepper.num_envs,
             type(self.stepper.env).__name__,
             RunningInfo(),
@@ -194,7 +194,7 @@ class BatchStepper:
     def reset(self, seeds: Sequence[int | None], options: Sequence[dict[str, Any]]) -> tuple[Any, list[Any]]:
         if any(option != options[0] for option in options):
             raise InvalidArgumentError(
-                f"the options differ between environments, and {self._name} resets all of them with the same. Write "
+                f"the options differ between environments, and {self._env_name} resets all of them with the same. Write "
                 "set_options({...}) with one dict"
             )
         given: dict[str, Any] = {"options": dict(options[0])} if options[0] else {}
@@ -202,7 +202,7 @@ class BatchStepper:
             given["seed"] = int(seeds[0])  # environments number on from it, as ``VecEnv.seed`` does
         elif seeds[0] is not None:
             warnings.warn(
-                f"{self._name}.reset takes no seed: the seed is not used. Give it where the environment is made",
+                f"{self._env_name}.reset takes no seed: the seed is not used. Give it where the environment is made",
                 stacklevel=3,
             )
         observation, info = self.stepper.reset(**given)
@@ -227,7 +227,7 @@ class BatchStepper:
         for leaf, (shape, dtype) in zip(leaves, self.layout.shapes_and_dtypes, strict=True):
             if leaf.shape != (count, *shape):
                 raise EnvironmentOutputError(
-                    f"{self._name} returned observations of shape {leaf.shape}; its space promises {(count, *shape)}"
+                    f"{self._env_name} returned observations of shape {leaf.shape}; its space promises {(count, *shape)}"
                 )
             found.append(leaf.astype(dtype, order="C", copy=copy or not leaf.flags.writeable))
         return found
@@ -235,7 +235,7 @@ class BatchStepper:
     def _as_vector(self, values: Array, name: str) -> Array:
         if values.size != self._num_envs:
             raise EnvironmentOutputError(
-                f"{self._name} returned {name} of shape {values.shape}; expected ({self._num_envs},)"
+                f"{self._env_name} returned {name} of shape {values.shape}; expected ({self._num_envs},)"
             )
         return values.reshape(self._num_envs)
 
@@ -248,7 +248,7 @@ class BatchStepper:
             return as_dict(each)  # type: ignore[no-any-return]
         found = f"a value of type {type(info).__name__}" if each is None else f"a list of {len(each)} infos"
         raise EnvironmentOutputError(
-            f"{self._name} returned {found} as the info of {self._num_envs} environments; expected a dict of arrays, or a "
+            f"{self._env_name} returned {found} as the info of {self._num_envs} environments; expected a dict of arrays, or a "
             "list with a dict for each environment"
         )
 
