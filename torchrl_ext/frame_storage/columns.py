@@ -13,7 +13,7 @@ import torch
 from tensordict.utils import unravel_key
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
-from rl_ext_core.frames.auto import COPIED, JUDGE_AFTER, LAST_CHECK, Encoding, Chooser, layout_like
+from rl_ext_core.frames.auto import COPIED, JUDGE_AFTER, LAST_CHECK, Encoding, EncodingChooser, layout_like
 from rl_ext_core.frames.codecs import check_numba
 from rl_ext_core.frames.recycle import RecycledArrays
 from rl_ext_core.frames.region import RegionFile
@@ -36,7 +36,7 @@ class FrameColumn:
 
     :param kind: what :func:`image_kinds` says of it; more entries do no harm.
     :param n_rows: room along the first dimension.
-    :param options: of :class:`Chooser`.
+    :param options: of :class:`EncodingChooser`.
     :param num_threads: threads that decode large batches, or None for as many as ``torch.get_num_threads()``.
     :param file: where the frames lie, or None for memory.
     :ivar pool: its frames.
@@ -61,7 +61,7 @@ class FrameColumn:
         self._recycled = RecycledArrays()
         # A batch is stored before what it replaces is freed, hence twice as many.
         self._n_handles = 2 * n_rows * kind["n_images"]
-        self._chooser = Chooser.checked(self.shape, self._numpy_dtype, **options)
+        self._chooser = EncodingChooser.checked(self.shape, self._numpy_dtype, **options)
         self._next_check, self._in_file = 2, file is not None
         self.pool = self._new_pool(self._chooser.at_once(self._chooser.first_layout), file)
 

@@ -55,7 +55,7 @@ class Encoding(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Chooser:
+class EncodingChooser:
     """What was asked for, and what suits the frames where that leaves it open.
 
     :param codec: name of a codec, or ``"auto"``.
@@ -82,7 +82,7 @@ class Chooser:
         block_length: int | None = None,
         max_error: int = 0,
         quality: int = DEFAULT_QUALITY,
-    ) -> Chooser:
+    ) -> EncodingChooser:
         """The same, of options.
 
         :raises InvalidArgumentError: if they exclude each other, or do not fit the observations.

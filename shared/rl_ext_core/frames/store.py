@@ -19,7 +19,7 @@ from rl_ext_core._interrupts import check, defer_signals
 from rl_ext_core._system import thread_lock
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, StorageError
 from rl_ext_core.frames.arrays import MOST_PLACES
-from rl_ext_core.frames.auto import COPIED, LAST_CHECK, Encoding, Chooser
+from rl_ext_core.frames.auto import COPIED, LAST_CHECK, Encoding, EncodingChooser
 from rl_ext_core.frames.checkpoint import FORMAT_VERSION, check_format, checksum, load, reduced_and_held, save
 from rl_ext_core.frames.codecs import (
     DEFAULT_QUALITY,
@@ -157,7 +157,9 @@ class FrameStore:
     block_length: int
     max_error: int
 
-    def __new__(cls, *args: Any, max_error: Any = 0, chooser: Chooser | None = None, **kwargs: Any) -> FrameStore:
+    def __new__(
+        cls, *args: Any, max_error: Any = 0, chooser: EncodingChooser | None = None, **kwargs: Any
+    ) -> FrameStore:
         """Before anything is there that Ctrl-C could leave half done, all that takes long once."""
         bounds = max_error, 0 if chooser is None else chooser.loss.options.get("max_error", 0)
         load_kernels(bounded=any(isinstance(bound, int) and bound > 0 for bound in bounds))
@@ -176,7 +178,7 @@ class FrameStore:
         quality: int = DEFAULT_QUALITY,
         max_bytes: int | None = None,
         storage_dir: str | os.PathLike[str] | StoreFolder | None = None,
-        chooser: Chooser | None = None,
+        chooser: EncodingChooser | None = None,
     ) -> None:
         if capacity < 1 or n_envs < 1:
             raise InvalidArgumentError(f"capacity={capacity} and n_envs={n_envs} must both be at least 1")
@@ -242,7 +244,7 @@ class FrameStore:
         :raises InvalidTypeError: likewise, because of a type.
         """
         asked: dict[str, Any] = {"codec": codec, "n_stack": n_stack, "block_length": block_length}
-        chooser = Chooser.checked(shape, dtype, **asked, max_error=max_error, quality=quality)
+        chooser = EncodingChooser.checked(shape, dtype, **asked, max_error=max_error, quality=quality)
         first = chooser.exact(chooser.first_layout)._asdict()
         return cls(capacity, n_envs, **first, max_bytes=max_bytes, storage_dir=storage_dir, chooser=chooser)
 
@@ -535,7 +537,7 @@ class FrameStore:
         if self._chooser is not None and self.seen <= LAST_CHECK and self.seen & (self.seen - 1) == 0:
             self._choose_again(self._chooser)
 
-    def _choose_again(self, chooser: Chooser) -> None:
+    def _choose_again(self, chooser: EncodingChooser) -> None:
         """Stores what is there in another way, where that suits it better."""
         if self.position not in (0, self.size) or self.dropped:
             return  # the oldest is not in the first row
@@ -857,7 +859,7 @@ class FrameStore:
             max_error=frames["max_error"],
             quality=frames.get("quality", DEFAULT_QUALITY),
             max_bytes=state.get("max_bytes"),
-            chooser=None if asked is None else Chooser.checked(tuple(shape), dtype, **asked),
+            chooser=None if asked is None else EncodingChooser.checked(tuple(shape), dtype, **asked),
         )
         self.position, self.full, self.dropped = state["position"], state["full"], state["dropped"]
         self._pool.take(frames)
