@@ -104,18 +104,18 @@ class SubEnvStepper:
             if is_single:
                 first[index] = observation  # a call would take as long
             else:
-                self._write(leaves, index, observation)
+                self._write_observation(leaves, index, observation)
         return self.layout.to_observation(leaves), rewards, dones, infos, ended
 
     def reset(self, seeds: Sequence[int | None], options: Sequence[dict[str, Any]]) -> tuple[Any, list[Any]]:
         leaves, infos = self.layout.empty(len(self.envs)), []
         for index, (env, seed, given) in enumerate(zip(self.envs, seeds, options, strict=True)):
             observation, info = env.reset(seed=seed, **({"options": given} if given else {}))
-            self._write(leaves, index, observation)
+            self._write_observation(leaves, index, observation)
             infos.append(copy_output(info))
         return self.layout.to_observation(leaves), infos
 
-    def _write(self, leaves: list[Array], index: int, observation: Any) -> None:
+    def _write_observation(self, leaves: list[Array], index: int, observation: Any) -> None:
         for leaf, part in zip(leaves, self.layout.parts(observation), strict=True):
             leaf[index] = part
 

@@ -136,14 +136,14 @@ class MultiAgentVecEnv(CheckedVecEnv):
         observations, infos = self.envs[number].reset(seed=seed, **({"options": options} if options else {}))
         for row, agent in self._rows_of(number):
             self._alive[row] = agent in observations
-            self._write(row, observations.get(agent))
+            self._write_observation(row, observations.get(agent))
             self.reset_infos[row] = copy_output(dict(infos.get(agent, {})))
             self._returns[row] = self._lengths[row] = 0
 
     def _rows_of(self, number: int) -> Iterable[tuple[int, Any]]:
         return enumerate(self.agents, number * len(self.agents))
 
-    def _write(self, row: int, observation: Any) -> None:
+    def _write_observation(self, row: int, observation: Any) -> None:
         """Write an agent's observation; zeros where there is none."""
         for part in self._rows[row]:
             if observation is None:
@@ -188,7 +188,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
                 if over or joins:
                     dones[row], infos[row]["terminal_observation"] = True, self._copied(row)
                 if joins:
-                    self._write(row, observations[agent])
+                    self._write_observation(row, observations[agent])
                     self.reset_infos[row] = copy_output(dict(their_infos.get(agent, {})))
                     self._alive[row], self._returns[row], self._lengths[row] = True, 0, 0
                 continue
@@ -202,14 +202,14 @@ class MultiAgentVecEnv(CheckedVecEnv):
             rewards[row] = all_rewards[agent]
             self._returns[row] += float(all_rewards[agent])
             self._lengths[row] += 1
-            self._write(row, observations[agent])
+            self._write_observation(row, observations[agent])
             end = bool(terminated.get(agent, False))
             if end or truncated.get(agent, False) or over:
                 info["terminal_observation"], info["TimeLimit.truncated"] = copy_output(observations[agent]), not end
                 total, seconds = round(float(self._returns[row]), 6), round(time.time() - self._began, 6)
                 info["episode"] = {"r": total, "l": int(self._lengths[row]), "t": seconds}
                 dones[row], self._alive[row] = True, False
-                self._write(row, None)
+                self._write_observation(row, None)
         if over:
             self._reset(number)
 
