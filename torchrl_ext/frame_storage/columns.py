@@ -72,8 +72,8 @@ class FrameColumn:
 
         return FramePool
 
-    def _new_pool(self, choice: Encoding, file: RegionFile | None = None) -> FramePool:
-        return self._pool_class()(self._n_handles, file=file, **choice._asdict())
+    def _new_pool(self, encoding: Encoding, file: RegionFile | None = None) -> FramePool:
+        return self._pool_class()(self._n_handles, file=file, **encoding._asdict())
 
     def encode(
         self, keys: list[Key], leaves: list[torch.Tensor], ended: npt.NDArray[np.bool_] | None
@@ -102,9 +102,9 @@ class FrameColumn:
         pool.refresh()
         fresh = pool.held == 0
         if fresh and chooser.n_stack is None:
-            choice = chooser.at_once(layout_like(pool.layout, stacks, nexts))
-            if choice.layout != pool.layout:
-                pool.reconfigure(**choice._asdict())
+            encoding = chooser.at_once(layout_like(pool.layout, stacks, nexts))
+            if encoding.layout != pool.layout:
+                pool.reconfigure(**encoding._asdict())
         handles = pool.put(stacks, nexts, ended=ended)
         # The bound first, then the blocks that suit what is left to store: in others, changes are other ones.
         for _ in range(2 if fresh and len(stacks) >= JUDGE_AFTER else 0):
@@ -152,21 +152,21 @@ class FrameColumn:
             self._store_anew(held, flat)
 
     def _store_anew(self, held: list[torch.Tensor], flat: list[Handles]) -> None:
-        layout, choice = self.pool.layout, None
+        layout, encoding = self.pool.layout, None
         if self._chooser.n_stack is None:
             stacks, *following = self._decoded([part[-COPIED:] for part in flat])
             layout = layout_like(layout, stacks, following[0] if following else None)
         if layout != self.pool.layout:
-            choice = self._chooser.at_once(layout)
+            encoding = self._chooser.at_once(layout)
         elif len(flat[0]) >= JUDGE_AFTER:
-            choice = self._chooser.better_for_pool(self.pool)
-        if choice is None:
+            encoding = self._chooser.better_for_pool(self.pool)
+        if encoding is None:
             return
-        pool, parts = self._new_pool(choice), []
+        pool, parts = self._new_pool(encoding), []
         for start in range(0, len(flat[0]), COPIED):
             parts.append(pool.put(*self._decoded([part[start : start + COPIED] for part in flat])))
         self.pool = pool
-        choice.log("stacks")
+        encoding.log("stacks")
         for leaf, anew in zip(held, zip(*parts, strict=True), strict=False):
             leaf.copy_(torch.from_numpy(np.concatenate(anew)).reshape(leaf.shape))
 

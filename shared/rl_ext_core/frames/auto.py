@@ -132,7 +132,7 @@ class EncodingChooser:
         A store that may be lossy is exact until its layout is known and it has seen enough to choose, and keeps to that
         from then on: what is not exact any more cannot be stored anew without being off by more.
         """
-        now = store.choice
+        now = store.encoding
         if now.max_error or get_codec(store.codec).lossy:
             return None
         found = now.layout if self.n_stack is not None else _found_in(store)
@@ -162,7 +162,7 @@ class EncodingChooser:
 
     def better_for_pool(self, pool: FramePool) -> Encoding | None:
         """How stacks of the layout that is known are to be stored from here on; None where they are."""
-        now, bound = pool.choice, self.loss.options.get("max_error", 0)
+        now, bound = pool.encoding, self.loss.options.get("max_error", 0)
         if pool.codec.lossy:
             return None
         if now.max_error != bound:

@@ -283,7 +283,7 @@ class FramePool:
         return self.max_error > 0 or self.codec.lossy
 
     @property
-    def choice(self) -> Encoding:
+    def encoding(self) -> Encoding:
         """How stacks are stored now."""
         return Encoding(self.layout, self.codec.name, self.block_length, self.max_error, self.quality)
 

@@ -185,7 +185,7 @@ class FrameStore:
         # Plain integers: those of NumPy are written in a way that depends on its version.
         self.capacity, self.n_envs = index(capacity), index(n_envs)
         self.max_bytes = max_bytes if max_bytes is None else index(max_bytes)
-        choice = _checked(layout, codec=codec, block_length=block_length, max_error=max_error, quality=quality)
+        encoding = _checked(layout, codec=codec, block_length=block_length, max_error=max_error, quality=quality)
         self._chooser, self.seen = chooser, 0
         self._shape = (self.n_envs, *layout.shape)
         # The kernels release the GIL: a thread that samples must not read a block while another one fills it.
@@ -195,17 +195,17 @@ class FrameStore:
         self._unfinished = False  # in a folder: whether the owner may yet write to the newest transition's row
         self._was_full = False  # before that one
         self.recovered = None
-        self._check_budget(choice)
+        self._check_budget(encoding)
         if storage_dir is None or isinstance(storage_dir, StoreFolder):
             self._folder = storage_dir
         else:
-            self._folder = StoreFolder(storage_dir, self._asked(choice), capacity=self.capacity)
+            self._folder = StoreFolder(storage_dir, self._asked(encoding), capacity=self.capacity)
         self._rows = Rows(self.capacity) if self._folder is None else self._folder.rows
         try:
             if self._folder is None:
-                self._use(self._new_pool(choice))
+                self._use(self._new_pool(encoding))
             else:
-                self._begin_in(self._folder, choice)
+                self._begin_in(self._folder, encoding)
                 self.seen = self.size
         except BaseException:
             if self._folder is not None:
@@ -258,37 +258,40 @@ class FrameStore:
         channel_last = np.empty((self.n_envs, *layout.shape[1:], layout.shape[0]), dtype=layout.dtype)
         self._transposed = np.moveaxis(channel_last, -1, 1).strides if layout.planar else None
 
-    def _new_pool(self, choice: Encoding, file: RegionFile | None = None) -> FramePool:
+    def _new_pool(self, encoding: Encoding, file: RegionFile | None = None) -> FramePool:
         from rl_ext_core.frames.pool import FramePool
 
-        return FramePool(self.capacity, streams=self.n_envs, file=file, **choice._asdict())
+        return FramePool(self.capacity, streams=self.n_envs, file=file, **encoding._asdict())
 
-    def _asked(self, choice: Encoding) -> dict[str, Any]:
+    def _asked(self, encoding: Encoding) -> dict[str, Any]:
         """What was asked for, as plain values; who opens the folder again has to ask for the same."""
         if self._chooser is None:
-            return self._settings(choice)
-        given = {"shape": list(map(int, choice.layout.shape)), "dtype": choice.layout.dtype.str}
+            return self._settings(encoding)
+        given = {"shape": list(map(int, encoding.layout.shape)), "dtype": encoding.layout.dtype.str}
         return {"capacity": self.capacity, "n_envs": self.n_envs, **given, **self._chooser.options}
 
-    def _settings(self, choice: Encoding) -> dict[str, Any]:
+    def _settings(self, encoding: Encoding) -> dict[str, Any]:
         """What decides how frames are stored, as plain values."""
-        layout, codec = choice.layout, choice.codec if isinstance(choice.codec, Codec) else get_codec(choice.codec)
+        layout, codec = (
+            encoding.layout,
+            encoding.codec if isinstance(encoding.codec, Codec) else get_codec(encoding.codec),
+        )
         return {
             "capacity": self.capacity,
             "n_envs": self.n_envs,
             "layout": [list(map(int, layout.shape)), layout.dtype.str, int(layout.n_stack), int(layout.axis)],
             "codec": codec.name,
-            "block_length": choice.block_length,
-            **({"max_error": choice.max_error} if choice.max_error else {}),
-            **({"quality": choice.quality} if codec.lossy else {}),
+            "block_length": encoding.block_length,
+            **({"max_error": encoding.max_error} if encoding.max_error else {}),
+            **({"quality": encoding.quality} if codec.lossy else {}),
         }
 
-    def _check_budget(self, choice: Encoding) -> None:
+    def _check_budget(self, encoding: Encoding) -> None:
         if self.max_bytes is None:
             return
-        layout = choice.layout
+        layout = encoding.layout
         stack = layout.stack_bytes + layout.frame_bytes
-        least = (stack + _LEAST_BLOCKS * choice.block_length * layout.frame_bytes) * self.n_envs
+        least = (stack + _LEAST_BLOCKS * encoding.block_length * layout.frame_bytes) * self.n_envs
         if self.max_bytes < least:
             raise InvalidArgumentError(
                 f"max_bytes={self.max_bytes:,} is too little for {self.n_envs} environments with observations of shape "
@@ -296,12 +299,12 @@ class FrameStore:
                 "smaller block_length"
             )
 
-    def _begin_in(self, folder: StoreFolder, choice: Encoding) -> None:
+    def _begin_in(self, folder: StoreFolder, encoding: Encoding) -> None:
         if folder.settings is None:
-            self._use(self._new_pool(choice, folder.frames()))
-            folder.begin(self._settings(choice))
+            self._use(self._new_pool(encoding, folder.frames()))
+            folder.begin(self._settings(encoding))
         else:
-            self._use(self._new_pool(choice if self._chooser is None else stored_as(folder)[2], folder.frames()))
+            self._use(self._new_pool(encoding if self._chooser is None else stored_as(folder)[2], folder.frames()))
             self._resume(folder)
         _in_folders.add(self)
 
@@ -367,9 +370,9 @@ class FrameStore:
         return (self.first + np.arange(self.size)) % self.capacity
 
     @property
-    def choice(self) -> Encoding:
+    def encoding(self) -> Encoding:
         """How transitions are stored now."""
-        return self._pool.choice
+        return self._pool.encoding
 
     @property
     def options(self) -> dict[str, Any]:
@@ -543,20 +546,20 @@ class FrameStore:
             return  # the oldest is not in the first row
         # The transition is stored, and what is there is complete: it stays as it is.
         with contextlib.suppress(MemoryError, StorageError):
-            choice = chooser.better_for_store(self)
-            if choice is not None:
-                self._become(choice)
-                choice.log("observations")
+            encoding = chooser.better_for_store(self)
+            if encoding is not None:
+                self._become(encoding)
+                encoding.log("observations")
                 if self.max_bytes is not None:
                     self._keep_within(self.max_bytes)
 
-    def _become(self, choice: Encoding) -> None:
+    def _become(self, encoding: Encoding) -> None:
         """Stores the same transitions in another way. Whatever is raised, they are stored as before."""
         if (folder := self._folder) is None:
-            return self._use(self.stored_anew(choice))
+            return self._use(self.stored_anew(encoding))
         try:
-            pool = self.stored_anew(choice, folder.frames(next_generation=True))
-            folder.begin(self._settings(choice), next_generation=True)
+            pool = self.stored_anew(encoding, folder.frames(next_generation=True))
+            folder.begin(self._settings(encoding), next_generation=True)
         except BaseException:
             with contextlib.suppress(StorageError):
                 folder.frames(next_generation=True)  # removes it
@@ -564,10 +567,10 @@ class FrameStore:
         self._use(pool)
         folder.remove_others()  # Windows has kept what was still mapped
 
-    def stored_anew(self, choice: Encoding, file: RegionFile | None = None) -> FramePool:
+    def stored_anew(self, encoding: Encoding, file: RegionFile | None = None) -> FramePool:
         """A pool with the same transitions in the same rows, which must not have wrapped."""
-        pool = self._new_pool(choice, file)
-        memory = PLANAR if choice.layout.planar else INTERLEAVED
+        pool = self._new_pool(encoding, file)
+        memory = PLANAR if encoding.layout.planar else INTERLEAVED
         for start in range(0, self.size, COPIED):
             rows = np.arange(start, min(start + COPIED, self.size))
             pool.make_sure_of_rows(int(rows[-1]) + 1)
@@ -914,8 +917,8 @@ def salvage(storage_dir: str | os.PathLike[str]) -> SalvageReport:
     """
     folder = StoreFolder(storage_dir, {}, repair=True)
     try:
-        capacity, n_envs, choice = stored_as(folder)
-        store = FrameStore(capacity, n_envs, **choice._asdict(), storage_dir=folder)
+        capacity, n_envs, encoding = stored_as(folder)
+        store = FrameStore(capacity, n_envs, **encoding._asdict(), storage_dir=folder)
         found = SalvageReport(*store.recovered[:2])  # type: ignore[index]
         store.close()
     finally:

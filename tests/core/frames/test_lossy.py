@@ -216,4 +216,4 @@ def test_an_adaptive_store_finds_the_stack_and_goes_over_to_jpeg(layout: StackLa
     assert "lossy: quality=90" in repr(store)
     again = pickle.loads(pickle.dumps(store))
     again.append(*next(iter(drifting(layout, 1, seed=5))))
-    assert again.choice.quality == 90
+    assert again.encoding.quality == 90
