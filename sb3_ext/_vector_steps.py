@@ -257,7 +257,7 @@ class BatchStepper:
         found: list[dict[str, Any]] = [{} for _ in range(len(rows))]
         if info and found:
             places: list[tuple[dict[str, Any], str]] = []
-            columns = _columns(info, rows, self._num_envs, places, repeats=self.device is None)
+            columns = _select_rows(info, rows, self._num_envs, places, repeats=self.device is None)
             for (part, key), array in zip(places, _on_cpu([part[key] for part, key in places]), strict=True):
                 part[key] = array
             _fill(found, columns)
@@ -267,7 +267,7 @@ class BatchStepper:
 # -- infos
 
 
-def _columns(info: Any, rows: Array, count: int, places: list[Any], *, repeats: bool) -> dict[str, Any]:
+def _select_rows(info: Any, rows: Array, count: int, places: list[Any], *, repeats: bool) -> dict[str, Any]:
     """Return some rows of all values and masks in an info.
 
     :param places: gets the dict and the key of every tensor
@@ -276,7 +276,7 @@ def _columns(info: Any, rows: Array, count: int, places: list[Any], *, repeats: 
     columns: dict[str, Any] = {}
     for key, value in info.items():
         if isinstance(value, dict):
-            columns[key] = _columns(value, rows, count, places, repeats=repeats)
+            columns[key] = _select_rows(value, rows, count, places, repeats=repeats)
         elif getattr(value, "shape", ())[:1] == (count,):
             columns[key] = take(value, rows)
             if isinstance(value, torch.Tensor):
