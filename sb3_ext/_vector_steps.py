@@ -260,7 +260,7 @@ class BatchStepper:
             columns = _select_rows(info, rows, self._num_envs, places, repeats=self.device is None)
             for (part, key), array in zip(places, _on_cpu([part[key] for part, key in places]), strict=True):
                 part[key] = array
-            _fill(found, columns)
+            _fill_infos(found, columns)
         return found
 
 
@@ -288,7 +288,7 @@ def _select_rows(info: Any, rows: Array, count: int, places: list[Any], *, repea
     return columns
 
 
-def _fill(infos: list[dict[str, Any]], columns: dict[str, Any]) -> None:
+def _fill_infos(infos: list[dict[str, Any]], columns: dict[str, Any]) -> None:
     """Write the values of each row into its info, unless a mask leaves it out."""
     for key, column in columns.items():
         if is_mask(columns, key, len(infos)):
@@ -296,7 +296,7 @@ def _fill(infos: list[dict[str, Any]], columns: dict[str, Any]) -> None:
         values = column
         if isinstance(column, dict):
             values = [{} for _ in infos]
-            _fill(values, column)
+            _fill_infos(values, column)
         present = columns[f"_{key}"] if is_mask(columns, f"_{key}", len(infos)) else itertools.repeat(True)
         for info, value, is_present in zip(infos, values, present, strict=False):
             if is_present:
