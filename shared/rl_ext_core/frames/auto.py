@@ -158,7 +158,7 @@ class EncodingChooser:
         if self.loss.is_codec or not get_codec(str(exact.codec)).patches:
             return self.at_once(layout)
         trial = exact._replace(max_error=self.loss.options["max_error"])
-        return trial._replace(block_length=self.length(store.stored_anew(trial).changed_fraction))
+        return trial._replace(block_length=self.length(store.reencode(trial).changed_fraction))
 
     def better_for_pool(self, pool: FramePool) -> Encoding | None:
         """How stacks of the layout that is known are to be stored from here on; None where they are."""

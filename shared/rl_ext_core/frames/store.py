@@ -556,9 +556,9 @@ class FrameStore:
     def _become(self, encoding: Encoding) -> None:
         """Stores the same transitions in another way. Whatever is raised, they are stored as before."""
         if (folder := self._folder) is None:
-            return self._use(self.stored_anew(encoding))
+            return self._use(self.reencode(encoding))
         try:
-            pool = self.stored_anew(encoding, folder.frames(next_generation=True))
+            pool = self.reencode(encoding, folder.frames(next_generation=True))
             folder.begin(self._settings(encoding), next_generation=True)
         except BaseException:
             with contextlib.suppress(StorageError):
@@ -567,7 +567,7 @@ class FrameStore:
         self._use(pool)
         folder.remove_others()  # Windows has kept what was still mapped
 
-    def stored_anew(self, encoding: Encoding, file: RegionFile | None = None) -> FramePool:
+    def reencode(self, encoding: Encoding, file: RegionFile | None = None) -> FramePool:
         """A pool with the same transitions in the same rows, which must not have wrapped."""
         pool = self._new_pool(encoding, file)
         memory = PLANAR if encoding.layout.planar else INTERLEAVED
