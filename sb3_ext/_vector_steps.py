@@ -153,7 +153,7 @@ class BatchStepper:
             actions = np.asarray(actions)
         observation, reward, terminated, truncated, info = self.stepper.step(actions)
         info = self._to_dict_info(info)
-        *leaves, reward, terminated, truncated = _on_cpu(
+        *leaves, reward, terminated, truncated = _to_cpu_arrays(
             [*self.layout.parts(observation), reward, terminated, truncated]
         )
         leaves = self._check_and_cast(leaves, self._num_envs, self.copy)
@@ -180,13 +180,15 @@ class BatchStepper:
         last, following = self.stepper.infos(info)
         own = self._infos_of_rows(last, rows)  # before the reset, which may write into it
         if final is not None:
-            lasts = self._check_and_cast(_on_cpu(self.layout.parts(final)), len(rows), copy=False)
+            lasts = self._check_and_cast(_to_cpu_arrays(self.layout.parts(final)), len(rows), copy=False)
         else:
             lasts = [leaf[rows] for leaf in leaves]
             observation, info = self.stepper.reset(dones)
             following = self._to_dict_info(info)
             for leaf, new in zip(
-                leaves, self._check_and_cast(_on_cpu(self.layout.parts(observation)), self._num_envs), strict=True
+                leaves,
+                self._check_and_cast(_to_cpu_arrays(self.layout.parts(observation)), self._num_envs),
+                strict=True,
             ):
                 leaf[rows] = new[rows]
         return own, self.layout.rows(lasts), self._infos_of_rows(following, rows)
@@ -216,7 +218,7 @@ class BatchStepper:
         if self.framework is None:
             self.framework = found
             self.device = next((part.device for part in parts if isinstance(part, torch.Tensor)), None)
-        leaves = self._check_and_cast(_on_cpu(parts), self._num_envs, self.copy)
+        leaves = self._check_and_cast(_to_cpu_arrays(parts), self._num_envs, self.copy)
         return self.layout.to_observation(leaves), self._infos_of_rows(
             self._to_dict_info(info), np.arange(self._num_envs)
         )
@@ -258,7 +260,7 @@ class BatchStepper:
         if info and found:
             places: list[tuple[dict[str, Any], str]] = []
             columns = _select_rows(info, rows, self._num_envs, places, repeats=self.device is None)
-            for (part, key), array in zip(places, _on_cpu([part[key] for part, key in places]), strict=True):
+            for (part, key), array in zip(places, _to_cpu_arrays([part[key] for part, key in places]), strict=True):
                 part[key] = array
             _fill_infos(found, columns)
         return found
@@ -360,7 +362,7 @@ class RunningInfo(dict[str, Any]):
 # -- tensors
 
 
-def _on_cpu(parts: list[Any]) -> list[Array]:
+def _to_cpu_arrays(parts: list[Any]) -> list[Array]:
     """Turn tensors into arrays: those on other devices in one copy, those here without one."""
     away = [index for index, part in enumerate(parts) if isinstance(part, torch.Tensor) and not part.is_cpu]
     found = list(parts)
