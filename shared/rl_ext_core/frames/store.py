@@ -548,12 +548,12 @@ class FrameStore:
         with contextlib.suppress(MemoryError, StorageError):
             encoding = chooser.better_for_store(self)
             if encoding is not None:
-                self._become(encoding)
+                self._switch_encoding(encoding)
                 encoding.log("observations")
                 if self.max_bytes is not None:
                     self._keep_within(self.max_bytes)
 
-    def _become(self, encoding: Encoding) -> None:
+    def _switch_encoding(self, encoding: Encoding) -> None:
         """Stores the same transitions in another way. Whatever is raised, they are stored as before."""
         if (folder := self._folder) is None:
             return self._use(self.reencode(encoding))
