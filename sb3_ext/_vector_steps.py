@@ -367,12 +367,12 @@ def _to_cpu_arrays(parts: list[Any]) -> list[Array]:
     away = [index for index, part in enumerate(parts) if isinstance(part, torch.Tensor) and not part.is_cpu]
     found = list(parts)
     if len(away) > 1:
-        for index, array in zip(away, _unpacked([parts[index] for index in away]), strict=True):
+        for index, array in zip(away, _copy_in_one_block([parts[index] for index in away]), strict=True):
             found[index] = array
     return [part if type(part) is np.ndarray else np.asarray(to_numpy(part)) for part in found]
 
 
-def _unpacked(tensors: list[torch.Tensor]) -> list[Array]:
+def _copy_in_one_block(tensors: list[torch.Tensor]) -> list[Array]:
     """Copy tensors of one device into one block on the CPU, and return arrays in it."""
     # The widest first: each then begins at a multiple of its size.
     order = sorted(range(len(tensors)), key=lambda index: -tensors[index].element_size())
