@@ -538,9 +538,9 @@ class FrameStore:
             self._keep_within(self.max_bytes)
         self.seen += 1
         if self._chooser is not None and self.seen <= LAST_CHECK and self.seen & (self.seen - 1) == 0:
-            self._choose_again(self._chooser)
+            self._update_encoding(self._chooser)
 
-    def _choose_again(self, chooser: EncodingChooser) -> None:
+    def _update_encoding(self, chooser: EncodingChooser) -> None:
         """Stores what is there in another way, where that suits it better."""
         if self.position not in (0, self.size) or self.dropped:
             return  # the oldest is not in the first row
