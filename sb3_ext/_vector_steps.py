@@ -100,7 +100,7 @@ class SubEnvStepper:
             elif info and all_infos:
                 infos[index] = {**copy_output(info), "TimeLimit.truncated": False}
             elif info:
-                running.left_out.update(info)
+                running.omitted_keys.update(info)
             if is_single:
                 first[index] = observation  # a call would take as long
             else:
@@ -308,7 +308,7 @@ def _fill_infos(infos: list[dict[str, Any]], columns: dict[str, Any]) -> None:
 class RunningInfo(dict[str, Any]):
     """The info of all environments whose episodes continue, which cannot be written to.
 
-    :ivar left_out: keys that environments have returned and that are not in it; asking for one of them raises
+    :ivar omitted_keys: keys that environments have returned and that are not in it; asking for one of them raises
     """
 
     # SB3 asks for these in every step.
@@ -316,17 +316,17 @@ class RunningInfo(dict[str, Any]):
 
     def __init__(self) -> None:
         super().__init__({"TimeLimit.truncated": False})
-        self.left_out: set[str] = set()
+        self.omitted_keys: set[str] = set()
 
     def leave_out(self, info: dict[str, Any], running: Array) -> None:
         """Record which keys of an info belong to environments whose episodes continue.
 
         :param running: (n,) booleans
         """
-        for key in info.keys() - self.left_out:
+        for key in info.keys() - self.omitted_keys:
             mask = f"_{key}"
             if not is_mask(info, mask, len(running)) or np.asarray(to_numpy(info[mask]))[running].any():
-                self.left_out.add(key)
+                self.omitted_keys.add(key)
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise InvalidTypeError(
@@ -348,7 +348,7 @@ class RunningInfo(dict[str, Any]):
 
         :raises KeyError: If an environment has returned this key: the default would be wrong.
         """
-        if key in self.left_out and key not in self._ASKED_BY_SB3:
+        if key in self.omitted_keys and key not in self._ASKED_BY_SB3:
             self.__missing__(key)
         return super().get(key, default)
 
