@@ -97,7 +97,7 @@ class EncodingChooser:
         """As plain values."""
         return {"codec": self.codec, "n_stack": self.n_stack, "block_length": self.block_length, **self.loss.options}
 
-    def exact(self, layout: StackLayout) -> Encoding:
+    def lossless(self, layout: StackLayout) -> Encoding:
         """How frames are stored of which nothing is lost yet, and little is known."""
         if self.codec != "auto" and not self.loss.is_codec:
             return Encoding(layout, self.codec, self.length())
@@ -109,7 +109,7 @@ class EncodingChooser:
         """Likewise, where what is read must not change later, and layouts are found by what is given."""
         if self.loss.is_codec:
             return Encoding(self.loss.layout_like(layout), self.codec, 1, **self.loss.options)
-        return self.exact(layout)
+        return self.lossless(layout)
 
     def length(self, changes: float = 0.0) -> int:
         """Frames a block.
@@ -138,7 +138,7 @@ class EncodingChooser:
         found = now.layout if self.n_stack is not None else _found_in(store)
         chosen, layout = now, found or now.layout
         if layout != now.layout:
-            chosen = self.exact(layout)
+            chosen = self.lossless(layout)
         elif store.size >= JUDGE_AFTER:
             changes = store.changed_fraction
             codec = "raw" if self._is_noise(changes) else now.codec
@@ -154,10 +154,10 @@ class EncodingChooser:
         return bool(self.loss.options) and known and half_full and store.seen >= JUDGE_AFTER
 
     def _lossy(self, store: FrameStore, layout: StackLayout) -> Encoding:
-        exact = self.exact(layout)
-        if self.loss.is_codec or not get_codec(str(exact.codec)).patches:
+        lossless = self.lossless(layout)
+        if self.loss.is_codec or not get_codec(str(lossless.codec)).patches:
             return self.at_once(layout)
-        trial = exact._replace(max_error=self.loss.options["max_error"])
+        trial = lossless._replace(max_error=self.loss.options["max_error"])
         return trial._replace(block_length=self.length(store.reencode(trial).changed_fraction))
 
     def better_for_pool(self, pool: FramePool) -> Encoding | None:

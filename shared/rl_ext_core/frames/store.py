@@ -245,7 +245,7 @@ class FrameStore:
         """
         asked: dict[str, Any] = {"codec": codec, "n_stack": n_stack, "block_length": block_length}
         chooser = EncodingChooser.checked(shape, dtype, **asked, max_error=max_error, quality=quality)
-        first = chooser.exact(chooser.first_layout)._asdict()
+        first = chooser.lossless(chooser.first_layout)._asdict()
         return cls(capacity, n_envs, **first, max_bytes=max_bytes, storage_dir=storage_dir, chooser=chooser)
 
     def _use(self, pool: FramePool) -> None:
