@@ -167,7 +167,7 @@ class BatchStepper:
             for index, own in zip(running.tolist(), self._infos_of_rows(without_final(info), running), strict=True):
                 infos[index] = {**own, "TimeLimit.truncated": False}
         elif info:
-            self._running.leave_out(without_final(info), ~dones)
+            self._running.record_omitted(without_final(info), ~dones)
         ended: list[EndedEpisode] = []
         if len(rows):
             own, lasts, resets = self._finish_episodes(leaves, dones, rows, info)
@@ -318,7 +318,7 @@ class RunningInfo(dict[str, Any]):
         super().__init__({"TimeLimit.truncated": False})
         self.omitted_keys: set[str] = set()
 
-    def leave_out(self, info: dict[str, Any], running: Array) -> None:
+    def record_omitted(self, info: dict[str, Any], running: Array) -> None:
         """Record which keys of an info belong to environments whose episodes continue.
 
         :param running: (n,) booleans
