@@ -63,7 +63,7 @@ class FrameColumn:
         self._n_handles = 2 * n_rows * kind["n_images"]
         self._chooser = EncodingChooser.checked(self.shape, self._numpy_dtype, **options)
         self._next_check, self._in_file = 2, file is not None
-        self.pool = self._new_pool(self._chooser.at_once(self._chooser.first_layout), file)
+        self.pool = self._new_pool(self._chooser.first_encoding(self._chooser.first_layout), file)
 
     @staticmethod
     def _pool_class() -> type[FramePool]:
@@ -102,7 +102,7 @@ class FrameColumn:
         pool.refresh()
         fresh = pool.held == 0
         if fresh and chooser.n_stack is None:
-            encoding = chooser.at_once(layout_like(pool.layout, stacks, nexts))
+            encoding = chooser.first_encoding(layout_like(pool.layout, stacks, nexts))
             if encoding.layout != pool.layout:
                 pool.reconfigure(**encoding._asdict())
         handles = pool.put(stacks, nexts, ended=ended)
@@ -157,7 +157,7 @@ class FrameColumn:
             stacks, *following = self._decoded([part[-COPIED:] for part in flat])
             layout = layout_like(layout, stacks, following[0] if following else None)
         if layout != self.pool.layout:
-            encoding = self._chooser.at_once(layout)
+            encoding = self._chooser.first_encoding(layout)
         elif len(flat[0]) >= JUDGE_AFTER:
             encoding = self._chooser.better_for_pool(self.pool)
         if encoding is None:
@@ -204,7 +204,7 @@ class FrameColumn:
         from rl_ext_core.frames.recovery import recover
 
         if self.pool.interrupted:
-            self.pool.reconfigure(**self._chooser.at_once(self._chooser.first_layout)._asdict())
+            self.pool.reconfigure(**self._chooser.first_encoding(self._chooser.first_layout)._asdict())
         return recover(self.pool, handles)
 
     def restore(self, description: Any) -> None:

@@ -105,7 +105,7 @@ class EncodingChooser:
         small = layout.frame_bytes < _SMALL_FRAME and not self.loss.options
         return Encoding(layout, "raw" if small else "patch", self.length())
 
-    def at_once(self, layout: StackLayout) -> Encoding:
+    def first_encoding(self, layout: StackLayout) -> Encoding:
         """Likewise, where what is read must not change later, and layouts are found by what is given."""
         if self.loss.is_codec:
             return Encoding(self.loss.layout_like(layout), self.codec, 1, **self.loss.options)
@@ -156,7 +156,7 @@ class EncodingChooser:
     def _lossy(self, store: FrameStore, layout: StackLayout) -> Encoding:
         lossless = self.lossless(layout)
         if self.loss.is_codec or not get_codec(str(lossless.codec)).patches:
-            return self.at_once(layout)
+            return self.first_encoding(layout)
         trial = lossless._replace(max_error=self.loss.options["max_error"])
         return trial._replace(block_length=self.length(store.reencode(trial).changed_fraction))
 
