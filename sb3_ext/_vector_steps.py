@@ -328,14 +328,14 @@ class RunningInfo(dict[str, Any]):
             if not is_mask(info, mask, len(running)) or np.asarray(to_numpy(info[mask]))[running].any():
                 self.omitted_keys.add(key)
 
-    def _refuse(self, *_: Any, **__: Any) -> Any:
+    def _raise_read_only(self, *_: Any, **__: Any) -> Any:
         raise InvalidTypeError(
             "this info belongs to all environments whose episodes continue and cannot be changed. Change a copy of it, "
             'info.copy(), or write GymVecEnv(..., infos="all")'
         )
 
-    __setitem__ = __delitem__ = __ior__ = _refuse
-    clear = pop = popitem = setdefault = update = _refuse
+    __setitem__ = __delitem__ = __ior__ = _raise_read_only
+    clear = pop = popitem = setdefault = update = _raise_read_only
 
     def __missing__(self, key: str) -> Any:
         raise KeyError(
