@@ -143,11 +143,11 @@ class EncodingChooser:
             changes = store.changed_fraction
             codec = "raw" if self._is_noise(changes) else now.codec
             chosen = now._replace(codec=codec, block_length=self.length(changes))
-        if self._may_lose(store, known=found is not None):
+        if self._may_become_lossy(store, known=found is not None):
             chosen = self._lossy(store, self.loss.layout_like(layout))
         return None if chosen == now else chosen
 
-    def _may_lose(self, store: FrameStore, *, known: bool) -> bool:
+    def _may_become_lossy(self, store: FrameStore, *, known: bool) -> bool:
         """Whether enough is known to give exactness up."""
         half_full = 2 * store.size >= min(2 * JUDGE_AFTER, store.capacity)
         known = known or store.seen >= LAST_CHECK
