@@ -312,7 +312,7 @@ class RunningInfo(dict[str, Any]):
     """
 
     # SB3 asks for these in every step.
-    _ASKED_BY_SB3 = frozenset({"episode", "is_success", "terminal_observation", "TimeLimit.truncated"})
+    _KEYS_READ_BY_SB3 = frozenset({"episode", "is_success", "terminal_observation", "TimeLimit.truncated"})
 
     def __init__(self) -> None:
         super().__init__({"TimeLimit.truncated": False})
@@ -348,7 +348,7 @@ class RunningInfo(dict[str, Any]):
 
         :raises KeyError: If an environment has returned this key: the default would be wrong.
         """
-        if key in self.omitted_keys and key not in self._ASKED_BY_SB3:
+        if key in self.omitted_keys and key not in self._KEYS_READ_BY_SB3:
             self.__missing__(key)
         return super().get(key, default)
 
