@@ -144,7 +144,7 @@ class EncodingChooser:
             codec = "raw" if self._is_noise(changes) else now.codec
             chosen = now._replace(codec=codec, block_length=self.length(changes))
         if self._may_become_lossy(store, known=found is not None):
-            chosen = self._lossy(store, self.loss.layout_like(layout))
+            chosen = self._lossy_encoding(store, self.loss.layout_like(layout))
         return None if chosen == now else chosen
 
     def _may_become_lossy(self, store: FrameStore, *, known: bool) -> bool:
@@ -153,7 +153,7 @@ class EncodingChooser:
         known = known or store.seen >= LAST_CHECK
         return bool(self.loss.options) and known and half_full and store.seen >= JUDGE_AFTER
 
-    def _lossy(self, store: FrameStore, layout: StackLayout) -> Encoding:
+    def _lossy_encoding(self, store: FrameStore, layout: StackLayout) -> Encoding:
         lossless = self.lossless(layout)
         if self.loss.is_codec or not get_codec(str(lossless.codec)).patches:
             return self.first_encoding(layout)
