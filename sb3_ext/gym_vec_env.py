@@ -75,7 +75,7 @@ class GymVecEnv(CheckedVecEnv):
     (4, 4)
     """
 
-    made_of = "vector_env"
+    constructor_argument = "vector_env"
 
     def __init__(
         self,

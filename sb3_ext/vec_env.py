@@ -33,7 +33,7 @@ class CheckedVecEnv(VecEnv):
 
     closed = False
     _actions: Any = None  # of the step that was begun
-    made_of = "env_fns"
+    constructor_argument = "env_fns"
     rows_are = "environments"
 
     def get_images(self) -> Sequence[np.ndarray[Any, Any] | None]:
@@ -56,7 +56,7 @@ class CheckedVecEnv(VecEnv):
     def _require_open(self) -> None:
         if self.closed:
             name = type(self).__name__
-            raise InvalidArgumentError(f"this {name} is closed; make a new one: {name}({self.made_of})")
+            raise InvalidArgumentError(f"this {name} is closed; make a new one: {name}({self.constructor_argument})")
 
     def _note_actions(self, actions: Any) -> None:
         self._require_open()
