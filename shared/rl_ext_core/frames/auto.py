@@ -135,7 +135,7 @@ class EncodingChooser:
         now = store.encoding
         if now.max_error or get_codec(store.codec).lossy:
             return None
-        found = now.layout if self.n_stack is not None else _found_in(store)
+        found = now.layout if self.n_stack is not None else _detect_store_layout(store)
         chosen, layout = now, found or now.layout
         if layout != now.layout:
             chosen = self.lossless(layout)
@@ -176,7 +176,7 @@ class EncodingChooser:
         return None if chosen == now else chosen
 
 
-def _found_in(store: FrameStore) -> StackLayout | None:
+def _detect_store_layout(store: FrameStore) -> StackLayout | None:
     """How a store's newest observations are stacked."""
     before, after = store.transitions(np.arange(max(store.size - _LOOK_BACK, 0), store.size))
     described = store.layout.shape, store.layout.dtype
