@@ -65,7 +65,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
     >>> env.close()
     """
 
-    rows_are = "agents"
+    row_noun = "agents"
 
     def __init__(self, env_fns: Sequence[Callable[[], Any]]) -> None:
         check_env_fns(env_fns)

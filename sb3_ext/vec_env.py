@@ -34,7 +34,7 @@ class CheckedVecEnv(VecEnv):
     closed = False
     _actions: Any = None  # of the step that was begun
     constructor_argument = "env_fns"
-    rows_are = "environments"
+    row_noun = "environments"
 
     def get_images(self) -> Sequence[np.ndarray[Any, Any] | None]:
         """Render all environments.
@@ -62,7 +62,7 @@ class CheckedVecEnv(VecEnv):
         self._require_open()
         if len(actions) != self.num_envs:
             raise InvalidArgumentError(
-                f"there are {len(actions)} actions for {self.num_envs} {self.rows_are}; expected an action for each"
+                f"there are {len(actions)} actions for {self.num_envs} {self.row_noun}; expected an action for each"
             )
         self._actions = actions
 
