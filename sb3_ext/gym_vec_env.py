@@ -198,7 +198,9 @@ class GymVecEnv(CheckedVecEnv):
         if found is not None:
             return found
         # Stable Baselines3 would warn of environments that have no render_mode.
-        value = to_numpy(getattr(self._owner(attr_name), attr_name, *([None] if attr_name == "render_mode" else [])))
+        value = to_numpy(
+            getattr(self._find_owner(attr_name), attr_name, *([None] if attr_name == "render_mode" else []))
+        )
         rows = isinstance(value, np.ndarray) and value.shape[:1] == (self.num_envs,)
         return [value[index] if rows else value for index in self._chosen(indices, self.num_envs)]
 
@@ -227,7 +229,7 @@ class GymVecEnv(CheckedVecEnv):
         found = self._call_each(indices, method_name, *method_args, needs=method_name, **method_kwargs)
         if found is not None:
             return found
-        result = to_numpy(getattr(self._owner(method_name), method_name)(*method_args, **method_kwargs))
+        result = to_numpy(getattr(self._find_owner(method_name), method_name)(*method_args, **method_kwargs))
         rows = indices is None and isinstance(result, np.ndarray | list | tuple) and len(result) == self.num_envs
         return list(result) if rows else [result for _ in self._chosen(indices, self.num_envs)]
 
@@ -242,7 +244,7 @@ class GymVecEnv(CheckedVecEnv):
         texts, names = self._call_each(chosen, "__str__"), _names_of(wrapper_class)
         return [bool(names.intersection(re.findall(r"<(\w+)", text))) for text in texts or [""] * len(chosen)]
 
-    def _owner(self, name: str) -> Any:
+    def _find_owner(self, name: str) -> Any:
         """Return the outermost wrapper that has an attribute; the environment if there is none."""
         return next((layer for layer in layers(self.env) if hasattr(layer, name)), self._base)
 
