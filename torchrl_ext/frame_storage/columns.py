@@ -61,7 +61,7 @@ class FrameColumn:
         self._recycled = RecycledArrays()
         # A batch is stored before what it replaces is freed, hence twice as many.
         self._n_handles = 2 * n_rows * kind["n_images"]
-        self._chooser = EncodingChooser.checked(self.shape, self._numpy_dtype, **options)
+        self._chooser = EncodingChooser.from_options(self.shape, self._numpy_dtype, **options)
         self._next_check, self._in_file = 2, file is not None
         self.pool = self._new_pool(self._chooser.first_encoding(self._chooser.first_layout), file)
 

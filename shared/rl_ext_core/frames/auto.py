@@ -72,7 +72,7 @@ class EncodingChooser:
     first_layout: StackLayout
 
     @classmethod
-    def checked(
+    def from_options(
         cls,
         shape: tuple[int, ...],
         dtype: npt.DTypeLike,

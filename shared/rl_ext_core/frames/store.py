@@ -244,7 +244,7 @@ class FrameStore:
         :raises InvalidTypeError: likewise, because of a type.
         """
         asked: dict[str, Any] = {"codec": codec, "n_stack": n_stack, "block_length": block_length}
-        chooser = EncodingChooser.checked(shape, dtype, **asked, max_error=max_error, quality=quality)
+        chooser = EncodingChooser.from_options(shape, dtype, **asked, max_error=max_error, quality=quality)
         first = chooser.lossless(chooser.first_layout)._asdict()
         return cls(capacity, n_envs, **first, max_bytes=max_bytes, storage_dir=storage_dir, chooser=chooser)
 
@@ -862,7 +862,7 @@ class FrameStore:
             max_error=frames["max_error"],
             quality=frames.get("quality", DEFAULT_QUALITY),
             max_bytes=state.get("max_bytes"),
-            chooser=None if asked is None else EncodingChooser.checked(tuple(shape), dtype, **asked),
+            chooser=None if asked is None else EncodingChooser.from_options(tuple(shape), dtype, **asked),
         )
         self.position, self.full, self.dropped = state["position"], state["full"], state["dropped"]
         self._pool.take(frames)
