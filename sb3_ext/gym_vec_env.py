@@ -186,7 +186,7 @@ class GymVecEnv(CheckedVecEnv):
 
     def has_attr(self, attr_name: str) -> bool:
         """Return whether all environments have an attribute."""
-        found = self._call_each(None, "has_wrapper_attr", attr_name)
+        found = self._call_sub_envs(None, "has_wrapper_attr", attr_name)
         return super().has_attr(attr_name) if found is None else all(found)
 
     def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
@@ -194,7 +194,7 @@ class GymVecEnv(CheckedVecEnv):
 
         :raises AttributeError: If there is none.
         """
-        found = self._call_each(indices, "get_wrapper_attr", attr_name, needs=attr_name)
+        found = self._call_sub_envs(indices, "get_wrapper_attr", attr_name, needs=attr_name)
         if found is not None:
             return found
         # Stable Baselines3 would warn of environments that have no render_mode.
@@ -209,7 +209,7 @@ class GymVecEnv(CheckedVecEnv):
 
         :raises InvalidArgumentError: If only some are to be set, and none can be reached.
         """
-        if self._call_each(indices, "set_wrapper_attr", attr_name, value) is not None:
+        if self._call_sub_envs(indices, "set_wrapper_attr", attr_name, value) is not None:
             return
         if set(self._chosen(indices, self.num_envs)) != set(range(self.num_envs)):
             raise InvalidArgumentError(
@@ -226,7 +226,7 @@ class GymVecEnv(CheckedVecEnv):
 
         What that returns is the result of each; if ``indices`` is None, a result with n rows is one row for each.
         """
-        found = self._call_each(indices, method_name, *method_args, needs=method_name, **method_kwargs)
+        found = self._call_sub_envs(indices, method_name, *method_args, needs=method_name, **method_kwargs)
         if found is not None:
             return found
         result = to_numpy(getattr(self._find_owner(method_name), method_name)(*method_args, **method_kwargs))
@@ -241,14 +241,14 @@ class GymVecEnv(CheckedVecEnv):
         if isinstance(self._base, SyncVectorEnv):
             return [is_wrapped(self._base.envs[index], wrapper_class) for index in chosen]
         # By name, "<TimeLimit<Monitor<E instance>>>": AsyncVectorEnv's workers die of an answer that does not pickle.
-        texts, names = self._call_each(chosen, "__str__"), _names_of(wrapper_class)
+        texts, names = self._call_sub_envs(chosen, "__str__"), _names_of(wrapper_class)
         return [bool(names.intersection(re.findall(r"<(\w+)", text))) for text in texts or [""] * len(chosen)]
 
     def _find_owner(self, name: str) -> Any:
         """Return the outermost wrapper that has an attribute; the environment if there is none."""
         return next((layer for layer in layers(self.env) if hasattr(layer, name)), self._base)
 
-    def _call_each(
+    def _call_sub_envs(
         self, indices: Indices, name: str, *args: Any, needs: str | None = None, **kwargs: Any
     ) -> list[Any] | None:
         """Call a method of each of these sub-environments; return None if they cannot be reached one by one.
