@@ -147,7 +147,7 @@ class Sizes(NamedTuple):
     stack_bytes: int
     block_frames: int  # the most that a block may be asked to hold
     grain: int  # bytes
-    checked: bool = True  # whether there are checksums
+    has_checksums: bool = True  # whether there are checksums
     rows: int = 0  # of transitions, one a stream in each
 
 
@@ -181,7 +181,7 @@ def worst_case(
     return Sizes(blocks, min(contents // grain, _MOST), references, streams, stack_bytes, block_frames, grain)
 
 
-def ring_case(n_rows: int, *, layout: StackLayout, block_length: int, streams: int, checked: bool) -> Sizes:
+def ring_case(n_rows: int, *, layout: StackLayout, block_length: int, streams: int, has_checksums: bool) -> Sizes:
     """Sizes that suffice for a ring of so many transitions a stream, however little they share."""
     n_pairs = (n_rows + 2) * streams
     row = layout.stack_bytes + (layout.n_stack + 1) * (ENTRY_HEADER + 1)
@@ -199,7 +199,7 @@ def ring_case(n_rows: int, *, layout: StackLayout, block_length: int, streams: i
         layout.stack_bytes,
         block_length,
         grain,
-        checked,
+        has_checksums,
         n_rows,
     )
 
@@ -212,25 +212,25 @@ def _edge_bytes(grains: int) -> int:
 def _fields(sizes: Sizes) -> dict[str, tuple[tuple[int, ...], type[np.generic]]]:
     row = sizes.stack_bytes + SLACK
     opened = sizes.block_frames * (sizes.stack_bytes + ENTRY_HEADER) + SLACK
-    checked = int(sizes.checked)
+    has_checksums = int(sizes.has_checksums)
     return {
         "head": ((N_HEAD,), np.int64),
-        "blocks": ((sizes.blocks, N_BLOCK if sizes.checked else N_BLOCK_UNCHECKED), np.uint32),
-        "sums": ((checked * sizes.blocks, N_SUMS), np.uint32),
+        "blocks": ((sizes.blocks, N_BLOCK if sizes.has_checksums else N_BLOCK_UNCHECKED), np.uint32),
+        "sums": ((has_checksums * sizes.blocks, N_SUMS), np.uint32),
         "free_blocks": ((sizes.blocks,), np.uint32),
         "unsealed": ((sizes.blocks,), np.uint32),
         "turned": ((1024,), np.uint32),
         "edges": ((_edge_bytes(sizes.grains),), np.uint8),
         "users": ((sizes.references,), np.uint32),
-        "reference_sums": ((checked * sizes.references,), np.uint32),
+        "reference_sums": ((has_checksums * sizes.references,), np.uint32),
         "free_references": ((sizes.references,), np.uint32),
         "streams": ((sizes.streams, N_STREAM), np.int64),
         "last": ((sizes.streams, row), np.uint8),
         "frame": ((sizes.streams, row), np.uint8),
         "open": ((sizes.streams, opened), np.uint8),
-        "entry_sums": ((checked * sizes.streams, sizes.block_frames), np.uint32),
+        "entry_sums": ((has_checksums * sizes.streams, sizes.block_frames), np.uint32),
         "index": ((sizes.rows, sizes.streams), np.int64),
-        "index_sums": ((checked * sizes.rows,), np.uint32),
+        "index_sums": ((has_checksums * sizes.rows,), np.uint32),
         "contents": ((sizes.grains * sizes.grain + SLACK,), np.uint8),
         "references": ((sizes.references * row,), np.uint8),
     }

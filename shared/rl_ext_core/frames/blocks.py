@@ -95,11 +95,11 @@ def store_bytes(p, block, source, n_bytes, seal):  # type: ignore[no-untyped-def
     first = take_grains(p, grains_of(p, n_bytes))
     copy_bytes(address_of_grain(p, first), source, n_bytes)
     kind, column = (SEALED, SEALED_SUM) if seal else (FULL, STORED_SUM)
-    if p.checked:
+    if p.has_checksums:
         contents = folded(add_bytes(START, source, n_bytes))
         p.sums[block, column] = contents
         p.sums[block, column + 1] = stored_sum(p, block, first, n_bytes, kind, contents)
-    apart = seal and p.checked
+    apart = seal and p.has_checksums
     p.blocks[block, SEALED_GRAIN if apart else GRAIN] = uint32(first)
     p.blocks[block, SEALED_BYTES if apart else N_BYTES] = uint32(n_bytes)
     p.blocks[block, KIND] = uint32(kind)
@@ -109,7 +109,7 @@ def store_bytes(p, block, source, n_bytes, seal):  # type: ignore[no-untyped-def
 @njit(nogil=True, inline="always")
 def place_of(p, block):  # type: ignore[no-untyped-def]
     """First grain and length of a block that is not open."""
-    apart = p.checked and p.blocks[block, KIND] == SEALED
+    apart = p.has_checksums and p.blocks[block, KIND] == SEALED
     grain, n_bytes = (SEALED_GRAIN, SEALED_BYTES) if apart else (GRAIN, N_BYTES)
     return int64(p.blocks[block, grain]), int64(p.blocks[block, n_bytes])
 

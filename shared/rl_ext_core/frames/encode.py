@@ -230,7 +230,7 @@ def _reference_for(p, s, before, frame, geometry, bound, scratch):  # type: igno
     if best < 0:
         best = take(p, REFERENCES, FREE_REFERENCES, p.free_references)
         copy_bytes(p.references + uint64(best * p.reference_bytes), frame, n_bytes)
-        if p.checked:
+        if p.has_checksums:
             p.reference_sums[best] = folded(add_bytes(START, frame, n_bytes))
         p.users[best] = uint32(1)  # being recent counts as a use
         if p.head[RECENT] >= 0:
@@ -271,7 +271,7 @@ def _turn(p, s, frame, geometry, bound, seals, turned, scratch):  # type: ignore
         reference = _reference_for(p, s, before, frame, geometry, bound, scratch)
         p.blocks[block, REFERENCE] = uint32(reference)
         copy_bytes(address_in(p.frame, s), p.references + uint64(reference * p.reference_bytes), geometry.frame_bytes)
-    if p.checked:
+    if p.has_checksums:
         p.sums[block, OPEN_SUM] = open_sum(p, block)
     p.streams[s, OPEN_BLOCK] = block
     p.streams[s, OPEN_FRAMES] = 0
@@ -288,7 +288,7 @@ def _append(p, s, frame, geometry, bound, seals, turned, scratch):  # type: igno
     newest = address_in(p.frame, s)
     size = write_entry(newest, frame, target, scratch, geometry, bound)
     p.streams[s, OPEN_BYTES] += size
-    if p.checked:
+    if p.has_checksums:
         entry = folded(add_bytes(mixed(START, p.streams[s, OPEN_BLOCK]), target, int64(size)))
         p.entry_sums[s, p.streams[s, OPEN_FRAMES]] = entry
     p.streams[s, OPEN_FRAMES] += 1

@@ -105,7 +105,11 @@ class FramePool:
         self._in_turn = streams is not None
         if streams is not None:
             self._sizes = state.ring_case(
-                index(n_handles), layout=layout, block_length=block_length, streams=streams, checked=file is not None
+                index(n_handles),
+                layout=layout,
+                block_length=block_length,
+                streams=streams,
+                has_checksums=file is not None,
             )
         else:
             self._sizes = state.worst_case(
@@ -454,7 +458,7 @@ class FramePool:
 
     def note_row(self, row: int) -> None:
         """Notes what a row of the index is now, where there are checksums."""
-        if self._sizes.checked:
+        if self._sizes.has_checksums:
             place = np.array([row])
             self._arrays["index_sums"][place] = self._index_sums(place)
 
@@ -508,7 +512,7 @@ class FramePool:
     def trim(self) -> None:
         """Gives memory back that lies free, where it is much and this process's own."""
         free = int(self._pool.head[state.FREE_GRAINS]) * self._sizes.grain
-        if self._sizes.checked or free < self._trimmed + _TRIMMED:
+        if self._sizes.has_checksums or free < self._trimmed + _TRIMMED:
             self._trimmed = min(self._trimmed, free)
             return
         self._trimmed = free
@@ -679,7 +683,7 @@ class FramePool:
         self._take(description["arrays"])
 
     def _take(self, stored: dict[str, Any]) -> None:
-        if not self._sizes.checked:
+        if not self._sizes.has_checksums:
             stored = {**stored, "blocks": _in_one_place(stored["blocks"])}
         for name in (*COUNTS, "last", "frame", "entry_sums", "contents", "references"):
             target = self._arrays[name]

@@ -121,7 +121,7 @@ class PoolPointers(NamedTuple):
     frame: Any
     open: Any
     entry_sums: Any
-    checked: int  # whether there are checksums
+    has_checksums: int  # whether there are checksums
     most_streams: int
     open_bytes: int  # that there is room for in a row of ``open``
     block_frames: int  # likewise of ``entry_sums``
