@@ -194,7 +194,7 @@ class GymVecEnv(CheckedVecEnv):
 
         :raises AttributeError: If there is none.
         """
-        found = self._call_sub_envs(indices, "get_wrapper_attr", attr_name, needs=attr_name)
+        found = self._call_sub_envs(indices, "get_wrapper_attr", attr_name, required_attr=attr_name)
         if found is not None:
             return found
         # Stable Baselines3 would warn of environments that have no render_mode.
@@ -226,7 +226,7 @@ class GymVecEnv(CheckedVecEnv):
 
         What that returns is the result of each; if ``indices`` is None, a result with n rows is one row for each.
         """
-        found = self._call_sub_envs(indices, method_name, *method_args, needs=method_name, **method_kwargs)
+        found = self._call_sub_envs(indices, method_name, *method_args, required_attr=method_name, **method_kwargs)
         if found is not None:
             return found
         result = to_numpy(getattr(self._find_owner(method_name), method_name)(*method_args, **method_kwargs))
@@ -249,11 +249,11 @@ class GymVecEnv(CheckedVecEnv):
         return next((layer for layer in layers(self.env) if hasattr(layer, name)), self._base)
 
     def _call_sub_envs(
-        self, indices: Indices, name: str, *args: Any, needs: str | None = None, **kwargs: Any
+        self, indices: Indices, name: str, *args: Any, required_attr: str | None = None, **kwargs: Any
     ) -> list[Any] | None:
         """Call a method of each of these sub-environments; return None if they cannot be reached one by one.
 
-        :param needs: an attribute that all of them have; asked first, since the worker of one without it would end
+        :param required_attr: an attribute that all of them have; asked first, since the worker of one without it would end
         :raises AttributeError: If one does not have it.
         """
         self._require_open()
@@ -264,8 +264,8 @@ class GymVecEnv(CheckedVecEnv):
         call = partial(call_in_workers, base) if isinstance(base, AsyncVectorEnv) else getattr(base, "call_some", None)
         if call is None:
             return None
-        if needs is not None and not all(call(chosen, "has_wrapper_attr", needs)):
-            raise AttributeError(f"a sub-environment has no attribute {needs!r}")
+        if required_attr is not None and not all(call(chosen, "has_wrapper_attr", required_attr)):
+            raise AttributeError(f"a sub-environment has no attribute {required_attr!r}")
         return list(call(chosen, name, *args, **kwargs))
 
 
