@@ -91,7 +91,7 @@ def recover(
     if folder is not None:
         folder.rows.note(np.unique(writing))
     for column in columns:
-        column.clear(rows, length, note.touched)
+        column.clear(rows, length, note.n_written)
         column.recover(rows, length, None if folder is None else folder.path)
     following = note.following % len(rows) if length == len(rows) else length
     journal.written(length, following)
@@ -121,7 +121,7 @@ def _without_torn(rows: Any, note: Note, writing: Places, who: str) -> int:
     Those at the end are cut off. One in the middle of a full ring becomes a copy of the one before it, which counts.
     """
     length = min(note.length, len(rows))
-    torn = np.unique(writing[writing < min(len(rows), note.touched)])
+    torn = np.unique(writing[writing < min(len(rows), note.n_written)])
     if len(torn) == 0:
         return length
     inside = torn[torn < length]
@@ -183,7 +183,7 @@ def _keep_longest_run(folder: StoreFolder, rows: Any, columns: list[FrameColumn]
     folder.rows.note(np.arange(len(places)))
     folder.journal.written(len(places), len(places))
     folder.journal.settle()
-    folder.rows.make_sure_of(folder.journal.read()[0].touched)
+    folder.rows.make_sure_of(folder.journal.read()[0].n_written)
     return len(places), note.length
 
 

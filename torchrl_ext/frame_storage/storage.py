@@ -472,10 +472,10 @@ class FrameStorage(TensorStorage):
                 self._forget()
                 return
             self._written()
-            touched = self._most if self._journal is None else max(self._most, self._journal.read()[0].touched)
+            n_written = self._most if self._journal is None else max(self._most, self._journal.read()[0].n_written)
             # In this order, so that a handle that is there always leads somewhere.
             for column in self._columns:
-                column.clear(self._storage, 0, touched)
+                column.clear(self._storage, 0, n_written)
             for column in self._columns:
                 column.pool.clear()
             self._goes_on_at = None

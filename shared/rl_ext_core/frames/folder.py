@@ -413,7 +413,7 @@ class StoreFolder:
                 self._mark_half_made()
                 self.rows.add("sums", {_SUMS: ((), np.dtype(np.uint32))}, self._file("sums", new=True))
                 self.journal = self._new_journal()
-                self.journal.note(length=0, following=0, touched=0, exposed=False)
+                self.journal.note(length=0, following=0, n_written=0, exposed=False)
             first = self._numbers[0] + next_generation
             self._numbers = [*range(first, first + kinds)]
             self._write(settings)
@@ -464,12 +464,12 @@ class StoreFolder:
             self.add_rows(f"row-{name}", {name: (tuple(shape), np.dtype(dtype))})
         return self.rows.arrays[name]
 
-    def last_note(self, touched: Callable[[], int | None] = lambda: None) -> tuple[Note, Places]:
+    def last_note(self, n_written: Callable[[], int | None] = lambda: None) -> tuple[Note, Places]:
         """What counts by the latest note, and the rows that were being written.
 
         Where no note is whole, a folder that is mended holds all rows that were ever written, unless it was full.
 
-        :param touched: says how many these are, or None where the last row is among them.
+        :param n_written: says how many these are, or None where the last row is among them.
         :raises CorruptFileError: if that is not known, or rows are not there that were noted.
         """
         assert self.journal is not None
@@ -477,13 +477,13 @@ class StoreFolder:
         try:
             note, writing = self.journal.read()
         except CorruptFileError:
-            if not self.repair or (found := touched()) is None:
+            if not self.repair or (found := n_written()) is None:
                 what = "the checksums of both notes are wrong, so which row of a full store is the oldest is not known"
                 raise self.corrupt_file_error(_JOURNAL[0], what) from None
             note, writing = Note(0, found, found, found, 0, 0), np.zeros(0, dtype=np.int64)
-        if not note.length <= note.touched <= most or note.following > most:
+        if not note.length <= note.n_written <= most or note.following > most:
             raise self.corrupt_file_error(_JOURNAL[0], "it says that there are more elements than rows")
-        needed = max(note.touched, int(writing.max(initial=-1)) + 1)
+        needed = max(note.n_written, int(writing.max(initial=-1)) + 1)
         held, name = self.rows.shortest()
         if held < (min(note.length, 1) if self.repair else needed):
             raise self.corrupt_file_error(name, f"by its head there are {held} rows in it, expected {needed}")

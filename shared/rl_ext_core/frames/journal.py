@@ -28,7 +28,7 @@ class Note(NamedTuple):
     :ivar turn: which note it is, counted from 1.
     :ivar length: elements that count, along the first dimension.
     :ivar following: where the next one goes.
-    :ivar touched: places from here on were never written.
+    :ivar n_written: places from here on were never written.
     :ivar exposed: whether elements may have changed without notice; of a ring, that at ``following``.
     :ivar n_writing: how many places are being written, and do not count.
     """
@@ -36,7 +36,7 @@ class Note(NamedTuple):
     turn: int
     length: int
     following: int
-    touched: int
+    n_written: int
     exposed: int
     n_writing: int
 
@@ -104,9 +104,9 @@ class Journal:
         _FIELDS.pack_into(slot, 0, *fields)
         _CRC.pack_into(slot, _FIELDS.size, self._crc(fields))
 
-    def note(self, *, length: int, following: int, touched: int, exposed: bool) -> None:
+    def note(self, *, length: int, following: int, n_written: int, exposed: bool) -> None:
         """Note all of that at once; nothing else is being written."""
-        self._note(length=length, following=following, touched=touched, exposed=int(exposed), n_writing=0)
+        self._note(length=length, following=following, n_written=n_written, exposed=int(exposed), n_writing=0)
 
     def make_sure_of(self, n_places: int) -> None:
         """Make sure that so many places can be noted.
@@ -119,14 +119,14 @@ class Journal:
     def will_write(self, places: Places) -> None:
         """Note which elements do not count until :meth:`written`."""
         self.make_sure_of(len(places))
-        touched = max(self._latest().touched, int(places.max(initial=-1)) + 1)
+        n_written = max(self._latest().n_written, int(places.max(initial=-1)) + 1)
         self._places[: len(places)] = places
-        self._note(touched=touched, n_writing=len(places))
+        self._note(n_written=n_written, n_writing=len(places))
 
     def written(self, length: int, following: int) -> None:
         """Note that they count, how many elements there are, and where the next one goes."""
-        touched = max(self._latest().touched, length)
-        self._note(length=length, following=following, touched=touched, n_writing=0)
+        n_written = max(self._latest().n_written, length)
+        self._note(length=length, following=following, n_written=n_written, n_writing=0)
 
     def expose(self) -> None:
         """Note that elements may change without notice from now on."""

@@ -318,9 +318,9 @@ class FrameStore:
         torn = self._go_to_end(folder)
         overwritten = int(torn and self.full and not self.dropped)
         self.dropped += overwritten  # the oldest, in the row that was being written
-        self._rows.make_sure_of(self.touched)
-        self._pool.make_sure_of_rows(self.touched)
-        counted, touched = self.size, self.touched
+        self._rows.make_sure_of(self.n_written)
+        self._pool.make_sure_of_rows(self.n_written)
+        counted, n_written = self.size, self.n_written
         if folder.repair:
             self._keep_longest_run()
         rows = self._held_rows()
@@ -331,7 +331,7 @@ class FrameStore:
                 )
         if lost := np.count_nonzero(~recover_pairs(self._pool, rows)):
             raise folder.corrupt_file_error(folder.frames().path.name, f"{lost} transitions lead nowhere")
-        others = np.ones(max(touched, self._pool.held_rows), dtype=np.bool_)
+        others = np.ones(max(n_written, self._pool.held_rows), dtype=np.bool_)
         others[rows] = False
         self._pool.index[: len(others)][others] = 0
         self.recovered = RecoveryReport(self.size, counted - self.size if folder.repair else int(torn), overwritten)
@@ -349,8 +349,8 @@ class FrameStore:
         """Goes to where the next transition goes; says whether one was being added."""
         index = self._pool.index
         note, _ = folder.last_note(lambda: None if index[-1].any() else int(np.count_nonzero(index.any(axis=1))))
-        self.full, self.position = note.touched == self.capacity, note.following % self.capacity
-        self.dropped = self.touched - note.length
+        self.full, self.position = note.n_written == self.capacity, note.following % self.capacity
+        self.dropped = self.n_written - note.length
         return bool(note.exposed)
 
     def _keep_longest_run(self) -> None:
@@ -364,7 +364,7 @@ class FrameStore:
         start, stop = longest_run(good)
         end = int(rows[0] + stop) if len(rows) else 0
         self.position = end % self.capacity if self.full else end
-        self.dropped = self.touched - (stop - start)
+        self.dropped = self.n_written - (stop - start)
 
     def _held_rows(self) -> Pairs:
         return (self.first + np.arange(self.size)) % self.capacity
@@ -395,14 +395,14 @@ class FrameStore:
         )
 
     @property
-    def touched(self) -> int:
+    def n_written(self) -> int:
         """Rows ever written."""
         return self.capacity if self.full else self.position
 
     @property
     def size(self) -> int:
         """Transitions held, an environment."""
-        return self.touched - self.dropped
+        return self.n_written - self.dropped
 
     @property
     def first(self) -> int:
@@ -414,7 +414,7 @@ class FrameStore:
         """Bytes held, with the index and the row arrays: what the process, or its files, have grown by."""
         # With a budget, what is free is given back where it is much, and used again before more is taken.
         frames = self._pool.nbytes if self.max_bytes is None else self._pool.used_nbytes
-        return frames + self._pool.index[: self.touched].nbytes + self._rows.nbytes(self.touched)
+        return frames + self._pool.index[: self.n_written].nbytes + self._rows.nbytes(self.n_written)
 
     @property
     def changed_fraction(self) -> float:
@@ -607,12 +607,12 @@ class FrameStore:
         """Notes what counts. The newest transition does not, as long as its row may be half written."""
         assert self._folder is not None
         assert self._folder.journal is not None
-        length, following, touched = self.size, self.position, self.touched
+        length, following, n_written = self.size, self.position, self.n_written
         if self._unfinished:
             length, following = length - 1, (following - 1) % self.capacity
-            touched = self.capacity if self._was_full else following
+            n_written = self.capacity if self._was_full else following
         self._folder.journal.note(
-            length=length, following=following, touched=touched, exposed=writing or self._unfinished
+            length=length, following=following, n_written=n_written, exposed=writing or self._unfinished
         )
 
     @defer_signals
@@ -756,7 +756,7 @@ class FrameStore:
         """
         with self._lock:
             if self._folder is not None:
-                return self._folder.array(name, shape, dtype, empty=self.touched == 0)
+                return self._folder.array(name, shape, dtype, empty=self.n_written == 0)
             if self._rows.get(name, shape, dtype) is None:
                 self._rows.add(name, {name: (tuple(shape), np.dtype(dtype))})
             return self._rows.arrays[name]
@@ -835,7 +835,7 @@ class FrameStore:
             "full": self.full,
             "dropped": self.dropped,
             **({} if self._chooser is None else {"asked": self._chooser.options}),
-            "index": self._pool.index[: self.touched],
+            "index": self._pool.index[: self.n_written],
             "frames": self._pool.described(),
         }
         return {**state, "checksum": _checksum(state)}
@@ -866,7 +866,7 @@ class FrameStore:
         )
         self.position, self.full, self.dropped = state["position"], state["full"], state["dropped"]
         self._pool.take(frames)
-        self._pool.index[: self.touched] = state["index"]
+        self._pool.index[: self.n_written] = state["index"]
         self.seen = self.size
 
 

@@ -80,7 +80,7 @@ class SameAsInMemory(RuleBasedStateMachine):
 
     @rule()
     def store_the_last_again(self) -> None:
-        if self.ram.size and self.ram.dropped < self.ram.touched:
+        if self.ram.size and self.ram.dropped < self.ram.n_written:
             row = (self.ram.position - 1) % self.capacity
             if row == self.ram.position:
                 return
