@@ -97,7 +97,7 @@ class GymVecEnv(CheckedVecEnv):
             if value not in known:
                 expected = ", ".join(map(repr, known))
                 raise InvalidArgumentError(f'{name}={value!r} is none of {expected}. Write {name}="{known[0]}"')
-        self.env, num_envs = vector_env, _count(vector_env)
+        self.env, num_envs = vector_env, _check_num_envs(vector_env)
         self._base = getattr(vector_env, "unwrapped", vector_env)
         device = device_of(vector_env) if env_type in ("auto", "torch") else None
         if env_type == "torch" and device is None:
@@ -272,7 +272,7 @@ class GymVecEnv(CheckedVecEnv):
 # -- what is given
 
 
-def _count(env: Any) -> int:
+def _check_num_envs(env: Any) -> int:
     if isinstance(env, VecEnv):
         raise InvalidTypeError(f"{type(env).__name__} is a VecEnv of Stable Baselines3 already: use it as it is")
     count = num_envs_of(env)
