@@ -287,13 +287,13 @@ def _check_num_envs(env: Any) -> int:
 
 def _single_space(env: Any, name: str) -> Any:
     """Return the space of one sub-environment; EnvPool's has no other."""
-    return _to_gymnasium(attribute_of(env, f"single_{name}", name), f"{name} of {type(env).__name__}")
+    return _to_gymnasium_space(attribute_of(env, f"single_{name}", name), f"{name} of {type(env).__name__}")
 
 
-def _to_gymnasium(space: Any, whose: str) -> Any:
+def _to_gymnasium_space(space: Any, whose: str) -> Any:
     if isinstance(space, gymnasium.Space):
         return space
-    converted = space_by_attributes(space, lambda part: _to_gymnasium(part, whose))
+    converted = space_by_attributes(space, lambda part: _to_gymnasium_space(part, whose))
     if converted is None:
         raise InvalidTypeError(
             f"the {whose} is a {type(space).__module__}.{type(space).__name__}; expected one of gymnasium's, or low, "
