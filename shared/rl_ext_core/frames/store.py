@@ -590,7 +590,7 @@ class FrameStore:
     def _begin_row(self, row: int) -> None:
         """Notes that a row is being written, and that all before count."""
         if row != self.position:  # the newest is replaced: until then there is one less
-            self._take_back(1)
+            self._drop_newest(1)
         self._finish_newest()
         self._note(writing=True)
         self._was_full = self.full
@@ -705,9 +705,9 @@ class FrameStore:
         """
         with self._lock:
             if count := self._checked(count):
-                self._take_back(count)
+                self._drop_newest(count)
 
-    def _take_back(self, count: int) -> None:
+    def _drop_newest(self, count: int) -> None:
         rows = (self.position - 1 - np.arange(count)) % self.capacity
         if self.full:
             # Rows behind the new end were written before: they count as the oldest, given up.
