@@ -109,7 +109,9 @@ class GymVecEnv(CheckedVecEnv):
             missing_final_obs=missing_final_obs,
             partial_resets=False,
         )
-        observation_space, key = _observed(_single_space(vector_env, "observation_space"), observation_key, device)
+        observation_space, key = _select_observation(
+            _single_space(vector_env, "observation_space"), observation_key, device
+        )
         action_space = _bounded(_single_space(vector_env, "action_space"), clip_actions)
         layout = ObservationLayout(observation_space, key)
         self._stepper: SubEnvStepper | BatchStepper
@@ -302,7 +304,7 @@ def _to_gymnasium_space(space: Any, whose: str) -> Any:
     return converted
 
 
-def _observed(space: Any, key: str | None, device: Any) -> tuple[Any, str | None]:
+def _select_observation(space: Any, key: str | None, device: Any) -> tuple[Any, str | None]:
     """Return the space of what is returned, and the key of it in a Dict."""
     parts = space.spaces if isinstance(space, spaces.Dict) else {}
     if key is None and device is not None and "policy" in parts:
