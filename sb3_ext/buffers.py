@@ -687,7 +687,7 @@ class CompressedHerReplayBuffer(StoreOptionsMixin, HerReplayBuffer, CompressedDi
     def truncate_last_trajectory(self) -> None:
         """Take the last trajectory for one that has ended, as upstream does."""
         super().truncate_last_trajectory()
-        self._observations.first.newest_row_changed()
+        self._observations.first.update_newest_checksum()
 
     def _compute_episode_length(self, env_idx: int) -> None:
         start = self._current_ep_start[env_idx]

@@ -744,7 +744,7 @@ class FrameStore:
 
         It is kept where the frames are: in a mapped file with ``storage_dir``, else in memory. Ask for all of them
         before the first transition is added; write to row ``i`` after the transition in row ``i`` was added, and no
-        more once the next one is; see :meth:`newest_row_changed`. After the folder was opened again they hold what
+        more once the next one is; see :meth:`update_newest_checksum`. After the folder was opened again they hold what
         belongs to the transitions there.
 
         :param name: letters, digits, ``_``, ``-`` and ``.``.
@@ -762,7 +762,7 @@ class FrameStore:
             return self._rows.arrays[name]
 
     @defer_signals
-    def newest_row_changed(self) -> None:
+    def update_newest_checksum(self) -> None:
         """To be called where the row of the newest transition was written to once more after :meth:`flush`.
 
         Its checksum would not be that of its contents.

@@ -296,7 +296,7 @@ def test_rows_beyond_the_transitions_may_be_written_to_and_the_newest_may_change
         if flushed:
             store.flush()
         rewards[newest] = 77
-        store.newest_row_changed()
+        store.update_newest_checksum()
         store.close()
         store, numbers, rewards = open_store(folder, "patch", capacity)
         assert store.rows("nothing", (0,), np.float32).shape == (capacity, 0)
