@@ -243,7 +243,7 @@ class GymVecEnv(CheckedVecEnv):
         if isinstance(self._base, SyncVectorEnv):
             return [is_wrapped(self._base.envs[index], wrapper_class) for index in chosen]
         # By name, "<TimeLimit<Monitor<E instance>>>": AsyncVectorEnv's workers die of an answer that does not pickle.
-        texts, names = self._call_sub_envs(chosen, "__str__"), _names_of(wrapper_class)
+        texts, names = self._call_sub_envs(chosen, "__str__"), _wrapper_names(wrapper_class)
         return [bool(names.intersection(re.findall(r"<(\w+)", text))) for text in texts or [""] * len(chosen)]
 
     def _find_owner(self, name: str) -> Any:
@@ -318,9 +318,9 @@ def _select_observation(space: Any, key: str | None, device: Any) -> tuple[Any, 
     return parts[key], key
 
 
-def _names_of(wrapper_class: type) -> set[str]:
+def _wrapper_names(wrapper_class: type) -> set[str]:
     """Return the names of a class of wrappers, of those that stand for it, and of those derived from it."""
-    names = {wrapper_class.__name__}.union(*map(_names_of, wrapper_class.__subclasses__()))
+    names = {wrapper_class.__name__}.union(*map(_wrapper_names, wrapper_class.__subclasses__()))
     return names | {EpisodeMonitor.__name__} if name_of(wrapper_class) in EpisodeMonitor.stands_for else names
 
 
