@@ -597,10 +597,10 @@ class FrameStore:
 
     def _finish_newest(self) -> None:
         if self._unfinished:
-            self._note_newest()
+            self._checksum_newest()
         self._unfinished = False
 
-    def _note_newest(self) -> None:
+    def _checksum_newest(self) -> None:
         self._rows.note(np.array([(self.position - 1) % self.capacity]))
 
     def _note(self, *, writing: bool = False) -> None:
@@ -770,7 +770,7 @@ class FrameStore:
         if self._folder is not None:
             with self._lock:
                 if self.size and not self._unfinished:
-                    self._note_newest()
+                    self._checksum_newest()
 
     @defer_signals
     def flush(self) -> None:
