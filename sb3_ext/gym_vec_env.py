@@ -112,7 +112,7 @@ class GymVecEnv(CheckedVecEnv):
         observation_space, key = _select_observation(
             _single_space(vector_env, "observation_space"), observation_key, device
         )
-        action_space = _bounded(_single_space(vector_env, "action_space"), clip_actions)
+        action_space = _bound_actions(_single_space(vector_env, "action_space"), clip_actions)
         layout = ObservationLayout(observation_space, key)
         self._stepper: SubEnvStepper | BatchStepper
         # If nothing is around sub-environments in this process, they are stepped without it.
@@ -324,7 +324,7 @@ def _wrapper_names(wrapper_class: type) -> set[str]:
     return names | {EpisodeMonitor.__name__} if name_of(wrapper_class) in EpisodeMonitor.stands_for else names
 
 
-def _bounded(space: Any, clip: Any) -> Any:
+def _bound_actions(space: Any, clip: Any) -> Any:
     if clip is not None and not (isinstance(clip, int | float | np.number) and clip > 0):
         raise InvalidArgumentError(f"clip_actions={clip!r} is not a positive number. Write clip_actions=1.0")
     if not isinstance(space, spaces.Box) or space.is_bounded("both"):
