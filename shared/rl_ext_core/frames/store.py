@@ -535,7 +535,7 @@ class FrameStore:
             self.position, self.full = 0, True
         self._unfinished = self._folder is not None
         if self.max_bytes is not None:
-            self._keep_within(self.max_bytes)
+            self._enforce_max_bytes(self.max_bytes)
         self.seen += 1
         if self._chooser is not None and self.seen <= LAST_CHECK and self.seen & (self.seen - 1) == 0:
             self._update_encoding(self._chooser)
@@ -551,7 +551,7 @@ class FrameStore:
                 self._switch_encoding(encoding)
                 encoding.log("observations")
                 if self.max_bytes is not None:
-                    self._keep_within(self.max_bytes)
+                    self._enforce_max_bytes(self.max_bytes)
 
     def _switch_encoding(self, encoding: Encoding) -> None:
         """Stores the same transitions in another way. Whatever is raised, they are stored as before."""
@@ -692,7 +692,7 @@ class FrameStore:
         if self.max_bytes is not None:
             self._pool.trim()
 
-    def _keep_within(self, max_bytes: int) -> None:
+    def _enforce_max_bytes(self, max_bytes: int) -> None:
         while self.nbytes > max_bytes and self.size > 1:
             self._drop_oldest(min(self.block_length, self.size - 1))
 
