@@ -122,7 +122,7 @@ class GymVecEnv(CheckedVecEnv):
             framework = "torch" if device is not None else None if env_type == "auto" else env_type
             self._stepper = BatchStepper(stepper, layout, framework, device, infos == "all", copy, action_space.dtype)
         # Sum of rewards of each running episode, and number of steps before it.
-        self._steps, self._returns, self._begun = 0, np.zeros(num_envs), np.zeros(num_envs, np.int64)
+        self._steps, self._returns, self._start_steps = 0, np.zeros(num_envs), np.zeros(num_envs, np.int64)
         self._start = time.time()
         super().__init__(num_envs, observation_space, action_space)
         # VecVideoRecorder reads the frame rate from it.
@@ -149,8 +149,8 @@ class GymVecEnv(CheckedVecEnv):
     def _complete_infos(self, ended: list[EndedEpisode], infos: list[Any]) -> None:
         """Complete the infos of episodes that have ended, and start to count those that follow."""
         seconds, rows = round(time.time() - self._start, 6), np.array([index for index, *_ in ended])
-        totals, lengths = self._returns[rows].tolist(), (self._steps - self._begun[rows]).tolist()
-        self._returns[rows], self._begun[rows] = 0, self._steps
+        totals, lengths = self._returns[rows].tolist(), (self._steps - self._start_steps[rows]).tolist()
+        self._returns[rows], self._start_steps[rows] = 0, self._steps
         self.reset_infos = reset_infos = list(self.reset_infos)  # the caller may keep the list before
         for (index, own, last, time_out, reset_infos[index]), total, length in zip(ended, totals, lengths, strict=True):
             info = {"TimeLimit.truncated": time_out, "terminal_observation": last}
@@ -170,7 +170,7 @@ class GymVecEnv(CheckedVecEnv):
         self._require_open()
         self._actions = None
         observations, self.reset_infos = self._stepper.reset(self._seeds, self._options)
-        self._returns[:], self._begun[:] = 0, self._steps
+        self._returns[:], self._start_steps[:] = 0, self._steps
         self._reset_seeds()
         self._reset_options()
         return observations
