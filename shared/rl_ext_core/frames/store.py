@@ -458,8 +458,8 @@ class FrameStore:
     def _stage(
         self, observations: npt.NDArray[np.generic], next_observations: npt.NDArray[np.generic], row: int
     ) -> Pairs:
-        stacks, memory = self._arranged(observations, name="obs")
-        nexts, next_memory = self._arranged(next_observations, name="next_obs")
+        stacks, memory = self._validate_stacks(observations, name="obs")
+        nexts, next_memory = self._validate_stacks(next_observations, name="next_obs")
         if self._folder is not None:
             self._folder.check_ours()
             self._pool.make_sure_of_rows(row + 1)
@@ -470,7 +470,7 @@ class FrameStore:
         self._staged = self._pool.put_pairs(address_of(stacks), memory, address_of(nexts), next_memory)
         return self._staged
 
-    def _arranged(self, stacks: npt.NDArray[np.generic], *, name: str) -> tuple[npt.NDArray[np.generic], int]:
+    def _validate_stacks(self, stacks: npt.NDArray[np.generic], *, name: str) -> tuple[npt.NDArray[np.generic], int]:
         """Checks a batch of stacks and brings it into one of the two memory orders that the kernels read.
 
         :param stacks: shape ``(n_envs, *layout.shape)``; views as ``VecTransposeImage`` makes them are not copied.
