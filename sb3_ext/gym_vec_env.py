@@ -123,7 +123,7 @@ class GymVecEnv(CheckedVecEnv):
             self._stepper = BatchStepper(stepper, layout, framework, device, infos == "all", copy, action_space.dtype)
         # Sum of rewards of each running episode, and number of steps before it.
         self._steps, self._returns, self._start_steps = 0, np.zeros(num_envs), np.zeros(num_envs, np.int64)
-        self._start = time.time()
+        self._start_time = time.time()
         super().__init__(num_envs, observation_space, action_space)
         # VecVideoRecorder reads the frame rate from it.
         self.metadata = {**(getattr(vector_env, "metadata", None) or {}), **self.metadata}
@@ -148,7 +148,7 @@ class GymVecEnv(CheckedVecEnv):
 
     def _complete_infos(self, ended: list[EndedEpisode], infos: list[Any]) -> None:
         """Complete the infos of episodes that have ended, and start to count those that follow."""
-        seconds, rows = round(time.time() - self._start, 6), np.array([index for index, *_ in ended])
+        seconds, rows = round(time.time() - self._start_time, 6), np.array([index for index, *_ in ended])
         totals, lengths = self._returns[rows].tolist(), (self._steps - self._start_steps[rows]).tolist()
         self._returns[rows], self._start_steps[rows] = 0, self._steps
         self.reset_infos = reset_infos = list(self.reset_infos)  # the caller may keep the list before
