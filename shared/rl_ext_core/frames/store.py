@@ -323,7 +323,7 @@ class FrameStore:
         counted, n_written = self.size, self.n_written
         if folder.repair:
             self._keep_longest_run()
-        rows = self._held_rows()
+        rows = self._stored_rows()
         for what, wrong in (("row-*", self._rows.wrong(rows)), ("frames-*", self._pool.wrong_rows(rows))):
             if len(wrong):
                 raise folder.corrupt_file_error(
@@ -357,7 +357,7 @@ class FrameStore:
         """Gives up all but the longest run of rows that can be read."""
         from rl_ext_core.frames.recovery import readable_pairs
 
-        rows = self._held_rows()
+        rows = self._stored_rows()
         good = ~np.isin(rows, np.concatenate([self._rows.wrong(rows), self._pool.wrong_rows(rows)]))
         self._pool.index[rows[~good]] = 0
         good &= readable_pairs(self._pool, rows)
@@ -366,7 +366,7 @@ class FrameStore:
         self.position = end % self.capacity if self.full else end
         self.dropped = self.n_written - (stop - start)
 
-    def _held_rows(self) -> Pairs:
+    def _stored_rows(self) -> Pairs:
         return (self.first + np.arange(self.size)) % self.capacity
 
     @property
