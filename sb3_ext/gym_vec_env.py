@@ -131,7 +131,7 @@ class GymVecEnv(CheckedVecEnv):
     def step_async(self, actions: Any) -> None:
         """Store the actions of the next step, (n, ...)."""
         # Environments that clip their action in place must not change what SB3 stores.
-        self._note_actions(copy_output(actions))
+        self._store_actions(copy_output(actions))
 
     def step_wait(self) -> Any:
         """Take the step.

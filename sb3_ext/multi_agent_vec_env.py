@@ -157,7 +157,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
     def step_async(self, actions: Any) -> None:
         """Store the actions of the next step, (n_envs · agents, ...); those of agents that have ended are ignored."""
         # Environments that clip their action in place must not change what SB3 stores.
-        self._note_actions(copy_output(actions))
+        self._store_actions(copy_output(actions))
 
     def step_wait(self) -> Any:
         """Take the step.

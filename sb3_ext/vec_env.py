@@ -58,7 +58,7 @@ class CheckedVecEnv(VecEnv):
             name = type(self).__name__
             raise InvalidArgumentError(f"this {name} is closed; make a new one: {name}({self.constructor_argument})")
 
-    def _note_actions(self, actions: Any) -> None:
+    def _store_actions(self, actions: Any) -> None:
         self._require_open()
         if len(actions) != self.num_envs:
             raise InvalidArgumentError(
