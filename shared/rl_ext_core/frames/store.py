@@ -199,7 +199,7 @@ class FrameStore:
         if storage_dir is None or isinstance(storage_dir, StoreFolder):
             self._folder = storage_dir
         else:
-            self._folder = StoreFolder(storage_dir, self._asked(encoding), capacity=self.capacity)
+            self._folder = StoreFolder(storage_dir, self._requested_settings(encoding), capacity=self.capacity)
         self._rows = Rows(self.capacity) if self._folder is None else self._folder.rows
         try:
             if self._folder is None:
@@ -263,7 +263,7 @@ class FrameStore:
 
         return FramePool(self.capacity, streams=self.n_envs, file=file, **encoding._asdict())
 
-    def _asked(self, encoding: Encoding) -> dict[str, Any]:
+    def _requested_settings(self, encoding: Encoding) -> dict[str, Any]:
         """What was asked for, as plain values; who opens the folder again has to ask for the same."""
         if self._chooser is None:
             return self._settings(encoding)
