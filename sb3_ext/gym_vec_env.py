@@ -139,7 +139,7 @@ class GymVecEnv(CheckedVecEnv):
         :return: observations, rewards, dones and infos, see the class
         :raises EnvironmentOutputError: If the environment does not return what its spaces promise.
         """
-        observations, rewards, dones, infos, ended = self._stepper.step(self._noted_actions())
+        observations, rewards, dones, infos, ended = self._stepper.step(self._take_actions())
         self._returns += rewards
         self._steps += 1
         if ended:

@@ -165,7 +165,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
         :return: observations, rewards, dones and infos, see the class
         :raises EnvironmentOutputError: If an environment returns nothing for an agent that lives.
         """
-        actions = self._noted_actions()
+        actions = self._take_actions()
         rewards, dones = np.zeros(self.num_envs, np.float32), np.zeros(self.num_envs, bool)
         infos: list[dict[str, Any]] = [{"TimeLimit.truncated": False} for _ in range(self.num_envs)]
         self.reset_infos = list(self.reset_infos)  # those before are the caller's to keep

@@ -66,7 +66,7 @@ class CheckedVecEnv(VecEnv):
             )
         self._actions = actions
 
-    def _noted_actions(self) -> Any:
+    def _take_actions(self) -> Any:
         self._require_open()
         actions, self._actions = self._actions, None
         self._require_begun(actions is not None)
