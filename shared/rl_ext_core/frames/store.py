@@ -205,7 +205,7 @@ class FrameStore:
             if self._folder is None:
                 self._use(self._new_pool(encoding))
             else:
-                self._begin_in(self._folder, encoding)
+                self._open_in_folder(self._folder, encoding)
                 self.seen = self.size
         except BaseException:
             if self._folder is not None:
@@ -299,7 +299,7 @@ class FrameStore:
                 "smaller block_length"
             )
 
-    def _begin_in(self, folder: StoreFolder, encoding: Encoding) -> None:
+    def _open_in_folder(self, folder: StoreFolder, encoding: Encoding) -> None:
         if folder.settings is None:
             self._use(self._new_pool(encoding, folder.frames()))
             folder.begin(self._settings(encoding))
