@@ -69,10 +69,10 @@ class CheckedVecEnv(VecEnv):
     def _take_actions(self) -> Any:
         self._require_open()
         actions, self._actions = self._actions, None
-        self._require_begun(actions is not None)
+        self._require_pending_step(actions is not None)
         return actions
 
-    def _require_begun(self, begun: bool) -> None:
+    def _require_pending_step(self, begun: bool) -> None:
         if not begun:
             raise InvalidArgumentError("no step was begun; write step_async(actions) first, or step(actions)")
 
@@ -118,7 +118,7 @@ class PoolVecEnv(CheckedVecEnv):
         """
         if self.closed or not self.waiting:
             self._require_open()
-            self._require_begun(self.waiting)
+            self._require_pending_step(self.waiting)
         pool = self._pool
         pool.wait()
         # From here on, Ctrl-C could not be followed by another step_wait.
