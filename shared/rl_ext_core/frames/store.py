@@ -315,7 +315,7 @@ class FrameStore:
         """
         from rl_ext_core.frames.recovery import recover_pairs
 
-        torn = self._go_to_end(folder)
+        torn = self._seek_end(folder)
         overwritten = int(torn and self.full and not self.dropped)
         self.dropped += overwritten  # the oldest, in the row that was being written
         self._rows.make_sure_of(self.n_written)
@@ -345,7 +345,7 @@ class FrameStore:
                 *self.recovered,
             )
 
-    def _go_to_end(self, folder: StoreFolder) -> bool:
+    def _seek_end(self, folder: StoreFolder) -> bool:
         """Goes to where the next transition goes; says whether one was being added."""
         index = self._pool.index
         note, _ = folder.last_note(lambda: None if index[-1].any() else int(np.count_nonzero(index.any(axis=1))))
