@@ -204,7 +204,7 @@ class GymVecEnv(CheckedVecEnv):
             getattr(self._find_owner(attr_name), attr_name, *([None] if attr_name == "render_mode" else []))
         )
         rows = isinstance(value, np.ndarray) and value.shape[:1] == (self.num_envs,)
-        return [value[index] if rows else value for index in self._chosen(indices, self.num_envs)]
+        return [value[index] if rows else value for index in self._resolve_indices(indices, self.num_envs)]
 
     def set_attr(self, attr_name: str, value: Any, indices: Indices = None) -> None:
         """Set an attribute of sub-environments, on the wrapper that has it; if none can be reached, of all at once.
@@ -213,7 +213,7 @@ class GymVecEnv(CheckedVecEnv):
         """
         if self._call_sub_envs(indices, "set_wrapper_attr", attr_name, value) is not None:
             return
-        if set(self._chosen(indices, self.num_envs)) != set(range(self.num_envs)):
+        if set(self._resolve_indices(indices, self.num_envs)) != set(range(self.num_envs)):
             raise InvalidArgumentError(
                 f"{type(self._base).__name__} has no sub-environments that could differ in {attr_name!r}. Set it for "
                 f"all: set_attr({attr_name!r}, value)"
@@ -233,11 +233,11 @@ class GymVecEnv(CheckedVecEnv):
             return found
         result = to_numpy(getattr(self._find_owner(method_name), method_name)(*method_args, **method_kwargs))
         rows = indices is None and isinstance(result, np.ndarray | list | tuple) and len(result) == self.num_envs
-        return list(result) if rows else [result for _ in self._chosen(indices, self.num_envs)]
+        return list(result) if rows else [result for _ in self._resolve_indices(indices, self.num_envs)]
 
     def env_is_wrapped(self, wrapper_class: type, indices: Indices = None) -> list[bool]:
         """Return which environments have a wrapper of a class: around all of them, or around each."""
-        chosen = self._chosen(indices, self.num_envs)
+        chosen = self._resolve_indices(indices, self.num_envs)
         if any(isinstance(layer, wrapper_class) for layer in layers(self.env)):
             return [True for _ in chosen]
         if isinstance(self._base, SyncVectorEnv):
@@ -259,7 +259,7 @@ class GymVecEnv(CheckedVecEnv):
         :raises AttributeError: If one does not have it.
         """
         self._require_open()
-        base, chosen = self._base, self._chosen(indices, self.num_envs)
+        base, chosen = self._base, self._resolve_indices(indices, self.num_envs)
         if isinstance(base, SyncVectorEnv):
             return [base.envs[index].get_wrapper_attr(name)(*args, **kwargs) for index in chosen]
         # call_some is SharedMemoryVectorEnv's, whose class needs a later gymnasium than all else here.

@@ -248,5 +248,5 @@ class MultiAgentVecEnv(CheckedVecEnv):
 
     def _envs_of(self, indices: Indices) -> list[Any]:
         self._require_open()
-        chosen = self._chosen(indices, len(self.envs) * len(self.agents))
+        chosen = self._resolve_indices(indices, len(self.envs) * len(self.agents))
         return [self.envs[row // len(self.agents)] for row in chosen]

@@ -76,7 +76,7 @@ class CheckedVecEnv(VecEnv):
         if not begun:
             raise InvalidArgumentError("no step was begun; write step_async(actions) first, or step(actions)")
 
-    def _chosen(self, indices: Indices, count: int) -> Sequence[int]:
+    def _resolve_indices(self, indices: Indices, count: int) -> Sequence[int]:
         # The base class asks before it knows how many there are.
         numbers = range(count)
         return numbers if indices is None else [numbers[index] for index in self._get_indices(indices)]
@@ -202,7 +202,7 @@ class PoolVecEnv(CheckedVecEnv):
 
     def _call(self, name: str, data: Any, indices: Indices) -> list[Any]:
         self._require_idle()
-        return self._pool.call(self._chosen(indices, len(self._pool.worker_of)), name, data)
+        return self._pool.call(self._resolve_indices(indices, len(self._pool.worker_of)), name, data)
 
     def _rewards_of_step(self, others: dict[int, Any]) -> Any:
         kinds = self._kinds.tolist()
