@@ -42,7 +42,7 @@ _logger = logging.getLogger("rl_ext_core.frames")
 
 _LEAST_BLOCKS = 2  # an environment, of noise, that a budget has to be enough for
 
-_in_folders: weakref.WeakSet[FrameStore] = weakref.WeakSet()
+_open_stores: weakref.WeakSet[FrameStore] = weakref.WeakSet()
 
 Pairs = npt.NDArray[np.int64]
 
@@ -306,7 +306,7 @@ class FrameStore:
         else:
             self._use(self._new_pool(encoding if self._chooser is None else stored_as(folder)[2], folder.frames()))
             self._resume(folder)
-        _in_folders.add(self)
+        _open_stores.add(self)
 
     def _resume(self, folder: StoreFolder) -> None:
         """Goes on with what is in the folder.
@@ -794,7 +794,7 @@ class FrameStore:
                     folder.journal.settle()
             finally:
                 folder.close()
-                _in_folders.discard(self)
+                _open_stores.discard(self)
 
     def __del__(self) -> None:
         if getattr(self, "_folder", None) is not None:
@@ -883,7 +883,7 @@ def _close_quietly(store: FrameStore) -> None:
 
 
 def _close_all() -> None:
-    for store in list(_in_folders):
+    for store in list(_open_stores):
         _close_quietly(store)
 
 
