@@ -138,7 +138,7 @@ class PoolVecEnv(CheckedVecEnv):
             ended = self._flags & ENDED
             for info, value in zip(infos, ended.tolist(), strict=True):
                 info["TimeLimit.truncated"] = value == TRUNCATED  # and not terminated as well
-            rewards, dones = self._rewards_of_step(others), ended.astype(bool)
+            rewards, dones = self._build_rewards(others), ended.astype(bool)
         result = pool.observations(), rewards, dones, infos
         self.timings.add_step(time.perf_counter() - pool.began)
         return result
@@ -204,7 +204,7 @@ class PoolVecEnv(CheckedVecEnv):
         self._require_idle()
         return self._pool.call(self._resolve_indices(indices, len(self._pool.worker_of)), name, data)
 
-    def _rewards_of_step(self, others: dict[int, Any]) -> Any:
+    def _build_rewards(self, others: dict[int, Any]) -> Any:
         kinds = self._kinds.tolist()
         if self.reward_dtype is None and any(kinds):
             # As SubprocVecEnv does it: the environments' own objects decide on the dtype.
