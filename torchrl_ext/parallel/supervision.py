@@ -95,7 +95,7 @@ class SupervisedEnv(upstream.ParallelEnv):
 
                 context = self._plan.context(self._method, watch)
                 self._check_buffers(context.get_start_method())
-                self._mp_start_method = _Registered(stack.enter_context(processes.registered(context)))
+                self._mp_start_method = _Registered(stack.enter_context(processes.named_context(context)))
                 super()._start_workers()
                 starting.clear()
             self._failed, self._unfinished = None, False

@@ -6,9 +6,9 @@ finds the reason, ends the others, and raises one :class:`~rl_ext_core.errors.Wo
 that a pipe raises.
 """
 
-from rl_ext_core.processes.context import get_context, registered
+from rl_ext_core.processes.context import get_context, named_context
 from rl_ext_core.processes.failures import Failure
 from rl_ext_core.processes.watch import Watch
 from rl_ext_core.processes.worker import at_end, fail, import_main, note
 
-__all__ = ["Failure", "Watch", "at_end", "fail", "get_context", "import_main", "note", "registered"]
+__all__ = ["Failure", "Watch", "at_end", "fail", "get_context", "import_main", "note", "named_context"]

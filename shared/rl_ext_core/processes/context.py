@@ -41,7 +41,7 @@ if sys.platform == "win32":
 else:
     from multiprocessing import forkserver, popen_fork, popen_forkserver, popen_spawn_posix
 
-__all__ = ["Worker", "WorkerContext", "get_context", "kill_workers", "registered"]
+__all__ = ["Worker", "WorkerContext", "get_context", "kill_workers", "named_context"]
 
 _log = logging.getLogger("rl_ext_core.processes")
 
@@ -425,7 +425,7 @@ def get_context(
 
 
 @contextmanager
-def registered(context: mp_context.BaseContext) -> Iterator[str]:
+def named_context(context: mp_context.BaseContext) -> Iterator[str]:
     """Give a context a name for ``multiprocessing.get_context``, for libraries that take only names.
 
     :param context: made by :func:`get_context`

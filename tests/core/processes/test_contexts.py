@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from rl_ext_core.errors import InvalidArgumentError
-from rl_ext_core.processes import get_context, registered
+from rl_ext_core.processes import get_context, named_context
 from tests.core.processes import targets
 from tests.core.processes.groups import FRESH, LIMIT_S, fails_until_there_are_enough_descriptors, group
 
@@ -113,7 +113,7 @@ def test_signals_and_descriptors_of_the_parent_do_not_reach_workers_and_what_the
 def test_a_registered_context_is_found_by_its_name_while_it_is_open(method: str) -> None:
     context = get_context(method)
     known = set(multiprocessing.context._concrete_contexts)  # type: ignore[attr-defined]
-    with registered(context) as name, registered(context) as other:
+    with named_context(context) as name, named_context(context) as other:
         assert name not in known
         assert name != other
         assert multiprocessing.get_context(name) is context
