@@ -304,7 +304,7 @@ class FrameStore:
             self._use(self._new_pool(encoding, folder.frames()))
             folder.begin(self._settings(encoding))
         else:
-            self._use(self._new_pool(encoding if self._chooser is None else stored_as(folder)[2], folder.frames()))
+            self._use(self._new_pool(encoding if self._chooser is None else read_settings(folder)[2], folder.frames()))
             self._resume(folder)
         _open_stores.add(self)
 
@@ -917,7 +917,7 @@ def salvage(storage_dir: str | os.PathLike[str]) -> SalvageReport:
     """
     folder = StoreFolder(storage_dir, {}, repair=True)
     try:
-        capacity, n_envs, encoding = stored_as(folder)
+        capacity, n_envs, encoding = read_settings(folder)
         store = FrameStore(capacity, n_envs, **encoding._asdict(), storage_dir=folder)
         found = SalvageReport(*store.recovered[:2])  # type: ignore[index]
         store.close()
@@ -927,7 +927,7 @@ def salvage(storage_dir: str | os.PathLike[str]) -> SalvageReport:
     return found
 
 
-def stored_as(folder: StoreFolder) -> tuple[int, int, Encoding]:
+def read_settings(folder: StoreFolder) -> tuple[int, int, Encoding]:
     """Capacity, number of environments, and how the frames in a folder are stored."""
     with as_corrupt_file(f"{folder.path / MANIFEST} is"):
         found = dict(folder.settings or {})
