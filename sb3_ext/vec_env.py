@@ -93,7 +93,9 @@ class PoolVecEnv(CheckedVecEnv):
         self._pool = pool
         self.timings = pool.timings
         self.waiting = False
-        self._rewards, self._kinds, self._flags = (pool.arrays[name] for name in ("reward", "reward kind", "flags"))
+        self._rewards, self._reward_kinds, self._flags = (
+            pool.arrays[name] for name in ("reward", "reward kind", "flags")
+        )
         try:
             super().__init__(len(pool.worker_of), *pool.spaces)
             # VecVideoRecorder reads the frame rate from it.
@@ -205,7 +207,7 @@ class PoolVecEnv(CheckedVecEnv):
         return self._pool.call(self._resolve_indices(indices, len(self._pool.worker_of)), name, data)
 
     def _build_rewards(self, others: dict[int, Any]) -> Any:
-        kinds = self._kinds.tolist()
+        kinds = self._reward_kinds.tolist()
         if self.reward_dtype is None and any(kinds):
             # As SubprocVecEnv does it: the environments' own objects decide on the dtype.
             each = enumerate(zip(kinds, self._rewards.tolist(), strict=True))
