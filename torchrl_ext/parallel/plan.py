@@ -156,7 +156,7 @@ class WorkerEnvs:
         processes.note(phase="building the environment", **({} if seed is None else {"seed": seed}))
         try:
             environment = self.factories[worker](**overrides)
-            processes.at_end(functools.partial(_close, weakref.ref(environment)))
+            processes.on_abnormal_exit(functools.partial(_close, weakref.ref(environment)))
             # In upstream's worker, where metadata come from there, these errors would be lost likewise.
             found = metadata_of(environment)
             if self.schema is not None:

@@ -125,7 +125,7 @@ class Watch:
     def kill(self) -> None:
         """End the workers that live; nothing is a failure any more.
 
-        They may close what they have registered by :func:`~rl_ext_core.processes.at_end`, for three seconds; then they
+        They may close what they have registered by :func:`~rl_ext_core.processes.on_abnormal_exit`, for three seconds; then they
         are killed, with all that they have started. Ctrl-C ends the waiting for that, not the killing.
         """
         if not self.ours or threading.current_thread() is self._thread:

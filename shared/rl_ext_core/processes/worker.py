@@ -22,7 +22,7 @@ from rl_ext_core.processes.families import kill_group, kill_own_family, lead_gro
 from rl_ext_core.processes.report import Progress, Writer
 from rl_ext_core.processes.server import reset_signals
 
-__all__ = ["CLOSE_S", "END_SIGNAL", "Start", "at_end", "fail", "import_main", "leave", "note"]
+__all__ = ["CLOSE_S", "END_SIGNAL", "Start", "on_abnormal_exit", "fail", "import_main", "leave", "note"]
 
 # How long a worker that ends early may take to close what it has.
 CLOSE_S = 3.0
@@ -58,7 +58,7 @@ def fail(error: Exception) -> NoReturn:
     raise _Failed from error
 
 
-def at_end(close: Callable[[], object]) -> None:
+def on_abnormal_exit(close: Callable[[], object]) -> None:
     """Call a function if this worker ends early: by an exception, or because its parent ends it.
 
     It may take three seconds, together with all others. When the worker's function returns, it is not called. What it

@@ -91,7 +91,7 @@ class Environments:
         self._due: set[int] = set()  # their next step is a reset
         self._reply, self._block, self._cells, self._first = reply, block, cells, first
         self._envs: list[Any] = []
-        processes.at_end(self.close_what_is_open)
+        processes.on_abnormal_exit(self.close_what_is_open)
         for number, env_fn in enumerate(env_fns):
             self._is_at(number, _CONSTRUCTOR)
             self._envs.append(checked(env_fn()))

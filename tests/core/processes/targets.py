@@ -18,7 +18,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rl_ext_core.processes import at_end, fail, get_context, import_main, note
+from rl_ext_core.processes import on_abnormal_exit, fail, get_context, import_main, note
 
 
 class NeedsArgumentsError(Exception):  # pickles, and does not unpickle
@@ -160,8 +160,8 @@ def close_files() -> None:
     """Have two files removed at the end, the second in vain."""
     files = [tempfile.mkstemp()[1] for _ in range(2)]
     note(files=files)
-    at_end(functools.partial(os.unlink, files[0]))
-    at_end(functools.partial(os.unlink, "/nowhere"))
+    on_abnormal_exit(functools.partial(os.unlink, files[0]))
+    on_abnormal_exit(functools.partial(os.unlink, "/nowhere"))
 
 
 def remove_at_exit() -> None:
@@ -210,7 +210,7 @@ ACTIONS |= {
     "modules": lambda: list(sys.modules),
     "is_frozen": lambda: gc.get_freeze_count() > 1000,
     "import_main": import_main,
-    "close_slowly": functools.partial(at_end, functools.partial(time.sleep, 100)),
+    "close_slowly": functools.partial(on_abnormal_exit, functools.partial(time.sleep, 100)),
     "kill_after_a_grandchild_crashed": functools.partial(kill_after_a_grandchild, segfault),
     "kill_after_a_grandchild_raised": functools.partial(kill_after_a_grandchild, raise_bad_level),
     "raise_needs_arguments": functools.partial(throw, NeedsArgumentsError, "one", "two"),
