@@ -203,7 +203,7 @@ class FrameStore:
         self._rows = Rows(self.capacity) if self._folder is None else self._folder.rows
         try:
             if self._folder is None:
-                self._use(self._new_pool(encoding))
+                self._set_pool(self._new_pool(encoding))
             else:
                 self._open_in_folder(self._folder, encoding)
                 self.seen = self.size
@@ -248,7 +248,7 @@ class FrameStore:
         first = chooser.lossless(chooser.first_layout)._asdict()
         return cls(capacity, n_envs, **first, max_bytes=max_bytes, storage_dir=storage_dir, chooser=chooser)
 
-    def _use(self, pool: FramePool) -> None:
+    def _set_pool(self, pool: FramePool) -> None:
         """Stores transitions in that pool from here on."""
         layout = pool.layout
         self._pool, self.layout, self.codec = pool, layout, pool.codec.name
@@ -301,10 +301,12 @@ class FrameStore:
 
     def _open_in_folder(self, folder: StoreFolder, encoding: Encoding) -> None:
         if folder.settings is None:
-            self._use(self._new_pool(encoding, folder.frames()))
+            self._set_pool(self._new_pool(encoding, folder.frames()))
             folder.begin(self._settings(encoding))
         else:
-            self._use(self._new_pool(encoding if self._chooser is None else read_settings(folder)[2], folder.frames()))
+            self._set_pool(
+                self._new_pool(encoding if self._chooser is None else read_settings(folder)[2], folder.frames())
+            )
             self._resume(folder)
         _open_stores.add(self)
 
@@ -556,7 +558,7 @@ class FrameStore:
     def _switch_encoding(self, encoding: Encoding) -> None:
         """Stores the same transitions in another way. Whatever is raised, they are stored as before."""
         if (folder := self._folder) is None:
-            return self._use(self.reencode(encoding))
+            return self._set_pool(self.reencode(encoding))
         try:
             pool = self.reencode(encoding, folder.frames(next_generation=True))
             folder.begin(self._settings(encoding), next_generation=True)
@@ -564,7 +566,7 @@ class FrameStore:
             with contextlib.suppress(StorageError):
                 folder.frames(next_generation=True)  # removes it
             raise
-        self._use(pool)
+        self._set_pool(pool)
         folder.remove_others()  # Windows has kept what was still mapped
 
     def reencode(self, encoding: Encoding, file: RegionFile | None = None) -> FramePool:
