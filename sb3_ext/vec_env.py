@@ -172,22 +172,22 @@ class PoolVecEnv(CheckedVecEnv):
         self._pool.close()  # again, if Ctrl-C has come before it was done
 
     def _render(self) -> Sequence[Any]:
-        return self._call("render", None, None)
+        return self._call_pool("render", None, None)
 
     def has_attr(self, attr_name: str) -> bool:
         """Return whether all environments have an attribute."""
-        return all(self._call("has_attr", attr_name, None))
+        return all(self._call_pool("has_attr", attr_name, None))
 
     def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
         """Get an attribute of environments.
 
         :raises AttributeError: there is none; the environments live on
         """
-        return self._call("get_attr", attr_name, indices)
+        return self._call_pool("get_attr", attr_name, indices)
 
     def set_attr(self, attr_name: str, value: Any, indices: Indices = None) -> None:
         """Set an attribute of environments."""
-        self._call("set_attr", (attr_name, value), indices)
+        self._call_pool("set_attr", (attr_name, value), indices)
 
     def env_method(
         self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any
@@ -196,13 +196,13 @@ class PoolVecEnv(CheckedVecEnv):
 
         :raises RuntimeError: in place of an exception that cannot be made again in this process; it names it
         """
-        return self._call("env_method", (method_name, method_args, method_kwargs), indices)
+        return self._call_pool("env_method", (method_name, method_args, method_kwargs), indices)
 
     def env_is_wrapped(self, wrapper_class: type, indices: Indices = None) -> list[bool]:
         """Return which environments have a wrapper of a class, or of one of the same name and module."""
-        return self._call("env_is_wrapped", name_of(wrapper_class), indices)
+        return self._call_pool("env_is_wrapped", name_of(wrapper_class), indices)
 
-    def _call(self, name: str, data: Any, indices: Indices) -> list[Any]:
+    def _call_pool(self, name: str, data: Any, indices: Indices) -> list[Any]:
         self._require_idle()
         return self._pool.call(self._resolve_indices(indices, len(self._pool.worker_of)), name, data)
 
