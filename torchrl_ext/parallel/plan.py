@@ -167,7 +167,7 @@ class WorkerEnvs:
                 with contextlib.suppress(NotImplementedError):
                     environment.set_seed(seed)
         except Exception as error:
-            processes.fail(error)
+            processes.abort_worker(error)
         processes.note(phase="")
         return environment
 

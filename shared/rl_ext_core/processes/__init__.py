@@ -9,6 +9,15 @@ that a pipe raises.
 from rl_ext_core.processes.context import get_context, named_context
 from rl_ext_core.processes.failures import Failure
 from rl_ext_core.processes.watch import Watch
-from rl_ext_core.processes.worker import on_abnormal_exit, fail, import_main, note
+from rl_ext_core.processes.worker import on_abnormal_exit, abort_worker, import_main, note
 
-__all__ = ["Failure", "Watch", "on_abnormal_exit", "fail", "get_context", "import_main", "note", "named_context"]
+__all__ = [
+    "Failure",
+    "Watch",
+    "on_abnormal_exit",
+    "abort_worker",
+    "get_context",
+    "import_main",
+    "note",
+    "named_context",
+]

@@ -22,7 +22,7 @@ from rl_ext_core.processes.families import kill_group, kill_own_family, lead_gro
 from rl_ext_core.processes.report import Progress, Writer
 from rl_ext_core.processes.server import reset_signals
 
-__all__ = ["CLOSE_S", "END_SIGNAL", "Start", "on_abnormal_exit", "fail", "import_main", "leave", "note"]
+__all__ = ["CLOSE_S", "END_SIGNAL", "Start", "on_abnormal_exit", "abort_worker", "import_main", "leave", "note"]
 
 # How long a worker that ends early may take to close what it has.
 CLOSE_S = 3.0
@@ -48,7 +48,7 @@ class _Failed(BaseException):
     """The cause ends this worker, whatever catches exceptions between here and its function."""
 
 
-def fail(error: Exception) -> NoReturn:
+def abort_worker(error: Exception) -> NoReturn:
     """End this worker as if its function had raised an exception; outside of workers, raise it.
 
     :param error: the exception

@@ -18,7 +18,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rl_ext_core.processes import on_abnormal_exit, fail, get_context, import_main, note
+from rl_ext_core.processes import on_abnormal_exit, abort_worker, get_context, import_main, note
 
 
 class NeedsArgumentsError(Exception):  # pickles, and does not unpickle
@@ -117,7 +117,7 @@ def raise_from_cause() -> None:
 
 def fail_past_handlers() -> None:
     with contextlib.suppress(Exception):
-        fail(ValueError("past all handlers"))
+        abort_worker(ValueError("past all handlers"))
 
 
 def raise_while_a_thread_runs() -> None:
