@@ -337,7 +337,7 @@ class FrameStore:
         others[rows] = False
         self._pool.index[: len(others)][others] = 0
         self.recovered = RecoveryReport(self.size, counted - self.size if folder.repair else int(torn), overwritten)
-        self._note()
+        self._write_journal()
         if not folder.repair:
             _logger.log(
                 logging.WARNING if torn else logging.INFO,
@@ -594,7 +594,7 @@ class FrameStore:
         if row != self.position:  # the newest is replaced: until then there is one less
             self._drop_newest(1)
         self._finish_newest()
-        self._note(writing=True)
+        self._write_journal(writing=True)
         self._was_full = self.full
 
     def _finish_newest(self) -> None:
@@ -605,7 +605,7 @@ class FrameStore:
     def _checksum_newest(self) -> None:
         self._rows.note(np.array([(self.position - 1) % self.capacity]))
 
-    def _note(self, *, writing: bool = False) -> None:
+    def _write_journal(self, *, writing: bool = False) -> None:
         """Notes what counts. The newest transition does not, as long as its row may be half written."""
         assert self._folder is not None
         assert self._folder.journal is not None
@@ -688,7 +688,7 @@ class FrameStore:
     def _forget(self, rows: Pairs) -> None:
         """Frees what lies in rows that do not count any more."""
         if self._folder is not None:
-            self._note()
+            self._write_journal()
         self._pool.release_pairs(self._pool.index[rows].reshape(-1))
         self._pool.index[rows] = 0
         if self.max_bytes is not None:
@@ -727,7 +727,7 @@ class FrameStore:
             self.position, self.full, self.dropped, self._unfinished = 0, False, 0, False
             if self._folder is not None:
                 self._folder.check_ours()
-                self._note()
+                self._write_journal()
             self._pool.clear()
             self._staged = None
 
@@ -781,7 +781,7 @@ class FrameStore:
             self._folder.check_ours()
             with self._lock:
                 self._finish_newest()
-                self._note()
+                self._write_journal()
 
     @defer_signals
     def close(self) -> None:
