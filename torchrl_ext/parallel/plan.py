@@ -153,7 +153,7 @@ class WorkerEnvs:
         :raises InvalidArgumentError: it has other specs than the buffers were made for
         """
         seed = None if self.seeds is None else self.seeds[worker]
-        processes.note(phase="building the environment", **({} if seed is None else {"seed": seed}))
+        processes.set_status(phase="building the environment", **({} if seed is None else {"seed": seed}))
         try:
             environment = self.factories[worker](**overrides)
             processes.on_abnormal_exit(functools.partial(_close, weakref.ref(environment)))
@@ -168,7 +168,7 @@ class WorkerEnvs:
                     environment.set_seed(seed)
         except Exception as error:
             processes.abort_worker(error)
-        processes.note(phase="")
+        processes.set_status(phase="")
         return environment
 
 

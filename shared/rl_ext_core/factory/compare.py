@@ -643,11 +643,11 @@ def _timed(environment: Any) -> float | None:
 
 @contextlib.contextmanager
 def _optional() -> Iterator[None]:
-    processes.note(phase=OPTIONAL)
+    processes.set_status(phase=OPTIONAL)
     try:
         yield
     finally:
-        processes.note(phase=None)
+        processes.set_status(phase=None)
 
 
 @contextlib.contextmanager

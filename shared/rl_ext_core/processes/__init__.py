@@ -9,7 +9,7 @@ that a pipe raises.
 from rl_ext_core.processes.context import get_context, named_context
 from rl_ext_core.processes.failures import Failure
 from rl_ext_core.processes.watch import Watch
-from rl_ext_core.processes.worker import on_abnormal_exit, abort_worker, import_main, note
+from rl_ext_core.processes.worker import on_abnormal_exit, abort_worker, import_main, set_status
 
 __all__ = [
     "Failure",
@@ -18,6 +18,6 @@ __all__ = [
     "abort_worker",
     "get_context",
     "import_main",
-    "note",
+    "set_status",
     "named_context",
 ]

@@ -22,7 +22,7 @@ from rl_ext_core.processes.families import kill_group, kill_own_family, lead_gro
 from rl_ext_core.processes.report import Progress, Writer
 from rl_ext_core.processes.server import reset_signals
 
-__all__ = ["CLOSE_S", "END_SIGNAL", "Start", "on_abnormal_exit", "abort_worker", "import_main", "leave", "note"]
+__all__ = ["CLOSE_S", "END_SIGNAL", "Start", "on_abnormal_exit", "abort_worker", "import_main", "leave", "set_status"]
 
 # How long a worker that ends early may take to close what it has.
 CLOSE_S = 3.0
@@ -72,7 +72,7 @@ def on_abnormal_exit(close: Callable[[], object]) -> None:
         _writer.has_to_close()
 
 
-def note(**values: Any) -> None:
+def set_status(**values: Any) -> None:
     """Record what this worker is doing, for the message if it dies.
 
     It takes about two microseconds. ``seed`` and ``phase`` have places of their own in the message. Outside of

@@ -18,7 +18,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rl_ext_core.processes import on_abnormal_exit, abort_worker, get_context, import_main, note
+from rl_ext_core.processes import on_abnormal_exit, abort_worker, get_context, import_main, set_status
 
 
 class NeedsArgumentsError(Exception):  # pickles, and does not unpickle
@@ -56,7 +56,7 @@ def raise_runtime_error() -> None:
 
 def serve(pipe: Connection, what: str = "", *rest: Any) -> None:
     """Answer each command, doing what the command names."""
-    note(**({"environment": 3} if what == "notes" else {}))
+    set_status(**({"environment": 3} if what == "notes" else {}))
     while True:
         command = pipe.recv()
         if command == "close":
@@ -135,7 +135,7 @@ def kill_after_a_grandchild(end: Any) -> None:
 
 
 def noted_kill() -> None:
-    note(seed=17, phase="reset", many=[1, 2])
+    set_status(seed=17, phase="reset", many=[1, 2])
     kill()
 
 
@@ -159,14 +159,14 @@ def tell_helpers(writer: Any) -> None:
 def close_files() -> None:
     """Have two files removed at the end, the second in vain."""
     files = [tempfile.mkstemp()[1] for _ in range(2)]
-    note(files=files)
+    set_status(files=files)
     on_abnormal_exit(functools.partial(os.unlink, files[0]))
     on_abnormal_exit(functools.partial(os.unlink, "/nowhere"))
 
 
 def remove_at_exit() -> None:
     file = tempfile.mkstemp()[1]
-    note(file=file)
+    set_status(file=file)
     atexit.register(os.unlink, file)
 
 
