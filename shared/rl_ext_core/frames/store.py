@@ -683,9 +683,9 @@ class FrameStore:
     def _drop_oldest(self, count: int) -> None:
         rows = (self.first + np.arange(count)) % self.capacity
         self.dropped += count
-        self._forget(rows)
+        self._free_rows(rows)
 
-    def _forget(self, rows: Pairs) -> None:
+    def _free_rows(self, rows: Pairs) -> None:
         """Frees what lies in rows that do not count any more."""
         if self._folder is not None:
             self._write_journal()
@@ -718,7 +718,7 @@ class FrameStore:
         else:
             self.position -= count
         self._unfinished = False
-        self._forget(rows)
+        self._free_rows(rows)
 
     @defer_signals
     def clear(self) -> None:
