@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rl_ext_core.testing import CONTENTS, LAYOUTS, transitions
+from rl_ext_core.testing import CONTENTS, LAYOUTS, make_transitions
 from tests.boundaries import loaded_by
 
 
@@ -17,8 +17,8 @@ def test_it_loads_no_test_framework() -> None:
 @pytest.mark.parametrize("contents", CONTENTS)
 @pytest.mark.parametrize("layout", LAYOUTS[:-1], ids=str)
 def test_observations_follow_each_other_as_in_an_environment(layout: object, contents: str) -> None:
-    steps = list(transitions(layout, n_envs=2, n_steps=60, contents=contents, episode=8))
-    again = list(transitions(layout, n_envs=2, n_steps=60, contents=contents, episode=8))
+    steps = list(make_transitions(layout, n_envs=2, n_steps=60, contents=contents, episode=8))
+    again = list(make_transitions(layout, n_envs=2, n_steps=60, contents=contents, episode=8))
     continued = 0
     for (_, after), (before, _), (same, _) in zip(steps, steps[1:], again[1:], strict=False):
         assert before.shape == (2, *layout.shape)

@@ -9,7 +9,7 @@
 """
 
 from rl_ext_core.testing._frames import ConformanceError, check_codec, check_contents, check_frame_store
-from rl_ext_core.testing._streams import CONTENTS, LAYOUTS, ReferenceStore, transitions
+from rl_ext_core.testing._streams import CONTENTS, LAYOUTS, ReferenceStore, make_transitions
 
 __all__ = [
     "CONTENTS",
@@ -19,5 +19,5 @@ __all__ = [
     "check_codec",
     "check_contents",
     "check_frame_store",
-    "transitions",
+    "make_transitions",
 ]

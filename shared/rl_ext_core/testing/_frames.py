@@ -13,7 +13,7 @@ from rl_ext_core.errors import RlExtError
 from rl_ext_core.frames.codecs import Codec, get_codec
 from rl_ext_core.frames.layout import StackLayout
 from rl_ext_core.frames.store import FrameStore
-from rl_ext_core.testing._streams import CONTENTS, LAYOUTS, ReferenceStore, transitions
+from rl_ext_core.testing._streams import CONTENTS, LAYOUTS, ReferenceStore, make_transitions
 
 _BLOCK_LENGTHS = {1: ("mixed",), 4: CONTENTS, 16: ("mixed", "sparse")}  # and the contents that each is run with
 _CAPACITY = 40
@@ -100,7 +100,7 @@ def check_frame_store(
 
     Runs over layouts, contents, resets, wraps and stacks that share nothing; with pickled copies and with threads.
 
-    :param factory: makes a store of ``capacity`` transitions, of ``n_envs`` environments, of a layout.
+    :param factory: makes a store of ``capacity`` make_transitions, of ``n_envs`` environments, of a layout.
     :param contents: which of ``CONTENTS`` to run with.
     :param label: what to call the store in errors.
     :raises ConformanceError: if something is not as it has to be; the text says what, and in which case.
@@ -116,7 +116,7 @@ def check_frame_store(
 
 def _check_case(store: _Store, plain: ReferenceStore, contents: str, case: str) -> None:
     rng = np.random.default_rng(0)
-    steps = transitions(
+    steps = make_transitions(
         plain.layout, n_envs=plain.n_envs, n_steps=_STEPS, contents=contents, odd=0.05, transposed=0.2, seed=1
     )
     for step, (observations, nexts) in enumerate(steps):
@@ -134,7 +134,9 @@ def _check_case(store: _Store, plain: ReferenceStore, contents: str, case: str) 
     store.clear()
     plain.clear()
     check_contents(store, plain, f"{case}, cleared")
-    for observations, nexts in transitions(plain.layout, n_envs=plain.n_envs, n_steps=5, contents=contents, seed=2):
+    for observations, nexts in make_transitions(
+        plain.layout, n_envs=plain.n_envs, n_steps=5, contents=contents, seed=2
+    ):
         store.append(observations, nexts)
         plain.append(observations, nexts)
     check_contents(store, plain, f"{case}, cleared and filled anew")
@@ -198,7 +200,7 @@ def _check_memory(factory: Callable[[int, int, StackLayout], _Store], label: str
     layout, capacity = StackLayout((2, 80, 80), np.dtype(np.uint8), 2, 0), 400
     store = factory(capacity, 1, layout)
     sizes = []
-    for transition in transitions(layout, n_envs=1, n_steps=capacity * _WRAPS, contents="noise", seed=3):
+    for transition in make_transitions(layout, n_envs=1, n_steps=capacity * _WRAPS, contents="noise", seed=3):
         store.append(*transition)
         sizes.append(store.nbytes)
     most = max(sizes[: 2 * capacity])

@@ -66,7 +66,7 @@ class ReferenceStore:
         self.size = min(self.size + 1, self.capacity)
 
 
-def transitions(
+def make_transitions(
     layout: StackLayout,
     *,
     n_envs: int = 2,

@@ -15,7 +15,7 @@ import pytest
 from rl_ext_core.errors import MissingDependencyError
 from rl_ext_core.frames import Codec, FrameStore, StackLayout, codec_names, codecs, register_codec
 from rl_ext_core.frames.arrays import FRAMES
-from rl_ext_core.testing import LAYOUTS, ConformanceError, check_codec, check_frame_store, transitions
+from rl_ext_core.testing import LAYOUTS, ConformanceError, check_codec, check_frame_store, make_transitions
 from tests.core.frames.disk_toys import append_all
 
 
@@ -157,7 +157,7 @@ def test_without_numba_one_sentence_says_what_to_install() -> None:
 def test_auto_suits_what_is_seen() -> None:
     def chosen(contents: str) -> str:
         store = FrameStore.adaptive(200, 2, LAYOUTS[9].shape, np.uint8)
-        append_all((store,), transitions(LAYOUTS[9], n_steps=140, contents=contents))
+        append_all((store,), make_transitions(LAYOUTS[9], n_steps=140, contents=contents))
         assert store.layout == LAYOUTS[9]
         return store.codec
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from rl_ext_core.errors import CorruptFileError, MissingDependencyError, StorageError
 from rl_ext_core.frames import FrameStore, StackLayout, folder, salvage
 from rl_ext_core.frames.checkpoint import FORMAT_VERSION
-from rl_ext_core.testing import LAYOUTS, ReferenceStore, check_contents, transitions
+from rl_ext_core.testing import LAYOUTS, ReferenceStore, check_contents, make_transitions
 from tests.core.frames import make_fixtures as fixtures
 from tests.core.frames.disk_toys import add, append_all, check, everything, files_of_at_most, open_store
 from tests.core.frames.make_fixtures import EXACT, KINDS, LAYOUT, N_ENVS, WAYS, filled, path_of, steps
@@ -55,7 +55,7 @@ def test_a_file_of_this_format_is_read_and_the_same_transitions_give_it_again(wa
         assert off.max() == WAYS[way].get("max_error", 0)
         right = DECODED.get((way, kind), zlib.crc32(true.astype(np.uint8).tobytes()))
         assert zlib.crc32(made.astype(np.uint8).tobytes()) == right
-    append_all([store, plain], transitions(LAYOUT, n_steps=30, contents="mixed"))
+    append_all([store, plain], make_transitions(LAYOUT, n_steps=30, contents="mixed"))
     if way in EXACT:
         check_contents(store, plain)
     first = pickle.dumps(filled(way, kind), protocol=5)
@@ -116,7 +116,7 @@ def leaves(value: Any, where: str = "state") -> dict[str, Any]:
 def test_the_state_is_arrays_and_plain_values(codec: str) -> None:
     """Not what pickle finds by the name of a class, nor what another version of NumPy prints otherwise."""
     store = FrameStore(np.int64(5), np.int64(2), LAYOUT, codec=codec, block_length=np.int64(4))  # type: ignore[arg-type]
-    append_all((store,), transitions(LAYOUT, n_steps=20, contents="mixed"))
+    append_all((store,), make_transitions(LAYOUT, n_steps=20, contents="mixed"))
     for state in (state_of(codec), store.__getstate__()):
         assert {type(leaf) for leaf in leaves(state).values()} <= {int, bool, str, np.ndarray}
 
@@ -175,11 +175,11 @@ def test_what_was_saved_is_loaded(tmp_path: Path, codec: str, kind: str, where: 
             store: Any = FrameStore.adaptive(60, 2, GREY.shape, np.uint8, codec=codec, **options)
         else:
             store = FrameStore(60, 2, GREY, codec=codec, block_length=4, **options)
-        append_all((store, plain), transitions(GREY, n_steps=n_steps, contents="mixed", odd=0.05))
+        append_all((store, plain), make_transitions(GREY, n_steps=n_steps, contents="mixed", odd=0.05))
         store.save(tmp_path / "checkpoint")
         assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["checkpoint"]
         loaded = FrameStore.load(tmp_path / "checkpoint")
-        append_all((plain, store, loaded), transitions(GREY, n_steps=40, contents="mixed", seed=1))
+        append_all((plain, store, loaded), make_transitions(GREY, n_steps=40, contents="mixed", seed=1))
         for each in (store, loaded):
             check_contents(each, plain)
         store.close()

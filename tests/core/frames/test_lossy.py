@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, MissingDependencyError
 from rl_ext_core.frames import FrameStore, StackLayout, arrays, bounded, codec_names, get_codec, patch
 from rl_ext_core.testing import LAYOUTS as TEST_LAYOUTS
-from rl_ext_core.testing import ReferenceStore, transitions
+from rl_ext_core.testing import ReferenceStore, make_transitions
 from tests.core.frames.disk_toys import append_all, drifting, everything, worst
 
 IMAGES = [layout for layout in TEST_LAYOUTS if layout.dtype == np.uint8]
@@ -56,7 +56,7 @@ def test_every_pixel_is_within_the_bound(layout: StackLayout, options: Any, epis
         if episode["contents"] == "drift":
             steps = drifting(layout, episode["n_steps"], seed=episode["seed"])
         else:
-            steps = transitions(layout, **episode)
+            steps = make_transitions(layout, **episode)
         append_all((plain, store), steps)
         assert worst(store, plain) <= options["max_error"]
     assert worst(pickle.loads(pickle.dumps(store)), plain) <= options["max_error"]

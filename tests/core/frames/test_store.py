@@ -24,7 +24,7 @@ from rl_ext_core.frames import FrameStore, StackLayout, codecs, decode
 from rl_ext_core.frames.arrays import FRAMES
 from rl_ext_core.frames.layout import find_layout
 from rl_ext_core.frames.region import allocate
-from rl_ext_core.testing import CONTENTS, LAYOUTS, ReferenceStore, check_contents, transitions
+from rl_ext_core.testing import CONTENTS, LAYOUTS, ReferenceStore, check_contents, make_transitions
 from tests.core.frames.disk_toys import append_all
 
 GREY, RGB = LAYOUTS[0], LAYOUTS[2]
@@ -73,7 +73,7 @@ def test_a_store_equals_plain_arrays(data: st.DataObject, layout: StackLayout, c
     ]
     for _ in range(data.draw(st.integers(1, 3))):
         options = data.draw(episodes())
-        append_all((plain, *stores), transitions(layout, n_envs=n_envs, **options))
+        append_all((plain, *stores), make_transitions(layout, n_envs=n_envs, **options))
         action = data.draw(st.sampled_from(["read", "pickle", "clear", "rest", "save"]))
         if action == "pickle":
             stores = [pickle.loads(pickle.dumps(store)) for store in stores]
@@ -126,7 +126,7 @@ def test_a_store_with_a_budget_equals_plain_arrays(data: st.DataObject, capacity
     plain = ReferenceStore(capacity, 2, GREY)
     for _ in range(data.draw(st.integers(1, 3))):
         contents = data.draw(st.sampled_from(["noise", "sparse", "mixed"]))
-        for transition in transitions(GREY, n_steps=data.draw(st.integers(1, 200)), contents=contents):
+        for transition in make_transitions(GREY, n_steps=data.draw(st.integers(1, 200)), contents=contents):
             append_all((store, plain), [transition])
             assert store.nbytes <= budget
         action = data.draw(st.sampled_from(["nothing", "drop", "clear", "pickle"]))
@@ -147,7 +147,7 @@ def test_an_adaptive_store_keeps_within_its_budget(where: str, tmp_path: Path) -
         return FrameStore.adaptive(3000, 2, GREY.shape, np.uint8, max_bytes=BUDGET, storage_dir=folder)
 
     store, plain = opened(), ReferenceStore(3000, 2, GREY)
-    for transition in transitions(GREY, n_steps=1200, contents="sparse", odd=0.02):
+    for transition in make_transitions(GREY, n_steps=1200, contents="sparse", odd=0.02):
         append_all((store, plain), [transition])
         assert store.nbytes <= BUDGET
     assert store.layout.n_stack == 4
@@ -164,7 +164,7 @@ def test_an_adaptive_store_keeps_within_its_budget(where: str, tmp_path: Path) -
 def test_memory_does_not_grow_around_the_ring_and_is_less_after_a_rest(codec: str, contents: str) -> None:
     capacity, held = 60, []
     store = FrameStore(capacity, 2, GREY, codec=codec)
-    for step, transition in enumerate(transitions(GREY, n_steps=20 * capacity, contents=contents)):
+    for step, transition in enumerate(make_transitions(GREY, n_steps=20 * capacity, contents=contents)):
         store.append(*transition)
         if step % capacity == capacity - 1:
             held.append(store.nbytes)
@@ -178,7 +178,7 @@ def test_an_adaptive_store_that_is_cleared_after_a_rest_keeps_what_it_found_out(
     store = FrameStore.adaptive(40, 2, GREY.shape, GREY.dtype)
     for _ in range(3):
         plain = ReferenceStore(40, 2, GREY)
-        append_all((store, plain), transitions(GREY, n_steps=40, contents="sparse"))
+        append_all((store, plain), make_transitions(GREY, n_steps=40, contents="sparse"))
         store.rest()
         check_contents(store, plain)
         assert store.layout == GREY
@@ -188,7 +188,7 @@ def test_an_adaptive_store_that_is_cleared_after_a_rest_keeps_what_it_found_out(
 @pytest.mark.parametrize("codec", CODECS)
 def test_stacks_share_the_frames_that_they_have_in_common(codec: str) -> None:
     """Also those of another memory order; what was shuffled, or differs by a byte, is stored whole."""
-    steps = list(transitions(GREY, n_steps=90, contents="noise", episode=0))
+    steps = list(make_transitions(GREY, n_steps=90, contents="noise", episode=0))
     stored = {}
     for case in ("as they are", "other memory", "shuffled", "one byte"):
         plain, store = ReferenceStore(40, 2, GREY), FrameStore(40, 2, GREY, codec=codec, block_length=4)
@@ -209,7 +209,9 @@ def test_stacks_may_be_deep() -> None:
     layout = StackLayout((255, 2, 3), np.dtype(np.uint8), 255, 0)
     plain = ReferenceStore(30, 1, layout)
     stores = [FrameStore(30, 1, layout, codec=codec, block_length=8) for codec in CODECS]
-    append_all((plain, *stores), transitions(layout, n_steps=100, n_envs=1, contents="noise", odd=0.05, episode=40))
+    append_all(
+        (plain, *stores), make_transitions(layout, n_steps=100, n_envs=1, contents="noise", odd=0.05, episode=40)
+    )
     for store in stores:
         check_contents(store, plain)
 
@@ -217,7 +219,7 @@ def test_stacks_may_be_deep() -> None:
 def test_threads_give_the_same_and_are_not_more_than_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "_PART", 2)
     plain, store = ReferenceStore(60, 2, RGB), FrameStore(60, 2, RGB, codec="patch+lz4", block_length=4)
-    append_all((plain, store), transitions(RGB, n_steps=100, contents="mixed"))
+    append_all((plain, store), make_transitions(RGB, n_steps=100, contents="mixed"))
     rng = np.random.default_rng(0)
     for num_threads in (1, 2, 3, 7):
         rows, envs = rng.integers(60, size=97), rng.integers(2, size=97)
@@ -235,7 +237,7 @@ def test_threads_give_the_same_and_are_not_more_than_were_asked_for(monkeypatch:
 def test_bad_observations_are_refused_and_change_nothing(make: Any) -> None:
     layout = [GREY] if make is FrameStore else [GREY.shape, GREY.dtype]
     plain, store = ReferenceStore(20, 2, GREY), make(20, 2, *layout)
-    append_all((plain, store), transitions(GREY, n_steps=10))
+    append_all((plain, store), make_transitions(GREY, n_steps=10))
     good = np.zeros((2, *GREY.shape), dtype=np.uint8)
     for bad, error, text in (
         (good[:1], InvalidArgumentError, r"obs has shape \(1, 4, 12, 11\), expected \(2, 4, 12, 11\)"),
@@ -250,7 +252,7 @@ def test_bad_observations_are_refused_and_change_nothing(make: Any) -> None:
         with pytest.raises(InvalidArgumentError, match=f"row={row}.*there are rows 0 to 19. Nothing was stored"):
             store.append(good, good, row=row)
     check_contents(store, plain)
-    append_all((plain, store), transitions(GREY, n_steps=30, seed=1))
+    append_all((plain, store), make_transitions(GREY, n_steps=30, seed=1))
     check_contents(store, plain)
 
 
@@ -274,7 +276,7 @@ def test_bad_sizes_are_refused(options: dict[str, int], text: str) -> None:
 
 def test_places_and_counts_that_do_not_exist_are_refused() -> None:
     store = FrameStore(20, 2, GREY)
-    append_all((store,), transitions(GREY, n_steps=15))
+    append_all((store,), make_transitions(GREY, n_steps=15))
     for row in (-1, 20, 2**40):
         bad, good = np.array([0, row, 0]), np.zeros(3, dtype=np.int64)
         for places in ((bad, good), (good, bad)):
@@ -311,7 +313,7 @@ def test_outputs_that_do_not_fit_or_may_not_be_written_to_are_refused() -> None:
 def test_numbers_may_be_of_numpys_types(make: Any) -> None:
     args = (GREY,) if make is FrameStore else (GREY.shape, GREY.dtype)
     store, plain = make(np.int64(8), np.int64(2), *args), ReferenceStore(8, 2, GREY)
-    for row, (observations, nexts) in zip(np.arange(5), transitions(GREY, n_steps=5), strict=True):
+    for row, (observations, nexts) in zip(np.arange(5), make_transitions(GREY, n_steps=5), strict=True):
         store.append(observations, nexts, row=row)
         plain.append(observations, nexts)
     check_contents(saved_and_loaded(store), plain)
@@ -323,7 +325,7 @@ def test_numbers_may_be_of_numpys_types(make: Any) -> None:
 
 def test_kernels_are_compiled_once_however_places_lie_in_memory() -> None:
     store = FrameStore(8, 2, GREY)
-    append_all((store,), transitions(GREY, n_steps=8))
+    append_all((store,), make_transitions(GREY, n_steps=8))
     out = np.empty((6, *GREY.shape), GREY.dtype)
     rows, envs = np.arange(6), np.zeros(6, dtype=np.int64)
     store.get(rows, envs, out)
@@ -341,11 +343,11 @@ def test_kernels_are_compiled_once_however_places_lie_in_memory() -> None:
 
 def test_a_store_loaded_from_read_only_buffers_can_be_appended_to() -> None:
     plain, store = ReferenceStore(30, 2, GREY), FrameStore(30, 2, GREY, block_length=4)
-    append_all((plain, store), transitions(GREY, n_steps=20))
+    append_all((plain, store), make_transitions(GREY, n_steps=20))
     buffers: list[pickle.PickleBuffer] = []
     data = pickle.dumps(store, protocol=5, buffer_callback=buffers.append)
     loaded = pickle.loads(data, buffers=[bytes(buffer) for buffer in buffers])
-    append_all((plain, loaded), transitions(GREY, n_steps=50, contents="noise"))
+    append_all((plain, loaded), make_transitions(GREY, n_steps=50, contents="noise"))
     check_contents(loaded, plain)
 
 
@@ -364,7 +366,7 @@ def test_a_stack_size_that_does_not_divide_the_channels_is_refused_and_one_that_
 def test_a_stack_is_found() -> None:
     layouts = [layout for layout in LAYOUTS if layout.n_stack > 1]
     for layout, contents, episode in itertools.product(layouts, ["noise", "mixed"], (0, 3)):
-        pairs = list(transitions(layout, n_envs=1, n_steps=16, contents=contents, episode=episode))
+        pairs = list(make_transitions(layout, n_envs=1, n_steps=16, contents=contents, episode=episode))
         before, after = (np.concatenate(part) for part in zip(*pairs, strict=True))
         assert find_layout(layout.shape, layout.dtype, before, after) == layout
 
@@ -396,7 +398,7 @@ def test_a_codec_that_fails_leaves_the_store_as_it_was(
     monkeypatch.setattr(codec, "seal", failure)
     store, plain = FrameStore(25, 3, GREY, codec=codec, block_length=2), ReferenceStore(25, 3, GREY)
     failures = 0
-    for step in transitions(GREY, n_envs=3, n_steps=70, contents="mixed", odd=0.1):
+    for step in make_transitions(GREY, n_envs=3, n_steps=70, contents="mixed", odd=0.1):
         for failure.left in range(1, 100):
             try:
                 store.append(*step)
