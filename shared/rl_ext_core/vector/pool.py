@@ -190,7 +190,7 @@ class Pool:
 
     def begin_step(self, actions: Any, each: Callable[[Any], Sequence[Any]] = list) -> None:
         """Begin a step of all environments; ``each`` makes a list of actions that are not of the shape of the array."""
-        self.settle()
+        self.drain_answers()
         self.began = time.perf_counter()
         shared = self._actions
         if (
@@ -214,7 +214,7 @@ class Pool:
 
     def begin_reset(self, asked: Resets) -> None:
         """Begin to reset environments, each with a seed and options."""
-        self.settle()
+        self.drain_answers()
         for worker in self.workers:
             self.reset(worker, asked[worker.first : worker.last])
 
@@ -232,7 +232,7 @@ class Pool:
 
     def begin_call(self, environments: Sequence[int], name: str, arguments: Sequence[Any]) -> None:
         """Begin a call of ``CALLS``: for each of these environments, by number, with an argument of its own."""
-        self.settle()
+        self.drain_answers()
         asked: dict[int, list[tuple[int, Any]]] = {}
         for number, argument in zip(environments, arguments, strict=True):
             worker = self.worker_of[number]
@@ -280,7 +280,7 @@ class Pool:
         self.end(error)
         raise error from error.__cause__
 
-    def settle(self) -> None:
+    def drain_answers(self) -> None:
         """Get ready for a command: wait for answers that were not read because that was interrupted, and drop them."""
         self.raise_failure()
         if self._unsettled:
