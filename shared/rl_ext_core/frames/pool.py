@@ -535,7 +535,7 @@ class FramePool:
             self._region.forget(start, self._arrays[name].nbytes)
         self._pool.head[state.STREAMS] = 0
 
-    def _check_out(self, array: npt.NDArray[Any], n: int) -> None:
+    def _check_output(self, array: npt.NDArray[Any], n: int) -> None:
         self._check(array, n)
         if not array.flags.writeable:
             raise InvalidArgumentError(
@@ -589,11 +589,11 @@ class FramePool:
         """
         self.refresh()
         handles = self._checked(handles)
-        self._check_out(out, len(handles))
+        self._check_output(out, len(handles))
         wanted = [(handles, address_of(out))]
         if next_handles is not None and next_out is not None:
             wanted.append((self._checked(next_handles), address_of(next_out)))
-            self._check_out(next_out, len(handles))
+            self._check_output(next_out, len(handles))
         self._check_contents([part for part, _ in wanted])
         self._decode(wanted, num_threads)
 

@@ -644,7 +644,7 @@ class FrameStore:
             rows, envs = (places if places.flags.carray else places.copy() for places in (rows, envs))
             for out in (observations, next_observations):
                 if out is not None:
-                    self._check_out(out, len(rows))
+                    self._check_output(out, len(rows))
             whole = rows.dtype == envs.dtype == np.int64 and rows.shape == envs.shape == (rows.size,)
             if not whole or not self._pool.get_pairs(
                 rows, envs, observations, next_observations, num_threads=num_threads
@@ -654,7 +654,7 @@ class FrameStore:
                     f"{self.capacity - 1} and from 0 to {self.n_envs - 1}"
                 )
 
-    def _check_out(self, out: npt.NDArray[np.generic], n: int) -> None:
+    def _check_output(self, out: npt.NDArray[np.generic], n: int) -> None:
         expected = (n, *self.layout.shape)
         if not (out.shape == expected and out.dtype == self.layout.dtype and out.flags.carray):
             kind = "an" if out.flags.writeable else "a read-only"
