@@ -105,10 +105,15 @@ def make_transitions(
         for env in envs:
             if episode and rng.random() < 1 / episode:
                 env.reset()
-        yield _arranged(before, layout, rng.random() < transposed), _arranged(after, layout, rng.random() < transposed)
+        yield (
+            _transpose_memory(before, layout, rng.random() < transposed),
+            _transpose_memory(after, layout, rng.random() < transposed),
+        )
 
 
-def _arranged(stacks: npt.NDArray[np.generic], layout: StackLayout, transposed: bool) -> npt.NDArray[np.generic]:
+def _transpose_memory(
+    stacks: npt.NDArray[np.generic], layout: StackLayout, transposed: bool
+) -> npt.NDArray[np.generic]:
     if transposed and layout.axis == 0:
         return np.moveaxis(np.ascontiguousarray(np.moveaxis(stacks, 1, -1)), -1, 1)
     return stacks
