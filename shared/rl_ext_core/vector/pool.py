@@ -111,7 +111,7 @@ class Pool:
         self._failure: WorkerError | None = None
         self._owner = os.getpid()
         self._ended = self._changes_reported = False
-        self._unsettled = False  # whether answers may be owed
+        self._has_unread_answers = False  # whether answers may be owed
         try:
             self._build()
             self.wait(starting=True, failing=True)
@@ -185,7 +185,7 @@ class Pool:
 
     def send(self, worker: Any, name: str, data: Any) -> None:
         """Give a worker a command; if it is gone, that shows where its answer is waited for."""
-        self._unsettled = True
+        self._has_unread_answers = True
         worker.send(name, data)
 
     def begin_step(self, actions: Any, each: Callable[[Any], Sequence[Any]] = list) -> None:
@@ -252,7 +252,7 @@ class Pool:
         """
         require_process(self._owner)
         self._receive(self._options.start_timeout if starting else self._options.step_timeout)
-        self._unsettled = False
+        self._has_unread_answers = False
         if failing:
             for worker in self.workers:
                 if isinstance(worker.answer, WorkerError):
@@ -283,7 +283,7 @@ class Pool:
     def drain_answers(self) -> None:
         """Get ready for a command: wait for answers that were not read because that was interrupted, and drop them."""
         self.raise_failure()
-        if self._unsettled:
+        if self._has_unread_answers:
             for worker in self.workers:
                 worker.remind()
             self.wait()
@@ -410,7 +410,7 @@ class Pool:
         limit = self._options.close_timeout if timeout is None else timeout
         try:
             if not self._ended:
-                patience = UNFINISHED_SECONDS if self._unsettled and limit is None else limit
+                patience = UNFINISHED_SECONDS if self._has_unread_answers and limit is None else limit
                 failures = self._close_environments(patience, limit)
         finally:
             self.end()

@@ -127,7 +127,7 @@ class RestartingPool(Pool):
         if unseen:
             for array, before in zip(self._observations, self._last, strict=True):
                 array[rows] = before[rows]
-        self._unsettled, worker.answer = False, entries
+        self._has_unread_answers, worker.answer = False, entries
         return entries
 
     def _restart(self, worker: WorkerHandle, *, same_seeds: bool, unseen: bool) -> Any:
