@@ -443,7 +443,7 @@ class FrameStore:
             Whatever is raised, the store holds what it held before.
         """
         with self._lock:
-            row = self._row(row)
+            row = self._resolve_row(row)
             self._advance(row, self._stage(observations, next_observations, row))
 
     @defer_signals
@@ -504,9 +504,9 @@ class FrameStore:
     def commit(self, staged: Pairs, *, row: int | None = None) -> None:
         """Makes what was staged a transition, over the oldest where the store is full."""
         with self._lock:
-            self._advance(self._row(row), staged)
+            self._advance(self._resolve_row(row), staged)
 
-    def _row(self, row: int | None) -> int:
+    def _resolve_row(self, row: int | None) -> int:
         if row is None:
             return self.position
         if not 0 <= row < self.capacity:
