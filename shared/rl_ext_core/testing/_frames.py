@@ -81,9 +81,9 @@ def _check_sealing(codec: Codec) -> None:
     for block in (bytes(1), bytes(5000), b"\xff" * 300, rng.bytes(7), rng.bytes(3000), bytes(range(256)) * 20):
         given = bytearray(block)
         sealed = bytes(codec.seal(memoryview(given)))
-        _require(bytes(given) == block, f"codec {codec.name!r}: seal() changed the block that it was given")
+        _check_that(bytes(given) == block, f"codec {codec.name!r}: seal() changed the block that it was given")
         unsealed = bytes(codec.unseal(memoryview(sealed), len(block)))
-        _require(
+        _check_that(
             unsealed == block,
             f"codec {codec.name!r}: unseal() gave {_shortened(unsealed)} for a block of {_shortened(block)}, which "
             f"seal() had made {_shortened(sealed)} of",
@@ -150,7 +150,7 @@ def check_contents(store: _Store, plain: ReferenceStore, case: str = "the store"
     :param case: how to begin the error's text.
     :raises ConformanceError: if something differs; the text says what and where.
     """
-    _require(store.size == plain.size, f"{case}: size is {store.size}, expected {plain.size}")
+    _check_that(store.size == plain.size, f"{case}: size is {store.size}, expected {plain.size}")
     rows = np.repeat(np.arange(plain.capacity), plain.n_envs)
     envs = np.tile(np.arange(plain.n_envs), plain.capacity)
     for num_threads in (1, _THREADS):
@@ -205,14 +205,14 @@ def _check_memory(factory: Callable[[int, int, StackLayout], _Store], label: str
         sizes.append(store.nbytes)
     most = max(sizes[: 2 * capacity])
     held = capacity * layout.frame_bytes
-    _require(most >= held, f"{label}: nbytes is {most:,} where {held:,} bytes of noise are held")
-    _require(
+    _check_that(most >= held, f"{label}: nbytes is {most:,} where {held:,} bytes of noise are held")
+    _check_that(
         sizes[-1] <= 1.5 * most,
         f"{label}: nbytes grew to {sizes[-1]:,} in {_WRAPS} times around the ring; the first 2 took {most:,}",
     )
 
 
-def _require(holds: bool, text: str) -> None:
+def _check_that(holds: bool, text: str) -> None:
     if not holds:
         raise ConformanceError(text)
 
