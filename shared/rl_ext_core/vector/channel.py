@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Cell",
-    "Layout",
+    "MemoryLayout",
     "Memory",
     "Row",
     "Spin",
@@ -57,7 +57,7 @@ Leaf = tuple[tuple[Any, ...], tuple[int, ...], np.dtype[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class MemoryLayout:
     """The arrays of one block of shared memory; each has the environments first.
 
     :ivar tree: dicts and tuples as in observations, with an array's number in its place
@@ -72,7 +72,7 @@ class Layout:
     size: int
 
     @classmethod
-    def of(cls, num_envs: int, observation_space: Any, action_space: Any) -> Layout:
+    def of(cls, num_envs: int, observation_space: Any, action_space: Any) -> MemoryLayout:
         """Lay out what environments of these spaces exchange, or refuse observations without fixed shapes."""
         leaves: list[Leaf] = []
         tree = _take_apart(observation_space, (), leaves)

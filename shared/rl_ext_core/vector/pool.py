@@ -21,7 +21,7 @@ from rl_ext_core.processes.failures import require_process
 from rl_ext_core.processes.report import Raised
 from rl_ext_core.vector import channel
 from rl_ext_core.vector.autoreset import Autoreset
-from rl_ext_core.vector.channel import Cell, Layout, Memory, WorkerHandle
+from rl_ext_core.vector.channel import Cell, MemoryLayout, Memory, WorkerHandle
 from rl_ext_core.vector.environments import Options, check_env_fns, factories_of
 from rl_ext_core.vector.worker import CHANGED, IDLE_IN, PHASES, Entry, main
 
@@ -116,7 +116,7 @@ class Pool:
             self._build()
             self.wait(starting=True, failing=True)
             self.spaces = _common_spaces([spaces for worker in self.workers for spaces in worker.answer])
-            self.layout = Layout.of(len(self.worker_of), *self.spaces)
+            self.layout = MemoryLayout.of(len(self.worker_of), *self.spaces)
             arrays = self.arrays = self.layout.arrays(self._map())
             # What every step needs is looked up once.
             self._actions = arrays.get("action")

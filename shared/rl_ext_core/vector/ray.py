@@ -11,7 +11,7 @@ from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.errors import WorkerError, _missing_dependency_error
 from rl_ext_core.processes.report import Raised
 from rl_ext_core.vector import channel
-from rl_ext_core.vector.channel import Cell, Layout
+from rl_ext_core.vector.channel import Cell, MemoryLayout
 from rl_ext_core.vector.environments import Options
 from rl_ext_core.vector.pool import Pool
 from rl_ext_core.vector.worker import PHASES, Environments
@@ -115,7 +115,7 @@ class RayPool(Pool):
 
     def _map(self) -> Any:
         for worker in self.workers:
-            self.send(worker, "map", Layout.of(worker.last - worker.first, *self.spaces))
+            self.send(worker, "map", MemoryLayout.of(worker.last - worker.first, *self.spaces))
         return bytearray(self.layout.size)
 
     def send(self, worker: ActorHandle, name: str, data: Any) -> None:

@@ -13,7 +13,7 @@ from rl_ext_core import processes
 from rl_ext_core.errors import EnvironmentOutputError
 from rl_ext_core.processes.report import Raised
 from rl_ext_core.vector.autoreset import Autoreset
-from rl_ext_core.vector.channel import Cell, Layout, Memory, Row, WorkerEnd, pack
+from rl_ext_core.vector.channel import Cell, MemoryLayout, Memory, Row, WorkerEnd, pack
 from rl_ext_core.vector.environments import CALLS, checked, copy_output
 
 __all__ = ["CHANGED", "ENDED", "IDLE_IN", "KINDS", "OTHER", "PHASES", "TERMINATED", "TRUNCATED", "Environments", "main"]
@@ -151,7 +151,7 @@ class Environments:
         # Said rather than raised, so that the others are closed in peace.
         self._answer(b"" if failed is None else pack((self._cells[Cell.ENVIRONMENT], Raised.of(failed))))
 
-    def _map(self, layout: Layout) -> None:
+    def _map(self, layout: MemoryLayout) -> None:
         arrays: dict[str, Any] = layout.arrays(self._block(layout.size))
         self.arrays = arrays
         part = slice(self._first, self._first + len(self._envs))
