@@ -663,7 +663,7 @@ class FrameStorage(TensorStorage):
 
         The caller holds the lock.
         """
-        frames = [{**column.kind, "pool": column.pool.described()} for column in self._columns]
+        frames = [{**column.kind, "pool": column.pool.state_dict()} for column in self._columns]
         return self._storage[: self._len_along_dim0], frames
 
     @defer_signals

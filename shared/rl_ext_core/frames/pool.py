@@ -624,7 +624,7 @@ class FramePool:
                 self._unchecked = None
         return right
 
-    def described(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """What a file needs: plain values, and views of arrays, which are written without a copy; with a checksum."""
         self.refresh()
         layout, head, arrays = self.layout, self._pool.head, self._arrays
@@ -707,7 +707,7 @@ class FramePool:
             raise CorruptFileError("the frames are damaged: blocks lie where there is nothing")
 
     def __getstate__(self) -> dict[str, Any]:
-        # Only on the way to a child process, which shares the memory; files are written by :meth:`described`.
+        # Only on the way to a child process, which shares the memory; files are written by :meth:`state_dict`.
         shape = self._shape, self._dtype.str
         return {"shape": shape, "sizes": tuple(self._sizes), "region": self._region}
 
@@ -731,7 +731,7 @@ def _in_one_place(blocks: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 def check_description(description: Any) -> None:
     """
-    :raises CorruptFileError: if what :meth:`FramePool.described` gave is damaged, or of a later format.
+    :raises CorruptFileError: if what :meth:`FramePool.state_dict` gave is damaged, or of a later format.
     """
     version = description.get("format") if isinstance(description, dict) else None
     if version != POOL_FORMAT:

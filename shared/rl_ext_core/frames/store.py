@@ -838,7 +838,7 @@ class FrameStore:
             "dropped": self.dropped,
             **({} if self._chooser is None else {"asked": self._chooser.options}),
             "index": self._pool.index[: self.n_written],
-            "frames": self._pool.described(),
+            "frames": self._pool.state_dict(),
         }
         return {**state, "checksum": _checksum(state)}
 
