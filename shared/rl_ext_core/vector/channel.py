@@ -35,7 +35,7 @@ __all__ = [
     "Cell",
     "MemoryLayout",
     "Memory",
-    "Row",
+    "ObservationSlot",
     "Spin",
     "WorkerEnd",
     "WorkerHandle",
@@ -96,9 +96,12 @@ class MemoryLayout:
         """Return the arrays in a block of memory."""
         return {name: np.ndarray(shape, dtype, block, offset) for name, offset, shape, dtype in self.fields}
 
-    def rows(self, arrays: dict[str, np.ndarray[Any, Any]], environment: int) -> list[Row]:
+    def rows(self, arrays: dict[str, np.ndarray[Any, Any]], environment: int) -> list[ObservationSlot]:
         """Return the rows of an environment, by its number."""
-        return [Row(path, arrays[f"observation {index}"][environment, ...]) for index, path in enumerate(self.paths)]
+        return [
+            ObservationSlot(path, arrays[f"observation {index}"][environment, ...])
+            for index, path in enumerate(self.paths)
+        ]
 
     def joined(self, parts: list[Any]) -> Any:
         """Make an observation of its arrays."""
@@ -126,7 +129,7 @@ def _joined(tree: Any, parts: list[Any]) -> Any:
     return tuple(_joined(inner, parts) for inner in tree) if isinstance(tree, tuple) else parts[tree]
 
 
-class Row:
+class ObservationSlot:
     """The place of one array of an environment's observations.
 
     :param path: keys that lead to the array in the observation; empty: it is the observation

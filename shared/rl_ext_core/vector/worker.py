@@ -13,7 +13,7 @@ from rl_ext_core import processes
 from rl_ext_core.errors import EnvironmentOutputError
 from rl_ext_core.processes.report import Raised
 from rl_ext_core.vector.autoreset import Autoreset
-from rl_ext_core.vector.channel import Cell, MemoryLayout, Memory, Row, WorkerEnd, pack
+from rl_ext_core.vector.channel import Cell, MemoryLayout, Memory, ObservationSlot, WorkerEnd, pack
 from rl_ext_core.vector.environments import CALLS, checked, copy_output
 
 __all__ = ["CHANGED", "ENDED", "IDLE_IN", "KINDS", "OTHER", "PHASES", "TERMINATED", "TRUNCATED", "Environments", "main"]
@@ -155,7 +155,7 @@ class Environments:
         arrays: dict[str, Any] = layout.arrays(self._block(layout.size))
         self.arrays = arrays
         part = slice(self._first, self._first + len(self._envs))
-        self._rows: list[list[Row]] = [layout.rows(arrays, index) for index in range(part.start, part.stop)]
+        self._rows: list[list[ObservationSlot]] = [layout.rows(arrays, index) for index in range(part.start, part.stop)]
         # Items of memoryviews are written in a third of the time that items of arrays take.
         self._rewards = memoryview(arrays["reward"][part])
         self._kinds = memoryview(arrays["reward kind"][part])
