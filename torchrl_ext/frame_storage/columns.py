@@ -213,7 +213,7 @@ class FrameColumn:
         :raises CorruptFileError: if it is damaged, or of a later format.
         :raises InvalidArgumentError: if it loses more than this one may.
         """
-        pool = self._pool_class().restored(description, self._n_handles)
+        pool = self._pool_class().from_state_dict(description, self._n_handles)
         allowed = self._chooser.loss.options
         if pool.max_error > allowed.get("max_error", 0) or (pool.codec.lossy and allowed != {"quality": pool.quality}):
             made_with = f"codec='jpeg', quality={pool.quality}" if pool.codec.lossy else f"max_error={pool.max_error}"

@@ -654,7 +654,7 @@ class FramePool:
         return {**description, "checksum": checksum(description)}
 
     @classmethod
-    def restored(cls, description: Any, n_handles: int) -> FramePool:
+    def from_state_dict(cls, description: Any, n_handles: int) -> FramePool:
         """The pool that was described, with room for so many stacks.
 
         :raises CorruptFileError: if it is damaged, or of a later format.
