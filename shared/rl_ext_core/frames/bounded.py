@@ -50,7 +50,7 @@ from rl_ext_core.frames.patch import PACKED, append_entry, apply_entry
 _BIT_PLANE = ir.IntType(GROUP)
 
 
-def _group(builder: Any, address: Any) -> Any:
+def _load_group(builder: Any, address: Any) -> Any:
     value = builder.load(builder.inttoptr(address, ir.VectorType(ir.IntType(8), GROUP).as_pointer()))
     value.align = 1
     return value
@@ -61,7 +61,9 @@ def _store_group(builder: Any, group: Any, address: Any) -> None:
 
 
 def _prediction(builder: Any, first: Any, second: Any, third: Any) -> Any:
-    return builder.sub(builder.add(_group(builder, first), _group(builder, second)), _group(builder, third))
+    return builder.sub(
+        builder.add(_load_group(builder, first), _load_group(builder, second)), _load_group(builder, third)
+    )
 
 
 def _moved(builder: Any, prediction: Any, by: Any, down: Any) -> Any:
@@ -83,7 +85,7 @@ def group_distance(typingctx: Any, wanted: Any, first: Any, second: Any, third: 
     """How far the first ``lanes`` bytes of a group are at most from ``first + second - third``."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        distance = distance_of(builder, _group(builder, args[0]), _prediction(builder, *args[1:4]))
+        distance = distance_of(builder, _load_group(builder, args[0]), _prediction(builder, *args[1:4]))
         zero = ir.Constant(distance.type, [0] * GROUP)
         distance = builder.select(_first_lanes(builder, args[4]), distance, zero)
         kind = ir.FunctionType(ir.IntType(8), [distance.type])
@@ -101,7 +103,7 @@ def pack_group(
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         target, planes, bound, lanes = args[4:8]
-        wanted, prediction = _group(builder, args[0]), _prediction(builder, *args[1:4])
+        wanted, prediction = _load_group(builder, args[0]), _prediction(builder, *args[1:4])
         byte = bound.type
         step = builder.add(builder.shl(bound, ir.Constant(byte, 1)), ir.Constant(byte, 1))
         start = builder.add(distance_of(builder, wanted, prediction), splat(builder, bound, GROUP))
@@ -172,7 +174,7 @@ def _unpacker(most: int, *, channels: bool) -> Any:
                 second, third = either(channel, builder.sub(made, plane), first), either(channel, beside, first)
                 prediction = _prediction(builder, first, second, third)
             else:
-                prediction = _group(builder, first)  # loads are what takes the time
+                prediction = _load_group(builder, first)  # loads are what takes the time
             masks = []
             for number in range(most + 1):
                 bits = builder.load(builder.inttoptr(address, _BIT_PLANE.as_pointer()))
