@@ -272,9 +272,9 @@ class Pool:
             except (EOFError, WorkerError):
                 if watch is None or watch.failure is None:
                     raise
-                self._lose(group)
+                self._handle_failure(group)
 
-    def _lose(self, group: Sequence[WorkerHandle]) -> None:
+    def _handle_failure(self, group: Sequence[WorkerHandle]) -> None:
         """Deal with the failure of a group of workers."""
         error = self._described(group)
         self.end(error)

@@ -45,7 +45,7 @@ class RestartingPool(Pool):
     def _groups(self, workers: Sequence[WorkerHandle]) -> list[Sequence[WorkerHandle]]:
         return [[worker] for worker in reversed(workers)]
 
-    def _lose(self, group: Sequence[WorkerHandle]) -> None:
+    def _handle_failure(self, group: Sequence[WorkerHandle]) -> None:
         for worker in group:
             worker.answer = self._described(group)
             worker.await_nothing()
