@@ -659,7 +659,7 @@ class FramePool:
 
         :raises CorruptFileError: if it is damaged, or of a later format.
         """
-        check_description(description)
+        check_state_dict(description)
         shape, dtype, n_stack, axis = description["layout"]
         pool = cls(
             n_handles,
@@ -677,7 +677,7 @@ class FramePool:
     def take(self, description: Any) -> None:
         """Becomes the pool that was described, one of the same settings.
 
-        :param description: what :func:`check_description` has found nothing wrong with.
+        :param description: what :func:`check_state_dict` has found nothing wrong with.
         :raises CorruptFileError: if it is damaged all the same.
         """
         self._take(description["arrays"])
@@ -729,7 +729,7 @@ def _in_one_place(blocks: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return rows
 
 
-def check_description(description: Any) -> None:
+def check_state_dict(description: Any) -> None:
     """
     :raises CorruptFileError: if what :meth:`FramePool.state_dict` gave is damaged, or of a later format.
     """

@@ -850,10 +850,10 @@ class FrameStore:
         check_format(state)
         if _checksum(state) != state.get("checksum"):
             raise CorruptFileError("the frame store is damaged: its checksum does not match its contents")
-        from rl_ext_core.frames.pool import check_description
+        from rl_ext_core.frames.pool import check_state_dict
 
         frames, asked = state["frames"], state.get("asked")
-        check_description(frames)
+        check_state_dict(frames)
         shape, dtype, n_stack, axis = frames["layout"]
         self.__init__(  # type: ignore[misc]
             state["capacity"],
