@@ -66,7 +66,7 @@ def _prediction(builder: Any, first: Any, second: Any, third: Any) -> Any:
     )
 
 
-def _moved(builder: Any, prediction: Any, by: Any, down: Any) -> Any:
+def _add_saturating(builder: Any, prediction: Any, by: Any, down: Any) -> Any:
     """A prediction, moved by some steps; beyond the ends of the range it stays there."""
     kind = ir.FunctionType(by.type, [by.type, by.type])
     plus, minus = (
@@ -125,7 +125,7 @@ def pack_group(
             put(number + 1, taken)
         down = builder.icmp_unsigned(">", prediction, wanted)
         put(0, down)
-        _store_group(builder, _moved(builder, prediction, builder.sub(start, rest), down), target)
+        _store_group(builder, _add_saturating(builder, prediction, builder.sub(start, rest), down), target)
         return context.get_dummy_value()
 
     return types.void(*[types.uint64] * 6, types.uint8, types.int64), codegen
@@ -187,7 +187,7 @@ def _unpacker(most: int, *, channels: bool) -> Any:
             for number, mask in enumerate(masks[1:]):
                 amount = splat(builder, builder.shl(step, ir.Constant(step.type, number)), GROUP)
                 by = builder.add(by, builder.select(mask, amount, zero))
-            group = _moved(builder, prediction, by, masks[0])
+            group = _add_saturating(builder, prediction, by, masks[0])
             _store_group(builder, group, made)
             _store_group(builder, group, above)
             return context.get_dummy_value()
