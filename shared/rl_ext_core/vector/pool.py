@@ -164,13 +164,13 @@ class Pool:
             for worker in workers:
                 worker.end()
             raise
-        for group in self._groups(workers):
+        for group in self._failure_groups(workers):
             wake = functools.partial(_wake, group)
             watch = processes.Watch([worker.process for worker in group], idle_in=IDLE_IN, on_failure=wake)
             for worker in group:
                 worker.watch = watch
 
-    def _groups(self, workers: Sequence[WorkerHandle]) -> list[Sequence[WorkerHandle]]:
+    def _failure_groups(self, workers: Sequence[WorkerHandle]) -> list[Sequence[WorkerHandle]]:
         """Return the workers in groups that fail together."""
         return [workers]
 
@@ -260,7 +260,7 @@ class Pool:
 
     def _receive(self, timeout: float | None, workers: Sequence[WorkerHandle] | None = None) -> None:
         """Receive the answers that workers owe, within so many seconds for each group; None: forever."""
-        for group in self._groups(self.workers if workers is None else workers):
+        for group in self._failure_groups(self.workers if workers is None else workers):
             watch = group[0].watch
             # The time of a group begins when it is waited for: it does not matter how long others take.
             limited = timeout is not None and watch is not None and not all(map(WorkerHandle.is_over, group))

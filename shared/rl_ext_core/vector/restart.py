@@ -42,7 +42,7 @@ class RestartingPool(Pool):
         self._settings: list[dict[tuple[str, str], bytes | None]] = [{} for _ in self.worker_of]
         self._last: list[np.ndarray[Any, Any]] = []  # observations that were returned
 
-    def _groups(self, workers: Sequence[WorkerHandle]) -> list[Sequence[WorkerHandle]]:
+    def _failure_groups(self, workers: Sequence[WorkerHandle]) -> list[Sequence[WorkerHandle]]:
         return [[worker] for worker in reversed(workers)]
 
     def _handle_failure(self, group: Sequence[WorkerHandle]) -> None:
