@@ -674,7 +674,7 @@ class FramePool:
         return pool
 
     @defer_signals
-    def take(self, description: Any) -> None:
+    def load_state_dict(self, description: Any) -> None:
         """Becomes the pool that was described, one of the same settings.
 
         :param description: what :func:`check_state_dict` has found nothing wrong with.

@@ -867,7 +867,7 @@ class FrameStore:
             chooser=None if asked is None else EncodingChooser.from_options(tuple(shape), dtype, **asked),
         )
         self.position, self.full, self.dropped = state["position"], state["full"], state["dropped"]
-        self._pool.take(frames)
+        self._pool.load_state_dict(frames)
         self._pool.index[: self.n_written] = state["index"]
         self.seen = self.size
 
