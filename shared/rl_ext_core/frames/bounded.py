@@ -75,7 +75,7 @@ def _add_saturating(builder: Any, prediction: Any, by: Any, down: Any) -> Any:
     return builder.select(down, builder.call(minus, [prediction, by]), builder.call(plus, [prediction, by]))
 
 
-def _first_lanes(builder: Any, count: Any) -> Any:
+def _lane_mask(builder: Any, count: Any) -> Any:
     lanes = ir.Constant(ir.VectorType(ir.IntType(8), GROUP), list(range(GROUP)))
     return builder.icmp_unsigned("<", lanes, splat(builder, builder.trunc(count, ir.IntType(8)), GROUP))
 
@@ -87,7 +87,7 @@ def group_distance(typingctx: Any, wanted: Any, first: Any, second: Any, third: 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         distance = distance_of(builder, _load_group(builder, args[0]), _prediction(builder, *args[1:4]))
         zero = ir.Constant(distance.type, [0] * GROUP)
-        distance = builder.select(_first_lanes(builder, args[4]), distance, zero)
+        distance = builder.select(_lane_mask(builder, args[4]), distance, zero)
         kind = ir.FunctionType(ir.IntType(8), [distance.type])
         largest = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.umax.v{GROUP}i8")
         return builder.call(largest, [distance])
@@ -108,7 +108,7 @@ def pack_group(
         step = builder.add(builder.shl(bound, ir.Constant(byte, 1)), ir.Constant(byte, 1))
         start = builder.add(distance_of(builder, wanted, prediction), splat(builder, bound, GROUP))
         rest, zero = start, ir.Constant(start.type, [0] * GROUP)
-        inside = _first_lanes(builder, lanes)
+        inside = _lane_mask(builder, lanes)
 
         def put(number: int, plane: Any) -> None:
             address = builder.add(planes, ir.Constant(planes.type, number * GROUP // 8))
