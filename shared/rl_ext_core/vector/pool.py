@@ -276,7 +276,7 @@ class Pool:
 
     def _handle_failure(self, group: Sequence[WorkerHandle]) -> None:
         """Deal with the failure of a group of workers."""
-        error = self._described(group)
+        error = self._group_error(group)
         self.end(error)
         raise error from error.__cause__
 
@@ -348,7 +348,7 @@ class Pool:
         if self._failure is not None:
             raise self._failure
 
-    def _described(self, group: Sequence[WorkerHandle]) -> WorkerError:
+    def _group_error(self, group: Sequence[WorkerHandle]) -> WorkerError:
         """Make the exception for the failure that the watch over these has seen."""
         watch = group[0].watch
         assert watch is not None
@@ -445,7 +445,7 @@ class Pool:
         if worker.watch.failure is None:
             worker.receive()
             return worker.answer and self._raised(worker, worker.answer[0], "close", worker.answer[1])
-        error = self._described([other for other in self.workers if other.watch is worker.watch])
+        error = self._group_error([other for other in self.workers if other.watch is worker.watch])
         return error if error.phase == "close" else None
 
     def _warn_of_late(self, environment: int, where: str, begin: float) -> None:

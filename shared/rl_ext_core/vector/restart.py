@@ -47,7 +47,7 @@ class RestartingPool(Pool):
 
     def _handle_failure(self, group: Sequence[WorkerHandle]) -> None:
         for worker in group:
-            worker.answer = self._described(group)
+            worker.answer = self._group_error(group)
             worker.await_nothing()
 
     # -- what the caller sets and sees
