@@ -670,7 +670,7 @@ class FramePool:
             quality=description.get("quality", DEFAULT_QUALITY),
             grain=description["grain"],
         )
-        pool._take(description["arrays"])
+        pool._load_arrays(description["arrays"])
         return pool
 
     @defer_signals
@@ -680,9 +680,9 @@ class FramePool:
         :param description: what :func:`check_state_dict` has found nothing wrong with.
         :raises CorruptFileError: if it is damaged all the same.
         """
-        self._take(description["arrays"])
+        self._load_arrays(description["arrays"])
 
-    def _take(self, stored: dict[str, Any]) -> None:
+    def _load_arrays(self, stored: dict[str, Any]) -> None:
         if not self._sizes.has_checksums:
             stored = {**stored, "blocks": _in_one_place(stored["blocks"])}
         for name in (*COUNTS, "last", "frame", "entry_sums", "contents", "references"):
