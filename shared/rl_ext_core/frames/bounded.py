@@ -229,7 +229,7 @@ def _grid(geometry):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, inline="always")
-def _sides(which, before, above, after, geometry):  # type: ignore[no-untyped-def]
+def _prediction_terms(which, before, above, after, geometry):  # type: ignore[no-untyped-def]
     """Addresses of three groups of bytes: the first, plus the second, minus the third is the prediction.
 
     :param before: address of the group in the frame before.
@@ -277,7 +277,7 @@ def _closest(frame, before, after, at, lanes, independent, geometry):  # type: i
     for which in range(1 if independent else 0, 4, 2 if independent else 1):
         if _possible(which, at, geometry):
             here = after + uint64(at)
-            a, b, c = _sides(which, before + uint64(at), here - uint64(geometry.row), here, geometry)
+            a, b, c = _prediction_terms(which, before + uint64(at), here - uint64(geometry.row), here, geometry)
             distance = int64(group_distance(frame + uint64(at), a, b, c, lanes))
             if distance < smallest:
                 best, smallest = which, distance
@@ -311,7 +311,7 @@ def _pack(frame, before, after, out, planes, limit, independent, geometry):  # t
                 copy_bytes(target, frame + uint64(at), most_lanes)
                 copy_bytes(here, frame + uint64(at), most_lanes)
             else:
-                a, b, c = _sides(best, before + uint64(at), here - uint64(geometry.row), here, geometry)
+                a, b, c = _prediction_terms(best, before + uint64(at), here - uint64(geometry.row), here, geometry)
                 pack_group(frame + uint64(at), a, b, c, here, planes, uint8(bound), lanes)
                 for plane in range(size // plane_bytes):
                     copy_bytes(target + uint64(plane * plane_bytes), planes + uint64(plane * GROUP // 8), plane_bytes)
