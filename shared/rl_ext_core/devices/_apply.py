@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rl_ext_core.devices.decision import Decision
 
 # Modules that read MUJOCO_GL once, when they are imported, and where each keeps what it read.
-_READ_AT_IMPORT = {
+_MODULES_READING_BACKEND = {
     "mujoco": ("mujoco.rendering.classic.gl_context", "mujoco.gl_context"),
     "dm_control": ("dm_control._render",),
     "robosuite": ("robosuite.utils.binding_utils",),
@@ -80,7 +80,7 @@ def import_conflicts(decision: Decision, needs: str = "this decision needs") -> 
     :param needs: who wants it otherwise, as the beginning of a clause
     """
     renderer, wanted = renderer_of(decision), decision.variables[PLATFORM]
-    for name in _READ_AT_IMPORT.get(renderer, ()):
+    for name in _MODULES_READING_BACKEND.get(renderer, ()):
         taken = getattr(sys.modules.get(name), "BACKEND" if renderer == "dm_control" else "_MUJOCO_GL", wanted)
         if taken != wanted:
             yield (
