@@ -300,10 +300,10 @@ class Pool:
 
     def entries(self, *, to_reset: bool = False) -> list[tuple[int, Entry]]:
         """Return the answers to a step or a reset, by the numbers of environments that have something to tell."""
-        answers = [(worker.first, self._answer_of(worker, to_reset) or ()) for worker in self.workers]
+        answers = [(worker.first, self._get_answer(worker, to_reset) or ()) for worker in self.workers]
         return [(n, entry) for first, answer in answers for n, entry in enumerate(answer, first) if entry is not None]
 
-    def _answer_of(self, worker: Any, to_reset: bool) -> Any:
+    def _get_answer(self, worker: Any, to_reset: bool) -> Any:
         return worker.answer
 
     def observations(self, *, copy: bool = True) -> Any:

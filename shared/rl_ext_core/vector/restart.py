@@ -87,7 +87,7 @@ class RestartingPool(Pool):
 
     # -- replacements
 
-    def _answer_of(self, worker: WorkerHandle, to_reset: bool) -> Any:
+    def _get_answer(self, worker: WorkerHandle, to_reset: bool) -> Any:
         if not isinstance(worker.answer, WorkerError):
             return worker.answer
         try:
