@@ -170,7 +170,7 @@ class Budget:
         coming = min(max(held - self._before, 0), self.max_bytes // 2)
         while held + coming > self.max_bytes:
             # Of elements that continue none, each keeps a block open, and what is dropped would take as much as before.
-            storage.rest(_OPEN if len(storage) > 1 else 0)
+            storage.free_stream_buffers(_OPEN if len(storage) > 1 else 0)
             held = storage.used_nbytes
             if held + coming <= self.max_bytes or (len(storage) < 2 and held <= self.max_bytes):
                 break

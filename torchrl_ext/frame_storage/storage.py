@@ -503,14 +503,14 @@ class FrameStorage(TensorStorage):
         self._bump_mutation_revision()
 
     @defer_signals
-    def rest(self, share: float = 0.0) -> None:
+    def free_stream_buffers(self, share: float = 0.0) -> None:
         """Give back what only elements to come need; those share nothing with what is there.
 
         :param share: where that is less than this fraction of what is held, it is kept.
         """
         if sum(column.pool.stream_nbytes for column in self._columns) >= share * self.used_nbytes:
             for column in self._columns:
-                column.pool.rest()
+                column.pool.free_stream_buffers()
 
     @property
     def used_nbytes(self) -> int:

@@ -309,7 +309,7 @@ class FramePool:
 
     @property
     def stream_nbytes(self) -> int:
-        """At most so many of them are given back by :meth:`rest`."""
+        """At most so many of them are given back by :meth:`free_stream_buffers`."""
         return self._memory.stream_nbytes
 
     @property
@@ -525,7 +525,7 @@ class FramePool:
             if begin < end:
                 self._region.forget(begin, end - begin)
 
-    def rest(self) -> None:
+    def free_stream_buffers(self) -> None:
         """Gives back what only stacks to come need. Those share nothing with what is there."""
         end_streams(self._state, self._seals)
         if self.codec.seals:

@@ -83,7 +83,7 @@ def _call_kernels(max_error: int) -> None:
     pool.get_pairs(place, place, stacks[2:3], stacks[3:], num_threads=1)
     check()
     pool.release_pairs(pool.index[:1].reshape(-1))
-    pool.rest()
+    pool.free_stream_buffers()
 
 
 class RecoveryReport(NamedTuple):
@@ -732,13 +732,13 @@ class FrameStore:
             self._staged = None
 
     @defer_signals
-    def rest(self) -> None:
+    def free_stream_buffers(self) -> None:
         """Gives back the memory that only transitions to come need, which is most of what a small store takes.
 
         Should there be any, the next ones share nothing with those before.
         """
         with self._lock:
-            self._pool.rest()
+            self._pool.free_stream_buffers()
 
     @defer_signals
     def rows(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:

@@ -73,7 +73,7 @@ CALLS: dict[str, tuple[Callable[[Any, Path], Any], int]] = {
     "drop_oldest": (lambda store, _: store.drop_oldest(5), 14),
     "forget_newest": (lambda store, _: store.forget_newest(3), 14),
     "clear": (lambda store, _: store.clear(), 14),
-    "rest": (lambda store, _: store.rest(), 14),
+    "free_stream_buffers": (lambda store, _: store.free_stream_buffers(), 14),
     "flush": (lambda store, _: store.flush(), 14),
     "save": (save, 14),
     "save to an open file": (lambda store, _: store.save(io.BytesIO()), 14),
