@@ -244,7 +244,7 @@ def _prediction_terms(which, before, above, after, geometry):  # type: ignore[no
 
 
 @njit(nogil=True, inline="always")
-def _possible(which, at, geometry):  # type: ignore[no-untyped-def]
+def _can_predict(which, at, geometry):  # type: ignore[no-untyped-def]
     """Whether the bytes that a prediction needs come before the group at ``at``."""
     if which & _CHANNEL and geometry.plane == 0:
         return False
@@ -275,7 +275,7 @@ def _closest(frame, before, after, at, lanes, independent, geometry):  # type: i
     """The prediction that is least far off, and how far that is; 256 where none is possible."""
     best, smallest = 0, 256
     for which in range(1 if independent else 0, 4, 2 if independent else 1):
-        if _possible(which, at, geometry):
+        if _can_predict(which, at, geometry):
             here = after + uint64(at)
             a, b, c = _prediction_terms(which, before + uint64(at), here - uint64(geometry.row), here, geometry)
             distance = int64(group_distance(frame + uint64(at), a, b, c, lanes))
