@@ -45,7 +45,7 @@ class Autoreset(Enum):
         )
 
 
-class Rules(NamedTuple):
+class LibraryRules(NamedTuple):
     """How the vectorized environments of one library reset rows.
 
     :ivar library: its name
@@ -319,19 +319,19 @@ def _has_env_ids(base: Any) -> bool:
 # "final_observation"), if they reset rows in the step; in other modes, the step's observation is the last one.
 TABLE = (
     # library, includes, mode, partial reset, keeps others, info without final_info
-    Rules("ALE AtariVectorEnv", _is_of("ale_py."), None, _by_mask_in_ale, True, "reset"),
-    Rules("EnvPool", _is_of("envpool."), Autoreset.NEXT_STEP, _replacing(_reset_envpool), True, "last"),
-    Rules("Isaac Lab, mjlab", _has_env_ids, None, _by_env_ids, True, "last"),
-    Rules("ManiSkill", _is_of("mani_skill"), Autoreset.DISABLED, _by_env_idx, True, "last"),
-    Rules("SyncVectorEnv, ours", _POOLS, None, _by_mask, True, "last"),
-    Rules("AsyncVectorEnv", _WORKERS, None, _by_mask_in_workers, True, "last"),
-    Rules("CartPoleVectorEnv", _CARTPOLE, None, _replacing(_reset_cartpole), True, "last"),
-    Rules("phys2d (JAX)", _FUNCTIONAL, Autoreset.NEXT_STEP, _replacing(_reset_functional), True, "last"),
-    Rules("others", lambda base: True, None, _by_mask, False, "last"),
+    LibraryRules("ALE AtariVectorEnv", _is_of("ale_py."), None, _by_mask_in_ale, True, "reset"),
+    LibraryRules("EnvPool", _is_of("envpool."), Autoreset.NEXT_STEP, _replacing(_reset_envpool), True, "last"),
+    LibraryRules("Isaac Lab, mjlab", _has_env_ids, None, _by_env_ids, True, "last"),
+    LibraryRules("ManiSkill", _is_of("mani_skill"), Autoreset.DISABLED, _by_env_idx, True, "last"),
+    LibraryRules("SyncVectorEnv, ours", _POOLS, None, _by_mask, True, "last"),
+    LibraryRules("AsyncVectorEnv", _WORKERS, None, _by_mask_in_workers, True, "last"),
+    LibraryRules("CartPoleVectorEnv", _CARTPOLE, None, _replacing(_reset_cartpole), True, "last"),
+    LibraryRules("phys2d (JAX)", _FUNCTIONAL, Autoreset.NEXT_STEP, _replacing(_reset_functional), True, "last"),
+    LibraryRules("others", lambda base: True, None, _by_mask, False, "last"),
 )
 
 
-def rules_of(env: Any) -> Rules:
+def rules_of(env: Any) -> LibraryRules:
     """Return the row of the table for a vectorized environment, wrapped or not."""
     base = getattr(env, "unwrapped", env)
     return next(rules for rules in TABLE if rules.includes(base))
