@@ -195,6 +195,6 @@ def _readable(column: FrameColumn, rows: Any, good: npt.NDArray[np.bool_]) -> np
         rows.get(key)[:length][torch.from_numpy(~good)] = 0
     flat = column.handles(rows, length)
     there = column.found_again(flat) | (flat == 0)
-    there[there] &= column.pool.readable(flat[there])
+    there[there] &= column.pool.are_intact(flat[there])
     found: npt.NDArray[np.bool_] = there.reshape(len(column.keys), length, -1).all(axis=(0, 2))
     return found

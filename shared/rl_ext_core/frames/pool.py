@@ -601,7 +601,7 @@ class FramePool:
         if self._unchecked is None:
             return
         asked = np.concatenate(wanted)
-        if wrong := len(asked) - int(self.readable(asked).sum()):
+        if wrong := len(asked) - int(self.are_intact(asked).sum()):
             raise CorruptFileError(
                 f"{self._region.path} is damaged: {wrong} of {len(asked)} stacks have another checksum than when "
                 "they were stored; to keep what is intact, salvage the folder"
@@ -615,7 +615,7 @@ class FramePool:
                 "program that wrote over this process's memory; start again from a checkpoint"
             )
 
-    def readable(self, handles: Handles) -> npt.NDArray[np.bool_]:
+    def are_intact(self, handles: Handles) -> npt.NDArray[np.bool_]:
         """(n,) which stacks have the checksum that they had, as far as that was not found out before."""
         right = np.ones(len(handles), dtype=np.bool_)
         if self._unchecked is not None:

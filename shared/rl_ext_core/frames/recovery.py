@@ -253,7 +253,7 @@ def readable_pairs(pool: FramePool, rows: npt.NDArray[np.int64]) -> npt.NDArray[
     """Makes a pool whole; says in which rows all transitions have the contents that they had."""
     there = recover_pairs(pool, rows)
     handles = _handles(pool, rows[there])
-    there[there] = pool.readable(handles.reshape(-1)).reshape(handles.shape).all(axis=1)
+    there[there] = pool.are_intact(handles.reshape(-1)).reshape(handles.shape).all(axis=1)
     return there
 
 
