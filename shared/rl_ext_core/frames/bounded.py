@@ -253,7 +253,7 @@ def _can_predict(which, at, geometry):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, inline="always")
-def _bits(distance, bound):  # type: ignore[no-untyped-def]
+def _bits_for_distance(distance, bound):  # type: ignore[no-untyped-def]
     """How many bits the number of steps up to a distance takes; ``_RAW`` where there are too many."""
     if distance + bound > 255:
         return _RAW
@@ -301,7 +301,7 @@ def _pack(frame, before, after, out, planes, limit, independent, geometry):  # t
         for start in range(0, geometry.row, most_lanes):
             at, lanes = row + start, min(most_lanes, geometry.row - start)
             best, distance = _closest(frame, before, after, at, lanes, independent, geometry)
-            bits = _bits(distance, bound)
+            bits = _bits_for_distance(distance, bound)
             size = _payload_bytes(bits, most_lanes, plane_bytes)
             if payload + size + _PADDING > limit:
                 return -1
