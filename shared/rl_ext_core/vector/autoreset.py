@@ -19,7 +19,7 @@ import numpy as np
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.vector.arrays import mapped
 
-__all__ = ["Autoreset", "PartialReset", "accepts", "find_mode", "layers", "require_synchronous", "rules_of"]
+__all__ = ["Autoreset", "PartialReset", "accepts", "find_mode", "layers", "require_synchronous", "get_library_rules"]
 
 # (n,) booleans of NumPy, and arguments of a reset -> what that returns: of all rows, or of the chosen ones only.
 PartialReset = Callable[..., Any]
@@ -91,7 +91,7 @@ def find_mode(env: Any, asked: object, *, speaks_torch: bool) -> Autoreset | Non
     for resets in (*settings, getattr(getattr(base, "cfg", None), "auto_reset", None)):
         if isinstance(resets, bool):
             return Autoreset.SAME_STEP if resets else Autoreset.DISABLED
-    return rules_of(env).mode or (Autoreset.SAME_STEP if speaks_torch else None)
+    return get_library_rules(env).mode or (Autoreset.SAME_STEP if speaks_torch else None)
 
 
 def accepts(function: Any, name: str, *, any_keyword: bool = True) -> bool:
@@ -331,7 +331,7 @@ TABLE = (
 )
 
 
-def rules_of(env: Any) -> LibraryRules:
+def get_library_rules(env: Any) -> LibraryRules:
     """Return the row of the table for a vectorized environment, wrapped or not."""
     base = getattr(env, "unwrapped", env)
     return next(rules for rules in TABLE if rules.includes(base))

@@ -13,7 +13,7 @@ import numpy as np
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
 from rl_ext_core.vector.arrays import copied, leaves, mapped, stacked, take, to_numpy
-from rl_ext_core.vector.autoreset import Autoreset, PartialReset, find_mode, require_synchronous, rules_of
+from rl_ext_core.vector.autoreset import Autoreset, PartialReset, find_mode, require_synchronous, get_library_rules
 from rl_ext_core.vector.spaces import attribute_of
 
 __all__ = [
@@ -71,7 +71,11 @@ class Stepper:
     ) -> None:
         require_synchronous(env)
         self.env, self.num_envs = env, cast(int, num_envs_of(env))
-        self._base, self._rules, self._missing = getattr(env, "unwrapped", env), rules_of(env), missing_final_obs
+        self._base, self._rules, self._missing = (
+            getattr(env, "unwrapped", env),
+            get_library_rules(env),
+            missing_final_obs,
+        )
         self._mode = find_mode(env, autoreset_mode, speaks_torch=speaks_torch)
         self._reset_rows: PartialReset | None = None
         if self._mode in (Autoreset.NEXT_STEP, Autoreset.DISABLED):
