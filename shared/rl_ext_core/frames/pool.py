@@ -84,7 +84,7 @@ class FramePool:
     """
 
     _given: str | Codec = "patch"  # in a child process, codecs are known by their names
-    _in_turn = _repair = False
+    _is_ring = _repair = False
 
     @defer_signals
     def __init__(
@@ -102,7 +102,7 @@ class FramePool:
     ) -> None:
         self._shape, self._dtype = layout.shape, layout.dtype
         self._given = codec
-        self._in_turn = streams is not None
+        self._is_ring = streams is not None
         if streams is not None:
             self._sizes = state.ring_case(
                 index(n_handles),
@@ -122,12 +122,12 @@ class FramePool:
                 grain=grain,
             )
         self._repair = file is not None and file.repair
-        self._attach(new_region(state.region_bytes(self._sizes), file, private=self._in_turn))
+        self._attach(new_region(state.region_bytes(self._sizes), file, private=self._is_ring))
         self._begin(layout, codec=codec, block_length=block_length, max_error=max_error, quality=quality)
 
     def _begin(self, layout: StackLayout, **options: Any) -> None:
         if self._arrays["head"][state.KIND_OF_POOL] and not self.interrupted:  # found again in a file
-            if self._repair and self._in_turn:
+            if self._repair and self._is_ring:
                 self._say_kind(layout, **options)  # it was never another one
             if self._arrays["head"][state.SUM_OF_KIND] != self._sum_of_kind():
                 raise CorruptFileError(
@@ -237,7 +237,7 @@ class FramePool:
             offset = state.offset_of(name, self._sizes)
             self._arrays[name] = self._region.array(offset, (self._sizes.streams, n_bytes), np.uint8)
         self._geometry = geometry_of(layout, codec=self.codec, block_length=self.block_length, max_error=self.max_error)
-        if self._in_turn:  # stacks may lie in memory in another order than frames are stored in
+        if self._is_ring:  # stacks may lie in memory in another order than frames are stored in
             self._geometry = self._geometry._replace(keeps_stack=1)
         self._memory = PoolMemory(
             self._region,
@@ -263,7 +263,7 @@ class FramePool:
     def _usable(self, codec: str | Codec, quality: int) -> Codec:
         if isinstance(codec, str):
             codec = get_codec(codec, quality=quality)
-        if not self._in_turn and codec.seals and not codec.lossy and not codec.c_decompressor():
+        if not self._is_ring and codec.seals and not codec.lossy and not codec.c_decompressor():
             raise InvalidArgumentError(
                 f"codec={codec.name!r} opens its blocks in Python, which is too slow for reading single stacks; use "
                 "codec='patch'"
@@ -279,7 +279,7 @@ class FramePool:
 
     @property
     def _what(self) -> str:
-        return "transitions" if self._in_turn else "stacks"
+        return "transitions" if self._is_ring else "stacks"
 
     @property
     def lossy(self) -> bool:
@@ -476,7 +476,7 @@ class FramePool:
     def _use(self, n_stacks: int) -> None:
         """Counts what is read and written of a file, whose pages are given back before they become many."""
         self._used += n_stacks
-        if self._used > _USED and self._in_turn and self._region.path is not None:
+        if self._used > _USED and self._is_ring and self._region.path is not None:
             self._used = 0
             for name in ("contents", "references"):
                 self._region.page_out(state.offset_of(name, self._sizes))
