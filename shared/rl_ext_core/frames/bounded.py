@@ -271,7 +271,7 @@ def _payload_bytes(bits, lanes, plane_bytes):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _closest(frame, before, after, at, lanes, independent, geometry):  # type: ignore[no-untyped-def]
+def _best_prediction(frame, before, after, at, lanes, independent, geometry):  # type: ignore[no-untyped-def]
     """The prediction that is least far off, and how far that is; 256 where none is possible."""
     best, smallest = 0, 256
     for which in range(1 if independent else 0, 4, 2 if independent else 1):
@@ -300,7 +300,7 @@ def _pack(frame, before, after, out, planes, limit, independent, geometry):  # t
     for row in range(0, n_bytes, geometry.row):
         for start in range(0, geometry.row, most_lanes):
             at, lanes = row + start, min(most_lanes, geometry.row - start)
-            best, distance = _closest(frame, before, after, at, lanes, independent, geometry)
+            best, distance = _best_prediction(frame, before, after, at, lanes, independent, geometry)
             bits = _bits_for_distance(distance, bound)
             size = _payload_bytes(bits, most_lanes, plane_bytes)
             if payload + size + _PADDING > limit:
