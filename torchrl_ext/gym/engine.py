@@ -12,7 +12,7 @@ from torchrl.data import Composite, OneHot
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
 from rl_ext_core.vector.arrays import keep_freed_memory
 from rl_ext_core.vector.spaces import device_of
-from rl_ext_core.vector.stepper import RESET, STATISTICS, STEP, Stepper, unpacked, without_final
+from rl_ext_core.vector.stepper import RESET, STATISTICS, STEP, Stepper, check_result_length, without_final
 from torchrl_ext._compat import built
 from torchrl_ext.gym.infos import merge_infos
 from torchrl_ext.gym.io import (
@@ -129,7 +129,7 @@ class Engine:
 
     def _step_once(self, action: Any) -> Step:
         action = self._decode(action)
-        return unpacked(self.env.step(action), STEP) if self._stepper is None else self._stepper.step(action)
+        return check_result_length(self.env.step(action), STEP) if self._stepper is None else self._stepper.step(action)
 
     def _step_often(self, action: Any) -> Step:
         """Sum the rewards of as many steps as are to be skipped, up to an episode's end."""
@@ -179,7 +179,7 @@ class Engine:
 
         :return: the observations, and the info
         """
-        observation, info = unpacked(result, RESET)
+        observation, info = check_result_length(result, RESET)
         if self._stepper is not None:
             self._stepper.begin(observation)
         return self._read(observation), info

@@ -26,7 +26,7 @@ __all__ = [
     "num_envs_of",
     "objects",
     "one_each",
-    "unpacked",
+    "check_result_length",
     "without_final",
 ]
 
@@ -98,7 +98,7 @@ class Stepper:
         :raises EnvironmentOutputError: If the environment returned something else.
         """
         self.previous, self.current = self.current, None
-        result = unpacked(self.env.step(action), STEP)
+        result = check_result_length(self.env.step(action), STEP)
         if self._remembers:
             self.begin(result[0])
         return result
@@ -188,7 +188,7 @@ class Stepper:
         """
         before, self.previous, self.current = self.current, None, None
         reset = self.env.reset if mask is None else partial(self._reset_rows or self._find_partial_reset(), mask)
-        observation, info = unpacked(reset(**kwargs), RESET)
+        observation, info = check_result_length(reset(**kwargs), RESET)
         self.begin(observation)
         if mask is not None and before is not None and self._checks_others:
             self._require_unchanged(before, observation, ~mask)
@@ -230,7 +230,7 @@ def num_envs_of(env: Any) -> int | None:
     return getattr(getattr(getattr(env, "spec", None), "config", None), "num_envs", count)  # EnvPool has it there
 
 
-def unpacked(result: Any, expected: tuple[str, ...]) -> tuple[Any, ...]:
+def check_result_length(result: Any, expected: tuple[str, ...]) -> tuple[Any, ...]:
     """Refuse a result that does not have as many values as gymnasium's ``RESET`` or ``STEP``."""
     if isinstance(result, (tuple, list)) and len(result) == len(expected) - 1:
         return tuple(result)
