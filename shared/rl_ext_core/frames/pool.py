@@ -83,7 +83,7 @@ class FramePool:
     :param grain: bytes; what a block takes is a multiple of it. None for as few as can be numbered.
     """
 
-    _given: str | Codec = "patch"  # in a child process, codecs are known by their names
+    _codec_argument: str | Codec = "patch"  # in a child process, codecs are known by their names
     _is_ring = _repair = False
 
     @defer_signals
@@ -101,7 +101,7 @@ class FramePool:
         grain: int | None = None,
     ) -> None:
         self._shape, self._dtype = layout.shape, layout.dtype
-        self._given = codec
+        self._codec_argument = codec
         self._is_ring = streams is not None
         if streams is not None:
             self._sizes = state.ring_case(
@@ -225,8 +225,8 @@ class FramePool:
         n_stack, axis, block_length, codec, max_error, quality = map(int, head[state.N_STACK : state.QUALITY + 1])
         self.block_length, self.max_error, self.quality = block_length, max_error, quality
         self.layout = layout = StackLayout(self._shape, self._dtype, n_stack, axis)
-        if isinstance(self._given, Codec) and zlib.crc32(self._given.name.encode()) == codec:
-            self.codec = self._given.for_frames(layout)
+        if isinstance(self._codec_argument, Codec) and zlib.crc32(self._codec_argument.name.encode()) == codec:
+            self.codec = self._codec_argument.for_frames(layout)
         else:
             name = next(name for name in codec_names() if zlib.crc32(name.encode()) == codec)
             self.codec = self._usable(name, quality).for_frames(layout)
