@@ -285,7 +285,7 @@ def _best_prediction(frame, before, after, at, lanes, independent, geometry):  #
 
 
 @njit(nogil=True)
-def _pack(frame, before, after, out, planes, limit, independent, geometry):  # type: ignore[no-untyped-def]
+def _pack_frame(frame, before, after, out, planes, limit, independent, geometry):  # type: ignore[no-untyped-def]
     """Writes a packed frame without its header, and to ``after`` what the decoder makes of it.
 
     All regions have ``GROUP`` bytes behind them.
@@ -389,11 +389,11 @@ def _append_packed(newest, frame, out, scratch, stride, limit, geometry):  # typ
     copy_bytes(wanted, frame, n_bytes)
     copy_bytes(before, newest, n_bytes)
     limit -= ENTRY_HEADER + _SIZE_BYTES
-    used = _pack(wanted, before, after, data, planes, limit, int64(1), geometry)
+    used = _pack_frame(wanted, before, after, data, planes, limit, int64(1), geometry)
     independent = used >= 0
     if independent:
         limit = used - used // _INDEPENDENCE
-    shorter = _pack(wanted, before, other_after, other_data, planes, limit, int64(0), geometry)
+    shorter = _pack_frame(wanted, before, other_after, other_data, planes, limit, int64(0), geometry)
     if shorter >= 0:
         used, independent, after, data = shorter, False, other_after, other_data
     if used < 0:
