@@ -17,7 +17,7 @@ from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, Inv
 from rl_ext_core.vector.arrays import framework_of, keep_freed_memory, take, to_framework, to_numpy
 from rl_ext_core.vector.autoreset import accepts
 from rl_ext_core.vector.environments import copy_output, store_reward
-from rl_ext_core.vector.stepper import Stepper, as_dict, is_mask, one_each, without_final
+from rl_ext_core.vector.stepper import Stepper, as_dict, is_mask, one_each, drop_final_keys
 
 __all__ = ["BatchStepper", "EndedEpisode", "ObservationLayout", "SubEnvStepper"]
 
@@ -164,10 +164,10 @@ class BatchStepper:
         infos: list[Any] = [self._running] * self._num_envs
         if self.all_infos and info:
             running = np.flatnonzero(~dones)
-            for index, own in zip(running.tolist(), self._infos_of_rows(without_final(info), running), strict=True):
+            for index, own in zip(running.tolist(), self._infos_of_rows(drop_final_keys(info), running), strict=True):
                 infos[index] = {**own, "TimeLimit.truncated": False}
         elif info:
-            self._running.record_omitted(without_final(info), ~dones)
+            self._running.record_omitted(drop_final_keys(info), ~dones)
         ended: list[EndedEpisode] = []
         if len(rows):
             own, lasts, resets = self._finish_episodes(leaves, dones, rows, info)

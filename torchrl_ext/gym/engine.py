@@ -12,7 +12,7 @@ from torchrl.data import Composite, OneHot
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
 from rl_ext_core.vector.arrays import keep_freed_memory
 from rl_ext_core.vector.spaces import device_of
-from rl_ext_core.vector.stepper import RESET, STATISTICS, STEP, Stepper, check_result_length, without_final
+from rl_ext_core.vector.stepper import RESET, STATISTICS, STEP, Stepper, check_result_length, drop_final_keys
 from torchrl_ext._compat import built
 from torchrl_ext.gym.infos import merge_infos
 from torchrl_ext.gym.io import (
@@ -168,9 +168,9 @@ class Engine:
     def closing(self, info: Any) -> Any:
         """Return the info that belongs to the observations of the last step, from what that step returned."""
         if self._pending is None:
-            return info if self._stepper is None else without_final(info)
+            return info if self._stepper is None else drop_final_keys(info)
         rows = self._pending[0].nonzero().view(-1).tolist()
-        return merge_infos(without_final(info), self._stepper.infos(info)[0], rows, self._stepper.num_envs)
+        return merge_infos(drop_final_keys(info), self._stepper.infos(info)[0], rows, self._stepper.num_envs)
 
     # -- resets
 
@@ -202,7 +202,7 @@ class Engine:
         left, count = mask & ~done, self._stepper.num_envs
         following = self._stepper.infos(info)[1]
         if following is None or isinstance(following, list):
-            rest = without_final(info)
+            rest = drop_final_keys(info)
             if isinstance(rest, dict):  # statistics are those of the episodes that ended
                 rest = {key: value for key, value in rest.items() if key not in STATISTICS}
             following = merge_infos(rest, following, done.nonzero().view(-1).tolist(), count)

@@ -27,7 +27,7 @@ __all__ = [
     "objects",
     "one_each",
     "check_result_length",
-    "without_final",
+    "drop_final_keys",
 ]
 
 Array = np.ndarray[Any, Any]
@@ -153,7 +153,7 @@ class Stepper:
             return [last for last, _ in pairs], [following for _, following in pairs]
         if not self.resets_in_step or not isinstance(info, dict):
             return info, None
-        rest = without_final(info)
+        rest = drop_final_keys(info)
         following = {key: value for key, value in rest.items() if key not in STATISTICS}
         statistics = {key: rest[key] for key in STATISTICS if key in rest}
         final = as_dict(info.get("final_info"))
@@ -253,10 +253,10 @@ def is_mask(info: dict[str, Any], key: Any, count: int) -> bool:
     return has_rows and bool(mask.dtype == bool or str(mask.dtype) == "torch.bool")
 
 
-def without_final(info: Any) -> Any:
+def drop_final_keys(info: Any) -> Any:
     """Return an info without what belongs to the last observations."""
     if isinstance(info, list):
-        return [without_final(part) for part in info]
+        return [drop_final_keys(part) for part in info]
     return {key: value for key, value in info.items() if key.removeprefix("_") not in _FINAL} if info else {}
 
 
