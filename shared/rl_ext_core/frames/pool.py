@@ -128,7 +128,7 @@ class FramePool:
     def _begin(self, layout: StackLayout, **options: Any) -> None:
         if self._arrays["head"][state.KIND_OF_POOL] and not self.interrupted:  # found again in a file
             if self._repair and self._is_ring:
-                self._say_kind(layout, **options)  # it was never another one
+                self._write_settings(layout, **options)  # it was never another one
             if self._arrays["head"][state.SUM_OF_KIND] != self._sum_of_kind():
                 raise CorruptFileError(
                     f"{self._region.path} is damaged: the checksum of its head does not match its contents"
@@ -183,13 +183,13 @@ class FramePool:
         head[state.BINS : state.BINS + state.N_BINS] = 0
         head[state.BLOCKS] = 1
         head[state.RECENT : state.RECENT + state.N_RECENT] = -1
-        self._say_kind(layout, codec=codec, block_length=block_length, max_error=max_error, quality=quality)
+        self._write_settings(layout, codec=codec, block_length=block_length, max_error=max_error, quality=quality)
         head[state.KIND_OF_POOL] += 1
         head[state.BECOMING] = 0
         self.refresh()
         self._memory.make_sure_of(0)
 
-    def _say_kind(
+    def _write_settings(
         self, layout: StackLayout, *, codec: str | Codec, block_length: int, max_error: int, quality: int
     ) -> None:
         head, name = self._arrays["head"], codec if isinstance(codec, str) else codec.name
