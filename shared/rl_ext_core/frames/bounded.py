@@ -221,7 +221,7 @@ _INDEPENDENCE = 8  # an independent frame may take this part more, since it save
 
 
 @njit(nogil=True, inline="always")
-def _grid(geometry):  # type: ignore[no-untyped-def]
+def _group_sizes(geometry):  # type: ignore[no-untyped-def]
     """Groups a row, bytes a group, and bytes a plane of bits. The last group of a row may be shorter."""
     groups = (geometry.row + GROUP - 1) // GROUP
     lanes = (geometry.row + groups - 1) // groups
@@ -294,7 +294,7 @@ def _pack_frame(frame, before, after, out, planes, limit, independent, geometry)
     :return: its bytes, or -1 once they would exceed ``limit``.
     """
     n_bytes, bound = geometry.frame_bytes, geometry.max_error
-    groups, most_lanes, plane_bytes = _grid(geometry)
+    groups, most_lanes, plane_bytes = _group_sizes(geometry)
     payload = n_bytes // geometry.row * groups
     group = 0
     for row in range(0, n_bytes, geometry.row):
@@ -335,7 +335,7 @@ def unpack(before, contents, after, above, geometry):  # type: ignore[no-untyped
     step = uint8(2 * geometry.max_error + 1)
     above = (above + uint64(GROUP - 1)) & ~uint64(GROUP - 1)
     row, plane = uint64(geometry.row), uint64(geometry.plane)
-    groups, lanes, plane_bytes = _grid(geometry)
+    groups, lanes, plane_bytes = _group_sizes(geometry)
     rows, n_plane = geometry.frame_bytes // geometry.row, uint64(plane_bytes)
     kinds = contents + uint64(_SIZE_BYTES)
     payload = kinds + uint64(rows * groups)
