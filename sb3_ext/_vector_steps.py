@@ -17,7 +17,7 @@ from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, Inv
 from rl_ext_core.vector.arrays import framework_of, keep_freed_memory, take, to_framework, to_numpy
 from rl_ext_core.vector.autoreset import accepts
 from rl_ext_core.vector.environments import copy_output, store_reward
-from rl_ext_core.vector.stepper import Stepper, as_dict, is_mask, one_each, drop_final_keys
+from rl_ext_core.vector.stepper import Stepper, infos_to_dict, is_mask, one_each, drop_final_keys
 
 __all__ = ["BatchStepper", "EndedEpisode", "ObservationLayout", "SubEnvStepper"]
 
@@ -247,7 +247,7 @@ class BatchStepper:
             return info
         each = list(info) if one_each(info) or isinstance(info, tuple) else None
         if each is not None and len(each) == self._num_envs:
-            return as_dict(each)  # type: ignore[no-any-return]
+            return infos_to_dict(each)  # type: ignore[no-any-return]
         found = f"a value of type {type(info).__name__}" if each is None else f"a list of {len(each)} infos"
         raise EnvironmentOutputError(
             f"{self._env_name} returned {found} as the info of {self._num_envs} environments; expected a dict of arrays, or a "

@@ -9,7 +9,7 @@ import torch
 
 from rl_ext_core.errors import EnvironmentOutputError
 from rl_ext_core.vector.arrays import to_torch
-from rl_ext_core.vector.stepper import as_dict, objects
+from rl_ext_core.vector.stepper import infos_to_dict, objects
 
 __all__ = ["merge_infos", "numbers_for_reader", "owned"]
 
@@ -46,7 +46,7 @@ def merge_infos(info: Any, other: Any, rows: list[int], count: int) -> Any:
     """
     if isinstance(info, list) and isinstance(other, list):
         return [other[row] or {} if row in rows else part for row, part in enumerate(info)]
-    info, other = ({} if part is None else as_dict(part) for part in (info, other))
+    info, other = ({} if part is None else infos_to_dict(part) for part in (info, other))
     if not isinstance(info, dict) or not isinstance(other, dict):
         return other
     merged: dict[str, Any] = {}
@@ -104,7 +104,7 @@ def numbers_for_reader(info: Any, reader: Any, batch_size: torch.Size) -> Any:
     :param batch_size: of the environment
     :raises EnvironmentOutputError: If a value to read is not numeric, or not one per sub-environment.
     """
-    info = as_dict(info)
+    info = infos_to_dict(info)
     if not isinstance(info, dict):
         return info
     keys, found = reader.keys, dict(info)

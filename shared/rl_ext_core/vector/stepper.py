@@ -21,7 +21,7 @@ __all__ = [
     "STATISTICS",
     "STEP",
     "Stepper",
-    "as_dict",
+    "infos_to_dict",
     "is_mask",
     "num_envs_of",
     "objects",
@@ -156,7 +156,7 @@ class Stepper:
         rest = drop_final_keys(info)
         following = {key: value for key, value in rest.items() if key not in STATISTICS}
         statistics = {key: rest[key] for key in STATISTICS if key in rest}
-        final = as_dict(info.get("final_info"))
+        final = infos_to_dict(info.get("final_info"))
         if final is None:
             return (rest, None) if self._rules.info == "last" else (statistics, following)
         names = [key for key in following if f"_{key}" not in rest and key[:1] != "_" and key not in final]
@@ -260,7 +260,7 @@ def drop_final_keys(info: Any) -> Any:
     return {key: value for key, value in info.items() if key.removeprefix("_") not in _FINAL} if info else {}
 
 
-def as_dict(infos: Any) -> Any:
+def infos_to_dict(infos: Any) -> Any:
     """Return infos that come one by one, some of them None, as a dict of arrays of objects and their masks."""
     if not one_each(infos):
         return infos
@@ -268,7 +268,7 @@ def as_dict(infos: Any) -> Any:
     collected: dict[str, Any] = {}
     for key in dict.fromkeys(key for part in parts for key in part):
         values = [part.get(key) for part in parts]
-        collected[key] = as_dict(values) if any(isinstance(value, dict) for value in values) else objects(values)
+        collected[key] = infos_to_dict(values) if any(isinstance(value, dict) for value in values) else objects(values)
         collected[f"_{key}"] = np.array([key in part for part in parts])
     return collected
 
