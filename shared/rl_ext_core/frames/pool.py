@@ -129,7 +129,7 @@ class FramePool:
         if self._arrays["head"][state.KIND_OF_POOL] and not self.interrupted:  # found again in a file
             if self._repair and self._is_ring:
                 self._write_settings(layout, **options)  # it was never another one
-            if self._arrays["head"][state.SUM_OF_KIND] != self._sum_of_kind():
+            if self._arrays["head"][state.SUM_OF_KIND] != self._settings_checksum():
                 raise CorruptFileError(
                     f"{self._region.path} is damaged: the checksum of its head does not match its contents"
                 )
@@ -155,7 +155,7 @@ class FramePool:
             used = self._arrays["blocks"][:n_blocks, state.USERS] > 0
             self._unchecked = used, self._arrays["users"][:n_references] > 0
 
-    def _sum_of_kind(self) -> int:
+    def _settings_checksum(self) -> int:
         return zlib.crc32(self._arrays["head"][state.N_STACK : state.QUALITY + 1].tobytes())
 
     @defer_signals
@@ -196,7 +196,7 @@ class FramePool:
         head[[state.N_STACK, state.AXIS, state.BLOCK_LENGTH]] = layout.n_stack, layout.axis, block_length
         head[[state.MAX_ERROR, state.QUALITY]] = max_error, quality
         head[state.CODEC] = zlib.crc32(name.encode())
-        head[state.SUM_OF_KIND] = self._sum_of_kind()
+        head[state.SUM_OF_KIND] = self._settings_checksum()
 
     @property
     def interrupted(self) -> bool:
