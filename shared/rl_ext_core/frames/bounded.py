@@ -170,8 +170,11 @@ def _unpacker(most: int, *, channels: bool) -> Any:
             spatial, channel = entry(0), entry(1)
             first = either(spatial, above, before)
             if channels:
-                beside = builder.sub(either(spatial, builder.sub(made, row), before), plane)
-                second, third = either(channel, builder.sub(made, plane), first), either(channel, beside, first)
+                previous_channel = builder.sub(either(spatial, builder.sub(made, row), before), plane)
+                second, third = (
+                    either(channel, builder.sub(made, plane), first),
+                    either(channel, previous_channel, first),
+                )
                 prediction = _prediction(builder, first, second, third)
             else:
                 prediction = _load_group(builder, first)  # loads are what takes the time
