@@ -55,7 +55,7 @@ class Progress(IntEnum):
 
 
 @dataclass(frozen=True)
-class Raised:
+class ExceptionRecord:
     """An exception of a worker, as it was there.
 
     :ivar summary: its ``repr``, shortened
@@ -70,7 +70,7 @@ class Raised:
     exits: bool
 
     @classmethod
-    def of(cls, error: BaseException) -> Raised:
+    def of(cls, error: BaseException) -> ExceptionRecord:
         """Describe an exception, in the worker."""
         where: TracebackType | None = error.__traceback__
         while where and where.tb_next and where.tb_frame.f_code.co_filename.replace(os.sep, "/").endswith(_OUR_FILES):
@@ -132,10 +132,10 @@ class Report:
         return found
 
     @property
-    def raised(self) -> Raised | None:
+    def raised(self) -> ExceptionRecord | None:
         """What the worker has raised; None if its death has cut the record short."""
         with suppress(Exception):
-            found: Raised = pickle.loads(self._read(PAGE).partition(_MARK)[2])
+            found: ExceptionRecord = pickle.loads(self._read(PAGE).partition(_MARK)[2])
             return found
         return None
 
@@ -198,7 +198,7 @@ class Writer:
     def raised(self, error: BaseException) -> bool:
         """Report an exception that ends this worker, and return whether the report has arrived."""
         try:
-            rest = memoryview(_MARK + pickle.dumps(Raised.of(error)))
+            rest = memoryview(_MARK + pickle.dumps(ExceptionRecord.of(error)))
             while rest:
                 rest = rest[os.write(self.fd, rest) :]
             self._page[_RAISED] = 1

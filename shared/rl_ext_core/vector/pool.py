@@ -18,7 +18,7 @@ from rl_ext_core import processes, resources
 from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, WorkerError
 from rl_ext_core.processes.failures import require_process
-from rl_ext_core.processes.report import Raised
+from rl_ext_core.processes.report import ExceptionRecord
 from rl_ext_core.vector import channel
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.channel import Cell, MemoryLayout, Memory, WorkerHandle
@@ -320,7 +320,7 @@ class Pool:
             results.append(channel.unpack(next(answers.setdefault(worker.number, iter(worker.answer)))))
         self._note_results(results)
         for result in results:
-            if isinstance(result, Raised):
+            if isinstance(result, ExceptionRecord):
                 raise result.with_traceback()
         return results
 
@@ -387,7 +387,7 @@ class Pool:
         notes = {**more.pop("notes", {}), "environment": environment}
         return WorkerError("\n".join(lines), worker=worker.number, phase=phase, seed=seed, notes=notes, **more)
 
-    def _raised(self, worker: Any, environment: int, phase: str, raised: Raised) -> WorkerError:
+    def _raised(self, worker: Any, environment: int, phase: str, raised: ExceptionRecord) -> WorkerError:
         """Make the exception for what an environment has raised."""
         what = f"raised {raised.summary}:"
         error = self._failed(worker, environment, phase, what, kind="exception", traceback=raised.traceback)

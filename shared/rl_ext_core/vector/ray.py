@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.errors import WorkerError, _missing_dependency_error
-from rl_ext_core.processes.report import Raised
+from rl_ext_core.processes.report import ExceptionRecord
 from rl_ext_core.vector import channel
 from rl_ext_core.vector.channel import Cell, MemoryLayout
 from rl_ext_core.vector.environments import Options
@@ -27,7 +27,7 @@ Answer = tuple[bytes, dict[str, Any]]
 class ActorFailure(Exception):  # noqa: N818 - on its way to the driver, which raises a WorkerError
     """An environment has failed."""
 
-    def __init__(self, environment: int, phase: int, raised: Raised) -> None:
+    def __init__(self, environment: int, phase: int, raised: ExceptionRecord) -> None:
         super().__init__(environment, phase, raised)
 
 
@@ -54,7 +54,7 @@ class Actor:
                 self._envs.do(name, data)
         except BaseException as error:  # Ray takes SystemExit for a wish to end the actor
             at = self._cells[Cell.ENVIRONMENT], self._cells[Cell.PHASE]
-            raise ActorFailure(*at, Raised.of(error)) from None
+            raise ActorFailure(*at, ExceptionRecord.of(error)) from None
         arrays = self._envs.arrays if name in ("step", "reset") else {}
         return self._messages.pop(), {key: array for key, array in arrays.items() if key != "action"}
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rl_ext_core.errors import WorkerError
-from rl_ext_core.processes.report import Raised
+from rl_ext_core.processes.report import ExceptionRecord
 from rl_ext_core.vector import channel
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.channel import WorkerHandle
@@ -75,7 +75,7 @@ class RestartingPool(Pool):
         # Pickled now, as the worker got them: the caller may change them.
         packed = {id(argument): channel.pack_by_value(argument[1]) for argument in arguments}
         for number, argument, before, result in zip(environments, arguments, self._before, results, strict=True):
-            value = before if isinstance(result, Raised) else packed[id(argument)]
+            value = before if isinstance(result, ExceptionRecord) else packed[id(argument)]
             self._settings[number].pop((name, argument[0]), None)  # to set them again in the order of the last values
             if value is not None:
                 self._settings[number][name, argument[0]] = value
@@ -148,7 +148,7 @@ class RestartingPool(Pool):
             for (command, name), packed in calls.items():
                 if packed is not None:
                     self.send(worker, command, [(number, (name, channel.unpack(packed)))])
-                    if isinstance(channel.unpack(self._answered(worker, stepping)[0]), Raised):
+                    if isinstance(channel.unpack(self._answered(worker, stepping)[0]), ExceptionRecord):
                         calls[command, name] = None
         seeds = self.seeds[part]
         if not same_seeds:

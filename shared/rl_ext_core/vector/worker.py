@@ -11,7 +11,7 @@ import numpy as np
 
 from rl_ext_core import processes
 from rl_ext_core.errors import EnvironmentOutputError
-from rl_ext_core.processes.report import Raised
+from rl_ext_core.processes.report import ExceptionRecord
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.channel import Cell, MemoryLayout, Memory, ObservationSlot, WorkerEnd, pack
 from rl_ext_core.vector.environments import CALLS, checked, copy_output
@@ -130,7 +130,7 @@ class Environments:
             return pack(CALLS[name](self._envs[number], argument))
         except Exception as error:
             # The environment is as it was; the caller may try something else.
-            return pack(Raised.of(error))
+            return pack(ExceptionRecord.of(error))
 
     def close_what_is_open(self) -> None:
         """Close the environments as well as that goes: this process ends, and nobody listens."""
@@ -149,7 +149,7 @@ class Environments:
                 failed = failed or error
         self._envs.clear()
         # Said rather than raised, so that the others are closed in peace.
-        self._answer(b"" if failed is None else pack((self._cells[Cell.ENVIRONMENT], Raised.of(failed))))
+        self._answer(b"" if failed is None else pack((self._cells[Cell.ENVIRONMENT], ExceptionRecord.of(failed))))
 
     def _map(self, layout: MemoryLayout) -> None:
         arrays: dict[str, Any] = layout.arrays(self._block(layout.size))

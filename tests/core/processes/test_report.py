@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rl_ext_core.processes import report as report_module
-from rl_ext_core.processes.report import Raised, Report, Writer
+from rl_ext_core.processes.report import ExceptionRecord, Report, Writer
 from tests.interrupts import everywhere
 
 
@@ -78,4 +78,4 @@ def test_an_exception_never_imports_a_module(report: Report, tmp_path: Path, mon
 def test_an_exception_of_a_class_that_travels_by_value_comes_back() -> None:
     class LocalError(Exception): ...
 
-    assert type(Raised.of(LocalError("of a function")).exception()) is LocalError
+    assert type(ExceptionRecord.of(LocalError("of a function")).exception()) is LocalError
