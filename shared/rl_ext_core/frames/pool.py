@@ -173,7 +173,7 @@ class FramePool:
         :param layout: another one of the same shape and dtype.
         :raises MissingDependencyError: if the codec needs a package that is not installed.
         """
-        codec = self._usable(codec, quality).for_frames(layout)
+        codec = self._check_codec(codec, quality).for_frames(layout)
         checked_block_length(block_length, codec, most=self._sizes.block_frames)
         max_error = checked_bound(max_error, codec=codec, dtype=layout.dtype)
         head = self._arrays["head"]
@@ -229,7 +229,7 @@ class FramePool:
             self.codec = self._codec_argument.for_frames(layout)
         else:
             name = next(name for name in codec_names() if zlib.crc32(name.encode()) == codec)
-            self.codec = self._usable(name, quality).for_frames(layout)
+            self.codec = self._check_codec(name, quality).for_frames(layout)
         self._seals = (state.AT_ONCE if self.codec.lossy else state.IN_TURN) if self.codec.seals else state.NEVER
         # Rows of the streams are as long as this layout needs, not as the largest one would.
         rows = {"frame": layout.frame_bytes + SLACK, "open": block_length * (layout.frame_bytes + ENTRY_HEADER) + SLACK}
@@ -260,7 +260,7 @@ class FramePool:
         if not LAZY:
             self.make_sure_of_rows(len(self._arrays["index"]))  # rows that were never written are read too
 
-    def _usable(self, codec: str | Codec, quality: int) -> Codec:
+    def _check_codec(self, codec: str | Codec, quality: int) -> Codec:
         if isinstance(codec, str):
             codec = get_codec(codec, quality=quality)
         if not self._is_ring and codec.seals and not codec.lossy and not codec.c_decompressor():
