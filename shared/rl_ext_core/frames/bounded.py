@@ -142,7 +142,7 @@ def _kinds_table(builder: Any, n_planes: int) -> Any:
 
 
 def _unpacker(most: int, *, channels: bool) -> Any:
-    def unpack(
+    def unpack_frame(
         typingctx: Any,
         before: Any,
         above: Any,
@@ -197,15 +197,15 @@ def _unpacker(most: int, *, channels: bool) -> Any:
 
         return types.void(*[types.uint64] * 7, types.uint8, types.uint64), codegen
 
-    unpack.__doc__ = f"""Writes a group that has at most {most} planes of steps to ``made`` and ``above``.
+    unpack_frame.__doc__ = f"""Writes a group that has at most {most} planes of steps to ``made`` and ``above``.
 
     :param before: address of the group in the frame before.
-    :param above: of the group above, see :func:`unpack`.
+    :param above: of the group above, see :func:`unpack_frame`.
     :param row: bytes of a row.
     :param plane: bytes of a channel.
     :param kind: the byte of the group{"" if channels else ", which is not predicted from the channel before"}.
     """
-    return intrinsic(unpack)
+    return intrinsic(unpack_frame)
 
 
 unpack_group_of_3 = _unpacker(3, channels=True)
@@ -327,7 +327,7 @@ def _pack_frame(frame, before, after, out, planes, limit, independent, geometry)
 
 
 @njit(nogil=True)
-def unpack(before, contents, after, above, geometry):  # type: ignore[no-untyped-def]
+def unpack_frame(before, contents, after, above, geometry):  # type: ignore[no-untyped-def]
     """Writes to ``after`` the frame that a packed entry makes of the frame ``before``.
 
     Both are different regions with ``GROUP`` bytes behind them; ``before`` does not matter to an independent frame.

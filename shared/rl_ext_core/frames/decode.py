@@ -28,7 +28,7 @@ from rl_ext_core.frames.arrays import (
     STREAM,
 )
 from rl_ext_core.frames.blocks import newest_block, place_of, stacks_of, stored
-from rl_ext_core.frames.bounded import is_packed, packed_size, unpack
+from rl_ext_core.frames.bounded import is_packed, packed_size, unpack_frame
 from rl_ext_core.frames.codecs import Codec, open_block
 from rl_ext_core.frames.geometry import (
     ENTRY_HEADER,
@@ -131,7 +131,7 @@ def next_frame(frame, entry, geometry, bound, work):  # type: ignore[no-untyped-
                 copy_bytes(work, frame, n_bytes)
                 frame = work
             after = other if frame == work else work
-            unpack(frame, contents, after, above, geometry)
+            unpack_frame(frame, contents, after, above, geometry)
             return after, contents + uint64(size)
         if frame == other:
             return apply_entry(frame, entry, n_bytes, other)
