@@ -33,7 +33,7 @@ from rl_ext_core._system import after_fork, sent
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.processes import server
 from rl_ext_core.processes.families import kill_families
-from rl_ext_core.processes.report import Report
+from rl_ext_core.processes.report import WorkerReport
 from rl_ext_core.processes.worker import Start, leave
 
 if sys.platform == "win32":
@@ -84,7 +84,7 @@ class Worker(BaseProcess):
     """
 
     worker: int
-    report: Report
+    report: WorkerReport
     _context: WorkerContext | None
     _modules: Sequence[str]
     _main: Mapping[str, Any]
@@ -120,7 +120,7 @@ class Worker(BaseProcess):
     def _launch(self, context: WorkerContext) -> None:
         config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
         daemon = {name: config.pop(name) for name in ("daemon",) if name in config}
-        self.report, self._modules, reading = Report(), context.preload, None
+        self.report, self._modules, reading = WorkerReport(), context.preload, None
         try:
             if not _system.WINDOWS:
                 reading, writing = os.pipe()

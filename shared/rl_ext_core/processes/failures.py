@@ -12,7 +12,7 @@ from textwrap import indent
 from typing import Any
 
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
-from rl_ext_core.processes.report import Progress, Report
+from rl_ext_core.processes.report import Progress, WorkerReport
 
 _GUARD = """\
 Each worker imports the main script, to find the functions that it defines, and this script starts workers when it is
@@ -77,7 +77,7 @@ class FailedWorker:
     label: str
     seed: int | None
     phase: str | None
-    report: Report
+    report: WorkerReport
 
     def ended(self, exitcode: int, unknown: str = "") -> Failure:
         """Describe the failure of a worker that has ended.

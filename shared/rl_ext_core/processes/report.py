@@ -100,7 +100,7 @@ class ExceptionRecord:
         return error
 
 
-class Report:
+class WorkerReport:
     """The parent's end."""
 
     def __init__(self) -> None:

@@ -9,22 +9,22 @@ from pathlib import Path
 import pytest
 
 from rl_ext_core.processes import report as report_module
-from rl_ext_core.processes.report import ExceptionRecord, Report, Writer
+from rl_ext_core.processes.report import ExceptionRecord, WorkerReport, Writer
 from tests.interrupts import everywhere
 
 
 @pytest.fixture
-def report() -> Report:
-    return Report()
+def report() -> WorkerReport:
+    return WorkerReport()
 
 
-def test_a_record_that_was_cut_short_by_death_is_none(report: Report) -> None:
+def test_a_record_that_was_cut_short_by_death_is_none(report: WorkerReport) -> None:
     assert Writer(report.fd).raised(ValueError("whole"))
     os.ftruncate(report.fd, report.size() - 1)
     assert report.raised is None
 
 
-def test_a_report_that_cannot_be_written_says_so(report: Report) -> None:
+def test_a_report_that_cannot_be_written_says_so(report: WorkerReport) -> None:
     writer = Writer(report.fd)
     null = os.open("/dev/full", os.O_WRONLY)
     writer.fd = null
@@ -32,7 +32,7 @@ def test_a_report_that_cannot_be_written_says_so(report: Report) -> None:
     os.close(null)
 
 
-def test_notes_take_anything_and_stay_small(report: Report) -> None:
+def test_notes_take_anything_and_stay_small(report: WorkerReport) -> None:
     writer = Writer(report.fd)
     writer.write_notes({"value": {1, 2}, "path": Path("a")})
     assert report.notes == {"value": "{1, 2}", "path": repr(Path("a"))}
@@ -49,7 +49,7 @@ def test_notes_take_anything_and_stay_small(report: Report) -> None:
     assert report.size() == report_module.PAGE
 
 
-def test_notes_that_are_cut_short_by_death_are_old_new_or_none(report: Report) -> None:
+def test_notes_that_are_cut_short_by_death_are_old_new_or_none(report: WorkerReport) -> None:
     writer, old, new = Writer(report.fd), {"phase": "reset", "text": "x" * 100}, {"phase": "step"}
     seen = []
     for _ in everywhere(lambda: writer.write_notes(old) or (lambda: writer.write_notes(new)), below=("/report.py",)):  # type: ignore[func-returns-value]
@@ -59,7 +59,9 @@ def test_notes_that_are_cut_short_by_death_are_old_new_or_none(report: Report) -
     assert new in seen
 
 
-def test_an_exception_never_imports_a_module(report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_never_imports_a_module(
+    report: WorkerReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a_simulator.py").write_text("class SimulatorError(Exception): ...")
     monkeypatch.syspath_prepend(str(tmp_path))
     error = __import__("a_simulator").SimulatorError("fell over")
