@@ -278,7 +278,7 @@ class FramePool:
         return geometry.keeps_stack * layout.stack_bytes + frames * layout.frame_bytes
 
     @property
-    def _what(self) -> str:
+    def _item_name(self) -> str:
         return "transitions" if self._is_ring else "stacks"
 
     @property
@@ -611,7 +611,7 @@ class FramePool:
         damaged = decode(self._state, self._geometry, self.codec, wanted, num_threads=num_threads)
         if damaged:
             raise CorruptFileError(
-                f"{damaged} of {len(wanted[0][0])} {self._what} cannot be read: their blocks are damaged, as by a "
+                f"{damaged} of {len(wanted[0][0])} {self._item_name} cannot be read: their blocks are damaged, as by a "
                 "program that wrote over this process's memory; start again from a checkpoint"
             )
 
