@@ -410,7 +410,7 @@ def _append_packed(newest, frame, out, scratch, stride, limit, geometry):  # typ
 
 
 @njit(nogil=True)
-def append_within(newest, frame, out, scratch, stride, geometry):  # type: ignore[no-untyped-def]
+def append_bounded_entry(newest, frame, out, scratch, stride, geometry):  # type: ignore[no-untyped-def]
     """Writes one entry of a frame within the bound at ``out``: a patch, or a packed frame where that is shorter.
 
     :param newest: address of what the decoder has; what it will have is written there.

@@ -61,7 +61,7 @@ from rl_ext_core.frames.blocks import (
     stored,
     take,
 )
-from rl_ext_core.frames.bounded import append_within
+from rl_ext_core.frames.bounded import append_bounded_entry
 from rl_ext_core.frames.codecs import Codec, seal_block
 from rl_ext_core.frames.geometry import GROUP, PATCH, PLANAR, SCRATCH_FRAMES, Counts
 from rl_ext_core.frames.machine import (
@@ -166,7 +166,7 @@ def write_entry(newest, frame, target, scratch, geometry, bound):  # type: ignor
     n_bytes = geometry.frame_bytes
     if bound is not None:
         # Whatever comes next starts from what the decoder will have then, not from the frame: errors never add up.
-        return append_within(newest, frame, target, scratch, n_bytes + GROUP, geometry)
+        return append_bounded_entry(newest, frame, target, scratch, n_bytes + GROUP, geometry)
     size = n_bytes
     if geometry.coder == PATCH:
         size = append_entry(newest, frame, n_bytes, target, scratch, bound)
