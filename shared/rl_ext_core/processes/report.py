@@ -160,7 +160,7 @@ class WorkerReport:
             os.close(self.fd)
 
 
-class Writer:
+class ReportWriter:
     """The worker's end."""
 
     def __init__(self, fd: int) -> None:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from rl_ext_core._system import after_fork
 from rl_ext_core.processes.families import kill_group, kill_own_family, lead_group
-from rl_ext_core.processes.report import Progress, Writer
+from rl_ext_core.processes.report import Progress, ReportWriter
 from rl_ext_core.processes.server import reset_signals
 
 __all__ = ["CLOSE_S", "END_SIGNAL", "Start", "on_abnormal_exit", "abort_worker", "import_main", "leave", "set_status"]
@@ -32,7 +32,7 @@ _EXIT_GRACE_S = 0.25
 END_SIGNAL: Any = getattr(signal, "SIGUSR2", None)
 _STACK_SIGNAL: Any = getattr(signal, "SIGUSR1", None)
 
-_writer: Writer | None = None
+_writer: ReportWriter | None = None
 _notes: dict[str, Any] = {}
 # For as long as the parent's main module was not imported: where it is.
 _main: dict[str, Any] = {}
@@ -155,7 +155,7 @@ class Start:
         os.set_inheritable(self.report, False)
         _notes.clear()
         _to_close.clear()
-        _writer = Writer(self.report)
+        _writer = ReportWriter(self.report)
         # Straight to the descriptor, from C: fatal signals, and stacks when the parent asks.
         faulthandler.enable(file=self.report, all_threads=True)
         if _STACK_SIGNAL is not None:

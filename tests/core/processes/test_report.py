@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rl_ext_core.processes import report as report_module
-from rl_ext_core.processes.report import ExceptionRecord, WorkerReport, Writer
+from rl_ext_core.processes.report import ExceptionRecord, WorkerReport, ReportWriter
 from tests.interrupts import everywhere
 
 
@@ -19,13 +19,13 @@ def report() -> WorkerReport:
 
 
 def test_a_record_that_was_cut_short_by_death_is_none(report: WorkerReport) -> None:
-    assert Writer(report.fd).raised(ValueError("whole"))
+    assert ReportWriter(report.fd).raised(ValueError("whole"))
     os.ftruncate(report.fd, report.size() - 1)
     assert report.raised is None
 
 
 def test_a_report_that_cannot_be_written_says_so(report: WorkerReport) -> None:
-    writer = Writer(report.fd)
+    writer = ReportWriter(report.fd)
     null = os.open("/dev/full", os.O_WRONLY)
     writer.fd = null
     assert not writer.raised(ValueError("lost"))
@@ -33,7 +33,7 @@ def test_a_report_that_cannot_be_written_says_so(report: WorkerReport) -> None:
 
 
 def test_notes_take_anything_and_stay_small(report: WorkerReport) -> None:
-    writer = Writer(report.fd)
+    writer = ReportWriter(report.fd)
     writer.write_notes({"value": {1, 2}, "path": Path("a")})
     assert report.notes == {"value": "{1, 2}", "path": repr(Path("a"))}
     loop: list[object] = []
@@ -50,7 +50,7 @@ def test_notes_take_anything_and_stay_small(report: WorkerReport) -> None:
 
 
 def test_notes_that_are_cut_short_by_death_are_old_new_or_none(report: WorkerReport) -> None:
-    writer, old, new = Writer(report.fd), {"phase": "reset", "text": "x" * 100}, {"phase": "step"}
+    writer, old, new = ReportWriter(report.fd), {"phase": "reset", "text": "x" * 100}, {"phase": "step"}
     seen = []
     for _ in everywhere(lambda: writer.write_notes(old) or (lambda: writer.write_notes(new)), below=("/report.py",)):  # type: ignore[func-returns-value]
         assert report.notes in (old, new, {})
@@ -65,7 +65,7 @@ def test_an_exception_never_imports_a_module(
     (tmp_path / "a_simulator.py").write_text("class SimulatorError(Exception): ...")
     monkeypatch.syspath_prepend(str(tmp_path))
     error = __import__("a_simulator").SimulatorError("fell over")
-    assert Writer(report.fd).raised(error)
+    assert ReportWriter(report.fd).raised(error)
     raised = report.raised
     assert raised is not None
     assert type(raised.exception()) is type(error)
