@@ -258,7 +258,7 @@ class FramePool:
         self._places = address_of(self._kept), address_of(self._scratch)
         self._known = int(head[state.KIND_OF_POOL])
         if not LAZY:
-            self.make_sure_of_rows(len(self._arrays["index"]))  # rows that were never written are read too
+            self.reserve_rows(len(self._arrays["index"]))  # rows that were never written are read too
 
     def _check_codec(self, codec: str | Codec, quality: int) -> Codec:
         if isinstance(codec, str):
@@ -440,7 +440,7 @@ class FramePool:
         """(rows, streams) transitions, as their owner arranges them; 0 is none."""
         return self._arrays["index"]
 
-    def make_sure_of_rows(self, n_rows: int) -> None:
+    def reserve_rows(self, n_rows: int) -> None:
         """Makes sure that the first rows of the index can be written to.
 
         :raises StorageError: if there is no room on the disk.

@@ -321,7 +321,7 @@ class FrameStore:
         overwritten = int(torn and self.full and not self.dropped)
         self.dropped += overwritten  # the oldest, in the row that was being written
         self._rows.make_sure_of(self.n_written)
-        self._pool.make_sure_of_rows(self.n_written)
+        self._pool.reserve_rows(self.n_written)
         counted, n_written = self.size, self.n_written
         if folder.repair:
             self._keep_longest_run()
@@ -464,7 +464,7 @@ class FrameStore:
         nexts, next_memory = self._validate_stacks(next_observations, name="next_obs")
         if self._folder is not None:
             self._folder.check_ours()
-            self._pool.make_sure_of_rows(row + 1)
+            self._pool.reserve_rows(row + 1)
             self._rows.make_sure_of(row + 1)
         if self._staged is not None:
             self._pool.release_pairs(self._staged)
@@ -575,7 +575,7 @@ class FrameStore:
         memory = PLANAR if encoding.layout.planar else INTERLEAVED
         for start in range(0, self.size, COPIED):
             rows = np.arange(start, min(start + COPIED, self.size))
-            pool.make_sure_of_rows(int(rows[-1]) + 1)
+            pool.reserve_rows(int(rows[-1]) + 1)
             before, after = (part.reshape(len(rows), *self._shape) for part in self.transitions(rows))
             for row, stacks, nexts in zip(rows.tolist(), before, after, strict=True):
                 pool.index[row] = pool.put_pairs(address_of(stacks), memory, address_of(nexts), memory)
