@@ -216,7 +216,7 @@ unpack_group_alone = _unpacker(3, channels=False)
 _SIZE_BYTES = 4
 _PADDING = 16  # with ``SLACK``, what is read behind the planes of the last group
 _RAW = 7  # instead of a number of bits
-_MOST_BITS = 6
+_MAX_BITS = 6
 _FEW_BITS = 3  # decoded without a look at how many they are
 _SPATIAL, _CHANNEL = 1, 2  # the bits of a prediction
 _WORTH_A_TRY = 16  # a patch that takes less than this part of a frame is kept unseen
@@ -264,7 +264,7 @@ def _bits_for_distance(distance, bound):  # type: ignore[no-untyped-def]
     while steps > 0:
         bits += 1
         steps >>= 1
-    return bits if bits <= _MOST_BITS else _RAW
+    return bits if bits <= _MAX_BITS else _RAW
 
 
 @njit(nogil=True, inline="always")
