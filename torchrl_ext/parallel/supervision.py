@@ -174,7 +174,7 @@ class SupervisedEnv(upstream.ParallelEnv):
         members = list(zip(self.parent_channels, self._workers, strict=True))
         try:
             with _Operation(self, "close", limit):
-                watch.closing()
+                watch.expect_exit()
                 # In this mode renderers are to be gone before the next one goes, as upstream has it.
                 for group in [[member] for member in members] if self._metadata_from_workers else [members]:
                     for channel, _ in group:

@@ -265,7 +265,7 @@ def in_subprocess(
                 while isinstance(found, list):
                     ours.send_bytes(pickle.dumps(answer(found)))
                     found = pickle.loads(ours.recv_bytes())
-                watch.closing()
+                watch.expect_exit()
         finally:
             watch.kill()
             watch.stop()

@@ -48,7 +48,7 @@ _EXIT_PRIORITY = 100
 class Watch:
     """Waits for workers beside the main thread, and raises what they died of where the main thread uses them.
 
-    When one of them ends before :meth:`closing` was called, or with an exit code other than 0 after it, that is the
+    When one of them ends before :meth:`expect_exit` was called, or with an exit code other than 0 after it, that is the
     failure: the others are killed, so that no call that waits for them waits any longer. It has one thread, which
     starts with it: make it when all workers have started, because forking with threads is unsafe.
 
@@ -113,7 +113,7 @@ class Watch:
         """
         return _Operation(self, name, timeout)
 
-    def closing(self) -> None:
+    def expect_exit(self) -> None:
         """Expect the workers to end from now on, with exit code 0."""
         self.is_closing = True
 

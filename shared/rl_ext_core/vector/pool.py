@@ -422,15 +422,15 @@ class Pool:
         begin = time.monotonic()
         for worker in self.workers:
             if worker.watch is not None:
-                worker.watch.closing()
+                worker.watch.expect_exit()
             worker.remind()
         late = _wait_while(self.workers, WorkerHandle.is_busy, begin, patience)
-        closing = [worker for worker in self.workers if worker not in late]
-        for worker in closing:
+        expect_exit = [worker for worker in self.workers if worker not in late]
+        for worker in expect_exit:
             if not worker.has_failed():
                 worker.await_nothing()
                 self.send(worker, "close", None)
-        late += _wait_while(closing, lambda worker: worker.is_busy() or worker.is_alive(), begin, limit)
+        late += _wait_while(expect_exit, lambda worker: worker.is_busy() or worker.is_alive(), begin, limit)
         failures = [found for worker in self.workers if worker.is_over() and (found := self._failure_to_close(worker))]
         if late:
             number, at = late[0].cells[Cell.ENVIRONMENT], PHASES[late[0].cells[Cell.PHASE]]

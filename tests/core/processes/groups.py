@@ -42,7 +42,7 @@ class Group:
         return self.pipes[worker].recv()
 
     def close(self) -> None:
-        self.watch.closing()
+        self.watch.expect_exit()
         for pipe in self.pipes:
             pipe.send("close")
         for worker in self.workers:

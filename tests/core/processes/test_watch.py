@@ -100,7 +100,7 @@ def _raise_after(barriers: Any, worker: int) -> None:
 
 def test_a_failure_after_closing_counts_if_the_exit_code_is_not_zero() -> None:
     with group("forkserver") as workers:
-        workers.watch.closing()
+        workers.watch.expect_exit()
         workers.pipes[0].send("os_exit")
         workers.workers[0].join(LIMIT_S)
         assert workers.watch.failure is None
