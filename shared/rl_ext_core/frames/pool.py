@@ -449,7 +449,7 @@ class FramePool:
             self._region.reserve(state.offset_of(name, self._sizes), self._arrays[name][:n_rows].nbytes)
 
     @property
-    def held_rows(self) -> int:
+    def reserved_rows(self) -> int:
         """How many rows can be written to; where they are not in a file, none but those that were."""
         if self._region.path is None:
             return 0

@@ -333,7 +333,7 @@ class FrameStore:
                 )
         if lost := np.count_nonzero(~recover_pairs(self._pool, rows)):
             raise folder.corrupt_file_error(folder.frames().path.name, f"{lost} transitions lead nowhere")
-        others = np.ones(max(n_written, self._pool.held_rows), dtype=np.bool_)
+        others = np.ones(max(n_written, self._pool.reserved_rows), dtype=np.bool_)
         others[rows] = False
         self._pool.index[: len(others)][others] = 0
         self.recovered = RecoveryReport(self.size, counted - self.size if folder.repair else int(torn), overwritten)
