@@ -219,7 +219,7 @@ _RAW = 7  # instead of a number of bits
 _MAX_BITS = 6
 _FEW_BITS = 3  # decoded without a look at how many they are
 _SPATIAL, _CHANNEL = 1, 2  # the bits of a prediction
-_WORTH_A_TRY = 16  # a patch that takes less than this part of a frame is kept unseen
+_SHORT_PATCH_DIVISOR = 16  # a patch that takes less than this part of a frame is kept unseen
 _INDEPENDENCE = 8  # an independent frame may take this part more, since it saves decoding others
 
 
@@ -419,7 +419,7 @@ def append_bounded_entry(newest, frame, out, scratch, stride, geometry):  # type
     """
     n_bytes = geometry.frame_bytes
     size = append_entry(newest, frame, n_bytes, out, scratch, geometry.max_error)
-    if size > n_bytes // _WORTH_A_TRY:
+    if size > n_bytes // _SHORT_PATCH_DIVISOR:
         packed = _append_packed(newest, frame, out, scratch, uint64(stride), size - 1, geometry)
         if packed >= 0:
             return packed
