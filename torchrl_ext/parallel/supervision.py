@@ -168,7 +168,7 @@ class SupervisedEnv(upstream.ParallelEnv):
         watch = self._watch
         if not self._closing or watch is None:
             return  # upstream has found a dead worker and will raise: the operation says which and why
-        if not watch.ours:
+        if not watch.is_owner:
             return self._release(watch)  # in a forked child, whose parent goes on with them
         limit = None if math.isinf(self.shutdown_timeout) else self.shutdown_timeout
         members = list(zip(self.parent_channels, self._workers, strict=True))

@@ -118,7 +118,7 @@ class Watch:
         self.is_closing = True
 
     @property
-    def ours(self) -> bool:
+    def is_owner(self) -> bool:
         """Whether it was made by this process, and not by one that this was forked from."""
         return os.getpid() == self.owner
 
@@ -128,7 +128,7 @@ class Watch:
         They may close what they have registered by :func:`~rl_ext_core.processes.on_abnormal_exit`, for three seconds; then they
         are killed, with all that they have started. Ctrl-C ends the waiting for that, not the killing.
         """
-        if not self.ours or threading.current_thread() is self._thread:
+        if not self.is_owner or threading.current_thread() is self._thread:
             return
         self.is_closing = self._killing = self._stopping = True
         self._thread.join()
@@ -136,7 +136,7 @@ class Watch:
 
     def stop(self) -> None:
         """End the thread; the workers that live go on, unwatched."""
-        if not self.ours:
+        if not self.is_owner:
             return
         self._stopping = True
         # on_failure may be at work there, or may have called this.
