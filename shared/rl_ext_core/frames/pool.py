@@ -456,7 +456,7 @@ class FramePool:
         held = self._region.held(state.offset_of("index", self._sizes)) // self._arrays["index"].strides[0]
         return min(held, len(self._arrays["index"]))
 
-    def note_row(self, row: int) -> None:
+    def update_row_checksum(self, row: int) -> None:
         """Notes what a row of the index is now, where there are checksums."""
         if self._sizes.has_checksums:
             place = np.array([row])

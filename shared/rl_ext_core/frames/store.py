@@ -529,7 +529,7 @@ class FrameStore:
             self._pool.release_pairs(index[row])
         index[row] = pairs
         self._staged = None
-        self._pool.note_row(row)
+        self._pool.update_row_checksum(row)
         if older:
             return
         self.position = row + 1
@@ -579,7 +579,7 @@ class FrameStore:
             before, after = (part.reshape(len(rows), *self._shape) for part in self.transitions(rows))
             for row, stacks, nexts in zip(rows.tolist(), before, after, strict=True):
                 pool.index[row] = pool.put_pairs(address_of(stacks), memory, address_of(nexts), memory)
-                pool.note_row(row)
+                pool.update_row_checksum(row)
         return pool
 
     def transitions(self, rows: Pairs) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.generic]]:
