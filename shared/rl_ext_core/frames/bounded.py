@@ -220,7 +220,7 @@ _MAX_BITS = 6
 _FEW_BITS = 3  # decoded without a look at how many they are
 _SPATIAL, _CHANNEL = 1, 2  # the bits of a prediction
 _SHORT_PATCH_DIVISOR = 16  # a patch that takes less than this part of a frame is kept unseen
-_INDEPENDENCE = 8  # an independent frame may take this part more, since it saves decoding others
+_INDEPENDENT_BONUS_DIVISOR = 8  # an independent frame may take this part more, since it saves decoding others
 
 
 @njit(nogil=True, inline="always")
@@ -395,7 +395,7 @@ def _append_packed(newest, frame, out, scratch, stride, limit, geometry):  # typ
     used = _pack_frame(wanted, before, after, data, planes, limit, int64(1), geometry)
     independent = used >= 0
     if independent:
-        limit = used - used // _INDEPENDENCE
+        limit = used - used // _INDEPENDENT_BONUS_DIVISOR
     shorter = _pack_frame(wanted, before, other_after, other_data, planes, limit, int64(0), geometry)
     if shorter >= 0:
         used, independent, after, data = shorter, False, other_after, other_data
