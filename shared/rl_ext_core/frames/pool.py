@@ -462,7 +462,7 @@ class FramePool:
             place = np.array([row])
             self._arrays["index_sums"][place] = self._index_sums(place)
 
-    def wrong_rows(self, rows: Counts) -> Counts:
+    def corrupt_rows(self, rows: Counts) -> Counts:
         """Those of these rows of the index that are not what was noted."""
         wrong: Counts = rows[self._index_sums(rows) != self._arrays["index_sums"][rows]]
         return wrong
