@@ -68,7 +68,9 @@ def encode_runs(before, after, n_bytes, heads, data, limit, bound):  # type: ign
     :param bound: how far off a byte may be that is left out, or None.
     :return: the numbers of runs and of bytes; -1 runs once both together would exceed ``limit`` bytes.
     """
-    different = _different_bytes(before, after, n_bytes) if bound is None else _far_bytes(before, after, n_bytes, bound)
+    different = (
+        _count_different_bytes(before, after, n_bytes) if bound is None else _far_bytes(before, after, n_bytes, bound)
+    )
     if different > limit:
         return -1, 0
     gap = _DENSE_GAP if different > n_bytes // 8 else _GAP
@@ -207,7 +209,7 @@ def equal_bytes(left, right, n_bytes):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _different_bytes(left, right, n_bytes):  # type: ignore[no-untyped-def]
+def _count_different_bytes(left, right, n_bytes):  # type: ignore[no-untyped-def]
     """How many bytes differ, but for the last few: a lower bound of a patch's size."""
     total = 0
     for i in range(0, n_bytes - WORD + 1, WORD):
