@@ -460,14 +460,14 @@ class FramePool:
         """Notes what a row of the index is now, where there are checksums."""
         if self._sizes.has_checksums:
             place = np.array([row])
-            self._arrays["index_sums"][place] = self._index_sums(place)
+            self._arrays["index_sums"][place] = self._row_checksums(place)
 
     def corrupt_rows(self, rows: Counts) -> Counts:
         """Those of these rows of the index that are not what was noted."""
-        wrong: Counts = rows[self._index_sums(rows) != self._arrays["index_sums"][rows]]
+        wrong: Counts = rows[self._row_checksums(rows) != self._arrays["index_sums"][rows]]
         return wrong
 
-    def _index_sums(self, rows: Counts) -> npt.NDArray[np.uint32]:
+    def _row_checksums(self, rows: Counts) -> npt.NDArray[np.uint32]:
         index, found = self._arrays["index"], np.zeros(len(rows), dtype=np.uint32)
         where = np.array([address_of(index)], dtype=np.uint64), np.array([index.strides[0]])
         sum_rows(*where, rows, found)
