@@ -69,7 +69,9 @@ def encode_runs(before, after, n_bytes, heads, data, limit, bound):  # type: ign
     :return: the numbers of runs and of bytes; -1 runs once both together would exceed ``limit`` bytes.
     """
     different = (
-        _count_different_bytes(before, after, n_bytes) if bound is None else _far_bytes(before, after, n_bytes, bound)
+        _count_different_bytes(before, after, n_bytes)
+        if bound is None
+        else _count_far_bytes(before, after, n_bytes, bound)
     )
     if different > limit:
         return -1, 0
@@ -218,7 +220,7 @@ def _count_different_bytes(left, right, n_bytes):  # type: ignore[no-untyped-def
 
 
 @njit(nogil=True)
-def _far_bytes(left, right, n_bytes, bound):  # type: ignore[no-untyped-def]
+def _count_far_bytes(left, right, n_bytes, bound):  # type: ignore[no-untyped-def]
     """Likewise, by more than ``bound``."""
     total = 0
     for i in range(0, n_bytes - WORD + 1, WORD):
