@@ -684,7 +684,7 @@ class FramePool:
 
     def _load_arrays(self, stored: dict[str, Any]) -> None:
         if not self._sizes.has_checksums:
-            stored = {**stored, "blocks": _in_one_place(stored["blocks"])}
+            stored = {**stored, "blocks": _drop_sealed_columns(stored["blocks"])}
         for name in (*COUNTS, "last", "frame", "entry_sums", "contents", "references"):
             target = self._arrays[name]
             part = stored[name][: len(target)]  # in memory of this process alone there are no checksums
@@ -719,7 +719,7 @@ class FramePool:
         self.verify_on_read()
 
 
-def _in_one_place(blocks: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _drop_sealed_columns(blocks: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Rows of blocks as they are where nobody else can see a half of them: without where they lay before."""
     rows = blocks[:, : state.N_BLOCK_UNCHECKED].copy()
     if blocks.shape[1] == state.N_BLOCK:
