@@ -203,7 +203,7 @@ class FrameColumn:
         """Return which of all handles that are held can be read, of a pool that was found again; forget the others."""
         from rl_ext_core.frames.recovery import recover
 
-        if self.pool.interrupted:
+        if self.pool.was_interrupted:
             self.pool.reconfigure(**self._chooser.first_encoding(self._chooser.first_layout)._asdict())
         return recover(self.pool, handles)
 

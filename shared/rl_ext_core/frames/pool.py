@@ -126,7 +126,7 @@ class FramePool:
         self._begin(layout, codec=codec, block_length=block_length, max_error=max_error, quality=quality)
 
     def _begin(self, layout: StackLayout, **options: Any) -> None:
-        if self._arrays["head"][state.KIND_OF_POOL] and not self.interrupted:  # found again in a file
+        if self._arrays["head"][state.KIND_OF_POOL] and not self.was_interrupted:  # found again in a file
             if self._repair and self._is_ring:
                 self._write_settings(layout, **options)  # it was never another one
             if self._arrays["head"][state.SUM_OF_KIND] != self._settings_checksum():
@@ -199,7 +199,7 @@ class FramePool:
         head[state.SUM_OF_KIND] = self._settings_checksum()
 
     @property
-    def interrupted(self) -> bool:
+    def was_interrupted(self) -> bool:
         """Whether a process was killed while it made another pool of this one, which is empty then."""
         return bool(self._arrays["head"][state.BECOMING])
 
