@@ -34,7 +34,7 @@ from rl_ext_core.frames.machine import (
 )
 
 _MAX_GAP = 3
-_DENSE_GAP = 6  # where much has changed: half of the runs, which take time, for a few per cent more bytes
+_MAX_DENSE_GAP = 6  # where much has changed: half of the runs, which take time, for a few per cent more bytes
 WHOLE = 0xFFFF
 PACKED = 0xFFFE  # where there is a bound: see ``bounded``
 _MANY_RUNS = 255
@@ -75,7 +75,7 @@ def encode_runs(before, after, n_bytes, heads, data, limit, bound):  # type: ign
     )
     if different > limit:
         return -1, 0
-    gap = _DENSE_GAP if different > n_bytes // 8 else _MAX_GAP
+    gap = _MAX_DENSE_GAP if different > n_bytes // 8 else _MAX_GAP
     runs = 0
     used = 0
     last = 0  # the end of the run written last
