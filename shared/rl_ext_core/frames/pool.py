@@ -123,9 +123,9 @@ class FramePool:
             )
         self._repair = file is not None and file.repair
         self._attach(new_region(state.region_bytes(self._sizes), file, private=self._is_ring))
-        self._begin(layout, codec=codec, block_length=block_length, max_error=max_error, quality=quality)
+        self._initialize(layout, codec=codec, block_length=block_length, max_error=max_error, quality=quality)
 
-    def _begin(self, layout: StackLayout, **options: Any) -> None:
+    def _initialize(self, layout: StackLayout, **options: Any) -> None:
         if self._arrays["head"][state.KIND_OF_POOL] and not self.was_interrupted:  # found again in a file
             if self._repair and self._is_ring:
                 self._write_settings(layout, **options)  # it was never another one

@@ -267,9 +267,9 @@ class FileRegion(Region):
             descriptor = _system.open_file(file.path)
         except OSError as error:
             raise refusal(self._name, error, doing="open") from error
-        self._begin(descriptor, pages(n_bytes), identity, repair=repair)
+        self._initialize(descriptor, pages(n_bytes), identity, repair=repair)
 
-    def _begin(self, descriptor: int, n_bytes: int, identity: bytes, *, repair: bool = False) -> None:
+    def _initialize(self, descriptor: int, n_bytes: int, identity: bytes, *, repair: bool = False) -> None:
         try:
             head = _HEAD.pack(_MAGIC, identity, n_bytes, 0)
             head = _HEAD.pack(_MAGIC, identity, n_bytes, zlib.crc32(head))
@@ -430,7 +430,7 @@ class GrowingRegion(FileRegion):
     _name = "memory that processes share"
 
     def __init__(self, n_bytes: int) -> None:
-        self._begin(_system.new_memory_file("rl-ext-frames")[0], pages(n_bytes), bytes(16))
+        self._initialize(_system.new_memory_file("rl-ext-frames")[0], pages(n_bytes), bytes(16))
 
 
 def _counts(forgotten: int, count: int) -> int:
