@@ -36,7 +36,7 @@ from numba.extending import intrinsic
 from rl_ext_core.frames.geometry import ENTRY_HEADER, GROUP
 from rl_ext_core.frames.machine import (
     copy_bytes,
-    distance_of,
+    lane_distances,
     load_u8,
     load_u16,
     load_u32,
@@ -85,7 +85,7 @@ def group_distance(typingctx: Any, wanted: Any, first: Any, second: Any, third: 
     """How far the first ``lanes`` bytes of a group are at most from ``first + second - third``."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        distance = distance_of(builder, _load_group(builder, args[0]), _prediction(builder, *args[1:4]))
+        distance = lane_distances(builder, _load_group(builder, args[0]), _prediction(builder, *args[1:4]))
         zero = ir.Constant(distance.type, [0] * GROUP)
         distance = builder.select(_lane_mask(builder, args[4]), distance, zero)
         kind = ir.FunctionType(ir.IntType(8), [distance.type])
@@ -106,7 +106,7 @@ def pack_group(
         wanted, prediction = _load_group(builder, args[0]), _prediction(builder, *args[1:4])
         byte = bound.type
         step = builder.add(builder.shl(bound, ir.Constant(byte, 1)), ir.Constant(byte, 1))
-        start = builder.add(distance_of(builder, wanted, prediction), splat(builder, bound, GROUP))
+        start = builder.add(lane_distances(builder, wanted, prediction), splat(builder, bound, GROUP))
         rest, zero = start, ir.Constant(start.type, [0] * GROUP)
         inside = _lane_mask(builder, lanes)
 

@@ -284,7 +284,7 @@ def splat(builder: Any, value: Any, lanes: int) -> Any:
     return builder.shuffle_vector(first, ir.Constant(word, ir.Undefined), every)
 
 
-def distance_of(builder: Any, left: Any, right: Any) -> Any:
+def lane_distances(builder: Any, left: Any, right: Any) -> Any:
     """How far two vectors of unsigned bytes are apart, lane by lane."""
     above = builder.icmp_unsigned(">", left, right)
     return builder.sub(builder.select(above, left, right), builder.select(above, right, left))
@@ -292,7 +292,7 @@ def distance_of(builder: Any, left: Any, right: Any) -> Any:
 
 def _far_apart(builder: Any, left: Any, right: Any, bound: Any) -> Any:
     """In which lanes two words of bytes differ by more than ``bound``."""
-    return builder.icmp_unsigned(">", distance_of(builder, left, right), splat(builder, bound, left.type.count))
+    return builder.icmp_unsigned(">", lane_distances(builder, left, right), splat(builder, bound, left.type.count))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
