@@ -500,12 +500,12 @@ _pool: tuple[int, ThreadPoolExecutor] = 0, ThreadPoolExecutor(1)  # how many thr
 _changing = threading.Lock()
 
 
-def _begin() -> None:
+def _reset_threads() -> None:
     global _pool, _changing
     _pool, _changing = (0, ThreadPoolExecutor(1)), threading.Lock()
 
 
-after_fork(_begin)  # threads do not survive a fork
+after_fork(_reset_threads)  # threads do not survive a fork
 
 
 def _submit(work: Callable[[], None], times: int) -> list[Future[None]]:
