@@ -232,7 +232,7 @@ def call_decompressor(typingctx: Any, function: Any, source: Any, target: Any, s
     return types.int32(types.uint64, types.uint64, types.uint64, types.uint64), codegen
 
 
-def _word(builder: Any, address: Any) -> Any:
+def _load_word(builder: Any, address: Any) -> Any:
     value = builder.load(builder.inttoptr(address, ir.VectorType(ir.IntType(8), WORD).as_pointer()))
     value.align = 1
     return value
@@ -248,7 +248,7 @@ def words_differ(typingctx: Any, left: Any, right: Any) -> Any:
     """1 where the ``WORD`` bytes at two addresses differ, else 0."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _any_lane(builder, builder.xor(_word(builder, args[0]), _word(builder, args[1])))
+        return _any_lane(builder, builder.xor(_load_word(builder, args[0]), _load_word(builder, args[1])))
 
     return types.uint64(types.uint64, types.uint64), codegen
 
@@ -258,8 +258,8 @@ def words_differ_where(typingctx: Any, left: Any, right: Any, mask: Any) -> Any:
     """Likewise, for those bits only that are set in the ``WORD`` bytes at ``mask``."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        difference = builder.xor(_word(builder, args[0]), _word(builder, args[1]))
-        return _any_lane(builder, builder.and_(difference, _word(builder, args[2])))
+        difference = builder.xor(_load_word(builder, args[0]), _load_word(builder, args[1]))
+        return _any_lane(builder, builder.and_(difference, _load_word(builder, args[2])))
 
     return types.uint64(types.uint64, types.uint64, types.uint64), codegen
 
@@ -269,7 +269,7 @@ def count_different(typingctx: Any, left: Any, right: Any) -> Any:
     """How many of the ``WORD`` bytes at two addresses differ."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        unequal = builder.icmp_unsigned("!=", _word(builder, args[0]), _word(builder, args[1]))
+        unequal = builder.icmp_unsigned("!=", _load_word(builder, args[0]), _load_word(builder, args[1]))
         count = builder.ctpop(builder.bitcast(unequal, ir.IntType(WORD)))
         return builder.zext(count, ir.IntType(64))
 
@@ -300,7 +300,7 @@ def count_far_apart(typingctx: Any, left: Any, right: Any, bound: Any) -> Any:
     """How many of the ``WORD`` bytes at two addresses differ by more than ``bound``."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        far = _far_apart(builder, _word(builder, args[0]), _word(builder, args[1]), args[2])
+        far = _far_apart(builder, _load_word(builder, args[0]), _load_word(builder, args[1]), args[2])
         count = builder.ctpop(builder.bitcast(far, ir.IntType(WORD)))
         return builder.zext(count, ir.IntType(64))
 
