@@ -336,7 +336,7 @@ class FramePool:
         self.refresh()
         for array in (stacks, nexts):
             if array is not None:
-                self._check(array, len(stacks))
+                self._check_array(array, len(stacks))
         n = len(stacks)
         handles, next_handles = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
         if self._pool.head[state.UNSEALED]:  # of a call that failed, or of a process that was killed
@@ -536,13 +536,13 @@ class FramePool:
         self._pool.head[state.STREAMS] = 0
 
     def _check_output(self, array: npt.NDArray[Any], n: int) -> None:
-        self._check(array, n)
+        self._check_array(array, n)
         if not array.flags.writeable:
             raise InvalidArgumentError(
                 f"an output of shape {array.shape} is read-only; pass a new one: np.empty(shape, dtype)"
             )
 
-    def _check(self, array: npt.NDArray[Any], n: int) -> None:
+    def _check_array(self, array: npt.NDArray[Any], n: int) -> None:
         expected = (n, *self.layout.shape)
         if array.shape != expected or array.dtype != self.layout.dtype or not array.flags.c_contiguous:
             raise InvalidArgumentError(
