@@ -35,7 +35,7 @@ from rl_ext_core.frames.arrays import (
     USERS,
 )
 from rl_ext_core.frames.geometry import PATCH, SLACK, Bytes, Counts
-from rl_ext_core.frames.machine import START, add_bytes, copy_bytes, folded, kernel, mixed
+from rl_ext_core.frames.machine import START, add_bytes, copy_bytes, folded, kernel, mix_word
 from rl_ext_core.frames.region import address_of, allocate
 from rl_ext_core.frames.views import pool_in
 
@@ -71,9 +71,9 @@ def take(p, used, freed, free):  # type: ignore[no-untyped-def]
 @njit(nogil=True)
 def open_sum(p, block):  # type: ignore[no-untyped-def]
     """Checksum of what is noted of a block that is being filled."""
-    total = mixed(mixed(START, block), OPEN)
+    total = mix_word(mix_word(START, block), OPEN)
     for column in (PREVIOUS, REFERENCE, STREAM):
-        total = mixed(total, p.blocks[block, column])
+        total = mix_word(total, p.blocks[block, column])
     return folded(total)
 
 
@@ -83,9 +83,9 @@ def stored_sum(p, block, first, n_bytes, kind, contents):  # type: ignore[no-unt
 
     :param contents: checksum of what it holds.
     """
-    total = mixed(mixed(mixed(mixed(mixed(START, block), kind), first), n_bytes), contents)
+    total = mix_word(mix_word(mix_word(mix_word(mix_word(START, block), kind), first), n_bytes), contents)
     for column in (PREVIOUS, REFERENCE):
-        total = mixed(total, p.blocks[block, column])
+        total = mix_word(total, p.blocks[block, column])
     return folded(total)
 
 

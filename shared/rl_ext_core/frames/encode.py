@@ -72,7 +72,7 @@ from rl_ext_core.frames.machine import (
     folded,
     kernel,
     load_u8,
-    mixed,
+    mix_word,
     narrow_8,
     store_u8,
     words_differ_where,
@@ -289,7 +289,7 @@ def _append(p, s, frame, geometry, bound, seals, turned, scratch):  # type: igno
     size = write_entry(newest, frame, target, scratch, geometry, bound)
     p.streams[s, OPEN_BYTES] += size
     if p.has_checksums:
-        entry = folded(add_bytes(mixed(START, p.streams[s, OPEN_BLOCK]), target, int64(size)))
+        entry = folded(add_bytes(mix_word(START, p.streams[s, OPEN_BLOCK]), target, int64(size)))
         p.entry_sums[s, p.streams[s, OPEN_FRAMES]] = entry
     p.streams[s, OPEN_FRAMES] += 1
     p.head[FRAMES] += 1

@@ -343,7 +343,7 @@ _FACTOR = 0x9E3779B97F4A7C15
 
 
 @njit(nogil=True, inline="always")
-def mixed(total, word):  # type: ignore[no-untyped-def]
+def mix_word(total, word):  # type: ignore[no-untyped-def]
     """A sum of one more word."""
     total = (uint64(total) ^ uint64(word)) * uint64(_FACTOR)
     return total ^ (total >> uint64(29))
@@ -355,14 +355,14 @@ def add_bytes(total, start, n_bytes):  # type: ignore[no-untyped-def]
     total = uint64(total)
     i = 0
     while i + 8 <= n_bytes:
-        total = mixed(total, load_u64(start + uint64(i)))
+        total = mix_word(total, load_u64(start + uint64(i)))
         i += 8
     if i < n_bytes:
         word = uint64(n_bytes - i)
         while i < n_bytes:
             word = (word << uint64(8)) | uint64(load_u8(start + uint64(i)))
             i += 1
-        total = mixed(total, word)
+        total = mix_word(total, word)
     return total
 
 
