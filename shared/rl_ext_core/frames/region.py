@@ -278,7 +278,7 @@ class FileRegion(Region):
                 self._take_room(descriptor, 0, _TABLE_BYTES)
                 _system.write_at(descriptor, head + struct.pack("<Q", _counts(0, 0)), 0)
             else:
-                self._check(descriptor, size, head, repair=repair)
+                self._check_header(descriptor, size, head, repair=repair)
         except BaseException:
             os.close(descriptor)
             raise
@@ -290,7 +290,7 @@ class FileRegion(Region):
         except OSError as error:
             raise refusal(self._name, error, doing=f"write {n_bytes:,} bytes to") from error
 
-    def _check(self, descriptor: int, size: int, expected: bytes, *, repair: bool) -> None:
+    def _check_header(self, descriptor: int, size: int, expected: bytes, *, repair: bool) -> None:
         if size < _TABLE_BYTES and repair:
             os.ftruncate(descriptor, _TABLE_BYTES)
         table = _system.read_at(descriptor, _TABLE_BYTES, 0)
