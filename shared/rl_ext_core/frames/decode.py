@@ -49,7 +49,7 @@ from rl_ext_core.frames.machine import (
     add_bytes,
     call_decompressor,
     copy_bytes,
-    folded,
+    fold_sum,
     kernel,
     load_u8,
     load_u32,
@@ -392,13 +392,13 @@ def _has_right_contents(p, block):  # type: ignore[no-untyped-def]
     first, n_bytes = place_of(p, block)
     if first + grains_of(p, n_bytes) > p.head[GRAINS]:
         return False
-    return p.sums[block, column] == folded(add_bytes(START, address_of_grain(p, first), n_bytes))
+    return p.sums[block, column] == fold_sum(add_bytes(START, address_of_grain(p, first), n_bytes))
 
 
 @njit(nogil=True)
 def _has_right_reference(p, number, geometry):  # type: ignore[no-untyped-def]
     start = p.references + uint64(number * p.reference_bytes)
-    return p.reference_sums[number] == folded(add_bytes(START, start, geometry.frame_bytes))
+    return p.reference_sums[number] == fold_sum(add_bytes(START, start, geometry.frame_bytes))
 
 
 @kernel

@@ -69,7 +69,7 @@ from rl_ext_core.frames.machine import (
     WORD,
     add_bytes,
     copy_bytes,
-    folded,
+    fold_sum,
     kernel,
     load_u8,
     mix_word,
@@ -231,7 +231,7 @@ def _reference_for(p, s, before, frame, geometry, bound, scratch):  # type: igno
         best = take(p, REFERENCES, FREE_REFERENCES, p.free_references)
         copy_bytes(p.references + uint64(best * p.reference_bytes), frame, n_bytes)
         if p.has_checksums:
-            p.reference_sums[best] = folded(add_bytes(START, frame, n_bytes))
+            p.reference_sums[best] = fold_sum(add_bytes(START, frame, n_bytes))
         p.users[best] = uint32(1)  # being recent counts as a use
         if p.head[RECENT] >= 0:
             release_reference(p, p.head[RECENT])
@@ -289,7 +289,7 @@ def _append(p, s, frame, geometry, bound, seals, turned, scratch):  # type: igno
     size = write_entry(newest, frame, target, scratch, geometry, bound)
     p.streams[s, OPEN_BYTES] += size
     if p.has_checksums:
-        entry = folded(add_bytes(mix_word(START, p.streams[s, OPEN_BLOCK]), target, int64(size)))
+        entry = fold_sum(add_bytes(mix_word(START, p.streams[s, OPEN_BLOCK]), target, int64(size)))
         p.entry_sums[s, p.streams[s, OPEN_FRAMES]] = entry
     p.streams[s, OPEN_FRAMES] += 1
     p.head[FRAMES] += 1

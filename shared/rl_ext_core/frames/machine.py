@@ -367,7 +367,7 @@ def add_bytes(total, start, n_bytes):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, inline="always")
-def folded(total):  # type: ignore[no-untyped-def]
+def fold_sum(total):  # type: ignore[no-untyped-def]
     """What is kept of a sum."""
     return uint32((total ^ (total >> uint64(32))) & uint64(0xFFFFFFFF))
 
@@ -385,4 +385,4 @@ def sum_rows(addresses, sizes, rows, sums):  # type: ignore[no-untyped-def]
         total = uint64(START)
         for k in range(addresses.shape[0]):
             total = add_bytes(total, addresses[k] + uint64(rows[i] * sizes[k]), sizes[k])
-        sums[i] = folded(total)
+        sums[i] = fold_sum(total)
