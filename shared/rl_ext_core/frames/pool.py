@@ -557,11 +557,11 @@ class FramePool:
         :raises InvalidArgumentError: if a handle was never given out.
         """
         self.refresh()
-        handles = self._checked(handles)
+        handles = self._check_handles(handles)
         release_stacks(self._state, handles)
         self._pool.head[state.HELD] -= np.count_nonzero(handles)
 
-    def _checked(self, handles: Handles) -> Handles:
+    def _check_handles(self, handles: Handles) -> Handles:
         handles = np.ascontiguousarray(handles, dtype=np.int64).reshape(-1)
         if not all_held(self._state, handles):
             raise InvalidArgumentError(
@@ -588,11 +588,11 @@ class FramePool:
         :raises CorruptFileError: where a block is damaged.
         """
         self.refresh()
-        handles = self._checked(handles)
+        handles = self._check_handles(handles)
         self._check_output(out, len(handles))
         wanted = [(handles, address_of(out))]
         if next_handles is not None and next_out is not None:
-            wanted.append((self._checked(next_handles), address_of(next_out)))
+            wanted.append((self._check_handles(next_handles), address_of(next_out)))
             self._check_output(next_out, len(handles))
         self._check_contents([part for part, _ in wanted])
         self._decode(wanted, num_threads)
