@@ -35,7 +35,7 @@ from rl_ext_core.frames.arrays import (
     USERS,
 )
 from rl_ext_core.frames.geometry import PATCH, SLACK, Bytes, Counts
-from rl_ext_core.frames.machine import START, add_bytes, copy_bytes, fold_sum, kernel, mix_word
+from rl_ext_core.frames.machine import SUM_START, add_bytes, copy_bytes, fold_sum, kernel, mix_word
 from rl_ext_core.frames.region import address_of, allocate
 from rl_ext_core.frames.views import pool_in
 
@@ -71,7 +71,7 @@ def take(p, used, freed, free):  # type: ignore[no-untyped-def]
 @njit(nogil=True)
 def open_sum(p, block):  # type: ignore[no-untyped-def]
     """Checksum of what is noted of a block that is being filled."""
-    total = mix_word(mix_word(START, block), OPEN)
+    total = mix_word(mix_word(SUM_START, block), OPEN)
     for column in (PREVIOUS, REFERENCE, STREAM):
         total = mix_word(total, p.blocks[block, column])
     return fold_sum(total)
@@ -83,7 +83,7 @@ def stored_sum(p, block, first, n_bytes, kind, contents):  # type: ignore[no-unt
 
     :param contents: checksum of what it holds.
     """
-    total = mix_word(mix_word(mix_word(mix_word(mix_word(START, block), kind), first), n_bytes), contents)
+    total = mix_word(mix_word(mix_word(mix_word(mix_word(SUM_START, block), kind), first), n_bytes), contents)
     for column in (PREVIOUS, REFERENCE):
         total = mix_word(total, p.blocks[block, column])
     return fold_sum(total)
@@ -96,7 +96,7 @@ def store_bytes(p, block, source, n_bytes, seal):  # type: ignore[no-untyped-def
     copy_bytes(address_of_grain(p, first), source, n_bytes)
     kind, column = (SEALED, SEALED_SUM) if seal else (FULL, STORED_SUM)
     if p.has_checksums:
-        contents = fold_sum(add_bytes(START, source, n_bytes))
+        contents = fold_sum(add_bytes(SUM_START, source, n_bytes))
         p.sums[block, column] = contents
         p.sums[block, column + 1] = stored_sum(p, block, first, n_bytes, kind, contents)
     apart = seal and p.has_checksums

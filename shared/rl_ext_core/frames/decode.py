@@ -45,7 +45,7 @@ from rl_ext_core.frames.geometry import (
     Geometry,
 )
 from rl_ext_core.frames.machine import (
-    START,
+    SUM_START,
     add_bytes,
     call_decompressor,
     copy_bytes,
@@ -392,13 +392,13 @@ def _has_right_contents(p, block):  # type: ignore[no-untyped-def]
     first, n_bytes = place_of(p, block)
     if first + grains_of(p, n_bytes) > p.head[GRAINS]:
         return False
-    return p.sums[block, column] == fold_sum(add_bytes(START, address_of_grain(p, first), n_bytes))
+    return p.sums[block, column] == fold_sum(add_bytes(SUM_START, address_of_grain(p, first), n_bytes))
 
 
 @njit(nogil=True)
 def _has_right_reference(p, number, geometry):  # type: ignore[no-untyped-def]
     start = p.references + uint64(number * p.reference_bytes)
-    return p.reference_sums[number] == fold_sum(add_bytes(START, start, geometry.frame_bytes))
+    return p.reference_sums[number] == fold_sum(add_bytes(SUM_START, start, geometry.frame_bytes))
 
 
 @kernel

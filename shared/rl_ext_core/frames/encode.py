@@ -65,7 +65,7 @@ from rl_ext_core.frames.bounded import append_bounded_entry
 from rl_ext_core.frames.codecs import Codec, seal_block
 from rl_ext_core.frames.geometry import GROUP, PATCH, PLANAR, SCRATCH_FRAMES, Counts
 from rl_ext_core.frames.machine import (
-    START,
+    SUM_START,
     WORD,
     add_bytes,
     copy_bytes,
@@ -231,7 +231,7 @@ def _reference_for(p, s, before, frame, geometry, bound, scratch):  # type: igno
         best = take(p, REFERENCES, FREE_REFERENCES, p.free_references)
         copy_bytes(p.references + uint64(best * p.reference_bytes), frame, n_bytes)
         if p.has_checksums:
-            p.reference_sums[best] = fold_sum(add_bytes(START, frame, n_bytes))
+            p.reference_sums[best] = fold_sum(add_bytes(SUM_START, frame, n_bytes))
         p.users[best] = uint32(1)  # being recent counts as a use
         if p.head[RECENT] >= 0:
             release_reference(p, p.head[RECENT])
@@ -289,7 +289,7 @@ def _append(p, s, frame, geometry, bound, seals, turned, scratch):  # type: igno
     size = write_entry(newest, frame, target, scratch, geometry, bound)
     p.streams[s, OPEN_BYTES] += size
     if p.has_checksums:
-        entry = fold_sum(add_bytes(mix_word(START, p.streams[s, OPEN_BLOCK]), target, int64(size)))
+        entry = fold_sum(add_bytes(mix_word(SUM_START, p.streams[s, OPEN_BLOCK]), target, int64(size)))
         p.entry_sums[s, p.streams[s, OPEN_FRAMES]] = entry
     p.streams[s, OPEN_FRAMES] += 1
     p.head[FRAMES] += 1

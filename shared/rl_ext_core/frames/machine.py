@@ -338,7 +338,7 @@ def narrow_8(typingctx: Any, target: Any, source: Any, shift: Any) -> Any:
 
 
 # Checksums. No change that is confined to eight bytes leaves one as it is but by a chance of one in 2**32.
-START = 0x2545F4914F6CDD1D
+SUM_START = 0x2545F4914F6CDD1D
 _FACTOR = 0x9E3779B97F4A7C15
 
 
@@ -382,7 +382,7 @@ def sum_rows(addresses, sizes, rows, sums):  # type: ignore[no-untyped-def]
     :param sums: (n,) written.
     """
     for i in range(rows.shape[0]):
-        total = uint64(START)
+        total = uint64(SUM_START)
         for k in range(addresses.shape[0]):
             total = add_bytes(total, addresses[k] + uint64(rows[i] * sizes[k]), sizes[k])
         sums[i] = fold_sum(total)

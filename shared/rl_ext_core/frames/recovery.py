@@ -43,7 +43,7 @@ from rl_ext_core.frames.blocks import (
 )
 from rl_ext_core.frames.decode import entry_size_of
 from rl_ext_core.frames.geometry import ENTRY_HEADER, PATCH
-from rl_ext_core.frames.machine import START, add_bytes, fold_sum, kernel, mix_word
+from rl_ext_core.frames.machine import SUM_START, add_bytes, fold_sum, kernel, mix_word
 from rl_ext_core.frames.views import address_in, geometry_in, pool_in
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def _has_right_entries(p, block, frames, geometry):  # type: ignore[no-untyped-d
             size = entry_size_of(start, geometry, geometry.max_error)[0] + ENTRY_HEADER
         if uint64(size) > end - start:
             return False
-        if p.entry_sums[s, place] != fold_sum(add_bytes(mix_word(START, block), start, size)):
+        if p.entry_sums[s, place] != fold_sum(add_bytes(mix_word(SUM_START, block), start, size)):
             return False
         start += uint64(size)
     return True
