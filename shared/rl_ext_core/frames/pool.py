@@ -425,7 +425,7 @@ class FramePool:
         except BaseException:
             release_pairs(self._state, pairs)
             raise
-        self._use(len(pairs))
+        self._count_use(len(pairs))
         return pairs
 
     def release_pairs(self, pairs: Handles) -> None:
@@ -473,7 +473,7 @@ class FramePool:
         sum_rows(*where, rows, found)
         return found
 
-    def _use(self, n_stacks: int) -> None:
+    def _count_use(self, n_stacks: int) -> None:
         """Counts what is read and written of a file, whose pages are given back before they become many."""
         self._used += n_stacks
         if self._used > _USED and self._is_ring and self._region.path is not None:
@@ -506,7 +506,7 @@ class FramePool:
         if wanted:
             self._check_contents([part for part, _ in wanted])
             self._decode(wanted, num_threads)
-            self._use(len(rows))
+            self._count_use(len(rows))
         return True
 
     def trim(self) -> None:
