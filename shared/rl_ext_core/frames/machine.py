@@ -21,7 +21,7 @@ from numba.extending import intrinsic
 
 _logger = logging.getLogger("rl_ext_core.frames")
 
-_said: list[str] = []  # why nothing is kept, once it was said
+_cache_failures: list[str] = []  # why nothing is kept, once it was said
 
 
 def sources_digest(folder: Path) -> str:
@@ -65,8 +65,8 @@ def _without_files() -> Iterator[None]:
 
 
 def _say_once_that_nothing_is_kept(reason: str) -> None:
-    if not _said:
-        _said.append(reason)
+    if not _cache_failures:
+        _cache_failures.append(reason)
         _logger.warning(
             "numba cannot keep what it compiles (%s), so that every process compiles it anew, which takes some "
             "seconds; set the environment variable NUMBA_CACHE_DIR to a folder that can be written to",
