@@ -255,7 +255,7 @@ class FramePool:
         self._scratch = np.zeros(
             SCRATCH_FRAMES * (layout.frame_bytes + GROUP) + layout.stack_bytes + SLACK, dtype=np.uint8
         )
-        self._places = address_of(self._kept), address_of(self._scratch)
+        self._addresses = address_of(self._kept), address_of(self._scratch)
         self._known = int(head[state.KIND_OF_POOL])
         if not LAZY:
             self.reserve_rows(len(self._arrays["index"]))  # rows that were never written are read too
@@ -375,9 +375,9 @@ class FramePool:
                 0 if nexts is None else address_of(nexts[done:]),
                 len(stacks) - done,
                 ended[done:],
-                self._places[0],
+                self._addresses[0],
                 self._seals,
-                self._places[1],
+                self._addresses[1],
                 handles[done:],
                 next_handles[done:],
             )
@@ -411,9 +411,9 @@ class FramePool:
                     memory,
                     nexts,
                     next_memory,
-                    self._places[0],
+                    self._addresses[0],
                     self._seals,
-                    self._places[1],
+                    self._addresses[1],
                     pairs,
                 )
                 if done == len(pairs):
