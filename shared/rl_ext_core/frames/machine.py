@@ -51,12 +51,12 @@ def kernel(function: Callable[..., Any]) -> Any:
     cache = compiled._cache
     cache._cache_file._source_stamp = (cache._cache_file._source_stamp, _DIGEST)
     # numba's own, which lets errors of files pass on Windows alone.
-    cache._guard_against_spurious_io_errors = _without_files
+    cache._guard_against_spurious_io_errors = _ignore_file_errors
     return compiled
 
 
 @contextlib.contextmanager
-def _without_files() -> Iterator[None]:
+def _ignore_file_errors() -> Iterator[None]:
     """Lets pass what goes wrong with files, such as a disk that is full: the function is compiled then."""
     try:
         yield
