@@ -251,11 +251,11 @@ class FramePool:
         arrays = {name: array for name, array in self._arrays.items() if name in PoolArrays._fields}
         self._pool = PoolArrays(**arrays)
         self._state = state.bound(self._pool, self._geometry, (*places, layout.frame_bytes + SLACK))
-        self._kept = np.concatenate([kept_bytes(layout), np.zeros(SLACK, dtype=np.uint8)])
+        self._shared_mask = np.concatenate([kept_bytes(layout), np.zeros(SLACK, dtype=np.uint8)])
         self._scratch = np.zeros(
             SCRATCH_FRAMES * (layout.frame_bytes + GROUP) + layout.stack_bytes + SLACK, dtype=np.uint8
         )
-        self._addresses = address_of(self._kept), address_of(self._scratch)
+        self._addresses = address_of(self._shared_mask), address_of(self._scratch)
         self._known = int(head[state.KIND_OF_POOL])
         if not LAZY:
             self.reserve_rows(len(self._arrays["index"]))  # rows that were never written are read too
