@@ -46,7 +46,7 @@ def kernel(function: Callable[..., Any]) -> Any:
     except RuntimeError as error:  # there is no folder that can be written to: containers whose user has no home
         if "cannot cache" not in str(error):
             raise
-        _say_once_that_nothing_is_kept(str(error))
+        _warn_once_not_cached(str(error))
         return njit(nogil=True)(function)
     cache = compiled._cache
     cache._cache_file._source_stamp = (cache._cache_file._source_stamp, _DIGEST)
@@ -61,10 +61,10 @@ def _ignore_file_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        _say_once_that_nothing_is_kept(str(error))
+        _warn_once_not_cached(str(error))
 
 
-def _say_once_that_nothing_is_kept(reason: str) -> None:
+def _warn_once_not_cached(reason: str) -> None:
     if not _cache_failures:
         _cache_failures.append(reason)
         _logger.warning(
