@@ -86,22 +86,22 @@ _RESEMBLING = 8  # the patch between frames that follow each other takes less th
 
 
 @njit(nogil=True)
-def interleaved_shift(before, after, n_bytes, unit, kept):  # type: ignore[no-untyped-def]
+def interleaved_shift(before, after, n_bytes, unit, shared_mask):  # type: ignore[no-untyped-def]
     """Whether, in interleaved memory, ``after`` is ``before`` moved on by one frame of ``unit`` bytes a pixel.
 
-    :param kept: address of 255 for every byte of ``after`` that is in ``before`` too, 0 for those of the new frame.
+    :param shared_mask: address of 255 for every byte of ``after`` that is in ``before`` too, 0 for those of the new frame.
     """
     moved = before + uint64(unit)
     n_compared = n_bytes - unit  # the last pixel's last frame is new
     i = 0
     while i + WORD <= n_compared:
         at = uint64(i)
-        if words_differ_where(moved + at, after + at, kept + at) != uint64(0):
+        if words_differ_where(moved + at, after + at, shared_mask + at) != uint64(0):
             return False
         i += WORD
     while i < n_compared:
         at = uint64(i)
-        if (load_u8(moved + at) ^ load_u8(after + at)) & load_u8(kept + at) != uint8(0):
+        if (load_u8(moved + at) ^ load_u8(after + at)) & load_u8(shared_mask + at) != uint8(0):
             return False
         i += 1
     return True
@@ -309,16 +309,16 @@ def _newest_stack(p, s, geometry):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _shifted(before, after, memory, geometry, kept):  # type: ignore[no-untyped-def]
+def _shifted(before, after, memory, geometry, shared_mask):  # type: ignore[no-untyped-def]
     n_bytes = geometry.frame_bytes
     stack_bytes = geometry.n_stack * n_bytes
     if memory == PLANAR:
         return equal_bytes(before + uint64(n_bytes), after, stack_bytes - n_bytes)
-    return interleaved_shift(before, after, stack_bytes, geometry.frame_channels * geometry.itemsize, kept)
+    return interleaved_shift(before, after, stack_bytes, geometry.frame_channels * geometry.itemsize, shared_mask)
 
 
 @njit(nogil=True)
-def _push(p, s, stack, memory, geometry, bound, kept, seals, scratch):  # type: ignore[no-untyped-def]
+def _push(p, s, stack, memory, geometry, bound, shared_mask, seals, scratch):  # type: ignore[no-untyped-def]
     """Stores what is new of a stack in a stream; returns its handle.
 
     :param memory: how the stack lies there, PLANAR or INTERLEAVED.
@@ -331,7 +331,7 @@ def _push(p, s, stack, memory, geometry, bound, kept, seals, scratch):  # type: 
     known = newest != 0 and p.streams[s, MEMORY] == memory
     if known and equal_bytes(last, stack, n_stack * n_bytes):
         return newest
-    if known and n_stack > 1 and _shifted(last, stack, memory, geometry, kept):
+    if known and n_stack > 1 and _shifted(last, stack, memory, geometry, shared_mask):
         first = n_stack - 1
         take_frame(stack, memory, first, geometry, frames + uint64(first * n_bytes))
         depth = min((newest >> DEPTH_SHIFT) + 1, n_stack)
@@ -354,15 +354,15 @@ def _push(p, s, stack, memory, geometry, bound, kept, seals, scratch):  # type: 
 
 
 @njit(nogil=True)
-def _same_or_shifted(p, s, stack, geometry, kept, shifts):  # type: ignore[no-untyped-def]
+def _same_or_shifted(p, s, stack, geometry, shared_mask, shifts):  # type: ignore[no-untyped-def]
     last = _newest_stack(p, s, geometry)
     if shifts:
-        return _shifted(last, stack, geometry.stored, geometry, kept)
+        return _shifted(last, stack, geometry.stored, geometry, shared_mask)
     return equal_bytes(last, stack, geometry.n_stack * geometry.frame_bytes)
 
 
 @njit(nogil=True)
-def _find(p, stack, geometry, bound, kept, alone, scratch):  # type: ignore[no-untyped-def]
+def _find(p, stack, geometry, bound, shared_mask, alone, scratch):  # type: ignore[no-untyped-def]
     """The stream that a stack continues, or the one that it had best begin anew in. Contents alone decide.
 
     :param alone: whether stacks come without those that follow them.
@@ -372,13 +372,13 @@ def _find(p, stack, geometry, bound, kept, alone, scratch):  # type: ignore[no-u
         if n_streams > 0:
             # Trajectories come one after the other, or in turn.
             before = p.head[NEWEST_STREAM]
-            if _same_or_shifted(p, before, stack, geometry, kept, shifts):
+            if _same_or_shifted(p, before, stack, geometry, shared_mask, shifts):
                 return before
             follower = p.streams[before, FOLLOWER]
-            if _same_or_shifted(p, follower, stack, geometry, kept, shifts):
+            if _same_or_shifted(p, follower, stack, geometry, shared_mask, shifts):
                 return follower
         for s in range(n_streams):
-            if _same_or_shifted(p, s, stack, geometry, kept, shifts):
+            if _same_or_shifted(p, s, stack, geometry, shared_mask, shifts):
                 return s
     if alone and geometry.n_stack == 1 and geometry.coder == PATCH:
         similar = _most_similar(p, stack, geometry, bound, scratch)
@@ -421,7 +421,7 @@ def _has_room(p, most, step, pushes):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def put_stacks(state, bound, most, step, stacks, nexts, n, ended, kept, seals, scratch, handles, next_handles):  # type: ignore[no-untyped-def]
+def put_stacks(state, bound, most, step, stacks, nexts, n, ended, shared_mask, seals, scratch, handles, next_handles):  # type: ignore[no-untyped-def]
     """Stores stacks, and those that follow them, as far as there is room; returns how many.
 
     :param bound: how far off a byte may be, or None.
@@ -430,7 +430,7 @@ def put_stacks(state, bound, most, step, stacks, nexts, n, ended, kept, seals, s
     :param stacks: address of ``n`` stacks.
     :param nexts: address of ``n`` stacks, or 0.
     :param ended: (n,) whether nothing follows, or (0,).
-    :param kept: address of a mask, see :func:`kept_bytes`.
+    :param shared_mask: address of a mask, see :func:`kept_bytes`.
     :param seals: when full blocks are to be sealed.
     :param scratch: address of ``SCRATCH_FRAMES`` frames with ``GROUP`` bytes behind each, and a stack.
     :param handles: (n,) written.
@@ -439,17 +439,17 @@ def put_stacks(state, bound, most, step, stacks, nexts, n, ended, kept, seals, s
     p, geometry = pool_in(state), geometry_in(state)
     stack_bytes = geometry.n_stack * geometry.frame_bytes
     scratch = uint64(scratch)
-    kept = uint64(kept)
+    shared_mask = uint64(shared_mask)
     pushes = 1 if nexts == 0 else 2
     for i in range(n):
         if not _has_room(p, most, step, pushes):
             return i
         stack = uint64(stacks) + uint64(i * stack_bytes)
-        s = _find(p, stack, geometry, bound, kept, nexts == 0, scratch)
+        s = _find(p, stack, geometry, bound, shared_mask, nexts == 0, scratch)
         for part in range(pushes):  # one call of what takes long to compile
             following = uint64(nexts) + uint64(i * stack_bytes)
             pushed = following if part else stack
-            handle = _push(p, s, pushed, geometry.stored, geometry, bound, kept, seals, scratch)
+            handle = _push(p, s, pushed, geometry.stored, geometry, bound, shared_mask, seals, scratch)
             retain(p, handle, geometry)
             if part:
                 next_handles[i] = handle
@@ -464,7 +464,7 @@ def put_stacks(state, bound, most, step, stacks, nexts, n, ended, kept, seals, s
 
 
 @kernel
-def put_pairs(state, bound, most, step, first, stacks, memory, nexts, next_memory, kept, seals, scratch, pairs):  # type: ignore[no-untyped-def]
+def put_pairs(state, bound, most, step, first, stacks, memory, nexts, next_memory, shared_mask, seals, scratch, pairs):  # type: ignore[no-untyped-def]
     """Stores one transition a stream, as far as there is room; returns the number of the stream that it got to.
 
     :param bound: how far off a byte may be, or None.
@@ -476,7 +476,7 @@ def put_pairs(state, bound, most, step, first, stacks, memory, nexts, next_memor
     :param pairs: (streams,) written.
     """
     p, geometry = pool_in(state), geometry_in(state)
-    kept, scratch = uint64(kept), uint64(scratch)
+    shared_mask, scratch = uint64(shared_mask), uint64(scratch)
     stack_bytes = geometry.n_stack * geometry.frame_bytes
     for s in range(first, pairs.shape[0]):
         if not _has_room(p, most, step, 2):
@@ -486,7 +486,7 @@ def put_pairs(state, bound, most, step, first, stacks, memory, nexts, next_memor
         before = after = so_far = int64(0)
         for part in range(2):  # one call of what takes long to compile
             stack, order = (uint64(nexts), next_memory) if part else (uint64(stacks), memory)
-            after = _push(p, s, stack + offset, order, geometry, bound, kept, seals, scratch)
+            after = _push(p, s, stack + offset, order, geometry, bound, shared_mask, seals, scratch)
             if part == 0:
                 before, so_far = after, p.head[FRAMES]
                 retain(p, before, geometry)
