@@ -256,7 +256,7 @@ def open_block(codec: Codec, stored: memoryview) -> bytes | memoryview:
     return contents if n_sealed == n_bytes else codec.unseal(contents, n_bytes)
 
 
-def checked_bound(max_error: int, *, codec: Codec, dtype: npt.DTypeLike) -> int:
+def validate_max_error(max_error: int, *, codec: Codec, dtype: npt.DTypeLike) -> int:
     """``max_error`` as a plain number.
 
     :raises InvalidTypeError: if it is no whole number, or the frames are not of dtype uint8.
@@ -342,7 +342,7 @@ class Loss:
         chosen = PatchCodec() if codec == "auto" else get_codec(codec)
         if quality != DEFAULT_QUALITY:
             chosen = chosen.with_quality(quality)
-        bound = checked_bound(max_error, codec=chosen, dtype=layouts[0].dtype)
+        bound = validate_max_error(max_error, codec=chosen, dtype=layouts[0].dtype)
         if not chosen.lossy:
             return cls({"max_error": bound} if bound else {}, tuple(layouts), is_codec=False)
         checked_block_length(block_length, chosen)

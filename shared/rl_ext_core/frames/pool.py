@@ -22,7 +22,7 @@ from rl_ext_core.frames.codecs import (
     DEFAULT_QUALITY,
     Codec,
     checked_block_length,
-    checked_bound,
+    validate_max_error,
     codec_names,
     get_codec,
 )
@@ -175,7 +175,7 @@ class FramePool:
         """
         codec = self._check_codec(codec, quality).for_frames(layout)
         checked_block_length(block_length, codec, most=self._sizes.block_frames)
-        max_error = checked_bound(max_error, codec=codec, dtype=layout.dtype)
+        max_error = validate_max_error(max_error, codec=codec, dtype=layout.dtype)
         head = self._arrays["head"]
         head[state.BECOMING] = 1
         self._region.clear(state.offset_of("blocks", self._sizes))

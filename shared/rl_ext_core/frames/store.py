@@ -26,7 +26,7 @@ from rl_ext_core.frames.codecs import (
     Codec,
     check_numba,
     checked_block_length,
-    checked_bound,
+    validate_max_error,
     get_codec,
     options_in_words,
 )
@@ -944,7 +944,7 @@ def _checked(
     """How to store, with what was left open, and what is wrong refused."""
     codec = (get_codec(codec, quality=quality) if isinstance(codec, str) else codec).for_frames(layout)
     length = index(checked_block_length(block_length, codec, most=MOST_PLACES))
-    bound = checked_bound(max_error, codec=codec, dtype=layout.dtype)
+    bound = validate_max_error(max_error, codec=codec, dtype=layout.dtype)
     return Encoding(layout, codec, length, bound, codec.options.get("quality", DEFAULT_QUALITY))
 
 
