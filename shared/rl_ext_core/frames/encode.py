@@ -430,7 +430,7 @@ def put_stacks(state, bound, most, step, stacks, nexts, n, ended, shared_mask, s
     :param stacks: address of ``n`` stacks.
     :param nexts: address of ``n`` stacks, or 0.
     :param ended: (n,) whether nothing follows, or (0,).
-    :param shared_mask: address of a mask, see :func:`kept_bytes`.
+    :param shared_mask: address of a mask, see :func:`shared_byte_mask`.
     :param seals: when full blocks are to be sealed.
     :param scratch: address of ``SCRATCH_FRAMES`` frames with ``GROUP`` bytes behind each, and a stack.
     :param handles: (n,) written.

@@ -85,7 +85,7 @@ def _neighbours(layout: StackLayout) -> dict[str, int]:
     return {"row": math.prod(shape[1:]), "plane": 0}
 
 
-def kept_bytes(layout: StackLayout) -> Bytes:
+def shared_byte_mask(layout: StackLayout) -> Bytes:
     """255 for every byte of an interleaved stack that is in the one before it too, 0 for those of its newest frame."""
     unit = layout.frame_channels * layout.dtype.itemsize
     period = unit * layout.n_stack

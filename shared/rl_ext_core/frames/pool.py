@@ -43,7 +43,7 @@ from rl_ext_core.frames.geometry import (
     Bytes,
     Counts,
     geometry_of,
-    kept_bytes,
+    shared_byte_mask,
 )
 from rl_ext_core.frames.layout import StackLayout, candidate_layouts
 from rl_ext_core.frames.machine import sum_rows
@@ -251,7 +251,7 @@ class FramePool:
         arrays = {name: array for name, array in self._arrays.items() if name in PoolArrays._fields}
         self._pool = PoolArrays(**arrays)
         self._state = state.bound(self._pool, self._geometry, (*places, layout.frame_bytes + SLACK))
-        self._shared_mask = np.concatenate([kept_bytes(layout), np.zeros(SLACK, dtype=np.uint8)])
+        self._shared_mask = np.concatenate([shared_byte_mask(layout), np.zeros(SLACK, dtype=np.uint8)])
         self._scratch = np.zeros(
             SCRATCH_FRAMES * (layout.frame_bytes + GROUP) + layout.stack_bytes + SLACK, dtype=np.uint8
         )
