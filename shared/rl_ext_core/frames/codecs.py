@@ -283,7 +283,7 @@ def validate_max_error(max_error: int, *, codec: Codec, dtype: npt.DTypeLike) ->
     return int(max_error)
 
 
-def checked_block_length(block_length: int | None, codec: Codec, *, most: int | None = None) -> int:
+def resolve_block_length(block_length: int | None, codec: Codec, *, most: int | None = None) -> int:
     """Frames in a block, where nothing is said the codec's usual number.
 
     :param most: that a block may hold, where there are frames already.
@@ -345,7 +345,7 @@ class Loss:
         bound = validate_max_error(max_error, codec=chosen, dtype=layouts[0].dtype)
         if not chosen.lossy:
             return cls({"max_error": bound} if bound else {}, tuple(layouts), is_codec=False)
-        checked_block_length(block_length, chosen)
+        resolve_block_length(block_length, chosen)
         fitting = tuple(layout for layout in layouts if chosen.fits(layout))
         if not fitting:
             chosen.for_frames(layouts[-1])

@@ -21,7 +21,7 @@ from rl_ext_core.frames.checkpoint import checksum
 from rl_ext_core.frames.codecs import (
     DEFAULT_QUALITY,
     Codec,
-    checked_block_length,
+    resolve_block_length,
     validate_max_error,
     codec_names,
     get_codec,
@@ -174,7 +174,7 @@ class FramePool:
         :raises MissingDependencyError: if the codec needs a package that is not installed.
         """
         codec = self._check_codec(codec, quality).for_frames(layout)
-        checked_block_length(block_length, codec, most=self._sizes.block_frames)
+        resolve_block_length(block_length, codec, most=self._sizes.block_frames)
         max_error = validate_max_error(max_error, codec=codec, dtype=layout.dtype)
         head = self._arrays["head"]
         head[state.BECOMING] = 1

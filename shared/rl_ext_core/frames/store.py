@@ -25,7 +25,7 @@ from rl_ext_core.frames.codecs import (
     DEFAULT_QUALITY,
     Codec,
     check_numba,
-    checked_block_length,
+    resolve_block_length,
     validate_max_error,
     get_codec,
     options_in_words,
@@ -943,7 +943,7 @@ def _checked(
 ) -> Encoding:
     """How to store, with what was left open, and what is wrong refused."""
     codec = (get_codec(codec, quality=quality) if isinstance(codec, str) else codec).for_frames(layout)
-    length = index(checked_block_length(block_length, codec, most=MOST_PLACES))
+    length = index(resolve_block_length(block_length, codec, most=MOST_PLACES))
     bound = validate_max_error(max_error, codec=codec, dtype=layout.dtype)
     return Encoding(layout, codec, length, bound, codec.options.get("quality", DEFAULT_QUALITY))
 
