@@ -20,7 +20,7 @@ from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError
 from rl_ext_core.frames import SalvageReport
 from rl_ext_core.frames.auto import LAST_CHECK
-from rl_ext_core.frames.codecs import DEFAULT_QUALITY, options_in_words
+from rl_ext_core.frames.codecs import DEFAULT_QUALITY, describe_lossiness
 from rl_ext_core.frames.folder import Rows, StoreFolder, reading
 from rl_ext_core.frames.journal import Journal, Places
 from rl_ext_core.frames.region import ProcessLock, RegionFile
@@ -192,7 +192,7 @@ class FrameStorage(TensorStorage):
 
     def __repr__(self) -> str:
         codec = self._options["codec"]
-        return f"{super().__repr__()[:-1]}, \n    codec={codec!r}, {options_in_words(self._options)})"
+        return f"{super().__repr__()[:-1]}, \n    codec={codec!r}, {describe_lossiness(self._options)})"
 
     def _be_called(self) -> None:
         """Have the lock call this storage without keeping it alive: its files are free when it is dropped."""

@@ -303,7 +303,7 @@ def resolve_block_length(block_length: int | None, codec: Codec, *, most: int | 
     return block_length
 
 
-def options_in_words(options: Mapping[str, Any]) -> str:
+def describe_lossiness(options: Mapping[str, Any]) -> str:
     """What ``repr`` says of the options of a store."""
     lossy = [f"{name}={options[name]}" for name in ("max_error", "quality") if options.get(name)]
     return f"lossy: {', '.join(lossy)}" if lossy else "lossless"

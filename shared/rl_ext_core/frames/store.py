@@ -28,7 +28,7 @@ from rl_ext_core.frames.codecs import (
     resolve_block_length,
     validate_max_error,
     get_codec,
-    options_in_words,
+    describe_lossiness,
 )
 from rl_ext_core.frames.folder import MANIFEST, Rows, StoreFolder, as_corrupt_file
 from rl_ext_core.frames.geometry import INTERLEAVED, PLANAR
@@ -393,7 +393,7 @@ class FrameStore:
         layout, options = self.layout, self.options
         return (
             f"{type(self).__name__}({self.capacity} x {self.n_envs} transitions of {layout.shape} {layout.dtype}, "
-            f"codec={options['codec']!r}, {options_in_words(options)})"
+            f"codec={options['codec']!r}, {describe_lossiness(options)})"
         )
 
     @property
