@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection, lazy_stack
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
-from rl_ext_core.frames.codecs import DEFAULT_QUALITY, Loss
+from rl_ext_core.frames.codecs import DEFAULT_QUALITY, LossyOptions
 from rl_ext_core.frames.journal import Places
 from rl_ext_core.frames.layout import candidate_layouts
 from torchrl_ext.frame_storage.columns import FrameColumn, items_of
@@ -46,7 +46,7 @@ def check_options(options: dict[str, Any]) -> None:
     side = 8 * (n_stack or 1)
     layouts = list(candidate_layouts((side, side), np.uint8))
     loss = {"max_error": options["max_error"], "quality": options.get("quality", DEFAULT_QUALITY)}
-    Loss.asked_for(codec, layouts, block_length=block_length, **loss)
+    LossyOptions.asked_for(codec, layouts, block_length=block_length, **loss)
     if block_length is not None and (block_length & (block_length - 1)):
         raise InvalidArgumentError(f"block_length={block_length!r} is not a power of two; for example block_length=16")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rl_ext_core.frames.codecs import DEFAULT_QUALITY, Codec, Loss, get_codec
+from rl_ext_core.frames.codecs import DEFAULT_QUALITY, Codec, LossyOptions, get_codec
 from rl_ext_core.frames.layout import StackLayout, candidate_layouts, find_layout
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class EncodingChooser:
     codec: str
     n_stack: int | None
     block_length: int | None
-    loss: Loss
+    loss: LossyOptions
     first_layout: StackLayout
 
     @classmethod
@@ -89,7 +89,7 @@ class EncodingChooser:
         :raises InvalidTypeError: likewise, because of a type.
         """
         layouts = list(candidate_layouts(shape, dtype, n_stack=n_stack))
-        loss = Loss.asked_for(codec, layouts, max_error=max_error, quality=quality, block_length=block_length)
+        loss = LossyOptions.asked_for(codec, layouts, max_error=max_error, quality=quality, block_length=block_length)
         return cls(codec, n_stack, block_length, loss, layouts[-1] if n_stack is None else layouts[0])
 
     @property

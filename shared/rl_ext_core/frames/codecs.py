@@ -310,7 +310,7 @@ def describe_lossiness(options: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Loss:
+class LossyOptions:
     """What an adaptive store may lose, once it is no longer exact.
 
     :param options: of :class:`FrameStore`; empty where nothing may be lost.
@@ -331,7 +331,7 @@ class Loss:
         max_error: int,
         quality: int,
         block_length: int | None,
-    ) -> Loss:
+    ) -> LossyOptions:
         """What the options of a store ask for.
 
         :param codec: name of a codec, or ``"auto"``.

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, _missing_dependency_error
-from rl_ext_core.frames.codecs import DEFAULT_QUALITY, Loss
+from rl_ext_core.frames.codecs import DEFAULT_QUALITY, LossyOptions
 from rl_ext_core.frames.layout import StackLayout, candidate_layouts, find_layout, stacking_axes
 from rl_ext_core.frames.store import FrameStore
 from rl_ext_core.resources import available_memory
@@ -362,7 +362,7 @@ def _suiting(layout: StackLayout) -> list[dict[str, Any]]:
     layouts = list(candidate_layouts(layout.shape, layout.dtype, n_stack=layout.n_stack))
     for way in _WAYS:
         with suppress(InvalidArgumentError, InvalidTypeError, ImportError):
-            Loss.asked_for(layouts=layouts, **{**exact, **way})
+            LossyOptions.asked_for(layouts=layouts, **{**exact, **way})
             found.append(way)
     return found
 
