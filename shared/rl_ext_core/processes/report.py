@@ -176,7 +176,7 @@ class ReportWriter:
         """Return whether the parent wants an end: anybody may send a signal."""
         return bool(self._page[_ASKED])
 
-    def has_to_close(self) -> None:
+    def mark_needs_close(self) -> None:
         """Record that this worker has something to close before it ends."""
         self._page[_CLOSES] = 1
 

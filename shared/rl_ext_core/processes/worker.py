@@ -69,7 +69,7 @@ def on_abnormal_exit(close: Callable[[], object]) -> None:
     """
     if _writer is not None:
         _to_close.append(close)
-        _writer.has_to_close()
+        _writer.mark_needs_close()
 
 
 def set_status(**values: Any) -> None:
