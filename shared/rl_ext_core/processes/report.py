@@ -172,7 +172,7 @@ class ReportWriter:
         """Record how far the worker is."""
         self._page[_PROGRESS] = progress
 
-    def is_asked_to_end(self) -> bool:
+    def is_end_requested(self) -> bool:
         """Return whether the parent wants an end: anybody may send a signal."""
         return bool(self._page[_ASKED])
 

@@ -202,7 +202,7 @@ def leave(code: int, *, spawned: bool) -> int:
 
 
 def _end_if_asked(number: int = 0, frame: object = None) -> None:
-    if _writer is not None and not (_is_ending or _has_returned) and _writer.is_asked_to_end():
+    if _writer is not None and not (_is_ending or _has_returned) and _writer.is_end_requested():
         raise _Asked(1)
 
 
