@@ -147,7 +147,7 @@ class WorkerReport:
         """Return the number of bytes."""
         return os.fstat(self.fd).st_size
 
-    def ask_to_end(self) -> bool:
+    def request_end(self) -> bool:
         """Record that the worker is to end, which a signal will tell it; return whether it has something to close."""
         self._page[_ASKED] = 1
         return bool(self._page[_CLOSES])

@@ -228,7 +228,7 @@ class Watch:
         living = [worker for worker in self._workers if _is_alive(worker)]
         if not living:
             return
-        asked = [worker for worker in living if worker.report.ask_to_end()] if END_SIGNAL is not None else []
+        asked = [worker for worker in living if worker.report.request_end()] if END_SIGNAL is not None else []
         for worker in asked:
             worker.send_signal(END_SIGNAL)
         _wait_for(asked, CLOSE_S)
