@@ -13,7 +13,7 @@ import torch
 from tensordict.utils import unravel_key
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
-from rl_ext_core.frames.auto import COPIED, JUDGE_AFTER, LAST_CHECK, Encoding, EncodingChooser, layout_like
+from rl_ext_core.frames.auto import COPIED, JUDGE_AFTER, LAST_CHECK, Encoding, EncodingChooser, matching_layout
 from rl_ext_core.frames.codecs import check_numba
 from rl_ext_core.frames.recycle import RecycledArrays
 from rl_ext_core.frames.region import RegionFile
@@ -102,7 +102,7 @@ class FrameColumn:
         pool.refresh()
         fresh = pool.held == 0
         if fresh and chooser.n_stack is None:
-            encoding = chooser.first_encoding(layout_like(pool.layout, stacks, nexts))
+            encoding = chooser.first_encoding(matching_layout(pool.layout, stacks, nexts))
             if encoding.layout != pool.layout:
                 pool.reconfigure(**encoding._asdict())
         handles = pool.put(stacks, nexts, ended=ended)
@@ -155,7 +155,7 @@ class FrameColumn:
         layout, encoding = self.pool.layout, None
         if self._chooser.n_stack is None:
             stacks, *following = self._decoded([part[-COPIED:] for part in flat])
-            layout = layout_like(layout, stacks, following[0] if following else None)
+            layout = matching_layout(layout, stacks, following[0] if following else None)
         if layout != self.pool.layout:
             encoding = self._chooser.first_encoding(layout)
         elif len(flat[0]) >= JUDGE_AFTER:

@@ -108,7 +108,7 @@ class EncodingChooser:
     def first_encoding(self, layout: StackLayout) -> Encoding:
         """Likewise, where what is read must not change later, and layouts are found by what is given."""
         if self.loss.is_codec:
-            return Encoding(self.loss.layout_like(layout), self.codec, 1, **self.loss.options)
+            return Encoding(self.loss.matching_layout(layout), self.codec, 1, **self.loss.options)
         return self.lossless(layout)
 
     def length(self, changes: float = 0.0) -> int:
@@ -144,7 +144,7 @@ class EncodingChooser:
             codec = "raw" if self._is_noise(changes) else now.codec
             chosen = now._replace(codec=codec, block_length=self.length(changes))
         if self._may_become_lossy(store, known=found is not None):
-            chosen = self._lossy_encoding(store, self.loss.layout_like(layout))
+            chosen = self._lossy_encoding(store, self.loss.matching_layout(layout))
         return None if chosen == now else chosen
 
     def _may_become_lossy(self, store: FrameStore, *, known: bool) -> bool:
@@ -185,7 +185,7 @@ def _detect_store_layout(store: FrameStore) -> StackLayout | None:
     return find_layout(*described, before, after) or find_layout(*described, *below)
 
 
-def layout_like(layout: StackLayout, stacks: npt.NDArray[Any], nexts: npt.NDArray[Any] | None) -> StackLayout:
+def matching_layout(layout: StackLayout, stacks: npt.NDArray[Any], nexts: npt.NDArray[Any] | None) -> StackLayout:
     """How stacks are made of frames, by those that follow each other; the layout given where they do not tell."""
     shape, dtype = layout.shape, layout.dtype
     if nexts is not None:

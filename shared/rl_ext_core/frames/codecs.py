@@ -351,6 +351,6 @@ class LossyOptions:
             chosen.for_frames(layouts[-1])
         return cls(chosen.options, fitting, is_codec=True)
 
-    def layout_like(self, layout: StackLayout) -> StackLayout:
+    def matching_layout(self, layout: StackLayout) -> StackLayout:
         """The layout, or where it is not possible the one with the largest frames; stacks are taken apart then."""
         return layout if layout in self.layouts else self.layouts[-1]
