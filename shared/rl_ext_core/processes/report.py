@@ -168,7 +168,7 @@ class ReportWriter:
         self._page = mmap.mmap(fd, PAGE)
         os.lseek(fd, 0, os.SEEK_END)  # Windows' mmap changes the offset
 
-    def enter(self, progress: Progress) -> None:
+    def set_progress(self, progress: Progress) -> None:
         """Record how far the worker is."""
         self._page[_PROGRESS] = progress
 

@@ -132,10 +132,10 @@ class Start:
             _main.update(self.main)
             if self.needs_main:
                 import_main()
-            _writer.enter(Progress.UNPICKLING)
+            _writer.set_progress(Progress.UNPICKLING)
             packed = self.function
             function, args, kwargs = pickle.loads(packed) if isinstance(packed, bytes) else packed
-            _writer.enter(Progress.RUNNING)
+            _writer.set_progress(Progress.RUNNING)
             if function is not None:
                 function(*args, **kwargs)
             _has_returned = True  # it need not be asked to end any more
@@ -163,7 +163,7 @@ class Start:
         if self.lifeline is not None:
             os.set_inheritable(self.lifeline, False)
             _die_with_parent(self.lifeline)
-        _writer.enter(Progress.IMPORTING)
+        _writer.set_progress(Progress.IMPORTING)
         _end_if_asked()  # before it could be told
 
 
