@@ -99,7 +99,7 @@ class EncodingChooser:
 
     def lossless(self, layout: StackLayout) -> Encoding:
         """How frames are stored of which nothing is lost yet, and little is known."""
-        if self.codec != "auto" and not self.loss.is_codec:
+        if self.codec != "auto" and not self.loss.codec_is_lossy:
             return Encoding(layout, self.codec, self.length())
         # Only patches can leave out what is within the bound.
         small = layout.frame_bytes < _SMALL_FRAME and not self.loss.options
@@ -107,7 +107,7 @@ class EncodingChooser:
 
     def first_encoding(self, layout: StackLayout) -> Encoding:
         """Likewise, where what is read must not change later, and layouts are found by what is given."""
-        if self.loss.is_codec:
+        if self.loss.codec_is_lossy:
             return Encoding(self.loss.matching_layout(layout), self.codec, 1, **self.loss.options)
         return self.lossless(layout)
 
@@ -120,7 +120,7 @@ class EncodingChooser:
             return self.block_length
         length = next((length for limit, length in _LENGTHS if changes < limit), _LENGTHS[-1][1])
         # All of a sealed block has to be opened to read any of it.
-        seals = self.codec != "auto" and not self.loss.is_codec and get_codec(self.codec).seals
+        seals = self.codec != "auto" and not self.loss.codec_is_lossy and get_codec(self.codec).seals
         return max(length // 2, 4) if seals else length
 
     def _is_noise(self, changes: float) -> bool:
@@ -155,7 +155,7 @@ class EncodingChooser:
 
     def _lossy_encoding(self, store: FrameStore, layout: StackLayout) -> Encoding:
         lossless = self.lossless(layout)
-        if self.loss.is_codec or not get_codec(str(lossless.codec)).patches:
+        if self.loss.codec_is_lossy or not get_codec(str(lossless.codec)).patches:
             return self.first_encoding(layout)
         trial = lossless._replace(max_error=self.loss.options["max_error"])
         return trial._replace(block_length=self.length(store.reencode(trial).changed_fraction))

@@ -315,12 +315,12 @@ class LossyOptions:
 
     :param options: of :class:`FrameStore`; empty where nothing may be lost.
     :param layouts: those that are possible then, the finest frames first.
-    :param is_codec: whether it is the codec that loses.
+    :param codec_is_lossy: whether it is the codec that loses.
     """
 
     options: dict[str, int]
     layouts: tuple[StackLayout, ...]
-    is_codec: bool
+    codec_is_lossy: bool
 
     @classmethod
     def asked_for(
@@ -344,12 +344,12 @@ class LossyOptions:
             chosen = chosen.with_quality(quality)
         bound = validate_max_error(max_error, codec=chosen, dtype=layouts[0].dtype)
         if not chosen.lossy:
-            return cls({"max_error": bound} if bound else {}, tuple(layouts), is_codec=False)
+            return cls({"max_error": bound} if bound else {}, tuple(layouts), codec_is_lossy=False)
         resolve_block_length(block_length, chosen)
         fitting = tuple(layout for layout in layouts if chosen.fits(layout))
         if not fitting:
             chosen.for_frames(layouts[-1])
-        return cls(chosen.options, fitting, is_codec=True)
+        return cls(chosen.options, fitting, codec_is_lossy=True)
 
     def matching_layout(self, layout: StackLayout) -> StackLayout:
         """The layout, or where it is not possible the one with the largest frames; stacks are taken apart then."""
