@@ -89,8 +89,8 @@ class FailedWorker:
         if raised is not None:
             if not started and "bootstrapping phase" in raised.traceback:
                 return self._failure("start", "cannot start", f". {_GUARD}", raised.traceback, exitcode=exitcode)
-            kind = "exit" if raised.exits else "exception"
-            text, what, rest = raised.traceback, f"{'exited by' if raised.exits else 'raised'} {raised.summary}", ":"
+            kind = "exit" if raised.is_exit else "exception"
+            text, what, rest = raised.traceback, f"{'exited by' if raised.is_exit else 'raised'} {raised.summary}", ":"
         elif unknown:
             what, rest = "ended", f"; why is not known: {unknown}"
         elif exitcode < 0:

@@ -67,7 +67,7 @@ class ExceptionRecord:
     traceback: str
     pickled: list[bytes | None]
     time: float
-    exits: bool
+    is_exit: bool
 
     @classmethod
     def of(cls, error: BaseException) -> ExceptionRecord:
