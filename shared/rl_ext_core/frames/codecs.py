@@ -33,7 +33,7 @@ from rl_ext_core.frames.geometry import PATCH, RAW, SEALED_HEADER, Bytes
 from rl_ext_core.frames.layout import StackLayout
 
 DEFAULT_QUALITY = 95  # of JPEG
-_MOST_ERROR = 127
+_LARGEST_MAX_ERROR = 127
 _USUAL_BLOCK = 16
 
 
@@ -264,9 +264,9 @@ def validate_max_error(max_error: int, *, codec: Codec, dtype: npt.DTypeLike) ->
     """
     if isinstance(max_error, bool) or not isinstance(max_error, (int, np.integer)):
         raise InvalidTypeError(f"max_error={max_error!r} must be a whole number, for example max_error=4")
-    if not 0 <= max_error <= _MOST_ERROR:
+    if not 0 <= max_error <= _LARGEST_MAX_ERROR:
         raise InvalidArgumentError(
-            f"max_error={max_error} must be from 0, which is bit-exact, to {_MOST_ERROR}; for example max_error=4"
+            f"max_error={max_error} must be from 0, which is bit-exact, to {_LARGEST_MAX_ERROR}; for example max_error=4"
         )
     if max_error == 0:
         return 0
