@@ -75,7 +75,7 @@ class ExceptionRecord:
         where: TracebackType | None = error.__traceback__
         while where and where.tb_next and where.tb_frame.f_code.co_filename.replace(os.sep, "/").endswith(_OUR_FILES):
             where = where.tb_next
-        text = _cut("".join(traceback.format_exception(type(error), error, where)), _TEXT_LIMIT)
+        text = _shorten("".join(traceback.format_exception(type(error), error, where)), _TEXT_LIMIT)
         causes: list[BaseException] = []
         cause: BaseException | None = error
         while cause is not None and len(causes) < _CAUSES_LIMIT:
@@ -141,7 +141,7 @@ class WorkerReport:
 
     def text(self, start: int = PAGE) -> str:
         """Read faulthandler's text from a place on, which is an earlier :meth:`size`."""
-        return _cut(self._read(start).partition(_MARK)[0].decode(errors="replace"), _TEXT_LIMIT)
+        return _shorten(self._read(start).partition(_MARK)[0].decode(errors="replace"), _TEXT_LIMIT)
 
     def size(self) -> int:
         """Return the number of bytes."""
@@ -187,7 +187,7 @@ class ReportWriter:
         except (TypeError, ValueError):  # keys that are no strings, a list in itself
             data = b""
         if not 0 < len(data) <= _NOTES_LIMIT:
-            kept = {name: _cut(str(value), 100) for name, value in notes.items()}
+            kept = {name: _shorten(str(value), 100) for name, value in notes.items()}
             while len(data := _encode(kept).encode()) > _NOTES_LIMIT:
                 kept.popitem()
         # Empty while they are replaced: a worker that is killed half-way leaves none rather than half of them.
@@ -212,10 +212,10 @@ def _summary(error: BaseException) -> str:
         text = repr(error)
     except Exception as second:
         text = f"{type(error).__name__}(<its repr raises {type(second).__name__}>)"
-    return _cut(" ".join(text.split()), _SUMMARY_LIMIT)
+    return _shorten(" ".join(text.split()), _SUMMARY_LIMIT)
 
 
-def _cut(text: str, limit: int) -> str:
+def _shorten(text: str, limit: int) -> str:
     """Keep both ends of a long text: where it starts, and what it comes to."""
     if len(text) <= limit:
         return text
