@@ -34,7 +34,7 @@ from rl_ext_core.frames.layout import StackLayout
 
 DEFAULT_QUALITY = 95  # of JPEG
 _LARGEST_MAX_ERROR = 127
-_USUAL_BLOCK = 16
+_DEFAULT_BLOCK_LENGTH = 16
 
 
 class Codec(ABC):
@@ -290,7 +290,7 @@ def resolve_block_length(block_length: int | None, codec: Codec, *, most: int | 
     :raises InvalidArgumentError: if it cannot be used, or the codec cannot have blocks of that many.
     """
     if block_length is None:
-        return 1 if codec.lossy else _USUAL_BLOCK
+        return 1 if codec.lossy else _DEFAULT_BLOCK_LENGTH
     if codec.lossy and block_length != 1:
         raise InvalidArgumentError(
             f"block_length={block_length} is not for codec={codec.name!r}, whose frames are read one by one; leave "
