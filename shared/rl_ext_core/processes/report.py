@@ -81,7 +81,9 @@ class ExceptionRecord:
         while cause is not None and len(causes) < _CAUSES_LIMIT:
             causes.append(cause)
             cause = cause.__cause__
-        return cls(_summary(error), text, [*map(_pickled, causes)], time.monotonic(), isinstance(error, SystemExit))
+        return cls(
+            _summary(error), text, [*map(_pickle_exception, causes)], time.monotonic(), isinstance(error, SystemExit)
+        )
 
     def exception(self) -> BaseException | None:
         """Unpickle the exception, unless that fails or would import what this process has not imported."""
@@ -223,7 +225,7 @@ def _shorten(text: str, limit: int) -> str:
     return f"{text[:head]} [... {len(text) - limit} characters cut ...] {text[-(limit - head) :]}"
 
 
-def _pickled(error: BaseException) -> bytes | None:
+def _pickle_exception(error: BaseException) -> bytes | None:
     for module in ("pickle", "rl_ext_core._pickle"):  # the second for a class of a script that is not imported here
         with suppress(Exception):  # whatever the exception's own code raises; its text still goes
             packed: bytes = importlib.import_module(module).dumps(error)
