@@ -11,7 +11,7 @@ from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, _missing_
 from rl_ext_core.frames.codecs import DEFAULT_QUALITY, Codec, register_codec
 from rl_ext_core.frames.layout import StackLayout
 
-_COLOURS = {1: "GRAY", 3: "RGB"}
+_COLORSPACES = {1: "GRAY", 3: "RGB"}
 
 
 class JpegCodec(Codec):
@@ -69,14 +69,14 @@ class JpegCodec(Codec):
         shape[layout.axis] //= layout.n_stack
         if len(shape) == 2 and layout.n_stack == 1:
             shape = [*shape, 1]
-        if len(shape) != 3 or min(shape[0], shape[2]) not in _COLOURS:
+        if len(shape) != 3 or min(shape[0], shape[2]) not in _COLORSPACES:
             raise InvalidArgumentError(
                 f"codec='jpeg' stores images of 1 or 3 channels, got frames of shape {tuple(shape)} "
                 f"({layout.n_stack} in an observation of shape {layout.shape}); use codec='auto', or say how many "
                 "frames an observation stacks, for example n_stack=3"
             )
         codec = JpegCodec(self.quality)
-        codec._shape, codec._planar = tuple(shape), shape[2] not in _COLOURS or shape[0] < shape[2]
+        codec._shape, codec._planar = tuple(shape), shape[2] not in _COLORSPACES or shape[0] < shape[2]
         return codec
 
     def check_available(self) -> None:
@@ -91,7 +91,7 @@ class JpegCodec(Codec):
         image: Any = np.frombuffer(block, dtype=np.uint8).reshape(self._shape)
         if self._planar:
             image = np.ascontiguousarray(np.moveaxis(image, 0, -1))
-        colours = _COLOURS[image.shape[2]]
+        colours = _COLORSPACES[image.shape[2]]
         subsampling = "Gray" if colours == "GRAY" else "444"
         sealed: bytes = simplejpeg.encode_jpeg(image, self.quality, colours, subsampling)
         return sealed
@@ -101,7 +101,7 @@ class JpegCodec(Codec):
         import simplejpeg
 
         channels = self._shape[0 if self._planar else 2]
-        image = simplejpeg.decode_jpeg(sealed, _COLOURS[channels])
+        image = simplejpeg.decode_jpeg(sealed, _COLORSPACES[channels])
         block: bytes = (np.moveaxis(image, -1, 0) if self._planar else image).tobytes()
         return block
 
