@@ -89,7 +89,7 @@ class ExceptionRecord:
         """Unpickle the exception, unless that fails or would import what this process has not imported."""
         found = None
         for packed in reversed(self.pickled):
-            cause, found = found, _unpickled(packed)
+            cause, found = found, _unpickle_exception(packed)
             if found is not None:
                 found.__cause__ = cause
         return found
@@ -233,7 +233,7 @@ def _pickle_exception(error: BaseException) -> bytes | None:
     return None
 
 
-def _unpickled(packed: bytes | None) -> BaseException | None:
+def _unpickle_exception(packed: bytes | None) -> BaseException | None:
     try:
         found = _LoadedOnly(io.BytesIO(packed or b"")).load()
     except Exception:  # whatever the exception's own code raises
