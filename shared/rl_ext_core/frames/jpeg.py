@@ -91,9 +91,9 @@ class JpegCodec(Codec):
         image: Any = np.frombuffer(block, dtype=np.uint8).reshape(self._shape)
         if self._planar:
             image = np.ascontiguousarray(np.moveaxis(image, 0, -1))
-        colours = _COLORSPACES[image.shape[2]]
-        subsampling = "Gray" if colours == "GRAY" else "444"
-        sealed: bytes = simplejpeg.encode_jpeg(image, self.quality, colours, subsampling)
+        colorspace = _COLORSPACES[image.shape[2]]
+        subsampling = "Gray" if colorspace == "GRAY" else "444"
+        sealed: bytes = simplejpeg.encode_jpeg(image, self.quality, colorspace, subsampling)
         return sealed
 
     def unseal(self, sealed: memoryview, n_bytes: int) -> bytes:
