@@ -82,7 +82,7 @@ class ExceptionRecord:
             causes.append(cause)
             cause = cause.__cause__
         return cls(
-            _summary(error), text, [*map(_pickle_exception, causes)], time.monotonic(), isinstance(error, SystemExit)
+            _summarize(error), text, [*map(_pickle_exception, causes)], time.monotonic(), isinstance(error, SystemExit)
         )
 
     def exception(self) -> BaseException | None:
@@ -209,7 +209,7 @@ class ReportWriter:
         return True
 
 
-def _summary(error: BaseException) -> str:
+def _summarize(error: BaseException) -> str:
     try:
         text = repr(error)
     except Exception as second:
