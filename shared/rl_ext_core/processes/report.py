@@ -235,13 +235,13 @@ def _pickle_exception(error: BaseException) -> bytes | None:
 
 def _unpickle_exception(packed: bytes | None) -> BaseException | None:
     try:
-        found = _LoadedOnly(io.BytesIO(packed or b"")).load()
+        found = _LoadedModulesUnpickler(io.BytesIO(packed or b"")).load()
     except Exception:  # whatever the exception's own code raises
         return None
     return found if isinstance(found, BaseException) else None
 
 
-class _LoadedOnly(pickle.Unpickler):
+class _LoadedModulesUnpickler(pickle.Unpickler):
     """Finds classes in loaded modules only: a dead worker's error must not import a simulator into the parent.
 
     Code that can name the class of an exception, to catch it, has imported its module.
