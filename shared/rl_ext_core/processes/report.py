@@ -34,7 +34,7 @@ _PICKLE_LIMIT = 1_000_000
 _SUMMARY_LIMIT = 300
 _CAUSES_LIMIT = 10
 # Where every worker's traceback starts; the user's code comes after it.
-_OUR_FILES = ("/multiprocessing/process.py", "/processes/context.py", "/processes/worker.py")
+_WORKER_FILES = ("/multiprocessing/process.py", "/processes/context.py", "/processes/worker.py")
 _encode = json.JSONEncoder(default=repr).encode
 
 
@@ -73,7 +73,9 @@ class ExceptionRecord:
     def of(cls, error: BaseException) -> ExceptionRecord:
         """Describe an exception, in the worker."""
         where: TracebackType | None = error.__traceback__
-        while where and where.tb_next and where.tb_frame.f_code.co_filename.replace(os.sep, "/").endswith(_OUR_FILES):
+        while (
+            where and where.tb_next and where.tb_frame.f_code.co_filename.replace(os.sep, "/").endswith(_WORKER_FILES)
+        ):
             where = where.tb_next
         text = _shorten("".join(traceback.format_exception(type(error), error, where)), _TEXT_LIMIT)
         causes: list[BaseException] = []
