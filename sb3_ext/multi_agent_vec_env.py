@@ -130,7 +130,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
             self._reset(number, self._seeds[number * len(self.agents)], self._options[number * len(self.agents)])
         self._reset_seeds()
         self._reset_options()
-        return self._copied()
+        return self._copy_observations()
 
     def _reset(self, number: int, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         observations, infos = self.envs[number].reset(seed=seed, **({"options": options} if options else {}))
@@ -151,7 +151,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
             else:
                 part.write(observation)
 
-    def _copied(self, rows: Any = slice(None)) -> Any:
+    def _copy_observations(self, rows: Any = slice(None)) -> Any:
         return self._layout.joined([array[rows].copy() for array in self._observations])
 
     def step_async(self, actions: Any) -> None:
@@ -172,7 +172,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
         for number, env in enumerate(self.envs):
             acting = {agent: actions[row] for row, agent in self._rows_of(number) if self._alive[row]}
             self._take(number, env.step(acting), rewards, dones, infos)
-        return self._copied(), rewards, dones, infos
+        return self._copy_observations(), rewards, dones, infos
 
     def _take(self, number: int, result: Any, rewards: Any, dones: Any, infos: list[dict[str, Any]]) -> None:
         """Take what one environment returns, and reset it where it is over."""
@@ -186,7 +186,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
                 ended = terminated.get(agent, False) or truncated.get(agent, False)
                 joins = agent in observations and agent in self.envs[number].agents and not ended and not over
                 if over or joins:
-                    dones[row], infos[row]["terminal_observation"] = True, self._copied(row)
+                    dones[row], infos[row]["terminal_observation"] = True, self._copy_observations(row)
                 if joins:
                     self._write_observation(row, observations[agent])
                     self.reset_infos[row] = copy_output(dict(their_infos.get(agent, {})))
