@@ -26,7 +26,7 @@ from rl_ext_core._system import new_memory_file, read_at
 PAGE = 4096
 # Single bytes of the page, which no death can cut in two: progress, and whether the worker has something to close, was
 # asked to end, and has reported an exception. Its notes follow, up to a zero.
-_PROGRESS, _CLOSES, _ASKED, _RAISED, _NOTES = range(5)
+_PROGRESS, _CLOSES, _END_REQUESTED, _RAISED, _NOTES = range(5)
 _NOTES_LIMIT = PAGE - _NOTES - 1
 _MARK = b"\0report\0"
 _TEXT_LIMIT = 100_000
@@ -153,7 +153,7 @@ class WorkerReport:
 
     def request_end(self) -> bool:
         """Record that the worker is to end, which a signal will tell it; return whether it has something to close."""
-        self._page[_ASKED] = 1
+        self._page[_END_REQUESTED] = 1
         return bool(self._page[_CLOSES])
 
     def _read(self, start: int) -> bytes:
@@ -178,7 +178,7 @@ class ReportWriter:
 
     def is_end_requested(self) -> bool:
         """Return whether the parent wants an end: anybody may send a signal."""
-        return bool(self._page[_ASKED])
+        return bool(self._page[_END_REQUESTED])
 
     def mark_needs_close(self) -> None:
         """Record that this worker has something to close before it ends."""
