@@ -134,13 +134,13 @@ class MultiAgentVecEnv(CheckedVecEnv):
 
     def _reset(self, number: int, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         observations, infos = self.envs[number].reset(seed=seed, **({"options": options} if options else {}))
-        for row, agent in self._rows_of(number):
+        for row, agent in self._agent_rows(number):
             self._alive[row] = agent in observations
             self._write_observation(row, observations.get(agent))
             self.reset_infos[row] = copy_output(dict(infos.get(agent, {})))
             self._returns[row] = self._lengths[row] = 0
 
-    def _rows_of(self, number: int) -> Iterable[tuple[int, Any]]:
+    def _agent_rows(self, number: int) -> Iterable[tuple[int, Any]]:
         return enumerate(self.agents, number * len(self.agents))
 
     def _write_observation(self, row: int, observation: Any) -> None:
@@ -170,7 +170,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
         infos: list[dict[str, Any]] = [{"TimeLimit.truncated": False} for _ in range(self.num_envs)]
         self.reset_infos = list(self.reset_infos)  # those before are the caller's to keep
         for number, env in enumerate(self.envs):
-            acting = {agent: actions[row] for row, agent in self._rows_of(number) if self._alive[row]}
+            acting = {agent: actions[row] for row, agent in self._agent_rows(number) if self._alive[row]}
             self._take(number, env.step(acting), rewards, dones, infos)
         return self._copy_observations(), rewards, dones, infos
 
@@ -180,7 +180,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
         over = not self.envs[number].agents or all(
             terminated.get(agent, True) or truncated.get(agent, True) for agent in self.envs[number].agents
         )
-        for row, agent in self._rows_of(number):
+        for row, agent in self._agent_rows(number):
             if not self._alive[row]:
                 infos[row]["agent_is_dead"] = True
                 ended = terminated.get(agent, False) or truncated.get(agent, False)
