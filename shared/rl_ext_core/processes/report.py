@@ -26,7 +26,7 @@ from rl_ext_core._system import new_memory_file, read_at
 PAGE = 4096
 # Single bytes of the page, which no death can cut in two: progress, and whether the worker has something to close, was
 # asked to end, and has reported an exception. Its notes follow, up to a zero.
-_PROGRESS, _CLOSES, _END_REQUESTED, _RAISED, _NOTES = range(5)
+_PROGRESS, _NEEDS_CLOSE, _END_REQUESTED, _RAISED, _NOTES = range(5)
 _NOTES_LIMIT = PAGE - _NOTES - 1
 _MARK = b"\0report\0"
 _TEXT_LIMIT = 100_000
@@ -154,7 +154,7 @@ class WorkerReport:
     def request_end(self) -> bool:
         """Record that the worker is to end, which a signal will tell it; return whether it has something to close."""
         self._page[_END_REQUESTED] = 1
-        return bool(self._page[_CLOSES])
+        return bool(self._page[_NEEDS_CLOSE])
 
     def _read(self, start: int) -> bytes:
         return read_at(self.fd, self.size() - start, start)
@@ -182,7 +182,7 @@ class ReportWriter:
 
     def mark_needs_close(self) -> None:
         """Record that this worker has something to close before it ends."""
-        self._page[_CLOSES] = 1
+        self._page[_NEEDS_CLOSE] = 1
 
     def write_notes(self, notes: dict[str, Any]) -> None:
         """Replace the notes; what JSON does not know arrives as its ``repr``, what is long is cut."""
