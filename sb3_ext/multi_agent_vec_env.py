@@ -171,10 +171,10 @@ class MultiAgentVecEnv(CheckedVecEnv):
         self.reset_infos = list(self.reset_infos)  # those before are the caller's to keep
         for number, env in enumerate(self.envs):
             acting = {agent: actions[row] for row, agent in self._agent_rows(number) if self._alive[row]}
-            self._take(number, env.step(acting), rewards, dones, infos)
+            self._process_step(number, env.step(acting), rewards, dones, infos)
         return self._copy_observations(), rewards, dones, infos
 
-    def _take(self, number: int, result: Any, rewards: Any, dones: Any, infos: list[dict[str, Any]]) -> None:
+    def _process_step(self, number: int, result: Any, rewards: Any, dones: Any, infos: list[dict[str, Any]]) -> None:
         """Take what one environment returns, and reset it where it is over."""
         observations, all_rewards, terminated, truncated, their_infos = result
         over = not self.envs[number].agents or all(
