@@ -96,7 +96,7 @@ class ExceptionRecord:
                 found.__cause__ = cause
         return found
 
-    def with_traceback(self) -> Exception:
+    def to_exception(self) -> Exception:
         """Return the exception to raise in the parent, or what stands for it; its cause shows where it was raised."""
         found = self.exception()
         error = found if isinstance(found, Exception) else RuntimeError(self.summary)

@@ -321,7 +321,7 @@ class Pool:
         self._note_results(results)
         for result in results:
             if isinstance(result, ExceptionRecord):
-                raise result.with_traceback()
+                raise result.to_exception()
         return results
 
     def _note_results(self, results: Sequence[Any]) -> None:
@@ -391,7 +391,7 @@ class Pool:
         """Make the exception for what an environment has raised."""
         what = f"raised {raised.summary}:"
         error = self._failed(worker, environment, phase, what, kind="exception", traceback=raised.traceback)
-        error.__cause__ = raised.with_traceback()
+        error.__cause__ = raised.to_exception()
         return error
 
     # -- the end

@@ -71,7 +71,7 @@ def test_an_exception_never_imports_a_module(
     assert type(raised.exception()) is type(error)
     del sys.modules["a_simulator"]
     assert raised.exception() is None
-    stand_in = raised.with_traceback()
+    stand_in = raised.to_exception()
     assert (type(stand_in), str(stand_in)) == (RuntimeError, "SimulatorError('fell over')")
     assert "a_simulator.SimulatorError: fell over" in str(stand_in.__cause__)
     assert "a_simulator" not in sys.modules
