@@ -127,12 +127,12 @@ class MultiAgentVecEnv(CheckedVecEnv):
         self._actions = None
         self.reset_infos = [{} for _ in range(self.num_envs)]
         for number in range(len(self.envs)):
-            self._reset(number, self._seeds[number * len(self.agents)], self._options[number * len(self.agents)])
+            self._reset_env(number, self._seeds[number * len(self.agents)], self._options[number * len(self.agents)])
         self._reset_seeds()
         self._reset_options()
         return self._copy_observations()
 
-    def _reset(self, number: int, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
+    def _reset_env(self, number: int, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         observations, infos = self.envs[number].reset(seed=seed, **({"options": options} if options else {}))
         for row, agent in self._agent_rows(number):
             self._alive[row] = agent in observations
@@ -211,7 +211,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
                 dones[row], self._alive[row] = True, False
                 self._write_observation(row, None)
         if over:
-            self._reset(number)
+            self._reset_env(number)
 
     def close(self) -> None:
         """Close the environments; again does nothing."""
