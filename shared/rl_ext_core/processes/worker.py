@@ -40,7 +40,7 @@ _is_ending = _has_returned = False
 _to_close: list[Callable[[], object]] = []
 
 
-class _Asked(SystemExit):
+class _EndRequestedError(SystemExit):
     """The parent wants this worker to end."""
 
 
@@ -172,7 +172,7 @@ def _end_with(error: BaseException) -> NoReturn:
     global _is_ending
     if isinstance(error, _Failed) and error.__cause__ is not None:
         error = error.__cause__
-    asked = isinstance(error, _Asked)
+    asked = isinstance(error, _EndRequestedError)
     # There is no report in a process that the worker has forked, and that runs out of the same function.
     if _writer is None or not (asked or _writer.raised(error)):
         raise error
@@ -203,7 +203,7 @@ def leave(code: int, *, spawned: bool) -> int:
 
 def _end_if_asked(number: int = 0, frame: object = None) -> None:
     if _writer is not None and not (_is_ending or _has_returned) and _writer.is_end_requested():
-        raise _Asked(1)
+        raise _EndRequestedError(1)
 
 
 def _die_with_parent(lifeline: int) -> None:
