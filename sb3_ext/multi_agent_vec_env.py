@@ -90,7 +90,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
         self._rows = [layout.rows(arrays, row) for row in range(self.num_envs)]
         self._alive = np.zeros(self.num_envs, bool)
         self._returns, self._lengths = np.zeros(self.num_envs), np.zeros(self.num_envs, int)
-        self._began = time.time()
+        self._start_time = time.time()
         self.metadata = {**(getattr(self.envs[0], "metadata", None) or {}), **self.metadata}
 
     def _common_spaces(self) -> tuple[Any, Any]:
@@ -206,7 +206,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
             end = bool(terminated.get(agent, False))
             if end or truncated.get(agent, False) or over:
                 info["terminal_observation"], info["TimeLimit.truncated"] = copy_output(observations[agent]), not end
-                total, seconds = round(float(self._returns[row]), 6), round(time.time() - self._began, 6)
+                total, seconds = round(float(self._returns[row]), 6), round(time.time() - self._start_time, 6)
                 info["episode"] = {"r": total, "l": int(self._lengths[row]), "t": seconds}
                 dones[row], self._alive[row] = True, False
                 self._write_observation(row, None)
