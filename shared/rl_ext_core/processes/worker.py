@@ -44,7 +44,7 @@ class _EndRequestedError(SystemExit):
     """The parent wants this worker to end."""
 
 
-class _Failed(BaseException):
+class _AbortWorker(BaseException):
     """The cause ends this worker, whatever catches exceptions between here and its function."""
 
 
@@ -55,7 +55,7 @@ def abort_worker(error: Exception) -> NoReturn:
     """
     if _writer is None:
         raise error
-    raise _Failed from error
+    raise _AbortWorker from error
 
 
 def on_abnormal_exit(close: Callable[[], object]) -> None:
@@ -170,7 +170,7 @@ class Start:
 def _end_with(error: BaseException) -> NoReturn:
     """End the worker: quietly if the parent knows why, else by the exception, which multiprocessing prints."""
     global _is_ending
-    if isinstance(error, _Failed) and error.__cause__ is not None:
+    if isinstance(error, _AbortWorker) and error.__cause__ is not None:
         error = error.__cause__
     asked = isinstance(error, _EndRequestedError)
     # There is no report in a process that the worker has forked, and that runs out of the same function.
