@@ -10,7 +10,7 @@ CPU where there is no CUDA. Here only ``"auto"`` may choose; a device that was n
 from __future__ import annotations
 
 from rl_ext_core.devices._check import Finding, check_environment
-from rl_ext_core.devices._renderers import READ_AT_IMPORT
+from rl_ext_core.devices._renderers import IMPORT_TIME_VARIABLES
 from rl_ext_core.devices._resolve import resolve, resolve_device
 from rl_ext_core.devices._robosuite import import_robosuite
 from rl_ext_core.devices.decision import Decision, Step
@@ -18,7 +18,7 @@ from rl_ext_core.devices.inventory import EglDevice, Gpu, Inventory
 from rl_ext_core.devices.workers import BoundFactory
 
 __all__ = [
-    "READ_AT_IMPORT",
+    "IMPORT_TIME_VARIABLES",
     "BoundFactory",
     "Decision",
     "EglDevice",

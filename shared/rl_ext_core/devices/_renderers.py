@@ -30,7 +30,7 @@ INDEX = "MUJOCO_EGL_DEVICE_ID"
 PLATFORM = "PYOPENGL_PLATFORM"
 PYRENDER_INDEX = "EGL_DEVICE_ID"
 # What libraries read once, when they are imported: a process that has imported them is bound to it.
-READ_AT_IMPORT = (BACKEND, PLATFORM)
+IMPORT_TIME_VARIABLES = (BACKEND, PLATFORM)
 MUJOCO_NAMES = ("mujoco", "gymnasium", "dm_control", "robosuite")
 NAMES = (*MUJOCO_NAMES, "pyrender", "sapien")
 # Suites that render through another one's package.

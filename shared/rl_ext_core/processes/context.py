@@ -335,7 +335,7 @@ else:
         method = "forkserver"
 
         def _launch(self, process: Any) -> None:
-            from rl_ext_core.devices import READ_AT_IMPORT
+            from rl_ext_core.devices import IMPORT_TIME_VARIABLES
 
             data = io.BytesIO()
             mp_context.set_spawning_popen(self)
@@ -345,7 +345,7 @@ else:
                 reduction.dump(process, data)
             finally:
                 mp_context.set_spawning_popen(None)
-            variables = {name: process._begin.environ.get(name) for name in READ_AT_IMPORT}
+            variables = {name: process._begin.environ.get(name) for name in IMPORT_TIME_VARIABLES}
             answer = server.connect(process._modules, variables, self._fds)
             self.sentinel, writing, self.pid, self._server = answer
             # The worker sees the other end of its data as multiprocessing's sentinel of its parent: it stays open.
