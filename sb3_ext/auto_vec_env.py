@@ -27,7 +27,7 @@ from rl_ext_core.isolation import Isolation, Verdict, probe
 from rl_ext_core.vector import environments
 from rl_ext_core.vector.environments import Options, at_least_one, check_env_fns, check_seconds, factories_of
 from sb3_ext.gym_vec_env import GymVecEnv
-from sb3_ext.multi_agent_vec_env import MultiAgentVecEnv, is_parallel
+from sb3_ext.multi_agent_vec_env import MultiAgentVecEnv, is_parallel_env
 from sb3_ext.vec_env import SharedMemoryVecEnv
 
 __all__ = ["AutoVecEnv", "make_vec_env"]
@@ -89,7 +89,7 @@ def make_vec_env(
     count = resources.usable_cores() if n_envs is None else at_least_one("n_envs", n_envs)
     seed = None if seed is None else operator.index(seed)  # gymnasium takes Python's integers alone
     wrappers: list[Any] = [functools.partial(wrapper_class, **(wrapper_kwargs or {}))] if wrapper_class else []
-    parallel = hasattr(env_id, "possible_agents") and is_parallel(env_id)
+    parallel = hasattr(env_id, "possible_agents") and is_parallel_env(env_id)
     if parallel or vectorization_mode is not None or _is_vectorized(env_id):
         of_singles = {"monitor_dir": monitor_dir, "vec_env_cls": vec_env_cls, "monitor_kwargs": monitor_kwargs}
         of_singles |= {"devices": devices, "probe_timeout": probe_timeout, "start_index": start_index or None}

@@ -13,10 +13,10 @@ from rl_ext_core.vector.channel import Layout
 from rl_ext_core.vector.environments import check_env_fns, copy_output, factories_of
 from sb3_ext.vec_env import CheckedVecEnv, Indices
 
-__all__ = ["MultiAgentVecEnv", "is_parallel"]
+__all__ = ["MultiAgentVecEnv", "is_parallel_env"]
 
 
-def is_parallel(env: Any) -> bool:
+def is_parallel_env(env: Any) -> bool:
     """Return whether this is a parallel environment of PettingZoo.
 
     :raises InvalidTypeError: If its agents act in turns.
@@ -73,7 +73,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
         try:
             for factory in factories_of(env_fns):
                 self.envs.append(factory())
-                if not is_parallel(self.envs[-1]):
+                if not is_parallel_env(self.envs[-1]):
                     raise InvalidTypeError(
                         f"{self.envs[-1]} is not a parallel environment of PettingZoo: it has no possible_agents. "
                         "Write make_vec_env(env) for single environments"
