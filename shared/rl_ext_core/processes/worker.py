@@ -37,7 +37,7 @@ _notes: dict[str, Any] = {}
 # For as long as the parent's main module was not imported: where it is.
 _main: dict[str, Any] = {}
 _is_ending = _has_returned = False
-_to_close: list[Callable[[], object]] = []
+_exit_callbacks: list[Callable[[], object]] = []
 
 
 class _EndRequestedError(SystemExit):
@@ -68,7 +68,7 @@ def on_abnormal_exit(close: Callable[[], object]) -> None:
     :param close: closes what would stay behind otherwise, such as an environment's simulator
     """
     if _writer is not None:
-        _to_close.append(close)
+        _exit_callbacks.append(close)
         _writer.mark_needs_close()
 
 
@@ -154,7 +154,7 @@ class Start:
         os.environ.update(self.environ)
         os.set_inheritable(self.report, False)
         _notes.clear()
-        _to_close.clear()
+        _exit_callbacks.clear()
         _writer = ReportWriter(self.report)
         # Straight to the descriptor, from C: fatal signals, and stacks when the parent asks.
         faulthandler.enable(file=self.report, all_threads=True)
@@ -180,10 +180,10 @@ def _end_with(error: BaseException) -> NoReturn:
     # The parent waits for the end of this process. Where it has asked for that, it looks at the clock itself.
     if not asked:
         faulthandler.dump_traceback_later(CLOSE_S, exit=True, file=_writer.fd)
-    while _to_close:
+    while _exit_callbacks:
         # An environment that has failed may well fail again when it is closed.
         with suppress(BaseException):
-            _to_close.pop()()
+            _exit_callbacks.pop()()
     kill_own_family()
     faulthandler.dump_traceback_later(_EXIT_GRACE_S, exit=True, file=_writer.fd)
     code = error.code if isinstance(error, SystemExit) else 1
@@ -234,7 +234,7 @@ def _forget() -> None:
     global _writer
     if _writer is not None:
         _writer = None
-        _to_close.clear()
+        _exit_callbacks.clear()
         if END_SIGNAL is not None:
             signal.signal(END_SIGNAL, signal.SIG_DFL)
             faulthandler.unregister(_STACK_SIGNAL)
