@@ -39,7 +39,7 @@ _inherited: set[str] = set()
 current: Decision | None = None
 
 
-def _forked() -> None:
+def _reset_after_fork() -> None:
     # What the parent's libraries have read, this process's may read anew; a worker gets a decision of its own.
     global current
     current = None
@@ -47,7 +47,7 @@ def _forked() -> None:
     _inherited.update(name for name in set(_HOLDERS.values()) if _held(name))
 
 
-after_fork(_forked)
+after_fork(_reset_after_fork)
 
 
 def apply(decision: Decision, environ: MutableMapping[str, str]) -> None:
