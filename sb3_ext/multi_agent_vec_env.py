@@ -83,7 +83,7 @@ class MultiAgentVecEnv(CheckedVecEnv):
             super().__init__(len(self.envs) * len(self.agents), *spaces)
             layout = self._layout = Layout.of(self.num_envs, *spaces)
         except BaseException:
-            self._close_all()
+            self._close_envs()
             raise
         arrays = layout.arrays(bytearray(layout.size))
         self._observations = [arrays[f"observation {index}"] for index in range(len(layout.paths))]
@@ -217,9 +217,9 @@ class MultiAgentVecEnv(CheckedVecEnv):
         """Close the environments; again does nothing."""
         if not self.closed:
             self.closed = True
-            self._close_all()
+            self._close_envs()
 
-    def _close_all(self) -> None:
+    def _close_envs(self) -> None:
         while self.envs:
             self.envs.pop().close()
 
