@@ -140,7 +140,7 @@ class Start:
                 function(*args, **kwargs)
             _has_returned = True  # it need not be asked to end any more
         except BaseException as error:
-            _end_with(error)
+            _end_with_error(error)
 
     def _begin(self) -> None:
         """Set the process up, before anything is imported that is not the standard library's or this package's."""
@@ -167,7 +167,7 @@ class Start:
         _end_if_asked()  # before it could be told
 
 
-def _end_with(error: BaseException) -> NoReturn:
+def _end_with_error(error: BaseException) -> NoReturn:
     """End the worker: quietly if the parent knows why, else by the exception, which multiprocessing prints."""
     global _is_ending
     if isinstance(error, _AbortWorker) and error.__cause__ is not None:
