@@ -44,7 +44,7 @@ def _reset_after_fork() -> None:
     global current
     current = None
     # What a parent's display has started (Mesa: threads) is not there in a child, where every use of it hangs.
-    _inherited.update(name for name in set(_HOLDERS.values()) if _held(name))
+    _inherited.update(name for name in set(_HOLDERS.values()) if _module_display(name))
 
 
 after_fork(_reset_after_fork)
@@ -123,19 +123,19 @@ def display_conflicts(decision: Decision, needs: str = "this decision needs") ->
         )
 
 
-def _held(module: str) -> Any:
+def _module_display(module: str) -> Any:
     return getattr(sys.modules.get(module), "EGL_DISPLAY", None)
 
 
 def display_of(renderer: str) -> Any:
     """Return the display that a renderer has made in this process, None if it has not."""
-    return _held(_HOLDERS.get(renderer, "")) or None
+    return _module_display(_HOLDERS.get(renderer, "")) or None
 
 
 def forget_failed(renderer: str) -> None:
     """Let a renderer try again that could not make its display: it would keep the null that it got."""
     holder = _HOLDERS.get(renderer, "")
-    if _held(holder) is not None and display_of(renderer) is None:
+    if _module_display(holder) is not None and display_of(renderer) is None:
         sys.modules[holder].EGL_DISPLAY = None  # type: ignore[attr-defined]
 
 

@@ -473,7 +473,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(Inventory, "current", lambda **_: FOUR)
     monkeypatch.setattr(_cuda, "_started_uuids", lambda: None)
     monkeypatch.setattr(_apply, "current", None)
-    monkeypatch.setattr(_apply, "_held", lambda _: None)
+    monkeypatch.setattr(_apply, "_module_display", lambda _: None)
     for module in ("mujoco.rendering.classic.gl_context", "mujoco.gl_context", "dm_control._render", "OpenGL.platform"):
         monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
     monkeypatch.setitem(sys.modules, "robosuite.utils.binding_utils", types.ModuleType("binding_utils"))
@@ -503,7 +503,7 @@ def test_the_index_that_torchrl_sets_itself_is_not_a_finding(here: pytest.Monkey
 
 
 def test_a_display_that_was_made_elsewhere(here: pytest.MonkeyPatch) -> None:
-    here.setattr(_apply, "_held", lambda module: "display" if module == "mujoco.egl" else None)
+    here.setattr(_apply, "_module_display", lambda module: "display" if module == "mujoco.egl" else None)
     here.setattr(_apply, "index_of", lambda _: 3)
     assert check_environment() == ()  # nobody has asked for another one
     here.setenv(INDEX, "0")
