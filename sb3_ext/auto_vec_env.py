@@ -120,7 +120,7 @@ def make_vec_env(
     limit = (vec_env_kwargs or {}).get("start_timeout")
     base = functools.cache(lambda: convert(source(), verify=True, timeout=limit).then(environments.checked))
 
-    def tried() -> list[EnvFactory[Any]]:
+    def probe_factories() -> list[EnvFactory[Any]]:
         # All that will run, but for files: those of the monitors are not for trials.
         return [functools.reduce(EnvFactory.then, [environments.monitored, *wrappers], base())] * count
 
@@ -144,7 +144,7 @@ def make_vec_env(
     options = dict(vec_env_kwargs or {})
     if vec_env_cls is None:
         options |= {} if cwd is None else {"cwd": cwd}
-        vec_env: VecEnv = _build(factories, here, tried, count, isolation, options, probe_timeout)
+        vec_env: VecEnv = _build(factories, here, probe_factories, count, isolation, options, probe_timeout)
     elif cwd is not None:
         raise InvalidArgumentError(
             f"cwd={cwd!r} is for the workers of this package. Use vec_env_cls=None, or "
@@ -268,18 +268,18 @@ class AutoVecEnv:
             own = all(callable(env_fn) for env_fn in env_fns)
             return DummyVecEnv(list(env_fns) if own else list[Any](factories_of(env_fns)))
 
-        def tried() -> list[EnvFactory[Any]]:
+        def probe_factories() -> list[EnvFactory[Any]]:
             made = {id(env_fn): as_factory(env_fn, verify=False) for env_fn in env_fns}
             return [made[id(env_fn)] for env_fn in env_fns]
 
         how = isolation, options, probe_timeout
-        return _build(functools.partial(factories_of, env_fns), here, tried, len(env_fns), *how)
+        return _build(functools.partial(factories_of, env_fns), here, probe_factories, len(env_fns), *how)
 
 
 def _build(
     factories: Callable[[], Sequence[EnvFactory[Any]]],
     here: Callable[[], VecEnv],
-    tried: Callable[[], Sequence[EnvFactory[Any]]],
+    probe_factories: Callable[[], Sequence[EnvFactory[Any]]],
     n_envs: int,
     isolation: IsolationChoice,
     options: dict[str, Any],
@@ -289,7 +289,7 @@ def _build(
 
     :param factories: returns what workers build
     :param here: builds all in this process
-    :param tried: returns what is tried, with one object where environments are alike
+    :param probe_factories: returns what is tried, with one object where environments are alike
     """
     if isolation not in ("auto", "process", "in-process"):
         raise InvalidArgumentError(
@@ -312,7 +312,7 @@ def _build(
     if n_envs == 1:
         return _with_report(here(), "There is only one, so it is in this process, untried.")
     try:
-        verdict = probe(tried(), timeout=probe_timeout)
+        verdict = probe(probe_factories(), timeout=probe_timeout)
         unknown = verdict.explanation if verdict.isolation is Isolation.UNKNOWN else ""
     except NotCopyableError as error:
         unknown = f"No other process can be given them: {error}."
