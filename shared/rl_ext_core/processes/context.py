@@ -34,7 +34,7 @@ from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.processes import server
 from rl_ext_core.processes.families import kill_families
 from rl_ext_core.processes.report import WorkerReport
-from rl_ext_core.processes.worker import Start, leave
+from rl_ext_core.processes.worker import Start, finish_worker
 
 if sys.platform == "win32":
     from multiprocessing import popen_spawn_win32
@@ -191,7 +191,7 @@ class Worker(BaseProcess):
 
     def _bootstrap(self, parent_sentinel: int | None = None) -> int:
         code: int = super()._bootstrap(parent_sentinel)  # type: ignore[misc]
-        return leave(code, spawned=self._start_method == "spawn")  # type: ignore[attr-defined]
+        return finish_worker(code, spawned=self._start_method == "spawn")  # type: ignore[attr-defined]
 
 
 @defer_signals

@@ -22,7 +22,16 @@ from rl_ext_core.processes.families import kill_group, kill_own_family, lead_gro
 from rl_ext_core.processes.report import Progress, ReportWriter
 from rl_ext_core.processes.server import reset_signals
 
-__all__ = ["CLOSE_S", "END_SIGNAL", "Start", "on_abnormal_exit", "abort_worker", "import_main", "leave", "set_status"]
+__all__ = [
+    "CLOSE_S",
+    "END_SIGNAL",
+    "Start",
+    "on_abnormal_exit",
+    "abort_worker",
+    "import_main",
+    "finish_worker",
+    "set_status",
+]
 
 # How long a worker that ends early may take to close what it has.
 CLOSE_S = 3.0
@@ -190,7 +199,7 @@ def _end_with_error(error: BaseException) -> NoReturn:
     raise SystemExit(code if code is None or isinstance(code, int) else 1) from None
 
 
-def leave(code: int, *, spawned: bool) -> int:
+def finish_worker(code: int, *, spawned: bool) -> int:
     """End a worker that has reported a failure, without the end of the interpreter, which may take a large library
     half a second, and which forked workers do not have; else return its exit code.
     """
