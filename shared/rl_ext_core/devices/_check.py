@@ -124,7 +124,7 @@ class Situation:
         return Machine(self.inventory, self.environ)
 
     @cached_property
-    def visible(self) -> _cuda.Visible | None:
+    def visible(self) -> _cuda.VisibleGpus | None:
         """What CUDA shows; None where its order is unknown."""
         try:
             return self.machine.visible
@@ -391,7 +391,7 @@ def _oddity(mask: str) -> str | None:
     return None
 
 
-def _seen(shown: _cuda.Visible, situation: Situation) -> str:
+def _seen(shown: _cuda.VisibleGpus, situation: Situation) -> str:
     gpus = [situation.inventory.gpu(uuid) for uuid in shown.uuids]
     if not gpus:
         return f"no GPU and {_NO_CUDA}"

@@ -24,7 +24,7 @@ ORDER = "CUDA_DEVICE_ORDER"
 
 
 @dataclass(frozen=True)
-class Visible:
+class VisibleGpus:
     """What CUDA shows to a process.
 
     :param uuids: of the visible GPUs by torch ordinal: ``cuda:0`` is the first
@@ -39,7 +39,7 @@ class Visible:
     once: str | None = None
 
 
-def visible(inventory: Inventory, environ: Mapping[str, str]) -> Visible:
+def visible(inventory: Inventory, environ: Mapping[str, str]) -> VisibleGpus:
     """Apply the mask and the order that are in force to the machine's GPUs.
 
     :raises DeviceUnavailableError: the mask counts in an order that nobody knows
@@ -47,7 +47,7 @@ def visible(inventory: Inventory, environ: Mapping[str, str]) -> Visible:
     return _one_slice(_masked(inventory, environ), inventory)
 
 
-def _masked(inventory: Inventory, environ: Mapping[str, str]) -> Visible:
+def _masked(inventory: Inventory, environ: Mapping[str, str]) -> VisibleGpus:
     mask = environ.get(MASK)
     if mask is not None and mask.startswith("GPU-"):
         return _by_uuid(mask, [gpu.uuid for gpu in inventory.gpus])
@@ -55,7 +55,7 @@ def _masked(inventory: Inventory, environ: Mapping[str, str]) -> Visible:
         return _by_slice(mask, inventory.gpus)
     order = cuda_order(inventory, environ)
     if mask is None:
-        return Visible(order)
+        return VisibleGpus(order)
     return _by_number(mask, order)
 
 
@@ -74,7 +74,7 @@ def cuda_order(inventory: Inventory, environ: Mapping[str, str]) -> tuple[str, .
     return inventory.fastest_first
 
 
-def _one_slice(shown: Visible, inventory: Inventory) -> Visible:
+def _one_slice(shown: VisibleGpus, inventory: Inventory) -> VisibleGpus:
     """Show one MIG slice alone where a GPU that is cut into slices is visible.
 
     Source: NVIDIA's MIG User Guide, "CUDA Device Enumeration": CUDA takes the first slice, and no other GPU beside it.
@@ -84,10 +84,10 @@ def _one_slice(shown: Visible, inventory: Inventory) -> Visible:
     if shown.mig or cut is None:
         return shown
     ended = f"CUDA shows the first MIG slice of {cut}, {slices[cut]}, and nothing beside it"
-    return Visible((cut,), ended, slices[cut])
+    return VisibleGpus((cut,), ended, slices[cut])
 
 
-def _by_number(mask: str, order: tuple[str, ...]) -> Visible:
+def _by_number(mask: str, order: tuple[str, ...]) -> VisibleGpus:
     numbers: list[int] = []
     ended = None
     for entry in mask.split(","):
@@ -97,7 +97,7 @@ def _by_number(mask: str, order: tuple[str, ...]) -> Visible:
             break
         if number in numbers:
             once = ",".join(map(str, numbers))
-            return Visible((), f"{number} stands there twice, so CUDA shows no device at all", once=once)
+            return VisibleGpus((), f"{number} stands there twice, so CUDA shows no device at all", once=once)
         numbers.append(number)
     for place, number in enumerate(numbers):
         if number >= len(order):
@@ -111,8 +111,8 @@ def _no_number(entry: str) -> str:
     return "as at any negative number" if entry.startswith("-") else "which is not a number"
 
 
-def _shown(numbers: list[int], order: tuple[str, ...], ended: str | None) -> Visible:
-    return Visible(tuple(order[number] for number in numbers), ended)
+def _shown(numbers: list[int], order: tuple[str, ...], ended: str | None) -> VisibleGpus:
+    return VisibleGpus(tuple(order[number] for number in numbers), ended)
 
 
 def _beyond(count: int) -> str:
@@ -127,12 +127,14 @@ def leading_number(text: str) -> int:
     return int(digits) if digits.strip("+-") else -1
 
 
-def _by_uuid(mask: str, uuids: list[str]) -> Visible:
+def _by_uuid(mask: str, uuids: list[str]) -> VisibleGpus:
     entries: list[str] = []
     ended = None
     for entry in mask.split(","):
         if entry in entries:
-            return Visible((), f"{entry!r} stands there twice, so CUDA shows no device at all", once=",".join(entries))
+            return VisibleGpus(
+                (), f"{entry!r} stands there twice, so CUDA shows no device at all", once=",".join(entries)
+            )
         if not entry.startswith("GPU-"):
             ended = f"CUDA stops reading at {entry!r}, which is no UUID like those before it"
             break
@@ -142,22 +144,22 @@ def _by_uuid(mask: str, uuids: list[str]) -> Visible:
         matches = [uuid for uuid in uuids if uuid.startswith(entry)]
         if len(matches) != 1:
             why = f"fits {len(matches)} GPUs" if matches else "fits no GPU"
-            return Visible(tuple(found), f"CUDA stops reading at {entry!r}, which {why}")
+            return VisibleGpus(tuple(found), f"CUDA stops reading at {entry!r}, which {why}")
         if matches[0] in found:
-            return Visible((), f"{entry!r} names a GPU that stands there already, so CUDA shows no device at all")
+            return VisibleGpus((), f"{entry!r} names a GPU that stands there already, so CUDA shows no device at all")
         found += matches
-    return Visible(tuple(found), ended)
+    return VisibleGpus(tuple(found), ended)
 
 
-def _by_slice(mask: str, gpus: tuple[Gpu, ...]) -> Visible:
+def _by_slice(mask: str, gpus: tuple[Gpu, ...]) -> VisibleGpus:
     """One slice at most: CUDA shows no more, whatever else the mask lists."""
     entry, _, more = mask.partition(",")
     ended = "CUDA shows one MIG slice to a process, the first" if more else None
     for gpu in gpus:
         # MIG-<uuid> since driver 470; before that MIG-GPU-<uuid of the GPU>/<instance>/<compute instance>.
         if entry in gpu.mig or (gpu.mig and entry.startswith(f"MIG-{gpu.uuid}/")):
-            return Visible((gpu.uuid,), ended, entry)
-    return Visible((), f"CUDA stops reading at {entry!r}, which is no MIG slice of this machine")
+            return VisibleGpus((gpu.uuid,), ended, entry)
+    return VisibleGpus((), f"CUDA stops reading at {entry!r}, which is no MIG slice of this machine")
 
 
 class Machine:
@@ -182,7 +184,7 @@ class Machine:
         return Inventory.current() if self._given is None else self._given
 
     @cached_property
-    def visible(self) -> Visible:
+    def visible(self) -> VisibleGpus:
         """What CUDA shows to a process with these variables.
 
         :raises DeviceUnavailableError: the mask counts in an order that nobody knows
