@@ -124,16 +124,16 @@ def make_vec_env(
         # All that will run, but for files: those of the monitors are not for trials.
         return [functools.reduce(EnvFactory.then, [environments.monitored, *wrappers], base())] * count
 
-    def around(rank: int) -> list[Callable[[Any], Any]]:
+    def wrappers_of_rank(rank: int) -> list[Callable[[Any], Any]]:
         seeded = [] if seed is None else [functools.partial(environments.seeded, seed=seed + rank)]
         return [*seeded, _monitor(rank, monitor_dir, monitor_kwargs or {}), *wrappers]
 
     def factories() -> list[EnvFactory[Any]]:
         made = enumerate(base().for_workers(count, seed=seed, devices=devices), start_index)
-        return [functools.reduce(EnvFactory.then, around(rank), factory) for rank, factory in made]
+        return [functools.reduce(EnvFactory.then, wrappers_of_rank(rank), factory) for rank, factory in made]
 
     def built(rank: int) -> Any:
-        return functools.reduce(lambda env, wrap: wrap(env), around(rank), environments.checked(source()()))
+        return functools.reduce(lambda env, wrap: wrap(env), wrappers_of_rank(rank), environments.checked(source()()))
 
     def here() -> VecEnv:
         if devices is not None or isinstance(source(), EnvFactory) or not callable(source()):
