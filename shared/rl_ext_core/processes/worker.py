@@ -158,7 +158,7 @@ class Start:
         _writer = None
         reset_signals()
         if END_SIGNAL is not None:
-            signal.signal(END_SIGNAL, _end_if_asked)
+            signal.signal(END_SIGNAL, _end_if_requested)
         os.environ.clear()
         os.environ.update(self.environ)
         os.set_inheritable(self.report, False)
@@ -173,7 +173,7 @@ class Start:
             os.set_inheritable(self.lifeline, False)
             _die_with_parent(self.lifeline)
         _writer.set_progress(Progress.IMPORTING)
-        _end_if_asked()  # before it could be told
+        _end_if_requested()  # before it could be told
 
 
 def _end_with_error(error: BaseException) -> NoReturn:
@@ -210,7 +210,7 @@ def finish_worker(code: int, *, spawned: bool) -> int:
     return code
 
 
-def _end_if_asked(number: int = 0, frame: object = None) -> None:
+def _end_if_requested(number: int = 0, frame: object = None) -> None:
     if _writer is not None and not (_is_ending or _has_returned) and _writer.is_end_requested():
         raise _EndRequestedError(1)
 
