@@ -101,7 +101,9 @@ def _by_number(mask: str, order: tuple[str, ...]) -> VisibleGpus:
         numbers.append(number)
     for place, number in enumerate(numbers):
         if number >= len(order):
-            return _shown(numbers[:place], order, f"CUDA stops reading at '{number}', {_beyond(len(order))}")
+            return _shown(
+                numbers[:place], order, f"CUDA stops reading at '{number}', {_out_of_range_reason(len(order))}"
+            )
     return _shown(numbers, order, ended)
 
 
@@ -115,7 +117,7 @@ def _shown(numbers: list[int], order: tuple[str, ...], ended: str | None) -> Vis
     return VisibleGpus(tuple(order[number] for number in numbers), ended)
 
 
-def _beyond(count: int) -> str:
+def _out_of_range_reason(count: int) -> str:
     return f"because the GPUs are 0 to {count - 1}" if count else "because there is no GPU"
 
 
