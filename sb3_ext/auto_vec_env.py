@@ -132,14 +132,14 @@ def make_vec_env(
         made = enumerate(base().for_workers(count, seed=seed, devices=devices), start_index)
         return [functools.reduce(EnvFactory.then, wrappers_of_rank(rank), factory) for rank, factory in made]
 
-    def built(rank: int) -> Any:
+    def build_env(rank: int) -> Any:
         return functools.reduce(lambda env, wrap: wrap(env), wrappers_of_rank(rank), environments.checked(source()()))
 
     def here() -> VecEnv:
         if devices is not None or isinstance(source(), EnvFactory) or not callable(source()):
             return DummyVecEnv(list(factories()))
         # The caller's own function, which may share objects with the training: a factory would unpickle copies.
-        return DummyVecEnv([functools.partial(built, rank) for rank in range(start_index, start_index + count)])
+        return DummyVecEnv([functools.partial(build_env, rank) for rank in range(start_index, start_index + count)])
 
     options = dict(vec_env_kwargs or {})
     if vec_env_cls is None:
