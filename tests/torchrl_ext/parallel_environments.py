@@ -24,7 +24,7 @@ from tests.core.devices.reporting import variables
 DIARY = "DIARY_OF_TESTED_ENVIRONMENTS"
 
 
-def tell(what: str) -> None:
+def log_event(what: str) -> None:
     """Write what happens to an environment of this process into the diary."""
     if DIARY in os.environ:
         with Path(os.environ[DIARY]).open("a") as file:
@@ -44,7 +44,7 @@ class Well(gymnasium.Env[Any, Any]):
     action_space = spaces.Discrete(2)
 
     def __init__(self, depth: float = 10.0) -> None:
-        tell("built")
+        log_event("built")
         self.depth = depth
 
     def _observation(self) -> np.ndarray[Any, Any]:
@@ -52,17 +52,17 @@ class Well(gymnasium.Env[Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
-        tell("reset")
+        log_event("reset")
         self.count = 0
         return self._observation(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        tell("stepped")
+        log_event("stepped")
         self.count += 1
         return self._observation(), float(action), self.count == 7, False, {}
 
     def close(self) -> None:
-        tell("closed")
+        log_event("closed")
 
 
 class Looking(Well):
@@ -148,7 +148,7 @@ class Native(EnvBase):
     """An environment of TorchRL's own that draws from torch's global generator, as many do, and has a seed to tell."""
 
     def __init__(self, size: int = 2, note: Any = None, pause: float = 0.0, **kwargs: Any) -> None:
-        tell("built")
+        log_event("built")
         super().__init__(**kwargs)
         self.pause = pause
         self.size, self.note, self.seen = size, note, torch.zeros(())
