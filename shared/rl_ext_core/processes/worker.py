@@ -219,7 +219,7 @@ def _die_with_parent(lifeline: int) -> None:
     """Have this process and its group killed when its parent is gone: on Linux by the kernel, even if it hangs in C."""
     # PR_SET_PDEATHSIG would not do: it tells of the thread that has forked, and a worker's parent is the fork server.
     if not hasattr(os, "memfd_create"):
-        threading.Thread(target=_wait_for_end, args=(lifeline,), daemon=True).start()
+        threading.Thread(target=_wait_for_parent_end, args=(lifeline,), daemon=True).start()
         return
     import fcntl
 
@@ -233,7 +233,7 @@ def _die_with_parent(lifeline: int) -> None:
         kill_group(0)
 
 
-def _wait_for_end(lifeline: int) -> None:
+def _wait_for_parent_end(lifeline: int) -> None:
     os.read(lifeline, 1)
     kill_group(0)
 
