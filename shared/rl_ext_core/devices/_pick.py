@@ -202,11 +202,11 @@ def slice_of_rank(machine: Machine) -> str | None:
     """Return the MIG slice of this process's rank where CUDA shows one slice; None if there is none for it."""
     name = launched(machine.environ)
     rank = 0 if name is None else _rank_in(machine.environ, name)
-    slices = _slices(machine)
+    slices = _visible_mig_slices(machine)
     return slices[rank] if rank is not None and rank < len(slices) else None
 
 
-def _slices(machine: Machine) -> list[str]:
+def _visible_mig_slices(machine: Machine) -> list[str]:
     mask, inventory = machine.environ.get(MASK), machine.inventory
     if not machine.visible.mig:
         return []
@@ -219,14 +219,14 @@ def _slices(machine: Machine) -> list[str]:
 
 def changes_for(rank: int, machine: Machine) -> dict[str, str] | None:
     """Return the variables that give a rank beyond the visible GPUs its own MIG slice; None if there is none."""
-    slices = _slices(machine)
+    slices = _visible_mig_slices(machine)
     return {MASK: slices[rank], LOCAL_RANK: "0"} if rank < len(slices) else None
 
 
 def start_line(rank: int, machine: Machine) -> str:
     """Return the command that starts as many processes as there are GPUs, by the launcher that gave the rank."""
     environ = machine.environ
-    count = max(len(machine.visible.uuids), len(_slices(machine)))
+    count = max(len(machine.visible.uuids), len(_visible_mig_slices(machine)))
     name = next((name for name in RANKS if _rank_in(environ, name) == rank), LOCAL_RANK)
     if name == SLURM_RANK:
         return f"srun --ntasks-per-node={count} python train.py"
