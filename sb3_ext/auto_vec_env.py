@@ -135,7 +135,7 @@ def make_vec_env(
     def build_env(rank: int) -> Any:
         return functools.reduce(lambda env, wrap: wrap(env), wrappers_of_rank(rank), environments.checked(source()()))
 
-    def here() -> VecEnv:
+    def build_in_process() -> VecEnv:
         if devices is not None or isinstance(source(), EnvFactory) or not callable(source()):
             return DummyVecEnv(list(factories()))
         # The caller's own function, which may share objects with the training: a factory would unpickle copies.
@@ -144,7 +144,7 @@ def make_vec_env(
     options = dict(vec_env_kwargs or {})
     if vec_env_cls is None:
         options |= {} if cwd is None else {"cwd": cwd}
-        vec_env: VecEnv = _build(factories, here, probe_factories, count, isolation, options, probe_timeout)
+        vec_env: VecEnv = _build(factories, build_in_process, probe_factories, count, isolation, options, probe_timeout)
     elif cwd is not None:
         raise InvalidArgumentError(
             f"cwd={cwd!r} is for the workers of this package. Use vec_env_cls=None, or "
@@ -263,7 +263,7 @@ class AutoVecEnv:
         """Build it."""
         check_env_fns(env_fns)
 
-        def here() -> VecEnv:
+        def build_in_process() -> VecEnv:
             # The caller's own functions, which may share objects with each other: a factory would unpickle copies.
             own = all(callable(env_fn) for env_fn in env_fns)
             return DummyVecEnv(list(env_fns) if own else list[Any](factories_of(env_fns)))
@@ -273,12 +273,12 @@ class AutoVecEnv:
             return [made[id(env_fn)] for env_fn in env_fns]
 
         how = isolation, options, probe_timeout
-        return _build(functools.partial(factories_of, env_fns), here, probe_factories, len(env_fns), *how)
+        return _build(functools.partial(factories_of, env_fns), build_in_process, probe_factories, len(env_fns), *how)
 
 
 def _build(
     factories: Callable[[], Sequence[EnvFactory[Any]]],
-    here: Callable[[], VecEnv],
+    build_in_process: Callable[[], VecEnv],
     probe_factories: Callable[[], Sequence[EnvFactory[Any]]],
     n_envs: int,
     isolation: IsolationChoice,
@@ -288,7 +288,7 @@ def _build(
     """Build the right vectorized environment.
 
     :param factories: returns what workers build
-    :param here: builds all in this process
+    :param build_in_process: builds all in this process
     :param probe_factories: returns what is tried, with one object where environments are alike
     """
     if isolation not in ("auto", "process", "in-process"):
@@ -302,7 +302,7 @@ def _build(
             raise InvalidArgumentError(
                 f'isolation="in-process" does not use {sorted(options)}, which are for processes; leave them out'
             )
-        return _with_report(here(), "They are in this process, as asked.")
+        return _with_report(build_in_process(), "They are in this process, as asked.")
     if isolation == "process" or workers.cwd is not None:
         vec_env = SharedMemoryVecEnv(factories(), **options)
         report = f"{_shares(min(workers.n_workers or n_envs, n_envs), n_envs)}, as asked."
@@ -310,7 +310,7 @@ def _build(
             report += f" Each process has a working directory of its own in {vec_env.working_directory}."
         return _with_report(vec_env, report)
     if n_envs == 1:
-        return _with_report(here(), "There is only one, so it is in this process, untried.")
+        return _with_report(build_in_process(), "There is only one, so it is in this process, untried.")
     try:
         verdict = probe(probe_factories(), timeout=probe_timeout)
         unknown = verdict.explanation if verdict.isolation is Isolation.UNKNOWN else ""
@@ -320,7 +320,7 @@ def _build(
         unknown = f'They could not be tried: {error}. For one process each, write isolation="process".'
     if unknown:  # as Stable Baselines3 does, with one warning
         report = f"{unknown} They are in this process, whether it allows several of them or not."
-        untried = _with_report(here(), report)
+        untried = _with_report(build_in_process(), report)
         _log.warning("%s", report)
         return untried
     n_workers, why = _choose(verdict, n_envs, workers.n_workers)
@@ -328,7 +328,7 @@ def _build(
     report = f"{verdict.explanation}{kept if verdict.declared_by == 'cache' else ''} {why}"
     _log.info("%s", report)
     if n_workers == 0:
-        return _with_report(here(), report)
+        return _with_report(build_in_process(), report)
     made = factories()
     if sentence := resources.memory_warning(verdict.private_bytes or 0, n_workers):
         _log.warning("%s", sentence)
@@ -368,11 +368,9 @@ def _choose(verdict: Verdict, n_envs: int, n_workers: int | None) -> tuple[int, 
     n_workers, seconds = min(n_envs, resources.usable_cores()), verdict.step_seconds
     if seconds is None or n_workers < 2:
         return 0, "So they share this process."
-    here, there = n_envs * seconds, -(-n_envs // n_workers) * seconds + _OVERHEAD_SECONDS
-    figures = (
-        f"a step of {n_envs} takes {here * 1e3:.2f} ms here, and about {there * 1e3:.2f} ms in {n_workers} processes"
-    )
-    if there >= _WORTHWHILE * here:
+    build_in_process, there = n_envs * seconds, -(-n_envs // n_workers) * seconds + _OVERHEAD_SECONDS
+    figures = f"a step of {n_envs} takes {build_in_process * 1e3:.2f} ms here, and about {there * 1e3:.2f} ms in {n_workers} processes"
+    if there >= _WORTHWHILE * build_in_process:
         return 0, f"So they share this process: {figures}."
     how = "each has its own process" if n_workers == n_envs else f"{n_workers} processes share them"
     return n_workers, f"So {how}: {figures}."
