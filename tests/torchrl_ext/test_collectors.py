@@ -18,7 +18,7 @@ from torchrl.collectors import Collector, MultiSyncCollector
 from tests.ray_scripts import output_of
 from tests.torchrl_ext import collecting
 from tests.torchrl_ext.parallel_checks import diary, no_workers_left, workers_left
-from tests.torchrl_ext.parallel_environments import Well, told
+from tests.torchrl_ext.parallel_environments import Well, count_events
 from torchrl_ext import ParallelEnv, as_factory
 
 __all__ = ["diary", "no_workers_left"]
@@ -160,7 +160,7 @@ def test_in_one_process(diary: Any) -> None:
     assert observations[..., 0].unique().tolist() == [4.0]
     assert observations[0, :, 1].tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2]
     assert (observations[0, :, 2] != observations[1, :, 2]).all()
-    assert told("reset", here=True) == 0
+    assert count_events("reset", here=True) == 0
     assert not workers_left()
 
 
@@ -168,11 +168,11 @@ def test_in_one_process(diary: Any) -> None:
 @pytest.mark.parametrize("make", [MakeParallel, lambda factory: MakeParallel(factory)()], ids=["made there", "pickled"])
 def test_in_processes_of_the_collectors(make: Callable[[Any], Any], diary: Any) -> None:
     source = make(as_factory(Well(4.0)))
-    before = told("built", here=True)
+    before = count_events("built", here=True)
     collector = MultiSyncCollector([source] * 2, frames_per_batch=40, total_frames=80, cat_results="stack")
     first, _ = collected(collector)
     assert first["observation"][..., 0].unique().tolist() == [4.0]
     drawn = first["observation"][..., 0, 2].flatten().tolist()
     assert len(set(drawn)) == 4
-    assert told("built", here=True) == before
+    assert count_events("built", here=True) == before
     assert not workers_left()
