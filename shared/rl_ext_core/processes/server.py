@@ -249,7 +249,7 @@ def prepare(modules: Sequence[str], variables: Mapping[str, str | None]) -> None
     gc.enable()
 
 
-def _forget() -> None:
+def _reset_after_fork() -> None:
     """In a forked child: the servers are the parent's, and must end with it even if this child lives on."""
     global _server, _lock
     for server in list(_servers):
@@ -257,4 +257,4 @@ def _forget() -> None:
     _lock, _server = threading.Lock(), None
 
 
-after_fork(_forget)
+after_fork(_reset_after_fork)

@@ -238,7 +238,7 @@ def _wait_for_parent_end(lifeline: int) -> None:
     kill_group(0)
 
 
-def _forget() -> None:
+def _reset_after_fork() -> None:
     """In a process that a worker forks: its crashes are not the worker's."""
     global _writer
     if _writer is not None:
@@ -250,4 +250,4 @@ def _forget() -> None:
         faulthandler.enable(file=sys.__stderr__) if sys.__stderr__ is not None else faulthandler.disable()
 
 
-after_fork(_forget)
+after_fork(_reset_after_fork)
