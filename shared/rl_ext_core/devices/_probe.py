@@ -35,7 +35,7 @@ def egl() -> dict[str, Any]:
     return {"osmesa": False, "devices": [], "error": None, **result}
 
 
-def cuda_order() -> tuple[str, ...] | None:
+def query_cuda_order() -> tuple[str, ...] | None:
     """Ask CUDA for the UUIDs of all GPUs in its default order.
 
     :return: the UUIDs; None if it does not tell

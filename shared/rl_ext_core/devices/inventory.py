@@ -233,7 +233,7 @@ def _read_gpus() -> Inventory:
     order = tuple(gpu.uuid for gpu in gpus)
     if len({gpu.name for gpu in gpus}) > 1:
         # CUDA puts the fastest first; between equal ones the PCI address decides.
-        order = _probe.cuda_order() or ()
+        order = _probe.query_cuda_order() or ()
     fastest_first = order if len(order) == len(gpus) else None
     return Inventory(gpus=gpus, versions=versions, fastest_first=fastest_first, wsl=_WSL_DEVICE.exists())
 

@@ -88,7 +88,7 @@ def test_gpus_are_those_that_nvml_tells(
 @pytest.mark.parametrize("order", [(1, 0), None])
 def test_between_gpus_that_differ_cuda_tells_the_order(order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     uuids = None if order is None else tuple(machines.uuid(number) for number in order)
-    monkeypatch.setattr(_probe, "cuda_order", lambda: uuids)
+    monkeypatch.setattr(_probe, "query_cuda_order", lambda: uuids)
     first, second = machines.gpus(2)
     found, _ = read(monkeypatch, (dataclasses.replace(first, name="NVIDIA A2"), second))
     assert found.fastest_first == uuids
@@ -255,7 +255,7 @@ def test_an_interpreter_that_cannot_be_started_is_an_answer(monkeypatch: pytest.
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     answer = _probe.egl()
     assert "/no/such/python could not be started" in answer["error"]
-    assert (answer["devices"], _probe.cuda_order()) == ([], None)
+    assert (answer["devices"], _probe.query_cuda_order()) == ([], None)
 
 
 # A thread holds the lock while EGL hangs, and meanwhile another one forks.
