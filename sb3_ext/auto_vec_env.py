@@ -106,14 +106,14 @@ def make_vec_env(
                     "before they are put together, or the result: VecMonitor(make_vec_env(env), filename=...)"
                 )
         if parallel:
-            several: VecEnv = MultiAgentVecEnv([as_factory(env_id)] * count)
+            vec_env: VecEnv = MultiAgentVecEnv([as_factory(env_id)] * count)
             report = "Its agents are in this process: one policy plays them all."
         else:
             env = _vectorized(env_id, n_envs, count, vectorization_mode, wrappers, env_kwargs or {})
-            several, report = GymVecEnv(env, **(vec_env_kwargs or {})), "It is vectorized already."
-        several.seed(seed)
-        several.action_space.seed(seed)
-        return _with_report(several, report)
+            vec_env, report = GymVecEnv(env, **(vec_env_kwargs or {})), "It is vectorized already."
+        vec_env.seed(seed)
+        vec_env.action_space.seed(seed)
+        return _with_report(vec_env, report)
     if isinstance(env_id, str) and env_id not in gymnasium.registry:
         env_id = game_of_id(env_id) or env_id  # what builds a game of stable-retro, which gymnasium does not know
     source = functools.cache(lambda: _source(env_id, env_kwargs or {}))
