@@ -31,10 +31,10 @@ def log_event(what: str) -> None:
             file.write(f"{os.getpid()} {what}\n")
 
 
-def count_events(what: str, *, here: bool) -> int:
+def count_events(what: str, *, in_this_process: bool) -> int:
     """Count an entry of the diary: of this process, or of the others."""
     entries = [line.split() for line in Path(os.environ[DIARY]).read_text().splitlines()]
-    return sum(1 for pid, said in entries if said == what and (int(pid) == os.getpid()) == here)
+    return sum(1 for pid, said in entries if said == what and (int(pid) == os.getpid()) == in_this_process)
 
 
 class Well(gymnasium.Env[Any, Any]):

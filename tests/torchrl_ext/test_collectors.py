@@ -61,7 +61,7 @@ def arrays(result: dict[str, Any]) -> Collected:
     return {name: array[order] for name, array in found.items()}
 
 
-def here(source: Any, *, seed: int) -> Collected:
+def in_this_process(source: Any, *, seed: int) -> Collected:
     return arrays(collecting.shown(collecting.collected("single", source, seed)))
 
 
@@ -92,9 +92,9 @@ def everywhere(*kinds: str) -> pytest.MarkDecorator:
 @pytest.mark.slow
 def test_collectors_in_this_process_take_copies_of_an_instance() -> None:
     env = collecting.transformed()
-    collected = here(env, seed=0)
-    assert_same(collected, here(env, seed=0))
-    assert (collected["observation"] != here(env, seed=1)["observation"]).any(axis=-1).all()
+    collected = in_this_process(env, seed=0)
+    assert_same(collected, in_this_process(env, seed=0))
+    assert (collected["observation"] != in_this_process(env, seed=1)["observation"]).any(axis=-1).all()
     assert (collected["observation"][0] != collected["observation"][1]).any(axis=-1).all()
     assert collected["step_count"].max() == collecting.MAX_STEPS - 1
     assert env.rollout(2).shape == (2,)
@@ -103,7 +103,7 @@ def test_collectors_in_this_process_take_copies_of_an_instance() -> None:
 
 @pytest.mark.slow
 def test_what_was_changed_on_the_instance_is_changed_on_the_copies() -> None:
-    collected = here(collecting.changed(), seed=0)
+    collected = in_this_process(collecting.changed(), seed=0)
     found = collected["next.observation"]
     np.testing.assert_allclose(found, next_observations(collected, collecting.GRAVITY), atol=1e-6)
     assert np.abs(found - next_observations(collected, 9.8)).max() > 1e-3
@@ -111,13 +111,13 @@ def test_what_was_changed_on_the_instance_is_changed_on_the_copies() -> None:
 
 @everywhere(*RUNS)
 def test_copies_elsewhere_collect_what_copies_here_do(ran: dict[str, list[Collected]]) -> None:
-    assert_same(ran["changed:0"][0], here(collecting.changed(), seed=0))
+    assert_same(ran["changed:0"][0], in_this_process(collecting.changed(), seed=0))
 
 
 @everywhere("sync", "ray")
 def test_transforms_come_along(ran: dict[str, list[Collected]]) -> None:
     (collected,) = ran["transformed:0"]
-    assert_same(collected, here(collecting.transformed(), seed=0))
+    assert_same(collected, in_this_process(collecting.transformed(), seed=0))
     np.testing.assert_array_equal(collected["next.episode_reward"].max(axis=(1, 2)), collecting.MAX_STEPS)
 
 
@@ -160,7 +160,7 @@ def test_in_one_process(diary: Any) -> None:
     assert observations[..., 0].unique().tolist() == [4.0]
     assert observations[0, :, 1].tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2]
     assert (observations[0, :, 2] != observations[1, :, 2]).all()
-    assert count_events("reset", here=True) == 0
+    assert count_events("reset", in_this_process=True) == 0
     assert not workers_left()
 
 
@@ -168,11 +168,11 @@ def test_in_one_process(diary: Any) -> None:
 @pytest.mark.parametrize("make", [MakeParallel, lambda factory: MakeParallel(factory)()], ids=["made there", "pickled"])
 def test_in_processes_of_the_collectors(make: Callable[[Any], Any], diary: Any) -> None:
     source = make(as_factory(Well(4.0)))
-    before = count_events("built", here=True)
+    before = count_events("built", in_this_process=True)
     collector = MultiSyncCollector([source] * 2, frames_per_batch=40, total_frames=80, cat_results="stack")
     first, _ = collected(collector)
     assert first["observation"][..., 0].unique().tolist() == [4.0]
     drawn = first["observation"][..., 0, 2].flatten().tolist()
     assert len(set(drawn)) == 4
-    assert count_events("built", here=True) == before
+    assert count_events("built", in_this_process=True) == before
     assert not workers_left()

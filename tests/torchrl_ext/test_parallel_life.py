@@ -46,7 +46,7 @@ def test_closing_ends_the_workers_and_their_environments(diary: Any) -> None:
     env.reset()
     env.close()
     assert not new_workers()
-    assert count_events("closed", here=False) >= 2
+    assert count_events("closed", in_this_process=False) >= 2
     assert env.is_closed
     with pytest.raises(RuntimeError, match="closed"):
         env.close()
@@ -179,10 +179,10 @@ def test_environments_are_closed_when_another_one_fails(how: str, diary: Path) -
     fault = {"when": "step", "how": f"interrupt {os.getpid()}" if how == "Ctrl-C" else how}
     env = ParallelEnv(3, Failing, create_env_kwargs=[{}, fault, {}], step_timeout=3 if how == "hang" else None)
     env.reset()
-    before = count_events("closed", here=False)
+    before = count_events("closed", in_this_process=False)
     with pytest.raises(KeyboardInterrupt if how == "Ctrl-C" else WorkerError):
         env.rollout(5)
-    assert count_events("closed", here=False) - before == 3
+    assert count_events("closed", in_this_process=False) - before == 3
 
 
 class Slow(Well):

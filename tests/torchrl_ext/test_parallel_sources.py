@@ -78,13 +78,13 @@ OTHERWISE = ("a transformed instance", "a lambda")
 )
 def test_no_form_is_built_in_this_process(form: str, method: str | None, diary: Path) -> None:
     source = SOURCES[form]()
-    before = [count_events(what, here=True) for what in WHAT_IS_BUILT]
+    before = [count_events(what, in_this_process=True) for what in WHAT_IS_BUILT]
     env = ParallelEnv(2, source, mp_start_method=method)
     assert env.observation_spec["observation"].shape == (2, 3)
     assert depths(env) == [3.0, 3.0]
     env.close()
-    assert [count_events(what, here=True) for what in WHAT_IS_BUILT] == before
-    assert count_events("closed", here=False) >= 2
+    assert [count_events(what, in_this_process=True) for what in WHAT_IS_BUILT] == before
+    assert count_events("closed", in_this_process=False) >= 2
     assert env._use_buffers
 
 
@@ -99,7 +99,7 @@ def test_instances_stay_as_they_are_and_usable(make: Any, diary: Path) -> None:
     env.close()
     del env
     assert before.differences(fingerprint(instance)) == []
-    assert count_events("closed", here=True) == 0
+    assert count_events("closed", in_this_process=True) == 0
     if isinstance(instance, Well):
         assert instance.step(0)[0][1] == 1
     else:
@@ -149,7 +149,7 @@ def test_one_environment_that_needs_no_worker(diary: Path) -> None:
     env = ParallelEnv(1, Well, serial_for_single=True, seed=3, overrides=[{"depth": 2.0}])
     assert isinstance(env, SerialEnv)
     assert depths(env) == [2.0]
-    assert (count_events("built", here=True), new_workers()) == (1, [])
+    assert (count_events("built", in_this_process=True), new_workers()) == (1, [])
     env.close()
     parallel = ParallelEnv(2, Well, serial_for_single=True)
     assert isinstance(parallel, ParallelEnv)
