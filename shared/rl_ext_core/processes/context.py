@@ -34,7 +34,7 @@ from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.processes import server
 from rl_ext_core.processes.families import kill_families
 from rl_ext_core.processes.report import WorkerReport
-from rl_ext_core.processes.worker import Start, finish_worker
+from rl_ext_core.processes.worker import WorkerStart, finish_worker
 
 if sys.platform == "win32":
     from multiprocessing import popen_spawn_win32
@@ -88,7 +88,7 @@ class Worker(BaseProcess):
     _context: WorkerContext | None
     _modules: Sequence[str]
     _main: Mapping[str, Any]
-    _begin: Start
+    _begin: WorkerStart
     _lifeline: Any = None
     _job: Any = None
 
@@ -129,7 +129,7 @@ class Worker(BaseProcess):
                 self._lifeline = util.Finalize(self, _close_lifeline, (writing,))
             own = {} if context.environs is None else context.environs[self.worker]
             environ = {name: value for name, value in {**os.environ, **own}.items() if value is not None}
-            self._begin = Start(self.report.fd, reading, environ)
+            self._begin = WorkerStart(self.report.fd, reading, environ)
             super().start()
             if _system.WINDOWS:
                 self._job = _system._windows.Job(self.pid)

@@ -25,7 +25,7 @@ from rl_ext_core.processes.server import reset_signals
 __all__ = [
     "CLOSE_S",
     "END_SIGNAL",
-    "Start",
+    "WorkerStart",
     "on_abnormal_exit",
     "abort_worker",
     "import_main",
@@ -114,7 +114,7 @@ def import_main() -> bool:
 
 
 @dataclass(frozen=True)
-class Start:
+class WorkerStart:
     """What a worker is given by its parent.
 
     :ivar report: descriptor of its report
