@@ -31,7 +31,7 @@ def egl() -> dict[str, Any]:
     :return: ``error`` (text or None), ``osmesa``, and ``devices`` with the keys index, software, uuid, drm, pci and
         cuda (its ordinal in PCI order)
     """
-    result = _run("egl")
+    result = _run_probe("egl")
     return {"osmesa": False, "devices": [], "error": None, **result}
 
 
@@ -40,11 +40,11 @@ def query_cuda_order() -> tuple[str, ...] | None:
 
     :return: the UUIDs; None if it does not tell
     """
-    found = _run("cuda").get("uuids")
+    found = _run_probe("cuda").get("uuids")
     return tuple(found) if found else None
 
 
-def _run(question: str) -> dict[str, Any]:
+def _run_probe(question: str) -> dict[str, Any]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
     if question == "egl":
         environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
