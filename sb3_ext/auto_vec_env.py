@@ -91,15 +91,19 @@ def make_vec_env(
     wrappers: list[Any] = [functools.partial(wrapper_class, **(wrapper_kwargs or {}))] if wrapper_class else []
     parallel = hasattr(env_id, "possible_agents") and is_parallel_env(env_id)
     if parallel or vectorization_mode is not None or _is_vectorized(env_id):
-        of_singles = {"monitor_dir": monitor_dir, "vec_env_cls": vec_env_cls, "monitor_kwargs": monitor_kwargs}
-        of_singles |= {"devices": devices, "probe_timeout": probe_timeout, "start_index": start_index or None}
+        single_env_options = {"monitor_dir": monitor_dir, "vec_env_cls": vec_env_cls, "monitor_kwargs": monitor_kwargs}
+        single_env_options |= {"devices": devices, "probe_timeout": probe_timeout, "start_index": start_index or None}
         is_here = isolation == "auto" or (parallel and isolation == "in-process")
-        of_singles |= {"cwd": cwd, "isolation": None if is_here else isolation}
+        single_env_options |= {"cwd": cwd, "isolation": None if is_here else isolation}
         if parallel or vectorization_mode is None:
-            of_singles |= {"env_kwargs": env_kwargs, "wrapper_class": wrapper_class, "wrapper_kwargs": wrapper_kwargs}
+            single_env_options |= {
+                "env_kwargs": env_kwargs,
+                "wrapper_class": wrapper_class,
+                "wrapper_kwargs": wrapper_kwargs,
+            }
         if parallel:
-            of_singles["vectorization_mode"] = vectorization_mode
-        for name, value in of_singles.items():
+            single_env_options["vectorization_mode"] = vectorization_mode
+        for name, value in single_env_options.items():
             if value is not None:
                 raise InvalidArgumentError(
                     f"{name}={value!r} is for single environments, and this one holds several: leave it out. Wrap each "
