@@ -29,8 +29,8 @@ def workers_left(*, grace_s: float = 60.0) -> list[psutil.Process]:
 
 
 @pytest.fixture
-def diary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "diary"
+def event_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "event_log"
     path.touch()
     monkeypatch.setenv(DIARY, str(path))
     return path

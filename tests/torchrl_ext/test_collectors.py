@@ -17,11 +17,11 @@ from torchrl.collectors import Collector, MultiSyncCollector
 
 from tests.ray_scripts import output_of
 from tests.torchrl_ext import collecting
-from tests.torchrl_ext.parallel_checks import diary, no_workers_left, workers_left
+from tests.torchrl_ext.parallel_checks import event_log, no_workers_left, workers_left
 from tests.torchrl_ext.parallel_environments import Well, count_events
 from torchrl_ext import ParallelEnv, as_factory
 
-__all__ = ["diary", "no_workers_left"]
+__all__ = ["event_log", "no_workers_left"]
 
 
 SCRIPT = Path(__file__).with_name("collecting.py")
@@ -153,7 +153,7 @@ def collected(collector: Any) -> Any:
         collector.shutdown()
 
 
-def test_in_one_process(diary: Any) -> None:
+def test_in_one_process(event_log: Any) -> None:
     first, second = collected(Collector(ParallelEnv(2, Well(4.0), seed=0), frames_per_batch=20, total_frames=40))
     assert first.shape == second.shape == (2, 10)
     observations = first["observation"]
@@ -166,7 +166,7 @@ def test_in_one_process(diary: Any) -> None:
 
 @pytest.mark.sample(quick=0, ci=1)
 @pytest.mark.parametrize("make", [MakeParallel, lambda factory: MakeParallel(factory)()], ids=["made there", "pickled"])
-def test_in_processes_of_the_collectors(make: Callable[[Any], Any], diary: Any) -> None:
+def test_in_processes_of_the_collectors(make: Callable[[Any], Any], event_log: Any) -> None:
     source = make(as_factory(Well(4.0)))
     before = count_events("built", in_this_process=True)
     collector = MultiSyncCollector([source] * 2, frames_per_batch=40, total_frames=80, cat_results="stack")

@@ -18,11 +18,11 @@ import torch
 
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
 from rl_ext_core.factory import EnvFactory
-from tests.torchrl_ext.parallel_checks import diary, new_workers, no_workers_left, workers_left
+from tests.torchrl_ext.parallel_checks import event_log, new_workers, no_workers_left, workers_left
 from tests.torchrl_ext.parallel_environments import Failing, Well
 from torchrl_ext import ParallelEnv, as_factory
 
-__all__ = ["diary", "no_workers_left"]
+__all__ = ["event_log", "no_workers_left"]
 
 slow = pytest.mark.slow
 # Without buffers, all that is sent back is pickled; with them, upstream waits for flags in shared memory.

@@ -31,17 +31,17 @@ from torchrl.envs import ParallelEnv as Upstream
 
 from rl_ext_core.errors import WorkerError
 from tests.interrupts import interrupt
-from tests.torchrl_ext.parallel_checks import diary, new_workers, no_workers_left, workers_left
+from tests.torchrl_ext.parallel_checks import event_log, new_workers, no_workers_left, workers_left
 from tests.torchrl_ext.parallel_environments import Failing, Well, count_events
 from torchrl_ext import GymWrapper, ParallelEnv
 
-__all__ = ["diary", "no_workers_left"]
+__all__ = ["event_log", "no_workers_left"]
 
 slow = pytest.mark.slow
 buffers = pytest.mark.parametrize("use_buffers", [True, False], ids=["buffers", "pipes"])
 
 
-def test_closing_ends_the_workers_and_their_environments(diary: Any) -> None:
+def test_closing_ends_the_workers_and_their_environments(event_log: Any) -> None:
     env = ParallelEnv(2, Failing)
     env.reset()
     env.close()
@@ -175,7 +175,7 @@ def test_a_worker_fails_while_what_it_has_forked_lives_on(
 
 @pytest.mark.sample(quick=1, ci=2)
 @pytest.mark.parametrize("how", ["Ctrl-C", "raise", "hang"])
-def test_environments_are_closed_when_another_one_fails(how: str, diary: Path) -> None:
+def test_environments_are_closed_when_another_one_fails(how: str, event_log: Path) -> None:
     fault = {"when": "step", "how": f"interrupt {os.getpid()}" if how == "Ctrl-C" else how}
     env = ParallelEnv(3, Failing, create_env_kwargs=[{}, fault, {}], step_timeout=3 if how == "hang" else None)
     env.reset()

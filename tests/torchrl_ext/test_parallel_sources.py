@@ -15,11 +15,11 @@ from torchrl.envs import CatFrames, RewardSum, SerialEnv, StepCounter, Transform
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, NotCopyableError, WorkerError
 from rl_ext_core.factory.compare import in_subprocess
 from rl_ext_core.factory.walk import fingerprint
-from tests.torchrl_ext.parallel_checks import diary, new_workers, no_workers_left
+from tests.torchrl_ext.parallel_checks import event_log, new_workers, no_workers_left
 from tests.torchrl_ext.parallel_environments import Native, Well, count_events
 from torchrl_ext import GymWrapper, ParallelEnv, as_factory
 
-__all__ = ["diary", "no_workers_left"]
+__all__ = ["event_log", "no_workers_left"]
 
 slow = pytest.mark.slow
 
@@ -76,7 +76,7 @@ OTHERWISE = ("a transformed instance", "a lambda")
         *(pytest.param(form, method, marks=slow) for form in OTHERWISE for method in ("spawn", "fork")),
     ],
 )
-def test_no_form_is_built_in_this_process(form: str, method: str | None, diary: Path) -> None:
+def test_no_form_is_built_in_this_process(form: str, method: str | None, event_log: Path) -> None:
     source = SOURCES[form]()
     before = [count_events(what, in_this_process=True) for what in WHAT_IS_BUILT]
     env = ParallelEnv(2, source, mp_start_method=method)
@@ -90,7 +90,7 @@ def test_no_form_is_built_in_this_process(form: str, method: str | None, diary: 
 
 @pytest.mark.sample(quick=0, ci=2)
 @pytest.mark.parametrize("make", [changed, Native, transformed])
-def test_instances_stay_as_they_are_and_usable(make: Any, diary: Path) -> None:
+def test_instances_stay_as_they_are_and_usable(make: Any, event_log: Path) -> None:
     instance = make()
     instance.reset()
     before = fingerprint(instance)
@@ -145,7 +145,7 @@ def test_environments_that_differ_and_find_the_threads_of_their_workers_wherever
 
 
 @pytest.mark.slow
-def test_one_environment_that_needs_no_worker(diary: Path) -> None:
+def test_one_environment_that_needs_no_worker(event_log: Path) -> None:
     env = ParallelEnv(1, Well, serial_for_single=True, seed=3, overrides=[{"depth": 2.0}])
     assert isinstance(env, SerialEnv)
     assert depths(env) == [2.0]
