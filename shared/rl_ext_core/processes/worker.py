@@ -135,7 +135,7 @@ class WorkerStart:
     def run(self) -> None:
         """Run the function, with all that a worker is around it."""
         global _has_returned
-        self._begin()
+        self._set_up()
         assert _writer is not None
         try:
             _main.update(self.main)
@@ -151,7 +151,7 @@ class WorkerStart:
         except BaseException as error:
             _end_with_error(error)
 
-    def _begin(self) -> None:
+    def _set_up(self) -> None:
         """Set the process up, before anything is imported that is not the standard library's or this package's."""
         global _writer
         lead_group()
