@@ -93,8 +93,8 @@ def make_vec_env(
     if parallel or vectorization_mode is not None or _is_vectorized(env_id):
         single_env_options = {"monitor_dir": monitor_dir, "vec_env_cls": vec_env_cls, "monitor_kwargs": monitor_kwargs}
         single_env_options |= {"devices": devices, "probe_timeout": probe_timeout, "start_index": start_index or None}
-        is_here = isolation == "auto" or (parallel and isolation == "in-process")
-        single_env_options |= {"cwd": cwd, "isolation": None if is_here else isolation}
+        isolation_fits = isolation == "auto" or (parallel and isolation == "in-process")
+        single_env_options |= {"cwd": cwd, "isolation": None if isolation_fits else isolation}
         if parallel or vectorization_mode is None:
             single_env_options |= {
                 "env_kwargs": env_kwargs,
