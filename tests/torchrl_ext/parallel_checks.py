@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.leaks import workers
-from tests.torchrl_ext.parallel_environments import DIARY
+from tests.torchrl_ext.parallel_environments import EVENT_LOG
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,7 +32,7 @@ def workers_left(*, grace_s: float = 60.0) -> list[psutil.Process]:
 def event_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "event_log"
     path.touch()
-    monkeypatch.setenv(DIARY, str(path))
+    monkeypatch.setenv(EVENT_LOG, str(path))
     return path
 
 

@@ -21,19 +21,19 @@ from torchrl.envs import EnvBase
 
 from tests.core.devices.reporting import variables
 
-DIARY = "DIARY_OF_TESTED_ENVIRONMENTS"
+EVENT_LOG = "DIARY_OF_TESTED_ENVIRONMENTS"
 
 
 def log_event(what: str) -> None:
     """Write what happens to an environment of this process into the diary."""
-    if DIARY in os.environ:
-        with Path(os.environ[DIARY]).open("a") as file:
+    if EVENT_LOG in os.environ:
+        with Path(os.environ[EVENT_LOG]).open("a") as file:
             file.write(f"{os.getpid()} {what}\n")
 
 
 def count_events(what: str, *, in_this_process: bool) -> int:
     """Count an entry of the diary: of this process, or of the others."""
-    entries = [line.split() for line in Path(os.environ[DIARY]).read_text().splitlines()]
+    entries = [line.split() for line in Path(os.environ[EVENT_LOG]).read_text().splitlines()]
     return sum(1 for pid, said in entries if said == what and (int(pid) == os.getpid()) == in_this_process)
 
 
