@@ -88,7 +88,7 @@ class Worker(BaseProcess):
     _context: WorkerContext | None
     _modules: Sequence[str]
     _main: Mapping[str, Any]
-    _begin: WorkerStart
+    _worker_start: WorkerStart
     _lifeline: Any = None
     _job: Any = None
 
@@ -129,7 +129,7 @@ class Worker(BaseProcess):
                 self._lifeline = util.Finalize(self, _close_lifeline, (writing,))
             own = {} if context.environs is None else context.environs[self.worker]
             environ = {name: value for name, value in {**os.environ, **own}.items() if value is not None}
-            self._begin = WorkerStart(self.report.fd, reading, environ)
+            self._worker_start = WorkerStart(self.report.fd, reading, environ)
             super().start()
             if _system.WINDOWS:
                 self._job = _system._windows.Job(self.pid)
@@ -167,21 +167,21 @@ class Worker(BaseProcess):
         pickler = _NotingPickler(file)
         pickler.dump(self._function())
         begin = replace(
-            self._begin,
+            self._worker_start,
             report=sent(self.report.fd),
-            lifeline=None if self._begin.lifeline is None else reduction.DupFd(self._begin.lifeline),
+            lifeline=None if self._worker_start.lifeline is None else reduction.DupFd(self._worker_start.lifeline),
             function=file.getvalue(),
             needs_main=pickler.needs_main,
             main=self._main,
         )
-        return {**{name: vars(self)[name] for name in _SENT}, "_begin": begin}
+        return {**{name: vars(self)[name] for name in _SENT}, "_worker_start": begin}
 
     def _function(self) -> tuple[Any, Any, Any]:
         return self._target, self._args, self._kwargs  # type: ignore[attr-defined]
 
     def run(self) -> None:
         """Run the function; called in the worker."""
-        begin = self._begin
+        begin = self._worker_start
         if begin.function is None:  # it is forked
             begin = replace(begin, function=self._function())
         else:
@@ -345,7 +345,7 @@ else:
                 reduction.dump(process, data)
             finally:
                 mp_context.set_spawning_popen(None)
-            variables = {name: process._begin.environ.get(name) for name in IMPORT_TIME_VARIABLES}
+            variables = {name: process._worker_start.environ.get(name) for name in IMPORT_TIME_VARIABLES}
             answer = server.connect(process._modules, variables, self._fds)
             self.sentinel, writing, self.pid, self._server = answer
             # The worker sees the other end of its data as multiprocessing's sentinel of its parent: it stays open.
