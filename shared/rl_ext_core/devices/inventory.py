@@ -298,9 +298,9 @@ def read_gpus() -> tuple[Gpu, ...]:
 def _gpu(nvml: types.ModuleType, handle: Any, index: int) -> Gpu:
     total, free = _memory(nvml, handle)
     return Gpu(
-        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
-        name=_text(nvml.nvmlDeviceGetName(handle)),
-        pci=pci_address(_text(nvml.nvmlDeviceGetPciInfo(handle).busId)),
+        uuid=_to_str(nvml.nvmlDeviceGetUUID(handle)),
+        name=_to_str(nvml.nvmlDeviceGetName(handle)),
+        pci=pci_address(_to_str(nvml.nvmlDeviceGetPciInfo(handle).busId)),
         index=index,
         memory_total=total,
         memory_free=free,
@@ -330,7 +330,7 @@ def _slices(nvml: types.ModuleType, handle: Any) -> tuple[str, ...]:
             slice_ = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
         except nvml.NVMLError:  # places between slices are empty
             continue
-        found.append(_text(nvml.nvmlDeviceGetUUID(slice_)))
+        found.append(_to_str(nvml.nvmlDeviceGetUUID(slice_)))
     return tuple(found)
 
 
@@ -340,7 +340,7 @@ def pci_address(bus_id: str) -> str:
     return f"{int(domain, 16):04x}:{rest}"
 
 
-def _text(value: str | bytes) -> str:
+def _to_str(value: str | bytes) -> str:
     # Releases of nvidia-ml-py before 11.515 return bytes.
     return value.decode() if isinstance(value, bytes) else value
 
