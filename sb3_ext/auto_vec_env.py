@@ -309,7 +309,7 @@ def _build(
         return _with_report(build_in_process(), "They are in this process, as asked.")
     if isolation == "process" or workers.cwd is not None:
         vec_env = SharedMemoryVecEnv(factories(), **options)
-        report = f"{_shares(min(workers.n_workers or n_envs, n_envs), n_envs)}, as asked."
+        report = f"{_describe_sharing(min(workers.n_workers or n_envs, n_envs), n_envs)}, as asked."
         if vec_env.working_directory is not None:
             report += f" Each process has a working directory of its own in {vec_env.working_directory}."
         return _with_report(vec_env, report)
@@ -339,7 +339,7 @@ def _build(
     return _with_report(SharedMemoryVecEnv(made, **{**options, "n_workers": n_workers}), report)
 
 
-def _shares(n_workers: int, n_envs: int) -> str:
+def _describe_sharing(n_workers: int, n_envs: int) -> str:
     """Return a clause on how many processes there are."""
     if n_workers == n_envs:
         return "Each has its own process"
@@ -368,7 +368,7 @@ def _choose(verdict: Verdict, n_envs: int, n_workers: int | None) -> tuple[int, 
         return n_envs, f"So each of the {n_envs} has its own process."
     if n_workers is not None:
         n_workers = min(n_workers, n_envs)
-        return n_workers, f"{_shares(n_workers, n_envs)}, as asked."
+        return n_workers, f"{_describe_sharing(n_workers, n_envs)}, as asked."
     n_workers, seconds = min(n_envs, resources.usable_cores()), verdict.step_seconds
     if seconds is None or n_workers < 2:
         return 0, "So they share this process."
