@@ -65,7 +65,7 @@ class Well(gymnasium.Env[Any, Any]):
         log_event("closed")
 
 
-class Looking(Well):
+class DeviceReporting(Well):
     """Looks at what decides on its devices."""
 
     def __init__(self, device: str = "none") -> None:

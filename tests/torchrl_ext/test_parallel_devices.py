@@ -15,7 +15,7 @@ from tests.core.devices.machines import machine
 from tests.core.devices.processes import run
 from tests.core.devices.reporting import NAMES, variables
 from tests.torchrl_ext.parallel_checks import no_workers_left
-from tests.torchrl_ext.parallel_environments import Looking
+from tests.torchrl_ext.parallel_environments import DeviceReporting
 from torchrl_ext import ParallelEnv
 
 __all__ = ["no_workers_left"]
@@ -43,7 +43,7 @@ def on_gpus(inventory: Any = MACHINE, **options: Any) -> list[Decision]:
 )
 def test_each_worker_has_its_gpu_before_mujoco_is_imported(form: str, method: str) -> None:
     """Fork servers have imported mujoco, with TorchRL: it reads the backend at import, the number of the GPU later."""
-    source: Any = Looking if form == "class" else Looking()
+    source: Any = DeviceReporting if form == "class" else DeviceReporting()
     env = ParallelEnv(3, source, devices=on_gpus(), mp_start_method=method)
     env.reset()
     at_construction, now, read_by_mujoco, device = zip(*env.seen(), strict=True)
@@ -51,14 +51,14 @@ def test_each_worker_has_its_gpu_before_mujoco_is_imported(form: str, method: st
     assert list(now) == EXPECTED
     assert list(at_construction) == EXPECTED  # a copy is made in its worker
     assert read_by_mujoco == ("egl",) * 3
-    assert device == (("cuda:0", "cuda:1", "cuda:2") if source is Looking else ("none",) * 3)
+    assert device == (("cuda:0", "cuda:1", "cuda:2") if source is DeviceReporting else ("none",) * 3)
     assert variables() == UNSET
 
 
 def test_forked_workers_refuse_what_comes_too_late() -> None:
     """This process has imported mujoco, and so have its forks."""
     with pytest.raises(WorkerError, match="DeviceConflictError") as caught:
-        ParallelEnv(3, Looking(), devices=on_gpus(renderer="mujoco"), mp_start_method="fork")
+        ParallelEnv(3, DeviceReporting(), devices=on_gpus(renderer="mujoco"), mp_start_method="fork")
     assert isinstance(caught.value.__cause__, DeviceConflictError)
 
 
@@ -71,7 +71,7 @@ def test_round_robin_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> No
         return resolve(*args, **kwargs, inventory=machine(2), environ={})
 
     monkeypatch.setattr("rl_ext_core.factory.factory.resolve", resolve_there)
-    env = ParallelEnv(3, Looking, devices="round-robin")
+    env = ParallelEnv(3, DeviceReporting, devices="round-robin")
     env.reset()
     assert [device for *_, device in env.seen()] == ["cuda:0", "cuda:1", "cuda:0"]
     env.close()
