@@ -32,7 +32,7 @@ from rl_ext_core._interrupts import defer_signals
 from rl_ext_core._system import after_fork, sent
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.processes import server
-from rl_ext_core.processes.families import kill_families
+from rl_ext_core.processes.families import kill_process_trees
 from rl_ext_core.processes.report import WorkerReport
 from rl_ext_core.processes.worker import WorkerStart, finish_worker
 
@@ -207,7 +207,7 @@ def kill_workers(workers: Sequence[Worker]) -> None:
             process._job.end()
     else:
         living = [process.pid or 0 for process in workers if process.popen.poll() is None]
-        kill_families(living, [process.pid or 0 for process in workers])
+        kill_process_trees(living, [process.pid or 0 for process in workers])
 
 
 class _NotingPickler(reduction.ForkingPickler):
@@ -359,7 +359,7 @@ else:
                     self.returncode = forkserver.read_signed(self.sentinel)
                 except (OSError, EOFError):
                     # The worker may live, and nobody would wait for it; its number may be another's soon.
-                    kill_families([self.pid])
+                    kill_process_trees([self.pid])
                     self.returncode, self.unknown = _UNKNOWN, "the fork server that started it was killed"
                 self._server = None
 

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["kill_families", "kill_group", "kill_own_family", "lead_group"]
+__all__ = ["kill_process_trees", "kill_group", "kill_own_family", "lead_group"]
 
 _KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
 # A process may fork while its family is listed.
@@ -31,7 +31,7 @@ def lead_group() -> None:
             os.setpgid(0, 0)
 
 
-def kill_families(living: Collection[int], ended: Collection[int] = ()) -> None:
+def kill_process_trees(living: Collection[int], ended: Collection[int] = ()) -> None:
     """Kill leaders of groups, and what they and those that have ended have started.
 
     :param living: numbers of leaders that were not waited for
