@@ -346,7 +346,7 @@ def _to_str(value: str | bytes) -> str:
 
 
 @cache
-def _installed() -> tuple[tuple[str, str], ...]:
+def _read_versions() -> tuple[tuple[str, str], ...]:
     found = {}
     for package in PACKAGES:
         try:
@@ -363,7 +363,7 @@ def installed_versions() -> dict[str, str]:
 
     :return: by package; ``"torch.cuda"`` is ``""`` for a build without CUDA and ``"rocm <version>"`` for AMD's
     """
-    return dict(_installed())
+    return dict(_read_versions())
 
 
 def _torch_cuda() -> str:
