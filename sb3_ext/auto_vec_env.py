@@ -327,7 +327,7 @@ def _build(
         untried = _with_report(build_in_process(), report)
         _log.warning("%s", report)
         return untried
-    n_workers, why = _choose(verdict, n_envs, workers.n_workers)
+    n_workers, why = _choose_n_workers(verdict, n_envs, workers.n_workers)
     kept = " (An earlier probe found this; files that the environment reads are not watched.)"
     report = f"{verdict.explanation}{kept if verdict.declared_by == 'cache' else ''} {why}"
     _log.info("%s", report)
@@ -353,7 +353,7 @@ def _with_report(vec_env: VecEnv, report: str) -> VecEnv:
     return vec_env
 
 
-def _choose(verdict: Verdict, n_envs: int, n_workers: int | None) -> tuple[int, str]:
+def _choose_n_workers(verdict: Verdict, n_envs: int, n_workers: int | None) -> tuple[int, str]:
     """Return the number of processes, 0 for none, and why.
 
     :raises IsolationError: If an environment fails by itself, or two processes disturb each other.
