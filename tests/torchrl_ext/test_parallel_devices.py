@@ -46,7 +46,7 @@ def test_each_worker_has_its_gpu_before_mujoco_is_imported(form: str, method: st
     source: Any = DeviceReporting if form == "class" else DeviceReporting()
     env = ParallelEnv(3, source, devices=on_gpus(), mp_start_method=method)
     env.reset()
-    at_construction, now, read_by_mujoco, device = zip(*env.seen(), strict=True)
+    at_construction, now, read_by_mujoco, device = zip(*env.device_settings(), strict=True)
     env.close()
     assert list(now) == EXPECTED
     assert list(at_construction) == EXPECTED  # a copy is made in its worker
@@ -73,7 +73,7 @@ def test_round_robin_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("rl_ext_core.factory.factory.resolve", resolve_there)
     env = ParallelEnv(3, DeviceReporting, devices="round-robin")
     env.reset()
-    assert [device for *_, device in env.seen()] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert [device for *_, device in env.device_settings()] == ["cuda:0", "cuda:1", "cuda:0"]
     env.close()
     asked.clear()
     with pytest.raises(InvalidArgumentError):  # what comes after the decisions
