@@ -29,7 +29,7 @@ from rl_ext_core import _pickle, processes, resources
 from rl_ext_core.factory import simulators, streams, walk
 from rl_ext_core.factory.drivers import Driver, driver_for
 from rl_ext_core.factory.walk import Fingerprint, fingerprint
-from rl_ext_core.processes.families import kill_own_family
+from rl_ext_core.processes.families import kill_descendants
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -280,7 +280,7 @@ def _main(connection: Connection, packed: bytes) -> None:
 
     connection.send_bytes(_pickle.dumps(pickle.loads(packed)(ask)))
     connection.close()
-    kill_own_family()  # this process may be gone, in good order, before it is killed with all that it has started
+    kill_descendants()  # this process may be gone, in good order, before it is killed with all that it has started
 
 
 def examine(

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["kill_process_trees", "kill_group", "kill_own_family", "lead_group"]
+__all__ = ["kill_process_trees", "kill_group", "kill_descendants", "lead_group"]
 
 _KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
 # A process may fork while its family is listed.
@@ -54,7 +54,7 @@ def kill_group(leader: int) -> None:
         os.killpg(leader, _KILL)
 
 
-def kill_own_family() -> None:
+def kill_descendants() -> None:
     """Kill what this process has started, but not this process. Where there is no ``/proc`` this does nothing."""
     _kill(_members([os.getpid()]) - {os.getpid()})
 

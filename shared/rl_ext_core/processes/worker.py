@@ -18,7 +18,7 @@ from multiprocessing import spawn
 from typing import Any, NoReturn
 
 from rl_ext_core._system import after_fork
-from rl_ext_core.processes.families import kill_group, kill_own_family, lead_group
+from rl_ext_core.processes.families import kill_group, kill_descendants, lead_group
 from rl_ext_core.processes.report import Progress, ReportWriter
 from rl_ext_core.processes.server import reset_signals
 
@@ -193,7 +193,7 @@ def _end_with_error(error: BaseException) -> NoReturn:
         # An environment that has failed may well fail again when it is closed.
         with suppress(BaseException):
             _exit_callbacks.pop()()
-    kill_own_family()
+    kill_descendants()
     faulthandler.dump_traceback_later(_EXIT_GRACE_S, exit=True, file=_writer.fd)
     code = error.code if isinstance(error, SystemExit) else 1
     raise SystemExit(code if code is None or isinstance(code, int) else 1) from None
