@@ -242,11 +242,11 @@ def _with_egl(inventory: Inventory) -> Inventory:
     result = _probe.egl()
     if result.get("error"):
         return dataclasses.replace(inventory, egl=(), osmesa=result["osmesa"], egl_error=result["error"])
-    devices = tuple(_egl_device(entry, inventory.gpus) for entry in result["devices"])
+    devices = tuple(_match_egl_device(entry, inventory.gpus) for entry in result["devices"])
     return dataclasses.replace(inventory, egl=devices, osmesa=result["osmesa"])
 
 
-def _egl_device(entry: Mapping[str, Any], gpus: Sequence[Gpu]) -> EglDevice:
+def _match_egl_device(entry: Mapping[str, Any], gpus: Sequence[Gpu]) -> EglDevice:
     """Return which GPU is behind an EGL device: by its UUID, its PCI address, or its CUDA ordinal under PCI order."""
     known = {gpu.uuid for gpu in gpus}
     by_pci = {gpu.pci: gpu.uuid for gpu in gpus}
