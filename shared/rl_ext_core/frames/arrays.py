@@ -316,7 +316,7 @@ class PoolMemory:
         return int(head[FREE_GRAINS]) * self._sizes.grain + int(head[FREE_REFERENCES]) * frame
 
     @property
-    def changed_fraction(self) -> float:
+    def stored_fraction(self) -> float:
         """What a frame took on average, as a fraction of its raw size."""
         head, layout = self._head, self._layout
         references = int(head[REFERENCES]) * layout.frame_bytes

@@ -140,7 +140,7 @@ class EncodingChooser:
         if layout != now.layout:
             chosen = self.lossless(layout)
         elif store.size >= JUDGE_AFTER:
-            changes = store.changed_fraction
+            changes = store.stored_fraction
             codec = "raw" if self._is_noise(changes) else now.codec
             chosen = now._replace(codec=codec, block_length=self.length(changes))
         if self._may_become_lossy(store, known=found is not None):
@@ -158,7 +158,7 @@ class EncodingChooser:
         if self.loss.codec_is_lossy or not get_codec(str(lossless.codec)).patches:
             return self.first_encoding(layout)
         trial = lossless._replace(max_error=self.loss.options["max_error"])
-        return trial._replace(block_length=self.length(store.reencode(trial).changed_fraction))
+        return trial._replace(block_length=self.length(store.reencode(trial).stored_fraction))
 
     def better_for_pool(self, pool: FramePool) -> Encoding | None:
         """How stacks of the layout that is known are to be stored from here on; None where they are."""
@@ -167,7 +167,7 @@ class EncodingChooser:
             return None
         if now.max_error != bound:
             return now._replace(max_error=bound)
-        changes = pool.changed_fraction
+        changes = pool.stored_fraction
         noise = self._is_noise(changes) and not bound
         length = self.length(changes)
         if noise and self.block_length is None and now.layout.frame_bytes >= _LARGE_FRAME:

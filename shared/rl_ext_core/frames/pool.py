@@ -313,9 +313,9 @@ class FramePool:
         return self._memory.stream_nbytes
 
     @property
-    def changed_fraction(self) -> float:
+    def stored_fraction(self) -> float:
         """What a frame took on average, as a fraction of its raw size, before anything was freed."""
-        return self._memory.changed_fraction
+        return self._memory.stored_fraction
 
     @defer_signals
     def put(

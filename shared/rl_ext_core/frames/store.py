@@ -419,9 +419,9 @@ class FrameStore:
         return frames + self._pool.index[: self.n_written].nbytes + self._rows.nbytes(self.n_written)
 
     @property
-    def changed_fraction(self) -> float:
+    def stored_fraction(self) -> float:
         """What a frame takes on average, as a fraction of its raw size."""
-        return self._pool.changed_fraction
+        return self._pool.stored_fraction
 
     @defer_signals
     def append(
