@@ -148,7 +148,9 @@ def make_vec_env(
     options = dict(vec_env_kwargs or {})
     if vec_env_cls is None:
         options |= {} if cwd is None else {"cwd": cwd}
-        vec_env: VecEnv = _build(factories, build_in_process, probe_factories, count, isolation, options, probe_timeout)
+        vec_env: VecEnv = _build_vec_env(
+            factories, build_in_process, probe_factories, count, isolation, options, probe_timeout
+        )
     elif cwd is not None:
         raise InvalidArgumentError(
             f"cwd={cwd!r} is for the workers of this package. Use vec_env_cls=None, or "
@@ -277,10 +279,12 @@ class AutoVecEnv:
             return [made[id(env_fn)] for env_fn in env_fns]
 
         how = isolation, options, probe_timeout
-        return _build(functools.partial(factories_of, env_fns), build_in_process, probe_factories, len(env_fns), *how)
+        return _build_vec_env(
+            functools.partial(factories_of, env_fns), build_in_process, probe_factories, len(env_fns), *how
+        )
 
 
-def _build(
+def _build_vec_env(
     factories: Callable[[], Sequence[EnvFactory[Any]]],
     build_in_process: Callable[[], VecEnv],
     probe_factories: Callable[[], Sequence[EnvFactory[Any]]],
