@@ -112,25 +112,25 @@ class Failing(Well):
     def __init__(self, when: str = "", how: str = "raise") -> None:
         self.when, self.how = when, how
         super().__init__()
-        self._perhaps("constructor")
+        self._fail_if_due("constructor")
 
-    def _perhaps(self, occasion: str) -> None:
+    def _fail_if_due(self, occasion: str) -> None:
         if occasion == self.when:
             fail(self.how)
 
     def reset(self, **kwargs: Any) -> Any:
         result = super().reset(**kwargs)
-        self._perhaps("reset")
+        self._fail_if_due("reset")
         return result
 
     def step(self, action: Any) -> Any:
         result = super().step(action)
         if self.count == 3:
-            self._perhaps("step")
+            self._fail_if_due("step")
         return result
 
     def fetch(self, litres: int = 1, **_: Any) -> int:
-        self._perhaps("method")
+        self._fail_if_due("method")
         return 2 * litres
 
     def lock(self) -> Any:
@@ -141,7 +141,7 @@ class Failing(Well):
 
     def close(self) -> None:
         super().close()
-        self._perhaps("close")
+        self._fail_if_due("close")
 
 
 class Native(EnvBase):
