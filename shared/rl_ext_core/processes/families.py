@@ -13,14 +13,14 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["kill_process_trees", "kill_group", "kill_descendants", "lead_group"]
+__all__ = ["kill_process_trees", "kill_group", "kill_descendants", "create_process_group"]
 
 _KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
 # A process may fork while its family is listed.
 _ROUNDS = 3
 
 
-def lead_group() -> None:
+def create_process_group() -> None:
     """Make this process the leader of a group, not the terminal's own: Ctrl-C and Ctrl-Z there are its parent's.
 
     Not of a session: Linux schedules sessions as groups (``sched_autogroup``), and on a busy machine a wake-up from one

@@ -25,7 +25,7 @@ from typing import Any
 from rl_ext_core._import_path import import_path
 from rl_ext_core._interrupts import check, defer_signals
 from rl_ext_core._system import after_fork, set_variables
-from rl_ext_core.processes.families import lead_group
+from rl_ext_core.processes.families import create_process_group
 
 __all__ = ["GROUP_SIGNALS", "UnusableError", "connect", "prepare", "reset_signals", "signals_held", "stop_server"]
 
@@ -234,7 +234,7 @@ def prepare(modules: Sequence[str], variables: Mapping[str, str | None]) -> None
 
     A module that fails to be imported is left to the workers, which report it.
     """
-    lead_group()
+    create_process_group()
     reset_signals()
     set_variables(variables)
     # Collections would look at all that the imports make, again and again, and find nothing: a tenth of their time.

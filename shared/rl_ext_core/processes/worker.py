@@ -18,7 +18,7 @@ from multiprocessing import spawn
 from typing import Any, NoReturn
 
 from rl_ext_core._system import after_fork
-from rl_ext_core.processes.families import kill_group, kill_descendants, lead_group
+from rl_ext_core.processes.families import kill_group, kill_descendants, create_process_group
 from rl_ext_core.processes.report import Progress, ReportWriter
 from rl_ext_core.processes.server import reset_signals
 
@@ -154,7 +154,7 @@ class WorkerStart:
     def _set_up(self) -> None:
         """Set the process up, before anything is imported that is not the standard library's or this package's."""
         global _writer
-        lead_group()
+        create_process_group()
         _writer = None
         reset_signals()
         if END_SIGNAL is not None:
