@@ -304,7 +304,7 @@ def _gpu(nvml: types.ModuleType, handle: Any, index: int) -> Gpu:
         index=index,
         memory_total=total,
         memory_free=free,
-        mig=_slices(nvml, handle),
+        mig=_read_mig_slices(nvml, handle),
     )
 
 
@@ -316,7 +316,7 @@ def _memory(nvml: types.ModuleType, handle: Any) -> tuple[int, int]:
     return int(memory.total), int(memory.free)
 
 
-def _slices(nvml: types.ModuleType, handle: Any) -> tuple[str, ...]:
+def _read_mig_slices(nvml: types.ModuleType, handle: Any) -> tuple[str, ...]:
     """List the MIG slices. Most GPUs know nothing of MIG and answer with an error."""
     try:
         if nvml.nvmlDeviceGetMigMode(handle)[0] != nvml.NVML_DEVICE_MIG_ENABLE:
