@@ -222,7 +222,7 @@ class Observations:
         self._newest_number = min(ends.values())
         if all(store.size > end - self._newest_number for store, end in ends.items()):
             for store, end in ends.items():
-                store.forget_newest(end - self._newest_number)
+                store.drop_newest(end - self._newest_number)
         else:
             self.clear()  # there is no transition that all of them hold
             self._newest_number = _random_start()

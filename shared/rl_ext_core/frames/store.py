@@ -699,7 +699,7 @@ class FrameStore:
             self._drop_oldest(min(self.block_length, self.size - 1))
 
     @defer_signals
-    def forget_newest(self, count: int) -> None:
+    def drop_newest(self, count: int) -> None:
         """Takes the newest transitions back, so that stores that belong together hold the same ones.
 
         :param count: how many, an environment.

@@ -101,10 +101,10 @@ class SameAsInMemory(RuleBasedStateMachine):
         self.unsure = 0
 
     @rule(share=st.floats(0, 1))
-    def forget_newest(self, share: float) -> None:
+    def drop_newest(self, share: float) -> None:
         for store in (self.disk, self.ram):
             if count := int(share * store.size):
-                store.forget_newest(count)
+                store.drop_newest(count)
                 self.unsure = 0
 
     @rule(share=st.floats(0, 1))

@@ -71,7 +71,7 @@ CALLS: dict[str, tuple[Callable[[Any, Path], Any], int]] = {
     "stage and commit": (lambda store, _: store.commit(store.stage(*transition(30))), 15),
     "get": (lambda store, _: held_here(store), 14),
     "drop_oldest": (lambda store, _: store.drop_oldest(5), 14),
-    "forget_newest": (lambda store, _: store.forget_newest(3), 14),
+    "drop_newest": (lambda store, _: store.drop_newest(3), 14),
     "clear": (lambda store, _: store.clear(), 14),
     "free_stream_buffers": (lambda store, _: store.free_stream_buffers(), 14),
     "flush": (lambda store, _: store.flush(), 14),

@@ -282,7 +282,7 @@ def test_places_and_counts_that_do_not_exist_are_refused() -> None:
         for places in ((bad, good), (good, bad)):
             with pytest.raises(InvalidArgumentError, match=str(row)):
                 store.get(*places, np.zeros((3, *GREY.shape), dtype=np.uint8))
-    for count, give_up in itertools.product((-1, 16), (store.drop_oldest, store.forget_newest)):
+    for count, give_up in itertools.product((-1, 16), (store.drop_oldest, store.drop_newest)):
         with pytest.raises(InvalidArgumentError, match=f"count={count} transitions cannot be given up, 15 are held"):
             give_up(count)
     assert store.size == 15
@@ -318,7 +318,7 @@ def test_numbers_may_be_of_numpys_types(make: Any) -> None:
         plain.append(observations, nexts)
     check_contents(saved_and_loaded(store), plain)
     store.drop_oldest(np.int64(1))
-    store.forget_newest(np.int32(1))
+    store.drop_newest(np.int32(1))
     again = saved_and_loaded(store)
     assert (again.size, again.first) == (3, 1)
 
