@@ -120,7 +120,7 @@ def make_vec_env(
         return _with_report(vec_env, report)
     if isinstance(env_id, str) and env_id not in gymnasium.registry:
         env_id = game_of_id(env_id) or env_id  # what builds a game of stable-retro, which gymnasium does not know
-    source = functools.cache(lambda: _source(env_id, env_kwargs or {}))
+    source = functools.cache(lambda: _factory_source(env_id, env_kwargs or {}))
     limit = (vec_env_kwargs or {}).get("start_timeout")
     base = functools.cache(lambda: convert(source(), verify=True, timeout=limit).then(environments.checked))
 
@@ -187,7 +187,7 @@ def _vectorized(env_id: Any, n_envs: int | None, count: int, mode: Any, wrappers
     return gymnasium.make_vec(env_id, count, mode, None, wrappers or None, **env_kwargs)
 
 
-def _source(env_id: Any, env_kwargs: dict[str, Any]) -> Any:
+def _factory_source(env_id: Any, env_kwargs: dict[str, Any]) -> Any:
     """Return what :func:`as_factory` takes."""
     if isinstance(env_id, str):
         return functools.partial(environments.make, spec_of_id(env_id), env_kwargs)
