@@ -16,7 +16,7 @@ from tests.torchrl_ext.parallel_environments import EVENT_LOG
 ROOT = Path(__file__).resolve().parents[2]
 
 
-_before: set[psutil.Process] = set()
+_earlier_workers: set[psutil.Process] = set()
 
 
 def workers_left(*, grace_s: float = 60.0) -> list[psutil.Process]:
@@ -38,14 +38,14 @@ def event_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def new_workers() -> list[psutil.Process]:
     """Return those that were not there when the test began, as the process is in which others try copies."""
-    return [worker for worker in workers() if worker not in _before]
+    return [worker for worker in workers() if worker not in _earlier_workers]
 
 
 @pytest.fixture(autouse=True)
 def no_workers_left() -> Iterator[None]:
-    _before.clear()
+    _earlier_workers.clear()
     # A test before may have left an environment to the garbage collector.
-    _before.update(workers_left(grace_s=1) if workers() else ())
+    _earlier_workers.update(workers_left(grace_s=1) if workers() else ())
     yield
     left = workers_left()
     for process in left:
