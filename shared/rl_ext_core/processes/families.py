@@ -38,12 +38,12 @@ def kill_process_trees(living: Collection[int], ended: Collection[int] = ()) -> 
     :param ended: numbers of leaders that are gone
     """
     leaders = {*living, *ended}
-    found = {*living, *_members(leaders)}
+    found = {*living, *_find_members(leaders)}
     for _ in range(_ROUNDS):
         for leader in leaders:
             kill_group(leader)
         _kill(found)
-        found = _members(leaders) - found
+        found = _find_members(leaders) - found
         if not found:
             return
 
@@ -56,7 +56,7 @@ def kill_group(leader: int) -> None:
 
 def kill_descendants() -> None:
     """Kill what this process has started, but not this process. Where there is no ``/proc`` this does nothing."""
-    _kill(_members([os.getpid()]) - {os.getpid()})
+    _kill(_find_members([os.getpid()]) - {os.getpid()})
 
 
 def _kill(pids: Collection[int]) -> None:
@@ -65,7 +65,7 @@ def _kill(pids: Collection[int]) -> None:
             os.kill(pid, _KILL)
 
 
-def _members(leaders: Collection[int]) -> set[int]:
+def _find_members(leaders: Collection[int]) -> set[int]:
     """Find the members of groups, and what descends from their leaders."""
     parents: dict[int, list[int]] = {}
     found = set()
