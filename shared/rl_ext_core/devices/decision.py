@@ -104,7 +104,7 @@ class Decision:
         :return: text of several lines
         """
         lines = [
-            f"compute  {self.device}{_named(self.gpu)}{f', MIG slice {self.mig}' if self.mig else ''}",
+            f"compute  {self.device}{_gpu_identity(self.gpu)}{f', MIG slice {self.mig}' if self.mig else ''}",
             f"render   {self._rendering()}",
         ]
         lines += [f"set      {name}={value}" for name, value in self.variables.items() if value is not None]
@@ -121,11 +121,13 @@ class Decision:
         through = f" through {self.renderer}"
         same = "the same GPU" if self.gpu and self.render_gpu == self.gpu else "a GPU"
         if self.egl is None:
-            return f"{same}{_named(self.render_gpu)}{through}" if self.render_gpu else f"the CPU (OSMesa){through}"
+            return (
+                f"{same}{_gpu_identity(self.render_gpu)}{through}" if self.render_gpu else f"the CPU (OSMesa){through}"
+            )
         place = f"EGL device {self.egl.index}{f', {self.egl.drm}' if self.egl.drm else ''}"
         if self.render == "cpu":
             return f"the CPU (Mesa, {place}){through}"
-        return f"{same}{_named(self.render_gpu)}, {place}{through}"
+        return f"{same}{_gpu_identity(self.render_gpu)}, {place}{through}"
 
     def to_json(self) -> str:
         """Write it down for a log or a bug report.
@@ -169,5 +171,5 @@ class Decision:
         return BoundFactory(self, env_fn)
 
 
-def _named(gpu: Gpu | None) -> str:
+def _gpu_identity(gpu: Gpu | None) -> str:
     return f" = {gpu.name}, {gpu.uuid}, nvidia-smi {gpu.index}, PCI {gpu.pci}" if gpu else ""
