@@ -331,7 +331,7 @@ class PoolMemory:
         array = self._arrays[name]
         return array.itemsize * math.prod(array.shape[1:])
 
-    def check_numbers(self, n_stacks: int) -> None:
+    def check_capacity(self, n_stacks: int) -> None:
         """
         :raises OutOfMemoryError: if so many stacks cannot be numbered, however little they share.
         """

@@ -341,7 +341,7 @@ class FramePool:
         handles, next_handles = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
         if self._pool.head[state.UNSEALED]:  # of a call that failed, or of a process that was killed
             seal_full(self._state, self._pool, self.codec, self._memory)
-        self._memory.check_numbers(n if nexts is None else 2 * n)
+        self._memory.check_capacity(n if nexts is None else 2 * n)
         flags = np.zeros(n, dtype=np.uint8) if ended is None else np.ascontiguousarray(ended).astype(np.uint8)
         part = _SEALED_STACKS if self.codec.seals else max(n, 1)
         try:
@@ -418,7 +418,7 @@ class FramePool:
                 )
                 if done == len(pairs):
                     break
-                self._memory.check_numbers(2)
+                self._memory.check_capacity(2)
                 self._memory.grow(2)
             if self.codec.seals:
                 seal_full(self._state, self._pool, self.codec, self._memory)
