@@ -113,7 +113,7 @@ def make_vec_env(
             vec_env: VecEnv = MultiAgentVecEnv([as_factory(env_id)] * count)
             report = "Its agents are in this process: one policy plays them all."
         else:
-            env = _vectorized(env_id, n_envs, count, vectorization_mode, wrappers, env_kwargs or {})
+            env = _get_vectorized(env_id, n_envs, count, vectorization_mode, wrappers, env_kwargs or {})
             vec_env, report = GymVecEnv(env, **(vec_env_kwargs or {})), "It is vectorized already."
         vec_env.seed(seed)
         vec_env.action_space.seed(seed)
@@ -171,7 +171,7 @@ def _is_vectorized(env: Any) -> bool:
     return not isinstance(env, type) and hasattr(env, "step") and isinstance(getattr(env, "num_envs", None), int)
 
 
-def _vectorized(env_id: Any, n_envs: int | None, count: int, mode: Any, wrappers: Any, env_kwargs: Any) -> Any:
+def _get_vectorized(env_id: Any, n_envs: int | None, count: int, mode: Any, wrappers: Any, env_kwargs: Any) -> Any:
     """Return a vectorized environment as it is, or let gymnasium make one of an id."""
     if mode is None:
         if n_envs not in (None, 1, env_id.num_envs):
