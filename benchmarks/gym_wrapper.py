@@ -32,7 +32,7 @@ from torchrl.envs import GymWrapper as Upstream
 from torchrl.envs.libs.isaac_lab import IsaacLabWrapper
 
 from benchmarks import isaac_like
-from benchmarks.measure import interleaved, judged, machine, options_with_names, record, times_as_fast
+from benchmarks.measure import interleaved, format_ratio, machine, options_with_names, record, times_as_fast
 from torchrl_ext import GymWrapper
 
 Run = Callable[[], object]
@@ -206,7 +206,7 @@ def timed(competitors: Mapping[str, Run], rounds: int) -> dict[str, np.ndarray]:
 def line(label: str, seconds: list[np.ndarray], ratio: float, bar: float | None, steps: int) -> None:
     """Print microseconds a step, a ratio and its bar, if it has one."""
     columns = " ".join(f"{np.median(column) / steps * 1e6:8.1f}" for column in seconds)
-    print(f"  {label:46} {columns:>26} {judged(ratio, bar)}", flush=True)
+    print(f"  {label:46} {columns:>26} {format_ratio(ratio, bar)}", flush=True)
 
 
 def encoded(env: EnvBase, actions: list[Any]) -> list[torch.Tensor]:

@@ -28,7 +28,7 @@ from torchrl.modules import MLP, ProbabilisticActor, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 
-from benchmarks.measure import judged, machine, options_with_names, record
+from benchmarks.measure import format_ratio, machine, options_with_names, record
 from sb3_ext import GymVecEnv
 from torchrl_ext import GymWrapper
 
@@ -168,7 +168,7 @@ def main() -> None:
                 found.append(PARTS[name](ENVS[kind], seed))
                 print(f"{found[-1]:.0f}, ", end="", flush=True)
             seconds = (time.perf_counter() - start) / len(found)
-            print(f"lowest {judged(min(found), BAR, unit='')}, {seconds:.0f} s a seed", flush=True)
+            print(f"lowest {format_ratio(min(found), BAR, unit='')}, {seconds:.0f} s a seed", flush=True)
             record("learning", f"{name} {kind}", **{f"seed {seed}": value for seed, value in enumerate(found)})
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import judged, machine, options_with_names, times_as_fast
+from benchmarks.measure import format_ratio, machine, options_with_names, times_as_fast
 from benchmarks.processes import last_line_of
 
 WHO = ("TorchRL", "ours")
@@ -92,13 +92,13 @@ def start(rounds: int, workers: int) -> None:
     columns = [("TorchRL", 0), ("ours", 0), ("ours", 1)]
     cpu = [figure(*column, "cpu") for column in columns]
     private = [figure(*column, "private") for column in columns]
-    row("CPU, a worker", *(f"{value:.3f} s" for value in cpu), verdict=judged(cpu[0] / max(cpu[1:]), CPU_BAR))
+    row("CPU, a worker", *(f"{value:.3f} s" for value in cpu), verdict=format_ratio(cpu[0] / max(cpu[1:]), CPU_BAR))
     row("CPU, a worker and its part of what is shared", *(f"{shared(*column):.2f} s" for column in columns))
     row("wall time", *(f"{figure(*column, 'wall'):.2f} s" for column in columns))
     row(
         "private memory, a worker, after a rollout",
         *(f"{value:.1f} MiB" for value in private),
-        verdict=judged(private[0] / max(private[1:]), MEMORY_BAR),
+        verdict=format_ratio(private[0] / max(private[1:]), MEMORY_BAR),
     )
     row("memory of all processes", *(f"{figure(*column, 'total'):.0f} MiB" for column in columns))
 
@@ -137,7 +137,7 @@ def steps(rounds: int, workers: int) -> None:
         for ours, form in (("ours", "the same lambda"), ("ours, an instance", "an instance")):
             ratio = times_as_fast(seconds, ours, than="TorchRL")
             columns = (f"{np.median(seconds[name]) * 1e3:.2f}" for name in ("TorchRL", ours))
-            row(f"{label}, {form}", *columns, verdict=judged(ratio, SPEED_BAR))
+            row(f"{label}, {form}", *columns, verdict=format_ratio(ratio, SPEED_BAR))
 
 
 def failures(rounds: int, workers: int) -> None:

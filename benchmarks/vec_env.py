@@ -25,7 +25,7 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 
 from benchmarks import _vec_env_worlds as worlds
-from benchmarks.measure import interleaved, judged, machine, options_with_names, record, times_as_fast
+from benchmarks.measure import interleaved, format_ratio, machine, options_with_names, record, times_as_fast
 from benchmarks.processes import last_line_of
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from sb3_ext import RayVecEnv, SharedMemoryVecEnv
@@ -93,10 +93,10 @@ def rates(name: str, build: Callable[[], Any], n_envs: int, count: int, rounds: 
         seconds = interleaved(runs, rounds=rounds)
     for whose, found in seconds.items():
         bar = BARS.get((name, whose))
-        verdict = judged(times_as_fast(seconds, whose, than=THEIRS), None if name == "busy" else bar)
+        verdict = format_ratio(times_as_fast(seconds, whose, than=THEIRS), None if name == "busy" else bar)
         if whose in BARE:
             share = times_as_fast(seconds, whose, than=BARE[whose])
-            verdict += "   " + judged(share, bar if name == "busy" else None, " of bare")
+            verdict += "   " + format_ratio(share, bar if name == "busy" else None, " of bare")
         rate = count * n_envs / np.median(found)
         record("vec_env", f"{name}: {whose}", steps_per_second=rate, ratio=times_as_fast(seconds, whose, than=THEIRS))
         row(whose, f"{rate:,.0f}", verdict=verdict)
@@ -127,7 +127,7 @@ def ray(rounds: int, n_envs: int) -> None:
         made = {whose: kind([build] * n_envs, n_workers=2) for whose, kind in WITH_RAY.items()}
         seconds = interleaved({whose: stepping(venv, count) for whose, venv in made.items()}, rounds=rounds)
         for whose, found in seconds.items():
-            ratio = judged(times_as_fast(seconds, whose, than=SharedMemoryVecEnv.__name__), None)
+            ratio = format_ratio(times_as_fast(seconds, whose, than=SharedMemoryVecEnv.__name__), None)
             row(whose, f"{count * n_envs / np.median(found):,.0f}", verdict=ratio)
             made[whose].close()
     cluster.shutdown()
@@ -146,7 +146,7 @@ def vector(rounds: int, n_envs: int) -> None:
         seconds = interleaved({whose: _stepping_vector(env, count) for whose, env in made.items()}, rounds=rounds)
         for whose, found in seconds.items():
             bar = None if whose == "AsyncVectorEnv" else 3.0
-            verdict = judged(times_as_fast(seconds, whose, than="AsyncVectorEnv"), bar)
+            verdict = format_ratio(times_as_fast(seconds, whose, than="AsyncVectorEnv"), bar)
             row(whose, f"{count * n_envs / np.median(found):,.0f}", verdict=verdict)
             made[whose].close()
 
@@ -187,7 +187,7 @@ def learn(rounds: int, n_envs: int) -> None:
     for venv in made.values():
         venv.close()
     for whose, found in seconds.items():
-        verdict = judged(times_as_fast(seconds, whose, than=THEIRS), BARS.get(("learn", whose)))
+        verdict = format_ratio(times_as_fast(seconds, whose, than=THEIRS), BARS.get(("learn", whose)))
         row(whose, f"{timesteps / np.median(found):,.0f}", verdict=verdict)
 
 
@@ -212,7 +212,7 @@ def start(rounds: int, n_envs: int) -> None:
         seconds = figures(which, "seconds")
         ratio = median(theirs / ours for theirs, ours in zip(seconds["SB3"], seconds["ours"], strict=True))
         columns = (f"{median(seconds[whose]):.2f} s" for whose in found)
-        row(label, *columns, verdict=judged(ratio, BARS["start", label]))
+        row(label, *columns, verdict=format_ratio(ratio, BARS["start", label]))
     private = figures(1, "private")
     mine = median(private["ours"])
     verdict = f"(≤ {PRIVATE_MIB} MiB){'' if mine <= PRIVATE_MIB else '  missed'}"
