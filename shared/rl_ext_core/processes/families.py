@@ -69,7 +69,7 @@ def _find_members(leaders: Collection[int]) -> set[int]:
     """Find the members of groups, and what descends from their leaders."""
     parents: dict[int, list[int]] = {}
     found = set()
-    for pid, parent, group in _processes():
+    for pid, parent, group in _list_processes():
         parents.setdefault(parent, []).append(pid)
         if group in leaders:
             found.add(pid)
@@ -81,7 +81,7 @@ def _find_members(leaders: Collection[int]) -> set[int]:
     return found
 
 
-def _processes() -> list[tuple[int, int, int]]:
+def _list_processes() -> list[tuple[int, int, int]]:
     """List numbers of processes, their parents and groups, where there is ``/proc``, except zombies."""
     found: list[tuple[int, int, int]] = []
     entries: list[Path] = []
