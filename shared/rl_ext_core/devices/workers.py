@@ -20,12 +20,12 @@ __all__ = ["BoundFactory"]
 _Env = TypeVar("_Env")
 _log = logging.getLogger("rl_ext_core.devices")
 
-_said = False
+_has_warned = False
 
 
 def _say_again() -> None:
-    global _said
-    _said = False
+    global _has_warned
+    _has_warned = False
 
 
 after_fork(_say_again)
@@ -87,9 +87,9 @@ class BoundFactory(Generic[_Env]):
         return build()
 
     def _say_kept(self, applied: Decision) -> None:
-        global _said
-        if not _said and self.decision.variables:
-            _said = True
+        global _has_warned
+        if not _has_warned and self.decision.variables:
+            _has_warned = True
             _log.warning(
                 "a worker's environment is built in the parent process, under the decision that was applied here (%s) "
                 "and not under the worker's (%s): fine where it is built for its spaces only",
