@@ -125,7 +125,7 @@ class PoolArrays(NamedTuple):
     entry_sums: Numbers  # (streams, frames in a block): checksums of the frames in ``open``
 
 
-def bound(pool: PoolArrays, geometry: Geometry, starts: Sequence[int]) -> Counts:
+def make_kernel_state(pool: PoolArrays, geometry: Geometry, starts: Sequence[int]) -> Counts:
     """A ``state`` for kernels, see ``views.pool_in``: one array, because taking tuples of arrays apart at each call
     costs more than storing a frame.
 

@@ -163,7 +163,7 @@ def geometry_in(state):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def pool_in(state):  # type: ignore[no-untyped-def]
-    """The pool in a state, see ``arrays.bound``."""
+    """The pool in a state, see ``arrays.make_kernel_state``."""
     return PoolPointers(
         _numbers(uint64(state[_HEAD])),
         _word_rows(uint64(state[_BLOCKS]), state[_BLOCKS + 2]),
