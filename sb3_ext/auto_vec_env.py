@@ -130,7 +130,7 @@ def make_vec_env(
 
     def wrappers_of_rank(rank: int) -> list[Callable[[Any], Any]]:
         seeded = [] if seed is None else [functools.partial(environments.seeded, seed=seed + rank)]
-        return [*seeded, _monitor(rank, monitor_dir, monitor_kwargs or {}), *wrappers]
+        return [*seeded, _monitor_wrapper(rank, monitor_dir, monitor_kwargs or {}), *wrappers]
 
     def factories() -> list[EnvFactory[Any]]:
         made = enumerate(base().for_workers(count, seed=seed, devices=devices), start_index)
@@ -201,7 +201,7 @@ def _factory_source(env_id: Any, env_kwargs: dict[str, Any]) -> Any:
     return functools.partial(env_id, **env_kwargs)
 
 
-def _monitor(rank: int, monitor_dir: str | None, monitor_kwargs: dict[str, Any]) -> Any:
+def _monitor_wrapper(rank: int, monitor_dir: str | None, monitor_kwargs: dict[str, Any]) -> Any:
     if monitor_dir is None and not monitor_kwargs:
         return environments.monitored
     if monitor_dir is None:
