@@ -464,7 +464,7 @@ def life_of_fresh(*arguments: Any) -> list[str]:
     return steps
 
 
-def judged(
+def check_copy(
     library: str,
     make: Callable[[], Any],
     copier: Copier,
@@ -561,7 +561,7 @@ def child(kind: str, library: str, done: set[str]) -> None:
     for name, make, *settings in worlds:
         if name not in done:
             print(json.dumps({"name": name}), flush=True)
-            result = judged(library, make, copier, warned, name=name, **(settings[0] if settings else {}))
+            result = check_copy(library, make, copier, warned, name=name, **(settings[0] if settings else {}))
             print("\n" + json.dumps({"name": name, **result}), flush=True)
     print(json.dumps({"name": ""}), flush=True)
     os._exit(0)  # renderers and emulators of a hundred environments need not be torn down
