@@ -105,7 +105,7 @@ class FailedWorker:
         more = {"exitcode": exitcode, "exception": None if raised is None else raised.exception()}
         return self._failure(kind if started else "start", what + _WHILE[progress], rest, _OURS.sub("", text), **more)
 
-    def timed_out(self, seconds: float, stack: str, others: Sequence[int] | None) -> Failure:
+    def describe_timeout(self, seconds: float, stack: str, others: Sequence[int] | None) -> Failure:
         """Describe the failure of a worker that does not answer within so many seconds.
 
         :param stack: where it is; empty if it does not even react to signals

@@ -196,7 +196,7 @@ class Watch:
         busy = [worker for worker, stack in stacks.items() if not is_idle(stack, self._idle_in)]
         worker, *others = busy or stacks
         seconds = operation.timeout or 0.0
-        self._fail(self._describe(worker).timed_out(seconds, stacks[worker], others if busy else None))
+        self._fail(self._describe(worker).describe_timeout(seconds, stacks[worker], others if busy else None))
 
     def _ask_for_stacks(self) -> dict[int, str]:
         """Have the workers write where they are, and read it when all have done so or some will not."""
