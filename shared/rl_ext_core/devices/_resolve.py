@@ -48,7 +48,7 @@ _ON_THE_CPU = 'Write render="cpu" to render there on purpose'
 _log = logging.getLogger("rl_ext_core.devices")
 
 # A sentence is worth one line per process, however many buffers and wrappers ask.
-_said: set[str] = set()
+_logged_sentences: set[str] = set()
 
 
 def resolve(
@@ -132,8 +132,8 @@ def resolve_device(
 
 
 def _say_once(level: int, sentence: str) -> None:
-    if sentence not in _said:
-        _said.add(sentence)
+    if sentence not in _logged_sentences:
+        _logged_sentences.add(sentence)
         _log.log(level, sentence)
 
 

@@ -265,7 +265,7 @@ REFUSED: list[Refused] = [
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_resolve, "_said", set())
+    monkeypatch.setattr(_resolve, "_logged_sentences", set())
 
 
 def resolve(device: Any = "auto", *, inventory: Inventory = FOUR, environ: Any = None, **options: Any) -> Decision:
