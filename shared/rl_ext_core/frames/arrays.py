@@ -151,7 +151,7 @@ class Sizes(NamedTuple):
     rows: int = 0  # of transitions, one a stream in each
 
 
-def worst_case(
+def sizes_for_handles(
     n_handles: int,
     *,
     stack_bytes: int,

@@ -112,7 +112,7 @@ class FramePool:
                 has_checksums=file is not None,
             )
         else:
-            self._sizes = state.worst_case(
+            self._sizes = state.sizes_for_handles(
                 index(n_handles),
                 stack_bytes=layout.stack_bytes,
                 n_stack=max(other.n_stack for other in (layout, *candidate_layouts(layout.shape, layout.dtype))),
