@@ -209,10 +209,10 @@ def _monitor_wrapper(rank: int, monitor_dir: str | None, monitor_kwargs: dict[st
     folder = os.path.abspath(monitor_dir)  # workers may have a working directory of their own
     os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, str(rank))
-    return functools.partial(_monitor_to, path=path, since=time.time(), monitor_kwargs=monitor_kwargs)
+    return functools.partial(_monitor_to_file, path=path, since=time.time(), monitor_kwargs=monitor_kwargs)
 
 
-def _monitor_to(env: Any, *, path: str, since: float, monitor_kwargs: dict[str, Any]) -> Any:
+def _monitor_to_file(env: Any, *, path: str, since: float, monitor_kwargs: dict[str, Any]) -> Any:
     """Put a ``Monitor`` around an environment; it appends to a file of a worker that this one replaces.
 
     :param since: time of the start; an older file is another run's
