@@ -389,7 +389,7 @@ def ordered(space: Any) -> str:
     return str([ordered(part) for part in space]) if isinstance(space, (list, tuple)) else repr(space)
 
 
-def judged_copy(packed: bytes, library: str, read: str) -> dict[str, Any]:
+def run_copy(packed: bytes, library: str, read: str) -> dict[str, Any]:
     """Build a copy in this process, and return what is compared with the original."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -500,7 +500,7 @@ def check_copy(
     values, shape = [*values, *value(env)], shape_of(env)
     close(env)
     try:
-        copy = copier(judged_copy, packed, library, read)
+        copy = copier(run_copy, packed, library, read)
     except Exception as error:
         return {**result, "verdict": "wrong", "why": f"the copy raises {type(error).__name__}: {error}"[:600]}
     result["seconds"].append(copy["seconds"])
