@@ -17,7 +17,7 @@ from torchrl.envs import batched_envs as upstream
 
 from rl_ext_core import processes, resources
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
-from rl_ext_core.processes.failures import require_process
+from rl_ext_core.processes.failures import require_same_process
 from torchrl_ext.parallel.plan import Plan, SpeedCheck
 
 __all__ = ["SupervisedEnv"]
@@ -249,7 +249,7 @@ class _Operation:
         env = self._env
         owner = env._owner()
         if owner._watch is not None and self._phase != "close":
-            require_process(owner._watch.owner)
+            require_same_process(owner._watch.owner)
         env._settle()
         if owner is env and env._owns_workers and env.is_closed:
             if self._phase == "step" and env._failed is not None:

@@ -133,7 +133,7 @@ class FailedWorker:
         return Failure(self.worker, kind, phase, summary, traceback, seed=seed, notes=notes, **more)
 
 
-def require_process(owner: int) -> None:
+def require_same_process(owner: int) -> None:
     """Refuse calls from a forked process: it would take the answers that workers give to the process that made them.
 
     :param owner: number of the process that started the workers

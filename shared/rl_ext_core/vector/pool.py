@@ -17,7 +17,7 @@ from typing import Any
 from rl_ext_core import processes, resources
 from rl_ext_core._interrupts import defer_signals
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, WorkerError
-from rl_ext_core.processes.failures import require_process
+from rl_ext_core.processes.failures import require_same_process
 from rl_ext_core.processes.report import ExceptionRecord
 from rl_ext_core.vector import channel
 from rl_ext_core.vector.autoreset import Autoreset
@@ -250,7 +250,7 @@ class Pool:
         :param failing: raise an answer that is a :class:`WorkerError`, as of pools whose workers fail one by one
         :raises WorkerError: If a worker has failed.
         """
-        require_process(self._owner)
+        require_same_process(self._owner)
         self._receive(self._options.start_timeout if starting else self._options.step_timeout)
         self._has_unread_answers = False
         if failing:
@@ -290,7 +290,7 @@ class Pool:
 
     def is_ready(self, timeout: float) -> bool:
         """Return whether all answers that workers owe are there within a time, in seconds."""
-        require_process(self._owner)
+        require_same_process(self._owner)
         return not _wait_while(self.workers, lambda worker: not worker.is_over(), time.monotonic(), timeout)
 
     def is_quiet(self) -> bool:
@@ -344,7 +344,7 @@ class Pool:
 
     def raise_failure(self) -> None:
         """Raise the failure that has ended the workers, and refuse calls from a forked process."""
-        require_process(self._owner)
+        require_same_process(self._owner)
         if self._failure is not None:
             raise self._failure
 
