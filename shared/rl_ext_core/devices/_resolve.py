@@ -177,7 +177,7 @@ def parse(asked: object, argument: str) -> Request:
     if type(asked) is int and abs(asked) >= _BEYOND:  # Python does not write the longest ones in decimal
         raise InvalidArgumentError(f'{argument}={asked:#x} is no index of a device. Write {argument}="auto"')
     for kind, form in (_FORMS | (_FOR_RENDERING if argument == "render" else {})).items():
-        match = re.fullmatch(form, _text(asked, argument), re.ASCII)
+        match = re.fullmatch(form, _device_as_text(asked, argument), re.ASCII)
         if match:
             return Request(kind, (match[1] or "") if match.lastindex else "", argument, asked)
     raise InvalidArgumentError(
@@ -186,7 +186,7 @@ def parse(asked: object, argument: str) -> Request:
     )
 
 
-def _text(asked: object, argument: str) -> str:
+def _device_as_text(asked: object, argument: str) -> str:
     if isinstance(asked, str):
         return asked
     if type(asked) is int and asked >= 0:
