@@ -181,7 +181,7 @@ def sizes_for_handles(
     return Sizes(blocks, min(contents // grain, _MOST), references, streams, stack_bytes, block_frames, grain)
 
 
-def ring_case(n_rows: int, *, layout: StackLayout, block_length: int, streams: int, has_checksums: bool) -> Sizes:
+def sizes_for_ring(n_rows: int, *, layout: StackLayout, block_length: int, streams: int, has_checksums: bool) -> Sizes:
     """Sizes that suffice for a ring of so many transitions a stream, however little they share."""
     n_pairs = (n_rows + 2) * streams
     row = layout.stack_bytes + (layout.n_stack + 1) * (ENTRY_HEADER + 1)

@@ -104,7 +104,7 @@ class FramePool:
         self._codec_argument = codec
         self._is_ring = streams is not None
         if streams is not None:
-            self._sizes = state.ring_case(
+            self._sizes = state.sizes_for_ring(
                 index(n_handles),
                 layout=layout,
                 block_length=block_length,
