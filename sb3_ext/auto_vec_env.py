@@ -217,13 +217,13 @@ def _monitor_to_file(env: Any, *, path: str, since: float, monitor_kwargs: dict[
 
     :param since: time of the start; an older file is another run's
     """
-    begun = None
+    started_at = None
     with contextlib.suppress(OSError, ValueError, KeyError), open(f"{path}.{Monitor.EXT}", encoding="utf-8") as file:
-        begun = json.loads(file.readline().removeprefix("#"))["t_start"]
-    if begun is None or begun < since:
+        started_at = json.loads(file.readline().removeprefix("#"))["t_start"]
+    if started_at is None or started_at < since:
         return Monitor(env, filename=path, **monitor_kwargs)
     monitor = Monitor(env, filename=path, **{**monitor_kwargs, "override_existing": False})
-    monitor.t_start = begun  # from which the seconds in the file are counted
+    monitor.t_start = started_at  # from which the seconds in the file are counted
     return monitor
 
 
