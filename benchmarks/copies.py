@@ -448,7 +448,7 @@ class Warned(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def lived(make: Callable[[], Any], name: str, change: str, names: Mapping[str, Any]) -> Any:
+def make_used_env(make: Callable[[], Any], name: str, change: str, names: Mapping[str, Any]) -> Any:
     """Make an environment, get it into use, and change it."""
     env = make()
     use(env, 60 if change == "use" else 10 + zlib.crc32(name.encode()) % 51, 0)
@@ -458,7 +458,7 @@ def lived(make: Callable[[], Any], name: str, change: str, names: Mapping[str, A
 
 def life_of_fresh(*arguments: Any) -> list[str]:
     """Do the same in this process, and return what is compared from a reset on."""
-    env = lived(*arguments)
+    env = make_used_env(*arguments)
     steps = use(env, STEPS, SEED)
     close(env)
     return steps
@@ -481,7 +481,7 @@ def check_copy(
         return [digest(eval(read, names, {"env": env}))] if read else []
 
     try:
-        env = lived(make, name, change, names)
+        env = make_used_env(make, name, change, names)
         if change and change != "use" and value(env) == value(make()):
             raise ValueError(f"{change} does not change {read}")
     except Exception as error:  # it is not installed, or does not work here
