@@ -40,7 +40,9 @@ _LARGEST_CHOSEN = 0xFFFF
 # Where Python code waits for other processes. What matters is who called these.
 _WAITING = re.compile(r"[/\\](selectors|socket|threading|multiprocessing[/\\]\w+)\.py\"")
 # The frames that are the same in all workers, from the function that they run outwards.
-_OURS = re.compile(r'^  File ".*[/\\]rl_ext_core[/\\]processes[/\\]worker\.py", line .*\n?(  .*\n?)*', re.MULTILINE)
+_WORKER_FRAME = re.compile(
+    r'^  File ".*[/\\]rl_ext_core[/\\]processes[/\\]worker\.py", line .*\n?(  .*\n?)*', re.MULTILINE
+)
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,9 @@ class FailedWorker:
         if text and raised is None:
             rest = "; its last Python frames:"
         more = {"exitcode": exitcode, "exception": None if raised is None else raised.exception()}
-        return self._failure(kind if started else "start", what + _WHILE[progress], rest, _OURS.sub("", text), **more)
+        return self._failure(
+            kind if started else "start", what + _WHILE[progress], rest, _WORKER_FRAME.sub("", text), **more
+        )
 
     def describe_timeout(self, seconds: float, stack: str, others: Sequence[int] | None) -> Failure:
         """Describe the failure of a worker that does not answer within so many seconds.
@@ -120,7 +124,7 @@ class FailedWorker:
         elif not stack:
             it = "does not even react to signals" if self.report.progress else "is still being started"
             rest = f"{nor}; it {it}"
-        return self._failure("timeout", f"did not answer within {seconds:g} s", rest, _OURS.sub("", stack))
+        return self._failure("timeout", f"did not answer within {seconds:g} s", rest, _WORKER_FRAME.sub("", stack))
 
     def _failure(self, kind: str, what: str, rest: str, traceback: str, **more: Any) -> Failure:
         notes = self.report.notes
