@@ -294,10 +294,10 @@ def _ordinal(request: Request, machine: Machine) -> int:
     index = request.index if request.index is not None else _cuda.current_of_torch() or 0
     if index < machine.count:
         return index
-    raise DeviceUnavailableError(_beyond(request, index, machine))
+    raise DeviceUnavailableError(_index_error(request, index, machine))
 
 
-def _beyond(request: Request, index: int, machine: Machine) -> str:
+def _index_error(request: Request, index: int, machine: Machine) -> str:
     """Refuse an index that torch does not have, and recognize nvidia-smi's index of a GPU that is visible."""
     mask, name, last = machine.environ.get(MASK), request.argument, machine.count - 1
     numbers = [machine.inventory.gpu(uuid).index for uuid in machine.visible.uuids]
@@ -406,7 +406,7 @@ def _rendering_gpu(request: Request, machine: Machine, computing: Decision, pick
         return machine.gpu(_pick.pick(picker, machine)[0])
     ordinal = request.index or 0
     if ordinal >= count:
-        raise DeviceUnavailableError(_beyond(request, ordinal, machine))
+        raise DeviceUnavailableError(_index_error(request, ordinal, machine))
     return machine.gpu(ordinal)
 
 
