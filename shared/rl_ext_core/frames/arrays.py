@@ -250,7 +250,7 @@ def region_bytes(sizes: Sizes) -> int:
     return _offsets(sizes)[1]
 
 
-def offset_of(name: str, sizes: Sizes) -> int:
+def array_offset(name: str, sizes: Sizes) -> int:
     """Where an array begins in its region."""
     return _offsets(sizes)[0][name]
 
@@ -381,7 +381,7 @@ class PoolMemory:
         n_bytes["contents"] = grains * sizes.grain + SLACK
         n_bytes["references"] = references * (self._layout.frame_bytes + SLACK)
         for name, n in n_bytes.items():
-            self._region.reserve(offset_of(name, self._sizes), min(n, self._arrays[name].nbytes))
+            self._region.reserve(array_offset(name, self._sizes), min(n, self._arrays[name].nbytes))
         self.most = self._reserved()
         if (self.most < (blocks, grains, references, streams)).any():
             self._refuse()  # whoever needs that much would ask again and again
@@ -389,7 +389,7 @@ class PoolMemory:
     def _reserved(self) -> npt.NDArray[np.int64]:
         """How many numbers of each kind may be in use now."""
         self._turn = self._region.turn
-        held = {name: self._region.held(offset_of(name, self._sizes)) for name in self._arrays}
+        held = {name: self._region.held(array_offset(name, self._sizes)) for name in self._arrays}
         rows = {name: held[name] // self._row_bytes(name) for name in self._arrays}
         rows["contents"] = min((held["contents"] - SLACK) // self._sizes.grain, 8 * (rows["edges"] - 1))
         rows["references"] = held["references"] // (self._layout.frame_bytes + SLACK)

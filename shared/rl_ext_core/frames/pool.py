@@ -143,7 +143,7 @@ class FramePool:
     def _attach(self, region: PrivateRegion) -> None:
         self._region = region
         self._arrays = {name: region.array(*field) for name, field in state.fields(self._sizes).items()}
-        region.reserve(state.offset_of("head", self._sizes), self._arrays["head"].nbytes)
+        region.reserve(state.array_offset("head", self._sizes), self._arrays["head"].nbytes)
         self._known = -1
         self._trimmed = self._used = 0
         self._unchecked: tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]] | None = None
@@ -178,7 +178,7 @@ class FramePool:
         max_error = validate_max_error(max_error, codec=codec, dtype=layout.dtype)
         head = self._arrays["head"]
         head[state.BECOMING] = 1
-        self._region.clear(state.offset_of("blocks", self._sizes))
+        self._region.clear(state.array_offset("blocks", self._sizes))
         head[: state.KIND_OF_POOL] = 0
         head[state.BINS : state.BINS + state.N_BINS] = 0
         head[state.BLOCKS] = 1
@@ -234,7 +234,7 @@ class FramePool:
         # Rows of the streams are as long as this layout needs, not as the largest one would.
         rows = {"frame": layout.frame_bytes + SLACK, "open": block_length * (layout.frame_bytes + ENTRY_HEADER) + SLACK}
         for name, n_bytes in rows.items():
-            offset = state.offset_of(name, self._sizes)
+            offset = state.array_offset(name, self._sizes)
             self._arrays[name] = self._region.array(offset, (self._sizes.streams, n_bytes), np.uint8)
         self._geometry = geometry_of(layout, codec=self.codec, block_length=self.block_length, max_error=self.max_error)
         if self._is_ring:  # stacks may lie in memory in another order than frames are stored in
@@ -446,14 +446,14 @@ class FramePool:
         :raises StorageError: if there is no room on the disk.
         """
         for name in ("index", "index_sums"):
-            self._region.reserve(state.offset_of(name, self._sizes), self._arrays[name][:n_rows].nbytes)
+            self._region.reserve(state.array_offset(name, self._sizes), self._arrays[name][:n_rows].nbytes)
 
     @property
     def reserved_rows(self) -> int:
         """How many rows can be written to; where they are not in a file, none but those that were."""
         if self._region.path is None:
             return 0
-        held = self._region.held(state.offset_of("index", self._sizes)) // self._arrays["index"].strides[0]
+        held = self._region.held(state.array_offset("index", self._sizes)) // self._arrays["index"].strides[0]
         return min(held, len(self._arrays["index"]))
 
     def update_row_checksum(self, row: int) -> None:
@@ -479,7 +479,7 @@ class FramePool:
         if self._used > _USED and self._is_ring and self._region.path is not None:
             self._used = 0
             for name in ("contents", "references"):
-                self._region.page_out(state.offset_of(name, self._sizes))
+                self._region.page_out(state.array_offset(name, self._sizes))
 
     def get_pairs(
         self,
@@ -516,7 +516,7 @@ class FramePool:
             self._trimmed = min(self._trimmed, free)
             return
         self._trimmed = free
-        start = state.offset_of("contents", self._sizes)
+        start = state.array_offset("contents", self._sizes)
         runs = np.zeros((int(self._pool.head[state.FREE_GRAINS]) * self._sizes.grain // _TRIMMED + 1, 2), np.int64)
         for first, n in runs[: list_free(self._state, _TRIMMED // self._sizes.grain, runs)].tolist():
             # Its first and its last bytes say that it is free.
@@ -531,7 +531,7 @@ class FramePool:
         if self.codec.seals:
             seal_full(self._state, self._pool, self.codec, self._memory)
         for name in ("last", "frame", "open"):
-            start = state.offset_of(name, self._sizes)
+            start = state.array_offset(name, self._sizes)
             self._region.forget(start, self._arrays[name].nbytes)
         self._pool.head[state.STREAMS] = 0
 
@@ -688,13 +688,13 @@ class FramePool:
         for name in (*COUNTS, "last", "frame", "entry_sums", "contents", "references"):
             target = self._arrays[name]
             part = stored[name][: len(target)]  # in memory of this process alone there are no checksums
-            self._region.reserve(state.offset_of(name, self._sizes), target[: len(part)].nbytes)
+            self._region.reserve(state.array_offset(name, self._sizes), target[: len(part)].nbytes)
             target = target[: len(part)] if part.ndim == 1 else target[: len(part), : part.shape[1]]
             move_into(target, part) if name in ("contents", "references") else np.copyto(target, part)
         start = 0
         opened_bytes = stored["streams"][:, state.OPEN_BYTES].tolist()
         opened = self._arrays["open"][: len(opened_bytes)]
-        self._region.reserve(state.offset_of("open", self._sizes), opened.nbytes)
+        self._region.reserve(state.array_offset("open", self._sizes), opened.nbytes)
         for row, n_bytes in zip(opened, opened_bytes, strict=False):
             row[:n_bytes] = stored["open"][start : start + n_bytes]
             start += n_bytes
