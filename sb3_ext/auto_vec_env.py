@@ -38,7 +38,7 @@ _log = logging.getLogger("sb3_ext")
 
 # What a step of workers costs beside their environments, and what it has to save before it is worth the processes.
 _OVERHEAD_SECONDS = 150e-6
-_WORTHWHILE = 0.8
+_MAX_TIME_RATIO = 0.8
 
 
 def make_vec_env(
@@ -378,7 +378,7 @@ def _choose_n_workers(verdict: Verdict, n_envs: int, n_workers: int | None) -> t
         return 0, "So they share this process."
     build_in_process, there = n_envs * seconds, -(-n_envs // n_workers) * seconds + _OVERHEAD_SECONDS
     figures = f"a step of {n_envs} takes {build_in_process * 1e3:.2f} ms here, and about {there * 1e3:.2f} ms in {n_workers} processes"
-    if there >= _WORTHWHILE * build_in_process:
+    if there >= _MAX_TIME_RATIO * build_in_process:
         return 0, f"So they share this process: {figures}."
     how = "each has its own process" if n_workers == n_envs else f"{n_workers} processes share them"
     return n_workers, f"So {how}: {figures}."
