@@ -456,7 +456,7 @@ def make_used_env(make: Callable[[], Any], name: str, change: str, names: Mappin
     return env
 
 
-def life_of_fresh(*arguments: Any) -> list[str]:
+def steps_of_fresh_env(*arguments: Any) -> list[str]:
     """Do the same in this process, and return what is compared from a reset on."""
     env = make_used_env(*arguments)
     steps = use(env, STEPS, SEED)
@@ -514,9 +514,9 @@ def check_copy(
         return {**result, "verdict": "wrong", "why": f"{pair[1]} instead of {pair[0]}"[:600]}
     if copy["steps"] != steps:
         at = next(i for i, pair in enumerate(zip(copy["steps"], steps, strict=True)) if pair[0] != pair[1])
-        lives = [life_of_fresh(make, name, change, names) for _ in range(2)]
+        lives = [steps_of_fresh_env(make, name, change, names) for _ in range(2)]
         if not read:  # sets of texts have another order in another process
-            lives.append(copier(life_of_fresh, make, name, change, names))
+            lives.append(copier(steps_of_fresh_env, make, name, change, names))
         if not change and copy["steps"] == use(make(), STEPS, SEED):
             # What a camera is centered on may depend on when it was first used.
             return {**result, "verdict": "copied", "why": f"as one just made, from step {at} on"}
