@@ -38,7 +38,7 @@ _WHILE = {
 # Exit codes that a program chooses; those of crashes on Windows are larger, and are looked up as 0xC0000005.
 _LARGEST_CHOSEN = 0xFFFF
 # Where Python code waits for other processes. What matters is who called these.
-_WAITING = re.compile(r"[/\\](selectors|socket|threading|multiprocessing[/\\]\w+)\.py\"")
+_WAITING_FRAME = re.compile(r"[/\\](selectors|socket|threading|multiprocessing[/\\]\w+)\.py\"")
 # The frames that are the same in all workers, from the function that they run outwards.
 _WORKER_FRAME = re.compile(
     r'^  File ".*[/\\]rl_ext_core[/\\]processes[/\\]worker\.py", line .*\n?(  .*\n?)*', re.MULTILINE
@@ -164,5 +164,5 @@ def is_idle(stack: str, idle_in: Sequence[str]) -> bool:
     one that is not the standard library's. faulthandler marks the thread that got its signal, which is the main one.
     """
     frames = stack.partition("Current thread")[2].splitlines()[1:]
-    waiting = [*takewhile(_WAITING.search, frames)]
+    waiting = [*takewhile(_WAITING_FRAME.search, frames)]
     return any(part in frame for frame in frames[: len(waiting) + 1] for part in idle_in)
