@@ -348,7 +348,7 @@ def decide_render(request: Request, name: str, machine: Machine, computing: Deci
     if request.kind == "egl":
         if renderer.selects is None:
             raise DeviceUnavailableError(f'{request}: {renderer} does not render through EGL. Write render="same"')
-        return _through_egl(renderer, _egl_device(request, machine), machine, request, computing)
+        return _through_egl(renderer, _find_egl_device(request, machine), machine, request, computing)
     gpu = _rendering_gpu(request, machine, computing, picker)
     _check_whole(gpu, request)
     if renderer.selects is None:
@@ -410,7 +410,7 @@ def _rendering_gpu(request: Request, machine: Machine, computing: Decision, pick
     return machine.gpu(ordinal)
 
 
-def _egl_device(request: Request, machine: Machine) -> EglDevice:
+def _find_egl_device(request: Request, machine: Machine) -> EglDevice:
     devices = machine.with_egl.egl or ()
     for device in devices:
         if device.index == request.index:
