@@ -255,7 +255,7 @@ def array_offset(name: str, sizes: Sizes) -> int:
     return _offsets(sizes)[0][name]
 
 
-def fields(sizes: Sizes) -> dict[str, tuple[int, tuple[int, ...], type[np.generic]]]:
+def array_specs(sizes: Sizes) -> dict[str, tuple[int, tuple[int, ...], type[np.generic]]]:
     """Where each array begins, its shape, and its dtype."""
     offsets, _ = _offsets(sizes)
     return {name: (offsets[name], shape, dtype) for name, (shape, dtype) in _fields(sizes).items()}
