@@ -37,7 +37,7 @@ IsolationChoice = Literal["auto", "process", "in-process"]
 _log = logging.getLogger("sb3_ext")
 
 # What a step of workers costs beside their environments, and what it has to save before it is worth the processes.
-_OVERHEAD_SECONDS = 150e-6
+_STEP_OVERHEAD_SECONDS = 150e-6
 _MAX_TIME_RATIO = 0.8
 
 
@@ -376,7 +376,7 @@ def _choose_n_workers(verdict: Verdict, n_envs: int, n_workers: int | None) -> t
     n_workers, seconds = min(n_envs, resources.usable_cores()), verdict.step_seconds
     if seconds is None or n_workers < 2:
         return 0, "So they share this process."
-    build_in_process, there = n_envs * seconds, -(-n_envs // n_workers) * seconds + _OVERHEAD_SECONDS
+    build_in_process, there = n_envs * seconds, -(-n_envs // n_workers) * seconds + _STEP_OVERHEAD_SECONDS
     figures = f"a step of {n_envs} takes {build_in_process * 1e3:.2f} ms here, and about {there * 1e3:.2f} ms in {n_workers} processes"
     if there >= _MAX_TIME_RATIO * build_in_process:
         return 0, f"So they share this process: {figures}."
