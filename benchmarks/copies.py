@@ -52,7 +52,7 @@ from rl_ext_core.factory.drivers import driver_for
 Worlds = Iterator[tuple[str, Callable[[], Any]]]
 ROOT = Path(__file__).resolve().parent.parent
 # Pythons of libraries that do not fit into the project's own environment.
-ELSEWHERE = {"vmas": ROOT / ".venv-vmas/bin/python", "meltingpot": ROOT / ".venv-meltingpot/bin/python"}
+OTHER_PYTHONS = {"vmas": ROOT / ".venv-vmas/bin/python", "meltingpot": ROOT / ".venv-meltingpot/bin/python"}
 STEPS, SEED = 20, 3
 GOOD = ("copied", "not repeatable")
 # What layers of environments keep the next layer in.
@@ -569,7 +569,7 @@ def child(kind: str, library: str, done: set[str]) -> None:
 
 def run(kind: str, library: str, found: dict[str, Any], keep: Callable[[], None], limit: float) -> None:
     """Go through one library in processes of its own, each started again after an environment that ended it."""
-    python = str(ELSEWHERE.get(library, Path(sys.executable)))
+    python = str(OTHER_PYTHONS.get(library, Path(sys.executable)))
     while True:
         command = [python, "-m", "benchmarks.copies", "--child", kind, library]
         process = subprocess.Popen(
@@ -667,8 +667,8 @@ def main() -> None:
     bad = 0
     for kind in chosen.kinds or ("made", "settings"):
         for library in chosen.library or LIBRARIES:
-            if not ELSEWHERE.get(library, Path(sys.executable)).exists():
-                print(f"{library}: skipped, because {ELSEWHERE[library].parent.parent.name} is not installed here")
+            if not OTHER_PYTHONS.get(library, Path(sys.executable)).exists():
+                print(f"{library}: skipped, because {OTHER_PYTHONS[library].parent.parent.name} is not installed here")
                 continue
             run(kind, library, results.setdefault(kind, {}).setdefault(library, {}), keep, chosen.limit)
         bad += show(kind, results.get(kind, {}), listed=chosen.list)
