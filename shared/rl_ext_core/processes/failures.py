@@ -29,7 +29,7 @@ _HINTS = {
     "SIGTERM": "Another process has sent it: a job scheduler, a supervisor, or a call of terminate().",
 }
 
-_WHILE = {
+_DURING = {
     Progress.LAUNCHED: " before it ran anything of yours",
     Progress.IMPORTING: " while it imported the main script",
     Progress.UNPICKLING: " while it unpickled its function and arguments",
@@ -106,7 +106,7 @@ class FailedWorker:
             rest = "; its last Python frames:"
         more = {"exitcode": exitcode, "exception": None if raised is None else raised.exception()}
         return self._failure(
-            kind if started else "start", what + _WHILE[progress], rest, _WORKER_FRAME.sub("", text), **more
+            kind if started else "start", what + _DURING[progress], rest, _WORKER_FRAME.sub("", text), **more
         )
 
     def describe_timeout(self, seconds: float, stack: str, others: Sequence[int] | None) -> Failure:
