@@ -20,7 +20,7 @@ from typing import Literal, TypeAlias
 from rl_ext_core.devices import _apply, _cuda, _pick, _renderers
 from rl_ext_core.devices._cuda import MASK, ORDER, Machine
 from rl_ext_core.devices._pick import LOCAL_RANK, RANKS, Picker
-from rl_ext_core.devices._renderers import BACKEND, INDEX, PLATFORM, PYRENDER_INDEX, EglWorld, RefusedError, Renderer
+from rl_ext_core.devices._renderers import BACKEND, INDEX, PLATFORM, PYRENDER_INDEX, EglView, RefusedError, Renderer
 from rl_ext_core.devices._resolve import WSL_LIMIT, decide_compute, decide_render, on_wsl, parse
 from rl_ext_core.devices.decision import Decision
 from rl_ext_core.devices.inventory import Gpu, Inventory
@@ -613,7 +613,7 @@ def _predicted(renderer: Renderer, situation: Situation) -> Prediction:
         return Prediction(title, "unknown", "EGL was not asked when this was recorded")
     if not inventory.egl:
         raise RefusedError("EGL", inventory.egl_error or "EGL lists no device")
-    device = inventory.egl[renderer.selects(environ, EglWorld.of(situation.machine))]
+    device = inventory.egl[renderer.selects(environ, EglView.of(situation.machine))]
     variable, why = _why(renderer, environ, device.index)
     if device.software:
         return Prediction(title, "cpu", f"{why}, Mesa's on the CPU", variable, device.index)

@@ -56,7 +56,7 @@ class RefusedError(Exception):
 
 
 @dataclass(frozen=True)
-class EglWorld:
+class EglView:
     """What a renderer finds when it asks EGL.
 
     :param devices: in EGL's order
@@ -67,7 +67,7 @@ class EglWorld:
     visible: tuple[str, ...] | None
 
     @classmethod
-    def of(cls, machine: Machine) -> EglWorld:
+    def of(cls, machine: Machine) -> EglView:
         """Return what a renderer finds on a machine under the variables that are in force."""
         try:
             visible: tuple[str, ...] | None = machine.visible.uuids
@@ -108,7 +108,7 @@ class Renderer:
     name: str
     version: str
     backend: Callable[[Mapping[str, str]], str]
-    selects: Callable[[Mapping[str, str], EglWorld], int] | None
+    selects: Callable[[Mapping[str, str], EglView], int] | None
     switches: tuple[str, ...] = (BACKEND, PLATFORM)
     index: str = INDEX
 
@@ -166,7 +166,7 @@ def _packages(name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((name, "mujoco"))) if name in MUJOCO_NAMES else (name,)
 
 
-def index_for(renderer: Renderer, target: EglDevice, world: EglWorld, environ: Mapping[str, str]) -> str:
+def index_for(renderer: Renderer, target: EglDevice, world: EglView, environ: Mapping[str, str]) -> str:
     """Find the value of MUJOCO_EGL_DEVICE_ID that leads this renderer to ``target``.
 
     :raises DeviceUnavailableError: none does
@@ -203,7 +203,7 @@ def vulkan_device(gpu: Gpu, visible: tuple[str, ...]) -> str:
     return f"pci:{gpu.pci.removeprefix('0000:')}"
 
 
-def _raw(environ: Mapping[str, str], world: EglWorld) -> int:
+def _raw(environ: Mapping[str, str], world: EglView) -> int:
     """Follow mujoco up to 3 and dm_control: EGL's own index, else the first device that starts."""
     value = environ.get(INDEX)
     if value is None:
@@ -211,7 +211,7 @@ def _raw(environ: Mapping[str, str], world: EglWorld) -> int:
     return _index(INDEX, _integer(INDEX, value), world)
 
 
-def _robosuite(environ: Mapping[str, str], world: EglWorld) -> int:
+def _robosuite(environ: Mapping[str, str], world: EglView) -> int:
     """Follow robosuite 1.5: MUJOCO_EGL_DEVICE_ID, else the mask's first entry, taken for EGL's own index."""
     name = INDEX if environ.get(INDEX) is not None else MASK
     value = environ.get(name)
@@ -222,7 +222,7 @@ def _robosuite(environ: Mapping[str, str], world: EglWorld) -> int:
     return _index(name, numbers[0], world)
 
 
-def mujoco_4(environ: Mapping[str, str], world: EglWorld) -> int:
+def mujoco_4(environ: Mapping[str, str], world: EglView) -> int:
     """Follow mujoco 4: through EGL_CUDA_DEVICE_NV, where a number means a visible device or a CUDA id."""
     by_ordinal = world.by_ordinal()
     mask = _mujoco_4_mask(environ.get(MASK))
@@ -246,7 +246,7 @@ def mujoco_4(environ: Mapping[str, str], world: EglWorld) -> int:
     return ordered[number]
 
 
-def _pyrender(environ: Mapping[str, str], world: EglWorld) -> int:
+def _pyrender(environ: Mapping[str, str], world: EglView) -> int:
     """Follow pyrender 0.1: EGL's own index among all devices, as Python counts in a list."""
     value = environ.get(PYRENDER_INDEX, "0")
     number, count = _integer(PYRENDER_INDEX, value), len(world.devices)
@@ -281,7 +281,7 @@ def _integer(name: str, value: str) -> int:
         raise RefusedError(name, text) from None
 
 
-def _index(name: str, number: int, world: EglWorld) -> int:
+def _index(name: str, number: int, world: EglView) -> int:
     count = len(world.reachable)
     if not count:
         raise RefusedError(name, "EGL lists no device")
@@ -290,7 +290,7 @@ def _index(name: str, number: int, world: EglWorld) -> int:
     return number
 
 
-def _beyond(name: str, number: int, count: int, world: EglWorld) -> RefusedError:
+def _beyond(name: str, number: int, count: int, world: EglView) -> RefusedError:
     error = f'"RuntimeError: ... must be an integer between 0 and {count - 1} (inclusive), got {number}"'
     asked = f" (it asks EGL for {count} devices of {len(world.devices)})" if count < len(world.devices) else ""
     return RefusedError(name, f"rendering ends in {error}{asked}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from rl_ext_core.devices import _cuda, _pick, _renderers
 from rl_ext_core.devices._cuda import MASK, Machine
 from rl_ext_core.devices._pick import Pick, Picker
-from rl_ext_core.devices._renderers import EglWorld, Renderer
+from rl_ext_core.devices._renderers import EglView, Renderer
 from rl_ext_core.devices.decision import Decision, Step
 from rl_ext_core.errors import DeviceUnavailableError, InvalidArgumentError, InvalidTypeError
 
@@ -454,7 +454,7 @@ def _through_egl(
     renderer: Renderer, device: EglDevice, machine: Machine, request: Request, computing: Decision
 ) -> Decision:
     try:
-        index = _renderers.index_for(renderer, device, EglWorld.of(machine), machine.environ)
+        index = _renderers.index_for(renderer, device, EglView.of(machine), machine.environ)
     except DeviceUnavailableError as error:
         raise DeviceUnavailableError(f"{request}: {error}") from error
     gpu = machine.inventory.gpu(device.uuid) if device.uuid else None
