@@ -209,7 +209,7 @@ def _edge_bytes(grains: int) -> int:
     return grains // 8 + 2
 
 
-def _fields(sizes: Sizes) -> dict[str, tuple[tuple[int, ...], type[np.generic]]]:
+def _array_specs(sizes: Sizes) -> dict[str, tuple[tuple[int, ...], type[np.generic]]]:
     row = sizes.stack_bytes + SLACK
     opened = sizes.block_frames * (sizes.stack_bytes + ENTRY_HEADER) + SLACK
     has_checksums = int(sizes.has_checksums)
@@ -239,7 +239,7 @@ def _fields(sizes: Sizes) -> dict[str, tuple[tuple[int, ...], type[np.generic]]]
 @functools.cache
 def _offsets(sizes: Sizes) -> tuple[dict[str, int], int]:
     offsets, end = {}, 0
-    for name, (shape, dtype) in _fields(sizes).items():
+    for name, (shape, dtype) in _array_specs(sizes).items():
         offsets[name] = end
         end += pages(math.prod(shape) * np.dtype(dtype).itemsize)
     return offsets, end
@@ -258,7 +258,7 @@ def array_offset(name: str, sizes: Sizes) -> int:
 def array_specs(sizes: Sizes) -> dict[str, tuple[int, tuple[int, ...], type[np.generic]]]:
     """Where each array begins, its shape, and its dtype."""
     offsets, _ = _offsets(sizes)
-    return {name: (offsets[name], shape, dtype) for name, (shape, dtype) in _fields(sizes).items()}
+    return {name: (offsets[name], shape, dtype) for name, (shape, dtype) in _array_specs(sizes).items()}
 
 
 class PoolMemory:
