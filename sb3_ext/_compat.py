@@ -21,7 +21,7 @@ def _names_in(code: Any) -> set[Any]:
 
 # To talk to some of the workers, which AsyncVectorEnv itself does with all of them or none.
 _worker = getattr(async_vector_env, "_async_worker", None)
-_TALKS_TO_SOME = (
+_CAN_CALL_SOME = (
     hasattr(AsyncVectorEnv, "_raise_if_errors") and _worker is not None and "_call" in _names_in(_worker.__code__)
 )
 
@@ -34,7 +34,7 @@ def call_in_workers(env: AsyncVectorEnv, indices: Sequence[int], name: str, *arg
     if sorted(indices) == list(range(env.num_envs)):
         results = env.call(name, *args, **kwargs)
         return [results[index] for index in indices]
-    if not _TALKS_TO_SOME:
+    if not _CAN_CALL_SOME:
         raise InvalidArgumentError(
             f"{name!r} of environments {list(indices)}: AsyncVectorEnv of gymnasium {gymnasium.__version__} calls all "
             "or none. Leave indices out, or write gymnasium.vector.SyncVectorEnv(env_fns)"

@@ -285,7 +285,7 @@ def test_methods_and_attributes(kind: str) -> None:
 
 
 def test_a_gymnasium_without_the_private_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_compat, "_TALKS_TO_SOME", False)
+    monkeypatch.setattr(_compat, "_CAN_CALL_SOME", False)
     with contextlib.closing(GymVecEnv(made("async", Images, 2, AutoresetMode.SAME_STEP))) as venv:
         venv.seed(3)
         venv.reset()
