@@ -49,7 +49,7 @@ from rl_ext_core.errors import NotCopyableError
 from rl_ext_core.factory import as_factory
 from rl_ext_core.factory.drivers import driver_for
 
-Worlds = Iterator[tuple[str, Callable[[], Any]]]
+NamedMakers = Iterator[tuple[str, Callable[[], Any]]]
 ROOT = Path(__file__).resolve().parent.parent
 # Pythons of libraries that do not fit into the project's own environment.
 OTHER_PYTHONS = {"vmas": ROOT / ".venv-vmas/bin/python", "meltingpot": ROOT / ".venv-meltingpot/bin/python"}
@@ -59,7 +59,7 @@ GOOD = ("copied", "not repeatable")
 INNER = ("env", "_env", "aec_env", "par_env", "base_env", "_environment")
 
 
-def gymnasium_worlds() -> Worlds:
+def gymnasium_worlds() -> NamedMakers:
     """Environments of gymnasium itself: classic control, toy text, Box2D, MuJoCo; the newest also with a renderer."""
     import gymnasium as gym
 
@@ -72,7 +72,7 @@ def gymnasium_worlds() -> Worlds:
             yield f"{name} rgb_array", functools.partial(gym.make, name, render_mode="rgb_array")
 
 
-def ale_worlds() -> Worlds:
+def ale_worlds() -> NamedMakers:
     """The games of the Arcade Learning Environment, and some with what agents are trained on."""
     import ale_py
     import gymnasium as gym
@@ -94,7 +94,7 @@ def preprocessed(name: str) -> Any:
     return gym.wrappers.FrameStackObservation(gym.wrappers.RecordEpisodeStatistics(wrapped), 4)
 
 
-def suite_worlds() -> Worlds:
+def suite_worlds() -> NamedMakers:
     """The tasks of dm_control's suite, and of its manipulation from features."""
     resolve("cpu", render="cpu", renderer="dm_control").apply()
     from dm_control import manipulation, suite
@@ -106,7 +106,7 @@ def suite_worlds() -> Worlds:
             yield name, functools.partial(manipulation.load, name, seed=0)
 
 
-def robosuite_worlds() -> Worlds:
+def robosuite_worlds() -> NamedMakers:
     """All of robosuite with Pandas, and two with cameras."""
     robosuite = import_robosuite(resolve("cpu", render="cpu", renderer="robosuite"))
     options: dict[str, Any] = {"has_renderer": False, "has_offscreen_renderer": False, "use_camera_obs": False}
@@ -119,7 +119,7 @@ def robosuite_worlds() -> Worlds:
         yield f"{name} cameras", functools.partial(robosuite.make, name, robots="Panda", **cameras, **sizes)
 
 
-def pettingzoo_worlds() -> Worlds:
+def pettingzoo_worlds() -> NamedMakers:
     """PettingZoo's environments, agents in turns and all at once."""
     from pettingzoo.env_registry import registration
 
@@ -129,7 +129,7 @@ def pettingzoo_worlds() -> Worlds:
                 yield f"{name} {kind}", functools.partial(registration.make, kind, name)
 
 
-def vmas_worlds() -> Worlds:
+def vmas_worlds() -> NamedMakers:
     """VMAS's scenarios."""
     from vmas import make_env
 
@@ -140,7 +140,7 @@ def vmas_worlds() -> Worlds:
                 yield module.name, functools.partial(make_env, module.name, 3, device="cpu", seed=0)
 
 
-def meltingpot_worlds() -> Worlds:
+def meltingpot_worlds() -> NamedMakers:
     """Melting Pot's substrates."""
     from meltingpot import substrate
 
@@ -149,13 +149,13 @@ def meltingpot_worlds() -> Worlds:
         yield name, functools.partial(substrate.build, name, roles=roles)
 
 
-def torchrl_worlds() -> Worlds:
+def torchrl_worlds() -> NamedMakers:
     """Nothing: environments of TorchRL's have settings here, and are else those of the other libraries."""
     importlib.import_module("torchrl_ext")
     yield from ()
 
 
-LIBRARIES: dict[str, Callable[[], Worlds]] = {
+LIBRARIES: dict[str, Callable[[], NamedMakers]] = {
     "gymnasium": gymnasium_worlds,
     "ale_py": ale_worlds,
     "dm_control": suite_worlds,
