@@ -90,7 +90,7 @@ class FailedWorker:
         started, kind = progress is Progress.RUNNING, "exit"
         if raised is not None:
             if not started and "bootstrapping phase" in raised.traceback:
-                return self._failure("start", "cannot start", f". {_GUARD}", raised.traceback, exitcode=exitcode)
+                return self._make_failure("start", "cannot start", f". {_GUARD}", raised.traceback, exitcode=exitcode)
             kind = "exit" if raised.is_exit else "exception"
             text, what, rest = raised.traceback, f"{'exited by' if raised.is_exit else 'raised'} {raised.summary}", ":"
         elif unknown:
@@ -105,7 +105,7 @@ class FailedWorker:
         if text and raised is None:
             rest = "; its last Python frames:"
         more = {"exitcode": exitcode, "exception": None if raised is None else raised.exception()}
-        return self._failure(
+        return self._make_failure(
             kind if started else "start", what + _DURING[progress], rest, _WORKER_FRAME.sub("", text), **more
         )
 
@@ -124,9 +124,9 @@ class FailedWorker:
         elif not stack:
             it = "does not even react to signals" if self.report.progress else "is still being started"
             rest = f"{nor}; it {it}"
-        return self._failure("timeout", f"did not answer within {seconds:g} s", rest, _WORKER_FRAME.sub("", stack))
+        return self._make_failure("timeout", f"did not answer within {seconds:g} s", rest, _WORKER_FRAME.sub("", stack))
 
-    def _failure(self, kind: str, what: str, rest: str, traceback: str, **more: Any) -> Failure:
+    def _make_failure(self, kind: str, what: str, rest: str, traceback: str, **more: Any) -> Failure:
         notes = self.report.notes
         seed, phase = notes.get("seed", self.seed), notes.get("phase") or self.phase
         known = {"seed": seed, **{name: value for name, value in notes.items() if name not in ("seed", "phase")}}
