@@ -20,7 +20,15 @@ from typing import Literal, TypeAlias
 from rl_ext_core.devices import _apply, _cuda, _pick, _renderers
 from rl_ext_core.devices._cuda import MASK, ORDER, Machine
 from rl_ext_core.devices._pick import LOCAL_RANK, RANKS, Picker
-from rl_ext_core.devices._renderers import BACKEND, INDEX, PLATFORM, PYRENDER_INDEX, EglView, RefusedError, Renderer
+from rl_ext_core.devices._renderers import (
+    BACKEND,
+    INDEX,
+    PLATFORM,
+    PYRENDER_INDEX,
+    EglView,
+    RendererFailsError,
+    Renderer,
+)
 from rl_ext_core.devices._resolve import WSL_LIMIT, decide_compute, decide_render, on_wsl, parse
 from rl_ext_core.devices.decision import Decision
 from rl_ext_core.devices.inventory import Gpu, Inventory
@@ -561,7 +569,7 @@ def _backend(renderer: Renderer, environ: Mapping[str, str]) -> str | None:
         if renderer.name in _renderers.MUJOCO_NAMES:
             _renderers.mujoco_backend(environ)  # all of them import mujoco, which refuses what it does not know
         return renderer.backend(environ)
-    except RefusedError:
+    except RendererFailsError:
         return None
 
 
@@ -573,7 +581,7 @@ def predict(renderer: Renderer, situation: Situation) -> Prediction:
         computes = "cpu" if computing.device == "cpu" else computing.gpu.uuid if computing.gpu else None
     try:
         found = _predicted(renderer, situation)
-    except RefusedError as refused:
+    except RendererFailsError as refused:
         return Prediction(title, "fails", refused.text, refused.variable)
     place = "cpu" if found.where == "cpu" else found.uuid if found.where == "gpu" else None
     unknown = computes is None or (place is None and computes != "cpu") or found.where not in ("gpu", "cpu")
@@ -593,7 +601,7 @@ def _predicted(renderer: Renderer, situation: Situation) -> Prediction:
     if backend == "glfw":
         if not _renderers.has_display(environ):
             error = f': "{_NO_DISPLAY}"' if switch == BACKEND else ""
-            raise RefusedError(switch, f"{how}: it takes {_window(switch)}, and there is no display{error}")
+            raise RendererFailsError(switch, f"{how}: it takes {_window(switch)}, and there is no display{error}")
         unused = f"; {renderer.index} is for EGL alone" if renderer.index in environ else ""
         return Prediction(title, "window", f"{how}: it takes {_window(switch)}, and so the display's device{unused}")
     platform = environ.get(PLATFORM, "")
@@ -601,18 +609,20 @@ def _predicted(renderer: Renderer, situation: Situation) -> Prediction:
     if platform not in ("", backend):
         error = f'"ImportError: Cannot use {"EGL" if backend == "egl" else "OSMesa"} rendering platform"'
         error += " or \"AttributeError: module 'mujoco' has no attribute 'Renderer'\""
-        raise RefusedError(PLATFORM, f"it contradicts {switch}={backend}, and rendering ends in {error}")
+        raise RendererFailsError(PLATFORM, f"it contradicts {switch}={backend}, and rendering ends in {error}")
     if renderer.name == "robosuite" and import_refused(environ):
         error = f"AssertionError: {INDEX} needs to be set to one of the device id specified in {MASK}"
-        raise RefusedError(INDEX, f'import robosuite ends in "{error}", as it is no part of {MASK}={environ[MASK]!r}')
+        raise RendererFailsError(
+            INDEX, f'import robosuite ends in "{error}", as it is no part of {MASK}={environ[MASK]!r}'
+        )
     if backend == "osmesa":
         if inventory.osmesa is False:
-            raise RefusedError(switch, f"{how}, and OSMesa's library is not installed")
+            raise RendererFailsError(switch, f"{how}, and OSMesa's library is not installed")
         return Prediction(title, "cpu", f"{how}: OSMesa", switch)
     if inventory.egl is None:
         return Prediction(title, "unknown", "EGL was not asked when this was recorded")
     if not inventory.egl:
-        raise RefusedError("EGL", inventory.egl_error or "EGL lists no device")
+        raise RendererFailsError("EGL", inventory.egl_error or "EGL lists no device")
     device = inventory.egl[renderer.selects(environ, EglView.of(situation.machine))]
     variable, why = _why(renderer, environ, device.index)
     if device.software:
@@ -621,7 +631,7 @@ def _predicted(renderer: Renderer, situation: Situation) -> Prediction:
         return Prediction(title, "gpu", f"{why}; which GPU that is, EGL does not tell", variable, device.index)
     gpu = inventory.gpu(device.uuid)
     if gpu.mig:
-        raise RefusedError(variable, f"{why}, {named(gpu)}, is cut into MIG slices, which do not render")
+        raise RendererFailsError(variable, f"{why}, {named(gpu)}, is cut into MIG slices, which do not render")
     return Prediction(title, "gpu", f"{why}, {named(gpu)}", variable, device.index, device.uuid)
 
 

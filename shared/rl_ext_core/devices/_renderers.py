@@ -42,7 +42,7 @@ _SYNONYMS_OF_GLFW = ("enable", "enabled", "on", "true", "1", "glfw", "")
 _OFF = ("disable", "disabled", "off", "false", "0")
 
 
-class RefusedError(Exception):
+class RendererFailsError(Exception):
     """The renderer fails on these variables.
 
     :ivar variable: the one to blame
@@ -86,7 +86,9 @@ class EglView:
         :raises RefusedError: CUDA's order is unknown
         """
         if self.visible is None:
-            raise RefusedError(INDEX, "the GPUs differ, and in which order CUDA counts them could not be found out")
+            raise RendererFailsError(
+                INDEX, "the GPUs differ, and in which order CUDA counts them could not be found out"
+            )
         uuids = {device.uuid: device.index for device in self.reachable if device.cuda and device.uuid}
         return {ordinal: uuids[uuid] for ordinal, uuid in enumerate(self.visible) if uuid in uuids}
 
@@ -178,7 +180,7 @@ def index_for(renderer: Renderer, target: EglDevice, world: EglView, environ: Ma
         try:
             if renderer.selects is not None and renderer.selects(candidate, world) == target.index:
                 return str(number)
-        except RefusedError:
+        except RendererFailsError:
             continue
     if target.index >= _EGL_LIMIT:
         raise DeviceUnavailableError(
@@ -232,7 +234,7 @@ def mujoco_4(environ: Mapping[str, str], world: EglView) -> int:
     value = environ.get(INDEX)
     if value is None:
         if not ordered:
-            raise RefusedError(INDEX, "EGL lists no device")
+            raise RendererFailsError(INDEX, "EGL lists no device")
         return ordered[0]
     number = _integer(INDEX, value)
     if 0 <= number < len(shown):
@@ -251,7 +253,7 @@ def _pyrender(environ: Mapping[str, str], world: EglView) -> int:
     value = environ.get(PYRENDER_INDEX, "0")
     number, count = _integer(PYRENDER_INDEX, value), len(world.devices)
     if not -count <= number < count:
-        raise RefusedError(PYRENDER_INDEX, f'rendering ends in "ValueError: Invalid device ID ({number})"')
+        raise RendererFailsError(PYRENDER_INDEX, f'rendering ends in "ValueError: Invalid device ID ({number})"')
     return number % count
 
 
@@ -278,22 +280,22 @@ def _integer(name: str, value: str) -> int:
         return int(value)
     except ValueError:
         text = f'rendering ends in "ValueError: invalid literal for int() with base 10: {value!r}"'
-        raise RefusedError(name, text) from None
+        raise RendererFailsError(name, text) from None
 
 
 def _index(name: str, number: int, world: EglView) -> int:
     count = len(world.reachable)
     if not count:
-        raise RefusedError(name, "EGL lists no device")
+        raise RendererFailsError(name, "EGL lists no device")
     if not 0 <= number < count:
         raise _beyond(name, number, count, world)
     return number
 
 
-def _beyond(name: str, number: int, count: int, world: EglView) -> RefusedError:
+def _beyond(name: str, number: int, count: int, world: EglView) -> RendererFailsError:
     error = f'"RuntimeError: ... must be an integer between 0 and {count - 1} (inclusive), got {number}"'
     asked = f" (it asks EGL for {count} devices of {len(world.devices)})" if count < len(world.devices) else ""
-    return RefusedError(name, f"rendering ends in {error}{asked}")
+    return RendererFailsError(name, f"rendering ends in {error}{asked}")
 
 
 def mujoco_backend(environ: Mapping[str, str]) -> str:
@@ -305,14 +307,14 @@ def _gymnasium_backend(environ: Mapping[str, str]) -> str:
     value = environ.get(BACKEND, "glfw")
     if value not in ("glfw", "egl", "osmesa"):
         error = f'"RuntimeError: Environment variable MUJOCO_GL must be one of ...: got {value!r}"'
-        raise RefusedError(BACKEND, f"rendering ends in {error}")
+        raise RendererFailsError(BACKEND, f"rendering ends in {error}")
     return value
 
 
 def _dm_control_backend(environ: Mapping[str, str]) -> str:
     value = environ.get(BACKEND, "glfw")
     if value == "glx":
-        raise RefusedError(BACKEND, _no_backend(value))
+        raise RendererFailsError(BACKEND, _no_backend(value))
     return _canonical(value)
 
 
@@ -326,7 +328,7 @@ def _pyrender_backend(environ: Mapping[str, str]) -> str:
     value = environ.get(PLATFORM)
     if value in (None, "egl", "osmesa"):
         return value or "glfw"  # pyglet's window, which needs a display likewise
-    raise RefusedError(PLATFORM, f'rendering ends in "ValueError: Unsupported PyOpenGL platform: {value}"')
+    raise RendererFailsError(PLATFORM, f'rendering ends in "ValueError: Unsupported PyOpenGL platform: {value}"')
 
 
 def _canonical(value: str) -> str:
@@ -336,7 +338,7 @@ def _canonical(value: str) -> str:
         return "none"
     if value in ("egl", "osmesa"):
         return value
-    raise RefusedError(BACKEND, _no_backend(value))
+    raise RendererFailsError(BACKEND, _no_backend(value))
 
 
 def _no_backend(value: str) -> str:

@@ -127,7 +127,7 @@ def picked(
 ) -> int | None:
     try:
         return order[rule.selects(environ, world)]
-    except _renderers.RefusedError:
+    except _renderers.RendererFailsError:
         return None
 
 
