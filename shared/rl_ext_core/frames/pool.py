@@ -126,7 +126,7 @@ class FramePool:
         self._initialize(layout, codec=codec, block_length=block_length, max_error=max_error, quality=quality)
 
     def _initialize(self, layout: StackLayout, **options: Any) -> None:
-        if self._arrays["head"][state.KIND_OF_POOL] and not self.was_interrupted:  # found again in a file
+        if self._arrays["head"][state.SETTINGS_VERSION] and not self.was_interrupted:  # found again in a file
             if self._repair and self._is_ring:
                 self._write_settings(layout, **options)  # it was never another one
             if self._arrays["head"][state.SUM_OF_KIND] != self._settings_checksum():
@@ -179,12 +179,12 @@ class FramePool:
         head = self._arrays["head"]
         head[state.BECOMING] = 1
         self._region.clear(state.array_offset("blocks", self._sizes))
-        head[: state.KIND_OF_POOL] = 0
+        head[: state.SETTINGS_VERSION] = 0
         head[state.BINS : state.BINS + state.N_BINS] = 0
         head[state.BLOCKS] = 1
         head[state.RECENT : state.RECENT + state.N_RECENT] = -1
         self._write_settings(layout, codec=codec, block_length=block_length, max_error=max_error, quality=quality)
-        head[state.KIND_OF_POOL] += 1
+        head[state.SETTINGS_VERSION] += 1
         head[state.BECOMING] = 0
         self.refresh()
         self._memory.make_sure_of(0)
@@ -220,7 +220,7 @@ class FramePool:
         """Learns what this or another process has made of the pool."""
         self._region.refresh()
         head = self._arrays["head"]
-        if head[state.KIND_OF_POOL] == self._known:
+        if head[state.SETTINGS_VERSION] == self._known:
             return
         n_stack, axis, block_length, codec, max_error, quality = map(int, head[state.N_STACK : state.QUALITY + 1])
         self.block_length, self.max_error, self.quality = block_length, max_error, quality
@@ -256,7 +256,7 @@ class FramePool:
             SCRATCH_FRAMES * (layout.frame_bytes + GROUP) + layout.stack_bytes + SLACK, dtype=np.uint8
         )
         self._addresses = address_of(self._shared_mask), address_of(self._scratch)
-        self._known = int(head[state.KIND_OF_POOL])
+        self._known = int(head[state.SETTINGS_VERSION])
         if not LAZY:
             self.reserve_rows(len(self._arrays["index"]))  # rows that were never written are read too
 
@@ -699,7 +699,7 @@ class FramePool:
             row[:n_bytes] = stored["open"][start : start + n_bytes]
             start += n_bytes
         head = self._arrays["head"]
-        head[: state.KIND_OF_POOL] = stored["head"][: state.KIND_OF_POOL]
+        head[: state.SETTINGS_VERSION] = stored["head"][: state.SETTINGS_VERSION]
         kinds = head[[state.BLOCKS, state.GRAINS, state.REFERENCES, state.STREAMS]]
         if not self._memory.holds(kinds) or not free_others(
             self._state, np.zeros(int(head[state.GRAINS]), dtype=np.bool_)
