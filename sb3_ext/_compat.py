@@ -13,7 +13,7 @@ from rl_ext_core.errors import InvalidArgumentError
 __all__ = ["call_in_workers"]
 
 
-def _names_in(code: Any) -> set[Any]:
+def _constants_of(code: Any) -> set[Any]:
     """Return the constants of a function, and what they hold."""
     parts = [constant if isinstance(constant, tuple) else (constant,) for constant in code.co_consts]
     return {name for part in parts for name in part}
@@ -22,7 +22,7 @@ def _names_in(code: Any) -> set[Any]:
 # To talk to some of the workers, which AsyncVectorEnv itself does with all of them or none.
 _worker = getattr(async_vector_env, "_async_worker", None)
 _CAN_CALL_SOME = (
-    hasattr(AsyncVectorEnv, "_raise_if_errors") and _worker is not None and "_call" in _names_in(_worker.__code__)
+    hasattr(AsyncVectorEnv, "_raise_if_errors") and _worker is not None and "_call" in _constants_of(_worker.__code__)
 )
 
 
