@@ -59,7 +59,7 @@ GOOD = ("copied", "not repeatable")
 INNER = ("env", "_env", "aec_env", "par_env", "base_env", "_environment")
 
 
-def gymnasium_worlds() -> NamedMakers:
+def gymnasium_envs() -> NamedMakers:
     """Environments of gymnasium itself: classic control, toy text, Box2D, MuJoCo; the newest also with a renderer."""
     import gymnasium as gym
 
@@ -156,7 +156,7 @@ def torchrl_worlds() -> NamedMakers:
 
 
 LIBRARIES: dict[str, Callable[[], NamedMakers]] = {
-    "gymnasium": gymnasium_worlds,
+    "gymnasium": gymnasium_envs,
     "ale_py": ale_worlds,
     "dm_control": suite_worlds,
     "robosuite": robosuite_worlds,
