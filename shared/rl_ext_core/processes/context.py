@@ -261,7 +261,7 @@ def _own_preparation(process: Any) -> Iterator[None]:
 if sys.platform == "win32":
 
     class _SpawnPopen(popen_spawn_win32.Popen):
-        unknown = ""
+        unknown_reason = ""
 
         def __init__(self, process: Any) -> None:
             try:
@@ -276,7 +276,7 @@ else:
     class _FetchingPopen(popen_fork.Popen):
         """Fetches the exit code once, whichever thread asks, and also where the system does not report it."""
 
-        unknown = ""  # why the exit code is not known
+        unknown_reason = ""  # why the exit code is not known
         sentinel: int
         pid: int
         _fds: list[int]
@@ -304,7 +304,7 @@ else:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
             except ChildProcessError:
-                self.returncode, self.unknown = _UNKNOWN, _UNREPORTED
+                self.returncode, self.unknown_reason = _UNKNOWN, _UNREPORTED
             else:
                 self.returncode = os.waitstatus_to_exitcode(status) if pid else None
 
@@ -360,7 +360,7 @@ else:
                 except (OSError, EOFError):
                     # The worker may live, and nobody would wait for it; its number may be another's soon.
                     kill_process_trees([self.pid])
-                    self.returncode, self.unknown = _UNKNOWN, "the fork server that started it was killed"
+                    self.returncode, self.unknown_reason = _UNKNOWN, "the fork server that started it was killed"
                 self._server = None
 
 

@@ -81,10 +81,10 @@ class FailedWorker:
     phase: str | None
     report: WorkerReport
 
-    def ended(self, exitcode: int, unknown: str = "") -> Failure:
+    def ended(self, exitcode: int, unknown_reason: str = "") -> Failure:
         """Describe the failure of a worker that has ended.
 
-        :param unknown: why its exit code is not known; empty if it is
+        :param unknown_reason: why its exit code is not known; empty if it is
         """
         progress, raised, text = self.report.progress, self.report.raised, self.report.text()
         started, kind = progress is Progress.RUNNING, "exit"
@@ -93,8 +93,8 @@ class FailedWorker:
                 return self._make_failure("start", "cannot start", f". {_GUARD}", raised.traceback, exitcode=exitcode)
             kind = "exit" if raised.is_exit else "exception"
             text, what, rest = raised.traceback, f"{'exited by' if raised.is_exit else 'raised'} {raised.summary}", ":"
-        elif unknown:
-            what, rest = "ended", f"; why is not known: {unknown}"
+        elif unknown_reason:
+            what, rest = "ended", f"; why is not known: {unknown_reason}"
         elif exitcode < 0:
             name = _signal_name(-exitcode)
             kind, what, rest = "signal", f"was killed by {name}", f". {_HINTS[name]}" if name in _HINTS else ""

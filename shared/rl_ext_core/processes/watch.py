@@ -180,11 +180,11 @@ class Watch:
         kill_workers([*unexpected.values()])
         number = min(unexpected, key=lambda number: (*_rank(unexpected[number]), number))
         popen = unexpected[number].popen
-        self._fail(self._describe(number).ended(popen.returncode, popen.unknown))
+        self._fail(self._describe(number).ended(popen.returncode, popen.unknown_reason))
 
     def _is_in_order(self, worker: Worker) -> bool:
         # One whose exit code is unknown may have ended well.
-        return self.is_closing and (worker.exitcode == 0 or bool(worker.popen.unknown))
+        return self.is_closing and (worker.exitcode == 0 or bool(worker.popen.unknown_reason))
 
     def _find_hanging(self) -> None:
         operation = self._running
