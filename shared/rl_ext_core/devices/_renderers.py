@@ -122,7 +122,7 @@ class Renderer:
         return {**dict.fromkeys(self.switches, backend), self.index: index}
 
 
-def find(name: str, versions: Mapping[str, str]) -> Renderer:
+def find_renderer(name: str, versions: Mapping[str, str]) -> Renderer:
     """Look up the rule of a renderer in the version that is installed.
 
     :raises InvalidArgumentError: no such renderer is known
@@ -161,7 +161,9 @@ def find(name: str, versions: Mapping[str, str]) -> Renderer:
 
 def installed(versions: Mapping[str, str]) -> tuple[Renderer, ...]:
     """Return the rules of all renderers that are installed: gymnasium alone renders nothing that is decided on here."""
-    return tuple(find(name, versions) for name in NAMES if all(package in versions for package in _packages(name)))
+    return tuple(
+        find_renderer(name, versions) for name in NAMES if all(package in versions for package in _packages(name))
+    )
 
 
 def _packages(name: str) -> tuple[str, ...]:

@@ -106,7 +106,7 @@ def resolve(
     except DeviceUnavailableError as error:
         if on_missing == "error" or shown.kind == "cpu":
             raise
-        rule = _renderers.find(renderer, machine.inventory.versions)
+        rule = _renderers.find_renderer(renderer, machine.inventory.versions)
         decision = _on_cpu(rule, machine, shown, decision, (f"on_missing: {error}",))
     if asked.kind == "auto" and decision.device == "cpu":
         _say_once(logging.INFO, decision.reason)
@@ -336,7 +336,7 @@ def decide_render(request: Request, name: str, machine: Machine, computing: Deci
     """
     if request.kind == "none":
         return computing
-    renderer = _renderers.find(name, machine.inventory.versions)
+    renderer = _renderers.find_renderer(name, machine.inventory.versions)
     if request.kind == "cpu" or (request.kind == "same" and computing.device == "cpu"):
         gpus = machine.inventory.gpus if request.kind == "same" else ()
         notes = tuple(

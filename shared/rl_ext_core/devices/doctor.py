@@ -421,5 +421,5 @@ def _question(arguments: argparse.Namespace) -> Question | None:
     _resolve.parse(question.render, "render")
     # Whether one that is known is also installed is for the decision to say.
     with contextlib.suppress(MissingDependencyError):
-        _renderers.find(question.renderer, {})
+        _renderers.find_renderer(question.renderer, {})
     return question

@@ -108,7 +108,7 @@ def test_the_gpu_that_computes_is_the_one_that_renders(renderer: str, ask: Ask) 
 @pytest.mark.sample
 @every_renderer
 def test_each_rule_picks_what_the_renderer_picks_or_fails_with_it(renderer: str, ask: Ask) -> None:
-    rule = _renderers.find(name_of(renderer), VERSIONS[renderer])
+    rule = _renderers.find_renderer(name_of(renderer), VERSIONS[renderer])
     cases, expected = [], []
     for order, mask in grid():
         environ = {"CUDA_VISIBLE_DEVICES": str(build.numbers(mask))}
@@ -141,7 +141,7 @@ def picked(
     ],
 )
 def test_each_rule_reads_odd_masks_as_the_renderer_does(renderer: str, lacks: str, ask: Ask) -> None:
-    rule = _renderers.find(name_of(renderer), VERSIONS[renderer])
+    rule = _renderers.find_renderer(name_of(renderer), VERSIONS[renderer])
     # The last one has eleven devices, of which renderers ask for ten.
     orders = ((2, 3, 0, 1, -1), (1, -1, 0, 2, 3), (-1,), (), (-1, -1, -1, 7, 6, 5, 4, 3, 2, 1, 0))
     whole = machines.uuid(3)
