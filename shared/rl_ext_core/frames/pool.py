@@ -129,7 +129,7 @@ class FramePool:
         if self._arrays["head"][state.SETTINGS_VERSION] and not self.was_interrupted:  # found again in a file
             if self._repair and self._is_ring:
                 self._write_settings(layout, **options)  # it was never another one
-            if self._arrays["head"][state.SUM_OF_KIND] != self._settings_checksum():
+            if self._arrays["head"][state.SETTINGS_SUM] != self._settings_checksum():
                 raise CorruptFileError(
                     f"{self._region.path} is damaged: the checksum of its head does not match its contents"
                 )
@@ -196,7 +196,7 @@ class FramePool:
         head[[state.N_STACK, state.AXIS, state.BLOCK_LENGTH]] = layout.n_stack, layout.axis, block_length
         head[[state.MAX_ERROR, state.QUALITY]] = max_error, quality
         head[state.CODEC] = zlib.crc32(name.encode())
-        head[state.SUM_OF_KIND] = self._settings_checksum()
+        head[state.SETTINGS_SUM] = self._settings_checksum()
 
     @property
     def was_interrupted(self) -> bool:
