@@ -348,10 +348,10 @@ class VecEnvTimingCallback(BaseCallback):
     """
 
     def _on_rollout_start(self) -> None:
-        self._before = dataclasses.replace(self._current_timings())
+        self._timings_before = dataclasses.replace(self._current_timings())
 
     def _on_rollout_end(self) -> None:
-        timings, before = self._current_timings(), self._before
+        timings, before = self._current_timings(), self._timings_before
         if steps := timings.steps - before.steps:
             self.logger.record("time/env_start", timings.start_seconds)
             self.logger.record("time/env_step", (timings.total_step_seconds - before.total_step_seconds) / steps)
