@@ -72,7 +72,7 @@ def gymnasium_envs() -> NamedMakers:
             yield f"{name} rgb_array", functools.partial(gym.make, name, render_mode="rgb_array")
 
 
-def ale_worlds() -> NamedMakers:
+def ale_envs() -> NamedMakers:
     """The games of the Arcade Learning Environment, and some with what agents are trained on."""
     import ale_py
     import gymnasium as gym
@@ -157,7 +157,7 @@ def torchrl_worlds() -> NamedMakers:
 
 LIBRARIES: dict[str, Callable[[], NamedMakers]] = {
     "gymnasium": gymnasium_envs,
-    "ale_py": ale_worlds,
+    "ale_py": ale_envs,
     "dm_control": suite_worlds,
     "robosuite": robosuite_worlds,
     "pettingzoo": pettingzoo_worlds,
