@@ -91,7 +91,7 @@ class Watch:
         self._running: _Operation | None = None
         self.is_closing = self._killing = self._stopping = False
         self.owner = os.getpid()
-        self._over = threading.Event()
+        self._workers_ended = threading.Event()
         self._at_exit = util.Finalize(None, self._end_at_exit, exitpriority=_EXIT_PRIORITY)
         self._thread = threading.Thread(target=self._watch, name="rl_ext_core-watch", daemon=True)
         try:
@@ -156,7 +156,7 @@ class Watch:
                 self._end_workers()
             _kill_groups(worker for worker in waiting.values() if worker.exitcode is not None)
         finally:
-            self._over.set()
+            self._workers_ended.set()
 
     def _wait_for_deaths(self) -> dict[int, Worker]:
         """Wait for all deaths up to the first failure, and return the workers that were alive then."""
@@ -216,7 +216,7 @@ class Watch:
     def _fail(self, failure: Failure) -> None:
         self.failure = failure
         self._end_workers()
-        self._over.set()
+        self._workers_ended.set()
         if self._on_failure is not None:
             try:
                 self._on_failure()
@@ -245,7 +245,7 @@ class Watch:
         if isinstance(error, WorkerError):
             return
         if self.failure is None and (isinstance(error, _OF_PIPES) or any(map(self._is_failing, self._workers))):
-            self._over.wait(_PATIENCE_S)
+            self._workers_ended.wait(_PATIENCE_S)
         self._raise_failure()
 
     def _is_failing(self, worker: Worker) -> bool:
@@ -254,7 +254,7 @@ class Watch:
     def _raise_failure(self) -> None:
         if self.failure is not None:
             # Whoever catches the error finds no worker alive.
-            self._over.wait()
+            self._workers_ended.wait()
             raise self.failure.error() from self.failure.exception
 
 
