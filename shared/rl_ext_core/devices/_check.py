@@ -520,7 +520,7 @@ def _egl(situation: Situation) -> Findings:
     gpu = situation.computing.gpu if situation.computing else None
     if gpu and not gpu.mig and inventory.egl is not None and inventory.egl_of(gpu.uuid) is None:
         using = [renderer for renderer in _installed(situation) if _backend(renderer, environ) == "egl"]
-        if any(renderer.selects for renderer in _installed(situation)):
+        if any(renderer.select_egl_device for renderer in _installed(situation)):
             yield _unlisted(gpu, situation, "error" if using else "warning")
 
 
@@ -590,7 +590,7 @@ def predict(renderer: Renderer, situation: Situation) -> Prediction:
 
 def _predicted(renderer: Renderer, situation: Situation) -> Prediction:
     inventory, environ, title = situation.inventory, situation.environ, str(renderer)
-    if renderer.selects is None:
+    if renderer.select_egl_device is None:
         return _predicted_vulkan(renderer, situation)
     if renderer.name in _renderers.MUJOCO_NAMES:
         _renderers.mujoco_backend(environ)
@@ -623,7 +623,7 @@ def _predicted(renderer: Renderer, situation: Situation) -> Prediction:
         return Prediction(title, "unknown", "EGL was not asked when this was recorded")
     if not inventory.egl:
         raise RendererFailsError("EGL", inventory.egl_error or "EGL lists no device")
-    device = inventory.egl[renderer.selects(environ, EglView.of(situation.machine))]
+    device = inventory.egl[renderer.select_egl_device(environ, EglView.of(situation.machine))]
     variable, why = _why(renderer, environ, device.index)
     if device.software:
         return Prediction(title, "cpu", f"{why}, Mesa's on the CPU", variable, device.index)
@@ -659,7 +659,7 @@ def _predicted_vulkan(renderer: Renderer, situation: Situation) -> Prediction:
 def _why(renderer: Renderer, environ: Mapping[str, str], index: int) -> tuple[str, str]:
     """Return which variable has chosen EGL device ``index``."""
     mask, value = environ.get(MASK), environ.get(renderer.index)
-    through_cuda = renderer.selects is _renderers.mujoco_4
+    through_cuda = renderer.select_egl_device is _renderers.mujoco_4
     where = f"EGL device {index}"
     if renderer.name == "robosuite" and environ.get(BACKEND, "egl") != "egl":
         where += f" (robosuite takes EGL in place of {BACKEND}={environ[BACKEND]!r})"
@@ -684,7 +684,12 @@ def _render(situation: Situation) -> Findings:
     gpu = computing.gpu if computing else None
     for renderer in _installed(situation):
         found = predict(renderer, situation)
-        if renderer.selects is None and found.where == "unknown" and gpu and len(situation.inventory.gpus) > 1:
+        if (
+            renderer.select_egl_device is None
+            and found.where == "unknown"
+            and gpu
+            and len(situation.inventory.gpus) > 1
+        ):
             line = f'resolve("auto", render="same", renderer="{renderer.name}").render_device'
             fix = f"from rl_ext_core.devices import resolve\nrender_device = {line}"
             yield situation.finding(found.variable, f"{renderer}: {found.why}", fix, "warning")

@@ -101,7 +101,7 @@ class Renderer:
     :param version: of the package whose rule counts
     :param backend: gives ``"egl"``, ``"osmesa"``, ``"glfw"``, ``"vulkan"`` or ``"none"``; raises RefusedError for
         other values
-    :param selects: gives the EGL index that these variables lead to; raises RefusedError where they lead to a failure.
+    :param select_egl_device: gives the EGL index that these variables lead to; raises RefusedError where they lead to a failure.
         None for a renderer that does not use EGL
     :param switches: the variables that choose the backend
     :param index: the variable that chooses the EGL device
@@ -110,7 +110,7 @@ class Renderer:
     name: str
     version: str
     backend: Callable[[Mapping[str, str]], str]
-    selects: Callable[[Mapping[str, str], EglView], int] | None
+    select_egl_device: Callable[[Mapping[str, str], EglView], int] | None
     switches: tuple[str, ...] = (BACKEND, PLATFORM)
     index: str = INDEX
 
@@ -180,7 +180,7 @@ def index_for(renderer: Renderer, target: EglDevice, world: EglView, environ: Ma
     for number in numbers:
         candidate = {**environ, **dict.fromkeys(renderer.switches, "egl"), renderer.index: str(number)}
         try:
-            if renderer.selects is not None and renderer.selects(candidate, world) == target.index:
+            if renderer.select_egl_device is not None and renderer.select_egl_device(candidate, world) == target.index:
                 return str(number)
         except RendererFailsError:
             continue

@@ -346,12 +346,12 @@ def decide_render(request: Request, name: str, machine: Machine, computing: Deci
         )
         return _on_cpu(renderer, machine, request, computing, notes)
     if request.kind == "egl":
-        if renderer.selects is None:
+        if renderer.select_egl_device is None:
             raise DeviceUnavailableError(f'{request}: {renderer} does not render through EGL. Write render="same"')
         return _through_egl(renderer, _find_egl_device(request, machine), machine, request, computing)
     gpu = _rendering_gpu(request, machine, computing, picker)
     _check_whole(gpu, request)
-    if renderer.selects is None:
+    if renderer.select_egl_device is None:
         return _through_vulkan(renderer, gpu, machine, request, computing)
     return _through_egl(renderer, _egl_of(gpu, machine, request), machine, request, computing)
 
@@ -360,7 +360,7 @@ def _on_cpu(
     renderer: Renderer, machine: Machine, request: Request, computing: Decision, notes: tuple[str, ...] = ()
 ) -> Decision:
     """Render on the CPU: on Mesa's software device of EGL where there is one, else with OSMesa."""
-    if renderer.selects is None:
+    if renderer.select_egl_device is None:
         raise DeviceUnavailableError(
             f"{request}: {renderer} renders on GPUs only, as Mesa's Vulkan for the CPU lacks what it needs. "
             'Write render="none", and leave images out of the observations'

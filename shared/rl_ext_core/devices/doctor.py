@@ -398,7 +398,7 @@ def _report(arguments: argparse.Namespace, console: Console) -> Report:
         return replay(text, question=question)
     seen = []
     for renderer in _renderers.installed(installed_versions()) if arguments.verify else ():
-        if renderer.selects is not None and arguments.renderer in (None, renderer.name):
+        if renderer.select_egl_device is not None and arguments.renderer in (None, renderer.name):
             silent = arguments.json or not console.is_terminal
             text = f"trying {renderer.name}, {LIMIT_S:.0f} s at most"
             with contextlib.nullcontext() if silent else console.status(text):

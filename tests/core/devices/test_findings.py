@@ -415,7 +415,7 @@ def _leads(renderer: str, environ: Mapping[str, str], there: Inventory) -> str:
     visible = tuple(uuid(int(number)) for number in environ.get(MASK, "0,1,2").split(","))
     rule = _renderers.find_renderer(renderer, there.versions)
     world = _renderers.EglView(there.egl or (), visible)
-    owner = world.devices[rule.selects(environ, world)].uuid
+    owner = world.devices[rule.select_egl_device(environ, world)].uuid
     return "" if owner is None else str(int(owner[-12:]))
 
 

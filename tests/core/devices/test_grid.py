@@ -126,7 +126,7 @@ def picked(
     rule: _renderers.Renderer, environ: Mapping[str, str], world: _renderers.EglView, order: Sequence[int]
 ) -> int | None:
     try:
-        return order[rule.selects(environ, world)]
+        return order[rule.select_egl_device(environ, world)]
     except _renderers.RendererFailsError:
         return None
 
