@@ -177,7 +177,7 @@ class FramePool:
         resolve_block_length(block_length, codec, most=self._sizes.block_frames)
         max_error = validate_max_error(max_error, codec=codec, dtype=layout.dtype)
         head = self._arrays["head"]
-        head[state.BECOMING] = 1
+        head[state.RECONFIGURING] = 1
         self._region.clear(state.array_offset("blocks", self._sizes))
         head[: state.SETTINGS_VERSION] = 0
         head[state.BINS : state.BINS + state.N_BINS] = 0
@@ -185,7 +185,7 @@ class FramePool:
         head[state.RECENT : state.RECENT + state.N_RECENT] = -1
         self._write_settings(layout, codec=codec, block_length=block_length, max_error=max_error, quality=quality)
         head[state.SETTINGS_VERSION] += 1
-        head[state.BECOMING] = 0
+        head[state.RECONFIGURING] = 0
         self.refresh()
         self._memory.make_sure_of(0)
 
@@ -201,7 +201,7 @@ class FramePool:
     @property
     def was_interrupted(self) -> bool:
         """Whether a process was killed while it made another pool of this one, which is empty then."""
-        return bool(self._arrays["head"][state.BECOMING])
+        return bool(self._arrays["head"][state.RECONFIGURING])
 
     @defer_signals
     def clear(self) -> None:
