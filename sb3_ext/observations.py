@@ -37,7 +37,7 @@ _DEFAULTS: dict[str, Any] = {"codec": "auto", "n_stack": None, "block_length": N
 STORE_OPTIONS = (*_DEFAULTS, "num_threads", "max_bytes", "storage_dir")
 
 _DROP_BATCH = 16  # transitions an environment that are given up at a time
-_COUNT_BITS = 32
+_NUMBER_BITS = 32
 
 
 def _as_int64(numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
@@ -214,7 +214,7 @@ class Observations:
             )
         pairs = zip(self.stores, self._transition_numbers, strict=True)
         ends = {store: int(numbers[store.position - 1]) if store.size else 0 for store, numbers in pairs}
-        if len({end >> _COUNT_BITS for end in ends.values() if end}) > 1:
+        if len({end >> _NUMBER_BITS for end in ends.values() if end}) > 1:
             raise InvalidArgumentError(
                 f"storage_dir={str(storage_dir)!r} holds folders of different buffers, one for each of "
                 f"{[*self.parts]}; put back those that belong together, or pass another storage_dir"
@@ -383,7 +383,7 @@ def _prefix_key(key: Any, error: RlExtError) -> None:
 
 def _random_start() -> int:
     """Return what the transitions of a buffer are counted from: no other buffer's numbers are the same."""
-    return secrets.randbits(30) << _COUNT_BITS
+    return secrets.randbits(30) << _NUMBER_BITS
 
 
 def _folder_by_key(storage_dir: str | os.PathLike[str] | None, keys: list[Any]) -> dict[Any, Path | None]:
