@@ -94,7 +94,7 @@ def preprocessed(name: str) -> Any:
     return gym.wrappers.FrameStackObservation(gym.wrappers.RecordEpisodeStatistics(wrapped), 4)
 
 
-def suite_worlds() -> NamedMakers:
+def dm_control_envs() -> NamedMakers:
     """The tasks of dm_control's suite, and of its manipulation from features."""
     resolve("cpu", render="cpu", renderer="dm_control").apply()
     from dm_control import manipulation, suite
@@ -158,7 +158,7 @@ def torchrl_worlds() -> NamedMakers:
 LIBRARIES: dict[str, Callable[[], NamedMakers]] = {
     "gymnasium": gymnasium_envs,
     "ale_py": ale_envs,
-    "dm_control": suite_worlds,
+    "dm_control": dm_control_envs,
     "robosuite": robosuite_worlds,
     "pettingzoo": pettingzoo_worlds,
     "torchrl": torchrl_worlds,
