@@ -92,12 +92,12 @@ class Watch:
         self.is_closing = self._killing = self._stopping = False
         self.owner = os.getpid()
         self._workers_ended = threading.Event()
-        self._at_exit = util.Finalize(None, self._end_at_exit, exitpriority=_EXIT_PRIORITY)
+        self._exit_finalizer = util.Finalize(None, self._end_at_exit, exitpriority=_EXIT_PRIORITY)
         self._thread = threading.Thread(target=self._watch, name="rl_ext_core-watch", daemon=True)
         try:
             self._thread.start()
         except BaseException:
-            self._at_exit.cancel()
+            self._exit_finalizer.cancel()
             raise
 
     def operation(self, name: str, timeout: float | None = None) -> _Operation:
@@ -142,7 +142,7 @@ class Watch:
         # on_failure may be at work there, or may have called this.
         if threading.current_thread() is not self._thread:
             self._thread.join()
-        self._at_exit.cancel()
+        self._exit_finalizer.cancel()
 
     def _end_at_exit(self) -> None:
         self.kill()
