@@ -246,7 +246,7 @@ def mujoco_4(environ: Mapping[str, str], world: EglView) -> int:
     if number in by_ordinal:
         return by_ordinal[number]
     if not 0 <= number < len(ordered):
-        raise _beyond(INDEX, number, len(ordered), world)
+        raise _out_of_range_error(INDEX, number, len(ordered), world)
     return ordered[number]
 
 
@@ -290,11 +290,11 @@ def _index(name: str, number: int, world: EglView) -> int:
     if not count:
         raise RendererFailsError(name, "EGL lists no device")
     if not 0 <= number < count:
-        raise _beyond(name, number, count, world)
+        raise _out_of_range_error(name, number, count, world)
     return number
 
 
-def _beyond(name: str, number: int, count: int, world: EglView) -> RendererFailsError:
+def _out_of_range_error(name: str, number: int, count: int, world: EglView) -> RendererFailsError:
     error = f'"RuntimeError: ... must be an integer between 0 and {count - 1} (inclusive), got {number}"'
     asked = f" (it asks EGL for {count} devices of {len(world.devices)})" if count < len(world.devices) else ""
     return RendererFailsError(name, f"rendering ends in {error}{asked}")
