@@ -294,7 +294,7 @@ class FramePool:
     @property
     def held(self) -> int:
         """Stacks that were put and not released."""
-        return int(self._arrays["head"][state.HELD])
+        return int(self._arrays["head"][state.N_HELD])
 
     @property
     def nbytes(self) -> int:
@@ -353,7 +353,7 @@ class FramePool:
             for put in (handles, next_handles):
                 release_stacks(self._state, put)
             raise
-        self._pool.head[state.HELD] += np.count_nonzero(handles) + np.count_nonzero(next_handles)
+        self._pool.head[state.N_HELD] += np.count_nonzero(handles) + np.count_nonzero(next_handles)
         return handles, next_handles
 
     def _put(
@@ -559,7 +559,7 @@ class FramePool:
         self.refresh()
         handles = self._check_handles(handles)
         release_stacks(self._state, handles)
-        self._pool.head[state.HELD] -= np.count_nonzero(handles)
+        self._pool.head[state.N_HELD] -= np.count_nonzero(handles)
 
     def _check_handles(self, handles: Handles) -> Handles:
         handles = np.ascontiguousarray(handles, dtype=np.int64).reshape(-1)

@@ -232,7 +232,7 @@ def recover(pool: FramePool, handles: Handles, *, most: int = 0) -> npt.NDArray[
     head[state.RECENT : state.RECENT + state.N_RECENT] = -1
     p.streams[: head[STREAMS]] = 0
     head[STREAMS] = head[state.NEWEST_STREAM] = head[state.UNSEALED] = 0
-    head[state.HELD] = int(intact.sum())
+    head[state.N_HELD] = int(intact.sum())
     pool.verify_on_read()
     return intact
 
