@@ -131,8 +131,8 @@ class PoolVecEnv(CheckedVecEnv):
         else:
             pool.report_changes("DummyVecEnv")
             reset_infos = list(self.reset_infos)  # those before are the caller's to keep
-            others: dict[int, Any] = {}
-            for index, (info, reset_info, others[index], final) in pool.entries():
+            other_rewards: dict[int, Any] = {}
+            for index, (info, reset_info, other_rewards[index], final) in pool.entries():
                 infos[index] = info
                 if reset_info is not None:
                     reset_infos[index], info["terminal_observation"] = reset_info, final
@@ -140,7 +140,7 @@ class PoolVecEnv(CheckedVecEnv):
             ended = self._flags & ENDED
             for info, value in zip(infos, ended.tolist(), strict=True):
                 info["TimeLimit.truncated"] = value == TRUNCATED  # and not terminated as well
-            rewards, dones = self._build_rewards(others), ended.astype(bool)
+            rewards, dones = self._build_rewards(other_rewards), ended.astype(bool)
         result = pool.observations(), rewards, dones, infos
         self.timings.add_step(time.perf_counter() - pool.began)
         return result
@@ -206,16 +206,18 @@ class PoolVecEnv(CheckedVecEnv):
         self._require_idle()
         return self._pool.call(self._resolve_indices(indices, len(self._pool.worker_of)), name, data)
 
-    def _build_rewards(self, others: dict[int, Any]) -> Any:
+    def _build_rewards(self, other_rewards: dict[int, Any]) -> Any:
         kinds = self._reward_kinds.tolist()
         if self.reward_dtype is None and any(kinds):
             # As SubprocVecEnv does it: the environments' own objects decide on the dtype.
             each = enumerate(zip(kinds, self._rewards.tolist(), strict=True))
-            return np.stack([others[n] if kind == OTHER else _REWARD_TYPES[kind](value) for n, (kind, value) in each])
+            return np.stack(
+                [other_rewards[n] if kind == OTHER else _REWARD_TYPES[kind](value) for n, (kind, value) in each]
+            )
         rewards = self._rewards.astype(self.reward_dtype or np.float64)
         for index, kind in enumerate(kinds):
             if kind == OTHER:
-                store_reward(rewards, index, others[index])
+                store_reward(rewards, index, other_rewards[index])
         return rewards
 
     def _require_idle(self) -> None:
