@@ -106,7 +106,7 @@ def dm_control_envs() -> NamedMakers:
             yield name, functools.partial(manipulation.load, name, seed=0)
 
 
-def robosuite_worlds() -> NamedMakers:
+def robosuite_envs() -> NamedMakers:
     """All of robosuite with Pandas, and two with cameras."""
     robosuite = import_robosuite(resolve("cpu", render="cpu", renderer="robosuite"))
     options: dict[str, Any] = {"has_renderer": False, "has_offscreen_renderer": False, "use_camera_obs": False}
@@ -159,7 +159,7 @@ LIBRARIES: dict[str, Callable[[], NamedMakers]] = {
     "gymnasium": gymnasium_envs,
     "ale_py": ale_envs,
     "dm_control": dm_control_envs,
-    "robosuite": robosuite_worlds,
+    "robosuite": robosuite_envs,
     "pettingzoo": pettingzoo_worlds,
     "torchrl": torchrl_worlds,
     "vmas": vmas_worlds,
