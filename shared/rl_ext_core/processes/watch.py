@@ -88,7 +88,7 @@ class Watch:
                 f"there are {len(seeds)} seeds for {len(processes)} processes; write one for each, or seeds=None"
             )
         self._seeds, self._on_failure, self._label, self._idle_in = seeds, on_failure, label, tuple(idle_in)
-        self._running: _Operation | None = None
+        self._current_operation: _Operation | None = None
         self.is_closing = self._killing = self._stopping = False
         self.owner = os.getpid()
         self._workers_ended = threading.Event()
@@ -187,11 +187,11 @@ class Watch:
         return self.is_closing and (worker.exitcode == 0 or bool(worker.popen.unknown_reason))
 
     def _find_hanging(self) -> None:
-        operation = self._running
+        operation = self._current_operation
         if operation is None or operation.deadline is None or time.monotonic() < operation.deadline:
             return
         stacks = self._ask_for_stacks()
-        if self._running is not operation or not stacks:
+        if self._current_operation is not operation or not stacks:
             return  # it was late, and has ended meanwhile
         busy = [worker for worker, stack in stacks.items() if not is_idle(stack, self._idle_in)]
         worker, *others = busy or stacks
@@ -236,7 +236,7 @@ class Watch:
         _wait_for(living, _REAP_S)
 
     def _describe(self, number: int) -> FailedWorker:
-        operation = self._running
+        operation = self._current_operation
         seed = None if self._seeds is None else int(self._seeds[number])
         phase, report = operation.name if operation else None, self._workers[number].report
         return FailedWorker(number, len(self._workers), self._label, seed, phase, report)
@@ -271,22 +271,22 @@ class _Operation:
         watch = self._watch
         if watch.failure is not None:
             watch._raise_failure()
-        if watch._running is None:
+        if watch._current_operation is None:
             if self.timeout is not None:
                 self.deadline = time.monotonic() + self.timeout
-            watch._running = self
+            watch._current_operation = self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         watch = self._watch
-        if watch._running is not self:
+        if watch._current_operation is not self:
             return
         try:
             if isinstance(error, Exception):
                 watch._explain(error)
         finally:
-            watch._running = None
+            watch._current_operation = None
 
 
 def _checked(process: BaseProcess) -> Worker:
