@@ -66,7 +66,7 @@ def apply(decision: Decision, environ: MutableMapping[str, str]) -> None:
     if renderer_of(decision) == "robosuite":
         from rl_ext_core.devices import _robosuite
 
-        _robosuite.guard(decision)
+        _robosuite.patch_robosuite(decision)
 
 
 def renderer_of(decision: Decision) -> str:

@@ -36,7 +36,7 @@ _decision: Decision | None = None
 _ignored: set[int] = set()
 
 
-def guard(decision: Decision) -> None:
+def patch_robosuite(decision: Decision) -> None:
     """Let robosuite follow this decision, whether it is imported already or not."""
     global _decision
     _decision = decision
