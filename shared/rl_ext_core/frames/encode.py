@@ -40,7 +40,7 @@ from rl_ext_core.frames.arrays import (
     REFERENCES,
     STREAM,
     STREAMS,
-    TOUCHED,
+    LAST_USED,
     UNSEALED,
     USERS,
     PoolArrays,
@@ -386,9 +386,9 @@ def _find(p, stack, geometry, bound, shared_mask, alone, scratch):  # type: igno
             return similar
     oldest, ended = -1, -1
     for s in range(n_streams):
-        if p.streams[s, ENDED] and (ended < 0 or p.streams[s, TOUCHED] > p.streams[ended, TOUCHED]):
+        if p.streams[s, ENDED] and (ended < 0 or p.streams[s, LAST_USED] > p.streams[ended, LAST_USED]):
             ended = s
-        if oldest < 0 or p.streams[s, TOUCHED] < p.streams[oldest, TOUCHED]:
+        if oldest < 0 or p.streams[s, LAST_USED] < p.streams[oldest, LAST_USED]:
             oldest = s
     if ended >= 0:
         return ended
@@ -456,7 +456,7 @@ def put_stacks(state, bound, most, step, stacks, nexts, n, ended, shared_mask, s
             else:
                 handles[i] = handle
         p.head[CLOCK] += 1
-        p.streams[s, TOUCHED] = p.head[CLOCK]
+        p.streams[s, LAST_USED] = p.head[CLOCK]
         p.streams[s, ENDED] = ended[i] if ended.shape[0] > 0 else 0
         p.streams[p.head[NEWEST_STREAM], FOLLOWER] = s
         p.head[NEWEST_STREAM] = s
