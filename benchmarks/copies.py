@@ -119,7 +119,7 @@ def robosuite_envs() -> NamedMakers:
         yield f"{name} cameras", functools.partial(robosuite.make, name, robots="Panda", **cameras, **sizes)
 
 
-def pettingzoo_worlds() -> NamedMakers:
+def pettingzoo_envs() -> NamedMakers:
     """PettingZoo's environments, agents in turns and all at once."""
     from pettingzoo.env_registry import registration
 
@@ -160,7 +160,7 @@ LIBRARIES: dict[str, Callable[[], NamedMakers]] = {
     "ale_py": ale_envs,
     "dm_control": dm_control_envs,
     "robosuite": robosuite_envs,
-    "pettingzoo": pettingzoo_worlds,
+    "pettingzoo": pettingzoo_envs,
     "torchrl": torchrl_worlds,
     "vmas": vmas_worlds,
     "meltingpot": meltingpot_worlds,
