@@ -169,11 +169,11 @@ class Watch:
             waiting = {number: worker for number, worker in waiting.items() if number not in dead}
             _kill_groups(dead.values())
             if not self._stopping:
-                self._find_ended(dead)
+                self._report_ended(dead)
                 self._find_hanging()
         return waiting
 
-    def _find_ended(self, dead: Mapping[int, Worker]) -> None:
+    def _report_ended(self, dead: Mapping[int, Worker]) -> None:
         unexpected = {number: worker for number, worker in dead.items() if not self._is_in_order(worker)}
         if not unexpected:
             return
