@@ -106,7 +106,7 @@ def _explained() -> Iterator[None]:
         ) from error
 
 
-def _mend_binding(module: ModuleType) -> None:
+def _patch_binding(module: ModuleType) -> None:
     context = module.MjRenderContext
     if getattr(context.__del__, "_mended", False):
         return
@@ -157,7 +157,7 @@ def _mended(function: Callable[..., None]) -> Callable[..., None]:
     return function
 
 
-_MENDS = {_BINDING: _mend_binding, _CONTEXT: _mend_context}
+_MENDS = {_BINDING: _patch_binding, _CONTEXT: _mend_context}
 
 
 def _target() -> str:
