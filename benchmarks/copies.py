@@ -129,7 +129,7 @@ def pettingzoo_envs() -> NamedMakers:
                 yield f"{name} {kind}", functools.partial(registration.make, kind, name)
 
 
-def vmas_worlds() -> NamedMakers:
+def vmas_envs() -> NamedMakers:
     """VMAS's scenarios."""
     from vmas import make_env
 
@@ -162,7 +162,7 @@ LIBRARIES: dict[str, Callable[[], NamedMakers]] = {
     "robosuite": robosuite_envs,
     "pettingzoo": pettingzoo_envs,
     "torchrl": torchrl_worlds,
-    "vmas": vmas_worlds,
+    "vmas": vmas_envs,
     "meltingpot": meltingpot_worlds,
 }
 
