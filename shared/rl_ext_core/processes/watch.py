@@ -170,7 +170,7 @@ class Watch:
             _kill_groups(dead.values())
             if not self._stopping:
                 self._report_ended(dead)
-                self._find_hanging()
+                self._check_time_limit()
         return waiting
 
     def _report_ended(self, dead: Mapping[int, Worker]) -> None:
@@ -186,7 +186,7 @@ class Watch:
         # One whose exit code is unknown may have ended well.
         return self.is_closing and (worker.exitcode == 0 or bool(worker.popen.unknown_reason))
 
-    def _find_hanging(self) -> None:
+    def _check_time_limit(self) -> None:
         operation = self._current_operation
         if operation is None or operation.deadline is None or time.monotonic() < operation.deadline:
             return
