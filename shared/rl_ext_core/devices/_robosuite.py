@@ -126,7 +126,7 @@ def _patch_binding(module: ModuleType) -> None:
     context._set_mujoco_context_and_buffers = draw_or_explain
 
 
-def _mend_context(module: ModuleType) -> None:
+def _patch_context(module: ModuleType) -> None:
     context = module.EGLGLContext
     if getattr(context.__init__, "_mended", False):
         return
@@ -157,7 +157,7 @@ def _mended(function: Callable[..., None]) -> Callable[..., None]:
     return function
 
 
-_MENDS = {_BINDING: _patch_binding, _CONTEXT: _mend_context}
+_MENDS = {_BINDING: _patch_binding, _CONTEXT: _patch_context}
 
 
 def _target() -> str:
