@@ -135,7 +135,7 @@ _N_GEOMETRY = len(Geometry._fields)
 _N_ARRAYS = len(PoolArrays._fields)
 _FIELD = {name: _N_GEOMETRY + 3 * number for number, name in enumerate(PoolArrays._fields)}
 _BLOCKS, _SUMS, _STREAMS, _LAST = _FIELD["blocks"], _FIELD["sums"], _FIELD["streams"], _FIELD["last"]
-_HEAD, _FREE_BLOCKS, _UNSEALED, _TURNED = (_FIELD[name] for name in ("head", "free_blocks", "unsealed", "turned"))
+_HEAD, _FREE_BLOCKS, _UNSEALED, _FILLED = (_FIELD[name] for name in ("head", "free_blocks", "unsealed", "turned"))
 _EDGES, _USERS, _REFERENCE_SUMS = _FIELD["edges"], _FIELD["users"], _FIELD["reference_sums"]
 _FREE_REFERENCES, _FRAME, _OPEN = _FIELD["free_references"], _FIELD["frame"], _FIELD["open"]
 _ENTRY_SUMS, _STARTS = _FIELD["entry_sums"], _N_GEOMETRY + 3 * _N_ARRAYS
@@ -170,7 +170,7 @@ def pool_in(state):  # type: ignore[no-untyped-def]
         _word_rows(uint64(state[_SUMS]), state[_SUMS + 2]),
         _words(uint64(state[_FREE_BLOCKS])),
         _words(uint64(state[_UNSEALED])),
-        _words(uint64(state[_TURNED])),
+        _words(uint64(state[_FILLED])),
         _bytes(uint64(state[_EDGES])),
         _words(uint64(state[_USERS])),
         _words(uint64(state[_REFERENCE_SUMS])),
