@@ -140,7 +140,7 @@ def vmas_envs() -> NamedMakers:
                 yield module.name, functools.partial(make_env, module.name, 3, device="cpu", seed=0)
 
 
-def meltingpot_worlds() -> NamedMakers:
+def meltingpot_envs() -> NamedMakers:
     """Melting Pot's substrates."""
     from meltingpot import substrate
 
@@ -163,7 +163,7 @@ LIBRARIES: dict[str, Callable[[], NamedMakers]] = {
     "pettingzoo": pettingzoo_envs,
     "torchrl": torchrl_worlds,
     "vmas": vmas_envs,
-    "meltingpot": meltingpot_worlds,
+    "meltingpot": meltingpot_envs,
 }
 
 
