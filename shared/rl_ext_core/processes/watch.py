@@ -174,7 +174,7 @@ class Watch:
         return waiting
 
     def _report_ended(self, dead: Mapping[int, Worker]) -> None:
-        unexpected = {number: worker for number, worker in dead.items() if not self._is_in_order(worker)}
+        unexpected = {number: worker for number, worker in dead.items() if not self._ended_normally(worker)}
         if not unexpected:
             return
         kill_workers([*unexpected.values()])
@@ -182,7 +182,7 @@ class Watch:
         popen = unexpected[number].popen
         self._fail(self._describe(number).ended(popen.returncode, popen.unknown_reason))
 
-    def _is_in_order(self, worker: Worker) -> bool:
+    def _ended_normally(self, worker: Worker) -> bool:
         # One whose exit code is unknown may have ended well.
         return self.is_closing and (worker.exitcode == 0 or bool(worker.popen.unknown_reason))
 
@@ -249,7 +249,7 @@ class Watch:
         self._raise_failure()
 
     def _is_failing(self, worker: Worker) -> bool:
-        return worker.report.has_raised or (worker.exitcode is not None and not self._is_in_order(worker))
+        return worker.report.has_raised or (worker.exitcode is not None and not self._ended_normally(worker))
 
     def _raise_failure(self) -> None:
         if self.failure is not None:
