@@ -42,7 +42,7 @@ def patch_robosuite(decision: Decision) -> None:
     _decision = decision
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
-    for name, mend in _MENDS.items():
+    for name, mend in _PATCHES.items():
         if name in sys.modules:
             mend(sys.modules[name])
 
@@ -53,7 +53,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in _MENDS:
+        if fullname not in _PATCHES:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
@@ -73,7 +73,7 @@ class _Loader(importlib.abc.Loader):
         _check(BACKEND)
         with _index_hidden() if self._name == _BINDING else _explained():
             self._loader.exec_module(module)
-        _MENDS[self._name](module)
+        _PATCHES[self._name](module)
 
     def __getattr__(self, name: str) -> Any:
         # linecache and inspect ask the loader for the source.
@@ -157,7 +157,7 @@ def _mended(function: Callable[..., None]) -> Callable[..., None]:
     return function
 
 
-_MENDS = {_BINDING: _patch_binding, _CONTEXT: _patch_context}
+_PATCHES = {_BINDING: _patch_binding, _CONTEXT: _patch_context}
 
 
 def _target() -> str:
