@@ -42,7 +42,7 @@ BINS, N_BINS = 32, 32  # of free runs by their length, see ``allocator``
 N_HEAD = 64
 _MOST = 2**32 - 2
 
-_KINDS = BLOCKS, GRAINS, REFERENCES, STREAMS  # of what there has to be room for
+_RESERVED_KINDS = BLOCKS, GRAINS, REFERENCES, STREAMS  # of what there has to be room for
 
 # How many rows of an array are in use.
 COUNTS = {
@@ -285,7 +285,7 @@ class PoolMemory:
         self._region, self._arrays, self._sizes = region, arrays, sizes
         self._layout, self._stream_bytes = layout, stream_bytes
         self._head, self._streams = arrays["head"], arrays["streams"]
-        # Of each of ``_KINDS``: how many numbers may be in use, and how many one more stack takes at worst. It may fill
+        # Of each of ``_RESERVED_KINDS``: how many numbers may be in use, and how many one more stack takes at worst. It may fill
         # a block again and again, the first time with a single frame.
         turns = -(-layout.n_stack // block_length)
         self._block_length = block_length
@@ -352,7 +352,7 @@ class PoolMemory:
         :raises OutOfMemoryError: if they cannot be numbered.
         :raises StorageError: if a file cannot grow.
         """
-        counts = self._head[list(_KINDS)] + n_stacks * self.step
+        counts = self._head[list(_RESERVED_KINDS)] + n_stacks * self.step
         # Where all streams are in use, one begins anew.
         counts[-1] = min(counts[-1], self._sizes.streams)
         self._reserve(*counts.tolist())
@@ -360,7 +360,7 @@ class PoolMemory:
     def make_sure_of(self, n_bytes: int) -> None:
         """Likewise, of room for a block of so many bytes."""
         more = -(-n_bytes // self._sizes.grain)
-        self._reserve(*(int(self._head[kind]) + (more if kind == GRAINS else 0) for kind in _KINDS))
+        self._reserve(*(int(self._head[kind]) + (more if kind == GRAINS else 0) for kind in _RESERVED_KINDS))
 
     def holds(self, counts: npt.NDArray[np.int64]) -> bool:
         """Return whether there can be so many of each kind, and make sure of room for them if so."""
