@@ -149,7 +149,7 @@ def meltingpot_envs() -> NamedMakers:
         yield name, functools.partial(substrate.build, name, roles=roles)
 
 
-def torchrl_worlds() -> NamedMakers:
+def torchrl_envs() -> NamedMakers:
     """Nothing: environments of TorchRL's have settings here, and are else those of the other libraries."""
     importlib.import_module("torchrl_ext")
     yield from ()
@@ -161,7 +161,7 @@ LIBRARIES: dict[str, Callable[[], NamedMakers]] = {
     "dm_control": dm_control_envs,
     "robosuite": robosuite_envs,
     "pettingzoo": pettingzoo_envs,
-    "torchrl": torchrl_worlds,
+    "torchrl": torchrl_envs,
     "vmas": vmas_envs,
     "meltingpot": meltingpot_envs,
 }
