@@ -190,7 +190,7 @@ class Watch:
         operation = self._current_operation
         if operation is None or operation.deadline is None or time.monotonic() < operation.deadline:
             return
-        stacks = self._ask_for_stacks()
+        stacks = self._request_stacks()
         if self._current_operation is not operation or not stacks:
             return  # it was late, and has ended meanwhile
         busy = [worker for worker, stack in stacks.items() if not is_idle(stack, self._idle_in)]
@@ -198,7 +198,7 @@ class Watch:
         seconds = operation.timeout or 0.0
         self._fail(self._describe(worker).describe_timeout(seconds, stacks[worker], others if busy else None))
 
-    def _ask_for_stacks(self) -> dict[int, str]:
+    def _request_stacks(self) -> dict[int, str]:
         """Have the workers write where they are, and read it when all have done so or some will not."""
         sizes = {number: worker.report.size() for number, worker in enumerate(self._workers) if _is_alive(worker)}
         if not hasattr(signal, "SIGUSR1"):
