@@ -108,7 +108,7 @@ def _explained() -> Iterator[None]:
 
 def _patch_binding(module: ModuleType) -> None:
     context = module.MjRenderContext
-    if getattr(context.__del__, "_mended", False):
+    if getattr(context.__del__, "_is_patched", False):
         return
     free, draw = context.__del__, context._set_mujoco_context_and_buffers
 
@@ -122,13 +122,13 @@ def _patch_binding(module: ModuleType) -> None:
         with _explained():
             draw(self)
 
-    context.__del__ = _mended(free_if_made)
+    context.__del__ = _is_patched(free_if_made)
     context._set_mujoco_context_and_buffers = draw_or_explain
 
 
 def _patch_context(module: ModuleType) -> None:
     context = module.EGLGLContext
-    if getattr(context.__init__, "_mended", False):
+    if getattr(context.__init__, "_is_patched", False):
         return
     make, make_current = context.__init__, context.make_current
 
@@ -148,12 +148,12 @@ def _patch_context(module: ModuleType) -> None:
         with _explained():
             make_current(self)
 
-    context.__init__ = _mended(make_as_decided)
+    context.__init__ = _is_patched(make_as_decided)
     context.make_current = make_current_or_explain
 
 
-def _mended(function: Callable[..., None]) -> Callable[..., None]:
-    function._mended = True  # type: ignore[attr-defined]
+def _is_patched(function: Callable[..., None]) -> Callable[..., None]:
+    function._is_patched = True  # type: ignore[attr-defined]
     return function
 
 
