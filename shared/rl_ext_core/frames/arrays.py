@@ -342,7 +342,7 @@ class PoolMemory:
         needed = [(BLOCKS, blocks, sizes.blocks), (GRAINS, grains, sizes.grains)]
         needed.append((REFERENCES, blocks, sizes.references))
         if any(head[used] + more > most for used, more, most in needed):
-            self._refuse()
+            self._raise_full()
         if self._turn != self._region.turn:  # other processes made sure of more
             self.most = self._reserved()
 
@@ -372,7 +372,7 @@ class PoolMemory:
     def _reserve(self, blocks: int, grains: int, references: int, streams: int) -> None:
         sizes = self._sizes
         if blocks > sizes.blocks or grains > sizes.grains or references > sizes.references:
-            self._refuse()
+            self._raise_full()
         rows = dict.fromkeys(("blocks", "sums", "free_blocks", "unsealed"), blocks)
         rows |= {"edges": _edge_bytes(grains), "turned": len(self._arrays["turned"])}
         rows |= dict.fromkeys(("users", "reference_sums", "free_references"), references)
@@ -384,7 +384,7 @@ class PoolMemory:
             self._region.reserve(array_offset(name, self._sizes), min(n, self._arrays[name].nbytes))
         self.most = self._reserved()
         if (self.most < (blocks, grains, references, streams)).any():
-            self._refuse()  # whoever needs that much would ask again and again
+            self._raise_full()  # whoever needs that much would ask again and again
 
     def _reserved(self) -> npt.NDArray[np.int64]:
         """How many numbers of each kind may be in use now."""
@@ -402,7 +402,7 @@ class PoolMemory:
         most = [min(rows[name] for name in names) for names in kinds]
         return np.minimum(np.array(most, dtype=np.int64), self._limits)
 
-    def _refuse(self) -> None:
+    def _raise_full(self) -> None:
         raise OutOfMemoryError(
             f"the storage holds as many frames as it can number ({int(self._head[FRAMES]):,} were stored, "
             f"{self.nbytes:,} bytes are held); pass a smaller max_size"
