@@ -363,7 +363,7 @@ def use(env: Any, steps: int, seed: int | None) -> list[str]:
     return seen
 
 
-def shape_of(env: Any) -> list[str]:
+def describe_layers(env: Any) -> list[str]:
     """Return the classes of an environment's layers, and its spaces, as texts."""
     found, layer, seen = [], env, set()
     while layer is not None and id(layer) not in seen:
@@ -403,7 +403,7 @@ def run_copy(packed: bytes, library: str, read: str) -> dict[str, Any]:
     steps = use(copy, STEPS, SEED)
     if read:
         values.append(digest(eval(read, names, {"env": copy})))
-    shape = shape_of(copy)
+    shape = describe_layers(copy)
     close(copy)
     return {"shape": shape, "values": values, "steps": steps, "seconds": built}
 
@@ -497,7 +497,7 @@ def check_copy(
     result: dict[str, Any] = {"seconds": [time.perf_counter() - begin], "warned": [text[:300] for text in warned.texts]}
     values = value(env)
     steps = use(env, STEPS, SEED)
-    values, shape = [*values, *value(env)], shape_of(env)
+    values, shape = [*values, *value(env)], describe_layers(env)
     close(env)
     try:
         copy = copier(run_copy, packed, library, read)
