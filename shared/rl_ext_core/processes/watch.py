@@ -180,7 +180,7 @@ class Watch:
         kill_workers([*unexpected.values()])
         number = min(unexpected, key=lambda number: (*_rank(unexpected[number]), number))
         popen = unexpected[number].popen
-        self._fail(self._describe(number).ended(popen.returncode, popen.unknown_reason))
+        self._set_failure(self._describe(number).ended(popen.returncode, popen.unknown_reason))
 
     def _ended_normally(self, worker: Worker) -> bool:
         # One whose exit code is unknown may have ended well.
@@ -196,7 +196,7 @@ class Watch:
         busy = [worker for worker, stack in stacks.items() if not is_idle(stack, self._idle_in)]
         worker, *others = busy or stacks
         seconds = operation.timeout or 0.0
-        self._fail(self._describe(worker).describe_timeout(seconds, stacks[worker], others if busy else None))
+        self._set_failure(self._describe(worker).describe_timeout(seconds, stacks[worker], others if busy else None))
 
     def _request_stacks(self) -> dict[int, str]:
         """Have the workers write where they are, and read it when all have done so or some will not."""
@@ -213,7 +213,7 @@ class Watch:
         time.sleep(_WRITING_S)
         return {number: self._workers[number].report.text(since) for number, since in sizes.items()}
 
-    def _fail(self, failure: Failure) -> None:
+    def _set_failure(self, failure: Failure) -> None:
         self.failure = failure
         self._end_workers()
         self._workers_ended.set()
