@@ -42,9 +42,9 @@ def patch_robosuite(decision: Decision) -> None:
     _decision = decision
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
-    for name, mend in _PATCHES.items():
+    for name, patch in _PATCHES.items():
         if name in sys.modules:
-            mend(sys.modules[name])
+            patch(sys.modules[name])
 
 
 class _Finder(importlib.abc.MetaPathFinder):
