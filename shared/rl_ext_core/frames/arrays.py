@@ -293,7 +293,7 @@ class PoolMemory:
         self._limits: npt.NDArray[np.int64] = np.array(most, dtype=np.int64)
         grains = -(-arrays["open"].shape[1] // sizes.grain)
         self.step = np.array([turns, turns * grains, turns, 1], dtype=np.int64)
-        self.most = self._reserved()
+        self.most = self._count_reserved()
 
     @property
     def nbytes(self) -> int:
@@ -344,7 +344,7 @@ class PoolMemory:
         if any(head[used] + more > most for used, more, most in needed):
             self._raise_full()
         if self._turn != self._region.turn:  # other processes made sure of more
-            self.most = self._reserved()
+            self.most = self._count_reserved()
 
     def grow(self, n_stacks: int) -> None:
         """Makes sure of room for so many more stacks.
@@ -382,11 +382,11 @@ class PoolMemory:
         n_bytes["references"] = references * (self._layout.frame_bytes + SLACK)
         for name, n in n_bytes.items():
             self._region.reserve(array_offset(name, self._sizes), min(n, self._arrays[name].nbytes))
-        self.most = self._reserved()
+        self.most = self._count_reserved()
         if (self.most < (blocks, grains, references, streams)).any():
             self._raise_full()  # whoever needs that much would ask again and again
 
-    def _reserved(self) -> npt.NDArray[np.int64]:
+    def _count_reserved(self) -> npt.NDArray[np.int64]:
         """How many numbers of each kind may be in use now."""
         self._turn = self._region.turn
         held = {name: self._region.held(array_offset(name, self._sizes)) for name in self._arrays}
