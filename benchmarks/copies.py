@@ -378,15 +378,15 @@ def describe_layers(env: Any) -> list[str]:
             space = space() if callable(space) and not hasattr(space, "rand") else space
             if "robosuite" in type(env).__module__ and isinstance(space, Mapping):  # what it sees now, as an example
                 space = {key: (np.shape(part), np.asarray(part).dtype) for key, part in space.items()}
-            found.append(ordered(space))
+            found.append(sorted_repr(space))
     return [re.sub(r"0x[0-9a-f]+", "0x", text) for text in found]
 
 
-def ordered(space: Any) -> str:
+def sorted_repr(space: Any) -> str:
     """Return a space's text, with keys in order: some are made of sets, whose order is each process's own."""
     if isinstance(space, Mapping):
-        return str(sorted((str(key), ordered(part)) for key, part in space.items()))
-    return str([ordered(part) for part in space]) if isinstance(space, (list, tuple)) else repr(space)
+        return str(sorted((str(key), sorted_repr(part)) for key, part in space.items()))
+    return str([sorted_repr(part) for part in space]) if isinstance(space, (list, tuple)) else repr(space)
 
 
 def run_copy(packed: bytes, library: str, read: str) -> dict[str, Any]:
