@@ -180,7 +180,7 @@ class Watch:
         kill_workers([*unexpected.values()])
         number = min(unexpected, key=lambda number: (*_rank(unexpected[number]), number))
         popen = unexpected[number].popen
-        self._set_failure(self._describe(number).ended(popen.returncode, popen.unknown_reason))
+        self._set_failure(self._failed_worker(number).ended(popen.returncode, popen.unknown_reason))
 
     def _ended_normally(self, worker: Worker) -> bool:
         # One whose exit code is unknown may have ended well.
@@ -196,7 +196,9 @@ class Watch:
         busy = [worker for worker, stack in stacks.items() if not is_idle(stack, self._idle_in)]
         worker, *others = busy or stacks
         seconds = operation.timeout or 0.0
-        self._set_failure(self._describe(worker).describe_timeout(seconds, stacks[worker], others if busy else None))
+        self._set_failure(
+            self._failed_worker(worker).describe_timeout(seconds, stacks[worker], others if busy else None)
+        )
 
     def _request_stacks(self) -> dict[int, str]:
         """Have the workers write where they are, and read it when all have done so or some will not."""
@@ -235,7 +237,7 @@ class Watch:
         kill_workers(living)
         _wait_for(living, _REAP_S)
 
-    def _describe(self, number: int) -> FailedWorker:
+    def _failed_worker(self, number: int) -> FailedWorker:
         operation = self._current_operation
         seed = None if self._seeds is None else int(self._seeds[number])
         phase, report = operation.name if operation else None, self._workers[number].report
