@@ -70,7 +70,7 @@ class _Loader(importlib.abc.Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        _check(BACKEND)
+        _check_variable(BACKEND)
         with _index_hidden() if self._name == _BINDING else _explained():
             self._loader.exec_module(module)
         _PATCHES[self._name](module)
@@ -135,7 +135,7 @@ def _patch_context(module: ModuleType) -> None:
     @functools.wraps(make)
     def make_as_decided(self: Any, max_width: int, max_height: int, device_id: int = -1) -> None:
         self._context = None  # free() asks for it, also after a failure
-        _check(INDEX)
+        _check_variable(INDEX)
         hangs = _apply.inherited()
         if hangs:
             raise DeviceConflictError(hangs)
@@ -168,7 +168,7 @@ def _target() -> str:
     return f"EGL device {_decision.egl.index}{gpu}"
 
 
-def _check(variable: str) -> None:
+def _check_variable(variable: str) -> None:
     """See that what was decided still holds."""
     assert _decision is not None, "guard() has been called"
     decided, found = _decision.variables.get(variable), os.environ.get(variable)
