@@ -346,7 +346,7 @@ class PoolMemory:
         if self._turn != self._region.turn:  # other processes made sure of more
             self.most = self._count_reserved()
 
-    def grow(self, n_stacks: int) -> None:
+    def reserve_stacks(self, n_stacks: int) -> None:
         """Makes sure of room for so many more stacks.
 
         :raises OutOfMemoryError: if they cannot be numbered.

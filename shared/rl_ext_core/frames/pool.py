@@ -383,7 +383,7 @@ class FramePool:
             )
             done += int(stored)
             if done < len(stacks):
-                self._memory.grow(2 if nexts is not None else 1)
+                self._memory.reserve_stacks(2 if nexts is not None else 1)
         if self.codec.seals:
             seal_full(self._state, self._pool, self.codec, self._memory)
 
@@ -419,7 +419,7 @@ class FramePool:
                 if done == len(pairs):
                     break
                 self._memory.check_capacity(2)
-                self._memory.grow(2)
+                self._memory.reserve_stacks(2)
             if self.codec.seals:
                 seal_full(self._state, self._pool, self.codec, self._memory)
         except BaseException:
