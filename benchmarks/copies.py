@@ -505,7 +505,7 @@ def check_copy(
         return {**result, "verdict": "wrong", "why": f"the copy raises {type(error).__name__}: {error}"[:600]}
     result["seconds"].append(copy["seconds"])
     if read and copy["values"][1] != values[1]:
-        named = any(attribute(read) in text for text in warned.texts)
+        named = any(last_attribute(read) in text for text in warned.texts)
         return {**result, "verdict": "warned" if named else "lost", "why": f"{read} differs after a reset"}
     if copy["shape"] != shape:
         pair = next(
@@ -531,12 +531,12 @@ def check_copy(
 def refusal(message: str, read: str) -> dict[str, Any]:
     """Judge the text of a refusal: it must have a line to write, and name the setting, if there is one."""
     line = "lambda" in message or "as_factory(" in message
-    named = not read or attribute(read) in message
+    named = not read or last_attribute(read) in message
     missing = [text for text, found in (("no line to write", line), ("setting not named", named)) if not found]
     return {"verdict": "refused", "why": "; ".join([*missing, message[:900]]), "complete": not missing}
 
 
-def attribute(read: str) -> str:
+def last_attribute(read: str) -> str:
     """Return the last attribute that an expression reads."""
     quoted = re.search(r"'(\w+)'", read)
     return quoted[1] if quoted else re.findall(r"\.(\w+)", re.sub(r"\.__name__| .*|,.*|\(-?\d.*", "", read))[-1]
