@@ -243,7 +243,7 @@ class Watch:
         phase, report = operation.name if operation else None, self._workers[number].report
         return FailedWorker(number, len(self._workers), self._label, seed, phase, report)
 
-    def _explain(self, error: Exception) -> None:
+    def _raise_if_failed(self, error: Exception) -> None:
         if isinstance(error, WorkerError):
             return
         if self.failure is None and (isinstance(error, _OF_PIPES) or any(map(self._is_failing, self._workers))):
@@ -286,7 +286,7 @@ class _Operation:
             return
         try:
             if isinstance(error, Exception):
-                watch._explain(error)
+                watch._raise_if_failed(error)
         finally:
             watch._current_operation = None
 
