@@ -34,7 +34,7 @@ _SIDE = 64
 
 
 @dataclass(frozen=True)
-class Verified:
+class Verification:
     """One renderer, tried in a process of its own.
 
     :param name: one of the renderers' names
@@ -105,7 +105,7 @@ class Verified:
         return f"as predicted{seen} ({self.seconds:.1f} s)"
 
 
-def verify(name: str, device: str = "auto", render: str = "same", *, limit_s: float = LIMIT_S) -> Verified:
+def verify(name: str, device: str = "auto", render: str = "same", *, limit_s: float = LIMIT_S) -> Verification:
     """Let a renderer make a context under ``resolve(device, render=render, renderer=name)``.
 
     :param name: of a renderer that is installed
@@ -116,7 +116,7 @@ def verify(name: str, device: str = "auto", render: str = "same", *, limit_s: fl
     """
     began = time.monotonic()
     seen = _run([sys.executable, "-m", "rl_ext_core.devices._verify", name, device, render], limit_s)
-    return Verified(name=name, **seen, seconds=round(time.monotonic() - began, 2))
+    return Verification(name=name, **seen, seconds=round(time.monotonic() - began, 2))
 
 
 def _run(command: Sequence[str], limit_s: float) -> dict[str, Any]:

@@ -28,7 +28,7 @@ import rl_ext_core
 from rl_ext_core.cli import new_console
 from rl_ext_core.devices import _renderers, _resolve
 from rl_ext_core.devices._check import Finding, Prediction, Situation, check_environment, meant_by, predict
-from rl_ext_core.devices._verify import LIMIT_S, Verified, verify
+from rl_ext_core.devices._verify import LIMIT_S, Verification, verify
 from rl_ext_core.devices.decision import Decision
 from rl_ext_core.devices.inventory import PACKAGES, Gpu, Inventory, installed_versions, read_record
 from rl_ext_core.errors import (
@@ -103,7 +103,7 @@ class Report:
     refusal: str | None
     renderers: tuple[Prediction, ...]
     findings: tuple[Finding, ...]
-    verified: tuple[Verified, ...] = ()
+    verified: tuple[Verification, ...] = ()
 
     @property
     def healthy(self) -> bool:
@@ -136,7 +136,7 @@ def examine(
     environ: Mapping[str, str] | None = None,
     *,
     question: Question | None = None,
-    verified: Sequence[Verified] = (),
+    verified: Sequence[Verification] = (),
 ) -> Report:
     """Examine a machine. Nothing is set, and where NVML answers, CUDA is not initialised.
 
@@ -202,7 +202,7 @@ def replay(text: str, *, question: Question | None = None) -> Report:
             raise ValueError("a UUID belongs to no GPU")
         environ = read_record(Mapping[str, str], data["environ"], "environ")
         asked = read_record(Question, data["question"], "question")
-        verified = read_record(tuple[Verified, ...], data["verified"], "verified")
+        verified = read_record(tuple[Verification, ...], data["verified"], "verified")
         decision = read_record(Decision | None, data["decision"], "decision")
         if not {entry.name for entry in verified} <= set(_renderers.NAMES):  # it becomes part of lines to copy
             raise ValueError(f"{[entry.name[:60] for entry in verified]} is no renderer")

