@@ -357,7 +357,7 @@ class PoolMemory:
         counts[-1] = min(counts[-1], self._sizes.streams)
         self._reserve(*counts.tolist())
 
-    def make_sure_of(self, n_bytes: int) -> None:
+    def reserve_block(self, n_bytes: int) -> None:
         """Likewise, of room for a block of so many bytes."""
         more = -(-n_bytes // self._sizes.grain)
         self._reserve(*(int(self._head[kind]) + (more if kind == GRAINS else 0) for kind in _RESERVED_KINDS))

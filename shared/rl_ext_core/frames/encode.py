@@ -546,6 +546,6 @@ def seal_full(state: Counts, pool: PoolArrays, codec: Codec, room: PoolMemory) -
     blocks = blocks[pool.blocks[blocks, KIND] == FULL]
     for block, contents in zip(blocks.tolist(), stored(state, blocks), strict=True):
         sealed = seal_block(codec, contents)
-        room.make_sure_of(len(sealed))
+        room.reserve_block(len(sealed))
         replace_bytes(state, block, address_of(sealed), len(sealed))
     pool.head[UNSEALED] = 0

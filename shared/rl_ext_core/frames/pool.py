@@ -187,7 +187,7 @@ class FramePool:
         head[state.SETTINGS_VERSION] += 1
         head[state.RECONFIGURING] = 0
         self.refresh()
-        self._memory.make_sure_of(0)
+        self._memory.reserve_block(0)
 
     def _write_settings(
         self, layout: StackLayout, *, codec: str | Codec, block_length: int, max_error: int, quality: int
