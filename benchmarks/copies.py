@@ -319,7 +319,7 @@ SETTINGS: dict[str, list[tuple[str, str, str]]] = {
 }  # fmt: skip
 
 
-def names_of(library: str) -> dict[str, Any]:
+def names_for_eval(library: str) -> dict[str, Any]:
     """Return what expressions in the table of settings name."""
     names: dict[str, Any] = {"np": np, "curriculum": curriculum, "lift": lift, "preprocessed": preprocessed}
     wanted = {
@@ -393,7 +393,7 @@ def run_copy(packed: bytes, library: str, read: str) -> dict[str, Any]:
     """Build a copy in this process, and return what is compared with the original."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    names = names_of(library) if read else {}
+    names = names_for_eval(library) if read else {}
     begin = time.perf_counter()
     copy = pickle.loads(packed)()
     built = time.perf_counter() - begin
@@ -475,7 +475,7 @@ def check_copy(
     read: str = "",
 ) -> dict[str, Any]:
     """Use an environment, change it, copy it, and compare the copy with it from a reset on."""
-    names = names_of(library) if read else {}
+    names = names_for_eval(library) if read else {}
 
     def value(env: Any) -> list[str]:
         return [digest(eval(read, names, {"env": env}))] if read else []
@@ -552,7 +552,7 @@ def child(kind: str, library: str, done: set[str]) -> None:
     worlds: Any = LIBRARIES[library]()
     if kind == "settings":
         next(iter(worlds), None)  # imports the library with its renderer
-        names, cases = names_of(library), collections.Counter[str]()
+        names, cases = names_for_eval(library), collections.Counter[str]()
         worlds = []
         for make, change, read in SETTINGS.get(library, ()):
             name = f"{make}: {change or 'as constructed'}: {read}"
