@@ -82,7 +82,7 @@ class Watch:
         idle_in: Sequence[str] = ("/multiprocessing/connection.py",),
     ) -> None:
         self.failure: Failure | None = None
-        self._workers = [_checked(process) for process in processes]
+        self._workers = [_require_started_worker(process) for process in processes]
         if seeds is not None and len(seeds) != len(processes):
             raise InvalidArgumentError(
                 f"there are {len(seeds)} seeds for {len(processes)} processes; write one for each, or seeds=None"
@@ -291,7 +291,7 @@ class _Operation:
             watch._current_operation = None
 
 
-def _checked(process: BaseProcess) -> Worker:
+def _require_started_worker(process: BaseProcess) -> Worker:
     if not isinstance(process, Worker):
         raise InvalidTypeError(
             f"{process!r} does not report; expected a worker of this package. Make it by "
