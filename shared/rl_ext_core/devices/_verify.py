@@ -132,18 +132,18 @@ def _run(command: Sequence[str], limit_s: float) -> dict[str, Any]:
         )
     except subprocess.TimeoutExpired as error:
         said = error.stdout or ""
-        told = _told(said if isinstance(said, str) else said.decode(errors="replace"))
+        told = _parse_output(said if isinstance(said, str) else said.decode(errors="replace"))
         return {**told, "failure": f"it did not end within {limit_s:.0f} s"}
     except OSError as error:
         return {"failure": f"{sys.executable} could not be started: {error}"}
-    told = _told(done.stdout)
+    told = _parse_output(done.stdout)
     if told and not done.returncode:
         return told
     last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
     return {**told, "failure": f"the process ended {_ending(done.returncode)}: {last}"}
 
 
-def _told(output: str) -> dict[str, Any]:
+def _parse_output(output: str) -> dict[str, Any]:
     """Read what the process told: first what was decided, then what it saw."""
     told: dict[str, Any] = {}
     for line in output.splitlines():
