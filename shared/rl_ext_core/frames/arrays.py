@@ -362,7 +362,7 @@ class PoolMemory:
         more = -(-n_bytes // self._sizes.grain)
         self._reserve(*(int(self._head[kind]) + (more if kind == GRAINS else 0) for kind in _RESERVED_KINDS))
 
-    def holds(self, counts: npt.NDArray[np.int64]) -> bool:
+    def try_reserve(self, counts: npt.NDArray[np.int64]) -> bool:
         """Return whether there can be so many of each kind, and make sure of room for them if so."""
         if ((counts < 0) | (counts > self._limits)).any():
             return False

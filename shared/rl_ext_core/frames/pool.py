@@ -701,7 +701,7 @@ class FramePool:
         head = self._arrays["head"]
         head[: state.SETTINGS_VERSION] = stored["head"][: state.SETTINGS_VERSION]
         kinds = head[[state.BLOCKS, state.GRAINS, state.REFERENCES, state.STREAMS]]
-        if not self._memory.holds(kinds) or not free_others(
+        if not self._memory.try_reserve(kinds) or not free_others(
             self._state, np.zeros(int(head[state.GRAINS]), dtype=np.bool_)
         ):
             raise CorruptFileError("the frames are damaged: blocks lie where there is nothing")
