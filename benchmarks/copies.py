@@ -491,7 +491,7 @@ def check_copy(
     try:
         packed = pickle.dumps(as_factory(env))
     except NotCopyableError as error:
-        return refusal(str(error), read)
+        return judge_refusal(str(error), read)
     except Exception as error:
         return {"verdict": "wrong", "why": f"as_factory raises {type(error).__name__}: {error}"[:600]}
     result: dict[str, Any] = {"seconds": [time.perf_counter() - begin], "warned": [text[:300] for text in warned.texts]}
@@ -528,7 +528,7 @@ def check_copy(
     return {**result, "verdict": "copied", "why": ""}
 
 
-def refusal(message: str, read: str) -> dict[str, Any]:
+def judge_refusal(message: str, read: str) -> dict[str, Any]:
     """Judge the text of a refusal: it must have a line to write, and name the setting, if there is one."""
     line = "lambda" in message or "as_factory(" in message
     named = not read or last_attribute(read) in message
