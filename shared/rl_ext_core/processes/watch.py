@@ -40,7 +40,7 @@ _WRITING_S = 0.2
 # How often the thread looks at the clock, and whether it is to end; a death wakes it at once.
 _TICK_S = 0.05
 # Errors by which a worker's end shows before it is over. Others may be the parent's own, and are not held up.
-_OF_PIPES = (EOFError, ConnectionError)
+_PIPE_ERRORS = (EOFError, ConnectionError)
 # Before multiprocessing joins its children, which would wait for them forever.
 _EXIT_PRIORITY = 100
 
@@ -246,7 +246,7 @@ class Watch:
     def _raise_if_failed(self, error: Exception) -> None:
         if isinstance(error, WorkerError):
             return
-        if self.failure is None and (isinstance(error, _OF_PIPES) or any(map(self._is_failing, self._workers))):
+        if self.failure is None and (isinstance(error, _PIPE_ERRORS) or any(map(self._is_failing, self._workers))):
             self._workers_ended.wait(_PATIENCE_S)
         self._raise_failure()
 
