@@ -172,9 +172,9 @@ def main() -> None:
         _tell(_decided(decision))
         _tell(_see(name, decision))
     except (ModuleNotFoundError, MissingDependencyError) as error:
-        _tell({"failure": _said(error), "missing": True})
+        _tell({"failure": _error_text(error), "missing": True})
     except Exception as error:
-        _tell({"failure": _said(error)})
+        _tell({"failure": _error_text(error)})
     # What drivers and libraries do to an interpreter that ends is not what was asked.
     os._exit(0)
 
@@ -192,7 +192,7 @@ def _decided(decision: Decision) -> dict[str, Any]:
     }
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     first = (str(error).strip().splitlines() or [""])[0]
     return first if isinstance(error, RlExtError) else f"{type(error).__name__}: {first}"
 
