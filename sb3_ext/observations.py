@@ -328,7 +328,7 @@ class Observations:
     def is_decoded_batch(self, array: Array) -> bool:
         """Return whether the array is one that a batch was decoded into, or a view of it."""
         owner = array if array.base is None else array.base
-        return any(part.recycled.holds(owner) for part in self.parts.values())
+        return any(part.recycled.owns(owner) for part in self.parts.values())
 
     @property
     def recycled_nbytes(self) -> int:

@@ -48,7 +48,7 @@ class RecycledArrays:
         self._arrays = [*self._arrays[-_KEPT + 1 :], array]
         return array
 
-    def holds(self, array: npt.NDArray[np.generic]) -> bool:
+    def owns(self, array: npt.NDArray[np.generic]) -> bool:
         """Whether the array is one of those handed out last."""
         return any(array is known for known in self._arrays)
 
