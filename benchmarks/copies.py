@@ -435,7 +435,7 @@ class Copier:
             raise
 
 
-class Warned(logging.Handler):
+class WarningCollector(logging.Handler):
     """Collects what the package warns of."""
 
     def __init__(self) -> None:
@@ -468,7 +468,7 @@ def check_copy(
     library: str,
     make: Callable[[], Any],
     copier: Copier,
-    warned: Warned,
+    warned: WarningCollector,
     *,
     name: str,
     change: str = "",
@@ -548,7 +548,7 @@ def child(kind: str, library: str, done: set[str]) -> None:
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
     os.chdir(tempfile.mkdtemp(prefix="copies-"))
     logging.getLogger().addHandler(logging.NullHandler())
-    copier, warned = Copier(), Warned()
+    copier, warned = Copier(), WarningCollector()
     worlds: Any = LIBRARIES[library]()
     if kind == "settings":
         next(iter(worlds), None)  # imports the library with its renderer
