@@ -31,7 +31,7 @@ _log = logging.getLogger("rl_ext_core.processes")
 
 # How long the end of a worker may take, once the main thread has seen its pipe closed or its report written: what it
 # closes itself, on a busy machine.
-_PATIENCE_S = 30.0
+_REPORT_TIMEOUT_S = 30.0
 # And that of one that was killed: the kernel has to free its memory.
 _REAP_S = 10.0
 # How long a worker may take to begin to say where it is, and to write that.
@@ -247,7 +247,7 @@ class Watch:
         if isinstance(error, WorkerError):
             return
         if self.failure is None and (isinstance(error, _PIPE_ERRORS) or any(map(self._is_failing, self._workers))):
-            self._workers_ended.wait(_PATIENCE_S)
+            self._workers_ended.wait(_REPORT_TIMEOUT_S)
         self._raise_failure()
 
     def _is_failing(self, worker: Worker) -> bool:
