@@ -115,11 +115,11 @@ def verify(name: str, device: str = "auto", render: str = "same", *, limit_s: fl
     :return: what was seen; whatever fails, fails in there
     """
     began = time.monotonic()
-    seen = _run([sys.executable, "-m", "rl_ext_core.devices._verify", name, device, render], limit_s)
+    seen = _run_process([sys.executable, "-m", "rl_ext_core.devices._verify", name, device, render], limit_s)
     return Verification(name=name, **seen, seconds=round(time.monotonic() - began, 2))
 
 
-def _run(command: Sequence[str], limit_s: float) -> dict[str, Any]:
+def _run_process(command: Sequence[str], limit_s: float) -> dict[str, Any]:
     try:
         done = subprocess.run(
             command,
