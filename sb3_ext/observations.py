@@ -90,7 +90,7 @@ class Part:
 
     def empty(self, n: int) -> Array:
         """Return an array to decode ``n`` observations into, which nobody else holds."""
-        return self.recycled.take((n, *self.shape), self.dtype)
+        return self.recycled.empty((n, *self.shape), self.dtype)
 
     def _match_space(self, obs: Any, name: str) -> Array:
         """Return them in the observation space's dtype, which environments may not keep to, and with all axes."""

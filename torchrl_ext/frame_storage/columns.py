@@ -129,7 +129,7 @@ class FrameColumn:
     def decode(self, handles: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the images of one or two tensors of handles of the same shape."""
         flat = [part.reshape(-1).numpy() for part in handles]
-        outs = [self._recycled.take((len(part), *self.shape), self._numpy_dtype) for part in flat]
+        outs = [self._recycled.empty((len(part), *self.shape), self._numpy_dtype) for part in flat]
         num_threads = torch.get_num_threads() if self._num_threads is None else self._num_threads
         following = (flat[1], outs[1]) if len(flat) == 2 else (None, None)
         self.pool.get(flat[0], outs[0], *following, num_threads=num_threads)

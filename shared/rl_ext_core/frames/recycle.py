@@ -39,7 +39,7 @@ class RecycledArrays:
     def __init__(self) -> None:
         self._arrays: list[npt.NDArray[np.generic]] = []
 
-    def take(self, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> npt.NDArray[np.generic]:
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> npt.NDArray[np.generic]:
         """An array of that shape and dtype with any contents."""
         array = _unused(self._arrays, shape, dtype, _REFERENCES)
         if array is not None:
