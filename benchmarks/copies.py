@@ -616,7 +616,7 @@ def _follow(
                     return current, ""
 
 
-def show(kind: str, results: Mapping[str, Mapping[str, Any]], *, listed: bool) -> int:
+def print_counts(kind: str, results: Mapping[str, Mapping[str, Any]], *, listed: bool) -> int:
     """Print the counts of each library, and what is not as it should be; return the number of those."""
     verdicts = ("copied", "not repeatable", "refused", "warned", "lost", "wrong", "not made")
     print(
@@ -671,7 +671,7 @@ def main() -> None:
                 print(f"{library}: skipped, because {OTHER_PYTHONS[library].parent.parent.name} is not installed here")
                 continue
             run(kind, library, results.setdefault(kind, {}).setdefault(library, {}), keep, chosen.limit)
-        bad += show(kind, results.get(kind, {}), listed=chosen.list)
+        bad += print_counts(kind, results.get(kind, {}), listed=chosen.list)
     sys.exit(bool(bad))
 
 
