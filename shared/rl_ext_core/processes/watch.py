@@ -233,9 +233,9 @@ class Watch:
         asked = [worker for worker in living if worker.report.request_end()] if END_SIGNAL is not None else []
         for worker in asked:
             worker.send_signal(END_SIGNAL)
-        _wait_for(asked, CLOSE_S)
+        _wait_until_ended(asked, CLOSE_S)
         kill_workers(living)
-        _wait_for(living, _REAP_S)
+        _wait_until_ended(living, _REAP_S)
 
     def _failed_worker(self, number: int) -> FailedWorker:
         operation = self._current_operation
@@ -324,7 +324,7 @@ def _is_alive(worker: Worker) -> bool:
         return False
 
 
-def _wait_for(workers: Sequence[Worker], seconds: float) -> None:
+def _wait_until_ended(workers: Sequence[Worker], seconds: float) -> None:
     """Wait for workers to end."""
     end = time.monotonic() + seconds
     while any(map(_is_alive, workers)) and time.monotonic() < end:
