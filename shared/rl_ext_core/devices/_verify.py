@@ -206,7 +206,7 @@ def _see(name: str, decision: Decision) -> dict[str, Any]:
     else:
         decision.apply()
     strings: list[str] = []
-    context = _open(name, lambda: strings.extend(_gl_strings()))
+    context = _create_context(name, lambda: strings.extend(_gl_strings()))
     display = _apply.display_of(name)
     after = _gpus_of_this_process()
     del context
@@ -237,7 +237,7 @@ def _gl_strings() -> tuple[str, str]:
     return tuple((gl.glGetString(name) or b"").decode() for name in (gl.GL_RENDERER, gl.GL_VENDOR))  # type: ignore[return-value]
 
 
-def _open(name: str, look: Callable[[], None]) -> object:
+def _create_context(name: str, look: Callable[[], None]) -> object:
     """Make a renderer's context, look at what it is on while it is current, and return what keeps it alive."""
     if name == "pyrender":
         renderer = import_module("pyrender").OffscreenRenderer(_SIDE, _SIDE)  # and leaves it current
