@@ -13,7 +13,7 @@ import torch
 from tensordict.utils import unravel_key
 
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError
-from rl_ext_core.frames.auto import COPIED, JUDGE_AFTER, LAST_CHECK, Encoding, EncodingChooser, matching_layout
+from rl_ext_core.frames.auto import COPY_BATCH, JUDGE_AFTER, LAST_CHECK, Encoding, EncodingChooser, matching_layout
 from rl_ext_core.frames.codecs import check_numba
 from rl_ext_core.frames.recycle import RecycledArrays
 from rl_ext_core.frames.region import RegionFile
@@ -154,7 +154,7 @@ class FrameColumn:
     def _store_anew(self, held: list[torch.Tensor], flat: list[Handles]) -> None:
         layout, encoding = self.pool.layout, None
         if self._chooser.n_stack is None:
-            stacks, *following = self._decoded([part[-COPIED:] for part in flat])
+            stacks, *following = self._decoded([part[-COPY_BATCH:] for part in flat])
             layout = matching_layout(layout, stacks, following[0] if following else None)
         if layout != self.pool.layout:
             encoding = self._chooser.first_encoding(layout)
@@ -163,8 +163,8 @@ class FrameColumn:
         if encoding is None:
             return
         pool, parts = self._new_pool(encoding), []
-        for start in range(0, len(flat[0]), COPIED):
-            parts.append(pool.put(*self._decoded([part[start : start + COPIED] for part in flat])))
+        for start in range(0, len(flat[0]), COPY_BATCH):
+            parts.append(pool.put(*self._decoded([part[start : start + COPY_BATCH] for part in flat])))
         self.pool = pool
         encoding.log("stacks")
         for leaf, anew in zip(held, zip(*parts, strict=True), strict=False):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 LAST_CHECK = 4096  # transitions an environment, after which what was found is kept
 JUDGE_AFTER = 64  # transitions an environment, before which compression says little
-COPIED = 64  # transitions an environment, or stacks, that are copied at a time
+COPY_BATCH = 64  # transitions an environment, or stacks, that are copied at a time
 _LOOK_BACK = 16  # transitions an environment that a layout is found from
 _ALL_CHANGES = 0.95  # noise: not worth decoding
 _SMALL_FRAME = 512  # bytes: below, patches save less than the bookkeeping of a block costs
@@ -189,8 +189,8 @@ def matching_layout(layout: StackLayout, stacks: npt.NDArray[Any], nexts: npt.ND
     """How stacks are made of frames, by those that follow each other; the layout given where they do not tell."""
     shape, dtype = layout.shape, layout.dtype
     if nexts is not None:
-        return find_layout(shape, dtype, stacks[:COPIED], nexts[:COPIED]) or layout
-    stacks = stacks[:COPIED]
+        return find_layout(shape, dtype, stacks[:COPY_BATCH], nexts[:COPY_BATCH]) or layout
+    stacks = stacks[:COPY_BATCH]
     for distance in range(1, len(stacks) // 2 + 1):  # of environments that take turns, the successor comes later
         found = find_layout(shape, dtype, stacks[:-distance], stacks[distance:])
         if found is not None and found.n_stack > 1:

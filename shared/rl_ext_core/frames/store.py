@@ -19,7 +19,7 @@ from rl_ext_core._interrupts import check, defer_signals
 from rl_ext_core._system import thread_lock
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, StorageError
 from rl_ext_core.frames.arrays import MOST_PLACES
-from rl_ext_core.frames.auto import COPIED, LAST_CHECK, Encoding, EncodingChooser
+from rl_ext_core.frames.auto import COPY_BATCH, LAST_CHECK, Encoding, EncodingChooser
 from rl_ext_core.frames.checkpoint import FORMAT_VERSION, check_format, checksum, load, reduced_and_held, save
 from rl_ext_core.frames.codecs import (
     DEFAULT_QUALITY,
@@ -573,8 +573,8 @@ class FrameStore:
         """A pool with the same transitions in the same rows, which must not have wrapped."""
         pool = self._new_pool(encoding, file)
         memory = PLANAR if encoding.layout.planar else INTERLEAVED
-        for start in range(0, self.size, COPIED):
-            rows = np.arange(start, min(start + COPIED, self.size))
+        for start in range(0, self.size, COPY_BATCH):
+            rows = np.arange(start, min(start + COPY_BATCH, self.size))
             pool.reserve_rows(int(rows[-1]) + 1)
             before, after = (part.reshape(len(rows), *self._shape) for part in self.transitions(rows))
             for row, stacks, nexts in zip(rows.tolist(), before, after, strict=True):
