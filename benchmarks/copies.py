@@ -54,7 +54,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Pythons of libraries that do not fit into the project's own environment.
 OTHER_PYTHONS = {"vmas": ROOT / ".venv-vmas/bin/python", "meltingpot": ROOT / ".venv-meltingpot/bin/python"}
 STEPS, SEED = 20, 3
-GOOD = ("copied", "not repeatable")
+EXPECTED_VERDICTS = ("copied", "not repeatable")
 # What layers of environments keep the next layer in.
 INNER = ("env", "_env", "aec_env", "par_env", "base_env", "_environment")
 
@@ -635,7 +635,7 @@ def print_counts(kind: str, results: Mapping[str, Mapping[str, Any]], *, listed:
         incomplete = sum(not result.get("complete", True) for result in found.values())
         bad += counts["wrong"] + counts["lost"] + incomplete
         for name, result in found.items():
-            usual = result["verdict"] in GOOD or (kind == "settings" and result["verdict"] == "refused")
+            usual = result["verdict"] in EXPECTED_VERDICTS or (kind == "settings" and result["verdict"] == "refused")
             if listed and (not usual or not result.get("complete", True)):
                 print(f"    {name}: {result['verdict']}: {result['why'][:400]}")
     return bad
