@@ -164,7 +164,7 @@ class Worker(BaseProcess):
     def __getstate__(self) -> dict[str, Any]:
         # The function is pickled apart: nothing of the user's is unpickled before the worker is set up.
         file = io.BytesIO()
-        pickler = _NotingPickler(file)
+        pickler = _MainModulePickler(file)
         pickler.dump(self._function())
         begin = replace(
             self._worker_start,
@@ -210,7 +210,7 @@ def kill_workers(workers: Sequence[Worker]) -> None:
         kill_process_trees(living, [process.pid or 0 for process in workers])
 
 
-class _NotingPickler(reduction.ForkingPickler):
+class _MainModulePickler(reduction.ForkingPickler):
     """Notes whether a worker has to import the main module to unpickle this.
 
     What cloudpickle has packed brings the main module's functions and classes along: most workers need not run the
