@@ -187,7 +187,7 @@ def check_environment(
     # A decision that is in force in this process has seen to the renderers.
     settled = bool(applied) and all(variables.get(name) == value for name, value in applied.items())
     findings: list[Finding] = []
-    for stage in (_names, _unread, _order, _mask, _rank, _lacks, *(() if settled else (_egl, _render))):
+    for stage in (_find_misspelled_names, _unread, _order, _mask, _rank, _lacks, *(() if settled else (_egl, _render))):
         for finding, changes in list(stage(situation)):
             findings.append(finding)
             if finding.severity == "error":
@@ -224,7 +224,7 @@ def meant_by(name: str) -> str | None:
     return next(iter(difflib.get_close_matches(letters, _KNOWN, 1, 0.88)), None)
 
 
-def _names(situation: Situation) -> Findings:
+def _find_misspelled_names(situation: Situation) -> Findings:
     for name, value in situation.original.items():
         known = None if name in _UNREAD else meant_by(name)
         right = situation.original.get(known or "")
