@@ -110,7 +110,7 @@ def candidate_layouts(
     yield StackLayout(shape, np.dtype(dtype), 1, 0)
 
 
-def continues(
+def is_continuation(
     layout: StackLayout, before: npt.NDArray[np.generic], after: npt.NDArray[np.generic]
 ) -> npt.NDArray[np.bool_]:
     """Which of ``after`` hold all but the oldest frame of ``before``, moved on by one.
@@ -150,6 +150,6 @@ def find_layout(
         return None
     before, after = before[telling], after[telling]
     for layout in candidate_layouts(shape, dtype):
-        if layout.n_stack == 1 or continues(layout, before, after).mean() >= _NEARLY_ALL:
+        if layout.n_stack == 1 or is_continuation(layout, before, after).mean() >= _NEARLY_ALL:
             return layout
     return None
