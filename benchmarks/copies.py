@@ -56,7 +56,7 @@ OTHER_PYTHONS = {"vmas": ROOT / ".venv-vmas/bin/python", "meltingpot": ROOT / ".
 STEPS, SEED = 20, 3
 EXPECTED_VERDICTS = ("copied", "not repeatable")
 # What layers of environments keep the next layer in.
-INNER = ("env", "_env", "aec_env", "par_env", "base_env", "_environment")
+INNER_NAMES = ("env", "_env", "aec_env", "par_env", "base_env", "_environment")
 
 
 def gymnasium_envs() -> NamedMakers:
@@ -369,7 +369,7 @@ def describe_layers(env: Any) -> list[str]:
     while layer is not None and id(layer) not in seen:
         seen.add(id(layer))
         found.append(f"{type(layer).__module__}.{type(layer).__qualname__}".replace("__mp_main__", "__main__"))
-        layer = next((vars(layer)[name] for name in INNER if name in getattr(layer, "__dict__", {})), None)
+        layer = next((vars(layer)[name] for name in INNER_NAMES if name in getattr(layer, "__dict__", {})), None)
     for name in ("observation_space", "action_space", "observation_spec", "action_spec"):
         space = getattr(env, name, None)
         if callable(space) and hasattr(env, "possible_agents"):
