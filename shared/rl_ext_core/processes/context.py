@@ -225,7 +225,7 @@ class _MainModulePickler(reduction.ForkingPickler):
         return NotImplemented
 
 
-_plain_preparation = spawn.get_preparation_data
+_original_preparation_data = spawn.get_preparation_data
 _spawning = threading.local()
 
 
@@ -234,7 +234,7 @@ def _preparation(name: str) -> dict[str, Any]:
     process = getattr(_spawning, "process", None)
     chosen = multiprocessing.get_start_method(allow_none=True)
     try:
-        data: dict[str, Any] = _plain_preparation(name)
+        data: dict[str, Any] = _original_preparation_data(name)
     finally:
         if process is not None and not chosen:
             # Asking for the default has fixed it: the user could not set another any more.
