@@ -11,9 +11,9 @@ import pytest
 from gymnasium import spaces
 
 from sb3_ext import CompressedReplayBuffer
-from tests.sb3_ext.test_rollout_buffers import both as both_rollouts
+from tests.sb3_ext.test_rollout_buffers import make_buffers as both_rollouts
 from tests.sb3_ext.test_rollout_buffers import fill as fill_rollouts
-from tests.sb3_ext.toys import REPLAY, ROLLOUT, both
+from tests.sb3_ext.toys import REPLAY, ROLLOUT, make_buffers
 
 ROWS, N_ENVS = 12, 2
 ACTIONS = spaces.Discrete(3)
@@ -34,7 +34,9 @@ def wrong(space: spaces.Space[Any], rng: np.random.Generator) -> Any:
 def test_observations_of_another_dtype_are_cast_as_upstream_casts_them(kind: str) -> None:
     space = GOALS if "dict" in kind or kind == "hindsight" else VECTOR if "maskable" in kind else IMAGE
     if kind in REPLAY:
-        ours, theirs = both(kind, ROWS * N_ENVS, space, ACTIONS, **({"env": None} if kind == "hindsight" else {}))
+        ours, theirs = make_buffers(
+            kind, ROWS * N_ENVS, space, ACTIONS, **({"env": None} if kind == "hindsight" else {})
+        )
     else:
         ours, theirs = both_rollouts(kind.removesuffix(" rollout"), ROWS, space)
     rng = np.random.default_rng(0)
@@ -64,7 +66,7 @@ def test_observations_of_another_dtype_are_cast_as_upstream_casts_them(kind: str
 
 
 def test_a_warning_that_is_an_error_leaves_the_buffer_as_it_was() -> None:
-    ours, _ = both("dict", ROWS * N_ENVS, GOALS, ACTIONS)
+    ours, _ = make_buffers("dict", ROWS * N_ENVS, GOALS, ACTIONS)
     rng = np.random.default_rng(0)
     with pytest.raises(UserWarning, match="comes as "):
         ours.add(wrong(GOALS, rng), wrong(GOALS, rng), *REST)

@@ -26,7 +26,7 @@ from tests.sb3_ext.toys import (
     Sprite,
     add_all,
     assert_same,
-    both,
+    make_buffers,
     collected,
     dict_env,
     for_envs,
@@ -96,7 +96,7 @@ ALL = spaces.Dict({str(number): part for number, part in enumerate(SPACES)})
 )
 def test_spaces(space: Any, actions: Any) -> None:
     for n_envs in (1, 3):
-        buffers = both("dict" if space is ALL else "plain", 50, space, actions, n_envs)
+        buffers = make_buffers("dict" if space is ALL else "plain", 50, space, actions, n_envs)
         add_all(buffers, random_transitions(space, actions, n_envs, 70))
         assert_same(*buffers)
         for name in ("observations", "next_observations"):
@@ -109,7 +109,7 @@ def test_spaces(space: Any, actions: Any) -> None:
 
 @pytest.mark.parametrize(("size", "n_envs"), [(1, 5), (11, 2), (np.int64(20), np.int64(3))])
 def test_sizes_are_rounded_as_in_the_original(size: int, n_envs: int) -> None:
-    buffers = both("plain", size, GREY, ACTIONS, n_envs)
+    buffers = make_buffers("plain", size, GREY, ACTIONS, n_envs)
     for transition in random_transitions(GREY, ACTIONS, n_envs, 23):
         add_all(buffers, [transition])
         assert_same(*buffers, 9)
@@ -138,7 +138,7 @@ def test_samples_are_normalized(name: str) -> None:
 @pytest.mark.parametrize("index", [(0, slice(None), [1, 2]), (slice(None), [0], slice(None), 0), (None, 3)], ids=str)
 def test_keys_that_arrays_read_in_another_way_are_refused(index: Any) -> None:
     with pytest.raises(ValueError, match="cannot index compressed observations"):
-        both("plain", 40, GREY, ACTIONS)[0].observations[index]
+        make_buffers("plain", 40, GREY, ACTIONS)[0].observations[index]
 
 
 # -- what does not fit
@@ -257,7 +257,7 @@ def test_options_by_key() -> None:
     image = spaces.Box(0, 255, (4, 30, 30), np.uint8)
     space = spaces.Dict(left=image, right=image, speed=spaces.Box(-1, 1, (6,), np.float32))
     codec = {"left": "patch+lz4", "speed": "patch"}
-    buffer, _ = both("dict", 80, space, ACTIONS, codec=codec, n_stack=4, block_length={"right": 2})
+    buffer, _ = make_buffers("dict", 80, space, ACTIONS, codec=codec, n_stack=4, block_length={"right": 2})
     assert buffer.codec == {"left": "patch+lz4", "right": "patch", "speed": "patch"}
     assert buffer.n_stack == {"left": 4, "right": 4, "speed": 1}
     assert buffer.block_length["right"] == 2
@@ -267,6 +267,6 @@ def test_options_by_key() -> None:
         ({"n_stack": {"left": "4"}}, TYPE, "key 'left': n_stack='4' must be a whole number"),
     ):
         with pytest.raises(error, match=text):
-            both("dict", 80, space, ACTIONS, **options)  # type: ignore[arg-type]
+            make_buffers("dict", 80, space, ACTIONS, **options)  # type: ignore[arg-type]
     with pytest.raises(TYPE, match=r"observation_space is Box.*expected a Dict.*CompressedReplayBuffer"):
         CompressedDictReplayBuffer(10, image, ACTIONS)

@@ -22,7 +22,7 @@ from tests.sb3_ext.toys import ROLLOUT, assert_same_batches, dict_env, drawn, im
 ACTIONS = spaces.Discrete(3)
 
 
-def both(kind: str, n_steps: int, space: Any, actions: Any = ACTIONS, n_envs: int = 2, **options: Any) -> Any:
+def make_buffers(kind: str, n_steps: int, space: Any, actions: Any = ACTIONS, n_envs: int = 2, **options: Any) -> Any:
     hidden = [(n_steps, 1, n_envs, 5)] if "recurrent" in kind else []
     more = {"device": "cpu", "gae_lambda": 0.9, "gamma": 0.95, "n_envs": n_envs}
     ours, theirs = ROLLOUT[kind]
@@ -69,7 +69,7 @@ def env_for(kind: str, n_envs: int = 2) -> VecEnv:
 def test_minibatches_of_every_size(kind: str) -> None:
     n_envs = 1 if kind == "plain" else 3
     venv = env_for(kind, n_envs)
-    buffers = both(kind, 24, venv.observation_space, n_envs=n_envs)
+    buffers = make_buffers(kind, 24, venv.observation_space, n_envs=n_envs)
     for seed in range(2):
         fill(buffers, seen(venv, 24, seed=seed), seed=seed)
         for batch_size in (None, 1, 7, 10_000) if seed else (7, 7, 48):
@@ -79,7 +79,7 @@ def test_minibatches_of_every_size(kind: str) -> None:
 @pytest.mark.parametrize("actions", [spaces.MultiDiscrete([2, 3]), spaces.MultiBinary(2)], ids=str)
 def test_masks_of_actions_of_several_parts(actions: Any) -> None:
     venv = image_env()
-    buffers = both("maskable", 24, venv.observation_space, actions)
+    buffers = make_buffers("maskable", 24, venv.observation_space, actions)
     fill(buffers, seen(venv, 24))
     assert_same_batches(*buffers, 7)
 
@@ -89,7 +89,7 @@ def test_masks_of_actions_of_several_parts(actions: Any) -> None:
 )
 def test_rollouts_that_follow_each_other(channels: int, first: bool, codec: str) -> None:
     venv = image_env(channels, 2, first=first)
-    buffers = both("plain", 40, venv.observation_space, codec=codec)
+    buffers = make_buffers("plain", 40, venv.observation_space, codec=codec)
     for turn in range(3):
         fill(buffers, seen(venv, 40, seed=turn), seed=turn)
         assert_same_batches(*buffers, 16)
@@ -98,7 +98,7 @@ def test_rollouts_that_follow_each_other(channels: int, first: bool, codec: str)
 
 
 def test_all_spaces_at_once() -> None:
-    buffers = both("dict", 20, ALL, n_envs=3)
+    buffers = make_buffers("dict", 20, ALL, n_envs=3)
     ALL.seed(0)
     fill(buffers, [drawn(ALL, 3) for _ in range(20)])
     assert_same_batches(*buffers, 7)
@@ -107,7 +107,7 @@ def test_all_spaces_at_once() -> None:
 @pytest.mark.parametrize("kind", ["plain", "dict"])
 def test_it_has_the_attributes_of_the_original(kind: str) -> None:
     venv = env_for(kind)
-    buffers = both(kind, 12, venv.observation_space)
+    buffers = make_buffers(kind, 12, venv.observation_space)
     for turn in range(2):
         fill(buffers, seen(venv, 12))
         for _ in range(2):
@@ -128,7 +128,7 @@ def test_it_has_the_attributes_of_the_original(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["plain", "dict"])
 def test_copies_go_on(copied: Callable[[Any], Any], kind: str) -> None:
     venv = env_for(kind)
-    buffers = both(kind, 12, venv.observation_space)
+    buffers = make_buffers(kind, 12, venv.observation_space)
     fill(buffers, seen(venv, 12))
     list(buffers[0].get(5)), list(buffers[1].get(5))
     ours = copied(buffers[0])
@@ -140,7 +140,7 @@ def test_copies_go_on(copied: Callable[[Any], Any], kind: str) -> None:
 @pytest.mark.parametrize("row", [2, 8, 9])
 def test_rows_that_are_assigned_once_more_are_those_of_the_original(row: int) -> None:
     venv = env_for("plain")
-    buffers = both("plain", 12, venv.observation_space)
+    buffers = make_buffers("plain", 12, venv.observation_space)
     *steps, other = seen(venv, 11)
     fill(buffers, steps)
     for buffer in buffers:
@@ -154,7 +154,7 @@ def test_rows_that_are_assigned_once_more_are_those_of_the_original(row: int) ->
 
 def test_what_does_not_fit_is_refused_and_replaced_by_what_does() -> None:
     venv = image_env()
-    buffers = both("plain", 8, venv.observation_space)
+    buffers = make_buffers("plain", 8, venv.observation_space)
     observations = seen(venv, 8)
     rest = np.zeros(2), np.zeros(2), np.zeros(2), torch.zeros(2, 1), torch.zeros(2)
     buffers[0].add(observations[0], *rest)
@@ -174,7 +174,7 @@ def test_what_does_not_fit_is_refused_and_replaced_by_what_does() -> None:
 @pytest.mark.parametrize("kind", ["recurrent", "recurrent dict"])
 def test_one_is_made_like_that_of_a_model(kind: str) -> None:
     venv = env_for(kind)
-    _, theirs = both(kind, 24, venv.observation_space)
+    _, theirs = make_buffers(kind, 24, venv.observation_space)
     ours = ROLLOUT[kind][0].like(theirs, codec="patch+lz4")
     assert (ours.gae_lambda, ours.gamma) == (0.9, 0.95)
     assert (ours.codec["image"] if isinstance(ours.codec, dict) else ours.codec) == "patch+lz4"

@@ -18,7 +18,7 @@ from stable_baselines3.common.buffers import ReplayBuffer
 
 from rl_ext_core.errors import CorruptFileError
 from sb3_ext import CompressedReplayBuffer
-from tests.sb3_ext.toys import REPLAY, add_all, assert_same, both, collected, image_env, reach, silenced
+from tests.sb3_ext.toys import REPLAY, add_all, assert_same, make_buffers, collected, image_env, reach, silenced
 
 ACTIONS = spaces.Discrete(3)
 SMALL = spaces.Box(0, 255, (2, 6, 5), np.uint8)
@@ -72,7 +72,7 @@ def test_a_model_saves_and_loads_it(
 
 
 def small_buffer(n_steps: int = 12) -> tuple[CompressedReplayBuffer, ReplayBuffer]:
-    ours, theirs = both("plain", 20, SMALL, ACTIONS, codec="patch+lz4", block_length=2)
+    ours, theirs = make_buffers("plain", 20, SMALL, ACTIONS, codec="patch+lz4", block_length=2)
     rng = np.random.default_rng(0)
     frames = rng.integers(256, size=(n_steps + 2, 2, 6, 5), dtype=np.uint8)
     for step in range(n_steps):

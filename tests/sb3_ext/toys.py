@@ -223,7 +223,7 @@ ROLLOUT: dict[str, tuple[Any, Any]] = {
 _OURS_ALONE = ("codec", "n_stack", "block_length", "num_threads", "max_bytes", "storage_dir", "max_error", "quality")
 
 
-def both(kind: str, size: int, space: Any, actions: Any, n_envs: int = 2, **options: Any) -> tuple[Any, Any]:
+def make_buffers(kind: str, size: int, space: Any, actions: Any, n_envs: int = 2, **options: Any) -> tuple[Any, Any]:
     """Our replay buffer and SB3's. Options that SB3's does not know go to ours alone."""
     theirs = {name: value for name, value in options.items() if name not in _OURS_ALONE}
     more = {"device": "cpu", "n_envs": n_envs}
@@ -237,7 +237,7 @@ def for_envs(kind: str, rows: int, venv: VecEnv, **options: Any) -> tuple[Any, A
     """Likewise, for these environments."""
     if kind == "hindsight":
         options["env"] = venv
-    return both(kind, rows * venv.num_envs, venv.observation_space, venv.action_space, venv.num_envs, **options)
+    return make_buffers(kind, rows * venv.num_envs, venv.observation_space, venv.action_space, venv.num_envs, **options)
 
 
 def silenced(model: Any) -> Any:
