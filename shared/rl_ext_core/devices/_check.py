@@ -187,7 +187,15 @@ def check_environment(
     # A decision that is in force in this process has seen to the renderers.
     settled = bool(applied) and all(variables.get(name) == value for name, value in applied.items())
     findings: list[Finding] = []
-    for stage in (_find_misspelled_names, _unread, _order, _mask, _rank, _lacks, *(() if settled else (_egl, _render))):
+    for stage in (
+        _find_misspelled_names,
+        _find_ignored_variables,
+        _order,
+        _mask,
+        _rank,
+        _lacks,
+        *(() if settled else (_egl, _render)),
+    ):
         for finding, changes in list(stage(situation)):
             findings.append(finding)
             if finding.severity == "error":
@@ -252,7 +260,7 @@ def _value_meant(known: str | None, value: str, situation: Situation) -> str:
     return text
 
 
-def _unread(situation: Situation) -> Findings:
+def _find_ignored_variables(situation: Situation) -> Findings:
     """Find variables that are exported for MuJoCo and that it does not read."""
     environ, versions = situation.environ, situation.inventory.versions
     mujocos = [entry for entry in _installed(situation) if entry.name in _renderers.MUJOCO_NAMES]
