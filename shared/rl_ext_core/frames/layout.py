@@ -146,9 +146,9 @@ def find_layout(
     :param before: observations of shape ``(n, *shape)``.
     :param after: the observations that followed, of the same shape.
     """
-    if len(before) == 0 or not (telling := _differ(before, after)).any():
+    if len(before) == 0 or not (informative := _differ(before, after)).any():
         return None
-    before, after = before[telling], after[telling]
+    before, after = before[informative], after[informative]
     for layout in candidate_layouts(shape, dtype):
         if layout.n_stack == 1 or is_continuation(layout, before, after).mean() >= _NEARLY_ALL:
             return layout
