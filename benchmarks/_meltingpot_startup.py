@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks.processes import children_of, last_line_of, own_cpu_s, private_mib, proportional_mib
+from benchmarks.processes import children_of, run_module, own_cpu_s, private_mib, proportional_mib
 
 SUBSTRATE = "commons_harvest__open"
 
@@ -73,7 +73,7 @@ def main() -> None:
         return
     results = {}
     for kind in ("upstream", "ours"):
-        line = last_line_of("benchmarks._meltingpot_startup", "--kind", kind, "--workers", given.workers)
+        line = run_module("benchmarks._meltingpot_startup", "--kind", kind, "--workers", given.workers)
         results[kind] = json.loads(line)
     print(json.dumps(results))
 

@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from benchmarks import memory, recordings
 from benchmarks.measure import interleaved, machine, resident_bytes, sampling_speed, times_as_fast
-from benchmarks.processes import last_line_of
+from benchmarks.processes import run_module
 from benchmarks.replay import Recording
 from sb3_ext import (
     CompressedDictReplayBuffer,
@@ -149,7 +149,7 @@ def _roll(buffer: Any, observations: list[np.ndarray], *, collecting: bool = Fal
 def grown(kind: str, name: str, *, ours: bool, codec: str, collecting: bool = False) -> float:
     """Resident bytes a transition."""
     options = ["--recordings", name, "--codec", codec, "--fill", "ours" if ours else "sb3"]
-    line = last_line_of("benchmarks.buffer_family", kind, *options, *["--collecting"] * collecting)
+    line = run_module("benchmarks.buffer_family", kind, *options, *["--collecting"] * collecting)
     n_bytes, count = map(int, line.split())
     return n_bytes / count
 

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from benchmarks import recordings
 from benchmarks.measure import machine, sampling_speed
-from benchmarks.processes import last_line_of
+from benchmarks.processes import run_module
 from benchmarks.replay import Recording, Transition
 from sb3_ext import CompressedReplayBuffer
 
@@ -126,7 +126,7 @@ PARTS = {"on_disk": on_disk, "saving": saving, "loading": loading}
 
 def measure(part: str, name: str, n: int, folder: Path) -> dict[str, float]:
     """One of the parts in a fresh process."""
-    line = last_line_of("benchmarks.disk", name, "--transitions", n, "--folder", folder, "--part", part)
+    line = run_module("benchmarks.disk", name, "--transitions", n, "--folder", folder, "--part", part)
     found: dict[str, float] = json.loads(line)
     return found
 

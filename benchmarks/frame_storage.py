@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from benchmarks.measure import machine, resident_bytes, sampling_speed
 from benchmarks.memory import GAMES, N_ENVS, transitions
-from benchmarks.processes import last_line_of
+from benchmarks.processes import run_module
 from torchrl_ext import FrameStorage
 
 STEPS = 64  # of each environment a batch
@@ -76,7 +76,7 @@ def fill(game: str, name: str, size: int) -> None:
 
 def bytes_a_transition(game: str, name: str, size: int) -> float:
     """:func:`fill` in a fresh process."""
-    line = last_line_of("benchmarks.frame_storage", game, "--fill", name, "--size", size)
+    line = run_module("benchmarks.frame_storage", game, "--fill", name, "--size", size)
     grown, count, _ = map(int, line.split())
     return grown / count
 

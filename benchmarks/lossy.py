@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from benchmarks import recordings
 from benchmarks.measure import machine, resident_bytes, sampling_speed, times_as_fast
-from benchmarks.processes import last_line_of
+from benchmarks.processes import run_module
 from benchmarks.replay_buffer import GAMES, NATURAL
 from rl_ext_core.frames.planning import _measured, _sampled
 from sb3_ext import CompressedReplayBuffer
@@ -71,7 +71,7 @@ def fill(name: str, way: str, data: Path) -> None:
 
 def resident(name: str, way: str, data: Path) -> float:
     """Bytes a transition, of :func:`fill` in a process of its own."""
-    grown, count = json.loads(last_line_of("benchmarks.lossy", name, "--fill", way, "--data", data))
+    grown, count = json.loads(run_module("benchmarks.lossy", name, "--fill", way, "--data", data))
     return float(grown / count)
 
 

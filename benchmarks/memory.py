@@ -22,7 +22,7 @@ from stable_baselines3.common.buffers import ReplayBuffer
 from tqdm import tqdm
 
 from benchmarks.measure import machine, resident_bytes
-from benchmarks.processes import last_line_of
+from benchmarks.processes import run_module
 from sb3_ext import CompressedReplayBuffer
 
 GAMES = ("pong", "breakout", "ms_pacman", "seaquest", "montezuma_revenge")
@@ -78,7 +78,7 @@ def fill(game: str, *, buffer: str, size: int, wraps: int) -> None:
 
 def measure(game: str, *, buffer: str, size: int, wraps: int = 1) -> tuple[int, int, int]:
     """:func:`fill` in a fresh process."""
-    line = last_line_of("benchmarks.memory", game, "--fill", buffer, "--size", size, "--wraps", wraps)
+    line = run_module("benchmarks.memory", game, "--fill", buffer, "--size", size, "--wraps", wraps)
     grown, said, count = map(int, line.split())
     return grown, said, count
 

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measure import format_ratio, machine, options_with_names, times_as_fast
-from benchmarks.processes import last_line_of
+from benchmarks.processes import run_module
 
 WHO = ("TorchRL", "ours")
 MELTINGPOT = Path(".venv-meltingpot/bin/python")
@@ -161,7 +161,7 @@ def meltingpot(rounds: int, workers: int) -> None:
     if not MELTINGPOT.exists():
         print(f"\nMelting Pot: left out, there is no {MELTINGPOT}: scripts/make_meltingpot_venv.sh")
         return
-    line = last_line_of("benchmarks._meltingpot_startup", "--workers", workers, python=MELTINGPOT)
+    line = run_module("benchmarks._meltingpot_startup", "--workers", workers, python=MELTINGPOT)
     print(f"\nMelting Pot, {workers} workers, until the first reset")
     meltingpot_table(json.loads(line))
 

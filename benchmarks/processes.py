@@ -10,7 +10,7 @@ from pathlib import Path
 MIB = 1024
 
 
-def last_line_of(module: str, *arguments: object, python: str | Path = sys.executable) -> str:
+def run_module(module: str, *arguments: object, python: str | Path = sys.executable) -> str:
     """Runs a module in a fresh process, and gives the last line that it prints."""
     command = [str(python), "-m", module, *map(str, arguments)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)

@@ -26,7 +26,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv
 
 from benchmarks import _vec_env_worlds as worlds
 from benchmarks.measure import interleaved, format_ratio, machine, options_with_names, record, times_as_fast
-from benchmarks.processes import last_line_of
+from benchmarks.processes import run_module
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from sb3_ext import RayVecEnv, SharedMemoryVecEnv
 
@@ -193,7 +193,7 @@ def learn(rounds: int, n_envs: int) -> None:
 
 def once(*arguments: object) -> Any:
     """Run a measurement in a fresh process."""
-    return json.loads(last_line_of("benchmarks._vec_env_once", *arguments))
+    return json.loads(run_module("benchmarks._vec_env_once", *arguments))
 
 
 def start(rounds: int, n_envs: int) -> None:
