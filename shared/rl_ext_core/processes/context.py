@@ -229,7 +229,7 @@ _original_preparation_data = spawn.get_preparation_data
 _spawning = threading.local()
 
 
-def _preparation(name: str) -> dict[str, Any]:
+def _get_preparation_data(name: str) -> dict[str, Any]:
     """Return multiprocessing's preparation data; those of a worker lack the main module, which it sends itself."""
     process = getattr(_spawning, "process", None)
     chosen = multiprocessing.get_start_method(allow_none=True)
@@ -246,7 +246,7 @@ def _preparation(name: str) -> dict[str, Any]:
 
 
 # multiprocessing has no other way to it for what is spawned, and spawns its own processes as before.
-spawn.get_preparation_data = _preparation
+spawn.get_preparation_data = _get_preparation_data
 
 
 @contextmanager
@@ -341,7 +341,7 @@ else:
             mp_context.set_spawning_popen(self)
             try:
                 with _own_preparation(process):
-                    reduction.dump(_preparation(process.name), data)
+                    reduction.dump(_get_preparation_data(process.name), data)
                 reduction.dump(process, data)
             finally:
                 mp_context.set_spawning_popen(None)
