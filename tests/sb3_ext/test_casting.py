@@ -11,7 +11,7 @@ import pytest
 from gymnasium import spaces
 
 from sb3_ext import CompressedReplayBuffer
-from tests.sb3_ext.test_rollout_buffers import make_buffers as both_rollouts
+from tests.sb3_ext.test_rollout_buffers import make_buffers as make_rollout_buffers
 from tests.sb3_ext.test_rollout_buffers import fill as fill_rollouts
 from tests.sb3_ext.toys import REPLAY, ROLLOUT, make_buffers
 
@@ -38,7 +38,7 @@ def test_observations_of_another_dtype_are_cast_as_upstream_casts_them(kind: str
             kind, ROWS * N_ENVS, space, ACTIONS, **({"env": None} if kind == "hindsight" else {})
         )
     else:
-        ours, theirs = both_rollouts(kind.removesuffix(" rollout"), ROWS, space)
+        ours, theirs = make_rollout_buffers(kind.removesuffix(" rollout"), ROWS, space)
     rng = np.random.default_rng(0)
     observations = [wrong(space, rng) for _ in range(ROWS + 1)]
 
