@@ -190,7 +190,7 @@ def check_environment(
     for stage in (
         _find_misspelled_names,
         _find_ignored_variables,
-        _order,
+        _find_order_mistakes,
         _mask,
         _rank,
         _lacks,
@@ -316,7 +316,7 @@ def _may_be(name: str, value: str) -> bool:
 # CUDA's order, the mask, ranks
 
 
-def _order(situation: Situation) -> Findings:
+def _find_order_mistakes(situation: Situation) -> Findings:
     value, inventory = situation.environ.get(ORDER), situation.inventory
     by_speed = inventory.fastest_first
     unlike = bool(inventory.gpus) and by_speed != tuple(gpu.uuid for gpu in inventory.gpus)
