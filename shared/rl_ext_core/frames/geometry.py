@@ -69,11 +69,11 @@ def geometry_of(layout: StackLayout, *, codec: Codec, block_length: int, max_err
         max_error=max_error,
         keeps_stack=int(layout.n_stack > 1 or max_error > 0 or codec.lossy),
         keeps_frame=int(codec.coder == PATCH or max_error > 0 or codec.lossy),
-        **_neighbours(layout),
+        **_neighbor_strides(layout),
     )
 
 
-def _neighbours(layout: StackLayout) -> dict[str, int]:
+def _neighbor_strides(layout: StackLayout) -> dict[str, int]:
     """How far the byte above and that of the channel before are from a byte of a frame."""
     shape = list(layout.shape)
     shape[layout.axis] //= layout.n_stack
