@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks.processes import children_of, run_module, own_cpu_s, private_mib, proportional_mib
+from benchmarks.processes import descendants_of, run_module, own_cpu_s, private_mib, proportional_mib
 
 SUBSTRATE = "commons_harvest__open"
 
@@ -55,7 +55,7 @@ def measure(kind: str, num_workers: int) -> list[dict[str, Any]]:
                 "wall_s": round(wall, 2),
                 "parent_cpu_s": round(own_cpu_s() - before, 2),
                 "workers": costs(workers),
-                "server": costs(set(children_of()) - set(workers)),
+                "server": costs(set(descendants_of()) - set(workers)),
             }
         )
         envs.close()

@@ -21,7 +21,7 @@ from torchrl.envs import GymEnv, GymWrapper, ParallelEnv
 
 import torchrl_ext
 from benchmarks.measure import interleaved
-from benchmarks.processes import children_of, cpu_s, private_mib, proportional_mib
+from benchmarks.processes import descendants_of, cpu_s, private_mib, proportional_mib
 
 ROLLOUT = 20
 SPIN_S = 0.002
@@ -95,7 +95,7 @@ def start(whose: str, count: int) -> list[dict[str, float]]:
         cpu = sum(map(cpu_s, workers)) / count
         others = _cpu_without_workers(workers) - before
         env.rollout(ROLLOUT, break_when_any_done=False)
-        everyone = ["self", *children_of()]
+        everyone = ["self", *descendants_of()]
         starts.append(
             {
                 "wall": wall,
@@ -112,7 +112,7 @@ def start(whose: str, count: int) -> list[dict[str, float]]:
 def _cpu_without_workers(workers: Any) -> float:
     """Of this process, whose ended children are workers, and of what else runs for all workers."""
     own = time.process_time()
-    return own + sum(map(cpu_s, set(children_of()) - set(workers)))
+    return own + sum(map(cpu_s, set(descendants_of()) - set(workers)))
 
 
 def built(whose: str, form: str, path: str) -> int:

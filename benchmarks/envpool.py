@@ -30,7 +30,7 @@ from stable_baselines3.common.vec_env import SubprocVecEnv
 
 from benchmarks.gym_vec_env import stepping
 from benchmarks.measure import interleaved, machine, options_with_names, record, times_as_fast
-from benchmarks.processes import children_of, own_cpu_s
+from benchmarks.processes import descendants_of, own_cpu_s
 from sb3_ext import GymVecEnv, SharedMemoryVecEnv
 
 RAW = "EnvPool, alone"
@@ -53,7 +53,7 @@ PARTS: dict[str, tuple[str, Callable[[], Any], int, int]] = {
 
 def cpu_time() -> float:
     """Return the CPU time of this process and its workers."""
-    return time.process_time() + sum(map(own_cpu_s, children_of()))
+    return time.process_time() + sum(map(own_cpu_s, descendants_of()))
 
 
 def measure(name: str, options: argparse.Namespace) -> None:

@@ -48,10 +48,10 @@ def _rollup(process: int | str, prefix: str) -> float:
     return sum(int(line.split()[1]) for line in lines if line.startswith(prefix)) / MIB
 
 
-def children_of(process: int | str = "self") -> list[int]:
+def descendants_of(process: int | str = "self") -> list[int]:
     """A process's children, their children and so on."""
     direct = [int(child) for task in Path(f"/proc/{process}/task").iterdir() for child in _children(task)]
-    return direct + [below for child in direct for below in children_of(child)]
+    return direct + [below for child in direct for below in descendants_of(child)]
 
 
 def _children(task: Path) -> list[str]:
