@@ -250,7 +250,7 @@ spawn.get_preparation_data = _get_preparation_data
 
 
 @contextmanager
-def _own_preparation(process: Any) -> Iterator[None]:
+def _worker_preparation(process: Any) -> Iterator[None]:
     _spawning.process = process
     try:
         yield
@@ -265,7 +265,7 @@ if sys.platform == "win32":
 
         def __init__(self, process: Any) -> None:
             try:
-                with _own_preparation(process):
+                with _worker_preparation(process):
                     super().__init__(process)
             except OSError:
                 if not hasattr(self, "pid"):
@@ -327,7 +327,7 @@ else:
 
         def _launch(self, process: Any) -> None:
             # A worker that has died already is found like any other.
-            with server.signals_held(), _own_preparation(process), suppress(BrokenPipeError):
+            with server.signals_held(), _worker_preparation(process), suppress(BrokenPipeError):
                 super()._launch(process)  # type: ignore[misc]
             self._watch_process()
 
@@ -340,7 +340,7 @@ else:
             data = io.BytesIO()
             mp_context.set_spawning_popen(self)
             try:
-                with _own_preparation(process):
+                with _worker_preparation(process):
                     reduction.dump(_get_preparation_data(process.name), data)
                 reduction.dump(process, data)
             finally:
