@@ -26,7 +26,7 @@ from stable_baselines3.common.vec_env import (
 from sb3_ext import AutoVecEnv
 from sb3_ext.vec_env import SharedMemoryVecEnv, VecEnvTimingCallback
 from tests.sb3_ext.toys import silenced
-from tests.sb3_ext.vec_checks import FAST, action_of, assert_equal, both, rollout
+from tests.sb3_ext.vec_checks import FAST, action_of, assert_equal, open_vec_env_pair, rollout
 from tests.sb3_ext.vec_worlds import ACTIONS, OBSERVATIONS, REWARDS, Drawn, Returning, Reusing
 
 
@@ -34,7 +34,7 @@ def check(build: Any, steps: int = 25, n_envs: int = 3, n_workers: int | None = 
     space = build().action_space
     space.seed(0)
     actions = [action_of(space, n_envs) for _ in range(steps)]
-    with both([build] * n_envs, n_workers=n_workers, **options) as (ours, theirs):
+    with open_vec_env_pair([build] * n_envs, n_workers=n_workers, **options) as (ours, theirs):
         assert (ours.observation_space, ours.action_space) == (theirs.observation_space, theirs.action_space)
         seen = rollout(ours, actions)
         assert_equal(seen, rollout(theirs, actions))
@@ -78,13 +78,13 @@ def test_it_returns_what_subproc_vec_env_returns(
     ],
 )
 def test_actions_of_other_dtypes_and_shapes_arrive_as_they_are(space: str, actions: list[Any]) -> None:
-    with both([functools.partial(Drawn, actions=space)] * 3, n_workers=2) as (ours, theirs):
+    with open_vec_env_pair([functools.partial(Drawn, actions=space)] * 3, n_workers=2) as (ours, theirs):
         assert_equal(rollout(ours, actions), rollout(theirs, actions))
         assert_equal(ours.env_method("all_given"), theirs.env_method("all_given"))
 
 
 def test_seeds_and_options_go_to_the_next_reset_only() -> None:
-    with both([Drawn] * 3, n_workers=2) as (ours, theirs):
+    with open_vec_env_pair([Drawn] * 3, n_workers=2) as (ours, theirs):
         for venv in (ours, theirs):
             assert venv.seed(4) == [4, 5, 6]
             venv.set_options([{"level": 1}, {}, {"level": 3}])
@@ -197,7 +197,7 @@ def called(venv: VecEnv) -> list[Any]:
 
 @pytest.mark.parametrize("n_workers", [1, 2, 3])
 def test_methods(n_workers: int) -> None:
-    with both([wrapped] * 3, n_workers=n_workers) as (ours, theirs):
+    with open_vec_env_pair([wrapped] * 3, n_workers=n_workers) as (ours, theirs):
         assert_equal(called(ours), called(theirs))
 
 
@@ -217,7 +217,7 @@ def weights(venv: VecEnv) -> list[Any]:
 
 
 def test_training_under_wrappers_gives_the_same_weights() -> None:
-    with both([cart_pole] * 3, n_workers=2) as (ours, theirs):
+    with open_vec_env_pair([cart_pole] * 3, n_workers=2) as (ours, theirs):
         assert_equal(weights(ours), weights(theirs))
 
 

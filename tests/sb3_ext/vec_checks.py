@@ -40,7 +40,7 @@ def no_workers(grace_s: float = 60) -> bool:
 
 
 @contextlib.contextmanager
-def both(env_fns: Sequence[Callable[[], Any]], **options: Any) -> Iterator[tuple[VecEnv, VecEnv]]:
+def open_vec_env_pair(env_fns: Sequence[Callable[[], Any]], **options: Any) -> Iterator[tuple[VecEnv, VecEnv]]:
     """Ours and SB3's."""
     theirs = SubprocVecEnv(list(env_fns), start_method=FAST)
     try:
