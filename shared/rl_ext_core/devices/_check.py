@@ -191,7 +191,7 @@ def check_environment(
         _find_misspelled_names,
         _find_ignored_variables,
         _find_order_mistakes,
-        _mask,
+        _find_mask_mistakes,
         _rank,
         _lacks,
         *(() if settled else (_egl, _render)),
@@ -338,7 +338,7 @@ def _find_order_mistakes(situation: Situation) -> Findings:
             yield situation.finding(ORDER, effect, {ORDER: "PCI_BUS_ID"}, "warning")
 
 
-def _mask(situation: Situation) -> Findings:
+def _find_mask_mistakes(situation: Situation) -> Findings:
     """Find what CUDA reads otherwise than it looks. On a machine without GPUs that is what stands there twice."""
     shown, mask, gpus = situation.visible, situation.environ.get(MASK), situation.inventory.gpus
     if shown is None:
