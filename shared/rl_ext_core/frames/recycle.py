@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import numpy.typing as npt
 
-_KEPT = 4  # observations and next observations, of the batch at hand and of the one before, which is still in use
+_MAX_ARRAYS = 4  # observations and next observations, of the batch at hand and of the one before, which is still in use
 
 
 def _unused(
@@ -45,7 +45,7 @@ class RecycledArrays:
         if array is not None:
             return array
         array = np.empty(shape, dtype=dtype)
-        self._arrays = [*self._arrays[-_KEPT + 1 :], array]
+        self._arrays = [*self._arrays[-_MAX_ARRAYS + 1 :], array]
         return array
 
     def owns(self, array: npt.NDArray[np.generic]) -> bool:
