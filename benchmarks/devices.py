@@ -87,7 +87,7 @@ def many_gpus(count: int = 8) -> Inventory:
     )
 
 
-def in_fresh_process(code: str) -> Any:
+def run_in_fresh_process(code: str) -> Any:
     """Run ``code`` in a new interpreter and give what it assigns to ``answer``."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(STEERING)}
     command = [sys.executable, "-c", f"{code}\nimport json\nprint(json.dumps(answer))"]
@@ -118,9 +118,9 @@ def main() -> None:
     def decide(inventory: Inventory | None) -> Callable[[], object]:
         return lambda: resolve("auto", render="same", renderer="robosuite", on_missing="cpu", inventory=inventory)
 
-    plain, bound = in_fresh_process(WORKERS.format(repeats=repeats))
-    imported = statistics.median(in_fresh_process(IMPORT) for _ in range(repeats))
-    first = statistics.median(in_fresh_process(INVENTORY) for _ in range(repeats))
+    plain, bound = run_in_fresh_process(WORKERS.format(repeats=repeats))
+    imported = statistics.median(run_in_fresh_process(IMPORT) for _ in range(repeats))
+    first = statistics.median(run_in_fresh_process(INVENTORY) for _ in range(repeats))
     rows = [
         (f"resolve(), this machine ({len(here.gpus)} GPUs), inventory read before", seconds_of(decide(None), 1000)),
         (f"resolve(), {len(eight.gpus)} GPUs", seconds_of(decide(eight), 1000)),
@@ -131,7 +131,7 @@ def main() -> None:
     ]
     for name, seconds in rows:
         print(f"{name:<75} {seconds * 1e3:9.3f} ms")
-    print(f"{'times that CUDA was started by inventory, resolve() and bind()':<75} {in_fresh_process(CUDA):9}")
+    print(f"{'times that CUDA was started by inventory, resolve() and bind()':<75} {run_in_fresh_process(CUDA):9}")
 
 
 if __name__ == "__main__":
