@@ -273,7 +273,7 @@ if sys.platform == "win32":
 
 else:
 
-    class _FetchingPopen(popen_fork.Popen):
+    class _ExitCodePopen(popen_fork.Popen):
         """Fetches the exit code once, whichever thread asks, and also where the system does not report it."""
 
         unknown_reason = ""  # why the exit code is not known
@@ -314,7 +314,7 @@ else:
                 self.sentinel = os.pidfd_open(self.pid)
                 util.Finalize(self, os.close, (self.sentinel,))
 
-    class _ForkPopen(_FetchingPopen):
+    class _ForkPopen(_ExitCodePopen):
         method = "fork"
 
         def _launch(self, process: Any) -> None:
@@ -322,7 +322,7 @@ else:
                 super()._launch(process)  # type: ignore[misc]
             self._watch_process()
 
-    class _SpawnPopen(_FetchingPopen, popen_spawn_posix.Popen):
+    class _SpawnPopen(_ExitCodePopen, popen_spawn_posix.Popen):
         method = "spawn"
 
         def _launch(self, process: Any) -> None:
@@ -331,7 +331,7 @@ else:
                 super()._launch(process)  # type: ignore[misc]
             self._watch_process()
 
-    class _ForkServerPopen(_FetchingPopen, popen_forkserver.Popen):
+    class _ForkServerPopen(_ExitCodePopen, popen_forkserver.Popen):
         method = "forkserver"
 
         def _launch(self, process: Any) -> None:
