@@ -192,7 +192,7 @@ def check_environment(
         _find_ignored_variables,
         _find_order_mistakes,
         _find_mask_mistakes,
-        _rank,
+        _find_rank_mistakes,
         _lacks,
         *(() if settled else (_egl, _render)),
     ):
@@ -468,7 +468,7 @@ def _named_by(token: str, inventory: Inventory) -> list[str]:
     return [gpu.uuid for gpu in inventory.gpus if gpu.uuid.lower().startswith(f"gpu-{begin}")][:1]
 
 
-def _rank(situation: Situation) -> Findings:
+def _find_rank_mistakes(situation: Situation) -> Findings:
     """Find ranks that are invalid, beyond the visible GPUs, or contradicted by another launcher's."""
     environ, shown, name = situation.environ, situation.visible, _pick.launched(situation.environ)
     if name is None:
