@@ -20,13 +20,13 @@ def _unused(
     return None
 
 
-def _references_to_unused() -> int:
+def _count_unused_references() -> int:
     """How many references ``_unused`` counts to an array that only the list holds: it depends on the interpreter."""
     arrays: list[npt.NDArray[np.generic]] = [np.empty(0)]
     return next(count for count in range(1, 9) if _unused(arrays, (0,), arrays[0].dtype, count) is not None)
 
 
-_REFERENCES = _references_to_unused()
+_REFERENCES = _count_unused_references()
 
 
 class RecycledArrays:
