@@ -95,7 +95,7 @@ def run_in_fresh_process(code: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def seconds_of(function: Callable[[], object], repeats: int) -> float:
+def median_seconds(function: Callable[[], object], repeats: int) -> float:
     """The median of single calls."""
     taken = []
     for _ in range(repeats):
@@ -122,8 +122,8 @@ def main() -> None:
     imported = statistics.median(run_in_fresh_process(IMPORT) for _ in range(repeats))
     first = statistics.median(run_in_fresh_process(INVENTORY) for _ in range(repeats))
     rows = [
-        (f"resolve(), this machine ({len(here.gpus)} GPUs), inventory read before", seconds_of(decide(None), 1000)),
-        (f"resolve(), {len(eight.gpus)} GPUs", seconds_of(decide(eight), 1000)),
+        (f"resolve(), this machine ({len(here.gpus)} GPUs), inventory read before", median_seconds(decide(None), 1000)),
+        (f"resolve(), {len(eight.gpus)} GPUs", median_seconds(decide(eight), 1000)),
         ("Inventory.current(), the first in a process, EGL asked in another one", first),
         ("import rl_ext_core.devices", imported),
         ("a factory in a forkserver worker, unpickled and called, as it is", plain),
