@@ -287,13 +287,13 @@ else:
 
         def poll(self, flag: int = os.WNOHANG) -> int | None:
             """Fetch the exit code."""
-            while (code := self._fetched()) is None and flag != os.WNOHANG:
+            while (code := self._poll_once()) is None and flag != os.WNOHANG:
                 # What the worker has forked may hold the sentinel, where that is a pipe.
                 connection.wait([self.sentinel], _LOOK_S)
             return code
 
         @defer_signals  # the lock would stay locked
-        def _fetched(self) -> int | None:
+        def _poll_once(self) -> int | None:
             with self._polling:
                 if self.returncode is None:
                     self._fetch()
