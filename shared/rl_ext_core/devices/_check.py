@@ -193,7 +193,7 @@ def check_environment(
         _find_order_mistakes,
         _find_mask_mistakes,
         _find_rank_mistakes,
-        _lacks,
+        _find_missing_cuda,
         *(() if settled else (_egl, _render)),
     ):
         for finding, changes in list(stage(situation)):
@@ -500,7 +500,7 @@ def _beyond(name: str, rank: int, count: int, situation: Situation) -> tuple[Fin
 # What the machine lacks
 
 
-def _lacks(situation: Situation) -> Findings:
+def _find_missing_cuda(situation: Situation) -> Findings:
     """Find a torch without CUDA, and a container without GPUs."""
     inventory, environ = situation.inventory, situation.environ
     if situation.machine.torch_without_cuda and situation.visible and situation.visible.uuids:
