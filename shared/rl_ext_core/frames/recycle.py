@@ -10,7 +10,7 @@ import numpy.typing as npt
 _MAX_ARRAYS = 4  # observations and next observations, of the batch at hand and of the one before, which is still in use
 
 
-def _unused(
+def _find_unused(
     arrays: list[npt.NDArray[np.generic]], shape: tuple[int, ...], dtype: np.dtype[np.generic], references: int
 ) -> npt.NDArray[np.generic] | None:
     """One of the arrays to which there are at most that many references."""
@@ -21,9 +21,9 @@ def _unused(
 
 
 def _count_unused_references() -> int:
-    """How many references ``_unused`` counts to an array that only the list holds: it depends on the interpreter."""
+    """How many references ``_find_unused`` counts to an array that only the list holds: it depends on the interpreter."""
     arrays: list[npt.NDArray[np.generic]] = [np.empty(0)]
-    return next(count for count in range(1, 9) if _unused(arrays, (0,), arrays[0].dtype, count) is not None)
+    return next(count for count in range(1, 9) if _find_unused(arrays, (0,), arrays[0].dtype, count) is not None)
 
 
 _REFERENCES = _count_unused_references()
@@ -41,7 +41,7 @@ class RecycledArrays:
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> npt.NDArray[np.generic]:
         """An array of that shape and dtype with any contents."""
-        array = _unused(self._arrays, shape, dtype, _REFERENCES)
+        array = _find_unused(self._arrays, shape, dtype, _REFERENCES)
         if array is not None:
             return array
         array = np.empty(shape, dtype=dtype)
