@@ -19,7 +19,7 @@ from benchmarks.measure import machine
 from rl_ext_core.devices import EglDevice, Gpu, Inventory, resolve
 
 # What renders and what computes on this machine must not be decided by this shell.
-STEERING = ("CUDA_", "MUJOCO_", "PYOPENGL_")
+DEVICE_VARIABLES = ("CUDA_", "MUJOCO_", "PYOPENGL_")
 
 IMPORT = """
 import time
@@ -89,7 +89,7 @@ def many_gpus(count: int = 8) -> Inventory:
 
 def run_in_fresh_process(code: str) -> Any:
     """Run ``code`` in a new interpreter and give what it assigns to ``answer``."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(STEERING)}
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(DEVICE_VARIABLES)}
     command = [sys.executable, "-c", f"{code}\nimport json\nprint(json.dumps(answer))"]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
@@ -110,7 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.devices", description=__doc__)
     parser.add_argument("--repeats", type=int, default=20, help="fresh processes for each figure")
     repeats = parser.parse_args().repeats
-    for name in [name for name in os.environ if name.startswith(STEERING)]:
+    for name in [name for name in os.environ if name.startswith(DEVICE_VARIABLES)]:
         del os.environ[name]
     print(machine())
     here, eight = Inventory.current(), many_gpus()
