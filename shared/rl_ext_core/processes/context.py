@@ -296,11 +296,11 @@ else:
         def _poll_once(self) -> int | None:
             with self._polling:
                 if self.returncode is None:
-                    self._fetch()
+                    self._read_exit_code()
                 code: int | None = self.returncode
                 return code
 
-        def _fetch(self) -> None:
+        def _read_exit_code(self) -> None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
             except ChildProcessError:
@@ -353,7 +353,7 @@ else:
             with suppress(BrokenPipeError), open(writing, "wb", closefd=False) as file:
                 file.write(data.getbuffer())
 
-        def _fetch(self) -> None:
+        def _read_exit_code(self) -> None:
             if connection.wait([self.sentinel], 0):
                 try:
                     self.returncode = forkserver.read_signed(self.sentinel)
