@@ -194,7 +194,7 @@ def check_environment(
         _find_mask_mistakes,
         _find_rank_mistakes,
         _find_missing_cuda,
-        *(() if settled else (_egl, _render)),
+        *(() if settled else (_find_unlisted_gpu, _render)),
     ):
         for finding, changes in list(stage(situation)):
             findings.append(finding)
@@ -522,7 +522,7 @@ def _find_missing_cuda(situation: Situation) -> Findings:
         yield situation.finding(_CONTAINER, effect, _DOCKER, "warning")
 
 
-def _egl(situation: Situation) -> Findings:
+def _find_unlisted_gpu(situation: Situation) -> Findings:
     """Find a GPU that computes and that EGL does not list."""
     inventory, environ = situation.inventory, situation.environ
     gpu = situation.computing.gpu if situation.computing else None
