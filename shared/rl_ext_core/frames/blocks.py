@@ -49,7 +49,7 @@ def newest_block(handle):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, inline="always")
-def stacks_of(pair):  # type: ignore[no-untyped-def]
+def unpack_pair(pair):  # type: ignore[no-untyped-def]
     """What a transition names: the block of the newest frame and the place there; how many frames of the observation
     there are, how much further the newest one is than that, and how many frames of the next observation there are.
     """

@@ -27,7 +27,7 @@ from rl_ext_core.frames.arrays import (
     STORED_SUM,
     STREAM,
 )
-from rl_ext_core.frames.blocks import newest_block, place_of, stacks_of, stored
+from rl_ext_core.frames.blocks import newest_block, place_of, unpack_pair, stored
 from rl_ext_core.frames.bounded import is_packed, packed_size, unpack_frame
 from rl_ext_core.frames.codecs import Codec, open_block
 from rl_ext_core.frames.geometry import (
@@ -296,7 +296,7 @@ def name_stacks(state, index, rows, envs, handles, next_handles):  # type: ignor
     for b in range(rows.shape[0]):
         if not (0 <= rows[b] < index.shape[0] and 0 <= envs[b] < index.shape[1]):
             return False
-        block, place, depth, step, next_depth = stacks_of(index[rows[b], envs[b]])
+        block, place, depth, step, next_depth = unpack_pair(index[rows[b], envs[b]])
         next_handles[b] = block | (place << PLACE_SHIFT) | (next_depth << DEPTH_SHIFT)
         while step > place:
             step -= place + 1

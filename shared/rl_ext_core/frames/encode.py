@@ -56,7 +56,7 @@ from rl_ext_core.frames.blocks import (
     replace_bytes,
     retain,
     retain_frames,
-    stacks_of,
+    unpack_pair,
     store_bytes,
     stored,
     take,
@@ -510,7 +510,7 @@ def release_pairs(state, pairs):  # type: ignore[no-untyped-def]
     """Gives up transitions; what no other needs is freed."""
     p, geometry = pool_in(state), geometry_in(state)
     for pair in pairs:
-        block, place, depth, further, next_depth = stacks_of(pair)
+        block, place, depth, further, next_depth = unpack_pair(pair)
         release_frames(p, block, place, max(depth + further, next_depth), geometry)
 
 
