@@ -53,7 +53,7 @@ def storage(name: str, size: int) -> Any:
     return CompressedListStorage(size) if name == "list" else FrameStorage(size, codec=name, num_threads=1)
 
 
-def filled(game: str, name: str, size: int) -> TensorDictReplayBuffer:
+def make_filled_buffer(game: str, name: str, size: int) -> TensorDictReplayBuffer:
     """A buffer full of transitions."""
     buffer = TensorDictReplayBuffer(storage=storage(name, size))
     for batch in tqdm(batches(game, size), total=-(-size // BATCH), desc=f"{game} {name}", leave=False):
@@ -68,9 +68,9 @@ def nested_for(name: str, batch: TensorDict) -> TensorDict:
 
 def fill(game: str, name: str, size: int) -> None:
     """Fills a buffer and prints by how many bytes the process grew, and the number of transitions."""
-    warm = filled(game, name, BATCH)
+    warm = make_filled_buffer(game, name, BATCH)
     before = resident_bytes()
-    buffer = filled(game, name, size)
+    buffer = make_filled_buffer(game, name, size)
     print(resident_bytes() - before, len(buffer), len(warm))
 
 
