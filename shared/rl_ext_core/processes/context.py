@@ -55,7 +55,7 @@ _LOOK_S = 0.1
 # macOS has a fork server, whose forks its own libraries do not support.
 _DEFAULT = "forkserver" if hasattr(os, "memfd_create") else "spawn"
 # Where the parent's main module is, in multiprocessing's preparation data.
-_OF_MAIN = ("init_main_from_name", "init_main_from_path")
+_MAIN_MODULE_KEYS = ("init_main_from_name", "init_main_from_path")
 # What a worker has of its process object, besides what it runs.
 _SENT = ("_identity", "_config", "_parent_pid", "_parent_name", "_popen", "_closed", "_name", "_start_method", "worker")
 
@@ -241,7 +241,7 @@ def _get_preparation_data(name: str) -> dict[str, Any]:
             multiprocessing.set_start_method(None, force=True)
     if process is None:
         return data
-    process._main = {name: data.pop(name) for name in _OF_MAIN if name in data}
+    process._main = {name: data.pop(name) for name in _MAIN_MODULE_KEYS if name in data}
     return {**data, "sys_path": import_path()}
 
 
