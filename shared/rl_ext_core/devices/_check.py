@@ -194,7 +194,7 @@ def check_environment(
         _find_mask_mistakes,
         _find_rank_mistakes,
         _find_missing_cuda,
-        *(() if settled else (_find_unlisted_gpu, _render)),
+        *(() if settled else (_find_unlisted_gpu, _find_rendering_mistakes)),
     ):
         for finding, changes in list(stage(situation)):
             findings.append(finding)
@@ -685,7 +685,7 @@ def _why(renderer: Renderer, environ: Mapping[str, str], index: int) -> tuple[st
     )
 
 
-def _render(situation: Situation) -> Findings:
+def _find_rendering_mistakes(situation: Situation) -> Findings:
     """Find renderers that fail, or render elsewhere than where it is computed; those that fare alike in one finding."""
     alike: dict[tuple[Prediction, str, Severity], list[Renderer]] = {}
     computing = situation.computing
