@@ -43,7 +43,7 @@ _NUMBER = 0xFFFFFFFF
 
 
 @njit(nogil=True, inline="always")
-def newest_block(handle):  # type: ignore[no-untyped-def]
+def unpack_handle(handle):  # type: ignore[no-untyped-def]
     """The block of a stack's newest frame, the place there, and the number of frames."""
     return handle & _NUMBER, (handle >> PLACE_SHIFT) & 0xFFFF, handle >> DEPTH_SHIFT
 
@@ -171,14 +171,14 @@ def release_frames(p, block, place, n_frames, geometry):  # type: ignore[no-unty
 @njit(nogil=True)
 def retain(p, handle, geometry):  # type: ignore[no-untyped-def]
     """Counts a use of a stack's blocks."""
-    block, place, depth = newest_block(handle)
+    block, place, depth = unpack_handle(handle)
     retain_frames(p, block, place, depth, geometry)
 
 
 @njit(nogil=True)
 def release_one(p, handle, geometry):  # type: ignore[no-untyped-def]
     """Takes one back."""
-    block, place, depth = newest_block(handle)
+    block, place, depth = unpack_handle(handle)
     release_frames(p, block, place, depth, geometry)
 
 

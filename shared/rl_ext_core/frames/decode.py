@@ -27,7 +27,7 @@ from rl_ext_core.frames.arrays import (
     STORED_SUM,
     STREAM,
 )
-from rl_ext_core.frames.blocks import newest_block, place_of, unpack_pair, stored
+from rl_ext_core.frames.blocks import unpack_handle, place_of, unpack_pair, stored
 from rl_ext_core.frames.bounded import is_packed, packed_size, unpack_frame
 from rl_ext_core.frames.codecs import Codec, open_block
 from rl_ext_core.frames.geometry import (
@@ -183,8 +183,8 @@ def _steps_between(p, handle, following, geometry):  # type: ignore[no-untyped-d
 
     Only links that ``following`` itself needs are sure to lead anywhere.
     """
-    block, place, _ = newest_block(handle)
-    at, at_place, depth = newest_block(following)
+    block, place, _ = unpack_handle(handle)
+    at, at_place, depth = unpack_handle(following)
     steps = 0
     while at != block:
         steps += at_place + 1
@@ -220,7 +220,7 @@ def _decode(  # type: ignore[no-untyped-def]
     """
     n_stack, n_bytes = geometry.n_stack, geometry.frame_bytes
     in_block = 1 << geometry.block_shift
-    block, place, _ = newest_block(newest)
+    block, place, _ = unpack_handle(newest)
     n_blocks, missing = 0, n_frames - place - 1
     chain[0] = block
     while missing > 0:
@@ -262,7 +262,7 @@ def _decode(  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _prefetch(p, handle, geometry):  # type: ignore[no-untyped-def]
-    block, place, depth = newest_block(handle)
+    block, place, depth = unpack_handle(handle)
     if depth > place + 1:
         block = int64(p.blocks[block, PREVIOUS])
         place += 1 << geometry.block_shift
@@ -278,7 +278,7 @@ def all_held(state, handles):  # type: ignore[no-untyped-def]
     """Whether all handles name blocks that hold something."""
     p = pool_in(state)
     for handle in handles:
-        block = newest_block(handle)[0]
+        block = unpack_handle(handle)[0]
         if handle < 0 or block >= p.head[BLOCKS] or (handle != 0 and p.blocks[block, KIND] == FREE):
             return False
     return True
@@ -375,7 +375,7 @@ def list_sealed(state, handles, blocks):  # type: ignore[no-untyped-def]
     p, geometry = pool_in(state), geometry_in(state)
     found = 0
     for handle in handles:
-        block, place, missing = newest_block(handle)
+        block, place, missing = unpack_handle(handle)
         while missing > 0:
             if p.blocks[block, KIND] == SEALED:
                 blocks[found] = block
@@ -411,7 +411,7 @@ def check_contents(state, handles, unchecked, unchecked_references, right):  # t
     """
     p, geometry = pool_in(state), geometry_in(state)
     for i in range(handles.shape[0]):
-        block, place, depth = newest_block(handles[i])
+        block, place, depth = unpack_handle(handles[i])
         missing = depth
         right[i] = True
         while missing > 0:

@@ -48,7 +48,7 @@ from rl_ext_core.frames.arrays import (
 )
 from rl_ext_core.frames.blocks import (
     drop_user,
-    newest_block,
+    unpack_handle,
     open_sum,
     release_frames,
     release_one,
@@ -492,7 +492,7 @@ def put_pairs(state, bound, most, step, first, stacks, memory, nexts, next_memor
                 retain(p, before, geometry)
         further = p.head[FRAMES] - so_far
         depth = before >> DEPTH_SHIFT
-        block, place, next_depth = newest_block(after)
+        block, place, next_depth = unpack_handle(after)
         retain_frames(p, block, place, max(depth + further, next_depth), geometry)
         release_one(p, before, geometry)
         pairs[s] = (

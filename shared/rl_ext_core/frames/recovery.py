@@ -34,7 +34,7 @@ from rl_ext_core.frames.arrays import (
     USERS,
 )
 from rl_ext_core.frames.blocks import (
-    newest_block,
+    unpack_handle,
     open_sum,
     place_of,
     retain,
@@ -147,7 +147,7 @@ def count_users(state, handles, most, good, intact, newest_places):  # type: ign
     """
     p, geometry = pool_in(state), geometry_in(state)
     for i in range(handles.shape[0]):
-        block, place, depth = newest_block(handles[i])
+        block, place, depth = unpack_handle(handles[i])
         intact[i] = handles[i] > 0 and 0 < depth <= most
         missing = depth
         while missing > 0 and intact[i]:
@@ -163,7 +163,7 @@ def count_users(state, handles, most, good, intact, newest_places):  # type: ign
         if not intact[i]:
             continue
         retain(p, handles[i], geometry)
-        block, place, depth = newest_block(handles[i])
+        block, place, depth = unpack_handle(handles[i])
         newest_places[block] = max(newest_places[block], place)
         missing = depth - place - 1
         while missing > 0:
