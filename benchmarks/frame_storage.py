@@ -57,11 +57,11 @@ def make_filled_buffer(game: str, name: str, size: int) -> TensorDictReplayBuffe
     """A buffer full of transitions."""
     buffer = TensorDictReplayBuffer(storage=storage(name, size))
     for batch in tqdm(batches(game, size), total=-(-size // BATCH), desc=f"{game} {name}", leave=False):
-        buffer.extend(nested_for(name, batch))
+        buffer.extend(layout_for(name, batch))
     return buffer
 
 
-def nested_for(name: str, batch: TensorDict) -> TensorDict:
+def layout_for(name: str, batch: TensorDict) -> TensorDict:
     """What that storage can take: ``CompressedListStorage`` leaves what is nested uncompressed, so it gets it flat."""
     return batch.flatten_keys(".") if name == "list" else batch
 
@@ -86,7 +86,7 @@ def speed(game: str, than: str, codec: str, size: int, *, batch_size: int, draws
     pair = {name: TensorDictReplayBuffer(storage=storage(name, size)) for name in (than, codec)}
     for batch in batches(game, size):
         for name, buffer in pair.items():
-            buffer.extend(nested_for(name, batch.clone()))
+            buffer.extend(layout_for(name, batch.clone()))
     return sampling_speed(pair[codec], pair[than], batch_size, rounds=rounds, draws=draws)
 
 
