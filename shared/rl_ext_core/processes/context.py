@@ -57,7 +57,17 @@ _DEFAULT = "forkserver" if hasattr(os, "memfd_create") else "spawn"
 # Where the parent's main module is, in multiprocessing's preparation data.
 _MAIN_MODULE_KEYS = ("init_main_from_name", "init_main_from_path")
 # What a worker has of its process object, besides what it runs.
-_SENT = ("_identity", "_config", "_parent_pid", "_parent_name", "_popen", "_closed", "_name", "_start_method", "worker")
+_SENT_ATTRIBUTES = (
+    "_identity",
+    "_config",
+    "_parent_pid",
+    "_parent_name",
+    "_popen",
+    "_closed",
+    "_name",
+    "_start_method",
+    "worker",
+)
 
 _names = itertools.count()
 # Writing ends of all lifelines. A forked child must not hold them: it would keep its siblings from seeing the end.
@@ -174,7 +184,7 @@ class Worker(BaseProcess):
             needs_main=pickler.needs_main,
             main=self._main,
         )
-        return {**{name: vars(self)[name] for name in _SENT}, "_worker_start": begin}
+        return {**{name: vars(self)[name] for name in _SENT_ATTRIBUTES}, "_worker_start": begin}
 
     def _function(self) -> tuple[Any, Any, Any]:
         return self._target, self._args, self._kwargs  # type: ignore[attr-defined]
