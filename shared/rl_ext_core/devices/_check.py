@@ -201,7 +201,7 @@ def check_environment(
             if finding.severity == "error":
                 situation = situation.with_changes(changes)
     if ours:
-        findings += [finding for finding, _ in _late(original, settled)]
+        findings += [finding for finding, _ in _find_late_changes(original, settled)]
     return tuple(sorted(dict.fromkeys(findings), key=lambda finding: finding.severity))
 
 
@@ -758,7 +758,7 @@ def _remedy(renderer: Renderer, situation: Situation) -> str:
 # What came too late in this process
 
 
-def _late(situation: Situation, settled: bool) -> Findings:
+def _find_late_changes(situation: Situation, settled: bool) -> Findings:
     """Find variables that were set in this process after the library that reads them had read others."""
     environ = situation.environ
     try:
