@@ -107,7 +107,7 @@ def store_bytes(p, block, source, n_bytes, seal):  # type: ignore[no-untyped-def
 
 
 @njit(nogil=True, inline="always")
-def place_of(p, block):  # type: ignore[no-untyped-def]
+def block_location(p, block):  # type: ignore[no-untyped-def]
     """First grain and length of a block that is not open."""
     apart = p.has_checksums and p.blocks[block, KIND] == SEALED
     grain, n_bytes = (SEALED_GRAIN, SEALED_BYTES) if apart else (GRAIN, N_BYTES)
@@ -117,7 +117,7 @@ def place_of(p, block):  # type: ignore[no-untyped-def]
 @njit(nogil=True)
 def seal_bytes(p, block, source, n_bytes):  # type: ignore[no-untyped-def]
     """Stores what the contents of a full block were sealed to in their place."""
-    first, old = place_of(p, block)
+    first, old = block_location(p, block)
     p.head[BLOCK_BYTES] -= old
     store_bytes(p, block, source, n_bytes, True)
     give_grains(p, first, grains_of(p, old))
@@ -138,7 +138,7 @@ def drop_user(p, block, geometry):  # type: ignore[no-untyped-def]
     p.blocks[block, USERS] -= uint32(1)
     if p.blocks[block, USERS] > 0:
         return
-    first, n_bytes = place_of(p, block)
+    first, n_bytes = block_location(p, block)
     give_grains(p, first, grains_of(p, n_bytes))
     if geometry.coder == PATCH:
         release_reference(p, p.blocks[block, REFERENCE])
@@ -197,7 +197,7 @@ def list_stored(state, blocks, ends):  # type: ignore[no-untyped-def]
     """
     p, end = pool_in(state), 0
     for i in range(blocks.shape[0]):
-        end += place_of(p, blocks[i])[1]
+        end += block_location(p, blocks[i])[1]
         ends[i] = end
 
 
@@ -210,7 +210,7 @@ def copy_stored(state, blocks, target):  # type: ignore[no-untyped-def]
     """
     p, out = pool_in(state), uint64(target)
     for i in range(blocks.shape[0]):
-        first, n_bytes = place_of(p, blocks[i])
+        first, n_bytes = block_location(p, blocks[i])
         copy_bytes(out, address_of_grain(p, first), n_bytes)
         out += uint64(n_bytes)
 

@@ -27,7 +27,7 @@ from rl_ext_core.frames.arrays import (
     STORED_SUM,
     STREAM,
 )
-from rl_ext_core.frames.blocks import unpack_handle, place_of, unpack_pair, stored
+from rl_ext_core.frames.blocks import unpack_handle, block_location, unpack_pair, stored
 from rl_ext_core.frames.bounded import is_packed, packed_size, unpack_frame
 from rl_ext_core.frames.codecs import Codec, open_block
 from rl_ext_core.frames.geometry import (
@@ -174,7 +174,7 @@ def unsealed(sealed, decompressor, out):  # type: ignore[no-untyped-def]
 def _start_of(p, block):  # type: ignore[no-untyped-def]
     if p.blocks[block, KIND] == OPEN:
         return address_in(p.open, int64(p.blocks[block, STREAM]))
-    return address_of_grain(p, place_of(p, block)[0])
+    return address_of_grain(p, block_location(p, block)[0])
 
 
 @njit(nogil=True)
@@ -389,7 +389,7 @@ def list_sealed(state, handles, blocks):  # type: ignore[no-untyped-def]
 @njit(nogil=True)
 def _has_right_contents(p, block):  # type: ignore[no-untyped-def]
     column = SEALED_SUM if p.blocks[block, KIND] == SEALED else STORED_SUM
-    first, n_bytes = place_of(p, block)
+    first, n_bytes = block_location(p, block)
     if first + grains_of(p, n_bytes) > p.head[GRAINS]:
         return False
     return p.sums[block, column] == fold_sum(add_bytes(SUM_START, address_of_grain(p, first), n_bytes))

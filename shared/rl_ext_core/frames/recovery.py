@@ -36,7 +36,7 @@ from rl_ext_core.frames.arrays import (
 from rl_ext_core.frames.blocks import (
     unpack_handle,
     open_sum,
-    place_of,
+    block_location,
     retain,
     store_bytes,
     stored_sum,
@@ -62,7 +62,7 @@ def _has_right_row(p, block, geometry):  # type: ignore[no-untyped-def]
     if kind != FULL and kind != SEALED:
         return False
     column = SEALED_SUM if kind == SEALED else STORED_SUM
-    first, n_bytes = place_of(p, block)
+    first, n_bytes = block_location(p, block)
     if first + grains_of(p, n_bytes) > p.head[GRAINS]:
         return False
     expected = stored_sum(p, block, first, n_bytes, kind, p.sums[block, column])
@@ -102,7 +102,7 @@ def _has_right_entries(p, block, frames, geometry):  # type: ignore[no-untyped-d
 @njit(nogil=True)
 def _mark(p, block, used):  # type: ignore[no-untyped-def]
     """Marks the grains of a block; says whether none of them is that of another one."""
-    first, n_bytes = place_of(p, block)
+    first, n_bytes = block_location(p, block)
     if first + grains_of(p, n_bytes) > used.shape[0]:
         return False
     for grain in range(first, first + grains_of(p, n_bytes)):
