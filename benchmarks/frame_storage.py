@@ -27,7 +27,7 @@ from benchmarks.processes import run_module
 from torchrl_ext import FrameStorage
 
 STEPS = 64  # of each environment a batch
-COMPARED = 20_000  # transitions that the others get: they take 56 KB and up to 10 KB each
+LAZY_SIZE = 20_000  # transitions that the others get: they take 56 KB and up to 10 KB each
 BATCH = N_ENVS * STEPS
 LISTED = 2_000  # that CompressedListStorage gets for timing: it stores 60 a second
 
@@ -104,14 +104,14 @@ def main() -> None:
         fill(options.games[0], options.fill, options.size)
         return
     print(machine())
-    lazy = bytes_a_transition(options.games[0], "lazy", COMPARED)
+    lazy = bytes_a_transition(options.games[0], "lazy", LAZY_SIZE)
     print(f"LazyTensorStorage: {lazy:,.0f} bytes a transition")
     print(f"{'':18} {'':>8} {'LazyTensorStorage':^26} {'CompressedListStorage':^17}")
     print(f"{'game':18} {'bytes':>8} {'memory':>8} {'n=32':>8} {'n=256':>8} {'memory':>8} {'n=256':>8}")
     for game in options.games:
         ours = bytes_a_transition(game, options.codec, options.size)
         listed = bytes_a_transition(game, "list", LISTED)
-        speeds = [speed(game, "lazy", options.codec, COMPARED, batch_size=n, draws=10, rounds=30) for n in (32, 256)]
+        speeds = [speed(game, "lazy", options.codec, LAZY_SIZE, batch_size=n, draws=10, rounds=30) for n in (32, 256)]
         speeds.append(speed(game, "list", options.codec, LISTED, batch_size=256, draws=1, rounds=5))
         ratios = [
             f"{lazy / ours:.0f}×",
