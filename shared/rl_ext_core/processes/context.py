@@ -74,7 +74,7 @@ _names = itertools.count()
 _lifelines: set[int] = set()
 
 
-def _leave_to_parent() -> None:
+def _drop_parent_workers() -> None:
     """Drop the workers of the process that this one was forked from."""
     while _lifelines:
         os.close(_lifelines.pop())
@@ -83,7 +83,7 @@ def _leave_to_parent() -> None:
     children.difference_update([child for child in children if isinstance(child, Worker)])
 
 
-after_fork(_leave_to_parent)
+after_fork(_drop_parent_workers)
 
 
 class Worker(BaseProcess):
