@@ -221,7 +221,7 @@ def named(gpu: Gpu) -> str:
 # Names
 
 
-def meant_by(name: str) -> str | None:
+def guess_variable(name: str) -> str | None:
     """Return which variable was meant by a misspelt name; None if it is one, or none."""
     if name in (*_KNOWN, *_NEIGHBOURS):
         return None
@@ -234,7 +234,7 @@ def meant_by(name: str) -> str | None:
 
 def _find_misspelled_names(situation: Situation) -> Findings:
     for name, value in situation.original.items():
-        known = None if name in _UNREAD else meant_by(name)
+        known = None if name in _UNREAD else guess_variable(name)
         right = situation.original.get(known or "")
         text = _value_meant(known, value, situation)
         if known is None or right == text:

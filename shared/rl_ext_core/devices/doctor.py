@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import rl_ext_core
 from rl_ext_core.cli import new_console
 from rl_ext_core.devices import _renderers, _resolve
-from rl_ext_core.devices._check import Finding, Prediction, Situation, check_environment, meant_by, predict
+from rl_ext_core.devices._check import Finding, Prediction, Situation, check_environment, guess_variable, predict
 from rl_ext_core.devices._verify import LIMIT_S, Verification, verify
 from rl_ext_core.devices.decision import Decision
 from rl_ext_core.devices.inventory import PACKAGES, Gpu, Inventory, installed_versions, read_record
@@ -177,7 +177,7 @@ def examine(
 
 
 def _matters(name: str) -> bool:
-    if meant_by(name) is not None or name in _PATHS:
+    if guess_variable(name) is not None or name in _PATHS:
         return True
     return _MATTER.fullmatch(name) is not None and _PRIVATE.search(name) is None
 
