@@ -72,7 +72,7 @@ def _without_locks(owner: Any, names: tuple[str, ...]) -> None:
             setattr(owner, name, sharedctypes.synchronized(number.get_obj(), lock))
 
 
-def bear_kills(storage: Any) -> None:
+def make_kill_safe(storage: Any) -> None:
     """Take the semaphores away from a storage and its buffers."""
     _without_locks(storage, _NUMBERS_OF_STORAGES)
     for buffer in storage._attached_entities:

@@ -39,7 +39,7 @@ from torchrl_ext.frame_storage.arguments import (
     places_in,
     target,
 )
-from torchrl_ext.frame_storage.buffers import Budget, bear_kills, check_sets_no_key, go_back, go_on_at
+from torchrl_ext.frame_storage.buffers import Budget, make_kill_safe, check_sets_no_key, go_back, go_on_at
 from torchrl_ext.frame_storage.checkpoint import FrameStorageCheckpointer, State, as_state, from_state
 from torchrl_ext.frame_storage.columns import FrameColumn, Key, encoded, image_kinds, release
 from torchrl_ext.frame_storage.folder import begin, folder_at, recover, salvage, tensors_in
@@ -220,7 +220,7 @@ class FrameStorage(TensorStorage):
         if self._budget is not None:
             self._budget.check(self)
         # The last thing that a buffer does with its storage while it is made: its writer is there by now.
-        bear_kills(self)
+        make_kill_safe(self)
         if self._goes_on_at is not None:
             go_on_at(self, self._goes_on_at)
 
@@ -637,7 +637,7 @@ class FrameStorage(TensorStorage):
         if self._budget is not None:
             raise NotCopyableError("a FrameStorage with max_bytes cannot be shared; pass a max_size instead")
         with self.lock:
-            bear_kills(self)
+            make_kill_safe(self)
             if self._journal is None:
                 self._journal = Journal(len(self._storage))
                 self._journal.will_write(np.arange(self._most))
@@ -651,7 +651,7 @@ class FrameStorage(TensorStorage):
         super().__setstate__(state if shared else {**state, "_storage": None, "_columns": []})
         if not shared:
             self.lock = ProcessLock()
-            bear_kills(self)
+            make_kill_safe(self)
         self._be_called()
         if self._folder is not None:
             self._storage = tensors_in(self._folder)
