@@ -176,7 +176,7 @@ def retain(p, handle, geometry):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def release_one(p, handle, geometry):  # type: ignore[no-untyped-def]
+def release_handle(p, handle, geometry):  # type: ignore[no-untyped-def]
     """Takes one back."""
     block, place, depth = unpack_handle(handle)
     release_frames(p, block, place, depth, geometry)

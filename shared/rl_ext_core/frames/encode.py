@@ -51,7 +51,7 @@ from rl_ext_core.frames.blocks import (
     unpack_handle,
     open_sum,
     release_frames,
-    release_one,
+    release_handle,
     release_reference,
     replace_bytes,
     retain,
@@ -345,7 +345,7 @@ def _push(p, s, stack, memory, geometry, bound, shared_mask, seals, scratch):  #
         copy_bytes(last, stack, n_stack * n_bytes)
     handle = p.streams[s, OPEN_BLOCK] | ((p.streams[s, OPEN_FRAMES] - 1) << PLACE_SHIFT) | (depth << DEPTH_SHIFT)
     retain(p, handle, geometry)
-    release_one(p, newest, geometry)
+    release_handle(p, newest, geometry)
     p.streams[s, NEWEST] = handle
     p.streams[s, MEMORY] = memory
     for i in range(turned):  # only now: until it was known which of them the stack needs, all were
@@ -494,7 +494,7 @@ def put_pairs(state, bound, most, step, first, stacks, memory, nexts, next_memor
         depth = before >> DEPTH_SHIFT
         block, place, next_depth = unpack_handle(after)
         retain_frames(p, block, place, max(depth + further, next_depth), geometry)
-        release_one(p, before, geometry)
+        release_handle(p, before, geometry)
         pairs[s] = (
             block
             | (place << PAIR_PLACE_SHIFT)
@@ -523,7 +523,7 @@ def end_streams(state, seals):  # type: ignore[no-untyped-def]
         if block > 0:
             if p.blocks[block, KIND] == OPEN:
                 _put_away(p, s, seals)
-            release_one(p, p.streams[s, NEWEST], geometry)
+            release_handle(p, p.streams[s, NEWEST], geometry)
             drop_user(p, block, geometry)
         zero_bytes(address_in(p.streams, s), 8 * N_STREAM)
 
@@ -534,7 +534,7 @@ def release_stacks(state, handles):  # type: ignore[no-untyped-def]
     p, geometry = pool_in(state), geometry_in(state)
     for handle in handles:
         if handle != 0:
-            release_one(p, handle, geometry)
+            release_handle(p, handle, geometry)
 
 
 def seal_full(state: Counts, pool: PoolArrays, codec: Codec, room: PoolMemory) -> None:
