@@ -29,7 +29,7 @@ from torchrl_ext import FrameStorage
 STEPS = 64  # of each environment a batch
 LAZY_SIZE = 20_000  # transitions that the others get: they take 56 KB and up to 10 KB each
 BATCH = N_ENVS * STEPS
-LISTED = 2_000  # that CompressedListStorage gets for timing: it stores 60 a second
+LIST_SIZE = 2_000  # that CompressedListStorage gets for timing: it stores 60 a second
 
 
 def batches(game: str, size: int) -> Iterator[TensorDict]:
@@ -110,9 +110,9 @@ def main() -> None:
     print(f"{'game':18} {'bytes':>8} {'memory':>8} {'n=32':>8} {'n=256':>8} {'memory':>8} {'n=256':>8}")
     for game in options.games:
         ours = bytes_a_transition(game, options.codec, options.size)
-        listed = bytes_a_transition(game, "list", LISTED)
+        listed = bytes_a_transition(game, "list", LIST_SIZE)
         speeds = [speed(game, "lazy", options.codec, LAZY_SIZE, batch_size=n, draws=10, rounds=30) for n in (32, 256)]
-        speeds.append(speed(game, "list", options.codec, LISTED, batch_size=256, draws=1, rounds=5))
+        speeds.append(speed(game, "list", options.codec, LIST_SIZE, batch_size=256, draws=1, rounds=5))
         ratios = [
             f"{lazy / ours:.0f}×",
             *(f"{s:.2f}×" for s in speeds[:2]),
