@@ -51,7 +51,7 @@ _UNREPORTED = (
     "this process ignores SIGCHLD, or another part of it has waited for the worker. Write "
     "signal.signal(signal.SIGCHLD, signal.SIG_DFL) before the workers start"
 )
-_LOOK_S = 0.1
+_POLL_S = 0.1
 # macOS has a fork server, whose forks its own libraries do not support.
 _DEFAULT = "forkserver" if hasattr(os, "memfd_create") else "spawn"
 # Where the parent's main module is, in multiprocessing's preparation data.
@@ -299,7 +299,7 @@ else:
             """Fetch the exit code."""
             while (code := self._poll_once()) is None and flag != os.WNOHANG:
                 # What the worker has forked may hold the sentinel, where that is a pipe.
-                connection.wait([self.sentinel], _LOOK_S)
+                connection.wait([self.sentinel], _POLL_S)
             return code
 
         @defer_signals  # the lock would stay locked

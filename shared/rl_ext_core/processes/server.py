@@ -30,7 +30,7 @@ from rl_ext_core.processes.families import create_process_group
 __all__ = ["GROUP_SIGNALS", "UnusableError", "connect", "prepare", "reset_signals", "signals_held", "stop_server"]
 
 _DIED = (ChildProcessError, ConnectionError, EOFError, FileNotFoundError)
-_LOOK_S = 0.05
+_POLL_S = 0.05
 _UNHANDLED = {getattr(signal, f"SIG{name}", None) for name in ("KILL", "STOP")}
 _FATAL = {getattr(signal, f"SIG{name}", None) for name in ("SEGV", "FPE", "ABRT", "BUS", "ILL")}
 # Signals that end a process by default and that launchers may send to a whole process group, as SLURM's --signal does.
@@ -153,7 +153,7 @@ def _ask(server: _Server, descriptors: Sequence[int]) -> tuple[int, int, int]:
         server.ensure_running()
     status, data = server.connect_to_new_process(descriptors)
     try:
-        while not server.has_answered and not connection.wait([status], _LOOK_S):
+        while not server.has_answered and not connection.wait([status], _POLL_S):
             check()  # Ctrl-C, while it imports
         pid = read_signed(status)
     except BaseException:
