@@ -236,7 +236,7 @@ def _find_misspelled_names(situation: Situation) -> Findings:
     for name, value in situation.original.items():
         known = None if name in _UNREAD else guess_variable(name)
         right = situation.original.get(known or "")
-        text = _value_meant(known, value, situation)
+        text = _guess_value(known, value, situation)
         if known is None or right == text:
             continue
         drop: Changes = {name: None} if name.isidentifier() else {}  # shells know no other names
@@ -250,7 +250,7 @@ def _find_misspelled_names(situation: Situation) -> Findings:
             yield situation.finding(name, f"{name!r} has no effect: the variable is {known}", {known: text})
 
 
-def _value_meant(known: str | None, value: str, situation: Situation) -> str:
+def _guess_value(known: str | None, value: str, situation: Situation) -> str:
     """Return the value for ``known`` that somebody meant who gave it to another variable."""
     text = value.strip(_QUOTES)
     if known == MASK:
@@ -270,7 +270,7 @@ def _find_ignored_variables(situation: Situation) -> Findings:
             continue
         if name == PYRENDER_INDEX and "pyrender" in versions:
             continue
-        text, right = _value_meant(known, environ[name], situation), environ.get(known)
+        text, right = _guess_value(known, environ[name], situation), environ.get(known)
         severity: Severity = "warning" if name in _READ_ELSEWHERE else "error"
         effect = f"MuJoCo, dm_control and robosuite ignore it and read {known} instead"
         if right is not None:
