@@ -90,7 +90,7 @@ def _writers(storage: Any) -> Iterator[Any]:
     return (getattr(buffer, "_writer", None) for buffer in storage._attached_entities)
 
 
-def go_on_at(storage: Any, place: int) -> None:
+def set_writer_cursor(storage: Any, place: int) -> None:
     """Let the writers of a storage go on at a place."""
     for writer in _writers(storage):
         if isinstance(writer, RoundRobinWriter):

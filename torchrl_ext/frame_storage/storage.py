@@ -39,7 +39,7 @@ from torchrl_ext.frame_storage.arguments import (
     places_in,
     target,
 )
-from torchrl_ext.frame_storage.buffers import Budget, make_kill_safe, check_sets_no_key, go_back, go_on_at
+from torchrl_ext.frame_storage.buffers import Budget, make_kill_safe, check_sets_no_key, go_back, set_writer_cursor
 from torchrl_ext.frame_storage.checkpoint import FrameStorageCheckpointer, State, as_state, from_state
 from torchrl_ext.frame_storage.columns import FrameColumn, Key, encoded, image_kinds, release
 from torchrl_ext.frame_storage.folder import begin, folder_at, recover, salvage, tensors_in
@@ -222,7 +222,7 @@ class FrameStorage(TensorStorage):
         # The last thing that a buffer does with its storage while it is made: its writer is there by now.
         make_kill_safe(self)
         if self._goes_on_at is not None:
-            go_on_at(self, self._goes_on_at)
+            set_writer_cursor(self, self._goes_on_at)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -499,7 +499,7 @@ class FrameStorage(TensorStorage):
         self.max_size = self._len = length - n
         self._hold(rows[: self.max_size])
         self._set_last_cursor((start - 1) % self.max_size)
-        go_on_at(self, start % self.max_size)
+        set_writer_cursor(self, start % self.max_size)
         self._bump_mutation_revision()
 
     @defer_signals
@@ -579,7 +579,7 @@ class FrameStorage(TensorStorage):
             return
         if self._journal.read()[0].n_writing == 0:
             _logger.warning("process %d was killed while it used a FrameStorage; no element is lost", dead)
-        go_on_at(self, self._recover(f"process {dead}"))
+        set_writer_cursor(self, self._recover(f"process {dead}"))
         self._bump_mutation_revision()
 
     @defer_signals
