@@ -169,7 +169,7 @@ def release_frames(p, block, place, n_frames, geometry):  # type: ignore[no-unty
 
 
 @njit(nogil=True)
-def retain(p, handle, geometry):  # type: ignore[no-untyped-def]
+def retain_handle(p, handle, geometry):  # type: ignore[no-untyped-def]
     """Counts a use of a stack's blocks."""
     block, place, depth = unpack_handle(handle)
     retain_frames(p, block, place, depth, geometry)

@@ -54,7 +54,7 @@ from rl_ext_core.frames.blocks import (
     release_handle,
     release_reference,
     replace_bytes,
-    retain,
+    retain_handle,
     retain_frames,
     unpack_pair,
     store_bytes,
@@ -344,7 +344,7 @@ def _push(p, s, stack, memory, geometry, bound, shared_mask, seals, scratch):  #
     if geometry.keeps_stack:
         copy_bytes(last, stack, n_stack * n_bytes)
     handle = p.streams[s, OPEN_BLOCK] | ((p.streams[s, OPEN_FRAMES] - 1) << PLACE_SHIFT) | (depth << DEPTH_SHIFT)
-    retain(p, handle, geometry)
+    retain_handle(p, handle, geometry)
     release_handle(p, newest, geometry)
     p.streams[s, NEWEST] = handle
     p.streams[s, MEMORY] = memory
@@ -450,7 +450,7 @@ def put_stacks(state, bound, most, step, stacks, nexts, n, ended, shared_mask, s
             following = uint64(nexts) + uint64(i * stack_bytes)
             pushed = following if part else stack
             handle = _push(p, s, pushed, geometry.stored, geometry, bound, shared_mask, seals, scratch)
-            retain(p, handle, geometry)
+            retain_handle(p, handle, geometry)
             if part:
                 next_handles[i] = handle
             else:
@@ -489,7 +489,7 @@ def put_pairs(state, bound, most, step, first, stacks, memory, nexts, next_memor
             after = _push(p, s, stack + offset, order, geometry, bound, shared_mask, seals, scratch)
             if part == 0:
                 before, so_far = after, p.head[FRAMES]
-                retain(p, before, geometry)
+                retain_handle(p, before, geometry)
         further = p.head[FRAMES] - so_far
         depth = before >> DEPTH_SHIFT
         block, place, next_depth = unpack_handle(after)

@@ -37,7 +37,7 @@ from rl_ext_core.frames.blocks import (
     unpack_handle,
     open_sum,
     block_location,
-    retain,
+    retain_handle,
     store_bytes,
     stored_sum,
 )
@@ -162,7 +162,7 @@ def count_users(state, handles, most, good, intact, newest_places):  # type: ign
             block = int64(p.blocks[block, PREVIOUS]) if intact[i] else 0
         if not intact[i]:
             continue
-        retain(p, handles[i], geometry)
+        retain_handle(p, handles[i], geometry)
         block, place, depth = unpack_handle(handles[i])
         newest_places[block] = max(newest_places[block], place)
         missing = depth - place - 1
