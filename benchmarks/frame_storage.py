@@ -74,7 +74,7 @@ def fill(game: str, name: str, size: int) -> None:
     print(resident_bytes() - before, len(buffer), len(warm))
 
 
-def bytes_a_transition(game: str, name: str, size: int) -> float:
+def bytes_per_transition(game: str, name: str, size: int) -> float:
     """:func:`fill` in a fresh process."""
     line = run_module("benchmarks.frame_storage", game, "--fill", name, "--size", size)
     grown, count, _ = map(int, line.split())
@@ -104,13 +104,13 @@ def main() -> None:
         fill(options.games[0], options.fill, options.size)
         return
     print(machine())
-    lazy = bytes_a_transition(options.games[0], "lazy", LAZY_SIZE)
+    lazy = bytes_per_transition(options.games[0], "lazy", LAZY_SIZE)
     print(f"LazyTensorStorage: {lazy:,.0f} bytes a transition")
     print(f"{'':18} {'':>8} {'LazyTensorStorage':^26} {'CompressedListStorage':^17}")
     print(f"{'game':18} {'bytes':>8} {'memory':>8} {'n=32':>8} {'n=256':>8} {'memory':>8} {'n=256':>8}")
     for game in options.games:
-        ours = bytes_a_transition(game, options.codec, options.size)
-        listed = bytes_a_transition(game, "list", LIST_SIZE)
+        ours = bytes_per_transition(game, options.codec, options.size)
+        listed = bytes_per_transition(game, "list", LIST_SIZE)
         speeds = [speed(game, "lazy", options.codec, LAZY_SIZE, batch_size=n, draws=10, rounds=30) for n in (32, 256)]
         speeds.append(speed(game, "list", options.codec, LIST_SIZE, batch_size=256, draws=1, rounds=5))
         ratios = [
