@@ -46,7 +46,7 @@ __all__ = ["Worker", "WorkerContext", "get_context", "kill_workers", "named_cont
 _log = logging.getLogger("rl_ext_core.processes")
 
 # multiprocessing's exit code for a process whose fork server has died, and here for any that is not known.
-_UNKNOWN = 255
+_UNKNOWN_EXIT_CODE = 255
 _UNREPORTED = (
     "this process ignores SIGCHLD, or another part of it has waited for the worker. Write "
     "signal.signal(signal.SIGCHLD, signal.SIG_DFL) before the workers start"
@@ -314,7 +314,7 @@ else:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
             except ChildProcessError:
-                self.returncode, self.unknown_reason = _UNKNOWN, _UNREPORTED
+                self.returncode, self.unknown_reason = _UNKNOWN_EXIT_CODE, _UNREPORTED
             else:
                 self.returncode = os.waitstatus_to_exitcode(status) if pid else None
 
@@ -370,7 +370,10 @@ else:
                 except (OSError, EOFError):
                     # The worker may live, and nobody would wait for it; its number may be another's soon.
                     kill_process_trees([self.pid])
-                    self.returncode, self.unknown_reason = _UNKNOWN, "the fork server that started it was killed"
+                    self.returncode, self.unknown_reason = (
+                        _UNKNOWN_EXIT_CODE,
+                        "the fork server that started it was killed",
+                    )
                 self._server = None
 
 
