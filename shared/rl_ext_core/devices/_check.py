@@ -254,7 +254,7 @@ def _guess_value(known: str | None, value: str, situation: Situation) -> str:
     """Return the value for ``known`` that somebody meant who gave it to another variable."""
     text = value.strip(_QUOTES)
     if known == MASK:
-        return _meant(value, situation)[0] or text
+        return _guess_mask(value, situation)[0] or text
     if known == BACKEND:
         return text.lower() if text.lower() in ("egl", "osmesa", "glfw") else "egl"
     return text
@@ -355,7 +355,7 @@ def _find_mask_mistakes(situation: Situation) -> Findings:
     word = mask.split(",")[0].strip(_QUOTES).lower()
     slices = [slice_ for gpu in gpus for slice_ in gpu.mig]
     some = (*slices, "0") if "mig" in mask.lower() else ("0", *slices)
-    one = {MASK: next((text for text in some if _meant(text, situation)[0]), gpus[0].uuid)}
+    one = {MASK: next((text for text in some if _guess_mask(text, situation)[0]), gpus[0].uuid)}
     if not word or word == "nodevfiles":
         yield _hidden(mask, word, one, situation)
     elif re.fullmatch(r"-\d+", word) or word in ("none", "void", "no", "off", "null", "nil", "false", "cpu"):
@@ -370,7 +370,7 @@ def _find_mask_mistakes(situation: Situation) -> Findings:
             return
         if re.search(r"[][(){}'\"]", mask):
             oddity += " (quotes and brackets are part of the value)"
-        meant, complete = _meant(mask, situation)
+        meant, complete = _guess_mask(mask, situation)
         if shown.mig and meant and complete:
             meant = _pick.slice_of_rank(situation.machine) or meant
         harmless = complete and situation.with_changes({MASK: meant}).machine.visible.uuids == shown.uuids
@@ -416,7 +416,7 @@ def _seen(shown: _cuda.VisibleGpus, situation: Situation) -> str:
     return f"{len(gpus)} GPUs, nvidia-smi {', '.join(str(gpu.index) for gpu in gpus)}"
 
 
-def _meant(mask: str, situation: Situation) -> tuple[str | None, bool]:
+def _guess_mask(mask: str, situation: Situation) -> tuple[str | None, bool]:
     """Read a mask generously: a valid one that says what was meant, None if nobody can tell; and whether it says all.
 
     Numbers with words, ranges and other separators around them, and UUIDs in any case, with or without their prefix.
