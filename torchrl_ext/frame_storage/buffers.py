@@ -98,7 +98,7 @@ def set_writer_cursor(storage: Any, place: int) -> None:
             writer._write_count = max(writer._write_count, len(storage))
 
 
-def go_back(storage: Any, cursor: Any) -> None:
+def rewind_writer(storage: Any, cursor: Any) -> None:
     """Let the writer of elements that could not be stored begin with their places again.
 
     Writers move on first and store then; what they passed over would count as elements from the next ones on.

@@ -39,7 +39,13 @@ from torchrl_ext.frame_storage.arguments import (
     places_in,
     target,
 )
-from torchrl_ext.frame_storage.buffers import Budget, make_kill_safe, check_sets_no_key, go_back, set_writer_cursor
+from torchrl_ext.frame_storage.buffers import (
+    Budget,
+    make_kill_safe,
+    check_sets_no_key,
+    rewind_writer,
+    set_writer_cursor,
+)
 from torchrl_ext.frame_storage.checkpoint import FrameStorageCheckpointer, State, as_state, from_state
 from torchrl_ext.frame_storage.columns import FrameColumn, Key, encoded, image_kinds, release
 from torchrl_ext.frame_storage.folder import begin, folder_at, recover, salvage, tensors_in
@@ -344,7 +350,7 @@ class FrameStorage(TensorStorage):
                 self._set(as_cursor(cursor, self.ndim), as_tensordict(data), set_cursor=set_cursor)
             except BaseException:
                 if set_cursor:
-                    go_back(self, cursor)
+                    rewind_writer(self, cursor)
                 raise
             if set_cursor:
                 self._goes_on_at = None
