@@ -133,7 +133,7 @@ def release_reference(p, reference):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def drop_user(p, block, geometry):  # type: ignore[no-untyped-def]
+def release_block(p, block, geometry):  # type: ignore[no-untyped-def]
     """Takes back one use of a block; the last one frees it."""
     p.blocks[block, USERS] -= uint32(1)
     if p.blocks[block, USERS] > 0:
@@ -162,7 +162,7 @@ def release_frames(p, block, place, n_frames, geometry):  # type: ignore[no-unty
     """Takes one back."""
     while n_frames > 0:
         previous = int64(p.blocks[block, PREVIOUS])
-        drop_user(p, block, geometry)
+        release_block(p, block, geometry)
         n_frames -= place + 1
         place = (1 << geometry.block_shift) - 1
         block = previous

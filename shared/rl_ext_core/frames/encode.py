@@ -47,7 +47,7 @@ from rl_ext_core.frames.arrays import (
     PoolMemory,
 )
 from rl_ext_core.frames.blocks import (
-    drop_user,
+    release_block,
     unpack_handle,
     open_sum,
     release_frames,
@@ -349,7 +349,7 @@ def _push(p, s, stack, memory, geometry, bound, shared_mask, seals, scratch):  #
     p.streams[s, NEWEST] = handle
     p.streams[s, MEMORY] = memory
     for i in range(turned):  # only now: until it was known which of them the stack needs, all were
-        drop_user(p, int64(p.turned[i]), geometry)
+        release_block(p, int64(p.turned[i]), geometry)
     return handle
 
 
@@ -524,7 +524,7 @@ def end_streams(state, seals):  # type: ignore[no-untyped-def]
             if p.blocks[block, KIND] == OPEN:
                 _put_away(p, s, seals)
             release_handle(p, p.streams[s, NEWEST], geometry)
-            drop_user(p, block, geometry)
+            release_block(p, block, geometry)
         zero_bytes(address_in(p.streams, s), 8 * N_STREAM)
 
 
