@@ -37,7 +37,7 @@ def build() -> Any:
     return gymnasium.make("CartPole-v1")
 
 
-def stepping(env: Any, actions: Any) -> Run:
+def make_stepper(env: Any, actions: Any) -> Run:
     """Give what steps it once with each of the actions."""
     env.reset()
 
@@ -71,10 +71,10 @@ def cartpole(options: argparse.Namespace) -> None:
     actions = np.random.default_rng(0).integers(2, size=(200, COUNT))
     seconds = interleaved(
         {
-            "DummyVecEnv": stepping(DummyVecEnv([build] * COUNT), actions),
-            "ours": stepping(GymVecEnv(SyncVectorEnv([build] * COUNT)), actions),
-            "ours, by its own step": stepping(GymVecEnv(VectorWrapper(SyncVectorEnv([build] * COUNT))), actions),
-            "SyncVectorEnv, bare": stepping(SyncVectorEnv([build] * COUNT), actions),
+            "DummyVecEnv": make_stepper(DummyVecEnv([build] * COUNT), actions),
+            "ours": make_stepper(GymVecEnv(SyncVectorEnv([build] * COUNT)), actions),
+            "ours, by its own step": make_stepper(GymVecEnv(VectorWrapper(SyncVectorEnv([build] * COUNT))), actions),
+            "SyncVectorEnv, bare": make_stepper(SyncVectorEnv([build] * COUNT), actions),
             "environments, bare": one_by_one(actions),
         },
         rounds=options.rounds,
@@ -98,9 +98,9 @@ def tensors(options: argparse.Namespace) -> None:
         return isaac_like.IsaacLike(MANY, final_obs=True)
 
     competitors = {
-        "bare": stepping(env(), [torch.from_numpy(action) for action in actions]),
-        "ours": stepping(GymVecEnv(env(), clip_actions=100.0), actions),
-        "ours, copy=False": stepping(GymVecEnv(env(), clip_actions=100.0, copy=False), actions),
+        "bare": make_stepper(env(), [torch.from_numpy(action) for action in actions]),
+        "ours": make_stepper(GymVecEnv(env(), clip_actions=100.0), actions),
+        "ours, copy=False": make_stepper(GymVecEnv(env(), clip_actions=100.0, copy=False), actions),
     }
     if options.isaac_wrapper:
         spec = importlib.util.spec_from_file_location("isaac_wrapper", options.isaac_wrapper)
@@ -108,7 +108,7 @@ def tensors(options: argparse.Namespace) -> None:
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        competitors["Sb3VecEnvWrapper"] = stepping(
+        competitors["Sb3VecEnvWrapper"] = make_stepper(
             module.Sb3VecEnvWrapper(env(), action_low=-100.0, action_high=100.0), actions
         )
     seconds = interleaved(competitors, rounds=options.rounds, clock=time.thread_time)

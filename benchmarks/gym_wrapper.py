@@ -115,7 +115,7 @@ class Free(EnvBase):
 # -- what a round runs
 
 
-def stepping(env: EnvBase, actions: list[torch.Tensor], steps: int) -> Run:
+def make_stepper(env: EnvBase, actions: list[torch.Tensor], steps: int) -> Run:
     """``step_and_maybe_reset``, as collectors call it."""
     env.set_seed(0)
     tensordict = env.reset()
@@ -165,7 +165,7 @@ def rolling_out_at_random(env: EnvBase, actions: list[torch.Tensor], steps: int)
 
 def transformed(env: EnvBase, actions: list[torch.Tensor], steps: int) -> Run:
     """Steps under the transforms that most scripts have."""
-    return stepping(TransformedEnv(env, Compose(RewardSum(), StepCounter())), actions, steps)
+    return make_stepper(TransformedEnv(env, Compose(RewardSum(), StepCounter())), actions, steps)
 
 
 # The bars: how many times as fast, against TorchRL's wrapper.
@@ -236,7 +236,7 @@ def small(name: str, rounds: int) -> None:
         f"{name}, {device}": (f"TorchRL {device}", f"ours {device}", bar)
         for device, bar in zip(DEVICES, (4, 2.8), strict=True)
     }
-    competitors = {"bare": bare(make(), actions, steps), **dict(wrapped(stepping))}
+    competitors = {"bare": bare(make(), actions, steps), **dict(wrapped(make_stepper))}
     overheads(competitors, pairs, steps=steps, rounds=rounds)
     print("total time")
     for loop, (run, bar) in LOOPS.items():
@@ -264,7 +264,7 @@ def vector(rounds: int) -> None:
     competitors = {"bare": bare(env, actions, steps)}
     for whose, wrapper in (("TorchRL", Upstream), ("ours", GymWrapper)):
         wrapped = wrapper(make())
-        competitors[whose] = stepping(wrapped, encoded(wrapped, actions), steps)
+        competitors[whose] = make_stepper(wrapped, encoded(wrapped, actions), steps)
     overheads(competitors, {"16 CartPoles, SAME_STEP": ("TorchRL", "ours", 9)}, steps=steps, rounds=rounds)
 
 
@@ -314,17 +314,17 @@ def one_torch_environment(
 
     competitors = {
         "bare": bare(make(), actions, steps),
-        "TorchRL": stepping(IsaacLabWrapper(make(), device="cpu"), actions, steps),
-        "ours": stepping(GymWrapper(make()), actions, steps),
+        "TorchRL": make_stepper(IsaacLabWrapper(make(), device="cpu"), actions, steps),
+        "ours": make_stepper(GymWrapper(make()), actions, steps),
     }
     name = f"torch, N={count}{', final_obs' if final_obs else ''}"
     pairs: dict[str, Pair] = {name: ("TorchRL", "ours", bar)}
     if native_bar is not None:
         env = IsaacLabWrapper(make(), device="cpu", native_autoreset=True)
-        competitors["native"] = stepping(env, actions, steps)
+        competitors["native"] = make_stepper(env, actions, steps)
         pairs[f"{name}, native_autoreset"] = ("native", "ours", native_bar)
     if their_own is not None:
-        competitors["Isaac Lab's"] = stepping(their_own(make()), actions, steps)
+        competitors["Isaac Lab's"] = make_stepper(their_own(make()), actions, steps)
         pairs[f"{name}, Isaac Lab's own wrapper"] = ("Isaac Lab's", "ours", None)
     overheads(competitors, pairs, steps=steps, rounds=rounds)
 

@@ -68,7 +68,7 @@ def competitors(build: Callable[[], Any], n_envs: int) -> Iterator[dict[str, Vec
             venv.close()
 
 
-def stepping(venv: VecEnv, steps: int) -> Callable[[], None]:
+def make_stepper(venv: VecEnv, steps: int) -> Callable[[], None]:
     """Give what steps it, with an action of its own each time."""
     rng = np.random.default_rng(0)
     actions = rng.integers(2, size=(steps, venv.num_envs))
@@ -87,7 +87,7 @@ def rates(name: str, build: Callable[[], Any], n_envs: int, count: int, rounds: 
     """Print steps a second, of all environments together."""
     print(f"\n{name}: steps a second of {n_envs} environments")
     with competitors(build, n_envs) as made:
-        runs: dict[str, Callable[[], object]] = {whose: stepping(venv, count) for whose, venv in made.items()}
+        runs: dict[str, Callable[[], object]] = {whose: make_stepper(venv, count) for whose, venv in made.items()}
         for whose, bare in BARE.items():
             runs[bare] = lambda workers=made[whose]: workers.env_method("many", count)  # type: ignore[misc]
         seconds = interleaved(runs, rounds=rounds)
@@ -125,7 +125,7 @@ def ray(rounds: int, n_envs: int) -> None:
     for name, build, count in (("CartPole", worlds.cart_pole, 100), ("a millisecond", worlds.busy, 20)):
         print(f"\nray, {name}: steps a second of {n_envs} environments in 2 workers")
         made = {whose: kind([build] * n_envs, n_workers=2) for whose, kind in WITH_RAY.items()}
-        seconds = interleaved({whose: stepping(venv, count) for whose, venv in made.items()}, rounds=rounds)
+        seconds = interleaved({whose: make_stepper(venv, count) for whose, venv in made.items()}, rounds=rounds)
         for whose, found in seconds.items():
             ratio = format_ratio(times_as_fast(seconds, whose, than=SharedMemoryVecEnv.__name__), None)
             row(whose, f"{count * n_envs / np.median(found):,.0f}", verdict=ratio)
