@@ -47,7 +47,7 @@ _log = logging.getLogger("rl_ext_core.processes")
 
 # multiprocessing's exit code for a process whose fork server has died, and here for any that is not known.
 _UNKNOWN_EXIT_CODE = 255
-_UNREPORTED = (
+_UNREPORTED_REASON = (
     "this process ignores SIGCHLD, or another part of it has waited for the worker. Write "
     "signal.signal(signal.SIGCHLD, signal.SIG_DFL) before the workers start"
 )
@@ -314,7 +314,7 @@ else:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
             except ChildProcessError:
-                self.returncode, self.unknown_reason = _UNKNOWN_EXIT_CODE, _UNREPORTED
+                self.returncode, self.unknown_reason = _UNKNOWN_EXIT_CODE, _UNREPORTED_REASON
             else:
                 self.returncode = os.waitstatus_to_exitcode(status) if pid else None
 
