@@ -243,7 +243,7 @@ def _find_misspelled_names(situation: Situation) -> Findings:
         if right is not None:
             effect = f"{name!r} has no effect: the variable is {known}, and {known}={right!r} counts"
             yield situation.finding(name, effect, drop or {known: right}, "warning")
-        elif drop and not _may_be(known, text):
+        elif drop and not _is_valid_value(known, text):
             effect = f"{name!r} has no effect: the variable is {known}, for which {text!r} is not valid"
             yield situation.finding(name, effect, drop, "warning")
         else:
@@ -276,7 +276,7 @@ def _find_ignored_variables(situation: Situation) -> Findings:
         if right is not None:
             if right != text and severity == "error":
                 yield situation.finding(name, f"{effect}, which is {right!r}", {name: None}, "warning")
-        elif _may_be(known, text):
+        elif _is_valid_value(known, text):
             yield situation.finding(name, effect, {known: text}, severity)
         else:
             yield situation.finding(name, f"{effect}, for which {text!r} is not valid", {name: None}, "warning")
@@ -304,7 +304,7 @@ def _unread_container_mask(situation: Situation) -> str | None:
     return text if shown is not None and list(shown.uuids) == uuids else ",".join(uuids)
 
 
-def _may_be(name: str, value: str) -> bool:
+def _is_valid_value(name: str, value: str) -> bool:
     """Whether a variable may have a value, as far as that does not depend on the machine."""
     if name == MASK:
         return value.lower() not in _EVERY_GPU
