@@ -244,7 +244,7 @@ def fits(where: Target, held: Any, columns: list[FrameColumn], *, casts: bool, g
     return known
 
 
-def memory_of(rows: Any, cursor: Any) -> Callable[[], None]:
+def snapshot_rows(rows: Any, cursor: Any) -> Callable[[], None]:
     """Return what puts back what is held at an index, where it is not sure that elements can be stored."""
     keys = set(rows.keys(include_nested=True))
     before = rows[cursor].clone()

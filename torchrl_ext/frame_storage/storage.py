@@ -34,7 +34,7 @@ from torchrl_ext.frame_storage.arguments import (
     is_one,
     is_slices,
     last_of_each,
-    memory_of,
+    snapshot_rows,
     on_cpu,
     places_in,
     target,
@@ -376,7 +376,7 @@ class FrameStorage(TensorStorage):
                 )
             casts = is_one(cursor) or is_slices(cursor)  # as torch does
             if not fits(where, self._storage, self._columns, casts=casts, grows=self._folder is None):
-                undo = memory_of(self._storage, where.cursor)
+                undo = snapshot_rows(self._storage, where.cursor)
             small, new = encoded(self._columns, where.data)
             begun = True
             self._will_write(where.places)
