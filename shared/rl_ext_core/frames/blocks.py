@@ -115,7 +115,7 @@ def block_location(p, block):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def seal_bytes(p, block, source, n_bytes):  # type: ignore[no-untyped-def]
+def replace_with_sealed(p, block, source, n_bytes):  # type: ignore[no-untyped-def]
     """Stores what the contents of a full block were sealed to in their place."""
     first, old = block_location(p, block)
     p.head[BLOCK_BYTES] -= old
@@ -184,8 +184,8 @@ def release_handle(p, handle, geometry):  # type: ignore[no-untyped-def]
 
 @kernel
 def replace_bytes(state, block, source, n_bytes):  # type: ignore[no-untyped-def]
-    """Seals a block: :func:`seal_bytes`, for Python."""
-    seal_bytes(pool_in(state), block, uint64(source), n_bytes)
+    """Seals a block: :func:`replace_with_sealed`, for Python."""
+    replace_with_sealed(pool_in(state), block, uint64(source), n_bytes)
 
 
 @kernel
