@@ -49,7 +49,7 @@ def make_stepper(env: Any, actions: Any) -> Run:
     return run
 
 
-def one_by_one(actions: Any) -> Run:
+def make_single_env_stepper(actions: Any) -> Run:
     """Give what steps single environments and does nothing else: no vectorised environment can be faster."""
     envs = [build() for _ in range(COUNT)]
     for seed, env in enumerate(envs):
@@ -75,7 +75,7 @@ def cartpole(options: argparse.Namespace) -> None:
             "ours": make_stepper(GymVecEnv(SyncVectorEnv([build] * COUNT)), actions),
             "ours, by its own step": make_stepper(GymVecEnv(VectorWrapper(SyncVectorEnv([build] * COUNT))), actions),
             "SyncVectorEnv, bare": make_stepper(SyncVectorEnv([build] * COUNT), actions),
-            "environments, bare": one_by_one(actions),
+            "environments, bare": make_single_env_stepper(actions),
         },
         rounds=options.rounds,
         clock=time.thread_time,
