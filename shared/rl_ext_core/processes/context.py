@@ -480,12 +480,12 @@ class KernelEvent:
         return bool(poll.poll(None if timeout in (None, math.inf) else max(timeout, 0) * 1e3))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _inherited_event, (reduction.DupFd(self._descriptor),)
+        return _rebuild_event, (reduction.DupFd(self._descriptor),)
 
     def __del__(self) -> None:
         with suppress(OSError):
             os.close(self._descriptor)
 
 
-def _inherited_event(descriptor: Any) -> KernelEvent:
+def _rebuild_event(descriptor: Any) -> KernelEvent:
     return KernelEvent(descriptor.detach())
