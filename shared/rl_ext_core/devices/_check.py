@@ -213,7 +213,7 @@ def _shell(changes: Changes) -> str:
     )
 
 
-def named(gpu: Gpu) -> str:
+def describe_gpu(gpu: Gpu) -> str:
     """Name a GPU as a sentence does."""
     return f"{gpu.name} {gpu.uuid} (nvidia-smi {gpu.index})"
 
@@ -320,7 +320,7 @@ def _find_order_mistakes(situation: Situation) -> Findings:
     value, inventory = situation.environ.get(ORDER), situation.inventory
     by_speed = inventory.fastest_first
     unlike = bool(inventory.gpus) and by_speed != tuple(gpu.uuid for gpu in inventory.gpus)
-    first = f": number 0 is {named(inventory.gpu(by_speed[0]))}" if unlike and by_speed else ""
+    first = f": number 0 is {describe_gpu(inventory.gpu(by_speed[0]))}" if unlike and by_speed else ""
     if value is not None and value.strip() and value not in _ORDERS:
         fix = {ORDER: "FASTEST_FIRST" if "FAST" in value.upper() else "PCI_BUS_ID"}
         effect = f"CUDA does not know it and counts the fastest first{first}"
@@ -412,7 +412,7 @@ def _seen(shown: _cuda.VisibleGpus, situation: Situation) -> str:
     if not gpus:
         return f"no GPU and {_NO_CUDA}"
     if len(gpus) == 1:
-        return f"one GPU, {named(gpus[0])}{f', its slice {shown.mig}' if shown.mig else ''}"
+        return f"one GPU, {describe_gpu(gpus[0])}{f', its slice {shown.mig}' if shown.mig else ''}"
     return f"{len(gpus)} GPUs, nvidia-smi {', '.join(str(gpu.index) for gpu in gpus)}"
 
 
@@ -536,14 +536,14 @@ def _unlisted(gpu: Gpu, situation: Situation, severity: Severity) -> tuple[Findi
     inventory, environ = situation.inventory, situation.environ
     where = "lands on Mesa's CPU device" if any(device.software for device in inventory.egl or ()) else "fails"
     others = any(device.uuid for device in inventory.egl or ())
-    effect = f"EGL does not list {named(gpu)}, which computes, so that rendering "
+    effect = f"EGL does not list {describe_gpu(gpu)}, which computes, so that rendering "
     effect += "lands on another GPU" if others else where
     if inventory.egl_error:
         return situation.finding("EGL", f"{effect}: {inventory.egl_error}", "apt-get install libegl1", severity)
     if on_wsl(situation.machine):
         line = f'resolve("auto", render="cpu", renderer="{_installed(situation)[-1].name}").apply()'
         fix = f"from rl_ext_core.devices import resolve\n{line}"
-        return situation.finding("EGL", f"{named(gpu)} {WSL_LIMIT}", fix, "warning")
+        return situation.finding("EGL", f"{describe_gpu(gpu)} {WSL_LIMIT}", fix, "warning")
     overridden = next((name for name in _VENDOR_FILES if environ.get(name)), None)
     if overridden:
         effect = f"it replaces the drivers that EGL would find: {effect}"
@@ -639,8 +639,8 @@ def _predicted(renderer: Renderer, situation: Situation) -> Prediction:
         return Prediction(title, "gpu", f"{why}; which GPU that is, EGL does not tell", variable, device.index)
     gpu = inventory.gpu(device.uuid)
     if gpu.mig:
-        raise RendererFailsError(variable, f"{why}, {named(gpu)}, is cut into MIG slices, which do not render")
-    return Prediction(title, "gpu", f"{why}, {named(gpu)}", variable, device.index, device.uuid)
+        raise RendererFailsError(variable, f"{why}, {describe_gpu(gpu)}, is cut into MIG slices, which do not render")
+    return Prediction(title, "gpu", f"{why}, {describe_gpu(gpu)}", variable, device.index, device.uuid)
 
 
 def _window(switch: str) -> str:
@@ -723,7 +723,7 @@ def _find_rendering_mistakes(situation: Situation) -> Findings:
     for (found, fix, severity), renderers in alike.items():
         effect = f"{', '.join(map(str, renderers))}: {once}{found.why}"
         if found.where != "fails" and computing:
-            effect += f", while {computing.device}{f', {named(gpu)},' if gpu else ''} computes"
+            effect += f", while {computing.device}{f', {describe_gpu(gpu)},' if gpu else ''} computes"
         # The last one stands for all: a decision for robosuite, which comes last, suits the others.
         yield situation.finding(found.variable, effect, fix.format(renderers[-1].name), severity)
 
