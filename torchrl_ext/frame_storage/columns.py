@@ -137,7 +137,7 @@ class FrameColumn:
             torch.from_numpy(out).reshape(*part.shape, *self.shape) for out, part in zip(outs, handles, strict=True)
         ]
 
-    def look_again(self, rows: Any, length: int) -> None:
+    def reencode_if_better(self, rows: Any, length: int) -> None:
         """Store all elements that are held anew, where another layout, codec or block length suits them."""
         held = [rows.get(key)[:length] for key in self.keys]
         flat = [part.reshape(-1).numpy() for part in held]

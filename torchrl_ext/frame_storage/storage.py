@@ -400,7 +400,7 @@ class FrameStorage(TensorStorage):
         # How frames are stored is chosen again as long as there are few.
         if len(self) <= LAST_CHECK and self._len_along_dim0 is not None:
             for column in self._columns:
-                column.look_again(self._storage, self._len_along_dim0)
+                column.reencode_if_better(self._storage, self._len_along_dim0)
 
     @defer_signals
     def get(self, index: Any) -> Any:
