@@ -183,7 +183,7 @@ def release_handle(p, handle, geometry):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def replace_bytes(state, block, source, n_bytes):  # type: ignore[no-untyped-def]
+def seal_stored_block(state, block, source, n_bytes):  # type: ignore[no-untyped-def]
     """Seals a block: :func:`replace_with_sealed`, for Python."""
     replace_with_sealed(pool_in(state), block, uint64(source), n_bytes)
 

@@ -53,7 +53,7 @@ from rl_ext_core.frames.blocks import (
     release_frames,
     release_handle,
     release_reference,
-    replace_bytes,
+    seal_stored_block,
     retain_handle,
     retain_frames,
     unpack_pair,
@@ -547,5 +547,5 @@ def seal_full(state: Counts, pool: PoolArrays, codec: Codec, room: PoolMemory) -
     for block, contents in zip(blocks.tolist(), stored(state, blocks), strict=True):
         sealed = seal_block(codec, contents)
         room.reserve_block(len(sealed))
-        replace_bytes(state, block, address_of(sealed), len(sealed))
+        seal_stored_block(state, block, address_of(sealed), len(sealed))
     pool.head[UNSEALED] = 0
