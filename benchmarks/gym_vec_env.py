@@ -86,7 +86,7 @@ def cartpole(options: argparse.Namespace) -> None:
         print(f"{name:28}{len(actions) * COUNT / np.median(found):>12,.0f}  {verdict}")
 
 
-def tensors(options: argparse.Namespace) -> None:
+def measure_isaac_like(options: argparse.Namespace) -> None:
     """An environment in Isaac Lab's style, 4096 at once."""
     from benchmarks import isaac_like
 
@@ -121,7 +121,7 @@ def tensors(options: argparse.Namespace) -> None:
         print(f"{name:28}{np.median(found):>12,.0f}  {verdict}")
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], None]] = {"cartpole": cartpole, "torch": tensors}
+PARTS: dict[str, Callable[[argparse.Namespace], None]] = {"cartpole": cartpole, "torch": measure_isaac_like}
 
 
 def main() -> None:
