@@ -69,7 +69,7 @@ _SENT_ATTRIBUTES = (
     "worker",
 )
 
-_names = itertools.count()
+_context_numbers = itertools.count()
 # Writing ends of all lifelines. A forked child must not hold them: it would keep its siblings from seeing the end.
 _lifelines: set[int] = set()
 
@@ -444,7 +444,7 @@ def named_context(context: mp_context.BaseContext) -> Iterator[str]:
     :param context: made by :func:`get_context`
     :return: a context manager; the name, which no other context has, is known while it is open
     """
-    name = f"{context.get_start_method()}-workers-{os.getpid()}-{next(_names)}"
+    name = f"{context.get_start_method()}-workers-{os.getpid()}-{next(_context_numbers)}"
     contexts = mp_context._concrete_contexts  # type: ignore[attr-defined]
     contexts[name] = context
     try:
