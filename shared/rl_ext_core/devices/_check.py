@@ -479,14 +479,14 @@ def _find_rank_mistakes(situation: Situation) -> Findings:
         effect = f'{value!r} is not a rank: int(os.environ["{name}"]) and resolve("auto") refuse it'
         yield situation.finding(name, effect, {name: text if _pick.is_rank(text) else None})
     elif shown and shown.uuids and situation.computing is None:
-        yield _beyond(name, int(value), len(shown.uuids), situation)
+        yield _high_rank_finding(name, int(value), len(shown.uuids), situation)
     elif shown and (different := _pick.contradiction(situation.machine)):
         other = f"{different[1]}={environ[different[1]]!r}"
         effect = f"it contradicts {other} and comes first, so that all processes with the same {name} share a GPU"
         yield situation.finding(name, effect, {name: None}, "warning")
 
 
-def _beyond(name: str, rank: int, count: int, situation: Situation) -> tuple[Finding, Changes]:
+def _high_rank_finding(name: str, rank: int, count: int, situation: Situation) -> tuple[Finding, Changes]:
     error = f'torch.cuda.set_device({rank}) ends in "CUDA error: invalid device ordinal"'
     changes = _pick.changes_for(rank, situation.machine)
     if changes is not None:
