@@ -232,10 +232,10 @@ def test_repr_of_storage_slices_and_images_decodes_nothing(monkeypatch: pytest.M
     view = buffer[:]
     images = view["pixels"]
 
-    def read_images(*_: Any) -> None:
+    def _read_images(*_: Any) -> None:
         raise AssertionError("an image was decoded")
 
-    monkeypatch.setattr(FrameStorage, "read_images", read_images)
+    monkeypatch.setattr(FrameStorage, "_read_images", _read_images)
     assert repr(images) == str(images) == f"FrameView(shape=(30, {STACK}, {HEIGHT}, {WIDTH}), dtype=torch.uint8)"
     assert f"FrameView(shape=({STACK}, {HEIGHT}, {WIDTH})" in repr([images[3]])
     for shown in (repr(buffer.storage), repr(buffer), repr(view), repr(view[3:5]), repr(view["next"])):

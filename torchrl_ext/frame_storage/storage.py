@@ -426,7 +426,7 @@ class FrameStorage(TensorStorage):
         return rows if self.device.type == "cpu" else rows.to(self.device)
 
     @defer_signals
-    def read_images(self, column: FrameColumn, handles: torch.Tensor) -> torch.Tensor:
+    def _read_images(self, column: FrameColumn, handles: torch.Tensor) -> torch.Tensor:
         """Return the images of a column that these handles name."""
         self._check_open()
         with self.lock:

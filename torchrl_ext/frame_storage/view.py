@@ -57,7 +57,7 @@ class FrameView(torch.Tensor):
 
     def _read(self, handles: torch.Tensor) -> torch.Tensor:
         self._check_there()
-        images: torch.Tensor = self._storage.read_images(self._column, handles)
+        images: torch.Tensor = self._storage._read_images(self._column, handles)
         return images
 
     def _check_there(self) -> None:
