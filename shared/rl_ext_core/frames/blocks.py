@@ -189,7 +189,7 @@ def seal_stored_block(state, block, source, n_bytes):  # type: ignore[no-untyped
 
 
 @kernel
-def list_stored(state, blocks, ends):  # type: ignore[no-untyped-def]
+def list_block_ends(state, blocks, ends):  # type: ignore[no-untyped-def]
     """Where blocks would end if they lay one after the other.
 
     :param blocks: (n,) none of them open.
@@ -221,7 +221,7 @@ def stored(state: Counts, blocks: Counts) -> list[Bytes]:
     :param blocks: (n,) none of them open.
     """
     ends = np.zeros(len(blocks), dtype=np.int64)
-    list_stored(state, blocks, ends)
+    list_block_ends(state, blocks, ends)
     contents = allocate((int(ends[-1]) if len(ends) else 0) + SLACK)
     copy_stored(state, blocks, address_of(contents))
     return [contents[start:end] for start, end in zip([0, *ends.tolist()], ends.tolist(), strict=False)]
