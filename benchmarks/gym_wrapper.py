@@ -143,7 +143,7 @@ def bare(env: Any, actions: list[Any], steps: int) -> Run:
     return run
 
 
-def collecting(env: EnvBase, actions: list[torch.Tensor], steps: int) -> Run:
+def make_collector_run(env: EnvBase, actions: list[torch.Tensor], steps: int) -> Run:
     """One batch of a collector."""
     env.set_seed(0)
     batches = iter(Collector(env, Prepared(actions), device=env.device, frames_per_batch=steps, total_frames=-1))
@@ -170,7 +170,7 @@ def transformed(env: EnvBase, actions: list[torch.Tensor], steps: int) -> Run:
 
 # The bars: how many times as fast, against TorchRL's wrapper.
 LOOPS: dict[str, tuple[Callable[[EnvBase, list[torch.Tensor], int], Run], float]] = {
-    "Collector": (collecting, 2),
+    "Collector": (make_collector_run, 2),
     "rollout": (rolling_out, 3.5),
     "rollout, random": (rolling_out_at_random, 3.5),
     "RewardSum, StepCounter": (transformed, 1.7),
