@@ -74,7 +74,7 @@ class _Server(ForkServer):
     def end(self) -> None:
         """Kill the server, and so its workers. Closing its pipe would not do: they hold that as well."""
         pid, address = self._forkserver_pid, self._forkserver_address
-        self.let_go()
+        self.disown()
         if pid is not None and not _has_ended(pid):
             os.kill(pid, signal.SIGKILL)
             with suppress(ChildProcessError):
@@ -83,7 +83,7 @@ class _Server(ForkServer):
             with suppress(FileNotFoundError):
                 os.unlink(address)
 
-    def let_go(self) -> None:
+    def disown(self) -> None:
         """Leave the server to the process that has started it."""
         descriptor, self._forkserver_alive_fd = self._forkserver_alive_fd, None
         self._forkserver_pid = self._forkserver_address = None
@@ -253,7 +253,7 @@ def _reset_after_fork() -> None:
     """In a forked child: the servers are the parent's, and must end with it even if this child lives on."""
     global _server, _lock
     for server in list(_servers):
-        server.let_go()
+        server.disown()
     _lock, _server = threading.Lock(), None
 
 
