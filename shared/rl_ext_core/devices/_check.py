@@ -263,7 +263,7 @@ def _guess_value(known: str | None, value: str, situation: Situation) -> str:
 def _find_ignored_variables(situation: Situation) -> Findings:
     """Find variables that are exported for MuJoCo and that it does not read."""
     environ, versions = situation.environ, situation.inventory.versions
-    mujocos = [entry for entry in _installed(situation) if entry.name in _renderers.MUJOCO_NAMES]
+    mujocos = [entry for entry in _installed_renderers(situation) if entry.name in _renderers.MUJOCO_NAMES]
     through_egl = not _renderers.has_display(environ) or any(_backend(entry, environ) == "egl" for entry in mujocos)
     for name, known in _UNREAD.items():
         if name not in environ or not mujocos or not (through_egl or known == BACKEND):
@@ -527,8 +527,8 @@ def _find_unlisted_gpu(situation: Situation) -> Findings:
     inventory, environ = situation.inventory, situation.environ
     gpu = situation.computing.gpu if situation.computing else None
     if gpu and not gpu.mig and inventory.egl is not None and inventory.egl_of(gpu.uuid) is None:
-        using = [renderer for renderer in _installed(situation) if _backend(renderer, environ) == "egl"]
-        if any(renderer.select_egl_device for renderer in _installed(situation)):
+        using = [renderer for renderer in _installed_renderers(situation) if _backend(renderer, environ) == "egl"]
+        if any(renderer.select_egl_device for renderer in _installed_renderers(situation)):
             yield _unlisted(gpu, situation, "error" if using else "warning")
 
 
@@ -541,7 +541,7 @@ def _unlisted(gpu: Gpu, situation: Situation, severity: Severity) -> tuple[Findi
     if inventory.egl_error:
         return situation.finding("EGL", f"{effect}: {inventory.egl_error}", "apt-get install libegl1", severity)
     if on_wsl(situation.machine):
-        line = f'resolve("auto", render="cpu", renderer="{_installed(situation)[-1].name}").apply()'
+        line = f'resolve("auto", render="cpu", renderer="{_installed_renderers(situation)[-1].name}").apply()'
         fix = f"from rl_ext_core.devices import resolve\n{line}"
         return situation.finding("EGL", f"{describe_gpu(gpu)} {WSL_LIMIT}", fix, "warning")
     overridden = next((name for name in _VENDOR_FILES if environ.get(name)), None)
@@ -563,7 +563,7 @@ def _unlisted(gpu: Gpu, situation: Situation, severity: Severity) -> tuple[Findi
 # What renders, against what computes
 
 
-def _installed(situation: Situation) -> tuple[Renderer, ...]:
+def _installed_renderers(situation: Situation) -> tuple[Renderer, ...]:
     return _renderers.installed(situation.inventory.versions)
 
 
@@ -690,7 +690,7 @@ def _find_rendering_mistakes(situation: Situation) -> Findings:
     alike: dict[tuple[Prediction, str, Severity], list[Renderer]] = {}
     computing = situation.computing
     gpu = computing.gpu if computing else None
-    for renderer in _installed(situation):
+    for renderer in _installed_renderers(situation):
         found = predict(renderer, situation)
         if (
             renderer.select_egl_device is None
@@ -768,7 +768,7 @@ def _find_late_changes(situation: Situation, settled: bool) -> Findings:
         yield situation.finding(MASK, str(error), {MASK: environ.get(MASK)})
     except RlExtError:
         pass  # the order is unknown, which is another finding
-    for renderer in () if settled else _installed(situation):
+    for renderer in () if settled else _installed_renderers(situation):
         backend = _backend(renderer, environ)
         if backend not in ("egl", "osmesa") or not any(name in environ for name in renderer.switches):
             continue
