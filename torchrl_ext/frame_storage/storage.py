@@ -433,7 +433,7 @@ class FrameStorage(TensorStorage):
             return column.decode([handles])[0]
 
     @defer_signals
-    def write_images(self, column: FrameColumn, handles: torch.Tensor, index: Any, images: torch.Tensor) -> None:
+    def _write_images(self, column: FrameColumn, handles: torch.Tensor, index: Any, images: torch.Tensor) -> None:
         """Store images in place of those that an index of these handles names.
 
         :param handles: a view of the elements'.

@@ -123,7 +123,7 @@ class FrameView(torch.Tensor):
 
     def _write(self, index: Any, images: torch.Tensor) -> None:
         self._check_there()
-        self._storage.write_images(self._column, self._handles, index, images)
+        self._storage._write_images(self._column, self._handles, index, images)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"FrameView(shape={tuple(self.shape)}, dtype={self.dtype})"
