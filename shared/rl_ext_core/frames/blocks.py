@@ -202,7 +202,7 @@ def list_block_ends(state, blocks, ends):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def copy_stored(state, blocks, target):  # type: ignore[no-untyped-def]
+def copy_blocks(state, blocks, target):  # type: ignore[no-untyped-def]
     """Copies blocks, one after the other.
 
     :param blocks: (n,) none of them open.
@@ -223,5 +223,5 @@ def stored(state: Counts, blocks: Counts) -> list[Bytes]:
     ends = np.zeros(len(blocks), dtype=np.int64)
     list_block_ends(state, blocks, ends)
     contents = allocate((int(ends[-1]) if len(ends) else 0) + SLACK)
-    copy_stored(state, blocks, address_of(contents))
+    copy_blocks(state, blocks, address_of(contents))
     return [contents[start:end] for start, end in zip([0, *ends.tolist()], ends.tolist(), strict=False)]
