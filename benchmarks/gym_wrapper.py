@@ -150,7 +150,7 @@ def make_collector_run(env: EnvBase, actions: list[torch.Tensor], steps: int) ->
     return lambda: next(batches)
 
 
-def rolling_out(env: EnvBase, actions: list[torch.Tensor], steps: int) -> Run:
+def make_rollout_run(env: EnvBase, actions: list[torch.Tensor], steps: int) -> Run:
     """One rollout through all episodes that it takes."""
     env.set_seed(0)
     policy = Prepared(actions)
@@ -171,7 +171,7 @@ def transformed(env: EnvBase, actions: list[torch.Tensor], steps: int) -> Run:
 # The bars: how many times as fast, against TorchRL's wrapper.
 LOOPS: dict[str, tuple[Callable[[EnvBase, list[torch.Tensor], int], Run], float]] = {
     "Collector": (make_collector_run, 2),
-    "rollout": (rolling_out, 3.5),
+    "rollout": (make_rollout_run, 3.5),
     "rollout, random": (rolling_out_at_random, 3.5),
     "RewardSum, StepCounter": (transformed, 1.7),
 }
