@@ -130,7 +130,7 @@ def connect(
         if _server is None or not {*modules} <= {*_server.modules} or variables != _server.variables:
             _server = _Server([*dict.fromkeys([*(_server.modules if _server else ()), *modules])], variables)
         try:
-            return *_ask(_server, descriptors), _server
+            return *_request_process(_server, descriptors), _server
         except BaseException as error:
             # Interrupted while the server imports, after which it would start that process; or a module ends it.
             if not _server.has_answered:
@@ -141,7 +141,7 @@ def connect(
             raise
 
 
-def _ask(server: _Server, descriptors: Sequence[int]) -> tuple[int, int, int]:
+def _request_process(server: _Server, descriptors: Sequence[int]) -> tuple[int, int, int]:
     # A socket and two pipes: the server, and so its workers, would die of half a request.
     opened: list[int] = []
     try:
