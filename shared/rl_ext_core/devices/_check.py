@@ -185,7 +185,7 @@ def check_environment(
     original = situation = Situation(machine, variables, variables)
     applied = _apply.current.variables if ours and _apply.current else {}
     # A decision that is in force in this process has seen to the renderers.
-    settled = bool(applied) and all(variables.get(name) == value for name, value in applied.items())
+    decision_in_force = bool(applied) and all(variables.get(name) == value for name, value in applied.items())
     findings: list[Finding] = []
     for stage in (
         _find_misspelled_names,
@@ -194,14 +194,14 @@ def check_environment(
         _find_mask_mistakes,
         _find_rank_mistakes,
         _find_missing_cuda,
-        *(() if settled else (_find_unlisted_gpu, _find_rendering_mistakes)),
+        *(() if decision_in_force else (_find_unlisted_gpu, _find_rendering_mistakes)),
     ):
         for finding, changes in list(stage(situation)):
             findings.append(finding)
             if finding.severity == "error":
                 situation = situation.with_changes(changes)
     if ours:
-        findings += [finding for finding, _ in _find_late_changes(original, settled)]
+        findings += [finding for finding, _ in _find_late_changes(original, decision_in_force)]
     return tuple(sorted(dict.fromkeys(findings), key=lambda finding: finding.severity))
 
 
@@ -758,7 +758,7 @@ def _remedy(renderer: Renderer, situation: Situation) -> str:
 # What came too late in this process
 
 
-def _find_late_changes(situation: Situation, settled: bool) -> Findings:
+def _find_late_changes(situation: Situation, decision_in_force: bool) -> Findings:
     """Find variables that were set in this process after the library that reads them had read others."""
     environ = situation.environ
     try:
@@ -768,7 +768,7 @@ def _find_late_changes(situation: Situation, settled: bool) -> Findings:
         yield situation.finding(MASK, str(error), {MASK: environ.get(MASK)})
     except RlExtError:
         pass  # the order is unknown, which is another finding
-    for renderer in () if settled else _installed_renderers(situation):
+    for renderer in () if decision_in_force else _installed_renderers(situation):
         backend = _backend(renderer, environ)
         if backend not in ("egl", "osmesa") or not any(name in environ for name in renderer.switches):
             continue
