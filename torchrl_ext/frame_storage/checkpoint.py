@@ -107,7 +107,7 @@ class FrameStorageCheckpointer(StorageCheckpointerBase):
         if not storage.initialized:
             raise InvalidArgumentError("this FrameStorage is empty: there is nothing to save; add something first")
         path = Path(path)
-        if storage.is_in(path):
+        if storage._is_stored_in(path):
             return storage.settle()
         made = not path.exists()
         try:
@@ -150,7 +150,7 @@ class FrameStorageCheckpointer(StorageCheckpointerBase):
         """
         path = Path(path)
         storage._check_open()
-        if storage.is_in(path):
+        if storage._is_stored_in(path):
             return
         if (path / MANIFEST).exists():
             raise InvalidArgumentError(

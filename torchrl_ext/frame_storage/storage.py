@@ -740,7 +740,7 @@ class FrameStorage(TensorStorage):
         elif self.initialized:
             self._empty()
 
-    def is_in(self, path: str | os.PathLike[str]) -> bool:
+    def _is_stored_in(self, path: str | os.PathLike[str]) -> bool:
         """Whether this storage lies in the files of that folder."""
         return self._folder is not None and Path(path).absolute() == self._folder.path
 
