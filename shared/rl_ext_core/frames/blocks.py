@@ -78,7 +78,7 @@ def open_sum(p, block):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def stored_sum(p, block, first, n_bytes, kind, contents):  # type: ignore[no-untyped-def]
+def full_sum(p, block, first, n_bytes, kind, contents):  # type: ignore[no-untyped-def]
     """Checksum of what is noted of a full block.
 
     :param contents: checksum of what it holds.
@@ -98,7 +98,7 @@ def store_bytes(p, block, source, n_bytes, seal):  # type: ignore[no-untyped-def
     if p.has_checksums:
         contents = fold_sum(add_bytes(SUM_START, source, n_bytes))
         p.sums[block, column] = contents
-        p.sums[block, column + 1] = stored_sum(p, block, first, n_bytes, kind, contents)
+        p.sums[block, column + 1] = full_sum(p, block, first, n_bytes, kind, contents)
     apart = seal and p.has_checksums
     p.blocks[block, SEALED_GRAIN if apart else GRAIN] = uint32(first)
     p.blocks[block, SEALED_BYTES if apart else N_BYTES] = uint32(n_bytes)

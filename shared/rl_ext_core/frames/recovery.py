@@ -39,7 +39,7 @@ from rl_ext_core.frames.blocks import (
     block_location,
     retain_handle,
     store_bytes,
-    stored_sum,
+    full_sum,
 )
 from rl_ext_core.frames.decode import entry_size_of
 from rl_ext_core.frames.geometry import ENTRY_HEADER, PATCH
@@ -65,7 +65,7 @@ def _has_right_row(p, block, geometry):  # type: ignore[no-untyped-def]
     first, n_bytes = block_location(p, block)
     if first + grains_of(p, n_bytes) > p.head[GRAINS]:
         return False
-    expected = stored_sum(p, block, first, n_bytes, kind, p.sums[block, column])
+    expected = full_sum(p, block, first, n_bytes, kind, p.sums[block, column])
     return p.sums[block, column + 1] == expected
 
 
