@@ -157,7 +157,7 @@ def make_rollout_run(env: EnvBase, actions: list[torch.Tensor], steps: int) -> R
     return lambda: env.rollout(steps, policy, break_when_any_done=False)
 
 
-def rolling_out_at_random(env: EnvBase, actions: list[torch.Tensor], steps: int) -> Run:
+def make_random_rollout_run(env: EnvBase, actions: list[torch.Tensor], steps: int) -> Run:
     """One rollout without a policy: the environment draws the actions."""
     env.set_seed(0)
     return lambda: env.rollout(steps, break_when_any_done=False)
@@ -172,7 +172,7 @@ def transformed(env: EnvBase, actions: list[torch.Tensor], steps: int) -> Run:
 LOOPS: dict[str, tuple[Callable[[EnvBase, list[torch.Tensor], int], Run], float]] = {
     "Collector": (make_collector_run, 2),
     "rollout": (make_rollout_run, 3.5),
-    "rollout, random": (rolling_out_at_random, 3.5),
+    "rollout, random": (make_random_rollout_run, 3.5),
     "RewardSum, StepCounter": (transformed, 1.7),
 }
 
