@@ -199,12 +199,12 @@ def reset_signals() -> None:
                 signal.signal(number, signal.SIG_DFL)
     # A KeyboardInterrupt here would be a second, misleading error. Not ignored, which programs that are started from
     # here would inherit: some are to be ended by it.
-    signal.signal(signal.SIGINT, _pass)
+    signal.signal(signal.SIGINT, _ignore_signal)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def _pass(number: int, frame: object) -> None:
+def _ignore_signal(number: int, frame: object) -> None:
     pass
 
 
