@@ -179,11 +179,11 @@ def check_environment(
     """
     variables = dict(os.environ if environ is None else environ)
     machine = Inventory.current() if inventory is None else inventory
-    ours = environ is None and inventory is None
-    if ours and "torchrl.envs.libs.dm_control" in sys.modules and "pyrender" not in machine.versions:
+    is_this_process = environ is None and inventory is None
+    if is_this_process and "torchrl.envs.libs.dm_control" in sys.modules and "pyrender" not in machine.versions:
         variables.pop(PYRENDER_INDEX, None)  # TorchRL sets it when it is imported, to no effect
     original = situation = Situation(machine, variables, variables)
-    applied = _apply.current.variables if ours and _apply.current else {}
+    applied = _apply.current.variables if is_this_process and _apply.current else {}
     # A decision that is in force in this process has seen to the renderers.
     decision_in_force = bool(applied) and all(variables.get(name) == value for name, value in applied.items())
     findings: list[Finding] = []
@@ -200,7 +200,7 @@ def check_environment(
             findings.append(finding)
             if finding.severity == "error":
                 situation = situation.with_changes(changes)
-    if ours:
+    if is_this_process:
         findings += [finding for finding, _ in _find_late_changes(original, decision_in_force)]
     return tuple(sorted(dict.fromkeys(findings), key=lambda finding: finding.severity))
 
