@@ -168,7 +168,7 @@ class FrameStorageCheckpointer(StorageCheckpointerBase):
             if not _CONTENTS.fullmatch(metadata["contents"]):
                 raise CorruptFileError(f"{path / _METADATA} names no contents")
             rows, frames = unpacked(_read(metadata["held"], path / metadata["contents"]))
-        storage.take(rows, frames, metadata["len"])
+        storage._replace_contents(rows, frames, metadata["len"])
 
 
 def _ours(name: str) -> bool:

@@ -662,7 +662,7 @@ class FrameStorage(TensorStorage):
         if self._folder is not None:
             self._storage = tensors_in(self._folder)
         if held is not None:
-            self.take(*held)
+            self._replace_contents(*held)
 
     def held(self) -> tuple[Any, list[dict[str, Any]]]:
         """Return the elements with handles in place of images, and what these refer to. Views, no copies.
@@ -673,7 +673,7 @@ class FrameStorage(TensorStorage):
         return self._storage[: self._len_along_dim0], frames
 
     @defer_signals
-    def take(self, rows: Any, frames: list[dict[str, Any]], length: int) -> None:
+    def _replace_contents(self, rows: Any, frames: list[dict[str, Any]], length: int) -> None:
         """Hold what :meth:`held` gave, in place of what was there.
 
         :raises CorruptFileError: if it is damaged.
@@ -731,7 +731,7 @@ class FrameStorage(TensorStorage):
         """
         self._check_open()
         if state_dict.get("frame_storage") is not None:
-            self.take(*from_state(state_dict))
+            self._replace_contents(*from_state(state_dict))
         elif state_dict.get("initialized"):
             raise InvalidArgumentError(
                 "this is the state of another kind of storage than FrameStorage; load it into one of that kind, and "
