@@ -59,7 +59,7 @@ def unpack_pair(pair):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def take(p, used, freed, free):  # type: ignore[no-untyped-def]
+def allocate_number(p, used, freed, free):  # type: ignore[no-untyped-def]
     """A number that is free, or one that was never used."""
     if p.head[freed] > 0:
         p.head[freed] -= 1

@@ -59,7 +59,7 @@ from rl_ext_core.frames.blocks import (
     unpack_pair,
     store_bytes,
     stored,
-    take,
+    allocate_number,
 )
 from rl_ext_core.frames.bounded import append_bounded_entry
 from rl_ext_core.frames.codecs import Codec, seal_block
@@ -228,7 +228,7 @@ def _reference_for(p, s, before, frame, geometry, bound, scratch):  # type: igno
             p.head[RECENT + i] = p.head[RECENT + i + 1]
         p.head[RECENT + N_RECENT - 1] = best
     if best < 0:
-        best = take(p, REFERENCES, FREE_REFERENCES, p.free_references)
+        best = allocate_number(p, REFERENCES, FREE_REFERENCES, p.free_references)
         copy_bytes(p.references + uint64(best * p.reference_bytes), frame, n_bytes)
         if p.has_checksums:
             p.reference_sums[best] = fold_sum(add_bytes(SUM_START, frame, n_bytes))
@@ -262,7 +262,7 @@ def _turn(p, s, frame, geometry, bound, seals, turned, scratch):  # type: ignore
             _put_away(p, s, seals)
         p.turned[turned] = uint32(before)
         turned += 1
-    block = take(p, BLOCKS, FREE_BLOCKS, p.free_blocks)
+    block = allocate_number(p, BLOCKS, FREE_BLOCKS, p.free_blocks)
     p.blocks[block, KIND] = uint32(OPEN)
     p.blocks[block, STREAM] = uint32(s)
     p.blocks[block, USERS] = uint32(1)
