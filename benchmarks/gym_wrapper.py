@@ -163,7 +163,7 @@ def make_random_rollout_run(env: EnvBase, actions: list[torch.Tensor], steps: in
     return lambda: env.rollout(steps, break_when_any_done=False)
 
 
-def transformed(env: EnvBase, actions: list[torch.Tensor], steps: int) -> Run:
+def make_transformed_stepper(env: EnvBase, actions: list[torch.Tensor], steps: int) -> Run:
     """Steps under the transforms that most scripts have."""
     return make_stepper(TransformedEnv(env, Compose(RewardSum(), StepCounter())), actions, steps)
 
@@ -173,7 +173,7 @@ LOOPS: dict[str, tuple[Callable[[EnvBase, list[torch.Tensor], int], Run], float]
     "Collector": (make_collector_run, 2),
     "rollout": (make_rollout_run, 3.5),
     "rollout, random": (make_random_rollout_run, 3.5),
-    "RewardSum, StepCounter": (transformed, 1.7),
+    "RewardSum, StepCounter": (make_transformed_stepper, 1.7),
 }
 
 
@@ -241,7 +241,7 @@ def small(name: str, rounds: int) -> None:
     print("total time")
     for loop, (run, bar) in LOOPS.items():
         # TransformedEnv calls what its environment is made of; other loops would measure EnvBase's step as well.
-        least = dict(alone(run)) if run is transformed else {}
+        least = dict(alone(run)) if run is make_transformed_stepper else {}
         seconds = timed({"bare": bare(make(), actions, steps), **dict(wrapped(run)), **least}, rounds)
         for device, (label, (theirs, ours, _)) in zip(DEVICES, pairs.items(), strict=True):
             ratio = times_as_fast(seconds, ours, than=theirs)
