@@ -29,7 +29,7 @@ from rl_ext_core.processes.families import create_process_group
 
 __all__ = ["GROUP_SIGNALS", "UnusableError", "connect", "prepare", "reset_signals", "signals_held", "stop_server"]
 
-_DIED = (ChildProcessError, ConnectionError, EOFError, FileNotFoundError)
+_SERVER_GONE = (ChildProcessError, ConnectionError, EOFError, FileNotFoundError)
 _POLL_S = 0.05
 _UNHANDLED = {getattr(signal, f"SIG{name}", None) for name in ("KILL", "STOP")}
 _FATAL = {getattr(signal, f"SIG{name}", None) for name in ("SEGV", "FPE", "ABRT", "BUS", "ILL")}
@@ -136,7 +136,7 @@ def connect(
             if not _server.has_answered:
                 _stop()
             # The socket is in the folder for temporary files. Other errors are the caller's: too few descriptors.
-            if isinstance(error, _DIED) or "path too long" in str(error):
+            if isinstance(error, _SERVER_GONE) or "path too long" in str(error):
                 raise UnusableError(str(error) or repr(error)) from error
             raise
 
