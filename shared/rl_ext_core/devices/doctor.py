@@ -42,7 +42,7 @@ from rl_ext_core.errors import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Question", "Report", "add_arguments", "examine", "replay", "run", "show"]
+__all__ = ["Question", "DoctorReport", "add_arguments", "examine", "replay", "run", "show"]
 
 FORMAT = 1
 _STYLES = {"error": "bold red", "warning": "yellow", "ok": "green"}
@@ -83,7 +83,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Report:
+class DoctorReport:
     """What the doctor sees.
 
     :param inventory: the machine
@@ -137,7 +137,7 @@ def examine(
     *,
     question: Question | None = None,
     verified: Sequence[Verification] = (),
-) -> Report:
+) -> DoctorReport:
     """Examine a machine. Nothing is set, and where NVML answers, CUDA is not initialised.
 
     :param inventory: the machine; default: this one
@@ -164,7 +164,7 @@ def examine(
         )
     except RlExtError as error:
         refusal = str(error)
-    return Report(
+    return DoctorReport(
         inventory=machine,
         environ=variables,
         question=asked,
@@ -182,10 +182,10 @@ def _matters(name: str) -> bool:
     return _MATTER.fullmatch(name) is not None and _PRIVATE.search(name) is None
 
 
-def replay(text: str, *, question: Question | None = None) -> Report:
+def replay(text: str, *, question: Question | None = None) -> DoctorReport:
     """Examine the machine that a report was written on, and trust nothing in it.
 
-    :param text: what :meth:`Report.to_json` wrote
+    :param text: what :meth:`DoctorReport.to_json` wrote
     :param question: a decision to explain; default: the one that was asked for there
     :return: the report, as this version sees it
     :raises CorruptFileError: not a report, or of a format that this version does not read
@@ -221,7 +221,7 @@ def replay(text: str, *, question: Question | None = None) -> Report:
 # As text
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: DoctorReport, console: Console) -> None:
     """Print a report. Lines to copy are never wrapped, and nothing is cut off."""
     installed = {name: report.inventory.versions[name] for name in PACKAGES if name in report.inventory.versions}
     if "torch" in installed:
@@ -268,7 +268,7 @@ def show(report: Report, console: Console) -> None:
             _line(console, line, "bold")
 
 
-def _gpu_rows(report: Report) -> Iterator[tuple[str, ...]]:
+def _gpu_rows(report: DoctorReport) -> Iterator[tuple[str, ...]]:
     """Return a row for every GPU, with what each numbering calls it."""
     inventory = report.inventory
     situation = Situation(inventory, report.environ, report.environ)
@@ -306,7 +306,7 @@ def _other_devices(inventory: Inventory) -> Iterator[str]:
         yield f"OSMesa: {'installed' if inventory.osmesa else 'not installed'}"
 
 
-def _place(found: Prediction, report: Report) -> str:
+def _place(found: Prediction, report: DoctorReport) -> str:
     gpu: Gpu | None = next((gpu for gpu in report.inventory.gpus if gpu.uuid == found.uuid), None)
     egl = "" if found.egl is None else f" (EGL {found.egl})"
     if found.where == "gpu":
@@ -385,7 +385,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if report.healthy else 1
 
 
-def _report(arguments: argparse.Namespace, console: Console) -> Report:
+def _report(arguments: argparse.Namespace, console: Console) -> DoctorReport:
     question = _question(arguments)
     if arguments.replay is not None:
         try:

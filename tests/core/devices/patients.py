@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from rl_ext_core.devices import Gpu, Inventory
-from rl_ext_core.devices.doctor import Report, examine, show
+from rl_ext_core.devices.doctor import DoctorReport, examine, show
 from tests.core.devices.machines import egl, gpus, machine, uuid
 
 EGL = {"MUJOCO_GL": "egl", "PYOPENGL_PLATFORM": "egl"}
@@ -53,12 +53,12 @@ CASES: dict[str, tuple[Inventory, dict[str, str]]] = {
 }
 
 
-def report_of(case: str, **options: Any) -> Report:
+def report_of(case: str, **options: Any) -> DoctorReport:
     inventory, environ = CASES[case]
     return examine(inventory, environ, **options)
 
 
-def shown(report: Report, width: int = 120) -> str:
+def shown(report: DoctorReport, width: int = 120) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
     show(report, console)
     text: str = console.file.getvalue()  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ import pytest
 from rl_ext_core.cli import main
 from rl_ext_core.devices import Inventory, _verify
 from rl_ext_core.devices._verify import Verification, verify
-from rl_ext_core.devices.doctor import Question, Report, examine, replay
+from rl_ext_core.devices.doctor import Question, DoctorReport, examine, replay
 from rl_ext_core.devices.inventory import installed_versions
 from rl_ext_core.errors import CorruptFileError
 from tests.core.devices import processes
@@ -24,11 +24,11 @@ from tests.core.devices.patients import CASES, EGL, NO_GPU, WITHOUT_EGL, FakeNvm
 HEALTHY = {"CUDA_VISIBLE_DEVICES": "0", "MUJOCO_EGL_DEVICE_ID": "0"}
 
 
-def places(report: Report) -> dict[str, tuple[str, int | None, str | None, bool | None]]:
+def places(report: DoctorReport) -> dict[str, tuple[str, int | None, str | None, bool | None]]:
     return {found.name: (found.where, found.egl, found.uuid, found.with_compute) for found in report.renderers}
 
 
-def lines_to_copy(report: Report) -> list[str]:
+def lines_to_copy(report: DoctorReport) -> list[str]:
     return [line for finding in report.findings for line in finding.fix.splitlines()]
 
 
