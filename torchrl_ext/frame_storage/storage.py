@@ -628,8 +628,8 @@ class FrameStorage(TensorStorage):
             del state["lock"], state["_columns"], state["_storage"]
             state.pop("_journal", None)
             if self.initialized:
-                rows, frames = self.held()
-                state["held"] = rows.clone(), deepcopy(frames), state.pop("len__context")
+                rows, frames = self._contents()
+                state["_contents"] = rows.clone(), deepcopy(frames), state.pop("len__context")
                 state.update(initialized=False, len__context=0)
         return state
 
@@ -653,7 +653,7 @@ class FrameStorage(TensorStorage):
 
     @defer_signals
     def __setstate__(self, state: dict[str, Any]) -> None:
-        held, shared = state.pop("held", None), "lock" in state
+        _contents, shared = state.pop("_contents", None), "lock" in state
         super().__setstate__(state if shared else {**state, "_storage": None, "_columns": []})
         if not shared:
             self.lock = ProcessLock()
@@ -661,10 +661,10 @@ class FrameStorage(TensorStorage):
         self._be_called()
         if self._folder is not None:
             self._storage = tensors_in(self._folder)
-        if held is not None:
-            self._replace_contents(*held)
+        if _contents is not None:
+            self._replace_contents(*_contents)
 
-    def held(self) -> tuple[Any, list[dict[str, Any]]]:
+    def _contents(self) -> tuple[Any, list[dict[str, Any]]]:
         """Return the elements with handles in place of images, and what these refer to. Views, no copies.
 
         The caller holds the lock.
@@ -674,7 +674,7 @@ class FrameStorage(TensorStorage):
 
     @defer_signals
     def _replace_contents(self, rows: Any, frames: list[dict[str, Any]], length: int) -> None:
-        """Hold what :meth:`held` gave, in place of what was there.
+        """Hold what :meth:`_contents` gave, in place of what was there.
 
         :raises CorruptFileError: if it is damaged.
         :raises InvalidArgumentError: if there is no room for it, or it cannot be exchanged.
@@ -720,7 +720,7 @@ class FrameStorage(TensorStorage):
         """
         self._check_open()
         with self.lock:
-            return as_state(*self.held(), self._len) if self.initialized else State(initialized=False, _len=0)
+            return as_state(*self._contents(), self._len) if self.initialized else State(initialized=False, _len=0)
 
     @defer_signals
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
