@@ -530,13 +530,13 @@ def run_parts(work: Callable[[int, int], None], n_items: int, *, num_threads: in
         return
     parts = itertools.count()  # next() on it is atomic under the GIL
 
-    def take() -> None:
+    def process_parts() -> None:
         while (start := next(parts) * _PART) < n_items:
             work(start, min(start + _PART, n_items))
 
-    futures = _submit(take, helpers)
+    futures = _submit(process_parts, helpers)
     try:
-        take()
+        process_parts()
     finally:
         for future in futures:
             if not future.cancel():  # one that never got to run has nothing to wait for
