@@ -180,7 +180,7 @@ LOOPS: dict[str, tuple[Callable[[EnvBase, list[torch.Tensor], int], Run], float]
 # -- the rows
 
 
-def overheads(
+def print_overheads(
     competitors: Mapping[str, Run], pairs: Mapping[str, tuple[str, str, float | None]], **counts: int
 ) -> None:
     """Print what TorchRL's wrappers add to the bare environment over what ours adds.
@@ -237,7 +237,7 @@ def small(name: str, rounds: int) -> None:
         for device, bar in zip(DEVICES, (4, 2.8), strict=True)
     }
     competitors = {"bare": bare(make(), actions, steps), **dict(wrapped(make_stepper))}
-    overheads(competitors, pairs, steps=steps, rounds=rounds)
+    print_overheads(competitors, pairs, steps=steps, rounds=rounds)
     print("total time")
     for loop, (run, bar) in LOOPS.items():
         # TransformedEnv calls what its environment is made of; other loops would measure EnvBase's step as well.
@@ -265,7 +265,7 @@ def vector(rounds: int) -> None:
     for whose, wrapper in (("TorchRL", Upstream), ("ours", GymWrapper)):
         wrapped = wrapper(make())
         competitors[whose] = make_stepper(wrapped, encoded(wrapped, actions), steps)
-    overheads(competitors, {"16 CartPoles, SAME_STEP": ("TorchRL", "ours", 9)}, steps=steps, rounds=rounds)
+    print_overheads(competitors, {"16 CartPoles, SAME_STEP": ("TorchRL", "ours", 9)}, steps=steps, rounds=rounds)
 
 
 # Bars for as many sub-environments: against IsaacLabWrapper, and against its native_autoreset.
@@ -326,7 +326,7 @@ def one_torch_environment(
     if their_own is not None:
         competitors["Isaac Lab's"] = make_stepper(their_own(make()), actions, steps)
         pairs[f"{name}, Isaac Lab's own wrapper"] = ("Isaac Lab's", "ours", None)
-    overheads(competitors, pairs, steps=steps, rounds=rounds)
+    print_overheads(competitors, pairs, steps=steps, rounds=rounds)
 
 
 def settle_malloc() -> None:
