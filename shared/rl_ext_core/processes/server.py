@@ -60,7 +60,7 @@ class _Server(ForkServer):
         # Names of modules alone would not do: the server needs its environment and, where this package is not
         # installed, ``sys.path`` before it imports anything.
         self.set_forkserver_preload(
-            _Program(
+            _PreloadProgram(
                 f"import sys\nsys.path[:] = {import_path()!r}\nfrom rl_ext_core.processes import server\n"
                 f"server.prepare({list(modules)!r}, {dict(variables)!r})"
             )
@@ -91,7 +91,7 @@ class _Server(ForkServer):
             os.close(descriptor)
 
 
-class _Program(list[str]):
+class _PreloadProgram(list[str]):
     """An empty list of modules to preload whose ``repr``, which multiprocessing writes into the command line of the
     server, is an expression that first runs a program.
     """
