@@ -113,7 +113,7 @@ class DoctorReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what :meth:`to_json` writes, as plain dicts, lists, numbers and text."""
-        plain = {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        plain = {field.name: _to_plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
         return {"format": FORMAT, "rl_ext": rl_ext_core.__version__, **plain}
 
     def to_json(self) -> str:
@@ -121,14 +121,14 @@ class DoctorReport:
         return json.dumps(self.to_dict(), indent=2, sort_keys=True)
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, (Decision, Inventory)):
         value = value.to_dict()
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {name: _plain(entry) for name, entry in value.items()}
-    return [_plain(entry) for entry in value] if isinstance(value, (tuple, list)) else value
+        return {name: _to_plain(entry) for name, entry in value.items()}
+    return [_to_plain(entry) for entry in value] if isinstance(value, (tuple, list)) else value
 
 
 def examine(
