@@ -130,7 +130,7 @@ class FrameStorage(TensorStorage):
     _folder: StoreFolder | None = None
     _rows: Rows | None = None  # the elements, where they lie in a folder
     _journal: Journal | None = None  # where other processes, or later ones, may have to make them whole
-    _goes_on_at: int | None = None  # of a storage that was opened again, until the first element is added
+    _resume_cursor: int | None = None  # of a storage that was opened again, until the first element is added
     _most = 0  # places from here on were never written by this process
     emptied = 0  # how often
     _places: Places = np.zeros(0, dtype=np.int64)  # that are being written
@@ -227,8 +227,8 @@ class FrameStorage(TensorStorage):
             self._budget.check(self)
         # The last thing that a buffer does with its storage while it is made: its writer is there by now.
         make_kill_safe(self)
-        if self._goes_on_at is not None:
-            set_writer_cursor(self, self._goes_on_at)
+        if self._resume_cursor is not None:
+            set_writer_cursor(self, self._resume_cursor)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -303,7 +303,7 @@ class FrameStorage(TensorStorage):
         with reading(f"{folder.path} is"):
             self._add_columns(folder.settings["columns"], len(rows))
             self._hold(rows)
-        self._goes_on_at = self._recover("their process", alone=True)
+        self._resume_cursor = self._recover("their process", alone=True)
 
     def _hold(self, rows: Any) -> None:
         self._storage = rows
@@ -353,7 +353,7 @@ class FrameStorage(TensorStorage):
                     rewind_writer(self, cursor)
                 raise
             if set_cursor:
-                self._goes_on_at = None
+                self._resume_cursor = None
                 if self._budget is not None:
                     self._budget.keep(self)
 
@@ -368,9 +368,9 @@ class FrameStorage(TensorStorage):
         begun = False
         try:
             where = target(cursor, data, shape=self._storage.batch_size, ndim=self.ndim)
-            if set_cursor and self._goes_on_at is not None and where.places[0] != self._goes_on_at:
+            if set_cursor and self._resume_cursor is not None and where.places[0] != self._resume_cursor:
                 raise InvalidArgumentError(
-                    f"this storage was opened again and goes on at {self._goes_on_at}, got elements for "
+                    f"this storage was opened again and goes on at {self._resume_cursor}, got elements for "
                     f"{where.places[0]}, since a writer is in use that cannot go on; leave out writer=, or pass "
                     "another storage_dir"
                 )
@@ -484,7 +484,7 @@ class FrameStorage(TensorStorage):
                 column.clear(self._storage, 0, n_written)
             for column in self._columns:
                 column.pool.clear()
-            self._goes_on_at = None
+            self._resume_cursor = None
 
     @defer_signals
     def drop_oldest(self, n: int) -> None:
