@@ -105,7 +105,7 @@ def _long_enough(p, n):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def take_grains(p, n):  # type: ignore[no-untyped-def]
+def allocate_grains(p, n):  # type: ignore[no-untyped-def]
     """The first of ``n`` grains that are free, or were never used."""
     first = _long_enough(p, n)
     if first < 0:

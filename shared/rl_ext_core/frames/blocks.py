@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import int64, njit, uint32, uint64
 
-from rl_ext_core.frames.allocator import address_of_grain, give_grains, grains_of, take_grains
+from rl_ext_core.frames.allocator import address_of_grain, give_grains, grains_of, allocate_grains
 from rl_ext_core.frames.arrays import (
     BLOCK_BYTES,
     DEPTH_SHIFT,
@@ -92,7 +92,7 @@ def full_sum(p, block, first, n_bytes, kind, contents):  # type: ignore[no-untyp
 @njit(nogil=True)
 def store_bytes(p, block, source, n_bytes, seal):  # type: ignore[no-untyped-def]
     """Notes bytes as a full block's contents, or what these were sealed to."""
-    first = take_grains(p, grains_of(p, n_bytes))
+    first = allocate_grains(p, grains_of(p, n_bytes))
     copy_bytes(address_of_grain(p, first), source, n_bytes)
     kind, column = (SEALED, SEALED_SUM) if seal else (FULL, STORED_SUM)
     if p.has_checksums:
