@@ -189,7 +189,7 @@ def print_overheads(
     :param pairs: of each row: TorchRL's competitor, ours, and the bar
     :param counts: rounds, and the steps of one
     """
-    seconds = timed(competitors, counts["rounds"])
+    seconds = time_rounds(competitors, counts["rounds"])
     print("overhead of step_and_maybe_reset")
     for label, (theirs, ours, bar) in pairs.items():
         ratio = float(np.median((seconds[theirs] - seconds["bare"]) / (seconds[ours] - seconds["bare"])))
@@ -197,7 +197,7 @@ def print_overheads(
         line(label, [seconds[name] for name in ("bare", theirs, ours)], ratio, bar, counts["steps"])
 
 
-def timed(competitors: Mapping[str, Run], rounds: int) -> dict[str, np.ndarray]:
+def time_rounds(competitors: Mapping[str, Run], rounds: int) -> dict[str, np.ndarray]:
     """Seconds of each competitor, by rounds, after two that do not count."""
     interleaved(competitors, rounds=2)
     return interleaved(competitors, rounds=rounds, clock=time.thread_time)
@@ -242,7 +242,7 @@ def small(name: str, rounds: int) -> None:
     for loop, (run, bar) in LOOPS.items():
         # TransformedEnv calls what its environment is made of; other loops would measure EnvBase's step as well.
         least = dict(alone(run)) if run is make_transformed_stepper else {}
-        seconds = timed({"bare": bare(make(), actions, steps), **dict(wrapped(run)), **least}, rounds)
+        seconds = time_rounds({"bare": bare(make(), actions, steps), **dict(wrapped(run)), **least}, rounds)
         for device, (label, (theirs, ours, _)) in zip(DEVICES, pairs.items(), strict=True):
             ratio = times_as_fast(seconds, ours, than=theirs)
             line(f"{label}, {loop}", [seconds[theirs], seconds[ours]], ratio, bar, steps)
