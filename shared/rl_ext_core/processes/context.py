@@ -328,7 +328,7 @@ else:
         method = "fork"
 
         def _launch(self, process: Any) -> None:
-            with server.signals_held():
+            with server.block_signals():
                 super()._launch(process)  # type: ignore[misc]
             self._watch_process()
 
@@ -337,7 +337,7 @@ else:
 
         def _launch(self, process: Any) -> None:
             # A worker that has died already is found like any other.
-            with server.signals_held(), _worker_preparation(process), suppress(BrokenPipeError):
+            with server.block_signals(), _worker_preparation(process), suppress(BrokenPipeError):
                 super()._launch(process)  # type: ignore[misc]
             self._watch_process()
 

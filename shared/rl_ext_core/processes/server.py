@@ -27,7 +27,7 @@ from rl_ext_core._interrupts import check, defer_signals
 from rl_ext_core._system import after_fork, set_variables
 from rl_ext_core.processes.families import create_process_group
 
-__all__ = ["GROUP_SIGNALS", "UnusableError", "connect", "prepare", "reset_signals", "signals_held", "stop_server"]
+__all__ = ["GROUP_SIGNALS", "UnusableError", "connect", "prepare", "reset_signals", "block_signals", "stop_server"]
 
 _SERVER_GONE = (ChildProcessError, ConnectionError, EOFError, FileNotFoundError)
 _POLL_S = 0.05
@@ -149,7 +149,7 @@ def _request_process(server: _Server, descriptors: Sequence[int]) -> tuple[int, 
             opened.append(os.open(os.devnull, os.O_RDONLY))
     finally:
         util.close_fds(*opened)  # type: ignore[attr-defined]
-    with signals_held():
+    with block_signals():
         server.ensure_running()
     status, data = server.connect_to_new_process(descriptors)
     try:
@@ -164,7 +164,7 @@ def _request_process(server: _Server, descriptors: Sequence[int]) -> tuple[int, 
 
 
 @contextmanager
-def signals_held() -> Iterator[None]:
+def block_signals() -> Iterator[None]:
     """Hold Ctrl-C and signals to the process group back from the processes that are started meanwhile.
 
     They stay blocked there until :func:`reset_signals`, or for good in processes of multiprocessing's own.
