@@ -244,7 +244,8 @@ def show(report: DoctorReport, console: Console) -> None:
         _line(console, install_line("mujoco"), "bold")
     answers = {True: "yes", False: "NO", None: "-"}
     rows = [
-        (found.renderer, _place(found, report), answers[found.with_compute], found.why) for found in report.renderers
+        (found.renderer, _describe_place(found, report), answers[found.with_compute], found.why)
+        for found in report.renderers
     ]
     _table(console, ("renderer", "renders on", "computes there", "because"), rows)
     if report.verified:
@@ -306,7 +307,7 @@ def _other_devices(inventory: Inventory) -> Iterator[str]:
         yield f"OSMesa: {'installed' if inventory.osmesa else 'not installed'}"
 
 
-def _place(found: Prediction, report: DoctorReport) -> str:
+def _describe_place(found: Prediction, report: DoctorReport) -> str:
     gpu: Gpu | None = next((gpu for gpu in report.inventory.gpus if gpu.uuid == found.uuid), None)
     egl = "" if found.egl is None else f" (EGL {found.egl})"
     if found.where == "gpu":
