@@ -167,7 +167,7 @@ class FrameStorage(TensorStorage):
         self._columns: list[FrameColumn] = []
         self._closed = False
         self.lock = ProcessLock()
-        self._be_called()
+        self._register_recovery()
         self._options: dict[str, Any] = {
             "codec": codec,
             "max_error": max_error,
@@ -200,7 +200,7 @@ class FrameStorage(TensorStorage):
         codec = self._options["codec"]
         return f"{super().__repr__()[:-1]}, \n    codec={codec!r}, {describe_lossiness(self._options)})"
 
-    def _be_called(self) -> None:
+    def _register_recovery(self) -> None:
         """Have the lock call this storage without keeping it alive: its files are free when it is dropped."""
         this = weakref.ref(self)
 
@@ -658,7 +658,7 @@ class FrameStorage(TensorStorage):
         if not shared:
             self.lock = ProcessLock()
             make_kill_safe(self)
-        self._be_called()
+        self._register_recovery()
         if self._folder is not None:
             self._storage = tensors_in(self._folder)
         if _contents is not None:
