@@ -120,7 +120,7 @@ def allocate_grains(p, n):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def give_grains(p, first, n):  # type: ignore[no-untyped-def]
+def free_grains(p, first, n):  # type: ignore[no-untyped-def]
     """Gives grains back, and joins them with what is free beside them."""
     p.head[FREE_GRAINS] += n
     if first > 0 and _is_edge(p, first - 1):

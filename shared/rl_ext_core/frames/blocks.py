@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import int64, njit, uint32, uint64
 
-from rl_ext_core.frames.allocator import address_of_grain, give_grains, grains_of, allocate_grains
+from rl_ext_core.frames.allocator import address_of_grain, free_grains, grains_of, allocate_grains
 from rl_ext_core.frames.arrays import (
     BLOCK_BYTES,
     DEPTH_SHIFT,
@@ -120,7 +120,7 @@ def replace_with_sealed(p, block, source, n_bytes):  # type: ignore[no-untyped-d
     first, old = block_location(p, block)
     p.head[BLOCK_BYTES] -= old
     store_bytes(p, block, source, n_bytes, True)
-    give_grains(p, first, grains_of(p, old))
+    free_grains(p, first, grains_of(p, old))
 
 
 @njit(nogil=True)
@@ -139,7 +139,7 @@ def release_block(p, block, geometry):  # type: ignore[no-untyped-def]
     if p.blocks[block, USERS] > 0:
         return
     first, n_bytes = block_location(p, block)
-    give_grains(p, first, grains_of(p, n_bytes))
+    free_grains(p, first, grains_of(p, n_bytes))
     if geometry.coder == PATCH:
         release_reference(p, p.blocks[block, REFERENCE])
     p.blocks[block, KIND] = uint32(FREE)
