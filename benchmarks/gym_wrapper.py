@@ -194,7 +194,7 @@ def print_overheads(
     for label, (theirs, ours, bar) in pairs.items():
         ratio = float(np.median((seconds[theirs] - seconds["bare"]) / (seconds[ours] - seconds["bare"])))
         record("gym_wrapper", label, overhead_ratio=ratio)
-        line(label, [seconds[name] for name in ("bare", theirs, ours)], ratio, bar, counts["steps"])
+        print_row(label, [seconds[name] for name in ("bare", theirs, ours)], ratio, bar, counts["steps"])
 
 
 def time_rounds(competitors: Mapping[str, Run], rounds: int) -> dict[str, np.ndarray]:
@@ -203,7 +203,7 @@ def time_rounds(competitors: Mapping[str, Run], rounds: int) -> dict[str, np.nda
     return interleaved(competitors, rounds=rounds, clock=time.thread_time)
 
 
-def line(label: str, seconds: list[np.ndarray], ratio: float, bar: float | None, steps: int) -> None:
+def print_row(label: str, seconds: list[np.ndarray], ratio: float, bar: float | None, steps: int) -> None:
     """Print microseconds a step, a ratio and its bar, if it has one."""
     columns = " ".join(f"{np.median(column) / steps * 1e6:8.1f}" for column in seconds)
     print(f"  {label:46} {columns:>26} {format_ratio(ratio, bar)}", flush=True)
@@ -245,11 +245,11 @@ def small(name: str, rounds: int) -> None:
         seconds = time_rounds({"bare": bare(make(), actions, steps), **dict(wrapped(run)), **least}, rounds)
         for device, (label, (theirs, ours, _)) in zip(DEVICES, pairs.items(), strict=True):
             ratio = times_as_fast(seconds, ours, than=theirs)
-            line(f"{label}, {loop}", [seconds[theirs], seconds[ours]], ratio, bar, steps)
+            print_row(f"{label}, {loop}", [seconds[theirs], seconds[ours]], ratio, bar, steps)
             if least:
                 loop_itself = seconds[f"free {device}"]
                 most = float(np.median(seconds[theirs] / (loop_itself + seconds["bare"])))
-                line("  around an environment that takes no time", [loop_itself], most, None, steps)
+                print_row("  around an environment that takes no time", [loop_itself], most, None, steps)
 
 
 def vector(rounds: int) -> None:
