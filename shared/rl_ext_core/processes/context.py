@@ -356,7 +356,7 @@ else:
             finally:
                 mp_context.set_spawning_popen(None)
             variables = {name: process._worker_start.environ.get(name) for name in IMPORT_TIME_VARIABLES}
-            answer = server.connect(process._modules, variables, self._fds)
+            answer = server.start_process(process._modules, variables, self._fds)
             self.sentinel, writing, self.pid, self._server = answer
             # The worker sees the other end of its data as multiprocessing's sentinel of its parent: it stays open.
             self.finalizer = util.Finalize(self, util.close_fds, (writing, self.sentinel))  # type: ignore[attr-defined]

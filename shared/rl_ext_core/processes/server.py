@@ -27,7 +27,15 @@ from rl_ext_core._interrupts import check, defer_signals
 from rl_ext_core._system import after_fork, set_variables
 from rl_ext_core.processes.families import create_process_group
 
-__all__ = ["GROUP_SIGNALS", "UnusableError", "connect", "prepare", "reset_signals", "block_signals", "stop_server"]
+__all__ = [
+    "GROUP_SIGNALS",
+    "UnusableError",
+    "start_process",
+    "prepare",
+    "reset_signals",
+    "block_signals",
+    "stop_server",
+]
 
 _SERVER_GONE = (ChildProcessError, ConnectionError, EOFError, FileNotFoundError)
 _POLL_S = 0.05
@@ -109,7 +117,7 @@ _servers: weakref.WeakSet[_Server] = weakref.WeakSet()
 _lock = threading.Lock()
 
 
-def connect(
+def start_process(
     modules: Sequence[str], variables: Mapping[str, str | None], descriptors: Sequence[int]
 ) -> tuple[int, int, int, object]:
     """Have the fork server start a process; start or replace the server if needed.
