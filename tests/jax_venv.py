@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from tests.core.devices.fakes.build import give_up
+from tests.core.devices.fakes.build import skip_or_fail
 from tests.core.devices.processes import environment
 
 __all__ = ["run_in_jax_venv"]
@@ -22,7 +22,7 @@ def run_in_jax_venv(folder: Path, *arguments: str, timeout: float = 800) -> str:
     :param timeout: in seconds
     """
     if not (VENV / ".installed").exists():
-        give_up(f"{VENV} is not there; make it with: scripts/make_jax_venv.sh")
+        skip_or_fail(f"{VENV} is not there; make it with: scripts/make_jax_venv.sh")
     # Both JAX and torch would use all cores, and other tests need some.
     variables = environment(CUDA_VISIBLE_DEVICES="", JAX_PLATFORMS="cpu", OMP_NUM_THREADS="1", TMPDIR=str(folder))
     program = [str(VENV / "bin" / "python"), *arguments]

@@ -12,7 +12,7 @@ import nbclient
 import nbformat
 import pytest
 
-from tests.core.devices.fakes.build import give_up
+from tests.core.devices.fakes.build import skip_or_fail
 from tests.core.devices.processes import environment
 from tests.torchrl_ext.in_meltingpot.venv import python
 
@@ -99,7 +99,7 @@ def test_ppo_of_seven_agents_of_melting_pot(tmp_path: Path, variables: dict[str,
 @pytest.mark.exhaustive
 def test_ppo_on_a_console_game(tmp_path: Path, variables: dict[str, str]) -> None:
     if find_spec("stable_retro") is None:
-        give_up("stable-retro is not installed: pip install stable-retro")
+        skip_or_fail("stable-retro is not installed: pip install stable-retro")
     variables |= dict.fromkeys(("XDG_CACHE_HOME", "TMPDIR"), str(tmp_path))
     text = executed("ppo_retro.ipynb", tmp_path, variables)
     assert "Cannot create multiple emulator instances per process" in text

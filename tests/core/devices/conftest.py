@@ -13,7 +13,7 @@ from tests.core.devices.fakes import build
 def drivers(tmp_path_factory: pytest.TempPathFactory) -> build.Drivers:
     compiler = shutil.which("cc")
     if compiler is None:
-        build.give_up("no C compiler (cc) for the fake driver libraries: apt-get install gcc libc6-dev")
+        build.skip_or_fail("no C compiler (cc) for the fake driver libraries: apt-get install gcc libc6-dev")
     folder = tmp_path_factory.mktemp("drivers")
     build.compile_into(folder, compiler)
     return build.Drivers(folder)

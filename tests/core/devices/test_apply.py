@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.core.devices.fakes.build import give_up
+from tests.core.devices.fakes.build import skip_or_fail
 from tests.core.devices.processes import IN_CHILD, ROOT, run
 
 RENDERERS = ("mujoco", "gymnasium", "dm_control", "robosuite")
@@ -237,7 +237,7 @@ def test_a_process_forked_before_any_display_may_decide_otherwise() -> None:
 def test_mujoco_4_keeps_what_it_has_read_where_it_is_looked_for() -> None:
     python = ROOT / ".venv-mujoco4" / "bin" / "python"
     if not python.exists():
-        give_up("no mujoco 4: scripts/make_mujoco4_venv.sh")
+        skip_or_fail("no mujoco 4: scripts/make_mujoco4_venv.sh")
     late = run(f"import mujoco\n{ON_MESA.format(renderer='mujoco')}.apply()", python=python)
     assert "gl_context took MUJOCO_GL='' when it was imported" in late.error
     rendering = run(

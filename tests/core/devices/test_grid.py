@@ -50,7 +50,7 @@ def ask(drivers: build.Drivers, tmp_path: Path) -> Ask:
     def ask(renderer: str, cases: Sequence[Case]) -> list[int | None]:
         python = MUJOCO_4 if renderer == "mujoco 4" else Path(sys.executable)
         if not python.exists():
-            build.give_up(f"{python} is not there; make it with: scripts/make_mujoco4_venv.sh")
+            build.skip_or_fail(f"{python} is not there; make it with: scripts/make_mujoco4_venv.sh")
         asked, answered = tmp_path / "cases.json", tmp_path / "choices.json"
         asked.write_text(json.dumps(cases))
         drivers.run([python, build.SOURCES / "upstream.py", name_of(renderer), asked, answered], build.configuration())

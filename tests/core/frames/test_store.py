@@ -282,9 +282,9 @@ def test_places_and_counts_that_do_not_exist_are_refused() -> None:
         for places in ((bad, good), (good, bad)):
             with pytest.raises(InvalidArgumentError, match=str(row)):
                 store.get(*places, np.zeros((3, *GREY.shape), dtype=np.uint8))
-    for count, give_up in itertools.product((-1, 16), (store.drop_oldest, store.drop_newest)):
+    for count, skip_or_fail in itertools.product((-1, 16), (store.drop_oldest, store.drop_newest)):
         with pytest.raises(InvalidArgumentError, match=f"count={count} transitions cannot be given up, 15 are held"):
-            give_up(count)
+            skip_or_fail(count)
     assert store.size == 15
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.core.devices.fakes.build import give_up
+from tests.core.devices.fakes.build import skip_or_fail
 from tests.core.isolation import variants
 from tests.core.isolation.simulator import Simulator
 
@@ -26,7 +26,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def compiler() -> str:
     found = shutil.which("cc")
     if found is None:
-        give_up("no C compiler (cc) for the toy simulator: apt-get install gcc libc6-dev")
+        skip_or_fail("no C compiler (cc) for the toy simulator: apt-get install gcc libc6-dev")
     return found
 
 

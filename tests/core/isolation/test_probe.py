@@ -24,7 +24,7 @@ from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.factory import as_factory
 from rl_ext_core.isolation import Isolation, probe
 from tests.boundaries import ROOT
-from tests.core.devices.fakes.build import give_up
+from tests.core.devices.fakes.build import skip_or_fail
 from tests.core.isolation import simulator
 from tests.core.isolation.conftest import Variant
 from tests.core.isolation.fmu import Decay, make_fmu
@@ -137,7 +137,7 @@ def test_sources_that_cannot_be_pickled_are_not_tried() -> None:
 
 
 def needs(module: str) -> Callable[[], None]:
-    return lambda: None if importlib.util.find_spec(module) else give_up(f"{module} is not installed")
+    return lambda: None if importlib.util.find_spec(module) else skip_or_fail(f"{module} is not installed")
 
 
 def pong() -> Any:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.core.devices.fakes.build import give_up
+from tests.core.devices.fakes.build import skip_or_fail
 
 VENV = Path(__file__).resolve().parents[3] / ".venv-meltingpot"
 
@@ -18,4 +18,4 @@ def python() -> Path:
     skipped = VENV / ".skipped"
     if skipped.exists():
         pytest.skip(skipped.read_text().strip())
-    give_up(f"{VENV} is not there; make it with: scripts/make_meltingpot_venv.sh")
+    skip_or_fail(f"{VENV} is not there; make it with: scripts/make_meltingpot_venv.sh")

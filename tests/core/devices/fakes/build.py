@@ -23,7 +23,7 @@ INVENTORY = "from rl_ext_core.devices import Inventory; print(Inventory.current(
 _KEPT = ("PATH", "HOME", "TMPDIR", "LANG")
 
 
-def give_up(reason: str) -> NoReturn:
+def skip_or_fail(reason: str) -> NoReturn:
     """Skip a test that cannot run here; where CI is set, it must."""
     if os.environ.get("CI"):
         pytest.fail(reason)
