@@ -206,7 +206,7 @@ class FrameStorage(TensorStorage):
 
         def recover(dead: int) -> None:
             if (storage := this()) is not None:
-                storage._make_whole(dead)
+                storage._recover_after_kill(dead)
 
         self.lock.recover = recover
 
@@ -579,7 +579,7 @@ class FrameStorage(TensorStorage):
         self._set_last_cursor((following - 1) % length if length else None)
         return following
 
-    def _make_whole(self, dead: int) -> None:
+    def _recover_after_kill(self, dead: int) -> None:
         """Recover after a process that was killed while it held the lock."""
         if self._journal is None:
             return
