@@ -137,7 +137,7 @@ def free_grains(p, first, n):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def give_all_but(p, used):  # type: ignore[no-untyped-def]
+def free_unused_grains(p, used):  # type: ignore[no-untyped-def]
     """Makes free what is not in use, whatever was free before.
 
     :param used: (grains,) which are.

@@ -14,7 +14,7 @@ from numba import int64, njit, uint32, uint64
 
 from rl_ext_core.errors import CorruptFileError
 from rl_ext_core.frames import arrays as state
-from rl_ext_core.frames.allocator import give_all_but, grains_of
+from rl_ext_core.frames.allocator import free_unused_grains, grains_of
 from rl_ext_core.frames.arrays import (
     BLOCKS,
     FREE,
@@ -203,7 +203,7 @@ def free_others(state, used):  # type: ignore[no-untyped-def]
             p.blocks[block, KIND] = uint32(FREE)
         elif p.blocks[block, KIND] != OPEN:
             right = _mark(p, block, used) and right
-    give_all_but(p, used)
+    free_unused_grains(p, used)
     return right
 
 
