@@ -209,7 +209,7 @@ def print_row(label: str, seconds: list[np.ndarray], ratio: float, bar: float | 
     print(f"  {label:46} {columns:>26} {format_ratio(ratio, bar)}", flush=True)
 
 
-def encoded(env: EnvBase, actions: list[Any]) -> list[torch.Tensor]:
+def encode_actions(env: EnvBase, actions: list[Any]) -> list[torch.Tensor]:
     """The actions of the bare environment as the wrapper takes them."""
     return [env.action_spec.encode(action) for action in actions]
 
@@ -225,12 +225,12 @@ def small(name: str, rounds: int) -> None:
         for device, kwargs in DEVICES.items():
             for whose, wrapper in (("TorchRL", Upstream), ("ours", GymWrapper)):
                 env = wrapper(make(), **kwargs)
-                yield f"{whose} {device}", run(env, encoded(env, actions), steps)
+                yield f"{whose} {device}", run(env, encode_actions(env, actions), steps)
 
     def alone(run: Callable[..., Run]) -> Iterator[tuple[str, Run]]:
         for device, kwargs in DEVICES.items():
             env = GymWrapper(make(), **kwargs)
-            yield f"free {device}", run(Free(env), encoded(env, actions), steps)
+            yield f"free {device}", run(Free(env), encode_actions(env, actions), steps)
 
     pairs = {
         f"{name}, {device}": (f"TorchRL {device}", f"ours {device}", bar)
@@ -264,7 +264,7 @@ def vector(rounds: int) -> None:
     competitors = {"bare": bare(env, actions, steps)}
     for whose, wrapper in (("TorchRL", Upstream), ("ours", GymWrapper)):
         wrapped = wrapper(make())
-        competitors[whose] = make_stepper(wrapped, encoded(wrapped, actions), steps)
+        competitors[whose] = make_stepper(wrapped, encode_actions(wrapped, actions), steps)
     print_overheads(competitors, {"16 CartPoles, SAME_STEP": ("TorchRL", "ours", 9)}, steps=steps, rounds=rounds)
 
 
