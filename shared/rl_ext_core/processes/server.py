@@ -134,7 +134,7 @@ def start_process(
         raise UnusableError(f"a fork server does not take {len(descriptors)} descriptors")
     with _lock:
         if _server is not None and _has_ended(_server._forkserver_pid):
-            _stop()
+            _end_server()
         if _server is None or not {*modules} <= {*_server.modules} or variables != _server.variables:
             _server = _Server([*dict.fromkeys([*(_server.modules if _server else ()), *modules])], variables)
         try:
@@ -142,7 +142,7 @@ def start_process(
         except BaseException as error:
             # Interrupted while the server imports, after which it would start that process; or a module ends it.
             if not _server.has_answered:
-                _stop()
+                _end_server()
             # The socket is in the folder for temporary files. Other errors are the caller's: too few descriptors.
             if isinstance(error, _SERVER_GONE) or "path too long" in str(error):
                 raise UnusableError(str(error) or repr(error)) from error
@@ -223,7 +223,7 @@ def _has_ended(pid: int | None) -> bool:
         return True
 
 
-def _stop() -> None:
+def _end_server() -> None:
     global _server
     server, _server = _server, None
     if server is not None:
@@ -234,7 +234,7 @@ def _stop() -> None:
 def stop_server() -> None:
     """End the fork server; the next process that needs one starts it again. Its workers end with it."""
     with _lock:
-        _stop()
+        _end_server()
 
 
 def prepare(modules: Sequence[str], variables: Mapping[str, str | None]) -> None:
