@@ -253,7 +253,7 @@ def test_numbers_that_the_user_wrote_in_place_are_no_damage(closed: bool, tmp_pa
     buffer[:]["next", "reward"][3] = 7.0
     buffer[5]["action"].fill_(3)
     buffer.storage[0:10]["pixels"][2] = 9
-    buffer.storage.close() if closed else buffer.storage._let_go()  # the latter as if it had been killed
+    buffer.storage.close() if closed else buffer.storage._release_folder()  # the latter as if it had been killed
     buffer = buffer_of(150, storage_dir=tmp_path)
     assert buffer[3]["next", "reward"] == 7.0
     assert buffer[5]["action"] == 3

@@ -193,7 +193,7 @@ class FrameStorage(TensorStorage):
             try:
                 self._reopen(self._folder)
             except BaseException:
-                self._let_go()
+                self._release_folder()
                 raise
 
     def __repr__(self) -> str:
@@ -312,7 +312,7 @@ class FrameStorage(TensorStorage):
         self.__dict__.pop("_total_shape_value", None)
         self.initialized = True
 
-    def _let_go(self) -> None:
+    def _release_folder(self) -> None:
         """Let others use the files, and hold nothing any more."""
         self._hold_nothing()
         if self._folder is not None:
@@ -609,7 +609,7 @@ class FrameStorage(TensorStorage):
         """Give up what is held; with ``storage_dir``, the folder can be opened again then, also by another process."""
         with self.lock:
             self._settle()
-            self._let_go()
+            self._release_folder()
             self._closed, self._len = True, 0
 
     # Other processes, copies and checkpoints
