@@ -159,7 +159,7 @@ def free_unused_grains(p, used):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def list_free(state, least, runs):  # type: ignore[no-untyped-def]
+def list_free_runs(state, least, runs):  # type: ignore[no-untyped-def]
     """Lists the free runs of at least so many grains.
 
     :param runs: (n, 2) written: first grain and length.

@@ -14,7 +14,7 @@ from rl_ext_core._interrupts import defer_signals
 from rl_ext_core._system import LAZY
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError
 from rl_ext_core.frames import arrays as state
-from rl_ext_core.frames.allocator import list_free
+from rl_ext_core.frames.allocator import list_free_runs
 from rl_ext_core.frames.arrays import COUNTS, PoolArrays, PoolMemory, Sizes
 from rl_ext_core.frames.auto import Encoding
 from rl_ext_core.frames.checkpoint import checksum
@@ -518,7 +518,7 @@ class FramePool:
         self._trimmed = free
         start = state.array_offset("contents", self._sizes)
         runs = np.zeros((int(self._pool.head[state.FREE_GRAINS]) * self._sizes.grain // _TRIMMED + 1, 2), np.int64)
-        for first, n in runs[: list_free(self._state, _TRIMMED // self._sizes.grain, runs)].tolist():
+        for first, n in runs[: list_free_runs(self._state, _TRIMMED // self._sizes.grain, runs)].tolist():
             # Its first and its last bytes say that it is free.
             begin = -(-(start + (first + 1) * self._sizes.grain) // REGION_PAGE) * REGION_PAGE
             end = (start + (first + n) * self._sizes.grain - 1) // REGION_PAGE * REGION_PAGE
