@@ -214,7 +214,7 @@ def encode_actions(env: EnvBase, actions: list[Any]) -> list[torch.Tensor]:
     return [env.action_spec.encode(action) for action in actions]
 
 
-def small(name: str, rounds: int) -> None:
+def measure_numpy_env(name: str, rounds: int) -> None:
     """One environment that speaks NumPy: overhead, then total times of whole loops."""
     make, steps = SMALL[name], 300
     space = make().action_space
@@ -353,7 +353,7 @@ def main() -> None:
     print(HEADER)
     for name in options.names:
         if name in SMALL:
-            small(name, options.rounds)
+            measure_numpy_env(name, options.rounds)
         elif name == "vector":
             vector(options.rounds)
         else:
