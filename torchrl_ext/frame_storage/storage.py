@@ -314,11 +314,11 @@ class FrameStorage(TensorStorage):
 
     def _release_folder(self) -> None:
         """Let others use the files, and hold nothing any more."""
-        self._hold_nothing()
+        self._drop_contents()
         if self._folder is not None:
             self._folder.close()
 
-    def _hold_nothing(self) -> None:
+    def _drop_contents(self) -> None:
         self._columns, self._journal, self._rows = [], None, None
         self._storage, self.initialized = None, False
         self.max_size, self._most, self._exposed = self._asked_size, 0, False
@@ -326,7 +326,7 @@ class FrameStorage(TensorStorage):
 
     def _forget(self) -> None:
         """Be as if nothing was ever stored."""
-        self._hold_nothing()
+        self._drop_contents()
         if self._folder is not None:
             self._folder.begin_anew()
 
