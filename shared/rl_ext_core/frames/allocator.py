@@ -56,7 +56,7 @@ def _set_edge(p, grain, edge):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _list(p, first, n):  # type: ignore[no-untyped-def]
+def _add_free_run(p, first, n):  # type: ignore[no-untyped-def]
     """Makes a free run of ``n`` grains, the first in the list of its length."""
     start, number = address_of_grain(p, first), _bin_of(n)
     behind = p.head[number]
@@ -114,7 +114,7 @@ def allocate_grains(p, n):  # type: ignore[no-untyped-def]
     length = int64(load_u32(address_of_grain(p, first)))
     _unlist(p, first, length)
     if length > n:
-        _list(p, first, length - n)
+        _add_free_run(p, first, length - n)
     p.head[FREE_GRAINS] -= n
     return first + length - n
 
@@ -133,7 +133,7 @@ def free_grains(p, first, n):  # type: ignore[no-untyped-def]
         length = int64(load_u32(address_of_grain(p, end)))
         _unlist(p, end, length)
         n += length
-    _list(p, first, n)
+    _add_free_run(p, first, n)
 
 
 @njit(nogil=True)
@@ -153,7 +153,7 @@ def free_unused_grains(p, used):  # type: ignore[no-untyped-def]
         while first > 0 and not used[first - 1]:
             first -= 1
         if first < end:
-            _list(p, first, end - first)
+            _add_free_run(p, first, end - first)
             p.head[FREE_GRAINS] += end - first
         end = first - 1
 
