@@ -286,7 +286,7 @@ def wrapper_in(path: Path) -> Callable[..., EnvBase]:
     return wrapper
 
 
-def torch_environment(rounds: int, isaac_wrapper: Path | None = None) -> None:
+def measure_torch_envs(rounds: int, isaac_wrapper: Path | None = None) -> None:
     """An environment in Isaac Lab's style, without and with final observations, which TorchRL's wrapper ignores."""
     isaac_like.install()
     their_own = None if isaac_wrapper is None else wrapper_in(isaac_wrapper)
@@ -357,7 +357,7 @@ def main() -> None:
         elif name == "vector":
             vector(options.rounds)
         else:
-            torch_environment(options.rounds, options.isaac_wrapper)
+            measure_torch_envs(options.rounds, options.isaac_wrapper)
 
 
 if __name__ == "__main__":
