@@ -29,7 +29,7 @@ from tests.sb3_ext.toys import (
     make_buffers,
     collected,
     dict_env,
-    for_envs,
+    make_buffers_for,
     image_env,
     random_transitions,
     reach,
@@ -59,7 +59,7 @@ CASES: dict[str, tuple[Callable[[], VecEnv], str, dict[str, Any]]] = {
 def test_samples_at_every_place_of_the_ring(case: str) -> None:
     build, kind, options = CASES[case]
     venv = build()
-    ours, theirs = for_envs(kind, 30, venv, **options)
+    ours, theirs = make_buffers_for(kind, 30, venv, **options)
     for step, transition in enumerate(collected(venv, 75)):
         add_all((ours, theirs), [transition])
         if step in (0, 3, 19, 28, 29, 30, 31, 44, 59, 60, 74):
@@ -126,7 +126,7 @@ NORMALIZED: dict[str, Callable[[], VecNormalize]] = {
 @pytest.mark.parametrize("name", NORMALIZED)
 def test_samples_are_normalized(name: str) -> None:
     venv = NORMALIZED[name]()
-    buffers = for_envs("plain" if name == "rewards" else name, 40, venv.venv)
+    buffers = make_buffers_for("plain" if name == "rewards" else name, 40, venv.venv)
     add_all(buffers, collected(venv.venv, 50))
     venv.reset()
     for _ in range(30):
@@ -164,7 +164,7 @@ REFUSED: list[tuple[str, str, Callable[[Any], Any], type[Exception], str]] = [
 @pytest.mark.parametrize(("kind", "name", "change", "error", "text"), REFUSED)
 def test_what_cannot_be_stored_is_refused_by_name(kind: str, name: str, change: Any, error: Any, text: str) -> None:
     venv = image_env() if kind == "plain" else dict_env()
-    ours, theirs = for_envs(kind, 40, venv)
+    ours, theirs = make_buffers_for(kind, 40, venv)
     add_all((ours, theirs), collected(venv, 30))
     names = ("obs", "next_obs", "action", "reward", "done", "infos")
     offending = dict(zip(names, collected(venv, 1)[0], strict=True))
@@ -180,7 +180,7 @@ def test_one_store_that_fails_leaves_the_others_as_they_were(
 ) -> None:
     """The row that would be overwritten is whole, whichever key runs out of memory."""
     venv = dict_env()
-    buffers = for_envs("dict", 40, venv)
+    buffers = make_buffers_for("dict", 40, venv)
     add_all(buffers, collected(venv, 60))
 
     def scarce(*_: Any, **__: Any) -> Any:

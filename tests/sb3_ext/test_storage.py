@@ -16,13 +16,13 @@ from stable_baselines3.common.save_util import load_from_pkl, save_to_pkl
 
 from rl_ext_core.errors import InvalidArgumentError
 from sb3_ext import CompressedDictReplayBuffer
-from tests.sb3_ext.toys import add_all, collected, dict_env, drawn, for_envs, image_env, reach
+from tests.sb3_ext.toys import add_all, collected, dict_env, drawn, make_buffers_for, image_env, reach
 
 ENVS: dict[str, Any] = {"plain": image_env, "n-step": image_env, "dict": dict_env, "hindsight": lambda: reach(size=36)}
 
 
 def new(kind: str, rows: int, venv: Any, **options: Any) -> Any:
-    return for_envs(kind, rows, venv, **options)[0]
+    return make_buffers_for(kind, rows, venv, **options)[0]
 
 
 def test_a_folder_of_other_keys_is_refused(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_an_episodes_row_is_not_changed_by_what_cannot_be_added(tmp_path: Path) 
 @pytest.mark.parametrize("length", [9, pytest.param(400, marks=pytest.mark.slow)])
 def test_hindsight_forgets_episodes_whose_start_is_gone(length: int) -> None:
     venv = reach(size=36, still=False, length=length)
-    ours, theirs = for_envs("hindsight", 1000, venv, max_bytes=400_000)
+    ours, theirs = make_buffers_for("hindsight", 1000, venv, max_bytes=400_000)
     ended = 0
     for transition in collected(venv, 900):
         add_all((ours, theirs), [transition])

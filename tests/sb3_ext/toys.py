@@ -233,7 +233,7 @@ def make_buffers(kind: str, size: int, space: Any, actions: Any, n_envs: int = 2
     )
 
 
-def for_envs(kind: str, rows: int, venv: VecEnv, **options: Any) -> tuple[Any, Any]:
+def make_buffers_for(kind: str, rows: int, venv: VecEnv, **options: Any) -> tuple[Any, Any]:
     """Likewise, for these environments."""
     if kind == "hindsight":
         options["env"] = venv
