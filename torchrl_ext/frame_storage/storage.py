@@ -283,7 +283,7 @@ class FrameStorage(TensorStorage):
                 # 0 is no image. Unlike zeros_like, this takes no memory before it is used.
                 rows.set(key, torch.zeros(rows.get(key).shape, dtype=torch.int64))
         self._columns = columns
-        self._hold(rows)
+        self._set_rows(rows)
 
     def _new_files(self, folder: StoreFolder, rows: Any) -> Any:
         if not self._columns:
@@ -302,10 +302,10 @@ class FrameStorage(TensorStorage):
         self._rows, self._journal, rows = folder.rows, folder.journal, tensors_in(folder)
         with reading(f"{folder.path} is"):
             self._add_columns(folder.settings["columns"], len(rows))
-            self._hold(rows)
+            self._set_rows(rows)
         self._resume_cursor = self._recover("their process", alone=True)
 
-    def _hold(self, rows: Any) -> None:
+    def _set_rows(self, rows: Any) -> None:
         self._storage = rows
         if self.ndim > 1:
             self.max_size = rows.shape[: self.ndim].numel()
@@ -503,7 +503,7 @@ class FrameStorage(TensorStorage):
             places = torch.arange(start, start + len(kept))
             index[start : start + len(kept)] = places.reshape(-1, *[1] * (index.ndim - 1)).expand_as(index[: len(kept)])
         self.max_size = self._len = length - n
-        self._hold(rows[: self.max_size])
+        self._set_rows(rows[: self.max_size])
         self._set_last_cursor((start - 1) % self.max_size)
         set_writer_cursor(self, start % self.max_size)
         self._bump_mutation_revision()
