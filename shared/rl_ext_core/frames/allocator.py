@@ -72,7 +72,7 @@ def _add_free_run(p, first, n):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _unlist(p, first, n):  # type: ignore[no-untyped-def]
+def _remove_free_run(p, first, n):  # type: ignore[no-untyped-def]
     """Takes a free run out of its list."""
     start = address_of_grain(p, first)
     before, behind = load_u32(start + uint64(_BEFORE)), load_u32(start + uint64(_BEHIND))
@@ -112,7 +112,7 @@ def allocate_grains(p, n):  # type: ignore[no-untyped-def]
         p.head[GRAINS] += n
         return p.head[GRAINS] - n
     length = int64(load_u32(address_of_grain(p, first)))
-    _unlist(p, first, length)
+    _remove_free_run(p, first, length)
     if length > n:
         _add_free_run(p, first, length - n)
     p.head[FREE_GRAINS] -= n
@@ -127,11 +127,11 @@ def free_grains(p, first, n):  # type: ignore[no-untyped-def]
         length = int64(load_u32(address_of_grain(p, first) - uint64(_TAIL)))
         first -= length
         n += length
-        _unlist(p, first, length)
+        _remove_free_run(p, first, length)
     end = first + n
     if end < p.head[GRAINS] and _is_edge(p, end):
         length = int64(load_u32(address_of_grain(p, end)))
-        _unlist(p, end, length)
+        _remove_free_run(p, end, length)
         n += length
     _add_free_run(p, first, n)
 
