@@ -293,10 +293,10 @@ def measure_torch_envs(rounds: int, isaac_wrapper: Path | None = None) -> None:
     settle_malloc()
     for final_obs in (False, True):
         for count, (bar, native_bar) in TORCH_BARS.items():
-            one_torch_environment(count, final_obs, their_own, bar=bar, native_bar=native_bar, rounds=rounds)
+            measure_torch_env(count, final_obs, their_own, bar=bar, native_bar=native_bar, rounds=rounds)
 
 
-def one_torch_environment(
+def measure_torch_env(
     count: int,
     final_obs: bool,
     their_own: Callable[..., EnvBase] | None,
