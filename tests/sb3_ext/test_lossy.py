@@ -13,14 +13,14 @@ from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.frames import planning
 from rl_ext_core.frames.planning import MemoryWatch
 from sb3_ext import CompressedReplayBuffer
-from tests.sb3_ext.toys import add_all, collected, make_buffers_for, image_env
+from tests.sb3_ext.toys import add_all, collect_transitions, make_buffers_for, image_env
 
 
 def filled(channels: int, **options: Any) -> tuple[Any, Any]:
     """Ours and theirs, around the ring once."""
     venv = image_env(channels, n_stack=3, still=False)
     buffers = make_buffers_for("plain", 200, venv, **options)
-    add_all(buffers, collected(venv, 230))
+    add_all(buffers, collect_transitions(venv, 230))
     return buffers
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sb3_ext import CompressedReplayBuffer
-from tests.sb3_ext.toys import add_all, collected, image_env
+from tests.sb3_ext.toys import add_all, collect_transitions, image_env
 
 Pick = Callable[[Any], Any]
 
@@ -19,7 +19,7 @@ Pick = Callable[[Any], Any]
 def buffer() -> CompressedReplayBuffer:
     venv = image_env(still=False)
     made = CompressedReplayBuffer(200, venv.observation_space, venv.action_space, "cpu", n_envs=2)
-    add_all((made,), collected(venv, 60))
+    add_all((made,), collect_transitions(venv, 60))
     return made
 
 

@@ -27,7 +27,7 @@ from tests.sb3_ext.toys import (
     add_all,
     assert_same,
     make_buffers,
-    collected,
+    collect_transitions,
     dict_env,
     make_buffers_for,
     image_env,
@@ -60,7 +60,7 @@ def test_samples_at_every_place_of_the_ring(case: str) -> None:
     build, kind, options = CASES[case]
     venv = build()
     ours, theirs = make_buffers_for(kind, 30, venv, **options)
-    for step, transition in enumerate(collected(venv, 75)):
+    for step, transition in enumerate(collect_transitions(venv, 75)):
         add_all((ours, theirs), [transition])
         if step in (0, 3, 19, 28, 29, 30, 31, 44, 59, 60, 74):
             assert_same(ours, theirs, 60)
@@ -127,7 +127,7 @@ NORMALIZED: dict[str, Callable[[], VecNormalize]] = {
 def test_samples_are_normalized(name: str) -> None:
     venv = NORMALIZED[name]()
     buffers = make_buffers_for("plain" if name == "rewards" else name, 40, venv.venv)
-    add_all(buffers, collected(venv.venv, 50))
+    add_all(buffers, collect_transitions(venv.venv, 50))
     venv.reset()
     for _ in range(30):
         venv.step(np.stack([venv.action_space.sample() for _ in range(2)]))
@@ -165,12 +165,12 @@ REFUSED: list[tuple[str, str, Callable[[Any], Any], type[Exception], str]] = [
 def test_what_cannot_be_stored_is_refused_by_name(kind: str, name: str, change: Any, error: Any, text: str) -> None:
     venv = image_env() if kind == "plain" else dict_env()
     ours, theirs = make_buffers_for(kind, 40, venv)
-    add_all((ours, theirs), collected(venv, 30))
+    add_all((ours, theirs), collect_transitions(venv, 30))
     names = ("obs", "next_obs", "action", "reward", "done", "infos")
-    offending = dict(zip(names, collected(venv, 1)[0], strict=True))
+    offending = dict(zip(names, collect_transitions(venv, 1)[0], strict=True))
     with pytest.raises(error, match=text):
         ours.add(**{**offending, name: change(offending[name])})
-    add_all((ours, theirs), collected(venv, 20))
+    add_all((ours, theirs), collect_transitions(venv, 20))
     assert_same(ours, theirs)
 
 
@@ -181,7 +181,7 @@ def test_one_store_that_fails_leaves_the_others_as_they_were(
     """The row that would be overwritten is whole, whichever key runs out of memory."""
     venv = dict_env()
     buffers = make_buffers_for("dict", 40, venv)
-    add_all(buffers, collected(venv, 60))
+    add_all(buffers, collect_transitions(venv, 60))
 
     def scarce(*_: Any, **__: Any) -> Any:
         raise OutOfMemoryError("no memory")
@@ -189,9 +189,9 @@ def test_one_store_that_fails_leaves_the_others_as_they_were(
     with monkeypatch.context() as patch:
         patch.setattr(FrameStore, call, scarce)
         with pytest.raises(OutOfMemoryError, match=f"key '{key}': no memory"):
-            buffers[0].add(*collected(venv, 1, seed=5)[0])
+            buffers[0].add(*collect_transitions(venv, 1, seed=5)[0])
     assert_same(*buffers)
-    add_all(buffers, collected(venv, 30, seed=2))
+    add_all(buffers, collect_transitions(venv, 30, seed=2))
     assert_same(*buffers)
 
 

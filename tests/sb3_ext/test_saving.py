@@ -18,7 +18,16 @@ from stable_baselines3.common.buffers import ReplayBuffer
 
 from rl_ext_core.errors import CorruptFileError
 from sb3_ext import CompressedReplayBuffer
-from tests.sb3_ext.toys import REPLAY, add_all, assert_same, make_buffers, collected, image_env, reach, silenced
+from tests.sb3_ext.toys import (
+    REPLAY,
+    add_all,
+    assert_same,
+    make_buffers,
+    collect_transitions,
+    image_env,
+    reach,
+    silenced,
+)
 
 ACTIONS = spaces.Discrete(3)
 SMALL = spaces.Box(0, 255, (2, 6, 5), np.uint8)
@@ -63,7 +72,7 @@ def test_a_model_saves_and_loads_it(
         loaded.append(model.replay_buffer)
     assert type(loaded[0]) is REPLAY[kind][0]
     assert_same(loaded[0], loaded[1])
-    add_all(loaded, collected(model.env, 50))
+    add_all(loaded, collect_transitions(model.env, 50))
     assert_same(loaded[0], loaded[1])
     assert sizes[0] < sizes[1] / (20 if kind == "plain" else 1)
     again = REPLAY[kind][0].load(tmp_path / "True.pkl", device="cpu")

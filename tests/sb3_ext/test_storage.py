@@ -16,7 +16,7 @@ from stable_baselines3.common.save_util import load_from_pkl, save_to_pkl
 
 from rl_ext_core.errors import InvalidArgumentError
 from sb3_ext import CompressedDictReplayBuffer
-from tests.sb3_ext.toys import add_all, collected, dict_env, drawn, make_buffers_for, image_env, reach
+from tests.sb3_ext.toys import add_all, collect_transitions, dict_env, drawn, make_buffers_for, image_env, reach
 
 ENVS: dict[str, Any] = {"plain": image_env, "n-step": image_env, "dict": dict_env, "hindsight": lambda: reach(size=36)}
 
@@ -61,7 +61,7 @@ def test_infos_are_not_for_folders(tmp_path: Path) -> None:
 def test_an_episodes_row_is_not_changed_by_what_cannot_be_added(tmp_path: Path) -> None:
     venv = reach()
     ours = new("hindsight", 20, venv, storage_dir=tmp_path)
-    transitions = collected(venv, 50)  # the ring is full
+    transitions = collect_transitions(venv, 50)  # the ring is full
     add_all([ours], transitions[:-1])
     before = ours.ep_start.copy(), ours.ep_length.copy()
     obs, next_obs, action, reward, _, infos = transitions[-1]
@@ -78,7 +78,7 @@ def test_hindsight_forgets_episodes_whose_start_is_gone(length: int) -> None:
     venv = reach(size=36, still=False, length=length)
     ours, theirs = make_buffers_for("hindsight", 1000, venv, max_bytes=400_000)
     ended = 0
-    for transition in collected(venv, 900):
+    for transition in collect_transitions(venv, 900):
         add_all((ours, theirs), [transition])
         oldest = ours.pos - ours.size()
         whole = theirs.ep_start >= oldest
@@ -93,7 +93,7 @@ def test_hindsight_forgets_episodes_whose_start_is_gone(length: int) -> None:
 def test_a_trajectory_that_was_cut_after_a_flush_is_no_damage(tmp_path: Path) -> None:
     venv = ENVS["hindsight"]()
     buffer = new("hindsight", 40, venv, storage_dir=tmp_path / "a")
-    add_all((buffer,), collected(venv, 22))
+    add_all((buffer,), collect_transitions(venv, 22))
     buffer.flush()
     buffer.truncate_last_trajectory()
     dones = buffer.dones[: buffer.pos].copy()
@@ -107,7 +107,7 @@ def test_folders_of_two_buffers_are_not_one(tmp_path: Path) -> None:
     venv = ENVS["dict"]()
     for name, count in (("a", 30), ("b", 5)):
         buffer = new("dict", 40, venv, storage_dir=tmp_path / name)
-        add_all([buffer], collected(venv, count))
+        add_all([buffer], collect_transitions(venv, count))
         buffer.close()
     shutil.rmtree(tmp_path / "a" / "place")
     shutil.copytree(tmp_path / "b" / "place", tmp_path / "a" / "place")
@@ -120,7 +120,7 @@ def test_folders_of_two_buffers_are_not_one(tmp_path: Path) -> None:
 )
 def test_a_folder_that_another_one_has_taken_the_place_of_is_left_alone(leave: Any, tmp_path: Path) -> None:
     venv, path = image_env(still=False), tmp_path / "run"
-    transitions = collected(venv, 140)
+    transitions = collect_transitions(venv, 140)
     former = new("plain", 200, venv, storage_dir=path)
     add_all([former], transitions[:50])
     leave(path)
@@ -139,7 +139,7 @@ def test_a_folder_that_another_one_has_taken_the_place_of_is_left_alone(leave: A
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_process_that_is_killed_while_it_samples_leaves_no_damage(tmp_path: Path) -> None:
     venv = ENVS["n-step"]()
-    transitions = collected(venv, 30)
+    transitions = collect_transitions(venv, 30)
     child = os.fork()
     if child == 0:
         try:
@@ -159,7 +159,7 @@ def test_a_process_that_is_killed_while_it_samples_leaves_no_damage(tmp_path: Pa
 @pytest.mark.parametrize("kind", ["plain", "dict", "hindsight"])
 def test_another_thread_that_adds_waits_until_a_batch_is_decoded(kind: str) -> None:
     venv = ENVS[kind]()
-    transitions = collected(venv, 60)
+    transitions = collect_transitions(venv, 60)
     buffer = new(kind, 200, venv)
     add_all([buffer], transitions)
     decode, added = buffer._observations.decode, threading.Event()
@@ -182,7 +182,7 @@ def test_another_thread_that_adds_waits_until_a_batch_is_decoded(kind: str) -> N
 
 def test_a_buffer_is_saved_while_another_thread_adds() -> None:
     venv = ENVS["dict"]()
-    transitions = collected(venv, 40)
+    transitions = collect_transitions(venv, 40)
     buffer = new("dict", 40, venv)
     for number, transition in enumerate(transitions):
         buffer.add(*transition[:3], np.full(venv.num_envs, number), *transition[4:])

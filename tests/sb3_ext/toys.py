@@ -155,7 +155,7 @@ def _replace(obs: Any, env: int, other: Any) -> None:
         target[env] = value
 
 
-def collected(venv: VecEnv, n_steps: int, *, seed: int = 0) -> list[Transition]:
+def collect_transitions(venv: VecEnv, n_steps: int, *, seed: int = 0) -> list[Transition]:
     """Transitions as ``OffPolicyAlgorithm._store_transition`` hands them to a buffer."""
     rng = np.random.default_rng(seed)
     found, before = [], venv.reset()
