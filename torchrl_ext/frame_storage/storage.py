@@ -256,7 +256,7 @@ class FrameStorage(TensorStorage):
                     small.set(key, torch.zeros(shape[: len(shape) - len(column.shape)], dtype=torch.int64))
             self._allocate(small.to("cpu"), self._columns)
         except BaseException:
-            self._forget()
+            self._uninitialize()
             raise
 
     def _shape_for(self, row: Any) -> torch.Size:
@@ -324,7 +324,7 @@ class FrameStorage(TensorStorage):
         self.max_size, self._most, self._exposed = self._asked_size, 0, False
         self.__dict__.pop("_total_shape_value", None)
 
-    def _forget(self) -> None:
+    def _uninitialize(self) -> None:
         """Be as if nothing was ever stored."""
         self._drop_contents()
         if self._folder is not None:
@@ -393,7 +393,7 @@ class FrameStorage(TensorStorage):
                 self._written()
             release(self._columns, new)
             if fresh:
-                self._forget()
+                self._uninitialize()
             raise
         self._written()
         release(self._columns, old)
@@ -475,7 +475,7 @@ class FrameStorage(TensorStorage):
             self.emptied += 1
             self._places = self._places[:0]
             if self._budget is not None:  # which has made it smaller
-                self._forget()
+                self._uninitialize()
                 return
             self._written()
             n_written = self._most if self._journal is None else max(self._most, self._journal.read()[0].n_written)
