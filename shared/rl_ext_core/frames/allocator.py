@@ -87,7 +87,7 @@ def _remove_free_run(p, first, n):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _long_enough(p, n):  # type: ignore[no-untyped-def]
+def _find_free_run(p, n):  # type: ignore[no-untyped-def]
     """The first grain of a free run of at least ``n``, or -1."""
     number = _bin_of(n)
     at = p.head[number]
@@ -107,7 +107,7 @@ def _long_enough(p, n):  # type: ignore[no-untyped-def]
 @njit(nogil=True)
 def allocate_grains(p, n):  # type: ignore[no-untyped-def]
     """The first of ``n`` grains that are free, or were never used."""
-    first = _long_enough(p, n)
+    first = _find_free_run(p, n)
     if first < 0:
         p.head[GRAINS] += n
         return p.head[GRAINS] - n
