@@ -289,17 +289,17 @@ def wrapper_in(path: Path) -> Callable[..., EnvBase]:
 def measure_torch_envs(rounds: int, isaac_wrapper: Path | None = None) -> None:
     """An environment in Isaac Lab's style, without and with final observations, which TorchRL's wrapper ignores."""
     isaac_like.install()
-    their_own = None if isaac_wrapper is None else wrapper_in(isaac_wrapper)
+    isaac_lab_wrapper = None if isaac_wrapper is None else wrapper_in(isaac_wrapper)
     settle_malloc()
     for final_obs in (False, True):
         for count, (bar, native_bar) in TORCH_BARS.items():
-            measure_torch_env(count, final_obs, their_own, bar=bar, native_bar=native_bar, rounds=rounds)
+            measure_torch_env(count, final_obs, isaac_lab_wrapper, bar=bar, native_bar=native_bar, rounds=rounds)
 
 
 def measure_torch_env(
     count: int,
     final_obs: bool,
-    their_own: Callable[..., EnvBase] | None,
+    isaac_lab_wrapper: Callable[..., EnvBase] | None,
     *,
     bar: float,
     native_bar: float | None,
@@ -323,8 +323,8 @@ def measure_torch_env(
         env = IsaacLabWrapper(make(), device="cpu", native_autoreset=True)
         competitors["native"] = make_stepper(env, actions, steps)
         pairs[f"{name}, native_autoreset"] = ("native", "ours", native_bar)
-    if their_own is not None:
-        competitors["Isaac Lab's"] = make_stepper(their_own(make()), actions, steps)
+    if isaac_lab_wrapper is not None:
+        competitors["Isaac Lab's"] = make_stepper(isaac_lab_wrapper(make()), actions, steps)
         pairs[f"{name}, Isaac Lab's own wrapper"] = ("Isaac Lab's", "ours", None)
     print_overheads(competitors, pairs, steps=steps, rounds=rounds)
 
