@@ -17,7 +17,7 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from tests.sb3_ext.test_replay_buffer import ALL
-from tests.sb3_ext.toys import ROLLOUT, assert_same_batches, dict_env, drawn, image_env
+from tests.sb3_ext.toys import ROLLOUT, assert_same_batches, dict_env, sample_batch, image_env
 
 ACTIONS = spaces.Discrete(3)
 
@@ -44,7 +44,7 @@ def fill(buffers: tuple[Any, Any], observations: list[Any], *, seed: int = 0) ->
                 state = torch.from_numpy(rng.standard_normal((4, 1, n_envs, 5)).astype(np.float32))
                 more["lstm_states"] = RNNStates((state[0], state[1]), (state[2], state[3]))
             rest = rng.standard_normal(n_envs), rng.random(n_envs) < 0.2, values[:, None], log_prob
-            buffer.add(obs, drawn(buffer.action_space, n_envs), *rest, **more)
+            buffer.add(obs, sample_batch(buffer.action_space, n_envs), *rest, **more)
         last = torch.from_numpy(rng.standard_normal((n_envs, 1)).astype(np.float32))
         buffer.compute_returns_and_advantage(last, rng.random(n_envs) < 0.5)
 
@@ -100,7 +100,7 @@ def test_rollouts_that_follow_each_other(channels: int, first: bool, codec: str)
 def test_all_spaces_at_once() -> None:
     buffers = make_buffers("dict", 20, ALL, n_envs=3)
     ALL.seed(0)
-    fill(buffers, [drawn(ALL, 3) for _ in range(20)])
+    fill(buffers, [sample_batch(ALL, 3) for _ in range(20)])
     assert_same_batches(*buffers, 7)
 
 

@@ -16,7 +16,7 @@ from stable_baselines3.common.save_util import load_from_pkl, save_to_pkl
 
 from rl_ext_core.errors import InvalidArgumentError
 from sb3_ext import CompressedDictReplayBuffer
-from tests.sb3_ext.toys import add_all, collect_transitions, dict_env, drawn, make_buffers_for, image_env, reach
+from tests.sb3_ext.toys import add_all, collect_transitions, dict_env, sample_batch, make_buffers_for, image_env, reach
 
 ENVS: dict[str, Any] = {"plain": image_env, "n-step": image_env, "dict": dict_env, "hindsight": lambda: reach(size=36)}
 
@@ -34,7 +34,7 @@ def test_a_folder_of_other_keys_is_refused(tmp_path: Path) -> None:
 
     buffer = made(image=image, vector=vector)
     for _ in range(20):
-        obs = drawn(buffer.observation_space, 1)
+        obs = sample_batch(buffer.observation_space, 1)
         buffer.add(obs, obs, np.zeros(1), np.zeros(1), np.zeros(1), [{}])
     buffer.close()
     with pytest.raises(

@@ -184,10 +184,10 @@ def add_all(targets: Iterable[Any], transitions: Iterable[Transition]) -> None:
             buffer.add(obs, next_obs, *rest)
 
 
-def drawn(space: spaces.Space[Any], n_envs: int) -> Any:
+def sample_batch(space: spaces.Space[Any], n_envs: int) -> Any:
     """Samples of the space, as a vectorised environment gives them."""
     if isinstance(space, spaces.Dict):
-        return {key: drawn(part, n_envs) for key, part in space.spaces.items()}
+        return {key: sample_batch(part, n_envs) for key, part in space.spaces.items()}
     return np.stack([np.asarray(space.sample()) for _ in range(n_envs)])
 
 
@@ -198,7 +198,7 @@ def random_transitions(space: spaces.Space[Any], actions: spaces.Space[Any], n_e
     rng = np.random.default_rng(0)
     found: list[Transition] = []
     for _ in range(n_steps):
-        before, after, action = drawn(space, n_envs), drawn(space, n_envs), drawn(actions, n_envs)
+        before, after, action = sample_batch(space, n_envs), sample_batch(space, n_envs), sample_batch(actions, n_envs)
         done = rng.random(n_envs) < 0.3
         infos = [{"TimeLimit.truncated": bool(end and rng.random() < 0.5)} for end in done]
         found.append((before, after, action, rng.standard_normal(n_envs), done, infos))
