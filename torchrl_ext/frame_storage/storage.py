@@ -379,7 +379,7 @@ class FrameStorage(TensorStorage):
                 undo = snapshot_rows(self._storage, where.cursor)
             small, new = encoded(self._columns, where.data)
             begun = True
-            self._will_write(where.places)
+            self._begin_write(where.places)
             old = {key: self._storage.get(key)[where.cursor].clone() for key in new}
             super().set(where.cursor, small, set_cursor=set_cursor)
         except BaseException:
@@ -539,7 +539,7 @@ class FrameStorage(TensorStorage):
         if self._rows is not None:
             self._rows.refresh()
 
-    def _will_write(self, places: Places) -> None:
+    def _begin_write(self, places: Places) -> None:
         """Make sure that these places can be written to, and note that they do not count.
 
         :raises StorageError: if there is no room on the disk.
