@@ -97,7 +97,7 @@ def stop_server() -> None:
         _server = None
 
 
-def _forked(code: str, environ: dict[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+def _run_forked(code: str, environ: dict[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:
     global _server
     if _server is None:
         path = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "shared")])}
@@ -145,7 +145,7 @@ def run(*parts: str, timeout_s: float = 120, python: Path = Path(sys.executable)
     code = "\n".join((_PREAMBLE, *map(dedent, parts), "import json; print(); print(json.dumps(answer))"))
     environ = {**environment(**variables), "PYTHONPATH": str(ROOT / "shared")}
     if python == Path(sys.executable):
-        done = _forked(code, environ, timeout_s)
+        done = _run_forked(code, environ, timeout_s)
     else:
         command, pipe = [str(python), "-c", code], subprocess.PIPE
         done = subprocess.run(
