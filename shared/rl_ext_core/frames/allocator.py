@@ -17,7 +17,7 @@ from rl_ext_core.frames.views import pool_in
 # behind it in its list, plus one.
 _BEFORE, _BEHIND = 4, 8
 _TAIL = 4  # bytes
-_LOOKS = 8  # at most, for one that is just long enough
+_MAX_TRIES = 8  # at most, for one that is just long enough
 
 
 @njit(nogil=True, inline="always")
@@ -91,7 +91,7 @@ def _find_free_run(p, n):  # type: ignore[no-untyped-def]
     """The first grain of a free run of at least ``n``, or -1."""
     number = _bin_of(n)
     at = p.head[number]
-    for _ in range(_LOOKS):
+    for _ in range(_MAX_TRIES):
         if at == 0:
             break
         start = address_of_grain(p, at - 1)
