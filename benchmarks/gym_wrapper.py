@@ -272,7 +272,7 @@ def vector(rounds: int) -> None:
 TORCH_BARS = {64: (7, 5), 4096: (5, 3), 16384: (3, None)}
 
 
-def wrapper_in(path: Path) -> Callable[..., EnvBase]:
+def load_isaac_lab_wrapper(path: Path) -> Callable[..., EnvBase]:
     """Load Isaac Lab's own wrapper for TorchRL from its source file, which imports nothing of Isaac Sim.
 
     Source: https://github.com/isaac-sim/IsaacLab/pull/7502
@@ -289,7 +289,7 @@ def wrapper_in(path: Path) -> Callable[..., EnvBase]:
 def measure_torch_envs(rounds: int, isaac_wrapper: Path | None = None) -> None:
     """An environment in Isaac Lab's style, without and with final observations, which TorchRL's wrapper ignores."""
     isaac_like.install()
-    isaac_lab_wrapper = None if isaac_wrapper is None else wrapper_in(isaac_wrapper)
+    isaac_lab_wrapper = None if isaac_wrapper is None else load_isaac_lab_wrapper(isaac_wrapper)
     settle_malloc()
     for final_obs in (False, True):
         for count, (bar, native_bar) in TORCH_BARS.items():
