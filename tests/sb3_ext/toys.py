@@ -54,7 +54,7 @@ class Sprite(gym.Env[np.ndarray, int]):
         return self._seen(), float(action) - 0.5, terminated, truncated, {}
 
 
-def stacked(env_fn: Callable[[], gym.Env[Any, Any]], n_envs: int, n_stack: int, first: bool) -> VecEnv:
+def make_stacked_vec_env(env_fn: Callable[[], gym.Env[Any, Any]], n_envs: int, n_stack: int, first: bool) -> VecEnv:
     venv: VecEnv = DummyVecEnv([env_fn] * n_envs)
     venv.seed(0)
     if n_stack > 1:
@@ -66,12 +66,12 @@ def image_env(
     channels: int = 1, n_envs: int = 2, n_stack: int = 4, *, first: bool = True, still: bool = True
 ) -> VecEnv:
     """What SB3 makes of an image environment: stacked, and transposed to channel-first unless told otherwise."""
-    return stacked(lambda: Sprite(channels, still=still), n_envs, n_stack, first)
+    return make_stacked_vec_env(lambda: Sprite(channels, still=still), n_envs, n_stack, first)
 
 
 def dict_env(n_envs: int = 2, *, continuous: bool = False) -> VecEnv:
     """Likewise, with a dictionary of an image and a vector."""
-    return stacked(lambda: Camera(Sprite(), continuous=continuous), n_envs, 4, True)
+    return make_stacked_vec_env(lambda: Camera(Sprite(), continuous=continuous), n_envs, 4, True)
 
 
 class Camera(gym.Wrapper[dict[str, np.ndarray], int, np.ndarray, int]):
@@ -139,7 +139,7 @@ class Reach(gym.Env[dict[str, np.ndarray], np.ndarray]):
 
 
 def reach(n_envs: int = 2, **options: Any) -> VecEnv:
-    return stacked(lambda: Reach(**options), n_envs, 1, False)
+    return make_stacked_vec_env(lambda: Reach(**options), n_envs, 1, False)
 
 
 Transition = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, list[dict[str, Any]]]
