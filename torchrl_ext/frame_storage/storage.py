@@ -390,12 +390,12 @@ class FrameStorage(TensorStorage):
             self._len = length
             self._set_last_cursor(last)
             if begun:
-                self._written()
+                self._finish_write()
             release(self._columns, new)
             if fresh:
                 self._uninitialize()
             raise
-        self._written()
+        self._finish_write()
         release(self._columns, old)
         # How frames are stored is chosen again as long as there are few.
         if len(self) <= LAST_CHECK and self._len_along_dim0 is not None:
@@ -477,7 +477,7 @@ class FrameStorage(TensorStorage):
             if self._budget is not None:  # which has made it smaller
                 self._uninitialize()
                 return
-            self._written()
+            self._finish_write()
             n_written = self._most if self._journal is None else max(self._most, self._journal.read()[0].n_written)
             # In this order, so that a handle that is there always leads somewhere.
             for column in self._columns:
@@ -554,7 +554,7 @@ class FrameStorage(TensorStorage):
             self._journal.will_write(places)
         self._most = max(self._most, most)
 
-    def _written(self) -> None:
+    def _finish_write(self) -> None:
         """Note that all that was changed is whole, before anything that was replaced is freed."""
         if self._rows is not None:
             self._rows.note(self._places)
@@ -647,7 +647,7 @@ class FrameStorage(TensorStorage):
             if self._journal is None:
                 self._journal = Journal(len(self._storage))
                 self._journal.will_write(np.arange(self._most))
-                self._written()
+                self._finish_write()
             state: dict[str, Any] = super().__getstate__()
             return state if self._rows is None else {**state, "_storage": None}
 
@@ -700,7 +700,7 @@ class FrameStorage(TensorStorage):
             self._last_cursor = None
             if self._journal is not None:
                 self._journal.will_write(np.arange(len(rows)))
-            self._written()
+            self._finish_write()
             self._bump_mutation_revision()
 
     def _restored(self, rows: Any, frames: list[dict[str, Any]]) -> list[FrameColumn]:
