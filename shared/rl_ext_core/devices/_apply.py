@@ -25,7 +25,7 @@ _MODULES_READING_BACKEND = {
 _PLATFORMS = {"EGLPlatform": "egl", "OSMesaPlatform": "osmesa", "GLXPlatform": "glx"}
 
 # Where each renderer keeps its display, for the whole process.
-_HOLDERS = {
+_DISPLAY_MODULES = {
     "mujoco": "mujoco.egl",
     "gymnasium": "mujoco.egl",
     "dm_control": "dm_control._render.pyopengl.egl_renderer",
@@ -44,7 +44,7 @@ def _reset_after_fork() -> None:
     global current
     current = None
     # What a parent's display has started (Mesa: threads) is not there in a child, where every use of it hangs.
-    _inherited.update(name for name in set(_HOLDERS.values()) if _module_display(name))
+    _inherited.update(name for name in set(_DISPLAY_MODULES.values()) if _module_display(name))
 
 
 after_fork(_reset_after_fork)
@@ -118,7 +118,7 @@ def display_conflicts(decision: Decision, needs: str = "this decision needs") ->
         target = "OSMesa" if wanted is None else f"EGL device {wanted}"
         yield (
             INDEX,
-            f"{_HOLDERS[renderer]} renders on {where} already, and a process keeps its first display; {needs} {target}"
+            f"{_DISPLAY_MODULES[renderer]} renders on {where} already, and a process keeps its first display; {needs} {target}"
             ": write resolve(...).apply() above the first environment, or use one process each",
         )
 
@@ -129,12 +129,12 @@ def _module_display(module: str) -> Any:
 
 def display_of(renderer: str) -> Any:
     """Return the display that a renderer has made in this process, None if it has not."""
-    return _module_display(_HOLDERS.get(renderer, "")) or None
+    return _module_display(_DISPLAY_MODULES.get(renderer, "")) or None
 
 
 def forget_failed(renderer: str) -> None:
     """Let a renderer try again that could not make its display: it would keep the null that it got."""
-    holder = _HOLDERS.get(renderer, "")
+    holder = _DISPLAY_MODULES.get(renderer, "")
     if _module_display(holder) is not None and display_of(renderer) is None:
         sys.modules[holder].EGL_DISPLAY = None  # type: ignore[attr-defined]
 
