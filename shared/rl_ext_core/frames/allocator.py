@@ -15,7 +15,7 @@ from rl_ext_core.frames.views import pool_in
 
 # Where the first grain of a free run holds what: its length, and the numbers of the first grains of the runs before and
 # behind it in its list, plus one.
-_BEFORE, _BEHIND = 4, 8
+_PREVIOUS_RUN, _BEHIND = 4, 8
 _TAIL = 4  # bytes
 _MAX_TRIES = 8  # at most, for one that is just long enough
 
@@ -61,11 +61,11 @@ def _add_free_run(p, first, n):  # type: ignore[no-untyped-def]
     start, number = address_of_grain(p, first), _bin_of(n)
     behind = p.head[number]
     store_u32(start, uint32(n))
-    store_u32(start + uint64(_BEFORE), uint32(0))
+    store_u32(start + uint64(_PREVIOUS_RUN), uint32(0))
     store_u32(start + uint64(_BEHIND), uint32(behind))
     store_u32(address_of_grain(p, first + n) - uint64(_TAIL), uint32(n))
     if behind > 0:
-        store_u32(address_of_grain(p, behind - 1) + uint64(_BEFORE), uint32(first + 1))
+        store_u32(address_of_grain(p, behind - 1) + uint64(_PREVIOUS_RUN), uint32(first + 1))
     p.head[number] = first + 1
     _set_edge(p, first, True)
     _set_edge(p, first + n - 1, True)
@@ -75,13 +75,13 @@ def _add_free_run(p, first, n):  # type: ignore[no-untyped-def]
 def _remove_free_run(p, first, n):  # type: ignore[no-untyped-def]
     """Takes a free run out of its list."""
     start = address_of_grain(p, first)
-    before, behind = load_u32(start + uint64(_BEFORE)), load_u32(start + uint64(_BEHIND))
+    before, behind = load_u32(start + uint64(_PREVIOUS_RUN)), load_u32(start + uint64(_BEHIND))
     if before > 0:
         store_u32(address_of_grain(p, int64(before) - 1) + uint64(_BEHIND), behind)
     else:
         p.head[_bin_of(n)] = int64(behind)
     if behind > 0:
-        store_u32(address_of_grain(p, int64(behind) - 1) + uint64(_BEFORE), before)
+        store_u32(address_of_grain(p, int64(behind) - 1) + uint64(_PREVIOUS_RUN), before)
     _set_edge(p, first, False)
     _set_edge(p, first + n - 1, False)
 
