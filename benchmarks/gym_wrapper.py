@@ -290,7 +290,7 @@ def measure_torch_envs(rounds: int, isaac_wrapper: Path | None = None) -> None:
     """An environment in Isaac Lab's style, without and with final observations, which TorchRL's wrapper ignores."""
     isaac_like.install()
     isaac_lab_wrapper = None if isaac_wrapper is None else load_isaac_lab_wrapper(isaac_wrapper)
-    settle_malloc()
+    raise_malloc_threshold()
     for final_obs in (False, True):
         for count, (bar, native_bar) in TORCH_BARS.items():
             measure_torch_env(count, final_obs, isaac_lab_wrapper, bar=bar, native_bar=native_bar, rounds=rounds)
@@ -329,7 +329,7 @@ def measure_torch_env(
     print_overheads(competitors, pairs, steps=steps, rounds=rounds)
 
 
-def settle_malloc() -> None:
+def raise_malloc_threshold() -> None:
     """Free one block of 31 MB, as any network does on such batches.
 
     glibc's malloc gives freed memory back to the system above a threshold that grows with what is freed. Below it,
