@@ -33,7 +33,7 @@ from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, Inv
 from rl_ext_core.resources import usable_cores
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from sb3_ext import GymVecEnv, _compat, make_vec_env
-from tests.sb3_ext.toys import silenced
+from tests.sb3_ext.toys import without_logger
 from tests.sb3_ext.vec_checks import action_of, assert_equal
 from tests.sb3_ext.vec_worlds import OBSERVATIONS, Drawn, Reusing
 
@@ -365,7 +365,7 @@ def test_a_step_that_nobody_waited_for_is_given_up_by_a_reset() -> None:
 def test_ppo_learns_the_same(tmp_path: Path) -> None:
     def trained(venv: VecEnv) -> Any:
         model = PPO("MlpPolicy", venv, n_steps=64, batch_size=64, n_epochs=2, seed=0, device="cpu")
-        return silenced(model).learn(512)
+        return without_logger(model).learn(512)
 
     ours = trained(GymVecEnv(gym.make_vec("CartPole-v1", 4, vectorization_mode="sync")))
     theirs = trained(DummyVecEnv([lambda: gym.make("CartPole-v1")] * 4))
@@ -375,7 +375,7 @@ def test_ppo_learns_the_same(tmp_path: Path) -> None:
     ours.save(tmp_path / "model")
     env = GymVecEnv(gym.make_vec("CartPole-v1", 4, vectorization_mode="vector_entry_point"))
     loaded = PPO.load(tmp_path / "model", env=env, device="cpu")
-    silenced(loaded).learn(256)
+    without_logger(loaded).learn(256)
     mean, _ = evaluate_policy(loaded, VecMonitor(env), n_eval_episodes=4)
     assert mean > 5
 
@@ -399,7 +399,7 @@ HINDSIGHT = {**OFF, "replay_buffer_class": HerReplayBuffer, "replay_buffer_kwarg
 )
 def test_algorithms_train_on_it(algorithm: Any, policy: str, build: Any, options: dict[str, Any]) -> None:
     venv = GymVecEnv(made("wrapped", build, 2, AutoresetMode.NEXT_STEP))
-    model = silenced(algorithm(policy, venv, device="cpu", **options)).learn(100)
+    model = without_logger(algorithm(policy, venv, device="cpu", **options)).learn(100)
     if algorithm is SAC:
         assert model.replay_buffer.timeouts.sum() >= 4
 
@@ -423,7 +423,7 @@ def test_make_vec_env_takes_what_is_vectorised() -> None:
     venv = make_vec_env(envs, seed=1, vec_env_kwargs={"infos": "all"})
     assert isinstance(venv, GymVecEnv)
     assert venv.num_envs == 2
-    model = silenced(PPO("MlpPolicy", venv, n_steps=32, batch_size=64, device="cpu"))
+    model = without_logger(PPO("MlpPolicy", venv, n_steps=32, batch_size=64, device="cpu"))
     assert model.learn(64).num_timesteps == 64
     single = {"monitor_dir": "logs", "wrapper_class": gym.Wrapper, "isolation": "process", "wrapper_kwargs": {"a": 1}}
     for options in [{name: value} for name, value in {**single, "probe_timeout": 3.0, "start_index": 3}.items()]:

@@ -12,7 +12,7 @@ from stable_baselines3 import DQN, PPO
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError
 from sb3_ext import CompressedReplayBuffer, MultiAgentVecEnv, make_vec_env
-from tests.sb3_ext.toys import silenced
+from tests.sb3_ext.toys import without_logger
 
 pytest.importorskip("pettingzoo")
 from pettingzoo import ParallelEnv
@@ -202,11 +202,11 @@ def test_real_environments(game: str) -> None:
 def test_algorithms_train_on_it() -> None:
     env = make_vec_env(Race(), 4, seed=0)
     assert "one policy" in env.isolation_report  # type: ignore[attr-defined]
-    model = silenced(PPO("MlpPolicy", env, n_steps=16, batch_size=64, device="cpu"))
+    model = without_logger(PPO("MlpPolicy", env, n_steps=16, batch_size=64, device="cpu"))
     model.learn(400)
     assert model.ep_info_buffer
     buffer = {"replay_buffer_class": CompressedReplayBuffer, "buffer_size": 600}
-    silenced(DQN("MlpPolicy", env, learning_starts=24, device="cpu", **buffer)).learn(240)
+    without_logger(DQN("MlpPolicy", env, learning_starts=24, device="cpu", **buffer)).learn(240)
     assert [image.shape for image in env.get_images()] == [(4, 4, 3)] * 4
     assert env.get_attr("render_mode", [0, 11]) == ["rgb_array"] * 2
     env.close()

@@ -20,14 +20,14 @@ from stable_baselines3.common.callbacks import BaseCallback
 import sb3_ext
 from rl_ext_core.errors import InvalidArgumentError
 from sb3_ext import CompressedNStepReplayBuffer
-from tests.sb3_ext.toys import assert_same, image_env, silenced
+from tests.sb3_ext.toys import assert_same, image_env, without_logger
 
 ACTIONS = spaces.Discrete(3)
 
 
 def dqn(replay_buffer_class: Any = CompressedNStepReplayBuffer, **options: Any) -> DQN:
     defaults = {"buffer_size": 260, "learning_starts": 60, "batch_size": 16, "train_freq": 8, "seed": 1}
-    return silenced(
+    return without_logger(
         DQN(
             "CnnPolicy",
             image_env(),

@@ -26,7 +26,7 @@ from tests.sb3_ext.toys import (
     collect_transitions,
     image_env,
     reach,
-    silenced,
+    without_logger,
 )
 
 ACTIONS = spaces.Discrete(3)
@@ -42,8 +42,8 @@ def model_of(kind: str, ours: bool, **options: Any) -> Any:
     }
     defaults["replay_buffer_class"] = REPLAY[kind][0 if ours else 1]
     if kind == "plain":
-        return silenced(DQN("CnnPolicy", image_env(), buffer_size=400, **defaults, **options))
-    return silenced(SAC("MultiInputPolicy", reach(size=36), buffer_size=80, **defaults, **options))
+        return without_logger(DQN("CnnPolicy", image_env(), buffer_size=400, **defaults, **options))
+    return without_logger(SAC("MultiInputPolicy", reach(size=36), buffer_size=80, **defaults, **options))
 
 
 @pytest.mark.filterwarnings("ignore:The last trajectory in the replay buffer will be truncated")

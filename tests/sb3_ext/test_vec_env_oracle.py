@@ -25,7 +25,7 @@ from stable_baselines3.common.vec_env import (
 
 from sb3_ext import AutoVecEnv
 from sb3_ext.vec_env import SharedMemoryVecEnv, VecEnvTimingCallback
-from tests.sb3_ext.toys import silenced
+from tests.sb3_ext.toys import without_logger
 from tests.sb3_ext.vec_checks import FAST, action_of, assert_equal, open_vec_env_pair, rollout
 from tests.sb3_ext.vec_worlds import ACTIONS, OBSERVATIONS, REWARDS, Drawn, Returning, Reusing
 
@@ -209,7 +209,7 @@ def weights(venv: VecEnv) -> list[Any]:
     torch.manual_seed(0)
     options = {"n_steps": 64, "batch_size": 64, "n_epochs": 2, "seed": 1, "device": "cpu"}
     venv = VecNormalize(VecFrameStack(venv, n_stack=3))
-    model = silenced(PPO("MlpPolicy", venv, **options))
+    model = without_logger(PPO("MlpPolicy", venv, **options))
     model.learn(400)
     venv.seed(2)
     score = evaluate_policy(model, venv, n_eval_episodes=4)
@@ -223,7 +223,7 @@ def test_training_under_wrappers_gives_the_same_weights() -> None:
 
 def test_timings_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     venv = SharedMemoryVecEnv([cart_pole] * 3, FAST)
-    model = silenced(PPO("MlpPolicy", VecNormalize(venv), n_steps=16, batch_size=16, n_epochs=1, device="cpu"))
+    model = without_logger(PPO("MlpPolicy", VecNormalize(venv), n_steps=16, batch_size=16, n_epochs=1, device="cpu"))
     seen: dict[str, list[float]] = {}
     monkeypatch.setattr(model.logger, "record", lambda key, value, exclude=None: seen.setdefault(key, []).append(value))
     model.learn(16 * 3 * 3, callback=VecEnvTimingCallback())

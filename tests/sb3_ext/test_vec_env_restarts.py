@@ -19,7 +19,7 @@ from stable_baselines3 import PPO
 from rl_ext_core.errors import InvalidArgumentError, WorkerError
 from sb3_ext import as_factory
 from sb3_ext.vec_env import SharedMemoryVecEnv
-from tests.sb3_ext.toys import silenced
+from tests.sb3_ext.toys import without_logger
 from tests.sb3_ext.vec_checks import FAST, no_workers
 from tests.sb3_ext.vec_worlds import Counting, Drawn, Failing, FailingOnce
 
@@ -234,7 +234,7 @@ def test_ppo_goes_on_through_crashes() -> None:
     steps = {"SIGSEGV": 40, "raise what does not pickle": 45, "os._exit": 50, "hang": 150}
     env_fns = [functools.partial(Failing, "step", how, after=after) for how, after in steps.items()]
     venv = SharedMemoryVecEnv(env_fns, FAST, restart="truncate", step_timeout=3.0)
-    model = silenced(PPO("MlpPolicy", venv, n_steps=64, batch_size=64, n_epochs=1, device="cpu", seed=0))
+    model = without_logger(PPO("MlpPolicy", venv, n_steps=64, batch_size=64, n_epochs=1, device="cpu", seed=0))
     model.learn(64 * 4 * 4)
     assert model.num_timesteps == 64 * 4 * 4
     assert venv.timings.restarts >= sum(255 // (after + 1) for after in steps.values())  # a busy machine may add one

@@ -240,7 +240,7 @@ def make_buffers_for(kind: str, rows: int, venv: VecEnv, **options: Any) -> tupl
     return make_buffers(kind, rows * venv.num_envs, venv.observation_space, venv.action_space, venv.num_envs, **options)
 
 
-def silenced(model: Any) -> Any:
+def without_logger(model: Any) -> Any:
     """The model without SB3's own logger, which makes a folder in the machine's temporary one."""
     model.set_logger(Logger(None, []))
     return model
@@ -299,7 +299,7 @@ def assert_same_batches(ours: Any, theirs: Any, batch_size: int | None) -> None:
 
 def trained(make: Callable[[Any], Any], buffer_class: Any, n_steps: int, *, again: int) -> Any:
     """A model that has learned, and then learned on."""
-    model = silenced(make(buffer_class))
+    model = without_logger(make(buffer_class))
     model.learn(n_steps)
     for _ in range(again):
         # The environments are reset: what comes next does not continue what was stored last.
