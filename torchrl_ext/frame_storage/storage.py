@@ -416,7 +416,7 @@ class FrameStorage(TensorStorage):
         self._check_open()
         with self.lock:
             self._refresh()
-            self._expose(index)
+            self._mark_exposed(index)
             rows = super().get(on_cpu(index)).copy()
             for column in self._columns:
                 handles = [rows.get(key) for key in column.keys]
@@ -459,7 +459,7 @@ class FrameStorage(TensorStorage):
     @defer_signals
     def _apply_conditional_patch(self, index: Any, patch: Any) -> None:
         with self.lock:
-            self._expose(slice(None))
+            self._mark_exposed(slice(None))
             super()._apply_conditional_patch(index, patch)
 
     def flatten(self) -> TensorStorage:
@@ -562,7 +562,7 @@ class FrameStorage(TensorStorage):
             last = self._last_cursor_index
             self._journal.written(self._len_along_dim0, 0 if last is None or not len(self) else last + 1)
 
-    def _expose(self, index: Any) -> None:
+    def _mark_exposed(self, index: Any) -> None:
         """Note that elements are handed out as views, which the caller may write to."""
         if self._rows is None or self._journal is None or self._exposed:
             return
