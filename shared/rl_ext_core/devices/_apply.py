@@ -32,7 +32,7 @@ _DISPLAY_MODULES = {
     "robosuite": "robosuite.renderers.context.egl_context",
 }
 _EGL_DEVICE_EXT = 0x322C
-_MOST_DEVICES = 64
+_MAX_EGL_DEVICES = 64
 
 _inherited: set[str] = set()
 
@@ -169,10 +169,10 @@ def index_of(display: Any) -> int | None:
     devices_of = _probe.function(library, "eglQueryDevicesEXT", ctypes.c_uint, integer, to_pointer, to_integer)
     if query is None or devices_of is None:
         return None
-    device, devices, count = pointer(), (pointer * _MOST_DEVICES)(), integer()
+    device, devices, count = pointer(), (pointer * _MAX_EGL_DEVICES)(), integer()
     if not query(ctypes.cast(display, pointer), _EGL_DEVICE_EXT, ctypes.byref(device)):
         return None
-    if not devices_of(_MOST_DEVICES, devices, ctypes.byref(count)):
+    if not devices_of(_MAX_EGL_DEVICES, devices, ctypes.byref(count)):
         return None
     found = [devices[index] for index in range(count.value)]
     return found.index(device.value) if device.value in found else None
