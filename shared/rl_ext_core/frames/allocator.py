@@ -15,7 +15,7 @@ from rl_ext_core.frames.views import pool_in
 
 # Where the first grain of a free run holds what: its length, and the numbers of the first grains of the runs before and
 # behind it in its list, plus one.
-_PREVIOUS_RUN, _BEHIND = 4, 8
+_PREVIOUS_RUN, _NEXT_RUN = 4, 8
 _TAIL = 4  # bytes
 _MAX_TRIES = 8  # at most, for one that is just long enough
 
@@ -62,7 +62,7 @@ def _add_free_run(p, first, n):  # type: ignore[no-untyped-def]
     behind = p.head[number]
     store_u32(start, uint32(n))
     store_u32(start + uint64(_PREVIOUS_RUN), uint32(0))
-    store_u32(start + uint64(_BEHIND), uint32(behind))
+    store_u32(start + uint64(_NEXT_RUN), uint32(behind))
     store_u32(address_of_grain(p, first + n) - uint64(_TAIL), uint32(n))
     if behind > 0:
         store_u32(address_of_grain(p, behind - 1) + uint64(_PREVIOUS_RUN), uint32(first + 1))
@@ -75,9 +75,9 @@ def _add_free_run(p, first, n):  # type: ignore[no-untyped-def]
 def _remove_free_run(p, first, n):  # type: ignore[no-untyped-def]
     """Takes a free run out of its list."""
     start = address_of_grain(p, first)
-    before, behind = load_u32(start + uint64(_PREVIOUS_RUN)), load_u32(start + uint64(_BEHIND))
+    before, behind = load_u32(start + uint64(_PREVIOUS_RUN)), load_u32(start + uint64(_NEXT_RUN))
     if before > 0:
-        store_u32(address_of_grain(p, int64(before) - 1) + uint64(_BEHIND), behind)
+        store_u32(address_of_grain(p, int64(before) - 1) + uint64(_NEXT_RUN), behind)
     else:
         p.head[_bin_of(n)] = int64(behind)
     if behind > 0:
@@ -97,7 +97,7 @@ def _find_free_run(p, n):  # type: ignore[no-untyped-def]
         start = address_of_grain(p, at - 1)
         if int64(load_u32(start)) >= n:
             return at - 1
-        at = int64(load_u32(start + uint64(_BEHIND)))
+        at = int64(load_u32(start + uint64(_NEXT_RUN)))
     for longer in range(number + 1, BINS + N_BINS):
         if p.head[longer] > 0:
             return p.head[longer] - 1
@@ -174,5 +174,5 @@ def list_free_runs(state, least, runs):  # type: ignore[no-untyped-def]
             if length >= least and found < runs.shape[0]:
                 runs[found, 0], runs[found, 1] = at - 1, length
                 found += 1
-            at = int64(load_u32(start + uint64(_BEHIND)))
+            at = int64(load_u32(start + uint64(_NEXT_RUN)))
     return found
