@@ -89,7 +89,7 @@ class Prepared(TensorDictModuleBase):
         return tensordict.set("action", state["actions"][state["turn"] % ACTIONS])
 
 
-class Free(EnvBase):
+class FreeEnv(EnvBase):
     """Stands for an environment and takes no time: what a loop around it takes is the loop's own.
 
     :param env: whose specs it has, and of which it returns one step again and again
@@ -230,7 +230,7 @@ def measure_numpy_env(name: str, rounds: int) -> None:
     def alone(run: Callable[..., Run]) -> Iterator[tuple[str, Run]]:
         for device, kwargs in DEVICES.items():
             env = GymWrapper(make(), **kwargs)
-            yield f"free {device}", run(Free(env), encode_actions(env, actions), steps)
+            yield f"free {device}", run(FreeEnv(env), encode_actions(env, actions), steps)
 
     pairs = {
         f"{name}, {device}": (f"TorchRL {device}", f"ours {device}", bar)
