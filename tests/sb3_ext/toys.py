@@ -297,7 +297,7 @@ def assert_same_batches(ours: Any, theirs: Any, batch_size: int | None) -> None:
         assert_same_draws(lambda buffer: tuple(buffer.get(batch_size)), ours, theirs, seed)
 
 
-def trained(make: Callable[[Any], Any], buffer_class: Any, n_steps: int, *, again: int) -> Any:
+def train(make: Callable[[Any], Any], buffer_class: Any, n_steps: int, *, again: int) -> Any:
     """A model that has learned, and then learned on."""
     model = without_logger(make(buffer_class))
     model.learn(n_steps)
@@ -311,8 +311,8 @@ def check_equal_weights(
     make: Callable[[Any], Any], ours_class: Any, theirs_class: Any, n_steps: int, *, again: int = 1
 ) -> Any:
     """Train with both classes; returns the model that had ours."""
-    ours = trained(make, ours_class, n_steps, again=again)
-    theirs = trained(make, theirs_class, n_steps, again=again)
+    ours = train(make, ours_class, n_steps, again=again)
+    theirs = train(make, theirs_class, n_steps, again=again)
     initial = make(theirs_class).policy.state_dict()
     changed = 0
     for name, right in theirs.policy.state_dict().items():
