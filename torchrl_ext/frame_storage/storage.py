@@ -131,7 +131,7 @@ class FrameStorage(TensorStorage):
     _rows: Rows | None = None  # the elements, where they lie in a folder
     _journal: Journal | None = None  # where other processes, or later ones, may have to make them whole
     _resume_cursor: int | None = None  # of a storage that was opened again, until the first element is added
-    _most = 0  # places from here on were never written by this process
+    _n_touched = 0  # places from here on were never written by this process
     emptied = 0  # how often
     _places: Places = np.zeros(0, dtype=np.int64)  # that are being written
     _exposed = False  # whether views of elements in a folder were handed out
@@ -321,7 +321,7 @@ class FrameStorage(TensorStorage):
     def _drop_contents(self) -> None:
         self._columns, self._journal, self._rows = [], None, None
         self._storage, self.initialized = None, False
-        self.max_size, self._most, self._exposed = self._asked_size, 0, False
+        self.max_size, self._n_touched, self._exposed = self._asked_size, 0, False
         self.__dict__.pop("_total_shape_value", None)
 
     def _uninitialize(self) -> None:
@@ -478,7 +478,9 @@ class FrameStorage(TensorStorage):
                 self._uninitialize()
                 return
             self._finish_write()
-            n_written = self._most if self._journal is None else max(self._most, self._journal.read()[0].n_written)
+            n_written = (
+                self._n_touched if self._journal is None else max(self._n_touched, self._journal.read()[0].n_written)
+            )
             # In this order, so that a handle that is there always leads somewhere.
             for column in self._columns:
                 column.clear(self._storage, 0, n_written)
@@ -552,7 +554,7 @@ class FrameStorage(TensorStorage):
         self._places = places
         if self._journal is not None:
             self._journal.will_write(places)
-        self._most = max(self._most, most)
+        self._n_touched = max(self._n_touched, most)
 
     def _finish_write(self) -> None:
         """Note that all that was changed is whole, before anything that was replaced is freed."""
@@ -646,7 +648,7 @@ class FrameStorage(TensorStorage):
             make_kill_safe(self)
             if self._journal is None:
                 self._journal = Journal(len(self._storage))
-                self._journal.will_write(np.arange(self._most))
+                self._journal.will_write(np.arange(self._n_touched))
                 self._finish_write()
             state: dict[str, Any] = super().__getstate__()
             return state if self._rows is None else {**state, "_storage": None}
@@ -696,7 +698,7 @@ class FrameStorage(TensorStorage):
                 )
             self._allocate(_first(rows), self._restored(rows, frames))
             self._storage[: len(rows)] = rows
-            self._len, self._most = length, len(rows)
+            self._len, self._n_touched = length, len(rows)
             self._last_cursor = None
             if self._journal is not None:
                 self._journal.will_write(np.arange(len(rows)))
