@@ -107,7 +107,7 @@ def _import_of(package: str) -> str:
 def display_conflicts(decision: Decision, needs: str = "this decision needs") -> Iterator[tuple[str, str]]:
     """Return whether this process has a display on another device already: the variable, and one sentence."""
     renderer, wanted = renderer_of(decision), decision.egl.index if decision.egl else None
-    hangs = inherited()
+    hangs = inherited_display_error()
     if hangs and wanted is not None:
         yield INDEX, hangs
         return
@@ -139,7 +139,7 @@ def forget_failed(renderer: str) -> None:
         sys.modules[holder].EGL_DISPLAY = None  # type: ignore[attr-defined]
 
 
-def inherited() -> str | None:
+def inherited_display_error() -> str | None:
     """Say why EGL hangs in this process: its parent had made a display before it forked it. None if it does not.
 
     Which library made that display does not matter: those of other libraries on the same device are the same one.

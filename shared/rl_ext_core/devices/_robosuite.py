@@ -136,7 +136,7 @@ def _patch_context(module: ModuleType) -> None:
     def make_as_decided(self: Any, max_width: int, max_height: int, device_id: int = -1) -> None:
         self._context = None  # free() asks for it, also after a failure
         _check_variable(INDEX)
-        hangs = _apply.inherited()
+        hangs = _apply.inherited_display_error()
         if hangs:
             raise DeviceConflictError(hangs)
         _warn_of(device_id)
