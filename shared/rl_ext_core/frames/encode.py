@@ -243,7 +243,7 @@ def _reference_for(p, s, before, frame, geometry, bound, scratch):  # type: igno
 
 
 @njit(nogil=True)
-def _put_away(p, s, seals):  # type: ignore[no-untyped-def]
+def _store_full_block(p, s, seals):  # type: ignore[no-untyped-def]
     """Moves a stream's full block out of its buffer, to be sealed if need be."""
     block = p.streams[s, OPEN_BLOCK]
     store_bytes(p, block, address_in(p.open, s), p.streams[s, OPEN_BYTES], False)
@@ -259,7 +259,7 @@ def _turn(p, s, frame, geometry, bound, seals, turned, scratch):  # type: ignore
     before = p.streams[s, OPEN_BLOCK]
     if before > 0:
         if p.blocks[before, KIND] == OPEN:
-            _put_away(p, s, seals)
+            _store_full_block(p, s, seals)
         p.turned[turned] = uint32(before)
         turned += 1
     block = allocate_number(p, BLOCKS, FREE_BLOCKS, p.free_blocks)
@@ -294,7 +294,7 @@ def _append(p, s, frame, geometry, bound, seals, turned, scratch):  # type: igno
     p.streams[s, OPEN_FRAMES] += 1
     p.head[FRAMES] += 1
     if seals == AT_ONCE:
-        _put_away(p, s, seals)
+        _store_full_block(p, s, seals)
     return turned
 
 
@@ -522,7 +522,7 @@ def end_streams(state, seals):  # type: ignore[no-untyped-def]
         block = p.streams[s, OPEN_BLOCK]
         if block > 0:
             if p.blocks[block, KIND] == OPEN:
-                _put_away(p, s, seals)
+                _store_full_block(p, s, seals)
             release_handle(p, p.streams[s, NEWEST], geometry)
             release_block(p, block, geometry)
         zero_bytes(address_in(p.streams, s), 8 * N_STREAM)
