@@ -70,7 +70,7 @@ SMALL: dict[str, Callable[[], gymnasium.Env[Any, Any]]] = {
 }
 
 
-class Prepared(TensorDictModuleBase):
+class PreparedPolicy(TensorDictModuleBase):
     """A policy that takes prepared actions: it costs as little as a policy can.
 
     :param actions: as they stand in the TensorDict
@@ -146,14 +146,14 @@ def bare(env: Any, actions: list[Any], steps: int) -> Run:
 def make_collector_run(env: EnvBase, actions: list[torch.Tensor], steps: int) -> Run:
     """One batch of a collector."""
     env.set_seed(0)
-    batches = iter(Collector(env, Prepared(actions), device=env.device, frames_per_batch=steps, total_frames=-1))
+    batches = iter(Collector(env, PreparedPolicy(actions), device=env.device, frames_per_batch=steps, total_frames=-1))
     return lambda: next(batches)
 
 
 def make_rollout_run(env: EnvBase, actions: list[torch.Tensor], steps: int) -> Run:
     """One rollout through all episodes that it takes."""
     env.set_seed(0)
-    policy = Prepared(actions)
+    policy = PreparedPolicy(actions)
     return lambda: env.rollout(steps, policy, break_when_any_done=False)
 
 
