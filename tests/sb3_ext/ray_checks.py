@@ -27,7 +27,7 @@ from rl_ext_core.errors import InvalidArgumentError, WorkerError
 from sb3_ext import RayVecEnv, as_factory, make_vec_env
 from tests.interrupts import everywhere
 from tests.sb3_ext.vec_checks import FAST, action_of, assert_equal, rollout
-from tests.sb3_ext.vec_worlds import Counting, Drawn, Failing
+from tests.sb3_ext.vec_worlds import Counting, RandomEnv, Failing
 
 Check = Callable[[], None]
 CHECKS: dict[str, Check] = {}
@@ -56,15 +56,15 @@ def is_as_sb3s(build: Any, n_workers: int | None) -> None:
 
 
 for name, build, n_workers in (
-    ("dicts_are_as_sb3s", functools.partial(Drawn, "Dict", "Box", "float32"), 2),
-    ("tuples_are_as_sb3s", functools.partial(Drawn, "Tuple", "Tuple", "large int"), None),
+    ("dicts_are_as_sb3s", functools.partial(RandomEnv, "Dict", "Box", "float32"), 2),
+    ("tuples_are_as_sb3s", functools.partial(RandomEnv, "Tuple", "Tuple", "large int"), None),
 ):
     CHECKS[name] = functools.partial(is_as_sb3s, build, n_workers)
 
 
 @check
 def methods() -> None:
-    venv = RayVecEnv([Drawn] * 3, n_workers=2)
+    venv = RayVecEnv([RandomEnv] * 3, n_workers=2)
     venv.set_attr("label", "other", 1)
     assert venv.get_attr("label", indices=[2, 1]) == ["drawn", "other"]
     with pytest.raises(KeyError, match="raised in a call"):
@@ -156,7 +156,7 @@ def interrupted_steps_are_waited_for_again() -> None:
 
 @check
 def a_ray_that_was_shut_down_is_not_started_anew() -> None:
-    closed, used = RayVecEnv([Drawn]), RayVecEnv([Drawn] * 2)
+    closed, used = RayVecEnv([RandomEnv]), RayVecEnv([RandomEnv] * 2)
     ray.shutdown()
     closed.close()
     with pytest.raises(WorkerError, match=r"environment 0 of 2, in reset: ray.shutdown\(\) has ended it"):

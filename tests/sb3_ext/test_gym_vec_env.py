@@ -35,7 +35,7 @@ from rl_ext_core.vector import SharedMemoryVectorEnv
 from sb3_ext import GymVecEnv, _compat, make_vec_env
 from tests.sb3_ext.toys import without_logger
 from tests.sb3_ext.vec_checks import action_of, assert_equal
-from tests.sb3_ext.vec_worlds import OBSERVATIONS, Drawn, Reusing
+from tests.sb3_ext.vec_worlds import OBSERVATIONS, RandomEnv, Reusing
 
 MODES = list(AutoresetMode)
 
@@ -129,7 +129,7 @@ def test_the_rollouts_of_dummy_vec_env(kind: str, mode: AutoresetMode, build: Ca
 @pytest.mark.parametrize(("kind", "n_envs"), [("sync", 1), ("wrapped", 4)])
 @pytest.mark.parametrize("observations", list(OBSERVATIONS))
 def test_spaces(observations: str, kind: str, n_envs: int) -> None:
-    build = functools.partial(Drawn, observations)
+    build = functools.partial(RandomEnv, observations)
     try:
         theirs = DummyVecEnv([build])
     except (NotImplementedError, AttributeError, AssertionError):
@@ -143,7 +143,7 @@ def test_spaces(observations: str, kind: str, n_envs: int) -> None:
 @pytest.mark.parametrize("kind", ["sync", "wrapped"])
 def test_the_last_observation_is_right_where_environments_write_to_one_place(kind: str) -> None:
     """DummyVecEnv's is overwritten by the reset."""
-    ours, sane = (GymVecEnv(made(kind, build, 2, AutoresetMode.DISABLED)) for build in (Reusing, Drawn))
+    ours, sane = (GymVecEnv(made(kind, build, 2, AutoresetMode.DISABLED)) for build in (Reusing, RandomEnv))
     actions = [np.zeros(2, int)] * 30
     assert_equal(ends(ours, actions), ends(sane, actions))
 

@@ -23,7 +23,7 @@ from sb3_ext import AutoVecEnv, EnvFactory, SharedMemoryVecEnv, as_factory, make
 from tests.core.isolation.conftest import Variant, compiled, compiler, own_cache, variant
 from tests.sb3_ext.test_multi_agent_vec_env import Race
 from tests.sb3_ext.vec_checks import FAST, assert_equal, no_workers
-from tests.sb3_ext.vec_worlds import Bounded, Counting, Drawn, Failing, Slow, cart_pole, noted
+from tests.sb3_ext.vec_worlds import Bounded, Counting, RandomEnv, Failing, Slow, cart_pole, noted
 from tests.ways import WAYS, run_as
 
 __all__ = ["compiled", "compiler", "own_cache", "variant"]
@@ -132,7 +132,7 @@ def test_instances_and_factories() -> None:
 
 def test_seeds_make_all_streams_reproducible() -> None:
     def draws(seed: int | None) -> list[Any]:
-        venv = make_vec_env(Drawn, 2, seed=seed, **OURS["processes"])
+        venv = make_vec_env(RandomEnv, 2, seed=seed, **OURS["processes"])
         venv.reset()
         found = venv.env_method("draws")
         venv.close()

@@ -24,7 +24,7 @@ from gymnasium import spaces
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, WorkerError
 from sb3_ext.vec_env import SharedMemoryVecEnv
 from tests.sb3_ext.vec_checks import FAST, no_workers
-from tests.sb3_ext.vec_worlds import Counting, Drawn, Failing, Informing, Returning, Unpicklable
+from tests.sb3_ext.vec_worlds import Counting, RandomEnv, Failing, Informing, Returning, Unpicklable
 
 methods = pytest.mark.parametrize("method", ["forkserver", "fork"])
 AT_MOST_S = 60  # for threads to end; loaded machines take seconds
@@ -147,7 +147,7 @@ def test_the_environment_is_named_where_workers_have_several(n_workers: int, wor
 
 
 def test_a_worker_that_is_killed_while_it_waits_is_found_at_the_next_call() -> None:
-    venv = SharedMemoryVecEnv([Drawn] * 3, FAST)
+    venv = SharedMemoryVecEnv([RandomEnv] * 3, FAST)
     venv.reset()
     os.kill(venv.env_method("pid")[2], signal.SIGKILL)
     with caught() as found:
@@ -186,7 +186,7 @@ def test_observations_that_do_not_fit_their_space_are_refused(space: Any, observ
 
 
 def test_what_a_method_raises_leaves_the_environments_alive() -> None:
-    venv = SharedMemoryVecEnv([Drawn] * 3, FAST, n_workers=2)
+    venv = SharedMemoryVecEnv([RandomEnv] * 3, FAST, n_workers=2)
     with pytest.raises(KeyError, match="raised in a call") as found:
         venv.env_method("raise_in_call")
     assert "in raise_in_call" in str(found.value.__cause__)
@@ -223,7 +223,7 @@ def test_closing_during_a_step_and_twice_and_calls_afterwards(tmp_path: Path) ->
 
 
 def test_calls_in_the_wrong_order_are_refused() -> None:
-    venv = SharedMemoryVecEnv([Drawn] * 3, FAST)
+    venv = SharedMemoryVecEnv([RandomEnv] * 3, FAST)
     venv.reset()
     with pytest.raises(InvalidArgumentError, match="no step was begun"):
         venv.step_wait()
@@ -250,7 +250,7 @@ def test_calls_in_the_wrong_order_are_refused() -> None:
         ([Counting], {"close_timeout": -1}, InvalidArgumentError, "close_timeout=-1"),
         ([Counting], {"cwd": "mine"}, InvalidArgumentError, "cwd='mine' is not a folder"),
         ([lambda: 3], {}, WorkerError, "InvalidTypeError.*the environment is a builtins.int"),
-        ([functools.partial(Drawn, NO_ARRAYS)], {}, InvalidArgumentError, "no fixed arrays .*FlattenObservation"),
+        ([functools.partial(RandomEnv, NO_ARRAYS)], {}, InvalidArgumentError, "no fixed arrays .*FlattenObservation"),
     ],
 )
 def test_what_cannot_be_used_is_refused(env_fns: Any, options: Any, kind: type[Exception], said: str) -> None:

@@ -27,7 +27,7 @@ from sb3_ext import AutoVecEnv
 from sb3_ext.vec_env import SharedMemoryVecEnv, VecEnvTimingCallback
 from tests.sb3_ext.toys import without_logger
 from tests.sb3_ext.vec_checks import FAST, action_of, assert_equal, open_vec_env_pair, rollout
-from tests.sb3_ext.vec_worlds import ACTIONS, OBSERVATIONS, REWARDS, Drawn, Returning, Reusing
+from tests.sb3_ext.vec_worlds import ACTIONS, OBSERVATIONS, REWARDS, RandomEnv, Returning, Reusing
 
 
 def check(build: Any, steps: int = 25, n_envs: int = 3, n_workers: int | None = None, **options: Any) -> list[Any]:
@@ -60,7 +60,7 @@ CASES = [
 def test_it_returns_what_subproc_vec_env_returns(
     observations: str, actions: str, rewards: str, infos: bool, n_workers: int | None
 ) -> None:
-    seen = check(functools.partial(Drawn, observations, actions, rewards, infos=infos), n_workers=n_workers)
+    seen = check(functools.partial(RandomEnv, observations, actions, rewards, infos=infos), n_workers=n_workers)
     dones = np.array([step[2] for step in seen[2:]])
     assert 0 < dones.sum() < dones.size
     told = [info for step in seen[2:] for info in step[3]]
@@ -78,13 +78,13 @@ def test_it_returns_what_subproc_vec_env_returns(
     ],
 )
 def test_actions_of_other_dtypes_and_shapes_arrive_as_they_are(space: str, actions: list[Any]) -> None:
-    with open_vec_env_pair([functools.partial(Drawn, actions=space)] * 3, n_workers=2) as (ours, theirs):
+    with open_vec_env_pair([functools.partial(RandomEnv, actions=space)] * 3, n_workers=2) as (ours, theirs):
         assert_equal(rollout(ours, actions), rollout(theirs, actions))
         assert_equal(ours.env_method("all_given"), theirs.env_method("all_given"))
 
 
 def test_seeds_and_options_go_to_the_next_reset_only() -> None:
-    with open_vec_env_pair([Drawn] * 3, n_workers=2) as (ours, theirs):
+    with open_vec_env_pair([RandomEnv] * 3, n_workers=2) as (ours, theirs):
         for venv in (ours, theirs):
             assert venv.seed(4) == [4, 5, 6]
             venv.set_options([{"level": 1}, {}, {"level": 3}])
@@ -101,7 +101,7 @@ def test_the_last_observation_is_right_where_environments_write_to_one_place(spa
     build = functools.partial(Reusing, space, infos=False)
     actions = [np.zeros(2, np.int64)] * 30
     ours = SharedMemoryVecEnv([build] * 2, FAST, n_workers=1)
-    sane = SharedMemoryVecEnv([functools.partial(Drawn, space, infos=False)] * 2, FAST)
+    sane = SharedMemoryVecEnv([functools.partial(RandomEnv, space, infos=False)] * 2, FAST)
     try:
         seen = rollout(ours, actions)
         assert_equal(seen, rollout(sane, actions))
@@ -144,7 +144,7 @@ def test_observations_of_another_dtype_are_those_of_dummy_vec_env(space: Any, ob
 @pytest.mark.parametrize("rewards", ["large int", "bool"])
 def test_what_is_chosen_returns_what_dummy_vec_env_does(rewards: str) -> None:
     """SubprocVecEnv's rewards have the dtype that the environments' have."""
-    build = functools.partial(Drawn, rewards=rewards)
+    build = functools.partial(RandomEnv, rewards=rewards)
     chosen, theirs = AutoVecEnv([build] * 2, isolation="process", start_method=FAST), DummyVecEnv([build] * 2)
     assert isinstance(chosen, SharedMemoryVecEnv)
     for venv in (chosen, theirs):
@@ -164,7 +164,7 @@ class Marked(gym.Wrapper[Any, Any, Any, Any]):
 
 
 def wrapped() -> gym.Env[Any, Any]:
-    return Marked(gym.wrappers.TimeLimit(Monitor(Drawn()), 7))
+    return Marked(gym.wrappers.TimeLimit(Monitor(RandomEnv()), 7))
 
 
 def called(venv: VecEnv) -> list[Any]:
@@ -183,7 +183,7 @@ def called(venv: VecEnv) -> list[Any]:
         venv.env_method("double", 4, indices=[2, 2, 1, -3]),
         venv.env_method("double", 4, indices=[]),
         venv.get_attr("action_space"),
-        [venv.env_is_wrapped(kind) for kind in (Monitor, Marked, gym.wrappers.TimeLimit, gym.Wrapper, Drawn)],
+        [venv.env_is_wrapped(kind) for kind in (Monitor, Marked, gym.wrappers.TimeLimit, gym.Wrapper, RandomEnv)],
         venv.env_is_wrapped(Marked, indices=0),
         venv.get_images(),
         venv.render(),
@@ -237,6 +237,6 @@ def test_timings_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_workers_load_neither_torch_nor_stable_baselines3() -> None:
-    venv = SharedMemoryVecEnv([Drawn] * 2)
+    venv = SharedMemoryVecEnv([RandomEnv] * 2)
     assert venv.env_method("loaded", ["torch", "stable_baselines3", "sb3_ext", "gymnasium"]) == [["gymnasium"]] * 2
     venv.close()

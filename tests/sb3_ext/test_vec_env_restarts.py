@@ -21,7 +21,7 @@ from sb3_ext import as_factory
 from sb3_ext.vec_env import SharedMemoryVecEnv
 from tests.sb3_ext.toys import without_logger
 from tests.sb3_ext.vec_checks import FAST, no_workers
-from tests.sb3_ext.vec_worlds import Counting, Drawn, Failing, FailingOnce
+from tests.sb3_ext.vec_worlds import Counting, RandomEnv, Failing, FailingOnce
 
 RESTARTING: dict[str, Any] = {"restart": "truncate", "step_timeout": 60.0}
 
@@ -217,7 +217,7 @@ def test_the_limit_of_restarts(when: str, caplog: pytest.LogCaptureFixture) -> N
 
 @pytest.mark.parametrize("seed", [None, 3])
 def test_restarted_environments_draw_differently(seed: int | None) -> None:
-    venv = SharedMemoryVecEnv(as_factory(Drawn).for_workers(2, seed=seed), FAST, **RESTARTING)
+    venv = SharedMemoryVecEnv(as_factory(RandomEnv).for_workers(2, seed=seed), FAST, **RESTARTING)
     seen = []
     for _ in range(3):
         venv.reset()

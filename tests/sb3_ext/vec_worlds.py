@@ -67,7 +67,7 @@ ACTIONS: dict[str, spaces.Space[Any]] = {
 }
 
 
-class Drawn(gym.Env[Any, Any]):
+class RandomEnv(gym.Env[Any, Any]):
     """Returns samples of its space, and in its informations what it was given.
 
     :param observations: name in ``OBSERVATIONS``, or a space
@@ -145,7 +145,7 @@ class Drawn(gym.Env[Any, Any]):
         }
 
 
-class Reusing(Drawn):
+class Reusing(RandomEnv):
     """Writes every observation to the same place."""
 
     def _drawn(self) -> Any:

@@ -19,7 +19,7 @@ from rl_ext_core.vector import SharedMemoryVectorEnv
 from rl_ext_core.vector.pool import Pool
 from tests.forks import result_in_fork
 from tests.sb3_ext.vec_checks import assert_equal, interrupted
-from tests.sb3_ext.vec_worlds import Counting, Drawn, Failing, FailingOnce, Gated, Reusing
+from tests.sb3_ext.vec_worlds import Counting, RandomEnv, Failing, FailingOnce, Gated, Reusing
 
 NESTED = spaces.Dict(
     image=spaces.Box(0, 255, (9, 8, 3), np.uint8),
@@ -72,7 +72,7 @@ def drive(ours: Any, theirs: Any, seed: int, operations: int = 60) -> None:
 def test_it_returns_what_sync_vector_env_returns(
     observations: Any, rewards: str, n_workers: int | None, mode: AutoresetMode
 ) -> None:
-    build = functools.partial(Drawn, observations, rewards=rewards)
+    build = functools.partial(RandomEnv, observations, rewards=rewards)
     ours = SharedMemoryVectorEnv([build] * 5, n_workers=n_workers, autoreset_mode=mode, **FAST)
     theirs = SyncVectorEnv([build] * 5, autoreset_mode=mode)
     try:
@@ -90,7 +90,7 @@ def test_it_returns_what_sync_vector_env_returns(
 @pytest.mark.sample(quick=2)
 @pytest.mark.parametrize("actions", ["Discrete from -3", "Box of 64-bit floats", "Dict", "Tuple", "MultiBinary"])
 def test_environments_get_the_actions_that_async_vector_env_gives(actions: str) -> None:
-    build = functools.partial(Drawn, actions=actions)
+    build = functools.partial(RandomEnv, actions=actions)
     ours, theirs = SharedMemoryVectorEnv([build] * 2, **FAST), AsyncVectorEnv([build] * 2, context="fork")
     drive(ours, theirs, seed=4, operations=20)
     assert_equal(ours.call("all_given"), theirs.call("all_given"))
@@ -236,13 +236,13 @@ def test_a_limit_on_files_is_named() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 13, before[1]))
     try:
         with pytest.raises((StorageError, WorkerError), match=r"count as a file.* ulimit -f unlimited"):
-            SharedMemoryVectorEnv([functools.partial(Drawn, "image")] * 2, **FAST)
+            SharedMemoryVectorEnv([functools.partial(RandomEnv, "image")] * 2, **FAST)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_spaces_that_differ_are_refused() -> None:
-    env_fns = [Counting, functools.partial(Drawn, "Box")]
+    env_fns = [Counting, functools.partial(RandomEnv, "Box")]
     for kind in (EnvironmentOutputError, RuntimeError):  # RuntimeError is what AsyncVectorEnv raises
         with pytest.raises(kind, match="environment 1 has observation_space"):
             SharedMemoryVectorEnv(env_fns, **FAST)
