@@ -696,7 +696,7 @@ class FrameStorage(TensorStorage):
                 raise InvalidArgumentError(
                     "a FrameStorage cannot be loaded once other processes share it; load it first"
                 )
-            self._allocate(_first(rows), self._restored(rows, frames))
+            self._allocate(_first(rows), self._restore_columns(rows, frames))
             self._storage[: len(rows)] = rows
             self._len, self._n_touched = length, len(rows)
             self._last_cursor = None
@@ -705,7 +705,7 @@ class FrameStorage(TensorStorage):
             self._finish_write()
             self._bump_mutation_revision()
 
-    def _restored(self, rows: Any, frames: list[dict[str, Any]]) -> list[FrameColumn]:
+    def _restore_columns(self, rows: Any, frames: list[dict[str, Any]]) -> list[FrameColumn]:
         """Columns as they were saved, with whatever leads elsewhere refused."""
         with reading("the images are"):
             columns = [self._new_column(state, self._shape_for(_first(rows))[0]) for state in frames]
