@@ -34,7 +34,7 @@ _DISPLAY_MODULES = {
 _EGL_DEVICE_EXT = 0x322C
 _MAX_EGL_DEVICES = 64
 
-_inherited: set[str] = set()
+_inherited_displays: set[str] = set()
 
 current: Decision | None = None
 
@@ -44,7 +44,7 @@ def _reset_after_fork() -> None:
     global current
     current = None
     # What a parent's display has started (Mesa: threads) is not there in a child, where every use of it hangs.
-    _inherited.update(name for name in set(_DISPLAY_MODULES.values()) if _module_display(name))
+    _inherited_displays.update(name for name in set(_DISPLAY_MODULES.values()) if _module_display(name))
 
 
 after_fork(_reset_after_fork)
@@ -144,10 +144,10 @@ def inherited_display_error() -> str | None:
 
     Which library made that display does not matter: those of other libraries on the same device are the same one.
     """
-    if not _inherited:
+    if not _inherited_displays:
         return None
     return (
-        f"{min(_inherited)} had made its display before this process was forked, so that rendering would hang here: "
+        f"{min(_inherited_displays)} had made its display before this process was forked, so that rendering would hang here: "
         'start workers with start_method="forkserver" or "spawn" (gymnasium: context=, TorchRL: mp_start_method=), or '
         "render in workers only"
     )
