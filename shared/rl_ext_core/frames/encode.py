@@ -254,7 +254,7 @@ def _store_full_block(p, s, seals):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _turn(p, s, frame, geometry, bound, seals, turned, scratch):  # type: ignore[no-untyped-def]
+def _start_block(p, s, frame, geometry, bound, seals, turned, scratch):  # type: ignore[no-untyped-def]
     """Puts a stream's full block away and begins the next; returns how many blocks were put away so far."""
     before = p.streams[s, OPEN_BLOCK]
     if before > 0:
@@ -283,7 +283,7 @@ def _turn(p, s, frame, geometry, bound, seals, turned, scratch):  # type: ignore
 def _append(p, s, frame, geometry, bound, seals, turned, scratch):  # type: ignore[no-untyped-def]
     """Appends a frame to a stream."""
     if p.streams[s, OPEN_BLOCK] == 0 or p.streams[s, OPEN_FRAMES] == 1 << geometry.block_shift:
-        turned = _turn(p, s, frame, geometry, bound, seals, turned, scratch)
+        turned = _start_block(p, s, frame, geometry, bound, seals, turned, scratch)
     target = address_in(p.open, s) + uint64(p.streams[s, OPEN_BYTES])
     newest = address_in(p.frame, s)
     size = write_entry(newest, frame, target, scratch, geometry, bound)
