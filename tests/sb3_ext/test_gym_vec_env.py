@@ -35,7 +35,7 @@ from rl_ext_core.vector import SharedMemoryVectorEnv
 from sb3_ext import GymVecEnv, _compat, make_vec_env
 from tests.sb3_ext.toys import without_logger
 from tests.sb3_ext.vec_checks import action_of, assert_equal
-from tests.sb3_ext.vec_worlds import OBSERVATIONS, RandomEnv, Reusing
+from tests.sb3_ext.vec_worlds import OBSERVATIONS, RandomEnv, ReusedArrayEnv
 
 MODES = list(AutoresetMode)
 
@@ -143,7 +143,7 @@ def test_spaces(observations: str, kind: str, n_envs: int) -> None:
 @pytest.mark.parametrize("kind", ["sync", "wrapped"])
 def test_the_last_observation_is_right_where_environments_write_to_one_place(kind: str) -> None:
     """DummyVecEnv's is overwritten by the reset."""
-    ours, sane = (GymVecEnv(made(kind, build, 2, AutoresetMode.DISABLED)) for build in (Reusing, RandomEnv))
+    ours, sane = (GymVecEnv(made(kind, build, 2, AutoresetMode.DISABLED)) for build in (ReusedArrayEnv, RandomEnv))
     actions = [np.zeros(2, int)] * 30
     assert_equal(ends(ours, actions), ends(sane, actions))
 

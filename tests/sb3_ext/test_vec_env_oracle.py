@@ -27,7 +27,7 @@ from sb3_ext import AutoVecEnv
 from sb3_ext.vec_env import SharedMemoryVecEnv, VecEnvTimingCallback
 from tests.sb3_ext.toys import without_logger
 from tests.sb3_ext.vec_checks import FAST, action_of, assert_equal, open_vec_env_pair, rollout
-from tests.sb3_ext.vec_worlds import ACTIONS, OBSERVATIONS, REWARDS, RandomEnv, Returning, Reusing
+from tests.sb3_ext.vec_worlds import ACTIONS, OBSERVATIONS, REWARDS, RandomEnv, Returning, ReusedArrayEnv
 
 
 def check(build: Any, steps: int = 25, n_envs: int = 3, n_workers: int | None = None, **options: Any) -> list[Any]:
@@ -98,7 +98,7 @@ def test_seeds_and_options_go_to_the_next_reset_only() -> None:
 @pytest.mark.parametrize("space", ["Box", "Dict"])
 def test_the_last_observation_is_right_where_environments_write_to_one_place(space: str) -> None:
     """SB3's workers pickle it when the reset has overwritten it."""
-    build = functools.partial(Reusing, space, infos=False)
+    build = functools.partial(ReusedArrayEnv, space, infos=False)
     actions = [np.zeros(2, np.int64)] * 30
     ours = SharedMemoryVecEnv([build] * 2, FAST, n_workers=1)
     sane = SharedMemoryVecEnv([functools.partial(RandomEnv, space, infos=False)] * 2, FAST)

@@ -145,7 +145,7 @@ class RandomEnv(gym.Env[Any, Any]):
         }
 
 
-class Reusing(RandomEnv):
+class ReusedArrayEnv(RandomEnv):
     """Writes every observation to the same place."""
 
     def _drawn(self) -> Any:

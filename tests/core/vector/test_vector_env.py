@@ -19,7 +19,7 @@ from rl_ext_core.vector import SharedMemoryVectorEnv
 from rl_ext_core.vector.pool import Pool
 from tests.forks import result_in_fork
 from tests.sb3_ext.vec_checks import assert_equal, interrupted
-from tests.sb3_ext.vec_worlds import Counting, RandomEnv, Failing, FailingOnce, Gated, Reusing
+from tests.sb3_ext.vec_worlds import Counting, RandomEnv, Failing, FailingOnce, Gated, ReusedArrayEnv
 
 NESTED = spaces.Dict(
     image=spaces.Box(0, 255, (9, 8, 3), np.uint8),
@@ -99,8 +99,8 @@ def test_environments_get_the_actions_that_async_vector_env_gives(actions: str) 
 
 
 def test_observations_are_the_callers_unless_told_otherwise() -> None:
-    own = SharedMemoryVectorEnv([Reusing] * 2, **FAST)
-    shared = SharedMemoryVectorEnv([Reusing] * 2, copy=False, **FAST)
+    own = SharedMemoryVectorEnv([ReusedArrayEnv] * 2, **FAST)
+    shared = SharedMemoryVectorEnv([ReusedArrayEnv] * 2, copy=False, **FAST)
     for env, kept in ((own, True), (shared, False)):
         first, _ = env.reset(seed=1)
         before = first.copy()
