@@ -163,7 +163,7 @@ class FrameStorage(TensorStorage):
                 raise InvalidArgumentError(f"{name}=True is not possible, {why}")
         max_size, ndim = at_least_one("max_size", max_size), at_least_one("ndim", ndim)
         super().__init__(None, max_size, device=device, ndim=ndim)
-        self._asked_size, self._pixels, self._num_threads = max_size, pixels, num_threads
+        self._initial_max_size, self._pixels, self._num_threads = max_size, pixels, num_threads
         self._columns: list[FrameColumn] = []
         self._closed = False
         self.lock = ProcessLock()
@@ -321,7 +321,7 @@ class FrameStorage(TensorStorage):
     def _drop_contents(self) -> None:
         self._columns, self._journal, self._rows = [], None, None
         self._storage, self.initialized = None, False
-        self.max_size, self._n_touched, self._exposed = self._asked_size, 0, False
+        self.max_size, self._n_touched, self._exposed = self._initial_max_size, 0, False
         self.__dict__.pop("_total_shape_value", None)
 
     def _uninitialize(self) -> None:
