@@ -62,7 +62,7 @@ def apply(decision: Decision, environ: MutableMapping[str, str]) -> None:
         raise DeviceConflictError(conflict)
     set_variables(decision.variables, environ)
     current = decision
-    forget_failed(renderer_of(decision))
+    clear_failed_display(renderer_of(decision))
     if renderer_of(decision) == "robosuite":
         from rl_ext_core.devices import _robosuite
 
@@ -132,7 +132,7 @@ def display_of(renderer: str) -> Any:
     return _module_display(_DISPLAY_MODULES.get(renderer, "")) or None
 
 
-def forget_failed(renderer: str) -> None:
+def clear_failed_display(renderer: str) -> None:
     """Let a renderer try again that could not make its display: it would keep the null that it got."""
     holder = _DISPLAY_MODULES.get(renderer, "")
     if _module_display(holder) is not None and display_of(renderer) is None:

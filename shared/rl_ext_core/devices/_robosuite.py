@@ -99,7 +99,7 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        _apply.forget_failed("robosuite")
+        _apply.clear_failed_display("robosuite")
         why = " ".join(str(error).split()).rstrip(".") or type(error).__name__  # PyOpenGL's are tables of many lines
         raise DeviceUnavailableError(
             f"robosuite cannot render on {_target()}: {why}. See what EGL offers: rl-ext doctor --verify"
