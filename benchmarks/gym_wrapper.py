@@ -97,7 +97,7 @@ class FreeEnv(EnvBase):
 
     def __init__(self, env: EnvBase) -> None:
         super().__init__(device=env.device, batch_size=env.batch_size)
-        self.__dict__.update(reset_data=env.reset(), stepped=env.rand_step()["next"])
+        self.__dict__.update(reset_data=env.reset(), step_data=env.rand_step()["next"])
         for name in ("observation_spec", "action_spec", "reward_spec", "done_spec"):
             setattr(self, name, getattr(env, name).clone())
         self.set_spec_lock_(True)
@@ -106,7 +106,7 @@ class FreeEnv(EnvBase):
         return self.reset_data.copy()
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        return self.stepped.copy()
+        return self.step_data.copy()
 
     def _set_seed(self, seed: int | None) -> None:
         pass
