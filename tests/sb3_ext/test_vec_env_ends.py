@@ -20,7 +20,7 @@ import pytest
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.vector.pool import Pool
 from sb3_ext import SharedMemoryVecEnv
-from tests.sb3_ext.vec_checks import FAST, interrupted, no_workers
+from tests.sb3_ext.vec_checks import FAST, raise_interrupt_in, no_workers
 from tests.sb3_ext.vec_worlds import Counting, Failing, Gated
 
 ACTIONS = np.zeros(3, np.int64)
@@ -184,7 +184,7 @@ def test_close_does_not_wait_for_a_step_that_was_interrupted(monkeypatch: pytest
     monkeypatch.setattr("rl_ext_core.vector.pool.UNFINISHED_SECONDS", 0.3)
     venv = SharedMemoryVecEnv([functools.partial(Gated, tmp_path / "never")] * 2, FAST)
     venv.reset()
-    with interrupted(Pool, "_receive"), pytest.raises(KeyboardInterrupt):
+    with raise_interrupt_in(Pool, "_receive"), pytest.raises(KeyboardInterrupt):
         venv.step(ACTIONS[:2])
     with pytest.warns(UserWarning, match="environment 0 of 2 was still in step after"):
         venv.close()

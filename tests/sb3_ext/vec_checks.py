@@ -20,7 +20,7 @@ FAST = "fork"  # SB3's workers import torch with the other methods
 
 
 @contextlib.contextmanager
-def interrupted(owner: type, method: str) -> Iterator[None]:
+def raise_interrupt_in(owner: type, method: str) -> Iterator[None]:
     """Have Ctrl-C come in a method."""
 
     def interrupting(*args: Any) -> None:

@@ -18,7 +18,7 @@ from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, Inv
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from rl_ext_core.vector.pool import Pool
 from tests.forks import result_in_fork
-from tests.sb3_ext.vec_checks import assert_equal, interrupted
+from tests.sb3_ext.vec_checks import assert_equal, raise_interrupt_in
 from tests.sb3_ext.vec_worlds import Counting, RandomEnv, Failing, FailingOnce, Gated, ReusedArrayEnv
 
 NESTED = spaces.Dict(
@@ -208,7 +208,7 @@ def test_a_timeout_loses_nothing_but_the_answer(tmp_path: Path) -> None:
 def test_an_interrupted_step_is_followed_by_the_next(tmp_path: Path) -> None:
     envs = SharedMemoryVectorEnv([functools.partial(Gated, tmp_path / "gate"), Counting], **FAST)
     envs.reset(seed=0)
-    with interrupted(Pool, "_receive"), pytest.raises(KeyboardInterrupt):
+    with raise_interrupt_in(Pool, "_receive"), pytest.raises(KeyboardInterrupt):
         envs.step(np.zeros(2, int))
     (tmp_path / "gate").touch()
     assert envs.step_wait()[0][:, 0].tolist() == [1, 1]
