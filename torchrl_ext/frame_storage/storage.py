@@ -133,7 +133,7 @@ class FrameStorage(TensorStorage):
     _resume_cursor: int | None = None  # of a storage that was opened again, until the first element is added
     _n_touched = 0  # places from here on were never written by this process
     emptied = 0  # how often
-    _places: Places = np.zeros(0, dtype=np.int64)  # that are being written
+    _pending_places: Places = np.zeros(0, dtype=np.int64)  # that are being written
     _exposed = False  # whether views of elements in a folder were handed out
 
     @defer_signals
@@ -473,7 +473,7 @@ class FrameStorage(TensorStorage):
             self._refresh()
             super()._empty()
             self.emptied += 1
-            self._places = self._places[:0]
+            self._pending_places = self._pending_places[:0]
             if self._budget is not None:  # which has made it smaller
                 self._uninitialize()
                 return
@@ -551,7 +551,7 @@ class FrameStorage(TensorStorage):
             self._rows.make_sure_of(most)
         if self._journal is not None:
             self._journal.make_sure_of(len(places))
-        self._places = places
+        self._pending_places = places
         if self._journal is not None:
             self._journal.will_write(places)
         self._n_touched = max(self._n_touched, most)
@@ -559,7 +559,7 @@ class FrameStorage(TensorStorage):
     def _finish_write(self) -> None:
         """Note that all that was changed is whole, before anything that was replaced is freed."""
         if self._rows is not None:
-            self._rows.note(self._places)
+            self._rows.note(self._pending_places)
         if self._journal is not None:
             last = self._last_cursor_index
             self._journal.written(self._len_along_dim0, 0 if last is None or not len(self) else last + 1)
