@@ -86,7 +86,7 @@ def import_conflicts(decision: Decision, needs: str = "this decision needs") -> 
             yield (
                 BACKEND,
                 f"{name} took {BACKEND}={taken!r} when it was imported, and {needs} {wanted!r}: "
-                f"write resolve(...).apply() above {_import_of(name.split('.')[0])}",
+                f"write resolve(...).apply() above {_describe_import(name.split('.')[0])}",
             )
             return
     platform = _PLATFORMS.get(type(getattr(sys.modules.get("OpenGL.platform"), "PLATFORM", None)).__name__)
@@ -98,7 +98,7 @@ def import_conflicts(decision: Decision, needs: str = "this decision needs") -> 
         )
 
 
-def _import_of(package: str) -> str:
+def _describe_import(package: str) -> str:
     if package == "mujoco" and "torchrl" in sys.modules:
         return "`import torchrl`, which imports mujoco, in the script that starts the workers"
     return f"`import {package}`"
