@@ -343,7 +343,7 @@ class PoolMemory:
         needed.append((REFERENCES, blocks, sizes.references))
         if any(head[used] + more > most for used, more, most in needed):
             self._raise_full()
-        if self._known_version != self._region.turn:  # other processes made sure of more
+        if self._known_version != self._region.version:  # other processes made sure of more
             self.most = self._count_reserved()
 
     def reserve_stacks(self, n_stacks: int) -> None:
@@ -388,7 +388,7 @@ class PoolMemory:
 
     def _count_reserved(self) -> npt.NDArray[np.int64]:
         """How many numbers of each kind may be in use now."""
-        self._known_version = self._region.turn
+        self._known_version = self._region.version
         held = {name: self._region.held(array_offset(name, self._sizes)) for name in self._arrays}
         rows = {name: held[name] // self._row_bytes(name) for name in self._arrays}
         rows["contents"] = min((held["contents"] - SLACK) // self._sizes.grain, 8 * (rows["edges"] - 1))

@@ -106,7 +106,7 @@ class PrivateRegion:
     """
 
     path: Path | None = None
-    turn = 0  # another number when it has grown
+    version = 0  # another number when it has grown
     n_bytes: int
     _map: Any
     _parts: dict[int, int]  # by where they begin, how much of them can be used; where memory has to be asked for
@@ -337,7 +337,7 @@ class FileRegion(Region):
         self._addresses = _system.Addresses(self.n_bytes, writable=self._writable)
         self._table = mmap.mmap(self._descriptor, _TABLE_BYTES)
         self._word = np.frombuffer(self._table, np.uint64, 1, _COUNTS_AT)
-        self.turn, self._known = 0, (0, 0)
+        self.version, self._known = 0, (0, 0)
         self._parts = {}
         self._limits: dict[int, int] = {}
         self._end, self._crc = _TABLE_BYTES, 0
@@ -380,7 +380,7 @@ class FileRegion(Region):
     def refresh(self) -> None:
         """See :meth:`Region.refresh`."""
         word = int(self._word[0])
-        if word == self.turn:
+        if word == self.version:
             return
         forgotten, count = _counts_of(word)
         if forgotten != self._known[0]:
@@ -394,7 +394,7 @@ class FileRegion(Region):
             self._parts[part] = held + n_bytes
             self._end += n_bytes
             self._known = forgotten, number + 1
-        self._known, self.turn = (forgotten, count), word
+        self._known, self.version = (forgotten, count), word
 
     def _forget(self) -> None:
         self._addresses.empty()
