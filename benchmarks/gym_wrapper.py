@@ -63,7 +63,7 @@ class Image(gymnasium.Env[np.ndarray, int]):
         return self._observation, 1.0, False, self._steps >= 500, {}
 
 
-SMALL: dict[str, Callable[[], gymnasium.Env[Any, Any]]] = {
+NUMPY_ENVS: dict[str, Callable[[], gymnasium.Env[Any, Any]]] = {
     "CartPole": lambda: gymnasium.make("CartPole-v1"),
     "HalfCheetah": lambda: gymnasium.make("HalfCheetah-v5"),
     "image": Image,
@@ -216,7 +216,7 @@ def encode_actions(env: EnvBase, actions: list[Any]) -> list[torch.Tensor]:
 
 def measure_numpy_env(name: str, rounds: int) -> None:
     """One environment that speaks NumPy: overhead, then total times of whole loops."""
-    make, steps = SMALL[name], 300
+    make, steps = NUMPY_ENVS[name], 300
     space = make().action_space
     space.seed(0)
     actions = [space.sample() for _ in range(ACTIONS)]
@@ -256,7 +256,7 @@ def vector(rounds: int) -> None:
     """Sixteen CartPoles in a synchronous vector environment."""
 
     def make() -> SyncVectorEnv:
-        return SyncVectorEnv([SMALL["CartPole"]] * 16, autoreset_mode=AutoresetMode.SAME_STEP)
+        return SyncVectorEnv([NUMPY_ENVS["CartPole"]] * 16, autoreset_mode=AutoresetMode.SAME_STEP)
 
     env, steps = make(), 100
     env.action_space.seed(0)
@@ -343,7 +343,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gym_wrapper", description=main.__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--isaac-wrapper", type=Path, help="vecenv_wrapper.py of Isaac Lab's isaaclab_rl.torchrl")
-    options = options_with_names(parser, [*SMALL, "vector", "torch"], metavar="environment")
+    options = options_with_names(parser, [*NUMPY_ENVS, "vector", "torch"], metavar="environment")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     logging.getLogger("torchrl").setLevel(logging.WARNING)
@@ -352,7 +352,7 @@ def main() -> None:
     print(f"microseconds of CPU a step, and how many times less than TorchRL's ({options.rounds} rounds)")
     print(HEADER)
     for name in options.names:
-        if name in SMALL:
+        if name in NUMPY_ENVS:
             measure_numpy_env(name, options.rounds)
         elif name == "vector":
             vector(options.rounds)
