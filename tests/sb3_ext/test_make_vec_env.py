@@ -23,7 +23,7 @@ from sb3_ext import AutoVecEnv, EnvFactory, SharedMemoryVecEnv, as_factory, make
 from tests.core.isolation.conftest import Variant, compiled, compiler, own_cache, variant
 from tests.sb3_ext.test_multi_agent_vec_env import Race
 from tests.sb3_ext.vec_checks import FAST, assert_equal, no_workers
-from tests.sb3_ext.vec_worlds import Bounded, Counting, RandomEnv, Failing, Slow, cart_pole, noted
+from tests.sb3_ext.vec_worlds import Bounded, Counting, RandomEnv, Failing, Slow, cart_pole, build_and_record
 from tests.ways import WAYS, run_as
 
 __all__ = ["compiled", "compiler", "own_cache", "variant"]
@@ -175,7 +175,7 @@ def with_sb3s(build: Any) -> Any:
 def test_what_cannot_share_a_process_does_not(name: str, make: Any, variant: Variant, tmp_path: Path) -> None:
     folder = tmp_path / "cache" / "built"  # which trials may write to
     folder.mkdir(parents=True)
-    venv = make(functools.partial(noted, variant(name), str(folder)))
+    venv = make(functools.partial(build_and_record, variant(name), str(folder)))
     assert len(set(pids(venv))) == 3
     assert built_here(folder) == 0
     assert "So each of the 3 has its own process." in venv.isolation_report  # type: ignore[attr-defined]
@@ -341,7 +341,7 @@ def test_each_function_is_tried(variant: Variant) -> None:
 
 
 def test_one_environment_is_not_tried(tmp_path: Path) -> None:
-    venv = make_vec_env(functools.partial(noted, Counting, str(tmp_path)), 1)
+    venv = make_vec_env(functools.partial(build_and_record, Counting, str(tmp_path)), 1)
     assert isinstance(venv, DummyVecEnv)
     assert "only one" in venv.isolation_report  # type: ignore[attr-defined]
     assert len(list(tmp_path.iterdir())) == built_here(tmp_path) == 1

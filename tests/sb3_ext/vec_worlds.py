@@ -338,7 +338,7 @@ def cart_pole(gravity: float = 9.8) -> gym.Env[Any, Any]:
     return env
 
 
-def noted(build: Any, folder: str) -> gym.Env[Any, Any]:
+def build_and_record(build: Any, folder: str) -> gym.Env[Any, Any]:
     Path(folder, f"{os.getpid()}-{len(list(Path(folder).iterdir()))}").touch()
     env: gym.Env[Any, Any] = build()
     return env
