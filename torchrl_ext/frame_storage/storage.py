@@ -53,7 +53,7 @@ from torchrl_ext.frame_storage.view import FrameView
 
 _logger = logging.getLogger("torchrl_ext")
 
-_REFUSED = {
+_UNSUPPORTED = {
     "shared_init": "since compressed images lie in memory without a name; add something before the processes start: "
     "buffer.extend(data), or buffer.extend(data) and buffer.empty()",
     "compilable": "since torch.compile cannot look into the decoder; leave it out, and sample outside of what is "
@@ -158,7 +158,7 @@ class FrameStorage(TensorStorage):
         cleanup_memmap: bool = True,
     ) -> None:
         asked = {"shared_init": shared_init, "compilable": compilable, "consolidated": consolidated}
-        for name, why in _REFUSED.items():
+        for name, why in _UNSUPPORTED.items():
             if asked[name]:
                 raise InvalidArgumentError(f"{name}=True is not possible, {why}")
         max_size, ndim = at_least_one("max_size", max_size), at_least_one("ndim", ndim)
