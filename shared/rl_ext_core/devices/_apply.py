@@ -112,7 +112,7 @@ def display_conflicts(decision: Decision, needs: str = "this decision needs") ->
         yield INDEX, hangs
         return
     display = display_of(renderer)
-    made = None if display is None else index_of(display)
+    made = None if display is None else egl_index_of(display)
     if display is not None and (made is None or made != wanted):
         where = "another device" if made is None else f"EGL device {made}"
         target = "OSMesa" if wanted is None else f"EGL device {wanted}"
@@ -153,7 +153,7 @@ def inherited_display_error() -> str | None:
     )
 
 
-def index_of(display: Any) -> int | None:
+def egl_index_of(display: Any) -> int | None:
     """Find the EGL index of the device that a display is on.
 
     :param display: PyOpenGL's or ctypes' pointer

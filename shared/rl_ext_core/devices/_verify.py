@@ -213,7 +213,7 @@ def _see(name: str, decision: Decision) -> dict[str, Any]:
     return {
         "gl_renderer": strings[0],
         "gl_vendor": strings[1],
-        "egl": None if display is None else _apply.index_of(display),
+        "egl": None if display is None else _apply.egl_index_of(display),
         "nvml": after if after and not before else None,
     }
 

@@ -504,7 +504,7 @@ def test_the_index_that_torchrl_sets_itself_is_not_a_finding(here: pytest.Monkey
 
 def test_a_display_that_was_made_elsewhere(here: pytest.MonkeyPatch) -> None:
     here.setattr(_apply, "_module_display", lambda module: "display" if module == "mujoco.egl" else None)
-    here.setattr(_apply, "index_of", lambda _: 3)
+    here.setattr(_apply, "egl_index_of", lambda _: 3)
     assert check_environment() == ()  # nobody has asked for another one
     here.setenv(INDEX, "0")
     (found,) = check_environment()  # once, though mujoco and gymnasium share it
