@@ -280,7 +280,7 @@ def _start_block(p, s, frame, geometry, bound, seals, turned, scratch):  # type:
 
 
 @njit(nogil=True)
-def _append(p, s, frame, geometry, bound, seals, turned, scratch):  # type: ignore[no-untyped-def]
+def _append_frame(p, s, frame, geometry, bound, seals, turned, scratch):  # type: ignore[no-untyped-def]
     """Appends a frame to a stream."""
     if p.streams[s, OPEN_BLOCK] == 0 or p.streams[s, OPEN_FRAMES] == 1 << geometry.block_shift:
         turned = _start_block(p, s, frame, geometry, bound, seals, turned, scratch)
@@ -340,7 +340,7 @@ def _push(p, s, stack, memory, geometry, bound, shared_mask, seals, scratch):  #
         first = leading_padding(frames, geometry)
         depth = n_stack - first
     for position in range(first, n_stack):
-        turned = _append(p, s, frames + uint64(position * n_bytes), geometry, bound, seals, turned, scratch)
+        turned = _append_frame(p, s, frames + uint64(position * n_bytes), geometry, bound, seals, turned, scratch)
     if geometry.keeps_stack:
         copy_bytes(last, stack, n_stack * n_bytes)
     handle = p.streams[s, OPEN_BLOCK] | ((p.streams[s, OPEN_FRAMES] - 1) << PLACE_SHIFT) | (depth << DEPTH_SHIFT)
