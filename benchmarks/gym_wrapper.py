@@ -223,9 +223,9 @@ def measure_numpy_env(name: str, rounds: int) -> None:
 
     def wrapped(run: Callable[..., Run]) -> Iterator[tuple[str, Run]]:
         for device, kwargs in DEVICES.items():
-            for whose, wrapper in (("TorchRL", Upstream), ("ours", GymWrapper)):
+            for library, wrapper in (("TorchRL", Upstream), ("ours", GymWrapper)):
                 env = wrapper(make(), **kwargs)
-                yield f"{whose} {device}", run(env, encode_actions(env, actions), steps)
+                yield f"{library} {device}", run(env, encode_actions(env, actions), steps)
 
     def alone(run: Callable[..., Run]) -> Iterator[tuple[str, Run]]:
         for device, kwargs in DEVICES.items():
@@ -262,9 +262,9 @@ def vector(rounds: int) -> None:
     env.action_space.seed(0)
     actions = [env.action_space.sample() for _ in range(ACTIONS)]
     competitors = {"bare": bare(env, actions, steps)}
-    for whose, wrapper in (("TorchRL", Upstream), ("ours", GymWrapper)):
+    for library, wrapper in (("TorchRL", Upstream), ("ours", GymWrapper)):
         wrapped = wrapper(make())
-        competitors[whose] = make_stepper(wrapped, encode_actions(wrapped, actions), steps)
+        competitors[library] = make_stepper(wrapped, encode_actions(wrapped, actions), steps)
     print_overheads(competitors, {"16 CartPoles, SAME_STEP": ("TorchRL", "ours", 9)}, steps=steps, rounds=rounds)
 
 
