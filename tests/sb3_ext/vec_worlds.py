@@ -268,12 +268,12 @@ class Gated(Counting):
     """Waits in its steps for a file.
 
     :param gate: the file
-    :param tells: a process that it sends Ctrl-C to, in its first step
+    :param signaled_pid: a process that it sends Ctrl-C to, in its first step
     """
 
-    def __init__(self, gate: Path, tells: int | None = None) -> None:
+    def __init__(self, gate: Path, signaled_pid: int | None = None) -> None:
         super().__init__()
-        self._gate, self._tells = gate, tells
+        self._gate, self._tells = gate, signaled_pid
 
     def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         if self._tells is not None:
