@@ -681,7 +681,7 @@ class FrameStorage(TensorStorage):
         :raises CorruptFileError: if it is damaged.
         :raises InvalidArgumentError: if there is no room for it, or it cannot be exchanged.
         """
-        if rows.ndim < self.ndim or len(rows) > self._shape_for(_first(rows))[0]:
+        if rows.ndim < self.ndim or len(rows) > self._shape_for(_example_row(rows))[0]:
             raise InvalidArgumentError(
                 f"{length} elements of {rows.ndim} batch dimensions do not fit into FrameStorage({self.max_size}, "
                 f"ndim={self.ndim}); make one like that they were saved from"
@@ -696,7 +696,7 @@ class FrameStorage(TensorStorage):
                 raise InvalidArgumentError(
                     "a FrameStorage cannot be loaded once other processes share it; load it first"
                 )
-            self._allocate(_first(rows), self._restore_columns(rows, frames))
+            self._allocate(_example_row(rows), self._restore_columns(rows, frames))
             self._storage[: len(rows)] = rows
             self._len, self._n_touched = length, len(rows)
             self._last_cursor = None
@@ -708,7 +708,7 @@ class FrameStorage(TensorStorage):
     def _restore_columns(self, rows: Any, frames: list[dict[str, Any]]) -> list[FrameColumn]:
         """Columns as they were saved, with whatever leads elsewhere refused."""
         with reading("the images are"):
-            columns = [self._new_column(state, self._shape_for(_first(rows))[0]) for state in frames]
+            columns = [self._new_column(state, self._shape_for(_example_row(rows))[0]) for state in frames]
             for column, state in zip(columns, frames, strict=True):
                 column.restore(state["pool"])
                 column.recover(rows, len(rows), None)
@@ -761,6 +761,6 @@ class FrameStorage(TensorStorage):
         return salvage(storage_dir)
 
 
-def _first(rows: Any) -> Any:
+def _example_row(rows: Any) -> Any:
     """Return the first element, or one like it where there is none."""
     return rows[0] if len(rows) else rows.apply(lambda leaf: leaf.new_zeros(leaf.shape[1:]), batch_size=rows.shape[1:])
