@@ -345,12 +345,12 @@ def _find_mask_mistakes(situation: Situation) -> Findings:
         return
     if not gpus:
         if shown.once is not None:
-            yield situation.finding(MASK, f"{shown.ended}, on any machine", {MASK: shown.once}, "warning")
+            yield situation.finding(MASK, f"{shown.stop_reason}, on any machine", {MASK: shown.once}, "warning")
         return
     if mask is None:
-        if shown.ended:
+        if shown.stop_reason:
             own = _pick.slice_of_rank(situation.machine) or shown.mig
-            yield situation.finding(MASK, f"it is not set, and {shown.ended}", {MASK: own}, "warning")
+            yield situation.finding(MASK, f"it is not set, and {shown.stop_reason}", {MASK: own}, "warning")
         return
     word = mask.split(",")[0].strip(_QUOTES).lower()
     slices = [slice_ for gpu in gpus for slice_ in gpu.mig]
@@ -365,7 +365,7 @@ def _find_mask_mistakes(situation: Situation) -> Findings:
         effect = f"CUDA knows no such word and shows no GPU, though that is how Docker names all of them: {_NO_CUDA}"
         yield situation.finding(MASK, effect, {MASK: None})
     else:
-        oddity = shown.ended or _oddity(mask)
+        oddity = shown.stop_reason or _oddity(mask)
         if oddity is None:
             return
         if re.search(r"[][(){}'\"]", mask):
@@ -452,7 +452,7 @@ def _guess_mask(mask: str, situation: Situation) -> tuple[str | None, bool]:
     else:
         text = ",".join(entries if by_name else (str(order.index(entry)) for entry in entries))
     shown = situation.with_changes({MASK: text}).visible
-    return (text, complete) if shown and shown.uuids and shown.ended is None else (None, False)
+    return (text, complete) if shown and shown.uuids and shown.stop_reason is None else (None, False)
 
 
 def _named_by(token: str, inventory: Inventory) -> list[str]:

@@ -28,13 +28,13 @@ class VisibleGpus:
     """What CUDA shows to a process.
 
     :param uuids: of the visible GPUs by torch ordinal: ``cuda:0`` is the first
-    :param ended: why entries of the mask had no effect; None if all of them did
+    :param stop_reason: why entries of the mask had no effect; None if all of them did
     :param mig: the MIG slice that is the only device, where the mask names one; its GPU is in ``uuids``
     :param once: the mask without what stands there twice, which hides all devices; None where nothing does
     """
 
     uuids: tuple[str, ...]
-    ended: str | None = None
+    stop_reason: str | None = None
     mig: str | None = None
     once: str | None = None
 
@@ -83,17 +83,17 @@ def _one_slice(shown: VisibleGpus, inventory: Inventory) -> VisibleGpus:
     cut = next((uuid for uuid in shown.uuids if uuid in slices), None)
     if shown.mig or cut is None:
         return shown
-    ended = f"CUDA shows the first MIG slice of {cut}, {slices[cut]}, and nothing beside it"
-    return VisibleGpus((cut,), ended, slices[cut])
+    stop_reason = f"CUDA shows the first MIG slice of {cut}, {slices[cut]}, and nothing beside it"
+    return VisibleGpus((cut,), stop_reason, slices[cut])
 
 
 def _by_number(mask: str, order: tuple[str, ...]) -> VisibleGpus:
     numbers: list[int] = []
-    ended = None
+    stop_reason = None
     for entry in mask.split(","):
         number = leading_number(entry.strip())
         if number < 0:
-            ended = f"CUDA stops reading at {entry!r}, {_no_number(entry.strip())}"
+            stop_reason = f"CUDA stops reading at {entry!r}, {_no_number(entry.strip())}"
             break
         if number in numbers:
             once = ",".join(map(str, numbers))
@@ -104,7 +104,7 @@ def _by_number(mask: str, order: tuple[str, ...]) -> VisibleGpus:
             return _shown(
                 numbers[:place], order, f"CUDA stops reading at '{number}', {_out_of_range_reason(len(order))}"
             )
-    return _shown(numbers, order, ended)
+    return _shown(numbers, order, stop_reason)
 
 
 def _no_number(entry: str) -> str:
@@ -113,8 +113,8 @@ def _no_number(entry: str) -> str:
     return "as at any negative number" if entry.startswith("-") else "which is not a number"
 
 
-def _shown(numbers: list[int], order: tuple[str, ...], ended: str | None) -> VisibleGpus:
-    return VisibleGpus(tuple(order[number] for number in numbers), ended)
+def _shown(numbers: list[int], order: tuple[str, ...], stop_reason: str | None) -> VisibleGpus:
+    return VisibleGpus(tuple(order[number] for number in numbers), stop_reason)
 
 
 def _out_of_range_reason(count: int) -> str:
@@ -131,14 +131,14 @@ def leading_number(text: str) -> int:
 
 def _by_uuid(mask: str, uuids: list[str]) -> VisibleGpus:
     entries: list[str] = []
-    ended = None
+    stop_reason = None
     for entry in mask.split(","):
         if entry in entries:
             return VisibleGpus(
                 (), f"{entry!r} stands there twice, so CUDA shows no device at all", once=",".join(entries)
             )
         if not entry.startswith("GPU-"):
-            ended = f"CUDA stops reading at {entry!r}, which is no UUID like those before it"
+            stop_reason = f"CUDA stops reading at {entry!r}, which is no UUID like those before it"
             break
         entries.append(entry)
     found: list[str] = []
@@ -150,17 +150,17 @@ def _by_uuid(mask: str, uuids: list[str]) -> VisibleGpus:
         if matches[0] in found:
             return VisibleGpus((), f"{entry!r} names a GPU that stands there already, so CUDA shows no device at all")
         found += matches
-    return VisibleGpus(tuple(found), ended)
+    return VisibleGpus(tuple(found), stop_reason)
 
 
 def _by_slice(mask: str, gpus: tuple[Gpu, ...]) -> VisibleGpus:
     """One slice at most: CUDA shows no more, whatever else the mask lists."""
     entry, _, more = mask.partition(",")
-    ended = "CUDA shows one MIG slice to a process, the first" if more else None
+    stop_reason = "CUDA shows one MIG slice to a process, the first" if more else None
     for gpu in gpus:
         # MIG-<uuid> since driver 470; before that MIG-GPU-<uuid of the GPU>/<instance>/<compute instance>.
         if entry in gpu.mig or (gpu.mig and entry.startswith(f"MIG-{gpu.uuid}/")):
-            return VisibleGpus((gpu.uuid,), ended, entry)
+            return VisibleGpus((gpu.uuid,), stop_reason, entry)
     return VisibleGpus((), f"CUDA stops reading at {entry!r}, which is no MIG slice of this machine")
 
 
@@ -231,7 +231,7 @@ class Machine:
             return f"the installed torch {versions['torch']} is built without CUDA"
         mask = self.environ.get(MASK)
         if mask is not None and (self.inventory.gpus or not self.inventory.nvml_error):
-            return f"{MASK}={mask!r} shows none{f': {self.visible.ended}' if self.visible.ended and mask else ''}"
+            return f"{MASK}={mask!r} shows none{f': {self.visible.stop_reason}' if self.visible.ended and mask else ''}"
         return self.inventory.nvml_error or "NVML lists no GPU on this machine"
 
     @property

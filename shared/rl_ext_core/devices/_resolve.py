@@ -278,9 +278,9 @@ def decide_compute(request: Request, machine: Machine, picker: Picker) -> Decisi
     shown = ", ".join(f"cuda:{i} = nvidia-smi {machine.gpu(i).index}" for i in range(len(machine.visible.uuids)))
     masked = Step("no mask", MASK, "", shown) if mask is None else Step("mask", MASK, repr(mask), shown)
     warnings: tuple[str, ...] = ()
-    if machine.visible.ended is not None:
+    if machine.visible.stop_reason is not None:
         how = f"without {MASK} torch sees" if mask is None else f"{MASK}={mask!r} shows"
-        warnings = (f"{how} {_counted(len(machine.visible.uuids))}: {machine.visible.ended}",)
+        warnings = (f"{how} {_counted(len(machine.visible.uuids))}: {machine.visible.stop_reason}",)
     different = _pick.contradiction(machine) if request.kind == "auto" and picker.by_launcher else None
     if different is not None:
         first, second = (f"{name}={machine.environ[name]!r}" for name in different)

@@ -84,7 +84,7 @@ def test_a_mask_that_torch_fails_on_is_read_as_far_as_it_makes_sense(mask: str, 
         shown_by_torch(mask, by_pci, by_pci)
     visible = _cuda.visible(machine, {_cuda.MASK: mask})
     assert len(visible.uuids) == shown
-    assert (visible.ended is not None) == ends
+    assert (visible.stop_reason is not None) == ends
 
 
 FIRST, SECOND = "MIG-11111111-aaaa-5000-8000-000000000001", "MIG-22222222-aaaa-5000-8000-000000000002"
@@ -116,7 +116,7 @@ def test_a_mask_shows_one_mig_slice_at_most(
     visible = _cuda.visible(machine, environ)
     assert visible.uuids == (() if gpu is None else (machines.uuid(gpu),))
     assert visible.mig == mig
-    assert (visible.ended is None) == complete
+    assert (visible.stop_reason is None) == complete
 
 
 ASK_TORCH = """
