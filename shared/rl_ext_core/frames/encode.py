@@ -362,7 +362,7 @@ def _same_or_shifted(p, s, stack, geometry, shared_mask, shifts):  # type: ignor
 
 
 @njit(nogil=True)
-def _find(p, stack, geometry, bound, shared_mask, alone, scratch):  # type: ignore[no-untyped-def]
+def _find_stream(p, stack, geometry, bound, shared_mask, alone, scratch):  # type: ignore[no-untyped-def]
     """The stream that a stack continues, or the one that it had best begin anew in. Contents alone decide.
 
     :param alone: whether stacks come without those that follow them.
@@ -445,7 +445,7 @@ def put_stacks(state, bound, most, step, stacks, nexts, n, ended, shared_mask, s
         if not _has_room(p, most, step, pushes):
             return i
         stack = uint64(stacks) + uint64(i * stack_bytes)
-        s = _find(p, stack, geometry, bound, shared_mask, nexts == 0, scratch)
+        s = _find_stream(p, stack, geometry, bound, shared_mask, nexts == 0, scratch)
         for part in range(pushes):  # one call of what takes long to compile
             following = uint64(nexts) + uint64(i * stack_bytes)
             pushed = following if part else stack
