@@ -1,4 +1,4 @@
-"""Verdicts of ``probe`` and their times: ``python -m benchmarks.isolation``.
+"""Verdicts of ``probe`` and their probe_repeatedly: ``python -m benchmarks.isolation``.
 
 The environments are variants of a toy simulator in C, which tolerate a second instance or a second process in many
 ways, and real ones. Every verdict is compared with the right one. Each environment is probed, and read from the cache.
@@ -72,7 +72,7 @@ def toys(folder: Path, compiler: str, *, hanging: bool) -> Iterator[tuple[str, A
         yield variants.HANGING.lower(), variants.compiled(variants.HANGING, folder, compiler), SINGLE, False
 
 
-def times(find_out: Callable[[], Verdict], repeats: int) -> tuple[list[Verdict], float]:
+def probe_repeatedly(find_out: Callable[[], Verdict], repeats: int) -> tuple[list[Verdict], float]:
     """The verdicts, and the median of the seconds that they took."""
     found = [find_out() for _ in range(repeats)]
     return found, statistics.median(verdict.seconds for verdict in found)
@@ -94,7 +94,7 @@ def main() -> None:
         folder = Path(name)
         sources = [*real(folder, compiler), *toys(folder, compiler, hanging=not arguments.no_hang)]
         for label, source, expected, helps in sources:
-            found, seconds = times(functools.partial(probe, source, cache=False), arguments.repeats)
+            found, seconds = probe_repeatedly(functools.partial(probe, source, cache=False), arguments.repeats)
             probe(source, cache=folder / "cache")
             again = probe(source, cache=folder / "cache")
             cached = f"{again.seconds:9.3f}" if again.declared_by == "cache" else f"{'-':>9}"
