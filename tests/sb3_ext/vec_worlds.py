@@ -273,12 +273,12 @@ class Gated(Counting):
 
     def __init__(self, gate: Path, signaled_pid: int | None = None) -> None:
         super().__init__()
-        self._gate, self._tells = gate, signaled_pid
+        self._gate, self._signaled_pid = gate, signaled_pid
 
     def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        if self._tells is not None:
-            os.kill(self._tells, signal.SIGINT)
-            self._tells = None
+        if self._signaled_pid is not None:
+            os.kill(self._signaled_pid, signal.SIGINT)
+            self._signaled_pid = None
         while not self._gate.exists():
             time.sleep(0.005)
         return super().step(action)
