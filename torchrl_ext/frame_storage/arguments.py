@@ -18,7 +18,7 @@ from rl_ext_core.frames.layout import candidate_layouts
 from torchrl_ext.frame_storage.columns import FrameColumn, items_of
 
 
-def at_least_one(name: str, value: Any) -> int:
+def positive_int(name: str, value: Any) -> int:
     """Return a whole number from 1 on."""
     try:
         number = as_index(value)
@@ -39,7 +39,7 @@ def check_options(options: dict[str, Any]) -> None:
     codec, n_stack, block_length = options["codec"], options["n_stack"], options["block_length"]
     for name in ("n_stack", "block_length", "quality"):
         if options.get(name) is not None:
-            at_least_one(name, options[name])
+            positive_int(name, options[name])
     if not isinstance(codec, str):
         raise InvalidTypeError(f"codec={codec!r} is no name of a codec; for example codec='auto'")
     # Whatever the images will be like: one that any number of stacked frames fits.

@@ -27,7 +27,7 @@ from rl_ext_core.frames.region import ProcessLock, RegionFile
 from torchrl_ext.frame_storage.arguments import (
     as_cursor,
     as_tensordict,
-    at_least_one,
+    positive_int,
     check_options,
     fits,
     is_key,
@@ -161,7 +161,7 @@ class FrameStorage(TensorStorage):
         for name, why in _UNSUPPORTED.items():
             if asked[name]:
                 raise InvalidArgumentError(f"{name}=True is not possible, {why}")
-        max_size, ndim = at_least_one("max_size", max_size), at_least_one("ndim", ndim)
+        max_size, ndim = positive_int("max_size", max_size), positive_int("ndim", ndim)
         super().__init__(None, max_size, device=device, ndim=ndim)
         self._initial_max_size, self._pixels, self._num_threads = max_size, pixels, num_threads
         self._columns: list[FrameColumn] = []
@@ -176,7 +176,7 @@ class FrameStorage(TensorStorage):
             **({} if quality == DEFAULT_QUALITY and codec != "jpeg" else {"quality": quality}),
         }
         if max_bytes is not None:
-            self._budget = Budget(at_least_one("max_bytes", max_bytes))
+            self._budget = Budget(positive_int("max_bytes", max_bytes))
             if ndim > 1:
                 raise InvalidArgumentError(
                     f"max_bytes={max_bytes} is for storages of one dimension; leave out ndim={ndim}"
