@@ -344,8 +344,10 @@ def _find_mask_mistakes(situation: Situation) -> Findings:
     if shown is None:
         return
     if not gpus:
-        if shown.once is not None:
-            yield situation.finding(MASK, f"{shown.stop_reason}, on any machine", {MASK: shown.once}, "warning")
+        if shown.without_duplicates is not None:
+            yield situation.finding(
+                MASK, f"{shown.stop_reason}, on any machine", {MASK: shown.without_duplicates}, "warning"
+            )
         return
     if mask is None:
         if shown.stop_reason:
@@ -719,9 +721,9 @@ def _find_rendering_mistakes(situation: Situation) -> Findings:
         severity: Severity = "warning" if harmless else "error"
         key = (dataclasses.replace(found, renderer=""), _remedy(renderer, situation), severity)
         alike.setdefault(key, []).append(renderer)
-    once = "" if situation.environ == situation.original else "once the other lines are typed, "
+    without_duplicates = "" if situation.environ == situation.original else "once the other lines are typed, "
     for (found, fix, severity), renderers in alike.items():
-        effect = f"{', '.join(map(str, renderers))}: {once}{found.why}"
+        effect = f"{', '.join(map(str, renderers))}: {without_duplicates}{found.why}"
         if found.where != "fails" and computing:
             effect += f", while {computing.device}{f', {describe_gpu(gpu)},' if gpu else ''} computes"
         # The last one stands for all: a decision for robosuite, which comes last, suits the others.

@@ -30,13 +30,13 @@ class VisibleGpus:
     :param uuids: of the visible GPUs by torch ordinal: ``cuda:0`` is the first
     :param stop_reason: why entries of the mask had no effect; None if all of them did
     :param mig: the MIG slice that is the only device, where the mask names one; its GPU is in ``uuids``
-    :param once: the mask without what stands there twice, which hides all devices; None where nothing does
+    :param without_duplicates: the mask without what stands there twice, which hides all devices; None where nothing does
     """
 
     uuids: tuple[str, ...]
     stop_reason: str | None = None
     mig: str | None = None
-    once: str | None = None
+    without_duplicates: str | None = None
 
 
 def visible(inventory: Inventory, environ: Mapping[str, str]) -> VisibleGpus:
@@ -96,8 +96,12 @@ def _by_number(mask: str, order: tuple[str, ...]) -> VisibleGpus:
             stop_reason = f"CUDA stops reading at {entry!r}, {_no_number(entry.strip())}"
             break
         if number in numbers:
-            once = ",".join(map(str, numbers))
-            return VisibleGpus((), f"{number} stands there twice, so CUDA shows no device at all", once=once)
+            without_duplicates = ",".join(map(str, numbers))
+            return VisibleGpus(
+                (),
+                f"{number} stands there twice, so CUDA shows no device at all",
+                without_duplicates=without_duplicates,
+            )
         numbers.append(number)
     for place, number in enumerate(numbers):
         if number >= len(order):
@@ -135,7 +139,9 @@ def _by_uuid(mask: str, uuids: list[str]) -> VisibleGpus:
     for entry in mask.split(","):
         if entry in entries:
             return VisibleGpus(
-                (), f"{entry!r} stands there twice, so CUDA shows no device at all", once=",".join(entries)
+                (),
+                f"{entry!r} stands there twice, so CUDA shows no device at all",
+                without_duplicates=",".join(entries),
             )
         if not entry.startswith("GPU-"):
             stop_reason = f"CUDA stops reading at {entry!r}, which is no UUID like those before it"
