@@ -318,7 +318,7 @@ def _shifted(before, after, memory, geometry, shared_mask):  # type: ignore[no-u
 
 
 @njit(nogil=True)
-def _push(p, s, stack, memory, geometry, bound, shared_mask, seals, scratch):  # type: ignore[no-untyped-def]
+def _push_stack(p, s, stack, memory, geometry, bound, shared_mask, seals, scratch):  # type: ignore[no-untyped-def]
     """Stores what is new of a stack in a stream; returns its handle.
 
     :param memory: how the stack lies there, PLANAR or INTERLEAVED.
@@ -449,7 +449,7 @@ def put_stacks(state, bound, most, step, stacks, nexts, n, ended, shared_mask, s
         for part in range(pushes):  # one call of what takes long to compile
             following = uint64(nexts) + uint64(i * stack_bytes)
             pushed = following if part else stack
-            handle = _push(p, s, pushed, geometry.stored, geometry, bound, shared_mask, seals, scratch)
+            handle = _push_stack(p, s, pushed, geometry.stored, geometry, bound, shared_mask, seals, scratch)
             retain_handle(p, handle, geometry)
             if part:
                 next_handles[i] = handle
@@ -486,7 +486,7 @@ def put_pairs(state, bound, most, step, first, stacks, memory, nexts, next_memor
         before = after = so_far = int64(0)
         for part in range(2):  # one call of what takes long to compile
             stack, order = (uint64(nexts), next_memory) if part else (uint64(stacks), memory)
-            after = _push(p, s, stack + offset, order, geometry, bound, shared_mask, seals, scratch)
+            after = _push_stack(p, s, stack + offset, order, geometry, bound, shared_mask, seals, scratch)
             if part == 0:
                 before, so_far = after, p.head[FRAMES]
                 retain_handle(p, before, geometry)
