@@ -44,7 +44,7 @@ def airstriker() -> Any:
     return stable_retro.make("Airstriker-Genesis-v0", render_mode="rgb_array")
 
 
-def real(folder: Path, compiler: str) -> Iterator[tuple[str, Any, Isolation, bool]]:
+def real_envs(folder: Path, compiler: str) -> Iterator[tuple[str, Any, Isolation, bool]]:
     """Yield name, source, verdict, and whether ``cwd="own"`` helps; leave out what is not installed."""
     yield "CartPole-v1", "CartPole-v1", INDEPENDENT, False
     for package, name, source, expected in (
@@ -92,7 +92,7 @@ def main() -> None:
     wrong = total = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        sources = [*real(folder, compiler), *toys(folder, compiler, hanging=not arguments.no_hang)]
+        sources = [*real_envs(folder, compiler), *toys(folder, compiler, hanging=not arguments.no_hang)]
         for label, source, expected, helps in sources:
             found, seconds = probe_repeatedly(functools.partial(probe, source, cache=False), arguments.repeats)
             probe(source, cache=folder / "cache")
