@@ -60,7 +60,7 @@ CALLS: dict[str, Callable[[VecEnv], Any]] = {
 }
 
 
-def is_said(call: Callable[[], Any]) -> Any:
+def call_or_none(call: Callable[[], Any]) -> Any:
     """Return what a call returns, or None if it says that a step was begun."""
     try:
         return call()
@@ -98,13 +98,13 @@ def test_calls_after_an_interrupted_one(call: str, options: str, every: int, mon
         seen += 1
         # What comes next is about the environments as they are, whatever was done to them.
         then = seen % 4
-        if then == 0 and (found := is_said(lambda: venv.env_method("count"))) is not None:
+        if then == 0 and (found := call_or_none(lambda: venv.env_method("count"))) is not None:
             assert set(found) <= {0, 2, 3}, where
-        elif then == 1 and (step := is_said(lambda: venv.step(ACTIONS))) is not None:
+        elif then == 1 and (step := call_or_none(lambda: venv.step(ACTIONS))) is not None:
             assert step[0][:, 0].tolist() == venv.env_method("count"), where
         elif then == 2 and venv.waiting:
             assert venv.step_wait()[0][:, 0].tolist() == venv.env_method("count"), where
-        elif then == 3 and (found := is_said(lambda: venv.env_method("double", 8))) is not None:
+        elif then == 3 and (found := call_or_none(lambda: venv.env_method("double", 8))) is not None:
             assert found == [16] * 3, where
     as_dummy(venv, model)
     assert seen > 20 // every
