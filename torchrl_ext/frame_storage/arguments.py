@@ -202,7 +202,7 @@ def _check_length(data: Any, expected: tuple[int, ...], cursor: Any) -> None:
         )
 
 
-def fits(where: Target, held: Any, columns: list[FrameColumn], *, casts: bool, grows: bool) -> bool:
+def has_known_leaves(where: Target, held: Any, columns: list[FrameColumn], *, casts: bool, grows: bool) -> bool:
     """Return whether elements have leaves like those that are held, and no others.
 
     :param held: all elements, with handles in place of images.

@@ -29,7 +29,7 @@ from torchrl_ext.frame_storage.arguments import (
     as_tensordict,
     positive_int,
     check_options,
-    fits,
+    has_known_leaves,
     is_key,
     is_one,
     is_slices,
@@ -375,7 +375,7 @@ class FrameStorage(TensorStorage):
                     "another storage_dir"
                 )
             casts = is_one(cursor) or is_slices(cursor)  # as torch does
-            if not fits(where, self._storage, self._columns, casts=casts, grows=self._folder is None):
+            if not has_known_leaves(where, self._storage, self._columns, casts=casts, grows=self._folder is None):
                 undo = snapshot_rows(self._storage, where.cursor)
             small, new = encoded(self._columns, where.data)
             begun = True
