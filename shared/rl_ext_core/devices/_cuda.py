@@ -44,7 +44,7 @@ def visible(inventory: Inventory, environ: Mapping[str, str]) -> VisibleGpus:
 
     :raises DeviceUnavailableError: the mask counts in an order that nobody knows
     """
-    return _one_slice(_masked(inventory, environ), inventory)
+    return _limit_to_one_slice(_masked(inventory, environ), inventory)
 
 
 def _masked(inventory: Inventory, environ: Mapping[str, str]) -> VisibleGpus:
@@ -74,7 +74,7 @@ def cuda_order(inventory: Inventory, environ: Mapping[str, str]) -> tuple[str, .
     return inventory.fastest_first
 
 
-def _one_slice(shown: VisibleGpus, inventory: Inventory) -> VisibleGpus:
+def _limit_to_one_slice(shown: VisibleGpus, inventory: Inventory) -> VisibleGpus:
     """Show one MIG slice alone where a GPU that is cut into slices is visible.
 
     Source: NVIDIA's MIG User Guide, "CUDA Device Enumeration": CUDA takes the first slice, and no other GPU beside it.
