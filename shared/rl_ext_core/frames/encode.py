@@ -309,7 +309,7 @@ def _newest_stack(p, s, geometry):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _shifted(before, after, memory, geometry, shared_mask):  # type: ignore[no-untyped-def]
+def _is_shifted(before, after, memory, geometry, shared_mask):  # type: ignore[no-untyped-def]
     n_bytes = geometry.frame_bytes
     stack_bytes = geometry.n_stack * n_bytes
     if memory == PLANAR:
@@ -331,7 +331,7 @@ def _push_stack(p, s, stack, memory, geometry, bound, shared_mask, seals, scratc
     known = newest != 0 and p.streams[s, MEMORY] == memory
     if known and equal_bytes(last, stack, n_stack * n_bytes):
         return newest
-    if known and n_stack > 1 and _shifted(last, stack, memory, geometry, shared_mask):
+    if known and n_stack > 1 and _is_shifted(last, stack, memory, geometry, shared_mask):
         first = n_stack - 1
         take_frame(stack, memory, first, geometry, frames + uint64(first * n_bytes))
         depth = min((newest >> DEPTH_SHIFT) + 1, n_stack)
@@ -357,7 +357,7 @@ def _push_stack(p, s, stack, memory, geometry, bound, shared_mask, seals, scratc
 def _same_or_shifted(p, s, stack, geometry, shared_mask, shifts):  # type: ignore[no-untyped-def]
     last = _newest_stack(p, s, geometry)
     if shifts:
-        return _shifted(last, stack, geometry.stored, geometry, shared_mask)
+        return _is_shifted(last, stack, geometry.stored, geometry, shared_mask)
     return equal_bytes(last, stack, geometry.n_stack * geometry.frame_bytes)
 
 
