@@ -62,7 +62,7 @@ def real_envs(folder: Path, compiler: str) -> Iterator[tuple[str, Any, Isolation
         yield "FMU with the flag", functools.partial(Decay, str(fmu)), SINGLE, False
 
 
-def toys(folder: Path, compiler: str, *, hanging: bool) -> Iterator[tuple[str, Any, Isolation, bool]]:
+def toy_envs(folder: Path, compiler: str, *, hanging: bool) -> Iterator[tuple[str, Any, Isolation, bool]]:
     """Yield the same for the variants of the toy simulator."""
     for name, (expected, _) in variants.VARIANTS.items():
         yield name.lower(), variants.compiled(name, folder, compiler), expected, False
@@ -92,7 +92,7 @@ def main() -> None:
     wrong = total = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        sources = [*real_envs(folder, compiler), *toys(folder, compiler, hanging=not arguments.no_hang)]
+        sources = [*real_envs(folder, compiler), *toy_envs(folder, compiler, hanging=not arguments.no_hang)]
         for label, source, expected, helps in sources:
             found, seconds = probe_repeatedly(functools.partial(probe, source, cache=False), arguments.repeats)
             probe(source, cache=folder / "cache")
