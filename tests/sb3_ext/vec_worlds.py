@@ -93,14 +93,14 @@ class RandomEnv(gym.Env[Any, Any]):
         self.given: list[Any] = []
         self.label = "drawn"
 
-    def _drawn(self) -> Any:
+    def _sample_observation(self) -> Any:
         self.observation_space.seed(int(self.np_random.integers(2**31)))
         return self.observation_space.sample()
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self._steps = 0
-        return self._drawn(), {"seed": seed, "options": options} if self._infos else {}
+        return self._sample_observation(), {"seed": seed, "options": options} if self._infos else {}
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         self._steps += 1
@@ -108,7 +108,7 @@ class RandomEnv(gym.Env[Any, Any]):
         end = self.np_random.random()
         terminated, truncated = bool(end < 0.1), bool(end > 0.85 or 0.05 < end < 0.1)
         info = {"given": repr(action), "kind": type(action).__name__, "n": self._steps} if self._infos else {}
-        return self._drawn(), self._reward(self.np_random.random()), terminated, truncated, info
+        return self._sample_observation(), self._reward(self.np_random.random()), terminated, truncated, info
 
     def render(self) -> np.ndarray:
         return np.full((4, 6, 3), getattr(self, "_steps", 0), np.uint8)
@@ -148,8 +148,8 @@ class RandomEnv(gym.Env[Any, Any]):
 class ReusedArrayEnv(RandomEnv):
     """Writes every observation to the same place."""
 
-    def _drawn(self) -> Any:
-        drawn = super()._drawn()
+    def _sample_observation(self) -> Any:
+        drawn = super()._sample_observation()
         parts = drawn if isinstance(drawn, dict) else {"": drawn}
         place = self.__dict__.setdefault("_place", OrderedDict(copy.deepcopy(parts)))
         for key, part in parts.items():
