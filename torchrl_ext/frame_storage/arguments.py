@@ -202,12 +202,12 @@ def _check_length(data: Any, expected: tuple[int, ...], cursor: Any) -> None:
         )
 
 
-def has_known_leaves(where: Target, held: Any, columns: list[FrameColumn], *, casts: bool, grows: bool) -> bool:
+def has_known_leaves(where: Target, held: Any, columns: list[FrameColumn], *, casts: bool, may_add_keys: bool) -> bool:
     """Return whether elements have leaves like those that are held, and no others.
 
     :param held: all elements, with handles in place of images.
     :param casts: whether numbers may have another dtype.
-    :param grows: whether there may be others.
+    :param may_add_keys: whether there may be others.
     :raises InvalidArgumentError: if a shape is another one, or there is a leaf that may not be.
     :raises InvalidTypeError: if there is something of another kind.
     """
@@ -223,7 +223,7 @@ def has_known_leaves(where: Target, held: Any, columns: list[FrameColumn], *, ca
                     f"{key!r} is a {type(leaf).__name__}, the storage holds a {type(stored).__name__} there; "
                     "nothing was stored. Give it another key"
                 )
-            if stored is None and not grows and _sort(leaf) != "tensordict":
+            if stored is None and not may_add_keys and _sort(leaf) != "tensordict":
                 raise InvalidArgumentError(
                     f"{key!r} was not among the first elements, and the files in storage_dir have no room for it; "
                     "nothing was stored. Give all elements the same keys, or leave storage_dir out"

@@ -375,7 +375,9 @@ class FrameStorage(TensorStorage):
                     "another storage_dir"
                 )
             casts = is_one(cursor) or is_slices(cursor)  # as torch does
-            if not has_known_leaves(where, self._storage, self._columns, casts=casts, grows=self._folder is None):
+            if not has_known_leaves(
+                where, self._storage, self._columns, casts=casts, may_add_keys=self._folder is None
+            ):
                 undo = snapshot_rows(self._storage, where.cursor)
             small, new = encoded(self._columns, where.data)
             begun = True
