@@ -44,10 +44,10 @@ def visible(inventory: Inventory, environ: Mapping[str, str]) -> VisibleGpus:
 
     :raises DeviceUnavailableError: the mask counts in an order that nobody knows
     """
-    return _limit_to_one_slice(_masked(inventory, environ), inventory)
+    return _limit_to_one_slice(_apply_mask(inventory, environ), inventory)
 
 
-def _masked(inventory: Inventory, environ: Mapping[str, str]) -> VisibleGpus:
+def _apply_mask(inventory: Inventory, environ: Mapping[str, str]) -> VisibleGpus:
     mask = environ.get(MASK)
     if mask is not None and mask.startswith("GPU-"):
         return _by_uuid(mask, [gpu.uuid for gpu in inventory.gpus])
