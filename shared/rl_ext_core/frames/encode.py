@@ -354,7 +354,7 @@ def _push_stack(p, s, stack, memory, geometry, bound, shared_mask, seals, scratc
 
 
 @njit(nogil=True)
-def _same_or_shifted(p, s, stack, geometry, shared_mask, shifts):  # type: ignore[no-untyped-def]
+def _stream_matches(p, s, stack, geometry, shared_mask, shifts):  # type: ignore[no-untyped-def]
     last = _newest_stack(p, s, geometry)
     if shifts:
         return _is_shifted(last, stack, geometry.stored, geometry, shared_mask)
@@ -372,13 +372,13 @@ def _find_stream(p, stack, geometry, bound, shared_mask, alone, scratch):  # typ
         if n_streams > 0:
             # Trajectories come one after the other, or in turn.
             before = p.head[NEWEST_STREAM]
-            if _same_or_shifted(p, before, stack, geometry, shared_mask, shifts):
+            if _stream_matches(p, before, stack, geometry, shared_mask, shifts):
                 return before
             follower = p.streams[before, FOLLOWER]
-            if _same_or_shifted(p, follower, stack, geometry, shared_mask, shifts):
+            if _stream_matches(p, follower, stack, geometry, shared_mask, shifts):
                 return follower
         for s in range(n_streams):
-            if _same_or_shifted(p, s, stack, geometry, shared_mask, shifts):
+            if _stream_matches(p, s, stack, geometry, shared_mask, shifts):
                 return s
     if alone and geometry.n_stack == 1 and geometry.coder == PATCH:
         similar = _most_similar(p, stack, geometry, bound, scratch)
