@@ -72,9 +72,9 @@ def toy_envs(folder: Path, compiler: str, *, hanging: bool) -> Iterator[tuple[st
         yield variants.HANGING.lower(), variants.compiled(variants.HANGING, folder, compiler), SINGLE, False
 
 
-def probe_repeatedly(find_out: Callable[[], Verdict], repeats: int) -> tuple[list[Verdict], float]:
+def probe_repeatedly(run_probe: Callable[[], Verdict], repeats: int) -> tuple[list[Verdict], float]:
     """The verdicts, and the median of the seconds that they took."""
-    found = [find_out() for _ in range(repeats)]
+    found = [run_probe() for _ in range(repeats)]
     return found, statistics.median(verdict.seconds for verdict in found)
 
 
