@@ -57,7 +57,7 @@ class World:
         self._time = 0
         self._stacks = self._rng.integers(256, size=(n_envs, *IMAGE.shape), dtype=np.uint8)
 
-    def _seen(self) -> Any:
+    def _observe(self) -> Any:
         image = self._stacks.copy()
         if not isinstance(self._space, spaces.Dict):
             return image
@@ -68,11 +68,11 @@ class World:
         rng, stacks, n_envs = self._rng, self._stacks, len(self._stacks)
         if odd:
             stacks[:] = rng.integers(256, size=stacks.shape)
-        before = self._seen()
+        before = self._observe()
         self._time += 1
         stacks[:, :-1] = stacks[:, 1:]
         stacks[:, -1, rng.integers(FRAME[0]), rng.integers(FRAME[1])] = rng.integers(256, size=n_envs)
-        after = self._seen()
+        after = self._observe()
         done = rng.random(n_envs) < 0.2
         stacks[done, :-1] = 0
         infos = [{"TimeLimit.truncated": bool(end and rng.random() < 0.5)} for end in done]

@@ -35,7 +35,7 @@ class Race(ParallelEnv):
     def action_space(self, agent: str) -> Any:
         return spaces.Discrete(3)
 
-    def _seen(self, agent: str, action: float = -1.0) -> np.ndarray:
+    def _observe(self, agent: str, action: float = -1.0) -> np.ndarray:
         return np.array([self._steps + 1, self._level, action], np.float32)
 
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
@@ -43,7 +43,7 @@ class Race(ParallelEnv):
             self._rng = np.random.default_rng(seed)
         self._steps, self._level = 0, float(self._rng.integers(1, 99))
         self.agents = self.possible_agents[: -1 if self._late else None]
-        return {agent: self._seen(agent) for agent in self.agents}, {
+        return {agent: self._observe(agent) for agent in self.agents}, {
             agent: {"level": self._level} for agent in self.agents
         }
 
@@ -53,7 +53,7 @@ class Race(ParallelEnv):
         acting = list(self.agents)
         if self._late and self._steps == 2:
             acting = [*acting, self.possible_agents[-1]]
-        observations = {agent: self._seen(agent, float(actions.get(agent, -1))) for agent in acting}
+        observations = {agent: self._observe(agent, float(actions.get(agent, -1))) for agent in acting}
         rewards = dict.fromkeys(acting, 1.0)
         terminated = {agent: self._steps == self._deaths[agent] for agent in acting}
         truncated = dict.fromkeys(acting, self._steps >= self._length)

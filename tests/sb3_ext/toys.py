@@ -33,7 +33,7 @@ class Sprite(gym.Env[np.ndarray, int]):
         self._still = still
         self._background = np.random.default_rng(1).integers(100, size=(size, size, channels), dtype=np.uint8)
 
-    def _seen(self) -> np.ndarray:
+    def _observe(self) -> np.ndarray:
         if not self._still:
             return self.np_random.integers(256, size=self._background.shape, dtype=np.uint8)
         frame = self._background.copy()
@@ -44,14 +44,14 @@ class Sprite(gym.Env[np.ndarray, int]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
         super().reset(seed=seed)
         self._place, self._steps = int(self.np_random.integers(20)), 0
-        return self._seen(), {}
+        return self._observe(), {}
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
         self._place += int(action) - 1
         self._steps += 1
         terminated = bool(self.np_random.random() < 0.08)
         truncated = not terminated and self._steps >= 11
-        return self._seen(), float(action) - 0.5, terminated, truncated, {}
+        return self._observe(), float(action) - 0.5, terminated, truncated, {}
 
 
 def make_stacked_vec_env(env_fn: Callable[[], gym.Env[Any, Any]], n_envs: int, n_stack: int, first: bool) -> VecEnv:
@@ -115,7 +115,7 @@ class Reach(gym.Env[dict[str, np.ndarray], np.ndarray]):
         image[0, row : row + 2, column : column + 2] = 255
         return image
 
-    def _seen(self) -> dict[str, np.ndarray]:
+    def _observe(self) -> dict[str, np.ndarray]:
         goals = [self._drawn(place) if self._image_goal else place.copy() for place in (self._place, self._goal)]
         return {"observation": self._drawn(self._place), "achieved_goal": goals[0], "desired_goal": goals[1]}
 
@@ -123,12 +123,12 @@ class Reach(gym.Env[dict[str, np.ndarray], np.ndarray]):
         super().reset(seed=seed)
         self._place, self._goal = self.np_random.uniform(0, self._size - 2, (2, 2)).astype(np.float32)
         self._steps = 0
-        return self._seen(), {}
+        return self._observe(), {}
 
     def step(self, action: np.ndarray) -> tuple[dict[str, np.ndarray], float, bool, bool, dict]:
         self._place = np.clip(self._place + action, 0, self._size - 2).astype(np.float32)
         self._steps += 1
-        seen = self._seen()
+        seen = self._observe()
         reward = float(self.compute_reward(seen["achieved_goal"][None], seen["desired_goal"][None], [{}])[0])
         ends = self._length < 10 and self.np_random.random() < 0.05
         return seen, reward, bool(ends), self._steps >= self._length, {"step": self._steps}

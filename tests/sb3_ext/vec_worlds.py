@@ -172,14 +172,14 @@ class Counting(gym.Env[np.ndarray, int]):
         super().reset(seed=seed)
         self._count = 0
         self._world = float(self.np_random.random())
-        return self._seen(), {"world": self._world}
+        return self._observe(), {"world": self._world}
 
-    def _seen(self) -> np.ndarray:
+    def _observe(self) -> np.ndarray:
         return np.array([self._count, self._world], np.float32)
 
     def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self._count += 1
-        return self._seen(), 1.0, self._count == 10, False, {}
+        return self._observe(), 1.0, self._count == 10, False, {}
 
     def pid(self) -> int:
         return os.getpid()
@@ -291,7 +291,7 @@ class Returning(Counting):
         super().__init__()
         self.observation_space, self._observation = space, observation
 
-    def _seen(self) -> Any:
+    def _observe(self) -> Any:
         return self._observation
 
 
