@@ -202,11 +202,13 @@ def _check_length(data: Any, expected: tuple[int, ...], cursor: Any) -> None:
         )
 
 
-def has_known_leaves(where: Target, held: Any, columns: list[FrameColumn], *, casts: bool, may_add_keys: bool) -> bool:
+def has_known_leaves(
+    where: Target, held: Any, columns: list[FrameColumn], *, may_cast: bool, may_add_keys: bool
+) -> bool:
     """Return whether elements have leaves like those that are held, and no others.
 
     :param held: all elements, with handles in place of images.
-    :param casts: whether numbers may have another dtype.
+    :param may_cast: whether numbers may have another dtype.
     :param may_add_keys: whether there may be others.
     :raises InvalidArgumentError: if a shape is another one, or there is a leaf that may not be.
     :raises InvalidTypeError: if there is something of another kind.
@@ -236,7 +238,7 @@ def has_known_leaves(where: Target, held: Any, columns: list[FrameColumn], *, ca
                 f"{key!r} has shape {tuple(leaf.shape)}, expected {expected} behind the {where.batch_dims} batch "
                 "dimensions, as in what was stored first; nothing was stored"
             )
-        if key not in images and leaf.dtype != stored.dtype and not casts:
+        if key not in images and leaf.dtype != stored.dtype and not may_cast:
             raise InvalidTypeError(
                 f"{key!r} has dtype {leaf.dtype}, the storage holds {stored.dtype}; nothing was stored. If that is "
                 f"meant, convert it: data[{key!r}] = data[{key!r}].to({stored.dtype})"

@@ -374,9 +374,9 @@ class FrameStorage(TensorStorage):
                     f"{where.places[0]}, since a writer is in use that cannot go on; leave out writer=, or pass "
                     "another storage_dir"
                 )
-            casts = is_one(cursor) or is_slices(cursor)  # as torch does
+            may_cast = is_one(cursor) or is_slices(cursor)  # as torch does
             if not has_known_leaves(
-                where, self._storage, self._columns, casts=casts, may_add_keys=self._folder is None
+                where, self._storage, self._columns, may_cast=may_cast, may_add_keys=self._folder is None
             ):
                 undo = snapshot_rows(self._storage, where.cursor)
             small, new = encoded(self._columns, where.data)
