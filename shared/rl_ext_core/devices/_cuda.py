@@ -56,7 +56,7 @@ def _apply_mask(inventory: Inventory, environ: Mapping[str, str]) -> VisibleGpus
     order = cuda_order(inventory, environ)
     if mask is None:
         return VisibleGpus(order)
-    return _by_number(mask, order)
+    return _parse_numeric_mask(mask, order)
 
 
 def cuda_order(inventory: Inventory, environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -87,7 +87,7 @@ def _limit_to_one_slice(shown: VisibleGpus, inventory: Inventory) -> VisibleGpus
     return VisibleGpus((cut,), stop_reason, slices[cut])
 
 
-def _by_number(mask: str, order: tuple[str, ...]) -> VisibleGpus:
+def _parse_numeric_mask(mask: str, order: tuple[str, ...]) -> VisibleGpus:
     numbers: list[int] = []
     stop_reason = None
     for entry in mask.split(","):
