@@ -299,7 +299,7 @@ def _append_frame(p, s, frame, geometry, bound, seals, turned, scratch):  # type
 
 
 @njit(nogil=True)
-def _newest_stack(p, s, geometry):  # type: ignore[no-untyped-def]
+def _newest_stack_address(p, s, geometry):  # type: ignore[no-untyped-def]
     """Where a stream's newest stack lies."""
     if geometry.keeps_stack:
         return address_in(p.last, s)
@@ -324,7 +324,7 @@ def _push_stack(p, s, stack, memory, geometry, bound, shared_mask, seals, scratc
     :param memory: how the stack lies there, PLANAR or INTERLEAVED.
     """
     n_stack, n_bytes = geometry.n_stack, geometry.frame_bytes
-    last = _newest_stack(p, s, geometry)
+    last = _newest_stack_address(p, s, geometry)
     newest = p.streams[s, NEWEST]
     turned = int64(0)
     frames = scratch + uint64(SCRATCH_FRAMES * (n_bytes + GROUP))
@@ -355,7 +355,7 @@ def _push_stack(p, s, stack, memory, geometry, bound, shared_mask, seals, scratc
 
 @njit(nogil=True)
 def _stream_matches(p, s, stack, geometry, shared_mask, shifts):  # type: ignore[no-untyped-def]
-    last = _newest_stack(p, s, geometry)
+    last = _newest_stack_address(p, s, geometry)
     if shifts:
         return _is_shifted(last, stack, geometry.stored, geometry, shared_mask)
     return equal_bytes(last, stack, geometry.n_stack * geometry.frame_bytes)
