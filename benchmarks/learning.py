@@ -57,7 +57,7 @@ ENVS: dict[str, Make] = {"envpool": envpool, "phys2d": phys2d}
 def sb3(make: Make, seed: int) -> float:
     """Train Stable Baselines3's PPO, and return the mean return of what it has learned."""
 
-    def decaying(value: float) -> Callable[[float], float]:
+    def linear_decay(value: float) -> Callable[[float], float]:
         return lambda left: value * left
 
     venv = GymVecEnv(make(COUNT, seed))
@@ -69,8 +69,8 @@ def sb3(make: Make, seed: int) -> float:
         n_epochs=EPOCHS,
         gamma=GAMMA,
         gae_lambda=LAMBDA,
-        learning_rate=decaying(RATE),
-        clip_range=decaying(CLIP),
+        learning_rate=linear_decay(RATE),
+        clip_range=linear_decay(CLIP),
         seed=seed,
         device="cpu",
     )
