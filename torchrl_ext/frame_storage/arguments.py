@@ -123,7 +123,7 @@ def is_slices(index: Any) -> bool:
     return bool(parts) and all(isinstance(part, slice) for part in parts)
 
 
-def target(cursor: Any, data: Any, *, shape: torch.Size, ndim: int) -> Target:
+def resolve_target(cursor: Any, data: Any, *, shape: torch.Size, ndim: int) -> Target:
     """Return where elements go, with what others of the same batch overwrite left out: the last one counts.
 
     :param shape: batch dimensions of the storage.

@@ -37,7 +37,7 @@ from torchrl_ext.frame_storage.arguments import (
     snapshot_rows,
     on_cpu,
     places_in,
-    target,
+    resolve_target,
 )
 from torchrl_ext.frame_storage.buffers import (
     Budget,
@@ -367,7 +367,7 @@ class FrameStorage(TensorStorage):
         undo: Callable[[], None] | None = None
         begun = False
         try:
-            where = target(cursor, data, shape=self._storage.batch_size, ndim=self.ndim)
+            where = resolve_target(cursor, data, shape=self._storage.batch_size, ndim=self.ndim)
             if set_cursor and self._resume_cursor is not None and where.places[0] != self._resume_cursor:
                 raise InvalidArgumentError(
                     f"this storage was opened again and goes on at {self._resume_cursor}, got elements for "
