@@ -50,7 +50,7 @@ def visible(inventory: Inventory, environ: Mapping[str, str]) -> VisibleGpus:
 def _apply_mask(inventory: Inventory, environ: Mapping[str, str]) -> VisibleGpus:
     mask = environ.get(MASK)
     if mask is not None and mask.startswith("GPU-"):
-        return _by_uuid(mask, [gpu.uuid for gpu in inventory.gpus])
+        return _parse_uuid_mask(mask, [gpu.uuid for gpu in inventory.gpus])
     if mask is not None and mask.startswith("MIG-"):
         return _by_slice(mask, inventory.gpus)
     order = cuda_order(inventory, environ)
@@ -133,7 +133,7 @@ def leading_number(text: str) -> int:
     return int(digits) if digits.strip("+-") else -1
 
 
-def _by_uuid(mask: str, uuids: list[str]) -> VisibleGpus:
+def _parse_uuid_mask(mask: str, uuids: list[str]) -> VisibleGpus:
     entries: list[str] = []
     stop_reason = None
     for entry in mask.split(","):
