@@ -86,7 +86,7 @@ _RESEMBLING = 8  # the patch between frames that follow each other takes less th
 
 
 @njit(nogil=True)
-def interleaved_shift(before, after, n_bytes, unit, shared_mask):  # type: ignore[no-untyped-def]
+def is_interleaved_shift(before, after, n_bytes, unit, shared_mask):  # type: ignore[no-untyped-def]
     """Whether, in interleaved memory, ``after`` is ``before`` moved on by one frame of ``unit`` bytes a pixel.
 
     :param shared_mask: address of 255 for every byte of ``after`` that is in ``before`` too, 0 for those of the new frame.
@@ -314,7 +314,7 @@ def _is_shifted(before, after, memory, geometry, shared_mask):  # type: ignore[n
     stack_bytes = geometry.n_stack * n_bytes
     if memory == PLANAR:
         return equal_bytes(before + uint64(n_bytes), after, stack_bytes - n_bytes)
-    return interleaved_shift(before, after, stack_bytes, geometry.frame_channels * geometry.itemsize, shared_mask)
+    return is_interleaved_shift(before, after, stack_bytes, geometry.frame_channels * geometry.itemsize, shared_mask)
 
 
 @njit(nogil=True)
