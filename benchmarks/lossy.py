@@ -75,7 +75,7 @@ def resident(name: str, way: str, data: Path) -> float:
     return float(grown / count)
 
 
-def measured(name: str, data: Path) -> list[str]:
+def measure_recording(name: str, data: Path) -> list[str]:
     """The rows of one recording."""
     recording = recordings.load(name, folder=data)
     recording = recording.head(min(len(recording), 2_000))
@@ -152,7 +152,7 @@ def main() -> None:
     )
     print(f"{'recording':21} {'way':19} {'bytes':>7} {'less':>7} {'n=32':>6} {'n=256':>6} {'add':>6} {'PSNR':>8}  max")
     for name in options.names:
-        for line in measured(name, options.data):
+        for line in measure_recording(name, options.data):
             print(line, flush=True)
 
 
