@@ -152,7 +152,7 @@ def resolve_target(cursor: Any, data: Any, *, shape: torch.Size, ndim: int) -> T
         data = data.unsqueeze(0)
     if places.ndim > 1:
         data = data.flatten(0, places.ndim - 1)
-    kept = last_of_each(places_flat)
+    kept = last_occurrences(places_flat)
     if len(kept) < len(places_flat):
         places_flat, data = places_flat[kept], data[torch.from_numpy(kept)]
     at = np.unravel_index(places_flat, shape[:dims])
@@ -186,7 +186,7 @@ def places_in(index: Any, shape: Sequence[int]) -> Places:
     return found
 
 
-def last_of_each(places: Places) -> Places:
+def last_occurrences(places: Places) -> Places:
     """Return which of these numbers, (n,), do not come again behind."""
     backwards, kept = np.unique(places[::-1], return_index=True)
     if len(backwards) == len(places):

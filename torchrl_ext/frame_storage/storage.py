@@ -33,7 +33,7 @@ from torchrl_ext.frame_storage.arguments import (
     is_key,
     is_one,
     is_slices,
-    last_of_each,
+    last_occurrences,
     snapshot_rows,
     on_cpu,
     places_in,
@@ -444,7 +444,7 @@ class FrameStorage(TensorStorage):
         if handles.ndim == 0:
             handles = handles.unsqueeze(0)
         numbers = places_in(on_cpu(index), handles.shape)
-        kept = last_of_each(numbers.reshape(-1))
+        kept = last_occurrences(numbers.reshape(-1))
         at = tuple(map(torch.from_numpy, np.unravel_index(numbers.reshape(-1)[kept], tuple(handles.shape))))
         images = images.reshape(numbers.size, *column.shape)
         with self.lock:
