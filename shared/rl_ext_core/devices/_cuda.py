@@ -52,7 +52,7 @@ def _apply_mask(inventory: Inventory, environ: Mapping[str, str]) -> VisibleGpus
     if mask is not None and mask.startswith("GPU-"):
         return _parse_uuid_mask(mask, [gpu.uuid for gpu in inventory.gpus])
     if mask is not None and mask.startswith("MIG-"):
-        return _by_slice(mask, inventory.gpus)
+        return _parse_mig_mask(mask, inventory.gpus)
     order = cuda_order(inventory, environ)
     if mask is None:
         return VisibleGpus(order)
@@ -159,7 +159,7 @@ def _parse_uuid_mask(mask: str, uuids: list[str]) -> VisibleGpus:
     return VisibleGpus(tuple(found), stop_reason)
 
 
-def _by_slice(mask: str, gpus: tuple[Gpu, ...]) -> VisibleGpus:
+def _parse_mig_mask(mask: str, gpus: tuple[Gpu, ...]) -> VisibleGpus:
     """One slice at most: CUDA shows no more, whatever else the mask lists."""
     entry, _, more = mask.partition(",")
     stop_reason = "CUDA shows one MIG slice to a process, the first" if more else None
