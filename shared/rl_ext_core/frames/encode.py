@@ -108,7 +108,7 @@ def is_interleaved_shift(before, after, n_bytes, unit, shared_mask):  # type: ig
 
 
 @njit(nogil=True)
-def take_frame(stack, memory, position, geometry, out):  # type: ignore[no-untyped-def]
+def extract_frame(stack, memory, position, geometry, out):  # type: ignore[no-untyped-def]
     """Copies one frame of a stack to ``out``, in the order in which frames are stored."""
     if memory == PLANAR:
         offset = position * geometry.frame_bytes
@@ -152,7 +152,7 @@ def _take_grey_of_four(frame, position, pixels, out):  # type: ignore[no-untyped
 def take_frames(stack, memory, geometry, out):  # type: ignore[no-untyped-def]
     """Copies all frames of a stack to ``out``, oldest first."""
     for position in range(geometry.n_stack):
-        take_frame(stack, memory, position, geometry, out + uint64(position * geometry.frame_bytes))
+        extract_frame(stack, memory, position, geometry, out + uint64(position * geometry.frame_bytes))
 
 
 @njit(nogil=True)
@@ -333,7 +333,7 @@ def _push_stack(p, s, stack, memory, geometry, bound, shared_mask, seals, scratc
         return newest
     if known and n_stack > 1 and _is_shifted(last, stack, memory, geometry, shared_mask):
         first = n_stack - 1
-        take_frame(stack, memory, first, geometry, frames + uint64(first * n_bytes))
+        extract_frame(stack, memory, first, geometry, frames + uint64(first * n_bytes))
         depth = min((newest >> DEPTH_SHIFT) + 1, n_stack)
     else:
         take_frames(stack, memory, geometry, frames)
