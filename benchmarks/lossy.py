@@ -69,7 +69,7 @@ def fill(name: str, way: str, data: Path) -> None:
     print(json.dumps([resident_bytes() - before, count]))
 
 
-def resident(name: str, way: str, data: Path) -> float:
+def resident_bytes_per_transition(name: str, way: str, data: Path) -> float:
     """Bytes a transition, of :func:`fill` in a process of its own."""
     grown, count = json.loads(run_module("benchmarks.lossy", name, "--fill", way, "--data", data))
     return float(grown / count)
@@ -95,13 +95,13 @@ def measure_recording(name: str, data: Path) -> list[str]:
     rng = np.random.default_rng(0)
     rows, envs = rng.integers(len(recording), size=COMPARED), rng.integers(2, size=COMPARED)
     true = np.stack([plain.observations[rows, envs], plain.next_observations[rows, envs]]).astype(np.int16)
-    plain_bytes, lines = resident(name, "sb3", data), []
+    plain_bytes, lines = resident_bytes_per_transition(name, "sb3", data), []
     for way, ours in tqdm(buffers.items(), leave=False, desc=name):
         made = np.stack([ours.observations[rows, envs], ours.next_observations[rows, envs]])
         error = np.abs(made.astype(np.int16) - true)
         mean_square = float((error.astype(np.float64) ** 2).mean())
         psnr = "exact" if mean_square == 0 else f"{10 * np.log10(255**2 / mean_square):.1f} dB"
-        per_transition = resident(name, way, data)
+        per_transition = resident_bytes_per_transition(name, way, data)
         speeds = [
             sampling_speed(ours, plain, batch_size, rounds=max(DRAWS // 10 * 32 // batch_size, 8))
             for batch_size in (32, 256)
