@@ -133,7 +133,7 @@ def resolve_target(cursor: Any, data: Any, *, shape: torch.Size, ndim: int) -> T
     if is_one(cursor):
         place = int(cursor)
         if not 0 <= place < shape[0]:
-            place = int(places_in(place, shape[:1])[0])
+            place = int(resolve_places(place, shape[:1])[0])
         return Target(place, data, np.array([place], dtype=np.int64), ndim - 1, ndim)
     slices = cursor if isinstance(cursor, tuple) else (cursor,)
     if is_slices(cursor) and len(slices) <= len(shape):
@@ -145,7 +145,7 @@ def resolve_target(cursor: Any, data: Any, *, shape: torch.Size, ndim: int) -> T
     index = torch.as_tensor(list(cursor)) if isinstance(cursor, (range, set, list, np.ndarray)) else on_cpu(cursor)
     # Of an index of the first dimension, the others come along; any other index is one of single elements.
     dims = max(ndim, len(index)) if isinstance(index, tuple) else index.ndim if index.dtype == torch.bool else 1
-    places = places_in(index, shape[:dims])
+    places = resolve_places(index, shape[:dims])
     _check_length(data, places.shape, cursor)
     places_flat = places.reshape(-1)
     if places.ndim == 0:
@@ -162,7 +162,7 @@ def resolve_target(cursor: Any, data: Any, *, shape: torch.Size, ndim: int) -> T
     return Target(indices, data, indices[0].numpy(), 1, dims)
 
 
-def places_in(index: Any, shape: Sequence[int]) -> Places:
+def resolve_places(index: Any, shape: Sequence[int]) -> Places:
     """Return the numbers of the elements that an index names, of whatever kind it is.
 
     :param shape: of what is indexed.

@@ -36,7 +36,7 @@ from torchrl_ext.frame_storage.arguments import (
     last_occurrences,
     snapshot_rows,
     on_cpu,
-    places_in,
+    resolve_places,
     resolve_target,
 )
 from torchrl_ext.frame_storage.buffers import (
@@ -443,7 +443,7 @@ class FrameStorage(TensorStorage):
         self._check_open()
         if handles.ndim == 0:
             handles = handles.unsqueeze(0)
-        numbers = places_in(on_cpu(index), handles.shape)
+        numbers = resolve_places(on_cpu(index), handles.shape)
         kept = last_occurrences(numbers.reshape(-1))
         at = tuple(map(torch.from_numpy, np.unravel_index(numbers.reshape(-1)[kept], tuple(handles.shape))))
         images = images.reshape(numbers.size, *column.shape)
