@@ -93,7 +93,7 @@ def _parse_numeric_mask(mask: str, order: tuple[str, ...]) -> VisibleGpus:
     for entry in mask.split(","):
         number = leading_number(entry.strip())
         if number < 0:
-            stop_reason = f"CUDA stops reading at {entry!r}, {_no_number(entry.strip())}"
+            stop_reason = f"CUDA stops reading at {entry!r}, {_describe_bad_entry(entry.strip())}"
             break
         if number in numbers:
             without_duplicates = ",".join(map(str, numbers))
@@ -111,7 +111,7 @@ def _parse_numeric_mask(mask: str, order: tuple[str, ...]) -> VisibleGpus:
     return _shown(numbers, order, stop_reason)
 
 
-def _no_number(entry: str) -> str:
+def _describe_bad_entry(entry: str) -> str:
     if not entry:
         return "where nothing stands"
     return "as at any negative number" if entry.startswith("-") else "which is not a number"
