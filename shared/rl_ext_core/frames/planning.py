@@ -33,7 +33,7 @@ from rl_ext_core.resources import available_memory
 if TYPE_CHECKING:
     import gymnasium
 
-__all__ = ["MemoryWatch", "Plan", "Row", "in_bytes", "parse_bytes", "plan"]
+__all__ = ["MemoryWatch", "Plan", "PlanRow", "in_bytes", "parse_bytes", "plan"]
 
 _Array = npt.NDArray[Any]
 _Transitions = Iterator[tuple[_Array, _Array]]  # observations, and those that followed them
@@ -95,7 +95,7 @@ def parse_bytes(text: str) -> int:
 
 
 @dataclass(frozen=True)
-class Row:
+class PlanRow:
     """What one way of storing costs.
 
     :param name: the codec with its options, as people read it.
@@ -184,7 +184,7 @@ class Plan:
     source: str
     free_bytes: int | None
     max_bytes: int | None
-    rows: tuple[Row, ...]
+    rows: tuple[PlanRow, ...]
 
     @property
     def budget(self) -> int | None:
@@ -196,7 +196,7 @@ class Plan:
         """Whether there is a way of storing that fits; True where the budget is not known."""
         return any(row.fits is not False for row in self.rows)
 
-    def row(self, name: str) -> Row:
+    def row(self, name: str) -> PlanRow:
         """Return the row of that name.
 
         :raises InvalidArgumentError: if there is none.
@@ -400,13 +400,15 @@ class _Cost(NamedTuple):
     psnr: float | None = None
 
 
-def _row(plan: Plan, layout: StackLayout, row_bytes: int, name: str, options: Mapping[str, Any], cost: _Cost) -> Row:
+def _row(
+    plan: Plan, layout: StackLayout, row_bytes: int, name: str, options: Mapping[str, Any], cost: _Cost
+) -> PlanRow:
     """What one way of storing costs; without options, Stable Baselines3's own."""
     per_transition = cost.frame_bytes + row_bytes
     # A store also has a newest stack and an open block for each environment.
     fixed = plan.n_envs * (3 * layout.stack_bytes + 20 * layout.frame_bytes) if options else 0
     total = int(per_transition * plan.size + fixed)
-    return Row(
+    return PlanRow(
         name=name,
         options=dict(options),
         bytes_a_transition=per_transition,
