@@ -149,7 +149,7 @@ def _take_grey_of_four(frame, position, pixels, out):  # type: ignore[no-untyped
 
 
 @njit(nogil=True)
-def take_frames(stack, memory, geometry, out):  # type: ignore[no-untyped-def]
+def extract_frames(stack, memory, geometry, out):  # type: ignore[no-untyped-def]
     """Copies all frames of a stack to ``out``, oldest first."""
     for position in range(geometry.n_stack):
         extract_frame(stack, memory, position, geometry, out + uint64(position * geometry.frame_bytes))
@@ -336,7 +336,7 @@ def _push_stack(p, s, stack, memory, geometry, bound, shared_mask, seals, scratc
         extract_frame(stack, memory, first, geometry, frames + uint64(first * n_bytes))
         depth = min((newest >> DEPTH_SHIFT) + 1, n_stack)
     else:
-        take_frames(stack, memory, geometry, frames)
+        extract_frames(stack, memory, geometry, frames)
         first = leading_padding(frames, geometry)
         depth = n_stack - first
     for position in range(first, n_stack):
