@@ -28,7 +28,7 @@ from benchmarks.replay_buffer import GAMES, NATURAL
 from rl_ext_core.frames.planning import _measured, _sampled
 from sb3_ext import CompressedReplayBuffer
 
-WAYS: dict[str, dict[str, Any]] = {
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "auto": {},
     "patch+lz4": {"codec": "patch+lz4"},
     "auto, error 4": {"max_error": 4},
@@ -53,7 +53,7 @@ def fill(name: str, way: str, data: Path) -> None:
     recording = recording.head(steps)
     size = steps * recording.n_envs * (PLAIN_ROUNDS if plain else MOST_ROUNDS)
     arguments = (size, recording.observation_space, recording.action_space)
-    options = {} if plain else WAYS[way]
+    options = {} if plain else CONFIGURATIONS[way]
     kind: Any = ReplayBuffer if plain else CompressedReplayBuffer
     warm = kind(200, *arguments[1:], device="cpu", n_envs=2, **options)
     for transition in recording.head(150).transitions():
@@ -83,7 +83,7 @@ def measure_recording(name: str, data: Path) -> list[str]:
     plain = ReplayBuffer(*arguments, device="cpu", n_envs=2)
     buffers = {
         way: CompressedReplayBuffer(*arguments, device="cpu", n_envs=2, num_threads=1, **options)
-        for way, options in WAYS.items()
+        for way, options in CONFIGURATIONS.items()
     }
     seconds: dict[str, list[float]] = {key: [] for key in ("plain", *buffers)}
     for transition in recording.transitions():
