@@ -112,7 +112,7 @@ def as_cursor(index: Any, ndim: int) -> Any:
     return parts[0] if len(parts) == 1 else parts
 
 
-def is_one(cursor: Any) -> bool:
+def is_single_index(cursor: Any) -> bool:
     """Whether an index names one element, which has no dimension of its own."""
     return not isinstance(cursor, (slice, range, tuple, set)) and np.ndim(cursor) == 0
 
@@ -130,7 +130,7 @@ def resolve_target(cursor: Any, data: Any, *, shape: torch.Size, ndim: int) -> T
     :param ndim: how many of them count.
     :raises InvalidArgumentError: if the index names nothing, or another number of elements.
     """
-    if is_one(cursor):
+    if is_single_index(cursor):
         place = int(cursor)
         if not 0 <= place < shape[0]:
             place = int(resolve_places(place, shape[:1])[0])

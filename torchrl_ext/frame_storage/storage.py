@@ -31,7 +31,7 @@ from torchrl_ext.frame_storage.arguments import (
     check_options,
     has_known_leaves,
     is_key,
-    is_one,
+    is_single_index,
     is_slices,
     last_occurrences,
     snapshot_rows,
@@ -360,7 +360,7 @@ class FrameStorage(TensorStorage):
     def _set(self, cursor: Any, data: Any, *, set_cursor: bool) -> None:
         fresh = not self.initialized
         if fresh:
-            self._init(data if is_one(cursor) else data[0])
+            self._init(data if is_single_index(cursor) else data[0])
         length, last = self._len, self._last_cursor_index
         old: dict[Key, torch.Tensor] = {}
         new: dict[Key, torch.Tensor] = {}
@@ -374,7 +374,7 @@ class FrameStorage(TensorStorage):
                     f"{where.places[0]}, since a writer is in use that cannot go on; leave out writer=, or pass "
                     "another storage_dir"
                 )
-            may_cast = is_one(cursor) or is_slices(cursor)  # as torch does
+            may_cast = is_single_index(cursor) or is_slices(cursor)  # as torch does
             if not has_known_leaves(
                 where, self._storage, self._columns, may_cast=may_cast, may_add_keys=self._folder is None
             ):
