@@ -105,10 +105,10 @@ def _parse_numeric_mask(mask: str, order: tuple[str, ...]) -> VisibleGpus:
         numbers.append(number)
     for place, number in enumerate(numbers):
         if number >= len(order):
-            return _shown(
+            return _visible_from_numbers(
                 numbers[:place], order, f"CUDA stops reading at '{number}', {_out_of_range_reason(len(order))}"
             )
-    return _shown(numbers, order, stop_reason)
+    return _visible_from_numbers(numbers, order, stop_reason)
 
 
 def _describe_bad_entry(entry: str) -> str:
@@ -117,7 +117,7 @@ def _describe_bad_entry(entry: str) -> str:
     return "as at any negative number" if entry.startswith("-") else "which is not a number"
 
 
-def _shown(numbers: list[int], order: tuple[str, ...], stop_reason: str | None) -> VisibleGpus:
+def _visible_from_numbers(numbers: list[int], order: tuple[str, ...], stop_reason: str | None) -> VisibleGpus:
     return VisibleGpus(tuple(order[number] for number in numbers), stop_reason)
 
 
