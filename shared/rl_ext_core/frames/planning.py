@@ -40,7 +40,7 @@ _Transitions = Iterator[tuple[_Array, _Array]]  # observations, and those that f
 
 # Bytes that a frame takes as a fraction of its raw size, by codec and max_error: of grey frames, and of others. Each of
 # the smallest recording, in the geometric middle, of the largest.
-_RECORDED = {
+_RECORDED_FRACTIONS = {
     ("raw", 0): ((1.0, 1.0, 1.03), (1.0, 1.02, 1.05)),
     ("patch", 0): ((0.014, 0.024, 0.044), (0.049, 0.25, 0.90)),
     ("patch+lz4", 0): ((0.008, 0.014, 0.024), (0.038, 0.17, 0.77)),
@@ -380,7 +380,7 @@ def _likely_bytes(layout: StackLayout, options: Mapping[str, Any]) -> tuple[floa
     """What a transition is likely to take, by recordings: at least, probably, at most; None where they do not say."""
     channels = layout.frame_channels if layout.n_stack > 1 else min(layout.shape[0], layout.shape[-1])
     codec = "patch" if options["codec"] == "auto" else options["codec"]
-    found = _RECORDED.get((codec, options.get("max_error", 0)))
+    found = _RECORDED_FRACTIONS.get((codec, options.get("max_error", 0)))
     return found and tuple(part * layout.frame_bytes + _INDEX_BYTES for part in found[channels != 1])
 
 
