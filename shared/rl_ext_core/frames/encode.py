@@ -178,7 +178,7 @@ def write_entry(newest, frame, target, scratch, geometry, bound):  # type: ignor
 
 
 @njit(nogil=True)
-def patch_bytes(before, frame, scratch, limit, geometry, bound):  # type: ignore[no-untyped-def]
+def patch_size(before, frame, scratch, limit, geometry, bound):  # type: ignore[no-untyped-def]
     """What the patch from one frame to another takes, or ``limit`` where that is not less.
 
     :param scratch: address of twice ``limit`` bytes.
@@ -214,14 +214,14 @@ def _reference_for(p, s, before, frame, geometry, bound, scratch):  # type: igno
         candidate = p.head[RECENT + i] if i >= 0 else int64(p.blocks[before, REFERENCE])
         if candidate >= 0 and (i >= 0 or before > 0):
             start = p.references + uint64(candidate * p.reference_bytes)
-            needed = patch_bytes(start, frame, scratch, size, geometry, bound)
+            needed = patch_size(start, frame, scratch, size, geometry, bound)
             if needed < size:
                 best, size, place = candidate, needed, i
     newest = p.head[RECENT + N_RECENT - 1]
     if bound is not None and best < 0 and newest >= 0 and before > 0:
         # A frame that is little like the one before it will be like none of those to come: it is not worth keeping.
         part = n_bytes // _RESEMBLING
-        if patch_bytes(address_in(p.frame, s), frame, scratch, part, geometry, bound) == part:
+        if patch_size(address_in(p.frame, s), frame, scratch, part, geometry, bound) == part:
             best = newest
     if place >= 0:  # it stays recent for that
         for i in range(place, N_RECENT - 1):
@@ -404,7 +404,7 @@ def _most_similar(p, frame, geometry, bound, scratch):  # type: ignore[no-untype
     """The stream whose newest frame makes the smallest patch, or -1 where none is worth it."""
     best, size = -1, geometry.frame_bytes // 2
     for s in range(p.head[STREAMS]):
-        needed = patch_bytes(address_in(p.frame, s), frame, scratch, size, geometry, bound)
+        needed = patch_size(address_in(p.frame, s), frame, scratch, size, geometry, bound)
         if needed < size:
             best, size = s, needed
     return best
