@@ -79,8 +79,8 @@ def fill(game: str, *, buffer: str, size: int, wraps: int) -> None:
 def measure(game: str, *, buffer: str, size: int, wraps: int = 1) -> tuple[int, int, int]:
     """:func:`fill` in a fresh process."""
     line = run_module("benchmarks.memory", game, "--fill", buffer, "--size", size, "--wraps", wraps)
-    grown, said, count = map(int, line.split())
-    return grown, said, count
+    grown, reported_nbytes, count = map(int, line.split())
+    return grown, reported_nbytes, count
 
 
 def main() -> None:
@@ -101,10 +101,10 @@ def main() -> None:
     print(f"SB3's ReplayBuffer: {plain:,.0f} bytes a transition resident ({count:,} stored)")
     print(f"{'game':18} {'stored':>9} {'resident':>9} {'a transition':>12} {'less':>6} {'nbytes/RSS':>10}")
     for game in options.games:
-        grown, said, count = measure(game, buffer=options.codec, size=options.size, wraps=options.wraps)
+        grown, reported_nbytes, count = measure(game, buffer=options.codec, size=options.size, wraps=options.wraps)
         print(
             f"{game:18} {count:9,} {grown / 1e6:6.0f} MB {grown / count:10.0f} B {plain * count / grown:5.0f}× "
-            f"{said / grown:10.2f}",
+            f"{reported_nbytes / grown:10.2f}",
             flush=True,
         )
 
