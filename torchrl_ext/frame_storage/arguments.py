@@ -95,7 +95,7 @@ def is_key(index: Any) -> bool:
     return isinstance(index, str) or (isinstance(index, tuple) and bool(index) and isinstance(index[0], str))
 
 
-def as_cursor(index: Any, ndim: int) -> Any:
+def normalize_index(index: Any, ndim: int) -> Any:
     """Return an index without ``...``, and what a tuple of one part holds.
 
     :raises InvalidArgumentError: for what adds a dimension.

@@ -25,7 +25,7 @@ from rl_ext_core.frames.folder import Rows, StoreFolder, reading
 from rl_ext_core.frames.journal import Journal, Places
 from rl_ext_core.frames.region import ProcessLock, RegionFile
 from torchrl_ext.frame_storage.arguments import (
-    as_cursor,
+    normalize_index,
     as_tensordict,
     positive_int,
     check_options,
@@ -347,7 +347,7 @@ class FrameStorage(TensorStorage):
         with self.lock:
             try:
                 self._refresh()
-                self._set(as_cursor(cursor, self.ndim), as_tensordict(data), set_cursor=set_cursor)
+                self._set(normalize_index(cursor, self.ndim), as_tensordict(data), set_cursor=set_cursor)
             except BaseException:
                 if set_cursor:
                     rewind_writer(self, cursor)
