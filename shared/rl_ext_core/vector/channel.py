@@ -96,7 +96,7 @@ class MemoryLayout:
         """Return the arrays in a block of memory."""
         return {name: np.ndarray(shape, dtype, block, offset) for name, offset, shape, dtype in self.fields}
 
-    def rows(self, arrays: dict[str, np.ndarray[Any, Any]], environment: int) -> list[ObservationSlot]:
+    def slots(self, arrays: dict[str, np.ndarray[Any, Any]], environment: int) -> list[ObservationSlot]:
         """Return the rows of an environment, by its number."""
         return [
             ObservationSlot(path, arrays[f"observation {index}"][environment, ...])

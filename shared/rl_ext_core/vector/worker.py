@@ -155,7 +155,9 @@ class Environments:
         arrays: dict[str, Any] = layout.arrays(self._block(layout.size))
         self.arrays = arrays
         part = slice(self._first, self._first + len(self._envs))
-        self._rows: list[list[ObservationSlot]] = [layout.rows(arrays, index) for index in range(part.start, part.stop)]
+        self._rows: list[list[ObservationSlot]] = [
+            layout.slots(arrays, index) for index in range(part.start, part.stop)
+        ]
         # Items of memoryviews are written in a third of the time that items of arrays take.
         self._rewards = memoryview(arrays["reward"][part])
         self._kinds = memoryview(arrays["reward kind"][part])
