@@ -209,7 +209,7 @@ class Machine:
         return shown
 
     @cached_property
-    def unlisted(self) -> int:
+    def unlisted_device_count(self) -> int:
         """Count CUDA devices where NVML does not answer though torch is built for a GPU: ROCm, embedded boards.
 
         Only then is torch asked, which may start CUDA.
@@ -228,7 +228,7 @@ class Machine:
     @property
     def count(self) -> int:
         """How many CUDA devices torch finds."""
-        return len(self.visible.uuids) or self.unlisted
+        return len(self.visible.uuids) or self.unlisted_device_count
 
     def why_none(self) -> str:
         """Say why torch finds no CUDA device, as the end of a sentence."""
