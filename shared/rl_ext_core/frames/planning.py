@@ -50,7 +50,7 @@ _RECORDED_FRACTIONS = {
 }
 _INDEX_BYTES = 8  # of a transition
 _ROW_BYTES = 20  # beside the frames: one action of 8 bytes, reward, done and timeout
-_WAYS: tuple[dict[str, Any], ...] = (
+_DEFAULT_OPTIONS: tuple[dict[str, Any], ...] = (
     *({"codec": name} for name in ("raw", "patch", "patch+lz4")),
     *({"codec": name, "max_error": 4} for name in ("patch", "patch+lz4")),
     {"codec": "jpeg", "quality": DEFAULT_QUALITY},
@@ -360,7 +360,7 @@ def _suiting(layout: StackLayout) -> list[dict[str, Any]]:
     """The usual ways that the observations and the packages installed allow."""
     found, exact = [], {"max_error": 0, "quality": DEFAULT_QUALITY, "block_length": None}
     layouts = list(candidate_layouts(layout.shape, layout.dtype, n_stack=layout.n_stack))
-    for way in _WAYS:
+    for way in _DEFAULT_OPTIONS:
         with suppress(InvalidArgumentError, InvalidTypeError, ImportError):
             LossyOptions.asked_for(layouts=layouts, **{**exact, **way})
             found.append(way)
