@@ -189,7 +189,7 @@ def patch_size(before, frame, scratch, limit, geometry, bound):  # type: ignore[
 
 
 @njit(nogil=True)
-def leading_padding(stack, geometry):  # type: ignore[no-untyped-def]
+def count_padding(stack, geometry):  # type: ignore[no-untyped-def]
     """How many of the oldest frames of a planar stack are all zero; never all of them."""
     frames = 0
     while frames < geometry.n_stack - 1:
@@ -337,7 +337,7 @@ def _push_stack(p, s, stack, memory, geometry, bound, shared_mask, seals, scratc
         depth = min((newest >> DEPTH_SHIFT) + 1, n_stack)
     else:
         extract_frames(stack, memory, geometry, frames)
-        first = leading_padding(frames, geometry)
+        first = count_padding(frames, geometry)
         depth = n_stack - first
     for position in range(first, n_stack):
         turned = _append_frame(p, s, frames + uint64(position * n_bytes), geometry, bound, seals, turned, scratch)
