@@ -28,7 +28,7 @@ import numpy as np
 from benchmarks.measure import format_ratio, machine, options_with_names, times_as_fast
 from benchmarks.processes import run_module
 
-WHO = ("TorchRL", "ours")
+LIBRARIES = ("TorchRL", "ours")
 MELTINGPOT = Path(".venv-meltingpot/bin/python")
 CPU_BAR, MEMORY_BAR, SPEED_BAR = 15, 8, 0.95
 MANY, MANY_BAR_MIB = 32, 2500 * 1e6 / 2**20
@@ -76,9 +76,9 @@ def row(label: str, *columns: str, verdict: str = "") -> None:
 
 def start(rounds: int, workers: int) -> None:
     """CPU time, memory and wall time of a start."""
-    found: dict[str, list[Any]] = {whose: [] for whose in WHO}
+    found: dict[str, list[Any]] = {whose: [] for whose in LIBRARIES}
     for turn in range(rounds):
-        for whose in WHO if turn % 2 else reversed(WHO):
+        for whose in LIBRARIES if turn % 2 else reversed(LIBRARIES):
             found[whose].append(once("start", whose, workers))
 
     def figure(whose: str, which: int, name: str) -> float:
@@ -114,9 +114,9 @@ def many(rounds: int, workers: int) -> None:
 def built(rounds: int, workers: int) -> None:
     """Environments that the process of the training builds for two workers; it needs none of them."""
     print("\nenvironments built in the parent, for 2 workers")
-    row("", *WHO)
+    row("", *LIBRARIES)
     for form in ("a function", "a lambda", "two lambdas", "an instance"):
-        counts = {whose: _built(whose, form) for whose in WHO if (whose, form) != ("TorchRL", "an instance")}
+        counts = {whose: _built(whose, form) for whose in LIBRARIES if (whose, form) != ("TorchRL", "an instance")}
         verdict = "(0)" if counts["ours"] == 0 else "(0)  missed"
         row(form, str(counts.get("TorchRL", "refused")), str(counts["ours"]), verdict=verdict)
         if "TorchRL" in counts:
@@ -131,7 +131,7 @@ def _built(whose: str, form: str) -> Any:
 def steps(rounds: int, workers: int) -> None:
     """Milliseconds a step of two workers."""
     print(f"\nmilliseconds a step of 2 workers, {10 * rounds} rounds")
-    row("", *WHO)
+    row("", *LIBRARIES)
     for kind, label in (("CartPole", "CartPole"), ("busy", "CartPole that takes 2 ms")):
         seconds = {name: np.array(column) for name, column in once("steps", kind, 10 * rounds).items()}
         for ours, form in (("ours", "the same lambda"), ("ours, an instance", "an instance")):
@@ -144,7 +144,7 @@ def failures(rounds: int, workers: int) -> None:
     """Seconds from a worker's failure to the exception, and what a user reads then."""
     print("\nseconds from a worker's failure to the exception, and its first line")
     for failure in ("raise", "SIGSEGV", "SIGKILL"):
-        for whose in WHO:
+        for whose in LIBRARIES:
             with tempfile.TemporaryDirectory() as folder:
                 try:
                     took, said, closed = once("failing", whose, failure, Path(folder, "fails"), limit_s=LIMIT_S)
