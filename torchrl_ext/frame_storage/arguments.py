@@ -66,10 +66,10 @@ def as_tensordict(data: Any) -> Any:
     return data
 
 
-def on_cpu(index: Any) -> Any:
+def index_to_cpu(index: Any) -> Any:
     """Return an index for tensors in main memory."""
     if isinstance(index, tuple):
-        return tuple(map(on_cpu, index))
+        return tuple(map(index_to_cpu, index))
     return index.cpu() if isinstance(index, torch.Tensor) else index
 
 
@@ -142,7 +142,9 @@ def resolve_target(cursor: Any, data: Any, *, shape: torch.Size, ndim: int) -> T
         named = tuple(len(range(*part.indices(size))) for part, size in zip(slices, shape, strict=False))
         _check_length(data, named, cursor)
         return Target(cursor, data, np.arange(*slices[0].indices(shape[0]), dtype=np.int64), dims, dims)
-    index = torch.as_tensor(list(cursor)) if isinstance(cursor, (range, set, list, np.ndarray)) else on_cpu(cursor)
+    index = (
+        torch.as_tensor(list(cursor)) if isinstance(cursor, (range, set, list, np.ndarray)) else index_to_cpu(cursor)
+    )
     # Of an index of the first dimension, the others come along; any other index is one of single elements.
     dims = max(ndim, len(index)) if isinstance(index, tuple) else index.ndim if index.dtype == torch.bool else 1
     places = resolve_places(index, shape[:dims])

@@ -35,7 +35,7 @@ from torchrl_ext.frame_storage.arguments import (
     is_slices,
     last_occurrences,
     snapshot_rows,
-    on_cpu,
+    index_to_cpu,
     resolve_places,
     resolve_target,
 )
@@ -419,7 +419,7 @@ class FrameStorage(TensorStorage):
         with self.lock:
             self._refresh()
             self._mark_exposed(index)
-            rows = super().get(on_cpu(index)).copy()
+            rows = super().get(index_to_cpu(index)).copy()
             for column in self._columns:
                 handles = [rows.get(key) for key in column.keys]
                 images = [FrameView(part, column, self) for part in handles] if lazy else column.decode(handles)
@@ -443,7 +443,7 @@ class FrameStorage(TensorStorage):
         self._check_open()
         if handles.ndim == 0:
             handles = handles.unsqueeze(0)
-        numbers = resolve_places(on_cpu(index), handles.shape)
+        numbers = resolve_places(index_to_cpu(index), handles.shape)
         kept = last_occurrences(numbers.reshape(-1))
         at = tuple(map(torch.from_numpy, np.unravel_index(numbers.reshape(-1)[kept], tuple(handles.shape))))
         images = images.reshape(numbers.size, *column.shape)
