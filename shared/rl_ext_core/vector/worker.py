@@ -155,7 +155,7 @@ class Environments:
         arrays: dict[str, Any] = layout.arrays(self._block(layout.size))
         self.arrays = arrays
         part = slice(self._first, self._first + len(self._envs))
-        self._rows: list[list[ObservationSlot]] = [
+        self._slots: list[list[ObservationSlot]] = [
             layout.slots(arrays, index) for index in range(part.start, part.stop)
         ]
         # Items of memoryviews are written in a third of the time that items of arrays take.
@@ -170,7 +170,7 @@ class Environments:
         self._due.discard(number)
         maybe = {} if options is None else {"options": options}
         observation, info = self._envs[number].reset(seed=seed, **maybe)
-        for row in self._rows[number]:
+        for row in self._slots[number]:
             row.write(observation)
             if row.changed:
                 self._flags[number] |= CHANGED
@@ -179,7 +179,7 @@ class Environments:
 
     def _step(self, actions: Iterable[Any]) -> None:
         cells, phase_at, environment_at = self._cells, Cell.PHASE, Cell.ENVIRONMENT
-        rewards, kinds, flags, all_rows = self._rewards, self._kinds, self._flags, self._rows
+        rewards, kinds, flags, all_rows = self._rewards, self._kinds, self._flags, self._slots
         array, due, same_step = np.ndarray, self._due, self._autoreset is Autoreset.SAME_STEP
         entries: list[Any] | None = None
         reward: Any
