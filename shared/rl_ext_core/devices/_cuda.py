@@ -230,7 +230,7 @@ class Machine:
         """How many CUDA devices torch finds."""
         return len(self.visible.uuids) or self.unlisted_device_count
 
-    def why_none(self) -> str:
+    def no_device_reason(self) -> str:
         """Say why torch finds no CUDA device, as the end of a sentence."""
         versions = self.inventory.versions
         if self.torch_without_cuda:

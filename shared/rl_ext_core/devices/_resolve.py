@@ -254,7 +254,7 @@ def decide_compute(request: Request, machine: Machine, picker: Picker) -> Decisi
     if request.kind == "cpu":
         return Decision("cpu", "the CPU was asked for", steps=(request.step("cpu"),))
     if machine.torch_without_cuda or not machine.count:
-        why = machine.why_none()
+        why = machine.no_device_reason()
         if request.kind == "auto":
             return Decision("cpu", f"auto: the CPU, because {why}", steps=(request.step(f"cpu, because {why}"),))
         raise DeviceUnavailableError(
@@ -400,7 +400,7 @@ def _rendering_gpu(request: Request, machine: Machine, computing: Decision, pick
     if not count:
         why = machine.inventory.nvml_error or "NVML lists no GPU on this machine"
         if machine.inventory.gpus:
-            why = machine.why_none()
+            why = machine.no_device_reason()
         raise DeviceUnavailableError(f"{request} was asked for, but {why}. {_ON_THE_CPU}")
     if request.kind == "auto":
         return machine.gpu(_pick.pick(picker, machine)[0])
