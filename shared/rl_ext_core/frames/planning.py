@@ -56,7 +56,7 @@ _DEFAULT_OPTIONS: tuple[dict[str, Any], ...] = (
     {"codec": "jpeg", "quality": DEFAULT_QUALITY},
 )
 
-_LEAST = 128  # transitions, below which nothing can be said
+_MIN_TRANSITIONS = 128  # transitions, below which nothing can be said
 _KEPT = 300  # steps that are kept as they are, for what is compared and timed
 _LEAST_PLAYED = 600  # steps
 _MOST_PLAYED = 3000  # steps, after which figures that are still uncertain are given as such
@@ -440,9 +440,9 @@ def _sampled(
 ) -> _Sample:
     """A sample of transitions, the first of which are kept."""
     first = list(itertools.islice(steps, kept))
-    if len(first) < _LEAST:
+    if len(first) < _MIN_TRANSITIONS:
         raise InvalidArgumentError(
-            f"{source} gives {len(first)} transitions, and a plan needs at least {_LEAST}; pass more frames or steps"
+            f"{source} gives {len(first)} transitions, and a plan needs at least {_MIN_TRANSITIONS}; pass more frames or steps"
         )
     before, after = (np.stack([_channel_first(stack) for stack in part]) for part in zip(*first, strict=True))
     candidates = list(candidate_layouts(before.shape[1:], before.dtype, n_stack=n_stack))
