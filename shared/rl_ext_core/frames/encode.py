@@ -204,7 +204,7 @@ def count_padding(stack, geometry):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _reference_for(p, s, before, frame, geometry, bound, scratch):  # type: ignore[no-untyped-def]
+def _choose_reference(p, s, before, frame, geometry, bound, scratch):  # type: ignore[no-untyped-def]
     """The reference frame that is most like this one, of the recent ones and that of the block before; where none is,
     this one becomes one.
     """
@@ -268,7 +268,7 @@ def _start_block(p, s, frame, geometry, bound, seals, turned, scratch):  # type:
     p.blocks[block, USERS] = uint32(1)
     p.blocks[block, PREVIOUS] = uint32(before)
     if geometry.coder == PATCH:
-        reference = _reference_for(p, s, before, frame, geometry, bound, scratch)
+        reference = _choose_reference(p, s, before, frame, geometry, bound, scratch)
         p.blocks[block, REFERENCE] = uint32(reference)
         copy_bytes(address_in(p.frame, s), p.references + uint64(reference * p.reference_bytes), geometry.frame_bytes)
     if p.has_checksums:
