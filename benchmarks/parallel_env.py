@@ -40,7 +40,7 @@ class HangError(Exception):
     """A measurement did not end in time."""
 
 
-def once(*arguments: object, limit_s: float | None = None) -> Any:
+def run_once(*arguments: object, limit_s: float | None = None) -> Any:
     """Run a measurement in a fresh process, and give what it returns; whatever it leaves running is killed."""
     command = [sys.executable, "-m", "benchmarks._parallel_env_once", *map(str, arguments)]
     # Files: the end of a pipe does not come while a process that was left behind holds it.
@@ -79,7 +79,7 @@ def start(rounds: int, workers: int) -> None:
     found: dict[str, list[Any]] = {whose: [] for whose in LIBRARIES}
     for turn in range(rounds):
         for whose in LIBRARIES if turn % 2 else reversed(LIBRARIES):
-            found[whose].append(once("start", whose, workers))
+            found[whose].append(run_once("start", whose, workers))
 
     def figure(whose: str, which: int, name: str) -> float:
         return float(median(starts[which][name] for starts in found[whose]))
@@ -105,7 +105,7 @@ def start(rounds: int, workers: int) -> None:
 
 def many(rounds: int, workers: int) -> None:
     """More workers than there are cores; what TorchRL's would need is known from fewer."""
-    total = median(once("start", "ours", MANY)[0]["total"] for _ in range(rounds))
+    total = median(run_once("start", "ours", MANY)[0]["total"] for _ in range(rounds))
     print(f"\nCartPole-v1, {MANY} workers")
     verdict = f"(≤ {MANY_BAR_MIB:.0f} MiB){'' if total <= MANY_BAR_MIB else '  missed'}"
     row("memory of all processes, after a rollout", "", f"{total:.0f} MiB", verdict=verdict)
@@ -125,7 +125,7 @@ def built(rounds: int, workers: int) -> None:
 
 def _built(whose: str, form: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        return once("built", whose, form, Path(folder, "processes"))
+        return run_once("built", whose, form, Path(folder, "processes"))
 
 
 def steps(rounds: int, workers: int) -> None:
@@ -133,7 +133,7 @@ def steps(rounds: int, workers: int) -> None:
     print(f"\nmilliseconds a step of 2 workers, {10 * rounds} rounds")
     row("", *LIBRARIES)
     for kind, label in (("CartPole", "CartPole"), ("busy", "CartPole that takes 2 ms")):
-        seconds = {name: np.array(column) for name, column in once("steps", kind, 10 * rounds).items()}
+        seconds = {name: np.array(column) for name, column in run_once("steps", kind, 10 * rounds).items()}
         for ours, form in (("ours", "the same lambda"), ("ours, an instance", "an instance")):
             ratio = times_as_fast(seconds, ours, than="TorchRL")
             columns = (f"{np.median(seconds[name]) * 1e3:.2f}" for name in ("TorchRL", ours))
@@ -147,7 +147,7 @@ def failures(rounds: int, workers: int) -> None:
         for whose in LIBRARIES:
             with tempfile.TemporaryDirectory() as folder:
                 try:
-                    took, said, closed = once("failing", whose, failure, Path(folder, "fails"), limit_s=LIMIT_S)
+                    took, said, closed = run_once("failing", whose, failure, Path(folder, "fails"), limit_s=LIMIT_S)
                 except HangError:
                     row(f"{failure}, {whose}", f"> {LIMIT_S} s")
                     continue

@@ -191,7 +191,7 @@ def learn(rounds: int, n_envs: int) -> None:
         row(whose, f"{timesteps / np.median(found):,.0f}", verdict=verdict)
 
 
-def once(*arguments: object) -> Any:
+def run_once(*arguments: object) -> Any:
     """Run a measurement in a fresh process."""
     return json.loads(run_module("benchmarks._vec_env_once", *arguments))
 
@@ -202,7 +202,7 @@ def start(rounds: int, n_envs: int) -> None:
     found: dict[str, list[Any]] = {"SB3": [], "ours": []}
     for turn in range(max(1, rounds // 3)):
         for whose in list(found) if turn % 2 else list(reversed(found)):
-            found[whose].append(once(whose, STARTED))
+            found[whose].append(run_once(whose, STARTED))
 
     def figures(which: int, name: str) -> Mapping[str, list[float]]:
         return {whose: [starts[which][name] for starts in all_starts] for whose, all_starts in found.items()}
@@ -222,7 +222,7 @@ def start(rounds: int, n_envs: int) -> None:
 
 def restart(rounds: int, n_envs: int) -> None:
     """The step in which a worker is replaced."""
-    seconds = median(once("restart", 0))
+    seconds = median(run_once("restart", 0))
     verdict = f"(≤ {RESTART_S:g} s){'' if seconds <= RESTART_S else '  missed'}"
     print(f"\nrestart: a step of {STARTED} workers in which one is replaced, CartPole")
     row("", f"{seconds:.3f} s", verdict=verdict)

@@ -67,17 +67,17 @@ def test_a_measurement_that_leaves_processes_hangs_or_fails_is_ended_and_says_so
 ) -> None:
     program = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-S', '-c', {SLEEPS!r}]).pid)"
     run_instead(monkeypatch, program)
-    pid = parallel_env.once("start")
+    pid = parallel_env.run_once("start")
     deadline = time.monotonic() + 120
     while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not alive(pid)
     run_instead(monkeypatch, SLEEPS)
     with pytest.raises(parallel_env.HangError):
-        parallel_env.once("start", limit_s=0.5)
+        parallel_env.run_once("start", limit_s=0.5)
     run_instead(monkeypatch, "raise SystemExit('no such thing')")
     with pytest.raises(RuntimeError, match="no such thing"):
-        parallel_env.once("start")
+        parallel_env.run_once("start")
 
 
 def alive(pid: int) -> bool:
@@ -98,6 +98,6 @@ def run_instead(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("whose", ["ours", "TorchRL"])
 def test_a_start_is_measured(whose: str) -> None:
-    first, later = parallel_env.once("start", whose, 1)
+    first, later = parallel_env.run_once("start", whose, 1)
     assert all(value > 0 for start in (first, later) for value in start.values())
     assert first["total"] > first["private"]
