@@ -222,17 +222,17 @@ def has_known_leaves(
         if type(leaf) is type(stored) is TensorDict:
             continue
         if not isinstance(leaf, torch.Tensor) or not isinstance(stored, torch.Tensor):
-            if stored is not None and _sort(leaf) != _sort(stored):
+            if stored is not None and _kind_of(leaf) != _kind_of(stored):
                 raise InvalidTypeError(
                     f"{key!r} is a {type(leaf).__name__}, the storage holds a {type(stored).__name__} there; "
                     "nothing was stored. Give it another key"
                 )
-            if stored is None and not may_add_keys and _sort(leaf) != "tensordict":
+            if stored is None and not may_add_keys and _kind_of(leaf) != "tensordict":
                 raise InvalidArgumentError(
                     f"{key!r} was not among the first elements, and the files in storage_dir have no room for it; "
                     "nothing was stored. Give all elements the same keys, or leave storage_dir out"
                 )
-            known &= stored is not None and _sort(leaf) == "tensordict"
+            known &= stored is not None and _kind_of(leaf) == "tensordict"
             continue
         expected = (*stored.shape[where.stored_dims :], *images.get(key, ()))
         if tuple(leaf.shape[where.batch_dims :]) != expected:
@@ -261,7 +261,7 @@ def snapshot_rows(rows: Any, cursor: Any) -> Callable[[], None]:
     return undo
 
 
-def _sort(value: Any) -> str:
+def _kind_of(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return "tensor"
     # Text of several elements is read as a list.
