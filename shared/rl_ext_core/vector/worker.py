@@ -179,7 +179,7 @@ class Environments:
 
     def _step(self, actions: Iterable[Any]) -> None:
         cells, phase_at, environment_at = self._cells, Cell.PHASE, Cell.ENVIRONMENT
-        rewards, kinds, flags, all_rows = self._rewards, self._kinds, self._flags, self._slots
+        rewards, kinds, flags, all_slots = self._rewards, self._kinds, self._flags, self._slots
         array, due, same_step = np.ndarray, self._due, self._autoreset is Autoreset.SAME_STEP
         entries: list[Any] | None = None
         reward: Any
@@ -217,7 +217,7 @@ class Environments:
             kinds[number] = kind
             if kind != OTHER:
                 rewards[number] = reward
-            for row in all_rows[number]:
+            for row in all_slots[number]:
                 part = observation
                 for key in row.path:
                     part = part[key]
