@@ -57,7 +57,7 @@ _DEFAULT_OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 _MIN_TRANSITIONS = 128  # transitions, below which nothing can be said
-_KEPT = 300  # steps that are kept as they are, for what is compared and timed
+_KEPT_STEPS = 300  # steps that are kept as they are, for what is compared and timed
 _LEAST_PLAYED = 600  # steps
 _MOST_PLAYED = 3000  # steps, after which figures that are still uncertain are given as such
 _MOST_BYTES = 1 << 28  # in all stores, after which they are too
@@ -491,7 +491,7 @@ def _played(
     action = np.asarray(env.action_space.sample())
     row_bytes = _ROW_BYTES - 8 + action.size * (4 if action.dtype.kind == "f" else 8)
     played = itertools.islice(_transitions(env, stacked, seed), steps or _MOST_PLAYED)
-    return _sampled(played, source, n_stack, steps or _KEPT, row_bytes)
+    return _sampled(played, source, n_stack, steps or _KEPT_STEPS, row_bytes)
 
 
 def _transitions(env: Any, stacked: Callable[[Any, _Array], _Array], seed: int) -> _Transitions:
