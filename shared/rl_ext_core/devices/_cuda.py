@@ -199,7 +199,7 @@ class Machine:
         :raises DeviceConflictError: torch has started CUDA under another mask
         """
         shown = visible(self.inventory, self.environ)
-        started = None if self._given is not None else _started_uuids()
+        started = None if self._given is not None else _uuids_seen_by_torch()
         if started is not None and self.inventory.gpus and not shown.mig and started != shown.uuids:
             raise DeviceConflictError(
                 f"{MASK}={self.environ.get(MASK)!r} shows {len(shown.uuids)} GPUs, but torch started CUDA in this "
@@ -247,7 +247,7 @@ class Machine:
         return "torch" in versions and not versions.get("torch.cuda")
 
 
-def _started_uuids() -> tuple[str, ...] | None:
+def _uuids_seen_by_torch() -> tuple[str, ...] | None:
     """Ask a torch that has started CUDA what it sees. None if it has not, or is too old to tell UUIDs."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():

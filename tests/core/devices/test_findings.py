@@ -471,7 +471,7 @@ def test_whatever_the_environment_holds_it_is_judged_and_left_as_it_is(
 def here(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """This process on a machine with four GPUs, where no library has read anything."""
     monkeypatch.setattr(Inventory, "current", lambda **_: FOUR)
-    monkeypatch.setattr(_cuda, "_started_uuids", lambda: None)
+    monkeypatch.setattr(_cuda, "_uuids_seen_by_torch", lambda: None)
     monkeypatch.setattr(_apply, "current", None)
     monkeypatch.setattr(_apply, "_module_display", lambda _: None)
     for module in ("mujoco.rendering.classic.gl_context", "mujoco.gl_context", "dm_control._render", "OpenGL.platform"):
@@ -486,7 +486,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_a_mask_that_was_set_after_cuda_had_started(here: pytest.MonkeyPatch) -> None:
     here.setenv(MASK, "0")
-    here.setattr(_cuda, "_started_uuids", lambda: (uuid(1),))
+    here.setattr(_cuda, "_uuids_seen_by_torch", lambda: (uuid(1),))
     (found,) = check_environment()
     assert (found.variable, found.fix) == (MASK, f"export {MASK}=0")
     assert "torch started CUDA in this process with 1, other ones" in found.effect

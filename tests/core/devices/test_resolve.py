@@ -354,7 +354,7 @@ def test_what_torch_has_started_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve("auto").device == resolve("cuda").device == "cuda:2"
     monkeypatch.undo()
     monkeypatch.setattr(Inventory, "current", lambda **_: FOUR)
-    monkeypatch.setattr(_cuda, "_started_uuids", lambda: (uuid(0), uuid(1)))
+    monkeypatch.setattr(_cuda, "_uuids_seen_by_torch", lambda: (uuid(0), uuid(1)))
     assert devices.resolve("auto", environ={MASK: "0,1"}).device == "cuda:0"
     with pytest.raises(DeviceConflictError, match=r"CUDA_VISIBLE_DEVICES='1'.*before the program starts"):
         devices.resolve("auto", environ={MASK: "1"})
