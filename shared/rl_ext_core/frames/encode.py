@@ -537,7 +537,7 @@ def release_stacks(state, handles):  # type: ignore[no-untyped-def]
             release_handle(p, handle, geometry)
 
 
-def seal_full(state: Counts, pool: PoolArrays, codec: Codec, room: PoolMemory) -> None:
+def seal_full_blocks(state: Counts, pool: PoolArrays, codec: Codec, room: PoolMemory) -> None:
     """Seals the blocks that have become full, unless nothing needs them any more.
 
     Where memory is short, those that could not be sealed stay on the list.

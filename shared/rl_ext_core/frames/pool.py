@@ -33,7 +33,7 @@ from rl_ext_core.frames.encode import (
     put_stacks,
     release_pairs,
     release_stacks,
-    seal_full,
+    seal_full_blocks,
 )
 from rl_ext_core.frames.geometry import (
     ENTRY_HEADER,
@@ -340,7 +340,7 @@ class FramePool:
         n = len(stacks)
         handles, next_handles = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
         if self._pool.head[state.UNSEALED]:  # of a call that failed, or of a process that was killed
-            seal_full(self._state, self._pool, self.codec, self._memory)
+            seal_full_blocks(self._state, self._pool, self.codec, self._memory)
         self._memory.check_capacity(n if nexts is None else 2 * n)
         flags = np.zeros(n, dtype=np.uint8) if ended is None else np.ascontiguousarray(ended).astype(np.uint8)
         part = _SEALED_STACKS if self.codec.seals else max(n, 1)
@@ -385,7 +385,7 @@ class FramePool:
             if done < len(stacks):
                 self._memory.reserve_stacks(2 if nexts is not None else 1)
         if self.codec.seals:
-            seal_full(self._state, self._pool, self.codec, self._memory)
+            seal_full_blocks(self._state, self._pool, self.codec, self._memory)
 
     def put_pairs(self, stacks: int, memory: int, nexts: int, next_memory: int) -> Handles:
         """Stores one transition of each stream. As of all that is about transitions, its caller defers Ctrl-C.
@@ -421,7 +421,7 @@ class FramePool:
                 self._memory.check_capacity(2)
                 self._memory.reserve_stacks(2)
             if self.codec.seals:
-                seal_full(self._state, self._pool, self.codec, self._memory)
+                seal_full_blocks(self._state, self._pool, self.codec, self._memory)
         except BaseException:
             release_pairs(self._state, pairs)
             raise
@@ -529,7 +529,7 @@ class FramePool:
         """Gives back what only stacks to come need. Those share nothing with what is there."""
         end_streams(self._state, self._seals)
         if self.codec.seals:
-            seal_full(self._state, self._pool, self.codec, self._memory)
+            seal_full_blocks(self._state, self._pool, self.codec, self._memory)
         for name in ("last", "frame", "open"):
             start = state.array_offset(name, self._sizes)
             self._region.forget(start, self._arrays[name].nbytes)
