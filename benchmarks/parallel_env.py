@@ -66,7 +66,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def row(label: str, *columns: str, verdict: str = "") -> None:
+def print_row(label: str, *columns: str, verdict: str = "") -> None:
     """Print one."""
     print(f"{label:{WIDTH}}" + "".join(f"{column:>15}" for column in columns) + f"  {verdict}", flush=True)
 
@@ -88,19 +88,21 @@ def start(rounds: int, workers: int) -> None:
         return figure(whose, which, "cpu") + figure(whose, which, "cpu of others") / workers
 
     print(f"\nCartPole-v1, {workers} workers, {rounds} rounds, until the first reset")
-    row("", "TorchRL", "ours, first", "ours, later")
+    print_row("", "TorchRL", "ours, first", "ours, later")
     columns = [("TorchRL", 0), ("ours", 0), ("ours", 1)]
     cpu = [figure(*column, "cpu") for column in columns]
     private = [figure(*column, "private") for column in columns]
-    row("CPU, a worker", *(f"{value:.3f} s" for value in cpu), verdict=format_ratio(cpu[0] / max(cpu[1:]), CPU_BAR))
-    row("CPU, a worker and its part of what is shared", *(f"{shared(*column):.2f} s" for column in columns))
-    row("wall time", *(f"{figure(*column, 'wall'):.2f} s" for column in columns))
-    row(
+    print_row(
+        "CPU, a worker", *(f"{value:.3f} s" for value in cpu), verdict=format_ratio(cpu[0] / max(cpu[1:]), CPU_BAR)
+    )
+    print_row("CPU, a worker and its part of what is shared", *(f"{shared(*column):.2f} s" for column in columns))
+    print_row("wall time", *(f"{figure(*column, 'wall'):.2f} s" for column in columns))
+    print_row(
         "private memory, a worker, after a rollout",
         *(f"{value:.1f} MiB" for value in private),
         verdict=format_ratio(private[0] / max(private[1:]), MEMORY_BAR),
     )
-    row("memory of all processes", *(f"{figure(*column, 'total'):.0f} MiB" for column in columns))
+    print_row("memory of all processes", *(f"{figure(*column, 'total'):.0f} MiB" for column in columns))
 
 
 def many(rounds: int, workers: int) -> None:
@@ -108,19 +110,19 @@ def many(rounds: int, workers: int) -> None:
     total = median(run_once("start", "ours", MANY)[0]["total"] for _ in range(rounds))
     print(f"\nCartPole-v1, {MANY} workers")
     verdict = f"(≤ {MANY_BAR_MIB:.0f} MiB){'' if total <= MANY_BAR_MIB else '  missed'}"
-    row("memory of all processes, after a rollout", "", f"{total:.0f} MiB", verdict=verdict)
+    print_row("memory of all processes, after a rollout", "", f"{total:.0f} MiB", verdict=verdict)
 
 
 def built(rounds: int, workers: int) -> None:
     """Environments that the process of the training builds for two workers; it needs none of them."""
     print("\nenvironments built in the parent, for 2 workers")
-    row("", *LIBRARIES)
+    print_row("", *LIBRARIES)
     for form in ("a function", "a lambda", "two lambdas", "an instance"):
         counts = {whose: _built(whose, form) for whose in LIBRARIES if (whose, form) != ("TorchRL", "an instance")}
         verdict = "(0)" if counts["ours"] == 0 else "(0)  missed"
-        row(form, str(counts.get("TorchRL", "refused")), str(counts["ours"]), verdict=verdict)
+        print_row(form, str(counts.get("TorchRL", "refused")), str(counts["ours"]), verdict=verdict)
         if "TorchRL" in counts:
-            row("  metadata_from_workers=True, use_buffers=False", str(_built("from workers", form)))
+            print_row("  metadata_from_workers=True, use_buffers=False", str(_built("from workers", form)))
 
 
 def _built(whose: str, form: str) -> Any:
@@ -131,13 +133,13 @@ def _built(whose: str, form: str) -> Any:
 def steps(rounds: int, workers: int) -> None:
     """Milliseconds a step of two workers."""
     print(f"\nmilliseconds a step of 2 workers, {10 * rounds} rounds")
-    row("", *LIBRARIES)
+    print_row("", *LIBRARIES)
     for kind, label in (("CartPole", "CartPole"), ("busy", "CartPole that takes 2 ms")):
         seconds = {name: np.array(column) for name, column in run_once("steps", kind, 10 * rounds).items()}
         for ours, form in (("ours", "the same lambda"), ("ours, an instance", "an instance")):
             ratio = times_as_fast(seconds, ours, than="TorchRL")
             columns = (f"{np.median(seconds[name]) * 1e3:.2f}" for name in ("TorchRL", ours))
-            row(f"{label}, {form}", *columns, verdict=format_ratio(ratio, SPEED_BAR))
+            print_row(f"{label}, {form}", *columns, verdict=format_ratio(ratio, SPEED_BAR))
 
 
 def failures(rounds: int, workers: int) -> None:
@@ -149,11 +151,11 @@ def failures(rounds: int, workers: int) -> None:
                 try:
                     took, said, closed = run_once("failing", whose, failure, Path(folder, "fails"), limit_s=LIMIT_S)
                 except HangError:
-                    row(f"{failure}, {whose}", f"> {LIMIT_S} s")
+                    print_row(f"{failure}, {whose}", f"> {LIMIT_S} s")
                     continue
-            row(f"{failure}, {whose}", f"{took:.2f} s", verdict=said.splitlines()[0][:100])
+            print_row(f"{failure}, {whose}", f"{took:.2f} s", verdict=said.splitlines()[0][:100])
             if isinstance(closed, str):
-                row("    then close()", "", verdict=closed[:100])
+                print_row("    then close()", "", verdict=closed[:100])
 
 
 def meltingpot(rounds: int, workers: int) -> None:
@@ -174,10 +176,10 @@ def meltingpot_table(found: Mapping[str, Sequence[Any]]) -> None:
         return [float(np.mean(start["workers"][name])) for start in starts]
 
     cpu, private = means("cpu_s"), means("private_mib")
-    row("", "TorchRL", "ours, first", "ours, later")
-    row("CPU, a worker", *(f"{value:.2f} s" for value in cpu), verdict=f"{cpu[0] / max(cpu[1:]):6.2f}×")
-    row("wall time", *(f"{start['wall_s']:.2f} s" for start in starts))
-    row(
+    print_row("", "TorchRL", "ours, first", "ours, later")
+    print_row("CPU, a worker", *(f"{value:.2f} s" for value in cpu), verdict=f"{cpu[0] / max(cpu[1:]):6.2f}×")
+    print_row("wall time", *(f"{start['wall_s']:.2f} s" for start in starts))
+    print_row(
         "private memory, a worker",
         *(f"{value:.0f} MiB" for value in private),
         verdict=f"{private[0] / max(private[1:]):6.2f}×",

@@ -48,7 +48,7 @@ STARTED = 4
 WIDTH = 34
 
 
-def row(label: str, *columns: str, verdict: str = "") -> None:
+def print_row(label: str, *columns: str, verdict: str = "") -> None:
     """Print one."""
     print(f"{label:{WIDTH}}" + "".join(f"{column:>16}" for column in columns) + f"  {verdict}", flush=True)
 
@@ -99,7 +99,7 @@ def rates(name: str, build: Callable[[], Any], n_envs: int, count: int, rounds: 
             verdict += "   " + format_ratio(share, bar if name == "busy" else None, " of bare")
         rate = count * n_envs / np.median(found)
         record("vec_env", f"{name}: {whose}", steps_per_second=rate, ratio=times_as_fast(seconds, whose, than=THEIRS))
-        row(whose, f"{rate:,.0f}", verdict=verdict)
+        print_row(whose, f"{rate:,.0f}", verdict=verdict)
 
 
 def steps(rounds: int, n_envs: int) -> None:
@@ -128,7 +128,7 @@ def ray(rounds: int, n_envs: int) -> None:
         seconds = interleaved({whose: make_stepper(venv, count) for whose, venv in made.items()}, rounds=rounds)
         for whose, found in seconds.items():
             ratio = format_ratio(times_as_fast(seconds, whose, than=SharedMemoryVecEnv.__name__), None)
-            row(whose, f"{count * n_envs / np.median(found):,.0f}", verdict=ratio)
+            print_row(whose, f"{count * n_envs / np.median(found):,.0f}", verdict=ratio)
             made[whose].close()
     cluster.shutdown()
 
@@ -147,7 +147,7 @@ def vector(rounds: int, n_envs: int) -> None:
         for whose, found in seconds.items():
             bar = None if whose == "AsyncVectorEnv" else 3.0
             verdict = format_ratio(times_as_fast(seconds, whose, than="AsyncVectorEnv"), bar)
-            row(whose, f"{count * n_envs / np.median(found):,.0f}", verdict=verdict)
+            print_row(whose, f"{count * n_envs / np.median(found):,.0f}", verdict=verdict)
             made[whose].close()
 
 
@@ -188,7 +188,7 @@ def learn(rounds: int, n_envs: int) -> None:
         venv.close()
     for whose, found in seconds.items():
         verdict = format_ratio(times_as_fast(seconds, whose, than=THEIRS), BARS.get(("learn", whose)))
-        row(whose, f"{timesteps / np.median(found):,.0f}", verdict=verdict)
+        print_row(whose, f"{timesteps / np.median(found):,.0f}", verdict=verdict)
 
 
 def run_once(*arguments: object) -> Any:
@@ -207,17 +207,17 @@ def start(rounds: int, n_envs: int) -> None:
     def figures(which: int, name: str) -> Mapping[str, list[float]]:
         return {whose: [starts[which][name] for starts in all_starts] for whose, all_starts in found.items()}
 
-    row("", "SubprocVecEnv", "ours")
+    print_row("", "SubprocVecEnv", "ours")
     for which, label in enumerate(("first", "later")):
         seconds = figures(which, "seconds")
         ratio = median(theirs / ours for theirs, ours in zip(seconds["SB3"], seconds["ours"], strict=True))
         columns = (f"{median(seconds[whose]):.2f} s" for whose in found)
-        row(label, *columns, verdict=format_ratio(ratio, BARS["start", label]))
+        print_row(label, *columns, verdict=format_ratio(ratio, BARS["start", label]))
     private = figures(1, "private")
     mine = median(private["ours"])
     verdict = f"(≤ {PRIVATE_MIB} MiB){'' if mine <= PRIVATE_MIB else '  missed'}"
-    row("private memory of a worker", *(f"{median(private[whose]):.1f} MiB" for whose in found), verdict=verdict)
-    row("close()", *(f"{median(figures(1, 'close')[whose]):.2f} s" for whose in found))
+    print_row("private memory of a worker", *(f"{median(private[whose]):.1f} MiB" for whose in found), verdict=verdict)
+    print_row("close()", *(f"{median(figures(1, 'close')[whose]):.2f} s" for whose in found))
 
 
 def restart(rounds: int, n_envs: int) -> None:
@@ -225,7 +225,7 @@ def restart(rounds: int, n_envs: int) -> None:
     seconds = median(run_once("restart", 0))
     verdict = f"(≤ {RESTART_S:g} s){'' if seconds <= RESTART_S else '  missed'}"
     print(f"\nrestart: a step of {STARTED} workers in which one is replaced, CartPole")
-    row("", f"{seconds:.3f} s", verdict=verdict)
+    print_row("", f"{seconds:.3f} s", verdict=verdict)
 
 
 PARTS: dict[str, Callable[[int, int], None]] = {
