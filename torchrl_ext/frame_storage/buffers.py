@@ -64,7 +64,7 @@ class _Method:
         return result
 
 
-def _without_locks(owner: Any, names: tuple[str, ...]) -> None:
+def _replace_locks(owner: Any, names: tuple[str, ...]) -> None:
     for name in names:
         number = getattr(owner, name, None)
         if isinstance(number, sharedctypes.SynchronizedBase) and not isinstance(number.get_lock(), NoLock):
@@ -74,9 +74,9 @@ def _without_locks(owner: Any, names: tuple[str, ...]) -> None:
 
 def make_kill_safe(storage: Any) -> None:
     """Take the semaphores away from a storage and its buffers."""
-    _without_locks(storage, _NUMBERS_OF_STORAGES)
+    _replace_locks(storage, _NUMBERS_OF_STORAGES)
     for buffer in storage._attached_entities:
-        _without_locks(getattr(buffer, "_writer", None), _NUMBERS_OF_WRITERS)
+        _replace_locks(getattr(buffer, "_writer", None), _NUMBERS_OF_WRITERS)
         for name in ("add", "extend", "empty"):
             if callable(getattr(type(buffer), name, None)):
                 setattr(buffer, name, _Method(buffer, name))
