@@ -103,7 +103,7 @@ class MemoryLayout:
             for index, path in enumerate(self.paths)
         ]
 
-    def joined(self, parts: list[Any]) -> Any:
+    def build_observation(self, parts: list[Any]) -> Any:
         """Make an observation of its arrays."""
         return parts[0] if self.tree == 0 else _joined(self.tree, parts)
 

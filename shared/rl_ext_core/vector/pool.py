@@ -308,7 +308,9 @@ class Pool:
 
     def observations(self, *, copy: bool = True) -> Any:
         """Return the observations: copies, or the arrays that the next step writes into."""
-        return self.layout.joined([array.copy() for array in self._observations] if copy else self._observations)
+        return self.layout.build_observation(
+            [array.copy() for array in self._observations] if copy else self._observations
+        )
 
     def results(self) -> list[Any]:
         """Return the results of a call, or raise what an environment has raised when all have answered."""

@@ -122,7 +122,7 @@ class RestartingPool(Pool):
         for index, (_, info, _, _) in enumerate(infos, worker.first):
             error = {"worker_error": self._worker_error(first, index)}
             # Nothing was returned yet where the first reset fails: then there is no last observation to return.
-            last = self.layout.joined([array[index].copy() for array in self._last]) if self._last else None
+            last = self.layout.build_observation([array[index].copy() for array in self._last]) if self._last else None
             entries.append((dict(error), None if unseen else {**info, **error}, None, last))
         if unseen:
             for array, before in zip(self._observations, self._last, strict=True):
