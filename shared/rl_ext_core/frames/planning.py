@@ -58,7 +58,7 @@ _DEFAULT_OPTIONS: tuple[dict[str, Any], ...] = (
 
 _MIN_TRANSITIONS = 128  # transitions, below which nothing can be said
 _KEPT_STEPS = 300  # steps that are kept as they are, for what is compared and timed
-_LEAST_PLAYED = 600  # steps
+_MIN_PLAYED_STEPS = 600  # steps
 _MOST_PLAYED = 3000  # steps, after which figures that are still uncertain are given as such
 _MOST_BYTES = 1 << 28  # in all stores, after which they are too
 _WINDOW = 16  # transitions between two looks at what they take
@@ -561,7 +561,7 @@ def _measured(sample: _Sample, ways: Sequence[Mapping[str, Any]]) -> tuple[list[
         sizes.append([store.nbytes for store in stores])
         if count > kept:
             means, errors = _taken(sizes)
-            known = count >= _LEAST_PLAYED and (errors <= _CLOSE * (means + sample.row_bytes)).all()
+            known = count >= _MIN_PLAYED_STEPS and (errors <= _CLOSE * (means + sample.row_bytes)).all()
             if known or sum(sizes[-1]) > _MOST_BYTES:
                 break
     costs = zip(stores, *_taken(sizes), strict=True)
