@@ -258,7 +258,7 @@ def _uuids_seen_by_torch() -> tuple[str, ...] | None:
     return tuple(f"GPU-{device.uuid}" for device in devices)
 
 
-def current_of_torch() -> int | None:
+def torch_current_device() -> int | None:
     """Return the current CUDA device if this process uses CUDA already; asking must not start it."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():

@@ -80,7 +80,7 @@ def pick(picker: Picker, machine: Machine) -> tuple[int, str]:
     name = launched(machine.environ)
     if name is not None:
         return _of_launched_rank(name, machine)
-    current = _cuda.current_of_torch()
+    current = _cuda.torch_current_device()
     if current is not None and current < count:
         return current, "it is torch's current device"
     return 0, f"it is the first of {count} visible" if count > 1 else "it is the only one visible"

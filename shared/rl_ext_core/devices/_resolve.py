@@ -291,7 +291,7 @@ def decide_compute(request: Request, machine: Machine, picker: Picker) -> Decisi
 
 
 def _ordinal(request: Request, machine: Machine) -> int:
-    index = request.index if request.index is not None else _cuda.current_of_torch() or 0
+    index = request.index if request.index is not None else _cuda.torch_current_device() or 0
     if index < machine.count:
         return index
     raise DeviceUnavailableError(_index_error(request, index, machine))

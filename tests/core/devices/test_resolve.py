@@ -350,7 +350,7 @@ def test_without_torch_a_decision_can_be_made_and_its_torch_device_says_what_to_
 
 def test_what_torch_has_started_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Inventory, "current", lambda **_: FOUR)
-    monkeypatch.setattr(_cuda, "current_of_torch", lambda: 2)
+    monkeypatch.setattr(_cuda, "torch_current_device", lambda: 2)
     assert resolve("auto").device == resolve("cuda").device == "cuda:2"
     monkeypatch.undo()
     monkeypatch.setattr(Inventory, "current", lambda **_: FOUR)
