@@ -69,7 +69,7 @@ _NOTHING = np.zeros((2, 0), dtype=np.uint64)
 
 
 @njit(nogil=True)
-def put_frame(frame, out, position, geometry):  # type: ignore[no-untyped-def]
+def copy_into_stack(frame, out, position, geometry):  # type: ignore[no-untyped-def]
     """Copies a frame to its place in the stack at ``out``."""
     n_bytes = geometry.frame_bytes
     if geometry.stored == PLANAR:
@@ -253,9 +253,9 @@ def _decode(  # type: ignore[no-untyped-def]
             left -= 1
             before = left - back  # frames of the first stack that come later
             if 0 <= before < depth:
-                put_frame(source, out, n_stack - 1 - before, geometry)
+                copy_into_stack(source, out, n_stack - 1 - before, geometry)
             if left < next_depth:
-                put_frame(source, next_out, n_stack - 1 - left, geometry)
+                copy_into_stack(source, next_out, n_stack - 1 - left, geometry)
         start = 0
     return 0
 
