@@ -80,12 +80,12 @@ class Failing(CartPoleEnv):
         return super().step(action)
 
 
-def start(whose: str, count: int) -> list[dict[str, float]]:
+def start(library: str, count: int) -> list[dict[str, float]]:
     """Start CartPole's workers twice: ours finds its fork server running the second time."""
     starts = []
     for _ in range(2):
         begin, before = time.perf_counter(), _cpu_without_workers(())
-        if whose == "ours":
+        if library == "ours":
             env = torchrl_ext.ParallelEnv(count, gymnasium.make("CartPole-v1"))
         else:
             env = ParallelEnv(count, lambda: GymEnv("CartPole-v1"), mp_start_method="spawn")
@@ -115,10 +115,10 @@ def _cpu_without_workers(workers: Any) -> float:
     return own + sum(map(cpu_s, set(descendants_of()) - set(workers)))
 
 
-def built(whose: str, form: str, path: str) -> int:
+def built(library: str, form: str, path: str) -> int:
     """How many environments this process builds for two workers, the user's own instance left out."""
-    parallel: Callable[..., Any] = torchrl_ext.ParallelEnv if whose == "ours" else ParallelEnv
-    if whose == "from workers":  # TorchRL's, with its options for that
+    parallel: Callable[..., Any] = torchrl_ext.ParallelEnv if library == "ours" else ParallelEnv
+    if library == "from workers":  # TorchRL's, with its options for that
         parallel = partial(ParallelEnv, metadata_from_workers=True, use_buffers=False)
 
     def make() -> Any:
@@ -170,9 +170,9 @@ def steps(kind: str, rounds: int) -> dict[str, list[float]]:
     return {name: (column / length).tolist() for name, column in seconds.items()}
 
 
-def failing(whose: str, failure: str, path: str) -> list[Any]:
+def failing(library: str, failure: str, path: str) -> list[Any]:
     """Seconds from a worker's failure to the exception, what that says, and seconds that closing takes."""
-    parallel = torchrl_ext.ParallelEnv if whose == "ours" else ParallelEnv
+    parallel = torchrl_ext.ParallelEnv if library == "ours" else ParallelEnv
     env = parallel(2, lambda: GymWrapper(Failing(failure, path)))
     env.rollout(ROLLOUT, break_when_any_done=False)
     Path(path).touch()

@@ -27,11 +27,11 @@ __all__ = ["PPO"]
 RESTARTS = 15
 
 
-def start(whose: str, workers: int) -> dict[str, float]:
+def start(library: str, workers: int) -> dict[str, float]:
     """Start CartPole's workers, and measure until the first observation, and what they hold after a rollout."""
     begin = time.perf_counter()
     venv: VecEnv
-    if whose == "SB3":
+    if library == "SB3":
         venv = make_vec_env(cart_pole, workers, vec_env_cls=SubprocVecEnv)
     else:
         venv = sb3_ext.make_vec_env(cart_pole, workers, isolation="process")
@@ -64,8 +64,8 @@ def restart() -> list[float]:
 
 def main() -> None:
     """Start twice: ours finds its fork server running the second time."""
-    whose, workers = sys.argv[1], int(sys.argv[2])
-    answer = restart() if whose == "restart" else [start(whose, workers) for _ in range(2)]
+    library, workers = sys.argv[1], int(sys.argv[2])
+    answer = restart() if library == "restart" else [start(library, workers) for _ in range(2)]
     print(json.dumps(answer))
 
 

@@ -76,16 +76,16 @@ def print_row(label: str, *columns: str, verdict: str = "") -> None:
 
 def start(rounds: int, workers: int) -> None:
     """CPU time, memory and wall time of a start."""
-    found: dict[str, list[Any]] = {whose: [] for whose in LIBRARIES}
+    found: dict[str, list[Any]] = {library: [] for library in LIBRARIES}
     for turn in range(rounds):
-        for whose in LIBRARIES if turn % 2 else reversed(LIBRARIES):
-            found[whose].append(run_once("start", whose, workers))
+        for library in LIBRARIES if turn % 2 else reversed(LIBRARIES):
+            found[library].append(run_once("start", library, workers))
 
-    def figure(whose: str, which: int, name: str) -> float:
-        return float(median(starts[which][name] for starts in found[whose]))
+    def figure(library: str, which: int, name: str) -> float:
+        return float(median(starts[which][name] for starts in found[library]))
 
-    def shared(whose: str, which: int) -> float:
-        return figure(whose, which, "cpu") + figure(whose, which, "cpu of others") / workers
+    def shared(library: str, which: int) -> float:
+        return figure(library, which, "cpu") + figure(library, which, "cpu of others") / workers
 
     print(f"\nCartPole-v1, {workers} workers, {rounds} rounds, until the first reset")
     print_row("", "TorchRL", "ours, first", "ours, later")
@@ -118,16 +118,18 @@ def built(rounds: int, workers: int) -> None:
     print("\nenvironments built in the parent, for 2 workers")
     print_row("", *LIBRARIES)
     for form in ("a function", "a lambda", "two lambdas", "an instance"):
-        counts = {whose: _built(whose, form) for whose in LIBRARIES if (whose, form) != ("TorchRL", "an instance")}
+        counts = {
+            library: _built(library, form) for library in LIBRARIES if (library, form) != ("TorchRL", "an instance")
+        }
         verdict = "(0)" if counts["ours"] == 0 else "(0)  missed"
         print_row(form, str(counts.get("TorchRL", "refused")), str(counts["ours"]), verdict=verdict)
         if "TorchRL" in counts:
             print_row("  metadata_from_workers=True, use_buffers=False", str(_built("from workers", form)))
 
 
-def _built(whose: str, form: str) -> Any:
+def _built(library: str, form: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        return run_once("built", whose, form, Path(folder, "processes"))
+        return run_once("built", library, form, Path(folder, "processes"))
 
 
 def steps(rounds: int, workers: int) -> None:
@@ -146,14 +148,14 @@ def failures(rounds: int, workers: int) -> None:
     """Seconds from a worker's failure to the exception, and what a user reads then."""
     print("\nseconds from a worker's failure to the exception, and its first line")
     for failure in ("raise", "SIGSEGV", "SIGKILL"):
-        for whose in LIBRARIES:
+        for library in LIBRARIES:
             with tempfile.TemporaryDirectory() as folder:
                 try:
-                    took, said, closed = run_once("failing", whose, failure, Path(folder, "fails"), limit_s=LIMIT_S)
+                    took, said, closed = run_once("failing", library, failure, Path(folder, "fails"), limit_s=LIMIT_S)
                 except HangError:
-                    print_row(f"{failure}, {whose}", f"> {LIMIT_S} s")
+                    print_row(f"{failure}, {library}", f"> {LIMIT_S} s")
                     continue
-            print_row(f"{failure}, {whose}", f"{took:.2f} s", verdict=said.splitlines()[0][:100])
+            print_row(f"{failure}, {library}", f"{took:.2f} s", verdict=said.splitlines()[0][:100])
             if isinstance(closed, str):
                 print_row("    then close()", "", verdict=closed[:100])
 

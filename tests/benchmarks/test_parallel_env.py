@@ -96,8 +96,8 @@ def run_instead(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("whose", ["ours", "TorchRL"])
-def test_a_start_is_measured(whose: str) -> None:
-    first, later = parallel_env.run_once("start", whose, 1)
+@pytest.mark.parametrize("library", ["ours", "TorchRL"])
+def test_a_start_is_measured(library: str) -> None:
+    first, later = parallel_env.run_once("start", library, 1)
     assert all(value > 0 for start in (first, later) for value in start.values())
     assert first["total"] > first["private"]
