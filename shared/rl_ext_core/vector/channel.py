@@ -105,7 +105,7 @@ class MemoryLayout:
 
     def build_observation(self, parts: list[Any]) -> Any:
         """Make an observation of its arrays."""
-        return parts[0] if self.tree == 0 else _joined(self.tree, parts)
+        return parts[0] if self.tree == 0 else _build_observation(self.tree, parts)
 
 
 def _take_apart(space: Any, path: tuple[Any, ...], leaves: list[Leaf]) -> Any:
@@ -123,10 +123,10 @@ def _take_apart(space: Any, path: tuple[Any, ...], leaves: list[Leaf]) -> Any:
     return len(leaves) - 1
 
 
-def _joined(tree: Any, parts: list[Any]) -> Any:
+def _build_observation(tree: Any, parts: list[Any]) -> Any:
     if isinstance(tree, dict):
-        return {key: _joined(inner, parts) for key, inner in tree.items()}
-    return tuple(_joined(inner, parts) for inner in tree) if isinstance(tree, tuple) else parts[tree]
+        return {key: _build_observation(inner, parts) for key, inner in tree.items()}
+    return tuple(_build_observation(inner, parts) for inner in tree) if isinstance(tree, tuple) else parts[tree]
 
 
 class ObservationSlot:
