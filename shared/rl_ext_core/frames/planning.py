@@ -59,7 +59,7 @@ _DEFAULT_OPTIONS: tuple[dict[str, Any], ...] = (
 _MIN_TRANSITIONS = 128  # transitions, below which nothing can be said
 _KEPT_STEPS = 300  # steps that are kept as they are, for what is compared and timed
 _MIN_PLAYED_STEPS = 600  # steps
-_MOST_PLAYED = 3000  # steps, after which figures that are still uncertain are given as such
+_MAX_PLAYED_STEPS = 3000  # steps, after which figures that are still uncertain are given as such
 _MOST_BYTES = 1 << 28  # in all stores, after which they are too
 _WINDOW = 16  # transitions between two looks at what they take
 _PARTS = 10  # at most so many parts of what was seen are compared
@@ -490,7 +490,7 @@ def _played(
     stacked = _stacker(tuple(space.shape), shape, n_stack, source)
     action = np.asarray(env.action_space.sample())
     row_bytes = _ROW_BYTES - 8 + action.size * (4 if action.dtype.kind == "f" else 8)
-    played = itertools.islice(_transitions(env, stacked, seed), steps or _MOST_PLAYED)
+    played = itertools.islice(_transitions(env, stacked, seed), steps or _MAX_PLAYED_STEPS)
     return _sampled(played, source, n_stack, steps or _KEPT_STEPS, row_bytes)
 
 
@@ -575,7 +575,7 @@ def _store(sample: _Sample, options: Mapping[str, Any]) -> FrameStore:
     for before, after in zip(sample.before, sample.after, strict=True):
         chooser.append(before[None], after[None])
     chosen = {"codec": chooser.codec, "block_length": chooser.block_length}
-    return FrameStore(max(kept, _MOST_PLAYED), 1, layout, **{**options, **chosen})
+    return FrameStore(max(kept, _MAX_PLAYED_STEPS), 1, layout, **{**options, **chosen})
 
 
 def _taken(sizes: Sequence[Sequence[int]]) -> tuple[_Array, _Array]:
