@@ -178,18 +178,18 @@ class Machine:
     """
 
     def __init__(self, inventory: Inventory | None, environ: Mapping[str, str]) -> None:
-        self._given = inventory
+        self._given_inventory = inventory
         self.environ = environ
 
     @cached_property
     def inventory(self) -> Inventory:
         """GPUs and versions; EGL's devices only if they are known already."""
-        return Inventory.current(egl=False) if self._given is None else self._given
+        return Inventory.current(egl=False) if self._given_inventory is None else self._given_inventory
 
     @cached_property
     def with_egl(self) -> Inventory:
         """The inventory with EGL's devices."""
-        return Inventory.current() if self._given is None else self._given
+        return Inventory.current() if self._given_inventory is None else self._given_inventory
 
     @cached_property
     def visible(self) -> VisibleGpus:
@@ -199,7 +199,7 @@ class Machine:
         :raises DeviceConflictError: torch has started CUDA under another mask
         """
         shown = visible(self.inventory, self.environ)
-        started = None if self._given is not None else _uuids_seen_by_torch()
+        started = None if self._given_inventory is not None else _uuids_seen_by_torch()
         if started is not None and self.inventory.gpus and not shown.mig and started != shown.uuids:
             raise DeviceConflictError(
                 f"{MASK}={self.environ.get(MASK)!r} shows {len(shown.uuids)} GPUs, but torch started CUDA in this "
@@ -215,7 +215,11 @@ class Machine:
         Only then is torch asked, which may start CUDA.
         """
         inventory = self.inventory
-        if self._given is not None or inventory.nvml_error is None or not inventory.versions.get("torch.cuda"):
+        if (
+            self._given_inventory is not None
+            or inventory.nvml_error is None
+            or not inventory.versions.get("torch.cuda")
+        ):
             return 0
         import torch
 
