@@ -87,7 +87,7 @@ def copy_into_stack(frame, out, position, geometry):  # type: ignore[no-untyped-
 
 
 @njit(nogil=True)
-def put_padding(out, frames, geometry):  # type: ignore[no-untyped-def]
+def zero_padding(out, frames, geometry):  # type: ignore[no-untyped-def]
     """Zeroes the oldest ``frames`` frames of the stack at ``out``."""
     if frames <= 0:
         return
@@ -342,8 +342,8 @@ def gather(start, stop, state, bound, handles, next_handles, outs, next_outs, de
                     newest, target = (following, next_out) if part else (handles[b], out)
                     other, back, frames, more = target, 0, 0, newest >> DEPTH_SHIFT
                 else:
-                    put_padding(out, geometry.n_stack - depth, geometry)
-                put_padding(other, geometry.n_stack - more, geometry)
+                    zero_padding(out, geometry.n_stack - depth, geometry)
+                zero_padding(other, geometry.n_stack - more, geometry)
                 n_frames = max(frames + back, more)
                 if n_frames > 0:
                     failed += _decode(
