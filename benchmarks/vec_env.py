@@ -87,19 +87,26 @@ def rates(name: str, build: Callable[[], Any], n_envs: int, count: int, rounds: 
     """Print steps a second, of all environments together."""
     print(f"\n{name}: steps a second of {n_envs} environments")
     with competitors(build, n_envs) as made:
-        runs: dict[str, Callable[[], object]] = {whose: make_stepper(venv, count) for whose, venv in made.items()}
-        for whose, bare in BARE.items():
-            runs[bare] = lambda workers=made[whose]: workers.env_method("many", count)  # type: ignore[misc]
+        runs: dict[str, Callable[[], object]] = {
+            competitor: make_stepper(venv, count) for competitor, venv in made.items()
+        }
+        for competitor, bare in BARE.items():
+            runs[bare] = lambda workers=made[competitor]: workers.env_method("many", count)  # type: ignore[misc]
         seconds = interleaved(runs, rounds=rounds)
-    for whose, found in seconds.items():
-        bar = BARS.get((name, whose))
-        verdict = format_ratio(times_as_fast(seconds, whose, than=THEIRS), None if name == "busy" else bar)
-        if whose in BARE:
-            share = times_as_fast(seconds, whose, than=BARE[whose])
+    for competitor, found in seconds.items():
+        bar = BARS.get((name, competitor))
+        verdict = format_ratio(times_as_fast(seconds, competitor, than=THEIRS), None if name == "busy" else bar)
+        if competitor in BARE:
+            share = times_as_fast(seconds, competitor, than=BARE[competitor])
             verdict += "   " + format_ratio(share, bar if name == "busy" else None, " of bare")
         rate = count * n_envs / np.median(found)
-        record("vec_env", f"{name}: {whose}", steps_per_second=rate, ratio=times_as_fast(seconds, whose, than=THEIRS))
-        print_row(whose, f"{rate:,.0f}", verdict=verdict)
+        record(
+            "vec_env",
+            f"{name}: {competitor}",
+            steps_per_second=rate,
+            ratio=times_as_fast(seconds, competitor, than=THEIRS),
+        )
+        print_row(competitor, f"{rate:,.0f}", verdict=verdict)
 
 
 def steps(rounds: int, n_envs: int) -> None:
@@ -124,12 +131,14 @@ def ray(rounds: int, n_envs: int) -> None:
     cluster.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     for name, build, count in (("CartPole", worlds.cart_pole, 100), ("a millisecond", worlds.busy, 20)):
         print(f"\nray, {name}: steps a second of {n_envs} environments in 2 workers")
-        made = {whose: kind([build] * n_envs, n_workers=2) for whose, kind in WITH_RAY.items()}
-        seconds = interleaved({whose: make_stepper(venv, count) for whose, venv in made.items()}, rounds=rounds)
-        for whose, found in seconds.items():
-            ratio = format_ratio(times_as_fast(seconds, whose, than=SharedMemoryVecEnv.__name__), None)
-            print_row(whose, f"{count * n_envs / np.median(found):,.0f}", verdict=ratio)
-            made[whose].close()
+        made = {competitor: kind([build] * n_envs, n_workers=2) for competitor, kind in WITH_RAY.items()}
+        seconds = interleaved(
+            {competitor: make_stepper(venv, count) for competitor, venv in made.items()}, rounds=rounds
+        )
+        for competitor, found in seconds.items():
+            ratio = format_ratio(times_as_fast(seconds, competitor, than=SharedMemoryVecEnv.__name__), None)
+            print_row(competitor, f"{count * n_envs / np.median(found):,.0f}", verdict=ratio)
+            made[competitor].close()
     cluster.shutdown()
 
 
@@ -143,12 +152,14 @@ def vector(rounds: int, n_envs: int) -> None:
             OURS: SharedMemoryVectorEnv(env_fns),
             SHARING: SharedMemoryVectorEnv(env_fns, n_workers=2),
         }
-        seconds = interleaved({whose: _stepping_vector(env, count) for whose, env in made.items()}, rounds=rounds)
-        for whose, found in seconds.items():
-            bar = None if whose == "AsyncVectorEnv" else 3.0
-            verdict = format_ratio(times_as_fast(seconds, whose, than="AsyncVectorEnv"), bar)
-            print_row(whose, f"{count * n_envs / np.median(found):,.0f}", verdict=verdict)
-            made[whose].close()
+        seconds = interleaved(
+            {competitor: _stepping_vector(env, count) for competitor, env in made.items()}, rounds=rounds
+        )
+        for competitor, found in seconds.items():
+            bar = None if competitor == "AsyncVectorEnv" else 3.0
+            verdict = format_ratio(times_as_fast(seconds, competitor, than="AsyncVectorEnv"), bar)
+            print_row(competitor, f"{count * n_envs / np.median(found):,.0f}", verdict=verdict)
+            made[competitor].close()
 
 
 def _stepping_vector(env: Any, steps: int) -> Callable[[], None]:
@@ -178,17 +189,17 @@ def learn(rounds: int, n_envs: int) -> None:
     torch.set_num_threads(1)
     timesteps = 256 * n_envs
     runs: dict[str, Callable[[], object]] = {}
-    for whose, venv in made.items():
+    for competitor, venv in made.items():
         model = PPO("MlpPolicy", venv, n_steps=256, batch_size=256, n_epochs=4, device="cpu", seed=0)
         model.set_logger(Logger(None, []))
-        runs[whose] = lambda model=model: model.learn(timesteps)  # type: ignore[misc]
-        runs[whose]()
+        runs[competitor] = lambda model=model: model.learn(timesteps)  # type: ignore[misc]
+        runs[competitor]()
     seconds = interleaved(runs, rounds=rounds)
     for venv in made.values():
         venv.close()
-    for whose, found in seconds.items():
-        verdict = format_ratio(times_as_fast(seconds, whose, than=THEIRS), BARS.get(("learn", whose)))
-        print_row(whose, f"{timesteps / np.median(found):,.0f}", verdict=verdict)
+    for competitor, found in seconds.items():
+        verdict = format_ratio(times_as_fast(seconds, competitor, than=THEIRS), BARS.get(("learn", competitor)))
+        print_row(competitor, f"{timesteps / np.median(found):,.0f}", verdict=verdict)
 
 
 def run_once(*arguments: object) -> Any:
@@ -201,23 +212,27 @@ def start(rounds: int, n_envs: int) -> None:
     print(f"\nstart: seconds until the first observation, {STARTED} workers, CartPole")
     found: dict[str, list[Any]] = {"SB3": [], "ours": []}
     for turn in range(max(1, rounds // 3)):
-        for whose in list(found) if turn % 2 else list(reversed(found)):
-            found[whose].append(run_once(whose, STARTED))
+        for competitor in list(found) if turn % 2 else list(reversed(found)):
+            found[competitor].append(run_once(competitor, STARTED))
 
     def figures(which: int, name: str) -> Mapping[str, list[float]]:
-        return {whose: [starts[which][name] for starts in all_starts] for whose, all_starts in found.items()}
+        return {competitor: [starts[which][name] for starts in all_starts] for competitor, all_starts in found.items()}
 
     print_row("", "SubprocVecEnv", "ours")
     for which, label in enumerate(("first", "later")):
         seconds = figures(which, "seconds")
         ratio = median(theirs / ours for theirs, ours in zip(seconds["SB3"], seconds["ours"], strict=True))
-        columns = (f"{median(seconds[whose]):.2f} s" for whose in found)
+        columns = (f"{median(seconds[competitor]):.2f} s" for competitor in found)
         print_row(label, *columns, verdict=format_ratio(ratio, BARS["start", label]))
     private = figures(1, "private")
     mine = median(private["ours"])
     verdict = f"(≤ {PRIVATE_MIB} MiB){'' if mine <= PRIVATE_MIB else '  missed'}"
-    print_row("private memory of a worker", *(f"{median(private[whose]):.1f} MiB" for whose in found), verdict=verdict)
-    print_row("close()", *(f"{median(figures(1, 'close')[whose]):.2f} s" for whose in found))
+    print_row(
+        "private memory of a worker",
+        *(f"{median(private[competitor]):.1f} MiB" for competitor in found),
+        verdict=verdict,
+    )
+    print_row("close()", *(f"{median(figures(1, 'close')[competitor]):.2f} s" for competitor in found))
 
 
 def restart(rounds: int, n_envs: int) -> None:
