@@ -23,7 +23,7 @@ from rl_ext_core.errors import InvalidArgumentError, OutOfMemoryError
 from torchrl_ext.frame_storage.arguments import is_key
 
 _STORAGE_COUNTERS = "_len_value", "_last_cursor_index_value", "_mutation_revision_value"
-_NUMBERS_OF_WRITERS = "_cursor_value", "_write_count_value"
+_WRITER_COUNTERS = "_cursor_value", "_write_count_value"
 # Attributes of samplers that remember elements by their places, and what these attributes record.
 _RECORDS_OF_PLACES = {
     "_sum_tree": "priorities",  # PrioritizedSampler
@@ -76,7 +76,7 @@ def make_kill_safe(storage: Any) -> None:
     """Take the semaphores away from a storage and its buffers."""
     _replace_locks(storage, _STORAGE_COUNTERS)
     for buffer in storage._attached_entities:
-        _replace_locks(getattr(buffer, "_writer", None), _NUMBERS_OF_WRITERS)
+        _replace_locks(getattr(buffer, "_writer", None), _WRITER_COUNTERS)
         for name in ("add", "extend", "empty"):
             if callable(getattr(type(buffer), name, None)):
                 setattr(buffer, name, _Method(buffer, name))
