@@ -75,13 +75,13 @@ class MemoryLayout:
     def of(cls, num_envs: int, observation_space: Any, action_space: Any) -> MemoryLayout:
         """Lay out what environments of these spaces exchange, or refuse observations without fixed shapes."""
         leaves: list[Leaf] = []
-        tree = _take_apart(observation_space, (), leaves)
+        tree = _flatten_space(observation_space, (), leaves)
         wanted: list[tuple[str, tuple[int, ...], np.dtype[Any]]] = [
             (f"observation {index}", shape, dtype) for index, (_, shape, dtype) in enumerate(leaves)
         ]
         actions: list[Leaf] = []
         with contextlib.suppress(InvalidArgumentError):  # others are pickled
-            if _take_apart(action_space, (), actions) == 0:
+            if _flatten_space(action_space, (), actions) == 0:
                 wanted.append(("action", *actions[0][1:]))
         wanted += [("reward", (), np.dtype(np.float64)), ("reward kind", (), np.dtype(np.uint8))]
         wanted += [("flags", (), np.dtype(np.uint8))]
@@ -108,12 +108,12 @@ class MemoryLayout:
         return parts[0] if self.tree == 0 else _build_observation(self.tree, parts)
 
 
-def _take_apart(space: Any, path: tuple[Any, ...], leaves: list[Leaf]) -> Any:
+def _flatten_space(space: Any, path: tuple[Any, ...], leaves: list[Leaf]) -> Any:
     """Append a space's arrays to a list; return dicts and tuples as in the space, with the arrays' numbers in place."""
     if isinstance(space, spaces.Dict):
-        return {key: _take_apart(part, (*path, key), leaves) for key, part in space.spaces.items()}
+        return {key: _flatten_space(part, (*path, key), leaves) for key, part in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
-        return tuple(_take_apart(part, (*path, index), leaves) for index, part in enumerate(space.spaces))
+        return tuple(_flatten_space(part, (*path, index), leaves) for index, part in enumerate(space.spaces))
     if space.shape is None or space.dtype is None or np.dtype(space.dtype).kind not in "biuf":
         raise InvalidArgumentError(
             f"{space} in an observation_space has no fixed arrays to share; expected Box, Discrete, MultiDiscrete, "
