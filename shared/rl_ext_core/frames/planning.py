@@ -60,7 +60,7 @@ _MIN_TRANSITIONS = 128  # transitions, below which nothing can be said
 _KEPT_STEPS = 300  # steps that are kept as they are, for what is compared and timed
 _MIN_PLAYED_STEPS = 600  # steps
 _MAX_PLAYED_STEPS = 3000  # steps, after which figures that are still uncertain are given as such
-_MOST_BYTES = 1 << 28  # in all stores, after which they are too
+_MAX_STORED_BYTES = 1 << 28  # in all stores, after which they are too
 _WINDOW = 16  # transitions between two looks at what they take
 _PARTS = 10  # at most so many parts of what was seen are compared
 _SURE = 2.5  # standard errors of their mean: nineteen in twenty, for so few of them
@@ -562,7 +562,7 @@ def _measured(sample: _Sample, ways: Sequence[Mapping[str, Any]]) -> tuple[list[
         if count > kept:
             means, errors = _taken(sizes)
             known = count >= _MIN_PLAYED_STEPS and (errors <= _CLOSE * (means + sample.row_bytes)).all()
-            if known or sum(sizes[-1]) > _MOST_BYTES:
+            if known or sum(sizes[-1]) > _MAX_STORED_BYTES:
                 break
     costs = zip(stores, *_taken(sizes), strict=True)
     return [_cost(store, sample, float(mean), float(error)) for store, mean, error in costs], count
