@@ -187,7 +187,7 @@ class Machine:
         return Inventory.current(egl=False) if self._given_inventory is None else self._given_inventory
 
     @cached_property
-    def with_egl(self) -> Inventory:
+    def inventory_with_egl(self) -> Inventory:
         """The inventory with EGL's devices."""
         return Inventory.current() if self._given_inventory is None else self._given_inventory
 

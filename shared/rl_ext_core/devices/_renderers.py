@@ -73,7 +73,7 @@ class EglView:
             visible: tuple[str, ...] | None = machine.visible.uuids
         except DeviceUnavailableError:
             visible = None  # most rules need no CUDA
-        return cls(machine.with_egl.egl or (), visible)
+        return cls(machine.inventory_with_egl.egl or (), visible)
 
     @property
     def reachable(self) -> tuple[EglDevice, ...]:

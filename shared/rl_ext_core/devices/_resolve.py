@@ -365,7 +365,7 @@ def _on_cpu(
             f"{request}: {renderer} renders on GPUs only, as Mesa's Vulkan for the CPU lacks what it needs. "
             'Write render="none", and leave images out of the observations'
         )
-    inventory = machine.with_egl
+    inventory = machine.inventory_with_egl
     computing = dataclasses.replace(computing, warnings=computing.warnings + notes)
     device = next((device for device in inventory.egl or () if device.software), None)
     if device is not None:
@@ -411,16 +411,16 @@ def _rendering_gpu(request: Request, machine: Machine, computing: Decision, pick
 
 
 def _find_egl_device(request: Request, machine: Machine) -> EglDevice:
-    devices = machine.with_egl.egl or ()
+    devices = machine.inventory_with_egl.egl or ()
     for device in devices:
         if device.index == request.index:
             return device
-    seen = machine.with_egl.egl_error or f"EGL lists {len(devices)}, counted from 0"
+    seen = machine.inventory_with_egl.egl_error or f"EGL lists {len(devices)}, counted from 0"
     raise DeviceUnavailableError(f'{request} was asked for, but {seen}. Write render="same"')
 
 
 def _egl_of(gpu: Gpu, machine: Machine, request: Request) -> EglDevice:
-    inventory = machine.with_egl
+    inventory = machine.inventory_with_egl
     device = inventory.egl_of(gpu.uuid)
     if device is not None:
         return device
