@@ -171,7 +171,7 @@ def unsealed(sealed, decompressor, out):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _start_of(p, block):  # type: ignore[no-untyped-def]
+def _block_address(p, block):  # type: ignore[no-untyped-def]
     if p.blocks[block, KIND] == OPEN:
         return address_in(p.open, int64(p.blocks[block, STREAM]))
     return address_of_grain(p, block_location(p, block)[0])
@@ -231,7 +231,7 @@ def _decode(  # type: ignore[no-untyped-def]
     left = n_frames
     for i in range(n_blocks, -1, -1):
         block = chain[i]
-        address = _start_of(p, block)
+        address = _block_address(p, block)
         if p.blocks[block, KIND] == SEALED:
             if decompressor != uint64(0):
                 address = unsealed(address, decompressor, work + uint64(work_bytes(geometry)))
@@ -266,7 +266,7 @@ def _prefetch(p, handle, geometry):  # type: ignore[no-untyped-def]
     if depth > place + 1:
         block = int64(p.blocks[block, PREVIOUS])
         place += 1 << geometry.block_shift
-    address = _start_of(p, block)
+    address = _block_address(p, block)
     if geometry.coder == RAW:
         address += uint64((place + 1 - depth) * geometry.frame_bytes)
     for line in range(_PREFETCH_LINES):
