@@ -27,7 +27,7 @@ ROLLOUT = 20
 SPIN_S = 0.002
 
 
-class Counted(CartPoleEnv):
+class CountingCartPole(CartPoleEnv):
     """Writes down in which process it was built and in which it is reset: copies of an instance are not constructed."""
 
     def __init__(self, path: str) -> None:
@@ -122,13 +122,13 @@ def built(library: str, form: str, path: str) -> int:
         parallel = partial(ParallelEnv, metadata_from_workers=True, use_buffers=False)
 
     def make() -> Any:
-        return GymWrapper(Counted(path))
+        return GymWrapper(CountingCartPole(path))
 
     forms: dict[str, Callable[[], Any]] = {
         "an instance": make,
         "a function": lambda: make,
-        "a lambda": lambda: lambda: GymWrapper(Counted(path)),
-        "two lambdas": lambda: [lambda: GymWrapper(Counted(path)), lambda: GymWrapper(Counted(path))],
+        "a lambda": lambda: lambda: GymWrapper(CountingCartPole(path)),
+        "two lambdas": lambda: [lambda: GymWrapper(CountingCartPole(path)), lambda: GymWrapper(CountingCartPole(path))],
     }
     source = forms[form]()
     before = _events(path).count(f"built {os.getpid()}")
