@@ -30,7 +30,7 @@ _RECORDS_OF_PLACES = {
     "_sample_count": "how often elements were sampled",  # ConsumingSampler
     "_slot_versions": "which slices come next",  # StreamingSliceSampler
 }
-_SETS = unwrap(ReplayBuffer.__setitem__).__code__
+_SETITEM_CODE = unwrap(ReplayBuffer.__setitem__).__code__
 _MOST_BETWEEN = 8  # functions that it calls to get there: decorators, and methods of buffer and storage
 _OPEN = 0.25  # of what is held: so much may be what only elements to come need
 _PART = 64  # at least one in so many elements go at a time, since those behind them have to be moved
@@ -122,7 +122,7 @@ def check_sets_no_key() -> None:
     :raises InvalidArgumentError: if that is what asks.
     """
     callers = islice(walk_stack(sys._getframe(1)), _MOST_BETWEEN)
-    key = next((frame.f_locals.get("index") for frame, _ in callers if frame.f_code is _SETS), None)
+    key = next((frame.f_locals.get("index") for frame, _ in callers if frame.f_code is _SETITEM_CODE), None)
     if is_key(key):
         raise InvalidArgumentError(
             f"buffer[{key!r}] = values would replace a tensor of a copy, and the elements would keep theirs; write "
