@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Cell",
     "MemoryLayout",
-    "Memory",
+    "SharedMemory",
     "ObservationSlot",
     "Spin",
     "WorkerEnd",
@@ -182,7 +182,7 @@ def new_cells(block: Any = None) -> memoryview:
     return memoryview(bytearray(_LINE) if block is None else block).cast("B").cast("Q")
 
 
-class Memory:
+class SharedMemory:
     """Shared memory without a name: nothing is left of it when the last process is gone.
 
     :param size: in bytes
@@ -234,8 +234,8 @@ class Memory:
         return _received, (sent(self._descriptor),)
 
 
-def _received(descriptor: Any) -> Memory:
-    return Memory(0, descriptor.detach())
+def _received(descriptor: Any) -> SharedMemory:
+    return SharedMemory(0, descriptor.detach())
 
 
 class _PosixBell:
@@ -363,7 +363,9 @@ class WorkerEnd:
     :param spins: whether to spin before waiting
     """
 
-    def __init__(self, commands: Connection, replies: Connection, cells: Memory, mail: Memory, spins: bool) -> None:
+    def __init__(
+        self, commands: Connection, replies: Connection, cells: SharedMemory, mail: SharedMemory, spins: bool
+    ) -> None:
         self._commands, self._replies, self._mail = _Bell(commands), _Bell(replies), mail
         self.cells = new_cells(cells.map(_LINE))
         cells.close()
@@ -420,7 +422,7 @@ class WorkerHandle:
         It runs ``target`` with a tuple, the arguments of a :class:`WorkerEnd`, and these arguments.
         """
         self.disconnect()
-        memory, self._mail = Memory(_LINE), Memory()
+        memory, self._mail = SharedMemory(_LINE), SharedMemory()
         self.cells, self._read = new_cells(memory.map(_LINE)), 0
         self.cells[Cell.TOLD] = 1  # to build its environments
         command_reader, commands = context.Pipe(duplex=False)

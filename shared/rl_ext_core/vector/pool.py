@@ -21,7 +21,7 @@ from rl_ext_core.processes.failures import require_same_process
 from rl_ext_core.processes.report import ExceptionRecord
 from rl_ext_core.vector import channel
 from rl_ext_core.vector.autoreset import Autoreset
-from rl_ext_core.vector.channel import Cell, MemoryLayout, Memory, WorkerHandle
+from rl_ext_core.vector.channel import Cell, MemoryLayout, SharedMemory, WorkerHandle
 from rl_ext_core.vector.environments import Options, check_env_fns, factories_of
 from rl_ext_core.vector.worker import CHANGED, IDLE_IN, PHASES, Entry, main
 
@@ -135,7 +135,7 @@ class Pool:
         """Start the workers, which build their environments."""
         resources.check_open_file_limit(len(self.workers), "n_workers={}")
         self._spins = channel.worth_spinning(len(self.workers))
-        self._memory = Memory()
+        self._memory = SharedMemory()
         # What environments write there is kept.
         self.working_directory = None if self._options.cwd is None else tempfile.mkdtemp(prefix="rl-ext-cwd-")
         # Not by a method: when this object is dropped, the workers end.
@@ -510,7 +510,7 @@ def _wake(workers: Sequence[WorkerHandle]) -> None:
         worker.wake()
 
 
-def _end(owner: int, workers: Sequence[WorkerHandle], memory: Memory, working_directory: str | None) -> None:
+def _end(owner: int, workers: Sequence[WorkerHandle], memory: SharedMemory, working_directory: str | None) -> None:
     """End workers, in the process that started them; done again if it was interrupted."""
     if os.getpid() != owner:
         return

@@ -13,7 +13,7 @@ from rl_ext_core import processes
 from rl_ext_core.errors import EnvironmentOutputError
 from rl_ext_core.processes.report import ExceptionRecord
 from rl_ext_core.vector.autoreset import Autoreset
-from rl_ext_core.vector.channel import Cell, MemoryLayout, Memory, ObservationSlot, WorkerEnd, pack
+from rl_ext_core.vector.channel import Cell, MemoryLayout, SharedMemory, ObservationSlot, WorkerEnd, pack
 from rl_ext_core.vector.environments import CALLS, checked, copy_output
 
 __all__ = ["CHANGED", "ENDED", "IDLE_IN", "KINDS", "OTHER", "PHASES", "TERMINATED", "TRUNCATED", "Environments", "main"]
@@ -37,7 +37,7 @@ ENDED = TERMINATED | TRUNCATED
 
 def main(
     end: tuple[Any, ...],
-    memory: Memory,
+    memory: SharedMemory,
     first: int,
     env_fns: Sequence[Callable[[], Any]],
     directory: tuple[str, str | None] | None,
