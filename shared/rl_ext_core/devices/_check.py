@@ -472,7 +472,7 @@ def _named_by(token: str, inventory: Inventory) -> list[str]:
 
 def _find_rank_mistakes(situation: Situation) -> Findings:
     """Find ranks that are invalid, beyond the visible GPUs, or contradicted by another launcher's."""
-    environ, shown, name = situation.environ, situation.visible, _pick.launched(situation.environ)
+    environ, shown, name = situation.environ, situation.visible, _pick.find_rank_variable(situation.environ)
     if name is None:
         return
     value = environ[name]

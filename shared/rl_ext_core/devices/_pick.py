@@ -77,7 +77,7 @@ def pick(picker: Picker, machine: Machine) -> tuple[int, str]:
         return _of_rank(picker.rank, f"rank={picker.rank}", machine)
     if picker.pick == "free-memory":
         return _most_free(machine)
-    name = launched(machine.environ)
+    name = find_rank_variable(machine.environ)
     if name is not None:
         return _of_launched_rank(name, machine)
     current = _cuda.torch_current_device()
@@ -89,7 +89,7 @@ def pick(picker: Picker, machine: Machine) -> tuple[int, str]:
 # Ranks of launchers
 
 
-def launched(environ: Mapping[str, str]) -> str | None:
+def find_rank_variable(environ: Mapping[str, str]) -> str | None:
     """Return the variable that holds the rank that counts, None without a launcher."""
     return next((name for name in RANKS if name in environ), None)
 
@@ -118,7 +118,7 @@ def contradiction(machine: Machine) -> tuple[str, str] | None:
 
     :return: the variable that counts and the one that contradicts it
     """
-    environ, name = machine.environ, launched(machine.environ)
+    environ, name = machine.environ, find_rank_variable(machine.environ)
     nested = _TORCHRUN in environ or _RAY in environ
     if name is None or nested or _rank_in(environ, name) is None or len(machine.visible.uuids) < 2:
         return None
@@ -200,7 +200,7 @@ def _explicit_binding(environ: Mapping[str, str]) -> tuple[str, str] | None:
 
 def slice_of_rank(machine: Machine) -> str | None:
     """Return the MIG slice of this process's rank where CUDA shows one slice; None if there is none for it."""
-    name = launched(machine.environ)
+    name = find_rank_variable(machine.environ)
     rank = 0 if name is None else _rank_in(machine.environ, name)
     slices = _visible_mig_slices(machine)
     return slices[rank] if rank is not None and rank < len(slices) else None
