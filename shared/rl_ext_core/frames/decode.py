@@ -178,7 +178,7 @@ def _block_address(p, block):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _steps_between(p, handle, following, geometry):  # type: ignore[no-untyped-def]
+def _frames_between(p, handle, following, geometry):  # type: ignore[no-untyped-def]
     """How many frames the newest one of ``following`` is behind that of ``handle``, or -1 where they are no neighbours.
 
     Only links that ``following`` itself needs are sure to lead anywhere.
@@ -333,7 +333,7 @@ def gather(start, stop, state, bound, handles, next_handles, outs, next_outs, de
             next_out = uint64(next_outs) + uint64(b * stack_bytes)
             following = next_handles[b] if next_handles.shape[0] > 0 else int64(0)
             depth, next_depth = handles[b] >> DEPTH_SHIFT, following >> DEPTH_SHIFT
-            steps = _steps_between(p, handles[b], following, geometry) if depth and next_depth else -1
+            steps = _frames_between(p, handles[b], following, geometry) if depth and next_depth else -1
             for part in range(1 if steps >= 0 or next_handles.shape[0] == 0 else 2):
                 # Together, or one after the other; it is one call, since that takes long to compile.
                 newest, target, other, back = following, out, next_out, steps
