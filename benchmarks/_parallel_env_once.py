@@ -45,7 +45,7 @@ class CountingCartPole(CartPoleEnv):
             file.write(f"{event} {os.getpid()}\n")
 
 
-class Busy(CartPoleEnv):
+class BusyCartPole(CartPoleEnv):
     """Takes two milliseconds of a core for a step."""
 
     def step(self, action: Any) -> Any:
@@ -148,7 +148,7 @@ def _events(path: str) -> list[str]:
 
 def steps(kind: str, rounds: int) -> dict[str, list[float]]:
     """Seconds that rollouts of two workers take, by rounds."""
-    cls, length = (CartPoleEnv, 200) if kind == "CartPole" else (Busy, 50)
+    cls, length = (CartPoleEnv, 200) if kind == "CartPole" else (BusyCartPole, 50)
 
     def make() -> Any:
         return GymWrapper(cls())
