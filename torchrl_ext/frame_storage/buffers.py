@@ -31,7 +31,7 @@ _RECORDS_OF_PLACES = {
     "_slot_versions": "which slices come next",  # StreamingSliceSampler
 }
 _SETITEM_CODE = unwrap(ReplayBuffer.__setitem__).__code__
-_MOST_BETWEEN = 8  # functions that it calls to get there: decorators, and methods of buffer and storage
+_MAX_CALL_DEPTH = 8  # functions that it calls to get there: decorators, and methods of buffer and storage
 _OPEN = 0.25  # of what is held: so much may be what only elements to come need
 _PART = 64  # at least one in so many elements go at a time, since those behind them have to be moved
 
@@ -121,7 +121,7 @@ def check_sets_no_key() -> None:
 
     :raises InvalidArgumentError: if that is what asks.
     """
-    callers = islice(walk_stack(sys._getframe(1)), _MOST_BETWEEN)
+    callers = islice(walk_stack(sys._getframe(1)), _MAX_CALL_DEPTH)
     key = next((frame.f_locals.get("index") for frame, _ in callers if frame.f_code is _SETITEM_CODE), None)
     if is_key(key):
         raise InvalidArgumentError(
