@@ -231,10 +231,10 @@ class SharedMemory:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (sent(self._descriptor),)
+        return _rebuild_memory, (sent(self._descriptor),)
 
 
-def _received(descriptor: Any) -> SharedMemory:
+def _rebuild_memory(descriptor: Any) -> SharedMemory:
     return SharedMemory(0, descriptor.detach())
 
 
