@@ -99,7 +99,7 @@ def is_rank(value: str) -> bool:
     return value.isascii() and value.isdigit() and len(value) < 10
 
 
-def _rank_in(environ: Mapping[str, str], name: str) -> int | None:
+def _parse_rank(environ: Mapping[str, str], name: str) -> int | None:
     value = environ.get(name, "")
     return int(value) if is_rank(value) else None
 
@@ -107,7 +107,7 @@ def _rank_in(environ: Mapping[str, str], name: str) -> int | None:
 def _different(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the variables of outer launchers whose rank is not the one that counts."""
     found = [name for name in RANKS if name in environ]
-    return tuple(outer for outer in found if _rank_in(environ, outer) != _rank_in(environ, found[0]))
+    return tuple(outer for outer in found if _parse_rank(environ, outer) != _parse_rank(environ, found[0]))
 
 
 def contradiction(machine: Machine) -> tuple[str, str] | None:
@@ -120,15 +120,15 @@ def contradiction(machine: Machine) -> tuple[str, str] | None:
     """
     environ, name = machine.environ, find_rank_variable(machine.environ)
     nested = _TORCHRUN in environ or _RAY in environ
-    if name is None or nested or _rank_in(environ, name) is None or len(machine.visible.uuids) < 2:
+    if name is None or nested or _parse_rank(environ, name) is None or len(machine.visible.uuids) < 2:
         return None
-    outer = next((outer for outer in _different(environ) if _rank_in(environ, outer)), None)
+    outer = next((outer for outer in _different(environ) if _parse_rank(environ, outer)), None)
     return None if outer is None else (name, outer)
 
 
 def _of_launched_rank(name: str, machine: Machine) -> tuple[int, str]:
     environ = machine.environ
-    rank = _rank_in(environ, name)
+    rank = _parse_rank(environ, name)
     if rank is None:
         raise InvalidArgumentError(
             f"{name}={environ[name]!r} is not a rank: expected an index from 0. Use `unset {name}`, or {name}=0"
@@ -152,9 +152,9 @@ def _why_beyond(rank: int, count: int, environ: Mapping[str, str]) -> str | None
     """Explain why a rank may be beyond the visible GPUs: each process sees its own, counted from 0. None if not."""
     if _TORCHRUN in environ and LOCAL_RANK in environ:
         return None  # torchrun counts the processes that share what is visible
-    same = [name for name in RANKS if _rank_in(environ, name) == rank]
+    same = [name for name in RANKS if _parse_rank(environ, name) == rank]
     if SLURM_RANK in same or SLURM_RANK not in environ:
-        per_gpu = _rank_in(environ, _TASKS_PER_GPU) or 0
+        per_gpu = _parse_rank(environ, _TASKS_PER_GPU) or 0
         if count > 1 and count <= rank < count * per_gpu:
             return f"Slurm starts {per_gpu} tasks per GPU ({_TASKS_PER_GPU}={environ[_TASKS_PER_GPU]!r})"
         binding = _slurm_binding(environ)
@@ -201,7 +201,7 @@ def _explicit_binding(environ: Mapping[str, str]) -> tuple[str, str] | None:
 def slice_of_rank(machine: Machine) -> str | None:
     """Return the MIG slice of this process's rank where CUDA shows one slice; None if there is none for it."""
     name = find_rank_variable(machine.environ)
-    rank = 0 if name is None else _rank_in(machine.environ, name)
+    rank = 0 if name is None else _parse_rank(machine.environ, name)
     slices = _visible_mig_slices(machine)
     return slices[rank] if rank is not None and rank < len(slices) else None
 
@@ -227,7 +227,7 @@ def start_line(rank: int, machine: Machine) -> str:
     """Return the command that starts as many processes as there are GPUs, by the launcher that gave the rank."""
     environ = machine.environ
     count = max(len(machine.visible.uuids), len(_visible_mig_slices(machine)))
-    name = next((name for name in RANKS if _rank_in(environ, name) == rank), LOCAL_RANK)
+    name = next((name for name in RANKS if _parse_rank(environ, name) == rank), LOCAL_RANK)
     if name == SLURM_RANK:
         return f"srun --ntasks-per-node={count} python train.py"
     if name == MPI_RANKS[0]:
