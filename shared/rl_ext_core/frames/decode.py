@@ -197,7 +197,7 @@ def _frames_between(p, handle, following, geometry):  # type: ignore[no-untyped-
 
 
 @njit(nogil=True)
-def _opened_at(opened, block):  # type: ignore[no-untyped-def]
+def _opened_address(opened, block):  # type: ignore[no-untyped-def]
     low, high = 0, opened.shape[1] - 1
     while low < high:
         middle = (low + high) // 2
@@ -236,7 +236,7 @@ def _decode(  # type: ignore[no-untyped-def]
             if decompressor != uint64(0):
                 address = unsealed(address, decompressor, work + uint64(work_bytes(geometry)))
             else:
-                address = _opened_at(opened, block)
+                address = _opened_address(opened, block)
             if address == uint64(0):
                 return 1
         reference = p.references
