@@ -56,7 +56,7 @@ class BusyCartPole(CartPoleEnv):
         return super().step(action)
 
 
-class Failing(CartPoleEnv):
+class FailingCartPole(CartPoleEnv):
     """Fails as soon as it is told to, in the way that is named, and writes down when; of several only one.
 
     :param failure: "raise", or the name of a signal
@@ -173,7 +173,7 @@ def steps(kind: str, rounds: int) -> dict[str, list[float]]:
 def failing(library: str, failure: str, path: str) -> list[Any]:
     """Seconds from a worker's failure to the exception, what that says, and seconds that closing takes."""
     parallel = torchrl_ext.ParallelEnv if library == "ours" else ParallelEnv
-    env = parallel(2, lambda: GymWrapper(Failing(failure, path)))
+    env = parallel(2, lambda: GymWrapper(FailingCartPole(failure, path)))
     env.rollout(ROLLOUT, break_when_any_done=False)
     Path(path).touch()
     try:

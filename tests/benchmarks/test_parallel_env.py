@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from benchmarks import parallel_env, processes
-from benchmarks._parallel_env_once import Failing
+from benchmarks._parallel_env_once import FailingCartPole
 
 POPEN = subprocess.Popen
 MIB = 64
@@ -49,7 +49,7 @@ def test_cpu_time_counts_that_of_children_that_have_ended_or_not() -> None:
 
 def test_one_of_two_environments_fails_when_it_is_told_to(tmp_path: Path) -> None:
     path = tmp_path / "fails"
-    envs = [Failing("raise", str(path)) for _ in range(2)]
+    envs = [FailingCartPole("raise", str(path)) for _ in range(2)]
     for env in envs:
         env.reset()
         env.step(0)
