@@ -32,7 +32,7 @@ _RECORDS_OF_PLACES = {
 }
 _SETITEM_CODE = unwrap(ReplayBuffer.__setitem__).__code__
 _MAX_CALL_DEPTH = 8  # functions that it calls to get there: decorators, and methods of buffer and storage
-_OPEN = 0.25  # of what is held: so much may be what only elements to come need
+_STREAM_SHARE = 0.25  # of what is held: so much may be what only elements to come need
 _PART = 64  # at least one in so many elements go at a time, since those behind them have to be moved
 
 
@@ -170,7 +170,7 @@ class Budget:
         coming = min(max(held - self._before, 0), self.max_bytes // 2)
         while held + coming > self.max_bytes:
             # Of elements that continue none, each keeps a block open, and what is dropped would take as much as before.
-            storage.free_stream_buffers(_OPEN if len(storage) > 1 else 0)
+            storage.free_stream_buffers(_STREAM_SHARE if len(storage) > 1 else 0)
             held = storage.used_nbytes
             if held + coming <= self.max_bytes or (len(storage) < 2 and held <= self.max_bytes):
                 break
