@@ -174,7 +174,7 @@ class ObservationSlot:
 class Cell:
     """Places of a worker's cells: what it is at, and the numbers and sizes of the last command and the last answer."""
 
-    ENVIRONMENT, PHASE, TOLD, TOLD_SIZE, ANSWERED, ANSWER_SIZE = range(6)
+    ENVIRONMENT, PHASE, TOLD, COMMAND_SIZE, ANSWERED, ANSWER_SIZE = range(6)
 
 
 def new_cells(block: Any = None) -> memoryview:
@@ -376,7 +376,7 @@ class WorkerEnd:
         cells, spin, told, answered = self.cells, self._spin, Cell.TOLD, Cell.ANSWERED
         while (spin is not None and spin.sees(cells, told, cells[answered] + 1)) or self._commands.wait():
             if cells[told] != cells[answered]:  # else it was rung twice
-                size = cells[Cell.TOLD_SIZE]
+                size = cells[Cell.COMMAND_SIZE]
                 yield unpack(self._mail.read(size)) if size else ("step", None)
 
     def reply(self, message: bytes) -> None:
@@ -463,7 +463,7 @@ class WorkerHandle:
             message = (pack if name == "step" else pack_by_value)((name, data))
             self._mail.write(message)
         cells = self.cells
-        cells[Cell.TOLD_SIZE] = len(message)
+        cells[Cell.COMMAND_SIZE] = len(message)
         cells[Cell.TOLD] += 1
         self._commands.ring()
 
