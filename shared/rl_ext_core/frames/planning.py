@@ -63,7 +63,7 @@ _MAX_PLAYED_STEPS = 3000  # steps, after which figures that are still uncertain 
 _MAX_STORED_BYTES = 1 << 28  # in all stores, after which they are too
 _MEASURE_INTERVAL = 16  # transitions between two looks at what they take
 _MAX_PARTS = 10  # at most so many parts of what was seen are compared
-_SURE = 2.5  # standard errors of their mean: nineteen in twenty, for so few of them
+_ERROR_FACTOR = 2.5  # standard errors of their mean: nineteen in twenty, for so few of them
 _CLOSE = 0.1  # of a figure: how far off it may be where more is played
 _BATCH, _TIMED = 32, 32  # transitions in a batch, and batches, that are read to see how long it takes
 _COMPARED = 256  # transitions
@@ -583,7 +583,7 @@ def _taken(sizes: Sequence[Sequence[int]]) -> tuple[_Array, _Array]:
     looks, n_windows = np.array(sizes, dtype=np.float64), len(sizes) - 1
     edges = np.linspace(0, n_windows, min(n_windows, _MAX_PARTS) + 1).astype(np.int64)
     parts = np.diff(looks[edges], axis=0) / (_MEASURE_INTERVAL * np.diff(edges)[:, None])
-    errors = _SURE * parts.std(axis=0, ddof=1) / np.sqrt(len(parts))
+    errors = _ERROR_FACTOR * parts.std(axis=0, ddof=1) / np.sqrt(len(parts))
     return (looks[-1] - looks[0]) / (_MEASURE_INTERVAL * n_windows), errors
 
 
