@@ -104,7 +104,7 @@ def _parse_rank(environ: Mapping[str, str], name: str) -> int | None:
     return int(value) if is_rank(value) else None
 
 
-def _different(environ: Mapping[str, str]) -> tuple[str, ...]:
+def _outer_launchers_with_other_rank(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the variables of outer launchers whose rank is not the one that counts."""
     found = [name for name in RANKS if name in environ]
     return tuple(outer for outer in found if _parse_rank(environ, outer) != _parse_rank(environ, found[0]))
@@ -122,7 +122,7 @@ def contradiction(machine: Machine) -> tuple[str, str] | None:
     nested = _TORCHRUN in environ or _RAY in environ
     if name is None or nested or _parse_rank(environ, name) is None or len(machine.visible.uuids) < 2:
         return None
-    outer = next((outer for outer in _different(environ) if _parse_rank(environ, outer)), None)
+    outer = next((outer for outer in _outer_launchers_with_other_rank(environ) if _parse_rank(environ, outer)), None)
     return None if outer is None else (name, outer)
 
 
@@ -134,7 +134,7 @@ def _of_launched_rank(name: str, machine: Machine) -> tuple[int, str]:
             f"{name}={environ[name]!r} is not a rank: expected an index from 0. Use `unset {name}`, or {name}=0"
         )
     ordinal, why = _of_rank(rank, f"{name}={environ[name]!r}", machine)
-    others = " and ".join(f"{outer}={environ[outer]!r}" for outer in _different(environ))
+    others = " and ".join(f"{outer}={environ[outer]!r}" for outer in _outer_launchers_with_other_rank(environ))
     return ordinal, f"{why} ({name} comes before {others})" if others else why
 
 
