@@ -274,7 +274,7 @@ def _prefetch(p, handle, geometry):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def all_held(state, handles):  # type: ignore[no-untyped-def]
+def are_valid_handles(state, handles):  # type: ignore[no-untyped-def]
     """Whether all handles name blocks that hold something."""
     p = pool_in(state)
     for handle in handles:

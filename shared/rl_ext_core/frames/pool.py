@@ -26,7 +26,7 @@ from rl_ext_core.frames.codecs import (
     codec_names,
     get_codec,
 )
-from rl_ext_core.frames.decode import all_held, check_contents, decode, name_stacks
+from rl_ext_core.frames.decode import are_valid_handles, check_contents, decode, name_stacks
 from rl_ext_core.frames.encode import (
     end_streams,
     put_pairs,
@@ -563,7 +563,7 @@ class FramePool:
 
     def _check_handles(self, handles: Handles) -> Handles:
         handles = np.ascontiguousarray(handles, dtype=np.int64).reshape(-1)
-        if not all_held(self._state, handles):
+        if not are_valid_handles(self._state, handles):
             raise InvalidArgumentError(
                 f"handles {handles!r} name no stacks of this pool; only what put() returned and nobody released does"
             )
