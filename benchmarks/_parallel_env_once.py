@@ -33,14 +33,14 @@ class CountingCartPole(CartPoleEnv):
     def __init__(self, path: str) -> None:
         super().__init__()
         self.path = path
-        self._note("built")
+        self._log_event("built")
 
     def reset(self, **kwargs: Any) -> Any:
         """Start over."""
-        self._note("reset")
+        self._log_event("reset")
         return super().reset(**kwargs)
 
-    def _note(self, event: str) -> None:
+    def _log_event(self, event: str) -> None:
         with Path(self.path).open("a") as file:
             file.write(f"{event} {os.getpid()}\n")
 
