@@ -33,7 +33,7 @@ _RECORDS_OF_PLACES = {
 _SETITEM_CODE = unwrap(ReplayBuffer.__setitem__).__code__
 _MAX_CALL_DEPTH = 8  # functions that it calls to get there: decorators, and methods of buffer and storage
 _STREAM_SHARE = 0.25  # of what is held: so much may be what only elements to come need
-_PART = 64  # at least one in so many elements go at a time, since those behind them have to be moved
+_DROP_DIVISOR = 64  # at least one in so many elements go at a time, since those behind them have to be moved
 
 
 class NoLock(nullcontext[None]):
@@ -180,6 +180,6 @@ class Budget:
                     f"max_bytes={self.max_bytes} is too little: {len(storage)} elements of this kind take {held} "
                     "bytes; pass a larger max_bytes, or add fewer at a time"
                 )
-            storage.drop_oldest(max(len(storage) // _PART, 1))
+            storage.drop_oldest(max(len(storage) // _DROP_DIVISOR, 1))
             held = storage.used_nbytes
         self._before = held
