@@ -174,7 +174,7 @@ class ObservationSlot:
 class Cell:
     """Places of a worker's cells: what it is at, and the numbers and sizes of the last command and the last answer."""
 
-    ENVIRONMENT, PHASE, TOLD, COMMAND_SIZE, ANSWERED, ANSWER_SIZE = range(6)
+    ENVIRONMENT, PHASE, COMMAND, COMMAND_SIZE, ANSWERED, ANSWER_SIZE = range(6)
 
 
 def new_cells(block: Any = None) -> memoryview:
@@ -373,7 +373,7 @@ class WorkerEnd:
 
     def commands(self) -> Iterator[tuple[str, Any]]:
         """Yield commands until the parent closes its end; a step with the shared actions is ``("step", None)``."""
-        cells, spin, told, answered = self.cells, self._spin, Cell.TOLD, Cell.ANSWERED
+        cells, spin, told, answered = self.cells, self._spin, Cell.COMMAND, Cell.ANSWERED
         while (spin is not None and spin.sees(cells, told, cells[answered] + 1)) or self._commands.wait():
             if cells[told] != cells[answered]:  # else it was rung twice
                 size = cells[Cell.COMMAND_SIZE]
@@ -385,7 +385,7 @@ class WorkerEnd:
         if message:
             self._mail.write(message)
         cells[Cell.ANSWER_SIZE] = len(message)
-        cells[Cell.ANSWERED] = cells[Cell.TOLD]
+        cells[Cell.ANSWERED] = cells[Cell.COMMAND]
         self._replies.ring()
 
 
@@ -424,7 +424,7 @@ class WorkerHandle:
         self.disconnect()
         memory, self._mail = SharedMemory(_LINE), SharedMemory()
         self.cells, self._read = new_cells(memory.map(_LINE)), 0
-        self.cells[Cell.TOLD] = 1  # to build its environments
+        self.cells[Cell.COMMAND] = 1  # to build its environments
         command_reader, commands = context.Pipe(duplex=False)
         replies, reply_writer = context.Pipe(duplex=False)
         self._commands, self._replies, self._own_bell = _Bell(commands), _Bell(replies), _Bell(reply_writer)
@@ -464,7 +464,7 @@ class WorkerHandle:
             self._mail.write(message)
         cells = self.cells
         cells[Cell.COMMAND_SIZE] = len(message)
-        cells[Cell.TOLD] += 1
+        cells[Cell.COMMAND] += 1
         self._commands.ring()
 
     def remind(self) -> None:
@@ -478,7 +478,7 @@ class WorkerHandle:
     def receive(self) -> None:
         """Wait for the answer, if one is awaited; raise EOFError if the worker is gone."""
         cells = self.cells
-        number = cells[Cell.TOLD]
+        number = cells[Cell.COMMAND]
         if number == self._read:
             return
         if cells[Cell.ANSWERED] == number or (self._spin is not None and self._spin.sees(cells, Cell.ANSWERED, number)):
@@ -500,11 +500,11 @@ class WorkerHandle:
 
     def await_nothing(self) -> None:
         """Drop the answer that is awaited."""
-        self._read = self.cells[Cell.TOLD]
+        self._read = self.cells[Cell.COMMAND]
 
     def is_awaited(self) -> bool:
         """Return whether an answer is awaited."""
-        return bool(self._read != self.cells[Cell.TOLD])
+        return bool(self._read != self.cells[Cell.COMMAND])
 
     def has_failed(self) -> bool:
         """Return whether the worker has failed, or is gone."""
@@ -512,7 +512,7 @@ class WorkerHandle:
 
     def is_over(self) -> bool:
         """Return whether there is nothing to wait for: the answer is there, or the worker has failed."""
-        return bool(self.cells[Cell.ANSWERED] == self.cells[Cell.TOLD]) or self.has_failed()
+        return bool(self.cells[Cell.ANSWERED] == self.cells[Cell.COMMAND]) or self.has_failed()
 
     def is_busy(self) -> bool:
         """Return whether the worker is at a command, or has died of it and the watch has not seen it yet."""
