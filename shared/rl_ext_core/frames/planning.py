@@ -64,7 +64,7 @@ _MAX_STORED_BYTES = 1 << 28  # in all stores, after which they are too
 _MEASURE_INTERVAL = 16  # transitions between two looks at what they take
 _MAX_PARTS = 10  # at most so many parts of what was seen are compared
 _ERROR_FACTOR = 2.5  # standard errors of their mean: nineteen in twenty, for so few of them
-_CLOSE = 0.1  # of a figure: how far off it may be where more is played
+_RELATIVE_TOLERANCE = 0.1  # of a figure: how far off it may be where more is played
 _BATCH, _TIMED = 32, 32  # transitions in a batch, and batches, that are read to see how long it takes
 _COMPARED = 256  # transitions
 
@@ -561,7 +561,7 @@ def _measured(sample: _Sample, ways: Sequence[Mapping[str, Any]]) -> tuple[list[
         sizes.append([store.nbytes for store in stores])
         if count > kept:
             means, errors = _taken(sizes)
-            known = count >= _MIN_PLAYED_STEPS and (errors <= _CLOSE * (means + sample.row_bytes)).all()
+            known = count >= _MIN_PLAYED_STEPS and (errors <= _RELATIVE_TOLERANCE * (means + sample.row_bytes)).all()
             if known or sum(sizes[-1]) > _MAX_STORED_BYTES:
                 break
     costs = zip(stores, *_taken(sizes), strict=True)
