@@ -482,7 +482,7 @@ def _find_rank_mistakes(situation: Situation) -> Findings:
         yield situation.finding(name, effect, {name: text if _pick.is_rank(text) else None})
     elif shown and shown.uuids and situation.computing is None:
         yield _high_rank_finding(name, int(value), len(shown.uuids), situation)
-    elif shown and (different := _pick.contradiction(situation.machine)):
+    elif shown and (different := _pick.find_rank_contradiction(situation.machine)):
         other = f"{different[1]}={environ[different[1]]!r}"
         effect = f"it contradicts {other} and comes first, so that all processes with the same {name} share a GPU"
         yield situation.finding(name, effect, {name: None}, "warning")

@@ -110,7 +110,7 @@ def _outer_launchers_with_other_rank(environ: Mapping[str, str]) -> tuple[str, .
     return tuple(outer for outer in found if _parse_rank(environ, outer) != _parse_rank(environ, found[0]))
 
 
-def contradiction(machine: Machine) -> tuple[str, str] | None:
+def find_rank_contradiction(machine: Machine) -> tuple[str, str] | None:
     """Find a rank that looks copied: several processes have the same one, because an outer launcher counts further.
 
     ``export LOCAL_RANK=$SLURM_LOCALID`` in a batch script gives every task the 0 of the script. A launcher inside
