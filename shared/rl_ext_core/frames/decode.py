@@ -285,7 +285,7 @@ def are_valid_handles(state, handles):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def name_stacks(state, index, rows, envs, handles, next_handles):  # type: ignore[no-untyped-def]
+def handles_of_pairs(state, index, rows, envs, handles, next_handles):  # type: ignore[no-untyped-def]
     """Finds the handles of transitions; says whether all of the places are in the index.
 
     :param index: (rows, environments) transitions.

@@ -26,7 +26,7 @@ from rl_ext_core.frames.codecs import (
     codec_names,
     get_codec,
 )
-from rl_ext_core.frames.decode import are_valid_handles, check_contents, decode, name_stacks
+from rl_ext_core.frames.decode import are_valid_handles, check_contents, decode, handles_of_pairs
 from rl_ext_core.frames.encode import (
     end_streams,
     put_pairs,
@@ -499,7 +499,7 @@ class FramePool:
         :raises CorruptFileError: where a block is damaged.
         """
         handles, next_handles = np.empty((2, len(rows)), dtype=np.int64)
-        if not name_stacks(self._state, self._arrays["index"], rows, envs, handles, next_handles):
+        if not handles_of_pairs(self._state, self._arrays["index"], rows, envs, handles, next_handles):
             return False
         both = ((handles, out), (next_handles, next_out))
         wanted = [(part, address_of(array)) for part, array in both if array is not None]
