@@ -179,15 +179,15 @@ def failing(library: str, failure: str, path: str) -> list[Any]:
     try:
         env.rollout(ROLLOUT, break_when_any_done=False)
     except Exception as error:
-        said = [time.monotonic() - float(Path(f"{path}-when").read_text()), f"{type(error).__name__}: {error}"]
+        report = [time.monotonic() - float(Path(f"{path}-when").read_text()), f"{type(error).__name__}: {error}"]
     else:
         raise RuntimeError("nothing has failed")
     begin = time.monotonic()
     try:
         env.close()
     except Exception as error:
-        return [*said, f"{type(error).__name__}: {error}"]
-    return [*said, time.monotonic() - begin]
+        return [*report, f"{type(error).__name__}: {error}"]
+    return [*report, time.monotonic() - begin]
 
 
 def main() -> None:
