@@ -46,7 +46,7 @@ class NoLock(nullcontext[None]):
         """See :meth:`acquire`."""
 
 
-class _Method:
+class _WrappedMethod:
     """In place of a method of a buffer, which it calls. Unlike a closure, it goes to other processes.
 
     :param buffer: the buffer.
@@ -79,9 +79,9 @@ def make_kill_safe(storage: Any) -> None:
         _replace_locks(getattr(buffer, "_writer", None), _WRITER_COUNTERS)
         for name in ("add", "extend", "empty"):
             if callable(getattr(type(buffer), name, None)):
-                setattr(buffer, name, _Method(buffer, name))
+                setattr(buffer, name, _WrappedMethod(buffer, name))
         if hasattr(buffer, "_write_lock"):
-            buffer.share = _Method(buffer, "share")
+            buffer.share = _WrappedMethod(buffer, "share")
             if buffer.shared:
                 buffer._write_lock = storage.lock
 
