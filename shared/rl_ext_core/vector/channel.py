@@ -174,7 +174,7 @@ class ObservationSlot:
 class Cell:
     """Places of a worker's cells: what it is at, and the numbers and sizes of the last command and the last answer."""
 
-    ENVIRONMENT, PHASE, COMMAND, COMMAND_SIZE, ANSWERED, ANSWER_SIZE = range(6)
+    ENVIRONMENT, PHASE, COMMAND, COMMAND_SIZE, ANSWER, ANSWER_SIZE = range(6)
 
 
 def new_cells(block: Any = None) -> memoryview:
@@ -373,7 +373,7 @@ class WorkerEnd:
 
     def commands(self) -> Iterator[tuple[str, Any]]:
         """Yield commands until the parent closes its end; a step with the shared actions is ``("step", None)``."""
-        cells, spin, told, answered = self.cells, self._spin, Cell.COMMAND, Cell.ANSWERED
+        cells, spin, told, answered = self.cells, self._spin, Cell.COMMAND, Cell.ANSWER
         while (spin is not None and spin.sees(cells, told, cells[answered] + 1)) or self._commands.wait():
             if cells[told] != cells[answered]:  # else it was rung twice
                 size = cells[Cell.COMMAND_SIZE]
@@ -385,7 +385,7 @@ class WorkerEnd:
         if message:
             self._mail.write(message)
         cells[Cell.ANSWER_SIZE] = len(message)
-        cells[Cell.ANSWERED] = cells[Cell.COMMAND]
+        cells[Cell.ANSWER] = cells[Cell.COMMAND]
         self._replies.ring()
 
 
@@ -481,9 +481,9 @@ class WorkerHandle:
         number = cells[Cell.COMMAND]
         if number == self._read:
             return
-        if cells[Cell.ANSWERED] == number or (self._spin is not None and self._spin.sees(cells, Cell.ANSWERED, number)):
+        if cells[Cell.ANSWER] == number or (self._spin is not None and self._spin.sees(cells, Cell.ANSWER, number)):
             self._replies.clear()
-        while cells[Cell.ANSWERED] != number:
+        while cells[Cell.ANSWER] != number:
             if self.has_failed():
                 raise EOFError("a worker is gone")
             self._replies.wait()
@@ -512,7 +512,7 @@ class WorkerHandle:
 
     def is_over(self) -> bool:
         """Return whether there is nothing to wait for: the answer is there, or the worker has failed."""
-        return bool(self.cells[Cell.ANSWERED] == self.cells[Cell.COMMAND]) or self.has_failed()
+        return bool(self.cells[Cell.ANSWER] == self.cells[Cell.COMMAND]) or self.has_failed()
 
     def is_busy(self) -> bool:
         """Return whether the worker is at a command, or has died of it and the watch has not seen it yet."""
