@@ -65,7 +65,7 @@ _MEASURE_INTERVAL = 16  # transitions between two looks at what they take
 _MAX_PARTS = 10  # at most so many parts of what was seen are compared
 _ERROR_FACTOR = 2.5  # standard errors of their mean: nineteen in twenty, for so few of them
 _RELATIVE_TOLERANCE = 0.1  # of a figure: how far off it may be where more is played
-_BATCH, _TIMED = 32, 32  # transitions in a batch, and batches, that are read to see how long it takes
+_BATCH, _TIMED_BATCHES = 32, 32  # transitions in a batch, and batches, that are read to see how long it takes
 _COMPARED = 256  # transitions
 
 
@@ -608,7 +608,7 @@ def _read_us(read: Callable[[npt.NDArray[np.int64]], Any], n_rows: int) -> float
     rng = np.random.default_rng(0)
     timer = timeit.Timer(lambda: read(rng.integers(n_rows, size=_BATCH)), timer=time.thread_time)
     timer.timeit(1)  # what it compiles or allocates at first is not counted
-    return timer.timeit(_TIMED) / (_TIMED * _BATCH) * 1e6
+    return timer.timeit(_TIMED_BATCHES) / (_TIMED_BATCHES * _BATCH) * 1e6
 
 
 class MemoryWatch:
