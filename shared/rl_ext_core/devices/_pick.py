@@ -79,7 +79,7 @@ def pick(picker: Picker, machine: Machine) -> tuple[int, str]:
         return _most_free(machine)
     name = find_rank_variable(machine.environ)
     if name is not None:
-        return _of_launched_rank(name, machine)
+        return _pick_by_launcher_rank(name, machine)
     current = _cuda.torch_current_device()
     if current is not None and current < count:
         return current, "it is torch's current device"
@@ -126,7 +126,7 @@ def find_rank_contradiction(machine: Machine) -> tuple[str, str] | None:
     return None if outer is None else (name, outer)
 
 
-def _of_launched_rank(name: str, machine: Machine) -> tuple[int, str]:
+def _pick_by_launcher_rank(name: str, machine: Machine) -> tuple[int, str]:
     environ = machine.environ
     rank = _parse_rank(environ, name)
     if rank is None:
