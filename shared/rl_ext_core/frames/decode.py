@@ -366,7 +366,7 @@ def gather(start, stop, state, bound, handles, next_handles, outs, next_outs, de
 
 
 @kernel
-def list_sealed(state, handles, blocks):  # type: ignore[no-untyped-def]
+def list_sealed_blocks(state, handles, blocks):  # type: ignore[no-untyped-def]
     """Lists the sealed blocks that stacks are made of, some more than once.
 
     :param blocks: written.
@@ -451,7 +451,7 @@ def decode(
     if codec.seals and not decompressor:
         most = geometry.n_stack // (1 << geometry.block_shift) + 2
         blocks = np.empty((len(handles) + len(nexts)) * most, dtype=np.int64)
-        found = np.unique(blocks[: list_sealed(state, np.concatenate([handles, nexts]), blocks)])
+        found = np.unique(blocks[: list_sealed_blocks(state, np.concatenate([handles, nexts]), blocks)])
         opened, contents = _open_blocks(codec, stored(state, found), found, num_threads)
     bound = geometry.max_error or None
     work_bytes = (WORK_FRAMES if geometry.max_error else 1) * (geometry.frame_bytes + GROUP)
