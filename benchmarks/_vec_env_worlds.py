@@ -16,7 +16,7 @@ FRAME = (210, 160, 3)
 BUSY_S = 0.001
 
 
-class Many(gymnasium.Wrapper[Any, Any, Any, Any]):
+class SelfStepping(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Steps by itself, many times: what a process does that talks to nobody."""
 
     def many(self, steps: int) -> None:
@@ -70,7 +70,7 @@ class Frames(gymnasium.Env[np.ndarray, int]):
 
 def cart_pole() -> gymnasium.Env[Any, Any]:
     """As it is."""
-    return Many(gymnasium.make("CartPole-v1"))
+    return SelfStepping(gymnasium.make("CartPole-v1"))
 
 
 def monitored() -> gymnasium.Env[Any, Any]:
@@ -80,9 +80,9 @@ def monitored() -> gymnasium.Env[Any, Any]:
 
 def busy() -> gymnasium.Env[Any, Any]:
     """CartPole that takes a millisecond."""
-    return Many(Busy(gymnasium.make("CartPole-v1")))
+    return SelfStepping(Busy(gymnasium.make("CartPole-v1")))
 
 
 def frames() -> gymnasium.Env[Any, Any]:
     """Of the size of Atari's."""
-    return Many(Frames())
+    return SelfStepping(Frames())
