@@ -116,7 +116,7 @@ def rewind_writer(storage: Any, cursor: Any) -> None:
             writer._write_count -= len(places)
 
 
-def check_sets_no_key() -> None:
+def refuse_setting_key() -> None:
     """Refuse ``buffer[key] = values``, for which TorchRL replaces a tensor of ``buffer[:]``: it would be a copy's.
 
     :raises InvalidArgumentError: if that is what asks.

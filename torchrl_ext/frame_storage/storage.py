@@ -42,7 +42,7 @@ from torchrl_ext.frame_storage.arguments import (
 from torchrl_ext.frame_storage.buffers import (
     Budget,
     make_kill_safe,
-    check_sets_no_key,
+    refuse_setting_key,
     rewind_writer,
     set_writer_cursor,
 )
@@ -414,7 +414,7 @@ class FrameStorage(TensorStorage):
             return self.get(slice(None)).get(index)
         lazy = is_slices(index)
         if lazy:
-            check_sets_no_key()
+            refuse_setting_key()
         self._check_open()
         with self.lock:
             self._refresh()
