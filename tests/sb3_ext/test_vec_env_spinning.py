@@ -11,7 +11,7 @@ import pytest
 from rl_ext_core import resources
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.vector import channel
-from rl_ext_core.vector.channel import Spin, worth_spinning
+from rl_ext_core.vector.channel import SpinWaiter, worth_spinning
 from sb3_ext import SharedMemoryVecEnv
 from tests.sb3_ext.vec_checks import FAST, no_workers
 from tests.sb3_ext.vec_worlds import Counting, Failing
@@ -24,7 +24,7 @@ def _long(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Spin on any machine, and so long that what happens in a wait happens meanwhile; forked workers inherit it."""
     monkeypatch.setattr(channel, "worth_spinning", lambda num_workers: True)
     for name in ("FOR_ANSWERS", "FOR_COMMANDS", "_PUT_ASIDE_SECONDS"):
-        monkeypatch.setattr(Spin, name, LONG_S)
+        monkeypatch.setattr(SpinWaiter, name, LONG_S)
     yield
     assert no_workers()
 

@@ -36,7 +36,7 @@ __all__ = [
     "MemoryLayout",
     "SharedMemory",
     "ObservationSlot",
-    "Spin",
+    "SpinWaiter",
     "WorkerEnd",
     "WorkerHandle",
     "new_cells",
@@ -297,7 +297,7 @@ def worth_spinning(num_workers: int) -> bool:
     return not WINDOWS and platform.machine() in ("x86_64", "AMD64") and resources.usable_cores() > num_workers
 
 
-class Spin:
+class SpinWaiter:
     """Looks again and again for a number before a wait blocks: to be woken takes longer than a short step.
 
     A wait that takes longer has spun for nothing, and one in which this process was put aside has taken a core from
@@ -369,7 +369,7 @@ class WorkerEnd:
         self._commands, self._replies, self._mail = _Bell(commands), _Bell(replies), mail
         self.cells = new_cells(cells.map(_LINE))
         cells.close()
-        self._spin = Spin(Spin.FOR_COMMANDS) if spins else None
+        self._spin = SpinWaiter(SpinWaiter.FOR_COMMANDS) if spins else None
 
     def commands(self) -> Iterator[tuple[str, Any]]:
         """Yield commands until the parent closes its end; a step with the shared actions is ``("step", None)``."""
@@ -429,7 +429,7 @@ class WorkerHandle:
         replies, reply_writer = context.Pipe(duplex=False)
         self._commands, self._replies, self._own_bell = _Bell(commands), _Bell(replies), _Bell(reply_writer)
         self._ends = self._commands, self._replies, self._own_bell, self._mail
-        self._spin = Spin(Spin.FOR_ANSWERS) if spins else None
+        self._spin = SpinWaiter(SpinWaiter.FOR_ANSWERS) if spins else None
         end = command_reader, reply_writer, memory, self._mail, spins
         self.process = context.Process(target=target, args=(end, *arguments))
         try:
