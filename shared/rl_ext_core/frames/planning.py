@@ -66,7 +66,7 @@ _MAX_PARTS = 10  # at most so many parts of what was seen are compared
 _ERROR_FACTOR = 2.5  # standard errors of their mean: nineteen in twenty, for so few of them
 _RELATIVE_TOLERANCE = 0.1  # of a figure: how far off it may be where more is played
 _BATCH, _TIMED_BATCHES = 32, 32  # transitions in a batch, and batches, that are read to see how long it takes
-_COMPARED = 256  # transitions
+_COMPARED_TRANSITIONS = 256  # transitions
 
 
 def in_bytes(n_bytes: float) -> str:
@@ -594,7 +594,7 @@ def _cost(store: FrameStore, sample: _Sample, mean: float, error: float) -> _Cos
 
     psnr = None
     if store.lossy:
-        rows = np.linspace(0, len(sample.before) - 1, _COMPARED).astype(np.int64)
+        rows = np.linspace(0, len(sample.before) - 1, _COMPARED_TRANSITIONS).astype(np.int64)
         true = np.stack([sample.before[rows], sample.after[rows]])
         squares = np.subtract(read(rows, np.empty(true.shape, true.dtype)), true, dtype=np.float32) ** 2
         psnr = 10 * math.log10(255**2 / squares.mean(dtype=np.float64)) if squares.any() else math.inf
