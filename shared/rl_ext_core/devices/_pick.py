@@ -74,7 +74,7 @@ def pick(picker: Picker, machine: Machine) -> tuple[int, str]:
         ordinal = picker.worker % count
         return ordinal, f"worker {picker.worker} takes GPU {ordinal} of the {count} visible ones in turn"
     if picker.rank is not None:
-        return _of_rank(picker.rank, f"rank={picker.rank}", machine)
+        return _pick_by_given_rank(picker.rank, f"rank={picker.rank}", machine)
     if picker.pick == "free-memory":
         return _most_free(machine)
     name = find_rank_variable(machine.environ)
@@ -133,12 +133,12 @@ def _pick_by_launcher_rank(name: str, machine: Machine) -> tuple[int, str]:
         raise InvalidArgumentError(
             f"{name}={environ[name]!r} is not a rank: expected an index from 0. Use `unset {name}`, or {name}=0"
         )
-    ordinal, why = _of_rank(rank, f"{name}={environ[name]!r}", machine)
+    ordinal, why = _pick_by_given_rank(rank, f"{name}={environ[name]!r}", machine)
     others = " and ".join(f"{outer}={environ[outer]!r}" for outer in _outer_launchers_with_other_rank(environ))
     return ordinal, f"{why} ({name} comes before {others})" if others else why
 
 
-def _of_rank(rank: int, source: str, machine: Machine) -> tuple[int, str]:
+def _pick_by_given_rank(rank: int, source: str, machine: Machine) -> tuple[int, str]:
     count = len(machine.visible.uuids)
     if rank < count:
         return rank, f"{source} is this process's place on this machine"
