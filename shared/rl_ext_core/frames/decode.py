@@ -402,7 +402,7 @@ def _has_right_reference(p, number, geometry):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def check_contents(state, handles, unchecked, unchecked_references, right):  # type: ignore[no-untyped-def]
+def verify_contents(state, handles, unchecked, unchecked_references, right):  # type: ignore[no-untyped-def]
     """Compares what stacks are made of with checksums, unless that was done before.
 
     :param unchecked: (blocks,) where it was not done yet; cleared where it is found right.

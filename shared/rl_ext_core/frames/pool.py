@@ -26,7 +26,7 @@ from rl_ext_core.frames.codecs import (
     codec_names,
     get_codec,
 )
-from rl_ext_core.frames.decode import are_valid_handles, check_contents, decode, handles_of_pairs
+from rl_ext_core.frames.decode import are_valid_handles, verify_contents, decode, handles_of_pairs
 from rl_ext_core.frames.encode import (
     end_streams,
     put_pairs,
@@ -619,7 +619,7 @@ class FramePool:
         """(n,) which stacks have the checksum that they had, as far as that was not found out before."""
         right = np.ones(len(handles), dtype=np.bool_)
         if self._unchecked is not None:
-            check_contents(self._state, handles, *self._unchecked, right)
+            verify_contents(self._state, handles, *self._unchecked, right)
             if not any(left.any() for left in self._unchecked):
                 self._unchecked = None
         return right
