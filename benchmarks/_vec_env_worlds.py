@@ -19,7 +19,7 @@ BUSY_S = 0.001
 class SelfStepping(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Steps by itself, many times: what a process does that talks to nobody."""
 
-    def many(self, steps: int) -> None:
+    def step_many(self, steps: int) -> None:
         """Step, and reset where that is due."""
         action = self.action_space.sample()
         for _ in range(steps):

@@ -91,7 +91,7 @@ def rates(name: str, build: Callable[[], Any], n_envs: int, count: int, rounds: 
             competitor: make_stepper(venv, count) for competitor, venv in made.items()
         }
         for competitor, bare in BARE.items():
-            runs[bare] = lambda workers=made[competitor]: workers.env_method("many", count)  # type: ignore[misc]
+            runs[bare] = lambda workers=made[competitor]: workers.env_method("step_many", count)  # type: ignore[misc]
         seconds = interleaved(runs, rounds=rounds)
     for competitor, found in seconds.items():
         bar = BARS.get((name, competitor))
