@@ -130,7 +130,7 @@ def refuse_setting_key() -> None:
         )
 
 
-class Budget:
+class ByteBudget:
     """Keeps a storage to a number of bytes: where it is reached, the ring closes, and the oldest elements go.
 
     :param max_bytes: what it may hold.

@@ -40,7 +40,7 @@ from torchrl_ext.frame_storage.arguments import (
     resolve_target,
 )
 from torchrl_ext.frame_storage.buffers import (
-    Budget,
+    ByteBudget,
     make_kill_safe,
     refuse_setting_key,
     rewind_writer,
@@ -126,7 +126,7 @@ class FrameStorage(TensorStorage):
     device: Any
     _len: int
     _storage: Any  # all elements, which TorchRL reads too; int64 handles are where the images would be
-    _budget: Budget | None = None
+    _budget: ByteBudget | None = None
     _folder: StoreFolder | None = None
     _rows: Rows | None = None  # the elements, where they lie in a folder
     _journal: Journal | None = None  # where other processes, or later ones, may have to make them whole
@@ -176,7 +176,7 @@ class FrameStorage(TensorStorage):
             **({} if quality == DEFAULT_QUALITY and codec != "jpeg" else {"quality": quality}),
         }
         if max_bytes is not None:
-            self._budget = Budget(positive_int("max_bytes", max_bytes))
+            self._budget = ByteBudget(positive_int("max_bytes", max_bytes))
             if ndim > 1:
                 raise InvalidArgumentError(
                     f"max_bytes={max_bytes} is for storages of one dimension; leave out ndim={ndim}"
