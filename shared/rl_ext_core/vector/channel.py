@@ -316,7 +316,7 @@ class SpinWaiter:
         self._pause = 0.0
         self._left = 0
 
-    def sees(self, cells: memoryview, place: int, number: int) -> bool:
+    def wait_for_value(self, cells: memoryview, place: int, number: int) -> bool:
         """Wait a little for a cell to have a value, and return whether it has."""
         if self._left:
             self._left -= 1
@@ -374,7 +374,7 @@ class WorkerEnd:
     def commands(self) -> Iterator[tuple[str, Any]]:
         """Yield commands until the parent closes its end; a step with the shared actions is ``("step", None)``."""
         cells, spin, told, answered = self.cells, self._spin, Cell.COMMAND, Cell.ANSWER
-        while (spin is not None and spin.sees(cells, told, cells[answered] + 1)) or self._commands.wait():
+        while (spin is not None and spin.wait_for_value(cells, told, cells[answered] + 1)) or self._commands.wait():
             if cells[told] != cells[answered]:  # else it was rung twice
                 size = cells[Cell.COMMAND_SIZE]
                 yield unpack(self._mail.read(size)) if size else ("step", None)
@@ -481,7 +481,9 @@ class WorkerHandle:
         number = cells[Cell.COMMAND]
         if number == self._read:
             return
-        if cells[Cell.ANSWER] == number or (self._spin is not None and self._spin.sees(cells, Cell.ANSWER, number)):
+        if cells[Cell.ANSWER] == number or (
+            self._spin is not None and self._spin.wait_for_value(cells, Cell.ANSWER, number)
+        ):
             self._replies.clear()
         while cells[Cell.ANSWER] != number:
             if self.has_failed():
