@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
-from rl_ext_core.frames.planning import in_bytes
+from rl_ext_core.frames.planning import format_bytes
 from rl_ext_core.resources import available_memory
 
 Decoder = Callable[..., npt.NDArray[np.generic]]
@@ -102,7 +102,7 @@ class ObservationView(np.lib.mixins.NDArrayOperatorsMixin):
         free = available_memory()
         if free is not None and self.nbytes > free:
             raise OutOfMemoryError(
-                f"all observations of shape {self.shape} take {in_bytes(self.nbytes)} and {in_bytes(free)} are free; "
+                f"all observations of shape {self.shape} take {format_bytes(self.nbytes)} and {format_bytes(free)} are free; "
                 "index what you need: observations[:1000]"
             )
         return self[:].astype(dtype or self.dtype, copy=False)

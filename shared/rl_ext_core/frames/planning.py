@@ -33,7 +33,7 @@ from rl_ext_core.resources import available_memory
 if TYPE_CHECKING:
     import gymnasium
 
-__all__ = ["MemoryWatch", "Plan", "PlanRow", "in_bytes", "parse_bytes", "plan"]
+__all__ = ["MemoryWatch", "Plan", "PlanRow", "format_bytes", "parse_bytes", "plan"]
 
 _Array = npt.NDArray[Any]
 _Transitions = Iterator[tuple[_Array, _Array]]  # observations, and those that followed them
@@ -69,7 +69,7 @@ _BATCH, _TIMED_BATCHES = 32, 32  # transitions in a batch, and batches, that are
 _COMPARED_TRANSITIONS = 256  # transitions
 
 
-def in_bytes(n_bytes: float) -> str:
+def format_bytes(n_bytes: float) -> str:
     """Return a size with three digits and a decimal unit: "12.3 kB"."""
     units = ["B", "kB", "MB", "GB", "TB", "PB"]
     while n_bytes >= 999.5 and len(units) > 1:
@@ -126,17 +126,17 @@ class PlanRow:
 
     def _cells(self, plan: Plan) -> dict[str, str]:
         """What the table of a plan says, by column."""
-        size, fits = in_bytes(self.bytes_a_transition), {None: "?", True: "yes", False: "NO"}[self.fits]
+        size, fits = format_bytes(self.bytes_a_transition), {None: "?", True: "yes", False: "NO"}[self.fits]
         if self.range is not None:
             low, high = self.range
-            size = f"{'' if plan.measured else '~'}{size} ({in_bytes(low)} to {in_bytes(high)})"
+            size = f"{'' if plan.measured else '~'}{size} ({format_bytes(low)} to {format_bytes(high)})"
             if plan.budget is not None and low * plan.size <= plan.budget < high * plan.size:
                 fits = "maybe"
         quality = "lossy" if self.psnr is None else "no error" if math.isinf(self.psnr) else f"{self.psnr:.1f} dB"
         return {
             "": self.name,
             "transition": size,
-            "all": in_bytes(self.total_bytes),
+            "all": format_bytes(self.total_bytes),
             "fits": fits,
             "that fit": "?" if self.capacity is None else f"{self.capacity:,}",
             "less than SB3": f"{self.times_less:,.1f}x",
@@ -207,12 +207,12 @@ class Plan:
         raise InvalidArgumentError(f"no row is named {name!r}; there are {[row.name for row in self.rows]}")
 
     def __str__(self) -> str:
-        free = "unknown" if self.free_bytes is None else in_bytes(self.free_bytes)
+        free = "unknown" if self.free_bytes is None else format_bytes(self.free_bytes)
         lines = [
             f"{self.size:,} transitions of {'x'.join(map(str, self.shape))} {self.dtype}; n_stack {self.n_stack}, "
             f"n_envs {self.n_envs}",
             f"{'measured' if self.measured else 'ESTIMATES, not measured'}: {self.source}",
-            f"free memory: {free}{'' if self.max_bytes is None else f'; max_bytes: {in_bytes(self.max_bytes)}'}",
+            f"free memory: {free}{'' if self.max_bytes is None else f'; max_bytes: {format_bytes(self.max_bytes)}'}",
             "",
         ]
         cells = [row._cells(self) for row in self.rows]
@@ -245,12 +245,12 @@ class Plan:
         axes = figure.subplots()
         for at, row in enumerate(self.rows):
             colour = "tab:red" if row.fits is False else "tab:blue"
-            axes.barh(f"{row.name}: {in_bytes(row.total_bytes)}", row.total_bytes, color=colour)
+            axes.barh(f"{row.name}: {format_bytes(row.total_bytes)}", row.total_bytes, color=colour)
             if row.range is not None:
                 axes.plot([end * self.size for end in row.range], [at, at], color="black", linewidth=1, marker="|")
         if self.budget is not None:
             label = "free memory" if self.max_bytes is None else "max_bytes"
-            axes.axvline(self.budget, color="black", linestyle="--", label=f"{label}: {in_bytes(self.budget)}")
+            axes.axvline(self.budget, color="black", linestyle="--", label=f"{label}: {format_bytes(self.budget)}")
             axes.legend(loc="lower right")
         what = "bytes" if self.measured else "bytes (estimates; bars show the range of the recordings)"
         axes.set(xscale="log", xlabel=what, title=f"{self.size:,} transitions of {self.shape} {self.dtype}")
@@ -631,7 +631,7 @@ class MemoryWatch:
             return
         self._warned = True
         known = all(store.size >= self.KNOWN_AT for store in self._stores)
-        how = "by what it holds so far" if known else f"{in_bytes(low)} to {in_bytes(high)} by estimate"
+        how = "by what it holds so far" if known else f"{format_bytes(low)} to {format_bytes(high)} by estimate"
         warnings.warn(self._text(free + held, middle + self._other_bytes, how), stacklevel=3)
 
     def _when_full(self, store: FrameStore) -> tuple[float, ...]:
@@ -647,12 +647,12 @@ class MemoryWatch:
     def _text(self, free: int, expected: float, how: str) -> str:
         largest = max(self._stores, key=lambda store: store.layout.stack_bytes)
         layout, n_transitions = largest.layout, largest.capacity * largest.n_envs
-        plain = in_bytes(2 * n_transitions * layout.stack_bytes)
+        plain = format_bytes(2 * n_transitions * layout.stack_bytes)
         stack = f" --stack {layout.n_stack}" if layout.n_stack > 1 else ""
         envs = f" --envs {largest.n_envs}" if largest.n_envs > 1 else ""
         return (
-            f"{n_transitions:,} transitions of {layout.shape} {layout.dtype} will take {in_bytes(expected)} ({how}), "
-            f"and {in_bytes(free)} are free; uncompressed they would take {plain}. Pass a smaller buffer_size, "
+            f"{n_transitions:,} transitions of {layout.shape} {layout.dtype} will take {format_bytes(expected)} ({how}), "
+            f"and {format_bytes(free)} are free; uncompressed they would take {plain}. Pass a smaller buffer_size, "
             "max_bytes=, storage_dir= or max_error=; what each of them costs in your environment says\n"
             f"    rl-ext plan --shape {','.join(map(str, layout.shape))} --size {n_transitions}{stack}{envs} --env ID"
         )
