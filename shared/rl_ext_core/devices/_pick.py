@@ -76,7 +76,7 @@ def pick(picker: Picker, machine: Machine) -> tuple[int, str]:
     if picker.rank is not None:
         return _pick_by_given_rank(picker.rank, f"rank={picker.rank}", machine)
     if picker.pick == "free-memory":
-        return _most_free(machine)
+        return _pick_by_free_memory(machine)
     name = find_rank_variable(machine.environ)
     if name is not None:
         return _pick_by_launcher_rank(name, machine)
@@ -270,7 +270,7 @@ def _refusal(rank: int, source: str, machine: Machine) -> str:
 # Free memory
 
 
-def _most_free(machine: Machine) -> tuple[int, str]:
+def _pick_by_free_memory(machine: Machine) -> tuple[int, str]:
     free = {gpu.uuid: gpu.memory_free for gpu in machine.inventory.gpus}
     uuids = machine.visible.uuids
     try:
