@@ -467,7 +467,7 @@ def decode(
             gather(start, stop, state, bound, handles, nexts, out, next_out, decompressor, opened, *places)
         )
 
-    run_parts(work_on, len(handles), num_threads=num_threads)
+    run_in_threads(work_on, len(handles), num_threads=num_threads)
     del contents  # the addresses in ``opened`` point into it
     return sum(unreadable)
 
@@ -491,7 +491,7 @@ def _open_blocks(codec: Codec, sealed: list[Bytes], blocks: Counts, num_threads:
             else:
                 opened[1, i] = 0
 
-    run_parts(open_some, len(sealed), num_threads=num_threads)
+    run_in_threads(open_some, len(sealed), num_threads=num_threads)
     return opened, contents
 
 
@@ -519,7 +519,7 @@ def _submit(work: Callable[[], None], times: int) -> list[Future[None]]:
         return [pool.submit(work) for _ in range(times)]
 
 
-def run_parts(work: Callable[[int, int], None], n_items: int, *, num_threads: int) -> None:
+def run_in_threads(work: Callable[[int, int], None], n_items: int, *, num_threads: int) -> None:
     """Calls ``work(start, stop)`` for parts that together cover ``range(n_items)``.
 
     The calling thread takes part; a batch too small to share runs in it alone.
