@@ -1,4 +1,4 @@
-"""Draw the site's pictures from what benchmarks have measured: ``benchmarks/results`` into ``docs/_static/plots``.
+"""Draw the site's pictures from what benchmarks have measured: ``benchmarks/load_results`` into ``docs/_static/plots``.
 
 python -m benchmarks.replay_buffer pong breakout mspacman seaquest montezuma
 python -m benchmarks.plot
@@ -43,7 +43,7 @@ WRAPPED = {
 }
 
 
-def results(benchmark: str) -> dict[str, Any]:
+def load_results(benchmark: str) -> dict[str, Any]:
     """What a benchmark has recorded.
 
     :raises SystemExit: it has not been run
@@ -57,7 +57,7 @@ def results(benchmark: str) -> dict[str, Any]:
 
 def buffers() -> None:
     """Memory of a million transitions, and the speed of sampling, against SB3's buffer."""
-    found = results("replay_buffer")
+    found = load_results("replay_buffer")
     rows = {title: found["rows"][name] for name, title in GAMES.items() if name in found["rows"]}
     plain = max(row["plain_bytes"] for row in rows.values())
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.4))
@@ -90,7 +90,7 @@ def buffers() -> None:
 
 def bars(benchmark: str, name: str, figure_of: str, rows: dict[str, str], title: str, unit: str) -> None:
     """Ratios of some rows of a benchmark, 1 being what it is compared with."""
-    found = results(benchmark)
+    found = load_results(benchmark)
     ratios = {label: found["rows"][row][figure_of] for row, label in rows.items() if row in found["rows"]}
     figure, axes = plt.subplots(figsize=(7, 0.55 + 0.42 * len(ratios)))
     drawn = axes.barh(list(ratios), list(ratios.values()), color=OURS)
