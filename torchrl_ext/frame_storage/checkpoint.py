@@ -42,7 +42,7 @@ class State(OrderedDict[str, Any]):
 
 def as_state(rows: Any, frames: list[dict[str, Any]], length: int) -> State:
     """Return a copy of what a storage holds, made of tensors and plain values."""
-    held = _changed(packed(rows, frames), np.ndarray, _as_tensor)
+    held = _map_tree(packed(rows, frames), np.ndarray, _as_tensor)
     return State(frame_storage=held, initialized=True, _len=length)
 
 
@@ -52,16 +52,16 @@ def from_state(state: dict[str, Any]) -> tuple[Any, list[dict[str, Any]], int]:
     :raises CorruptFileError: if it is damaged.
     """
     with reading("this state is"):
-        return *unpacked(_changed(state["frame_storage"], torch.Tensor, _as_array)), state["_len"]
+        return *unpacked(_map_tree(state["frame_storage"], torch.Tensor, _as_array)), state["_len"]
 
 
-def _changed(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+def _map_tree(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     """The same dictionaries and lists, with all that is of that kind changed."""
     if isinstance(tree, kind):
         return change(tree)
     if isinstance(tree, dict):
-        return {key: _changed(part, kind, change) for key, part in tree.items()}
-    return [_changed(part, kind, change) for part in tree] if isinstance(tree, list) else tree
+        return {key: _map_tree(part, kind, change) for key, part in tree.items()}
+    return [_map_tree(part, kind, change) for part in tree] if isinstance(tree, list) else tree
 
 
 def _as_tensor(array: Any) -> torch.Tensor:
@@ -185,7 +185,7 @@ def _saved(held: dict[str, Any], path: Path) -> dict[str, Any]:
         np.save(path / name, array, allow_pickle=False)
         return name
 
-    changed: dict[str, Any] = _changed(held, np.ndarray, save)
+    changed: dict[str, Any] = _map_tree(held, np.ndarray, save)
     return changed
 
 
@@ -197,7 +197,7 @@ def _read(held: dict[str, Any], path: Path) -> dict[str, Any]:
         file = path / Path(name).name
         return np.lib.format.open_memmap(file, mode="r") if file.stat().st_size else np.zeros(0, dtype=np.uint8)
 
-    held["leaves"] = _changed(held["leaves"], str, read)
+    held["leaves"] = _map_tree(held["leaves"], str, read)
     for column in held["frames"]:
-        column["pool"]["arrays"] = _changed(column["pool"]["arrays"], str, read)
+        column["pool"]["arrays"] = _map_tree(column["pool"]["arrays"], str, read)
     return held
