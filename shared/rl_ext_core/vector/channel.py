@@ -307,7 +307,7 @@ class SpinWaiter:
 
     # The parent has nothing else to do while workers step. A worker that spins may slow the parent down, which computes
     # actions meanwhile: cores share what they are made of.
-    FOR_ANSWERS, FOR_COMMANDS = 500e-6, 150e-6
+    ANSWER_SECONDS, FOR_COMMANDS = 500e-6, 150e-6
     _LONGEST_PAUSE = 4096
     _PUT_ASIDE_SECONDS = 30e-6  # between two looks at the clock, which take a tenth of a microsecond
 
@@ -429,7 +429,7 @@ class WorkerHandle:
         replies, reply_writer = context.Pipe(duplex=False)
         self._commands, self._replies, self._own_bell = _Bell(commands), _Bell(replies), _Bell(reply_writer)
         self._ends = self._commands, self._replies, self._own_bell, self._mail
-        self._spin = SpinWaiter(SpinWaiter.FOR_ANSWERS) if spins else None
+        self._spin = SpinWaiter(SpinWaiter.ANSWER_SECONDS) if spins else None
         end = command_reader, reply_writer, memory, self._mail, spins
         self.process = context.Process(target=target, args=(end, *arguments))
         try:
