@@ -314,7 +314,7 @@ def plan(
             sample = _from_frames(frames, given, n_stack)
         elif env is not None:
             sample = _played(env, opened, steps, given, n_stack, seed)
-        layout = _likely_layout(given or (), dtype, n_stack) if sample is None else sample.layout
+        layout = _guess_layout(given or (), dtype, n_stack) if sample is None else sample.layout
         ways = _suiting(layout) if codecs is None else [_options(way) for way in codecs]
         if sample is None:
             costs, plain_us = [_estimated(layout, way) for way in ways], None
@@ -367,7 +367,7 @@ def _suiting(layout: StackLayout) -> list[dict[str, Any]]:
     return found
 
 
-def _likely_layout(shape: tuple[int, ...], dtype: npt.DTypeLike, n_stack: int | None) -> StackLayout:
+def _guess_layout(shape: tuple[int, ...], dtype: npt.DTypeLike, n_stack: int | None) -> StackLayout:
     """How observations of a shape are likely to be stacked: images of RGB where that is possible, else of grey."""
     layouts = list(candidate_layouts(shape, dtype, n_stack=n_stack))
     if len(shape) != 3 or min(shape[0], shape[2]) <= 3:
@@ -640,7 +640,7 @@ class MemoryWatch:
             return (store.nbytes * store.capacity // store.size,) * 3
         layout = store.layout
         if layout.n_stack == 1:
-            layout = _likely_layout(layout.shape, layout.dtype, store.options["n_stack"])
+            layout = _guess_layout(layout.shape, layout.dtype, store.options["n_stack"])
         likely = _likely_bytes(layout, store.options) if len(layout.shape) > 1 else None
         return tuple(store.capacity * store.n_envs * part for part in likely or (layout.frame_bytes,) * 3)
 
