@@ -142,13 +142,13 @@ def _pick_by_given_rank(rank: int, source: str, machine: Machine) -> tuple[int, 
     count = len(machine.visible.uuids)
     if rank < count:
         return rank, f"{source} is this process's place on this machine"
-    why = _why_beyond(rank, count, machine.environ)
+    why = _explain_high_rank(rank, count, machine.environ)
     if why is not None:
         return rank % count, f"{source}, and {why}"
     raise DeviceUnavailableError(_refusal(rank, source, machine))
 
 
-def _why_beyond(rank: int, count: int, environ: Mapping[str, str]) -> str | None:
+def _explain_high_rank(rank: int, count: int, environ: Mapping[str, str]) -> str | None:
     """Explain why a rank may be beyond the visible GPUs: each process sees its own, counted from 0. None if not."""
     if _TORCHRUN in environ and LOCAL_RANK in environ:
         return None  # torchrun counts the processes that share what is visible
