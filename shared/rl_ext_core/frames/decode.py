@@ -63,7 +63,7 @@ from rl_ext_core.frames.views import address_in, geometry_in, pool_in
 
 _PREFETCH_GROUP = 16
 _PREFETCH_LINES = 32
-MOST_BLOCKS = 512  # that two stacks span together
+MAX_CHAIN = 512  # that two stacks span together
 _NONE = np.zeros(0, dtype=np.int64)
 _NOTHING = np.zeros((2, 0), dtype=np.uint64)
 
@@ -461,7 +461,7 @@ def decode(
 
     def work_on(start: int, stop: int) -> None:
         work = allocate(work_bytes)
-        chain = np.empty(MOST_BLOCKS, dtype=np.int64)
+        chain = np.empty(MAX_CHAIN, dtype=np.int64)
         places = address_of(work), chain
         unreadable.append(
             gather(start, stop, state, bound, handles, nexts, out, next_out, decompressor, opened, *places)
