@@ -45,7 +45,7 @@ COMMANDS: dict[str, float] = {
 }
 
 
-def kept(command: str) -> Path:
+def result_path(command: str) -> Path:
     """Name the file of what a command printed."""
     words = "".join(letter if letter.isalnum() else " " for letter in command).split()
     return RESULTS / f"{'-'.join(words)}.run.json"
@@ -68,7 +68,7 @@ def run(command: str, show: Callable[[str], object]) -> dict[str, Any]:
     minutes = (time.monotonic() - started) / 60
     found = {"command": command, "machine": machine(), "minutes": round(minutes, 1), "lines": lines}
     RESULTS.mkdir(exist_ok=True)
-    kept(command).write_text(json.dumps(found, indent=1, ensure_ascii=False))
+    result_path(command).write_text(json.dumps(found, indent=1, ensure_ascii=False))
     return found
 
 
@@ -90,8 +90,8 @@ def main() -> None:
     }
     results: dict[str, dict[str, Any]] = {}
     for command in todo:
-        if not options.again and kept(command).exists():
-            before = json.loads(kept(command).read_text())
+        if not options.again and result_path(command).exists():
+            before = json.loads(result_path(command).read_text())
             if before["machine"] == machine():
                 results[command] = before
     left = {command: minutes for command, minutes in todo.items() if command not in results}
