@@ -112,7 +112,7 @@ class FrameStorageCheckpointer(StorageCheckpointerBase):
         made = not path.exists()
         try:
             entries = [] if made else [entry.name for entry in sorted(path.iterdir())]
-            if foreign := [name for name in entries if not _ours(name)]:
+            if foreign := [name for name in entries if not _is_checkpoint_entry(name)]:
                 raise InvalidArgumentError(
                     f"{path} holds other files, as {foreign[0]!r}, which are no part of a checkpoint; pass a new folder"
                 )
@@ -171,7 +171,7 @@ class FrameStorageCheckpointer(StorageCheckpointerBase):
         storage._replace_contents(rows, frames, metadata["len"])
 
 
-def _ours(name: str) -> bool:
+def _is_checkpoint_entry(name: str) -> bool:
     return name in (_METADATA, f"{_METADATA}.new") or _CONTENTS.fullmatch(name) is not None
 
 
