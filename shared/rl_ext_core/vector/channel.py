@@ -307,7 +307,7 @@ class SpinWaiter:
 
     # The parent has nothing else to do while workers step. A worker that spins may slow the parent down, which computes
     # actions meanwhile: cores share what they are made of.
-    ANSWER_SECONDS, FOR_COMMANDS = 500e-6, 150e-6
+    ANSWER_SECONDS, COMMAND_SECONDS = 500e-6, 150e-6
     _LONGEST_PAUSE = 4096
     _PUT_ASIDE_SECONDS = 30e-6  # between two looks at the clock, which take a tenth of a microsecond
 
@@ -369,7 +369,7 @@ class WorkerEnd:
         self._commands, self._replies, self._mail = _Bell(commands), _Bell(replies), mail
         self.cells = new_cells(cells.map(_LINE))
         cells.close()
-        self._spin = SpinWaiter(SpinWaiter.FOR_COMMANDS) if spins else None
+        self._spin = SpinWaiter(SpinWaiter.COMMAND_SECONDS) if spins else None
 
     def commands(self) -> Iterator[tuple[str, Any]]:
         """Yield commands until the parent closes its end; a step with the shared actions is ``("step", None)``."""
