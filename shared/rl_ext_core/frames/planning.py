@@ -376,7 +376,7 @@ def _guess_layout(shape: tuple[int, ...], dtype: npt.DTypeLike, n_stack: int | N
     return by_channels.get(3) or by_channels.get(1) or layouts[-1]
 
 
-def _likely_bytes(layout: StackLayout, options: Mapping[str, Any]) -> tuple[float, ...] | None:
+def _estimate_bytes(layout: StackLayout, options: Mapping[str, Any]) -> tuple[float, ...] | None:
     """What a transition is likely to take, by recordings: at least, probably, at most; None where they do not say."""
     channels = layout.frame_channels if layout.n_stack > 1 else min(layout.shape[0], layout.shape[-1])
     codec = "patch" if options["codec"] == "auto" else options["codec"]
@@ -385,7 +385,7 @@ def _likely_bytes(layout: StackLayout, options: Mapping[str, Any]) -> tuple[floa
 
 
 def _estimated(layout: StackLayout, options: Mapping[str, Any]) -> _Cost:
-    if (likely := _likely_bytes(layout, options)) is None:
+    if (likely := _estimate_bytes(layout, options)) is None:
         raise InvalidArgumentError(f"there is no estimate for {dict(options)}; pass frames= or env= to measure it")
     low, middle, high = likely
     return _Cost(middle, (low, high))
@@ -641,7 +641,7 @@ class MemoryWatch:
         layout = store.layout
         if layout.n_stack == 1:
             layout = _guess_layout(layout.shape, layout.dtype, store.options["n_stack"])
-        likely = _likely_bytes(layout, store.options) if len(layout.shape) > 1 else None
+        likely = _estimate_bytes(layout, store.options) if len(layout.shape) > 1 else None
         return tuple(store.capacity * store.n_envs * part for part in likely or (layout.frame_bytes,) * 3)
 
     def _text(self, free: int, expected: float, how: str) -> str:
