@@ -145,7 +145,7 @@ def _pick_by_given_rank(rank: int, source: str, machine: Machine) -> tuple[int, 
     why = _explain_high_rank(rank, count, machine.environ)
     if why is not None:
         return rank % count, f"{source}, and {why}"
-    raise DeviceUnavailableError(_refusal(rank, source, machine))
+    raise DeviceUnavailableError(_high_rank_error(rank, source, machine))
 
 
 def _explain_high_rank(rank: int, count: int, environ: Mapping[str, str]) -> str | None:
@@ -237,7 +237,7 @@ def start_line(rank: int, machine: Machine) -> str:
     return f"torchrun --nproc-per-node={count} train.py"
 
 
-def _refusal(rank: int, source: str, machine: Machine) -> str:
+def _high_rank_error(rank: int, source: str, machine: Machine) -> str:
     environ, count = machine.environ, len(machine.visible.uuids)
     mask = environ.get(MASK)
     shown = "" if mask is None else f" ({MASK}={mask!r})"
