@@ -64,7 +64,7 @@ from rl_ext_core.frames.views import address_in, geometry_in, pool_in
 _PREFETCH_GROUP = 16
 _PREFETCH_LINES = 32
 MAX_CHAIN = 512  # that two stacks span together
-_NONE = np.zeros(0, dtype=np.int64)
+_NO_HANDLES = np.zeros(0, dtype=np.int64)
 _NOTHING = np.zeros((2, 0), dtype=np.uint64)
 
 
@@ -446,7 +446,7 @@ def decode(
     :return: how many could not be read because a block is damaged.
     """
     handles, out = wanted[0]
-    nexts, next_out = wanted[1] if len(wanted) > 1 else (_NONE, 0)
+    nexts, next_out = wanted[1] if len(wanted) > 1 else (_NO_HANDLES, 0)
     decompressor, opened, contents = codec.c_decompressor(), _NOTHING, np.zeros(0, dtype=np.uint8)
     if codec.seals and not decompressor:
         most = geometry.n_stack // (1 << geometry.block_shift) + 2
