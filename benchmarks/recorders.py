@@ -204,7 +204,7 @@ def record_vizdoom(
     :param progress: Show a bar.
     :return: The recording, of stacks of 3.
     """
-    with _throwaway_folder():
+    with _temporary_folder():
         return record(
             make_vec_env(partial(_doom, env_id, size), n_envs=n_envs, seed=seed),
             name=name or env_id.lower(),
@@ -216,7 +216,7 @@ def record_vizdoom(
 
 
 @contextmanager
-def _throwaway_folder() -> Iterator[None]:
+def _temporary_folder() -> Iterator[None]:
     """Work in a folder that goes away: the Doom engine leaves files where it is started."""
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
