@@ -123,7 +123,7 @@ class FrameStorageCheckpointer(StorageCheckpointerBase):
         counts = False
         try:
             with storage.lock:
-                held = _saved(packed(*storage.held()), contents)
+                held = _save_arrays(packed(*storage.held()), contents)
                 metadata = {"format": FORMAT, "contents": contents.name, "len": len(storage), "held": held}
             write_json(path / _METADATA, metadata)
             counts = True
@@ -175,7 +175,7 @@ def _is_checkpoint_entry(name: str) -> bool:
     return name in (_METADATA, f"{_METADATA}.new") or _CONTENTS.fullmatch(name) is not None
 
 
-def _saved(held: dict[str, Any], path: Path) -> dict[str, Any]:
+def _save_arrays(held: dict[str, Any], path: Path) -> dict[str, Any]:
     """The same, with names of files in place of arrays."""
     names = (f"{number}.npy" for number in itertools.count())
 
@@ -190,7 +190,7 @@ def _saved(held: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _read(held: dict[str, Any], path: Path) -> dict[str, Any]:
-    """What :func:`_saved` was given."""
+    """What :func:`_save_arrays` was given."""
 
     def read(name: str) -> Any:
         check()
