@@ -308,7 +308,7 @@ class SpinWaiter:
     # The parent has nothing else to do while workers step. A worker that spins may slow the parent down, which computes
     # actions meanwhile: cores share what they are made of.
     ANSWER_SECONDS, COMMAND_SECONDS = 500e-6, 150e-6
-    _LONGEST_PAUSE = 4096
+    _MAX_SKIPPED_WAITS = 4096
     _PUT_ASIDE_SECONDS = 30e-6  # between two looks at the clock, which take a tenth of a microsecond
 
     def __init__(self, seconds: float) -> None:
@@ -333,7 +333,7 @@ class SpinWaiter:
         if seen and now - before <= longest:
             self._pause *= 0.97
         else:
-            self._pause = min(4 * self._pause + 4, self._LONGEST_PAUSE)
+            self._pause = min(4 * self._pause + 4, self._MAX_SKIPPED_WAITS)
             self._left = int(self._pause)
         return seen
 
