@@ -317,7 +317,7 @@ def plan(
         layout = _guess_layout(given or (), dtype, n_stack) if sample is None else sample.layout
         ways = _suiting(layout) if codecs is None else [_options(way) for way in codecs]
         if sample is None:
-            costs, plain_us = [_estimated(layout, way) for way in ways], None
+            costs, plain_us = [_estimate_cost(layout, way) for way in ways], None
             source = "the range of recordings of games and robots"
         else:
             costs, count = _measured(sample, ways)
@@ -384,7 +384,7 @@ def _estimate_bytes(layout: StackLayout, options: Mapping[str, Any]) -> tuple[fl
     return found and tuple(part * layout.frame_bytes + _INDEX_BYTES for part in found[channels != 1])
 
 
-def _estimated(layout: StackLayout, options: Mapping[str, Any]) -> _Cost:
+def _estimate_cost(layout: StackLayout, options: Mapping[str, Any]) -> _Cost:
     if (likely := _estimate_bytes(layout, options)) is None:
         raise InvalidArgumentError(f"there is no estimate for {dict(options)}; pass frames= or env= to measure it")
     low, middle, high = likely
