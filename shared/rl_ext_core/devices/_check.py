@@ -351,7 +351,7 @@ def _find_mask_mistakes(situation: Situation) -> Findings:
         return
     if mask is None:
         if shown.stop_reason:
-            own = _pick.slice_of_rank(situation.machine) or shown.mig
+            own = _pick.mig_slice_of_rank(situation.machine) or shown.mig
             yield situation.finding(MASK, f"it is not set, and {shown.stop_reason}", {MASK: own}, "warning")
         return
     word = mask.split(",")[0].strip(_QUOTES).lower()
@@ -374,7 +374,7 @@ def _find_mask_mistakes(situation: Situation) -> Findings:
             oddity += " (quotes and brackets are part of the value)"
         meant, complete = _guess_mask(mask, situation)
         if shown.mig and meant and complete:
-            meant = _pick.slice_of_rank(situation.machine) or meant
+            meant = _pick.mig_slice_of_rank(situation.machine) or meant
         harmless = complete and situation.with_changes({MASK: meant}).machine.visible.uuids == shown.uuids
         effect = f"{oddity}; torch sees {_seen(shown, situation)}"
         yield situation.finding(MASK, effect, {MASK: meant} if meant else one, "warning" if harmless else "error")

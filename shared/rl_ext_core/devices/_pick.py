@@ -198,7 +198,7 @@ def _explicit_binding(environ: Mapping[str, str]) -> tuple[str, str] | None:
 # Ranks that are beyond the visible GPUs
 
 
-def slice_of_rank(machine: Machine) -> str | None:
+def mig_slice_of_rank(machine: Machine) -> str | None:
     """Return the MIG slice of this process's rank where CUDA shows one slice; None if there is none for it."""
     name = find_rank_variable(machine.environ)
     rank = 0 if name is None else _parse_rank(machine.environ, name)
