@@ -65,7 +65,7 @@ _PREFETCH_GROUP = 16
 _PREFETCH_LINES = 32
 MAX_CHAIN = 512  # that two stacks span together
 _NO_HANDLES = np.zeros(0, dtype=np.int64)
-_NOTHING = np.zeros((2, 0), dtype=np.uint64)
+_NO_BLOCKS = np.zeros((2, 0), dtype=np.uint64)
 
 
 @njit(nogil=True)
@@ -447,7 +447,7 @@ def decode(
     """
     handles, out = wanted[0]
     nexts, next_out = wanted[1] if len(wanted) > 1 else (_NO_HANDLES, 0)
-    decompressor, opened, contents = codec.c_decompressor(), _NOTHING, np.zeros(0, dtype=np.uint8)
+    decompressor, opened, contents = codec.c_decompressor(), _NO_BLOCKS, np.zeros(0, dtype=np.uint8)
     if codec.seals and not decompressor:
         most = geometry.n_stack // (1 << geometry.block_shift) + 2
         blocks = np.empty((len(handles) + len(nexts)) * most, dtype=np.int64)
