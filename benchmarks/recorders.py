@@ -160,7 +160,7 @@ def record_mujoco(
     # the middle of a recording those would be ours, and frames turn black without an error.
     gc.collect()
     recording = record(
-        make_vec_env(partial(_film, env_id, size, camera), n_envs=n_envs, seed=seed),
+        make_vec_env(partial(_make_mujoco_env, env_id, size, camera), n_envs=n_envs, seed=seed),
         name=name or env_id.lower(),
         policy=policies.ornstein_uhlenbeck(seed=seed),
         n_stack=3,
@@ -173,7 +173,7 @@ def record_mujoco(
     return recording
 
 
-def _film(env_id: str, size: int, camera: str | None) -> gym.Env[Any, Any]:
+def _make_mujoco_env(env_id: str, size: int, camera: str | None) -> gym.Env[Any, Any]:
     env = gym.make(env_id, render_mode="rgb_array", width=size, height=size, camera_name=camera)
     # The wrapper resets without a seed, and where the robot then is decides where the default camera looks.
     env.reset(seed=0)
