@@ -167,7 +167,7 @@ class FrameStorageCheckpointer(StorageCheckpointerBase):
         with reading(f"{path} is"):
             if not _CONTENTS.fullmatch(metadata["contents"]):
                 raise CorruptFileError(f"{path / _METADATA} names no contents")
-            rows, frames = unpacked(_read(metadata["held"], path / metadata["contents"]))
+            rows, frames = unpacked(_load_arrays(metadata["held"], path / metadata["contents"]))
         storage._replace_contents(rows, frames, metadata["len"])
 
 
@@ -189,7 +189,7 @@ def _save_arrays(held: dict[str, Any], path: Path) -> dict[str, Any]:
     return changed
 
 
-def _read(held: dict[str, Any], path: Path) -> dict[str, Any]:
+def _load_arrays(held: dict[str, Any], path: Path) -> dict[str, Any]:
     """What :func:`_save_arrays` was given."""
 
     def read(name: str) -> Any:
