@@ -23,7 +23,7 @@ LONG_S = 1.0
 def _long(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Spin on any machine, and so long that what happens in a wait happens meanwhile; forked workers inherit it."""
     monkeypatch.setattr(channel, "worth_spinning", lambda num_workers: True)
-    for name in ("ANSWER_SECONDS", "COMMAND_SECONDS", "_PUT_ASIDE_SECONDS"):
+    for name in ("ANSWER_SECONDS", "COMMAND_SECONDS", "_PREEMPTED_SECONDS"):
         monkeypatch.setattr(SpinWaiter, name, LONG_S)
     yield
     assert no_workers()

@@ -309,7 +309,7 @@ class SpinWaiter:
     # actions meanwhile: cores share what they are made of.
     ANSWER_SECONDS, COMMAND_SECONDS = 500e-6, 150e-6
     _MAX_SKIPPED_WAITS = 4096
-    _PUT_ASIDE_SECONDS = 30e-6  # between two looks at the clock, which take a tenth of a microsecond
+    _PREEMPTED_SECONDS = 30e-6  # between two looks at the clock, which take a tenth of a microsecond
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -321,7 +321,7 @@ class SpinWaiter:
         if self._left:
             self._left -= 1
             return False
-        clock, longest = time.perf_counter, self._PUT_ASIDE_SECONDS
+        clock, longest = time.perf_counter, self._PREEMPTED_SECONDS
         before = clock()
         end = before + self._seconds
         while True:
