@@ -335,7 +335,7 @@ def plan(
         max_bytes=None if max_bytes is None else int(max_bytes),
         rows=(),
     )
-    row = functools.partial(_row, head, layout, _ROW_BYTES if sample is None else sample.row_bytes)
+    row = functools.partial(_make_row, head, layout, _ROW_BYTES if sample is None else sample.row_bytes)
     rows = [
         row("SB3 ReplayBuffer", {}, _Cost(2 * layout.stack_bytes, sample_us=plain_us)),
         row("SB3 optimize_memory_usage", {}, _Cost(layout.stack_bytes, sample_us=plain_us)),
@@ -400,7 +400,7 @@ class _Cost(NamedTuple):
     psnr: float | None = None
 
 
-def _row(
+def _make_row(
     plan: Plan, layout: StackLayout, row_bytes: int, name: str, options: Mapping[str, Any], cost: _Cost
 ) -> PlanRow:
     """What one way of storing costs; without options, Stable Baselines3's own."""
