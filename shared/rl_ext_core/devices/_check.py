@@ -490,7 +490,7 @@ def _find_rank_mistakes(situation: Situation) -> Findings:
 
 def _high_rank_finding(name: str, rank: int, count: int, situation: Situation) -> tuple[Finding, Changes]:
     error = f'torch.cuda.set_device({rank}) ends in "CUDA error: invalid device ordinal"'
-    changes = _pick.changes_for(rank, situation.machine)
+    changes = _pick.variables_for_high_rank(rank, situation.machine)
     if changes is not None:
         effect = f"it asks for cuda:{rank}, and CUDA shows one MIG slice to a process, as cuda:0: {error}"
         return situation.finding(name, effect, changes)

@@ -217,7 +217,7 @@ def _visible_mig_slices(machine: Machine) -> list[str]:
     return [entry for entry in mask.split(",") if _cuda.visible(inventory, {MASK: entry}).mig]
 
 
-def changes_for(rank: int, machine: Machine) -> dict[str, str] | None:
+def variables_for_high_rank(rank: int, machine: Machine) -> dict[str, str] | None:
     """Return the variables that give a rank beyond the visible GPUs its own MIG slice; None if there is none."""
     slices = _visible_mig_slices(machine)
     return {MASK: slices[rank], LOCAL_RANK: "0"} if rank < len(slices) else None
@@ -241,7 +241,7 @@ def _high_rank_error(rank: int, source: str, machine: Machine) -> str:
     environ, count = machine.environ, len(machine.visible.uuids)
     mask = environ.get(MASK)
     shown = "" if mask is None else f" ({MASK}={mask!r})"
-    changes = changes_for(rank, machine)
+    changes = variables_for_high_rank(rank, machine)
     if changes is not None:
         line = f"`export {MASK}={changes[MASK]} {LOCAL_RANK}=0`"
         if source.startswith("rank="):  # the argument, which no variable overrides
