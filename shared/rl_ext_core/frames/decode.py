@@ -160,7 +160,7 @@ def seek(address, frames, reference, geometry, bound, work):  # type: ignore[no-
 
 
 @njit(nogil=True)
-def unsealed(sealed, decompressor, out):  # type: ignore[no-untyped-def]
+def open_sealed(sealed, decompressor, out):  # type: ignore[no-untyped-def]
     """Address of the contents of a sealed block, which may be at ``out``; 0 where they are damaged."""
     n_sealed, n_bytes = load_u32(sealed), load_u32(sealed + uint64(4))
     contents = sealed + uint64(SEALED_HEADER)
@@ -234,7 +234,7 @@ def _decode(  # type: ignore[no-untyped-def]
         address = _block_address(p, block)
         if p.blocks[block, KIND] == SEALED:
             if decompressor != uint64(0):
-                address = unsealed(address, decompressor, work + uint64(work_bytes(geometry)))
+                address = open_sealed(address, decompressor, work + uint64(work_bytes(geometry)))
             else:
                 address = _opened_address(opened, block)
             if address == uint64(0):
