@@ -206,7 +206,7 @@ def record_vizdoom(
     """
     with _temporary_folder():
         return record(
-            make_vec_env(partial(_doom, env_id, size), n_envs=n_envs, seed=seed),
+            make_vec_env(partial(_make_vizdoom_env, env_id, size), n_envs=n_envs, seed=seed),
             name=name or env_id.lower(),
             policy=policies.sticky(seed=seed),
             n_stack=3,
@@ -227,7 +227,7 @@ def _temporary_folder() -> Iterator[None]:
             os.chdir(before)
 
 
-def _doom(env_id: str, size: int) -> gym.Env[Any, Any]:
+def _make_vizdoom_env(env_id: str, size: int) -> gym.Env[Any, Any]:
     import cv2
     import vizdoom
     import vizdoom.gymnasium_wrapper  # registers the environments
