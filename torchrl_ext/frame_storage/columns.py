@@ -88,10 +88,10 @@ class FrameColumn:
         if ended is not None:
             ended = np.repeat(ended, batch.numel() // max(len(ended), 1))
         arrays = [self._array(leaf, key) for key, leaf in zip(keys, leaves, strict=True)]
-        handles = self._put(*arrays, ended=ended)
+        handles = self._put_frames(*arrays, ended=ended)
         return [torch.from_numpy(part).reshape(batch) for part in handles[: len(leaves)]]
 
-    def _put(
+    def _put_frames(
         self,
         stacks: npt.NDArray[Any],
         nexts: npt.NDArray[Any] | None = None,
