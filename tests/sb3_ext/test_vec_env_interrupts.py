@@ -86,7 +86,7 @@ def as_dummy(venv: VecEnv, model: VecEnv) -> None:
 @pytest.mark.parametrize("options", list(OPTIONS))
 @pytest.mark.parametrize("call", list(CALLS))
 def test_calls_after_an_interrupted_one(call: str, options: str, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "worth_spinning", lambda num_workers: options == "spinning")
+    monkeypatch.setattr(channel, "should_spin", lambda num_workers: options == "spinning")
     venv, model = SharedMemoryVecEnv([World] * 3, FAST, **OPTIONS[options]), DummyVecEnv([World] * 3)
 
     def prepare() -> Callable[[], Any]:

@@ -11,7 +11,7 @@ import pytest
 from rl_ext_core import resources
 from rl_ext_core.errors import WorkerError
 from rl_ext_core.vector import channel
-from rl_ext_core.vector.channel import SpinWaiter, worth_spinning
+from rl_ext_core.vector.channel import SpinWaiter, should_spin
 from sb3_ext import SharedMemoryVecEnv
 from tests.sb3_ext.vec_checks import FAST, no_workers
 from tests.sb3_ext.vec_worlds import Counting, Failing
@@ -22,7 +22,7 @@ LONG_S = 1.0
 @pytest.fixture
 def _long(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Spin on any machine, and so long that what happens in a wait happens meanwhile; forked workers inherit it."""
-    monkeypatch.setattr(channel, "worth_spinning", lambda num_workers: True)
+    monkeypatch.setattr(channel, "should_spin", lambda num_workers: True)
     for name in ("ANSWER_SECONDS", "COMMAND_SECONDS", "_PREEMPTED_SECONDS"):
         monkeypatch.setattr(SpinWaiter, name, LONG_S)
     yield
@@ -32,7 +32,7 @@ def _long(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_each_has_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
     for cores, num_workers, expected in ((3, 2, True), (2, 2, False), (2, 1, True), (1, 1, False)):
         monkeypatch.setattr(resources, "usable_cores", lambda cores=cores: cores)
-        assert worth_spinning(num_workers) is expected
+        assert should_spin(num_workers) is expected
 
 
 @pytest.mark.usefixtures("_long")

@@ -43,7 +43,7 @@ __all__ = [
     "pack",
     "pack_by_value",
     "unpack",
-    "worth_spinning",
+    "should_spin",
 ]
 
 _CACHED_BYTES = 1 << 20  # of the last message, which stay allocated until the next one
@@ -291,7 +291,7 @@ class _WindowsBell(_PosixBell):
 _Bell = _WindowsBell if WINDOWS else _PosixBell
 
 
-def worth_spinning(num_workers: int) -> bool:
+def should_spin(num_workers: int) -> bool:
     """Return whether workers and their parent have a core each, so that one that spins takes it from nobody."""
     # Other processors may show a number before the arrays that were written ahead of it; the kernel keeps the order.
     return not WINDOWS and platform.machine() in ("x86_64", "AMD64") and resources.usable_cores() > num_workers

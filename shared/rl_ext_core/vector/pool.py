@@ -134,7 +134,7 @@ class Pool:
     def _build(self) -> None:
         """Start the workers, which build their environments."""
         resources.check_open_file_limit(len(self.workers), "n_workers={}")
-        self._spins = channel.worth_spinning(len(self.workers))
+        self._spins = channel.should_spin(len(self.workers))
         self._memory = SharedMemory()
         # What environments write there is kept.
         self.working_directory = None if self._options.cwd is None else tempfile.mkdtemp(prefix="rl-ext-cwd-")
