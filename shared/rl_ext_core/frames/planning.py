@@ -435,7 +435,7 @@ class _Sample(NamedTuple):
     rest: _Transitions  # those that follow, made as they are asked for and not kept
 
 
-def _sampled(
+def _make_sample(
     steps: _Transitions, source: str, n_stack: int | None, kept: int | None = None, row_bytes: int = _ROW_BYTES
 ) -> _Sample:
     """A sample of transitions, the first of which are kept."""
@@ -466,7 +466,7 @@ def _from_frames(frames: Any, shape: tuple[int, ...] | None, n_stack: int | None
         )
     stacks = itertools.accumulate([None, *given], _stacker(given.shape[1:], shape, n_stack, "frames"))
     next(stacks)  # the None before the first
-    return _sampled(itertools.pairwise(stacks), f"frames ({len(given)} of them)", n_stack)
+    return _make_sample(itertools.pairwise(stacks), f"frames ({len(given)} of them)", n_stack)
 
 
 def _played(
@@ -491,7 +491,7 @@ def _played(
     action = np.asarray(env.action_space.sample())
     row_bytes = _ROW_BYTES - 8 + action.size * (4 if action.dtype.kind == "f" else 8)
     played = itertools.islice(_transitions(env, stacked, seed), steps or _MAX_PLAYED_STEPS)
-    return _sampled(played, source, n_stack, steps or _KEPT_STEPS, row_bytes)
+    return _make_sample(played, source, n_stack, steps or _KEPT_STEPS, row_bytes)
 
 
 def _transitions(env: Any, stacked: Callable[[Any, _Array], _Array], seed: int) -> _Transitions:
