@@ -496,7 +496,7 @@ def _high_rank_finding(name: str, rank: int, count: int, situation: Situation) -
         return situation.finding(name, effect, changes)
     gpus = "1 GPU" if count == 1 else f"{count} GPUs"
     effect = f"it asks for cuda:{rank}, and torch sees {gpus}, counted from 0: {error}"
-    return situation.finding(name, effect, _pick.start_line(rank, situation.machine))[0], {name: "0"}
+    return situation.finding(name, effect, _pick.launch_command(rank, situation.machine))[0], {name: "0"}
 
 
 # What the machine lacks

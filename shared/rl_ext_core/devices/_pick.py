@@ -223,7 +223,7 @@ def variables_for_high_rank(rank: int, machine: Machine) -> dict[str, str] | Non
     return {MASK: slices[rank], LOCAL_RANK: "0"} if rank < len(slices) else None
 
 
-def start_line(rank: int, machine: Machine) -> str:
+def launch_command(rank: int, machine: Machine) -> str:
     """Return the command that starts as many processes as there are GPUs, by the launcher that gave the rank."""
     environ = machine.environ
     count = max(len(machine.visible.uuids), len(_visible_mig_slices(machine)))
@@ -250,7 +250,7 @@ def _high_rank_error(rank: int, source: str, machine: Machine) -> str:
             f"{source} asks for cuda:{rank}: expected 0, because CUDA shows one MIG slice to a process{shown}. "
             f"Use {line} for this process"
         )
-    line, more = start_line(rank, machine), ""
+    line, more = launch_command(rank, machine), ""
     explicit = _explicit_binding(environ)
     if explicit is not None and explicit[1] == "none":
         shown += f", and {explicit[0]}={environ[explicit[0]]!r} shows every task all GPUs of the job"
