@@ -139,7 +139,7 @@ def next_frame(frame, entry, geometry, bound, work):  # type: ignore[no-untyped-
 
 
 @njit(nogil=True)
-def seek(address, frames, reference, geometry, bound, work):  # type: ignore[no-untyped-def]
+def seek_frame(address, frames, reference, geometry, bound, work):  # type: ignore[no-untyped-def]
     """Goes past the first ``frames`` frames of a block; returns the frame before, and the address of the next one.
 
     :param reference: address of the frame that the first patch starts from.
@@ -242,7 +242,7 @@ def _decode(  # type: ignore[no-untyped-def]
         reference = p.references
         if geometry.coder == PATCH:
             reference += uint64(p.blocks[block, REFERENCE] * p.reference_bytes)
-        source, address = seek(address, start, reference, geometry, bound, work)
+        source, address = seek_frame(address, start, reference, geometry, bound, work)
         stop = place + 1 if i == 0 else in_block
         for _ in range(start, stop):
             if geometry.coder == RAW:
