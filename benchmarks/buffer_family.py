@@ -74,7 +74,7 @@ def _rewarding() -> Any:
     )
 
 
-def new(kind: str, size: int, *, ours: bool, n_envs: int, action_space: Any, codec: str = "auto") -> Any:
+def make_buffer(kind: str, size: int, *, ours: bool, n_envs: int, action_space: Any, codec: str = "auto") -> Any:
     """An empty buffer for ``size`` transitions."""
     options: dict[str, Any] = {"codec": codec, "num_threads": 1} if ours else {}
     if kind == "her":
@@ -106,14 +106,14 @@ def fill(kind: str, name: str, *, ours: bool, codec: str) -> None:
     recording = recordings.load(name)
     arguments: dict[str, Any] = {"ours": ours, "n_envs": 2, "action_space": recording.action_space, "codec": codec}
     stream = list(islice(transitions(kind, recording), WARM_UP))
-    warm = new(kind, 2 * WARM_UP, **arguments)
+    warm = make_buffer(kind, 2 * WARM_UP, **arguments)
     for transition in stream:
         warm.add(*transition)
     del stream
     rest = transitions(kind, recording)
     first = next(rest)
     before = resident_bytes()
-    filled = new(kind, recording.n_transitions, **arguments)
+    filled = make_buffer(kind, recording.n_transitions, **arguments)
     filled.add(*first)
     for transition in rest:
         filled.add(*transition)
@@ -125,10 +125,10 @@ def fill_rollout(name: str, *, ours: bool, codec: str, collecting: bool = False)
     stream = memory.transitions(_ale_name(name), steps=3 * ROLLOUT)
     observations = [transition[0].copy() for transition in stream]
     arguments: dict[str, Any] = {"ours": ours, "n_envs": N_ENVS, "action_space": spaces.Discrete(18), "codec": codec}
-    warm = new("ppo", ROLLOUT, **arguments)
+    warm = make_buffer("ppo", ROLLOUT, **arguments)
     _roll(warm, observations[:ROLLOUT])
     before = resident_bytes()
-    filled = new("ppo", ROLLOUT, **arguments)
+    filled = make_buffer("ppo", ROLLOUT, **arguments)
     _roll(filled, observations[-ROLLOUT:], collecting=collecting)
     print(resident_bytes() - before, ROLLOUT * N_ENVS)
 
@@ -158,7 +158,9 @@ def off_policy(kind: str, name: str, *, codec: str) -> str:
     """One row of the table."""
     recording = recordings.load(name)
     buffers = {
-        label: new(kind, recording.n_transitions, ours=ours, n_envs=2, action_space=recording.action_space, codec=codec)
+        label: make_buffer(
+            kind, recording.n_transitions, ours=ours, n_envs=2, action_space=recording.action_space, codec=codec
+        )
         for label, ours in (("plain", False), ("ours", True))
     }
     for transition in transitions(kind, recording):
@@ -184,7 +186,7 @@ def on_policy(name: str, *, codec: str) -> str:
         return run
 
     buffers = {
-        label: new("ppo", ROLLOUT, ours=ours, n_envs=N_ENVS, action_space=spaces.Discrete(18), codec=codec)
+        label: make_buffer("ppo", ROLLOUT, ours=ours, n_envs=N_ENVS, action_space=spaces.Discrete(18), codec=codec)
         for label, ours in (("plain", False), ("ours", True))
     }
     turns = {label: iteration(buffer) for label, buffer in buffers.items()}
