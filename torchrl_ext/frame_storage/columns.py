@@ -149,9 +149,9 @@ class FrameColumn:
             self._next_check *= 2
         # What is stored is complete: where memory is short it stays as it is.
         with contextlib.suppress(MemoryError):
-            self._store_anew(held, flat)
+            self._reencode(held, flat)
 
-    def _store_anew(self, held: list[torch.Tensor], flat: list[Handles]) -> None:
+    def _reencode(self, held: list[torch.Tensor], flat: list[Handles]) -> None:
         layout, encoding = self.pool.layout, None
         if self._chooser.n_stack is None:
             stacks, *following = self._decoded([part[-COPY_BATCH:] for part in flat])
