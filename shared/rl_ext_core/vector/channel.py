@@ -37,7 +37,7 @@ __all__ = [
     "SharedMemory",
     "ObservationSlot",
     "SpinWaiter",
-    "WorkerEnd",
+    "WorkerChannel",
     "WorkerHandle",
     "new_cells",
     "pack",
@@ -353,7 +353,7 @@ unpack = pickle.loads
 # -- the two ends
 
 
-class WorkerEnd:
+class WorkerChannel:
     """The worker's side of the channel, in the worker.
 
     :param commands: pipe that wakes this process

@@ -13,7 +13,7 @@ from rl_ext_core import processes
 from rl_ext_core.errors import EnvironmentOutputError
 from rl_ext_core.processes.report import ExceptionRecord
 from rl_ext_core.vector.autoreset import Autoreset
-from rl_ext_core.vector.channel import Cell, MemoryLayout, SharedMemory, ObservationSlot, WorkerEnd, pack
+from rl_ext_core.vector.channel import Cell, MemoryLayout, SharedMemory, ObservationSlot, WorkerChannel, pack
 from rl_ext_core.vector.environments import CALLS, checked, copy_output
 
 __all__ = ["CHANGED", "ENDED", "IDLE_IN", "KINDS", "OTHER", "PHASES", "TERMINATED", "TRUNCATED", "Environments", "main"]
@@ -45,7 +45,7 @@ def main(
 ) -> None:
     """Build environments and do what is asked of them until the parent closes its end.
 
-    :param end: arguments of a :class:`~rl_ext_core.vector.channel.WorkerEnd`
+    :param end: arguments of a :class:`~rl_ext_core.vector.channel.WorkerChannel`
     :param memory: of the arrays
     :param first: number of the first environment
     :param directory: the working directory to make, and the folder that it is a copy of, if any
@@ -59,7 +59,7 @@ def main(
         os.makedirs(folder, exist_ok=True)
         os.chdir(folder)
         os.environ["PWD"] = folder
-    channel = WorkerEnd(*end)
+    channel = WorkerChannel(*end)
     mine = Environments(channel.reply, memory.map, channel.cells, first, env_fns, autoreset)
     for name, data in channel.commands():
         mine.do(name, data)
