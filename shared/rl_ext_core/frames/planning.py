@@ -313,7 +313,7 @@ def plan(
         if frames is not None:
             sample = _from_frames(frames, given, n_stack)
         elif env is not None:
-            sample = _played(env, opened, steps, given, n_stack, seed)
+            sample = _sample_random_policy(env, opened, steps, given, n_stack, seed)
         layout = _guess_layout(given or (), dtype, n_stack) if sample is None else sample.layout
         ways = _suiting(layout) if codecs is None else [_options(way) for way in codecs]
         if sample is None:
@@ -469,7 +469,7 @@ def _from_frames(frames: Any, shape: tuple[int, ...] | None, n_stack: int | None
     return _make_sample(itertools.pairwise(stacks), f"frames ({len(given)} of them)", n_stack)
 
 
-def _played(
+def _sample_random_policy(
     env: Any, opened: ExitStack, steps: int | None, shape: tuple[int, ...] | None, n_stack: int | None, seed: int
 ) -> _Sample:
     """The transitions of a random policy. An environment that is made here is closed with what is opened."""
