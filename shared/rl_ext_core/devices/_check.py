@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 
 from rl_ext_core.devices import _apply, _cuda, _pick, _renderers
 from rl_ext_core.devices._cuda import MASK, ORDER, Machine
-from rl_ext_core.devices._pick import LOCAL_RANK, RANKS, Picker
+from rl_ext_core.devices._pick import LOCAL_RANK, RANK_VARIABLES, Picker
 from rl_ext_core.devices._renderers import (
     BACKEND,
     INDEX,
@@ -751,7 +751,7 @@ def _remedy(renderer: Renderer, situation: Situation) -> str:
             continue
         changes = {name: value for name, value in decision.variables.items() if environ.get(name) != value}
         count = len(situation.visible.uuids) if situation.visible else 0
-        by_process = count > 1 and any(name in environ for name in RANKS)
+        by_process = count > 1 and any(name in environ for name in RANK_VARIABLES)
         refused = renderer.name == "robosuite" and import_refused(situation.with_changes(changes).environ)
         return python if refused or by_process or render == "cpu" or not changes else _shell(changes)
     return _MESA

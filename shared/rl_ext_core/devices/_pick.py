@@ -25,7 +25,7 @@ SLURM_RANK = "SLURM_LOCALID"
 MPI_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
 # A process inherits the variables of all launchers around it, and the innermost one counts: torchrun runs inside
 # mpirun or srun, and mpirun inside a batch script, where SLURM_LOCALID is 0.
-RANKS = (LOCAL_RANK, *MPI_RANKS, SLURM_RANK)
+RANK_VARIABLES = (LOCAL_RANK, *MPI_RANKS, SLURM_RANK)
 
 _TORCHRUN = "GROUP_RANK"  # only torchrun sets it
 _RAY = "RAY_JOB_ID"
@@ -91,7 +91,7 @@ def pick(picker: Picker, machine: Machine) -> tuple[int, str]:
 
 def find_rank_variable(environ: Mapping[str, str]) -> str | None:
     """Return the variable that holds the rank that counts, None without a launcher."""
-    return next((name for name in RANKS if name in environ), None)
+    return next((name for name in RANK_VARIABLES if name in environ), None)
 
 
 def is_rank(value: str) -> bool:
@@ -106,7 +106,7 @@ def _parse_rank(environ: Mapping[str, str], name: str) -> int | None:
 
 def _outer_launchers_with_other_rank(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the variables of outer launchers whose rank is not the one that counts."""
-    found = [name for name in RANKS if name in environ]
+    found = [name for name in RANK_VARIABLES if name in environ]
     return tuple(outer for outer in found if _parse_rank(environ, outer) != _parse_rank(environ, found[0]))
 
 
@@ -152,7 +152,7 @@ def _explain_high_rank(rank: int, count: int, environ: Mapping[str, str]) -> str
     """Explain why a rank may be beyond the visible GPUs: each process sees its own, counted from 0. None if not."""
     if _TORCHRUN in environ and LOCAL_RANK in environ:
         return None  # torchrun counts the processes that share what is visible
-    same = [name for name in RANKS if _parse_rank(environ, name) == rank]
+    same = [name for name in RANK_VARIABLES if _parse_rank(environ, name) == rank]
     if SLURM_RANK in same or SLURM_RANK not in environ:
         per_gpu = _parse_rank(environ, _TASKS_PER_GPU) or 0
         if count > 1 and count <= rank < count * per_gpu:
@@ -227,7 +227,7 @@ def launch_command(rank: int, machine: Machine) -> str:
     """Return the command that starts as many processes as there are GPUs, by the launcher that gave the rank."""
     environ = machine.environ
     count = max(len(machine.visible.uuids), len(_visible_mig_slices(machine)))
-    name = next((name for name in RANKS if _parse_rank(environ, name) == rank), LOCAL_RANK)
+    name = next((name for name in RANK_VARIABLES if _parse_rank(environ, name) == rank), LOCAL_RANK)
     if name == SLURM_RANK:
         return f"srun --ntasks-per-node={count} python train.py"
     if name == MPI_RANKS[0]:
