@@ -142,7 +142,7 @@ class FramePool:
 
     def _attach(self, region: PrivateRegion) -> None:
         self._region = region
-        self._arrays = {name: region.array(*field) for name, field in state.fields(self._sizes).items()}
+        self._arrays = {name: region.array(*field) for name, field in state.array_specs(self._sizes).items()}
         region.reserve(state.array_offset("head", self._sizes), self._arrays["head"].nbytes)
         self._known = -1
         self._trimmed = self._used = 0
