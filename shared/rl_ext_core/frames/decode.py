@@ -307,7 +307,7 @@ def handles_of_pairs(state, index, rows, envs, handles, next_handles):  # type: 
 
 
 @kernel
-def gather(start, stop, state, bound, handles, next_handles, outs, next_outs, decompressor, opened, work, chain):  # type: ignore[no-untyped-def]
+def decode_batch(start, stop, state, bound, handles, next_handles, outs, next_outs, decompressor, opened, work, chain):  # type: ignore[no-untyped-def]
     """Writes the stacks ``start`` to ``stop`` of a batch.
 
     :param bound: how far off a byte may be, or None.
@@ -464,7 +464,7 @@ def decode(
         chain = np.empty(MAX_CHAIN, dtype=np.int64)
         places = address_of(work), chain
         unreadable.append(
-            gather(start, stop, state, bound, handles, nexts, out, next_out, decompressor, opened, *places)
+            decode_batch(start, stop, state, bound, handles, nexts, out, next_out, decompressor, opened, *places)
         )
 
     run_in_threads(work_on, len(handles), num_threads=num_threads)
@@ -473,7 +473,7 @@ def decode(
 
 
 def _open_blocks(codec: Codec, sealed: list[Bytes], blocks: Counts, num_threads: int) -> tuple[Addresses, Bytes]:
-    """Opens blocks in Python; returns where they are opened, as :func:`gather` wants that, and what lies there."""
+    """Opens blocks in Python; returns where they are opened, as :func:`decode_batch` wants that, and what lies there."""
     ends = np.cumsum([int(block[4:SEALED_HEADER].view("<u4")[0]) + SLACK for block in sealed], dtype=np.int64)
     contents = allocate(int(ends[-1]) if len(sealed) else SLACK)
     starts = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]])[: len(sealed)]
