@@ -57,7 +57,7 @@ def fill(game: str, *, buffer: str, size: int, wraps: int) -> None:
     """Fills one buffer and prints the bytes by which the process grew, and what the buffer says that it holds."""
     space, actions = spaces.Box(0, 255, (4, 84, 84), np.uint8), spaces.Discrete(18)
 
-    def new(n: int) -> ReplayBuffer:
+    def make_buffer(n: int) -> ReplayBuffer:
         if buffer == "sb3":
             return ReplayBuffer(n, space, actions, device="cpu", n_envs=N_ENVS)
         return CompressedReplayBuffer(n, space, actions, device="cpu", n_envs=N_ENVS, codec=buffer)
@@ -65,11 +65,11 @@ def fill(game: str, *, buffer: str, size: int, wraps: int) -> None:
     infos: list[dict[str, object]] = [{}] * N_ENVS
     steps = wraps * size // N_ENVS
     stream = transitions(game, steps=steps + WARM_UP + 1)  # one more: at its end, the emulators' memory is freed
-    warm = new(WARM_UP * N_ENVS)  # kept, so that what is measured finds no freed memory to live in
+    warm = make_buffer(WARM_UP * N_ENVS)  # kept, so that what is measured finds no freed memory to live in
     for transition in islice(stream, WARM_UP):
         warm.add(*transition, infos)
     before = resident_bytes()
-    filled = new(size)
+    filled = make_buffer(size)
     for transition in tqdm(islice(stream, steps), total=steps, desc=f"{game} {buffer}", leave=False):
         filled.add(*transition, infos)
     grown = resident_bytes() - before
