@@ -193,13 +193,13 @@ class FrameColumn:
         :raises CorruptFileError: if an image is not there.
         """
         handles = self.handles(rows, length)
-        if lost := int(np.count_nonzero(handles[~self.found_again(handles)])):
+        if lost := int(np.count_nonzero(handles[~self.recover_handles(handles)])):
             raise CorruptFileError(
                 f"{lost} of {len(handles)} images of {self.keys} in {where or 'shared memory'} lead nowhere: it was "
                 "cut short or written to; to keep what is intact, salvage it"
             )
 
-    def found_again(self, handles: Handles) -> npt.NDArray[np.bool_]:
+    def recover_handles(self, handles: Handles) -> npt.NDArray[np.bool_]:
         """Return which of all handles that are held can be read, of a pool that was found again; forget the others."""
         from rl_ext_core.frames.recovery import recover
 

@@ -179,7 +179,7 @@ def _keep_longest_run(folder: StoreFolder, rows: Any, columns: list[FrameColumn]
     rows[: len(places)] = rows[torch.from_numpy(places)].clone()
     for column in columns:
         column.clear(rows, len(places), len(rows))
-        column.found_again(column.handles(rows, len(rows)))
+        column.recover_handles(column.handles(rows, len(rows)))
     folder.rows.note(np.arange(len(places)))
     folder.journal.written(len(places), len(places))
     folder.journal.settle()
@@ -194,7 +194,7 @@ def _readable(column: FrameColumn, rows: Any, good: npt.NDArray[np.bool_]) -> np
     for key in column.keys:
         rows.get(key)[:length][torch.from_numpy(~good)] = 0
     flat = column.handles(rows, length)
-    there = column.found_again(flat) | (flat == 0)
+    there = column.recover_handles(flat) | (flat == 0)
     there[there] &= column.pool.are_intact(flat[there])
     found: npt.NDArray[np.bool_] = there.reshape(len(column.keys), length, -1).all(axis=(0, 2))
     return found
