@@ -442,7 +442,7 @@ class WorkerHandle:
         """Close the pipes."""
         for end in self._ends:
             end.close()
-        self.await_nothing()
+        self.discard_answer()
 
     def end(self) -> None:
         """End the process, with what it has started."""
@@ -500,7 +500,7 @@ class WorkerHandle:
                 raise
         self._read = number
 
-    def await_nothing(self) -> None:
+    def discard_answer(self) -> None:
         """Drop the answer that is awaited."""
         self._read = self.cells[Cell.COMMAND]
 

@@ -430,7 +430,7 @@ class Pool:
         expect_exit = [worker for worker in self.workers if worker not in late]
         for worker in expect_exit:
             if not worker.has_failed():
-                worker.await_nothing()
+                worker.discard_answer()
                 self.send(worker, "close", None)
         late += _wait_while(expect_exit, lambda worker: worker.is_busy() or worker.is_alive(), begin, limit)
         failures = [found for worker in self.workers if worker.is_over() and (found := self._failure_to_close(worker))]

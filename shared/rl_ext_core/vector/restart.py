@@ -48,7 +48,7 @@ class RestartingPool(Pool):
     def _handle_failure(self, group: Sequence[WorkerHandle]) -> None:
         for worker in group:
             worker.answer = self._group_error(group)
-            worker.await_nothing()
+            worker.discard_answer()
 
     # -- what the caller sets and sees
 
