@@ -311,7 +311,7 @@ def plan(
     with ExitStack() as opened:
         sample: _Sample | None = None
         if frames is not None:
-            sample = _from_frames(frames, given, n_stack)
+            sample = _sample_frames(frames, given, n_stack)
         elif env is not None:
             sample = _sample_random_policy(env, opened, steps, given, n_stack, seed)
         layout = _guess_layout(given or (), dtype, n_stack) if sample is None else sample.layout
@@ -457,7 +457,7 @@ def _channel_first(image: _Array) -> _Array:
     return np.ascontiguousarray(np.moveaxis(image, -1, 0) if is_last else image)
 
 
-def _from_frames(frames: Any, shape: tuple[int, ...] | None, n_stack: int | None) -> _Sample:
+def _sample_frames(frames: Any, shape: tuple[int, ...] | None, n_stack: int | None) -> _Sample:
     """The transitions that consecutive observations, or single frames, of one environment make."""
     given = np.asarray(frames)
     if given.ndim < 2:
