@@ -22,10 +22,10 @@ Pick = Literal["rank", "free-memory"]
 LOCAL_RANK = "LOCAL_RANK"
 SLURM_RANK = "SLURM_LOCALID"
 # Open MPI, MVAPICH2, Intel MPI and MPICH (Hydra), Cray and other PMI launchers.
-MPI_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
+MPI_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
 # A process inherits the variables of all launchers around it, and the innermost one counts: torchrun runs inside
 # mpirun or srun, and mpirun inside a batch script, where SLURM_LOCALID is 0.
-RANK_VARIABLES = (LOCAL_RANK, *MPI_RANKS, SLURM_RANK)
+RANK_VARIABLES = (LOCAL_RANK, *MPI_RANK_VARIABLES, SLURM_RANK)
 
 _TORCHRUN = "GROUP_RANK"  # only torchrun sets it
 _RAY = "RAY_JOB_ID"
@@ -165,7 +165,7 @@ def _explain_high_rank(rank: int, count: int, environ: Mapping[str, str]) -> str
     if mask is None or count > 1:
         return None
     # Slurm and torchrun have ways to give each process a GPU. Under MPI and Ray a script or an actor sets the mask.
-    by_script = any(name in same for name in MPI_RANKS) or (SLURM_RANK in same and mask == str(rank))
+    by_script = any(name in same for name in MPI_RANK_VARIABLES) or (SLURM_RANK in same and mask == str(rank))
     return f"{MASK}={mask!r} shows this process one GPU" if by_script or _RAY in environ else None
 
 
@@ -230,9 +230,9 @@ def launch_command(rank: int, machine: Machine) -> str:
     name = next((name for name in RANK_VARIABLES if _parse_rank(environ, name) == rank), LOCAL_RANK)
     if name == SLURM_RANK:
         return f"srun --ntasks-per-node={count} python train.py"
-    if name == MPI_RANKS[0]:
+    if name == MPI_RANK_VARIABLES[0]:
         return f"mpirun --map-by ppr:{count}:node python train.py"
-    if name in MPI_RANKS:
+    if name in MPI_RANK_VARIABLES:
         return f"mpiexec -ppn {count} python train.py"
     return f"torchrun --nproc-per-node={count} train.py"
 
