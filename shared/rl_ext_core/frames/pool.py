@@ -250,7 +250,7 @@ class FramePool:
         places = address_of(self._arrays["contents"]), self._sizes.grain, address_of(self._arrays["references"])
         arrays = {name: array for name, array in self._arrays.items() if name in PoolArrays._fields}
         self._pool = PoolArrays(**arrays)
-        self._state = state.bound(self._pool, self._geometry, (*places, layout.frame_bytes + SLACK))
+        self._state = state.make_kernel_state(self._pool, self._geometry, (*places, layout.frame_bytes + SLACK))
         self._shared_mask = np.concatenate([shared_byte_mask(layout), np.zeros(SLACK, dtype=np.uint8)])
         self._scratch = np.zeros(
             SCRATCH_FRAMES * (layout.frame_bytes + GROUP) + layout.stack_bytes + SLACK, dtype=np.uint8
