@@ -432,7 +432,7 @@ def verify_contents(state, handles, unchecked, unchecked_references, right):  # 
             block = int64(p.blocks[block, PREVIOUS])
 
 
-def decode(
+def decode_stacks(
     state: Counts,
     geometry: Geometry,
     codec: Codec,
