@@ -67,7 +67,7 @@ def _space(kind: str) -> spaces.Space[Any]:
     return _IMAGES
 
 
-def _rewarding() -> Any:
+def _make_her_env() -> Any:
     """All that hindsight asks of an environment."""
     return SimpleNamespace(
         env_method=lambda name, achieved, desired, infos, indices: [-np.abs(achieved - desired).sum(1)]
@@ -78,7 +78,7 @@ def make_buffer(kind: str, size: int, *, ours: bool, n_envs: int, action_space: 
     """An empty buffer for ``size`` transitions."""
     options: dict[str, Any] = {"codec": codec, "num_threads": 1} if ours else {}
     if kind == "her":
-        options["env"] = _rewarding()
+        options["env"] = _make_her_env()
     return CLASSES[kind][ours](size, _space(kind), action_space, device="cpu", n_envs=n_envs, **options)
 
 
