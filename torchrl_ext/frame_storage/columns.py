@@ -233,7 +233,7 @@ class FrameColumn:
         return {**self.__dict__, "_recycled": RecycledArrays()}
 
 
-def encoded(columns: list[FrameColumn], data: Any) -> tuple[Any, dict[Key, torch.Tensor]]:
+def encode_images(columns: list[FrameColumn], data: Any) -> tuple[Any, dict[Key, torch.Tensor]]:
     """Return elements with handles in place of images, and these handles by key, each to be released once."""
     ended = data.get(("next", "done"), None)
     if ended is not None:

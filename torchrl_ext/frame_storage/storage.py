@@ -47,7 +47,7 @@ from torchrl_ext.frame_storage.buffers import (
     set_writer_cursor,
 )
 from torchrl_ext.frame_storage.checkpoint import FrameStorageCheckpointer, State, as_state, from_state
-from torchrl_ext.frame_storage.columns import FrameColumn, Key, encoded, image_kinds, release
+from torchrl_ext.frame_storage.columns import FrameColumn, Key, encode_images, image_kinds, release
 from torchrl_ext.frame_storage.folder import begin, folder_at, recover, salvage, tensors_in
 from torchrl_ext.frame_storage.view import FrameView
 
@@ -379,7 +379,7 @@ class FrameStorage(TensorStorage):
                 where, self._storage, self._columns, may_cast=may_cast, may_add_keys=self._folder is None
             ):
                 undo = snapshot_rows(self._storage, where.cursor)
-            small, new = encoded(self._columns, where.data)
+            small, new = encode_images(self._columns, where.data)
             begun = True
             self._begin_write(where.places)
             old = {key: self._storage.get(key)[where.cursor].clone() for key in new}
