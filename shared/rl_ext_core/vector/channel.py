@@ -504,7 +504,7 @@ class WorkerHandle:
         """Drop the answer that is awaited."""
         self._read = self.cells[Cell.COMMAND]
 
-    def is_awaited(self) -> bool:
+    def awaits_answer(self) -> bool:
         """Return whether an answer is awaited."""
         return bool(self._read != self.cells[Cell.COMMAND])
 
@@ -518,7 +518,7 @@ class WorkerHandle:
 
     def is_busy(self) -> bool:
         """Return whether the worker is at a command, or has died of it and the watch has not seen it yet."""
-        return self.is_awaited() and not self.is_over() and (self.is_alive() or self.process.exitcode != 0)
+        return self.awaits_answer() and not self.is_over() and (self.is_alive() or self.process.exitcode != 0)
 
     def is_alive(self) -> bool:
         """Return whether the process has not ended."""

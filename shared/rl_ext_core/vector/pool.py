@@ -442,7 +442,7 @@ class Pool:
 
     def _failure_to_close(self, worker: WorkerHandle) -> WorkerError | None:
         """Return an environment's failure in ``close``; what has happened before does not matter any more."""
-        if worker.watch is None or not worker.is_awaited():
+        if worker.watch is None or not worker.awaits_answer():
             return None
         if worker.watch.failure is None:
             worker.receive()
