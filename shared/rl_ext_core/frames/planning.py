@@ -518,23 +518,23 @@ def _transitions(env: Any, stacked: Callable[[Any, _Array], _Array], seed: int) 
 def _stacker(
     frame: tuple[int, ...], shape: tuple[int, ...] | None, n_stack: int | None, source: str
 ) -> Callable[[Any, _Array], _Array]:
-    """:func:`_stacked`, for observations of ``shape`` of the arrays that a source gives."""
+    """:func:`_push_frame`, for observations of ``shape`` of the arrays that a source gives."""
     if shape is None:
-        return functools.partial(_stacked, n_stack=n_stack or 1, axis=stacking_axes(frame)[0])
+        return functools.partial(_push_frame, n_stack=n_stack or 1, axis=stacking_axes(frame)[0])
     if frame == shape:
-        return functools.partial(_stacked, n_stack=1, axis=0)
+        return functools.partial(_push_frame, n_stack=1, axis=0)
     for axis in (len(shape) - 1, 0) if len(frame) == len(shape) else ():
         times = shape[axis] // frame[axis]
         whole = (*frame[:axis], frame[axis] * times, *frame[axis + 1 :])
         if whole == shape and n_stack in (None, times):
-            return functools.partial(_stacked, n_stack=times, axis=axis)
+            return functools.partial(_push_frame, n_stack=times, axis=axis)
     raise InvalidArgumentError(
         f"{source} gives arrays of shape {frame}, which are neither observations of shape {shape} nor frames that make "
         f"them when they are stacked; pass shape={frame}, or wrap the environment so that it gives what is stored"
     )
 
 
-def _stacked(older: _Array | None, frame: _Array, *, n_stack: int, axis: int) -> _Array:
+def _push_frame(older: _Array | None, frame: _Array, *, n_stack: int, axis: int) -> _Array:
     """The stack with one more frame, as ``VecFrameStack`` makes it: behind zeros where an episode begins."""
     if n_stack == 1:
         return frame
