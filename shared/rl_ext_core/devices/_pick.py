@@ -57,7 +57,7 @@ class Picker:
                 raise InvalidArgumentError(f"{name}={value!r} is negative. Write {name}=0 for the first")
 
     @property
-    def by_launcher(self) -> bool:
+    def uses_launcher_rank(self) -> bool:
         """Whether a launcher's rank decides, if there is one."""
         return self.pick == "rank" and self.rank is None and self.worker is None
 

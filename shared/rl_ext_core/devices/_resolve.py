@@ -281,7 +281,7 @@ def decide_compute(request: Request, machine: Machine, picker: Picker) -> Decisi
     if machine.visible.stop_reason is not None:
         how = f"without {MASK} torch sees" if mask is None else f"{MASK}={mask!r} shows"
         warnings = (f"{how} {_counted(len(machine.visible.uuids))}: {machine.visible.stop_reason}",)
-    different = _pick.find_rank_contradiction(machine) if request.kind == "auto" and picker.by_launcher else None
+    different = _pick.find_rank_contradiction(machine) if request.kind == "auto" and picker.uses_launcher_rank else None
     if different is not None:
         first, second = (f"{name}={machine.environ[name]!r}" for name in different)
         use = f"Use `unset {different[0]}` if it was set for another process"
