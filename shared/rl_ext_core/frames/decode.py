@@ -497,12 +497,12 @@ def _open_blocks(codec: Codec, sealed: list[Bytes], blocks: Counts, num_threads:
 
 _PART = 16  # small parts, taken as they come, so that a thread that lost its core delays the batch by one part only
 _pool: tuple[int, ThreadPoolExecutor] = 0, ThreadPoolExecutor(1)  # how many threads it may have; none is started yet
-_changing = threading.Lock()
+_executor_lock = threading.Lock()
 
 
 def _reset_threads() -> None:
-    global _pool, _changing
-    _pool, _changing = (0, ThreadPoolExecutor(1)), threading.Lock()
+    global _pool, _executor_lock
+    _pool, _executor_lock = (0, ThreadPoolExecutor(1)), threading.Lock()
 
 
 after_fork(_reset_threads)  # threads do not survive a fork
@@ -511,7 +511,7 @@ after_fork(_reset_threads)  # threads do not survive a fork
 def _submit(work: Callable[[], None], times: int) -> list[Future[None]]:
     """Has threads call ``work``. There are as many as were ever wanted at a time."""
     global _pool
-    with _changing:
+    with _executor_lock:
         size, pool = _pool
         if times > size:
             pool.shutdown(wait=False)  # its threads end when they have nothing to do
