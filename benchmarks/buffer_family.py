@@ -86,17 +86,17 @@ def transitions(kind: str, recording: Recording) -> Iterator[tuple[Any, ...]]:
     """Those of a recording, with what this kind of buffer wants beside the images."""
     rng = np.random.default_rng(0)
 
-    def beside(n_envs: int) -> dict[str, np.ndarray]:
+    def extra_keys(n_envs: int) -> dict[str, np.ndarray]:
         parts = {"vector": 8} if kind == "dict" else {"achieved_goal": 2, "desired_goal": 2}
         return {key: rng.uniform(-1, 1, (n_envs, size)).astype(np.float32) for key, size in parts.items()}
 
     image = {"dict": "image", "her": "observation"}.get(kind)
-    before = beside(2)
+    before = extra_keys(2)
     for obs, next_obs, *rest in recording.transitions():
         if image is None:
             yield obs, next_obs, *rest
             continue
-        after = beside(len(obs))
+        after = extra_keys(len(obs))
         yield {image: obs, **before}, {image: next_obs, **after}, *rest
         before = after
 
