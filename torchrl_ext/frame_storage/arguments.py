@@ -15,7 +15,7 @@ from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from rl_ext_core.frames.codecs import DEFAULT_QUALITY, LossyOptions
 from rl_ext_core.frames.journal import Places
 from rl_ext_core.frames.layout import candidate_layouts
-from torchrl_ext.frame_storage.columns import FrameColumn, items_of
+from torchrl_ext.frame_storage.columns import FrameColumn, list_items
 
 
 def positive_int(name: str, value: Any) -> int:
@@ -217,7 +217,7 @@ def has_known_leaves(
     """
     images = {key: column.shape for column in columns for key in column.keys}
     known = True
-    for key, leaf in items_of(where.data):
+    for key, leaf in list_items(where.data):
         stored = held.get(key, None)
         if type(leaf) is type(stored) is TensorDict:
             continue

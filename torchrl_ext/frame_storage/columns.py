@@ -273,7 +273,7 @@ def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
         ) from None
 
 
-def items_of(data: Any, *, leaves_only: bool = False) -> list[tuple[Key, Any]]:
+def list_items(data: Any, *, leaves_only: bool = False) -> list[tuple[Key, Any]]:
     """Return what elements hold, by key.
 
     :raises InvalidArgumentError: if they differ in shape.
@@ -312,7 +312,7 @@ def image_kinds(row: Any, pixels: Sequence[Key] | None) -> list[dict[str, Any]]:
 
 def _images(row: Any, pixels: Sequence[Key] | None) -> dict[Key, torch.Size]:
     """The leaves of a row to compress, and the shape of one image of each."""
-    leaves = {key: leaf for key, leaf in items_of(row, leaves_only=True) if isinstance(leaf, torch.Tensor)}
+    leaves = {key: leaf for key, leaf in list_items(row, leaves_only=True) if isinstance(leaf, torch.Tensor)}
     shapes = {key: leaf.shape[_holder(row, key).batch_dims :] for key, leaf in leaves.items()}
     if pixels is None:
         return {
