@@ -512,13 +512,13 @@ class WorkerHandle:
         """Return whether the worker has failed, or is gone."""
         return self.watch is None or self.watch.failure is not None
 
-    def is_over(self) -> bool:
+    def is_done(self) -> bool:
         """Return whether there is nothing to wait for: the answer is there, or the worker has failed."""
         return bool(self.cells[Cell.ANSWER] == self.cells[Cell.COMMAND]) or self.has_failed()
 
     def is_busy(self) -> bool:
         """Return whether the worker is at a command, or has died of it and the watch has not seen it yet."""
-        return self.awaits_answer() and not self.is_over() and (self.is_alive() or self.process.exitcode != 0)
+        return self.awaits_answer() and not self.is_done() and (self.is_alive() or self.process.exitcode != 0)
 
     def is_alive(self) -> bool:
         """Return whether the process has not ended."""

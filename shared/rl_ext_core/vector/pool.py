@@ -263,7 +263,7 @@ class Pool:
         for group in self._failure_groups(self.workers if workers is None else workers):
             watch = group[0].watch
             # The time of a group begins when it is waited for: it does not matter how long others take.
-            limited = timeout is not None and watch is not None and not all(map(WorkerHandle.is_over, group))
+            limited = timeout is not None and watch is not None and not all(map(WorkerHandle.is_done, group))
             try:
                 with watch.operation("", timeout) if limited else contextlib.nullcontext():  # type: ignore[union-attr]
                     # The last to be asked is the last to answer: it alone is waited for, where others' turns come.
@@ -291,7 +291,7 @@ class Pool:
     def is_ready(self, timeout: float) -> bool:
         """Return whether all answers that workers owe are there within a time, in seconds."""
         require_same_process(self._owner)
-        return not _wait_while(self.workers, lambda worker: not worker.is_over(), time.monotonic(), timeout)
+        return not _wait_while(self.workers, lambda worker: not worker.is_done(), time.monotonic(), timeout)
 
     def is_quiet(self) -> bool:
         """Return whether a step has ended no episode, there are no infos, and rewards are plain: as of most."""
@@ -433,7 +433,7 @@ class Pool:
                 worker.discard_answer()
                 self.send(worker, "close", None)
         late += _wait_while(expect_exit, lambda worker: worker.is_busy() or worker.is_alive(), begin, limit)
-        failures = [found for worker in self.workers if worker.is_over() and (found := self._failure_to_close(worker))]
+        failures = [found for worker in self.workers if worker.is_done() and (found := self._failure_to_close(worker))]
         if late:
             number, at = late[0].cells[Cell.ENVIRONMENT], PHASES[late[0].cells[Cell.PHASE]]
             where = "in threads that go on after its close" if at == "idle" else f"in {at}"
