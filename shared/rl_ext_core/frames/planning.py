@@ -464,7 +464,7 @@ def _sample_frames(frames: Any, shape: tuple[int, ...] | None, n_stack: int | No
         raise InvalidArgumentError(
             f"frames has shape {given.shape}, expected (n, *shape): consecutive observations of one environment"
         )
-    stacks = itertools.accumulate([None, *given], _stacker(given.shape[1:], shape, n_stack, "frames"))
+    stacks = itertools.accumulate([None, *given], _make_stacker(given.shape[1:], shape, n_stack, "frames"))
     next(stacks)  # the None before the first
     return _make_sample(itertools.pairwise(stacks), f"frames ({len(given)} of them)", n_stack)
 
@@ -487,7 +487,7 @@ def _sample_random_policy(
             "with frames=, or wrap the environment so that it gives the image alone"
         )
     source = getattr(getattr(env, "spec", None), "id", None) or type(env.unwrapped).__name__
-    stacked = _stacker(tuple(space.shape), shape, n_stack, source)
+    stacked = _make_stacker(tuple(space.shape), shape, n_stack, source)
     action = np.asarray(env.action_space.sample())
     row_bytes = _ROW_BYTES - 8 + action.size * (4 if action.dtype.kind == "f" else 8)
     played = itertools.islice(_transitions(env, stacked, seed), steps or _MAX_PLAYED_STEPS)
@@ -515,7 +515,7 @@ def _transitions(env: Any, stacked: Callable[[Any, _Array], _Array], seed: int) 
             after = seen(env.reset()[0])
 
 
-def _stacker(
+def _make_stacker(
     frame: tuple[int, ...], shape: tuple[int, ...] | None, n_stack: int | None, source: str
 ) -> Callable[[Any, _Array], _Array]:
     """:func:`_push_frame`, for observations of ``shape`` of the arrays that a source gives."""
