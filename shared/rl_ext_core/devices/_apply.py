@@ -165,8 +165,8 @@ def egl_index_of(display: Any) -> int | None:
         return None
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     to_pointer, to_integer = ctypes.POINTER(pointer), ctypes.POINTER(integer)
-    query = _probe.function(library, "eglQueryDisplayAttribEXT", ctypes.c_uint, pointer, integer, to_pointer)
-    devices_of = _probe.function(library, "eglQueryDevicesEXT", ctypes.c_uint, integer, to_pointer, to_integer)
+    query = _probe.load_egl_function(library, "eglQueryDisplayAttribEXT", ctypes.c_uint, pointer, integer, to_pointer)
+    devices_of = _probe.load_egl_function(library, "eglQueryDevicesEXT", ctypes.c_uint, integer, to_pointer, to_integer)
     if query is None or devices_of is None:
         return None
     device, devices, count = pointer(), (pointer * _MAX_EGL_DEVICES)(), integer()

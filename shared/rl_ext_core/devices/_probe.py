@@ -84,7 +84,7 @@ class _MissingError(Exception):
     """A function that this EGL does not have."""
 
 
-def function(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Any:
+def load_egl_function(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Any:
     """Look up a function of EGL and declare its types; None if this EGL has none of the name."""
     get = library.eglGetProcAddress
     get.restype, get.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
@@ -94,10 +94,10 @@ def function(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> A
 
 def _egl_devices(library: ctypes.CDLL) -> list[dict[str, Any]]:
     pointer, integer = ctypes.c_void_p, ctypes.c_int
-    query = function(
+    query = load_egl_function(
         library, "eglQueryDevicesEXT", ctypes.c_uint, integer, ctypes.POINTER(pointer), ctypes.POINTER(integer)
     )
-    text = function(library, "eglQueryDeviceStringEXT", ctypes.c_char_p, pointer, integer)
+    text = load_egl_function(library, "eglQueryDeviceStringEXT", ctypes.c_char_p, pointer, integer)
     if query is None or text is None:
         raise _MissingError("eglQueryDevicesEXT" if query is None else "eglQueryDeviceStringEXT")
     count = integer()
@@ -139,7 +139,7 @@ def _pci_of(node: str | None) -> str | None:
 def _uuid(library: ctypes.CDLL, device: int | None) -> str | None:
     integer = ctypes.c_int
     types = (ctypes.c_void_p, integer, integer, ctypes.c_void_p, ctypes.POINTER(integer))
-    query = function(library, "eglQueryDeviceBinaryEXT", ctypes.c_uint, *types)
+    query = load_egl_function(library, "eglQueryDeviceBinaryEXT", ctypes.c_uint, *types)
     raw, size = (ctypes.c_ubyte * 16)(), integer()
     if query is None or not query(device, _EGL_DEVICE_UUID, 16, raw, ctypes.byref(size)):
         return None
@@ -148,7 +148,7 @@ def _uuid(library: ctypes.CDLL, device: int | None) -> str | None:
 
 def _cuda_ordinal(library: ctypes.CDLL, device: int | None) -> int | None:
     types = (ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(ctypes.c_ssize_t))
-    query = function(library, "eglQueryDeviceAttribEXT", ctypes.c_uint, *types)
+    query = load_egl_function(library, "eglQueryDeviceAttribEXT", ctypes.c_uint, *types)
     value = ctypes.c_ssize_t(-1)
     if query is None or not query(device, _EGL_CUDA_DEVICE_NV, ctypes.byref(value)):
         return None
