@@ -496,13 +496,16 @@ def _open_blocks(codec: Codec, sealed: list[Bytes], blocks: Counts, num_threads:
 
 
 _PART = 16  # small parts, taken as they come, so that a thread that lost its core delays the batch by one part only
-_pool: tuple[int, ThreadPoolExecutor] = 0, ThreadPoolExecutor(1)  # how many threads it may have; none is started yet
+_executor: tuple[int, ThreadPoolExecutor] = (
+    0,
+    ThreadPoolExecutor(1),
+)  # how many threads it may have; none is started yet
 _executor_lock = threading.Lock()
 
 
 def _reset_threads() -> None:
-    global _pool, _executor_lock
-    _pool, _executor_lock = (0, ThreadPoolExecutor(1)), threading.Lock()
+    global _executor, _executor_lock
+    _executor, _executor_lock = (0, ThreadPoolExecutor(1)), threading.Lock()
 
 
 after_fork(_reset_threads)  # threads do not survive a fork
@@ -510,12 +513,12 @@ after_fork(_reset_threads)  # threads do not survive a fork
 
 def _submit(work: Callable[[], None], times: int) -> list[Future[None]]:
     """Has threads call ``work``. There are as many as were ever wanted at a time."""
-    global _pool
+    global _executor
     with _executor_lock:
-        size, pool = _pool
+        size, pool = _executor
         if times > size:
             pool.shutdown(wait=False)  # its threads end when they have nothing to do
-            _pool = times, (pool := ThreadPoolExecutor(times, thread_name_prefix="rl-ext-frames"))
+            _executor = times, (pool := ThreadPoolExecutor(times, thread_name_prefix="rl-ext-frames"))
         return [pool.submit(work) for _ in range(times)]
 
 
