@@ -146,7 +146,7 @@ def _roll(buffer: Any, observations: list[np.ndarray], *, collecting: bool = Fal
         buffer.compute_returns_and_advantage(th.zeros(N_ENVS, 1), np.zeros(N_ENVS, dtype=bool))
 
 
-def grown(kind: str, name: str, *, ours: bool, codec: str, collecting: bool = False) -> float:
+def bytes_per_transition(kind: str, name: str, *, ours: bool, codec: str, collecting: bool = False) -> float:
     """Resident bytes a transition."""
     options = ["--recordings", name, "--codec", codec, "--fill", "ours" if ours else "sb3"]
     line = run_module("benchmarks.buffer_family", kind, *options, *["--collecting"] * collecting)
@@ -168,7 +168,7 @@ def off_policy(kind: str, name: str, *, codec: str) -> str:
             buffer.add(*transition)
     speeds = [sampling_speed(buffers["ours"], buffers["plain"], size, rounds=DRAWS // 10) for size in (32, 256)]
     del buffers
-    plain, ours = (grown(kind, name, ours=ours, codec=codec) for ours in (False, True))
+    plain, ours = (bytes_per_transition(kind, name, ours=ours, codec=codec) for ours in (False, True))
     return f"{kind:6} {name:10} {plain:9,.0f} {ours:7,.0f} {plain / ours:6.0f}× {speeds[0]:6.2f}× {speeds[1]:6.2f}×"
 
 
@@ -192,8 +192,8 @@ def on_policy(name: str, *, codec: str) -> str:
     turns = {label: iteration(buffer) for label, buffer in buffers.items()}
     interleaved(turns, rounds=2)
     speed = times_as_fast(interleaved(turns, rounds=20, clock=time.thread_time), "ours", than="plain")
-    plain, ours = (grown("ppo", name, ours=ours, codec=codec) for ours in (False, True))
-    before = grown("ppo", name, ours=True, codec=codec, collecting=True)
+    plain, ours = (bytes_per_transition("ppo", name, ours=ours, codec=codec) for ours in (False, True))
+    before = bytes_per_transition("ppo", name, ours=True, codec=codec, collecting=True)
     return f"{'ppo':6} {name:10} {plain:9,.0f} {ours:7,.0f} {plain / ours:6.0f}× {speed:6.2f}× ({plain / before:.0f}×)"
 
 
