@@ -34,7 +34,7 @@ class FrameColumn:
     4, 8, ... 4096 images were stored. Where other processes share it, or it lies in a file, what the first batch says
     is kept.
 
-    :param kind: what :func:`image_kinds` says of it; more entries do no harm.
+    :param kind: what :func:`describe_image_columns` says of it; more entries do no harm.
     :param n_rows: room along the first dimension.
     :param options: of :class:`EncodingChooser`.
     :param num_threads: threads that decode large batches, or None for as many as ``torch.get_num_threads()``.
@@ -287,7 +287,7 @@ def list_items(data: Any, *, leaves_only: bool = False) -> list[tuple[Key, Any]]
         ) from error
 
 
-def image_kinds(row: Any, pixels: Sequence[Key] | None) -> list[dict[str, Any]]:
+def describe_image_columns(row: Any, pixels: Sequence[Key] | None) -> list[dict[str, Any]]:
     """Return what the image columns of a storage are like, in values that JSON knows.
 
     :param row: a TensorDict of the shape that one element of the storage has.

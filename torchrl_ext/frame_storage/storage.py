@@ -47,7 +47,7 @@ from torchrl_ext.frame_storage.buffers import (
     set_writer_cursor,
 )
 from torchrl_ext.frame_storage.checkpoint import FrameStorageCheckpointer, State, as_state, from_state
-from torchrl_ext.frame_storage.columns import FrameColumn, Key, encode_images, image_kinds, release
+from torchrl_ext.frame_storage.columns import FrameColumn, Key, encode_images, describe_image_columns, release
 from torchrl_ext.frame_storage.folder import begin, folder_at, recover, salvage, tensors_in
 from torchrl_ext.frame_storage.view import FrameView
 
@@ -240,7 +240,7 @@ class FrameStorage(TensorStorage):
     def _init(self, row: Any) -> None:
         if self.device == "auto":
             self.device = row.device or torch.device("cpu")
-        kinds = image_kinds(row, self._pixels)
+        kinds = describe_image_columns(row, self._pixels)
         if not kinds:
             _logger.warning(
                 "no images were found in the data (%s), so nothing is compressed; name them: FrameStorage(..., "
