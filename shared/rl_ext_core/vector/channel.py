@@ -467,7 +467,7 @@ class WorkerHandle:
         cells[Cell.COMMAND] += 1
         self._commands.ring()
 
-    def remind(self) -> None:
+    def wake_worker(self) -> None:
         """Ring again: Ctrl-C may have come after a command was written and before the worker was woken."""
         self._commands.ring()
 

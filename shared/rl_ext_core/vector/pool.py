@@ -285,7 +285,7 @@ class Pool:
         self.raise_failure()
         if self._has_unread_answers:
             for worker in self.workers:
-                worker.remind()
+                worker.wake_worker()
             self.wait()
 
     def is_ready(self, timeout: float) -> bool:
@@ -425,7 +425,7 @@ class Pool:
         for worker in self.workers:
             if worker.watch is not None:
                 worker.watch.expect_exit()
-            worker.remind()
+            worker.wake_worker()
         late = _wait_while(self.workers, WorkerHandle.is_busy, begin, patience)
         expect_exit = [worker for worker in self.workers if worker not in late]
         for worker in expect_exit:

@@ -78,7 +78,7 @@ class ActorHandle:
         message = (channel.pack if name == "step" else channel.pack_by_value)((name, data))
         self.at, self.pending = name, self.actor.do.remote(message)
 
-    def remind(self) -> None:
+    def wake_worker(self) -> None:
         """Do nothing. Ray does not lose commands."""
 
     def receive(self, answer: Answer) -> dict[str, Any]:
