@@ -320,7 +320,7 @@ def plan(
             costs, plain_us = [_estimate_cost(layout, way) for way in ways], None
             source = "the range of recordings of games and robots"
         else:
-            costs, count = _measured(sample, ways)
+            costs, count = _measure_costs(sample, ways)
             plain_us = _read_us(lambda rows: (sample.before[rows], sample.after[rows]), len(sample.before))
             source = sample.source if env is None else f"{sample.source}, {count} steps of a random policy"
     head = Plan(
@@ -543,7 +543,7 @@ def _push_frame(older: _Array | None, frame: _Array, *, n_stack: int, axis: int)
     return np.split(np.concatenate([older, frame], axis), [frame.shape[axis]], axis)[1]
 
 
-def _measured(sample: _Sample, ways: Sequence[Mapping[str, Any]]) -> tuple[list[_Cost], int]:
+def _measure_costs(sample: _Sample, ways: Sequence[Mapping[str, Any]]) -> tuple[list[_Cost], int]:
     """What each way of storing a sample costs, and how many transitions were stored to know it.
 
     Environments change as they go on: they are reset, a view moves or rests. So what a transition takes is looked at
