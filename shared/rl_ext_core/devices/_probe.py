@@ -76,11 +76,11 @@ def _answer_egl() -> dict[str, Any]:
         return {**answer, "error": "libEGL.so.1 is not installed (on Debian: apt-get install libegl1)"}
     try:
         return {**answer, "devices": _egl_devices(library)}
-    except _MissingError as error:
+    except _MissingFunctionError as error:
         return {**answer, "error": f"libEGL.so.1 has no {error}"}
 
 
-class _MissingError(Exception):
+class _MissingFunctionError(Exception):
     """A function that this EGL does not have."""
 
 
@@ -99,7 +99,7 @@ def _egl_devices(library: ctypes.CDLL) -> list[dict[str, Any]]:
     )
     text = load_egl_function(library, "eglQueryDeviceStringEXT", ctypes.c_char_p, pointer, integer)
     if query is None or text is None:
-        raise _MissingError("eglQueryDevicesEXT" if query is None else "eglQueryDeviceStringEXT")
+        raise _MissingFunctionError("eglQueryDevicesEXT" if query is None else "eglQueryDeviceStringEXT")
     count = integer()
     if not query(0, None, ctypes.byref(count)) or count.value < 1:
         return []
