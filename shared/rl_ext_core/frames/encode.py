@@ -464,7 +464,7 @@ def put_stacks(state, bound, most, step, stacks, nexts, n, ended, shared_mask, s
 
 
 @kernel
-def put_pairs(state, bound, most, step, first, stacks, memory, nexts, next_memory, shared_mask, seals, scratch, pairs):  # type: ignore[no-untyped-def]
+def put_pairs(state, bound, most, step, first, stacks, memory, nexts, next_order, shared_mask, seals, scratch, pairs):  # type: ignore[no-untyped-def]
     """Stores one transition a stream, as far as there is room; returns the number of the stream that it got to.
 
     :param bound: how far off a byte may be, or None.
@@ -472,7 +472,7 @@ def put_pairs(state, bound, most, step, first, stacks, memory, nexts, next_memor
     :param stacks: address of a stack for each stream.
     :param memory: how these lie there, PLANAR or INTERLEAVED.
     :param nexts: address of those that follow.
-    :param next_memory: likewise.
+    :param next_order: likewise.
     :param pairs: (streams,) written.
     """
     p, geometry = pool_in(state), geometry_in(state)
@@ -485,7 +485,7 @@ def put_pairs(state, bound, most, step, first, stacks, memory, nexts, next_memor
         offset = uint64(s * stack_bytes)
         before = after = so_far = int64(0)
         for part in range(2):  # one call of what takes long to compile
-            stack, order = (uint64(nexts), next_memory) if part else (uint64(stacks), memory)
+            stack, order = (uint64(nexts), next_order) if part else (uint64(stacks), memory)
             after = _push_stack(p, s, stack + offset, order, geometry, bound, shared_mask, seals, scratch)
             if part == 0:
                 before, so_far = after, p.head[FRAMES]

@@ -387,13 +387,13 @@ class FramePool:
         if self.codec.seals:
             seal_full_blocks(self._state, self._pool, self.codec, self._memory)
 
-    def put_pairs(self, stacks: int, memory: int, nexts: int, next_memory: int) -> Handles:
+    def put_pairs(self, stacks: int, memory: int, nexts: int, next_order: int) -> Handles:
         """Stores one transition of each stream. As of all that is about transitions, its caller defers Ctrl-C.
 
         :param stacks: address of a stack for each stream.
         :param memory: how these lie there, PLANAR or INTERLEAVED.
         :param nexts: address of those that follow them.
-        :param next_memory: likewise.
+        :param next_order: likewise.
         :return: (streams,) their numbers, each to be released once.
         :raises OutOfMemoryError: where there is no room. Nothing is stored then.
         """
@@ -410,7 +410,7 @@ class FramePool:
                     stacks,
                     memory,
                     nexts,
-                    next_memory,
+                    next_order,
                     self._addresses[0],
                     self._seals,
                     self._addresses[1],

@@ -461,7 +461,7 @@ class FrameStore:
         self, observations: npt.NDArray[np.generic], next_observations: npt.NDArray[np.generic], row: int
     ) -> Pairs:
         stacks, memory = self._validate_stacks(observations, name="obs")
-        nexts, next_memory = self._validate_stacks(next_observations, name="next_obs")
+        nexts, next_order = self._validate_stacks(next_observations, name="next_obs")
         if self._folder is not None:
             self._folder.check_ours()
             self._pool.reserve_rows(row + 1)
@@ -469,7 +469,7 @@ class FrameStore:
         if self._staged is not None:
             self._pool.release_pairs(self._staged)
             self._staged = None
-        self._staged = self._pool.put_pairs(address_of(stacks), memory, address_of(nexts), next_memory)
+        self._staged = self._pool.put_pairs(address_of(stacks), memory, address_of(nexts), next_order)
         return self._staged
 
     def _validate_stacks(self, stacks: npt.NDArray[np.generic], *, name: str) -> tuple[npt.NDArray[np.generic], int]:
