@@ -126,10 +126,10 @@ def fill_rollout(name: str, *, ours: bool, codec: str, collecting: bool = False)
     observations = [transition[0].copy() for transition in stream]
     arguments: dict[str, Any] = {"ours": ours, "n_envs": N_ENVS, "action_space": spaces.Discrete(18), "codec": codec}
     warm = make_buffer("ppo", ROLLOUT, **arguments)
-    _roll(warm, observations[:ROLLOUT])
+    _collect_rollout(warm, observations[:ROLLOUT])
     before = resident_bytes()
     filled = make_buffer("ppo", ROLLOUT, **arguments)
-    _roll(filled, observations[-ROLLOUT:], collecting=collecting)
+    _collect_rollout(filled, observations[-ROLLOUT:], collecting=collecting)
     print(resident_bytes() - before, ROLLOUT * N_ENVS)
 
 
@@ -137,7 +137,7 @@ def _ale_name(name: str) -> str:
     return {"mspacman": "ms_pacman", "montezuma": "montezuma_revenge"}.get(name, name)
 
 
-def _roll(buffer: Any, observations: list[np.ndarray], *, collecting: bool = False) -> None:
+def _collect_rollout(buffer: Any, observations: list[np.ndarray], *, collecting: bool = False) -> None:
     rest = np.zeros(N_ENVS), np.zeros(N_ENVS), np.zeros(N_ENVS), th.zeros(N_ENVS, 1), th.zeros(N_ENVS)
     buffer.reset()
     for obs in observations:
@@ -178,7 +178,7 @@ def on_policy(name: str, *, codec: str) -> str:
 
     def iteration(buffer: Any) -> Callable[[], object]:
         def run() -> None:
-            _roll(buffer, observations)
+            _collect_rollout(buffer, observations)
             for _ in range(4):
                 for batch in buffer.get(256):
                     batch.observations.shape  # noqa: B018 - held while the next one is drawn
