@@ -296,7 +296,7 @@ def describe_image_columns(row: Any, pixels: Sequence[Key] | None) -> list[dict[
         an element has.
     :raises InvalidArgumentError: if a key is not there or holds no images.
     """
-    found = _images(row, pixels)
+    found = _image_shapes(row, pixels)
     kinds = []
     for key, shape in found.items():
         root, following = key, unravel_key(("next", key))
@@ -310,7 +310,7 @@ def describe_image_columns(row: Any, pixels: Sequence[Key] | None) -> list[dict[
     return kinds
 
 
-def _images(row: Any, pixels: Sequence[Key] | None) -> dict[Key, torch.Size]:
+def _image_shapes(row: Any, pixels: Sequence[Key] | None) -> dict[Key, torch.Size]:
     """The leaves of a row to compress, and the shape of one image of each."""
     leaves = {key: leaf for key, leaf in list_items(row, leaves_only=True) if isinstance(leaf, torch.Tensor)}
     shapes = {key: leaf.shape[_holder(row, key).batch_dims :] for key, leaf in leaves.items()}
