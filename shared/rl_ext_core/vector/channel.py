@@ -471,7 +471,7 @@ class WorkerHandle:
         """Ring again: Ctrl-C may have come after a command was written and before the worker was woken."""
         self._commands.ring()
 
-    def wake(self) -> None:
+    def interrupt_wait(self) -> None:
         """Wake this process where it waits for the answer."""
         self._own_bell.ring()
 

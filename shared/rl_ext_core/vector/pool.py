@@ -165,8 +165,8 @@ class Pool:
                 worker.end()
             raise
         for group in self._failure_groups(workers):
-            wake = functools.partial(_wake, group)
-            watch = processes.Watch([worker.process for worker in group], idle_in=IDLE_IN, on_failure=wake)
+            interrupt_wait = functools.partial(_wake, group)
+            watch = processes.Watch([worker.process for worker in group], idle_in=IDLE_IN, on_failure=interrupt_wait)
             for worker in group:
                 worker.watch = watch
 
@@ -507,7 +507,7 @@ def _wait_while(
 
 def _wake(workers: Sequence[WorkerHandle]) -> None:
     for worker in workers:
-        worker.wake()
+        worker.interrupt_wait()
 
 
 def _end(owner: int, workers: Sequence[WorkerHandle], memory: SharedMemory, working_directory: str | None) -> None:
