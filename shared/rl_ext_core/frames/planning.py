@@ -549,7 +549,7 @@ def _measure_costs(sample: _Sample, ways: Sequence[Mapping[str, Any]]) -> tuple[
     Environments change as they go on: they are reset, a view moves or rests. So what a transition takes is looked at
     part by part, and more of what follows the sample is stored until the parts agree.
     """
-    stores, kept = [_store(sample, options) for options in ways], len(sample.before)
+    stores, kept = [_make_store(sample, options) for options in ways], len(sample.before)
     first, sizes, count = kept // 4, [], 0
     transitions = itertools.chain(zip(sample.before, sample.after, strict=True), sample.rest)
     for count, (before, after) in enumerate(transitions, start=1):
@@ -568,7 +568,7 @@ def _measure_costs(sample: _Sample, ways: Sequence[Mapping[str, Any]]) -> tuple[
     return [_cost(store, sample, float(mean), float(error)) for store, mean, error in costs], count
 
 
-def _store(sample: _Sample, options: Mapping[str, Any]) -> FrameStore:
+def _make_store(sample: _Sample, options: Mapping[str, Any]) -> FrameStore:
     """An empty store, with the codec and the block length that suit a sample where the options leave them open."""
     layout, kept = sample.layout, len(sample.before)
     chooser = FrameStore.adaptive(kept, 1, layout.shape, layout.dtype, n_stack=layout.n_stack, **options)
