@@ -122,7 +122,7 @@ def _describe_egl_device(library: ctypes.CDLL, text: Any, index: int, device: in
         "software": "EGL_MESA_device_software" in extensions,
         "drm": drm,
         "pci": _pci_of(drm),
-        "uuid": _uuid(library, device) if "EGL_EXT_device_persistent_id" in extensions else None,
+        "uuid": _egl_device_uuid(library, device) if "EGL_EXT_device_persistent_id" in extensions else None,
         "cuda": _cuda_ordinal(library, device) if "EGL_NV_device_cuda" in extensions else None,
     }
 
@@ -136,7 +136,7 @@ def _pci_of(node: str | None) -> str | None:
     return name if name.count(":") == 2 else None
 
 
-def _uuid(library: ctypes.CDLL, device: int | None) -> str | None:
+def _egl_device_uuid(library: ctypes.CDLL, device: int | None) -> str | None:
     integer = ctypes.c_int
     types = (ctypes.c_void_p, integer, integer, ctypes.c_void_p, ctypes.POINTER(integer))
     query = load_egl_function(library, "eglQueryDeviceBinaryEXT", ctypes.c_uint, *types)
