@@ -45,15 +45,15 @@ class Reporting(gym.Env[Any, Any]):
     def __init__(self, length: int, when: str = "at odd steps", reuses: bool = False) -> None:
         self._length, self._when, self._reuses = length, WHEN[when], reuses
         self._episode = -1
-        self._observe, self._cost, self._reward = np.zeros(2, np.float32), np.zeros(2), np.zeros(())
+        self._observation, self._cost, self._reward = np.zeros(2, np.float32), np.zeros(2), np.zeros(())
         self._info: dict[str, Any] = {}
 
     def _returned(self) -> Any:
-        self._observe[:] = self._cost[:] = number = 100 * self._episode + self._step + 0.5
+        self._observation[:] = self._cost[:] = number = 100 * self._episode + self._step + 0.5
         self._info.clear()
         if self._when(self._step, self._length):
             self._info.update(cost=np.float64(number), vector=self._cost, inner={"vector": self._cost, "name": "a"})
-        found = self._observe, self._info
+        found = self._observation, self._info
         return found if self._reuses else copy.deepcopy(found)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
