@@ -485,8 +485,8 @@ def put_pairs(state, bound, most, step, first, stacks, memory, nexts, next_order
         offset = uint64(s * stack_bytes)
         before = after = so_far = int64(0)
         for part in range(2):  # one call of what takes long to compile
-            stack, order = (uint64(nexts), next_order) if part else (uint64(stacks), memory)
-            after = _push_stack(p, s, stack + offset, order, geometry, bound, shared_mask, seals, scratch)
+            stack, memory_order = (uint64(nexts), next_order) if part else (uint64(stacks), memory)
+            after = _push_stack(p, s, stack + offset, memory_order, geometry, bound, shared_mask, seals, scratch)
             if part == 0:
                 before, so_far = after, p.head[FRAMES]
                 retain_handle(p, before, geometry)
