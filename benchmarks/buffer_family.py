@@ -197,7 +197,7 @@ def on_policy(name: str, *, codec: str) -> str:
     return f"{'ppo':6} {name:10} {plain:9,.0f} {ours:7,.0f} {plain / ours:6.0f}× {speed:6.2f}× ({plain / before:.0f}×)"
 
 
-def learning(name: str, *, codec: str, rounds: int) -> str:
+def compare_learning(name: str, *, codec: str, rounds: int) -> str:
     """PPO as it is trained on Atari, with both buffers in turn."""
 
     def model(rollout_buffer_class: Any, options: dict[str, Any]) -> PPO:
@@ -260,7 +260,7 @@ def main() -> None:
             row = on_policy(name, codec=options.codec) if kind == "ppo" else off_policy(kind, name, codec=options.codec)
             tqdm.write(row, file=sys.stdout)
     if "learn" in options.kinds:
-        print(learning(options.recordings[0], codec=options.codec, rounds=options.rounds))
+        print(compare_learning(options.recordings[0], codec=options.codec, rounds=options.rounds))
 
 
 if __name__ == "__main__":
