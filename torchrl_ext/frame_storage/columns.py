@@ -305,7 +305,7 @@ def describe_image_columns(row: Any, pixels: Sequence[Key] | None) -> list[dict[
         leaf = row.get(key)
         pair = [k for k in (root, following) if found.get(k) == shape and _alike(row.get(k), leaf)]
         if key == pair[0]:
-            n_images = len(pair) * _holder(row, key).batch_size.numel()
+            n_images = len(pair) * _parent_of(row, key).batch_size.numel()
             kinds.append({"keys": pair, "shape": list(shape), "dtype": dtype_name(leaf.dtype), "n_images": n_images})
     return kinds
 
@@ -313,7 +313,7 @@ def describe_image_columns(row: Any, pixels: Sequence[Key] | None) -> list[dict[
 def _image_shapes(row: Any, pixels: Sequence[Key] | None) -> dict[Key, torch.Size]:
     """The leaves of a row to compress, and the shape of one image of each."""
     leaves = {key: leaf for key, leaf in list_items(row, leaves_only=True) if isinstance(leaf, torch.Tensor)}
-    shapes = {key: leaf.shape[_holder(row, key).batch_dims :] for key, leaf in leaves.items()}
+    shapes = {key: leaf.shape[_parent_of(row, key).batch_dims :] for key, leaf in leaves.items()}
     if pixels is None:
         return {
             key: shape
@@ -330,7 +330,7 @@ def _image_shapes(row: Any, pixels: Sequence[Key] | None) -> dict[Key, torch.Siz
     return {key: shapes[key] for key in keys}
 
 
-def _holder(row: Any, key: Key) -> Any:
+def _parent_of(row: Any, key: Key) -> Any:
     """The TensorDict that a leaf lies in, which may have more batch dimensions, such as agents."""
     return row.get(key[:-1]) if isinstance(key, tuple) and len(key) > 1 else row
 
