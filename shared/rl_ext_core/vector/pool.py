@@ -165,7 +165,7 @@ class Pool:
                 worker.end()
             raise
         for group in self._failure_groups(workers):
-            interrupt_wait = functools.partial(_wake, group)
+            interrupt_wait = functools.partial(_interrupt_waits, group)
             watch = processes.Watch([worker.process for worker in group], idle_in=IDLE_IN, on_failure=interrupt_wait)
             for worker in group:
                 worker.watch = watch
@@ -505,7 +505,7 @@ def _wait_while(
     return waiting
 
 
-def _wake(workers: Sequence[WorkerHandle]) -> None:
+def _interrupt_waits(workers: Sequence[WorkerHandle]) -> None:
     for worker in workers:
         worker.interrupt_wait()
 
