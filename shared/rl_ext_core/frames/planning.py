@@ -560,11 +560,11 @@ def _measure_costs(sample: _Sample, ways: Sequence[Mapping[str, Any]]) -> tuple[
             continue
         sizes.append([store.nbytes for store in stores])
         if count > kept:
-            means, errors = _taken(sizes)
+            means, errors = _bytes_per_transition(sizes)
             known = count >= _MIN_PLAYED_STEPS and (errors <= _RELATIVE_TOLERANCE * (means + sample.row_bytes)).all()
             if known or sum(sizes[-1]) > _MAX_STORED_BYTES:
                 break
-    costs = zip(stores, *_taken(sizes), strict=True)
+    costs = zip(stores, *_bytes_per_transition(sizes), strict=True)
     return [_cost(store, sample, float(mean), float(error)) for store, mean, error in costs], count
 
 
@@ -578,7 +578,7 @@ def _make_store(sample: _Sample, options: Mapping[str, Any]) -> FrameStore:
     return FrameStore(max(kept, _MAX_PLAYED_STEPS), 1, layout, **{**options, **chosen})
 
 
-def _taken(sizes: Sequence[Sequence[int]]) -> tuple[_Array, _Array]:
+def _bytes_per_transition(sizes: Sequence[Sequence[int]]) -> tuple[_Array, _Array]:
     """Bytes a transition in each store, and how far off that may be, as far as the parts of what was seen differ."""
     looks, n_windows = np.array(sizes, dtype=np.float64), len(sizes) - 1
     edges = np.linspace(0, n_windows, min(n_windows, _MAX_PARTS) + 1).astype(np.int64)
