@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 _TIMEOUT_S = 20.0
-_ANSWER = "rl-ext: "
+_ANSWER_PREFIX = "rl-ext: "
 
 # From the EGL registry: EXT_device_query, EXT_device_drm(_render_node), NV_device_cuda, EXT_device_persistent_id.
 _EGL_EXTENSIONS = 0x3055
@@ -61,7 +61,9 @@ def _run_probe(question: str) -> dict[str, Any]:
         last = (done.stderr.strip().splitlines() or [""])[-1]
         return {"error": f"the driver ended the process that asked it (exit {done.returncode}): {last}"}
     # Drivers print there too, before and after.
-    answers = [line.removeprefix(_ANSWER) for line in done.stdout.splitlines() if line.startswith(_ANSWER)]
+    answers = [
+        line.removeprefix(_ANSWER_PREFIX) for line in done.stdout.splitlines() if line.startswith(_ANSWER_PREFIX)
+    ]
     if not answers:
         return {"error": "the driver ended the process that asked it before there was an answer"}
     answer: dict[str, Any] = json.loads(answers[0])
@@ -176,4 +178,4 @@ def _answer_cuda() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print("\n" + _ANSWER + json.dumps(_answer_egl() if sys.argv[1] == "egl" else _answer_cuda()), flush=True)  # noqa: T201
+    print("\n" + _ANSWER_PREFIX + json.dumps(_answer_egl() if sys.argv[1] == "egl" else _answer_cuda()), flush=True)  # noqa: T201
