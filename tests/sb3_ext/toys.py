@@ -107,7 +107,7 @@ class Reach(gym.Env[dict[str, np.ndarray], np.ndarray]):
         self.action_space = spaces.Box(-1, 1, (2,), np.float32)
         self._size, self._image_goal, self._still, self._length = size, image_goal, still, length
 
-    def _drawn(self, place: np.ndarray) -> np.ndarray:
+    def _draw_point(self, place: np.ndarray) -> np.ndarray:
         if not self._still:
             return self.np_random.integers(256, size=(1, self._size, self._size), dtype=np.uint8)
         image = np.zeros((1, self._size, self._size), np.uint8)
@@ -116,8 +116,8 @@ class Reach(gym.Env[dict[str, np.ndarray], np.ndarray]):
         return image
 
     def _observe(self) -> dict[str, np.ndarray]:
-        goals = [self._drawn(place) if self._image_goal else place.copy() for place in (self._place, self._goal)]
-        return {"observation": self._drawn(self._place), "achieved_goal": goals[0], "desired_goal": goals[1]}
+        goals = [self._draw_point(place) if self._image_goal else place.copy() for place in (self._place, self._goal)]
+        return {"observation": self._draw_point(self._place), "achieved_goal": goals[0], "desired_goal": goals[1]}
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict[str, np.ndarray], dict]:
         super().reset(seed=seed)
