@@ -108,9 +108,9 @@ def is_interleaved_shift(before, after, n_bytes, unit, shared_mask):  # type: ig
 
 
 @njit(nogil=True)
-def extract_frame(stack, memory, position, geometry, out):  # type: ignore[no-untyped-def]
+def extract_frame(stack, order, position, geometry, out):  # type: ignore[no-untyped-def]
     """Copies one frame of a stack to ``out``, in the order in which frames are stored."""
-    if memory == PLANAR:
+    if order == PLANAR:
         offset = position * geometry.frame_bytes
         copy_bytes(uint64(out), stack + uint64(offset), geometry.frame_bytes)
         return
@@ -149,10 +149,10 @@ def _take_grey_of_four(frame, position, pixels, out):  # type: ignore[no-untyped
 
 
 @njit(nogil=True)
-def extract_frames(stack, memory, geometry, out):  # type: ignore[no-untyped-def]
+def extract_frames(stack, order, geometry, out):  # type: ignore[no-untyped-def]
     """Copies all frames of a stack to ``out``, oldest first."""
     for position in range(geometry.n_stack):
-        extract_frame(stack, memory, position, geometry, out + uint64(position * geometry.frame_bytes))
+        extract_frame(stack, order, position, geometry, out + uint64(position * geometry.frame_bytes))
 
 
 @njit(nogil=True)
@@ -309,34 +309,34 @@ def _newest_stack_address(p, s, geometry):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _is_shifted(before, after, memory, geometry, shared_mask):  # type: ignore[no-untyped-def]
+def _is_shifted(before, after, order, geometry, shared_mask):  # type: ignore[no-untyped-def]
     n_bytes = geometry.frame_bytes
     stack_bytes = geometry.n_stack * n_bytes
-    if memory == PLANAR:
+    if order == PLANAR:
         return equal_bytes(before + uint64(n_bytes), after, stack_bytes - n_bytes)
     return is_interleaved_shift(before, after, stack_bytes, geometry.frame_channels * geometry.itemsize, shared_mask)
 
 
 @njit(nogil=True)
-def _push_stack(p, s, stack, memory, geometry, bound, shared_mask, seals, scratch):  # type: ignore[no-untyped-def]
+def _push_stack(p, s, stack, order, geometry, bound, shared_mask, seals, scratch):  # type: ignore[no-untyped-def]
     """Stores what is new of a stack in a stream; returns its handle.
 
-    :param memory: how the stack lies there, PLANAR or INTERLEAVED.
+    :param order: how the stack lies there, PLANAR or INTERLEAVED.
     """
     n_stack, n_bytes = geometry.n_stack, geometry.frame_bytes
     last = _newest_stack_address(p, s, geometry)
     newest = p.streams[s, NEWEST]
     turned = int64(0)
     frames = scratch + uint64(SCRATCH_FRAMES * (n_bytes + GROUP))
-    known = newest != 0 and p.streams[s, MEMORY] == memory
+    known = newest != 0 and p.streams[s, MEMORY] == order
     if known and equal_bytes(last, stack, n_stack * n_bytes):
         return newest
-    if known and n_stack > 1 and _is_shifted(last, stack, memory, geometry, shared_mask):
+    if known and n_stack > 1 and _is_shifted(last, stack, order, geometry, shared_mask):
         first = n_stack - 1
-        extract_frame(stack, memory, first, geometry, frames + uint64(first * n_bytes))
+        extract_frame(stack, order, first, geometry, frames + uint64(first * n_bytes))
         depth = min((newest >> DEPTH_SHIFT) + 1, n_stack)
     else:
-        extract_frames(stack, memory, geometry, frames)
+        extract_frames(stack, order, geometry, frames)
         first = count_padding(frames, geometry)
         depth = n_stack - first
     for position in range(first, n_stack):
@@ -347,7 +347,7 @@ def _push_stack(p, s, stack, memory, geometry, bound, shared_mask, seals, scratc
     retain_handle(p, handle, geometry)
     release_handle(p, newest, geometry)
     p.streams[s, NEWEST] = handle
-    p.streams[s, MEMORY] = memory
+    p.streams[s, MEMORY] = order
     for i in range(turned):  # only now: until it was known which of them the stack needs, all were
         release_block(p, int64(p.turned[i]), geometry)
     return handle
@@ -464,13 +464,13 @@ def put_stacks(state, bound, most, step, stacks, nexts, n, ended, shared_mask, s
 
 
 @kernel
-def put_pairs(state, bound, most, step, first, stacks, memory, nexts, next_order, shared_mask, seals, scratch, pairs):  # type: ignore[no-untyped-def]
+def put_pairs(state, bound, most, step, first, stacks, order, nexts, next_order, shared_mask, seals, scratch, pairs):  # type: ignore[no-untyped-def]
     """Stores one transition a stream, as far as there is room; returns the number of the stream that it got to.
 
     :param bound: how far off a byte may be, or None.
     :param first: the stream to begin with.
     :param stacks: address of a stack for each stream.
-    :param memory: how these lie there, PLANAR or INTERLEAVED.
+    :param order: how these lie there, PLANAR or INTERLEAVED.
     :param nexts: address of those that follow.
     :param next_order: likewise.
     :param pairs: (streams,) written.
@@ -485,7 +485,7 @@ def put_pairs(state, bound, most, step, first, stacks, memory, nexts, next_order
         offset = uint64(s * stack_bytes)
         before = after = so_far = int64(0)
         for part in range(2):  # one call of what takes long to compile
-            stack, memory_order = (uint64(nexts), next_order) if part else (uint64(stacks), memory)
+            stack, memory_order = (uint64(nexts), next_order) if part else (uint64(stacks), order)
             after = _push_stack(p, s, stack + offset, memory_order, geometry, bound, shared_mask, seals, scratch)
             if part == 0:
                 before, so_far = after, p.head[FRAMES]

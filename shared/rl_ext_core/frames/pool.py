@@ -387,11 +387,11 @@ class FramePool:
         if self.codec.seals:
             seal_full_blocks(self._state, self._pool, self.codec, self._memory)
 
-    def put_pairs(self, stacks: int, memory: int, nexts: int, next_order: int) -> Handles:
+    def put_pairs(self, stacks: int, order: int, nexts: int, next_order: int) -> Handles:
         """Stores one transition of each stream. As of all that is about transitions, its caller defers Ctrl-C.
 
         :param stacks: address of a stack for each stream.
-        :param memory: how these lie there, PLANAR or INTERLEAVED.
+        :param order: how these lie there, PLANAR or INTERLEAVED.
         :param nexts: address of those that follow them.
         :param next_order: likewise.
         :return: (streams,) their numbers, each to be released once.
@@ -408,7 +408,7 @@ class FramePool:
                     self._memory.step,
                     done,
                     stacks,
-                    memory,
+                    order,
                     nexts,
                     next_order,
                     self._addresses[0],

@@ -460,7 +460,7 @@ class FrameStore:
     def _stage(
         self, observations: npt.NDArray[np.generic], next_observations: npt.NDArray[np.generic], row: int
     ) -> Pairs:
-        stacks, memory = self._validate_stacks(observations, name="obs")
+        stacks, order = self._validate_stacks(observations, name="obs")
         nexts, next_order = self._validate_stacks(next_observations, name="next_obs")
         if self._folder is not None:
             self._folder.check_ours()
@@ -469,7 +469,7 @@ class FrameStore:
         if self._staged is not None:
             self._pool.release_pairs(self._staged)
             self._staged = None
-        self._staged = self._pool.put_pairs(address_of(stacks), memory, address_of(nexts), next_order)
+        self._staged = self._pool.put_pairs(address_of(stacks), order, address_of(nexts), next_order)
         return self._staged
 
     def _validate_stacks(self, stacks: npt.NDArray[np.generic], *, name: str) -> tuple[npt.NDArray[np.generic], int]:
@@ -572,13 +572,13 @@ class FrameStore:
     def reencode(self, encoding: Encoding, file: RegionFile | None = None) -> FramePool:
         """A pool with the same transitions in the same rows, which must not have wrapped."""
         pool = self._new_pool(encoding, file)
-        memory = PLANAR if encoding.layout.planar else INTERLEAVED
+        order = PLANAR if encoding.layout.planar else INTERLEAVED
         for start in range(0, self.size, COPY_BATCH):
             rows = np.arange(start, min(start + COPY_BATCH, self.size))
             pool.reserve_rows(int(rows[-1]) + 1)
             before, after = (part.reshape(len(rows), *self._shape) for part in self.transitions(rows))
             for row, stacks, nexts in zip(rows.tolist(), before, after, strict=True):
-                pool.index[row] = pool.put_pairs(address_of(stacks), memory, address_of(nexts), memory)
+                pool.index[row] = pool.put_pairs(address_of(stacks), order, address_of(nexts), order)
                 pool.update_row_checksum(row)
         return pool
 
