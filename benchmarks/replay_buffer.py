@@ -44,7 +44,7 @@ HEADER = (
 )
 
 
-def _lap(recording: Recording, buffers: dict[str, ReplayBuffer]) -> dict[str, np.ndarray]:
+def _time_lap(recording: Recording, buffers: dict[str, ReplayBuffer]) -> dict[str, np.ndarray]:
     """Adds the recording to all buffers in turn; returns the seconds of each ``STEPS`` steps."""
     seconds: dict[str, list[float]] = {name: [] for name in buffers}
     for turn, transition in enumerate(recording.transitions()):
@@ -66,7 +66,7 @@ def measure(name: str, *, codec: str, block_length: int | None, draws: int, step
     # First while both grow, and Stable Baselines3's pages are given to it one by one; then over the oldest transitions.
     laps, stored = [], []
     for _ in range(2):
-        laps.append(_lap(recording, {"plain": plain, "ours": ours}))
+        laps.append(_time_lap(recording, {"plain": plain, "ours": ours}))
         stored.append(ours.stored_nbytes / recording.n_transitions)
     turns = {"rounds": DRAWS // draws, "draws": draws}
     speeds = [sampling_speed(ours, plain, size, **turns) for size in (32, 256)]
