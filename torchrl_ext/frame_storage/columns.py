@@ -303,7 +303,7 @@ def describe_image_columns(row: Any, pixels: Sequence[Key] | None) -> list[dict[
         if isinstance(key, tuple) and key[0] == "next":
             root, following = unravel_key(key[1:]), key
         leaf = row.get(key)
-        pair = [k for k in (root, following) if found.get(k) == shape and _alike(row.get(k), leaf)]
+        pair = [k for k in (root, following) if found.get(k) == shape and _same_shape_and_dtype(row.get(k), leaf)]
         if key == pair[0]:
             n_images = len(pair) * _parent_of(row, key).batch_size.numel()
             kinds.append({"keys": pair, "shape": list(shape), "dtype": dtype_name(leaf.dtype), "n_images": n_images})
@@ -335,5 +335,5 @@ def _parent_of(row: Any, key: Key) -> Any:
     return row.get(key[:-1]) if isinstance(key, tuple) and len(key) > 1 else row
 
 
-def _alike(left: torch.Tensor, right: torch.Tensor) -> bool:
+def _same_shape_and_dtype(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.shape == right.shape and left.dtype == right.dtype
