@@ -238,7 +238,7 @@ def _rebuild_memory(descriptor: Any) -> SharedMemory:
     return SharedMemory(0, descriptor.detach())
 
 
-class _PosixBell:
+class _PosixDoorbell:
     """One end of a pipe that goes one way, and whose bytes only wake."""
 
     def __init__(self, connection: Connection) -> None:
@@ -266,7 +266,7 @@ class _PosixBell:
         self._connection.close()
 
 
-class _WindowsBell(_PosixBell):
+class _WindowsBell(_PosixDoorbell):
     """Does the same where pipes are not files: each ring is a message, and rings that nobody waits for add up."""
 
     def __init__(self, connection: Connection) -> None:
@@ -288,7 +288,7 @@ class _WindowsBell(_PosixBell):
             self.wait()
 
 
-_Bell = _WindowsBell if WINDOWS else _PosixBell
+_Bell = _WindowsBell if WINDOWS else _PosixDoorbell
 
 
 def should_spin(num_workers: int) -> bool:
