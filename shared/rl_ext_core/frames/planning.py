@@ -565,7 +565,7 @@ def _measure_costs(sample: _Sample, ways: Sequence[Mapping[str, Any]]) -> tuple[
             if known or sum(sizes[-1]) > _MAX_STORED_BYTES:
                 break
     costs = zip(stores, *_bytes_per_transition(sizes), strict=True)
-    return [_cost(store, sample, float(mean), float(error)) for store, mean, error in costs], count
+    return [_measure_cost(store, sample, float(mean), float(error)) for store, mean, error in costs], count
 
 
 def _make_store(sample: _Sample, options: Mapping[str, Any]) -> FrameStore:
@@ -587,7 +587,7 @@ def _bytes_per_transition(sizes: Sequence[Sequence[int]]) -> tuple[_Array, _Arra
     return (looks[-1] - looks[0]) / (_MEASURE_INTERVAL * n_windows), errors
 
 
-def _cost(store: FrameStore, sample: _Sample, mean: float, error: float) -> _Cost:
+def _measure_cost(store: FrameStore, sample: _Sample, mean: float, error: float) -> _Cost:
     def read(rows: npt.NDArray[np.int64], out: _Array) -> _Array:
         store.get(rows, np.zeros_like(rows), out[0], out[1])
         return out
