@@ -124,7 +124,7 @@ class Inventory:
             if _cached is None or refresh:
                 _cached = _read_gpus()
             if egl and _cached.egl is None:
-                _cached = _with_egl(_cached)
+                _cached = _add_egl_devices(_cached)
             return _cached
 
     @classmethod
@@ -238,7 +238,7 @@ def _read_gpus() -> Inventory:
     return Inventory(gpus=gpus, versions=versions, fastest_first=fastest_first, wsl=_WSL_DEVICE.exists())
 
 
-def _with_egl(inventory: Inventory) -> Inventory:
+def _add_egl_devices(inventory: Inventory) -> Inventory:
     result = _probe.egl()
     if result.get("error"):
         return dataclasses.replace(inventory, egl=(), osmesa=result["osmesa"], egl_error=result["error"])
