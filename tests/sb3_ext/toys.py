@@ -85,16 +85,16 @@ class Camera(gym.Wrapper[dict[str, np.ndarray], int, np.ndarray, int]):
             image=env.observation_space, place=spaces.Box(-np.inf, np.inf, (2,), np.float32)
         )
 
-    def _described(self, image: np.ndarray) -> dict[str, np.ndarray]:
+    def _with_vector(self, image: np.ndarray) -> dict[str, np.ndarray]:
         env: Any = self.unwrapped
         return {"image": image, "place": np.array([env._place, env._steps], dtype=np.float32)}
 
     def reset(self, **options: Any) -> tuple[dict[str, np.ndarray], dict]:
-        return self._described(super().reset(**options)[0]), {}
+        return self._with_vector(super().reset(**options)[0]), {}
 
     def step(self, action: int) -> tuple[dict[str, np.ndarray], float, bool, bool, dict]:
         image, *rest = super().step(round(float(np.sum(action))) if np.ndim(action) else action)
-        return self._described(image), *rest
+        return self._with_vector(image), *rest
 
 
 class Reach(gym.Env[dict[str, np.ndarray], np.ndarray]):
