@@ -90,7 +90,7 @@ NEWEST = 3  # handle of the newest stack
 LAST_USED = 4
 ENDED = 5
 FOLLOWER = 6  # the stream that was pushed to after this one
-MEMORY = 7  # how the newest stack lies in ``last``: PLANAR or INTERLEAVED
+ORDER = 7  # how the newest stack lies in ``last``: PLANAR or INTERLEAVED
 N_STREAM = 8
 
 # A handle names a stack: its newest frame's block, the frame's place in it, and how many frames are not padding. 0 is

@@ -18,7 +18,7 @@ from rl_ext_core.frames.arrays import (
     FULL,
     GRAINS,
     KIND,
-    MEMORY,
+    ORDER,
     N_RECENT,
     N_STREAM,
     NEVER,
@@ -328,7 +328,7 @@ def _push_stack(p, s, stack, order, geometry, bound, shared_mask, seals, scratch
     newest = p.streams[s, NEWEST]
     turned = int64(0)
     frames = scratch + uint64(SCRATCH_FRAMES * (n_bytes + GROUP))
-    known = newest != 0 and p.streams[s, MEMORY] == order
+    known = newest != 0 and p.streams[s, ORDER] == order
     if known and equal_bytes(last, stack, n_stack * n_bytes):
         return newest
     if known and n_stack > 1 and _is_shifted(last, stack, order, geometry, shared_mask):
@@ -347,7 +347,7 @@ def _push_stack(p, s, stack, order, geometry, bound, shared_mask, seals, scratch
     retain_handle(p, handle, geometry)
     release_handle(p, newest, geometry)
     p.streams[s, NEWEST] = handle
-    p.streams[s, MEMORY] = order
+    p.streams[s, ORDER] = order
     for i in range(turned):  # only now: until it was known which of them the stack needs, all were
         release_block(p, int64(p.turned[i]), geometry)
     return handle
