@@ -24,7 +24,7 @@ N_STACK = 4
 BUFFERS = {"sb3": "SB3 ReplayBuffer", "compressed": "CompressedReplayBuffer"}
 
 
-def timed(function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+def record_seconds(function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
     """The function, appending how long each call took."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -76,8 +76,8 @@ def train(buffer: str, *, game: str, steps: int) -> dict[str, Any]:
     assert replay is not None
     add_seconds: list[float] = []
     sample_seconds: list[float] = []
-    replay.add = timed(replay.add, add_seconds)  # type: ignore[method-assign]
-    replay.sample = timed(replay.sample, sample_seconds)  # type: ignore[method-assign]
+    replay.add = record_seconds(replay.add, add_seconds)  # type: ignore[method-assign]
+    replay.sample = record_seconds(replay.sample, sample_seconds)  # type: ignore[method-assign]
     before = process.memory_info().rss
     model.learn(steps, callback=WatchMemory(), progress_bar=True)
 
