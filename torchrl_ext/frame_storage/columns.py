@@ -22,7 +22,7 @@ from torchrl_ext.frame_storage.format import dtype_name, dtype_named
 if TYPE_CHECKING:
     from rl_ext_core.frames.pool import FramePool, Handles
 
-_SMALL = 1024  # bytes: below, a leaf is no image worth the trouble
+_MIN_IMAGE_NBYTES = 1024  # bytes: below, a leaf is no image worth the trouble
 
 Key = Any  # a string, or a tuple of strings
 
@@ -318,7 +318,7 @@ def _image_shapes(row: Any, pixels: Sequence[Key] | None) -> dict[Key, torch.Siz
         return {
             key: shape
             for key, shape in shapes.items()
-            if leaves[key].dtype == torch.uint8 and len(shape) >= 2 and shape.numel() >= _SMALL
+            if leaves[key].dtype == torch.uint8 and len(shape) >= 2 and shape.numel() >= _MIN_IMAGE_NBYTES
         }
     keys = [unravel_key(key) for key in pixels]
     for key in keys:
