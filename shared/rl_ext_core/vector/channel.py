@@ -266,7 +266,7 @@ class _PosixDoorbell:
         self._connection.close()
 
 
-class _WindowsBell(_PosixDoorbell):
+class _WindowsDoorbell(_PosixDoorbell):
     """Does the same where pipes are not files: each ring is a message, and rings that nobody waits for add up."""
 
     def __init__(self, connection: Connection) -> None:
@@ -288,7 +288,7 @@ class _WindowsBell(_PosixDoorbell):
             self.wait()
 
 
-_Bell = _WindowsBell if WINDOWS else _PosixDoorbell
+_Bell = _WindowsDoorbell if WINDOWS else _PosixDoorbell
 
 
 def should_spin(num_workers: int) -> bool:
