@@ -321,7 +321,7 @@ def plan(
             source = "the range of recordings of games and robots"
         else:
             costs, count = _measure_costs(sample, ways)
-            plain_us = _read_us(lambda rows: (sample.before[rows], sample.after[rows]), len(sample.before))
+            plain_us = _time_read_us(lambda rows: (sample.before[rows], sample.after[rows]), len(sample.before))
             source = sample.source if env is None else f"{sample.source}, {count} steps of a random policy"
     head = Plan(
         shape=layout.shape if sample is None else sample.shape,
@@ -599,11 +599,11 @@ def _measure_cost(store: FrameStore, sample: _Sample, mean: float, error: float)
         squares = np.subtract(read(rows, np.empty(true.shape, true.dtype)), true, dtype=np.float32) ** 2
         psnr = 10 * math.log10(255**2 / squares.mean(dtype=np.float64)) if squares.any() else math.inf
     batch = np.empty((2, _BATCH, *store.layout.shape), store.layout.dtype)
-    microseconds = _read_us(lambda rows: read(rows, batch), store.size)
+    microseconds = _time_read_us(lambda rows: read(rows, batch), store.size)
     return _Cost(mean, (mean / (1 + error / mean), mean + error), microseconds, psnr)
 
 
-def _read_us(read: Callable[[npt.NDArray[np.int64]], Any], n_rows: int) -> float:
+def _time_read_us(read: Callable[[npt.NDArray[np.int64]], Any], n_rows: int) -> float:
     """CPU time to read a transition, in microseconds."""
     rng = np.random.default_rng(0)
     timer = timeit.Timer(lambda: read(rng.integers(n_rows, size=_BATCH)), timer=time.thread_time)
