@@ -372,10 +372,10 @@ def _torch_cuda() -> str:
     if source is None or not source.is_file():
         return ""
     text = source.read_text(encoding="utf-8")
-    hip = _assigned(text, "hip")
-    return f"rocm {hip}" if hip else _assigned(text, "cuda")
+    hip = _read_assignment(text, "hip")
+    return f"rocm {hip}" if hip else _read_assignment(text, "cuda")
 
 
-def _assigned(source: str, name: str) -> str:
+def _read_assignment(source: str, name: str) -> str:
     match = re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", source, re.MULTILINE)
     return match[1] if match else ""
