@@ -52,7 +52,7 @@ def seen(space: Any, time: int) -> Any:
     )
 
 
-def made(kind: str, folder: Path | None) -> Any:
+def make_buffer(kind: str, folder: Path | None) -> Any:
     space = GOALS if kind == "hindsight" else DICT if "dict" in kind else BOX
     more: dict[str, Any] = {"n_envs": N_ENVS, "device": "cpu"}
     if "rollout" in kind:
@@ -129,7 +129,7 @@ def check(kind: str, call: Callable[[Any], Any], there: int, *, every: int, fold
     def prepare() -> Callable[[], Any]:
         nonlocal number
         number += 1
-        buffers.append(made(kind, None if folder is None else folder / str(number)))
+        buffers.append(make_buffer(kind, None if folder is None else folder / str(number)))
         for time in range(there):
             add(buffers[-1], time)
         if call is batches:
@@ -156,7 +156,7 @@ def check(kind: str, call: Callable[[Any], Any], there: int, *, every: int, fold
         assert then in ([before_and_on] * (found == before) + [after_and_on] * (found == after)), where
         if folder is not None:
             buffers[-1].close()
-            again = made(kind, folder / str(number))
+            again = make_buffer(kind, folder / str(number))
             kept = state(again)
             if kind != "hindsight":  # episodes begin anew
                 assert kept[3] == then[3], where
