@@ -38,7 +38,7 @@ from rl_ext_core import _system
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, RlExtError, StorageError
 from rl_ext_core.frames.checkpoint import checksum
 from rl_ext_core.frames.journal import Journal, Note, Places
-from rl_ext_core.frames.region import PrivateRegion, RegionFile, new_region, pages, refusal
+from rl_ext_core.frames.region import PrivateRegion, RegionFile, new_region, pages, storage_error
 
 FORMAT_VERSION = 6
 MANIFEST = "store.json"
@@ -276,7 +276,7 @@ class StoreFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             foreign = sorted(entry.name for entry in self.path.iterdir() if not _is_ours(entry))
         except OSError as error:
-            raise refusal(self.path, error, doing="use the folder") from error
+            raise storage_error(self.path, error, doing="use the folder") from error
         if foreign:
             raise InvalidArgumentError(
                 f"storage_dir={str(self.path)!r} holds {foreign[0]!r}, which is no part of a store; pass an empty "
@@ -372,7 +372,7 @@ class StoreFolder:
         try:
             (self.path / _MAKING).touch()
         except OSError as error:
-            raise refusal(self.path / _MAKING, error, doing="write") from error
+            raise storage_error(self.path / _MAKING, error, doing="write") from error
 
     def begin_anew(self) -> None:
         """Deletes a store that holds nothing."""
@@ -435,7 +435,7 @@ class StoreFolder:
         try:
             write_json(self.path / MANIFEST, manifest)
         except OSError as error:
-            raise refusal(self.path / MANIFEST, error, doing="write") from error
+            raise storage_error(self.path / MANIFEST, error, doing="write") from error
         self.settings = settings
 
     def add_rows(self, name: str, fields: Fields) -> None:
@@ -557,7 +557,7 @@ def _delete(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        raise refusal(path, error, doing="delete") from error
+        raise storage_error(path, error, doing="delete") from error
 
 
 def _locked(path: Path) -> int:
@@ -575,7 +575,7 @@ def _locked(path: Path) -> int:
         ) from None
     except OSError as error:
         if error.filename is not None:
-            raise refusal(path, error, doing="open") from error
+            raise storage_error(path, error, doing="open") from error
         raise StorageError(
             f"cannot lock {path}: {error.strerror or error}; nobody else is known to use it. Pass a storage_dir "
             "on a file system that has locks, as local disks do and some network drives do not"

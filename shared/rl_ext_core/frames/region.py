@@ -34,7 +34,7 @@ __all__ = [
     "move_into",
     "new_region",
     "pages",
-    "refusal",
+    "storage_error",
 ]
 
 _Pointer = ctypes.c_size_t
@@ -72,7 +72,7 @@ def move_into(target: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
             _system.give_back(first, last - first)
 
 
-def refusal(path: Path | str, error: OSError, *, doing: str) -> StorageError:
+def storage_error(path: Path | str, error: OSError, *, doing: str) -> StorageError:
     """The error for what the system refused."""
     return StorageError(
         f"cannot {doing} {path}: {error.strerror or error}. What was stored before is intact and nothing of this call "
@@ -266,7 +266,7 @@ class FileRegion(Region):
         try:
             descriptor = _system.open_file(file.path)
         except OSError as error:
-            raise refusal(self._name, error, doing="open") from error
+            raise storage_error(self._name, error, doing="open") from error
         self._initialize(descriptor, pages(n_bytes), identity, repair=repair)
 
     def _initialize(self, descriptor: int, n_bytes: int, identity: bytes, *, repair: bool = False) -> None:
@@ -288,7 +288,7 @@ class FileRegion(Region):
         try:
             _system.take_room(descriptor, offset, n_bytes)
         except OSError as error:
-            raise refusal(self._name, error, doing=f"write {n_bytes:,} bytes to") from error
+            raise storage_error(self._name, error, doing=f"write {n_bytes:,} bytes to") from error
 
     def _check_header(self, descriptor: int, size: int, expected: bytes, *, repair: bool) -> None:
         if size < _TABLE_BYTES and repair:
