@@ -86,12 +86,12 @@ def train(buffer: str, *, game: str, steps: int) -> dict[str, Any]:
         weights.update(tensor.numpy().tobytes())
     rows = sum(getattr(replay, name).nbytes for name in ("actions", "rewards", "dones", "timeouts"))
     if isinstance(replay, CompressedReplayBuffer):
-        held = replay.stored_nbytes
+        stored_bytes = replay.stored_nbytes
     else:
-        held = replay.observations.nbytes + replay.next_observations.nbytes + rows
+        stored_bytes = replay.observations.nbytes + replay.next_observations.nbytes + rows
     return {
         "memory": [(step, rss - before) for step, rss in memory],
-        "bytes": held / (replay.size() * N_ENVS),
+        "bytes": stored_bytes / (replay.size() * N_ENVS),
         "add": statistics.median(add_seconds),
         "sample": statistics.median(sample_seconds),
         "weights": weights.hexdigest(),
