@@ -59,7 +59,7 @@ def begin(folder: StoreFolder, columns: list[FrameColumn], rows: Any) -> None:
     folder.begin(settings, kinds=len(columns))
 
 
-def tensors_in(folder: StoreFolder) -> TensorDict:
+def map_rows(folder: StoreFolder) -> TensorDict:
     """Return the elements of a folder as this process sees them. Keys cannot be added.
 
     :raises CorruptFileError: if they are described in no way that is known.
@@ -146,7 +146,7 @@ def salvage(path: str | os.PathLike[str]) -> SalvageReport:
     folder = folder_at(path, {}, repair=True)
     try:
         with reading(f"{folder.path} is"):
-            rows, kinds = tensors_in(folder), (folder.settings or {})["columns"]
+            rows, kinds = map_rows(folder), (folder.settings or {})["columns"]
             options = {name: value for name, value in folder.options.items() if name not in _NOT_OPTIONS}
             columns = [
                 FrameColumn(kind, len(rows), options, num_threads=None, file=folder.frames(number))

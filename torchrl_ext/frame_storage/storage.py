@@ -48,7 +48,7 @@ from torchrl_ext.frame_storage.buffers import (
 )
 from torchrl_ext.frame_storage.checkpoint import FrameStorageCheckpointer, State, as_state, from_state
 from torchrl_ext.frame_storage.columns import FrameColumn, Key, encode_images, describe_image_columns, release
-from torchrl_ext.frame_storage.folder import begin, folder_at, recover, salvage, tensors_in
+from torchrl_ext.frame_storage.folder import begin, folder_at, recover, salvage, map_rows
 from torchrl_ext.frame_storage.view import FrameView
 
 _logger = logging.getLogger("torchrl_ext")
@@ -293,13 +293,13 @@ class FrameStorage(TensorStorage):
             )
         begin(folder, self._columns, rows)
         self._rows, self._journal = folder.rows, folder.journal
-        return tensors_in(folder)
+        return map_rows(folder)
 
     def _reopen(self, folder: StoreFolder) -> None:
         """Find again what is in the folder."""
         if folder.settings is None:
             return
-        self._rows, self._journal, rows = folder.rows, folder.journal, tensors_in(folder)
+        self._rows, self._journal, rows = folder.rows, folder.journal, map_rows(folder)
         with reading(f"{folder.path} is"):
             self._add_columns(folder.settings["columns"], len(rows))
             self._set_rows(rows)
@@ -664,7 +664,7 @@ class FrameStorage(TensorStorage):
             make_kill_safe(self)
         self._register_recovery()
         if self._folder is not None:
-            self._storage = tensors_in(self._folder)
+            self._storage = map_rows(self._folder)
         if _contents is not None:
             self._replace_contents(*_contents)
 
