@@ -288,7 +288,7 @@ class _WindowsDoorbell(_PosixDoorbell):
             self.wait()
 
 
-_Bell = _WindowsDoorbell if WINDOWS else _PosixDoorbell
+_Doorbell = _WindowsDoorbell if WINDOWS else _PosixDoorbell
 
 
 def should_spin(num_workers: int) -> bool:
@@ -366,7 +366,7 @@ class WorkerChannel:
     def __init__(
         self, commands: Connection, replies: Connection, cells: SharedMemory, mail: SharedMemory, spins: bool
     ) -> None:
-        self._commands, self._replies, self._mail = _Bell(commands), _Bell(replies), mail
+        self._commands, self._replies, self._mail = _Doorbell(commands), _Doorbell(replies), mail
         self.cells = new_cells(cells.map(_LINE))
         cells.close()
         self._spin = SpinWaiter(SpinWaiter.COMMAND_SECONDS) if spins else None
@@ -427,7 +427,7 @@ class WorkerHandle:
         self.cells[Cell.COMMAND] = 1  # to build its environments
         command_reader, commands = context.Pipe(duplex=False)
         replies, reply_writer = context.Pipe(duplex=False)
-        self._commands, self._replies, self._own_bell = _Bell(commands), _Bell(replies), _Bell(reply_writer)
+        self._commands, self._replies, self._own_bell = _Doorbell(commands), _Doorbell(replies), _Doorbell(reply_writer)
         self._ends = self._commands, self._replies, self._own_bell, self._mail
         self._spin = SpinWaiter(SpinWaiter.ANSWER_SECONDS) if spins else None
         end = command_reader, reply_writer, memory, self._mail, spins
