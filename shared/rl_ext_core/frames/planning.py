@@ -315,7 +315,7 @@ def plan(
         elif env is not None:
             sample = _sample_random_policy(env, opened, steps, given, n_stack, seed)
         layout = _guess_layout(given or (), dtype, n_stack) if sample is None else sample.layout
-        ways = _suiting(layout) if codecs is None else [_options(way) for way in codecs]
+        ways = _suitable_options(layout) if codecs is None else [_options(way) for way in codecs]
         if sample is None:
             costs, plain_us = [_estimate_cost(layout, way) for way in ways], None
             source = "the range of recordings of games and robots"
@@ -356,7 +356,7 @@ def _options(way: str | Mapping[str, Any]) -> dict[str, Any]:
     return {"codec": "auto", **options}
 
 
-def _suiting(layout: StackLayout) -> list[dict[str, Any]]:
+def _suitable_options(layout: StackLayout) -> list[dict[str, Any]]:
     """The usual ways that the observations and the packages installed allow."""
     found, exact = [], {"max_error": 0, "quality": DEFAULT_QUALITY, "block_length": None}
     layouts = list(candidate_layouts(layout.shape, layout.dtype, n_stack=layout.n_stack))
