@@ -292,10 +292,10 @@ def read_gpus() -> tuple[Gpu, ...]:
     """
     with nvml_session() as nvml:
         count = nvml.nvmlDeviceGetCount()
-        return tuple(_gpu(nvml, nvml.nvmlDeviceGetHandleByIndex(index), index) for index in range(count))
+        return tuple(_read_gpu(nvml, nvml.nvmlDeviceGetHandleByIndex(index), index) for index in range(count))
 
 
-def _gpu(nvml: types.ModuleType, handle: Any, index: int) -> Gpu:
+def _read_gpu(nvml: types.ModuleType, handle: Any, index: int) -> Gpu:
     total, free = _memory(nvml, handle)
     return Gpu(
         uuid=_to_str(nvml.nvmlDeviceGetUUID(handle)),
