@@ -44,7 +44,7 @@ def part(space: spaces.Box, time: int) -> np.ndarray:
     return np.full((N_ENVS, 3), time, dtype=np.float32)
 
 
-def seen(space: Any, time: int) -> Any:
+def make_observation(space: Any, time: int) -> Any:
     return (
         {key: part(below, time) for key, below in space.items()}
         if isinstance(space, spaces.Dict)
@@ -74,9 +74,9 @@ def add(buffer: Any, time: int) -> None:
         if hasattr(buffer, "hidden_states_pi"):
             states = th.full((1, N_ENVS, 4), float(time))
             more["lstm_states"] = RNNStates((states, -states), (2 * states, 3 * states))
-        buffer.add(seen(buffer.observation_space, time), numbers % 3, numbers, ends, logs, logs, **more)
+        buffer.add(make_observation(buffer.observation_space, time), numbers % 3, numbers, ends, logs, logs, **more)
     else:
-        before, after = (seen(buffer.observation_space, at) for at in (time, time + 1))
+        before, after = (make_observation(buffer.observation_space, at) for at in (time, time + 1))
         buffer.add(before, after, numbers % 3, numbers, ends, [{"TimeLimit.truncated": time % 6 == 5}] * N_ENVS)
 
 
