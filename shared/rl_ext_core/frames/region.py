@@ -116,7 +116,7 @@ class PrivateRegion:
         try:
             self._addresses = _system.Addresses(pages(n_bytes), writable=True)
         except OSError:
-            raise _refused(n_bytes) from None
+            raise _address_space_error(n_bytes) from None
         self._map = self._addresses.memory
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -175,7 +175,7 @@ class Region(PrivateRegion):
             os.ftruncate(descriptor, n_bytes)
         except OSError:
             os.close(descriptor)
-            raise _refused(n_bytes) from None
+            raise _address_space_error(n_bytes) from None
         self._open(descriptor, n_bytes)
 
     def _open(self, descriptor: int, n_bytes: int) -> None:
@@ -186,7 +186,7 @@ class Region(PrivateRegion):
             self._map = self._mapped()
         except OSError:
             self._close()
-            raise _refused(n_bytes) from None
+            raise _address_space_error(n_bytes) from None
 
     def _mapped(self) -> Any:
         return mmap.mmap(self._descriptor, self.n_bytes)
@@ -450,7 +450,7 @@ def _more(held: int, wanted: int) -> int:
     return pages(max(wanted - held, held // 4))
 
 
-def _refused(n_bytes: int) -> OutOfMemoryError:
+def _address_space_error(n_bytes: int) -> OutOfMemoryError:
     return OutOfMemoryError(
         f"the system refuses {n_bytes:,} bytes of address space for frames, of which only what is written takes "
         "memory; pass a smaller max_size, or raise the limit (ulimit -v unlimited)"
