@@ -70,7 +70,7 @@ def make(task: str, **settings: Any) -> ManagerBasedRlEnv:
     return ManagerBasedRlEnv(config, device="cpu")
 
 
-def stepped_by_hand(env: ManagerBasedRlEnv, actions: torch.Tensor) -> Record:
+def step_without_wrapper(env: ManagerBasedRlEnv, actions: torch.Tensor) -> Record:
     """Step without a wrapper; what does not reset itself is reset by its indices."""
     env.reset(seed=SEED)
     observation, _ = env.reset()
@@ -145,7 +145,7 @@ def check_same_step(task: str) -> None:
 
     torch.manual_seed(SEED)
     actions = 0.3 * torch.randn(ENVS, STEPS, *env.action_spec.shape[1:])
-    record = stepped_by_hand(make(task), actions)
+    record = step_without_wrapper(make(task), actions)
     data = rollout(GymWrapper(make(task)), actions)
     check_record(data, record)
     done = record.done.squeeze(-1)
@@ -169,7 +169,7 @@ def check_disabled(task: str) -> None:
     check(True, "check_env_specs")
     torch.manual_seed(SEED)
     actions = 0.3 * torch.randn(ENVS, STEPS, *env.action_spec.shape[1:])
-    record = stepped_by_hand(make(task, auto_reset=False), actions)
+    record = step_without_wrapper(make(task, auto_reset=False), actions)
     data = rollout(GymWrapper(make(task, auto_reset=False), autoreset_mode="Disabled"), actions)
     check_record(data, record)
     check(equal(data.get("next"), record.after), "last observations are the true ones")

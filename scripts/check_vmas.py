@@ -78,7 +78,7 @@ def check(passed: bool | torch.Tensor, text: str) -> None:
         _failures.append(text)
 
 
-def stepped_by_hand(env: Team, actions: list[dict[str, torch.Tensor]]) -> TensorDictBase:
+def step_without_wrapper(env: Team, actions: list[dict[str, torch.Tensor]]) -> TensorDictBase:
     """Step without a wrapper, copying everything at once."""
     env.reset(seed=SEED)
     observation, _ = env.reset()
@@ -116,7 +116,7 @@ def check_scenario(scenario: str, **settings: Any) -> None:
 
     torch.manual_seed(SEED)
     actions = [dict(env.full_action_spec.rand().items()) for _ in range(STEPS)]
-    record = stepped_by_hand(Team(scenario, **settings), actions)
+    record = step_without_wrapper(Team(scenario, **settings), actions)
     env = GymWrapper(Team(scenario, **settings), categorical_action_encoding=True)
     env.set_seed(SEED)
     turns = iter(actions)
