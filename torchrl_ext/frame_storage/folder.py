@@ -30,7 +30,7 @@ _FILE = "rows"
 _NOT_OPTIONS = ("max_size", "ndim", "pixels")
 
 
-def folder_at(path: str | os.PathLike[str], arguments: dict[str, Any], *, repair: bool = False) -> StoreFolder:
+def open_folder(path: str | os.PathLike[str], arguments: dict[str, Any], *, repair: bool = False) -> StoreFolder:
     """Return the folder of a storage.
 
     :param arguments: of the storage: ``max_size``, ``ndim``, ``pixels``, and the options of its pools.
@@ -143,7 +143,7 @@ def _without_torn(rows: Any, note: Note, writing: Places, who: str) -> int:
 
 def salvage(path: str | os.PathLike[str]) -> SalvageReport:
     """Keep the longest run of intact elements of a damaged folder; see ``FrameStorage.salvage``."""
-    folder = folder_at(path, {}, repair=True)
+    folder = open_folder(path, {}, repair=True)
     try:
         with reading(f"{folder.path} is"):
             rows, kinds = map_rows(folder), (folder.settings or {})["columns"]

@@ -48,7 +48,7 @@ from torchrl_ext.frame_storage.buffers import (
 )
 from torchrl_ext.frame_storage.checkpoint import FrameStorageCheckpointer, State, as_state, from_state
 from torchrl_ext.frame_storage.columns import FrameColumn, Key, encode_images, describe_image_columns, release
-from torchrl_ext.frame_storage.folder import begin, folder_at, recover, salvage, map_rows
+from torchrl_ext.frame_storage.folder import begin, open_folder, recover, salvage, map_rows
 from torchrl_ext.frame_storage.view import FrameView
 
 _logger = logging.getLogger("torchrl_ext")
@@ -189,7 +189,7 @@ class FrameStorage(TensorStorage):
         if storage_dir is not None:
             keys = None if pixels is None else [unravel_key(key) for key in pixels]
             arguments = {"max_size": max_size, "ndim": ndim, "pixels": keys, **self._options}
-            self._folder = folder_at(storage_dir, arguments)
+            self._folder = open_folder(storage_dir, arguments)
             try:
                 self._reopen(self._folder)
             except BaseException:
