@@ -427,8 +427,12 @@ class WorkerHandle:
         self.cells[Cell.COMMAND] = 1  # to build its environments
         command_reader, commands = context.Pipe(duplex=False)
         replies, reply_writer = context.Pipe(duplex=False)
-        self._commands, self._replies, self._own_bell = _Doorbell(commands), _Doorbell(replies), _Doorbell(reply_writer)
-        self._ends = self._commands, self._replies, self._own_bell, self._mail
+        self._commands, self._replies, self._own_doorbell = (
+            _Doorbell(commands),
+            _Doorbell(replies),
+            _Doorbell(reply_writer),
+        )
+        self._ends = self._commands, self._replies, self._own_doorbell, self._mail
         self._spin = SpinWaiter(SpinWaiter.ANSWER_SECONDS) if spins else None
         end = command_reader, reply_writer, memory, self._mail, spins
         self.process = context.Process(target=target, args=(end, *arguments))
@@ -473,7 +477,7 @@ class WorkerHandle:
 
     def interrupt_wait(self) -> None:
         """Wake this process where it waits for the answer."""
-        self._own_bell.ring()
+        self._own_doorbell.ring()
 
     def receive(self) -> None:
         """Wait for the answer, if one is awaited; raise EOFError if the worker is gone."""
