@@ -315,7 +315,7 @@ def plan(
         elif env is not None:
             sample = _sample_random_policy(env, opened, steps, given, n_stack, seed)
         layout = _guess_layout(given or (), dtype, n_stack) if sample is None else sample.layout
-        ways = _suitable_options(layout) if codecs is None else [_options(way) for way in codecs]
+        ways = _suitable_options(layout) if codecs is None else [_normalize_options(way) for way in codecs]
         if sample is None:
             costs, plain_us = [_estimate_cost(layout, way) for way in ways], None
             source = "the range of recordings of games and robots"
@@ -346,7 +346,7 @@ def plan(
     return replace(head, rows=tuple(rows))
 
 
-def _options(way: str | Mapping[str, Any]) -> dict[str, Any]:
+def _normalize_options(way: str | Mapping[str, Any]) -> dict[str, Any]:
     options = {"codec": way} if isinstance(way, str) else dict(way)
     if unknown := sorted(set(options) - {"codec", "max_error", "quality", "block_length"}):
         raise InvalidArgumentError(
