@@ -296,7 +296,7 @@ def read_gpus() -> tuple[Gpu, ...]:
 
 
 def _read_gpu(nvml: types.ModuleType, handle: Any, index: int) -> Gpu:
-    total, free = _memory(nvml, handle)
+    total, free = _read_memory(nvml, handle)
     return Gpu(
         uuid=_to_str(nvml.nvmlDeviceGetUUID(handle)),
         name=_to_str(nvml.nvmlDeviceGetName(handle)),
@@ -308,7 +308,7 @@ def _read_gpu(nvml: types.ModuleType, handle: Any, index: int) -> Gpu:
     )
 
 
-def _memory(nvml: types.ModuleType, handle: Any) -> tuple[int, int]:
+def _read_memory(nvml: types.ModuleType, handle: Any) -> tuple[int, int]:
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     except nvml.NVMLError_NotSupported:  # the GPU shares the CPU's
