@@ -37,7 +37,7 @@ class Goals:
         return [-np.abs(achieved - desired).sum(axis=1)]
 
 
-def part(space: spaces.Box, time: int) -> np.ndarray:
+def make_box_observation(space: spaces.Box, time: int) -> np.ndarray:
     if space is BOX:
         frames = [np.arange(64).reshape(8, 8) + 7 * max(at, 0) for at in (time - 1, time)]
         return np.stack([np.stack(frames)] * N_ENVS).astype(np.uint8)
@@ -46,9 +46,9 @@ def part(space: spaces.Box, time: int) -> np.ndarray:
 
 def make_observation(space: Any, time: int) -> Any:
     return (
-        {key: part(below, time) for key, below in space.items()}
+        {key: make_box_observation(below, time) for key, below in space.items()}
         if isinstance(space, spaces.Dict)
-        else part(space, time)
+        else make_box_observation(space, time)
     )
 
 
