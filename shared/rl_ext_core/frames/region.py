@@ -88,10 +88,10 @@ def allocate(n_bytes: int) -> npt.NDArray[np.uint8]:
     try:
         return np.empty(n_bytes, dtype=np.uint8)
     except MemoryError:
-        raise _no_memory(n_bytes) from None
+        raise _out_of_memory_error(n_bytes) from None
 
 
-def _no_memory(n_bytes: int) -> OutOfMemoryError:
+def _out_of_memory_error(n_bytes: int) -> OutOfMemoryError:
     return OutOfMemoryError(
         f"no memory for another {n_bytes:,} bytes. What was stored before is intact and nothing of this call is; "
         "pass a smaller buffer_size."
@@ -141,7 +141,7 @@ class PrivateRegion:
         try:
             self._addresses.use(offset + held, min(more, pages(self.n_bytes) - offset - held))
         except OSError:
-            raise _no_memory(more) from None
+            raise _out_of_memory_error(more) from None
         self._parts[offset] = held + more
 
     def refresh(self) -> None:
