@@ -76,9 +76,9 @@ def step_without_wrapper(env: ManagerBasedRlEnv, actions: torch.Tensor) -> Recor
     observation, _ = env.reset()
     columns: dict[str, list[Any]] = {name: [] for name in ("before", "after", "reward", "terminated", "truncated")}
     for action in actions.unbind(1):
-        columns["before"].append(_copied(observation))
+        columns["before"].append(_clone_tensors(observation))
         observation, *rest, _ = env.step(action.clone())
-        columns["after"].append(_copied(observation))
+        columns["after"].append(_clone_tensors(observation))
         for name, value in zip(("reward", "terminated", "truncated"), rest, strict=True):
             columns[name].append(value.clone().unsqueeze(-1))
         done = (rest[1] | rest[2]).nonzero().squeeze(-1)
@@ -96,7 +96,7 @@ def step_without_wrapper(env: ManagerBasedRlEnv, actions: torch.Tensor) -> Recor
     return Record(before=groups["before"], after=groups["after"], **stacked)
 
 
-def _copied(observation: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _clone_tensors(observation: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {key: value.clone() for key, value in observation.items()}
 
 

@@ -84,9 +84,9 @@ def step_without_wrapper(env: Team, actions: list[dict[str, torch.Tensor]]) -> T
     observation, _ = env.reset()
     steps = []
     for action in actions:
-        before = _copied(observation)
-        observation, reward, terminated, truncated, _ = env.step(_copied(action))
-        after = {**_copied(observation), "reward": reward, "terminated": terminated, "truncated": truncated}
+        before = _clone_tensors(observation)
+        observation, reward, terminated, truncated, _ = env.step(_clone_tensors(action))
+        after = {**_clone_tensors(observation), "reward": reward, "terminated": terminated, "truncated": truncated}
         steps.append(TensorDict({**before, "next": _columns(after)}, [ENVS]))
         done = (terminated | truncated).nonzero().squeeze(-1)
         if len(done):
@@ -95,7 +95,7 @@ def step_without_wrapper(env: Team, actions: list[dict[str, torch.Tensor]]) -> T
     return torch.stack(steps, 1)
 
 
-def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _clone_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {key: value.clone() for key, value in tensors.items()}
 
 
