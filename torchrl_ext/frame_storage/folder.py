@@ -86,7 +86,7 @@ def recover(
     """
     if folder is not None:
         folder.rows.refresh()
-    note, writing = journal.read() if folder is None or not alone else _checked_note(folder)
+    note, writing = journal.read() if folder is None or not alone else _read_checked_note(folder)
     length = _without_torn(rows, note, writing, who)
     if folder is not None:
         folder.rows.note(np.unique(writing))
@@ -100,7 +100,7 @@ def recover(
     return length, following
 
 
-def _checked_note(folder: StoreFolder) -> tuple[Note, Places]:
+def _read_checked_note(folder: StoreFolder) -> tuple[Note, Places]:
     """What counts, of elements that are what they were."""
     note, writing = folder.last_note()
     places = np.arange(note.length)
