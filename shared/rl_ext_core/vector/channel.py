@@ -413,7 +413,7 @@ class WorkerHandle:
         self.attempt = 0
         self.answer: Any = None
         self.cells = new_cells()
-        self._ends: tuple[Any, ...] = ()
+        self._open_ends: tuple[Any, ...] = ()
         self._read = 0
 
     def launch(self, context: Any, target: Callable[..., object], arguments: tuple[Any, ...], *, spins: bool) -> None:
@@ -432,7 +432,7 @@ class WorkerHandle:
             _Doorbell(replies),
             _Doorbell(reply_writer),
         )
-        self._ends = self._commands, self._replies, self._own_doorbell, self._mail
+        self._open_ends = self._commands, self._replies, self._own_doorbell, self._mail
         self._spin = SpinWaiter(SpinWaiter.ANSWER_SECONDS) if spins else None
         end = command_reader, reply_writer, memory, self._mail, spins
         self.process = context.Process(target=target, args=(end, *arguments))
@@ -444,7 +444,7 @@ class WorkerHandle:
 
     def disconnect(self) -> None:
         """Close the pipes."""
-        for end in self._ends:
+        for end in self._open_ends:
             end.close()
         self.discard_answer()
 
