@@ -490,11 +490,11 @@ def _sample_random_policy(
     stacked = _make_stacker(tuple(space.shape), shape, n_stack, source)
     action = np.asarray(env.action_space.sample())
     row_bytes = _ROW_BYTES - 8 + action.size * (4 if action.dtype.kind == "f" else 8)
-    played = itertools.islice(_transitions(env, stacked, seed), steps or _MAX_PLAYED_STEPS)
+    played = itertools.islice(_play_transitions(env, stacked, seed), steps or _MAX_PLAYED_STEPS)
     return _make_sample(played, source, n_stack, steps or _KEPT_STEPS, row_bytes)
 
 
-def _transitions(env: Any, stacked: Callable[[Any, _Array], _Array], seed: int) -> _Transitions:
+def _play_transitions(env: Any, stacked: Callable[[Any, _Array], _Array], seed: int) -> _Transitions:
     space = env.observation_space
 
     def seen(observation: Any, older: _Array | None = None) -> _Array:
