@@ -119,13 +119,13 @@ class Inventory:
         :param refresh: read again; free memory is as old as the inventory
         :return: the inventory; a machine without GPUs has an empty one that says why
         """
-        global _cached
+        global _cached_inventory
         with _lock:
-            if _cached is None or refresh:
-                _cached = _read_gpus()
-            if egl and _cached.egl is None:
-                _cached = _add_egl_devices(_cached)
-            return _cached
+            if _cached_inventory is None or refresh:
+                _cached_inventory = _read_gpus()
+            if egl and _cached_inventory.egl is None:
+                _cached_inventory = _add_egl_devices(_cached_inventory)
+            return _cached_inventory
 
     @classmethod
     def from_json(cls, text: str) -> Inventory:
@@ -218,7 +218,7 @@ def read_record(hint: Any, value: Any, where: str) -> Any:
 
 
 _lock = threading.Lock()
-_cached: Inventory | None = None
+_cached_inventory: Inventory | None = None
 
 # A thread may hold the lock while another one forks.
 after_fork(lambda: globals().update(_lock=threading.Lock()))

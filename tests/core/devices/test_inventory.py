@@ -35,7 +35,7 @@ def noted(log: Path, function: str) -> list[str]:
 def read(monkeypatch: pytest.MonkeyPatch, gpus: Sequence[Gpu], fails: Any = None) -> tuple[Inventory, FakeNvml]:
     nvml = FakeNvml(gpus, fails)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setattr(inventory, "_cached", None)
+    monkeypatch.setattr(inventory, "_cached_inventory", None)
     return Inventory.current(egl=False), nvml
 
 
