@@ -109,7 +109,7 @@ def batches(buffer: Any) -> list[Any]:
     return list(buffer.get(5))
 
 
-def computed(buffer: Any) -> None:
+def compute_returns(buffer: Any) -> None:
     buffer.compute_returns_and_advantage(th.ones(N_ENVS), np.zeros(N_ENVS))
 
 
@@ -133,7 +133,7 @@ def check(kind: str, call: Callable[[Any], Any], there: int, *, every: int, fold
         for time in range(there):
             add(buffers[-1], time)
         if call is batches:
-            computed(buffers[-1])
+            compute_returns(buffers[-1])
         np.random.seed(0)
         return lambda: call(buffers[-1])
 
@@ -178,7 +178,7 @@ def test_a_replay_buffer_is_as_before_the_call_or_as_after_it(kind: str, name: s
 @pytest.mark.parametrize("kind", ROLLOUTS)
 @pytest.mark.parametrize(
     ("call", "there"),
-    [(REPLAY_CALLS["add"], SIZE - 1), (REPLAY_CALLS["reset"], SIZE), (computed, SIZE), (batches, SIZE)],
+    [(REPLAY_CALLS["add"], SIZE - 1), (REPLAY_CALLS["reset"], SIZE), (compute_returns, SIZE), (batches, SIZE)],
     ids=["add", "reset", "compute_returns_and_advantage", "get"],
 )
 def test_a_rollout_buffer_is_as_before_the_call_or_as_after_it(kind: str, call: Any, there: int, every: int) -> None:
