@@ -49,7 +49,7 @@ from rl_ext_core.frames.layout import StackLayout, candidate_layouts
 from rl_ext_core.frames.machine import sum_rows
 from rl_ext_core.frames.recovery import free_others
 from rl_ext_core.frames.region import PAGE as REGION_PAGE
-from rl_ext_core.frames.region import PrivateRegion, RegionFile, address_of, move_into, new_region
+from rl_ext_core.frames.region import PrivateRegion, RegionFile, address_of, copy_and_free, new_region
 
 Handles = npt.NDArray[np.int64]
 
@@ -690,7 +690,7 @@ class FramePool:
             part = stored[name][: len(target)]  # in memory of this process alone there are no checksums
             self._region.reserve(state.array_offset(name, self._sizes), target[: len(part)].nbytes)
             target = target[: len(part)] if part.ndim == 1 else target[: len(part), : part.shape[1]]
-            move_into(target, part) if name in ("contents", "references") else np.copyto(target, part)
+            copy_and_free(target, part) if name in ("contents", "references") else np.copyto(target, part)
         start = 0
         opened_bytes = stored["streams"][:, state.OPEN_BYTES].tolist()
         opened = self._arrays["open"][: len(opened_bytes)]

@@ -31,7 +31,7 @@ __all__ = [
     "RegionFile",
     "address_of",
     "allocate",
-    "move_into",
+    "copy_and_free",
     "new_region",
     "pages",
     "storage_error",
@@ -54,7 +54,7 @@ def address_of(array: npt.NDArray[np.generic]) -> int:
     return _Pointer.from_address(id(array) + _HEADER).value
 
 
-def move_into(target: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
+def copy_and_free(target: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
     """Copies bytes. Where the source is what pickle has just made of a file, which nobody else refers to, its memory is
     given back on the way: both together would take twice as much.
     """
