@@ -152,7 +152,7 @@ def check_gradients(scenario: str) -> None:
     check(not any(value.requires_grad for value in after.values(True, True)), "tensors come without gradients")
 
 
-def show_others(scenario: str) -> None:
+def print_native_interfaces(scenario: str) -> None:
     """Print what becomes of VMAS's interfaces as they are."""
     print(f"{scenario}, VMAS's own interfaces: lists of agents, and a reward for each")
     settings = {"num_envs": ENVS, "seed": SEED, "terminated_truncated": True}
@@ -178,7 +178,7 @@ def main() -> None:
         check_scenario(scenario)
         check_scenario(scenario, continuous_actions=False)
         check_gradients(scenario)
-        show_others(scenario)
+        print_native_interfaces(scenario)
     print(f"{len(_failures)} checks failed" if _failures else "all checks passed")
     sys.exit(bool(_failures))
 
