@@ -87,7 +87,7 @@ def recover(
     if folder is not None:
         folder.rows.refresh()
     note, writing = journal.read() if folder is None or not alone else _read_checked_note(folder)
-    length = _without_torn(rows, note, writing, who)
+    length = _drop_torn_rows(rows, note, writing, who)
     if folder is not None:
         folder.rows.note(np.unique(writing))
     for column in columns:
@@ -115,7 +115,7 @@ def _read_checked_note(folder: StoreFolder) -> tuple[Note, Places]:
     return note, writing
 
 
-def _without_torn(rows: Any, note: Note, writing: Places, who: str) -> int:
+def _drop_torn_rows(rows: Any, note: Note, writing: Places, who: str) -> int:
     """Take out elements that were half written; return how many elements are left.
 
     Those at the end are cut off. One in the middle of a full ring becomes a copy of the one before it, which counts.
