@@ -135,11 +135,11 @@ class ObservationSlot:
     :param path: keys that lead to the array in the observation; empty: it is the observation
     :param place: in shared memory
 
-    :ivar changed: whether the dtype could not hold all values, at any time
+    :ivar has_converted: whether the dtype could not hold all values, at any time
     """
 
     def __init__(self, path: tuple[Any, ...], place: np.ndarray[Any, Any]) -> None:
-        self.path, self.place, self.changed = path, place, False
+        self.path, self.place, self.has_converted = path, place, False
         self.shape, self.dtype = place.shape, place.dtype
         whole = (int,) if self.dtype == np.int64 else ()
         self._scalars = (self.dtype.type, *whole) if self.shape == () else ()
@@ -164,8 +164,8 @@ class ObservationSlot:
         with np.errstate(all="ignore"):  # what does not fit is found below
             self.place[...] = value
         # Rounding between floats surprises no one: policies compute with 32 bits.
-        if not self.changed and self.dtype.kind != "f":
-            self.changed = not np.array_equal(self.place, value)
+        if not self.has_converted and self.dtype.kind != "f":
+            self.has_converted = not np.array_equal(self.place, value)
 
 
 # -- numbers, messages and bells

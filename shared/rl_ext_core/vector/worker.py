@@ -172,7 +172,7 @@ class Environments:
         observation, info = self._envs[number].reset(seed=seed, **maybe)
         for row in self._slots[number]:
             row.write(observation)
-            if row.changed:
+            if row.has_converted:
                 self._flags[number] |= CHANGED
         _require_dict(info, "reset")
         return info
@@ -226,7 +226,7 @@ class Environments:
                     row.place[...] = part
                 else:
                     row.write(observation)
-                    if row.changed:
+                    if row.has_converted:
                         flags[number] |= CHANGED
             if info or reset_info is not None or kind == OTHER:
                 entries = entries or [None] * len(self._envs)
