@@ -145,7 +145,7 @@ class PlanRow:
         }
 
 
-_LEGEND = """
+_TABLE_LEGEND = """
 transition: bytes with action, reward and flags; that fit: how many transitions fit into the budget;
 read: CPU time a transition, images only; they are channel-first, as VecTransposeImage and ToTensorImage make them;
 smaller or grey images take less in every row: gymnasium's ResizeObservation, GrayscaleObservation
@@ -221,7 +221,7 @@ class Plan:
         for name, *numbers in zip(*columns, strict=True):
             right = [number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True)]
             lines.append("  ".join([name.ljust(widths[0]), *right]).rstrip())
-        return "\n".join(lines) + "\n" + _LEGEND + (_MEASURED if self.measured else _ESTIMATED)
+        return "\n".join(lines) + "\n" + _TABLE_LEGEND + (_MEASURED if self.measured else _ESTIMATED)
 
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as plain values, for JSON."""
