@@ -122,7 +122,7 @@ class Inventory:
         global _cached_inventory
         with _lock:
             if _cached_inventory is None or refresh:
-                _cached_inventory = _read_gpus()
+                _cached_inventory = _read_inventory()
             if egl and _cached_inventory.egl is None:
                 _cached_inventory = _add_egl_devices(_cached_inventory)
             return _cached_inventory
@@ -224,7 +224,7 @@ _cached_inventory: Inventory | None = None
 after_fork(lambda: globals().update(_lock=threading.Lock()))
 
 
-def _read_gpus() -> Inventory:
+def _read_inventory() -> Inventory:
     versions = installed_versions()
     try:
         gpus = read_gpus()
