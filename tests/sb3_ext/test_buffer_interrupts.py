@@ -105,7 +105,7 @@ def state(buffer: Any) -> Any:
     return found[0]
 
 
-def batches(buffer: Any) -> list[Any]:
+def get_batches(buffer: Any) -> list[Any]:
     return list(buffer.get(5))
 
 
@@ -132,7 +132,7 @@ def check(kind: str, call: Callable[[Any], Any], there: int, *, every: int, fold
         buffers.append(make_buffer(kind, None if folder is None else folder / str(number)))
         for time in range(there):
             add(buffers[-1], time)
-        if call is batches:
+        if call is get_batches:
             compute_returns(buffers[-1])
         np.random.seed(0)
         return lambda: call(buffers[-1])
@@ -178,7 +178,7 @@ def test_a_replay_buffer_is_as_before_the_call_or_as_after_it(kind: str, name: s
 @pytest.mark.parametrize("kind", ROLLOUTS)
 @pytest.mark.parametrize(
     ("call", "there"),
-    [(REPLAY_CALLS["add"], SIZE - 1), (REPLAY_CALLS["reset"], SIZE), (compute_returns, SIZE), (batches, SIZE)],
+    [(REPLAY_CALLS["add"], SIZE - 1), (REPLAY_CALLS["reset"], SIZE), (compute_returns, SIZE), (get_batches, SIZE)],
     ids=["add", "reset", "compute_returns_and_advantage", "get"],
 )
 def test_a_rollout_buffer_is_as_before_the_call_or_as_after_it(kind: str, call: Any, there: int, every: int) -> None:
