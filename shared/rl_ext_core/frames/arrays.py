@@ -16,7 +16,7 @@ import numpy.typing as npt
 from rl_ext_core.errors import OutOfMemoryError
 from rl_ext_core.frames.geometry import ENTRY_HEADER, SLACK, Bytes, Counts, Geometry
 from rl_ext_core.frames.layout import StackLayout
-from rl_ext_core.frames.region import PrivateRegion, pages
+from rl_ext_core.frames.region import PrivateRegion, round_to_pages
 
 Numbers = npt.NDArray[np.uint32]
 
@@ -241,7 +241,7 @@ def _offsets(sizes: Sizes) -> tuple[dict[str, int], int]:
     offsets, end = {}, 0
     for name, (shape, dtype) in _array_specs(sizes).items():
         offsets[name] = end
-        end += pages(math.prod(shape) * np.dtype(dtype).itemsize)
+        end += round_to_pages(math.prod(shape) * np.dtype(dtype).itemsize)
     return offsets, end
 
 

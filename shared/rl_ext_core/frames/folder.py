@@ -38,7 +38,7 @@ from rl_ext_core import _system
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, RlExtError, StorageError
 from rl_ext_core.frames.checkpoint import checksum
 from rl_ext_core.frames.journal import Journal, Note, Places
-from rl_ext_core.frames.region import PrivateRegion, RegionFile, new_region, pages, storage_error
+from rl_ext_core.frames.region import PrivateRegion, RegionFile, new_region, round_to_pages, storage_error
 
 FORMAT_VERSION = 6
 MANIFEST = "store.json"
@@ -138,7 +138,7 @@ class Rows:
         self._summed: tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]] | None = None  # addresses, bytes of a row
 
     def _room(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
-        return pages(max(self.n_rows * math.prod(shape) * dtype.itemsize, 1))
+        return round_to_pages(max(self.n_rows * math.prod(shape) * dtype.itemsize, 1))
 
     def get(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any] | None:
         """The array of that name, if there is one.

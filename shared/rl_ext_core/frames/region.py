@@ -33,7 +33,7 @@ __all__ = [
     "allocate",
     "copy_and_free",
     "new_region",
-    "pages",
+    "round_to_pages",
     "storage_error",
 ]
 
@@ -42,7 +42,7 @@ _HEADER = object.__basicsize__
 _MOVED = 1 << 20  # bytes at a time
 
 
-def pages(n_bytes: int) -> int:
+def round_to_pages(n_bytes: int) -> int:
     """As many bytes, rounded up to whole pages."""
     return -(-n_bytes // PAGE) * PAGE
 
@@ -114,7 +114,7 @@ class PrivateRegion:
     def __init__(self, n_bytes: int) -> None:
         self.n_bytes, self._parts = n_bytes, {}
         try:
-            self._addresses = _system.Addresses(pages(n_bytes), writable=True)
+            self._addresses = _system.Addresses(round_to_pages(n_bytes), writable=True)
         except OSError:
             raise _address_space_error(n_bytes) from None
         self._map = self._addresses.memory
@@ -139,7 +139,7 @@ class PrivateRegion:
             return
         more = _more(held, n_bytes)
         try:
-            self._addresses.use(offset + held, min(more, pages(self.n_bytes) - offset - held))
+            self._addresses.use(offset + held, min(more, round_to_pages(self.n_bytes) - offset - held))
         except OSError:
             raise _out_of_memory_error(more) from None
         self._parts[offset] = held + more
@@ -267,7 +267,7 @@ class FileRegion(Region):
             descriptor = _system.open_file(file.path)
         except OSError as error:
             raise storage_error(self._name, error, doing="open") from error
-        self._initialize(descriptor, pages(n_bytes), identity, repair=repair)
+        self._initialize(descriptor, round_to_pages(n_bytes), identity, repair=repair)
 
     def _initialize(self, descriptor: int, n_bytes: int, identity: bytes, *, repair: bool = False) -> None:
         try:
@@ -348,7 +348,7 @@ class FileRegion(Region):
     def array(self, offset: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """See :meth:`Region.array`."""
         made = super().array(offset, shape, dtype)
-        self._limits[offset] = pages(made.nbytes)
+        self._limits[offset] = round_to_pages(made.nbytes)
         return made
 
     def held(self, offset: int) -> int:
@@ -430,7 +430,7 @@ class GrowingRegion(FileRegion):
     _name = "memory that processes share"
 
     def __init__(self, n_bytes: int) -> None:
-        self._initialize(_system.new_memory_file("rl-ext-frames")[0], pages(n_bytes), bytes(16))
+        self._initialize(_system.new_memory_file("rl-ext-frames")[0], round_to_pages(n_bytes), bytes(16))
 
 
 def _counts(forgotten: int, count: int) -> int:
@@ -447,7 +447,7 @@ _MOST = (_TABLE_BYTES - _TABLE_AT) // _ENTRY.size
 
 def _more(held: int, wanted: int) -> int:
     """How much to add to a part: a quarter of it at least, so that there are few pieces however large it becomes."""
-    return pages(max(wanted - held, held // 4))
+    return round_to_pages(max(wanted - held, held // 4))
 
 
 def _address_space_error(n_bytes: int) -> OutOfMemoryError:
