@@ -59,7 +59,7 @@ class Mutant:
         return f"{self.path}:{self.line}: {' '.join(self.old.split())}  ->  {self.new}"
 
 
-def _changes(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
+def _mutations_of(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
     """What a node, or a part of it, may become."""
     match node:
         case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
@@ -107,7 +107,7 @@ def mutants_of(path: str, source: bytes) -> Iterator[Mutant]:
         node = pending.pop()
         parts = _parts(node)
         pending += parts
-        for place, new in _changes(node) if parts or isinstance(node, ast.Constant | ast.Raise) else ():
+        for place, new in _mutations_of(node) if parts or isinstance(node, ast.Constant | ast.Raise) else ():
             start = starts[place.lineno - 1] + place.col_offset
             stop = starts[(place.end_lineno or 0) - 1] + (place.end_col_offset or 0)
             yield Mutant(path, place.lineno, start, stop, source[start:stop].decode(), new)
