@@ -172,7 +172,7 @@ def _keep_longest_run(folder: StoreFolder, rows: Any, columns: list[FrameColumn]
     if not note.exposed:
         good[folder.rows.wrong(np.arange(len(good)))] = False
     for column in columns:
-        good &= _readable(column, rows, good)
+        good &= _find_readable(column, rows, good)
     oldest = note.following % n_places if len(good) == n_places else 0
     order = (oldest + np.arange(len(good))) % max(len(good), 1)
     places = order[slice(*longest_run(good[order]))]
@@ -187,7 +187,7 @@ def _keep_longest_run(folder: StoreFolder, rows: Any, columns: list[FrameColumn]
     return len(places), note.length
 
 
-def _readable(column: FrameColumn, rows: Any, good: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+def _find_readable(column: FrameColumn, rows: Any, good: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     """(n,) which elements have all their images of a column."""
     length = len(good)
     column.clear(rows, length, len(rows))
