@@ -23,7 +23,7 @@ from rl_ext_core.vector import channel
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.channel import Cell, MemoryLayout, SharedMemory, WorkerHandle
 from rl_ext_core.vector.environments import Options, check_env_fns, factories_of
-from rl_ext_core.vector.worker import CHANGED, IDLE_IN, PHASES, Entry, main
+from rl_ext_core.vector.worker import CONVERTED, IDLE_IN, PHASES, Entry, main
 
 __all__ = ["UNFINISHED_SECONDS", "Pool", "Resets", "Timings", "new_pool"]
 
@@ -331,7 +331,7 @@ class Pool:
 
     def report_changes(self, upstream: str) -> None:
         """Warn, once, that observations did not fit their space."""
-        changed = self.arrays["flags"] & CHANGED
+        changed = self.arrays["flags"] & CONVERTED
         if self._changes_reported or not changed.any():
             return
         self._changes_reported = True

@@ -16,7 +16,18 @@ from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.channel import Cell, MemoryLayout, SharedMemory, ObservationSlot, WorkerChannel, pack
 from rl_ext_core.vector.environments import CALLS, checked, copy_output
 
-__all__ = ["CHANGED", "ENDED", "IDLE_IN", "KINDS", "OTHER", "PHASES", "TERMINATED", "TRUNCATED", "Environments", "main"]
+__all__ = [
+    "CONVERTED",
+    "ENDED",
+    "IDLE_IN",
+    "KINDS",
+    "OTHER",
+    "PHASES",
+    "TERMINATED",
+    "TRUNCATED",
+    "Environments",
+    "main",
+]
 
 PHASES = ("start", "idle", "constructor", "reset", "step", "close", *CALLS)
 _IDLE, _CONSTRUCTOR, _RESET, _STEP, _CLOSE = (
@@ -31,7 +42,7 @@ _EXACT = 2**53
 # Information of a step, of the reset after it, a reward that is no plain number, the observation before the reset.
 Entry = tuple[dict[str, Any], dict[str, Any] | None, Any, Any]
 # What flags say of the episode, and that the observation's dtype could not hold its values.
-TERMINATED, TRUNCATED, CHANGED = 1, 2, 4
+TERMINATED, TRUNCATED, CONVERTED = 1, 2, 4
 ENDED = TERMINATED | TRUNCATED
 
 
@@ -173,7 +184,7 @@ class Environments:
         for row in self._slots[number]:
             row.write(observation)
             if row.has_converted:
-                self._flags[number] |= CHANGED
+                self._flags[number] |= CONVERTED
         _require_dict(info, "reset")
         return info
 
@@ -227,7 +238,7 @@ class Environments:
                 else:
                     row.write(observation)
                     if row.has_converted:
-                        flags[number] |= CHANGED
+                        flags[number] |= CONVERTED
             if info or reset_info is not None or kind == OTHER:
                 entries = entries or [None] * len(self._envs)
                 entries[number] = (info, reset_info, reward if kind == OTHER else None, final)
