@@ -250,7 +250,7 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         if max_bytes is None and storage_dir is None:
             rows = sum(array.nbytes for array in self._observations.arrays.values())
             self._observations.watch = MemoryWatch(self._observations.stores, other_bytes=rows)
-            self._observations.watch.look()
+            self._observations.watch.warn_if_too_large()
 
     @property
     def _rows_written(self) -> int:
@@ -324,7 +324,7 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
             self.timeouts[row] = timeouts
         self.pos = row + 1
         if self.pos == MemoryWatch.KNOWN_AT and self._observations.watch is not None:
-            self._observations.watch.look()
+            self._observations.watch.warn_if_too_large()
         if self.pos == self.buffer_size:
             self.full = True
             self.pos = 0

@@ -623,7 +623,7 @@ class MemoryWatch:
     def __init__(self, stores: Sequence[FrameStore], *, other_bytes: int = 0) -> None:
         self._stores, self._other_bytes, self._warned = list(stores), other_bytes, False
 
-    def look(self) -> None:
+    def warn_if_too_large(self) -> None:
         """Warn where the stores will probably not fit, unless it was said before."""
         free, held = available_memory(), sum(store.nbytes for store in self._stores)
         low, middle, high = map(sum, zip(*map(self._when_full, self._stores), strict=True))
