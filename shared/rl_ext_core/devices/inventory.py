@@ -354,7 +354,7 @@ def _read_versions() -> tuple[tuple[str, str], ...]:
         except metadata.PackageNotFoundError:
             continue
     if "torch" in found:
-        found["torch.cuda"] = _torch_cuda()
+        found["torch.cuda"] = _read_torch_cuda_version()
     return tuple(found.items())
 
 
@@ -366,7 +366,7 @@ def installed_versions() -> dict[str, str]:
     return dict(_read_versions())
 
 
-def _torch_cuda() -> str:
+def _read_torch_cuda_version() -> str:
     spec = util.find_spec("torch")
     source = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
     if source is None or not source.is_file():
