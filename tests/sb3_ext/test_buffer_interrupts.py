@@ -137,7 +137,7 @@ def check(kind: str, call: Callable[[Any], Any], there: int, *, every: int, fold
         np.random.seed(0)
         return lambda: call(buffers[-1])
 
-    def gone_on() -> Any:
+    def add_more() -> Any:
         buffer = buffers[-1]
         if kind in ROLLOUTS:
             buffer.reset()
@@ -146,13 +146,13 @@ def check(kind: str, call: Callable[[Any], Any], there: int, *, every: int, fold
         return state(buffer)
 
     prepare()
-    before, before_and_on = state(buffers[-1]), gone_on()
+    before, before_and_on = state(buffers[-1]), add_more()
     prepare()()
-    after, after_and_on = state(buffers[-1]), gone_on()
+    after, after_and_on = state(buffers[-1]), add_more()
     for where in everywhere(prepare, below=BELOW, every=every):
         found = state(buffers[-1])
         assert found in (before, after), where
-        then = gone_on()
+        then = add_more()
         assert then in ([before_and_on] * (found == before) + [after_and_on] * (found == after)), where
         if folder is not None:
             buffers[-1].close()
