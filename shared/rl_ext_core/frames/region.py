@@ -183,12 +183,12 @@ class Region(PrivateRegion):
         self._descriptor = descriptor
         self._close = weakref.finalize(self, os.close, descriptor)
         try:
-            self._map = self._mapped()
+            self._map = self._map_memory()
         except OSError:
             self._close()
             raise _address_space_error(n_bytes) from None
 
-    def _mapped(self) -> Any:
+    def _map_memory(self) -> Any:
         return mmap.mmap(self._descriptor, self.n_bytes)
 
     @property
@@ -333,7 +333,7 @@ class FileRegion(Region):
             raise CorruptFileError(f"{self.path} is damaged: the checksums in its head do not match its contents")
         return found
 
-    def _mapped(self) -> Any:
+    def _map_memory(self) -> Any:
         self._addresses = _system.Addresses(self.n_bytes, writable=self._writable)
         self._table = mmap.mmap(self._descriptor, _TABLE_BYTES)
         self._word = np.frombuffer(self._table, np.uint64, 1, _COUNTS_AT)
