@@ -82,7 +82,7 @@ def _mutations_of(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
             yield node, f"({ast.unparse(ast.BoolOp(OPPOSITES[type(op)](), values))})"
 
 
-def _parts(node: ast.AST) -> list[ast.AST]:
+def _mutable_parts(node: ast.AST) -> list[ast.AST]:
     """What mutants are looked for in: no messages, annotations or declarations."""
     match node:
         case ast.Raise() | ast.JoinedStr():
@@ -105,7 +105,7 @@ def mutants_of(path: str, source: bytes) -> Iterator[Mutant]:
     pending: list[ast.AST] = [ast.parse(source)]
     while pending:
         node = pending.pop()
-        parts = _parts(node)
+        parts = _mutable_parts(node)
         pending += parts
         for place, new in _mutations_of(node) if parts or isinstance(node, ast.Constant | ast.Raise) else ():
             start = starts[place.lineno - 1] + place.col_offset
