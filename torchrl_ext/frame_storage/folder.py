@@ -26,7 +26,7 @@ from torchrl_ext.frame_storage.format import described, dtype_named, rebuilt
 
 _logger = logging.getLogger("torchrl_ext")
 
-_FILE = "rows"
+_ROWS_FILE = "rows"
 _NOT_OPTIONS = ("max_size", "ndim", "pixels")
 
 
@@ -54,7 +54,7 @@ def begin(folder: StoreFolder, columns: list[FrameColumn], rows: Any) -> None:
     n_bytes = (math.prod(leaf["shape"][1:]) * dtype_named(leaf["dtype"]).itemsize for leaf in description["leaves"])
     folder.rows = Rows(len(rows))
     # NumPy does not know all dtypes, but their bytes.
-    folder.add_rows(_FILE, {str(number): ((n,), np.dtype(np.uint8)) for number, n in enumerate(n_bytes)})
+    folder.add_rows(_ROWS_FILE, {str(number): ((n,), np.dtype(np.uint8)) for number, n in enumerate(n_bytes)})
     settings = {"columns": [column.kind for column in columns], "elements": description}
     folder.begin(settings, kinds=len(columns))
 
@@ -110,7 +110,7 @@ def _read_checked_note(folder: StoreFolder) -> tuple[Note, Places]:
         folder.rows.note(places)
     elif n_wrong := len(folder.rows.wrong(np.setdiff1d(places, writing))):
         raise folder.corrupt_file_error(
-            _FILE, f"{n_wrong} of {len(places)} elements have another checksum than when they were stored"
+            _ROWS_FILE, f"{n_wrong} of {len(places)} elements have another checksum than when they were stored"
         )
     return note, writing
 
