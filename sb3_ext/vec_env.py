@@ -129,7 +129,7 @@ class PoolVecEnv(CheckedVecEnv):
         if pool.is_quiet():
             rewards, dones = self._rewards.astype(self.reward_dtype or np.float64), np.zeros(self.num_envs, bool)
         else:
-            pool.report_changes("DummyVecEnv")
+            pool.warn_about_conversions("DummyVecEnv")
             reset_infos = list(self.reset_infos)  # those before are the caller's to keep
             other_rewards: dict[int, Any] = {}
             for index, (info, reset_info, other_rewards[index], final) in pool.entries():
@@ -158,7 +158,7 @@ class PoolVecEnv(CheckedVecEnv):
         pool.wait()
         entries = pool.entries(to_reset=True)
         self.reset_infos = [reset_info for _, (_, reset_info, _, _) in entries]  # type: ignore[misc]
-        pool.report_changes("DummyVecEnv")
+        pool.warn_about_conversions("DummyVecEnv")
         self._reset_seeds()
         self._reset_options()
         return pool.observations()

@@ -329,7 +329,7 @@ class Pool:
     def _note_results(self, results: Sequence[Any]) -> None:
         """Do nothing with the results of the last call. Pools that replace workers record what was set."""
 
-    def report_changes(self, upstream: str) -> None:
+    def warn_about_conversions(self, upstream: str) -> None:
         """Warn, once, that observations did not fit their space."""
         changed = self.arrays["flags"] & CONVERTED
         if self._changes_reported or not changed.any():

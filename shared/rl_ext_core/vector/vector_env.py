@@ -165,7 +165,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         infos: dict[str, Any] = {}
         for index, entry in self._pool.entries(to_reset=True):
             infos = self._add_info(infos, entry[1] or {}, index)
-        self._pool.report_changes("AsyncVectorEnv")
+        self._pool.warn_about_conversions("AsyncVectorEnv")
         return self._pool.observations(copy=self.copy), infos
 
     def step_async(self, actions: Any) -> None:
@@ -197,7 +197,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
                 infos = self._add_info(infos, info, index)
                 if kinds[index] == OTHER:
                     store_reward(rewards, index, reward)
-            pool.report_changes("AsyncVectorEnv")
+            pool.warn_about_conversions("AsyncVectorEnv")
             terminated, truncated = (flags & TERMINATED).astype(bool), (flags & TRUNCATED).astype(bool)
         result = pool.observations(copy=self.copy), rewards, terminated, truncated, infos
         self.timings.add_step(time.perf_counter() - pool.began)
