@@ -323,7 +323,7 @@ class CompressedReplayBuffer(CompressedBuffer, ReplayBuffer):
         if self.handle_timeout_termination:
             self.timeouts[row] = timeouts
         self.pos = row + 1
-        if self.pos == MemoryWatch.KNOWN_AT and self._observations.watch is not None:
+        if self.pos == MemoryWatch.MEASURED_AFTER and self._observations.watch is not None:
             self._observations.watch.warn_if_too_large()
         if self.pos == self.buffer_size:
             self.full = True

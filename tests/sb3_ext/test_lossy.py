@@ -80,7 +80,7 @@ def test_one_that_is_limited_or_on_disk_does_not(
 
 
 def test_it_is_judged_again_when_it_is_known_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MemoryWatch, "KNOWN_AT", 150)
+    monkeypatch.setattr(MemoryWatch, "MEASURED_AFTER", 150)
     rng = np.random.default_rng(0)
     space = spaces.Box(0, 255, (3, 30, 30), np.uint8)
     monkeypatch.setattr(planning, "available_memory", lambda: 10**12)

@@ -618,7 +618,7 @@ class MemoryWatch:
     :param other_bytes: what the buffer takes beside them.
     """
 
-    KNOWN_AT = 4096  # transitions an environment, after which the stores are found out
+    MEASURED_AFTER = 4096  # transitions an environment, after which the stores are found out
 
     def __init__(self, stores: Sequence[FrameStore], *, other_bytes: int = 0) -> None:
         self._stores, self._other_bytes, self._warned = list(stores), other_bytes, False
@@ -630,13 +630,13 @@ class MemoryWatch:
         if self._warned or free is None or middle + self._other_bytes <= free + held:
             return
         self._warned = True
-        known = all(store.size >= self.KNOWN_AT for store in self._stores)
+        known = all(store.size >= self.MEASURED_AFTER for store in self._stores)
         how = "by what it holds so far" if known else f"{format_bytes(low)} to {format_bytes(high)} by estimate"
         warnings.warn(self._text(free + held, middle + self._other_bytes, how), stacklevel=3)
 
     def _when_full(self, store: FrameStore) -> tuple[float, ...]:
         """Bytes that it takes then, at least, probably, at most: by what it holds where that says enough."""
-        if store.size >= self.KNOWN_AT:
+        if store.size >= self.MEASURED_AFTER:
             return (store.nbytes * store.capacity // store.size,) * 3
         layout = store.layout
         if layout.n_stack == 1:
