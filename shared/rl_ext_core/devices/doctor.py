@@ -209,8 +209,8 @@ def replay(text: str, *, question: Question | None = None) -> DoctorReport:
     except CorruptFileError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        said = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise CorruptFileError(f"not a report: {said}. Expected what rl-ext doctor --json wrote") from error
+        detail = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise CorruptFileError(f"not a report: {detail}. Expected what rl-ext doctor --json wrote") from error
     report = examine(inventory, environ, question=question or asked, verified=verified)
     if question is None and decision and not inventory.gpus and report.decision and report.decision.device == "cpu":
         # What torch found where NVML lists nothing cannot be found out from here.

@@ -147,9 +147,9 @@ class Inventory:
         except CorruptFileError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            said = f"{error} is missing" if isinstance(error, KeyError) else error
+            detail = f"{error} is missing" if isinstance(error, KeyError) else error
             raise CorruptFileError(
-                f"not an inventory: {said}. Expected what Inventory.current().to_json() wrote"
+                f"not an inventory: {detail}. Expected what Inventory.current().to_json() wrote"
             ) from error
         return inventory
 
