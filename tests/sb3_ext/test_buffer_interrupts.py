@@ -84,7 +84,7 @@ def state(buffer: Any) -> Any:
     """All that can be seen of a buffer, looked at by another thread."""
     found: list[Any] = []
 
-    def look() -> None:
+    def read_state() -> None:
         names = ("actions", "rewards", "dones", "timeouts", "returns", "episode_starts", "values", "log_probs")
         names += ("advantages", "ep_start", "ep_length", "_current_ep_start", "action_masks")
         names += ("hidden_states_pi", "hidden_states_vf", "cell_states_pi", "cell_states_vf")
@@ -98,7 +98,7 @@ def state(buffer: Any) -> Any:
         ]
         found.append((buffer.pos, buffer.full, flat, [array.tolist() for array in arrays]))
 
-    thread = threading.Thread(target=look, daemon=True)
+    thread = threading.Thread(target=read_state, daemon=True)
     thread.start()
     thread.join(60)
     assert not thread.is_alive(), "a lock is still held"
