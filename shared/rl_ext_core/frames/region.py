@@ -305,7 +305,7 @@ class FileRegion(Region):
             raise CorruptFileError(
                 f"{self.path} is of another storage than the files beside it; put back the file that belongs there"
             )
-        entries = self._entries(table.ljust(_TABLE_BYTES, b"\0"), repair=repair)
+        entries = self._read_table(table.ljust(_TABLE_BYTES, b"\0"), repair=repair)
         if repair:
             _system.write_at(descriptor, struct.pack("<Q", _counts(0, len(entries))), _COUNTS_AT)
         end = _TABLE_BYTES + sum(n for _, n in entries)
@@ -319,7 +319,7 @@ class FileRegion(Region):
         if size < end or getattr(os.fstat(descriptor), "st_blocks", end) * 512 < end:
             self._take_room(descriptor, 0, end)
 
-    def _entries(self, table: bytes, *, repair: bool) -> list[tuple[int, int]]:
+    def _read_table(self, table: bytes, *, repair: bool) -> list[tuple[int, int]]:
         word = int(np.frombuffer(table, np.uint64, 1, _COUNTS_AT)[0])
         forgotten, count = _counts_of(word)
         found, crc = [], 0
