@@ -165,7 +165,7 @@ def _compare(theirs: dict[str, str], ours: dict[str, str], differences: dict[str
 def pytest_configure() -> None:
     """Put our classes in the places of the library's, before any test is imported."""
     suite = SUITES[os.environ["RL_EXT_UPSTREAM_SUITE"]]
-    new = {_find(old): _find(name) for old, name in suite.replaced.items()}
+    new = {_import_name(old): _import_name(name) for old, name in suite.replaced.items()}
     homes = {old.split(":")[0] for old in suite.replaced}
     library = {home.split(".")[0] for home in homes}
     for name, module in list(sys.modules.items()):
@@ -182,7 +182,7 @@ def pytest_configure() -> None:
 def pytest_make_parametrize_id(config: Any, val: Any, argname: str) -> str | None:
     """Give a test that is parametrised by our class the name that it has with the library's."""
     suite = SUITES[os.environ["RL_EXT_UPSTREAM_SUITE"]]
-    names = (old.partition(":")[2] for old, ours in suite.replaced.items() if val is _find(ours))
+    names = (old.partition(":")[2] for old, ours in suite.replaced.items() if val is _import_name(ours))
     return next(names, None)
 
 
@@ -195,7 +195,7 @@ def _copy(module: types.ModuleType) -> types.ModuleType:
     return copy
 
 
-def _find(name: str) -> Any:
+def _import_name(name: str) -> Any:
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
