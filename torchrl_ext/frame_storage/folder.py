@@ -27,7 +27,7 @@ from torchrl_ext.frame_storage.format import described, dtype_named, rebuilt
 _logger = logging.getLogger("torchrl_ext")
 
 _ROWS_FILE = "rows"
-_NOT_OPTIONS = ("max_size", "ndim", "pixels")
+_STORAGE_ARGUMENTS = ("max_size", "ndim", "pixels")
 
 
 def open_folder(path: str | os.PathLike[str], arguments: dict[str, Any], *, repair: bool = False) -> StoreFolder:
@@ -147,7 +147,7 @@ def salvage(path: str | os.PathLike[str]) -> SalvageReport:
     try:
         with reading(f"{folder.path} is"):
             rows, kinds = map_rows(folder), (folder.settings or {})["columns"]
-            options = {name: value for name, value in folder.options.items() if name not in _NOT_OPTIONS}
+            options = {name: value for name, value in folder.options.items() if name not in _STORAGE_ARGUMENTS}
             columns = [
                 FrameColumn(kind, len(rows), options, num_threads=None, file=folder.frames(number))
                 for number, kind in enumerate(kinds)
