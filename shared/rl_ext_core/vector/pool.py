@@ -110,7 +110,7 @@ class Pool:
         self._call: tuple[Sequence[int], str, Sequence[Any]] = ((), "", ())
         self._failure: WorkerError | None = None
         self._owner = os.getpid()
-        self._ended = self._changes_reported = False
+        self._ended = self._conversion_reported = False
         self._has_unread_answers = False  # whether answers may be owed
         try:
             self._build()
@@ -332,9 +332,9 @@ class Pool:
     def warn_about_conversions(self, upstream: str) -> None:
         """Warn, once, that observations did not fit their space."""
         changed = self.arrays["flags"] & CONVERTED
-        if self._changes_reported or not changed.any():
+        if self._conversion_reported or not changed.any():
             return
-        self._changes_reported = True
+        self._conversion_reported = True
         warnings.warn(
             f"environment {int(changed.argmax())} returns observations with values that the dtype of its observation "
             f"space, {self.spaces[0]}, cannot hold: they are converted to it, as {upstream} does. Give the space the "
