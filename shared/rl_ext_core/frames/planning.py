@@ -626,7 +626,7 @@ class MemoryWatch:
     def warn_if_too_large(self) -> None:
         """Warn where the stores will probably not fit, unless it was said before."""
         free, held = available_memory(), sum(store.nbytes for store in self._stores)
-        low, middle, high = map(sum, zip(*map(self._when_full, self._stores), strict=True))
+        low, middle, high = map(sum, zip(*map(self._size_when_full, self._stores), strict=True))
         if self._warned or free is None or middle + self._other_bytes <= free + held:
             return
         self._warned = True
@@ -634,7 +634,7 @@ class MemoryWatch:
         how = "by what it holds so far" if known else f"{format_bytes(low)} to {format_bytes(high)} by estimate"
         warnings.warn(self._text(free + held, middle + self._other_bytes, how), stacklevel=3)
 
-    def _when_full(self, store: FrameStore) -> tuple[float, ...]:
+    def _size_when_full(self, store: FrameStore) -> tuple[float, ...]:
         """Bytes that it takes then, at least, probably, at most: by what it holds where that says enough."""
         if store.size >= self.MEASURED_AFTER:
             return (store.nbytes * store.capacity // store.size,) * 3
