@@ -105,7 +105,7 @@ class Decision:
         """
         lines = [
             f"compute  {self.device}{_gpu_identity(self.gpu)}{f', MIG slice {self.mig}' if self.mig else ''}",
-            f"render   {self._rendering()}",
+            f"render   {self._describe_rendering()}",
         ]
         lines += [f"set      {name}={value}" for name, value in self.variables.items() if value is not None]
         lines += [f"unset    {name}" for name, value in self.variables.items() if value is None]
@@ -115,7 +115,7 @@ class Decision:
         lines += [f"warning  {warning}" for warning in self.warnings]
         return "\n".join(lines)
 
-    def _rendering(self) -> str:
+    def _describe_rendering(self) -> str:
         if self.render == "none":
             return "nothing"
         through = f" through {self.renderer}"
