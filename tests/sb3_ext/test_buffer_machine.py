@@ -97,9 +97,9 @@ class SameAsUpstream(RuleBasedStateMachine):
     def begin(
         self, kind: str, in_folder: bool, rows: int, n_envs: int, codec: str, n_stack: int | None, limited: bool
     ) -> None:
-        (self.space, self.both), (self.cls, theirs) = KINDS[kind], REPLAY[kind]
+        (self.space, self.her_options), (self.cls, theirs) = KINDS[kind], REPLAY[kind]
         self.places = {"buffer_size": rows * n_envs, "observation_space": self.space, "action_space": ACTIONS}
-        self.places |= {"device": "cpu", "n_envs": n_envs, **self.both}
+        self.places |= {"device": "cpu", "n_envs": n_envs, **self.her_options}
         self.options: dict[str, Any] = {"codec": codec, "n_stack": n_stack, "block_length": 4}
         if limited:
             self.options["max_bytes"] = 16_000 if kind == "hindsight" else 12_000
@@ -173,8 +173,8 @@ class SameAsUpstream(RuleBasedStateMachine):
         else:
             save_to_pkl(self.temporary / "b.pkl", self.ours)  # what model.save_replay_buffer() calls
             other = self.cls.load(self.temporary / "b.pkl", "cpu")
-        if "env" in self.both:
-            other.set_env(self.both["env"])
+        if "env" in self.her_options:
+            other.set_env(self.her_options["env"])
         if goes_on and self.folder is None:
             other, self.ours = self.ours, other
         # Whatever is done to one of them, the other one does not change.
