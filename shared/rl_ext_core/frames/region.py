@@ -208,7 +208,7 @@ class Region(PrivateRegion):
         """Nothing: others may use the pages."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _sent, (type(self), _system.sent(self._descriptor), self.n_bytes, self.path)
+        return _rebuild_region, (type(self), _system.sent(self._descriptor), self.n_bytes, self.path)
 
 
 # A file begins with the first two of these; then come the entries of a table, one for each piece behind the table.
@@ -457,7 +457,7 @@ def _address_space_error(n_bytes: int) -> OutOfMemoryError:
     )
 
 
-def _sent(cls: type[Region], descriptor: Any, n_bytes: int, path: Path | None) -> Region:
+def _rebuild_region(cls: type[Region], descriptor: Any, n_bytes: int, path: Path | None) -> Region:
     region = cls.__new__(cls)
     if path is not None:
         region.path = path
