@@ -171,7 +171,7 @@ def pytest_configure() -> None:
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] not in library:
             continue
-        found = {key: _replaced(value, new) for key, value in vars(module).items() if _is_one(value, new)}
+        found = {key: _replaced(value, new) for key, value in vars(module).items() if _is_replaced(value, new)}
         if name in homes:
             # Their methods call super() by their own names: those that import from here get another module.
             module = _copy(module)
@@ -200,7 +200,7 @@ def _import_name(name: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-def _is_one(value: Any, new: dict[Any, Any]) -> bool:
+def _is_replaced(value: Any, new: dict[Any, Any]) -> bool:
     return any(value is old for old in new)
 
 
