@@ -20,7 +20,7 @@ __all__ = [
     "CONVERTED",
     "ENDED",
     "IDLE_IN",
-    "KINDS",
+    "REWARD_KINDS",
     "OTHER",
     "PHASES",
     "TERMINATED",
@@ -36,7 +36,7 @@ _IDLE, _CONSTRUCTOR, _RESET, _STEP, _CLOSE = (
 # Where it waits for commands, by which a worker that hangs is told from one that does not.
 IDLE_IN = ("/rl_ext_core/vector/channel.py",)
 # What rewards are that 64-bit floats hold exactly; Stable Baselines3's SubprocVecEnv hands over what it got.
-KINDS: dict[type, int] = {float: 0, np.float64: 0, np.float32: 1, int: 2, np.int64: 2, bool: 3, np.bool_: 3}
+REWARD_KINDS: dict[type, int] = {float: 0, np.float64: 0, np.float32: 1, int: 2, np.int64: 2, bool: 3, np.bool_: 3}
 OTHER = 4
 _EXACT = 2**53
 # Information of a step, of the reset after it, a reward that is no plain number, the observation before the reset.
@@ -214,7 +214,7 @@ class Environments:
                     if same_step:
                         # The reset may write into what the step returned.
                         final, info = copy_output(observation), copy_output(info)
-                        reward = reward if type(reward) in KINDS else copy_output(reward)
+                        reward = reward if type(reward) in REWARD_KINDS else copy_output(reward)
                         cells[phase_at] = _RESET
                         observation, reset_info = env.reset()
                         _require_dict(reset_info, "reset")
@@ -222,7 +222,7 @@ class Environments:
                         due.add(number)
                 else:
                     flags[number] = 0
-            kind = KINDS.get(type(reward), OTHER)
+            kind = REWARD_KINDS.get(type(reward), OTHER)
             if kind == 2 and not -_EXACT <= reward <= _EXACT:
                 kind = OTHER
             kinds[number] = kind
