@@ -632,7 +632,7 @@ class MemoryWatch:
         self._warned = True
         known = all(store.size >= self.MEASURED_AFTER for store in self._stores)
         how = "by what it holds so far" if known else f"{format_bytes(low)} to {format_bytes(high)} by estimate"
-        warnings.warn(self._text(free + held, middle + self._other_bytes, how), stacklevel=3)
+        warnings.warn(self._warning_text(free + held, middle + self._other_bytes, how), stacklevel=3)
 
     def _size_when_full(self, store: FrameStore) -> tuple[float, ...]:
         """Bytes that it takes then, at least, probably, at most: by what it holds where that says enough."""
@@ -644,7 +644,7 @@ class MemoryWatch:
         likely = _estimate_bytes(layout, store.options) if len(layout.shape) > 1 else None
         return tuple(store.capacity * store.n_envs * part for part in likely or (layout.frame_bytes,) * 3)
 
-    def _text(self, free: int, expected: float, how: str) -> str:
+    def _warning_text(self, free: int, expected: float, how: str) -> str:
         largest = max(self._stores, key=lambda store: store.layout.stack_bytes)
         layout, n_transitions = largest.layout, largest.capacity * largest.n_envs
         plain = format_bytes(2 * n_transitions * layout.stack_bytes)
