@@ -23,12 +23,12 @@ _log = logging.getLogger("rl_ext_core.devices")
 _has_warned = False
 
 
-def _say_again() -> None:
+def _reset_warning() -> None:
     global _has_warned
     _has_warned = False
 
 
-after_fork(_say_again)
+after_fork(_reset_warning)
 
 
 class BoundFactory(Generic[_Env]):
