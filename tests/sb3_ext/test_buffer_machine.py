@@ -98,8 +98,8 @@ class SameAsUpstream(RuleBasedStateMachine):
         self, kind: str, in_folder: bool, rows: int, n_envs: int, codec: str, n_stack: int | None, limited: bool
     ) -> None:
         (self.space, self.her_options), (self.cls, theirs) = KINDS[kind], REPLAY[kind]
-        self.places = {"buffer_size": rows * n_envs, "observation_space": self.space, "action_space": ACTIONS}
-        self.places |= {"device": "cpu", "n_envs": n_envs, **self.her_options}
+        self.buffer_arguments = {"buffer_size": rows * n_envs, "observation_space": self.space, "action_space": ACTIONS}
+        self.buffer_arguments |= {"device": "cpu", "n_envs": n_envs, **self.her_options}
         self.options: dict[str, Any] = {"codec": codec, "n_stack": n_stack, "block_length": 4}
         if limited:
             self.options["max_bytes"] = 16_000 if kind == "hindsight" else 12_000
@@ -107,11 +107,11 @@ class SameAsUpstream(RuleBasedStateMachine):
         # In a folder that is opened again, the episodes of hindsight begin anew.
         self.folder = self.temporary / "a" if in_folder and kind != "hindsight" else None
         self.ours = self._opened(self.folder)
-        self.theirs: Any = theirs(**self.places)
+        self.theirs: Any = theirs(**self.buffer_arguments)
         self.world = World(n_envs, self.space)
 
     def _opened(self, folder: Path | None) -> Any:
-        return self.cls(**self.places, storage_dir=folder, **self.options)
+        return self.cls(**self.buffer_arguments, storage_dir=folder, **self.options)
 
     @rule(count=st.integers(1, 25), odd=st.booleans())
     def add(self, count: int, odd: bool) -> None:
@@ -160,7 +160,7 @@ class SameAsUpstream(RuleBasedStateMachine):
     def reset(self) -> None:
         self.ours.reset()
         if isinstance(self.theirs, HerReplayBuffer):  # it would go on to sample the episodes from before
-            self.theirs = HerReplayBuffer(**self.places)
+            self.theirs = HerReplayBuffer(**self.buffer_arguments)
         else:
             self.theirs.reset()
 
