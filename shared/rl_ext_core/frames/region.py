@@ -542,10 +542,10 @@ class ProcessLock:
 
     def __reduce__(self) -> tuple[Any, ...]:
         context.assert_spawning(self)
-        return _sent_lock, (self._region,)
+        return _rebuild_lock, (self._region,)
 
 
-def _sent_lock(region: Region) -> ProcessLock:
+def _rebuild_lock(region: Region) -> ProcessLock:
     lock = ProcessLock.__new__(ProcessLock)
     lock._open(region)
     return lock
