@@ -171,7 +171,7 @@ def pytest_configure() -> None:
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] not in library:
             continue
-        found = {key: _replaced(value, new) for key, value in vars(module).items() if _is_replaced(value, new)}
+        found = {key: _replacement_of(value, new) for key, value in vars(module).items() if _is_replaced(value, new)}
         if name in homes:
             # Their methods call super() by their own names: those that import from here get another module.
             module = _copy(module)
@@ -204,7 +204,7 @@ def _is_replaced(value: Any, new: dict[Any, Any]) -> bool:
     return any(value is old for old in new)
 
 
-def _replaced(value: Any, new: dict[Any, Any]) -> Any:
+def _replacement_of(value: Any, new: dict[Any, Any]) -> Any:
     return next(ours for old, ours in new.items() if value is old)
 
 
