@@ -143,7 +143,7 @@ def pack(rows: Any, frames: list[dict[str, Any]]) -> dict[str, Any]:
     return {"rows": description, "leaves": leaves, "sums": [*map(checksum, leaves)], "frames": frames}
 
 
-def unpacked(held: dict[str, Any]) -> tuple[Any, list[dict[str, Any]]]:
+def unpack(held: dict[str, Any]) -> tuple[Any, list[dict[str, Any]]]:
     """Return what :func:`pack` was given.
 
     :raises CorruptFileError: if the elements are damaged.
