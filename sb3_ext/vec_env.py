@@ -18,7 +18,7 @@ from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.vector.environments import Options, name_of, store_reward
 from rl_ext_core.vector.pool import Pool, Timings, new_pool
 from rl_ext_core.vector.ray import RayPool
-from rl_ext_core.vector.worker import ENDED, OTHER, TRUNCATED
+from rl_ext_core.vector.worker import ENDED, OTHER_REWARD, TRUNCATED
 
 __all__ = ["CheckedVecEnv", "Indices", "PoolVecEnv", "RayVecEnv", "SharedMemoryVecEnv", "VecEnvTimingCallback"]
 
@@ -212,11 +212,11 @@ class PoolVecEnv(CheckedVecEnv):
             # As SubprocVecEnv does it: the environments' own objects decide on the dtype.
             each = enumerate(zip(kinds, self._rewards.tolist(), strict=True))
             return np.stack(
-                [other_rewards[n] if kind == OTHER else _REWARD_TYPES[kind](value) for n, (kind, value) in each]
+                [other_rewards[n] if kind == OTHER_REWARD else _REWARD_TYPES[kind](value) for n, (kind, value) in each]
             )
         rewards = self._rewards.astype(self.reward_dtype or np.float64)
         for index, kind in enumerate(kinds):
-            if kind == OTHER:
+            if kind == OTHER_REWARD:
                 store_reward(rewards, index, other_rewards[index])
         return rewards
 

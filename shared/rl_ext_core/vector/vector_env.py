@@ -17,7 +17,7 @@ from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, Inv
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.environments import Options, name_of, store_reward
 from rl_ext_core.vector.pool import new_pool
-from rl_ext_core.vector.worker import OTHER, TERMINATED, TRUNCATED
+from rl_ext_core.vector.worker import OTHER_REWARD, TERMINATED, TRUNCATED
 
 __all__ = ["SharedMemoryVectorEnv"]
 
@@ -195,7 +195,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
                 if reset_info is not None:
                     info = {"final_info": info, "final_obs": final, **reset_info}
                 infos = self._add_info(infos, info, index)
-                if kinds[index] == OTHER:
+                if kinds[index] == OTHER_REWARD:
                     store_reward(rewards, index, reward)
             pool.warn_about_conversions("AsyncVectorEnv")
             terminated, truncated = (flags & TERMINATED).astype(bool), (flags & TRUNCATED).astype(bool)

@@ -21,7 +21,7 @@ __all__ = [
     "ENDED",
     "IDLE_IN",
     "REWARD_KINDS",
-    "OTHER",
+    "OTHER_REWARD",
     "PHASES",
     "TERMINATED",
     "TRUNCATED",
@@ -37,7 +37,7 @@ _IDLE, _CONSTRUCTOR, _RESET, _STEP, _CLOSE = (
 IDLE_IN = ("/rl_ext_core/vector/channel.py",)
 # What rewards are that 64-bit floats hold exactly; Stable Baselines3's SubprocVecEnv hands over what it got.
 REWARD_KINDS: dict[type, int] = {float: 0, np.float64: 0, np.float32: 1, int: 2, np.int64: 2, bool: 3, np.bool_: 3}
-OTHER = 4
+OTHER_REWARD = 4
 _EXACT = 2**53
 # Information of a step, of the reset after it, a reward that is no plain number, the observation before the reset.
 Entry = tuple[dict[str, Any], dict[str, Any] | None, Any, Any]
@@ -222,11 +222,11 @@ class Environments:
                         due.add(number)
                 else:
                     flags[number] = 0
-            kind = REWARD_KINDS.get(type(reward), OTHER)
+            kind = REWARD_KINDS.get(type(reward), OTHER_REWARD)
             if kind == 2 and not -_EXACT <= reward <= _EXACT:
-                kind = OTHER
+                kind = OTHER_REWARD
             kinds[number] = kind
-            if kind != OTHER:
+            if kind != OTHER_REWARD:
                 rewards[number] = reward
             for row in all_slots[number]:
                 part = observation
@@ -239,9 +239,9 @@ class Environments:
                     row.write(observation)
                     if row.has_converted:
                         flags[number] |= CONVERTED
-            if info or reset_info is not None or kind == OTHER:
+            if info or reset_info is not None or kind == OTHER_REWARD:
                 entries = entries or [None] * len(self._envs)
-                entries[number] = (info, reset_info, reward if kind == OTHER else None, final)
+                entries[number] = (info, reset_info, reward if kind == OTHER_REWARD else None, final)
         if entries is None:
             cells[phase_at] = _IDLE
             self._reply(b"")
