@@ -27,7 +27,7 @@ from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, RlE
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--shape", type=_shape, help="of an observation as the buffer gets it: 100,100,9")
+    parser.add_argument("--shape", type=_parse_shape, help="of an observation as the buffer gets it: 100,100,9")
     parser.add_argument("--size", type=_count, required=True, help="transitions, over all environments: 1000000")
     parser.add_argument("--stack", type=_count, help="frames in an observation (default: found out)")
     parser.add_argument("--envs", type=_count, default=1, help="environments that the buffer is for (default: 1)")
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", metavar="FILE", help="draw it too: memory.png")
 
 
-def _shape(text: str) -> tuple[int, ...]:
+def _parse_shape(text: str) -> tuple[int, ...]:
     try:
         shape = tuple(int(part) for part in text.replace("x", ",").split(","))
     except ValueError:
