@@ -77,7 +77,7 @@ class BoundFactory(Generic[_Env]):
         if applied is None or _same(applied, self.decision):
             self.decision.apply()
         elif self._made_in == process_identity():
-            self._say_kept(applied)
+            self._warn_once(applied)
         elif self.decision.variables:
             raise DeviceConflictError(
                 f"this worker builds its environments under one decision ({applied.reason}), and one of them came with "
@@ -86,7 +86,7 @@ class BoundFactory(Generic[_Env]):
         build: Callable[[], _Env] = pickle.loads(self._packed)
         return build()
 
-    def _say_kept(self, applied: Decision) -> None:
+    def _warn_once(self, applied: Decision) -> None:
         global _has_warned
         if not _has_warned and self.decision.variables:
             _has_warned = True
