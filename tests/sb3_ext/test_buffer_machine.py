@@ -106,11 +106,11 @@ class SameAsUpstream(RuleBasedStateMachine):
         self.temporary = Path(tempfile.mkdtemp())
         # In a folder that is opened again, the episodes of hindsight begin anew.
         self.folder = self.temporary / "a" if in_folder and kind != "hindsight" else None
-        self.ours = self._opened(self.folder)
+        self.ours = self._open(self.folder)
         self.theirs: Any = theirs(**self.buffer_arguments)
         self.world = World(n_envs, self.space)
 
-    def _opened(self, folder: Path | None) -> Any:
+    def _open(self, folder: Path | None) -> Any:
         return self.cls(**self.buffer_arguments, storage_dir=folder, **self.options)
 
     @rule(count=st.integers(1, 25), odd=st.booleans())
@@ -184,7 +184,7 @@ class SameAsUpstream(RuleBasedStateMachine):
     def open_again(self) -> None:
         if self.folder is not None:
             self.ours.close()
-            self.ours = self._opened(self.folder)
+            self.ours = self._open(self.folder)
 
     @rule(flushed=st.booleans())
     def find_it_as_a_killed_process_leaves_it(self, flushed: bool) -> None:
@@ -192,7 +192,7 @@ class SameAsUpstream(RuleBasedStateMachine):
             return
         if flushed:
             self.ours.flush()
-        left = self._opened(shutil.copytree(self.folder, self.temporary / "left"))
+        left = self._open(shutil.copytree(self.folder, self.temporary / "left"))
         try:
             n_rows, size = self.theirs.buffer_size, left.size()
             lost = (self.theirs.pos - left.pos) % n_rows
