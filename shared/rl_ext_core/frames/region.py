@@ -276,7 +276,7 @@ class FileRegion(Region):
             size = os.fstat(descriptor).st_size
             if size == 0:
                 self._take_room(descriptor, 0, _TABLE_BYTES)
-                _system.write_at(descriptor, head + struct.pack("<Q", _counts(0, 0)), 0)
+                _system.write_at(descriptor, head + struct.pack("<Q", _pack_counts(0, 0)), 0)
             else:
                 self._check_header(descriptor, size, head, repair=repair)
         except BaseException:
@@ -307,7 +307,7 @@ class FileRegion(Region):
             )
         entries = self._read_table(table.ljust(_TABLE_BYTES, b"\0"), repair=repair)
         if repair:
-            _system.write_at(descriptor, struct.pack("<Q", _counts(0, len(entries))), _COUNTS_AT)
+            _system.write_at(descriptor, struct.pack("<Q", _pack_counts(0, len(entries))), _COUNTS_AT)
         end = _TABLE_BYTES + sum(n for _, n in entries)
         if size < end and not repair:
             raise CorruptFileError(
@@ -323,13 +323,13 @@ class FileRegion(Region):
         word = int(np.frombuffer(table, np.uint64, 1, _COUNTS_AT)[0])
         forgotten, count = _counts_of(word)
         found, crc = [], 0
-        for number in range(_MOST if repair else count if word == _counts(forgotten, count) else 0):
+        for number in range(_MOST if repair else count if word == _pack_counts(forgotten, count) else 0):
             part, n_bytes, expected = _ENTRY.unpack_from(table, _TABLE_AT + number * _ENTRY.size)
             crc = zlib.crc32(_ENTRY.pack(part, n_bytes, 0), crc)
             if crc != expected:
                 break
             found.append((part, n_bytes))
-        if word != _counts(forgotten, len(found)) and not repair:
+        if word != _pack_counts(forgotten, len(found)) and not repair:
             raise CorruptFileError(f"{self.path} is damaged: the checksums in its head do not match its contents")
         return found
 
@@ -374,7 +374,7 @@ class FileRegion(Region):
             raise
         crc = zlib.crc32(_ENTRY.pack(offset, more, 0), self._crc)
         _ENTRY.pack_into(self._table, _TABLE_AT + count * _ENTRY.size, offset, more, crc)
-        self._word[0] = _counts(forgotten, count + 1)
+        self._word[0] = _pack_counts(forgotten, count + 1)
         self.refresh()
 
     def refresh(self) -> None:
@@ -410,7 +410,7 @@ class FileRegion(Region):
             if part >= start:
                 break
             kept, end = number + 1, end + n_bytes
-        self._word[0] = _counts((forgotten + 1) % (1 << 16), kept)
+        self._word[0] = _pack_counts((forgotten + 1) % (1 << 16), kept)
         self.refresh()
         _system.shorten(self._descriptor, end)
 
@@ -433,7 +433,7 @@ class GrowingRegion(FileRegion):
         self._initialize(_system.new_memory_file("rl-ext-frames")[0], round_to_pages(n_bytes), bytes(16))
 
 
-def _counts(forgotten: int, count: int) -> int:
+def _pack_counts(forgotten: int, count: int) -> int:
     both = forgotten << 16 | count
     return both << 32 | zlib.crc32(struct.pack("<I", both))
 
