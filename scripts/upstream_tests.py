@@ -166,13 +166,13 @@ def pytest_configure() -> None:
     """Put our classes in the places of the library's, before any test is imported."""
     suite = SUITES[os.environ["RL_EXT_UPSTREAM_SUITE"]]
     new = {_import_name(old): _import_name(name) for old, name in suite.replaced.items()}
-    homes = {old.split(":")[0] for old in suite.replaced}
-    library = {home.split(".")[0] for home in homes}
+    defining_modules = {old.split(":")[0] for old in suite.replaced}
+    library = {home.split(".")[0] for home in defining_modules}
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] not in library:
             continue
         found = {key: _replacement_of(value, new) for key, value in vars(module).items() if _is_replaced(value, new)}
-        if name in homes:
+        if name in defining_modules:
             # Their methods call super() by their own names: those that import from here get another module.
             module = _copy(module)
         if found:
