@@ -22,7 +22,7 @@ from rl_ext_core.frames.folder import Rows, StoreFolder, reading
 from rl_ext_core.frames.journal import Journal, Note, Places
 from rl_ext_core.frames.store import longest_run
 from torchrl_ext.frame_storage.columns import FrameColumn
-from torchrl_ext.frame_storage.format import described, dtype_named, rebuilt
+from torchrl_ext.frame_storage.format import described, dtype_named, rebuild
 
 _logger = logging.getLogger("torchrl_ext")
 
@@ -70,7 +70,7 @@ def map_rows(folder: StoreFolder) -> TensorDict:
         return torch.from_numpy(folder.rows.arrays[str(number)].reshape(-1)).view(dtype).reshape(shape)
 
     with reading(f"{folder.path} is"):
-        return rebuilt(folder.settings["elements"], view).lock_()
+        return rebuild(folder.settings["elements"], view).lock_()
 
 
 def recover(

@@ -67,7 +67,7 @@ def described(rows: Any, *, values: bool) -> tuple[dict[str, Any], list[torch.Te
     return {"nodes": nodes, "leaves": leaves, "values": others}, tensors
 
 
-def rebuilt(description: Any, tensor_of: TensorOf) -> TensorDict:
+def rebuild(description: Any, tensor_of: TensorOf) -> TensorDict:
     """Return the TensorDict that was described.
 
     :param tensor_of: gives the tensor of that number, dtype and shape.
@@ -157,4 +157,4 @@ def unpack(held: dict[str, Any]) -> tuple[Any, list[dict[str, Any]]]:
             torch.from_numpy(contents).view(dtype).reshape(shape) if contents.size else torch.empty(shape, dtype=dtype)
         )
 
-    return rebuilt(held["rows"], leaf), held["frames"]
+    return rebuild(held["rows"], leaf), held["frames"]
