@@ -142,7 +142,7 @@ class PoolVecEnv(CheckedVecEnv):
                 info["TimeLimit.truncated"] = value == TRUNCATED  # and not terminated as well
             rewards, dones = self._build_rewards(other_rewards), ended.astype(bool)
         result = pool.observations(), rewards, dones, infos
-        self.timings.add_step(time.perf_counter() - pool.began)
+        self.timings.add_step(time.perf_counter() - pool.step_start)
         return result
 
     def reset(self) -> Any:

@@ -82,7 +82,7 @@ class Pool:
     :ivar spaces: observation and action space
     :ivar layout: of the arrays
     :ivar arrays: what environments have answered last, and the next actions
-    :ivar began: when the last step did
+    :ivar step_start: when the last step did
     :ivar working_directory: folder of the workers' own working directories; None: they have that of this process
     """
 
@@ -106,7 +106,7 @@ class Pool:
         self.workers = [new_worker(number, *part) for number, part in enumerate(itertools.pairwise(firsts))]
         self.worker_of = [worker for worker in self.workers for _ in range(worker.first, worker.last)]
         self.seeds: list[int | None] = [None] * len(self.worker_of)
-        self.timings, self.began = Timings(), 0.0
+        self.timings, self.step_start = Timings(), 0.0
         self._call: tuple[Sequence[int], str, Sequence[Any]] = ((), "", ())
         self._failure: WorkerError | None = None
         self._owner = os.getpid()
@@ -191,7 +191,7 @@ class Pool:
     def begin_step(self, actions: Any, each: Callable[[Any], Sequence[Any]] = list) -> None:
         """Begin a step of all environments; ``each`` makes a list of actions that are not of the shape of the array."""
         self.drain_answers()
-        self.began = time.perf_counter()
+        self.step_start = time.perf_counter()
         shared = self._actions
         if (
             shared is not None

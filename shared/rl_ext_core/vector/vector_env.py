@@ -200,7 +200,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
             pool.warn_about_conversions("AsyncVectorEnv")
             terminated, truncated = (flags & TERMINATED).astype(bool), (flags & TRUNCATED).astype(bool)
         result = pool.observations(copy=self.copy), rewards, terminated, truncated, infos
-        self.timings.add_step(time.perf_counter() - pool.began)
+        self.timings.add_step(time.perf_counter() - pool.step_start)
         return result
 
     def step(self, actions: Any) -> Any:
