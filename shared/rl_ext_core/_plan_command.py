@@ -28,12 +28,14 @@ from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, RlE
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--shape", type=_parse_shape, help="of an observation as the buffer gets it: 100,100,9")
-    parser.add_argument("--size", type=_count, required=True, help="transitions, over all environments: 1000000")
-    parser.add_argument("--stack", type=_count, help="frames in an observation (default: found out)")
-    parser.add_argument("--envs", type=_count, default=1, help="environments that the buffer is for (default: 1)")
+    parser.add_argument("--size", type=_parse_count, required=True, help="transitions, over all environments: 1000000")
+    parser.add_argument("--stack", type=_parse_count, help="frames in an observation (default: found out)")
+    parser.add_argument("--envs", type=_parse_count, default=1, help="environments that the buffer is for (default: 1)")
     parser.add_argument("--dtype", help="of an observation, without --env, which says it (default: uint8)")
     parser.add_argument("--env", metavar="ID|MODULE:FUNCTION", help="measure on this environment")
-    parser.add_argument("--steps", type=_count, help="of a random policy in it (default: until the figures are known)")
+    parser.add_argument(
+        "--steps", type=_parse_count, help="of a random policy in it (default: until the figures are known)"
+    )
     parser.add_argument("--seed", type=_seed, default=None, help="of the policy and the environment (default: 0)")
     parser.add_argument("--max-bytes", metavar="SIZE", help="the budget: 4GB, 512MiB (default: what is free)")
     parser.add_argument("--json", action="store_true", help="write the plan as JSON")
@@ -50,7 +52,7 @@ def _parse_shape(text: str) -> tuple[int, ...]:
     return shape
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     digits = text.replace("_", "").replace(",", "")
     if not (digits.isascii() and digits.isdigit() and 0 < int(digits) < 10**15):
         raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on, below 10**15")
