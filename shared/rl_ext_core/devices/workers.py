@@ -74,7 +74,7 @@ class BoundFactory(Generic[_Env]):
             an environment under another decision
         """
         applied = _apply.current
-        if applied is None or _same(applied, self.decision):
+        if applied is None or _have_same_variables(applied, self.decision):
             self.decision.apply()
         elif self._made_in == process_identity():
             self._warn_once(applied)
@@ -101,5 +101,5 @@ class BoundFactory(Generic[_Env]):
         return f"BoundFactory({self.decision.device}, render={self.decision.render})"
 
 
-def _same(one: Decision, other: Decision) -> bool:
+def _have_same_variables(one: Decision, other: Decision) -> bool:
     return dict(one.variables) == dict(other.variables)
