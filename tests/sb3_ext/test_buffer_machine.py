@@ -64,9 +64,9 @@ class World:
         place = np.stack([np.full(len(image), self._time), image[:, -1, 0, 0]], axis=1).astype(np.float32)
         return {key: image if part == IMAGE else place for key, part in self._space.items()}
 
-    def transition(self, *, odd: bool) -> tuple[Any, ...]:
+    def transition(self, *, discontinuous: bool) -> tuple[Any, ...]:
         rng, stacks, n_envs = self._rng, self._stacks, len(self._stacks)
-        if odd:
+        if discontinuous:
             stacks[:] = rng.integers(256, size=stacks.shape)
         before = self._observe()
         self._time += 1
@@ -113,16 +113,16 @@ class SameAsUpstream(RuleBasedStateMachine):
     def _open(self, folder: Path | None) -> Any:
         return self.cls(**self.buffer_arguments, storage_dir=folder, **self.options)
 
-    @rule(count=st.integers(1, 25), odd=st.booleans())
-    def add(self, count: int, odd: bool) -> None:
+    @rule(count=st.integers(1, 25), discontinuous=st.booleans())
+    def add(self, count: int, discontinuous: bool) -> None:
         for time in range(count):
-            transition = self.world.transition(odd=odd and time == 0)
+            transition = self.world.transition(discontinuous=discontinuous and time == 0)
             self.ours.add(*transition)
             self.theirs.add(*transition)
 
     @rule(at=st.integers(1, 250))
     def interrupt_add(self, at: int) -> None:
-        transition = self.world.transition(odd=False)
+        transition = self.world.transition(discontinuous=False)
         before = self.ours.pos, self.ours.full
         interrupt(lambda: self.ours.add(*transition), at, below=BELOW)
         newest = self.ours.rewards[(self.ours.pos - 1) % self.ours.buffer_size]
@@ -131,7 +131,7 @@ class SameAsUpstream(RuleBasedStateMachine):
 
     @rule(part=st.integers(0, 3))
     def fail_to_add(self, part: int) -> None:
-        transition = [*self.world.transition(odd=False)]
+        transition = [*self.world.transition(discontinuous=False)]
         value = transition[part]
         wrong = {key: array[..., 1:] for key, array in value.items()} if isinstance(value, dict) else value[..., 1:]
         transition[part] = wrong
@@ -178,7 +178,7 @@ class SameAsUpstream(RuleBasedStateMachine):
         if goes_on and self.folder is None:
             other, self.ours = self.ours, other
         # Whatever is done to one of them, the other one does not change.
-        other.add(*self.world.transition(odd=True))
+        other.add(*self.world.transition(discontinuous=True))
 
     @rule()
     def open_again(self) -> None:
