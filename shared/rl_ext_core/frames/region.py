@@ -321,7 +321,7 @@ class FileRegion(Region):
 
     def _read_table(self, table: bytes, *, repair: bool) -> list[tuple[int, int]]:
         word = int(np.frombuffer(table, np.uint64, 1, _COUNTS_AT)[0])
-        forgotten, count = _counts_of(word)
+        forgotten, count = _unpack_counts(word)
         found, crc = [], 0
         for number in range(_MOST if repair else count if word == _pack_counts(forgotten, count) else 0):
             part, n_bytes, expected = _ENTRY.unpack_from(table, _TABLE_AT + number * _ENTRY.size)
@@ -382,7 +382,7 @@ class FileRegion(Region):
         word = int(self._word[0])
         if word == self.version:
             return
-        forgotten, count = _counts_of(word)
+        forgotten, count = _unpack_counts(word)
         if forgotten != self._known[0]:
             self._forget()
         for number in range(self._known[1], count):
@@ -399,7 +399,7 @@ class FileRegion(Region):
     def _forget(self) -> None:
         self._addresses.empty()
         self._parts.clear()
-        self._end, self._crc, self._known = _TABLE_BYTES, 0, (_counts_of(int(self._word[0]))[0], 0)
+        self._end, self._crc, self._known = _TABLE_BYTES, 0, (_unpack_counts(int(self._word[0]))[0], 0)
 
     def clear(self, start: int) -> None:
         """See :meth:`Region.clear`. Parts before ``start`` have to be the first that were reserved."""
@@ -438,7 +438,7 @@ def _pack_counts(forgotten: int, count: int) -> int:
     return both << 32 | zlib.crc32(struct.pack("<I", both))
 
 
-def _counts_of(word: int) -> tuple[int, int]:
+def _unpack_counts(word: int) -> tuple[int, int]:
     return word >> 48, (word >> 32) & 0xFFFF
 
 
