@@ -146,18 +146,18 @@ def _compare(theirs: dict[str, str], ours: dict[str, str], differences: dict[str
     if not passed:
         print("no test passes with the library's own classes: nothing can be compared")
         return 1
-    fallen = [name for name in passed if ours.get(name, "missing") != "passed"]
+    not_passing = [name for name in passed if ours.get(name, "missing") != "passed"]
     # A name may hold brackets, which fnmatch takes for a set of characters.
     patterns = {pattern: pattern.replace("[", "[[]") for pattern in differences}
-    known = {name: p for name in fallen for p, text in patterns.items() if fnmatch.fnmatchcase(name, text)}
+    known = {name: p for name in not_passing for p, text in patterns.items() if fnmatch.fnmatchcase(name, text)}
     for pattern, reason in differences.items():
         count = sum(p == pattern for p in known.values())
         if count:
             print(f"{count} differ on purpose: {pattern}\n    {reason}")
-    unknown = [name for name in fallen if name not in known]
+    unknown = [name for name in not_passing if name not in known]
     for name in unknown:
         print(f"passes there, {ours.get(name, 'missing')} here: {name}")
-    print(f"{len(passed)} pass there; {len(passed) - len(fallen)} of them here, {len(known)} differ on purpose,")
+    print(f"{len(passed)} pass there; {len(passed) - len(not_passing)} of them here, {len(known)} differ on purpose,")
     print(f"{len(unknown)} differ without a reason.")
     return 1 if unknown else 0
 
