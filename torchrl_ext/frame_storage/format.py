@@ -79,7 +79,7 @@ def rebuild(description: Any, tensor_of: TensorOf) -> TensorDict:
         for node in nodes:
             rows.set(_key(node), _empty(node))
         for number, leaf in enumerate(description["leaves"]):
-            rows.set(_key(leaf), tensor_of(number, dtype_named(leaf["dtype"]), sizes_of(leaf["shape"])))
+            rows.set(_key(leaf), tensor_of(number, dtype_named(leaf["dtype"]), parse_shape(leaf["shape"])))
         for other in description["values"]:
             rows.set(_key(other), NonTensorStack.from_list(_plain(other["values"], "values")))
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -98,7 +98,7 @@ def _key(part: dict[str, Any]) -> Any:
     return tuple(path)
 
 
-def sizes_of(shape: Any) -> tuple[int, ...]:
+def parse_shape(shape: Any) -> tuple[int, ...]:
     """Return a shape that was read.
 
     :raises ValueError: if it is none.
@@ -114,7 +114,7 @@ def _node(path: Any, node: Any) -> dict[str, Any]:
 
 
 def _empty(node: dict[str, Any]) -> TensorDict:
-    return TensorDict({}, batch_size=list(sizes_of(node["batch_size"])), names=node.get("names"), device="cpu")
+    return TensorDict({}, batch_size=list(parse_shape(node["batch_size"])), names=node.get("names"), device="cpu")
 
 
 def _plain(values: Any, key: Any) -> Any:
