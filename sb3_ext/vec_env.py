@@ -97,7 +97,7 @@ class PoolVecEnv(CheckedVecEnv):
             pool.arrays[name] for name in ("reward", "reward kind", "flags")
         )
         try:
-            super().__init__(len(pool.worker_of), *pool.spaces)
+            super().__init__(len(pool.worker_by_env), *pool.spaces)
             # VecVideoRecorder reads the frame rate from it.
             with contextlib.suppress(Exception):  # there is none, or it cannot leave its process
                 self.metadata = {**self.get_attr("metadata", 0)[0], **self.metadata}
@@ -204,7 +204,7 @@ class PoolVecEnv(CheckedVecEnv):
 
     def _call_pool(self, name: str, data: Any, indices: Indices) -> list[Any]:
         self._require_idle()
-        return self._pool.call(self._resolve_indices(indices, len(self._pool.worker_of)), name, data)
+        return self._pool.call(self._resolve_indices(indices, len(self._pool.worker_by_env)), name, data)
 
     def _build_rewards(self, other_rewards: dict[int, Any]) -> Any:
         kinds = self._reward_kinds.tolist()

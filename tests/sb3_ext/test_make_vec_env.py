@@ -158,7 +158,7 @@ def pids(venv: VecEnv) -> list[int]:
     if isinstance(venv, DummyVecEnv):
         return [os.getpid()] * venv.num_envs
     assert isinstance(venv, SharedMemoryVecEnv)
-    return [worker.process.pid for worker in venv._pool.worker_of]
+    return [worker.process.pid for worker in venv._pool.worker_by_env]
 
 
 def with_sb3s(build: Any) -> Any:

@@ -77,7 +77,7 @@ class Pool:
     :raises EnvironmentOutputError: If their spaces differ.
     :raises InvalidArgumentError: If their observations are not arrays of fixed shape.
 
-    :ivar worker_of: the worker of each environment
+    :ivar worker_by_env: the worker of each environment
     :ivar seeds: of each environment's last reset
     :ivar spaces: observation and action space
     :ivar layout: of the arrays
@@ -104,8 +104,8 @@ class Pool:
         # In order, and as evenly as possible.
         firsts = [round(worker * len(env_fns) / count) for worker in range(count + 1)]
         self.workers = [new_worker(number, *part) for number, part in enumerate(itertools.pairwise(firsts))]
-        self.worker_of = [worker for worker in self.workers for _ in range(worker.first, worker.last)]
-        self.seeds: list[int | None] = [None] * len(self.worker_of)
+        self.worker_by_env = [worker for worker in self.workers for _ in range(worker.first, worker.last)]
+        self.seeds: list[int | None] = [None] * len(self.worker_by_env)
         self.timings, self.step_start = Timings(), 0.0
         self._call: tuple[Sequence[int], str, Sequence[Any]] = ((), "", ())
         self._failure: WorkerError | None = None
@@ -116,13 +116,13 @@ class Pool:
             self._build()
             self.wait(starting=True, failing=True)
             self.spaces = _common_spaces([spaces for worker in self.workers for spaces in worker.answer])
-            self.layout = MemoryLayout.of(len(self.worker_of), *self.spaces)
+            self.layout = MemoryLayout.of(len(self.worker_by_env), *self.spaces)
             arrays = self.arrays = self.layout.arrays(self._map())
             # What every step needs is looked up once.
             self._actions = arrays.get("action")
             self._observations = [arrays[f"observation {index}"] for index in range(len(self.layout.paths))]
             self._flags, self._kinds = arrays["flags"].data, arrays["reward kind"].data
-            self._zeros = bytes(len(self.worker_of))
+            self._zeros = bytes(len(self.worker_by_env))
             self.wait(starting=True, failing=True)
         except BaseException:
             self.end()
@@ -205,9 +205,9 @@ class Pool:
             return
         # One by one, as upstream's send them: a conversion could change their bits.
         rows = each(actions)
-        if len(rows) != len(self.worker_of):
+        if len(rows) != len(self.worker_by_env):
             raise InvalidArgumentError(
-                f"there are {len(rows)} actions for {len(self.worker_of)} environments; expected an action for each"
+                f"there are {len(rows)} actions for {len(self.worker_by_env)} environments; expected an action for each"
             )
         for worker in self.workers:
             self.send(worker, "step", rows[worker.first : worker.last])
@@ -235,7 +235,7 @@ class Pool:
         self.drain_answers()
         asked: dict[int, list[tuple[int, Any]]] = {}
         for number, argument in zip(environments, arguments, strict=True):
-            worker = self.worker_of[number]
+            worker = self.worker_by_env[number]
             asked.setdefault(worker.number, []).append((number - worker.first, argument))
         self._call = environments, name, arguments
         for number, calls in asked.items():
@@ -318,7 +318,7 @@ class Pool:
         answers: dict[int, Any] = {}
         results = []
         for number in self._call[0]:
-            worker = self.worker_of[number]
+            worker = self.worker_by_env[number]
             results.append(channel.unpack(next(answers.setdefault(worker.number, iter(worker.answer)))))
         self._note_results(results)
         for result in results:

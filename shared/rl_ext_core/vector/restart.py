@@ -38,8 +38,8 @@ class RestartingPool(Pool):
         super().__init__(env_fns, options, autoreset=autoreset)
         # Per environment: options of the last reset, pickled; and calls by command and name, with the pickled value of
         # an attribute that was set. None: the replacement does not get it.
-        self._options_of = [channel.pack(None) for _ in self.worker_of]
-        self._settings: list[dict[tuple[str, str], bytes | None]] = [{} for _ in self.worker_of]
+        self._options_of = [channel.pack(None) for _ in self.worker_by_env]
+        self._settings: list[dict[tuple[str, str], bytes | None]] = [{} for _ in self.worker_by_env]
         self._last: list[np.ndarray[Any, Any]] = []  # observations that were returned
 
     def _failure_groups(self, workers: Sequence[WorkerHandle]) -> list[Sequence[WorkerHandle]]:

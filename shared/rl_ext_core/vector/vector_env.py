@@ -112,7 +112,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
             pool = self._pool = new_pool(env_fns, options, autoreset=Autoreset(mode.value))
         except EnvironmentOutputError as error:
             raise _combined_error_class(EnvironmentOutputError, RuntimeError())(*error.args) from None
-        self.closed, self._pending, self.num_envs = False, "", len(pool.worker_of)
+        self.closed, self._pending, self.num_envs = False, "", len(pool.worker_by_env)
         self.timings = pool.timings
         self.single_observation_space, self.single_action_space = pool.spaces
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
