@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=_parse_count, help="of a random policy in it (default: until the figures are known)"
     )
-    parser.add_argument("--seed", type=_seed, default=None, help="of the policy and the environment (default: 0)")
+    parser.add_argument("--seed", type=_parse_seed, default=None, help="of the policy and the environment (default: 0)")
     parser.add_argument("--max-bytes", metavar="SIZE", help="the budget: 4GB, 512MiB (default: what is free)")
     parser.add_argument("--json", action="store_true", help="write the plan as JSON")
     parser.add_argument("--plot", metavar="FILE", help="draw it too: memory.png")
@@ -59,7 +59,7 @@ def _parse_count(text: str) -> int:
     return int(digits)
 
 
-def _seed(text: str) -> int:
+def _parse_seed(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) < 2**32):
         raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 on, below 2**32")
     return int(text)
