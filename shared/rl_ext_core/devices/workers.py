@@ -59,7 +59,7 @@ class BoundFactory(Generic[_Env]):
         import cloudpickle  # takes as long to import as the rest of this package
 
         try:
-            self._packed: bytes = cloudpickle.dumps(env_fn)
+            self._pickled_env_fn: bytes = cloudpickle.dumps(env_fn)
         except Exception as error:
             raise InvalidTypeError(
                 f"env_fn={env_fn!r} cannot be packed for a worker process: {error}. Build what it holds inside of it: "
@@ -83,7 +83,7 @@ class BoundFactory(Generic[_Env]):
                 f"this worker builds its environments under one decision ({applied.reason}), and one of them came with "
                 f"another ({self.decision.reason}): a process has one renderer. Use one worker for each device"
             )
-        build: Callable[[], _Env] = pickle.loads(self._packed)
+        build: Callable[[], _Env] = pickle.loads(self._pickled_env_fn)
         return build()
 
     def _warn_once(self, applied: Decision) -> None:
