@@ -187,7 +187,7 @@ class SameAsUpstream(RuleBasedStateMachine):
             self.ours = self._open(self.folder)
 
     @rule(flushed=st.booleans())
-    def find_it_as_a_killed_process_leaves_it(self, flushed: bool) -> None:
+    def recover_copy_of_folder(self, flushed: bool) -> None:
         if self.folder is None:
             return
         if flushed:
