@@ -275,7 +275,7 @@ class FileRegion(Region):
             head = _HEAD.pack(_MAGIC, identity, n_bytes, zlib.crc32(head))
             size = os.fstat(descriptor).st_size
             if size == 0:
-                self._take_room(descriptor, 0, _TABLE_BYTES)
+                self._allocate_file(descriptor, 0, _TABLE_BYTES)
                 _system.write_at(descriptor, head + struct.pack("<Q", _pack_counts(0, 0)), 0)
             else:
                 self._check_header(descriptor, size, head, repair=repair)
@@ -284,7 +284,7 @@ class FileRegion(Region):
             raise
         self._open(descriptor, n_bytes)
 
-    def _take_room(self, descriptor: int, offset: int, n_bytes: int) -> None:
+    def _allocate_file(self, descriptor: int, offset: int, n_bytes: int) -> None:
         try:
             _system.take_room(descriptor, offset, n_bytes)
         except OSError as error:
@@ -317,7 +317,7 @@ class FileRegion(Region):
         _system.shorten(descriptor, end)  # what is behind was never used
         # A copy may have holes, which a full disk would not fill.
         if size < end or getattr(os.fstat(descriptor), "st_blocks", end) * 512 < end:
-            self._take_room(descriptor, 0, end)
+            self._allocate_file(descriptor, 0, end)
 
     def _read_table(self, table: bytes, *, repair: bool) -> list[tuple[int, int]]:
         word = int(np.frombuffer(table, np.uint64, 1, _COUNTS_AT)[0])
@@ -368,7 +368,7 @@ class FileRegion(Region):
         if count >= _MOST:
             raise StorageError(f"{self._name} has too many pieces; make a new one from a checkpoint")
         try:
-            self._take_room(self._descriptor, self._end, more)
+            self._allocate_file(self._descriptor, self._end, more)
         except BaseException:
             _system.shorten(self._descriptor, self._end)
             raise
