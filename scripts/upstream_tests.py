@@ -174,7 +174,7 @@ def pytest_configure() -> None:
         found = {key: _replacement_of(value, new) for key, value in vars(module).items() if _is_replaced(value, new)}
         if name in defining_modules:
             # Their methods call super() by their own names: those that import from here get another module.
-            module = _copy(module)
+            module = _replace_module(module)
         if found:
             vars(module).update(found)
 
@@ -186,7 +186,7 @@ def pytest_make_parametrize_id(config: Any, val: Any, argname: str) -> str | Non
     return next(names, None)
 
 
-def _copy(module: types.ModuleType) -> types.ModuleType:
+def _replace_module(module: types.ModuleType) -> types.ModuleType:
     copy = types.ModuleType(module.__name__, module.__doc__)
     vars(copy).update(vars(module))
     sys.modules[module.__name__] = copy
