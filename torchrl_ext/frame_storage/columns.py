@@ -17,7 +17,7 @@ from rl_ext_core.frames.auto import COPY_BATCH, JUDGE_AFTER, LAST_CHECK, Encodin
 from rl_ext_core.frames.codecs import check_numba
 from rl_ext_core.frames.recycle import RecycledArrays
 from rl_ext_core.frames.region import RegionFile
-from torchrl_ext.frame_storage.format import dtype_name, dtype_named
+from torchrl_ext.frame_storage.format import dtype_name, dtype_from_name
 
 if TYPE_CHECKING:
     from rl_ext_core.frames.pool import FramePool, Handles
@@ -56,7 +56,7 @@ class FrameColumn:
     ) -> None:
         self.kind = {name: kind[name] for name in ("keys", "shape", "dtype", "n_images")}
         self.keys: list[Key] = [key if isinstance(key, str) else tuple(key) for key in kind["keys"]]
-        self.shape, self.dtype = tuple(kind["shape"]), dtype_named(kind["dtype"])
+        self.shape, self.dtype = tuple(kind["shape"]), dtype_from_name(kind["dtype"])
         self._numpy_dtype, self._num_threads = _numpy_dtype(self.dtype), num_threads
         self._recycled = RecycledArrays()
         # A batch is stored before what it replaces is freed, hence twice as many.

@@ -18,11 +18,11 @@ TensorOf = Callable[[int, torch.dtype, tuple[int, ...]], torch.Tensor]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return what :func:`dtype_named` takes."""
+    """Return what :func:`dtype_from_name` takes."""
     return str(dtype).removeprefix("torch.")
 
 
-def dtype_named(name: Any) -> torch.dtype:
+def dtype_from_name(name: Any) -> torch.dtype:
     """Return the dtype of that name.
 
     :raises CorruptFileError: if there is none.
@@ -79,7 +79,7 @@ def rebuild(description: Any, tensor_of: TensorOf) -> TensorDict:
         for node in nodes:
             rows.set(_key(node), _empty(node))
         for number, leaf in enumerate(description["leaves"]):
-            rows.set(_key(leaf), tensor_of(number, dtype_named(leaf["dtype"]), parse_shape(leaf["shape"])))
+            rows.set(_key(leaf), tensor_of(number, dtype_from_name(leaf["dtype"]), parse_shape(leaf["shape"])))
         for other in description["values"]:
             rows.set(_key(other), NonTensorStack.from_list(_plain(other["values"], "values")))
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
