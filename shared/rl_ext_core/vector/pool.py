@@ -359,7 +359,7 @@ class Pool:
             pass  # waits until the workers are gone
         failure = watch.failure
         worker = group[failure.worker]
-        error = self._failed(
+        error = self._environment_error(
             worker,
             worker.cells[Cell.ENVIRONMENT],
             PHASES[worker.cells[Cell.PHASE]],
@@ -372,7 +372,7 @@ class Pool:
         error.__cause__ = failure.exception
         return error
 
-    def _failed(self, worker: Any, environment: int, phase: str, what: str, **more: Any) -> WorkerError:
+    def _environment_error(self, worker: Any, environment: int, phase: str, what: str, **more: Any) -> WorkerError:
         """Make the exception that says what has happened to an environment."""
         environment += worker.first
         count, seed = len(self.seeds), self.seeds[environment]
@@ -392,7 +392,7 @@ class Pool:
     def _raised(self, worker: Any, environment: int, phase: str, raised: ExceptionRecord) -> WorkerError:
         """Make the exception for what an environment has raised."""
         what = f"raised {raised.summary}:"
-        error = self._failed(worker, environment, phase, what, kind="exception", traceback=raised.traceback)
+        error = self._environment_error(worker, environment, phase, what, kind="exception", traceback=raised.traceback)
         error.__cause__ = raised.to_exception()
         return error
 

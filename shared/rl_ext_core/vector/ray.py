@@ -124,7 +124,9 @@ class RayPool(Pool):
         :raises WorkerError: If Ray was shut down, and would be started again by this.
         """
         if not self._is_there():
-            failure = self._failed(worker, 0, _PHASES_OF.get(name, name), "ray.shutdown() has ended it", kind="exit")
+            failure = self._environment_error(
+                worker, 0, _PHASES_OF.get(name, name), "ray.shutdown() has ended it", kind="exit"
+            )
             self.end(failure)
             raise failure
         if name == "step" and data is None:
@@ -169,7 +171,7 @@ class RayPool(Pool):
             count = worker.last - worker.first
             which = "" if count == 1 else f", with environments {worker.first} to {worker.last - 1},"
             kind, what = "exit", f"its actor{which} has died: {error}"
-        return self._failed(worker, 0, _PHASES_OF.get(worker.at, worker.at), what, kind=kind)
+        return self._environment_error(worker, 0, _PHASES_OF.get(worker.at, worker.at), what, kind=kind)
 
     def _has_failed(self, answer: Any) -> bool:
         try:
