@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidArgumentError(f"--{unused[0]} is for --env, which is not given; leave it out")
     if arguments.plot == "":
         raise InvalidArgumentError("--plot is empty; for example --plot memory.png")
-    with _played(arguments.env):
+    with _report_env_errors(arguments.env):
         found = plan(
             arguments.shape,
             arguments.size,
@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _played(name: str | None) -> Iterator[None]:
+def _report_env_errors(name: str | None) -> Iterator[None]:
     """Say which environment has raised, and show what it prints as errors: the output is the plan's."""
     if name is None:
         yield
