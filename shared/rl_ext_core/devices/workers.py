@@ -55,7 +55,7 @@ class BoundFactory(Generic[_Env]):
                 "Write bind(lambda: make_env())"
             )
         self.decision = decision
-        self._made_in = process_identity()
+        self._creator_process = process_identity()
         import cloudpickle  # takes as long to import as the rest of this package
 
         try:
@@ -76,7 +76,7 @@ class BoundFactory(Generic[_Env]):
         applied = _apply.current
         if applied is None or _have_same_variables(applied, self.decision):
             self.decision.apply()
-        elif self._made_in == process_identity():
+        elif self._creator_process == process_identity():
             self._warn_once(applied)
         elif self.decision.variables:
             raise DeviceConflictError(
