@@ -213,7 +213,7 @@ class SameAsUpstream(RuleBasedStateMachine):
                 np.testing.assert_array_equal(seen[rows], true[rows], strict=True)
 
     @invariant()
-    def they_are_the_same(self) -> None:
+    def buffers_are_equal(self) -> None:
         if self.ours is not None:
             assert (self.ours.pos, self.ours.full) == (self.theirs.pos, self.theirs.full)
             size = self.ours.size()
