@@ -384,7 +384,7 @@ class FileRegion(Region):
             return
         forgotten, count = _unpack_counts(word)
         if forgotten != self._known[0]:
-            self._forget()
+            self._drop_mapping()
         for number in range(self._known[1], count):
             part, n_bytes, self._crc = _ENTRY.unpack_from(self._table, _TABLE_AT + number * _ENTRY.size)
             held = self._parts.get(part, 0)
@@ -396,7 +396,7 @@ class FileRegion(Region):
             self._known = forgotten, number + 1
         self._known, self.version = (forgotten, count), word
 
-    def _forget(self) -> None:
+    def _drop_mapping(self) -> None:
         self._addresses.empty()
         self._parts.clear()
         self._end, self._crc, self._known = _TABLE_BYTES, 0, (_unpack_counts(int(self._word[0]))[0], 0)
