@@ -84,7 +84,7 @@ def main() -> int:
     parser.add_argument("checkout", type=Path, help="a checkout of that library")
     parser.add_argument("files", nargs="*", help="test files below its folder of tests, patterns allowed")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for one test")
-    own, _, options = _split(sys.argv[1:])
+    own, _, options = _split_at_dashes(sys.argv[1:])
     arguments = parser.parse_args(own)
     suite = SUITES[arguments.suite]
     tests = arguments.checkout / suite.tests
@@ -100,7 +100,7 @@ def main() -> int:
     return _compare(theirs, ours, _differences(arguments.suite))
 
 
-def _split(words: list[str]) -> tuple[list[str], str, list[str]]:
+def _split_at_dashes(words: list[str]) -> tuple[list[str], str, list[str]]:
     if "--" not in words:
         return words, "", []
     at = words.index("--")
