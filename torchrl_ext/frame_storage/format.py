@@ -51,7 +51,7 @@ def described(rows: Any, *, values: bool) -> tuple[dict[str, Any], list[torch.Te
                     f"{key!r} holds {type(value).__name__}, and a storage in files holds tensors only; leave it out: "
                     f"data.exclude({key!r}), or store without storage_dir"
                 )
-            others.append({"key": path, "values": _plain(value.tolist(), key)})
+            others.append({"key": path, "values": _require_plain(value.tolist(), key)})
         elif type(value) is torch.Tensor:
             if value.layout != torch.strided or value.is_quantized:
                 raise InvalidTypeError(f"{key!r} is no dense tensor; convert it: data[{key!r}].to_dense()")
@@ -81,7 +81,7 @@ def rebuild(description: Any, tensor_of: TensorOf) -> TensorDict:
         for number, leaf in enumerate(description["leaves"]):
             rows.set(_key(leaf), tensor_of(number, dtype_from_name(leaf["dtype"]), parse_shape(leaf["shape"])))
         for other in description["values"]:
-            rows.set(_key(other), NonTensorStack.from_list(_plain(other["values"], "values")))
+            rows.set(_key(other), NonTensorStack.from_list(_require_plain(other["values"], "values")))
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CorruptFileError(f"the elements are described in no way that is known ({error})") from error
     return rows
@@ -117,7 +117,7 @@ def _empty(node: dict[str, Any]) -> TensorDict:
     return TensorDict({}, batch_size=list(parse_shape(node["batch_size"])), names=node.get("names"), device="cpu")
 
 
-def _plain(values: Any, key: Any) -> Any:
+def _require_plain(values: Any, key: Any) -> Any:
     """Values that are the same when they were written as JSON and read again."""
     try:
         if repr(json.loads(json.dumps(values))) == repr(values):
