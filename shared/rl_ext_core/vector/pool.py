@@ -389,7 +389,7 @@ class Pool:
         notes = {**more.pop("notes", {}), "environment": environment}
         return WorkerError("\n".join(lines), worker=worker.number, phase=phase, seed=seed, notes=notes, **more)
 
-    def _raised(self, worker: Any, environment: int, phase: str, raised: ExceptionRecord) -> WorkerError:
+    def _exception_error(self, worker: Any, environment: int, phase: str, raised: ExceptionRecord) -> WorkerError:
         """Make the exception for what an environment has raised."""
         what = f"raised {raised.summary}:"
         error = self._environment_error(worker, environment, phase, what, kind="exception", traceback=raised.traceback)
@@ -446,7 +446,7 @@ class Pool:
             return None
         if worker.watch.failure is None:
             worker.receive()
-            return worker.answer and self._raised(worker, worker.answer[0], "close", worker.answer[1])
+            return worker.answer and self._exception_error(worker, worker.answer[0], "close", worker.answer[1])
         error = self._group_error([other for other in self.workers if other.watch is worker.watch])
         return error if error.phase == "close" else None
 

@@ -167,7 +167,7 @@ class RayPool(Pool):
             raised = getattr(error, "cause", error)
             if isinstance(raised, ActorFailure):
                 environment, phase, told = raised.args
-                return self._raised(worker, environment, PHASES[phase], told)
+                return self._exception_error(worker, environment, PHASES[phase], told)
             count = worker.last - worker.first
             which = "" if count == 1 else f", with environments {worker.first} to {worker.last - 1},"
             kind, what = "exit", f"its actor{which} has died: {error}"
@@ -194,7 +194,7 @@ class RayPool(Pool):
                 try:
                     worker.receive(ray.get(worker.pending))
                     if worker.answer is not None:
-                        failures.append(self._raised(worker, worker.answer[0], "close", worker.answer[1]))
+                        failures.append(self._exception_error(worker, worker.answer[0], "close", worker.answer[1]))
                 except (ray.exceptions.RayError, ActorFailure) as error:
                     failures.append(self._failure_of([worker], error, patience))
         late = [worker for worker in self.workers if worker.pending is not None and worker.pending not in ready]
