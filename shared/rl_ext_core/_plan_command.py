@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
             dtype=dtype,
             n_stack=arguments.stack,
             n_envs=arguments.envs,
-            env=None if arguments.env is None else functools.partial(_made, arguments.env),
+            env=None if arguments.env is None else functools.partial(_make_env, arguments.env),
             steps=arguments.steps,
             seed=arguments.seed or 0,
             max_bytes=None if arguments.max_bytes is None else parse_bytes(arguments.max_bytes),
@@ -135,7 +135,7 @@ def _report_env_errors(name: str | None) -> Iterator[None]:
         os.close(output)
 
 
-def _made(name: str) -> Any:
+def _make_env(name: str) -> Any:
     """The environment of a name."""
     found = named_source(name)
     if isinstance(found, str):
