@@ -109,9 +109,9 @@ def resolve(
         rule = _renderers.find_renderer(renderer, machine.inventory.versions)
         decision = _on_cpu(rule, machine, shown, decision, (f"on_missing: {error}",))
     if asked.kind == "auto" and decision.device == "cpu":
-        _say_once(logging.INFO, decision.reason)
+        _log_once(logging.INFO, decision.reason)
     for warning in decision.warnings:
-        _say_once(logging.WARNING, warning)
+        _log_once(logging.WARNING, warning)
     return decision
 
 
@@ -131,7 +131,7 @@ def resolve_device(
     return resolve(device, on_missing=on_missing).compute
 
 
-def _say_once(level: int, sentence: str) -> None:
+def _log_once(level: int, sentence: str) -> None:
     if sentence not in _logged_sentences:
         _logged_sentences.add(sentence)
         _log.log(level, sentence)
