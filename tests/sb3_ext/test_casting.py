@@ -23,10 +23,10 @@ WRONG = {np.dtype(np.float32): np.float64, np.dtype(np.uint8): np.int64}
 REST = np.zeros((N_ENVS, 1)), np.zeros(N_ENVS), np.zeros(N_ENVS), [{} for _ in range(N_ENVS)]
 
 
-def wrong(space: spaces.Space[Any], rng: np.random.Generator) -> Any:
+def make_miscast_batch(space: spaces.Space[Any], rng: np.random.Generator) -> Any:
     """A batch of observations that do not have the dtype of their space."""
     if isinstance(space, spaces.Dict):
-        return {key: wrong(part, rng) for key, part in space.items()}
+        return {key: make_miscast_batch(part, rng) for key, part in space.items()}
     return rng.uniform(0, 9, (N_ENVS, *space.shape)).astype(WRONG[space.dtype])
 
 
@@ -40,7 +40,7 @@ def test_observations_of_another_dtype_are_cast_as_upstream_casts_them(kind: str
     else:
         ours, theirs = make_rollout_buffers(kind.removesuffix(" rollout"), ROWS, space)
     rng = np.random.default_rng(0)
-    observations = [wrong(space, rng) for _ in range(ROWS + 1)]
+    observations = [make_miscast_batch(space, rng) for _ in range(ROWS + 1)]
 
     def fill(buffer: Any) -> None:
         if kind not in REPLAY:
@@ -69,7 +69,7 @@ def test_a_warning_that_is_an_error_leaves_the_buffer_as_it_was() -> None:
     ours, _ = make_buffers("dict", ROWS * N_ENVS, GOALS, ACTIONS)
     rng = np.random.default_rng(0)
     with pytest.raises(UserWarning, match="comes as "):
-        ours.add(wrong(GOALS, rng), wrong(GOALS, rng), *REST)
+        ours.add(make_miscast_batch(GOALS, rng), make_miscast_batch(GOALS, rng), *REST)
     assert (ours.size(), ours.pos) == (0, 0)
 
 
