@@ -137,7 +137,7 @@ class PrivateRegion:
         held = self.held(offset)
         if held >= n_bytes:
             return
-        more = _more(held, n_bytes)
+        more = _growth(held, n_bytes)
         try:
             self._addresses.use(offset + held, min(more, round_to_pages(self.n_bytes) - offset - held))
         except OSError:
@@ -361,7 +361,7 @@ class FileRegion(Region):
             return
         self.refresh()
         held = self._parts.get(offset, 0)
-        more = min(_more(held, n_bytes), self._limits.get(offset, self.n_bytes - offset) - held)
+        more = min(_growth(held, n_bytes), self._limits.get(offset, self.n_bytes - offset) - held)
         if more <= 0:
             return
         forgotten, count = self._known
@@ -445,7 +445,7 @@ def _unpack_counts(word: int) -> tuple[int, int]:
 _MOST = (_TABLE_BYTES - _TABLE_AT) // _ENTRY.size
 
 
-def _more(held: int, wanted: int) -> int:
+def _growth(held: int, wanted: int) -> int:
     """How much to add to a part: a quarter of it at least, so that there are few pieces however large it becomes."""
     return round_to_pages(max(wanted - held, held // 4))
 
