@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "docs" / "quickstart.md"
 
 
-def blocks() -> dict[str, str]:
+def code_blocks() -> dict[str, str]:
     """Give the quickstart's blocks of Python by their headings."""
     sections = re.split(r"^## ", QUICKSTART.read_text(), flags=re.MULTILINE)[1:]
     found = {section.splitlines()[0]: re.findall(r"```python\n(.*?)```", section, re.DOTALL) for section in sections}
@@ -45,7 +45,7 @@ def main() -> None:
         install = [python, "-m", "pip", "install", "--quiet", *constraints]
         subprocess.run([*install, "torch"], check=True)  # alone: of builds of one version, a local one comes first
         subprocess.run([*install, f"{wheel}[sb3,torchrl,atari,mujoco]"], check=True)
-        for number, (title, code) in enumerate(blocks().items()):
+        for number, (title, code) in enumerate(code_blocks().items()):
             empty = folder / str(number)
             empty.mkdir()
             (empty / "script.py").write_text(code)
