@@ -75,9 +75,9 @@ def rebuild(description: Any, tensor_of: TensorOf) -> TensorDict:
     """
     try:
         first, *nodes = description["nodes"]
-        rows = _empty(first)
+        rows = _empty_node(first)
         for node in nodes:
-            rows.set(_key(node), _empty(node))
+            rows.set(_key(node), _empty_node(node))
         for number, leaf in enumerate(description["leaves"]):
             rows.set(_key(leaf), tensor_of(number, dtype_from_name(leaf["dtype"]), parse_shape(leaf["shape"])))
         for other in description["values"]:
@@ -113,7 +113,7 @@ def _node(path: Any, node: Any) -> dict[str, Any]:
     return {"key": list(path), "batch_size": list(node.batch_size), **names}
 
 
-def _empty(node: dict[str, Any]) -> TensorDict:
+def _empty_node(node: dict[str, Any]) -> TensorDict:
     return TensorDict({}, batch_size=list(parse_shape(node["batch_size"])), names=node.get("names"), device="cpu")
 
 
