@@ -126,7 +126,7 @@ class PoolVecEnv(CheckedVecEnv):
         # From here on, Ctrl-C could not be followed by another step_wait.
         self.waiting = False
         infos: list[dict[str, Any]] = [{"TimeLimit.truncated": False} for _ in range(self.num_envs)]
-        if pool.is_quiet():
+        if pool.is_plain_step():
             rewards, dones = self._rewards.astype(self.reward_dtype or np.float64), np.zeros(self.num_envs, bool)
         else:
             pool.warn_about_conversions("DummyVecEnv")

@@ -293,7 +293,7 @@ class Pool:
         require_same_process(self._owner)
         return not _wait_while(self.workers, lambda worker: not worker.is_done(), time.monotonic(), timeout)
 
-    def is_quiet(self) -> bool:
+    def is_plain_step(self) -> bool:
         """Return whether a step has ended no episode, there are no infos, and rewards are plain: as of most."""
         # By comparing bytes, a tenth of what NumPy takes.
         return self._flags == self._kinds == self._zeros and all(worker.answer is None for worker in self.workers)

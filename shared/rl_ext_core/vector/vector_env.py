@@ -186,7 +186,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         self._wait("step", timeout)
         pool = self._pool
         infos: dict[str, Any] = {}
-        if pool.is_quiet():
+        if pool.is_plain_step():
             rewards, (terminated, truncated) = pool.arrays["reward"].copy(), np.zeros((2, self.num_envs), bool)
         else:
             entries = pool.entries()  # which writes into the arrays where a worker is replaced
