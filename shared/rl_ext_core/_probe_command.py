@@ -32,11 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-cache", action="store_true", help="neither use a verdict that was kept nor keep this one")
     parser.add_argument("--steps", metavar="N", type=_steps, default=100, help="how many steps are compared (100)")
     parser.add_argument(
-        "--timeout", metavar="S", type=_seconds, help="seconds that anything may take (300 for one alone)"
+        "--timeout", metavar="S", type=_parse_seconds, help="seconds that anything may take (300 for one alone)"
     )
 
 
-def _seconds(text: str) -> float:
+def _parse_seconds(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
