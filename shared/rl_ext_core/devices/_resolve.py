@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Kind = Literal["auto", "cpu", "cuda", "uuid", "nvidia-smi", "pci", "egl", "same", "none"]
 
 _NUMBER = "(0|[1-9][0-9]{0,8})"
-_BEYOND = 10**9
+_INDEX_LIMIT = 10**9
 _HEX = "[0-9a-fA-F]"
 _FORMS: dict[Kind, str] = {
     "auto": "auto",
@@ -174,7 +174,7 @@ def parse(asked: object, argument: str) -> Request:
     :raises InvalidArgumentError: the text has none of the forms
     :raises InvalidTypeError: neither text, an index, nor a ``torch.device``
     """
-    if type(asked) is int and abs(asked) >= _BEYOND:  # Python does not write the longest ones in decimal
+    if type(asked) is int and abs(asked) >= _INDEX_LIMIT:  # Python does not write the longest ones in decimal
         raise InvalidArgumentError(f'{argument}={asked:#x} is no index of a device. Write {argument}="auto"')
     for kind, form in (_FORMS | (_FOR_RENDERING if argument == "render" else {})).items():
         match = re.fullmatch(form, _device_as_text(asked, argument), re.ASCII)
