@@ -70,7 +70,7 @@ def call_or_none(call: Callable[[], Any]) -> Any:
         return None
 
 
-def as_dummy(venv: VecEnv, model: VecEnv) -> None:
+def assert_equals_dummy(venv: VecEnv, model: VecEnv) -> None:
     """Do the same with both from a reset on."""
     for one in (venv, model):
         one.seed(7)
@@ -90,7 +90,7 @@ def test_calls_after_an_interrupted_one(call: str, options: str, every: int, mon
     venv, model = SharedMemoryVecEnv([World] * 3, FAST, **OPTIONS[options]), DummyVecEnv([World] * 3)
 
     def prepare() -> Callable[[], Any]:
-        as_dummy(venv, model)
+        assert_equals_dummy(venv, model)
         return lambda: CALLS[call](venv)
 
     seen = 0
@@ -106,7 +106,7 @@ def test_calls_after_an_interrupted_one(call: str, options: str, every: int, mon
             assert venv.step_wait()[0][:, 0].tolist() == venv.env_method("count"), where
         elif then == 3 and (found := call_or_none(lambda: venv.env_method("double", 8))) is not None:
             assert found == [16] * 3, where
-    as_dummy(venv, model)
+    assert_equals_dummy(venv, model)
     assert seen > 20 // every
     venv.close()
     assert no_workers()
