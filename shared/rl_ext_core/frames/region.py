@@ -505,7 +505,7 @@ class ProcessLock:
         self._threads.acquire()
         try:
             if self._depth == 0:
-                self._take()
+                self._lock_and_recover()
             self._depth += 1
         except BaseException:
             if self._depth == 0:
@@ -513,7 +513,7 @@ class ProcessLock:
             self._threads.release()
             raise
 
-    def _take(self) -> None:
+    def _lock_and_recover(self) -> None:
         _system.lock(self._descriptor)
         if (dead := self._holder[0]) and self.recover is not None:
             self._depth += 1  # it may use the lock
