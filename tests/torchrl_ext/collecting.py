@@ -37,7 +37,7 @@ WORKERS = 2
 STEPS = 8  # of each worker
 
 
-class Draws(gymnasium.Env[np.ndarray, Any]):
+class RandomObservations(gymnasium.Env[np.ndarray, Any]):
     """Shows a number of each generator that environments draw from, its own one first."""
 
     observation_space = gymnasium.spaces.Box(0, 1, (4,), np.float64)
@@ -207,7 +207,7 @@ def filled_buffer() -> int:
 def main() -> None:
     folder, kind, *runs = sys.argv[1:]
     logger.setLevel(logging.ERROR)
-    gymnasium.register("OfAScript-v0", entry_point=Draws)
+    gymnasium.register("OfAScript-v0", entry_point=RandomObservations)
     results = []
     with ray_here(folder) if kind == "ray" else contextlib.nullcontext():
         for run in runs:
