@@ -56,11 +56,11 @@ class FrameView(torch.Tensor):
         return self._read(self._handles)
 
     def _read(self, handles: torch.Tensor) -> torch.Tensor:
-        self._check_there()
+        self._check_not_emptied()
         images: torch.Tensor = self._storage._read_images(self._column, handles)
         return images
 
-    def _check_there(self) -> None:
+    def _check_not_emptied(self) -> None:
         if self._emptied != self._storage.emptied:
             raise InvalidArgumentError(
                 "these images are gone, since the storage was emptied after they were taken from it; keep them with "
@@ -122,7 +122,7 @@ class FrameView(torch.Tensor):
         self._write(changed, images[changed])
 
     def _write(self, index: Any, images: torch.Tensor) -> None:
-        self._check_there()
+        self._check_not_emptied()
         self._storage._write_images(self._column, self._handles, index, images)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
