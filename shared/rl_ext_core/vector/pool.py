@@ -320,13 +320,13 @@ class Pool:
         for number in self._call[0]:
             worker = self.worker_by_env[number]
             results.append(channel.unpack(next(answers.setdefault(worker.number, iter(worker.answer)))))
-        self._note_results(results)
+        self._record_settings(results)
         for result in results:
             if isinstance(result, ExceptionRecord):
                 raise result.to_exception()
         return results
 
-    def _note_results(self, results: Sequence[Any]) -> None:
+    def _record_settings(self, results: Sequence[Any]) -> None:
         """Do nothing with the results of the last call. Pools that replace workers record what was set."""
 
     def warn_about_conversions(self, upstream: str) -> None:

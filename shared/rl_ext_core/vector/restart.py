@@ -68,7 +68,7 @@ class RestartingPool(Pool):
                 settings[key] = None
         super().begin_call(environments, name, arguments)
 
-    def _note_results(self, results: Sequence[Any]) -> None:
+    def _record_settings(self, results: Sequence[Any]) -> None:
         environments, name, arguments = self._call
         if not name.startswith("set_"):
             return
