@@ -30,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SOURCE", help="my_module:make_env, or CartPole-v1, or ale_py:ALE/Pong-v5")
     parser.add_argument("--json", action="store_true", help="write the verdict as JSON")
     parser.add_argument("--no-cache", action="store_true", help="neither use a verdict that was kept nor keep this one")
-    parser.add_argument("--steps", metavar="N", type=_steps, default=100, help="how many steps are compared (100)")
+    parser.add_argument(
+        "--steps", metavar="N", type=_parse_steps, default=100, help="how many steps are compared (100)"
+    )
     parser.add_argument(
         "--timeout", metavar="S", type=_parse_seconds, help="seconds that anything may take (300 for one alone)"
     )
@@ -46,7 +48,7 @@ def _parse_seconds(text: str) -> float:
     return seconds
 
 
-def _steps(text: str) -> int:
+def _parse_steps(text: str) -> int:
     from rl_ext_core.isolation.verdict import LEAST_STEPS
 
     if not (text.isascii() and text.isdigit() and int(text[:10]) >= LEAST_STEPS):
