@@ -28,7 +28,7 @@ Kind = Literal["auto", "cpu", "cuda", "uuid", "nvidia-smi", "pci", "egl", "same"
 _NUMBER = "(0|[1-9][0-9]{0,8})"
 _INDEX_LIMIT = 10**9
 _HEX = "[0-9a-fA-F]"
-_FORMS: dict[Kind, str] = {
+_DEVICE_FORMS: dict[Kind, str] = {
     "auto": "auto",
     "cpu": "cpu",
     "cuda": f"cuda(?::{_NUMBER})?",
@@ -176,7 +176,7 @@ def parse(asked: object, argument: str) -> Request:
     """
     if type(asked) is int and abs(asked) >= _INDEX_LIMIT:  # Python does not write the longest ones in decimal
         raise InvalidArgumentError(f'{argument}={asked:#x} is no index of a device. Write {argument}="auto"')
-    for kind, form in (_FORMS | (_FOR_RENDERING if argument == "render" else {})).items():
+    for kind, form in (_DEVICE_FORMS | (_FOR_RENDERING if argument == "render" else {})).items():
         match = re.fullmatch(form, _device_as_text(asked, argument), re.ASCII)
         if match:
             return Request(kind, (match[1] or "") if match.lastindex else "", argument, asked)
@@ -209,7 +209,7 @@ def _likely(asked: str, argument: str) -> str:
     """Guess which form was meant, so that the line to write is one that is understood."""
     text = asked.strip().strip("'\"[]").lower().replace(" ", "")
     for guess in (text, f"cuda:{text}", text.replace("gpu:", "cuda:").replace("gpu-", "GPU-")):
-        if any(re.fullmatch(form, guess, re.ASCII) for form in _FORMS.values()):
+        if any(re.fullmatch(form, guess, re.ASCII) for form in _DEVICE_FORMS.values()):
             return guess
     return "same" if argument == "render" else "auto"
 
