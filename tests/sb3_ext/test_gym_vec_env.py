@@ -79,7 +79,7 @@ class Thin(VectorWrapper[Any, Any, Any, Any, Any]):
     """Stands between, so that batches are stepped."""
 
 
-def made(kind: str, build: Callable[[], Any], n_envs: int, mode: AutoresetMode) -> Any:
+def make_vector_env(kind: str, build: Callable[[], Any], n_envs: int, mode: AutoresetMode) -> Any:
     if kind in ("async", "ours"):
         workers = AsyncVectorEnv if kind == "async" else SharedMemoryVectorEnv
         return workers([build] * n_envs, autoreset_mode=mode, context="fork")
@@ -120,7 +120,7 @@ def compared(ours: VecEnv, build: Callable[[], Any], steps: int = 60, wrap: Any 
 @pytest.mark.parametrize("kind", ["sync", "not copied", "wrapped", "async"])
 @pytest.mark.parametrize("build", [cart_pole, Images], ids=["CartPole", "Images"])
 def test_the_rollouts_of_dummy_vec_env(kind: str, mode: AutoresetMode, build: Callable[[], Any]) -> None:
-    seen = compared(GymVecEnv(made(kind, build, 3, mode)), build)
+    seen = compared(GymVecEnv(make_vector_env(kind, build, 3, mode)), build)
     dones = np.array([step[2] for step in seen[1:]])
     assert 3 < dones.sum() < dones.size
 
@@ -137,13 +137,15 @@ def test_spaces(observations: str, kind: str, n_envs: int) -> None:
     theirs.close()
     if observations == "Box without dimensions" and kind == "wrapped":
         pytest.skip("rows of an array without dimensions are scalars")
-    compared(GymVecEnv(made(kind, build, n_envs, AutoresetMode.SAME_STEP)), build, steps=25)
+    compared(GymVecEnv(make_vector_env(kind, build, n_envs, AutoresetMode.SAME_STEP)), build, steps=25)
 
 
 @pytest.mark.parametrize("kind", ["sync", "wrapped"])
 def test_the_last_observation_is_right_where_environments_write_to_one_place(kind: str) -> None:
     """DummyVecEnv's is overwritten by the reset."""
-    ours, sane = (GymVecEnv(made(kind, build, 2, AutoresetMode.DISABLED)) for build in (ReusedArrayEnv, RandomEnv))
+    ours, sane = (
+        GymVecEnv(make_vector_env(kind, build, 2, AutoresetMode.DISABLED)) for build in (ReusedArrayEnv, RandomEnv)
+    )
     actions = [np.zeros(2, int)] * 30
     assert_equal(ends(ours, actions), ends(sane, actions))
 
@@ -252,7 +254,7 @@ def test_what_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["sync", "wrapped", "async", "ours"])
 def test_methods_and_attributes(kind: str) -> None:
-    venv = GymVecEnv(made(kind, Images, 3, AutoresetMode.SAME_STEP))
+    venv = GymVecEnv(make_vector_env(kind, Images, 3, AutoresetMode.SAME_STEP))
     venv.reset()
     assert venv.env_method("double", 4) == [8, 8, 8]
     venv.set_attr("mark", 1, indices=[0, 2])
@@ -286,7 +288,7 @@ def test_methods_and_attributes(kind: str) -> None:
 
 def test_a_gymnasium_without_the_private_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_compat, "_CAN_CALL_SOME", False)
-    with contextlib.closing(GymVecEnv(made("async", Images, 2, AutoresetMode.SAME_STEP))) as venv:
+    with contextlib.closing(GymVecEnv(make_vector_env("async", Images, 2, AutoresetMode.SAME_STEP))) as venv:
         venv.seed(3)
         venv.reset()
         assert venv.get_attr("np_random_seed", indices=[1, 0]) == [4, 3]
@@ -308,7 +310,7 @@ def _wrapped() -> Any:
 @pytest.mark.sample(quick=1)
 @pytest.mark.parametrize("kind", ["async", "ours", "sync"])
 def test_wrappers_around_each_are_known(kind: str) -> None:
-    venv = GymVecEnv(made(kind, _wrapped, 2, AutoresetMode.SAME_STEP))
+    venv = GymVecEnv(make_vector_env(kind, _wrapped, 2, AutoresetMode.SAME_STEP))
     found = [venv.env_is_wrapped(each, [1, 0]) for each in (Monitor, gym.wrappers.TimeLimit, gym.wrappers.ClipAction)]
     assert found == [[True, True], [True, True], [False, False]]
     idle: Any = types.SimpleNamespace(predict=lambda seen, **_: (np.zeros(len(seen), int), None))
@@ -319,7 +321,7 @@ def test_wrappers_around_each_are_known(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["wrapped", "sync"])
 def test_infos(kind: str) -> None:
-    venv = GymVecEnv(made(kind, Images, 3, AutoresetMode.NEXT_STEP))
+    venv = GymVecEnv(make_vector_env(kind, Images, 3, AutoresetMode.NEXT_STEP))
     venv.seed(0)
     venv.reset()
     assert all(set(info) == {"fresh"} for info in venv.reset_infos)
@@ -340,7 +342,7 @@ def test_infos(kind: str) -> None:
     assert infos[index]["left"] == 0
     assert set(venv.reset_infos[index]) == {"fresh"}
     assert venv.reset_infos is not held
-    venv = GymVecEnv(made(kind, Images, 3, AutoresetMode.NEXT_STEP), infos="all")
+    venv = GymVecEnv(make_vector_env(kind, Images, 3, AutoresetMode.NEXT_STEP), infos="all")
     venv.seed(0)
     venv.reset()
     infos = [info for _ in range(2) for info in venv.step(np.zeros(3, int))[3]]
@@ -349,7 +351,7 @@ def test_infos(kind: str) -> None:
 
 
 def test_a_step_that_nobody_waited_for_is_given_up_by_a_reset() -> None:
-    venv = GymVecEnv(made("sync", cart_pole, 2, AutoresetMode.SAME_STEP))
+    venv = GymVecEnv(make_vector_env("sync", cart_pole, 2, AutoresetMode.SAME_STEP))
     venv.reset()
     with pytest.raises(InvalidArgumentError, match="3 actions for 2 environments"):
         venv.step(np.zeros(3, int))
@@ -398,7 +400,7 @@ HINDSIGHT = {**OFF, "replay_buffer_class": HerReplayBuffer, "replay_buffer_kwarg
     ids=["SAC", "DQN", "MaskablePPO"],
 )
 def test_algorithms_train_on_it(algorithm: Any, policy: str, build: Any, options: dict[str, Any]) -> None:
-    venv = GymVecEnv(made("wrapped", build, 2, AutoresetMode.NEXT_STEP))
+    venv = GymVecEnv(make_vector_env("wrapped", build, 2, AutoresetMode.NEXT_STEP))
     model = without_logger(algorithm(policy, venv, device="cpu", **options)).learn(100)
     if algorithm is SAC:
         assert model.replay_buffer.timeouts.sum() >= 4
