@@ -39,7 +39,7 @@ __all__ = [
 
 _Pointer = ctypes.c_size_t
 _HEADER = object.__basicsize__
-_MOVED = 1 << 20  # bytes at a time
+_COPY_CHUNK = 1 << 20  # bytes at a time
 
 
 def round_to_pages(n_bytes: int) -> int:
@@ -64,8 +64,8 @@ def copy_and_free(target: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
     owner = base.obj if isinstance(base, memoryview) else base
     just_read = isinstance(owner, bytearray) and source.flags.writeable and source.flags.c_contiguous
     start = address_of(source)
-    for at in range(0, len(source), _MOVED):
-        stop = min(at + _MOVED, len(source))
+    for at in range(0, len(source), _COPY_CHUNK):
+        stop = min(at + _COPY_CHUNK, len(source))
         target[at:stop] = source[at:stop]
         first, last = -(-(start + at) // PAGE) * PAGE, (start + stop) // PAGE * PAGE
         if just_read and first < last:
