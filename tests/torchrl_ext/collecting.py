@@ -54,7 +54,7 @@ class RandomObservations(gymnasium.Env[np.ndarray, Any]):
         return np.array([self.np_random.random(), random.random(), np.random.random(), torch.rand(()).item()])
 
 
-class Alternates(torch.nn.Module):
+class SignPolicy(torch.nn.Module):
     """Pushes to the left and to the right, by the sign of what it reads; it has a parameter, as policies do."""
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ def collected(kind: str, source: Any, seed: int) -> TensorDict:
     from torchrl_ext import as_factory
 
     factories = as_factory(source).for_workers(WORKERS, seed=seed)
-    policy = TensorDictModule(Alternates(), in_keys=["observation"], out_keys=["action"])
+    policy = TensorDictModule(SignPolicy(), in_keys=["observation"], out_keys=["action"])
     collecting = collector(kind, factories, policy)
     batches = [batch.clone() for batch in collecting]
     collecting.shutdown()
