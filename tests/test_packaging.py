@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -29,6 +30,10 @@ def test_the_wheel_holds_the_three_packages_and_no_folder_called_shared(built: P
     assert {name for name in top if not name.endswith(".dist-info")} == {"rl_ext_core", "torchrl_ext", "sb3_ext"}
     assert {f"{name}/py.typed" for name in ("rl_ext_core", "torchrl_ext", "sb3_ext")} <= set(names)
     assert "rl_ext_core/devices/__init__.py" in names
+    (metadata,) = [name for name in names if name.endswith(".dist-info/METADATA")]
+    readme = zipfile.ZipFile(wheel).read(metadata).decode()
+    assert "https://rl-ext.readthedocs.io/en/latest/guides/buffers.html" in readme
+    assert not re.findall(r"\]\((?!https://)", readme)  # a package index cannot follow relative links
 
 
 @pytest.mark.slow
