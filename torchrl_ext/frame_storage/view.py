@@ -74,13 +74,13 @@ class FrameView(torch.Tensor):
             return _written_by(func, args, kwargs)
         self = args[0]
         if isinstance(self, FrameView):
-            if (handles := self._rearranged(func, args, kwargs)) is not None:
+            if (handles := self._rearrange_handles(func, args, kwargs)) is not None:
                 return FrameView(handles, self._column, self._storage, self._emptied)
             if func is _aten.index.Tensor and _n_axes(args[1]) <= self._handles.ndim:
                 return self._read(func(self._handles, args[1]))
         return func(*tree_map(_decoded, args), **tree_map(_decoded, kwargs))
 
-    def _rearranged(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+    def _rearrange_handles(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
         """The handles that are left, where the function only picks or reorders whole images."""
         handles, n_image = self._handles, len(self._column.shape)
         if func in _UNCHANGED:
