@@ -433,14 +433,14 @@ class Pool:
                 worker.discard_answer()
                 self.send(worker, "close", None)
         late += _wait_while(expect_exit, lambda worker: worker.is_busy() or worker.is_alive(), begin, limit)
-        failures = [found for worker in self.workers if worker.is_done() and (found := self._failure_to_close(worker))]
+        failures = [found for worker in self.workers if worker.is_done() and (found := self._close_error(worker))]
         if late:
             number, at = late[0].cells[Cell.ENVIRONMENT], PHASES[late[0].cells[Cell.PHASE]]
             where = "in threads that go on after its close" if at == "idle" else f"in {at}"
             self._warn_of_late(late[0].first + number, where, begin)
         return failures
 
-    def _failure_to_close(self, worker: WorkerHandle) -> WorkerError | None:
+    def _close_error(self, worker: WorkerHandle) -> WorkerError | None:
         """Return an environment's failure in ``close``; what has happened before does not matter any more."""
         if worker.watch is None or not worker.awaits_answer():
             return None
