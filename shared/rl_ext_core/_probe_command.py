@@ -75,11 +75,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         sys.stdout.write(f"{verdict.to_json()}\n")
     else:
-        _show(verdict, console)
+        _print_verdict(verdict, console)
     return 1 if verdict.isolation in (Isolation.BROKEN, Isolation.UNKNOWN) else 0
 
 
-def _show(verdict: Verdict, console: Console) -> None:
+def _print_verdict(verdict: Verdict, console: Console) -> None:
     console.print(f"{verdict.isolation.value}   (by {verdict.declared_by}, in {verdict.seconds:.2f} s)\n")
     console.print(verdict.explanation)
     facts = {
