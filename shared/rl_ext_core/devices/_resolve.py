@@ -36,7 +36,7 @@ _DEVICE_FORMS: dict[Kind, str] = {
     "nvidia-smi": f"nvidia-smi:{_NUMBER}",
     "pci": rf"pci:((?:{_HEX}{{1,8}}:)?{_HEX}{{2}}:{_HEX}{{2}}\.{_HEX})",
 }
-_FOR_RENDERING: dict[Kind, str] = {"egl": f"egl:{_NUMBER}", "same": "same", "none": "none"}
+_RENDER_FORMS: dict[Kind, str] = {"egl": f"egl:{_NUMBER}", "same": "same", "none": "none"}
 _EXPECTED = (
     '"auto", "cpu", "cuda", "cuda:<index>", an index, "GPU-<uuid>", "nvidia-smi:<index>", "pci:<address>" '
     "or a torch.device of type cpu or cuda"
@@ -176,7 +176,7 @@ def parse(asked: object, argument: str) -> Request:
     """
     if type(asked) is int and abs(asked) >= _INDEX_LIMIT:  # Python does not write the longest ones in decimal
         raise InvalidArgumentError(f'{argument}={asked:#x} is no index of a device. Write {argument}="auto"')
-    for kind, form in (_DEVICE_FORMS | (_FOR_RENDERING if argument == "render" else {})).items():
+    for kind, form in (_DEVICE_FORMS | (_RENDER_FORMS if argument == "render" else {})).items():
         match = re.fullmatch(form, _device_as_text(asked, argument), re.ASCII)
         if match:
             return Request(kind, (match[1] or "") if match.lastindex else "", argument, asked)
