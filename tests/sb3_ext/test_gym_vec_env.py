@@ -60,10 +60,10 @@ class Images(gym.Env[Any, Any]):
 
     def step(self, action: Any) -> Any:
         self.left -= 1
-        ends = self.left == 0
-        truncated = ends and bool(self.np_random.integers(2))
+        roll_out = self.left == 0
+        truncated = roll_out and bool(self.np_random.integers(2))
         info = {"left": self.left, **({"odd": True} if self.left % 2 else {})}
-        return self._image(), float(action) + 0.1, ends and not truncated, truncated, info
+        return self._image(), float(action) + 0.1, roll_out and not truncated, truncated, info
 
     def render(self) -> Any:
         return self._image()
@@ -87,7 +87,7 @@ def make_vector_env(kind: str, build: Callable[[], Any], n_envs: int, mode: Auto
     return sync if kind in ("sync", "not copied") else Thin(sync)
 
 
-def ends(venv: VecEnv, actions: list[Any], seed: int = 3) -> list[Any]:
+def roll_out(venv: VecEnv, actions: list[Any], seed: int = 3) -> list[Any]:
     """What can be compared: all but infos of environments that go on, and what is told of episodes."""
     venv.seed(seed)
     kept: list[Any] = [venv.reset()]
@@ -108,8 +108,8 @@ def compared(ours: VecEnv, build: Callable[[], Any], steps: int = 60, wrap: Any 
     theirs = wrap(DummyVecEnv([build] * ours.num_envs))
     theirs.action_space.seed(0)
     actions = [action_of(theirs.action_space, ours.num_envs) for _ in range(steps)]
-    seen = ends(ours, actions)
-    assert_equal(seen, ends(theirs, actions))
+    seen = roll_out(ours, actions)
+    assert_equal(seen, roll_out(theirs, actions))
     theirs.close()
     ours.close()
     return seen
@@ -147,7 +147,7 @@ def test_the_last_observation_is_right_where_environments_write_to_one_place(kin
         GymVecEnv(make_vector_env(kind, build, 2, AutoresetMode.DISABLED)) for build in (ReusedArrayEnv, RandomEnv)
     )
     actions = [np.zeros(2, int)] * 30
-    assert_equal(ends(ours, actions), ends(sane, actions))
+    assert_equal(roll_out(ours, actions), roll_out(sane, actions))
 
 
 # -- conventions
