@@ -323,7 +323,7 @@ class FileRegion(Region):
         word = int(np.frombuffer(table, np.uint64, 1, _COUNTS_AT)[0])
         forgotten, count = _unpack_counts(word)
         found, crc = [], 0
-        for number in range(_MOST if repair else count if word == _pack_counts(forgotten, count) else 0):
+        for number in range(_MAX_PIECES if repair else count if word == _pack_counts(forgotten, count) else 0):
             part, n_bytes, expected = _ENTRY.unpack_from(table, _TABLE_AT + number * _ENTRY.size)
             crc = zlib.crc32(_ENTRY.pack(part, n_bytes, 0), crc)
             if crc != expected:
@@ -365,7 +365,7 @@ class FileRegion(Region):
         if more <= 0:
             return
         forgotten, count = self._known
-        if count >= _MOST:
+        if count >= _MAX_PIECES:
             raise StorageError(f"{self._name} has too many pieces; make a new one from a checkpoint")
         try:
             self._allocate_file(self._descriptor, self._end, more)
@@ -442,7 +442,7 @@ def _unpack_counts(word: int) -> tuple[int, int]:
     return word >> 48, (word >> 32) & 0xFFFF
 
 
-_MOST = (_TABLE_BYTES - _TABLE_AT) // _ENTRY.size
+_MAX_PIECES = (_TABLE_BYTES - _TABLE_AT) // _ENTRY.size
 
 
 def _growth(held: int, wanted: int) -> int:
