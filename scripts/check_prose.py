@@ -1,0 +1,250 @@
+#!/usr/bin/env python3
+"""Check docs, docstrings, comments and error texts against the project's rules of writing.
+
+Prints one line per violation and exits with 1 if there is any. ``make lint`` runs it over the whole repository.
+
+    python scripts/check_prose.py                  # every tracked file
+    python scripts/check_prose.py sb3_ext docs     # some folders or files
+
+The rules: a sentence has at most 25 words; a docstring does not begin with a question word, "Of" or "That"; words that
+this project does not use are listed in ``WORDS``; a class or function name at module level has one meaning in the
+three packages. ``SHARED_NAMES`` and ``QUOTES`` list the exceptions, each with its reason.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import re
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("shared/rl_ext_core/", "sb3_ext/", "torchrl_ext/")
+MAX_WORDS = 25
+
+# Beginnings of words in British spelling.
+_BRITISH = """vectoris normalis initialis uninitialis parametris organis recognis optimis serialis synchronis minimis
+maximis summaris randomis discretis specialis generalis utilis visualis realis(?!m|t) customis categoris tokenis
+memoris characteris finalis standardis localis authoris materialis quantis analys(?:e|ed|ing)\\b behaviour colour
+licence favour centre\\b artefact modell(?:ed|ing) labell(?:ed|ing) neighbour cancell(?:ed|ing)"""
+# A pattern, and what to write instead.
+WORDS = {
+    r"(?<!there )(?<!There )\b(?:is|are|was|were) no (?!longer\b|more\b|less\b|fewer\b|doubt\b)": "is not a",
+    r"\banew\b": "again",
+    r"\bbeside\b": "next to, in addition to",
+    r"\bnobody\b": "the actor's name",
+    r"\bkin\b": "the class's name",
+    r"\bbears?\b": "tolerate",
+    r"\bmend(?:s|ed|ing)?\b": "fix, repair",
+    r"\bsettle[sd]?\b": "flush, decide",
+    r"\btold\b": "reported",
+    r"\bbut for\b": "except",
+    r"\bin silence\b": "silently",
+    r"\blikewise\b": "what is the same",
+    r"\bas far as\b": "the limit itself",
+    r"\b(?:" + "|".join(_BRITISH.split()) + r")": "American spelling",
+}
+# Names of functions that do not say what is done: participles alone, prepositions, question words.
+UNCLEAR_NAME = re.compile(
+    r"_*(?:(?!\w*seed$|need|feed|embed|shed|speed)\w*[a-z]ed|said|meant|held|kept|begun|made|given|taken|found|left|lost|known|gone|done|drawn|bound"
+    r"|at|in|of|beyond|within|around|under|over|among|apart|again|else|who|what|whether|where)$"
+)
+FIRST_WORD = re.compile(r"(?:What|Who|Whoever|Whom|Whose|Which|Of|That)\b")
+
+# Module-level names that several modules define, and why that is one meaning.
+SHARED_NAMES: dict[str, str] = {
+    "main": "entry points",
+    "add_arguments": "each command of rl-ext has these two functions",
+    "run": "each command of rl-ext has these two functions",
+}
+# Passages that quote others, such as a library's message, and why they stay.
+QUOTES: dict[str, str] = {}
+
+
+class Passage(NamedTuple):
+    """A piece of prose.
+
+    :ivar path: its file, relative to the repository
+    :ivar line: the line that it begins in
+    :ivar kind: ``"docstring"``, ``"comment"``, ``"string"`` or ``"page"``
+    :ivar text: its text
+    """
+
+    path: str
+    line: int
+    kind: str
+    text: str
+
+
+def tracked(paths: list[str]) -> list[str]:
+    """List the tracked and new files with prose in them, under some paths."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *paths]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [name for name in names if name.endswith((".py", ".md", ".ipynb")) and (ROOT / name).exists()]
+
+
+def passages(name: str) -> Iterator[Passage]:
+    """Find the prose of a file."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    if name.endswith(".py"):
+        yield from _of_python(name, text)
+    elif name.endswith(".md"):
+        yield Passage(name, 1, "page", text)
+    else:
+        for cell in json.loads(text)["cells"]:
+            if cell["cell_type"] == "markdown":
+                yield Passage(name, 1, "page", "".join(cell["source"]))
+
+
+def _of_python(name: str, text: str) -> Iterator[Passage]:
+    docstrings = set()
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            docstring = ast.get_docstring(node)
+            if docstring:
+                value = node.body[0].value  # type: ignore[attr-defined]
+                docstrings.add(value)
+                yield Passage(name, value.lineno, "docstring", docstring)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
+            yield Passage(name, node.lineno, "string", node.value)
+    block: list[str] = []
+    start = last = 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        if block and token.start[0] != last + 1:
+            yield Passage(name, start, "comment", " ".join(block))
+            block = []
+        start = start if block else token.start[0]
+        last = token.start[0]
+        block.append(token.string.lstrip("#: "))
+    if block:
+        yield Passage(name, start, "comment", " ".join(block))
+
+
+def blocks(text: str) -> Iterator[tuple[int, str]]:
+    """Split a text into paragraphs, list items, table cells and docstring fields, without its code.
+
+    :return: each with the number of its first line, from 0
+    """
+    current: list[str] = []
+    first = 0
+    fence = literal = None
+    for number, line in enumerate([*text.splitlines(), ""]):
+        stripped = line.strip()
+        indent = len(line) - len(line.lstrip())
+        if re.match(r"(```|~~~|:::)", stripped):
+            fence = (
+                None if fence and stripped.startswith(fence) else stripped[:3] if stripped[3:] or not fence else fence
+            )
+            if stripped.startswith(":::") or "{admonition}" in stripped or "{note}" in stripped or "{tip}" in stripped:
+                fence = None
+            stripped, starts = "", True
+        elif fence:
+            continue
+        elif literal is not None:
+            if stripped and indent <= literal:
+                literal, starts = None, True
+            else:
+                continue
+        elif stripped.startswith((">>>", "...", "<", "+--", "===", "---", ".. ", "$ ")):
+            stripped, starts = "", True
+        else:
+            starts = bool(re.match(r"(?:[-*+]|\d+[.)]|:\w[^:]*:|#+|\||>)\s", stripped)) or not stripped
+        if starts:
+            if current:
+                yield first, " ".join(current)
+            current, first = [], number
+        if stripped.startswith("|"):
+            for cell in stripped.strip("|").split("|"):
+                yield number, cell.strip()
+        elif stripped:
+            current.append(re.sub(r"^(?:[-*+]|\d+[.)]|#+|>|:\w[^:]*:)\s+", "", stripped))
+            if stripped.endswith("::"):
+                literal = indent
+
+
+def sentences(block: str) -> list[str]:
+    """Split a paragraph into sentences. Code and link targets count as one word."""
+    block = re.sub(r"(?:\{[\w:]+\}|:[\w:]+:)?(`+).+?\1_*", "CODE", block)
+    block = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", block)
+    block = re.sub(r"\b(?:e\.g|i\.e|etc|vs|cf)\.", "abbr", block)
+    return [part.strip() for part in re.split(r"(?<=[.!?…])[)\"*]*\s+(?=[A-Z0-9\"*(_])", block) if part.strip()]
+
+
+def violations(passage: Passage) -> Iterator[tuple[int, str]]:
+    """Check a passage; yield lines of the file, and what is wrong in them."""
+    if any(quote in passage.text for quote in QUOTES):
+        return
+    if passage.kind == "docstring" and FIRST_WORD.match(passage.text):
+        yield passage.line, f"docstring begins with {passage.text.split()[0]!r}: begin with the subject or the verb"
+    if passage.kind == "string" and not passage.path.startswith(PACKAGES):
+        return
+    if passage.kind in ("docstring", "page"):
+        pieces = [
+            (passage.line + number, sentence) for number, block in blocks(passage.text) for sentence in sentences(block)
+        ]
+    else:
+        pieces = [(passage.line, re.sub(r"`[^`]*`", "CODE", passage.text))]
+    for line, sentence in pieces:
+        n_words = len(re.findall(r"[\w'/.-]*\w[\w'/.-]*", sentence))
+        if n_words > MAX_WORDS and passage.kind in ("docstring", "page"):
+            yield line, f"{n_words} words: {sentence[:90]}…"
+        for pattern, instead in WORDS.items():
+            for found in re.finditer(pattern, sentence, re.IGNORECASE):
+                yield line, f"{found.group().strip()!r}: write {instead!r}"
+
+
+def unclear_names(names: list[str]) -> Iterator[str]:
+    """Find functions of the packages, properties apart, whose one-word name says no effect."""
+    for name in names:
+        if name.startswith(PACKAGES) and name.endswith(".py"):
+            for node in ast.walk(ast.parse((ROOT / name).read_text(encoding="utf-8"))):
+                if not isinstance(node, ast.FunctionDef) or "_" in node.name.strip("_"):
+                    continue
+                is_property = any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
+                if UNCLEAR_NAME.match(node.name) and not is_property:
+                    yield f"{name}:{node.lineno}: {node.name!r} says no effect: begin with a verb"
+
+
+def shared_names(names: list[str]) -> Iterator[str]:
+    """Find classes and functions of module level that two modules of the packages define."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        if not name.startswith(PACKAGES) or not name.endswith(".py"):
+            continue
+        for node in ast.parse((ROOT / name).read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                places = found.setdefault(node.name, [])
+                place = f"{name}:{node.lineno}"
+                if not any(name in other for other in places):
+                    places.append(place)
+    for name, places in sorted(found.items()):
+        if len(places) > 1 and not name.startswith("__") and name not in SHARED_NAMES:
+            yield f"{places[0]}: {name!r} is defined in other modules too: {', '.join(places[1:])}"
+
+
+def main() -> int:
+    """Check the files, and print what is wrong."""
+    names = tracked(sys.argv[1:])
+    lines = [
+        f"{name}:{line}: {problem}"
+        for name in names
+        for passage in passages(name)
+        for line, problem in violations(passage)
+    ]
+    lines += [*unclear_names(names), *shared_names(names)]
+    print("\n".join(lines), end="\n" if lines else "")
+    return bool(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
