@@ -156,7 +156,7 @@ def collected(kind: str, source: Any, seed: int) -> TensorDict:
     return torch.cat([batch.reshape(-1) for batch in batches]).reshape(WORKERS, STEPS)
 
 
-def shown(batch: TensorDict) -> dict[str, Any]:
+def as_lists(batch: TensorDict) -> dict[str, Any]:
     """What tests look at."""
     names = ("observation", "action", "step_count", ("next", "episode_reward"), ("next", "observation"))
     keys = batch.keys(include_nested=True)
@@ -212,7 +212,7 @@ def main() -> None:
     with ray_here(folder) if kind == "ray" else contextlib.nullcontext():
         for run in runs:
             source, seed = run.split(":")
-            results.append(shown(collected(kind, SOURCES[source](), int(seed))))
+            results.append(as_lists(collected(kind, SOURCES[source](), int(seed))))
         held = filled_buffer() if kind == "ray" else 0
     sys.stdout.write(json.dumps([results, held]) + "\n")
 

@@ -62,7 +62,7 @@ def arrays(result: dict[str, Any]) -> Collected:
 
 
 def in_this_process(source: Any, *, seed: int) -> Collected:
-    return arrays(collecting.shown(collecting.collected("single", source, seed)))
+    return arrays(collecting.as_lists(collecting.collected("single", source, seed)))
 
 
 def assert_same(one: Collected, other: Collected) -> None:
