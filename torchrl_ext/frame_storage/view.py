@@ -71,7 +71,7 @@ class FrameView(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if func._schema.is_mutable:
-            return _written_by(func, args, kwargs)
+            return _call_mutating(func, args, kwargs)
         self = args[0]
         if isinstance(self, FrameView):
             if (handles := self._rearrange_handles(func, args, kwargs)) is not None:
@@ -161,7 +161,7 @@ def _n_axes(parts: Any) -> int:
     return sum(part.ndim if getattr(part, "dtype", None) in masks else 1 for part in parts)
 
 
-def _written_by(func: Any, args: Any, kwargs: Any) -> Any:
+def _call_mutating(func: Any, args: Any, kwargs: Any) -> Any:
     """Call a function that changes some of its arguments, and store what it has made of images."""
     written: list[tuple[FrameView, torch.Tensor, torch.Tensor]] = []
 
