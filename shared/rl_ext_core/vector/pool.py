@@ -437,7 +437,7 @@ class Pool:
         if late:
             number, at = late[0].cells[Cell.ENVIRONMENT], PHASES[late[0].cells[Cell.PHASE]]
             where = "in threads that go on after its close" if at == "idle" else f"in {at}"
-            self._warn_of_late(late[0].first + number, where, begin)
+            self._warn_of_slow_close(late[0].first + number, where, begin)
         return failures
 
     def _close_error(self, worker: WorkerHandle) -> WorkerError | None:
@@ -450,7 +450,7 @@ class Pool:
         error = self._group_error([other for other in self.workers if other.watch is worker.watch])
         return error if error.phase == "close" else None
 
-    def _warn_of_late(self, environment: int, where: str, begin: float) -> None:
+    def _warn_of_slow_close(self, environment: int, where: str, begin: float) -> None:
         """Warn that the time to close environments was up."""
         warnings.warn(
             f"environment {environment} of {len(self.seeds)} was still {where} after {time.monotonic() - begin:.3g} s "

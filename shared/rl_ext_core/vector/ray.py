@@ -199,7 +199,7 @@ class RayPool(Pool):
                     failures.append(self._failure_of([worker], error, patience))
         late = [worker for worker in self.workers if worker.pending is not None and worker.pending not in ready]
         if late:
-            self._warn_of_late(late[0].first, "in close", begin)
+            self._warn_of_slow_close(late[0].first, "in close", begin)
         return failures
 
     def _end_workers(self) -> None:
