@@ -13,7 +13,7 @@ from rl_ext_core.errors import InvalidArgumentError
 EXPECTED = "module:function, module:Class.method, or an id of gymnasium, which may be module:id"
 
 
-def named_source(text: str) -> Any:
+def load_source(text: str) -> Any:
     """Find what builds the environment that a text names.
 
     Modules are looked for in the working directory too, as ``python -m`` does, and stay there to be found: what builds

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from rl_ext_core._named_source import EXPECTED, named_source
+from rl_ext_core._named_source import EXPECTED, load_source
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, RlExtError, _missing_dependency_error
 
 
@@ -137,7 +137,7 @@ def _report_env_errors(name: str | None) -> Iterator[None]:
 
 def _make_env(name: str) -> Any:
     """The environment of a name."""
-    found = named_source(name)
+    found = load_source(name)
     if isinstance(found, str):
         try:
             import gymnasium

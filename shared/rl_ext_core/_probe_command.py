@@ -16,7 +16,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from rl_ext_core._named_source import named_source
+from rl_ext_core._named_source import load_source
 from rl_ext_core.cli import new_console
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rl_ext_core.isolation import Isolation, probe
 
     console = new_console()
-    source = named_source(arguments.source)
+    source = load_source(arguments.source)
     options = {"cache": not arguments.no_cache, "steps": arguments.steps, "timeout": arguments.timeout}
     if console.is_terminal and not arguments.json:
         with console.status(f"building and stepping {arguments.source} in processes of its own"):
