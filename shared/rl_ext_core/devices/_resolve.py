@@ -43,7 +43,7 @@ _EXPECTED = (
 )
 # On WSL libcuda and NVML come with Windows's driver (/usr/lib/wsl/lib), and no libEGL_nvidia.
 WSL_LIMIT = "computes on WSL and does not render there, because NVIDIA's driver for WSL has CUDA and no EGL"
-_ON_THE_CPU = 'Write render="cpu" to render there on purpose'
+_CPU_RENDERING_HINT = 'Write render="cpu" to render there on purpose'
 
 _log = logging.getLogger("rl_ext_core.devices")
 
@@ -391,7 +391,7 @@ def _on_cpu(
 def _rendering_gpu(request: Request, machine: Machine, computing: Decision, picker: Picker) -> Gpu:
     if request.kind == "same":
         if computing.gpu is None:
-            raise DeviceUnavailableError(f"{request}: {computing.warnings[0]}. {_ON_THE_CPU}")
+            raise DeviceUnavailableError(f"{request}: {computing.warnings[0]}. {_CPU_RENDERING_HINT}")
         return computing.gpu
     if request.kind in ("uuid", "nvidia-smi", "pci"):
         # No renderer heeds the mask where it is told a device: a GPU that is hidden from CUDA renders if it is named.
@@ -401,7 +401,7 @@ def _rendering_gpu(request: Request, machine: Machine, computing: Decision, pick
         why = machine.inventory.nvml_error or "NVML lists no GPU on this machine"
         if machine.inventory.gpus:
             why = machine.no_device_reason()
-        raise DeviceUnavailableError(f"{request} was asked for, but {why}. {_ON_THE_CPU}")
+        raise DeviceUnavailableError(f"{request} was asked for, but {why}. {_CPU_RENDERING_HINT}")
     if request.kind == "auto":
         return machine.gpu(_pick.pick(picker, machine)[0])
     ordinal = request.index or 0
@@ -435,7 +435,9 @@ def _egl_of(gpu: Gpu, machine: Machine, request: Request) -> EglDevice:
             "NVIDIA's EGL is not installed (10_nvidia.json in /usr/share/glvnd/egl_vendor.d; a container needs "
             "NVIDIA_DRIVER_CAPABILITIES=all), so that EGL lists no GPU"
         )
-    raise DeviceUnavailableError(f"{request}: {gpu.name} ({gpu.uuid}) does not render here: {why}. {_ON_THE_CPU}")
+    raise DeviceUnavailableError(
+        f"{request}: {gpu.name} ({gpu.uuid}) does not render here: {why}. {_CPU_RENDERING_HINT}"
+    )
 
 
 def on_wsl(machine: Machine) -> bool:
@@ -446,7 +448,7 @@ def on_wsl(machine: Machine) -> bool:
 def _check_whole(gpu: Gpu, request: Request) -> None:
     if gpu.mig:
         raise DeviceUnavailableError(
-            f"{request}: {gpu.uuid} is cut into MIG slices ({gpu.mig[0]}), which do not render. {_ON_THE_CPU}"
+            f"{request}: {gpu.uuid} is cut into MIG slices ({gpu.mig[0]}), which do not render. {_CPU_RENDERING_HINT}"
         )
 
 
