@@ -104,7 +104,9 @@ def roll_out(venv: VecEnv, actions: list[Any], seed: int = 3) -> list[Any]:
     return copies
 
 
-def compared(ours: VecEnv, build: Callable[[], Any], steps: int = 60, wrap: Any = lambda venv: venv) -> list[Any]:
+def compare_with_dummy(
+    ours: VecEnv, build: Callable[[], Any], steps: int = 60, wrap: Any = lambda venv: venv
+) -> list[Any]:
     theirs = wrap(DummyVecEnv([build] * ours.num_envs))
     theirs.action_space.seed(0)
     actions = [action_of(theirs.action_space, ours.num_envs) for _ in range(steps)]
@@ -120,7 +122,7 @@ def compared(ours: VecEnv, build: Callable[[], Any], steps: int = 60, wrap: Any 
 @pytest.mark.parametrize("kind", ["sync", "not copied", "wrapped", "async"])
 @pytest.mark.parametrize("build", [cart_pole, Images], ids=["CartPole", "Images"])
 def test_the_rollouts_of_dummy_vec_env(kind: str, mode: AutoresetMode, build: Callable[[], Any]) -> None:
-    seen = compared(GymVecEnv(make_vector_env(kind, build, 3, mode)), build)
+    seen = compare_with_dummy(GymVecEnv(make_vector_env(kind, build, 3, mode)), build)
     dones = np.array([step[2] for step in seen[1:]])
     assert 3 < dones.sum() < dones.size
 
@@ -137,7 +139,7 @@ def test_spaces(observations: str, kind: str, n_envs: int) -> None:
     theirs.close()
     if observations == "Box without dimensions" and kind == "wrapped":
         pytest.skip("rows of an array without dimensions are scalars")
-    compared(GymVecEnv(make_vector_env(kind, build, n_envs, AutoresetMode.SAME_STEP)), build, steps=25)
+    compare_with_dummy(GymVecEnv(make_vector_env(kind, build, n_envs, AutoresetMode.SAME_STEP)), build, steps=25)
 
 
 @pytest.mark.parametrize("kind", ["sync", "wrapped"])
