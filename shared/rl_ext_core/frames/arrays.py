@@ -40,7 +40,7 @@ SETTINGS_SUM = 30  # of the six fields
 RECONFIGURING = 31  # whether the fields and all that they are about are being changed
 BINS, N_BINS = 32, 32  # of free runs by their length, see ``allocator``
 N_HEAD = 64
-_MOST = 2**32 - 2
+_MAX_NUMBER = 2**32 - 2
 
 _RESERVED_KINDS = BLOCKS, GRAINS, REFERENCES, STREAMS  # of what there has to be room for
 
@@ -170,15 +170,15 @@ def sizes_for_handles(
     :param grain: bytes, or None for as few as can be numbered.
     """
     n_handles += 3 * streams  # each stream keeps its newest stack
-    blocks = min(n_handles * ((n_stack - 1) // least_frames + 2) + 2 * streams, _MOST)
+    blocks = min(n_handles * ((n_stack - 1) // least_frames + 2) + 2 * streams, _MAX_NUMBER)
     # Each stack may have its own frames, in blocks of which the other frames serve nobody any more.
     contents = 4 * n_handles * (stack_bytes + 256) + blocks * 256 + streams * block_frames * (stack_bytes + 256)
     references = min(blocks, contents // (stack_bytes // n_stack + SLACK))
     if grain is None:
         grain = _GRAIN
-        while n_handles * (stack_bytes + 256) // grain > _MOST:
+        while n_handles * (stack_bytes + 256) // grain > _MAX_NUMBER:
             grain *= 2
-    return Sizes(blocks, min(contents // grain, _MOST), references, streams, stack_bytes, block_frames, grain)
+    return Sizes(blocks, min(contents // grain, _MAX_NUMBER), references, streams, stack_bytes, block_frames, grain)
 
 
 def sizes_for_ring(n_rows: int, *, layout: StackLayout, block_length: int, streams: int, has_checksums: bool) -> Sizes:
@@ -188,7 +188,7 @@ def sizes_for_ring(n_rows: int, *, layout: StackLayout, block_length: int, strea
     blocks = 2 * n_pairs * (layout.n_stack // block_length + 1) + 4 * streams
     contents = 5 * n_pairs * row // 2 + 4 * streams * block_length * row
     grain = _GRAIN
-    while contents // grain > _MOST:
+    while contents // grain > _MAX_NUMBER:
         grain *= 2
     references = min(blocks, contents // (layout.frame_bytes + SLACK) + 2)
     return Sizes(
