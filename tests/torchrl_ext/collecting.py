@@ -163,7 +163,7 @@ def as_lists(batch: TensorDict) -> dict[str, Any]:
     return {name if isinstance(name, str) else ".".join(name): batch[name].tolist() for name in names if name in keys}
 
 
-def filled_buffer() -> int:
+def fill_ray_buffer() -> int:
     """Fill a buffer that lives in a process of its own, here and in a task, and sample it; return what it holds.
 
     :raises AssertionError: an element is not what was added
@@ -213,7 +213,7 @@ def main() -> None:
         for run in runs:
             source, seed = run.split(":")
             results.append(as_lists(collected(kind, SOURCES[source](), int(seed))))
-        held = filled_buffer() if kind == "ray" else 0
+        held = fill_ray_buffer() if kind == "ray" else 0
     sys.stdout.write(json.dumps([results, held]) + "\n")
 
 
