@@ -78,7 +78,7 @@ class FrameView(torch.Tensor):
                 return FrameView(handles, self._column, self._storage, self._emptied)
             if func is _aten.index.Tensor and _n_axes(args[1]) <= self._handles.ndim:
                 return self._read(func(self._handles, args[1]))
-        return func(*tree_map(_decoded, args), **tree_map(_decoded, kwargs))
+        return func(*tree_map(_decode_view, args), **tree_map(_decode_view, kwargs))
 
     def _rearrange_handles(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
         """The handles that are left, where the function only picks or reorders whole images."""
@@ -105,7 +105,7 @@ class FrameView(torch.Tensor):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         parts = index if isinstance(index, tuple) else (index,)
-        value = _decoded(value)
+        value = _decode_view(value)
         if _n_axes(parts) > self._handles.ndim or any(part is None or part is ... for part in parts):
             before = self.decoded()
             images = before.clone()
@@ -187,5 +187,5 @@ def _call_mutating(func: Any, args: Any, kwargs: Any) -> Any:
     return next((view for view, images, _ in written if images is result), result)
 
 
-def _decoded(value: Any) -> Any:
+def _decode_view(value: Any) -> Any:
     return value.decoded() if isinstance(value, FrameView) else value
