@@ -115,7 +115,7 @@ class Pool:
         try:
             self._build()
             self.wait(starting=True, failing=True)
-            self.spaces = _common_spaces([spaces for worker in self.workers for spaces in worker.answer])
+            self.spaces = _require_common_spaces([spaces for worker in self.workers for spaces in worker.answer])
             self.layout = MemoryLayout.of(len(self.worker_by_env), *self.spaces)
             arrays = self.arrays = self.layout.arrays(self._map())
             # What every step needs is looked up once.
@@ -480,7 +480,7 @@ def new_pool(env_fns: Any, options: Options, *, autoreset: Autoreset = Autoreset
     return RestartingPool(env_fns, options, autoreset=autoreset)
 
 
-def _common_spaces(found: Sequence[Any]) -> Any:
+def _require_common_spaces(found: Sequence[Any]) -> Any:
     """Return the spaces that all environments have, or raise if one has others than the first."""
     for number, pair in enumerate(found):
         for name, one, other in zip(("observation_space", "action_space"), found[0], pair, strict=True):
