@@ -10,7 +10,7 @@ from typing import Any
 
 from rl_ext_core.errors import InvalidArgumentError
 
-EXPECTED = "module:function, module:Class.method, or an id of gymnasium, which may be module:id"
+SOURCE_FORMS = "module:function, module:Class.method, or an id of gymnasium, which may be module:id"
 
 
 def load_source(text: str) -> Any:
@@ -31,7 +31,7 @@ def load_source(text: str) -> Any:
         imported = importlib.import_module(module)
     except (Exception, SystemExit) as error:  # importing runs what the module's author wrote
         raise InvalidArgumentError(
-            f"{text!r}: {module!r} cannot be imported ({type(error).__name__}: {error}). Expected {EXPECTED}"
+            f"{text!r}: {module!r} cannot be imported ({type(error).__name__}: {error}). Expected {SOURCE_FORMS}"
         ) from error
     # An id may begin with the module that registers it, and ends in a version.
     if not all(part.isidentifier() for part in name.split(".")):
@@ -39,7 +39,9 @@ def load_source(text: str) -> Any:
     try:
         found = operator.attrgetter(name)(imported)
     except AttributeError as error:
-        raise InvalidArgumentError(f"{text!r}: {module!r} has no {name!r} ({error}). Expected {EXPECTED}") from error
+        raise InvalidArgumentError(
+            f"{text!r}: {module!r} has no {name!r} ({error}). Expected {SOURCE_FORMS}"
+        ) from error
     if not (callable(found) or hasattr(found, "observation_space")):
-        raise InvalidArgumentError(f"{text!r} is {found!r}, which builds no environment. Expected {EXPECTED}")
+        raise InvalidArgumentError(f"{text!r} is {found!r}, which builds no environment. Expected {SOURCE_FORMS}")
     return found

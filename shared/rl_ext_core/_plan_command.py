@@ -21,7 +21,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from rl_ext_core._named_source import EXPECTED, load_source
+from rl_ext_core._named_source import SOURCE_FORMS, load_source
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, RlExtError, _missing_dependency_error
 
 
@@ -149,7 +149,7 @@ def _make_env(name: str) -> Any:
             unknown = isinstance(error, (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv))
             if unknown or type(error) is gymnasium.error.Error:  # which is of an id that is malformed
                 raise InvalidArgumentError(
-                    f"--env {name!r} cannot be made ({type(error).__name__}: {error}); give {EXPECTED}"
+                    f"--env {name!r} cannot be made ({type(error).__name__}: {error}); give {SOURCE_FORMS}"
                 ) from error
             raise
     return found() if callable(found) else found
