@@ -182,7 +182,7 @@ def parse(asked: object, argument: str) -> Request:
             return Request(kind, (match[1] or "") if match.lastindex else "", argument, asked)
     raise InvalidArgumentError(
         f"{argument}={str(asked)!r} names no device that is known here; expected {_expected(argument)}. "
-        f'Write {argument}="{_likely(str(asked), argument)}"'
+        f'Write {argument}="{_guess_form(str(asked), argument)}"'
     )
 
 
@@ -205,7 +205,7 @@ def _expected(argument: str) -> str:
     return f'{_EXPECTED}, or for rendering "same", "none" or "egl:<index>"' if argument == "render" else _EXPECTED
 
 
-def _likely(asked: str, argument: str) -> str:
+def _guess_form(asked: str, argument: str) -> str:
     """Guess which form was meant, so that the line to write is one that is understood."""
     text = asked.strip().strip("'\"[]").lower().replace(" ", "")
     for guess in (text, f"cuda:{text}", text.replace("gpu:", "cuda:").replace("gpu-", "GPU-")):
