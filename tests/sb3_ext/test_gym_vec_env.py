@@ -367,12 +367,12 @@ def test_a_step_that_nobody_waited_for_is_given_up_by_a_reset() -> None:
 
 
 def test_ppo_learns_the_same(tmp_path: Path) -> None:
-    def trained(venv: VecEnv) -> Any:
+    def train(venv: VecEnv) -> Any:
         model = PPO("MlpPolicy", venv, n_steps=64, batch_size=64, n_epochs=2, seed=0, device="cpu")
         return without_logger(model).learn(512)
 
-    ours = trained(GymVecEnv(gym.make_vec("CartPole-v1", 4, vectorization_mode="sync")))
-    theirs = trained(DummyVecEnv([lambda: gym.make("CartPole-v1")] * 4))
+    ours = train(GymVecEnv(gym.make_vec("CartPole-v1", 4, vectorization_mode="sync")))
+    theirs = train(DummyVecEnv([lambda: gym.make("CartPole-v1")] * 4))
     for mine, other in zip(ours.policy.parameters(), theirs.policy.parameters(), strict=True):
         np.testing.assert_array_equal(mine.detach().numpy(), other.detach().numpy())
     assert len(ours.ep_info_buffer) > 3
