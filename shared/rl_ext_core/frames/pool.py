@@ -523,7 +523,7 @@ class FramePool:
             begin = -(-(start + (first + 1) * self._sizes.grain) // REGION_PAGE) * REGION_PAGE
             end = (start + (first + n) * self._sizes.grain - 1) // REGION_PAGE * REGION_PAGE
             if begin < end:
-                self._region.forget(begin, end - begin)
+                self._region.discard(begin, end - begin)
 
     def free_stream_buffers(self) -> None:
         """Gives back what only stacks to come need. Those share nothing with what is there."""
@@ -532,7 +532,7 @@ class FramePool:
             seal_full_blocks(self._state, self._pool, self.codec, self._memory)
         for name in ("last", "frame", "open"):
             start = state.array_offset(name, self._sizes)
-            self._region.forget(start, self._arrays[name].nbytes)
+            self._region.discard(start, self._arrays[name].nbytes)
         self._pool.head[state.STREAMS] = 0
 
     def _check_output(self, array: npt.NDArray[Any], n: int) -> None:

@@ -149,11 +149,11 @@ class PrivateRegion:
 
     def clear(self, start: int) -> None:
         """Gives memory back; every byte from a page's beginning on is zero again."""
-        self.forget(start, self.n_bytes - start)
+        self.discard(start, self.n_bytes - start)
 
-    def forget(self, start: int, n_bytes: int) -> None:
+    def discard(self, start: int, n_bytes: int) -> None:
         """Gives whole pages back whose contents do not matter any more."""
-        self._addresses.forget(start, n_bytes)
+        self._addresses.discard(start, n_bytes)
 
     def page_out(self, offset: int) -> None:
         """Has a part in a file count as resident no longer; it is the system's to keep it at hand."""
@@ -204,7 +204,7 @@ class Region(PrivateRegion):
             os.ftruncate(self._descriptor, start)
             os.ftruncate(self._descriptor, self.n_bytes)
 
-    def forget(self, start: int, n_bytes: int) -> None:
+    def discard(self, start: int, n_bytes: int) -> None:
         """Nothing: others may use the pages."""
 
     def __reduce__(self) -> tuple[Any, ...]:
