@@ -84,7 +84,7 @@ SOURCES: dict[str, Callable[[], Any]] = {"changed": changed, "transformed": tran
 
 
 @contextlib.contextmanager
-def ray_here(folder: str) -> Iterator[None]:
+def local_ray(folder: str) -> Iterator[None]:
     """Ray on this machine alone.
 
     :param folder: for its files; a short name, since the paths of sockets may have 107 characters
@@ -209,7 +209,7 @@ def main() -> None:
     logger.setLevel(logging.ERROR)
     gymnasium.register("OfAScript-v0", entry_point=RandomObservations)
     results = []
-    with ray_here(folder) if kind == "ray" else contextlib.nullcontext():
+    with local_ray(folder) if kind == "ray" else contextlib.nullcontext():
         for run in runs:
             source, seed = run.split(":")
             results.append(as_lists(collected(kind, SOURCES[source](), int(seed))))
