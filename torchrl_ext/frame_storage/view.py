@@ -165,9 +165,9 @@ def _call_mutating(func: Any, args: Any, kwargs: Any) -> Any:
     """Call a function that changes some of its arguments, and store what it has made of images."""
     written: list[tuple[FrameView, torch.Tensor, torch.Tensor]] = []
 
-    def opened(value: Any, argument: Any) -> Any:
+    def decode_argument(value: Any, argument: Any) -> Any:
         if isinstance(value, (list, tuple)):
-            return [opened(each, argument) for each in value]
+            return [decode_argument(each, argument) for each in value]
         if not isinstance(value, FrameView):
             return value
         before = value.decoded()
@@ -179,8 +179,8 @@ def _call_mutating(func: Any, args: Any, kwargs: Any) -> Any:
     arguments = func._schema.arguments
     named = {argument.name: argument for argument in arguments}
     result = func(
-        *[opened(value, argument) for value, argument in zip(args, arguments, strict=False)],
-        **{name: opened(value, named[name]) for name, value in kwargs.items()},
+        *[decode_argument(value, argument) for value, argument in zip(args, arguments, strict=False)],
+        **{name: decode_argument(value, named[name]) for name, value in kwargs.items()},
     )
     for view, images, before in written:
         view._store(images, before)
