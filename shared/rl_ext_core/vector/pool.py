@@ -114,7 +114,7 @@ class Pool:
         self._has_unread_answers = False  # whether answers may be owed
         try:
             self._build()
-            self.wait(starting=True, failing=True)
+            self.wait(starting=True, raise_failures=True)
             self.spaces = _require_common_spaces([spaces for worker in self.workers for spaces in worker.answer])
             self.layout = MemoryLayout.of(len(self.worker_by_env), *self.spaces)
             arrays = self.arrays = self.layout.arrays(self._map())
@@ -123,7 +123,7 @@ class Pool:
             self._observations = [arrays[f"observation {index}"] for index in range(len(self.layout.paths))]
             self._flags, self._kinds = arrays["flags"].data, arrays["reward kind"].data
             self._zeros = bytes(len(self.worker_by_env))
-            self.wait(starting=True, failing=True)
+            self.wait(starting=True, raise_failures=True)
         except BaseException:
             self.end()
             raise
@@ -243,17 +243,17 @@ class Pool:
 
     # -- answers
 
-    def wait(self, *, starting: bool = False, failing: bool = False) -> None:
+    def wait(self, *, starting: bool = False, raise_failures: bool = False) -> None:
         """Wait for all answers that workers owe, as long as a step may take.
 
         :param starting: as long as the start may take
-        :param failing: raise an answer that is a :class:`WorkerError`, as of pools whose workers fail one by one
+        :param raise_failures: raise an answer that is a :class:`WorkerError`, as of pools whose workers fail one by one
         :raises WorkerError: If a worker has failed.
         """
         require_same_process(self._owner)
         self._receive(self._options.start_timeout if starting else self._options.step_timeout)
         self._has_unread_answers = False
-        if failing:
+        if raise_failures:
             for worker in self.workers:
                 if isinstance(worker.answer, WorkerError):
                     raise worker.answer
@@ -314,7 +314,7 @@ class Pool:
 
     def results(self) -> list[Any]:
         """Return the results of a call, or raise what an environment has raised when all have answered."""
-        self.wait(failing=True)
+        self.wait(raise_failures=True)
         answers: dict[int, Any] = {}
         results = []
         for number in self._call[0]:

@@ -328,7 +328,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
             # What is answered later belongs to nobody: the next command waits for it and drops it.
             self._pending = ""
             raise multiprocessing.TimeoutError(f"the environments did not {what} within {timeout:g} s")
-        self._pool.wait(failing=what == "call")
+        self._pool.wait(raise_failures=what == "call")
         # From here on, Ctrl-C could not be followed by another wait.
         self._pending = ""
 
