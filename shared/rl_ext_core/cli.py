@@ -47,7 +47,7 @@ COMMANDS = {
 }
 
 # What a log or a pipe gets; a terminal has a width of its own.
-_WIDTH_ELSEWHERE, _LEAST_WIDTH = 120, 20
+_DEFAULT_WIDTH, _LEAST_WIDTH = 120, 20
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
 _WRONG_USAGE = (InvalidArgumentError, InvalidTypeError, CorruptFileError)
 
@@ -97,7 +97,7 @@ def new_console() -> Console:
 
     console = Console(markup=False, emoji=False, highlight=False)
     if console.width < _LEAST_WIDTH or (not console.is_terminal and "COLUMNS" not in console._environ):
-        console.width = _WIDTH_ELSEWHERE
+        console.width = _DEFAULT_WIDTH
     return console
 
 
