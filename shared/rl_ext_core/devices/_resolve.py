@@ -181,7 +181,7 @@ def parse(asked: object, argument: str) -> Request:
         if match:
             return Request(kind, (match[1] or "") if match.lastindex else "", argument, asked)
     raise InvalidArgumentError(
-        f"{argument}={str(asked)!r} names no device that is known here; expected {_expected(argument)}. "
+        f"{argument}={str(asked)!r} names no device that is known here; expected {_expected_forms(argument)}. "
         f'Write {argument}="{_guess_form(str(asked), argument)}"'
     )
 
@@ -197,11 +197,11 @@ def _device_as_text(asked: object, argument: str) -> str:
     likely = "auto" if argument == "device" else "same" if asked else "none"
     what = "negative" if type(asked) is int else f"of type {type(asked).__name__}"
     raise InvalidTypeError(
-        f'{argument}={asked!r} is {what}; expected {_expected(argument)}. Write {argument}="{likely}"'
+        f'{argument}={asked!r} is {what}; expected {_expected_forms(argument)}. Write {argument}="{likely}"'
     )
 
 
-def _expected(argument: str) -> str:
+def _expected_forms(argument: str) -> str:
     return f'{_EXPECTED}, or for rendering "same", "none" or "egl:<index>"' if argument == "render" else _EXPECTED
 
 
