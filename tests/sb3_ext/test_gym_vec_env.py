@@ -75,7 +75,7 @@ class Images(gym.Env[Any, Any]):
 cart_pole = functools.partial(gym.make, "CartPole-v1", max_episode_steps=30)
 
 
-class Thin(VectorWrapper[Any, Any, Any, Any, Any]):
+class PassThrough(VectorWrapper[Any, Any, Any, Any, Any]):
     """Stands between, so that batches are stepped."""
 
 
@@ -84,7 +84,7 @@ def make_vector_env(kind: str, build: Callable[[], Any], n_envs: int, mode: Auto
         workers = AsyncVectorEnv if kind == "async" else SharedMemoryVectorEnv
         return workers([build] * n_envs, autoreset_mode=mode, context="fork")
     sync = SyncVectorEnv([build] * n_envs, autoreset_mode=mode, copy=kind != "not copied")
-    return sync if kind in ("sync", "not copied") else Thin(sync)
+    return sync if kind in ("sync", "not copied") else PassThrough(sync)
 
 
 def roll_out(venv: VecEnv, actions: list[Any], seed: int = 3) -> list[Any]:
@@ -270,7 +270,7 @@ def test_methods_and_attributes(kind: str) -> None:
     with pytest.raises(AttributeError):
         venv.env_method("missing")
     assert venv.env_is_wrapped(Monitor) == [False] * 3
-    assert venv.env_is_wrapped(Thin) == [kind == "wrapped"] * 3
+    assert venv.env_is_wrapped(PassThrough) == [kind == "wrapped"] * 3
     assert [image.shape for image in venv.get_images()] == [(12, 12, 3)] * 3
     frame = venv.render()
     assert frame is not None

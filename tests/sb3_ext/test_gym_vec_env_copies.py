@@ -71,7 +71,7 @@ class Reporting(gym.Env[Any, Any]):
         return observation, reward, self._step == self._length, False, info
 
 
-class Thin(VectorWrapper[Any, Any, Any, Any, Any]):
+class PassThrough(VectorWrapper[Any, Any, Any, Any, Any]):
     """Stands between, so that batches are stepped."""
 
 
@@ -100,14 +100,16 @@ def built(when: str = "at odd steps", *, reuses: bool = False) -> list[Callable[
 @pytest.mark.parametrize("when", list(WHEN))
 @pytest.mark.parametrize("form", ["single environments", "arrays", "lists"])
 def test_infos_are_those_of_dummy_vec_env(form: str, when: str, mode: AutoresetMode) -> None:
-    wrap: Any = {"single environments": lambda env: env, "arrays": Thin, "lists": DictInfoToList}[form]
+    wrap: Any = {"single environments": lambda env: env, "arrays": PassThrough, "lists": DictInfoToList}[form]
     ours = GymVecEnv(wrap(SyncVectorEnv(built(when), autoreset_mode=mode)), infos="all")
     assert_equal(rolled_out(ours), rolled_out(DummyVecEnv(built(when))))
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED])
 @pytest.mark.parametrize("copies", [True, False])
-@pytest.mark.parametrize("wrap", [lambda env: env, Thin, DictInfoToList], ids=["plain", "Thin", "DictInfoToList"])
+@pytest.mark.parametrize(
+    "wrap", [lambda env: env, PassThrough, DictInfoToList], ids=["plain", "PassThrough", "DictInfoToList"]
+)
 def test_environments_that_reuse_what_they_return(wrap: Any, copies: bool, mode: AutoresetMode) -> None:
     env = wrap(SyncVectorEnv(built(reuses=True), autoreset_mode=mode, copy=copies))
     assert_equal(rolled_out(GymVecEnv(env, infos="all")), rolled_out(DummyVecEnv(built())))
@@ -162,7 +164,7 @@ def _patched(env: Any) -> Any:
     [
         lambda envs: _transformed(SyncVectorEnv(envs)),
         lambda envs: RecordEpisodeStatistics(_transformed(SyncVectorEnv(envs))),
-        lambda envs: Thin(_patched(SyncVectorEnv(envs))),
+        lambda envs: PassThrough(_patched(SyncVectorEnv(envs))),
         lambda envs: RecordEpisodeStatistics(_patched(SyncVectorEnv(envs))),
         Buffered,
     ],
@@ -176,7 +178,7 @@ def test_observations_in_a_reused_buffer_are_copied(build: Any) -> None:
 # -- infos that are not built
 
 
-@pytest.mark.parametrize("wrap", [lambda env: env, Thin, DictInfoToList], ids=["plain", "arrays", "lists"])
+@pytest.mark.parametrize("wrap", [lambda env: env, PassThrough, DictInfoToList], ids=["plain", "arrays", "lists"])
 def test_infos_that_are_not_built_for_running_envs_are_refused(wrap: Any) -> None:
     venv = GymVecEnv(wrap(SyncVectorEnv(built("at odd steps"))))
     venv.reset()
