@@ -47,20 +47,22 @@ class _Set(AbstractTemplate):  # type: ignore[misc]
         return signature(types.none, args[0], _PLACE, args[0].dtype) if isinstance(args[0], _Table) else None
 
 
-def _at(context: Any, builder: Any, kind: Any, table: Any, row: Any, column: Any) -> Any:
+def _element_pointer(context: Any, builder: Any, kind: Any, table: Any, row: Any, column: Any) -> Any:
     view = cgutils.create_struct_proxy(kind)(context, builder, value=table)
     return builder.gep(view.start, [builder.add(builder.mul(row, view.width), column)])
 
 
 @lower_builtin(operator.getitem, _Table, types.UniTuple)  # type: ignore[untyped-decorator]
 def _get(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-    return builder.load(_at(context, builder, signature.args[0], args[0], *cgutils.unpack_tuple(builder, args[1], 2)))
+    return builder.load(
+        _element_pointer(context, builder, signature.args[0], args[0], *cgutils.unpack_tuple(builder, args[1], 2))
+    )
 
 
 @lower_builtin(operator.setitem, _Table, types.UniTuple, types.Integer)  # type: ignore[untyped-decorator]
 def _set(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     place = cgutils.unpack_tuple(builder, args[1], 2)
-    builder.store(args[2], _at(context, builder, signature.args[0], args[0], *place))
+    builder.store(args[2], _element_pointer(context, builder, signature.args[0], args[0], *place))
     return context.get_dummy_value()
 
 
@@ -70,7 +72,7 @@ def address_in(typingctx: Any, table: Any, row: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         first = args[1].type(0)
-        place = _at(context, builder, signature.args[0], args[0], args[1], first)
+        place = _element_pointer(context, builder, signature.args[0], args[0], args[1], first)
         return builder.ptrtoint(place, args[1].type)
 
     return types.uint64(table, types.int64), codegen
