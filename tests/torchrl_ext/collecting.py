@@ -99,7 +99,7 @@ def local_ray(folder: str) -> Iterator[None]:
         ray.shutdown()
 
 
-class OneByOne:
+class SingleCollectors:
     """TorchRL's collectors for a single environment, one for each copy."""
 
     def __init__(self, factories: list[Any], policy: Any, *, frames_per_batch: int, **options: Any) -> None:
@@ -128,7 +128,7 @@ def collector(kind: str, factories: list[Any], policy: Any) -> Any:
     # TorchRL is going to add transforms by itself, and wants to be told to or not to.
     transforms = {"auto_register_policy_transforms": False}
     if kind == "single":
-        return OneByOne(factories, policy, **frames, **transforms)
+        return SingleCollectors(factories, policy, **frames, **transforms)
     if kind == "sync":
         from torchrl.collectors import MultiSyncCollector
 
