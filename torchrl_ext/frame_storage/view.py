@@ -13,7 +13,7 @@ from torchrl_ext.frame_storage.columns import FrameColumn
 
 _aten = torch.ops.aten
 # How many of a function's first arguments name dimensions; images stay handles as long as those are the batch's.
-_DIMENSIONS = {
+_N_DIM_ARGUMENTS = {
     _aten.slice.Tensor: 1,
     _aten.select.int: 1,
     _aten.unsqueeze.default: 1,
@@ -92,7 +92,7 @@ class FrameView(torch.Tensor):
             return (
                 handles.view(shape[:batch]) if shape[batch:] == self._column.shape and handles.is_contiguous() else None
             )
-        if (n_dims := _DIMENSIONS.get(func, 0)) == 0:
+        if (n_dims := _N_DIM_ARGUMENTS.get(func, 0)) == 0:
             return None
         dims = [args[i + 1] if len(args) > i + 1 else kwargs.get("dim", 0) for i in range(n_dims)]
         extra = 1 if func is _aten.unsqueeze.default else 0
