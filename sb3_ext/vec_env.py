@@ -16,7 +16,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
 from rl_ext_core.errors import InvalidArgumentError
 from rl_ext_core.vector.environments import Options, name_of, store_reward
-from rl_ext_core.vector.pool import Pool, Timings, new_pool
+from rl_ext_core.vector.pool import Pool, Timings, make_pool
 from rl_ext_core.vector.ray import RayPool
 from rl_ext_core.vector.worker import ENDED, OTHER_REWARD, TRUNCATED
 
@@ -287,7 +287,7 @@ class SharedMemoryVecEnv(PoolVecEnv):
         options = Options(
             start_method, n_workers, start_timeout, step_timeout, close_timeout, restart, max_restarts, cwd
         )
-        super().__init__(new_pool(env_fns, options))
+        super().__init__(make_pool(env_fns, options))
         self.working_directory = self._pool.working_directory
 
 

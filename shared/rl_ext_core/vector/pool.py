@@ -25,7 +25,7 @@ from rl_ext_core.vector.channel import Cell, MemoryLayout, SharedMemory, WorkerH
 from rl_ext_core.vector.environments import Options, check_env_fns, factories_of
 from rl_ext_core.vector.worker import CONVERTED, IDLE_IN, PHASES, Entry, main
 
-__all__ = ["UNFINISHED_SECONDS", "Pool", "Resets", "Timings", "new_pool"]
+__all__ = ["UNFINISHED_SECONDS", "Pool", "Resets", "Timings", "make_pool"]
 
 # How long close() waits for a step that was begun and whose result was not taken, as after Ctrl-C: it may never end.
 UNFINISHED_SECONDS = 5.0
@@ -471,7 +471,7 @@ class Pool:
             self._end.detach()
 
 
-def new_pool(env_fns: Any, options: Options, *, autoreset: Autoreset = Autoreset.SAME_STEP) -> Pool:
+def make_pool(env_fns: Any, options: Options, *, autoreset: Autoreset = Autoreset.SAME_STEP) -> Pool:
     """Start the pool that the options ask for."""
     if options.restart is None:
         return Pool(env_fns, options, autoreset=autoreset)

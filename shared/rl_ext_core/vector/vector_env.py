@@ -16,7 +16,7 @@ from gymnasium.vector.utils import batch_space, iterate
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError, InvalidTypeError, _combined_error_class
 from rl_ext_core.vector.autoreset import Autoreset
 from rl_ext_core.vector.environments import Options, name_of, store_reward
-from rl_ext_core.vector.pool import new_pool
+from rl_ext_core.vector.pool import make_pool
 from rl_ext_core.vector.worker import OTHER_REWARD, TERMINATED, TRUNCATED
 
 __all__ = ["SharedMemoryVectorEnv"]
@@ -109,7 +109,7 @@ class SharedMemoryVectorEnv(VectorEnv[Any, Any, Any]):
         mode = AutoresetMode(Autoreset.of(autoreset_mode, write="NextStep").value)
         self.copy, self.autoreset_mode = copy, mode
         try:
-            pool = self._pool = new_pool(env_fns, options, autoreset=Autoreset(mode.value))
+            pool = self._pool = make_pool(env_fns, options, autoreset=Autoreset(mode.value))
         except EnvironmentOutputError as error:
             raise _combined_error_class(EnvironmentOutputError, RuntimeError())(*error.args) from None
         self.closed, self._pending, self.num_envs = False, "", len(pool.worker_by_env)
