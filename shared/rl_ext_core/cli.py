@@ -47,7 +47,7 @@ COMMANDS = {
 }
 
 # What a log or a pipe gets; a terminal has a width of its own.
-_DEFAULT_WIDTH, _LEAST_WIDTH = 120, 20
+_DEFAULT_WIDTH, _MIN_WIDTH = 120, 20
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
 _WRONG_USAGE = (InvalidArgumentError, InvalidTypeError, CorruptFileError)
 
@@ -96,7 +96,7 @@ def new_console() -> Console:
     from rich.console import Console
 
     console = Console(markup=False, emoji=False, highlight=False)
-    if console.width < _LEAST_WIDTH or (not console.is_terminal and "COLUMNS" not in console._environ):
+    if console.width < _MIN_WIDTH or (not console.is_terminal and "COLUMNS" not in console._environ):
         console.width = _DEFAULT_WIDTH
     return console
 
