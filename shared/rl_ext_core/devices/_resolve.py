@@ -37,7 +37,7 @@ _DEVICE_FORMS: dict[Kind, str] = {
     "pci": rf"pci:((?:{_HEX}{{1,8}}:)?{_HEX}{{2}}:{_HEX}{{2}}\.{_HEX})",
 }
 _RENDER_FORMS: dict[Kind, str] = {"egl": f"egl:{_NUMBER}", "same": "same", "none": "none"}
-_EXPECTED = (
+_EXPECTED_FORMS = (
     '"auto", "cpu", "cuda", "cuda:<index>", an index, "GPU-<uuid>", "nvidia-smi:<index>", "pci:<address>" '
     "or a torch.device of type cpu or cuda"
 )
@@ -202,7 +202,11 @@ def _device_as_text(asked: object, argument: str) -> str:
 
 
 def _expected_forms(argument: str) -> str:
-    return f'{_EXPECTED}, or for rendering "same", "none" or "egl:<index>"' if argument == "render" else _EXPECTED
+    return (
+        f'{_EXPECTED_FORMS}, or for rendering "same", "none" or "egl:<index>"'
+        if argument == "render"
+        else _EXPECTED_FORMS
+    )
 
 
 def _guess_form(asked: str, argument: str) -> str:
