@@ -155,7 +155,7 @@ def test_the_last_observation_is_right_where_environments_write_to_one_place(kin
 # -- conventions
 
 
-class Announced(VectorEnv[Any, Any, Any]):
+class SelfResetting(VectorEnv[Any, Any, Any]):
     """Counts and resets itself within the step, in the forms that libraries have for last observations."""
 
     single_observation_space = spaces.Box(-100, 100, (2,), np.float32)
@@ -195,7 +195,7 @@ class Announced(VectorEnv[Any, Any, Any]):
 @pytest.mark.parametrize("mode", [None, AutoresetMode.SAME_STEP])
 @pytest.mark.parametrize("form", ["new", "old", "batch"])
 def test_forms_of_last_observations(form: str, mode: Any) -> None:
-    venv = GymVecEnv(Announced(form, mode))
+    venv = GymVecEnv(SelfResetting(form, mode))
     first = venv.reset()
     ended = 0
     for _ in range(9):
@@ -214,7 +214,7 @@ def test_forms_of_last_observations(form: str, mode: Any) -> None:
 
 
 def test_last_observations_that_are_missing() -> None:
-    venv = GymVecEnv(Announced("none", AutoresetMode.SAME_STEP), missing_final_obs="previous")
+    venv = GymVecEnv(SelfResetting("none", AutoresetMode.SAME_STEP), missing_final_obs="previous")
     venv.reset()
     infos = [venv.step(np.ones(3, int))[3] for _ in range(3)][-1]
     np.testing.assert_array_equal(infos[2]["terminal_observation"], [4, 4])
@@ -229,22 +229,22 @@ def test_what_is_refused() -> None:
         (AutoresetMode.NEXT_STEP, "Disabled", "cannot reset some of them alone"),  # its resets reset all
         (AutoresetMode.SAME_STEP, None, 'missing_final_obs="previous"'),
     ):
-        venv = GymVecEnv(Announced("none", mode), autoreset_mode=asked)
+        venv = GymVecEnv(SelfResetting("none", mode), autoreset_mode=asked)
         venv.reset()
         with pytest.raises((InvalidArgumentError, EnvironmentOutputError), match=said):
             [venv.step(np.ones(3, int)) for _ in range(9)]
     env = AsyncVectorEnv([cart_pole], shared_memory=False, context="fork")
     given: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
-        (Announced("none", AutoresetMode.NEXT_STEP), {}, InvalidArgumentError, 'write autoreset_mode="Disabled"'),
+        (SelfResetting("none", AutoresetMode.NEXT_STEP), {}, InvalidArgumentError, 'write autoreset_mode="Disabled"'),
         (gym.make("CartPole-v1"), {}, InvalidTypeError, "make_vec_env"),
         (DummyVecEnv([cart_pole]), {}, InvalidTypeError, "use it as it is"),
-        (Announced("new"), {"autoreset_mode": "x"}, InvalidArgumentError, "autoreset_mode='x'"),
+        (SelfResetting("new"), {"autoreset_mode": "x"}, InvalidArgumentError, "autoreset_mode='x'"),
         (SyncVectorEnv([cart_pole]), {"autoreset_mode": "x"}, InvalidArgumentError, "autoreset_mode='x'"),
         (SyncVectorEnv([cart_pole]), {"clip_actions": "x"}, InvalidArgumentError, "clip_actions='x' is not a positive"),
         (env, {}, InvalidArgumentError, 'autoreset_mode="SameStep"'),
     ]
     for option in ("env_type", "missing_final_obs", "infos"):
-        given.append((Announced("new"), {option: "x"}, InvalidArgumentError, f"{option}='x'"))
+        given.append((SelfResetting("new"), {option: "x"}, InvalidArgumentError, f"{option}='x'"))
     for vector_env, options, error, said in given:
         with pytest.raises(error, match=said):
             GymVecEnv(vector_env, **options)
