@@ -53,7 +53,7 @@ def _element_pointer(context: Any, builder: Any, kind: Any, table: Any, row: Any
 
 
 @lower_builtin(operator.getitem, _Table, types.UniTuple)  # type: ignore[untyped-decorator]
-def _get(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+def _load_element(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     return builder.load(
         _element_pointer(context, builder, signature.args[0], args[0], *cgutils.unpack_tuple(builder, args[1], 2))
     )
