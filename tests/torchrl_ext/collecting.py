@@ -213,8 +213,8 @@ def main() -> None:
         for run in runs:
             source, seed = run.split(":")
             results.append(as_lists(collected(kind, SOURCES[source](), int(seed))))
-        held = fill_ray_buffer() if kind == "ray" else 0
-    sys.stdout.write(json.dumps([results, held]) + "\n")
+        buffer_length = fill_ray_buffer() if kind == "ray" else 0
+    sys.stdout.write(json.dumps([results, buffer_length]) + "\n")
 
 
 if __name__ == "__main__":

@@ -47,8 +47,8 @@ def ran(request: pytest.FixtureRequest) -> dict[str, Any]:
     # In /tmp, since the paths of sockets may have 107 characters.
     with tempfile.TemporaryDirectory(prefix="rl-", dir="/tmp") as root:
         command = [str(SCRIPT), str(Path(root, "ray")), kind, *RUNS[kind]]
-        results, held = json.loads(output_of(command, Path(root), limit_s=LIMIT_S).splitlines()[-1])
-    found: dict[str, Any] = {"held": held}
+        results, buffer_length = json.loads(output_of(command, Path(root), limit_s=LIMIT_S).splitlines()[-1])
+    found: dict[str, Any] = {"buffer_length": buffer_length}
     for run, result in zip(RUNS[kind], results, strict=True):
         found.setdefault(run, []).append(arrays(result))
     return found
@@ -133,7 +133,7 @@ def test_copies_of_what_only_the_script_registers_draw_differently_and_by_the_se
 
 @everywhere("ray")
 def test_a_buffer_in_a_process_of_its_own_is_filled_by_two_others(ran: Any) -> None:
-    assert ran["held"] == 120
+    assert ran["buffer_length"] == 120
 
 
 class MakeParallel:
