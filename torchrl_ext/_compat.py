@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from torchrl.envs import EnvBase, batched_envs
 from torchrl.envs.libs.gym import GymWrapper
 
-__all__ = ["EverySteps", "built", "has_short_steps", "has_supervision", "has_wrapper"]
+__all__ = ["EverySteps", "new_tensordict", "has_short_steps", "has_supervision", "has_wrapper"]
 
 # Supervision of ParallelEnv's workers.
 _SUPERVISION = """
@@ -104,7 +104,7 @@ class EverySteps(EnvBase):
         """Do nothing, because ``EnvBase`` calls every method."""
 
 
-def built(entries: dict[str, Any], batch_size: torch.Size, device: torch.device | None) -> TensorDict:
+def new_tensordict(entries: dict[str, Any], batch_size: torch.Size, device: torch.device | None) -> TensorDict:
     """Make a TensorDict of entries that are on its device and have its batch size."""
     return TensorDict(entries, batch_size=batch_size, device=device)
 
@@ -112,7 +112,7 @@ def built(entries: dict[str, Any], batch_size: torch.Size, device: torch.device 
 if _has(TensorDict, _TENSORDICT, _LONGER):
     _new = TensorDict._new_unsafe
 
-    def built(entries: dict[str, Any], batch_size: torch.Size, device: torch.device | None) -> TensorDict:
+    def new_tensordict(entries: dict[str, Any], batch_size: torch.Size, device: torch.device | None) -> TensorDict:
         """Make a TensorDict of entries that are on its device and have its batch size, without checks."""
         made = _new(entries, batch_size=batch_size)
         made._device = device  # as an argument, it would take longer than all the rest

@@ -13,7 +13,7 @@ from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
 from rl_ext_core.vector.arrays import keep_freed_memory
 from rl_ext_core.vector.spaces import device_of
 from rl_ext_core.vector.stepper import RESET, STATISTICS, STEP, Stepper, check_result_length, drop_final_keys
-from torchrl_ext._compat import built
+from torchrl_ext._compat import new_tensordict
 from torchrl_ext.gym.infos import merge_infos
 from torchrl_ext.gym.io import (
     compile_action,
@@ -317,7 +317,7 @@ def _overwritten(
     for key, part in leaves.items():
         old, new, here = target[key], None if values is None else _entry(values, key, path), (*path, key)
         if isinstance(part, dict):
-            result[key] = built(_overwritten(part, old, mask, rows, new, here), old.batch_size, old.device)
+            result[key] = new_tensordict(_overwritten(part, old, mask, rows, new, here), old.batch_size, old.device)
             continue
         if new is None:
             new = torch.full((), float("nan") if old.is_floating_point() else 0, dtype=old.dtype, device=old.device)

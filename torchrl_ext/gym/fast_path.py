@@ -16,7 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import EnvBase
 
 from rl_ext_core.errors import InvalidTypeError
-from torchrl_ext._compat import built
+from torchrl_ext._compat import new_tensordict
 
 __all__ = ["FastSteps"]
 
@@ -115,7 +115,7 @@ class FastSteps(EnvBase):
         engine = self.__dict__["_engine"]
         action = entries.get(engine.action_key)
         data, done, _ = engine.step(self._action_of(tensordict) if action is None else action)
-        entries["next"] = built(data, engine.batch_size, engine.device)
+        entries["next"] = new_tensordict(data, engine.batch_size, engine.device)
         return data, done
 
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -148,7 +148,7 @@ class FastSteps(EnvBase):
                     _zero(root, fresh, mask, rows)
             _place(root, fresh, engine.containers)
             root["done"], root["terminated"], root["truncated"] = engine.not_done()
-        return tensordict, built(root, engine.batch_size, engine.device)
+        return tensordict, new_tensordict(root, engine.batch_size, engine.device)
 
     rand_action = _RandAction()
 

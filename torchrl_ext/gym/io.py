@@ -20,7 +20,7 @@ from torchrl.data.utils import torch_to_numpy_dtype_dict
 
 from rl_ext_core.errors import EnvironmentOutputError, InvalidArgumentError
 from rl_ext_core.vector.arrays import to_torch
-from torchrl_ext._compat import built
+from torchrl_ext._compat import new_tensordict
 
 __all__ = [
     "compile_action",
@@ -358,7 +358,7 @@ def _compile_part(spec: TensorSpec, path: tuple[str, ...], device: torch.device 
                 f"observation{_at((*path, missing))} is missing: the environment returned "
                 f"{sorted(map(str, observation))}"
             ) from None
-        return built(found, batch_size, device) if path else found
+        return new_tensordict(found, batch_size, device) if path else found
 
     return read_all
 

@@ -18,7 +18,7 @@ from rl_ext_core.vector.arrays import framework_of
 from rl_ext_core.vector.autoreset import require_synchronous
 from rl_ext_core.vector.spaces import device_of
 from rl_ext_core.vector.stepper import RESET, num_envs_of, check_result_length
-from torchrl_ext._compat import built, has_short_steps
+from torchrl_ext._compat import new_tensordict, has_short_steps
 from torchrl_ext.gym.engine import Engine, refuse_frame_skip
 from torchrl_ext.gym.infos import numbers_for_reader, owned
 from torchrl_ext.gym.specs import SingleSpaces, batched_specs, finite, is_ragged, starts
@@ -268,7 +268,7 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         engine = self._ready()
         data, _, info = engine.step(self._action_of(tensordict))
-        out = built(data, self.batch_size, self.device)
+        out = new_tensordict(data, self.batch_size, self.device)
         return self._with_info(out, engine.closing(info)) if self.info_dict_reader else out
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
@@ -290,7 +290,7 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
             data, info = engine.reset(None if mask is None else mask.reshape(-1), **kwargs)
             data = dict(data)
         data["done"], data["terminated"], data["truncated"] = engine.not_done()
-        out = built(data, self.batch_size, self.device)
+        out = new_tensordict(data, self.batch_size, self.device)
         return self._with_info(out, info) if self.info_dict_reader else out
 
     def _with_info(self, out: TensorDictBase, info: Any) -> TensorDictBase:
