@@ -38,7 +38,7 @@ class RestartingPool(Pool):
         super().__init__(env_fns, options, autoreset=autoreset)
         # Per environment: options of the last reset, pickled; and calls by command and name, with the pickled value of
         # an attribute that was set. None: the replacement does not get it.
-        self._options_of = [channel.pack(None) for _ in self.worker_by_env]
+        self._reset_options = [channel.pack(None) for _ in self.worker_by_env]
         self._settings: list[dict[tuple[str, str], bytes | None]] = [{} for _ in self.worker_by_env]
         self._last: list[np.ndarray[Any, Any]] = []  # observations that were returned
 
@@ -56,7 +56,7 @@ class RestartingPool(Pool):
         """Begin to reset a worker's environments."""
         for number, how in enumerate(asked, worker.first):
             if how is not None:
-                self._options_of[number] = channel.pack_by_value(how[1] or None)
+                self._reset_options[number] = channel.pack_by_value(how[1] or None)
         super().reset(worker, asked)
 
     def begin_call(self, environments: Sequence[int], name: str, arguments: Sequence[Any]) -> None:
@@ -153,7 +153,7 @@ class RestartingPool(Pool):
         seeds = self.seeds[part]
         if not same_seeds:
             seeds = [None if seed is None else _next_seed(seed, worker.attempt) for seed in seeds]
-        options = map(channel.unpack, self._options_of[part])
+        options = map(channel.unpack, self._reset_options[part])
         self.reset(worker, list(zip(seeds, options, strict=True)))
         infos = self._answered(worker, stepping)
         if unseen and self._autoreset is Autoreset.NEXT_STEP:
@@ -170,7 +170,7 @@ class RestartingPool(Pool):
 
     def _worker_error(self, failure: WorkerError, number: int) -> str:
         """Return the text for infos of an environment that replaces another."""
-        reset = {"seed": self.seeds[number], "options": channel.unpack(self._options_of[number])}
+        reset = {"seed": self.seeds[number], "options": channel.unpack(self._reset_options[number])}
         how = ", ".join(f"{name}={reprlib.repr(value)}" for name, value in reset.items() if value is not None)
         repeated: list[str] = []
         missing: list[str] = []
