@@ -49,7 +49,7 @@ COMMANDS = {
 # What a log or a pipe gets; a terminal has a width of its own.
 _DEFAULT_WIDTH, _MIN_WIDTH = 120, 20
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
-_WRONG_USAGE = (InvalidArgumentError, InvalidTypeError, CorruptFileError)
+_USAGE_ERRORS = (InvalidArgumentError, InvalidTypeError, CorruptFileError)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except RlExtError as error:
         print(f"rl-ext {arguments.command}: {error}", file=sys.stderr)
-        return _USAGE if isinstance(error, _WRONG_USAGE) else _FAILED
+        return _USAGE if isinstance(error, _USAGE_ERRORS) else _FAILED
     except KeyboardInterrupt:
         return _INTERRUPTED
     except OSError as error:
