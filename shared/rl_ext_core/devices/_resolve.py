@@ -269,7 +269,7 @@ def decide_compute(request: Request, machine: Machine, picker: Picker) -> Decisi
         ordinal, why = _pick.pick(picker, machine)
         reason = f"auto: cuda:{ordinal}, because {why}"
     elif request.kind in ("auto", "cuda"):
-        ordinal, why = _ordinal(request, machine), f"{request.asked} was asked for"
+        ordinal, why = _ordinal_from_index(request, machine), f"{request.asked} was asked for"
         reason = f"auto: cuda:{ordinal} of {machine.count}" if request.kind == "auto" else why
     else:
         ordinal, why = _visible_ordinal(request, machine), f"{request.asked} was asked for"
@@ -294,7 +294,7 @@ def decide_compute(request: Request, machine: Machine, picker: Picker) -> Decisi
     return Decision(device, reason, machine.gpu(ordinal), machine.visible.mig, steps=steps, warnings=warnings)
 
 
-def _ordinal(request: Request, machine: Machine) -> int:
+def _ordinal_from_index(request: Request, machine: Machine) -> int:
     index = request.index if request.index is not None else _cuda.torch_current_device() or 0
     if index < machine.count:
         return index
