@@ -300,12 +300,12 @@ def test_a_gymnasium_without_the_private_names(monkeypatch: pytest.MonkeyPatch) 
             venv.get_attr("mark", indices=[1])
 
 
-class _Mine(Monitor):
+class DerivedMonitor(Monitor):
     pass
 
 
 def _wrapped() -> Any:
-    env = _Mine(gym.wrappers.TimeLimit(Images(), 30))  # which has no spec
+    env = DerivedMonitor(gym.wrappers.TimeLimit(Images(), 30))  # which has no spec
     return gym.wrappers.TransformReward(env, lambda reward: reward / 10)  # and this one's would not pickle
 
 
