@@ -60,7 +60,7 @@ def _load_element(context: Any, builder: Any, signature: Any, args: Any) -> Any:
 
 
 @lower_builtin(operator.setitem, _Table, types.UniTuple, types.Integer)  # type: ignore[untyped-decorator]
-def _set(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+def _store_element(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     place = cgutils.unpack_tuple(builder, args[1], 2)
     builder.store(args[2], _element_pointer(context, builder, signature.args[0], args[0], *place))
     return context.get_dummy_value()
