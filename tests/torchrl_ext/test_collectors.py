@@ -39,7 +39,7 @@ Collected = dict[str, np.ndarray]
 
 
 @pytest.fixture(scope="module")
-def ran(request: pytest.FixtureRequest) -> dict[str, Any]:
+def script_output(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Run the script for a kind of collector, see that it leaves nothing behind, and give what it prints, by run."""
     kind: str = request.param
     if kind == "ray" and find_spec("ray") is None and "CI" not in os.environ:
@@ -86,7 +86,7 @@ def next_observations(collected: Collected, gravity: float) -> np.ndarray:
 def everywhere(*kinds: str) -> pytest.MarkDecorator:
     # Each takes half a minute, and Ray minutes on a busy machine.
     cases = [pytest.param(kind, marks=pytest.mark.exhaustive) for kind in kinds]
-    return pytest.mark.parametrize("ran", cases, indirect=True)
+    return pytest.mark.parametrize("script_output", cases, indirect=True)
 
 
 @pytest.mark.slow
@@ -110,30 +110,30 @@ def test_what_was_changed_on_the_instance_is_changed_on_the_copies() -> None:
 
 
 @everywhere(*RUNS)
-def test_copies_elsewhere_collect_what_copies_here_do(ran: dict[str, list[Collected]]) -> None:
-    assert_same(ran["changed:0"][0], in_this_process(collecting.changed(), seed=0))
+def test_copies_elsewhere_collect_what_copies_here_do(script_output: dict[str, list[Collected]]) -> None:
+    assert_same(script_output["changed:0"][0], in_this_process(collecting.changed(), seed=0))
 
 
 @everywhere("sync", "ray")
-def test_transforms_come_along(ran: dict[str, list[Collected]]) -> None:
-    (collected,) = ran["transformed:0"]
+def test_transforms_come_along(script_output: dict[str, list[Collected]]) -> None:
+    (collected,) = script_output["transformed:0"]
     assert_same(collected, in_this_process(collecting.transformed(), seed=0))
     np.testing.assert_array_equal(collected["next.episode_reward"].max(axis=(1, 2)), collecting.MAX_STEPS)
 
 
 @everywhere("ray")
 def test_copies_of_what_only_the_script_registers_draw_differently_and_by_the_seed(
-    ran: dict[str, list[Collected]],
+    script_output: dict[str, list[Collected]],
 ) -> None:
-    one, again = ran["id:0"]
+    one, again = script_output["id:0"]
     assert_same(one, again)
-    drawn = np.concatenate([one["observation"], ran["id:1"][0]["observation"]]).reshape(-1, 4)
+    drawn = np.concatenate([one["observation"], script_output["id:1"][0]["observation"]]).reshape(-1, 4)
     assert np.unique(drawn).size == drawn.size
 
 
 @everywhere("ray")
-def test_a_buffer_in_a_process_of_its_own_is_filled_by_two_others(ran: Any) -> None:
-    assert ran["buffer_length"] == 120
+def test_a_buffer_in_a_process_of_its_own_is_filled_by_two_others(script_output: Any) -> None:
+    assert script_output["buffer_length"] == 120
 
 
 class MakeParallel:
