@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from torchrl.envs import EnvBase, batched_envs
 from torchrl.envs.libs.gym import GymWrapper
 
-__all__ = ["EverySteps", "new_tensordict", "has_short_steps", "has_supervision", "has_wrapper"]
+__all__ = ["BaseStepMixin", "new_tensordict", "has_short_steps", "has_supervision", "has_wrapper"]
 
 # Supervision of ParallelEnv's workers.
 _SUPERVISION = """
@@ -97,7 +97,7 @@ def has_wrapper() -> bool:
     return _has(GymWrapper, _WRAPPER, without)
 
 
-class EverySteps(EnvBase):
+class BaseStepMixin(EnvBase):
     """Steps of ``EnvBase``, in place of ``FastSteps``."""
 
     def _refuse_overrides(self) -> None:

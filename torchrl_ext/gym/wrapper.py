@@ -30,7 +30,7 @@ _Steps: Any
 if has_short_steps():
     from torchrl_ext.gym.fast_path import FastSteps as _Steps
 else:
-    from torchrl_ext._compat import EverySteps as _Steps
+    from torchrl_ext._compat import BaseStepMixin as _Steps
 
 # Options with a fixed set of values; the first is the default.
 _VALUES = {
