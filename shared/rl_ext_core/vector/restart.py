@@ -23,8 +23,8 @@ __all__ = ["RestartingPool"]
 _log = logging.getLogger("rl_ext_core.vector")
 
 # Calls that may change an environment, and how they are named to the caller.
-_SETTING = {"env_method": "env_method({!r})", "call": "call({!r})"}
-_SETTING |= dict.fromkeys(("set_attr", "set_wrapper_attr"), "set_attr({!r})")
+_SETTER_NAMES = {"env_method": "env_method({!r})", "call": "call({!r})"}
+_SETTER_NAMES |= dict.fromkeys(("set_attr", "set_wrapper_attr"), "set_attr({!r})")
 
 
 class RestartingPool(Pool):
@@ -61,7 +61,7 @@ class RestartingPool(Pool):
 
     def begin_call(self, environments: Sequence[int], name: str, arguments: Sequence[Any]) -> None:
         """Begin a call: see :meth:`~rl_ext_core.vector.pool.Pool.begin_call`."""
-        if name in _SETTING:
+        if name in _SETTER_NAMES:
             calls = [(self._settings[n], (name, arg[0])) for n, arg in zip(environments, arguments, strict=True)]
             self._before = [settings.get(key) for settings, key in calls]
             for settings, key in calls:  # until it is known that it was done
@@ -175,7 +175,7 @@ class RestartingPool(Pool):
         repeated: list[str] = []
         missing: list[str] = []
         for (command, name), packed in self._settings[number].items():
-            (missing if packed is None else repeated).append(_SETTING[command].format(name))
+            (missing if packed is None else repeated).append(_SETTER_NAMES[command].format(name))
         repeated += [f"reset({how})"] if how else []
         lines = [str(failure)]
         if repeated:
