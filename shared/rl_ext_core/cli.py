@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # characters that the terminal lacks are no reason to fail
             stream.reconfigure(errors="backslashreplace")
-    arguments = _parser().parse_args(argv)
+    arguments = _make_parser().parse_args(argv)
     try:
         status: int = arguments.run(arguments)
         sys.stdout.flush()
@@ -101,7 +101,7 @@ def new_console() -> Console:
     return console
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="rl-ext", description="Tools around training with Stable Baselines3 and TorchRL.")
     parser.add_argument("--version", action="version", version=f"rl-ext {rl_ext_core.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -123,5 +123,5 @@ def _complete(arguments: argparse.Namespace) -> int:
         import shtab
     except ImportError:
         raise _missing_dependency_error("shtab", "completion", "rl-ext completion") from None
-    print(shtab.complete(_parser(), arguments.shell))
+    print(shtab.complete(_make_parser(), arguments.shell))
     return 0
