@@ -272,7 +272,7 @@ def decide_compute(request: Request, machine: Machine, picker: Picker) -> Decisi
         ordinal, why = _ordinal_from_index(request, machine), f"{request.asked} was asked for"
         reason = f"auto: cuda:{ordinal} of {machine.count}" if request.kind == "auto" else why
     else:
-        ordinal, why = _visible_ordinal(request, machine), f"{request.asked} was asked for"
+        ordinal, why = _ordinal_from_identity(request, machine), f"{request.asked} was asked for"
         reason = why
     device = f"cuda:{ordinal}"
     if not machine.visible.uuids:
@@ -315,7 +315,7 @@ def _index_error(request: Request, index: int, machine: Machine) -> str:
     )
 
 
-def _visible_ordinal(request: Request, machine: Machine) -> int:
+def _ordinal_from_identity(request: Request, machine: Machine) -> int:
     gpu = _find_gpu(request, machine.inventory)
     if gpu.uuid in machine.visible.uuids:
         return machine.visible.uuids.index(gpu.uuid)
