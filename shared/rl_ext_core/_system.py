@@ -157,7 +157,7 @@ class _PosixAddresses:
         """Have nothing lie there."""
         self._map_nothing(self._start, self._n_bytes)
 
-    def forget(self, offset: int, n_bytes: int) -> None:
+    def discard(self, offset: int, n_bytes: int) -> None:
         """Give whole pages of memory back, which are zero then."""
         if _DONTNEED_ZEROES:
             give_back(self._start + offset, n_bytes)
@@ -215,7 +215,7 @@ class _WindowsAddresses:
         _windows.reserve(self._start, self._n_bytes)
         self._gaps[self._start] = self._n_bytes
 
-    def forget(self, offset: int, n_bytes: int) -> None:
+    def discard(self, offset: int, n_bytes: int) -> None:
         """Give whole pages of memory back, which are zero then."""
         for start, stop in self._used:
             first, last = max(start, offset), min(stop, offset + n_bytes)
