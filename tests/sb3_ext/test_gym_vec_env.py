@@ -304,7 +304,7 @@ class DerivedMonitor(Monitor):
     pass
 
 
-def _wrapped() -> Any:
+def make_wrapped_env() -> Any:
     env = DerivedMonitor(gym.wrappers.TimeLimit(Images(), 30))  # which has no spec
     return gym.wrappers.TransformReward(env, lambda reward: reward / 10)  # and this one's would not pickle
 
@@ -312,7 +312,7 @@ def _wrapped() -> Any:
 @pytest.mark.sample(quick=1)
 @pytest.mark.parametrize("kind", ["async", "ours", "sync"])
 def test_wrappers_around_each_are_known(kind: str) -> None:
-    venv = GymVecEnv(make_vector_env(kind, _wrapped, 2, AutoresetMode.SAME_STEP))
+    venv = GymVecEnv(make_vector_env(kind, make_wrapped_env, 2, AutoresetMode.SAME_STEP))
     found = [venv.env_is_wrapped(each, [1, 0]) for each in (Monitor, gym.wrappers.TimeLimit, gym.wrappers.ClipAction)]
     assert found == [[True, True], [True, True], [False, False]]
     idle: Any = types.SimpleNamespace(predict=lambda seen, **_: (np.zeros(len(seen), int), None))
