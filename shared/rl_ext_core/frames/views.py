@@ -36,7 +36,7 @@ _PLACE = types.UniTuple(types.int64, 2)
 
 
 @infer_global(operator.getitem)
-class _Get(AbstractTemplate):  # type: ignore[misc]
+class _GetItemTemplate(AbstractTemplate):  # type: ignore[misc]
     def generic(self, args: Any, kws: Any) -> Any:
         return signature(args[0].dtype, args[0], _PLACE) if isinstance(args[0], _Table) else None
 
