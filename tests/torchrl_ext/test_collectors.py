@@ -83,7 +83,7 @@ def next_observations(collected: Collected, gravity: float) -> np.ndarray:
     return answers
 
 
-def everywhere(*kinds: str) -> pytest.MarkDecorator:
+def collector_kinds(*kinds: str) -> pytest.MarkDecorator:
     # Each takes half a minute, and Ray minutes on a busy machine.
     cases = [pytest.param(kind, marks=pytest.mark.exhaustive) for kind in kinds]
     return pytest.mark.parametrize("script_output", cases, indirect=True)
@@ -109,19 +109,19 @@ def test_what_was_changed_on_the_instance_is_changed_on_the_copies() -> None:
     assert np.abs(found - next_observations(collected, 9.8)).max() > 1e-3
 
 
-@everywhere(*RUNS)
+@collector_kinds(*RUNS)
 def test_copies_elsewhere_collect_what_copies_here_do(script_output: dict[str, list[Collected]]) -> None:
     assert_same(script_output["changed:0"][0], in_this_process(collecting.changed(), seed=0))
 
 
-@everywhere("sync", "ray")
+@collector_kinds("sync", "ray")
 def test_transforms_come_along(script_output: dict[str, list[Collected]]) -> None:
     (collected,) = script_output["transformed:0"]
     assert_same(collected, in_this_process(collecting.transformed(), seed=0))
     np.testing.assert_array_equal(collected["next.episode_reward"].max(axis=(1, 2)), collecting.MAX_STEPS)
 
 
-@everywhere("ray")
+@collector_kinds("ray")
 def test_copies_of_what_only_the_script_registers_draw_differently_and_by_the_seed(
     script_output: dict[str, list[Collected]],
 ) -> None:
@@ -131,7 +131,7 @@ def test_copies_of_what_only_the_script_registers_draw_differently_and_by_the_se
     assert np.unique(drawn).size == drawn.size
 
 
-@everywhere("ray")
+@collector_kinds("ray")
 def test_a_buffer_in_a_process_of_its_own_is_filled_by_two_others(script_output: Any) -> None:
     assert script_output["buffer_length"] == 120
 
