@@ -98,7 +98,7 @@ def has_wrapper() -> bool:
 
 
 class BaseStepMixin(EnvBase):
-    """Steps of ``EnvBase``, in place of ``FastSteps``."""
+    """Steps of ``EnvBase``, in place of ``FastStepMixin``."""
 
     def _refuse_overrides(self) -> None:
         """Do nothing, because ``EnvBase`` calls every method."""

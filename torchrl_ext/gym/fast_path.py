@@ -18,7 +18,7 @@ from torchrl.envs import EnvBase
 from rl_ext_core.errors import InvalidTypeError
 from torchrl_ext._compat import new_tensordict
 
-__all__ = ["FastSteps"]
+__all__ = ["FastStepMixin"]
 
 _FLAGS = ("done", "terminated", "truncated")
 # Methods that the fast path skips or replaces.
@@ -72,7 +72,7 @@ def _rand_action(env: Any, tensordict: Any = None) -> TensorDictBase:
     return tensordict
 
 
-class FastSteps(EnvBase):
+class FastStepMixin(EnvBase):
     """Overrides ``step`` and ``step_and_maybe_reset`` for plain TensorDicts; others take those of ``EnvBase``."""
 
     _methods: ClassVar[tuple[Any, ...]] = ()  # of the class, as it was defined

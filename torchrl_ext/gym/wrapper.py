@@ -28,7 +28,7 @@ __all__ = ["GymEnv", "GymWrapper"]
 
 _Steps: Any
 if has_short_steps():
-    from torchrl_ext.gym.fast_path import FastSteps as _Steps
+    from torchrl_ext.gym.fast_path import FastStepMixin as _Steps
 else:
     from torchrl_ext._compat import BaseStepMixin as _Steps
 
