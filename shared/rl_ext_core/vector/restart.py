@@ -40,7 +40,7 @@ class RestartingPool(Pool):
         # an attribute that was set. None: the replacement does not get it.
         self._reset_options = [channel.pack(None) for _ in self.worker_by_env]
         self._settings: list[dict[tuple[str, str], bytes | None]] = [{} for _ in self.worker_by_env]
-        self._last: list[np.ndarray[Any, Any]] = []  # observations that were returned
+        self._last_observations: list[np.ndarray[Any, Any]] = []  # observations that were returned
 
     def _failure_groups(self, workers: Sequence[WorkerHandle]) -> list[Sequence[WorkerHandle]]:
         return [[worker] for worker in reversed(workers)]
@@ -82,7 +82,7 @@ class RestartingPool(Pool):
 
     def observations(self, *, copy: bool = True) -> Any:
         """Return the observations, and store them: the last of an episode whose worker fails in the next step."""
-        self._last = [array.copy() for array in self._observations]
+        self._last_observations = [array.copy() for array in self._observations]
         return super().observations(copy=copy)
 
     # -- replacements
@@ -122,10 +122,14 @@ class RestartingPool(Pool):
         for index, (_, info, _, _) in enumerate(infos, worker.first):
             error = {"worker_error": self._worker_error(first, index)}
             # Nothing was returned yet where the first reset fails: then there is no last observation to return.
-            last = self.layout.build_observation([array[index].copy() for array in self._last]) if self._last else None
+            last = (
+                self.layout.build_observation([array[index].copy() for array in self._last_observations])
+                if self._last_observations
+                else None
+            )
             entries.append((dict(error), None if unseen else {**info, **error}, None, last))
         if unseen:
-            for array, before in zip(self._observations, self._last, strict=True):
+            for array, before in zip(self._observations, self._last_observations, strict=True):
                 array[rows] = before[rows]
         self._has_unread_answers, worker.answer = False, entries
         return entries
