@@ -114,11 +114,11 @@ def _make_parser() -> argparse.ArgumentParser:
     summary = "what makes a shell complete the commands and options of rl-ext"
     child = commands.add_parser("completion", help=summary, description='eval "$(rl-ext completion bash)"')
     child.add_argument("shell", choices=("bash", "zsh", "tcsh"))
-    child.set_defaults(run=_complete)
+    child.set_defaults(run=_print_completion)
     return parser
 
 
-def _complete(arguments: argparse.Namespace) -> int:
+def _print_completion(arguments: argparse.Namespace) -> int:
     try:
         import shtab
     except ImportError:
