@@ -284,7 +284,7 @@ def decide_compute(request: Request, machine: Machine, picker: Picker) -> Decisi
     warnings: tuple[str, ...] = ()
     if machine.visible.stop_reason is not None:
         how = f"without {MASK} torch sees" if mask is None else f"{MASK}={mask!r} shows"
-        warnings = (f"{how} {_counted(len(machine.visible.uuids))}: {machine.visible.stop_reason}",)
+        warnings = (f"{how} {_format_device_count(len(machine.visible.uuids))}: {machine.visible.stop_reason}",)
     different = _pick.find_rank_contradiction(machine) if request.kind == "auto" and picker.uses_launcher_rank else None
     if different is not None:
         first, second = (f"{name}={machine.environ[name]!r}" for name in different)
@@ -311,7 +311,7 @@ def _index_error(request: Request, index: int, machine: Machine) -> str:
         use = f'{name}="nvidia-smi:{index}" (nvidia-smi:{index} -> cuda:{numbers.index(index)})'
     return (
         f"{name}={asked!r} is not visible: expected cuda:0{f' to cuda:{last}' if last else ''}, because "
-        f"this process sees {_counted(machine.count)}{'' if mask is None else f' ({MASK}={mask!r})'}. Use {use}"
+        f"this process sees {_format_device_count(machine.count)}{'' if mask is None else f' ({MASK}={mask!r})'}. Use {use}"
     )
 
 
@@ -326,7 +326,7 @@ def _ordinal_from_identity(request: Request, machine: Machine) -> int:
     )
 
 
-def _counted(count: int) -> str:
+def _format_device_count(count: int) -> str:
     return f"{count} CUDA device{'' if count == 1 else 's'}"
 
 
