@@ -75,7 +75,7 @@ class PassThrough(VectorWrapper[Any, Any, Any, Any, Any]):
     """Stands between, so that batches are stepped."""
 
 
-def rolled_out(venv: Any, steps: int = 11) -> list[Any]:
+def roll_out(venv: Any, steps: int = 11) -> list[Any]:
     """Return copies of all that was returned, except episode statistics."""
     found: list[Any] = [(venv.reset(), list(venv.reset_infos))]
     copies = copy.deepcopy(found)
@@ -102,7 +102,7 @@ def built(when: str = "at odd steps", *, reuses: bool = False) -> list[Callable[
 def test_infos_are_those_of_dummy_vec_env(form: str, when: str, mode: AutoresetMode) -> None:
     wrap: Any = {"single environments": lambda env: env, "arrays": PassThrough, "lists": DictInfoToList}[form]
     ours = GymVecEnv(wrap(SyncVectorEnv(built(when), autoreset_mode=mode)), infos="all")
-    assert_equal(rolled_out(ours), rolled_out(DummyVecEnv(built(when))))
+    assert_equal(roll_out(ours), roll_out(DummyVecEnv(built(when))))
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED])
@@ -112,18 +112,18 @@ def test_infos_are_those_of_dummy_vec_env(form: str, when: str, mode: AutoresetM
 )
 def test_environments_that_reuse_what_they_return(wrap: Any, copies: bool, mode: AutoresetMode) -> None:
     env = wrap(SyncVectorEnv(built(reuses=True), autoreset_mode=mode, copy=copies))
-    assert_equal(rolled_out(GymVecEnv(env, infos="all")), rolled_out(DummyVecEnv(built())))
+    assert_equal(roll_out(GymVecEnv(env, infos="all")), roll_out(DummyVecEnv(built())))
 
 
 @pytest.mark.parametrize("n_workers", [1, 2])
 def test_workers_with_environments_that_reuse_what_they_return(n_workers: int) -> None:
-    expected = rolled_out(DummyVecEnv(built()))
+    expected = roll_out(DummyVecEnv(built()))
     ours = SharedMemoryVecEnv(built(reuses=True), "fork", n_workers=n_workers)
-    found = rolled_out(ours)
+    found = roll_out(ours)
     assert_equal([(*step[:1], *step[2:]) for step in found[1:]], [(*step[:1], *step[2:]) for step in expected[1:]])
     for mode in MODES:
         env = SharedMemoryVectorEnv(built(reuses=True), autoreset_mode=mode, context="fork", n_workers=n_workers)
-        assert_equal(rolled_out(GymVecEnv(env, infos="all")), expected)
+        assert_equal(roll_out(GymVecEnv(env, infos="all")), expected)
 
 
 # -- observations
@@ -172,7 +172,7 @@ def _patched(env: Any) -> Any:
 )
 def test_observations_in_a_reused_buffer_are_copied(build: Any) -> None:
     ours = GymVecEnv(build(built()), infos="all")
-    assert_equal(rolled_out(ours), rolled_out(DummyVecEnv(built())))
+    assert_equal(roll_out(ours), roll_out(DummyVecEnv(built())))
 
 
 # -- infos that are not built
