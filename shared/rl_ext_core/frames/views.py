@@ -42,7 +42,7 @@ class _GetItemTemplate(AbstractTemplate):  # type: ignore[misc]
 
 
 @infer_global(operator.setitem)
-class _Set(AbstractTemplate):  # type: ignore[misc]
+class _SetItemTemplate(AbstractTemplate):  # type: ignore[misc]
     def generic(self, args: Any, kws: Any) -> Any:
         return signature(types.none, args[0], _PLACE, args[0].dtype) if isinstance(args[0], _Table) else None
 
