@@ -61,7 +61,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors(part)
 
 
-def storages(value: Any) -> set[int]:
+def storage_pointers(value: Any) -> set[int]:
     """Where the memory of all tensors begins."""
     return {tensor.untyped_storage().data_ptr() for tensor in tensors(value)}
 

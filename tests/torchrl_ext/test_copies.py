@@ -19,7 +19,7 @@ from torchrl import envs as upstream
 from torchrl.data import Unbounded
 from torchrl.envs import StepCounter, check_env_specs
 
-from tests.torchrl_ext.comparing import assert_same, seeded_rollout, storages, tensors, vector
+from tests.torchrl_ext.comparing import assert_same, seeded_rollout, storage_pointers, tensors, vector
 from tests.torchrl_ext.environments import DictWalk, Isaac, IsaacByIds, SameStep, Sampled, Walk, box
 from torchrl_ext import GymEnv, GymWrapper
 
@@ -153,11 +153,11 @@ def test_sharing_is_what_false_means(make: Any) -> None:
     buffer = make()
     env = GymWrapper(Reuses(buffer), copy=False)
     first = env.rand_step(env.reset())
-    assert storages(first["next", "observation"]) == storages([torch.as_tensor(buffer)])
+    assert storage_pointers(first["next", "observation"]) == storage_pointers([torch.as_tensor(buffer)])
     env.rand_step(env.step_mdp(first))
     assert first["next", "observation"][1] == 2
-    shared = storages([torch.as_tensor(buffer)])
-    assert not storages([first["next", key] for key in ("reward", "done")]) & shared
+    shared = storage_pointers([torch.as_tensor(buffer)])
+    assert not storage_pointers([first["next", key] for key in ("reward", "done")]) & shared
 
 
 def played(env: Any, steps: int) -> list[Any]:
@@ -177,7 +177,7 @@ def test_a_dict_with_one_array_twice() -> None:
             return dict.fromkeys("ab", super().observation())
 
     data = played(GymWrapper(Twice()), 9)[-2]["next"]
-    assert len(storages([data["a"], data["b"]])) == 2
+    assert len(storage_pointers([data["a"], data["b"]])) == 2
 
 
 def test_arrays_that_torch_takes_in_no_way_are_copied() -> None:
@@ -234,9 +234,9 @@ def test_nothing_is_shared_or_changes_later_and_environments_are_left_alone(name
     env = GymWrapper(inner, missing_final_obs=missing)
     seen = played(env, 15)
     kept = [data.clone() for data in seen]
-    handed = storages([torch.as_tensor(leaf) for leaf, _ in written])
+    handed = storage_pointers([torch.as_tensor(leaf) for leaf, _ in written])
     for data in seen:
-        assert not storages(data.to_dict()) & handed
+        assert not storage_pointers(data.to_dict()) & handed
         assert not any(tensor.requires_grad for tensor in tensors(data.to_dict()))
     played(env, 5)
     for one, other in zip(seen, kept, strict=True):
