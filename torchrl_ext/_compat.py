@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from torchrl.envs import EnvBase, batched_envs
 from torchrl.envs.libs.gym import GymWrapper
 
-__all__ = ["BaseStepMixin", "new_tensordict", "has_short_steps", "has_supervision", "has_wrapper"]
+__all__ = ["BaseStepMixin", "new_tensordict", "has_fast_path", "has_supervision", "has_wrapper"]
 
 # Supervision of ParallelEnv's workers.
 _SUPERVISION = """
@@ -86,7 +86,7 @@ def has_supervision() -> bool:
     return _has(batched_envs.ParallelEnv, _SUPERVISION, without)
 
 
-def has_short_steps() -> bool:
+def has_fast_path() -> bool:
     """Return whether steps can skip what plain TensorDicts do not need; if not, they are ``EnvBase``'s."""
     return _has(GymWrapper, _SHORT_STEPS, _LONGER) & _has(TensorDict, _TENSORDICT, _LONGER)
 

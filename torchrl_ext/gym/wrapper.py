@@ -18,7 +18,7 @@ from rl_ext_core.vector.arrays import framework_of
 from rl_ext_core.vector.autoreset import require_synchronous
 from rl_ext_core.vector.spaces import device_of
 from rl_ext_core.vector.stepper import RESET, num_envs_of, check_result_length
-from torchrl_ext._compat import new_tensordict, has_short_steps
+from torchrl_ext._compat import new_tensordict, has_fast_path
 from torchrl_ext.gym.engine import Engine, refuse_frame_skip
 from torchrl_ext.gym.infos import numbers_for_reader, owned
 from torchrl_ext.gym.specs import SingleSpaces, batched_specs, finite, is_ragged, starts
@@ -27,7 +27,7 @@ from torchrl_ext.parallel import ParallelEnv
 __all__ = ["GymEnv", "GymWrapper"]
 
 _Steps: Any
-if has_short_steps():
+if has_fast_path():
     from torchrl_ext.gym.fast_path import FastStepMixin as _Steps
 else:
     from torchrl_ext._compat import BaseStepMixin as _Steps
