@@ -91,13 +91,13 @@ class RestartingPool(Pool):
         if not isinstance(worker.answer, WorkerError):
             return worker.answer
         try:
-            return self._replaced(worker, worker.answer, to_reset)
+            return self._replace(worker, worker.answer, to_reset)
         except BaseException as error:
             text = "these workers were ended, because the replacement of one was interrupted. Make new environments"
             self.end(error if isinstance(error, WorkerError) else WorkerError(text))
             raise
 
-    def _replaced(self, worker: WorkerHandle, first: WorkerError, to_reset: bool) -> list[Entry]:
+    def _replace(self, worker: WorkerHandle, first: WorkerError, to_reset: bool) -> list[Entry]:
         """Replace a worker that has failed by a new process, reset its environments, and return its answer.
 
         :raises WorkerError: If the limit is reached.
