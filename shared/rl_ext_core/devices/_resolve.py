@@ -107,7 +107,7 @@ def resolve(
         if on_missing == "error" or shown.kind == "cpu":
             raise
         rule = _renderers.find_renderer(renderer, machine.inventory.versions)
-        decision = _on_cpu(rule, machine, shown, decision, (f"on_missing: {error}",))
+        decision = _decide_cpu_rendering(rule, machine, shown, decision, (f"on_missing: {error}",))
     if asked.kind == "auto" and decision.device == "cpu":
         _log_once(logging.INFO, decision.reason)
     for warning in decision.warnings:
@@ -348,7 +348,7 @@ def decide_render(request: Request, name: str, machine: Machine, computing: Deci
             f'render="nvidia-smi:{gpu.index}"'
             for gpu in gpus[:1]
         )
-        return _on_cpu(renderer, machine, request, computing, notes)
+        return _decide_cpu_rendering(renderer, machine, request, computing, notes)
     if request.kind == "egl":
         if renderer.select_egl_device is None:
             raise DeviceUnavailableError(f'{request}: {renderer} does not render through EGL. Write render="same"')
@@ -360,7 +360,7 @@ def decide_render(request: Request, name: str, machine: Machine, computing: Deci
     return _through_egl(renderer, _egl_of(gpu, machine, request), machine, request, computing)
 
 
-def _on_cpu(
+def _decide_cpu_rendering(
     renderer: Renderer, machine: Machine, request: Request, computing: Decision, notes: tuple[str, ...] = ()
 ) -> Decision:
     """Render on the CPU: on Mesa's software device of EGL where there is one, else with OSMesa."""
