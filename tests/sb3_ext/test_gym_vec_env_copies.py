@@ -91,7 +91,7 @@ def roll_out(venv: Any, steps: int = 11) -> list[Any]:
     return copies
 
 
-def built(when: str = "at odd steps", *, reuses: bool = False) -> list[Callable[[], Any]]:
+def make_env_fns(when: str = "at odd steps", *, reuses: bool = False) -> list[Callable[[], Any]]:
     return [functools.partial(Reporting, length, when, reuses) for length in LENGTHS]
 
 
@@ -101,8 +101,8 @@ def built(when: str = "at odd steps", *, reuses: bool = False) -> list[Callable[
 @pytest.mark.parametrize("form", ["single environments", "arrays", "lists"])
 def test_infos_are_those_of_dummy_vec_env(form: str, when: str, mode: AutoresetMode) -> None:
     wrap: Any = {"single environments": lambda env: env, "arrays": PassThrough, "lists": DictInfoToList}[form]
-    ours = GymVecEnv(wrap(SyncVectorEnv(built(when), autoreset_mode=mode)), infos="all")
-    assert_equal(roll_out(ours), roll_out(DummyVecEnv(built(when))))
+    ours = GymVecEnv(wrap(SyncVectorEnv(make_env_fns(when), autoreset_mode=mode)), infos="all")
+    assert_equal(roll_out(ours), roll_out(DummyVecEnv(make_env_fns(when))))
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED])
@@ -111,18 +111,18 @@ def test_infos_are_those_of_dummy_vec_env(form: str, when: str, mode: AutoresetM
     "wrap", [lambda env: env, PassThrough, DictInfoToList], ids=["plain", "PassThrough", "DictInfoToList"]
 )
 def test_environments_that_reuse_what_they_return(wrap: Any, copies: bool, mode: AutoresetMode) -> None:
-    env = wrap(SyncVectorEnv(built(reuses=True), autoreset_mode=mode, copy=copies))
-    assert_equal(roll_out(GymVecEnv(env, infos="all")), roll_out(DummyVecEnv(built())))
+    env = wrap(SyncVectorEnv(make_env_fns(reuses=True), autoreset_mode=mode, copy=copies))
+    assert_equal(roll_out(GymVecEnv(env, infos="all")), roll_out(DummyVecEnv(make_env_fns())))
 
 
 @pytest.mark.parametrize("n_workers", [1, 2])
 def test_workers_with_environments_that_reuse_what_they_return(n_workers: int) -> None:
-    expected = roll_out(DummyVecEnv(built()))
-    ours = SharedMemoryVecEnv(built(reuses=True), "fork", n_workers=n_workers)
+    expected = roll_out(DummyVecEnv(make_env_fns()))
+    ours = SharedMemoryVecEnv(make_env_fns(reuses=True), "fork", n_workers=n_workers)
     found = roll_out(ours)
     assert_equal([(*step[:1], *step[2:]) for step in found[1:]], [(*step[:1], *step[2:]) for step in expected[1:]])
     for mode in MODES:
-        env = SharedMemoryVectorEnv(built(reuses=True), autoreset_mode=mode, context="fork", n_workers=n_workers)
+        env = SharedMemoryVectorEnv(make_env_fns(reuses=True), autoreset_mode=mode, context="fork", n_workers=n_workers)
         assert_equal(roll_out(GymVecEnv(env, infos="all")), expected)
 
 
@@ -171,8 +171,8 @@ def _patched(env: Any) -> Any:
     ids=["function", "function inside", "method", "method inside", "subclass"],
 )
 def test_observations_in_a_reused_buffer_are_copied(build: Any) -> None:
-    ours = GymVecEnv(build(built()), infos="all")
-    assert_equal(roll_out(ours), roll_out(DummyVecEnv(built())))
+    ours = GymVecEnv(build(make_env_fns()), infos="all")
+    assert_equal(roll_out(ours), roll_out(DummyVecEnv(make_env_fns())))
 
 
 # -- infos that are not built
@@ -180,7 +180,7 @@ def test_observations_in_a_reused_buffer_are_copied(build: Any) -> None:
 
 @pytest.mark.parametrize("wrap", [lambda env: env, PassThrough, DictInfoToList], ids=["plain", "arrays", "lists"])
 def test_infos_that_are_not_built_for_running_envs_are_refused(wrap: Any) -> None:
-    venv = GymVecEnv(wrap(SyncVectorEnv(built("at odd steps"))))
+    venv = GymVecEnv(wrap(SyncVectorEnv(make_env_fns("at odd steps"))))
     venv.reset()
     info = venv.step(np.zeros((2, 2), np.float32))[3][0]
     for ask in (lambda: info.get("cost"), lambda: info.get("cost", 0.0), lambda: "cost" in info, lambda: info["cost"]):
