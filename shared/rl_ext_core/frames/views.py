@@ -78,7 +78,7 @@ def address_in(typingctx: Any, table: Any, row: Any) -> Any:
     return types.uint64(table, types.int64), codegen
 
 
-def _table_of(dtype: Any) -> Any:
+def _table_constructor(dtype: Any) -> Any:
     def table(typingctx: Any, address: Any, width: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             view = cgutils.create_struct_proxy(signature.return_type)(context, builder)
@@ -102,7 +102,7 @@ def _list_of(dtype: Any) -> Any:
 
 
 _bytes, _words, _numbers = (_list_of(dtype) for dtype in (types.uint8, types.uint32, types.int64))
-_byte_rows, _word_rows, _number_rows = (_table_of(dtype) for dtype in (types.uint8, types.uint32, types.int64))
+_byte_rows, _word_rows, _number_rows = (_table_constructor(dtype) for dtype in (types.uint8, types.uint32, types.int64))
 
 
 class PoolPointers(NamedTuple):
