@@ -86,7 +86,7 @@ class Sampled(gymnasium.Env[Any, Any]):
         return self.observation_space.sample(), 1.5, self.step_count % self.length == 0, False, {}
 
 
-class Bare(Walk):
+class WalkWithoutInfos(Walk):
     """Without infos: upstream writes all of them into the data of an environment that resets in the same step."""
 
     def reset(self, **kwargs: Any) -> Any:
@@ -97,7 +97,7 @@ class Bare(Walk):
 
 
 # No two end at once before their 77th step: where all do, upstream resets them twice in SameStep mode.
-STAGGERED: list[Any] = [partial(Bare, length, length) for length in (7, 11, 13)]
+STAGGERED: list[Any] = [partial(WalkWithoutInfos, length, length) for length in (7, 11, 13)]
 
 
 class VectorRewards(Walk):

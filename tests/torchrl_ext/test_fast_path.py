@@ -22,14 +22,16 @@ from torchrl.envs import EnvBase, StepCounter, TransformedEnv, default_info_dict
 
 from rl_ext_core.errors import InvalidArgumentError, InvalidTypeError
 from tests.torchrl_ext.comparing import assert_same, seeded_rollout, vector
-from tests.torchrl_ext.environments import Bare, DictWalk, Isaac, Walk
+from tests.torchrl_ext.environments import WalkWithoutInfos, DictWalk, Isaac, Walk
 from torchrl_ext import GymEnv, GymWrapper
 
 MAKERS: dict[str, Callable[[Any], Any]] = {
-    "single": lambda cls: cls(Bare()),
+    "single": lambda cls: cls(WalkWithoutInfos()),
     "nested": lambda cls: cls(DictWalk()),
-    "batch": lambda cls: cls(vector([partial(Bare, n, n) for n in (3, 5)], 2, "Disabled")),
-    "batch that resets itself": lambda cls: cls(vector([partial(Bare, n, n) for n in (3, 5)], 2, "SameStep")),
+    "batch": lambda cls: cls(vector([partial(WalkWithoutInfos, n, n) for n in (3, 5)], 2, "Disabled")),
+    "batch that resets itself": lambda cls: cls(
+        vector([partial(WalkWithoutInfos, n, n) for n in (3, 5)], 2, "SameStep")
+    ),
 }
 
 

@@ -37,7 +37,7 @@ from torchrl.envs import transforms as t
 import torchrl_ext
 from rl_ext_core.vector import SharedMemoryVectorEnv
 from tests.torchrl_ext.comparing import assert_same, assert_same_rollouts, seeded_rollout, vector
-from tests.torchrl_ext.environments import STAGGERED, Bare, DictWalk, Sampled, VectorRewards, Walk, box
+from tests.torchrl_ext.environments import STAGGERED, WalkWithoutInfos, DictWalk, Sampled, VectorRewards, Walk, box
 from torchrl_ext import GymEnv, GymWrapper
 
 gymnasium.register_envs(ale_py)
@@ -141,13 +141,13 @@ CASES: dict[str, Build] = {
     "staggered, SameStep": batch(STAGGERED, "SameStep"),
     "staggered, SameStep, on a device": batch(STAGGERED, "SameStep", device="cpu"),
     "staggered, Disabled": batch(STAGGERED, "Disabled"),
-    "Walk, Disabled": batch(Bare, "Disabled"),
+    "Walk, Disabled": batch(WalkWithoutInfos, "Disabled"),
     "nested, Disabled": batch(DictWalk, "Disabled", device="cpu"),
     "nested, Disabled, infos": lambda cls: batch(DictWalk, "Disabled")(cls).auto_register_info_dict(),
     "processes, SameStep": batch(STAGGERED, "SameStep", 2, asynchronous=True),
     "processes, Disabled": batch(STAGGERED, "Disabled", 2, asynchronous=True),
     "SameStep, under transforms": under(batch(STAGGERED, "SameStep"), RewardSum, InitTracker, StepCounter),
-    "Disabled, cut": under(batch(Bare, "Disabled"), *cut),
+    "Disabled, cut": under(batch(WalkWithoutInfos, "Disabled"), *cut),
     "nested, Disabled, cut": under(batch(DictWalk, "Disabled"), *cut),
     "serial": lambda cls: SerialEnv(2, partial(cls, Walk())),
     "serial, of transforms": lambda cls: SerialEnv(2, partial(nested, cls)),
@@ -339,7 +339,7 @@ def test_a_reset_of_some() -> None:
         data = env.step_mdp(env.step(env.rand_action(data)))
         return env.reset(data.set("_reset", torch.tensor([[True], [False], [True]])))
 
-    assert_same(*map(played, both(batch(Bare, "Disabled"))))
+    assert_same(*map(played, both(batch(WalkWithoutInfos, "Disabled"))))
     for env in both(made(Walk)):
         with pytest.raises(RuntimeError, match="Partial resets"):
             env.reset(env.reset().set("_reset", torch.zeros(1, dtype=torch.bool)))
@@ -376,9 +376,9 @@ def extras(env: Any) -> dict[str, Any]:
 
 
 BUILDERS: dict[str, Build] = {
-    "single": made(partial(Bare, 3, 3)),
+    "single": made(partial(WalkWithoutInfos, 3, 3)),
     "nested": made(partial(DictWalk, 3, 3)),
-    "SameStep": batch([partial(Bare, n, n) for n in (3, 5)], "SameStep", 2),
+    "SameStep": batch([partial(WalkWithoutInfos, n, n) for n in (3, 5)], "SameStep", 2),
     "nested, Disabled": batch(DictWalk, "Disabled", 2),
 }
 builders = pytest.mark.parametrize("name", BUILDERS)
