@@ -67,7 +67,7 @@ def _names_of(cls: type) -> frozenset[str]:
 
 
 @cache
-def _has(cls: type, names: str, without: str) -> bool:
+def _has_all_names(cls: type, names: str, without: str) -> bool:
     missing = [name for name in names.split() if name not in _names_of(cls)]
     if missing:
         versions = f"torchrl {torchrl.__version__}, tensordict {tensordict.__version__}"
@@ -83,18 +83,18 @@ def _has(cls: type, names: str, without: str) -> bool:
 def has_supervision() -> bool:
     """Return whether the workers of a ``ParallelEnv`` can be watched; if not, they are TorchRL's."""
     without = "torchrl_ext.ParallelEnv runs TorchRL's workers, which start slower and do not report why they died"
-    return _has(batched_envs.ParallelEnv, _SUPERVISION, without)
+    return _has_all_names(batched_envs.ParallelEnv, _SUPERVISION, without)
 
 
 def has_fast_path() -> bool:
     """Return whether steps can skip what plain TensorDicts do not need; if not, they are ``EnvBase``'s."""
-    return _has(GymWrapper, _SHORT_STEPS, _LONGER) & _has(TensorDict, _TENSORDICT, _LONGER)
+    return _has_all_names(GymWrapper, _SHORT_STEPS, _LONGER) & _has_all_names(TensorDict, _TENSORDICT, _LONGER)
 
 
 def has_wrapper() -> bool:
     """Return whether TorchRL's wrapper can be extended; if not, it is used as it is."""
     without = "torchrl_ext.GymWrapper is TorchRL's own, and has none of this package's options"
-    return _has(GymWrapper, _WRAPPER, without)
+    return _has_all_names(GymWrapper, _WRAPPER, without)
 
 
 class BaseStepMixin(EnvBase):
@@ -109,7 +109,7 @@ def new_tensordict(entries: dict[str, Any], batch_size: torch.Size, device: torc
     return TensorDict(entries, batch_size=batch_size, device=device)
 
 
-if _has(TensorDict, _TENSORDICT, _LONGER):
+if _has_all_names(TensorDict, _TENSORDICT, _LONGER):
     _new = TensorDict._new_unsafe
 
     def new_tensordict(entries: dict[str, Any], batch_size: torch.Size, device: torch.device | None) -> TensorDict:
