@@ -144,28 +144,28 @@ class RestartingPool(Pool):
         worker.end()
         worker.attempt += 1
         self._launch([worker])
-        self._answered(worker, starting)
+        self._await_answer(worker, starting)
         self.send(worker, "map", self.layout)
-        self._answered(worker, starting)
+        self._await_answer(worker, starting)
         part = slice(worker.first, worker.last)
         for number, calls in enumerate(self._settings[part]):
             for (command, name), packed in calls.items():
                 if packed is not None:
                     self.send(worker, command, [(number, (name, channel.unpack(packed)))])
-                    if isinstance(channel.unpack(self._answered(worker, stepping)[0]), ExceptionRecord):
+                    if isinstance(channel.unpack(self._await_answer(worker, stepping)[0]), ExceptionRecord):
                         calls[command, name] = None
         seeds = self.seeds[part]
         if not same_seeds:
             seeds = [None if seed is None else _next_seed(seed, worker.attempt) for seed in seeds]
         options = map(channel.unpack, self._reset_options[part])
         self.reset(worker, list(zip(seeds, options, strict=True)))
-        infos = self._answered(worker, stepping)
+        infos = self._await_answer(worker, stepping)
         if unseen and self._autoreset is Autoreset.NEXT_STEP:
             self.send(worker, "reset at next step", None)
-            self._answered(worker, stepping)
+            self._await_answer(worker, stepping)
         return infos
 
-    def _answered(self, worker: WorkerHandle, timeout: float | None) -> Any:
+    def _await_answer(self, worker: WorkerHandle, timeout: float | None) -> Any:
         """Wait for a new worker's answer, and return it."""
         self._receive(timeout, [worker])
         if isinstance(worker.answer, WorkerError):
