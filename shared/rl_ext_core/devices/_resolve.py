@@ -352,12 +352,12 @@ def decide_render(request: Request, name: str, machine: Machine, computing: Deci
     if request.kind == "egl":
         if renderer.select_egl_device is None:
             raise DeviceUnavailableError(f'{request}: {renderer} does not render through EGL. Write render="same"')
-        return _through_egl(renderer, _find_egl_device(request, machine), machine, request, computing)
+        return _decide_egl_rendering(renderer, _find_egl_device(request, machine), machine, request, computing)
     gpu = _rendering_gpu(request, machine, computing, picker)
     _check_whole(gpu, request)
     if renderer.select_egl_device is None:
         return _through_vulkan(renderer, gpu, machine, request, computing)
-    return _through_egl(renderer, _egl_of(gpu, machine, request), machine, request, computing)
+    return _decide_egl_rendering(renderer, _egl_of(gpu, machine, request), machine, request, computing)
 
 
 def _decide_cpu_rendering(
@@ -374,7 +374,7 @@ def _decide_cpu_rendering(
     device = next((device for device in inventory.egl or () if device.software), None)
     if device is not None:
         try:
-            return _through_egl(renderer, device, machine, request, computing)
+            return _decide_egl_rendering(renderer, device, machine, request, computing)
         except DeviceUnavailableError:
             if not inventory.osmesa:
                 raise
@@ -456,7 +456,7 @@ def _check_whole(gpu: Gpu, request: Request) -> None:
         )
 
 
-def _through_egl(
+def _decide_egl_rendering(
     renderer: Renderer, device: EglDevice, machine: Machine, request: Request, computing: Decision
 ) -> Decision:
     try:
