@@ -48,7 +48,7 @@ class Reporting(gym.Env[Any, Any]):
         self._observation, self._cost, self._reward = np.zeros(2, np.float32), np.zeros(2), np.zeros(())
         self._info: dict[str, Any] = {}
 
-    def _returned(self) -> Any:
+    def _output(self) -> Any:
         self._observation[:] = self._cost[:] = number = 100 * self._episode + self._step + 0.5
         self._info.clear()
         if self._when(self._step, self._length):
@@ -59,14 +59,14 @@ class Reporting(gym.Env[Any, Any]):
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         self._episode, self._step = self._episode + 1, 0
         self._reward[...] = -7
-        return self._returned()
+        return self._output()
 
     def step(self, action: Any) -> Any:
         self._step += 1
         if self._reuses:
             action[...] = 9
         self._reward[...] = self._step
-        observation, info = self._returned()
+        observation, info = self._output()
         reward = self._reward if self._reuses else float(self._reward)
         return observation, reward, self._step == self._length, False, info
 
@@ -134,13 +134,13 @@ class Buffered(SyncVectorEnv):
 
     def reset(self, **kwargs: Any) -> Any:
         observation, info = super().reset(**kwargs)
-        self._returned = np.array(observation)
-        return self._returned, info
+        self._output = np.array(observation)
+        return self._output, info
 
     def step(self, actions: Any) -> Any:
         observation, *others = super().step(actions)
-        self._returned[...] = observation
-        return self._returned, *others
+        self._output[...] = observation
+        return self._output, *others
 
 
 def _transformed(env: Any) -> Any:
