@@ -91,7 +91,7 @@ def _table_constructor(dtype: Any) -> Any:
     return intrinsic(table)
 
 
-def _list_of(dtype: Any) -> Any:
+def _pointer_constructor(dtype: Any) -> Any:
     def numbers(typingctx: Any, address: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
@@ -101,7 +101,7 @@ def _list_of(dtype: Any) -> Any:
     return intrinsic(numbers)
 
 
-_bytes, _words, _numbers = (_list_of(dtype) for dtype in (types.uint8, types.uint32, types.int64))
+_bytes, _words, _numbers = (_pointer_constructor(dtype) for dtype in (types.uint8, types.uint32, types.int64))
 _byte_rows, _word_rows, _number_rows = (_table_constructor(dtype) for dtype in (types.uint8, types.uint32, types.int64))
 
 
