@@ -186,7 +186,7 @@ class Isaac:
         self.steps = torch.zeros(num_envs, dtype=torch.long)
         self.episodes = torch.zeros(num_envs, dtype=torch.long)
         self.extras: dict[str, Any] = {}
-        self.asked: list[list[int]] = []
+        self.requested_rows: list[list[int]] = []
 
     @property
     def unwrapped(self) -> Isaac:
@@ -238,7 +238,7 @@ class IsaacByIds(Isaac):
     ) -> tuple[Any, dict[str, Any]]:
         if env_ids is None:
             return super().reset(seed, options)
-        self.asked.append(env_ids.tolist())
+        self.requested_rows.append(env_ids.tolist())
         self._reset_rows(env_ids)
         return {"policy": self.state}, self.extras
 

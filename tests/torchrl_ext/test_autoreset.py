@@ -318,7 +318,7 @@ def test_every_wrapper_sees_a_partial_reset(name: str) -> None:
     inner = sim()
     env = TransformedEnv(GymWrapper(wrap(inner)), StepCounter(max_steps=5))
     rollout = env.rollout(24, break_when_any_done=False)
-    assert [1, 2] in inner.asked
+    assert [1, 2] in inner.requested_rows
     for data in (rollout, rollout["next"]):
         assert torch.equal(data["policy"][..., 0], torch.arange(3.0)[:, None].expand(3, 24) * factor)
     assert torch.equal(rollout["next", "policy"][..., 2], (rollout["step_count"].squeeze(-1) + 1.0) * factor)
