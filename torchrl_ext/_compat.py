@@ -38,7 +38,7 @@ _SHORT_STEPS = """
     _compiled_step_and_maybe_reset
 """
 _TENSORDICT = "_new_unsafe _tensordict _td_dim_names _device"
-_LONGER = "torchrl_ext.GymWrapper steps as EnvBase does, which takes longer"
+_SLOW_STEPS = "torchrl_ext.GymWrapper steps as EnvBase does, which takes longer"
 
 # Methods of TorchRL's wrapper that ours overrides or calls, and functions that convert spaces.
 _WRAPPER = """
@@ -88,7 +88,7 @@ def has_supervision() -> bool:
 
 def has_fast_path() -> bool:
     """Return whether steps can skip what plain TensorDicts do not need; if not, they are ``EnvBase``'s."""
-    return _has_all_names(GymWrapper, _SHORT_STEPS, _LONGER) & _has_all_names(TensorDict, _TENSORDICT, _LONGER)
+    return _has_all_names(GymWrapper, _SHORT_STEPS, _SLOW_STEPS) & _has_all_names(TensorDict, _TENSORDICT, _SLOW_STEPS)
 
 
 def has_wrapper() -> bool:
@@ -109,7 +109,7 @@ def new_tensordict(entries: dict[str, Any], batch_size: torch.Size, device: torc
     return TensorDict(entries, batch_size=batch_size, device=device)
 
 
-if _has_all_names(TensorDict, _TENSORDICT, _LONGER):
+if _has_all_names(TensorDict, _TENSORDICT, _SLOW_STEPS):
     _new = TensorDict._new_unsafe
 
     def new_tensordict(entries: dict[str, Any], batch_size: torch.Size, device: torch.device | None) -> TensorDict:
