@@ -63,7 +63,7 @@ class RestartingPool(Pool):
         """Begin a call: see :meth:`~rl_ext_core.vector.pool.Pool.begin_call`."""
         if name in _SETTER_NAMES:
             calls = [(self._settings[n], (name, arg[0])) for n, arg in zip(environments, arguments, strict=True)]
-            self._before = [settings.get(key) for settings, key in calls]
+            self._previous_values = [settings.get(key) for settings, key in calls]
             for settings, key in calls:  # until it is known that it was done
                 settings[key] = None
         super().begin_call(environments, name, arguments)
@@ -74,7 +74,9 @@ class RestartingPool(Pool):
             return
         # Pickled now, as the worker got them: the caller may change them.
         packed = {id(argument): channel.pack_by_value(argument[1]) for argument in arguments}
-        for number, argument, before, result in zip(environments, arguments, self._before, results, strict=True):
+        for number, argument, before, result in zip(
+            environments, arguments, self._previous_values, results, strict=True
+        ):
             value = before if isinstance(result, ExceptionRecord) else packed[id(argument)]
             self._settings[number].pop((name, argument[0]), None)  # to set them again in the order of the last values
             if value is not None:
