@@ -356,7 +356,7 @@ def decide_render(request: Request, name: str, machine: Machine, computing: Deci
     gpu = _rendering_gpu(request, machine, computing, picker)
     _check_whole(gpu, request)
     if renderer.select_egl_device is None:
-        return _through_vulkan(renderer, gpu, machine, request, computing)
+        return _decide_vulkan_rendering(renderer, gpu, machine, request, computing)
     return _decide_egl_rendering(renderer, _egl_of(gpu, machine, request), machine, request, computing)
 
 
@@ -479,7 +479,9 @@ def _decide_egl_rendering(
     )
 
 
-def _through_vulkan(renderer: Renderer, gpu: Gpu, machine: Machine, request: Request, computing: Decision) -> Decision:
+def _decide_vulkan_rendering(
+    renderer: Renderer, gpu: Gpu, machine: Machine, request: Request, computing: Decision
+) -> Decision:
     """Name the GPU as an argument: Vulkan reads no variable, and lists GPUs in an order of its own."""
     name = _renderers.vulkan_device(gpu, machine.visible.uuids)
     rule = Step(f"rule of {renderer}", "device", name, gpu.uuid)
