@@ -129,7 +129,7 @@ def test_workers_with_environments_that_reuse_what_they_return(n_workers: int) -
 # -- observations
 
 
-class Buffered(SyncVectorEnv):
+class BufferReusing(SyncVectorEnv):
     """Returns one buffer in every step."""
 
     def reset(self, **kwargs: Any) -> Any:
@@ -166,7 +166,7 @@ def _patched(env: Any) -> Any:
         lambda envs: RecordEpisodeStatistics(_transformed(SyncVectorEnv(envs))),
         lambda envs: PassThrough(_patched(SyncVectorEnv(envs))),
         lambda envs: RecordEpisodeStatistics(_patched(SyncVectorEnv(envs))),
-        Buffered,
+        BufferReusing,
     ],
     ids=["function", "function inside", "method", "method inside", "subclass"],
 )
