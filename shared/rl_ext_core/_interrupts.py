@@ -64,7 +64,7 @@ def _put_back(handlers: list[tuple[int, Any]]) -> None:
             _put_back(handlers[1:])
 
 
-def check() -> None:
+def run_pending_handlers() -> None:
     """Call the handlers of the signals that came, from a place where it does no harm if they raise."""
     if not _noted:
         return
@@ -74,14 +74,14 @@ def check() -> None:
         if handler is not None:  # else another handler took it away meanwhile, and Python would not call it either
             handler(number, sys._getframe(1))
     finally:
-        check()
+        run_pending_handlers()
 
 
 def defer_signals(function: _F) -> _F:
     """Have the handlers of signals wait until the function returns or raises.
 
     It costs a microsecond or two, and nothing where such a function calls another one. What takes long and may be
-    given up calls :func:`check` now and then; what takes seconds only once, as compiling does, comes before.
+    given up calls :func:`run_pending_handlers` now and then; what takes seconds only once, as compiling does, comes before.
     """
 
     @functools.wraps(function)
@@ -105,6 +105,6 @@ def defer_signals(function: _F) -> _F:
             _active = False
             _put_back(aside)
             if _noted:
-                check()
+                run_pending_handlers()
 
     return call  # type: ignore[return-value]

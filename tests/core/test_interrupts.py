@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rl_ext_core._interrupts import check, defer_signals
+from rl_ext_core._interrupts import run_pending_handlers, defer_signals
 from tests.interrupts import everywhere, interrupt
 
 
@@ -126,7 +126,7 @@ def test_long_work_may_be_given_up_at_places_of_its_choice() -> None:
                 signal.raise_signal(signal.SIGINT)
             steps.append(step)
             if step % 5 == 4:
-                check()
+                run_pending_handlers()
 
     with pytest.raises(KeyboardInterrupt):
         work()

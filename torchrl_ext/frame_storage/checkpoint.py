@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 
-from rl_ext_core._interrupts import check, defer_signals
+from rl_ext_core._interrupts import run_pending_handlers, defer_signals
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, StorageError
 from rl_ext_core.frames.folder import MANIFEST, read_json, reading, write_json
 from torchrl_ext.frame_storage.format import pack, unpack
@@ -180,7 +180,7 @@ def _save_arrays(held: dict[str, Any], path: Path) -> dict[str, Any]:
     names = (f"{number}.npy" for number in itertools.count())
 
     def save(array: Any) -> str:
-        check()
+        run_pending_handlers()
         name = next(names)
         np.save(path / name, array, allow_pickle=False)
         return name
@@ -193,7 +193,7 @@ def _load_arrays(held: dict[str, Any], path: Path) -> dict[str, Any]:
     """What :func:`_save_arrays` was given."""
 
     def read(name: str) -> Any:
-        check()
+        run_pending_handlers()
         file = path / Path(name).name
         return np.lib.format.open_memmap(file, mode="r") if file.stat().st_size else np.zeros(0, dtype=np.uint8)
 

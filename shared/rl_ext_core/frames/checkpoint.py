@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
-from rl_ext_core._interrupts import check
+from rl_ext_core._interrupts import run_pending_handlers
 from rl_ext_core.errors import CorruptFileError, MissingDependencyError, RlExtError, StorageError
 
 FORMAT_VERSION = 4
@@ -124,7 +124,7 @@ class _Interruptible:
 
     def write(self, data: Any) -> int:
         """See :meth:`io.RawIOBase.write`."""
-        check()
+        run_pending_handlers()
         return self._file.write(data)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rl_ext_core._interrupts import check, defer_signals
+from rl_ext_core._interrupts import run_pending_handlers, defer_signals
 from rl_ext_core._system import thread_lock
 from rl_ext_core.errors import CorruptFileError, InvalidArgumentError, InvalidTypeError, StorageError
 from rl_ext_core.frames.arrays import MOST_PLACES
@@ -78,10 +78,10 @@ def _call_kernels(max_error: int) -> None:
     stacks[2, 0] = stacks[1, 1]  # its second frame is all that is new
     for row in range(2):
         pool.index[row] = pool.put_pairs(address_of(stacks[row:]), PLANAR, address_of(stacks[row + 1 :]), PLANAR)
-        check()
+        run_pending_handlers()
     place = np.zeros(1, dtype=np.int64)
     pool.get_pairs(place, place, stacks[2:3], stacks[3:], num_threads=1)
-    check()
+    run_pending_handlers()
     pool.release_pairs(pool.index[:1].reshape(-1))
     pool.free_stream_buffers()
 

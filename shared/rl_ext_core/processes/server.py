@@ -23,7 +23,7 @@ from multiprocessing.forkserver import MAXFDS_TO_SEND, ForkServer, read_signed
 from typing import Any
 
 from rl_ext_core._import_path import import_path
-from rl_ext_core._interrupts import check, defer_signals
+from rl_ext_core._interrupts import run_pending_handlers, defer_signals
 from rl_ext_core._system import after_fork, set_variables
 from rl_ext_core.processes.families import create_process_group
 
@@ -162,7 +162,7 @@ def _request_process(server: _Server, descriptors: Sequence[int]) -> tuple[int, 
     status, data = server.connect_to_new_process(descriptors)
     try:
         while not server.has_answered and not connection.wait([status], _POLL_S):
-            check()  # Ctrl-C, while it imports
+            run_pending_handlers()  # Ctrl-C, while it imports
         pid = read_signed(status)
     except BaseException:
         util.close_fds(status, data)  # type: ignore[attr-defined]
