@@ -153,7 +153,7 @@ class Isaac:
     :param final_obs: whether extras holds the last observations of those that were reset
     :param lengths: after how many steps each ends; by default they differ
     :param foreign: whether its spaces are not gymnasium's
-    :param spoils_actions: whether it writes into its actions
+    :param overwrites_actions: whether it writes into its actions
     """
 
     metadata: ClassVar[dict[str, Any]] = {}
@@ -167,10 +167,10 @@ class Isaac:
         final_obs: bool = False,
         lengths: list[int] | None = None,
         foreign: bool = False,
-        spoils_actions: bool = False,
+        overwrites_actions: bool = False,
     ) -> None:
         self.num_envs, self.device, self.final_obs = num_envs, "cpu", final_obs
-        self.spoils_actions = spoils_actions
+        self.overwrites_actions = overwrites_actions
         self.lengths = torch.tensor(lengths or [3 + row % 5 for row in range(num_envs)])
         self.max_episode_length = int(self.lengths.max())
         self.cfg = SimpleNamespace(is_finite_horizon=False, auto_reset=True)  # the latter is mjlab's
@@ -225,7 +225,7 @@ class Isaac:
             if self.final_obs:
                 self.extras["final_obs"] = {"policy": self.state.clone()}
             self._reset_rows(rows)
-        if self.spoils_actions:
+        if self.overwrites_actions:
             action[...] = 99.0
         return {"policy": self.state}, self.reward_buf, self.terminated, self.truncated, self.extras
 

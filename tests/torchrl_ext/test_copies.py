@@ -202,7 +202,7 @@ INNER: dict[str, Any] = {
     "torch": lambda: Reuses(BUFFERS[1]()),
     "Isaac": lambda: Isaac(4, final_obs=True),
     "Isaac, lost": lambda: Isaac(4),
-    "Isaac by ids": lambda: IsaacByIds(4, final_obs=True, spoils_actions=True),
+    "Isaac by ids": lambda: IsaacByIds(4, final_obs=True, overwrites_actions=True),
     "batch of torch": lambda: SameStep([2, 3], "batch", torch_tensors=True),
     "Sync": lambda: vector(Walk, 3, "SameStep", copy=False),
     "Sync of Dicts": lambda: vector(DictWalk, 3, "NextStep", copy=False),
