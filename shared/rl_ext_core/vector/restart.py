@@ -106,14 +106,14 @@ class RestartingPool(Pool):
         """
         failure, timings, limit = first, self.timings, self._options.max_restarts
         # Whether the caller sees the episode's end in this step and the next episode only after that.
-        unseen = not to_reset and self._autoreset is not Autoreset.SAME_STEP
+        delays_reset = not to_reset and self._autoreset is not Autoreset.SAME_STEP
         while True:
             if timings.restarts >= limit:
                 raise failure
             timings.restarts += 1
             _log.warning("%s\n(restart %d of %d)", failure, timings.restarts, limit)
             try:
-                infos = self._restart(worker, same_seeds=to_reset and failure is first, unseen=unseen)
+                infos = self._restart(worker, same_seeds=to_reset and failure is first, delays_reset=delays_reset)
                 break
             except WorkerError as again:
                 failure = again
@@ -129,14 +129,14 @@ class RestartingPool(Pool):
                 if self._last_observations
                 else None
             )
-            entries.append((dict(error), None if unseen else {**info, **error}, None, last))
-        if unseen:
+            entries.append((dict(error), None if delays_reset else {**info, **error}, None, last))
+        if delays_reset:
             for array, before in zip(self._observations, self._last_observations, strict=True):
                 array[rows] = before[rows]
         self._has_unread_answers, worker.answer = False, entries
         return entries
 
-    def _restart(self, worker: WorkerHandle, *, same_seeds: bool, unseen: bool) -> Any:
+    def _restart(self, worker: WorkerHandle, *, same_seeds: bool, delays_reset: bool) -> Any:
         """Replace a process once, and return the answer to the reset of its environments.
 
         :param same_seeds: whether they are reset with the seeds of the last reset, and not with others drawn from them:
@@ -162,7 +162,7 @@ class RestartingPool(Pool):
         options = map(channel.unpack, self._reset_options[part])
         self.reset(worker, list(zip(seeds, options, strict=True)))
         infos = self._await_answer(worker, stepping)
-        if unseen and self._autoreset is Autoreset.NEXT_STEP:
+        if delays_reset and self._autoreset is Autoreset.NEXT_STEP:
             self.send(worker, "reset at next step", None)
             self._await_answer(worker, stepping)
         return infos
