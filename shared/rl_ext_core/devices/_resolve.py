@@ -357,7 +357,7 @@ def decide_render(request: Request, name: str, machine: Machine, computing: Deci
     _check_whole(gpu, request)
     if renderer.select_egl_device is None:
         return _decide_vulkan_rendering(renderer, gpu, machine, request, computing)
-    return _decide_egl_rendering(renderer, _egl_of(gpu, machine, request), machine, request, computing)
+    return _decide_egl_rendering(renderer, _find_egl_device_of_gpu(gpu, machine, request), machine, request, computing)
 
 
 def _decide_cpu_rendering(
@@ -423,7 +423,7 @@ def _find_egl_device(request: Request, machine: Machine) -> EglDevice:
     raise DeviceUnavailableError(f'{request} was asked for, but {seen}. Write render="same"')
 
 
-def _egl_of(gpu: Gpu, machine: Machine, request: Request) -> EglDevice:
+def _find_egl_device_of_gpu(gpu: Gpu, machine: Machine, request: Request) -> EglDevice:
     inventory = machine.inventory_with_egl
     device = inventory.egl_of(gpu.uuid)
     if device is not None:
