@@ -143,7 +143,7 @@ class BufferReusing(SyncVectorEnv):
         return self._output, *others
 
 
-def _transformed(env: Any) -> Any:
+def reuse_buffer_in_wrapper(env: Any) -> Any:
     buffer = np.empty((2, 2), np.float32)
     return TransformObservation(env, lambda observation: np.multiply(observation, 1, out=buffer))
 
@@ -162,8 +162,8 @@ def _patched(env: Any) -> Any:
 @pytest.mark.parametrize(
     "build",
     [
-        lambda envs: _transformed(SyncVectorEnv(envs)),
-        lambda envs: RecordEpisodeStatistics(_transformed(SyncVectorEnv(envs))),
+        lambda envs: reuse_buffer_in_wrapper(SyncVectorEnv(envs)),
+        lambda envs: RecordEpisodeStatistics(reuse_buffer_in_wrapper(SyncVectorEnv(envs))),
         lambda envs: PassThrough(_patched(SyncVectorEnv(envs))),
         lambda envs: RecordEpisodeStatistics(_patched(SyncVectorEnv(envs))),
         BufferReusing,
