@@ -35,7 +35,7 @@ _handler_of, _set_handler = _plain.getsignal, _plain.signal
 _main = threading.main_thread().ident
 _active = False  # whether handlers are put aside; only the main thread changes it
 _seen: list[Any] = []  # the handlers of the last call, which are hardly ever others
-_aside: list[tuple[int, Any]] = []  # those among them that are functions
+_deferred: list[tuple[int, Any]] = []  # those among them that are functions
 _noted: list[int] = []  # signals that came meanwhile
 
 
@@ -45,7 +45,7 @@ def _after_fork() -> None:
     if _active:  # the call that put them aside goes on in the parent
         _noted.clear()
         _active = False
-        _put_back(_aside)
+        _put_back(_deferred)
 
 
 after_fork(_after_fork)
@@ -69,7 +69,7 @@ def run_pending_handlers() -> None:
     if not _noted:
         return
     number = _noted.pop(0)
-    handler = dict(_aside).get(number)
+    handler = dict(_deferred).get(number)
     try:
         if handler is not None:  # else another handler took it away meanwhile, and Python would not call it either
             handler(number, sys._getframe(1))
@@ -86,16 +86,16 @@ def defer_signals(function: _F) -> _F:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        global _active, _seen, _aside
+        global _active, _seen, _deferred
         if _active or get_ident() != _main:
             return function(*args, **kwargs)
         handlers = [*map(_handler_of, _NUMBERS)]
         if handlers != _seen:
-            _aside = [pair for pair in zip(_NUMBERS, handlers, strict=True) if callable(pair[1])]
+            _deferred = [pair for pair in zip(_NUMBERS, handlers, strict=True) if callable(pair[1])]
             _seen = handlers
-        if not _aside:
+        if not _deferred:
             return function(*args, **kwargs)
-        aside = _aside
+        aside = _deferred
         try:
             for pair in aside:
                 _set_handler(pair[0], _note)
