@@ -23,7 +23,7 @@ from torchrl_ext import GymWrapper
 torch_or_numpy = pytest.mark.parametrize("in_torch", [False, True], ids=["NumPy", "torch"])
 
 
-class Takes(Isaac):
+class ActionRecorder(Isaac):
     """A batch of torch environments that keeps the actions of any space."""
 
     def __init__(self, count: int, space: Any) -> None:
@@ -42,7 +42,7 @@ def made(space: Any, count: int | None, in_torch: bool) -> tuple[Any, Any]:
         one = make()
         return gymnasium.wrappers.NumpyToTorch(one) if in_torch else one, lambda: one.received[-1]
     if in_torch:
-        batch = Takes(count, space)
+        batch = ActionRecorder(count, space)
         return batch, lambda: batch.received[-1]
     several = vector(make, count, "SameStep")
     return several, lambda: np.stack([env.received[-1] for env in several.envs])
