@@ -79,7 +79,7 @@ class Engine:
         self._reward = compile_reward(wrapper.reward_spec, device=device)
         is_finite = _has_finite_horizon(env, options["finite_horizon"])
         self._flags = compile_flags(batch_size, device=device, finite_horizon=is_finite)
-        self._take = self._step_once if self.frame_skip == 1 else self._step_often
+        self._step_env = self._step_once if self.frame_skip == 1 else self._step_often
         # Which rows were done in the last step, if that was looked at.
         self.rows: torch.Tensor | None = None
         # Which rows have reset themselves, every observation that now holds, and the info.
@@ -107,7 +107,7 @@ class Engine:
         :return: the entries of ``next``, whether something may be done, and the info
         """
         self._pending = None
-        observation, reward, terminated, truncated, info = self._take(action)
+        observation, reward, terminated, truncated, info = self._step_env(action)
         data: Entries = self._read(observation)
         data["reward"] = self._reward(reward)
         (data["done"], data["terminated"], data["truncated"]), ended = self._flags(terminated, truncated)
