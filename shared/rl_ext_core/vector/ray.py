@@ -39,7 +39,7 @@ class Actor:
         self._cells = channel.new_cells()
         self._envs: Environments | None = None
 
-    def do(self, command: bytes) -> Answer:
+    def execute(self, command: bytes) -> Answer:
         """Do what a command says."""
         name, data = channel.unpack(command)
         try:
@@ -51,7 +51,7 @@ class Actor:
                     "max_task_retries out of actor_options"
                 )
             else:
-                self._envs.do(name, data)
+                self._envs.execute(name, data)
         except BaseException as error:  # Ray takes SystemExit for a wish to end the actor
             at = self._cells[Cell.ENVIRONMENT], self._cells[Cell.PHASE]
             raise ActorFailure(*at, ExceptionRecord.of(error)) from None
@@ -76,7 +76,7 @@ class ActorHandle:
     def send(self, name: str, data: Any) -> None:
         """Give a command."""
         message = (channel.pack if name == "step" else channel.pack_by_value)((name, data))
-        self.at, self.pending = name, self.actor.do.remote(message)
+        self.at, self.pending = name, self.actor.execute.remote(message)
 
     def wake_worker(self) -> None:
         """Do nothing. Ray does not lose commands."""

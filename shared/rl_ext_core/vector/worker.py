@@ -73,7 +73,7 @@ def main(
     channel = WorkerChannel(*end)
     mine = Environments(channel.reply, memory.map, channel.cells, first, env_fns, autoreset)
     for name, data in channel.commands():
-        mine.do(name, data)
+        mine.execute(name, data)
         if name == "close":
             return
     mine.close_what_is_open()
@@ -116,7 +116,7 @@ class Environments:
         self._cells[Cell.PHASE] = _IDLE
         self._reply(message)
 
-    def do(self, name: str, data: Any) -> None:
+    def execute(self, name: str, data: Any) -> None:
         """Do what a command says."""
         if name == "step":
             # The environment may keep what it gets, and the next actions are written to the same place.
