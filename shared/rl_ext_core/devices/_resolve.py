@@ -354,7 +354,7 @@ def decide_render(request: Request, name: str, machine: Machine, computing: Deci
             raise DeviceUnavailableError(f'{request}: {renderer} does not render through EGL. Write render="same"')
         return _decide_egl_rendering(renderer, _find_egl_device(request, machine), machine, request, computing)
     gpu = _rendering_gpu(request, machine, computing, picker)
-    _check_whole(gpu, request)
+    _check_not_mig(gpu, request)
     if renderer.select_egl_device is None:
         return _decide_vulkan_rendering(renderer, gpu, machine, request, computing)
     return _decide_egl_rendering(renderer, _find_egl_device_of_gpu(gpu, machine, request), machine, request, computing)
@@ -449,7 +449,7 @@ def on_wsl(machine: Machine) -> bool:
     return machine.inventory.wsl or any(name in machine.environ for name in ("WSL_DISTRO_NAME", "WSL_INTEROP"))
 
 
-def _check_whole(gpu: Gpu, request: Request) -> None:
+def _check_not_mig(gpu: Gpu, request: Request) -> None:
     if gpu.mig:
         raise DeviceUnavailableError(
             f"{request}: {gpu.uuid} is cut into MIG slices ({gpu.mig[0]}), which do not render. {_CPU_RENDERING_HINT}"
@@ -465,7 +465,7 @@ def _decide_egl_rendering(
         raise DeviceUnavailableError(f"{request}: {error}") from error
     gpu = machine.inventory.gpu(device.uuid) if device.uuid else None
     if gpu is not None:
-        _check_whole(gpu, request)
+        _check_not_mig(gpu, request)
     who = "the CPU" if device.software else gpu.uuid if gpu else "a device that NVML does not know"
     rule = Step(f"rule of {renderer}", renderer.index, index, f"EGL device {device.index}")
     return dataclasses.replace(
