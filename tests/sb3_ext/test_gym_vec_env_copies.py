@@ -148,7 +148,7 @@ def reuse_buffer_in_wrapper(env: Any) -> Any:
     return TransformObservation(env, lambda observation: np.multiply(observation, 1, out=buffer))
 
 
-def _patched(env: Any) -> Any:
+def reuse_buffer_in_method(env: Any) -> Any:
     buffer, step = np.empty((2, 2), np.float32), env.step
 
     def in_buffer(actions: Any) -> Any:
@@ -164,8 +164,8 @@ def _patched(env: Any) -> Any:
     [
         lambda envs: reuse_buffer_in_wrapper(SyncVectorEnv(envs)),
         lambda envs: RecordEpisodeStatistics(reuse_buffer_in_wrapper(SyncVectorEnv(envs))),
-        lambda envs: PassThrough(_patched(SyncVectorEnv(envs))),
-        lambda envs: RecordEpisodeStatistics(_patched(SyncVectorEnv(envs))),
+        lambda envs: PassThrough(reuse_buffer_in_method(SyncVectorEnv(envs))),
+        lambda envs: RecordEpisodeStatistics(reuse_buffer_in_method(SyncVectorEnv(envs))),
         BufferReusing,
     ],
     ids=["function", "function inside", "method", "method inside", "subclass"],
