@@ -36,14 +36,14 @@ _main = threading.main_thread().ident
 _active = False  # whether handlers are put aside; only the main thread changes it
 _seen: list[Any] = []  # the handlers of the last call, which are hardly ever others
 _deferred: list[tuple[int, Any]] = []  # those among them that are functions
-_noted: list[int] = []  # signals that came meanwhile
+_pending: list[int] = []  # signals that came meanwhile
 
 
 def _after_fork() -> None:
     global _main, _active
     _main = get_ident()
     if _active:  # the call that put them aside goes on in the parent
-        _noted.clear()
+        _pending.clear()
         _active = False
         _put_back(_deferred)
 
@@ -52,8 +52,8 @@ after_fork(_after_fork)
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    if number not in _noted:
-        _noted.append(number)
+    if number not in _pending:
+        _pending.append(number)
 
 
 def _put_back(handlers: list[tuple[int, Any]]) -> None:
@@ -66,9 +66,9 @@ def _put_back(handlers: list[tuple[int, Any]]) -> None:
 
 def run_pending_handlers() -> None:
     """Call the handlers of the signals that came, from a place where it does no harm if they raise."""
-    if not _noted:
+    if not _pending:
         return
-    number = _noted.pop(0)
+    number = _pending.pop(0)
     handler = dict(_deferred).get(number)
     try:
         if handler is not None:  # else another handler took it away meanwhile, and Python would not call it either
@@ -104,7 +104,7 @@ def defer_signals(function: _F) -> _F:
         finally:
             _active = False
             _put_back(aside)
-            if _noted:
+            if _pending:
                 run_pending_handlers()
 
     return call  # type: ignore[return-value]
