@@ -35,7 +35,7 @@ class ActionRecorder(Isaac):
         return super().step(torch.zeros(self.num_envs, 2))
 
 
-def made(space: Any, count: int | None, in_torch: bool) -> tuple[Any, Any]:
+def make_env(space: Any, count: int | None, in_torch: bool) -> tuple[Any, Any]:
     """Make an environment, and a function that returns the last action of each row."""
     make = partial(Sampled, box(2), space)
     if count is None:
@@ -71,7 +71,7 @@ WRONG: dict[str, Any] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_actions_of_another_shape_are_refused(name: str, nested: bool, in_torch: bool) -> None:
     space, count, action = WRONG[name]
-    inner, received = made(spaces.Dict(a=space) if nested else space, count, in_torch)
+    inner, received = make_env(spaces.Dict(a=space) if nested else space, count, in_torch)
     env = GymWrapper(inner)
     key = "a" if nested else "action"
     for take in (env.step, env.step_and_maybe_reset):
@@ -96,7 +96,7 @@ def test_axes_of_one_come_and_go_in_actions(count: int | None, in_torch: bool) -
         (spaces.Discrete(4), {"categorical_action_encoding": True}, index[..., None], index),
         (box(1), {}, index.float(), index[..., None].float()),
     ):
-        inner, received = made(space, count, in_torch)
+        inner, received = make_env(space, count, in_torch)
         env = GymWrapper(inner, **kwargs)
         env.step(env.reset().set("action", action))
         assert np.array_equal(np.asarray(received()), expected.numpy())
@@ -168,7 +168,7 @@ def test_masked_boards_are_filled(shape: Any, start: Any, mode: str | None, cate
 @pytest.mark.parametrize("count", [None, 2])
 def test_one_choice_for_all_parts_in_torch(count: int | None) -> None:
     space = spaces.MultiDiscrete([3, 4], start=[1, 0])
-    inner, _ = made(space, count, True)
+    inner, _ = make_env(space, count, True)
     masks = spaces.Box(0, 1, (3, 4), np.bool_)
     if count is None:
         inner = gymnasium.wrappers.NumpyToTorch(Sampled(spaces.Dict(o=box(2), action_mask=masks), space))
