@@ -79,7 +79,7 @@ class Engine:
         self._reward = compile_reward(wrapper.reward_spec, device=device)
         is_finite = _has_finite_horizon(env, options["finite_horizon"])
         self._flags = compile_flags(batch_size, device=device, finite_horizon=is_finite)
-        self._step_env = self._step_once if self.frame_skip == 1 else self._step_often
+        self._step_env = self._step_once if self.frame_skip == 1 else self._step_skipping_frames
         # Which rows were done in the last step, if that was looked at.
         self.rows: torch.Tensor | None = None
         # Which rows have reset themselves, every observation that now holds, and the info.
@@ -131,7 +131,7 @@ class Engine:
         action = self._decode(action)
         return check_result_length(self.env.step(action), STEP) if self._stepper is None else self._stepper.step(action)
 
-    def _step_often(self, action: Any) -> Step:
+    def _step_skipping_frames(self, action: Any) -> Step:
         """Sum the rewards of as many steps as are to be skipped, up to an episode's end."""
         total: Any = 0
         for _ in range(self.frame_skip):
