@@ -132,9 +132,9 @@ class Environments:
             self._due.update(range(len(self._envs)))
             self._answer(b"")
         else:
-            self._answer(pack([self._called(number, name, argument) for number, argument in data]))
+            self._answer(pack([self._call_environment(number, name, argument) for number, argument in data]))
 
-    def _called(self, number: int, name: str, argument: Any) -> bytes:
+    def _call_environment(self, number: int, name: str, argument: Any) -> bytes:
         """Return the message of what an environment answers to a call."""
         self._is_at(number, PHASES.index(name))
         try:
