@@ -353,7 +353,7 @@ def decide_render(request: Request, name: str, machine: Machine, computing: Deci
         if renderer.select_egl_device is None:
             raise DeviceUnavailableError(f'{request}: {renderer} does not render through EGL. Write render="same"')
         return _decide_egl_rendering(renderer, _find_egl_device(request, machine), machine, request, computing)
-    gpu = _rendering_gpu(request, machine, computing, picker)
+    gpu = _find_rendering_gpu(request, machine, computing, picker)
     _check_not_mig(gpu, request)
     if renderer.select_egl_device is None:
         return _decide_vulkan_rendering(renderer, gpu, machine, request, computing)
@@ -392,7 +392,7 @@ def _decide_cpu_rendering(
     )
 
 
-def _rendering_gpu(request: Request, machine: Machine, computing: Decision, picker: Picker) -> Gpu:
+def _find_rendering_gpu(request: Request, machine: Machine, computing: Decision, picker: Picker) -> Gpu:
     if request.kind == "same":
         if computing.gpu is None:
             raise DeviceUnavailableError(f"{request}: {computing.warnings[0]}. {_CPU_RENDERING_HINT}")
