@@ -192,7 +192,7 @@ def test_infos_that_are_not_built_for_running_envs_are_refused(wrap: Any) -> Non
     assert "TimeLimit.truncated" in info
 
 
-class Listed(VectorEnv[Any, Any, Any]):
+class InfoReturning(VectorEnv[Any, Any, Any]):
     """Returns an info of some form."""
 
     num_envs = 2
@@ -209,7 +209,7 @@ class Listed(VectorEnv[Any, Any, Any]):
 @pytest.mark.parametrize("info", [[{}], [], "text", None])
 def test_infos_of_other_forms_are_refused(info: Any) -> None:
     with pytest.raises(EnvironmentOutputError, match="expected a dict of arrays, or a list with a dict for each"):
-        GymVecEnv(Listed(info)).reset()
+        GymVecEnv(InfoReturning(info)).reset()
 
 
 # -- rewards
