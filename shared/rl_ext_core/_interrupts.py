@@ -45,7 +45,7 @@ def _after_fork() -> None:
     if _active:  # the call that put them aside goes on in the parent
         _pending.clear()
         _active = False
-        _put_back(_deferred)
+        _restore_handlers(_deferred)
 
 
 after_fork(_after_fork)
@@ -56,12 +56,12 @@ def _note(number: int, frame: FrameType | None) -> None:
         _pending.append(number)
 
 
-def _put_back(handlers: list[tuple[int, Any]]) -> None:
+def _restore_handlers(handlers: list[tuple[int, Any]]) -> None:
     try:
         _set_handler(*handlers[0])
     finally:  # it may raise what came in this moment
         if len(handlers) > 1:
-            _put_back(handlers[1:])
+            _restore_handlers(handlers[1:])
 
 
 def run_pending_handlers() -> None:
@@ -103,7 +103,7 @@ def defer_signals(function: _F) -> _F:
             return function(*args, **kwargs)
         finally:
             _active = False
-            _put_back(aside)
+            _restore_handlers(aside)
             if _pending:
                 run_pending_handlers()
 
