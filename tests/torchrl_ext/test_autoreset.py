@@ -162,7 +162,7 @@ def test_a_wrapper_that_refuses_partial_resets_says_so() -> None:
 # -- which mode
 
 
-def follows(rollout: Any, key: str) -> bool:
+def is_consecutive(rollout: Any, key: str) -> bool:
     """Whether each step's next observation is the one after it."""
     return torch.equal(rollout["next"][key][..., 2], rollout[key][..., 2] + 1)
 
@@ -171,7 +171,7 @@ def test_the_mode_that_was_asked_for_or_configured() -> None:
     for mode in (None, "Disabled", "DISABLED", gymnasium.vector.AutoresetMode.DISABLED):
         env = IsaacByIds(3, lengths=[2, 3, 4])
         env.cfg.auto_reset = False
-        assert follows(GymWrapper(env, autoreset_mode=mode).rollout(8, break_when_any_done=False), "policy")
+        assert is_consecutive(GymWrapper(env, autoreset_mode=mode).rollout(8, break_when_any_done=False), "policy")
     with pytest.raises(InvalidArgumentError, match="autoreset_mode='never' is none of"):
         GymWrapper(IsaacByIds(3), autoreset_mode="never").reset()
 
@@ -193,7 +193,7 @@ def test_the_mode_that_an_environment_says_as_an_attribute() -> None:
             if says:
                 inner.autoreset_mode = "SameStep"
             rollout = GymWrapper(wrap(inner)).rollout(9, break_when_any_done=False)
-            assert follows(rollout, "observation")
+            assert is_consecutive(rollout, "observation")
 
 
 @pytest.mark.parametrize("mode", ["NextStep", "Disabled"])
@@ -211,7 +211,7 @@ def test_maniskills_environment_without_its_vector_wrapper() -> None:
     env = GymWrapper(ManiSkill(auto_reset=None)).append_transform(StepCounter(4))
     rollout = env.rollout(15, break_when_any_done=False)
     assert torch.equal(rollout["policy"][..., 2], rollout["step_count"].squeeze(-1))
-    assert follows(rollout, "policy")
+    assert is_consecutive(rollout, "policy")
 
 
 def test_environments_that_reset_all_or_nothing_are_found_out() -> None:
