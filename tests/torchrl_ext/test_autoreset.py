@@ -200,7 +200,7 @@ def test_the_mode_that_an_environment_says_as_an_attribute() -> None:
 def test_modes_without_a_reset_in_the_step_as_on_a_gpu(mode: str) -> None:
     env = GymWrapper(vector(Walk, 3, mode))
     env.reset()
-    env.__dict__["_engine"]._looks = False
+    env.__dict__["_engine"]._finds_done_rows = False
     check_against_single_environments(seeded_rollout(env, 40), [Walk], 3)
 
 

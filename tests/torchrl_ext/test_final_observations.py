@@ -27,7 +27,7 @@ nesting = pytest.mark.parametrize("nested", [False, True])
 def wrapped(env: Any, *, looks: bool = True, **kwargs: Any) -> Any:
     wrapper = GymWrapper(env, **{"categorical_action_encoding": True, **kwargs})
     wrapper.reset()
-    wrapper.__dict__["_engine"]._looks = looks
+    wrapper.__dict__["_engine"]._finds_done_rows = looks
     return wrapper
 
 

@@ -57,7 +57,7 @@ def operations_of_steps(*, looks: bool, final_obs: bool, missing: str = "nan") -
     watch = Operations(env)
     wrapper = GymWrapper(env, missing_final_obs=missing)
     tensordict = wrapper.reset()
-    wrapper.__dict__["_engine"]._looks = looks
+    wrapper.__dict__["_engine"]._finds_done_rows = looks
     done = 0
     actions = wrapper.action_spec.zero()
     with watch, Methods(watch):

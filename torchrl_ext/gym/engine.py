@@ -94,7 +94,7 @@ class Engine:
             )
             # Asking a GPU whether anything is done makes the step wait for it; a reset of some rows has to.
             is_cpu = device is None or device.type == "cpu"
-            self._looks = is_cpu or not self._stepper.resets_in_step
+            self._finds_done_rows = is_cpu or not self._stepper.resets_in_step
             if is_cpu:
                 keep_freed_memory(sum(leaf.nbytes for leaf in observation.zero().values(True, True)))
 
@@ -115,7 +115,7 @@ class Engine:
             return data, ended, info
         mask = data["done"].view(-1)
         self.rows = rows = None
-        if self._looks:
+        if self._finds_done_rows:
             found = mask.cpu().numpy().nonzero()[0]  # in a third of the time of torch's
             if not len(found):
                 return data, False, info
