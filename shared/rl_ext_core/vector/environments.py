@@ -304,7 +304,7 @@ def _has(env: Any, name: str) -> bool:
     return True
 
 
-def _called(env: Any, data: Any) -> Any:
+def _call_or_get(env: Any, data: Any) -> Any:
     name, args, kwargs = data
     found = env.get_wrapper_attr(name)
     return found(*args, **kwargs) if callable(found) else found
@@ -318,6 +318,6 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "has_attr": _has,
     "set_attr": lambda env, data: setattr(env, *data),
     "env_is_wrapped": _is_wrapped,
-    "call": _called,
+    "call": _call_or_get,
     "set_wrapper_attr": lambda env, data: env.set_wrapper_attr(*data),
 }
