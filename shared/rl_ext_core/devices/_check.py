@@ -29,7 +29,7 @@ from rl_ext_core.devices._renderers import (
     RendererFailsError,
     Renderer,
 )
-from rl_ext_core.devices._resolve import WSL_LIMIT, decide_compute, decide_render, on_wsl, parse
+from rl_ext_core.devices._resolve import WSL_LIMIT, decide_compute, decide_render, on_wsl, parse_device
 from rl_ext_core.devices.decision import Decision
 from rl_ext_core.devices.inventory import Gpu, Inventory
 from rl_ext_core.errors import DeviceConflictError, RlExtError
@@ -143,7 +143,7 @@ class Situation:
     def computing(self) -> Decision | None:
         """What ``resolve("auto")`` would compute on; None where it would refuse."""
         try:
-            return decide_compute(parse("auto", "device"), self.machine, Picker())
+            return decide_compute(parse_device("auto", "device"), self.machine, Picker())
         except RlExtError:
             return None
 
@@ -745,7 +745,7 @@ def _remedy(renderer: Renderer, situation: Situation) -> str:
         if situation.computing is None:
             return python  # which will say what is in the way
         try:
-            request = parse(render, "render")
+            request = parse_device(render, "render")
             decision = decide_render(request, renderer.name, situation.machine, situation.computing, Picker())
         except RlExtError:
             continue

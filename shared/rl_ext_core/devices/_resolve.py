@@ -92,7 +92,7 @@ def resolve(
     """
     if on_missing not in ("error", "cpu"):
         raise InvalidArgumentError(f'on_missing={on_missing!r} is neither "error" nor "cpu". Write on_missing="error"')
-    asked, shown = parse(device, "device"), parse(render, "render")
+    asked, shown = parse_device(device, "device"), parse_device(render, "render")
     picker = Picker(pick, rank, worker)
     machine = Machine(inventory, os.environ if environ is None else environ)
     try:
@@ -168,7 +168,7 @@ class Request:
         return Step("asked", self.argument, repr(self.asked), verdict)
 
 
-def parse(asked: object, argument: str) -> Request:
+def parse_device(asked: object, argument: str) -> Request:
     """Read what the argument ``argument`` (``"device"`` or ``"render"``) was given.
 
     :raises InvalidArgumentError: the text has none of the forms

@@ -418,8 +418,8 @@ def _question(arguments: argparse.Namespace) -> Question | None:
     renders = arguments.renderer is not None or arguments.verify
     default = {"device": "auto", "render": "same" if renders else "none", "renderer": "mujoco"}
     question = Question(**default | {name: value for name, value in given.items() if value is not None})
-    _resolve.parse(question.device, "device")
-    _resolve.parse(question.render, "render")
+    _resolve.parse_device(question.device, "device")
+    _resolve.parse_device(question.render, "render")
     # Whether one that is known is also installed is for the decision to say.
     with contextlib.suppress(MissingDependencyError):
         _renderers.find_renderer(question.renderer, {})
