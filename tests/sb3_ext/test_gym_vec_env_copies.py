@@ -215,7 +215,7 @@ def test_infos_of_other_forms_are_refused(info: Any) -> None:
 # -- rewards
 
 
-class Boxed(Reporting):
+class BoxedReward(Reporting):
     """Returns rewards of the shape (1,)."""
 
     def step(self, action: Any) -> Any:
@@ -233,7 +233,7 @@ class Boxed(Reporting):
 )
 def test_rewards_with_axes_are_refused(build: Any) -> None:
     """Gymnasium takes such rewards in some modes: https://github.com/Farama-Foundation/Gymnasium/pull/1657."""
-    envs = build([functools.partial(Boxed, 3)] * 2)
+    envs = build([functools.partial(BoxedReward, 3)] * 2)
     try:
         envs.reset()
         with pytest.raises(EnvironmentOutputError, match=r"a reward of the shape \(1,\)"):
