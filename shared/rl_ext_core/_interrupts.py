@@ -51,7 +51,7 @@ def _after_fork() -> None:
 after_fork(_after_fork)
 
 
-def _note(number: int, frame: FrameType | None) -> None:
+def _record_signal(number: int, frame: FrameType | None) -> None:
     if number not in _pending:
         _pending.append(number)
 
@@ -98,7 +98,7 @@ def defer_signals(function: _F) -> _F:
         aside = _deferred
         try:
             for pair in aside:
-                _set_handler(pair[0], _note)
+                _set_handler(pair[0], _record_signal)
             _active = True
             return function(*args, **kwargs)
         finally:
