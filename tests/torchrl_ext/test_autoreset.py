@@ -256,7 +256,7 @@ def test_a_reset_that_tells_no_signature() -> None:
     assert torch.equal(rollout["observation"][..., 2], rollout["step_count"].squeeze(-1))
 
 
-def sim(**options: Any) -> Any:
+def make_sim(**options: Any) -> Any:
     """Resets itself within the step, and some by ``env_ids``; an observation is the row, the episode and the step."""
     return IsaacByIds(3, lengths=[2, 99, 99], final_obs=True, **options)
 
@@ -315,7 +315,7 @@ CHAINS = {
 @pytest.mark.parametrize("name", CHAINS)
 def test_every_wrapper_sees_a_partial_reset(name: str) -> None:
     wrap, factor = CHAINS[name]
-    inner = sim()
+    inner = make_sim()
     env = TransformedEnv(GymWrapper(wrap(inner)), StepCounter(max_steps=5))
     rollout = env.rollout(24, break_when_any_done=False)
     assert [1, 2] in inner.requested_rows
@@ -332,7 +332,7 @@ def test_every_wrapper_sees_a_partial_reset(name: str) -> None:
     ],
 )
 def test_a_wrapper_that_cannot_pass_it_on_is_named(wrap: Any, text: str) -> None:
-    env = GymWrapper(wrap(sim()))
+    env = GymWrapper(wrap(make_sim()))
     env.rollout(9, break_when_any_done=False)  # who resets itself alone needs none
     with pytest.raises(InvalidArgumentError, match=text):
         TransformedEnv(env, StepCounter(max_steps=5)).rollout(24, break_when_any_done=False)
@@ -378,7 +378,7 @@ def test_flags_that_are_edited_between_a_step_and_its_reset() -> None:
     """Who was reset within the step stays so, whatever becomes of the flags that were handed out."""
 
     def played(edits: bool) -> Any:
-        env = GymWrapper(sim())
+        env = GymWrapper(make_sim())
         data, seen = env.reset(), []
         for _ in range(6):
             data = env.step(data.set("action", torch.zeros(3, 2)))
