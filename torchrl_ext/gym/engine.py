@@ -165,7 +165,7 @@ class Engine:
             final = counted_from_zero(final, self._starts)
         return rows, final if self._key is None or final is None else {self._key: final}
 
-    def closing(self, info: Any) -> Any:
+    def info_of_step(self, info: Any) -> Any:
         """Return the info that belongs to the observations of the last step, from what that step returned."""
         if self._pending is None:
             return info if self._stepper is None else drop_final_keys(info)

@@ -269,7 +269,7 @@ class GymWrapper(_Steps, UpstreamGymWrapper, metaclass=_Meta):
         engine = self._ready()
         data, _, info = engine.step(self._action_of(tensordict))
         out = new_tensordict(data, self.batch_size, self.device)
-        return self._with_info(out, engine.closing(info)) if self.info_dict_reader else out
+        return self._with_info(out, engine.info_of_step(info)) if self.info_dict_reader else out
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         mask = None if tensordict is None else tensordict.get("_reset", None)
