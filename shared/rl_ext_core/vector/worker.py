@@ -104,11 +104,11 @@ class Environments:
         self._envs: list[Any] = []
         processes.on_abnormal_exit(self.close_what_is_open)
         for number, env_fn in enumerate(env_fns):
-            self._is_at(number, _CONSTRUCTOR)
+            self._set_phase(number, _CONSTRUCTOR)
             self._envs.append(checked(env_fn()))
         self._answer(pack([(env.observation_space, env.action_space) for env in self._envs]))
 
-    def _is_at(self, number: int, phase: int) -> None:
+    def _set_phase(self, number: int, phase: int) -> None:
         self._cells[Cell.ENVIRONMENT], self._cells[Cell.PHASE] = number, phase
 
     def _answer(self, message: bytes) -> None:
@@ -136,7 +136,7 @@ class Environments:
 
     def _call_environment(self, number: int, name: str, argument: Any) -> bytes:
         """Return the message of what an environment answers to a call."""
-        self._is_at(number, PHASES.index(name))
+        self._set_phase(number, PHASES.index(name))
         try:
             return pack(CALLS[name](self._envs[number], argument))
         except Exception as error:
@@ -153,7 +153,7 @@ class Environments:
         failed: Exception | None = None
         for number, env in enumerate(self._envs):
             if failed is None:
-                self._is_at(number, _CLOSE)
+                self._set_phase(number, _CLOSE)
             try:
                 env.close()
             except Exception as error:
@@ -177,7 +177,7 @@ class Environments:
         self._answer(b"")
 
     def _reset(self, number: int, seed: int | None, options: dict[str, Any] | None) -> Any:
-        self._is_at(number, _RESET)
+        self._set_phase(number, _RESET)
         self._due.discard(number)
         maybe = {} if options is None else {"options": options}
         observation, info = self._envs[number].reset(seed=seed, **maybe)
@@ -265,7 +265,7 @@ class Environments:
                     try:
                         pack(value)
                     except Exception:
-                        self._is_at(number, _STEP if where == "info" else _RESET)
+                        self._set_phase(number, _STEP if where == "info" else _RESET)
                         raise EnvironmentOutputError(
                             f"{where}[{key!r}] cannot be pickled, and so cannot leave its process: {error}. Leave it "
                             f"out: info.pop({key!r})"
