@@ -170,17 +170,17 @@ def _packages(name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((name, "mujoco"))) if name in MUJOCO_NAMES else (name,)
 
 
-def index_for(renderer: Renderer, target: EglDevice, world: EglView, environ: Mapping[str, str]) -> str:
+def index_for(renderer: Renderer, target: EglDevice, view: EglView, environ: Mapping[str, str]) -> str:
     """Find the value of MUJOCO_EGL_DEVICE_ID that leads this renderer to ``target``.
 
     :raises DeviceUnavailableError: none does
     """
     # Its own index first: for all rules but one that is the answer.
-    numbers = [target.index, *(n for n in range(len(world.devices)) if n != target.index)]
+    numbers = [target.index, *(n for n in range(len(view.devices)) if n != target.index)]
     for number in numbers:
         candidate = {**environ, **dict.fromkeys(renderer.switches, "egl"), renderer.index: str(number)}
         try:
-            if renderer.select_egl_device is not None and renderer.select_egl_device(candidate, world) == target.index:
+            if renderer.select_egl_device is not None and renderer.select_egl_device(candidate, view) == target.index:
                 return str(number)
         except RendererFailsError:
             continue
@@ -207,32 +207,32 @@ def vulkan_device(gpu: Gpu, visible: tuple[str, ...]) -> str:
     return f"pci:{gpu.pci.removeprefix('0000:')}"
 
 
-def _raw(environ: Mapping[str, str], world: EglView) -> int:
+def _raw(environ: Mapping[str, str], view: EglView) -> int:
     """Follow mujoco up to 3 and dm_control: EGL's own index, else the first device that starts."""
     value = environ.get(INDEX)
     if value is None:
-        return _index(INDEX, 0, world)
-    return _index(INDEX, _integer(INDEX, value), world)
+        return _index(INDEX, 0, view)
+    return _index(INDEX, _integer(INDEX, value), view)
 
 
-def _robosuite(environ: Mapping[str, str], world: EglView) -> int:
+def _robosuite(environ: Mapping[str, str], view: EglView) -> int:
     """Follow robosuite 1.5: MUJOCO_EGL_DEVICE_ID, else the mask's first entry, taken for EGL's own index."""
     name = INDEX if environ.get(INDEX) is not None else MASK
     value = environ.get(name)
     if value is None:
-        return _index(INDEX, 0, world)
+        return _index(INDEX, 0, view)
     # The whole list must be numbers, though one of them is used.
     numbers = [_integer(name, entry) for entry in ([value] if value.isdigit() else value.split(","))]
-    return _index(name, numbers[0], world)
+    return _index(name, numbers[0], view)
 
 
-def mujoco_4(environ: Mapping[str, str], world: EglView) -> int:
+def mujoco_4(environ: Mapping[str, str], view: EglView) -> int:
     """Follow mujoco 4: through EGL_CUDA_DEVICE_NV, where a number means a visible device or a CUDA id."""
-    by_ordinal = world.by_ordinal()
+    by_ordinal = view.by_ordinal()
     mask = _mujoco_4_mask(environ.get(MASK))
     shown = _mujoco_4_shown(by_ordinal, mask)
     front = shown or [by_ordinal[ordinal] for ordinal in sorted(by_ordinal)]
-    ordered = front + [device.index for device in world.reachable if device.index not in front]
+    ordered = front + [device.index for device in view.reachable if device.index not in front]
     value = environ.get(INDEX)
     if value is None:
         if not ordered:
@@ -246,14 +246,14 @@ def mujoco_4(environ: Mapping[str, str], world: EglView) -> int:
     if number in by_ordinal:
         return by_ordinal[number]
     if not 0 <= number < len(ordered):
-        raise _out_of_range_error(INDEX, number, len(ordered), world)
+        raise _out_of_range_error(INDEX, number, len(ordered), view)
     return ordered[number]
 
 
-def _pyrender(environ: Mapping[str, str], world: EglView) -> int:
+def _pyrender(environ: Mapping[str, str], view: EglView) -> int:
     """Follow pyrender 0.1: EGL's own index among all devices, as Python counts in a list."""
     value = environ.get(PYRENDER_INDEX, "0")
-    number, count = _integer(PYRENDER_INDEX, value), len(world.devices)
+    number, count = _integer(PYRENDER_INDEX, value), len(view.devices)
     if not -count <= number < count:
         raise RendererFailsError(PYRENDER_INDEX, f'rendering ends in "ValueError: Invalid device ID ({number})"')
     return number % count
@@ -285,18 +285,18 @@ def _integer(name: str, value: str) -> int:
         raise RendererFailsError(name, text) from None
 
 
-def _index(name: str, number: int, world: EglView) -> int:
-    count = len(world.reachable)
+def _index(name: str, number: int, view: EglView) -> int:
+    count = len(view.reachable)
     if not count:
         raise RendererFailsError(name, "EGL lists no device")
     if not 0 <= number < count:
-        raise _out_of_range_error(name, number, count, world)
+        raise _out_of_range_error(name, number, count, view)
     return number
 
 
-def _out_of_range_error(name: str, number: int, count: int, world: EglView) -> RendererFailsError:
+def _out_of_range_error(name: str, number: int, count: int, view: EglView) -> RendererFailsError:
     error = f'"RuntimeError: ... must be an integer between 0 and {count - 1} (inclusive), got {number}"'
-    asked = f" (it asks EGL for {count} devices of {len(world.devices)})" if count < len(world.devices) else ""
+    asked = f" (it asks EGL for {count} devices of {len(view.devices)})" if count < len(view.devices) else ""
     return RendererFailsError(name, f"rendering ends in {error}{asked}")
 
 

@@ -414,8 +414,8 @@ def test_over_all_orders_and_masks_there_is_a_finding_where_the_rule_leads_elsew
 def _leads(renderer: str, environ: Mapping[str, str], there: Inventory) -> str:
     visible = tuple(uuid(int(number)) for number in environ.get(MASK, "0,1,2").split(","))
     rule = _renderers.find_renderer(renderer, there.versions)
-    world = _renderers.EglView(there.egl or (), visible)
-    owner = world.devices[rule.select_egl_device(environ, world)].uuid
+    view = _renderers.EglView(there.egl or (), visible)
+    owner = view.devices[rule.select_egl_device(environ, view)].uuid
     return "" if owner is None else str(int(owner[-12:]))
 
 

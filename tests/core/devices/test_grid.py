@@ -112,21 +112,21 @@ def test_each_rule_picks_what_the_renderer_picks_or_fails_with_it(renderer: str,
     cases, expected = [], []
     for order, mask in grid():
         environ = {"CUDA_VISIBLE_DEVICES": str(build.numbers(mask))}
-        world = _renderers.EglView.of(Machine(machine_of(order, renderer), environ))
+        view = _renderers.EglView.of(Machine(machine_of(order, renderer), environ))
         # Each pair with two of them: what is read in an odd mask has a test of its own.
         for value in VALUES[len(cases) // 2 % 5 :: 5]:
             steering = environ if value is None else {**environ, rule.index: value}
             cases.append(case(order, steering))
-            expected.append(picked(rule, steering, world, order))
+            expected.append(picked(rule, steering, view, order))
     assert len(cases) == 3072
     assert ask(renderer, cases) == expected
 
 
 def picked(
-    rule: _renderers.Renderer, environ: Mapping[str, str], world: _renderers.EglView, order: Sequence[int]
+    rule: _renderers.Renderer, environ: Mapping[str, str], view: _renderers.EglView, order: Sequence[int]
 ) -> int | None:
     try:
-        return order[rule.select_egl_device(environ, world)]
+        return order[rule.select_egl_device(environ, view)]
     except _renderers.RendererFailsError:
         return None
 
@@ -152,10 +152,10 @@ def test_each_rule_reads_odd_masks_as_the_renderer_does(renderer: str, lacks: st
         machine = machine_of(order, renderer, 8)
         egl = tuple(dataclasses.replace(device, cuda=device.cuda and not lacks) for device in machine.egl or ())
         environ = {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}
-        world = _renderers.EglView.of(Machine(dataclasses.replace(machine, egl=egl), environ))
+        view = _renderers.EglView.of(Machine(dataclasses.replace(machine, egl=egl), environ))
         steering = environ if value is None else {**environ, rule.index: value}
         cases.append(case(order, steering, FAKE_GPUS="8", FAKE_EGL_LACKS=lacks))
-        expected.append(picked(rule, steering, world, order))
+        expected.append(picked(rule, steering, view, order))
     assert {None, -1, 0, 1} <= set(expected)
     assert ask(renderer, cases) == expected
 
