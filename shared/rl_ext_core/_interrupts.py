@@ -34,7 +34,7 @@ _handler_of, _set_handler = _plain.getsignal, _plain.signal
 
 _main = threading.main_thread().ident
 _active = False  # whether handlers are put aside; only the main thread changes it
-_seen: list[Any] = []  # the handlers of the last call, which are hardly ever others
+_last_handlers: list[Any] = []  # the handlers of the last call, which are hardly ever others
 _deferred: list[tuple[int, Any]] = []  # those among them that are functions
 _pending: list[int] = []  # signals that came meanwhile
 
@@ -86,13 +86,13 @@ def defer_signals(function: _F) -> _F:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        global _active, _seen, _deferred
+        global _active, _last_handlers, _deferred
         if _active or get_ident() != _main:
             return function(*args, **kwargs)
         handlers = [*map(_handler_of, _NUMBERS)]
-        if handlers != _seen:
+        if handlers != _last_handlers:
             _deferred = [pair for pair in zip(_NUMBERS, handlers, strict=True) if callable(pair[1])]
-            _seen = handlers
+            _last_handlers = handlers
         if not _deferred:
             return function(*args, **kwargs)
         aside = _deferred
