@@ -377,7 +377,7 @@ def test_who_edits_the_data_does_not_make_the_environment_a_suspect() -> None:
 def test_flags_that_are_edited_between_a_step_and_its_reset() -> None:
     """Who was reset within the step stays so, whatever becomes of the flags that were handed out."""
 
-    def played(edits: bool) -> Any:
+    def play(edits: bool) -> Any:
         env = GymWrapper(make_sim())
         data, seen = env.reset(), []
         for _ in range(6):
@@ -390,4 +390,4 @@ def test_flags_that_are_edited_between_a_step_and_its_reset() -> None:
             seen.append(data["policy"].clone())
         return torch.stack(seen)
 
-    assert torch.equal(played(True), played(False))
+    assert torch.equal(play(True), play(False))

@@ -73,7 +73,7 @@ def test_copies_go_on_alike(name: str, way: str) -> None:
 def test_copies_between_a_step_and_its_reset(mode: str, way: str, at: int, lengths: tuple[int, ...]) -> None:
     """Who has reset itself within the step is not reset again."""
 
-    def played(copied: Callable[[Any], Any]) -> list[Any]:
+    def play(copied: Callable[[Any], Any]) -> list[Any]:
         env = GymWrapper(vector([partial(Walk, n, n) for n in lengths], 3, mode), missing_final_obs="previous")
         env.set_seed(0)
         torch.manual_seed(0)
@@ -87,7 +87,7 @@ def test_copies_between_a_step_and_its_reset(mode: str, way: str, at: int, lengt
             seen.append(data["observation"].clone())
         return seen
 
-    for one, other in zip(played(COPIES[way]), played(lambda env: env), strict=True):
+    for one, other in zip(play(COPIES[way]), play(lambda env: env), strict=True):
         assert torch.equal(one, other)
 
 
@@ -160,7 +160,7 @@ def test_sharing_is_what_false_means(make: Any) -> None:
     assert not storage_pointers([first["next", key] for key in ("reward", "done")]) & shared
 
 
-def played(env: Any, steps: int) -> list[Any]:
+def play(env: Any, steps: int) -> list[Any]:
     seen, data = [], env.reset()
     seen.append(data.copy())
     for _ in range(steps):
@@ -176,7 +176,7 @@ def test_a_dict_with_one_array_twice() -> None:
         def observation(self) -> Any:
             return dict.fromkeys("ab", super().observation())
 
-    data = played(GymWrapper(Twice()), 9)[-2]["next"]
+    data = play(GymWrapper(Twice()), 9)[-2]["next"]
     assert len(storage_pointers([data["a"], data["b"]])) == 2
 
 
@@ -192,7 +192,7 @@ def test_arrays_that_torch_takes_in_no_way_are_copied() -> None:
             locked.flags.writeable = False
             return {"a": locked, "b": array[::-1].copy()[::-1], "c": array.astype(">f4")}
 
-    for data in played(GymWrapper(Odd(), copy=False), 12):
+    for data in play(GymWrapper(Odd(), copy=False), 12):
         for part in (data, data["next"]) if "next" in data.keys() else (data,):  # noqa: SIM118
             assert part["a"].tolist() == part["b"].tolist() == part["c"].tolist()
 
@@ -232,13 +232,13 @@ def test_nothing_is_shared_or_changes_later_and_environments_are_left_alone(name
     inner.step = stepping
     inner.reset = functools.wraps(reset)(resetting)
     env = GymWrapper(inner, missing_final_obs=missing)
-    seen = played(env, 15)
+    seen = play(env, 15)
     kept = [data.clone() for data in seen]
     handed = storage_pointers([torch.as_tensor(leaf) for leaf, _ in written])
     for data in seen:
         assert not storage_pointers(data.to_dict()) & handed
         assert not any(tensor.requires_grad for tensor in tensors(data.to_dict()))
-    played(env, 5)
+    play(env, 5)
     for one, other in zip(seen, kept, strict=True):
         assert_same(one, other)
     env.close()

@@ -89,7 +89,7 @@ def test_what_is_not_given_is_nan_or_the_observation_before(info: Any, torch_ten
 
 
 def test_the_observation_before_stays_whatever_is_done_to_the_data() -> None:
-    def played(edits: bool) -> Any:
+    def play(edits: bool) -> Any:
         env = wrapped(SameStep([2, 3, 5], None, nested=True), missing_final_obs="previous")
         data, found = env.reset(), []
         for _ in range(9):
@@ -100,7 +100,7 @@ def test_the_observation_before_stays_whatever_is_done_to_the_data() -> None:
                 before["next"]["inner"]["place"] = torch.full((3, 3), -5.0)
         return torch.stack(found)
 
-    assert torch.equal(played(True), played(False))
+    assert torch.equal(play(True), play(False))
 
 
 def several(*rows: Any) -> Any:

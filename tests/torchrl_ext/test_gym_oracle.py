@@ -333,13 +333,13 @@ def test_rewards_of_two_parts_in_a_batch() -> None:
 
 
 def test_a_reset_of_some() -> None:
-    def played(env: Any) -> Any:
+    def play(env: Any) -> Any:
         data = env.reset(seed=4)
         torch.manual_seed(1)
         data = env.step_mdp(env.step(env.rand_action(data)))
         return env.reset(data.set("_reset", torch.tensor([[True], [False], [True]])))
 
-    assert_same(*map(played, both(batch(WalkWithoutInfos, "Disabled"))))
+    assert_same(*map(play, both(batch(WalkWithoutInfos, "Disabled"))))
     for env in both(made(Walk)):
         with pytest.raises(RuntimeError, match="Partial resets"):
             env.reset(env.reset().set("_reset", torch.zeros(1, dtype=torch.bool)))
@@ -386,7 +386,7 @@ builders = pytest.mark.parametrize("name", BUILDERS)
 
 @builders
 def test_what_a_policy_leaves_is_carried_on(name: str) -> None:
-    def played(env: Any) -> list[Any]:
+    def play(env: Any) -> list[Any]:
         env.set_seed(0)
         torch.manual_seed(0)
         data = env.reset().update(extras(env))
@@ -398,7 +398,7 @@ def test_what_a_policy_leaves_is_carried_on(name: str) -> None:
             seen += [before, data.copy()]
         return seen
 
-    for one, other in zip(*map(played, both(BUILDERS[name])), strict=True):
+    for one, other in zip(*map(play, both(BUILDERS[name])), strict=True):
         assert_same(one, other)
 
 
