@@ -196,7 +196,7 @@ class Engine:
             self._pending = None
             return self.begin(self.env.reset(**kwargs))
         if pending is None:
-            return self._partially(mask, **kwargs)
+            return self._reset_rows(mask, **kwargs)
         self._pending = None
         done, observations, info = pending
         left, count = mask & ~done, self._stepper.num_envs
@@ -209,7 +209,7 @@ class Engine:
         info = following
         if not left.any():
             return observations, info
-        fresh, new_info = self._partially(left)
+        fresh, new_info = self._reset_rows(left)
         rows = left.nonzero().view(-1)
         merged = merge_infos(info, new_info, rows.tolist(), count)
         return _overwritten(self._leaves, observations, left, rows, fresh), merged
@@ -232,7 +232,7 @@ class Engine:
             return before
         return _overwritten(self._leaves, before, mask, rows, self.reset(mask)[0])
 
-    def _partially(self, mask: torch.Tensor, **kwargs: Any) -> tuple[Entries, Any]:
+    def _reset_rows(self, mask: torch.Tensor, **kwargs: Any) -> tuple[Entries, Any]:
         """Reset some rows; what is returned of the others is not to be read."""
         self._pending = None
         observation, info = self._stepper.reset(mask.cpu().numpy(), **kwargs)
