@@ -99,7 +99,7 @@ class Environments:
         autoreset: Autoreset = Autoreset.SAME_STEP,
     ) -> None:
         self._autoreset = autoreset
-        self._due: set[int] = set()  # their next step is a reset
+        self._reset_due: set[int] = set()  # their next step is a reset
         self._reply, self._block, self._cells, self._first = reply, block, cells, first
         self._envs: list[Any] = []
         processes.on_abnormal_exit(self.close_what_is_open)
@@ -129,7 +129,7 @@ class Environments:
             infos = [{} if how is None else self._reset(number, *how) for number, how in enumerate(data)]
             self._answer_infos([({}, info, None, None) for info in infos])
         elif name == "reset at next step":
-            self._due.update(range(len(self._envs)))
+            self._reset_due.update(range(len(self._envs)))
             self._answer(b"")
         else:
             self._answer(pack([self._call_environment(number, name, argument) for number, argument in data]))
@@ -178,7 +178,7 @@ class Environments:
 
     def _reset(self, number: int, seed: int | None, options: dict[str, Any] | None) -> Any:
         self._set_phase(number, _RESET)
-        self._due.discard(number)
+        self._reset_due.discard(number)
         maybe = {} if options is None else {"options": options}
         observation, info = self._envs[number].reset(seed=seed, **maybe)
         for row in self._slots[number]:
@@ -191,7 +191,7 @@ class Environments:
     def _step(self, actions: Iterable[Any]) -> None:
         cells, phase_at, environment_at = self._cells, Cell.PHASE, Cell.ENVIRONMENT
         rewards, kinds, flags, all_slots = self._rewards, self._kinds, self._flags, self._slots
-        array, due, same_step = np.ndarray, self._due, self._autoreset is Autoreset.SAME_STEP
+        array, due, same_step = np.ndarray, self._reset_due, self._autoreset is Autoreset.SAME_STEP
         entries: list[Any] | None = None
         reward: Any
         for number, (env, action) in enumerate(zip(self._envs, actions, strict=True)):
