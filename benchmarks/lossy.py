@@ -25,7 +25,7 @@ from benchmarks import recordings
 from benchmarks.measure import machine, resident_bytes, sampling_speed, times_as_fast
 from benchmarks.processes import run_module
 from benchmarks.replay_buffer import GAMES, NATURAL
-from rl_ext_core.frames.planning import _measure_costs, _sampled
+from rl_ext_core.frames.planning import _measure_costs, _make_sample
 from sb3_ext import CompressedReplayBuffer
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -122,7 +122,7 @@ def estimates(data: Path) -> None:
         for name in tqdm(names, leave=False):
             recording = recordings.load(name, folder=data)
             steps = ((before[0], after[0]) for before, after, *_ in recording.head(1_500).transitions())
-            sample = _sampled(steps, name, recording.n_stack)
+            sample = _make_sample(steps, name, recording.n_stack)
             for options, cost in zip(ESTIMATED, _measure_costs(sample, ESTIMATED)[0], strict=True):
                 found.setdefault(str(options), []).append(cost.frame_bytes / sample.layout.frame_bytes)
         for options_text, taken_by in found.items():
